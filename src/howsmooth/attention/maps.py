@@ -1,0 +1,111 @@
+"""What the package measures: maps on token sequences that know their own derivative."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.operators import Composed, Operator
+
+
+class Map(ABC):
+    """A map of token sequences, (…, n, d) → (…, n, d_out), with a closed-form Jacobian.
+
+    Maps compose from right to left like matrices: `(attention @ norm)(x) = attention(norm(x))`.
+    """
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """The width d of the tokens it takes."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The precision of its weights."""
+
+    @abstractmethod
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> "Map":
+        """The same map in another precision or on another device."""
+
+    @abstractmethod
+    def linearize(self, x: Float[Tensor, "batch n d"]) -> tuple[Float[Tensor, "batch n d_out"], Operator]:
+        """Its value at `x` and its Jacobian there, both without a graph."""
+
+    def __call__(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d_out"]:
+        """Its value at `x`, in plain torch operations: differentiable, and fit for torch.func."""
+        x = self.prepare(x)
+        items = x.reshape(-1, *x.shape[-2:])
+        return self.to(x.dtype, x.device).value(items).reshape(*x.shape[:-1], -1)
+
+    @abstractmethod
+    def value(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d_out"]:
+        """Its value at tokens of its own precision."""
+
+    def __matmul__(self, inner: "Map") -> "Composition":
+        return Composition(self, inner)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """Tokens checked and brought to the working precision: the wider of the map's and the tokens', float32 at least."""
+        check_tokens(x)
+        if x.shape[-1] != self.width:
+            raise BadInputError(
+                f"expected tokens of width {self.width}, got {x.shape[-1]} (shape {tuple(x.shape)}); tokens are rows"
+            )
+        return x.to(torch.promote_types(torch.promote_types(x.dtype, self.dtype), torch.float32))
+
+
+@final
+@dataclass(frozen=True)
+class Composition(Map):
+    """`outer ∘ inner`."""
+
+    outer: Map
+    inner: Map
+
+    @property
+    def width(self) -> int:
+        return self.inner.width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.outer.dtype, self.inner.dtype)
+
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> "Composition":
+        return Composition(self.outer.to(dtype, device), self.inner.to(dtype, device))
+
+    def value(self, x):
+        return self.outer.value(self.inner.value(x))
+
+    def linearize(self, x):
+        middle, inner = self.inner.linearize(x)
+        if middle.shape[-1] != self.outer.width:
+            raise BadInputError(
+                f"expected an inner map that gives tokens of width {self.outer.width}, got {middle.shape[-1]}; "
+                "compose maps whose widths agree"
+            )
+        value, outer = self.outer.linearize(middle)
+        return value, Composed(outer, inner)
+
+
+def check_tokens(x: Tensor) -> None:
+    """Refuse what is not a sequence of real, floating-point tokens."""
+    if not isinstance(x, Tensor):
+        raise BadInputError(f"expected a torch tensor of tokens, got {type(x).__name__}; use torch.as_tensor(x)")
+    if not x.is_floating_point():
+        raise BadInputError(f"expected floating-point tokens, got {x.dtype}; pass embeddings, not token ids")
+    if x.ndim < 2:
+        raise BadInputError(f"expected tokens of shape (n, d) or (batch, n, d), got {tuple(x.shape)}; tokens are rows")
+    if x.numel() == 0:
+        raise BadInputError(f"expected at least one token, got shape {tuple(x.shape)}; pass a longer input")
+
+
+def check_finite(t: Tensor, what: str) -> None:
+    """Refuse NaN and infinity."""
+    bad = int((~t.isfinite()).sum())
+    if bad:
+        raise BadInputError(f"expected finite {what}, got {bad} NaN or infinite entries of {t.numel()}; clean the {what}")

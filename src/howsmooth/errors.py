@@ -1,0 +1,17 @@
+"""One exception family: everything the package refuses, in one sentence each."""
+
+
+class HowSmoothError(ValueError):
+    """A request that cannot be answered. The message says what was expected, what came, and what to do."""
+
+
+class BadInputError(HowSmoothError):
+    """The tokens, weights or options do not fit."""
+
+
+class BadFunctionError(HowSmoothError):
+    """A function that has no usable derivative: it ignores its input, is random, or mixes the items of a batch."""
+
+
+class NoConvergenceError(HowSmoothError):
+    """The products were not finite, so no number can be trusted."""

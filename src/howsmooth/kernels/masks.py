@@ -1,0 +1,90 @@
+"""Which keys a query may see."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Visibility of key `j` from query `i`, and what is added to the logit.
+
+    causal: `j ≤ i`.  window: `|i − j| < window`, so a causal window of `w` sees `w` tokens, itself included.
+    keys: (batch, m), true where the key may be seen.  bias: added to the logits after scale and soft-cap, broadcast to
+    (batch, heads, n, m); `−inf` hides a key.
+
+    >>> Mask(causal=True, window=2).visible(slice(0, 3), slice(0, 3), torch.device("cpu")).int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    """
+
+    causal: bool = False
+    window: int | None = None
+    keys: Bool[Tensor, "batch m"] | None = None
+    bias: Float[Tensor, "#batch #heads #n m"] | None = None
+
+    def __post_init__(self):
+        if self.window is not None and self.window < 1:
+            raise BadInputError(f"expected a window of at least 1 token, got {self.window}; leave it out for no window")
+        if self.bias is not None and self.bias.ndim != 4:
+            raise BadInputError(f"expected a bias of shape (batch, heads, n, m), got {tuple(self.bias.shape)}; add axes of 1")
+        if self.bias is not None and bool((self.bias.isnan() | self.bias.isposinf()).any()):
+            raise BadInputError("expected a finite bias or -inf where a key is hidden, got NaN or +inf; fix the bias")
+
+    def check(self, batch: int, heads: int, n: int, m: int) -> None:
+        """Refuse a mask that does not fit logits of shape (batch, heads, n, m)."""
+        if n != m and (self.causal or self.window is not None):
+            raise BadInputError(
+                f"expected as many queries as keys under a causal or window mask, got {n} and {m}; pass a bias instead"
+            )
+        if self.keys is not None and tuple(self.keys.shape) != (batch, m):
+            raise BadInputError(
+                f"expected a key mask of shape ({batch}, {m}), got {tuple(self.keys.shape)}; give one row per sequence"
+            )
+        if self.bias is not None and any(
+            got not in (1, want) for got, want in zip(self.bias.shape[:3], (batch, heads, n), strict=True)
+        ):
+            raise BadInputError(
+                f"expected a bias that broadcasts to ({batch}, {heads}, {n}, {m}), got {tuple(self.bias.shape)}"
+            )
+        if self.bias is not None and self.bias.shape[3] != m:
+            raise BadInputError(
+                f"expected a bias with one column per key ({m}), got {self.bias.shape[3]}; give its last axis every key"
+            )
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> "Mask":
+        """The same mask with its tensors moved."""
+        return replace(
+            self,
+            keys=None if self.keys is None else self.keys.to(device),
+            bias=None if self.bias is None else self.bias.to(device, dtype),
+        )
+
+    def select(self, items: Tensor) -> "Mask":
+        """The mask of some items of the batch."""
+        keys = None if self.keys is None else self.keys[items]
+        bias = self.bias if self.bias is None or self.bias.shape[0] == 1 else self.bias[items]
+        return replace(self, keys=keys, bias=bias)
+
+    def band(self, rows: slice, cols: slice) -> bool | None:
+        """Whether a block of logits is inside the causal and window band: all of it, none of it, or part (None)."""
+        nearest, furthest = rows.start - (cols.stop - 1), (rows.stop - 1) - cols.start  # least and greatest i − j
+        low = 0 if self.causal else (-(self.window - 1) if self.window else -(2**62))
+        high = self.window - 1 if self.window else 2**62
+        if furthest < low or nearest > high:
+            return False
+        return True if low <= nearest and furthest <= high else None
+
+    def visible(self, rows: slice, cols: slice, device: torch.device) -> Bool[Tensor, "n m"]:
+        """The causal and window band on a block of logits."""
+        i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        j = torch.arange(cols.start, cols.stop, device=device)[None, :]
+        seen = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
+        if self.causal:
+            seen &= j <= i
+        if self.window is not None:
+            seen &= (i - j).abs() < self.window
+        return seen

@@ -1,0 +1,216 @@
+"""Softmax attention on q, k, v and its two derivatives, tile by tile.
+
+With `P̂ = exp(s − max s)`, `z` its row sums, `P = P̂/z`, `o = P v` and a row sum `r(·)`:
+
+    jvp   dS = τ(dq kᵀ + q dkᵀ);  T = P̂ ∘ dS;  do = (T v + P̂ dv − r(T) o) / z
+    vjp   ĝ = g / z;  dv = P̂ᵀ ĝ;  dS = P̂ ∘ (ĝ vᵀ − r(ĝ ∘ o));  dq = τ dS k;  dk = τ dSᵀ q
+
+A soft-cap `c·tanh(s/c)` multiplies `P̂` by its slope `1 − tanh²` wherever it meets dS. The row scale `1/z` is applied to
+n × d matrices, never to n × m ones, and `max s` and `z` are kept apart, so rows sum to one for logits of any size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.kernels.masks import Mask
+from howsmooth.kernels.tiles import Tile, TileSize, cut
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How logits come from queries and keys: `s = scale · q·k`, soft-capped, then masked."""
+
+    scale: float
+    softcap: float | None = None
+    mask: Mask = field(default_factory=Mask)
+
+    def __post_init__(self):
+        if self.softcap is not None and not self.softcap > 0:
+            raise BadInputError(f"expected a positive soft-cap, got {self.softcap}; leave it out for none")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One tile of `P̂` for some heads. `slope` is `P̂` times the soft-cap's slope, `P̂` itself where there is none."""
+
+    heads: slice
+    rows: slice
+    cols: slice
+    weights: Float[Tensor, "g rows cols"]
+    slope: Float[Tensor, "g rows cols"]
+
+
+class SoftmaxAttention(ABC):
+    """Softmax attention linearised at `q, k, v`: its output and products with its Jacobian.
+
+    Subclasses say where tiles of `P̂` come from: kept (`Dense`) or made again for each product (`Blocked`).
+    """
+
+    def __init__(
+        self,
+        q: Float[Tensor, "batch heads n d"],
+        k: Float[Tensor, "batch kv_heads m d"],
+        v: Float[Tensor, "batch kv_heads m d_v"],
+        scores: Scores,
+        size: TileSize | None = None,
+    ):
+        batch, heads, n, d = q.shape
+        kv_heads, m = k.shape[1:3]
+        if heads % kv_heads:
+            raise BadInputError(
+                f"expected key/value heads that divide the {heads} query heads, got {kv_heads}; change kv_heads"
+            )
+        scores.mask.check(batch, heads, n, m)
+        self._inputs = (q, k, v)
+        self.scores = replace(scores, mask=scores.mask.to(q.dtype, q.device))
+        self._size = size or TileSize.on(q.device)
+        self._group = heads // kv_heads
+        self._shape = (batch, heads, n, m)
+        self._q = _flat(q[None])[:, 0]  # (batch·heads, n, d)
+        self._k = _flat(self._expand(k[None]))[:, 0]
+        self._v = _flat(self._expand(v[None]))[:, 0]
+        self._tiles = cut(n, m, scores.mask, self._size)
+        self._largest, self._total, self._o = self._forward()  # (g, n), (g, n), (g, n, d_v)
+        self._inverse = torch.where(self._total > 0, 1 / self._total, 0.0)[..., None]
+
+    @abstractmethod
+    def _forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row maxima (0 where nothing is seen), row sums of `P̂`, and the output, heads flattened."""
+
+    @abstractmethod
+    def _blocks(self) -> Iterator[Block]:
+        """Every tile of `P̂`, once."""
+
+    @property
+    def output(self) -> Float[Tensor, "batch heads n d_v"]:
+        """`o = P v`."""
+        return self._o.unflatten(0, self._shape[:2])
+
+    @property
+    def logsumexp(self) -> Float[Tensor, "batch heads n"]:
+        """Log of each row's sum of exponentials; −inf where nothing is seen."""
+        return (self._largest + self._total.log()).unflatten(0, self._shape[:2])
+
+    def select(self, items: Tensor) -> "SoftmaxAttention":
+        """The same attention on some items of the batch."""
+        q, k, v = (t[items] for t in self._inputs)
+        return type(self)(q, k, v, replace(self.scores, mask=self.scores.mask.select(items)), self._size)
+
+    def jvp(
+        self,
+        dq: Float[Tensor, "probes batch heads n d"],
+        dk: Float[Tensor, "probes batch kv_heads m d"],
+        dv: Float[Tensor, "probes batch kv_heads m d_v"],
+    ) -> Float[Tensor, "probes batch heads n d_v"]:
+        """Derivative of the output along `dq, dk, dv`, one row of the leading axis per probe."""
+        batch, heads, n, m = self._shape
+        probes = dq.shape[0]
+        left = torch.cat([_flat(dq), self._q[:, None].expand(-1, probes, -1, -1)], -1)  # (g, probes, n, 2d)
+        left *= self.scores.scale
+        right = torch.cat([self._k[:, None].expand(-1, probes, -1, -1), _flat(self._expand(dk))], -1)
+        dv_wide = _wide(_flat(self._expand(dv)))  # (g, m, probes·d_v)
+        total = dv_wide.new_zeros(batch * heads, n, dv_wide.shape[-1])  # T v + P̂ dv
+        by_probe = total.unflatten(-1, (probes, -1)).transpose(1, 2)  # (g, probes, n, d_v)
+        row_sum = total.new_zeros(batch * heads, probes, n, 1)
+        for b in self._blocks():
+            g, i, j = b.heads, b.rows, b.cols
+            t = torch.matmul(left[g, :, i], right[g, :, j].mT)
+            t *= b.slope[:, None]
+            row_sum[g, :, i] += t.sum(-1, keepdim=True)
+            by_probe[g, :, i] += torch.bmm(t.flatten(1, 2), self._v[g, j]).unflatten(1, (probes, -1))
+            total[g, i] += torch.bmm(b.weights, dv_wide[g, j])
+        out = by_probe.addcmul_(row_sum, self._o[:, None], value=-1).mul_(self._inverse[:, None])
+        return out.transpose(0, 1).unflatten(1, (batch, heads))
+
+    def vjp(
+        self, g: Float[Tensor, "probes batch heads n d_v"]
+    ) -> tuple[
+        Float[Tensor, "probes batch heads n d"],
+        Float[Tensor, "probes batch kv_heads m d"],
+        Float[Tensor, "probes batch kv_heads m d_v"],
+    ]:
+        """Transposed product: gradients of `⟨g, o⟩` in `q, k, v`, one row of the leading axis per probe."""
+        batch, heads, n, m = self._shape
+        probes = g.shape[0]
+        g_hat = _flat(g) * self._inverse[:, None]  # (g, probes, n, d_v)
+        drift = (g_hat * self._o[:, None]).sum(-1, keepdim=True)
+        g_wide = _wide(g_hat)
+        dq = g_hat.new_zeros(batch * heads, probes, n, self._q.shape[-1])
+        dk = g_hat.new_zeros(batch * heads, probes, m, self._q.shape[-1])
+        dv_wide = g_wide.new_zeros(batch * heads, m, g_wide.shape[-1])
+        for b in self._blocks():
+            h, i, j = b.heads, b.rows, b.cols
+            ds = torch.bmm(g_hat[h, :, i].flatten(1, 2), self._v[h, j].mT).unflatten(1, (probes, -1))
+            ds -= drift[h, :, i]
+            ds *= b.slope[:, None]
+            dq[h, :, i] += torch.bmm(ds.flatten(1, 2), self._k[h, j]).unflatten(1, (probes, -1))
+            dk[h, :, j] += torch.matmul(ds.mT, self._q[h, None, i])
+            dv_wide[h, j] += torch.bmm(b.weights.mT, g_wide[h, i])
+        dv = dv_wide.unflatten(-1, (probes, -1)).transpose(1, 2)
+        dq *= self.scores.scale
+        dk *= self.scores.scale
+        return self._unflat(dq), self._sum_groups(self._unflat(dk)), self._sum_groups(self._unflat(dv))
+
+    def attention_received(self) -> Float[Tensor, "batch m"]:
+        """Column sums of `P`, averaged over heads: how much each key is attended to."""
+        batch, heads, _, m = self._shape
+        received = self._o.new_zeros(batch * heads, m, 1)
+        for b in self._blocks():
+            received[b.heads, b.cols] += torch.bmm(b.weights.mT, self._inverse[b.heads, b.rows])
+        return received[..., 0].unflatten(0, (batch, heads)).mean(1)
+
+    def _head_slices(self, tile: Tile) -> Iterator[slice]:
+        """Runs of heads whose tiles together stay near the element budget."""
+        area = (tile.rows.stop - tile.rows.start) * (tile.cols.stop - tile.cols.start)
+        count = self._shape[0] * self._shape[1]
+        step = max(2, self._size.elements // area)
+        return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+    def _logits(self, heads: slice, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """Masked logits of a tile, and the soft-cap's slope."""
+        s = torch.bmm(self._q[heads, tile.rows], self._k[heads, tile.cols].mT)
+        s *= self.scores.scale
+        slope = None
+        if self.scores.softcap is not None:
+            s.div_(self.scores.softcap).tanh_()
+            slope = 1 - s.square()
+            s *= self.scores.softcap
+        mask = self.scores.mask
+        if tile.partial:
+            s.masked_fill_(~mask.visible(tile.rows, tile.cols, s.device), -torch.inf)
+        if mask.keys is not None:
+            item = torch.arange(heads.start, heads.stop, device=s.device) // self._shape[1]
+            s.masked_fill_(~mask.keys[:, tile.cols][item][:, None], -torch.inf)
+        if mask.bias is not None:
+            index = torch.arange(heads.start, heads.stop, device=s.device)
+            item = index // self._shape[1] if mask.bias.shape[0] > 1 else index * 0
+            head = index % self._shape[1] if mask.bias.shape[1] > 1 else index * 0
+            rows = tile.rows if mask.bias.shape[2] > 1 else slice(None)
+            s += mask.bias[:, :, rows, tile.cols][item, head]
+        return s, slope
+
+    def _expand(self, t: Tensor) -> Tensor:
+        """Key/value heads repeated for the query heads that share them."""
+        return t if self._group == 1 else t.repeat_interleave(self._group, dim=2)
+
+    def _sum_groups(self, t: Tensor) -> Tensor:
+        return t if self._group == 1 else t.unflatten(2, (-1, self._group)).sum(3)
+
+    def _unflat(self, t: Tensor) -> Tensor:
+        return t.transpose(0, 1).unflatten(1, self._shape[:2])
+
+
+def _flat(t: Tensor) -> Tensor:
+    """(probes, batch, heads, n, d) → (batch·heads, probes, n, d)."""
+    return t.flatten(1, 2).transpose(0, 1)
+
+
+def _wide(t: Tensor) -> Tensor:
+    """(g, probes, n, d) → (g, n, probes·d)."""
+    return t.transpose(1, 2).flatten(2)

@@ -1,0 +1,124 @@
+"""The answer: a two-sided estimate of a Jacobian's norm."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final, overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Status = Literal["dense", "certified", "converged", "step limit"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """`lower ≤ ‖J‖₂ ≤ upper`.
+
+    lower: `|J direction| / |direction|`, evaluated in `precision`: attained, so never above the norm.
+    upper: holds with probability `confidence` over the random start (1.0 from a dense decomposition or a theorem).
+    status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (`lower` has settled to
+    `tol`, the interval may be wide), `step limit` (neither; `lower` and `upper` still hold).
+    direction: the input direction that is stretched most, the shape of one input.  steps: products with `J` and with `Jᵀ`.
+    """
+
+    lower: float
+    upper: float
+    confidence: float
+    status: Status
+    direction: Float[Tensor, "..."]
+    steps: int
+    precision: str
+    tol: float
+    seed: int
+
+    @property
+    def value(self) -> float:
+        """The estimate itself: `lower`."""
+        return self.lower
+
+    @property
+    def width(self) -> float:
+        """Relative width of the interval, `upper/lower − 1`."""
+        if self.lower == 0:
+            return 0.0 if self.upper == 0 else float("inf")
+        return self.upper / self.lower - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, ready for JSON; the direction is left out."""
+        return {
+            "value": self.value,
+            "lower": self.lower,
+            "upper": self.upper,
+            "confidence": self.confidence,
+            "status": self.status,
+            "steps": self.steps,
+            "precision": self.precision,
+            "tol": self.tol,
+            "seed": self.seed,
+        }
+
+    def __str__(self) -> str:
+        sure = "certain" if self.confidence == 1 else f"probability {self.confidence:.9g}"
+        return f"{self.value:.6g} in [{self.lower:.6g}, {self.upper:.6g}] ({self.status}, {sure}, {self.steps} steps)"
+
+    __repr__ = __str__
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Estimates(Sequence[Estimate]):
+    """One `Estimate` per input of a batch, in order, with the numbers also as tensors."""
+
+    items: tuple[Estimate, ...]
+
+    @overload
+    def __getitem__(self, index: int) -> Estimate: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Estimates": ...
+    def __getitem__(self, index: int | slice) -> "Estimate | Estimates":
+        return Estimates(self.items[index]) if isinstance(index, slice) else self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Estimate]:
+        return iter(self.items)
+
+    @property
+    def value(self) -> Float[Tensor, " batch"]:
+        return self.lower
+
+    @property
+    def lower(self) -> Float[Tensor, " batch"]:
+        return torch.tensor([e.lower for e in self.items], dtype=torch.float64)
+
+    @property
+    def upper(self) -> Float[Tensor, " batch"]:
+        return torch.tensor([e.upper for e in self.items], dtype=torch.float64)
+
+    @property
+    def confidence(self) -> Float[Tensor, " batch"]:
+        return torch.tensor([e.confidence for e in self.items], dtype=torch.float64)
+
+    @property
+    def status(self) -> tuple[Status, ...]:
+        return tuple(e.status for e in self.items)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(e.steps for e in self.items)
+
+    @property
+    def direction(self) -> Float[Tensor, "batch ..."]:
+        return torch.stack([e.direction for e in self.items])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, one list entry per input."""
+        return {"items": [e.to_dict() for e in self.items]}
+
+    def __str__(self) -> str:
+        return "\n".join(str(e) for e in self.items)
+
+    __repr__ = __str__

@@ -1,0 +1,239 @@
+"""The largest singular value from products alone: block Golub–Kahan from random starts.
+
+One-sided form (Simon & Zha 2000): only the right vectors `q` are kept and reorthogonalised, so `k` steps keep `k` vectors.
+Their projection `T = QᵀJᵀJQ` is block tridiagonal; its eigenvalues are the squares of Golub–Kahan's singular values.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import BadInputError, NoConvergenceError
+from howsmooth.operators import Operator
+from howsmooth.spectral import certificate
+from howsmooth.spectral.solution import Solution
+
+_CHUNK = 16  # basis vectors allocated at a time
+_DOUBT = 0.13  # risk that the test for convergence takes; the reported upper end takes `delta`
+
+
+@final
+@dataclass(frozen=True)
+class GolubKahan:
+    """Block Golub–Kahan with full reorthogonalisation.
+
+    block: random starts per input. One spends the fewest products; more pay only where their products are cheaper together.
+    max_steps: products with `J` and with `Jᵀ`, per start.  delta: the upper end's failure probability.
+    """
+
+    block: int = 1
+    max_steps: int = 300
+    delta: float = 1e-6
+
+    def __post_init__(self):
+        if self.block < 1 or self.max_steps < 1 or not 0 < self.delta < 1:
+            raise BadInputError(
+                f"expected block ≥ 1, max_steps ≥ 1 and 0 < delta < 1, got block={self.block}, "
+                f"max_steps={self.max_steps}, delta={self.delta}"
+            )
+
+    def solve(self, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution]:
+        """The top singular pair of every map of a batch, in lock step; each stops by itself."""
+        return _Run(self, operator, tol, certify, seed).finish()
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The relative size below which products with `JᵀJ` in this precision are noise."""
+    return 32 * torch.finfo(dtype).eps
+
+
+class _Run:
+    """One batch on its way. Items that have stopped leave; the arrays shrink when half of them have."""
+
+    def __init__(self, solver: GolubKahan, operator: Operator, tol: float, certify: float | None, seed: int):
+        self.solver, self.operator, self.tol, self.certify = solver, operator, tol, certify
+        self.size, self.seed = operator.in_size, seed
+        self.block = solver.block if 8 * solver.block <= self.size else 1
+        self.limit = min(solver.max_steps, self.size // self.block)
+        self.rounding = rounding(operator.dtype)
+        self.items = torch.arange(operator.batch)
+        self.basis: list[Tensor] = []  # chunks of (batch, ≤ _CHUNK · block, N)
+        self.filled = 0  # vectors in the basis
+        self.projected = torch.zeros(operator.batch, 0, 0, dtype=torch.float64)  # T
+        self.coupling = torch.zeros(operator.batch, 0, self.block, dtype=torch.float64)  # diagonals of the B's
+        self.starts = torch.ones(operator.batch, dtype=torch.float64)  # fresh random vectors used
+        self.shift = torch.zeros(operator.batch, dtype=torch.float64)  # log of what a guess takes from the start
+        self.guessed = False
+        self.solutions: dict[int, Solution] = {}
+
+    def finish(self) -> list[Solution]:
+        q = self._start()
+        previous, below = None, None
+        step = 0
+        while len(self.items):
+            step += 1
+            self._append(q)
+            w, diagonal = self.operator.gram(q.transpose(0, 1).unflatten(2, self.operator.in_shape))
+            if not bool(diagonal.isfinite().all()):
+                raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; use float64")
+            w = torch.baddbmm(w.flatten(2).transpose(0, 1), diagonal, q, alpha=-1)  # (batch, block, N)
+            if previous is not None and below is not None:
+                w.baddbmm_(below, previous, alpha=-1)
+            w = self._orthogonal(w)
+            following, below = self._factor(w, diagonal)
+            self._project(diagonal, below)
+            stop = self._stopping(step)
+            keep = ~stop
+            previous, q = q, following
+            if bool(stop.any()) and bool(keep.any()):
+                index = torch.nonzero(keep)[:, 0]
+                previous, q, below = (t[index.to(t.device)] for t in (previous, q, below))
+                self._shrink(index)
+            elif not bool(keep.any()):
+                break
+        return [self.solutions[i] for i in range(len(self.solutions))]
+
+    def _start(self) -> Tensor:
+        """Random vectors, and beside a single one the operator's own guess in equal parts.
+
+        The guess cannot hide a direction from the certificate: it shifts `⟨v, q⟩`, which makes small values no likelier, and
+        the sum's length, at most 2, is charged to the start's rarity.
+        """
+        op = self.operator
+        q = torch.linalg.qr(self._gaussian().mT)[0].mT.expand(op.batch, -1, -1)
+        guess = op.guess() if self.block == 1 else None
+        if guess is not None:
+            guess = guess.flatten(1)[:, None].to(q)
+            length = guess.norm(dim=-1, keepdim=True)
+            q = q + guess / torch.where(length > 0, length, 1.0)
+            length = q.norm(dim=-1, keepdim=True)
+            self.shift = length[:, 0, 0].double().log().cpu()
+            self.guessed = True
+            q = q / length
+        return q.contiguous()
+
+    def _gaussian(self) -> Tensor:
+        """Gaussian vectors of this step, the same for every item, so that a batch and a loop agree."""
+        random = torch.Generator().manual_seed((self.seed * 1_000_003 + self.filled) % 2**63)
+        vectors = torch.randn(1, self.block, self.size, generator=random)
+        return vectors.to(self.operator.device, self.operator.dtype)
+
+    def _append(self, q: Tensor) -> None:
+        width = _CHUNK * self.block
+        offset = self.filled % width
+        if offset == 0:
+            self.basis.append(q.new_empty(len(q), width, self.size))
+        self.basis[-1][:, offset : offset + self.block] = q
+        self.filled += self.block
+
+    def _chunks(self) -> list[Tensor]:
+        width = _CHUNK * self.block
+        return [chunk[:, : self.filled - i * width] for i, chunk in enumerate(self.basis)]
+
+    def _orthogonal(self, w: Tensor) -> Tensor:
+        """`w` made orthogonal to the basis; a second pass where the first took most of it away."""
+        before = w.norm(dim=-1)
+        for _ in range(2):
+            for chunk in self._chunks():
+                w = torch.baddbmm(w, torch.bmm(w, chunk.mT), chunk, alpha=-1)
+            after = w.norm(dim=-1)
+            if bool((after > 0.5 * before).all()):
+                break
+            before = after
+        return w
+
+    def _factor(self, w: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor]:
+        """`w = B q` with orthonormal `q`. Where `w` vanishes, the Krylov space is invariant: go on from a fresh vector."""
+        scale = diagonal.diagonal(dim1=1, dim2=2).amax(-1)
+        if len(self.projected[0]):
+            scale = scale.maximum(self.projected.diagonal(dim1=1, dim2=2).amax(-1).to(scale))
+        if self.block == 1:
+            length = w.norm(dim=-1, keepdim=True)  # (batch, 1, 1)
+            q, factor = w / torch.where(length > 0, length, 1.0), length
+        else:
+            q, upper = torch.linalg.qr(w.mT)
+            q, factor = q.mT.contiguous(), upper.mT
+        lost = factor.diagonal(dim1=1, dim2=2).abs() <= self.rounding * scale[:, None]  # (batch, block)
+        if bool(lost.any()) and self.filled < self.size:
+            fresh = torch.where(lost[..., None], self._gaussian(), q)
+            fresh = self._orthogonal(fresh / fresh.norm(dim=-1, keepdim=True))
+            q = torch.linalg.qr(fresh.mT)[0].mT.contiguous()
+            factor = factor.masked_fill(lost[:, None, :], 0.0)
+            self.starts = self.starts + lost.any(-1).to(self.starts)
+        return q, factor
+
+    def _project(self, diagonal: Tensor, below: Tensor) -> None:
+        """Grow T by one block; `below` couples it to the next."""
+        diagonal, below = diagonal.double().cpu(), below.double().cpu()
+        batch, old = self.projected.shape[:2]
+        grown = diagonal.new_zeros(batch, old + self.block, old + self.block)
+        grown[:, :old, :old] = self.projected
+        grown[:, old:, old:] = 0.5 * (diagonal + diagonal.mT)
+        if old:
+            last = self.last_below
+            grown[:, old:, old - self.block : old] = last.mT
+            grown[:, old - self.block : old, old:] = last
+        self.projected, self.last_below = grown, below
+        self.coupling = torch.cat([self.coupling, below.diagonal(dim1=1, dim2=2).abs()[:, None]], 1)
+
+    def _stopping(self, step: int) -> Tensor:
+        """Which items stop at this step; their solutions are written down."""
+        ritz, vectors = torch.linalg.eigh(self.projected)  # ascending
+        theta = ritz[:, -1].clamp_min(0.0)
+        whole, limit = self.filled >= self.size, step >= self.limit
+        residual = torch.linalg.vector_norm(self.last_below.mT @ vectors[:, -self.block :, -1:], dim=(1, 2))
+        converged = (residual <= 2 * self.tol * theta) | torch.tensor(whole)
+        if not (whole or self.guessed or self.block > 1) and bool(converged.any()):
+            converged &= self._confirmed(ritz, theta)
+        converged |= theta == 0
+        stop = converged | torch.tensor(limit)
+        upper = torch.full_like(theta, torch.inf)
+        if self.certify is not None or bool(stop.any()):
+            upper = theta if whole else self._upper(ritz, theta, step)
+        if self.certify is not None:
+            wanted = max(self.certify - 4 * self.rounding, 0.0)
+            stop = (upper <= theta * (1 + wanted) ** 2) | torch.tensor(limit or whole)
+        for i in torch.nonzero(stop)[:, 0].tolist():
+            self.solutions[int(self.items[i])] = Solution(
+                value=float(theta[i]) ** 0.5,
+                upper=float(upper[i]) ** 0.5,
+                direction=self._direction(i, vectors[i, :, -1]),
+                steps=step,
+                converged=bool(converged[i]),
+            )
+        return stop
+
+    def _upper(self, ritz: Tensor, theta: Tensor, step: int) -> Tensor:
+        if self.block > 1:
+            return certificate.from_block(theta, step, self.limit, self.block, self.size, self.solver.delta)
+        upper = certificate.from_one_start(ritz, self._beta(theta), self._rarity(self.solver.delta))
+        return torch.where(theta == 0, 0.0, upper)
+
+    def _confirmed(self, ritz: Tensor, theta: Tensor) -> Tensor:
+        """A small residual may belong to the second singular value: a value `tol` larger must need an unlikely start."""
+        return certificate.log_growth(theta * (1 + self.tol) ** 2, ritz, self._beta(theta)) >= self._rarity(_DOUBT)
+
+    def _beta(self, theta: Tensor) -> Tensor:
+        """Off-diagonals, not below what rounding makes of zero."""
+        return self.coupling[:, :, 0].maximum((self.rounding * theta)[:, None])
+
+    def _rarity(self, risk: float) -> Tensor:
+        return certificate.log_rarity(self.starts, self.size, risk) + self.shift
+
+    def _direction(self, item: int, coefficients: Tensor) -> Tensor:
+        coefficients = coefficients.to(self.operator.device, self.operator.dtype)
+        v = torch.zeros(self.size, dtype=self.operator.dtype, device=self.operator.device)
+        for chunk in self._chunks():
+            part, coefficients = coefficients[: chunk.shape[1]], coefficients[chunk.shape[1] :]
+            v.addmv_(chunk[item].mT, part)
+        return (v / v.norm()).reshape(self.operator.in_shape)
+
+    def _shrink(self, keep: Tensor) -> None:
+        """Leave out items that have stopped."""
+        index = keep.to(self.operator.device)
+        self.items, self.projected, self.last_below = self.items[keep], self.projected[keep], self.last_below[keep]
+        self.coupling, self.starts, self.shift = self.coupling[keep], self.starts[keep], self.shift[keep]
+        self.basis = [chunk[index] for chunk in self.basis]
+        self.operator = self.operator.select(index)

@@ -1,0 +1,171 @@
+"""The one verb: how smooth is this map here?"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention.maps import Map, check_finite, check_tokens
+from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.operators import AutodiffJacobian, Operator
+from howsmooth.operators.autodiff import check_deterministic
+from howsmooth.spectral.dense import DenseSVD
+from howsmooth.spectral.estimate import Estimate, Estimates, Status
+from howsmooth.spectral.golub_kahan import GolubKahan, rounding
+from howsmooth.spectral.solution import Solution
+
+_DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the quicker way too
+
+
+class Solver(Protocol):
+    """Anything that finds top singular pairs of a batch of operators."""
+
+    def solve(self, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution]: ...
+
+
+def lipschitz(
+    f: Map | Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    tol: float = 1e-3,
+    certify: float | None = None,
+    seed: int = 0,
+    solver: Solver | None = None,
+    batched: bool | None = None,
+) -> Estimate | Estimates:
+    """The local Lipschitz constant `‖D_x f‖₂` of `f` at `x`, from below and from above.
+
+    f: an attention layer, a norm, a composition of them, or any torch function of one tensor.
+    x: tokens (n, d), or a batch (batch, n, d) measured in lock step; for a function, any shape.
+    tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start.
+    solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
+    batched: whether the first axis of `x` runs over inputs; by default when `x` has three axes.
+
+    Work is done in the precision of `x` and `f`, `lower` is evaluated again in float64.
+
+    >>> from howsmooth import Attention
+    >>> identity = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
+    >>> round(lipschitz(identity, torch.zeros(3, 2)).value, 6)  # uniform attention: the mean of three tokens
+    1.0
+    """
+    _check_options(x, tol, certify)
+    several = x.ndim == 3 if batched is None else batched
+    problem = _MapProblem(f, x, several) if isinstance(f, Map) else _FunctionProblem(f, x, several)
+    operator = problem.operator()
+    if solver is None:
+        small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
+        solver = DenseSVD() if small else GolubKahan()
+    dense = isinstance(solver, DenseSVD)
+    if dense:
+        operator = problem.precise() or operator
+    else:
+        _check_resolution(operator.dtype, tol, certify)
+    solutions = solver.solve(operator, tol, certify, seed)
+    noise = rounding(operator.dtype)
+    operator = (operator if operator.dtype == torch.float64 else problem.precise()) or operator
+    confidence = 1 - solver.delta if isinstance(solver, GolubKahan) else 1.0
+    estimates = []
+    for solution, lower in zip(solutions, _attained(operator, solutions), strict=True):
+        drift = abs(solution.value - lower) / lower if lower else 0.0
+        upper = max(lower, solution.upper * (1 + (0 if dense else noise) + 2 * drift))
+        estimates.append(
+            Estimate(
+                lower=lower,
+                upper=upper,
+                confidence=confidence,
+                status="dense" if dense else _status(solution, lower, upper, tol, certify),
+                direction=solution.direction,
+                steps=solution.steps,
+                precision=str(operator.dtype).removeprefix("torch."),
+                tol=tol,
+                seed=seed,
+            )
+        )
+    return Estimates(tuple(estimates)) if several else estimates[0]
+
+
+class _MapProblem:
+    """A map of ours at `x`: closed-form products."""
+
+    def __init__(self, f: Map, x: Tensor, several: bool):
+        check_tokens(x)
+        check_finite(x, "tokens")
+        if x.ndim != (3 if several else 2):
+            raise BadInputError(
+                f"expected tokens of shape (n, d), or (batch, n, d) for a batch, got {tuple(x.shape)}; reshape the tokens"
+            )
+        self._f, self._x = f, f.prepare(x if several else x[None]).detach()
+
+    def operator(self) -> Operator:
+        return self._f.linearize(self._x)[1]
+
+    def precise(self) -> Operator:
+        return self._f.linearize(self._x.double())[1]
+
+
+class _FunctionProblem:
+    """Any torch function at `x`: products by automatic differentiation."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, several: bool):
+        if not callable(f):
+            raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
+        if x.dtype not in (torch.float32, torch.float64):
+            raise BadInputError(f"expected float32 or float64 input, got {x.dtype}; pass x.float() and f in float32")
+        check_finite(x, "input")
+        if several and x.ndim < 2:
+            raise BadInputError(f"expected a batch of inputs, got shape {tuple(x.shape)}; pass batched=False")
+        self._f, self._x, self._several = f, x.detach(), several
+
+    def operator(self) -> Operator:
+        jacobian = AutodiffJacobian(self._f, self._x, self._several)
+        check_deterministic(self._f, self._x, jacobian.output)
+        return jacobian
+
+    def precise(self) -> Operator | None:
+        """In float64, where the function can be: a module is copied, anything else must take float64 as it is."""
+        f = copy.deepcopy(self._f).double() if isinstance(self._f, nn.Module) else self._f
+        try:
+            jacobian = AutodiffJacobian(f, self._x.double(), self._several)
+        except (RuntimeError, TypeError, BadFunctionError):
+            return None
+        return jacobian if jacobian.output.dtype == torch.float64 else None
+
+
+@torch.no_grad()
+def _attained(operator: Operator, solutions: list[Solution]) -> list[float]:
+    """`|J v|/|v|` for the directions found."""
+    v = torch.stack([s.direction for s in solutions])[None].to(operator.device, operator.dtype)
+    image = operator.jvp(v)
+    return (image.flatten(2).norm(dim=-1) / v.flatten(2).norm(dim=-1))[0].double().tolist()
+
+
+def _status(solution: Solution, lower: float, upper: float, tol: float, certify: float | None) -> Status:
+    if upper <= lower * (1 + (tol if certify is None else certify)):
+        return "certified"
+    return "converged" if solution.converged and certify is None else "step limit"
+
+
+def _check_options(x: Tensor, tol: float, certify: float | None) -> None:
+    if not isinstance(x, Tensor):
+        raise BadInputError(f"expected a torch tensor, got {type(x).__name__}; use torch.as_tensor(x)")
+    if not x.is_floating_point():
+        raise BadInputError(f"expected a floating-point tensor, got {x.dtype}; pass embeddings, not token ids")
+    if x.numel() == 0:
+        raise BadInputError(f"expected at least one token, got shape {tuple(x.shape)}; pass a longer input")
+    if not 0 < tol < 1:
+        raise BadInputError(f"expected 0 < tol < 1, got {tol}; the default is 1e-3")
+    if certify is not None and not 0 < certify < math.inf:
+        raise BadInputError(f"expected certify > 0, got {certify}; 0.02 asks for an interval of 2 %")
+
+
+def _check_resolution(dtype: torch.dtype, tol: float, certify: float | None) -> None:
+    finest = 2 * rounding(dtype)
+    asked = tol if certify is None else min(tol, certify)
+    if asked < finest:
+        raise BadInputError(
+            f"expected tol and certify of at least {finest:.1e} in {str(dtype).removeprefix('torch.')}, got {asked}; "
+            "pass x in float64 for more"
+        )
