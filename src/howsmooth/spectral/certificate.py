@@ -19,11 +19,20 @@ def log_growth(
 
 
 def log_rarity(starts: Float[Tensor, " batch"], size: int, delta: float) -> Float[Tensor, " batch"]:
-    """The growth that would need a start of probability `delta`: `starts · log √(2N/π) + log(1/δ)`.
+    """The growth that would need starts of probability `delta`: `log √(2N/π) + log(1/δ)` for one. Corollary 2.4.
 
-    starts: how many fresh random vectors the run has used (1, and one more for each invariant subspace it left).
+    starts: how many fresh random vectors the run has used (1, and one more for each invariant subspace it left). `m` of them
+    are unlucky together when a product of `m` uniform numbers is small, and minus its logarithm has a Gamma(m) law.
+
+    >>> float(log_rarity(torch.ones(1).double(), size=2, delta=1e-6) - math.log(1e6) - 0.5 * math.log(4 / math.pi)) < 1e-9
+    True
     """
-    return starts * (0.5 * math.log(2 * size / math.pi)) - math.log(delta)
+    low, high = torch.zeros_like(starts), 2 * starts - 4 * math.log(delta)
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        likely = torch.special.gammaincc(starts, middle) > delta
+        low, high = torch.where(likely, middle, low), torch.where(likely, high, middle)
+    return high + starts * (0.5 * math.log(2 * size / math.pi))
 
 
 def from_one_start(

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,39 @@ class Solver(Protocol):
     def solve(self, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution]: ...
 
 
+@overload
+def lipschitz(
+    f: Map | Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    tol: float = ...,
+    certify: float | None = ...,
+    seed: int = ...,
+    solver: Solver | None = ...,
+    batched: Literal[False],
+) -> Estimate: ...
+@overload
+def lipschitz(
+    f: Map | Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    tol: float = ...,
+    certify: float | None = ...,
+    seed: int = ...,
+    solver: Solver | None = ...,
+    batched: Literal[True],
+) -> Estimates: ...
+@overload
+def lipschitz(
+    f: Map | Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    tol: float = ...,
+    certify: float | None = ...,
+    seed: int = ...,
+    solver: Solver | None = ...,
+    batched: None = ...,
+) -> Any: ...
 def lipschitz(
     f: Map | Callable[[Tensor], Tensor],
     x: Tensor,

@@ -1,0 +1,1 @@
+"""What theory says of a layer's Lipschitz constant, over a ball and at a point."""
