@@ -15,7 +15,8 @@ from howsmooth.operators import Operator
 from howsmooth.spectral import certificate
 from howsmooth.spectral.solution import Solution
 
-_CHUNK = 16  # basis vectors allocated at a time
+_CHUNK = 16  # basis vectors allocated at a time, fewer where they are large
+_CHUNK_BYTES = 2**28
 _DOUBT = 0.13  # risk that the test for convergence takes; the reported upper end takes `delta`
 
 
@@ -59,7 +60,10 @@ class _Run:
         self.limit = min(solver.max_steps, self.size // self.block)
         self.rounding = rounding(operator.dtype)
         self.items = torch.arange(operator.batch)
-        self.basis: list[Tensor] = []  # chunks of (batch, ≤ _CHUNK · block, N)
+        self.active = torch.ones(operator.batch, dtype=torch.bool)
+        step_bytes = operator.batch * self.block * self.size * torch.finfo(operator.dtype).bits // 8
+        self.chunk = self.block * max(1, min(_CHUNK, _CHUNK_BYTES // step_bytes))
+        self.basis: list[Tensor] = []  # chunks of (batch, chunk, N)
         self.filled = 0  # vectors in the basis
         self.projected = torch.zeros(operator.batch, 0, 0, dtype=torch.float64)  # T
         self.coupling = torch.zeros(operator.batch, 0, self.block, dtype=torch.float64)  # diagonals of the B's
@@ -72,7 +76,7 @@ class _Run:
         q = self._start()
         previous, below = None, None
         step = 0
-        while len(self.items):
+        while bool(self.active.any()):
             step += 1
             self._append(q)
             w, diagonal = self.operator.gram(q.transpose(0, 1).unflatten(2, self.operator.in_shape))
@@ -80,19 +84,16 @@ class _Run:
                 raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; use float64")
             w = torch.baddbmm(w.flatten(2).transpose(0, 1), diagonal, q, alpha=-1)  # (batch, block, N)
             if previous is not None and below is not None:
-                w.baddbmm_(below, previous, alpha=-1)
+                w.baddbmm_(below.mT, previous, alpha=-1)
             w = self._orthogonal(w)
             following, below = self._factor(w, diagonal)
             self._project(diagonal, below)
-            stop = self._stopping(step)
-            keep = ~stop
+            self.active &= ~self._stopping(step)
             previous, q = q, following
-            if bool(stop.any()) and bool(keep.any()):
-                index = torch.nonzero(keep)[:, 0]
+            if 0 < int(self.active.sum()) <= len(self.items) // 2:
+                index = torch.nonzero(self.active)[:, 0]
                 previous, q, below = (t[index.to(t.device)] for t in (previous, q, below))
                 self._shrink(index)
-            elif not bool(keep.any()):
-                break
         return [self.solutions[i] for i in range(len(self.solutions))]
 
     def _start(self) -> Tensor:
@@ -121,16 +122,14 @@ class _Run:
         return vectors.to(self.operator.device, self.operator.dtype)
 
     def _append(self, q: Tensor) -> None:
-        width = _CHUNK * self.block
-        offset = self.filled % width
+        offset = self.filled % self.chunk
         if offset == 0:
-            self.basis.append(q.new_empty(len(q), width, self.size))
+            self.basis.append(q.new_empty(len(q), self.chunk, self.size))
         self.basis[-1][:, offset : offset + self.block] = q
         self.filled += self.block
 
     def _chunks(self) -> list[Tensor]:
-        width = _CHUNK * self.block
-        return [chunk[:, : self.filled - i * width] for i, chunk in enumerate(self.basis)]
+        return [chunk[:, : self.filled - i * self.chunk] for i, chunk in enumerate(self.basis)]
 
     def _orthogonal(self, w: Tensor) -> Tensor:
         """`w` made orthogonal to the basis; a second pass where the first took most of it away."""
@@ -154,15 +153,19 @@ class _Run:
             q, factor = w / torch.where(length > 0, length, 1.0), length
         else:
             q, upper = torch.linalg.qr(w.mT)
-            q, factor = q.mT.contiguous(), upper.mT
+            factor = upper.mT
+            # nearly dependent columns leave q less orthogonal to the basis than w was
+            q = torch.linalg.qr(self._orthogonal(q.mT.contiguous()).mT)[0].mT.contiguous()
         lost = factor.diagonal(dim1=1, dim2=2).abs() <= self.rounding * scale[:, None]  # (batch, block)
         if bool(lost.any()) and self.filled < self.size:
-            fresh = torch.where(lost[..., None], self._gaussian(), q)
+            fresh = torch.where(lost[..., None], self._gaussian(), w)
+            last = lost.int().argsort(dim=1, stable=True)[..., None]  # what is left of w first, so that q spans it
+            fresh = fresh.gather(1, last.expand_as(fresh))
             fresh = self._orthogonal(fresh / fresh.norm(dim=-1, keepdim=True))
-            q = torch.linalg.qr(fresh.mT)[0].mT.contiguous()
-            factor = factor.masked_fill(lost[:, None, :], 0.0)
+            q = torch.linalg.qr(fresh.mT)[0].mT
+            q = torch.linalg.qr(self._orthogonal(q.contiguous()).mT)[0].mT.contiguous()
             self.starts = self.starts + lost.any(-1).to(self.starts)
-        return q, factor
+        return q, factor if self.block == 1 else torch.bmm(w, q.mT)
 
     def _project(self, diagonal: Tensor, below: Tensor) -> None:
         """Grow T by one block; `below` couples it to the next."""
@@ -195,6 +198,7 @@ class _Run:
         if self.certify is not None:
             wanted = max(self.certify - 4 * self.rounding, 0.0)
             stop = (upper <= theta * (1 + wanted) ** 2) | torch.tensor(limit or whole)
+        stop &= self.active
         for i in torch.nonzero(stop)[:, 0].tolist():
             self.solutions[int(self.items[i])] = Solution(
                 value=float(theta[i]) ** 0.5,
@@ -207,8 +211,9 @@ class _Run:
 
     def _upper(self, ritz: Tensor, theta: Tensor, step: int) -> Tensor:
         if self.block > 1:
-            return certificate.from_block(theta, step, self.limit, self.block, self.size, self.solver.delta)
-        upper = certificate.from_one_start(ritz, self._beta(theta), self._rarity(self.solver.delta))
+            upper = certificate.from_block(theta, step, self.limit, self.block, self.size, self.solver.delta)
+        else:
+            upper = certificate.from_one_start(ritz, self._beta(theta), self._rarity(self.solver.delta))
         return torch.where(theta == 0, 0.0, upper)
 
     def _confirmed(self, ritz: Tensor, theta: Tensor) -> Tensor:
@@ -233,7 +238,8 @@ class _Run:
     def _shrink(self, keep: Tensor) -> None:
         """Leave out items that have stopped."""
         index = keep.to(self.operator.device)
-        self.items, self.projected, self.last_below = self.items[keep], self.projected[keep], self.last_below[keep]
+        self.items, self.active = self.items[keep], self.active[keep]
+        self.projected, self.last_below = self.projected[keep], self.last_below[keep]
         self.coupling, self.starts, self.shift = self.coupling[keep], self.starts[keep], self.shift[keep]
         self.basis = [chunk[index] for chunk in self.basis]
         self.operator = self.operator.select(index)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention.maps import Map, check_finite, check_tokens
-from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.operators import AutodiffJacobian, Operator
 from howsmooth.operators.autodiff import check_deterministic
 from howsmooth.spectral.dense import DenseSVD
@@ -17,6 +17,7 @@ from howsmooth.spectral.estimate import Estimate, Estimates, Status
 from howsmooth.spectral.golub_kahan import GolubKahan, rounding
 from howsmooth.spectral.solution import Solution
 
+_TINY = 1e-15  # squares of values beyond this leave float32
 _DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the quicker way too
 
 
@@ -92,18 +93,19 @@ def lipschitz(
         small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
         solver = DenseSVD() if small else GolubKahan()
     dense = isinstance(solver, DenseSVD)
-    if dense:
-        operator = problem.precise() or operator
-    else:
+    solutions = None
+    if not dense:
         _check_resolution(operator.dtype, tol, certify)
-    solutions = solver.solve(operator, tol, certify, seed)
-    noise = rounding(operator.dtype)
-    operator = (operator if operator.dtype == torch.float64 else problem.precise()) or operator
+        solutions = _solve_fast(solver, operator, tol, certify, seed)
+    precise = (operator if operator.dtype == torch.float64 else problem.precise()) or operator
+    if solutions is None:
+        operator, solutions = precise, solver.solve(precise, tol, certify, seed)
+    noise = 0.0 if dense else rounding(operator.dtype)
     confidence = 1 - solver.delta if isinstance(solver, GolubKahan) else 1.0
     estimates = []
-    for solution, lower in zip(solutions, _attained(operator, solutions), strict=True):
+    for solution, lower in zip(solutions, _attained(precise, solutions), strict=True):
         drift = abs(solution.value - lower) / lower if lower else 0.0
-        upper = max(lower, solution.upper * (1 + (0 if dense else noise) + 2 * drift))
+        upper = max(lower, solution.upper * (1 + noise + 2 * drift))
         estimates.append(
             Estimate(
                 lower=lower,
@@ -112,7 +114,7 @@ def lipschitz(
                 status="dense" if dense else _status(solution, lower, upper, tol, certify),
                 direction=solution.direction,
                 steps=solution.steps,
-                precision=str(operator.dtype).removeprefix("torch."),
+                precision=str(precise.dtype).removeprefix("torch."),
                 tol=tol,
                 seed=seed,
             )
@@ -165,6 +167,17 @@ class _FunctionProblem:
         except (RuntimeError, TypeError, BadFunctionError):
             return None
         return jacobian if jacobian.output.dtype == torch.float64 else None
+
+
+def _solve_fast(solver: Solver, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution] | None:
+    """Solutions in the working precision; nothing where squares leave the range of float32."""
+    if operator.dtype == torch.float64:
+        return solver.solve(operator, tol, certify, seed)
+    try:
+        solutions = solver.solve(operator, tol, certify, seed)
+    except NoConvergenceError:
+        return None
+    return solutions if all(_TINY < s.value < 1 / _TINY for s in solutions) else None
 
 
 @torch.no_grad()
