@@ -1,9 +1,9 @@
 """Multi-head softmax self-attention as a map with a closed-form Jacobian."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import final
 
 import torch
@@ -51,9 +51,10 @@ class Attention(Map):
 
     def __post_init__(self):
         kv_heads = self._kv_heads
-        if self.heads < 1 or kv_heads < 1 or self.heads % kv_heads:
+        if not all(isinstance(h, int) and h >= 1 for h in (self.heads, kv_heads)) or self.heads % kv_heads:
             raise BadInputError(
-                f"expected heads ≥ 1 and kv_heads that divide them, got heads={self.heads}, kv_heads={kv_heads}"
+                f"expected whole numbers heads ≥ 1 and kv_heads that divide them, got heads={self.heads}, kv_heads={kv_heads}; "
+                "take both from the model's configuration"
             )
         for name in ("w_q", "w_k", "w_v", "w_o"):
             self._check_weight(name)
@@ -64,7 +65,9 @@ class Attention(Map):
             ("w_v", self.w_v.shape[0], kv_heads),
         ):
             if rows % parts:
-                raise BadInputError(f"expected {parts} heads to divide the {rows} rows of {name}; change heads or the weight")
+                raise BadInputError(
+                    f"expected heads that divide the rows of {name}, got {parts} heads and {rows} rows; change heads or {name}"
+                )
         if self.w_q.shape[0] // self.heads != k_width // kv_heads:
             raise BadInputError(
                 f"expected queries and keys of one head width, got {self.w_q.shape[0] // self.heads} and "
@@ -73,13 +76,31 @@ class Attention(Map):
         o_width = self.w_v.shape[0] // kv_heads * self.heads
         if self.w_o is not None and self.w_o.shape[1] != o_width:
             raise BadInputError(f"expected w_o of shape (out, {o_width}), got {tuple(self.w_o.shape)}; weights are (out, in)")
-        out = o_width if self.w_o is None else self.w_o.shape[0]
-        for name, size in (("b_q", self.w_q.shape[0]), ("b_k", k_width), ("b_v", self.w_v.shape[0]), ("b_o", out)):
+        sizes = (self.w_q.shape[0], k_width, self.w_v.shape[0], self.out_width)
+        for name, size in zip(("b_q", "b_k", "b_v", "b_o"), sizes, strict=True):
             self._check_bias(name, size)
         if not math.isfinite(self._scale):
             raise BadInputError(f"expected a finite scale, got {self.scale}; the usual value is 1/√(head width)")
-        if self.attention_mask is not None and not bool(self.attention_mask.any(-1).all()):
-            raise BadInputError("expected a real token in every sequence, got an attention_mask with an empty row")
+        self._check_masks()
+
+    def _check_masks(self) -> None:
+        for name, axes, kinds in (
+            ("bias", "(batch, heads, n, m)", (torch.float16, torch.bfloat16, torch.float32, torch.float64)),
+            ("attention_mask", "(batch, n)", (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)),
+        ):
+            t = getattr(self, name)
+            if t is not None and not (isinstance(t, Tensor) and t.ndim == axes.count(",") + 1 and t.dtype in kinds):
+                got = f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+                kind = "a floating-point" if name == "bias" else "a boolean or integer"
+                raise BadInputError(
+                    f"expected {name} as {kind} tensor {axes}, got {got}; give it these axes, 1 where it broadcasts"
+                )
+        if self.attention_mask is not None:
+            object.__setattr__(self, "attention_mask", self.attention_mask.bool())
+            if not bool(self.attention_mask.any(-1).all()):
+                raise BadInputError(
+                    "expected a real token in every sequence, got an attention_mask with an empty row; leave that sequence out"
+                )
         Scores(self._scale, self.softcap, Mask(self.causal, self.window, None, self.bias))  # refuses what does not fit
 
     @classmethod
@@ -95,10 +116,17 @@ class Attention(Map):
 
         Stacks of matrices, (heads, d, d), give the sum over heads.
         """
+        for name, matrix in (("A", A), ("V", V)):
+            if not isinstance(matrix, Tensor):
+                raise BadInputError(
+                    f"expected {name} as a torch tensor, got {type(matrix).__name__}; use torch.as_tensor({name})"
+                )
         if A.ndim not in (2, 3) or A.shape[-1] != A.shape[-2]:
-            raise BadInputError(f"expected a square A, (d, d) or (heads, d, d), got {tuple(A.shape)}")
+            raise BadInputError(f"expected a square A, (d, d) or (heads, d, d), got {tuple(A.shape)}; A acts on one token")
         if V.ndim != A.ndim or V.shape[-1] != A.shape[-1] or V.shape[:-2] != A.shape[:-2]:
-            raise BadInputError(f"expected V with one (d_out, d) matrix per A of {tuple(A.shape)}, got {tuple(V.shape)}")
+            raise BadInputError(
+                f"expected V with one (d_out, d) matrix per A of {tuple(A.shape)}, got {tuple(V.shape)}; match their widths"
+            )
         if A.ndim == 2:
             return cls(A, None, V, scale=1.0, causal=causal, window=window)
         heads, d = A.shape[:2]
@@ -111,8 +139,13 @@ class Attention(Map):
         return self.w_q.shape[1]
 
     @property
+    def out_width(self) -> int:
+        return self.w_v.shape[0] // self._kv_heads * self.heads if self.w_o is None else self.w_o.shape[0]
+
+    @property
     def dtype(self) -> torch.dtype:
-        return self.w_q.dtype
+        kinds = [w.dtype for w in (self.w_q, self.w_k, self.w_v, self.w_o) if w is not None]
+        return functools.reduce(torch.promote_types, kinds)
 
     @property
     def _kv_heads(self) -> int:
@@ -140,7 +173,8 @@ class Attention(Map):
         q, k, v = layer._project(x, with_bias=True)
         kernel = linearize(q, k, v, layer._scores(x))
         value = layer._finish(kernel.output)
-        check_finite(value, "attention outputs (do the logits overflow?)")
+        if not bool(value.isfinite().all()):
+            raise BadInputError(f"expected outputs within the range of {x.dtype}, got infinity; use float64 or smaller weights")
         return value, _AttentionJacobian(layer, kernel, x.shape, value.shape[-1])
 
     def _scores(self, x: Float[Tensor, "batch n d"]) -> Scores:
@@ -197,7 +231,7 @@ class Attention(Map):
             return
         if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 2:
             got = f"{w.dtype} of shape {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
-            raise BadInputError(f"expected {name} as a floating-point matrix (out, in), got {got}")
+            raise BadInputError(f"expected {name} as a floating-point matrix (out, in), got {got}; pass nn.Linear's weight")
         if name != "w_o" and w.shape[1] != self.width:
             raise BadInputError(
                 f"expected {name} to take tokens of width {self.width} like w_q, got {w.shape[1]}; weights are (out, in)"
@@ -210,7 +244,9 @@ class Attention(Map):
             return
         if not isinstance(b, Tensor) or not b.is_floating_point() or tuple(b.shape) != (size,):
             got = tuple(b.shape) if isinstance(b, Tensor) else type(b).__name__
-            raise BadInputError(f"expected {name} as a floating-point vector of shape ({size},), got {got}")
+            raise BadInputError(
+                f"expected {name} as a floating-point vector of shape ({size},), got {got}; pass nn.Linear's bias"
+            )
         check_finite(b, name)
 
 
@@ -224,6 +260,11 @@ class _AttentionJacobian(Operator):
         self.in_shape, self.out_shape = (n, d), (n, d_out)
         self.dtype, self.device = kernel.output.dtype, kernel.output.device
 
+    @property
+    def noise(self) -> float:
+        """Rounding, and what it makes of logits: an error of one unit in a logit of size s moves `P` by s units."""
+        return torch.finfo(self.dtype).eps * (32 + self._kernel.largest_logit)
+
     @torch.no_grad()
     def jvp(self, v):
         layer = self._layer
@@ -236,7 +277,7 @@ class _AttentionJacobian(Operator):
         t = u if layer.w_o is None else u @ layer.w_o
         return layer._unproject(*self._kernel.vjp(layer._split(t)))
 
-    @cached_property
+    @functools.cached_property
     def _gram_o(self) -> Tensor | None:
         """`WₒᵀWₒ`, which stands for `Wₒ` and then `Wₒᵀ` in products with `JᵀJ`; nothing where `Wₒ` is the cheaper one."""
         w_o = self._layer.w_o

@@ -25,6 +25,11 @@ class Map(ABC):
 
     @property
     @abstractmethod
+    def out_width(self) -> int:
+        """The width of the tokens it gives."""
+
+    @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """The precision of its weights."""
 
@@ -67,9 +72,20 @@ class Composition(Map):
     outer: Map
     inner: Map
 
+    def __post_init__(self):
+        if self.inner.out_width != self.outer.width:
+            raise BadInputError(
+                f"expected an inner map that gives tokens of width {self.outer.width}, got {self.inner.out_width}; "
+                "compose maps whose widths agree"
+            )
+
     @property
     def width(self) -> int:
         return self.inner.width
+
+    @property
+    def out_width(self) -> int:
+        return self.outer.out_width
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,11 +99,6 @@ class Composition(Map):
 
     def linearize(self, x):
         middle, inner = self.inner.linearize(x)
-        if middle.shape[-1] != self.outer.width:
-            raise BadInputError(
-                f"expected an inner map that gives tokens of width {self.outer.width}, got {middle.shape[-1]}; "
-                "compose maps whose widths agree"
-            )
         value, outer = self.outer.linearize(middle)
         return value, Composed(outer, inner)
 

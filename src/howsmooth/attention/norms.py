@@ -1,5 +1,6 @@
 """LayerNorm and RMSNorm with closed-form derivatives."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -21,10 +22,13 @@ class _Norm(Map):
     eps: float = 1e-5
 
     def __post_init__(self):
-        if self.weight.ndim != 1 or not self.weight.is_floating_point():
-            raise BadInputError(
-                f"expected a floating-point weight of shape (d,), got {self.weight.dtype} {tuple(self.weight.shape)}"
-            )
+        for name in ("weight", "bias"):
+            t = getattr(self, name)
+            if t is None and name == "bias":
+                continue
+            if not isinstance(t, Tensor) or t.ndim != 1 or not t.is_floating_point():
+                got = f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+                raise BadInputError(f"expected the norm's {name} as a floating-point vector, got {got}; pass the module's own")
         check_finite(self.weight, "norm weights")
         if self.bias is not None:
             if self.bias.shape != self.weight.shape:
@@ -32,12 +36,16 @@ class _Norm(Map):
                     f"expected a bias of shape {tuple(self.weight.shape)}, got {tuple(self.bias.shape)}; match the weight"
                 )
             check_finite(self.bias, "norm biases")
-        if not self.eps >= 0:
-            raise BadInputError(f"expected eps ≥ 0, got {self.eps}; the usual value is 1e-5")
+        if not 0 <= self.eps < math.inf:
+            raise BadInputError(f"expected a finite eps ≥ 0, got {self.eps}; the usual value is 1e-5")
 
     @property
     def width(self) -> int:
         return self.weight.shape[0]
+
+    @property
+    def out_width(self) -> int:
+        return self.width
 
     @property
     def dtype(self) -> torch.dtype:

@@ -27,8 +27,8 @@ class Mask:
     bias: Float[Tensor, "#batch #heads #n m"] | None = None
 
     def __post_init__(self):
-        if self.window is not None and self.window < 1:
-            raise BadInputError(f"expected a window of at least 1 token, got {self.window}; leave it out for no window")
+        if self.window is not None and not (isinstance(self.window, int) and self.window >= 1):
+            raise BadInputError(f"expected a window of 1 or more whole tokens, got {self.window}; leave it out for none")
         if self.bias is not None and self.bias.ndim != 4:
             raise BadInputError(f"expected a bias of shape (batch, heads, n, m), got {tuple(self.bias.shape)}; add axes of 1")
         if self.bias is not None and bool((self.bias.isnan() | self.bias.isposinf()).any()):
@@ -48,7 +48,8 @@ class Mask:
             got not in (1, want) for got, want in zip(self.bias.shape[:3], (batch, heads, n), strict=True)
         ):
             raise BadInputError(
-                f"expected a bias that broadcasts to ({batch}, {heads}, {n}, {m}), got {tuple(self.bias.shape)}"
+                f"expected a bias that broadcasts to ({batch}, {heads}, {n}, {m}), got {tuple(self.bias.shape)}; "
+                "use 1 for an axis it does not depend on"
             )
         if self.bias is not None and self.bias.shape[3] != m:
             raise BadInputError(

@@ -75,9 +75,20 @@ class SoftmaxAttention(ABC):
         self._q = _flat(q[None])[:, 0]  # (batch·heads, n, d)
         self._k = _flat(self._expand(k[None]))[:, 0]
         self._v = _flat(self._expand(v[None]))[:, 0]
+        self.largest_logit = self._bound_logits()
         self._tiles = cut(n, m, scores.mask, self._size)
         self._largest, self._total, self._o = self._forward()  # (g, n), (g, n), (g, n, d_v)
         self._inverse = torch.where(self._total > 0, 1 / self._total, 0.0)[..., None]
+
+    def _bound_logits(self) -> float:
+        """A bound on every logit before masks: `|scale| max|q_i| max|k_j|`."""
+        length = [t.double().square().sum(-1).max().sqrt().item() for t in (self._q, self._k)]
+        bound = abs(self.scores.scale) * length[0] * length[1]
+        if not bound < 0.25 * torch.finfo(self._q.dtype).max:
+            raise BadInputError(
+                f"expected logits within the range of {self._q.dtype}, got up to {bound:.1e}; use float64 or smaller weights"
+            )
+        return bound
 
     @abstractmethod
     def _forward(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,10 @@ class Composed(Operator):
         self.batch, self.in_shape, self.out_shape = inner.batch, inner.in_shape, outer.out_shape
         self.dtype, self.device = inner.dtype, inner.device
 
+    @property
+    def noise(self) -> float:
+        return max(self.outer.noise, self.inner.noise)
+
     def jvp(self, v):
         return self.outer.jvp(self.inner.jvp(v))
 
@@ -58,8 +62,13 @@ class Weighted(Operator):
         except RuntimeError:
             raise BadInputError(
                 f"expected row weights that broadcast to {(self.batch, *self.out_shape)} and column weights to "
-                f"{(self.batch, *self.in_shape)}, got {tuple(rows.shape)} and {tuple(cols.shape)}"
+                f"{(self.batch, *self.in_shape)}, got {tuple(rows.shape)} and {tuple(cols.shape)}; "
+                "give one weight per token or per entry"
             ) from None
+
+    @property
+    def noise(self) -> float:
+        return self.operator.noise
 
     def jvp(self, v):
         return self._rows * self.operator.jvp(self._cols * v)

@@ -45,6 +45,11 @@ class Operator(ABC):
         return Selected(self, items)
 
     @property
+    def noise(self) -> float:
+        """The relative size below which products with `JᵀJ` are rounding."""
+        return 32 * torch.finfo(self.dtype).eps
+
+    @property
     def in_size(self) -> int:
         return math.prod(self.in_shape)
 
@@ -74,7 +79,7 @@ def inner(a: Float[Tensor, "probes batch *shape"], b: Float[Tensor, "probes batc
 
 @final
 class Selected(Operator):
-    """Some items of an operator that cannot be cut: the others get zeros."""
+    """Some items of an operator that cannot be cut: the others get zeros. Each item at most once."""
 
     def __init__(self, whole: Operator, items: Tensor):
         self._whole, self._items = whole, items

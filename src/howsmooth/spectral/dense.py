@@ -5,6 +5,7 @@ from typing import final
 
 import torch
 
+from howsmooth.errors import NoConvergenceError
 from howsmooth.operators import Operator
 from howsmooth.spectral.solution import Solution
 
@@ -17,9 +18,11 @@ class DenseSVD:
     def solve(self, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution]:
         """The top singular pair of every map of a batch. `tol`, `certify` and `seed` have nothing to decide here."""
         matrices = operator.dense().double()
+        if not bool(matrices.isfinite().all()):
+            raise NoConvergenceError("expected a finite Jacobian, got NaN or infinity; measure where the map is differentiable")
         _, sigma, right = torch.linalg.svd(matrices, full_matrices=False)
         # backward error of the SVD, and of the products that made the columns
-        slack = 8 * max(matrices.shape[1:]) ** 0.5 * torch.finfo(operator.dtype).eps
+        slack = max(matrices.shape[1:]) ** 0.5 * operator.noise
         return [
             Solution(
                 value=float(s[0]),

@@ -17,6 +17,7 @@ from howsmooth.spectral.solution import Solution
 
 _CHUNK = 16  # basis vectors allocated at a time, fewer where they are large
 _CHUNK_BYTES = 2**28
+_REACH = 10  # a guess lets the test for convergence look this many `tol` above the value
 _DOUBT = 0.13  # risk that the test for convergence takes; the reported upper end takes `delta`
 
 
@@ -34,20 +35,16 @@ class GolubKahan:
     delta: float = 1e-6
 
     def __post_init__(self):
-        if self.block < 1 or self.max_steps < 1 or not 0 < self.delta < 1:
+        whole = all(isinstance(k, int) and k >= 1 for k in (self.block, self.max_steps))
+        if not whole or not 0 < self.delta < 1:
             raise BadInputError(
-                f"expected block ≥ 1, max_steps ≥ 1 and 0 < delta < 1, got block={self.block}, "
-                f"max_steps={self.max_steps}, delta={self.delta}"
+                f"expected whole numbers block ≥ 1 and max_steps ≥ 1, and 0 < delta < 1, got block={self.block}, "
+                f"max_steps={self.max_steps}, delta={self.delta}; the defaults are 1, 300 and 1e-6"
             )
 
     def solve(self, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution]:
         """The top singular pair of every map of a batch, in lock step; each stops by itself."""
         return _Run(self, operator, tol, certify, seed).finish()
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """The relative size below which products with `JᵀJ` in this precision are noise."""
-    return 32 * torch.finfo(dtype).eps
 
 
 class _Run:
@@ -58,7 +55,7 @@ class _Run:
         self.size, self.seed = operator.in_size, seed
         self.block = solver.block if 8 * solver.block <= self.size else 1
         self.limit = min(solver.max_steps, self.size // self.block)
-        self.rounding = rounding(operator.dtype)
+        self.rounding = operator.noise
         self.items = torch.arange(operator.batch)
         self.active = torch.ones(operator.batch, dtype=torch.bool)
         step_bytes = operator.batch * self.block * self.size * torch.finfo(operator.dtype).bits // 8
@@ -81,7 +78,7 @@ class _Run:
             self._append(q)
             w, diagonal = self.operator.gram(q.transpose(0, 1).unflatten(2, self.operator.in_shape))
             if not bool(diagonal.isfinite().all()):
-                raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; use float64")
+                raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; rescale the map")
             w = torch.baddbmm(w.flatten(2).transpose(0, 1), diagonal, q, alpha=-1)  # (batch, block, N)
             if previous is not None and below is not None:
                 w.baddbmm_(below.mT, previous, alpha=-1)
@@ -104,7 +101,7 @@ class _Run:
         """
         op = self.operator
         q = torch.linalg.qr(self._gaussian().mT)[0].mT.expand(op.batch, -1, -1)
-        guess = op.guess() if self.block == 1 else None
+        guess = op.guess() if self.block == 1 and self.size > 2 else None
         if guess is not None:
             guess = guess.flatten(1)[:, None].to(q)
             length = guess.norm(dim=-1, keepdim=True)
@@ -138,6 +135,8 @@ class _Run:
             for chunk in self._chunks():
                 w = torch.baddbmm(w, torch.bmm(w, chunk.mT), chunk, alpha=-1)
             after = w.norm(dim=-1)
+            if not bool(after.isfinite().all()):
+                raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; rescale the map")
             if bool((after > 0.5 * before).all()):
                 break
             before = after
@@ -162,8 +161,9 @@ class _Run:
             last = lost.int().argsort(dim=1, stable=True)[..., None]  # what is left of w first, so that q spans it
             fresh = fresh.gather(1, last.expand_as(fresh))
             fresh = self._orthogonal(fresh / fresh.norm(dim=-1, keepdim=True))
-            q = torch.linalg.qr(fresh.mT)[0].mT
-            q = torch.linalg.qr(self._orthogonal(q.contiguous()).mT)[0].mT.contiguous()
+            fresh = self._orthogonal(torch.linalg.qr(fresh.mT)[0].mT.contiguous())
+            fresh = torch.linalg.qr(fresh.mT)[0].mT
+            q = torch.where(lost.any(-1)[:, None, None], fresh, q)
             self.starts = self.starts + lost.any(-1).to(self.starts)
         return q, factor if self.block == 1 else torch.bmm(w, q.mT)
 
@@ -188,7 +188,7 @@ class _Run:
         whole, limit = self.filled >= self.size, step >= self.limit
         residual = torch.linalg.vector_norm(self.last_below.mT @ vectors[:, -self.block :, -1:], dim=(1, 2))
         converged = (residual <= 2 * self.tol * theta) | torch.tensor(whole)
-        if not (whole or self.guessed or self.block > 1) and bool(converged.any()):
+        if not (whole or self.block > 1) and bool(converged.any()):
             converged &= self._confirmed(ritz, theta)
         converged |= theta == 0
         stop = converged | torch.tensor(limit)
@@ -217,8 +217,13 @@ class _Run:
         return torch.where(theta == 0, 0.0, upper)
 
     def _confirmed(self, ritz: Tensor, theta: Tensor) -> Tensor:
-        """A small residual may belong to the second singular value: a value `tol` larger must need an unlikely start."""
-        return certificate.log_growth(theta * (1 + self.tol) ** 2, ritz, self._beta(theta)) >= self._rarity(_DOUBT)
+        """A small residual may belong to the second singular value: ask what a larger first one would take.
+
+        From a random start, a value `tol` larger must need a start of probability `_DOUBT`. A guess has looked where the
+        largest value usually is: beside one, only a value `_REACH · tol` larger must need some luck.
+        """
+        reach, risk = (_REACH * self.tol, 1 - 1e-9) if self.guessed else (self.tol, _DOUBT)
+        return certificate.log_growth(theta * (1 + reach) ** 2, ritz, self._beta(theta)) >= self._rarity(risk)
 
     def _beta(self, theta: Tensor) -> Tensor:
         """Off-diagonals, not below what rounding makes of zero."""

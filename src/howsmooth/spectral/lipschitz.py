@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, Protocol, overload
 
 import torch
@@ -10,14 +11,13 @@ from torch import Tensor, nn
 
 from howsmooth.attention.maps import Map, check_finite, check_tokens
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
-from howsmooth.operators import AutodiffJacobian, Operator
+from howsmooth.operators import AutodiffJacobian, Operator, Weighted
 from howsmooth.operators.autodiff import check_deterministic
 from howsmooth.spectral.dense import DenseSVD
 from howsmooth.spectral.estimate import Estimate, Estimates, Status
-from howsmooth.spectral.golub_kahan import GolubKahan, rounding
+from howsmooth.spectral.golub_kahan import GolubKahan
 from howsmooth.spectral.solution import Solution
 
-_TINY = 1e-15  # squares of values beyond this leave float32
 _DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the quicker way too
 
 
@@ -85,7 +85,7 @@ def lipschitz(
     >>> round(lipschitz(identity, torch.zeros(3, 2)).value, 6)  # uniform attention: the mean of three tokens
     1.0
     """
-    _check_options(x, tol, certify)
+    _check_options(x, tol, certify, seed)
     several = x.ndim == 3 if batched is None else batched
     problem = _MapProblem(f, x, several) if isinstance(f, Map) else _FunctionProblem(f, x, several)
     operator = problem.operator()
@@ -94,13 +94,18 @@ def lipschitz(
         solver = DenseSVD() if small else GolubKahan()
     dense = isinstance(solver, DenseSVD)
     solutions = None
-    if not dense:
-        _check_resolution(operator.dtype, tol, certify)
-        solutions = _solve_fast(solver, operator, tol, certify, seed)
+    if not dense and _resolves(operator, tol, certify):
+        solutions = _solve(solver, operator, tol, certify, seed)
     precise = (operator if operator.dtype == torch.float64 else problem.precise()) or operator
     if solutions is None:
-        operator, solutions = precise, solver.solve(precise, tol, certify, seed)
-    noise = 0.0 if dense else rounding(operator.dtype)
+        operator = precise
+        if not _resolves(operator, tol, certify):
+            raise BadInputError(
+                f"expected tol ≥ {2 * operator.noise:.1e} and certify ≥ {8 * operator.noise:.1e}, got tol={tol}, "
+                f"certify={certify}; the products of this map at this x carry no more digits in {operator.dtype}"
+            )
+        solutions = solver.solve(operator, tol, certify, seed) if dense else _solve_scaled(solver, operator, tol, certify, seed)
+    noise = 0.0 if dense else operator.noise
     confidence = 1 - solver.delta if isinstance(solver, GolubKahan) else 1.0
     estimates = []
     for solution, lower in zip(solutions, _attained(precise, solutions), strict=True):
@@ -112,7 +117,7 @@ def lipschitz(
                 upper=upper,
                 confidence=confidence,
                 status="dense" if dense else _status(solution, lower, upper, tol, certify),
-                direction=solution.direction,
+                direction=solution.direction.reshape(x.shape[1:] if several else x.shape),
                 steps=solution.steps,
                 precision=str(precise.dtype).removeprefix("torch."),
                 tol=tol,
@@ -169,23 +174,40 @@ class _FunctionProblem:
         return jacobian if jacobian.output.dtype == torch.float64 else None
 
 
-def _solve_fast(solver: Solver, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution] | None:
-    """Solutions in the working precision; nothing where squares leave the range of float32."""
-    if operator.dtype == torch.float64:
-        return solver.solve(operator, tol, certify, seed)
+def _resolves(operator: Operator, tol: float, certify: float | None) -> bool:
+    """Whether products in this precision carry the digits that are asked for."""
+    return tol >= 2 * operator.noise and (certify is None or certify >= 8 * operator.noise)
+
+
+def _solve(solver: Solver, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution] | None:
+    """Solutions in the working precision; nothing where fourth powers of the norm leave its range."""
+    safe = torch.finfo(operator.dtype).max ** 0.23
     try:
         solutions = solver.solve(operator, tol, certify, seed)
     except NoConvergenceError:
         return None
-    return solutions if all(_TINY < s.value < 1 / _TINY for s in solutions) else None
+    return solutions if all(1 / safe < s.value < safe for s in solutions) else None
+
+
+def _solve_scaled(solver: Solver, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution]:
+    """Solutions of the maps divided by a size they attain, whatever that is."""
+    random = torch.Generator().manual_seed(seed)
+    v = torch.randn(1, operator.batch, *operator.in_shape, generator=random).to(operator.device, operator.dtype)
+    size = operator.jvp(v)[0].flatten(1).abs().amax(-1)
+    size = torch.where(size > 0, size, 1.0)
+    rows = (1 / size).reshape(-1, *[1] * len(operator.out_shape))
+    solutions = solver.solve(Weighted(operator, rows, torch.ones_like(v[0])), tol, certify, seed)
+    return [replace(s, value=s.value * c, upper=s.upper * c) for s, c in zip(solutions, size.tolist(), strict=True)]
 
 
 @torch.no_grad()
 def _attained(operator: Operator, solutions: list[Solution]) -> list[float]:
     """`|J v|/|v|` for the directions found."""
     v = torch.stack([s.direction for s in solutions])[None].to(operator.device, operator.dtype)
-    image = operator.jvp(v)
-    return (image.flatten(2).norm(dim=-1) / v.flatten(2).norm(dim=-1))[0].double().tolist()
+    image = operator.jvp(v).flatten(2)
+    size = image.abs().amax(-1, keepdim=True)  # taken out, so that squares stay in range
+    size = torch.where(size > 0, size, 1.0)
+    return ((image / size).norm(dim=-1) / v.flatten(2).norm(dim=-1) * size[..., 0])[0].double().tolist()
 
 
 def _status(solution: Solution, lower: float, upper: float, tol: float, certify: float | None) -> Status:
@@ -194,24 +216,18 @@ def _status(solution: Solution, lower: float, upper: float, tol: float, certify:
     return "converged" if solution.converged and certify is None else "step limit"
 
 
-def _check_options(x: Tensor, tol: float, certify: float | None) -> None:
+def _check_options(x: Tensor, tol: float, certify: float | None, seed: int) -> None:
     if not isinstance(x, Tensor):
         raise BadInputError(f"expected a torch tensor, got {type(x).__name__}; use torch.as_tensor(x)")
     if not x.is_floating_point():
         raise BadInputError(f"expected a floating-point tensor, got {x.dtype}; pass embeddings, not token ids")
     if x.numel() == 0:
         raise BadInputError(f"expected at least one token, got shape {tuple(x.shape)}; pass a longer input")
+    if not all(isinstance(t, int | float) for t in (tol, certify or 1.0)) or not isinstance(seed, int):
+        raise BadInputError(
+            f"expected numbers tol and certify and a whole seed, got {tol!r}, {certify!r} and {seed!r}; correct them"
+        )
     if not 0 < tol < 1:
         raise BadInputError(f"expected 0 < tol < 1, got {tol}; the default is 1e-3")
     if certify is not None and not 0 < certify < math.inf:
         raise BadInputError(f"expected certify > 0, got {certify}; 0.02 asks for an interval of 2 %")
-
-
-def _check_resolution(dtype: torch.dtype, tol: float, certify: float | None) -> None:
-    finest = 2 * rounding(dtype)
-    asked = tol if certify is None else min(tol, certify)
-    if asked < finest:
-        raise BadInputError(
-            f"expected tol and certify of at least {finest:.1e} in {str(dtype).removeprefix('torch.')}, got {asked}; "
-            "pass x in float64 for more"
-        )

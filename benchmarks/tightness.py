@@ -1,0 +1,41 @@
+"""How far each bound is from the constant it bounds: geometric mean of bound / L on random layers, and soundness counted."""
+
+import math
+from typing import Any
+
+import torch
+
+import howsmooth as hs
+from benchmarks.harness import WrongAnswerError
+from howsmooth.bounds.ball import ball_bounds
+from howsmooth.bounds.bound import Bound
+from howsmooth.bounds.point import point_bounds
+
+TITLE = "Bound / measured L, geometric mean (upper bounds at the point; ball bounds at R = max |x_i|)"
+
+
+def run(quick: bool) -> list[dict[str, Any]]:
+    logs: dict[tuple[str, str, str], list[float]] = {}
+    for seed in range(20 if quick else 200):
+        for causal in (False, True):
+            layer, x = _random_layer(seed, causal)
+            measured = hs.lipschitz(layer, x, solver=hs.DenseSVD()).value
+            radius = x.norm(dim=-1).max().item()
+            rows: list[Bound] = [*point_bounds(layer, x, exact=True), *ball_bounds(layer, len(x), radius)]
+            for b in rows:
+                if b.side == "upper" and b.log_value is not None:
+                    if b.log_value < math.log(measured):
+                        raise WrongAnswerError(f"{b.id} is below a measured constant at seed {seed}; the bound is wrong")
+                    logs.setdefault((b.id, b.name, "causal" if causal else "full"), []).append(b.log_value - math.log(measured))
+    return [
+        {"bound": id, "name": name, "mask": mask, "cases": len(v), "geometric mean": math.exp(min(sum(v) / len(v), 700.0))}
+        for (id, name, mask), v in logs.items()
+    ]
+
+
+def _random_layer(seed: int, causal: bool) -> tuple[hs.Attention, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    d, n = 4 + seed % 5, 4 + 3 * (seed % 11)
+    A, V = (torch.randn(d, d, generator=random, dtype=torch.float64) / d**0.5 for _ in range(2))
+    x = torch.randn(n, d, generator=random, dtype=torch.float64) * (0.3 + 1.2 * (seed % 7) / 6)
+    return hs.Attention.from_matrices(A, V, causal=causal), x

@@ -1,0 +1,21 @@
+"""Shapes are checked as the tests run, in the inner packages whose input the outer ones have validated."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+CHECKED = ["howsmooth.kernels", "howsmooth.operators", "howsmooth.spectral.certificate", "howsmooth.spectral.golub_kahan"]
+
+install_import_hook(CHECKED, "beartype.beartype")
+pytest.register_assert_rewrite("checks", "problems")
+
+settings.register_profile("local", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # torch's own first use of forward mode says this of itself
+    config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")
