@@ -17,6 +17,8 @@ FLOORS = (
     "attention",
     "spectral",
     "bounds",
+    "local",
+    "catalogue",
     "measures",
     "splitting",
     "search",
@@ -26,7 +28,7 @@ FLOORS = (
     "report",
     "cli",
 )
-NUMERICS = {"errors", "kernels", "operators", "attention", "spectral", "bounds"}
+NUMERICS = {"errors", "kernels", "operators", "attention", "spectral", "bounds", "local", "catalogue"}
 NUMERICS_MAY_IMPORT = {"torch", "jaxtyping"} | sys.stdlib_module_names
 HEAVY = ("transformers", "ot", "pandas", "matplotlib", "plotly", "ray", "scipy")
 

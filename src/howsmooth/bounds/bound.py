@@ -17,6 +17,7 @@ class Bound:
 
     log_value: natural logarithm of the bound, rounded outward: up for an upper bound, down for a lower one; None where the
     bound does not apply.  value: its exponential, possibly infinite (upper) or zero (lower).
+    mean_field: it speaks of measures, so of every number of tokens (upper) or of some number of them (lower).
     """
 
     id: str
@@ -27,6 +28,7 @@ class Bound:
     source: str
     assumptions: str
     reason: str | None = None
+    mean_field: bool = False
 
     @property
     def applies(self) -> bool:
@@ -63,6 +65,7 @@ class Bound:
             "source": self.source,
             "assumptions": self.assumptions,
             "reason": self.reason,
+            "mean_field": self.mean_field,
         }
 
 
@@ -73,6 +76,8 @@ def outward(value: float, side: Side) -> float:
 
 def outward_log(log_value: float, side: Side) -> float:
     """A float64 logarithm moved outward by its rounding error."""
+    if math.isinf(log_value):
+        return log_value
     slack = _OUTWARD * (1 + abs(log_value))
     return log_value + slack if side == "upper" else log_value - slack
 

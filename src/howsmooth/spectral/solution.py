@@ -1,8 +1,11 @@
-"""What a solver hands back for one input."""
+"""What a solver is, and what it hands back for one input."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+from howsmooth.operators import Operator
 
 
 @dataclass(frozen=True)
@@ -14,3 +17,9 @@ class Solution:
     direction: Tensor
     steps: int
     converged: bool
+
+
+class Solver(Protocol):
+    """Anything that finds top singular pairs of a batch of operators."""
+
+    def solve(self, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution]: ...

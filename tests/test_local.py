@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import NoConvergenceError
-from howsmooth.spectral import DenseSVD, Estimates, GolubKahan
-from howsmooth.spectral.lipschitz import Solver
+from howsmooth.spectral import DenseSVD, Estimates, GolubKahan, Solver
 from problems.spectra import attention, many, norm_of, one
 
 SOLVERS = [DenseSVD(), GolubKahan(), GolubKahan(block=2)]

@@ -4,27 +4,20 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention.maps import Map, check_finite, check_tokens
+from howsmooth.bounds.point import operator_bound
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.operators import AutodiffJacobian, Operator, Weighted
 from howsmooth.operators.autodiff import check_deterministic
-from howsmooth.spectral.dense import DenseSVD
-from howsmooth.spectral.estimate import Estimate, Estimates, Status
-from howsmooth.spectral.golub_kahan import GolubKahan
-from howsmooth.spectral.solution import Solution
+from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
 
+_LOOSE = 5.0  # upper/lower past which a deterministic bound may do better
 _DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the quicker way too
-
-
-class Solver(Protocol):
-    """Anything that finds top singular pairs of a batch of operators."""
-
-    def solve(self, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution]: ...
 
 
 @overload
@@ -78,7 +71,8 @@ def lipschitz(
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
     batched: whether the first axis of `x` runs over inputs; by default when `x` has three axes.
 
-    Work is done in the precision of `x` and `f`, `lower` is evaluated again in float64.
+    Work is done in the precision of `x` and `f`, `lower` is evaluated again in float64. Where the certificate leaves the
+    interval wide, the deterministic bound at a point stands in if it is smaller, and `confidence` is 1.
 
     >>> from howsmooth import Attention
     >>> identity = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
@@ -106,16 +100,24 @@ def lipschitz(
             )
         solutions = solver.solve(operator, tol, certify, seed) if dense else _solve_scaled(solver, operator, tol, certify, seed)
     noise = 0.0 if dense else operator.noise
-    confidence = 1 - solver.delta if isinstance(solver, GolubKahan) else 1.0
+    lowers = _attained(precise, solutions)
+    uppers = [
+        max(low, s.upper * (1 + noise + 2 * (abs(s.value - low) / low if low else 0.0)))
+        for s, low in zip(solutions, lowers, strict=True)
+    ]
+    certain = None
+    if any(up > _LOOSE * low for up, low in zip(uppers, lowers, strict=True)):
+        certain = operator_bound(precise)
+    risk = solver.delta if isinstance(solver, GolubKahan) else 0.0
     estimates = []
-    for solution, lower in zip(solutions, _attained(precise, solutions), strict=True):
-        drift = abs(solution.value - lower) / lower if lower else 0.0
-        upper = max(lower, solution.upper * (1 + noise + 2 * drift))
+    for k, (solution, lower, upper) in enumerate(zip(solutions, lowers, uppers, strict=True)):
+        sure = certain is not None and float(certain[k]) < upper
+        upper = float(certain[k]) if certain is not None and sure else upper
         estimates.append(
             Estimate(
                 lower=lower,
-                upper=upper,
-                confidence=confidence,
+                upper=max(lower, upper),
+                confidence=1.0 if sure else 1 - risk,
                 status="dense" if dense else _status(solution, lower, upper, tol, certify),
                 direction=solution.direction.reshape(x.shape[1:] if several else x.shape),
                 steps=solution.steps,

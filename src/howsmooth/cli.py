@@ -1,0 +1,77 @@
+"""The command line: parse, call, print; no logic."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from howsmooth.attention import Attention
+from howsmooth.catalogue import bounds as bounds_of
+from howsmooth.errors import BadInputError, HowSmoothError
+
+app = typer.Typer(add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.callback()
+def root() -> None:
+    """How smooth is attention? Lipschitz constants of attention layers, with certificates."""
+
+
+@app.command()
+def bounds(
+    radius: Annotated[float, typer.Option(help="radius of the ball the tokens live in")],
+    n: Annotated[int, typer.Option(help="number of tokens")] = 1024,
+    gamma: Annotated[float | None, typer.Option(help="one head with A = gamma · I and V = I")] = None,
+    dim: Annotated[int, typer.Option(help="width of the tokens for --gamma")] = 1,
+    weights: Annotated[Path | None, typer.Option(help="a safetensors file with matrices A and V")] = None,
+    causal: Annotated[bool, typer.Option(help="masked attention")] = False,
+    figure: Annotated[Path | None, typer.Option(help="also draw the ladder n = 1 … 10⁹ (.png, .pdf or .svg)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    debug: Annotated[bool, typer.Option(help="show a traceback on errors")] = False,
+) -> None:
+    """Print every bound on the Lipschitz constant over a ball of tokens.
+
+    Example: howsmooth bounds --gamma -1 --radius 2 --n 1024 --figure ladder.png
+    """
+    try:
+        attn = _single_head(gamma, dim, weights, causal)
+        table = bounds_of(attn, n=n, radius=radius)
+        print(json.dumps(table.to_dict(), indent=1) if as_json else table)
+        if figure is not None:
+            from howsmooth.report.ladder import draw
+
+            path = draw(attn, radius, figure)
+            if not as_json:
+                print(path)
+    except HowSmoothError as error:
+        if debug:
+            raise
+        typer.echo(f"howsmooth: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _single_head(gamma: float | None, dim: int, weights: Path | None, causal: bool) -> Attention:
+    if (gamma is None) == (weights is None):
+        raise BadInputError("expected either --gamma or --weights, got both or neither; give one of them")
+    if gamma is not None:
+        if dim < 1:
+            raise BadInputError(f"expected --dim of at least 1, got {dim}; it is the width of a token")
+        eye = torch.eye(dim, dtype=torch.float64)
+        return Attention.from_matrices(gamma * eye, eye, causal=causal)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    assert weights is not None
+    try:
+        tensors = load_file(weights)
+    except (OSError, SafetensorError) as error:
+        raise BadInputError(f"expected a safetensors file, got {weights} ({error}); save A and V with safetensors") from None
+    if not {"A", "V"} <= set(tensors):
+        raise BadInputError(f"expected tensors A and V in {weights}, got {', '.join(sorted(tensors)) or 'none'}; name them so")
+    return Attention.from_matrices(tensors["A"].double(), tensors["V"].double(), causal=causal)
+
+
+def main() -> None:
+    app()
