@@ -2,7 +2,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq -c constraints.txt
 
 # Threads that spin while they wait slow torch down many times over when another program holds a core.
-export OMP_WAIT_POLICY ?= PASSIVE
+demo test: export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test lint bench docs clean
 

@@ -1,4 +1,4 @@
-"""The upper end's formulas: a root that is a root, and the figures of THEORY.md §2."""
+"""The upper end's formulas: a root that is a root, and the figures of docs/theory.md §2."""
 
 import math
 

@@ -29,9 +29,11 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
             "with radius=norm_radius(norm)"
         )
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}")
+        raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
     if not isinstance(radius, int | float) or not math.isfinite(radius) or radius < 0:
-        raise BadInputError(f"expected a finite radius, at least 0, got radius = {radius!r}")
+        raise BadInputError(
+            f"expected a finite radius, at least 0, got radius = {radius!r}; give the length of the longest token"
+        )
     layer, radius = constants(attn), float(radius)
     return [
         castin2024.upper(layer, n, radius),

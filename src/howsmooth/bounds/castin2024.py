@@ -16,7 +16,7 @@ SOURCE = "Castin, Ablin & Peyré 2024"
 def upper(layer: Constants, n: int, radius: float) -> Bound:
     """B1: `Lip ≤ √3 v (a²R⁴(4n+1) + n)^½`, causal too."""
     reason = plain(layer, one_head=True, causal=True)
-    value = None if reason else round_up(log_of(layer.v[0]) + _discrete(layer.a[0], n, radius))
+    value = None if reason else outward_log(log_of(layer.v[0]) + _discrete(layer.a[0], n, radius), "upper")
     return Bound(
         "B1",
         "√n",
@@ -38,7 +38,7 @@ def lower(layer: Constants, n: int, radius: float) -> Bound:
     if reason is None and gamma is None:
         reason = "A has no real eigenvalue"
     elif gamma is not None:
-        value = round_down(0.5 * math.log(n - 1) - log_add(0.0, math.log(n - 1) - 2 * radius**2 * gamma))
+        value = outward_log(0.5 * math.log(n - 1) - log_add(0.0, math.log(n - 1) - 2 * radius**2 * gamma), "lower")
     return Bound(
         "B2",
         "√n from below",
@@ -57,7 +57,7 @@ def multi_head(layer: Constants, n: int, radius: float) -> Bound:
     value = None
     if reason is None:
         logs = [log_of(w) + log_of(v) + _discrete(a, n, radius) for a, v, w in zip(layer.a, layer.w_v, layer.w_o, strict=True)]
-        value = round_up(log_add(*logs))
+        value = outward_log(log_add(*logs), "upper")
     return Bound(
         "B3",
         "sum of heads",
@@ -81,7 +81,7 @@ def mean_field_lower(layer: Constants, radius: float) -> Bound:
     if reason is None and gamma is None:
         reason = "A has no real eigenvalue"
     elif gamma is not None:
-        value = round_down(log_of(gamma / 2 * radius**2) + gamma * radius**2)
+        value = outward_log(log_of(gamma / 2 * radius**2) + gamma * radius**2, "lower")
     return Bound(
         "B5",
         "mean field from below",
@@ -125,14 +125,6 @@ def plain(layer: Constants, *, one_head: bool, causal: bool) -> str | None:
     if max(layer.query_shift) > 0:
         return "not proved for a query bias"
     return None
-
-
-def round_up(log_value: float) -> float:
-    return log_value if math.isinf(log_value) else outward_log(log_value, "upper")
-
-
-def round_down(log_value: float) -> float:
-    return log_value if math.isinf(log_value) else outward_log(log_value, "lower")
 
 
 def _discrete(a: float, n: int, radius: float) -> float:

@@ -5,8 +5,8 @@ As printed in "How Smooth Is Attention?" (Castin, Ablin & Peyré, ICML 2024); `a
 
 import math
 
-from howsmooth.bounds.bound import Bound, log_add, log_of
-from howsmooth.bounds.castin2024 import plain, round_up
+from howsmooth.bounds.bound import Bound, log_add, log_of, outward_log
+from howsmooth.bounds.castin2024 import plain
 from howsmooth.bounds.constants import Constants
 
 
@@ -16,7 +16,7 @@ def mean_field(layer: Constants, radius: float) -> Bound:
     value = None
     if reason is None:
         exponent = layer.a[0] * radius**2
-        value = round_up(log_of(layer.v[0]) + log_add(0.0, math.log(3) + log_of(exponent)) + 2 * exponent)
+        value = outward_log(log_of(layer.v[0]) + log_add(0.0, math.log(3) + log_of(exponent)) + 2 * exponent, "upper")
     return Bound(
         "B4",
         "mean field",

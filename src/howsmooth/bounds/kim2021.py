@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.bound import Bound, log_add, log_of
-from howsmooth.bounds.castin2024 import round_up
+from howsmooth.bounds.bound import Bound, log_add, log_of, outward_log
 from howsmooth.bounds.constants import Constants
 from howsmooth.errors import BadInputError
 
@@ -71,7 +70,7 @@ def l2_attention(
         "K2",
         "L2 attention",
         "upper",
-        round_up(log_value),
+        outward_log(log_value, "upper"),
         "Lip ≤ √(n/k)(4φ⁻¹(n−1) + 1)(Σ_h ‖W_q^h‖²‖W_v^h‖²)^½‖W_o‖, φ(x) = x exp(x+1)",
         SOURCE + ", Theorem 3.2 (quoted, not re-proved; tested numerically)",
         "L2 attention with tied queries and keys",

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.bound import Bound, log_add, log_of
-from howsmooth.bounds.castin2024 import round_down, round_up
+from howsmooth.bounds.bound import Bound, log_add, log_of, outward_log
 from howsmooth.bounds.constants import Constants
 
 SOURCE = "howsmooth, docs/bounds.md"
@@ -198,7 +197,7 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
         "B15" if n is not None else "B16",
         "two clusters" if n is not None else "two clusters, mean field",
         "lower",
-        None if value is None else round_down(value),
+        None if value is None else outward_log(value, "lower"),
         "Lip ≥ |Vp| max_k √((n−k)/k) q(1 + (1−q)δ), q = 1/(1 + (n−k)e^{−δ}/k), δ ≈ ΛR²"
         if n is not None
         else "Lip ≥ |Vp| max_t e^{δ/2} √t/(1+t) (1 + δ/(1+t)), δ ≈ ΛR², any number of tokens",
@@ -418,6 +417,6 @@ def _attended(log_ratio: float, gap: float) -> float:
 def _upper(
     id: str, name: str, log_value: float | None, statement: str, assumptions: str, where: str, reason: str | None = None
 ) -> Bound:
-    value = None if log_value is None else round_up(log_value)
+    value = None if log_value is None else outward_log(log_value, "upper")
     free_of_n = id in ("B8m", "B10", "B12m", "B14")
     return Bound(id, name, "upper", value, statement, f"{SOURCE} {where}", assumptions, reason, mean_field=free_of_n)

@@ -22,7 +22,7 @@ class TileSize:
 
     rows: int = 512
     cols: int = 1024
-    leaf: int = 256
+    leaf: int = 128
     elements: int = 2**20
 
     @classmethod

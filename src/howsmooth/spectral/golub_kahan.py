@@ -17,7 +17,7 @@ from howsmooth.spectral.solution import Solution
 
 _CHUNK = 16  # basis vectors allocated at a time, fewer where they are large
 _CHUNK_BYTES = 2**28
-_REACH = 10  # a guess lets the test for convergence look this many `tol` above the value
+_REACH = 20  # a guess lets the test for convergence look this many `tol` above the value
 _DOUBT = 0.13  # risk that the test for convergence takes; the reported upper end takes `delta`
 
 
