@@ -26,7 +26,7 @@ from howsmooth.kernels.softmax import Block
 from howsmooth.kernels.tiles import Tile
 from howsmooth.operators import Composed, Operator
 
-_START_STEPS = 4  # power steps on a matrix like that of block norms
+_START_STEPS = 2  # power steps on a matrix like that of block norms
 _BLOCK_STEPS = 2  # and on it
 _SHORT, _SHORT_STEPS = 256, 8  # tokens up to which one head may take more of them
 _ROUNDINGS = 16

@@ -196,7 +196,7 @@ class _Run:
         if self.certify is not None or bool(stop.any()):
             upper = theta if whole else self._upper(ritz, theta, step)
         if self.certify is not None:
-            wanted = max(self.certify - 4 * self.rounding, 0.0)
+            wanted = 0.97 * self.certify - 2 * self.rounding  # leaves room for the rounding that widens the interval
             stop = (upper <= theta * (1 + wanted) ** 2) | torch.tensor(limit or whole)
         stop &= self.active
         for i in torch.nonzero(stop)[:, 0].tolist():

@@ -1,0 +1,39 @@
+"""Write the committed results into the marked places of the docs: `python -m benchmarks.tables`."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import RESULTS
+
+ROOT = Path(__file__).parents[1]
+SHORT = ("n", "mask", "seed", "pairs", "power pairs", "power/ours", "power/ours, both by oracle", "svds/ours")
+
+
+def markdown(rows: list[dict[str, Any]], columns: tuple[str, ...] | None = None) -> str:
+    """Rows as a Markdown table."""
+    columns = columns or tuple(rows[0])
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def fill(text: str, tables: dict[str, str]) -> str:
+    """`text` with what stands between `<!-- name -->` and `<!-- /name -->` replaced."""
+    for name, table in tables.items():
+        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m, t=table: m[1] + t + "\n" + m[2], text, flags=re.S)
+    return text
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    results = {path.stem: json.loads(path.read_text())["rows"] for path in sorted(RESULTS.glob("*.json"))}
+    tables = {name: markdown(rows) for name, rows in results.items()}
+    tables["speed"] = markdown([row for row in results["solve"] if row["n"] in (256, 1024)], SHORT)
+    for document in ("README.md", "docs/performance.md", "docs/point-bounds.md"):
+        path = ROOT / document
+        path.write_text(fill(path.read_text(), tables))
