@@ -49,7 +49,7 @@ def _measure(n: int, check: bool) -> dict[str, Any]:
         "n": n,
         "pair s": min(times),
         "extra peak GiB": (_peak() - before) / 2**30,
-        "weights kept GiB": 12 * n * n * 4 / 2**31,
+        "weights would take GiB": 12 * n * n * 4 / 2**31,
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention.maps import Map, check_finite, check_tokens
+from howsmooth.attention.maps import Map, check_finite
 from howsmooth.bounds.point import operator_bound
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.operators import AutodiffJacobian, Operator, Weighted
@@ -105,19 +105,18 @@ def lipschitz(
         max(low, s.upper * (1 + noise + 2 * (abs(s.value - low) / low if low else 0.0)))
         for s, low in zip(solutions, lowers, strict=True)
     ]
-    certain = None
-    if any(up > _LOOSE * low for up, low in zip(uppers, lowers, strict=True)):
-        certain = operator_bound(precise)
+    loose = any(up > _LOOSE * low for up, low in zip(uppers, lowers, strict=True))
+    bound = operator_bound(precise) if loose else None
+    certain = [math.inf] * len(uppers) if bound is None else bound.tolist()
     risk = solver.delta if isinstance(solver, GolubKahan) else 0.0
     estimates = []
-    for k, (solution, lower, upper) in enumerate(zip(solutions, lowers, uppers, strict=True)):
-        sure = certain is not None and float(certain[k]) < upper
-        upper = float(certain[k]) if certain is not None and sure else upper
+    for solution, lower, likely, sure in zip(solutions, lowers, uppers, certain, strict=True):
+        upper = max(lower, min(likely, sure))
         estimates.append(
             Estimate(
                 lower=lower,
-                upper=max(lower, upper),
-                confidence=1.0 if sure else 1 - risk,
+                upper=upper,
+                confidence=1.0 if sure < likely else 1 - risk,
                 status="dense" if dense else _status(solution, lower, upper, tol, certify),
                 direction=solution.direction.reshape(x.shape[1:] if several else x.shape),
                 steps=solution.steps,
@@ -133,7 +132,6 @@ class _MapProblem:
     """A map of ours at `x`: closed-form products."""
 
     def __init__(self, f: Map, x: Tensor, several: bool):
-        check_tokens(x)
         check_finite(x, "tokens")
         if x.ndim != (3 if several else 2):
             raise BadInputError(

@@ -160,8 +160,10 @@ class Attention(Map):
         for f in fields(self):
             t = getattr(self, f.name)
             if isinstance(t, Tensor):
-                moved[f.name] = t.to(device, dtype if t.is_floating_point() else t.dtype)
-        return replace(self, **moved)
+                there = t.to(device, dtype if t.is_floating_point() else t.dtype)
+                if there is not t:
+                    moved[f.name] = there
+        return replace(self, **moved) if moved else self
 
     def value(self, x):
         q, k, v = self._project(x, with_bias=True)

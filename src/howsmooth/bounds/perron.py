@@ -1,13 +1,10 @@
 """The norm of a non-negative matrix from above, from its products alone (docs/point-bounds.md 4.1)."""
 
-import math
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-
-from howsmooth.bounds.bound import outward_log
 
 # Six squarings of the gap bring an attention matrix within 1 % of its norm.
 STEPS = 6
@@ -56,8 +53,3 @@ def positive(w: Float[Tensor, "g m"]) -> Float[Tensor, "g m"]:
     """Weights scaled to a largest entry of 1 and kept away from zero."""
     top = w.amax(-1, keepdim=True)
     return (w / torch.where(top > 0, top, torch.ones_like(top))).clamp_min(_FLOOR)
-
-
-def upper_log(value: float) -> float:
-    """Logarithm of an upper bound, rounded up; −inf for zero."""
-    return outward_log(math.log(value), "upper") if value > 0 else -math.inf

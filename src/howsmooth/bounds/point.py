@@ -16,9 +16,9 @@ from torch import Tensor
 from howsmooth.attention.layer import Attention, _AttentionJacobian
 from howsmooth.attention.maps import check_finite, check_tokens
 from howsmooth.attention.norms import _NormJacobian
-from howsmooth.bounds.bound import Bound
+from howsmooth.bounds.bound import Bound, log_of, outward_log
 from howsmooth.bounds.nair2025 import softmax_bound
-from howsmooth.bounds.perron import STEPS, perron_bound, upper_log
+from howsmooth.bounds.perron import STEPS, perron_bound
 from howsmooth.bounds.yudin2025 import yudin_bound
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
@@ -67,7 +67,7 @@ def point_bounds(attn: Attention, x: Float[Tensor, "n d"], exact: bool = False) 
         yudin_bound(attn, x),
         softmax_bound(),
         *(
-            Bound(i, f"{name}, {form} form", "upper", upper_log(float(value)), statement, _SOURCE, _ASSUMES)
+            Bound(i, f"{name}, {form} form", "upper", outward_log(log_of(float(value)), "upper"), statement, _SOURCE, _ASSUMES)
             for i, name, value, statement in rows
         ),
     ]

@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention.layer import Attention, _AttentionJacobian
-from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.perron import perron_bound, upper_log
+from howsmooth.bounds.bound import Bound, log_of, outward_log
+from howsmooth.bounds.perron import perron_bound
 from howsmooth.kernels import SoftmaxAttention
 
 _NAME = "Yudin et al. at a point"
@@ -41,7 +41,7 @@ def yudin_bound(attn: Attention, x: Float[Tensor, "n d"]) -> Bound:
     value = v * (_weights_norm(kernel) + 2 * _norm(tokens) ** 2 * a * _concentration(kernel))
     # matrix norms by LAPACK: a few roundings of their size
     slack = 1 + 64 * torch.finfo(torch.float64).eps * math.sqrt(x.numel())
-    return Bound("D2", _NAME, "upper", upper_log(value * slack), _STATEMENT, _SOURCE, _ASSUMPTIONS)
+    return Bound("D2", _NAME, "upper", outward_log(log_of(value * slack), "upper"), _STATEMENT, _SOURCE, _ASSUMPTIONS)
 
 
 def _norm(m: Tensor) -> float:
