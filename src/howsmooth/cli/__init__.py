@@ -1,0 +1,10 @@
+"""The command line, one file a command: parse, call, print; no logic."""
+
+from howsmooth.cli import bounds  # importing a command registers it
+from howsmooth.cli.app import app
+
+__all__ = ["app", "bounds", "main"]
+
+
+def main() -> None:
+    app()
