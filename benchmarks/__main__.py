@@ -2,10 +2,17 @@
 
 import argparse
 
+import torch
+
 from benchmarks import batch, certify, long, pair, point, solve, tightness
 from benchmarks.harness import environment, save, table
 
 ALL = {"solve": solve, "pair": pair, "long": long, "batch": batch, "certify": certify, "point": point, "tightness": tightness}
+
+if torch.cuda.is_available():
+    from benchmarks import gpu, gpu_solve
+
+    ALL |= {"gpu": gpu, "gpu_solve": gpu_solve}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)

@@ -62,6 +62,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "blas": "mkl" if torch.backends.mkl.is_available() else "other",
         "capability": torch.backends.cpu.get_cpu_capability(),
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         "date": time.strftime("%Y-%m-%d"),
     }
 

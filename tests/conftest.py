@@ -3,10 +3,20 @@
 import os
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-CHECKED = ["howsmooth.kernels", "howsmooth.operators", "howsmooth.spectral.certificate", "howsmooth.spectral.golub_kahan"]
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # fused kernels then run on the CPU, slowly
+
+KERNELS = ["base", "blocked", "dense", "dispatch", "function", "masks", "naive", "tiled", "tiles", "triton.fused"]
+CHECKED = [
+    *(f"howsmooth.kernels.{name}" for name in KERNELS),
+    "howsmooth.operators",
+    "howsmooth.spectral.certificate",
+    "howsmooth.spectral.golub_kahan",
+]
 
 install_import_hook(CHECKED, "beartype.beartype")
 pytest.register_assert_rewrite("checks", "problems")

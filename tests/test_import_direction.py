@@ -29,8 +29,8 @@ FLOORS = (
     "cli",
 )
 NUMERICS = {"errors", "kernels", "operators", "attention", "spectral", "bounds", "local", "catalogue"}
-NUMERICS_MAY_IMPORT = {"torch", "jaxtyping"} | sys.stdlib_module_names
-HEAVY = ("transformers", "ot", "pandas", "matplotlib", "plotly", "ray", "scipy")
+NUMERICS_MAY_IMPORT = {"torch", "jaxtyping", "triton"} | sys.stdlib_module_names
+HEAVY = ("triton", "transformers", "ot", "pandas", "matplotlib", "plotly", "ray", "scipy")
 
 
 def imported(source: str, path: Path) -> Iterator[str]:

@@ -82,7 +82,7 @@ def lipschitz(
     _check_options(x, tol, certify, seed)
     several = x.ndim == 3 if batched is None else batched
     problem = _MapProblem(f, x, several) if isinstance(f, Map) else _FunctionProblem(f, x, several)
-    operator = problem.operator()
+    operator = _fine_enough(problem.operator(), tol, certify)
     if solver is None:
         small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
         solver = DenseSVD() if small else GolubKahan()
@@ -90,12 +90,12 @@ def lipschitz(
     solutions = None
     if not dense and _resolves(operator, tol, certify):
         solutions = _solve(solver, operator, tol, certify, seed)
-    precise = (operator if operator.dtype == torch.float64 else problem.precise()) or operator
+    precise = _precise(operator, problem)
     if solutions is None:
         operator = precise
         if not _resolves(operator, tol, certify):
             raise BadInputError(
-                f"expected tol ≥ {2 * operator.noise:.1e} and certify ≥ {8 * operator.noise:.1e}, got tol={tol}, "
+                f"expected tol ≥ {operator.noise:.1e} and certify ≥ {8 * operator.noise:.1e}, got tol={tol}, "
                 f"certify={certify}; the products of this map at this x carry no more digits in {operator.dtype}"
             )
         solutions = solver.solve(operator, tol, certify, seed) if dense else _solve_scaled(solver, operator, tol, certify, seed)
@@ -174,9 +174,30 @@ class _FunctionProblem:
         return jacobian if jacobian.output.dtype == torch.float64 else None
 
 
+def _fine_enough(operator: Operator, tol: float, certify: float | None) -> Operator:
+    """The cheapest products that carry the digits that are asked for, or the finest there are."""
+    while not _resolves(operator, tol, certify):
+        finer = operator.refined()
+        if finer is None:
+            break
+        operator = finer
+    return operator
+
+
+def _precise(operator: Operator, problem: "_MapProblem | _FunctionProblem") -> Operator:
+    """What `lower` is evaluated with: float64, or the finest products short of it where float64 is out of proportion."""
+    if operator.dtype == torch.float64:
+        return operator
+    if not operator.heavy:
+        return problem.precise() or operator
+    while (finer := operator.refined()) is not None:
+        operator = finer
+    return operator
+
+
 def _resolves(operator: Operator, tol: float, certify: float | None) -> bool:
     """Whether products in this precision carry the digits that are asked for."""
-    return tol >= 2 * operator.noise and (certify is None or certify >= 8 * operator.noise)
+    return tol >= operator.noise and (certify is None or certify >= 8 * operator.noise)
 
 
 def _solve(solver: Solver, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution] | None:

@@ -198,8 +198,9 @@ def test_bounds_do_not_depend_on_the_kernel():
     layer, x = real_layer(1)
     operator = layer.linearize(x)[1]
     dense = trace_bound(operator)
-    kernel = operator._kernel
-    operator._kernel = Blocked(*kernel._inputs, kernel.scores)
+    kernel = operator._kernel.tiled()
+    q, k, v = kernel._inputs
+    operator._kernel = Blocked(q, k, v, kernel.scores)
     torch.testing.assert_close(trace_bound(operator), dense, rtol=1e-9, atol=0)
 
 

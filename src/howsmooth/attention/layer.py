@@ -264,8 +264,22 @@ class _AttentionJacobian(Operator):
 
     @property
     def noise(self) -> float:
-        """Rounding, and what it makes of logits: an error of one unit in a logit of size s moves `P` by s units."""
-        return torch.finfo(self.dtype).eps * (32 + self._kernel.largest_logit)
+        return self._kernel.noise
+
+    @property
+    def heavy(self) -> bool:
+        return self._kernel.heavy
+
+    def refined(self):
+        kernel = self._kernel.refined()
+        return None if kernel is None else self._with(kernel)
+
+    def tiled(self) -> "_AttentionJacobian":
+        """The same Jacobian on a kernel whose weights are within reach."""
+        return self._with(self._kernel.tiled())
+
+    def _with(self, kernel: SoftmaxAttention) -> "_AttentionJacobian":
+        return _AttentionJacobian(self._layer, kernel, (self.batch, *self.in_shape), self.out_shape[-1])
 
     @torch.no_grad()
     def jvp(self, v):

@@ -21,8 +21,7 @@ from howsmooth.bounds.nair2025 import softmax_bound
 from howsmooth.bounds.perron import STEPS, perron_bound
 from howsmooth.bounds.yudin2025 import yudin_bound
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import SoftmaxAttention
-from howsmooth.kernels.softmax import Block
+from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.kernels.tiles import Tile
 from howsmooth.operators import Composed, Operator
 
@@ -122,6 +121,7 @@ class _Found(NamedTuple):
 
 
 def _bounds(operator: _AttentionJacobian, exact: bool) -> _Found:
+    operator = operator.tiled()
     geometry = _Geometry.of(operator._layer)
     tokens = _Tokens.of(operator, geometry)
     found = _combine(operator, geometry, tokens, _trace_sizes(operator, geometry, tokens))
@@ -282,7 +282,7 @@ class _Tokens:
 
     @classmethod
     def of(cls, operator: _AttentionJacobian, geometry: _Geometry) -> "_Tokens":
-        layer, kernel = operator._layer, operator._kernel
+        layer, kernel = operator._layer, operator._kernel.tiled()
         batch, heads, n, _ = kernel._shape
         dtype = operator.dtype
 
@@ -310,7 +310,7 @@ class _Tokens:
         )
 
 
-def _products(kernel: SoftmaxAttention, inverse: Tensor, w: Tensor, capped: bool = False) -> Tensor:
+def _products(kernel: Tiled, inverse: Tensor, w: Tensor, capped: bool = False) -> Tensor:
     """`P w` for columns (g, m, c); `capped`: with `P` times the soft-cap's slope."""
     image = w.new_zeros(*inverse.shape, w.shape[-1])
     for b in kernel._blocks():
@@ -318,7 +318,7 @@ def _products(kernel: SoftmaxAttention, inverse: Tensor, w: Tensor, capped: bool
     return image.mul_(inverse[..., None])
 
 
-def _received(kernel: SoftmaxAttention, inverse: Tensor, z: Tensor, capped: bool = False) -> Tensor:
+def _received(kernel: Tiled, inverse: Tensor, z: Tensor, capped: bool = False) -> Tensor:
     """`Pᵀ z` for one vector per head, (g, n) → (g, m)."""
     z_hat, back = z * inverse, z.new_zeros(z.shape[0], kernel._shape[-1])
     for b in kernel._blocks():
@@ -338,7 +338,7 @@ def _down(z: Tensor, tile: Tensor) -> Tensor:
 
 def _trace_sizes(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens) -> _Sizes:
     """Theorem 4.3 with traces for norms, and Theorem 4.4."""
-    kernel = operator._kernel
+    kernel = operator._kernel.tiled()
     capped = kernel.scores.softcap is not None
     v2, k2 = t.v.square().sum(-1, keepdim=True), t.k.square().sum(-1, keepdim=True)
     if capped:
@@ -358,18 +358,18 @@ def _with_block_norms(
 ) -> _Sizes:
     """Theorem 4.4 added. Block norms are about `P_ij (ν + a_i √spread_i)`, whose top vector is a cheap start."""
     batch = operator.batch
-    p, w = _weights_norm(operator._kernel, t.inverse)
+    p, w = _weights_norm(operator._kernel.tiled(), t.inverse)
     nu = geometry.nu.to(beta.dtype).repeat(batch)[:, None]  # (g, 1)
     reach = t.a * spread.sqrt()
-    start = _start(operator._kernel, t.inverse, nu + reach, beta, w)
+    start = _start(operator._kernel.tiled(), t.inverse, nu + reach, beta, w)
     if operator._layer.heads == 1:
         return _Sizes(p, beta.amax(-1), key, _one_head(operator, geometry, t, beta, start))
-    start = torch.cat([start, _start(operator._kernel, t.inverse, reach, torch.zeros_like(beta), w)])
+    start = torch.cat([start, _start(operator._kernel.tiled(), t.inverse, reach, torch.zeros_like(beta), w)])
     whole, keys_alone = _many_heads(operator, nu, t, beta, start)
     return _Sizes(p, beta.amax(-1), torch.minimum(key.double(), keys_alone), whole)
 
 
-def _start(kernel: SoftmaxAttention, inverse: Tensor, rows: Tensor, beta: Tensor, w: Tensor) -> Tensor:
+def _start(kernel: Tiled, inverse: Tensor, rows: Tensor, beta: Tensor, w: Tensor) -> Tensor:
     """Weights near the top right singular vector of `diag(rows) P + diag(β)`."""
     scaled = rows * inverse
 
@@ -390,7 +390,7 @@ def _spread(second: Tensor, mean: Tensor, t: _Tokens) -> Tensor:
     return torch.where(t.inverse > 0, (second - mean.square().sum(-1)).clamp_min(0) + t.noise * second, 0.0)
 
 
-def _weights_norm(kernel: SoftmaxAttention, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def _weights_norm(kernel: Tiled, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """`‖P‖₂` of every head from above, and weights near its top right singular vector."""
 
     def forward(w: Tensor) -> Tensor:
@@ -407,7 +407,7 @@ def _weights_norm(kernel: SoftmaxAttention, inverse: Tensor) -> tuple[Tensor, Te
 
 def _one_head(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens, beta: Tensor, start: Tensor) -> Tensor:
     """`‖N‖₂` of the matrix of block norms, each the smaller of two bounds (Theorem 4.4)."""
-    kernel = operator._kernel
+    kernel = operator._kernel.tiled()
     nu = float(geometry.nu[0])
     unit = t.y / t.a.clamp_min(torch.finfo(t.a.dtype).tiny)[..., None]
     base = unit.square().sum(-1, keepdim=True) + nu**2
@@ -442,7 +442,7 @@ def _one_head(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens, bet
 
 def _many_heads(operator: _AttentionJacobian, nu: Tensor, t: _Tokens, beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """`‖ν P + E + diag β‖₂` and `‖E‖₂`, `E_ij = P_ij a_i |v_j − o_i|`: the simpler bound on each block (Theorem 4.4)."""
-    kernel = operator._kernel
+    kernel = operator._kernel.tiled()
     g = len(beta)
     distance = _Distance(t)
 
@@ -488,12 +488,12 @@ def _exact_sizes(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens) 
     beta = torch.zeros_like(t.inverse)
     key = beta.new_zeros(len(beta))
     for g in range(len(beta)):
-        beta[g], key[g] = _exact_head(operator._kernel, t, g, abs(operator._layer._scale))
-    spread = _spread(_products(operator._kernel, t.inverse, t.v.square().sum(-1, keepdim=True))[..., 0], t.o, t)
+        beta[g], key[g] = _exact_head(operator._kernel.tiled(), t, g, abs(operator._layer._scale))
+    spread = _spread(_products(operator._kernel.tiled(), t.inverse, t.v.square().sum(-1, keepdim=True))[..., 0], t.o, t)
     return _with_block_norms(operator, geometry, t, beta, key, spread)
 
 
-def _exact_head(kernel: SoftmaxAttention, t: _Tokens, g: int, tau: float) -> tuple[Tensor, Tensor]:
+def _exact_head(kernel: Tiled, t: _Tokens, g: int, tau: float) -> tuple[Tensor, Tensor]:
     """`‖B_i W_q‖` of every token of one head, (n,), and the norm of the key part."""
     n, m = kernel._shape[2:]
     v, k, q, o = t.v[g], t.k[g], t.q[g], t.o[g]
@@ -558,7 +558,7 @@ def _top_eigenvalue(s: Float[Tensor, "n r r"]) -> Float[Tensor, " n"]:
     return (log + s.flatten(1).norm(dim=-1).double().clamp_min(torch.finfo(torch.float64).tiny).log() / 8).exp().to(s.dtype)
 
 
-def _rows(kernel: SoftmaxAttention, g: int, rows: slice, cols: slice) -> Tensor:
+def _rows(kernel: Tiled, g: int, rows: slice, cols: slice) -> Tensor:
     """Rows of `P̂` of one head times the soft-cap's slope."""
     s, slope = kernel._logits(slice(g, g + 1), Tile(rows, cols, partial=True))
     weights = s.sub_(kernel._largest[g : g + 1, rows, None]).exp_()

@@ -9,7 +9,7 @@ from torch import Tensor
 from howsmooth.attention.layer import Attention, _AttentionJacobian
 from howsmooth.bounds.bound import Bound, log_of, outward_log
 from howsmooth.bounds.perron import perron_bound
-from howsmooth.kernels import SoftmaxAttention
+from howsmooth.kernels.tiled import Tiled
 
 _NAME = "Yudin et al. at a point"
 _STATEMENT = "‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i p₍₁₎(1 − p₍₁₎ + p₍₂₎))"
@@ -34,7 +34,7 @@ def yudin_bound(attn: Attention, x: Float[Tensor, "n d"]) -> Bound:
         return Bound("D2", _NAME, "upper", None, _STATEMENT, _SOURCE, _ASSUMPTIONS, reason)
     operator = attn.linearize(x.double()[None])[1]
     assert isinstance(operator, _AttentionJacobian)
-    layer, kernel = operator._layer, operator._kernel
+    layer, kernel = operator._layer, operator._kernel.tiled()
     a = abs(layer._scale) * _norm(layer.w_q if layer.w_k is None else layer.w_k.mT @ layer.w_q)
     v = _norm(layer.w_v if layer.w_o is None else layer.w_o @ layer.w_v)
     tokens = x.double() if layer.attention_mask is None else x.double()[layer.attention_mask[0]]
@@ -48,7 +48,7 @@ def _norm(m: Tensor) -> float:
     return float(torch.linalg.matrix_norm(m, 2))
 
 
-def _weights_norm(kernel: SoftmaxAttention) -> float:
+def _weights_norm(kernel: Tiled) -> float:
     inverse = kernel._inverse[..., 0]
 
     def forward(w: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def _weights_norm(kernel: SoftmaxAttention) -> float:
     return float(perron_bound(forward, backward, backward(torch.ones_like(inverse)), steps=30)[0])
 
 
-def _concentration(kernel: SoftmaxAttention) -> float:
+def _concentration(kernel: Tiled) -> float:
     """`max_i g(P_i)`."""
     inverse = kernel._inverse
     top = torch.zeros(*inverse.shape[:2], 2, dtype=inverse.dtype, device=inverse.device)

@@ -6,11 +6,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from howsmooth.kernels.softmax import Block, SoftmaxAttention
+from howsmooth.kernels.tiled import Block, Tiled
 
 
 @final
-class Blocked(SoftmaxAttention):
+class Blocked(Tiled):
     """Softmax attention that keeps two numbers per row instead of its weights.
 
     The tiles are the same in every pass, so the logits are the same to the last bit and the saved maxima fit exactly.

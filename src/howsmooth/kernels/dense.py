@@ -6,11 +6,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from howsmooth.kernels.softmax import Block, SoftmaxAttention
+from howsmooth.kernels.tiled import Block, Tiled
 
 
 @final
-class Dense(SoftmaxAttention):
+class Dense(Tiled):
     """Softmax attention with its weights kept, tile by tile."""
 
     def _forward(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.softmax import Scores
+from howsmooth.kernels.base import Scores
 
 
 def attend(

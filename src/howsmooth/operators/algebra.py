@@ -27,6 +27,14 @@ class Composed(Operator):
     def noise(self) -> float:
         return max(self.outer.noise, self.inner.noise)
 
+    @property
+    def heavy(self) -> bool:
+        return self.outer.heavy or self.inner.heavy
+
+    def refined(self):
+        outer, inner = self.outer.refined(), self.inner.refined()
+        return None if outer is None and inner is None else Composed(outer or self.outer, inner or self.inner)
+
     def jvp(self, v):
         return self.outer.jvp(self.inner.jvp(v))
 
@@ -69,6 +77,14 @@ class Weighted(Operator):
     @property
     def noise(self) -> float:
         return self.operator.noise
+
+    @property
+    def heavy(self) -> bool:
+        return self.operator.heavy
+
+    def refined(self):
+        operator = self.operator.refined()
+        return None if operator is None else Weighted(operator, self._rows, self._cols)
 
     def jvp(self, v):
         return self._rows * self.operator.jvp(self._cols * v)

@@ -49,6 +49,15 @@ class Operator(ABC):
         """The relative size below which products with `JᵀJ` are rounding."""
         return 32 * torch.finfo(self.dtype).eps
 
+    def refined(self) -> "Operator | None":
+        """The same maps with more exact products at a higher price, where there is such a thing short of float64."""
+        return None
+
+    @property
+    def heavy(self) -> bool:
+        """Whether products in float64 would cost far more than all the others together."""
+        return False
+
     @property
     def in_size(self) -> int:
         return math.prod(self.in_shape)

@@ -17,6 +17,7 @@ from howsmooth.spectral.solution import Solution
 
 _CHUNK = 16  # basis vectors allocated at a time, fewer where they are large
 _CHUNK_BYTES = 2**28
+_LONG = 2**24  # numbers past which a random vector is drawn where it is needed
 _REACH = 20  # a guess lets the test for convergence look this many `tol` above the value
 _DOUBT = 0.13  # risk that the test for convergence takes; the reported upper end takes `delta`
 
@@ -77,14 +78,12 @@ class _Run:
             step += 1
             self._append(q)
             w, diagonal = self.operator.gram(q.transpose(0, 1).unflatten(2, self.operator.in_shape))
-            if not bool(diagonal.isfinite().all()):
-                raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; rescale the map")
             w = torch.baddbmm(w.flatten(2).transpose(0, 1), diagonal, q, alpha=-1)  # (batch, block, N)
             if previous is not None and below is not None:
                 w.baddbmm_(below.mT, previous, alpha=-1)
             w = self._orthogonal(w)
             following, below = self._factor(w, diagonal)
-            self._project(diagonal, below)
+            self._project()
             self.active &= ~self._stopping(step)
             previous, q = q, following
             if 0 < int(self.active.sum()) <= len(self.items) // 2:
@@ -100,7 +99,9 @@ class _Run:
         the sum's length, at most 2, is charged to the start's rarity.
         """
         op = self.operator
-        q = torch.linalg.qr(self._gaussian().mT)[0].mT.expand(op.batch, -1, -1)
+        q = self._gaussian()
+        q = q / q.norm() if self.block == 1 else torch.linalg.qr(q.mT)[0].mT
+        q = q.expand(op.batch, -1, -1)
         guess = op.guess() if self.block == 1 and self.size > 2 else None
         if guess is not None:
             guess = guess.flatten(1)[:, None].to(q)
@@ -114,8 +115,9 @@ class _Run:
 
     def _gaussian(self) -> Tensor:
         """Gaussian vectors of this step, the same for every item, so that a batch and a loop agree."""
-        random = torch.Generator().manual_seed((self.seed * 1_000_003 + self.filled) % 2**63)
-        vectors = torch.randn(1, self.block, self.size, generator=random)
+        device = self.operator.device if self.size >= _LONG else torch.device("cpu")  # short ones alike on every device
+        random = torch.Generator(device).manual_seed((self.seed * 1_000_003 + self.filled) % 2**63)
+        vectors = torch.randn(1, self.block, self.size, generator=random, device=device)
         return vectors.to(self.operator.device, self.operator.dtype)
 
     def _append(self, q: Tensor) -> None:
@@ -129,47 +131,65 @@ class _Run:
         return [chunk[:, : self.filled - i * self.chunk] for i, chunk in enumerate(self.basis)]
 
     def _orthogonal(self, w: Tensor) -> Tensor:
-        """`w` made orthogonal to the basis; a second pass where the first took most of it away."""
-        before = w.norm(dim=-1)
+        """`w` made orthogonal to the basis; a second pass where the first took most of it away.
+
+        On a GPU always: asking whether it did would cost more than doing it.
+        """
+        before = w.norm(dim=-1) if w.device.type == "cpu" else None
         for _ in range(2):
             for chunk in self._chunks():
                 w = torch.baddbmm(w, torch.bmm(w, chunk.mT), chunk, alpha=-1)
-            after = w.norm(dim=-1)
-            if not bool(after.isfinite().all()):
-                raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; rescale the map")
-            if bool((after > 0.5 * before).all()):
-                break
-            before = after
+            if before is not None:
+                after = w.norm(dim=-1)
+                if bool((after > 0.5 * before).all()):
+                    break
+                before = after
         return w
 
     def _factor(self, w: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor]:
-        """`w = B q` with orthonormal `q`. Where `w` vanishes, the Krylov space is invariant: go on from a fresh vector."""
-        scale = diagonal.diagonal(dim1=1, dim2=2).amax(-1)
-        if len(self.projected[0]):
-            scale = scale.maximum(self.projected.diagonal(dim1=1, dim2=2).amax(-1).to(scale))
+        """`w = B q` with orthonormal `q`. Where `w` vanishes, the Krylov space is invariant: go on from a fresh vector.
+
+        The only place of a step where numbers are read off the device: `diagonal` and `B`, in one transfer.
+        """
         if self.block == 1:
-            length = w.norm(dim=-1, keepdim=True)  # (batch, 1, 1)
-            q, factor = w / torch.where(length > 0, length, 1.0), length
+            factor = w.norm(dim=-1, keepdim=True)  # (batch, 1, 1)
+            q = w / torch.where(factor > 0, factor, 1.0)
         else:
+            self._read(diagonal, w.norm(dim=-1)[..., None].expand_as(diagonal))  # a decomposition hangs on NaN
             q, upper = torch.linalg.qr(w.mT)
             factor = upper.mT
             # nearly dependent columns leave q less orthogonal to the basis than w was
             q = torch.linalg.qr(self._orthogonal(q.mT.contiguous()).mT)[0].mT.contiguous()
-        lost = factor.diagonal(dim1=1, dim2=2).abs() <= self.rounding * scale[:, None]  # (batch, block)
+        self.diagonal, self.below = self._read(diagonal, factor)
+        scale = self.diagonal.diagonal(dim1=1, dim2=2).amax(-1)
+        if len(self.projected[0]):
+            scale = scale.maximum(self.projected.diagonal(dim1=1, dim2=2).amax(-1))
+        lost = self.below.diagonal(dim1=1, dim2=2).abs() <= self.rounding * scale[:, None]  # (batch, block)
         if bool(lost.any()) and self.filled < self.size:
-            fresh = torch.where(lost[..., None], self._gaussian(), w)
-            last = lost.int().argsort(dim=1, stable=True)[..., None]  # what is left of w first, so that q spans it
+            gone = lost.to(w.device)
+            fresh = torch.where(gone[..., None], self._gaussian(), w)
+            last = gone.int().argsort(dim=1, stable=True)[..., None]  # what is left of w first, so that q spans it
             fresh = fresh.gather(1, last.expand_as(fresh))
             fresh = self._orthogonal(fresh / fresh.norm(dim=-1, keepdim=True))
             fresh = self._orthogonal(torch.linalg.qr(fresh.mT)[0].mT.contiguous())
             fresh = torch.linalg.qr(fresh.mT)[0].mT
-            q = torch.where(lost.any(-1)[:, None, None], fresh, q)
+            q = torch.where(gone.any(-1)[:, None, None], fresh, q)
             self.starts = self.starts + lost.any(-1).to(self.starts)
-        return q, factor if self.block == 1 else torch.bmm(w, q.mT)
+        if self.block > 1:
+            factor = torch.bmm(w, q.mT)
+            self.below = factor.double().cpu()
+        return q, factor
 
-    def _project(self, diagonal: Tensor, below: Tensor) -> None:
+    def _read(self, diagonal: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Both matrices in float64 on the host, checked."""
+        numbers = torch.stack([diagonal, factor]).double().cpu()
+        if not bool(numbers.isfinite().all()):
+            raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; rescale the map")
+        return numbers[0], numbers[1]
+
+    def _project(self) -> None:
         """Grow T by one block; `below` couples it to the next."""
-        diagonal, below = diagonal.double().cpu(), below.double().cpu()
+        diagonal, below = self.diagonal, self.below
         batch, old = self.projected.shape[:2]
         grown = diagonal.new_zeros(batch, old + self.block, old + self.block)
         grown[:, :old, :old] = self.projected

@@ -9,30 +9,16 @@ A soft-cap `c·tanh(s/c)` multiplies `P̂` by its slope `1 − tanh²` wherever 
 n × d matrices, never to n × m ones, and `max s` and `z` are kept apart, so rows sum to one for logits of any size.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
-from howsmooth.kernels.masks import Mask
+from howsmooth.kernels.base import Scores, SoftmaxAttention, bound_logits, check_heads
 from howsmooth.kernels.tiles import Tile, TileSize, cut
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How logits come from queries and keys: `s = scale · q·k`, soft-capped, then masked."""
-
-    scale: float
-    softcap: float | None = None
-    mask: Mask = field(default_factory=Mask)
-
-    def __post_init__(self):
-        if self.softcap is not None and not self.softcap > 0:
-            raise BadInputError(f"expected a positive soft-cap, got {self.softcap}; leave it out for none")
 
 
 @dataclass(frozen=True)
@@ -46,8 +32,8 @@ class Block:
     slope: Float[Tensor, "g rows cols"]
 
 
-class SoftmaxAttention(ABC):
-    """Softmax attention linearised at `q, k, v`: its output and products with its Jacobian.
+class Tiled(SoftmaxAttention):
+    """Softmax attention on tiles of `P̂`.
 
     Subclasses say where tiles of `P̂` come from: kept (`Dense`) or made again for each product (`Blocked`).
     """
@@ -62,10 +48,7 @@ class SoftmaxAttention(ABC):
     ):
         batch, heads, n, d = q.shape
         kv_heads, m = k.shape[1:3]
-        if heads % kv_heads:
-            raise BadInputError(
-                f"expected key/value heads that divide the {heads} query heads, got {kv_heads}; change kv_heads"
-            )
+        check_heads(heads, kv_heads)
         scores.mask.check(batch, heads, n, m)
         self._inputs = (q, k, v)
         self.scores = replace(scores, mask=scores.mask.to(q.dtype, q.device))
@@ -75,20 +58,10 @@ class SoftmaxAttention(ABC):
         self._q = _flat(q[None])[:, 0]  # (batch·heads, n, d)
         self._k = _flat(self._expand(k[None]))[:, 0]
         self._v = _flat(self._expand(v[None]))[:, 0]
-        self.largest_logit = self._bound_logits()
+        self.largest_logit = bound_logits(self._q, self._k, scores.scale)
         self._tiles = cut(n, m, scores.mask, self._size)
         self._largest, self._total, self._o = self._forward()  # (g, n), (g, n), (g, n, d_v)
         self._inverse = torch.where(self._total > 0, 1 / self._total, 0.0)[..., None]
-
-    def _bound_logits(self) -> float:
-        """A bound on every logit before masks: `|scale| max|q_i| max|k_j|`."""
-        length = [t.double().square().sum(-1).max().sqrt().item() for t in (self._q, self._k)]
-        bound = abs(self.scores.scale) * length[0] * length[1]
-        if not bound < 0.25 * torch.finfo(self._q.dtype).max:
-            raise BadInputError(
-                f"expected logits within the range of {self._q.dtype}, got up to {bound:.1e}; use float64 or smaller weights"
-            )
-        return bound
 
     @abstractmethod
     def _forward(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,16 +73,16 @@ class SoftmaxAttention(ABC):
 
     @property
     def output(self) -> Float[Tensor, "batch heads n d_v"]:
-        """`o = P v`."""
         return self._o.unflatten(0, self._shape[:2])
 
     @property
     def logsumexp(self) -> Float[Tensor, "batch heads n"]:
-        """Log of each row's sum of exponentials; −inf where nothing is seen."""
         return (self._largest + self._total.log()).unflatten(0, self._shape[:2])
 
-    def select(self, items: Tensor) -> "SoftmaxAttention":
-        """The same attention on some items of the batch."""
+    def tiled(self) -> "Tiled":
+        return self
+
+    def select(self, items: Tensor) -> "Tiled":
         q, k, v = (t[items] for t in self._inputs)
         return type(self)(q, k, v, replace(self.scores, mask=self.scores.mask.select(items)), self._size)
 
@@ -119,7 +92,6 @@ class SoftmaxAttention(ABC):
         dk: Float[Tensor, "probes batch kv_heads m d"],
         dv: Float[Tensor, "probes batch kv_heads m d_v"],
     ) -> Float[Tensor, "probes batch heads n d_v"]:
-        """Derivative of the output along `dq, dk, dv`, one row of the leading axis per probe."""
         batch, heads, n, m = self._shape
         probes = dq.shape[0]
         left = torch.cat([_flat(dq), self._q[:, None].expand(-1, probes, -1, -1)], -1)  # (g, probes, n, 2d)
@@ -146,7 +118,6 @@ class SoftmaxAttention(ABC):
         Float[Tensor, "probes batch kv_heads m d"],
         Float[Tensor, "probes batch kv_heads m d_v"],
     ]:
-        """Transposed product: gradients of `⟨g, o⟩` in `q, k, v`, one row of the leading axis per probe."""
         batch, heads, n, m = self._shape
         probes = g.shape[0]
         g_hat = _flat(g) * self._inverse[:, None]  # (g, probes, n, d_v)
@@ -169,7 +140,6 @@ class SoftmaxAttention(ABC):
         return self._unflat(dq), self._sum_groups(self._unflat(dk)), self._sum_groups(self._unflat(dv))
 
     def attention_received(self) -> Float[Tensor, "batch m"]:
-        """Column sums of `P`, averaged over heads: how much each key is attended to."""
         batch, heads, _, m = self._shape
         received = self._o.new_zeros(batch * heads, m, 1)
         for b in self._blocks():

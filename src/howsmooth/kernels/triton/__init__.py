@@ -1,0 +1,5 @@
+"""Fused kernels for GPUs. The derivation is in README.md beside this file."""
+
+from howsmooth.kernels.triton.fused import WIDEST, Fused, interpreted
+
+__all__ = ["WIDEST", "Fused", "interpreted"]

@@ -1,0 +1,50 @@
+"""Block sizes, warps and pipeline depths of the fused kernels, by what fits the chip. Measured on an H200."""
+
+from typing import Literal, NamedTuple
+
+Name = Literal["forward", "jvp", "columns", "rows"]
+
+
+class Blocks(NamedTuple):
+    """Rows and columns of a block of logits, warps of a program, depth of the pipeline."""
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+
+
+def pick(kernel: Name, width: int, passes: int, two: bool, causal: bool) -> Blocks:
+    """width: the wider of the padded head widths.  passes: of the products.  two: probes at a time."""
+    size = "256" if width > 128 else "128" if width > 64 else "64" if width > 32 else "32"
+    if passes == 3:
+        return _STRICT[size][kernel]
+    if two:
+        return _TWO[size][kernel]
+    if causal and size == "64" and kernel == "jvp":
+        return Blocks(64, 64, 4, 3)
+    return _HALF[size][kernel]
+
+
+def _table(forward: Blocks, jvp: Blocks, columns: Blocks, rows: Blocks) -> dict[Name, Blocks]:
+    return {"forward": forward, "jvp": jvp, "columns": columns, "rows": rows}
+
+
+_HALF = {
+    "32": _table(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 4, 3), Blocks(64, 64, 4, 3)),
+    "64": _table(Blocks(128, 64, 8, 3), Blocks(128, 128, 8, 3), Blocks(64, 64, 4, 3), Blocks(64, 128, 4, 3)),
+    "128": _table(Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 3)),
+    "256": _table(Blocks(128, 64, 8, 1), Blocks(128, 64, 8, 1), Blocks(64, 64, 8, 2), Blocks(128, 64, 8, 1)),
+}
+_TWO = {
+    "32": _table(Blocks(128, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 3)),
+    "64": _table(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 3)),
+    "128": _table(Blocks(128, 64, 8, 3), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2), Blocks(64, 32, 4, 2)),
+    "256": _table(Blocks(128, 64, 8, 1), Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 1), Blocks(64, 32, 8, 1)),
+}
+_STRICT = {
+    "32": _table(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    "64": _table(Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    "128": _table(Blocks(128, 32, 4, 1), Blocks(128, 32, 8, 1), Blocks(32, 64, 4, 1), Blocks(128, 32, 8, 1)),
+    "256": _table(Blocks(64, 32, 8, 1), Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 1), Blocks(64, 32, 8, 1)),
+}
