@@ -4,9 +4,10 @@ The fit is least squares of `log L` against `log n` on the geometric mean over s
 jump, so lengths where the level jumps or the slope bends are looked for, one at a time, by the largest F statistic over all
 places; its distribution without a break depends on the lengths alone (Andrews 1993; here simulated exactly for Gaussian noise).
 
-Intervals come from the studentised bootstrap (Davison & Hinkley 1997, §5.2 and §6.3). With five samples or more that were measured
-at every length, each sample gives its own coefficient, and the samples are resampled: this holds whatever the dependence between
-the lengths of one sample. With fewer, the residuals of the fit are resampled, which takes scatter about it as independent noise.
+Intervals come from the studentised bootstrap (Davison & Hinkley 1997, §5.2 and §6.3). With five samples or more that were
+measured at every length, each sample gives its own coefficient, and the samples are resampled: this holds whatever the
+dependence between the lengths of one sample. With fewer, the residuals of the fit are resampled, which takes scatter about it as
+independent noise.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ _MOST_BREAKS = 3
 _SIMULATIONS = 2000
 
 Array = np.ndarray
+Kind = Literal["jump", "bend"]
 
 
 @final
@@ -48,7 +50,7 @@ class Break:
     chance: probability of so clear a break under a plain power law.
     """
 
-    kind: Literal["jump", "bend"]
+    kind: Kind
     before: int
     after: int
     change: Interval
@@ -73,8 +75,8 @@ class GrowthFit:
 
     lengths, means: what was fitted, geometric means over `samples` samples.  exponent: of the one line through everything.
     fitted, residuals: that line, and `mean/fitted`.  breaks: in order of length; `exponent_apart`, `fitted_apart` and
-    `residuals_apart` belong to the fit that allows for them (the exponent up to the first bend).  steepest: between neighbouring
-    lengths.  scatter: root mean square of the logarithm of the residuals.  method: what was resampled.
+    `residuals_apart` belong to the fit that allows for them (the exponent up to the first bend).  steepest: between
+    neighbouring lengths.  scatter: root mean square of the logarithm of the residuals.  method: what was resampled.
     """
 
     lengths: tuple[int, ...]
@@ -230,11 +232,12 @@ def _over_residuals(
 
 def _find_breaks(
     line: Float[Array, "m 2"], y: Array, n: Array, random: np.random.Generator
-) -> tuple[Array, list[tuple[Literal["jump", "bend"], int, float]]]:
+) -> tuple[Array, list[tuple[Kind, int, float]]]:
     """The design with a column per break, and the breaks: kind, index of the length before, chance."""
     m, x = len(y), line[:, 1]
-    places: list[tuple[Literal["jump", "bend"], int]] = [("jump", k) for k in range(1, m - 2)]
-    places += [("bend", k) for k in range(2, m - 2)]
+    jumps: list[tuple[Kind, int]] = [("jump", k) for k in range(1, m - 2)]
+    bends: list[tuple[Kind, int]] = [("bend", k) for k in range(2, m - 2)]
+    places = jumps + bends
     design, found = line, []
     while places and m - design.shape[1] - 1 >= 2 and len(found) < _MOST_BREAKS:
         columns = np.stack([_column(kind, k, x) for kind, k in places], axis=1)
