@@ -5,6 +5,7 @@ here. A content security policy names that one script by its hash and allows no 
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import math
@@ -73,7 +74,8 @@ def write_page(data: ReportData, folder: str | Path, *, force: bool = False) -> 
         part.write_bytes(text)
         os.replace(part, folder / "index.html")
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
         raise ResultsError(f"expected a folder that can be written, got {folder} ({error.strerror}); choose another") from None
     return folder / "index.html"
 
@@ -172,7 +174,7 @@ def _meta(data: ReportData) -> str:
 def _contents(data: ReportData) -> str:
     there = {
         "heat": ("Layers", True),
-        "growth": ("Growth", len(data.lengths) > 1),
+        "growth": ("Growth", bool(data.fits)),
         "heads": ("Heads", bool(data.heads)),
         "bounds": ("Ceiling", bool(data.bounds)),
         "text": ("Text", bool(data.passages)),

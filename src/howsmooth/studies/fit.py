@@ -6,8 +6,8 @@ places; its distribution without a break depends on the lengths alone (Andrews 1
 
 Intervals come from the studentised bootstrap (Davison & Hinkley 1997, §5.2 and §6.3). With five samples or more that were
 measured at every length, each sample gives its own coefficient, and the samples are resampled: this holds whatever the
-dependence between the lengths of one sample. With fewer, the residuals of the fit are resampled, which takes scatter about it as
-independent noise.
+dependence between the lengths of one sample. With fewer, the residuals of the fit are resampled, which takes scatter about it
+as independent noise.
 """
 
 from collections.abc import Sequence

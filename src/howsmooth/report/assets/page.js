@@ -8,6 +8,7 @@ const colourOf = (layer) => seriesColour(data.layers.indexOf(layer), many);
 const layerName = (layer) => `layer ${layer}`;
 const percent = (v) => (100 * v).toFixed(v < 0.1 ? 2 : 1) + " %";
 const between = (i) => (i.low === null ? "" : signed(`${i.low.toFixed(2)} to `) + signed(i.high.toFixed(2)));
+const ln = (v) => Math.log(Math.max(v, 1e-12)); // a constant of zero has to stand somewhere
 const cellAt = new Map(data.cells.map((c) => [`${c.layer} ${c.n}`, c]));
 
 function choose(host, label, options, name, chosen, change) {
@@ -43,7 +44,7 @@ const sections = {
   },
 
   growth() {
-    if (data.lengths.length < 2) return drop("growth");
+    if (!Object.keys(data.fits).length) return drop("growth");
     let focus = data.focus, quantity = "L";
     const controls = $("growth-controls"), legend = el("div", { class: "legend", role: "group", "aria-label": "layer in focus" });
     choose(controls, "Show", [["L", "L, the constant"], ["R", "R, the size of the tokens"]], "quantity", "L", (v) => ((quantity = v), update()));
@@ -54,7 +55,7 @@ const sections = {
       buttons.set(layer, [button, swatch]);
       legend.append(button);
     }
-    const of = (layer) => data.cells.filter((c) => c.layer === layer && (quantity === "R" || c.low > 0));
+    const of = (layer) => data.cells.filter((c) => c.layer === layer && (quantity === "R" ? c.radius : c.low) > 0);
     const series = () => data.layers.map((layer) => ({
       name: layerName(layer), colour: colourOf(layer), faded: focus !== null && layer !== focus,
       points: of(layer).map((c) => quantity === "R"
@@ -106,7 +107,7 @@ const sections = {
     }
 
     const spread = () => {
-      const cells = quantity === "R" ? data.cells.map((c) => [c.radius, c.radius]) : data.cells.filter((c) => c.low > 0).map((c) => [c.low, c.high]);
+      const cells = quantity === "R" ? data.cells.filter((c) => c.radius > 0).map((c) => [c.radius, c.radius]) : data.cells.filter((c) => c.low > 0).map((c) => [c.low, c.high]);
       const low = Math.min(...cells.map((c) => c[0])), high = Math.max(...cells.map((c) => c[1])), pad = Math.max((high / low) ** 0.05, 1.03);
       return [low / pad, high * pad];
     };
@@ -277,8 +278,8 @@ const sections = {
       render: (width) => ladder({
         width, unit: "local constant, times",
         rows: rows.map((r) => ({
-          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: r.split > r.whole ? `×${format(r.split / r.whole)}` : "no gain",
-          marks: [{ log: Math.log(r.whole), kind: "point" }, { log: Math.log(Math.max(r.split, 1e-12)), kind: "ball", hollow: true }],
+          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: r.split > r.whole && r.whole > 0 ? `×${format(r.split / r.whole)}` : "no gain",
+          marks: [{ log: ln(r.whole), kind: "point" }, { log: ln(r.split), kind: "ball", hollow: true }],
           lines: [`layer ${r.layer}, n = ${r.n}`, `whole: ${format(r.whole)}`, `split: ${format(r.split)}`],
         })),
       }),
@@ -293,8 +294,8 @@ const sections = {
       render: (width) => ladder({
         width, unit: "L, times",
         rows: rows.map((r) => ({
-          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: `×${format(r.worst / r.text)}`,
-          marks: [{ log: Math.log(r.text), kind: "point" }, { log: Math.log(r.worst), kind: "hot" }, ...(r.log_ceiling === null ? [] : [{ log: r.log_ceiling, kind: "ball", hollow: true }])],
+          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: r.text > 0 ? `×${format(r.worst / r.text)}` : "",
+          marks: [{ log: ln(r.text), kind: "point" }, { log: ln(r.worst), kind: "hot" }, ...(r.log_ceiling === null ? [] : [{ log: r.log_ceiling, kind: "ball", hollow: true }])],
           lines: [`layer ${r.layer}, n = ${r.n}, R = ${format(r.radius)}`, `on the text: ${format(r.text)}`, `worst found: ${format(r.worst)}`,
             r.log_ceiling === null ? "" : `ceiling: ${formatLog(r.log_ceiling)}`, r.how],
         })),
