@@ -61,12 +61,16 @@ def _growth(data: ReportData, worst: Cell) -> Sentence:
 
 
 def _ceiling(data: ReportData, worst: Cell) -> Sentence:
-    rows = [b for b in data.bounds if b.layer == worst.layer and b.side == "upper" and b.log_value is not None]
+    rows = [b for b in data.bounds if b.side == "upper" and b.log_value is not None]
     if not rows:
         return [("No bound was computed, so the distance from the ceiling is not known.", "")]
+    bounded = {b.layer for b in rows}
+    layer = max((c for c in data.cells if c.layer in bounded), key=lambda c: c.mean).layer
+    rows = [b for b in rows if b.layer == layer]
+    which = "" if layer == worst.layer else f" for layer {layer}"
     n = min({b.n for b in rows}, key=lambda k: abs(k - worst.n))
     at, over = (_smallest([b for b in rows if b.n == n and b.where == where]) for where in ("point", "ball"))
-    pieces: Sentence = [("The ceiling is higher:", "strong")]
+    pieces: Sentence = [("The ceiling is higher:", "strong"), (which, "")]
     if at is not None:
         pieces.append(
             (f" at n = {n} theory certifies at most {power(at)} for this very input, {far(at)} what was measured", "")
@@ -122,7 +126,8 @@ def _carrier(data: ReportData, layer: int, jump: Break) -> str:
     rest = max(abs(math.log(ratios[h])) for h in others)
     change = f"head {top} goes from {number(before[top])} to {number(after[top])}"
     if rest < abs(math.log(ratios[top])) / 4:
-        return f"One head carries it: {change}, while no other changes by more than {100 * math.expm1(rest):.0f} %. "
+        still = f"no other changes by more than {100 * math.expm1(rest):.0f} %" if rest >= 0.005 else "no other changes"
+        return f"One head carries it: {change}, while {still}. "
     return f"Most of it in one head: {change}. "
 
 

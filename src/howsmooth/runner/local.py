@@ -90,6 +90,7 @@ class _Processes:
         self._hello = json.dumps({"setup": asdict(setup) if setup else None})
         paths = [path or os.getcwd() for path in sys.path]  # a task's module must be found there as here
         self._environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        self._environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # workers that spin while they wait slow each other down
         if threads is not None:
             self._environment["OMP_NUM_THREADS"] = str(threads)
         self._processes: dict[int, _Process] = {}

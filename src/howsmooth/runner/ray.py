@@ -76,7 +76,7 @@ def _connect(ray: Any, address: str | None, cpus: int | None) -> None:
     try:
         ray.init(address=address or "local", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise WorkerError(
             f"expected a Ray cluster at {address or 'this machine'}, got: {said}; start one with `ray start --head`"
         ) from None
@@ -101,7 +101,7 @@ class _Actors:
 
     def __init__(self, ray: Any, setup: Call | None, cpus: int, gpus: float, own_machine: bool):
         self._ray, self._setup = ray, asdict(setup) if setup else None
-        variables = {"OMP_NUM_THREADS": str(cpus)}
+        variables = {"OMP_NUM_THREADS": str(cpus), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
         if own_machine:  # a task's module must be found there as here
             variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         remote = ray.remote(max_restarts=0, max_task_retries=0, num_cpus=cpus, num_gpus=gpus)
