@@ -7,6 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import BadInputError
+from howsmooth.runner import Row
+
+
+def same(left: list[Row], right: list[Row]) -> bool:
+    """The same answers in the same order, whatever time they took."""
+    return [(r.key, r.arguments, r.status, r.value) for r in left] == [(r.key, r.arguments, r.status, r.value) for r in right]
 
 
 def value(i: int, pause: float = 0.0) -> dict[str, Any]:

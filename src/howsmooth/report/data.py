@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, final
 
@@ -159,7 +159,7 @@ class ReportData:
     splits: tuple[SplitRow, ...] = ()
     worst: tuple[WorstRow, ...] = ()
     notes: tuple[str, ...] = ()
-    title: str = field(default="How smooth is attention?")
+    title: str = "How smooth is attention?"
 
     def __post_init__(self):
         if not self.measurements:

@@ -69,7 +69,8 @@ def schedule(crew: Crew, tasks: Sequence[Task], count: int, tries: int) -> Gener
     """Run tasks on `count` workers.
 
     A task whose worker dies or that raises is tried again on another worker, `tries` times in all; a refusal of ours
-    (`HowSmoothError`) is final at once. Workers that cannot be prepared end the sweep: no task could be tried.
+    (`HowSmoothError`) is final at once. A worker that cannot be prepared ends the sweep with its reason; where workers die
+    again and again before their first task, the others go on without them.
     """
     waiting = deque(_Attempt(task) for task in tasks)
     left = len(waiting)
@@ -88,9 +89,10 @@ def schedule(crew: Crew, tasks: Sequence[Task], count: int, tries: int) -> Gener
                 starting.discard(worker)
                 idle.discard(worker)
                 stillborn += 1
-                if stillborn >= tries:
+                if stillborn < tries:
+                    starting.add(crew.start())
+                elif not (starting or idle or busy):
                     raise WorkerError(f"expected workers that start, got {event.reason} {stillborn} times; try fewer workers")
-                starting.add(crew.start())
                 continue
             elif worker in starting:
                 starting.discard(worker)

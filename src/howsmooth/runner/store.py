@@ -58,10 +58,6 @@ class Row:
     seconds: float
     versions: dict[str, str]
 
-    def same_answer(self, other: "Row") -> bool:
-        """Equal but for how long it took and in which run."""
-        return (self.key, self.arguments, self.status, self.value) == (other.key, other.arguments, other.status, other.value)
-
 
 @final
 class Store:
