@@ -15,3 +15,11 @@ class BadFunctionError(HowSmoothError):
 
 class NoConvergenceError(HowSmoothError):
     """The products were not finite, so no number can be trusted."""
+
+
+class ResultsError(HowSmoothError):
+    """A results file that cannot be opened, read or written: another program holds it, another version wrote it, no space."""
+
+
+class WorkerError(HowSmoothError):
+    """A sweep whose workers cannot be started or prepared, so that no task can be tried."""

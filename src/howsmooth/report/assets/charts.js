@@ -1,0 +1,437 @@
+"use strict";
+// Small charts in SVG: drawn at the width they have, redrawn when it changes. Text enters through textContent only.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== false) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.filter((c) => c !== null));
+  return node;
+}
+
+function draw(parent, tag, attributes = {}, text = null) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== null) node.textContent = text;
+  if (parent) parent.append(node);
+  return node;
+}
+
+// ---- numbers and colours
+
+const raised = (whole) => [...String(whole)].map((c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c] ?? "⁻").join("");
+const signed = (text) => text.replace("-", "−");
+
+function format(value) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size >= 1e5 || size < 1e-3) {
+    const [digits, power] = value.toExponential(1).split("e");
+    return signed(`${digits === "1.0" ? "" : Number(digits) + "·"}10${raised(Number(power))}`);
+  }
+  if (size >= 1e4) return signed(value.toFixed(0)).replace(/(?=\d{3}$)/, "\u202f");
+  return signed(size >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3))));
+}
+
+// exp(log), as a power of ten where it is very large
+function formatLog(log) {
+  return Math.abs(log) < 50 ? format(Math.exp(log)) : "10" + raised(Math.round(log / Math.LN10));
+}
+
+function isDark() {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+// Heat goes from the paper's own tone to the strongest one, in either theme.
+const HEAT = {
+  light: ["#fbf4e9", "#f9d9a8", "#f2a65e", "#d95f30", "#8c1c33"],
+  dark: ["#20242f", "#4b2748", "#96374c", "#e0703c", "#ffd591"],
+};
+// Okabe and Ito's hues, told apart by colour-blind readers, darkened or lightened for contrast with the paper.
+const LINES = {
+  light: ["#0072b2", "#d55e00", "#00855f", "#b5528b", "#946400", "#6a51a3", "#2a93cc", "#4a4f5a"],
+  dark: ["#56b4e9", "#ff8f50", "#2ccb9b", "#e79ac4", "#f0c04a", "#b9a6f2", "#9ad8ff", "#d5d9e2"],
+};
+const DEPTH = { light: ["#3b0f70", "#2c728e", "#1f9e89", "#8aa800"], dark: ["#b9a6f2", "#5aa9e6", "#2ccb9b", "#f0e442"] };
+
+const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+
+function ramp(stops, t) {
+  const at = Math.min(Math.max(t, 0), 1) * (stops.length - 1), i = Math.min(Math.floor(at), stops.length - 2);
+  const [a, b] = [channels(stops[i]), channels(stops[i + 1])];
+  return a.map((v, k) => Math.round(v + (b[k] - v) * (at - i)));
+}
+
+const theme = () => (isDark() ? "dark" : "light");
+const heatColour = (t) => ramp(HEAT[theme()], t);
+const rgb = (c) => `rgb(${c.join(" ")})`;
+const isLight = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 145;
+
+function seriesColour(index, count) {
+  return count <= 8 ? LINES[theme()][index] : rgb(ramp(DEPTH[theme()], index / (count - 1)));
+}
+
+// ---- scales
+
+function logScale([low, high], [from, to]) {
+  const span = Math.log(high / low) || 1;
+  return (value) => from + ((to - from) * Math.log(value / low)) / span;
+}
+
+function logTicks(low, high, most = 9) {
+  const ticks = [];
+  const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high)), decades = last - first;
+  const steps = decades > most ? [1] : Math.log10(high / low) > 2.2 ? [1] : [1, 2, 5];
+  const stride = Math.max(1, Math.ceil(decades / most));
+  for (let e = first; e <= last; e += stride) for (const m of steps) ticks.push(m * 10 ** e);
+  let inside = ticks.filter((t) => t >= low * 0.999 && t <= high * 1.001);
+  if (inside.length < 3 && high / low > 1.02) {
+    const step = 10 ** Math.floor(Math.log10((high - low) / 3)), nice = [1, 2, 5, 10].find((k) => (high - low) / (k * step) <= 5) * step;
+    inside = [];
+    for (let t = Math.ceil(low / nice) * nice; t <= high; t += nice) inside.push(Number(t.toPrecision(6)));
+  }
+  return inside;
+}
+
+// Labels of the lengths that fit beside each other; powers of two come first, those in `keep` before all.
+function pickLabels(values, place, room, keep = []) {
+  const even = values.length > 2 && values.every((v, i) => v === values[0] + i);
+  if (even && !keep.length) {
+    const stride = Math.ceil(room / Math.abs(place(values[1]) - place(values[0])));
+    return values.filter((_, i) => i % stride === 0);
+  }
+  const rank = (v) => (keep.includes(v) ? 0 : Number.isInteger(Math.log2(v)) ? 1 : 2);
+  const chosen = [];
+  for (const v of [...values].sort((a, b) => rank(a) - rank(b) || a - b)) {
+    if (chosen.every((c) => Math.abs(place(c) - place(v)) >= room)) chosen.push(v);
+  }
+  return chosen;
+}
+
+// ---- the tooltip, one for the page
+
+const tip = {
+  node: null,
+  show(event, lines) {
+    this.node ??= document.body.appendChild(el("div", { class: "tip", role: "status" }));
+    this.node.replaceChildren(...lines.map((line, i) => el(i ? "div" : "b", {}, line)));
+    this.node.style.display = "block";
+    const box = this.node.getBoundingClientRect();
+    const x = Math.min(event.clientX + 14, innerWidth - box.width - 6);
+    const y = event.clientY + 18 + box.height > innerHeight ? event.clientY - box.height - 12 : event.clientY + 18;
+    this.node.style.transform = `translate(${Math.max(6, x)}px, ${Math.max(6, y)}px)`;
+  },
+  hide() {
+    if (this.node) this.node.style.display = "none";
+  },
+};
+
+function hover(node, lines) {
+  node.addEventListener("pointermove", (event) => tip.show(event, lines()));
+  node.addEventListener("pointerdown", (event) => tip.show(event, lines()));
+  node.addEventListener("pointerleave", () => tip.hide());
+}
+
+// ---- downloads
+
+function save(name, blob) {
+  const url = URL.createObjectURL(blob);
+  const link = el("a", { href: url, download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
+}
+
+function csv(rows) {
+  if (!rows.length) return "";
+  const names = Object.keys(rows[0]);
+  const cell = (v) => (v === null || v === undefined ? "" : /[",\n\r]/.test(v) ? `"${String(v).replaceAll('"', '""')}"` : String(v));
+  return [names.join(","), ...rows.map((r) => names.map((k) => cell(r[k])).join(","))].join("\r\n") + "\r\n";
+}
+
+const saveCsv = (name, rows) => save(name + ".csv", new Blob([csv(rows)], { type: "text/csv;charset=utf-8" }));
+
+const KEPT = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "fill-opacity", "font-size", "font-weight", "font-family"];
+
+// The chart drawn again at a fixed width with its styles written out, as an image twice that size.
+function savePng(name, title, render) {
+  const stage = document.body.appendChild(el("div", { class: "stage" }));
+  const picture = render(900);
+  stage.append(picture);
+  for (const node of picture.querySelectorAll("*")) {
+    const style = getComputedStyle(node);
+    for (const property of KEPT) node.style.setProperty(property, style.getPropertyValue(property));
+  }
+  const paper = getComputedStyle(document.body);
+  const [width, height, head] = [900, Number(picture.getAttribute("height")), 40];
+  const sheet = draw(null, "svg", { xmlns: SVG, width, height: height + head, viewBox: `0 0 ${width} ${height + head}` });
+  draw(sheet, "rect", { width, height: height + head, fill: paper.backgroundColor });
+  draw(sheet, "text", { x: 16, y: 26, fill: paper.color, "font-size": 16, "font-weight": 600, "font-family": "system-ui, sans-serif" }, title);
+  picture.setAttribute("y", head);
+  sheet.append(picture);
+  stage.remove();
+  const image = new Image();
+  image.onload = () => {
+    const canvas = el("canvas", { width: 2 * width, height: 2 * (height + head) });
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    canvas.toBlob((blob) => save(name + ".png", blob), "image/png");
+  };
+  image.src = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(new XMLSerializer().serializeToString(sheet));
+}
+
+// ---- a chart's frame: title, downloads, drawing, legend
+
+const frames = [];
+
+function frame(host, { name, title, unit, render, rows, below = null }) {
+  const canvas = el("div", { class: "canvas" });
+  const titleText = () => (typeof title === "function" ? title() : title);
+  const label = el("span", { class: "chart-title" }, titleText());
+  const button = (text, what, run) => el("button", { type: "button", class: "tool", title: `Download ${what}`, onclick: run }, text);
+  const tools = el(
+    "span", { class: "tools" },
+    button("PNG", "this chart as an image", () => savePng(name, `${titleText()}${unit ? `, ${unit}` : ""}`, render)),
+    button("CSV", "its numbers", () => saveCsv(name, rows())),
+  );
+  const caption = el("figcaption", {}, el("span", {}, label, el("span", { class: "unit" }, unit ?? "")), tools);
+  host.append(el("figure", { class: "chart", "data-chart": name }, caption, canvas, below));
+  let drawn = 0;
+  const self = {
+    redraw() {
+      drawn = Math.floor(canvas.clientWidth);
+      label.textContent = titleText();
+      const picture = render(Math.max(drawn, 240));
+      picture.setAttribute("aria-label", titleText());
+      canvas.replaceChildren(picture);
+    },
+  };
+  frames.push(self);
+  new ResizeObserver(() => Math.floor(canvas.clientWidth) !== drawn && self.redraw()).observe(canvas);
+  self.redraw();
+  return self;
+}
+
+const redrawAll = () => frames.forEach((f) => f.redraw());
+
+function sheetOf(width, height) {
+  return draw(null, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
+}
+
+// ---- heat map: rows × columns of numbers on one logarithmic colour scale
+
+function heatMap({ width, rows, columns, value, range, rowLabel, columnLabel, axis, lines, mark = () => false }) {
+  const narrow = width < 520, left = narrow ? 54 : 74, top = 26, bottom = 46;
+  const cell = (width - left - 2) / columns.length, tall = Math.max(15, Math.min(narrow ? 30 : 34, 420 / rows.length));
+  const height = top + tall * rows.length + bottom;
+  const sheet = sheetOf(width, height), [low, high] = range, span = Math.log(high / low) || 1;
+  const across = (c) => left + cell * (columns.indexOf(c) + 0.5);
+  draw(sheet, "text", { x: left - 8, y: 16, class: "axis", "text-anchor": "end" }, axis);
+  for (const c of pickLabels(columns, across, narrow ? 26 : 30)) {
+    draw(sheet, "text", { x: across(c), y: 16, class: "tick", "text-anchor": "middle" }, columnLabel(c));
+  }
+  rows.forEach((r, i) => {
+    const y = top + tall * i;
+    if (tall >= 12) draw(sheet, "text", { x: left - 8, y: y + tall / 2 + 4, class: "tick", "text-anchor": "end" }, rowLabel(r));
+    for (const c of columns) {
+      const v = value(r, c), x = left + cell * columns.indexOf(c);
+      if (v === null) continue;
+      const colour = heatColour(v > 0 ? Math.log(v / low) / span : 0);
+      const box = draw(sheet, "rect", { x: x + 0.5, y: y + 0.5, width: Math.max(cell - 1, 1), height: tall - 1, rx: 2.5, class: "cell" });
+      box.style.fill = rgb(colour);
+      if (mark(r, c)) box.classList.add("marked");
+      hover(box, () => lines(r, c));
+      if (cell >= 33 && tall >= 18) {
+        const text = draw(sheet, "text", { x: x + cell / 2, y: y + tall / 2 + 4, class: "inside", "text-anchor": "middle" }, format(v));
+        text.style.fill = isLight(colour) ? "#1a1d26" : "#ffffff";
+      }
+    }
+  });
+  const barWidth = Math.min(220, width - left - 60), barY = height - 26;
+  for (let i = 0; i < 44; i++) {
+    const part = draw(sheet, "rect", { x: left + (barWidth * i) / 44, y: barY, width: barWidth / 44 + 0.6, height: 8 });
+    part.style.fill = rgb(heatColour(i / 43));
+  }
+  draw(sheet, "text", { x: left, y: height - 4, class: "tick" }, format(low));
+  draw(sheet, "text", { x: left + barWidth, y: height - 4, class: "tick", "text-anchor": "end" }, format(high));
+  draw(sheet, "text", { x: left + barWidth / 2, y: height - 4, class: "tick", "text-anchor": "middle" }, "log scale");
+  return sheet;
+}
+
+let clips = 0;
+
+// ---- lines on logarithmic axes; `over` draws what goes on top, given the scales
+
+function lineChart({ width, height, xs, xLabel, yLabel, range, series, keep = [], under = null, over = null, ends = true, unity = null }) {
+  const wide = width >= 560 && ends, left = 52, right = wide ? 66 : 12, top = 14, bottom = 42;
+  const sheet = sheetOf(width, height);
+  const px = logScale([xs[0], xs[xs.length - 1]], [left + 8, width - right - 6]);
+  const py = logScale(range, [height - bottom, top]);
+  for (const t of logTicks(...range)) {
+    draw(sheet, "line", { x1: left, x2: width - right, y1: py(t), y2: py(t), class: "grid" });
+    draw(sheet, "text", { x: left - 7, y: py(t) + 4, class: "tick", "text-anchor": "end" }, format(t));
+  }
+  for (const x of pickLabels(xs, px, 30, keep)) {
+    draw(sheet, "line", { x1: px(x), x2: px(x), y1: top, y2: height - bottom, class: "grid" });
+    draw(sheet, "text", { x: px(x), y: height - bottom + 17, class: "tick", "text-anchor": "middle" }, String(x));
+  }
+  if (unity !== null) draw(sheet, "line", { x1: left, x2: width - right, y1: py(unity), y2: py(unity), class: "unity" });
+  draw(sheet, "text", { x: (left + width - right) / 2, y: height - 6, class: "axis", "text-anchor": "middle" }, xLabel);
+  draw(sheet, "text", { transform: `translate(12 ${(top + height - bottom) / 2}) rotate(-90)`, class: "axis", "text-anchor": "middle" }, yLabel);
+  const scales = { sheet, px, py, range, left, right: width - right, top, bottom: height - bottom };
+  if (under) under(scales);
+  const points = [], labels = [], id = `clip-${(clips += 1)}`;
+  const clip = draw(draw(sheet, "defs"), "clipPath", { id });
+  draw(clip, "rect", { x: left - 4, y: top - 4, width: Math.max(width - left - right + 8, 1), height: height - top - bottom + 8 });
+  scales.clip = `url(#${id})`;
+  for (const s of [...series].sort((a, b) => Number(b.faded) - Number(a.faded))) {
+    const group = draw(sheet, "g", { class: s.faded ? "series faded" : "series", "data-series": s.name });
+    group.style.setProperty("--series", s.colour);
+    if (!s.faded && s.points.some((p) => p.low < p.high)) {
+      const edge = [...s.points.map((p) => [p.x, p.high]), ...[...s.points].reverse().map((p) => [p.x, p.low])];
+      draw(group, "polygon", { class: "spread", points: edge.map(([x, y]) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`).join(" ") });
+    }
+    draw(group, "polyline", { class: "curve", points: s.points.map((p) => `${px(p.x).toFixed(1)},${py(p.y).toFixed(1)}`).join(" ") });
+    for (const p of s.points) {
+      draw(group, "circle", { class: "dot", cx: px(p.x), cy: py(p.y), r: s.faded ? 2.2 : 3.2 });
+      points.push({ x: px(p.x), y: py(p.y), lines: p.lines });
+    }
+    const last = s.points[s.points.length - 1];
+    if (last) labels.push({ text: s.name, y: py(last.y), colour: s.colour, faded: s.faded });
+  }
+  if (over) over(scales);
+  if (wide && labels.length <= 14) {
+    labels.sort((a, b) => a.y - b.y);
+    labels.forEach((l, i) => i && (l.y = Math.max(l.y, labels[i - 1].y + 14)));
+    const spill = Math.max(0, (labels.at(-1)?.y ?? 0) - (height - bottom));
+    for (const l of labels) {
+      const text = draw(sheet, "text", { x: width - right + 6, y: l.y - spill + 4, class: l.faded ? "end faded" : "end" }, l.text);
+      text.style.fill = l.colour;
+    }
+  }
+  const ring = draw(sheet, "circle", { class: "ring", r: 7, visibility: "hidden" });
+  const net = draw(sheet, "rect", { x: left, y: top, width: Math.max(width - left - right, 1), height: height - top - bottom, class: "net" });
+  const near = (event) => {
+    const box = sheet.getBoundingClientRect(), [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const best = points.reduce((a, b) => ((b.x - x) ** 2 + (b.y - y) ** 2 < (a.x - x) ** 2 + (a.y - y) ** 2 ? b : a), points[0]);
+    if (!best) return;
+    for (const [name, value] of [["cx", best.x], ["cy", best.y], ["visibility", "visible"]]) ring.setAttribute(name, value);
+    tip.show(event, best.lines);
+  };
+  net.addEventListener("pointermove", near);
+  net.addEventListener("pointerdown", near);
+  net.addEventListener("pointerleave", () => (tip.hide(), ring.setAttribute("visibility", "hidden")));
+  return sheet;
+}
+
+// ---- a ladder: one row per thing, marks along a logarithmic axis; what lies beyond the axis is an arrow at its edge
+
+function ladder({ width, rows, unit, base = null, baseLabel = "", room = 1e7 }) {
+  const longest = rows.reduce((most, r) => Math.max(most, r.label.length), 0);
+  const narrow = width < 560, left = narrow ? 8 : Math.min(20 + 6.6 * longest, width * 0.4), right = narrow ? 70 : 96, tall = narrow ? 42 : 28, top = 30;
+  const logs = rows.flatMap((r) => r.marks.map((m) => m.log)).concat(base ? [Math.log(base)] : []);
+  const least = Math.min(...logs), most = Math.min(Math.max(...logs), least + Math.log(room));
+  const pad = Math.max((most - least) * 0.04, 0.05), low = Math.max(least - pad, -600), high = Math.max(most + pad, low + 0.1);
+  const height = top + tall * rows.length + 44, sheet = sheetOf(width, height);
+  const place = (log) => left + ((width - right - left) * (Math.min(log, high) - low)) / (high - low);
+  const ticks = logTicks(Math.exp(low), Math.exp(high), narrow ? 5 : 8);
+  for (const t of pickLabels(ticks, (v) => place(Math.log(v)), 44)) {
+    const x = place(Math.log(t));
+    draw(sheet, "line", { x1: x, x2: x, y1: top - 4, y2: height - 40, class: "grid" });
+    draw(sheet, "text", { x, y: height - 24, class: "tick", "text-anchor": "middle" }, format(t));
+  }
+  draw(sheet, "text", { x: (left + width - right) / 2, y: height - 5, class: "axis", "text-anchor": "middle" }, unit);
+  if (base) {
+    const x = place(Math.log(base));
+    draw(sheet, "line", { x1: x, x2: x, y1: top - 8, y2: height - 40, class: "base" });
+    draw(sheet, "text", { x: x + 5, y: top - 14, class: "base-label" }, baseLabel);
+  }
+  rows.forEach((row, i) => {
+    const y = top + tall * (i + 0.5) + (narrow ? 8 : 0);
+    const band = draw(sheet, "rect", { x: 0, y: top + tall * i, width, height: tall, class: "row" });
+    draw(sheet, "text", narrow ? { x: left, y: y - 12, class: "row-label" } : { x: left - 12, y: y + 4, class: "row-label", "text-anchor": "end" }, row.label);
+    const places = row.marks.map((m) => place(m.log)).concat(base ? [place(Math.log(base))] : []);
+    draw(sheet, "line", { x1: Math.min(...places), x2: Math.max(...places), y1: y, y2: y, class: "bar " + row.kind });
+    for (const m of row.marks) {
+      const x = place(m.log);
+      if (m.log > high) draw(sheet, "path", { d: `M${x - 5} ${y - 6}l9 6l-9 6z`, class: "mark " + m.kind });
+      else if (m.hollow) draw(sheet, "circle", { cx: x, cy: y, r: 5, class: "mark hollow " + m.kind });
+      else draw(sheet, "circle", { cx: x, cy: y, r: 5, class: "mark " + m.kind });
+    }
+    draw(sheet, "text", { x: width - right + 12, y: y + 4, class: "value" }, row.value);
+    band.addEventListener("pointerenter", () => band.classList.add("on"));
+    band.addEventListener("pointerleave", () => band.classList.remove("on"));
+    hover(band, () => row.lines);
+  });
+  return sheet;
+}
+
+// ---- a strip of bars, one per position
+
+function strip({ width, values, colour, lines, label }) {
+  const height = 84, left = 8, bottom = 20, sheet = sheetOf(width, height), top = values.reduce((a, b) => Math.max(a, b), 0) || 1;
+  const step = (width - 2 * left) / values.length;
+  draw(sheet, "line", { x1: left, x2: width - left, y1: height - bottom, y2: height - bottom, class: "grid" });
+  values.forEach((v, i) => {
+    const tall = ((height - bottom - 6) * v) / top;
+    if (tall < 0.2) return;
+    const bar = draw(sheet, "rect", { x: left + step * i, y: height - bottom - tall, width: Math.max(step - (step > 3 ? 0.8 : 0), 0.6), height: tall, class: "share" });
+    bar.style.fill = colour;
+  });
+  const net = draw(sheet, "rect", { x: left, y: 0, width: width - 2 * left, height: height - bottom, class: "net" });
+  const over = (event) => {
+    const i = Math.floor((event.clientX - net.getBoundingClientRect().left) / step);
+    if (i >= 0 && i < values.length) tip.show(event, lines(i));
+  };
+  net.addEventListener("pointermove", over);
+  net.addEventListener("pointerdown", over);
+  net.addEventListener("pointerleave", () => tip.hide());
+  for (const i of [0, values.length - 1]) {
+    draw(sheet, "text", { x: left + step * (i + 0.5), y: height - 5, class: "tick", "text-anchor": i ? "end" : "start" }, String(i + 1));
+  }
+  draw(sheet, "text", { x: width / 2, y: height - 5, class: "tick", "text-anchor": "middle" }, label);
+  return sheet;
+}
+
+// ---- a table that sorts by the column clicked
+
+function table(host, { name, columns, rows, most = 25 }) {
+  let order = null, rising = true, open = rows.length <= most;
+  const body = el("tbody"), more = el("button", { type: "button", class: "more", onclick: () => ((open = true), fill()) });
+  const heads = columns.map((c, i) => {
+    const button = el("button", { type: "button", title: c.help ?? null, onclick: () => sort(i) }, c.title);
+    return el("th", { scope: "col", "aria-sort": "none", class: c.text ? "text" : null }, button);
+  });
+  const compare = (a, b) => {
+    if (a === null || b === null) return (a === null) - (b === null);
+    const way = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
+    return rising ? way : -way;
+  };
+  function sort(i) {
+    rising = order === i ? !rising : true;
+    order = i;
+    heads.forEach((h, k) => h.setAttribute("aria-sort", k === i ? (rising ? "ascending" : "descending") : "none"));
+    fill();
+  }
+  function fill() {
+    const key = (r) => columns[order].value(r);
+    const shown = order === null ? rows : [...rows].sort((a, b) => compare(key(a), key(b)));
+    body.replaceChildren(...(open ? shown : shown.slice(0, most)).map((r) => el("tr", {}, ...columns.map((c) => {
+      const v = c.value(r);
+      return el("td", { class: c.text ? "text" : null }, (c.show ?? ((x) => (typeof x === "number" ? format(x) : x ?? "–")))(v, r));
+    }))));
+    more.hidden = open;
+    more.textContent = `Show all ${rows.length} rows`;
+  }
+  const record = (r) => Object.fromEntries(columns.map((c) => [c.name ?? c.title, c.value(r)]));
+  const save = el("button", { type: "button", class: "tool", onclick: () => saveCsv(name, rows.map(record)) }, "CSV");
+  const whole = el("table", { "data-table": name }, el("thead", {}, el("tr", {}, ...heads)), body);
+  host.append(el("div", { class: "table-tools" }, save), el("div", { class: "scroll" }, whole), more);
+  fill();
+}

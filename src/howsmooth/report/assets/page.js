@@ -1,0 +1,327 @@
+"use strict";
+// The sections of the page, each from the data block; a section without data is taken out.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const $ = (id) => document.getElementById(id);
+const many = data.layers.length;
+const colourOf = (layer) => seriesColour(data.layers.indexOf(layer), many);
+const layerName = (layer) => `layer ${layer}`;
+const percent = (v) => (100 * v).toFixed(v < 0.1 ? 2 : 1) + " %";
+const between = (i) => (i.low === null ? "" : signed(`${i.low.toFixed(2)} to `) + signed(i.high.toFixed(2)));
+const ln = (v) => Math.log(Math.max(v, 1e-12)); // a constant of zero has to stand somewhere
+const cellAt = new Map(data.cells.map((c) => [`${c.layer} ${c.n}`, c]));
+
+function choose(host, label, options, name, chosen, change) {
+  const select = el("select", { "data-pick": name, onchange: () => change(select.value) });
+  for (const [value, text] of options) select.append(el("option", { value, selected: String(value) === String(chosen) }, text));
+  host.append(el("label", { class: "pick" }, label + " ", select));
+  return select;
+}
+
+const drop = (id) => $(id)?.remove();
+
+const sections = {
+  heat() {
+    const values = data.cells.map((c) => c.mean).filter((v) => v > 0);
+    const range = values.length ? [Math.min(...values), Math.max(...values)] : [1, 2];
+    const jumped = new Set(Object.entries(data.fits).flatMap(([layer, f]) =>
+      f.breaks.filter((b) => b.kind === "jump").map((b) => `${layer} ${b.after}`)));
+    frame($("heat-chart"), {
+      name: "layers-by-length", title: "L by layer and length", unit: "times, geometric mean over samples",
+      rows: () => data.cells,
+      render: (width) => heatMap({
+        width, rows: data.layers, columns: data.lengths, range, axis: "n =",
+        rowLabel: layerName, columnLabel: String,
+        value: (l, n) => cellAt.get(`${l} ${n}`)?.mean ?? null,
+        mark: (l, n) => jumped.has(`${l} ${n}`),
+        lines: (l, n) => {
+          const c = cellAt.get(`${l} ${n}`);
+          return [`layer ${l}, n = ${n}`, `L = ${format(c.mean)} (${format(c.low)} to ${format(c.high)} over ${c.samples})`,
+            `upper end at most ${format(c.upper)}`, `R = ${format(c.radius)}`];
+        },
+      }),
+    });
+  },
+
+  growth() {
+    if (!Object.keys(data.fits).length) return drop("growth");
+    let focus = data.focus, quantity = "L";
+    const controls = $("growth-controls"), legend = el("div", { class: "legend", role: "group", "aria-label": "layer in focus" });
+    choose(controls, "Show", [["L", "L, the constant"], ["R", "R, the size of the tokens"]], "quantity", "L", (v) => ((quantity = v), update()));
+    const buttons = new Map();
+    for (const layer of [null, ...data.layers]) {
+      const swatch = layer === null ? null : el("i");
+      const button = el("button", { type: "button", class: "key", onclick: () => ((focus = layer), update()) }, ...(swatch ? [swatch] : []), layer === null ? "all" : layerName(layer));
+      buttons.set(layer, [button, swatch]);
+      legend.append(button);
+    }
+    const of = (layer) => data.cells.filter((c) => c.layer === layer && (quantity === "R" ? c.radius : c.low) > 0);
+    const series = () => data.layers.map((layer) => ({
+      name: layerName(layer), colour: colourOf(layer), faded: focus !== null && layer !== focus,
+      points: of(layer).map((c) => quantity === "R"
+        ? { x: c.n, y: c.radius, low: c.radius, high: c.radius, lines: [`layer ${layer}, n = ${c.n}`, `R = ${format(c.radius)}`] }
+        : { x: c.n, y: c.mean, low: c.low, high: c.high,
+            lines: [`layer ${layer}, n = ${c.n}`, `L = ${format(c.mean)}`, `${format(c.low)} to ${format(c.high)} over ${c.samples}`] }),
+    })).filter((s) => s.points.length);
+    const shownBreaks = () => (quantity === "L" ? data.layers.filter((l) => focus === null || l === focus).flatMap((l) =>
+      (data.fits[l]?.breaks ?? []).filter((b) => focus !== null || b.kind === "jump").map((b) => ({ ...b, layer: l }))) : []);
+    const keep = () => [...new Set(shownBreaks().filter((b) => b.kind === "jump").flatMap((b) => [b.after]))];
+
+    function breaksUnder({ sheet, px, top, bottom, left, right }, high = false) {
+      for (const b of shownBreaks()) {
+        const [from, to] = [px(b.before), px(b.after)], jump = b.kind === "jump";
+        const band = draw(sheet, "rect", { x: jump ? from : from - 0.75, y: top, width: Math.max(to - from, 1.5), height: bottom - top, class: "break " + b.kind });
+        band.style.setProperty("--series", colourOf(b.layer));
+        const text = jump ? `×${format(b.change.value)} from ${b.before} to ${b.after}` : `exponent ${signed(b.change.value.toFixed(2))} at ${b.before}`;
+        const late = (from + to) / 2 > (left + right) / 2;
+        const label = draw(sheet, "text", { x: late ? from - 5 : to + 5, y: high ? top + (jump ? 14 : 28) : bottom - (jump ? 8 : 22), class: "break-label", "text-anchor": late ? "end" : "start" }, text);
+        label.style.fill = colourOf(b.layer);
+      }
+    }
+
+    function guides({ sheet, px, py, range }) {
+      if (quantity !== "L") return;
+      const [first, last] = [data.lengths[0], data.lengths.at(-1)], start = Math.min(...data.cells.filter((c) => c.low > 0).map((c) => c.mean));
+      for (const [power, text] of [[0.25, "¼"], [0.5, "½"]]) {
+        const end = Math.min(last, first * (range[1] / start) ** (1 / power)), height = py(start * (end / first) ** power);
+        draw(sheet, "line", { x1: px(first), y1: py(start), x2: px(end), y2: height, class: "guide" });
+        const label = draw(sheet, "text", { x: px(end) - 6, y: height + 15, class: "guide-label", "text-anchor": "end" }, "n");
+        draw(label, "tspan", { dy: -4, "font-size": 10 }, text);
+      }
+    }
+
+    function fitOver({ sheet, px, py, clip }) {
+      const f = focus === null ? null : data.fits[focus];
+      if (!f || quantity !== "L") return;
+      const path = (ys) => f.lengths.map((n, i) => `${px(n).toFixed(1)},${py(ys[i]).toFixed(1)}`).join(" ");
+      const group = draw(sheet, "g", { class: "fit", "clip-path": clip });
+      group.style.setProperty("--series", colourOf(focus));
+      if (f.exponent.low !== null) {
+        const mid = f.lengths.reduce((s, n) => s + Math.log(n), 0) / f.lengths.length;
+        const line = (a) => f.lengths.map((n, i) => f.fitted[i] * Math.exp((a - f.exponent.value) * (Math.log(n) - mid)));
+        const low = line(f.exponent.low), high = line(f.exponent.high);
+        draw(group, "polygon", { class: "interval", points: path(high) + " " + path(low).split(" ").reverse().join(" ") });
+      }
+      draw(group, "polyline", { class: "plain", points: path(f.fitted) });
+      if (f.breaks.length) draw(group, "polyline", { class: "apart", points: path(f.fitted_apart) });
+    }
+
+    const spread = () => {
+      const cells = quantity === "R" ? data.cells.filter((c) => c.radius > 0).map((c) => [c.radius, c.radius]) : data.cells.filter((c) => c.low > 0).map((c) => [c.low, c.high]);
+      const low = Math.min(...cells.map((c) => c[0])), high = Math.max(...cells.map((c) => c[1])), pad = Math.max((high / low) ** 0.05, 1.03);
+      return [low / pad, high * pad];
+    };
+    const main = frame($("growth-chart"), {
+      name: "growth", title: () => (quantity === "L" ? "L against n" : "R against n"), unit: "log–log; shaded: range over samples", below: legend,
+      rows: () => data.cells,
+      render: (width) => lineChart({
+        width, height: width < 560 ? 300 : 400, xs: data.lengths, xLabel: "n, tokens", yLabel: quantity === "L" ? "L, times" : "R, root mean square norm",
+        range: spread(), series: series(), keep: keep(), under: (s) => (guides(s), breaksUnder(s)), over: fitOver,
+      }),
+    });
+    const left = Object.values(data.fits).flatMap((f) => f.residuals), off = Math.max(1.1, ...left, ...left.map((r) => 1 / r)) ** 1.1;
+    const rest = frame($("residual-chart"), {
+      name: "residuals", title: "What one power law leaves over", unit: "L divided by its fit; 1 is on the line",
+      rows: () => Object.entries(data.fits).flatMap(([layer, f]) => f.lengths.map((n, i) => ({ layer, n, mean: f.means[i], fitted: f.fitted[i], residual: f.residuals[i], residual_with_breaks: f.residuals_apart[i] }))),
+      render: (width) => lineChart({
+        width, height: width < 560 ? 200 : 230, xs: data.lengths, xLabel: "n, tokens", yLabel: "L / fit", range: [1 / off, off], unity: 1, keep: keep(), under: (s) => breaksUnder(s, true),
+        series: data.layers.filter((l) => data.fits[l]).map((layer) => ({
+          name: layerName(layer), colour: colourOf(layer), faded: focus !== null && layer !== focus,
+          points: data.fits[layer].lengths.map((n, i) => {
+            const r = data.fits[layer].residuals[i];
+            return { x: n, y: r, low: r, high: r, lines: [`layer ${layer}, n = ${n}`, `${format(r)} × the fitted power law`] };
+          }),
+        })),
+      }),
+    });
+    function update() {
+      for (const [layer, [button, swatch]] of buttons) {
+        button.setAttribute("aria-pressed", String(layer === focus));
+        if (swatch) swatch.style.background = colourOf(layer);
+      }
+      main.redraw();
+      rest.redraw();
+    }
+    update();
+    frames.push({ redraw: update });
+    const apart = (f) => (f.breaks.length ? f.exponent_apart.value : null);
+    table($("fit-table"), {
+      name: "fits",
+      columns: [
+        { title: "layer", value: (r) => r.layer },
+        { title: "exponent a", name: "exponent", help: "L ≈ c·n^a, least squares on logarithms", value: (r) => r.fit.exponent.value, show: (v) => v.toFixed(2) },
+        { title: "95 % interval", name: "low", value: (r) => r.fit.exponent.low, show: (v, r) => between(r.fit.exponent) || "–" },
+        { title: "scatter", help: "typical distance from the line", value: (r) => r.fit.scatter, show: (v) => "± " + (100 * Math.expm1(v)).toFixed(0) + " %" },
+        { title: "breaks", text: true, value: (r) => r.fit.breaks.map((b) => (b.kind === "jump" ? `jump ×${format(b.change.value)} from ${b.before} to ${b.after}` : `bend by ${signed(b.change.value.toFixed(2))} at ${b.before}`)).join("; ") || null },
+        { title: "a with breaks apart", name: "exponent_with_breaks", value: (r) => apart(r.fit), show: (v) => (v === null ? "–" : v.toFixed(2)) },
+        { title: "steepest step", name: "steepest_ratio", value: (r) => r.fit.steepest.ratio, show: (v, r) => `×${v.toFixed(2)} from ${r.fit.steepest.before} to ${r.fit.steepest.after}` },
+      ],
+      rows: data.layers.filter((l) => data.fits[l]).map((layer) => ({ layer, fit: data.fits[layer] })),
+      most: 60,
+    });
+  },
+
+  heads() {
+    if (!data.heads.length) return drop("heads");
+    const lengths = [...new Set(data.heads.map((h) => h.n))].sort((a, b) => a - b);
+    const values = data.heads.map((h) => h.value).filter((v) => v > 0), range = [Math.min(...values), Math.max(...values)];
+    const at = new Map(data.heads.map((h) => [`${h.n} ${h.layer} ${h.head}`, h.value]));
+    const layers = [...new Set(data.heads.map((h) => h.layer))].sort((a, b) => a - b), heads = [...new Set(data.heads.map((h) => h.head))].sort((a, b) => a - b);
+    let n = lengths.includes(data.heads_at) ? data.heads_at : lengths[0];
+    const chart = frame($("heads-chart"), {
+      name: "layers-by-heads", title: () => `L of every head alone, n = ${n}`, unit: "times; one colour scale for all lengths", rows: () => data.heads,
+      render: (width) => heatMap({
+        width, rows: layers, columns: heads, range, axis: "head", rowLabel: layerName, columnLabel: String,
+        value: (l, h) => at.get(`${n} ${l} ${h}`) ?? null,
+        lines: (l, h) => [`layer ${l}, head ${h}`, ...lengths.filter((k) => at.has(`${k} ${l} ${h}`)).map((k) => `n = ${k}: L = ${format(at.get(`${k} ${l} ${h}`))}`)],
+      }),
+    });
+    if (lengths.length > 1) choose($("heads-controls"), "Length", lengths.map((k) => [k, `n = ${k}`]), "heads-length", n, (v) => ((n = Number(v)), chart.redraw()));
+  },
+
+  bounds() {
+    const rows = data.bounds;
+    if (!rows.length) return drop("bounds");
+    const layers = [...new Set(rows.map((b) => b.layer))].sort((a, b) => a - b), lengths = [...new Set(rows.map((b) => b.n))].sort((a, b) => a - b);
+    let layer = layers.includes(data.worst_layer) ? data.worst_layer : layers[0], n = lengths.at(-1);
+    const chosen = () => rows.filter((b) => b.layer === layer && b.n === n);
+    const ratio = (b) => (b.measured > 0 ? b.log_value - Math.log(b.measured) : null);
+    const chart = frame($("bounds-chart"), {
+      name: "bound-ladder", title: () => `Measured and bounds, layer ${layer}, n = ${n}`, unit: "times, log scale", rows: () => rows,
+      render: (width) => {
+        const found = chosen().filter((b) => b.log_value !== null).sort((a, b) => a.log_value - b.log_value), measured = chosen()[0]?.measured ?? null;
+        return ladder({
+          width, unit: "L, times", base: measured > 0 ? measured : null, baseLabel: `measured ${format(measured)}`,
+          rows: found.map((b) => ({
+            label: `${b.id} · ${b.name}`, kind: b.where, value: formatLog(b.log_value),
+            marks: [{ log: b.log_value, kind: b.where, hollow: b.side === "lower" }],
+            lines: [`${b.id} · ${b.name}`, `${b.side} bound ${b.where === "point" ? "at this input" : "over the ball"}: ${formatLog(b.log_value)}`,
+              ratio(b) === null ? "" : `${formatLog(ratio(b))} × measured`, b.statement, b.source],
+          })),
+        });
+      },
+    });
+    const list = $("bounds-missing");
+    const missing = () => {
+      const none = chosen().filter((b) => b.log_value === null);
+      list.replaceChildren(...none.map((b) => el("li", {}, el("b", {}, `${b.id} · ${b.name}: `), b.reason ?? "does not apply")));
+      list.parentElement.hidden = !none.length;
+    };
+    const update = () => (chart.redraw(), missing());
+    const controls = $("bounds-controls");
+    choose(controls, "Layer", layers.map((l) => [l, layerName(l)]), "bounds-layer", layer, (v) => ((layer = Number(v)), update()));
+    if (lengths.length > 1) choose(controls, "Length", lengths.map((k) => [k, `n = ${k}`]), "bounds-length", n, (v) => ((n = Number(v)), update()));
+    missing();
+  },
+
+  text() {
+    if (!data.passages.length) return drop("text");
+    let passage = data.passages[data.passage], layer = null;
+    const layers = () => Object.keys(passage.shares).map(Number).sort((a, b) => a - b);
+    layer = layers().includes(data.focus) ? data.focus : layers()[0];
+    const body = $("text-body"), note = $("text-note"), controls = $("text-controls");
+    let spans = [];
+    function fill() {
+      spans = [];
+      const pieces = [];
+      passage.tokens.forEach(([gap, text, special], i) => {
+        if (gap) pieces.push(/\n\s*\n/.test(gap) ? "\n" : gap.trim() ? gap : " ");
+        const span = el("span", { class: special ? "token special" : "token", "data-token": i }, text);
+        spans.push(span);
+        pieces.push(span);
+      });
+      body.replaceChildren(...pieces);
+    }
+    function shade() {
+      const shares = passage.shares[layer], top = shares.reduce((a, b) => Math.max(a, b), 0) || 1;
+      spans.forEach((span, i) => span.style.setProperty("--share", (0.85 * Math.sqrt(shares[i] / top)).toFixed(3)));
+      const order = shares.map((_, i) => i).sort((a, b) => shares[b] - shares[a]).slice(0, 5);
+      const short = (t) => (t.length > 24 ? t.slice(0, 23) + "…" : t);
+      note.replaceChildren("Largest shares: ", ...order.flatMap((i, k) => [k ? ", " : "", el("bdi", {}, `“${short(passage.tokens[i][1])}”`), ` (token ${i + 1}) ${percent(shares[i])}`]), ".");
+    }
+    const over = (event) => {
+      const i = event.target.dataset.token;
+      if (i === undefined) return tip.hide();
+      tip.show(event, [`token ${Number(i) + 1} of ${passage.tokens.length}`, `${percent(passage.shares[layer][i])} of the worst direction`]);
+    };
+    body.addEventListener("pointermove", over);
+    body.addEventListener("pointerdown", over);
+    body.addEventListener("pointerleave", () => tip.hide());
+    fill();
+    shade();
+    const chart = frame($("text-chart"), {
+      name: "token-shares", title: () => `Share of each token, layer ${layer}, n = ${passage.tokens.length}`, unit: "by position",
+      rows: () => passage.tokens.map(([, text], i) => ({ position: i + 1, token: text, ...Object.fromEntries(layers().map((l) => [`layer_${l}`, passage.shares[l][i]])) })),
+      render: (width) => strip({
+        width, values: passage.shares[layer], colour: "rgb(var(--hot))", label: "position",
+        lines: (i) => [`token ${i + 1}: ${passage.tokens[i][1].slice(0, 40)}`, percent(passage.shares[layer][i])],
+      }),
+    });
+    const pick = choose(controls, "Layer", layers().map((l) => [l, layerName(l)]), "text-layer", layer, (v) => ((layer = Number(v)), shade(), chart.redraw()));
+    if (data.passages.length > 1) {
+      choose(controls, "Length", data.passages.map((p, i) => [i, `n = ${p.tokens.length}`]), "text-length", data.passage, (v) => {
+        passage = data.passages[Number(v)];
+        if (!layers().includes(layer)) layer = layers()[0];
+        pick.replaceChildren(...layers().map((l) => el("option", { value: l, selected: l === layer }, layerName(l))));
+        fill();
+        shade();
+        chart.redraw();
+      });
+    }
+  },
+
+  splitting() {
+    const rows = data.splits;
+    if (!rows.length) return drop("splitting");
+    frame($("splitting-chart"), {
+      name: "splitting", title: "Moving tokens whole, or splitting one", unit: "times, log scale", rows: () => rows,
+      render: (width) => ladder({
+        width, unit: "local constant, times",
+        rows: rows.map((r) => ({
+          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: r.split > r.whole && r.whole > 0 ? `×${format(r.split / r.whole)}` : "no gain",
+          marks: [{ log: ln(r.whole), kind: "point" }, { log: ln(r.split), kind: "ball", hollow: true }],
+          lines: [`layer ${r.layer}, n = ${r.n}`, `whole: ${format(r.whole)}`, `split: ${format(r.split)}`],
+        })),
+      }),
+    });
+  },
+
+  worst() {
+    const rows = data.worst;
+    if (!rows.length) return drop("worst");
+    frame($("worst-chart"), {
+      name: "worst-inputs", title: "The text, the worst input found, the ceiling", unit: "times, log scale", rows: () => rows,
+      render: (width) => ladder({
+        width, unit: "L, times",
+        rows: rows.map((r) => ({
+          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: r.text > 0 ? `×${format(r.worst / r.text)}` : "",
+          marks: [{ log: ln(r.text), kind: "point" }, { log: ln(r.worst), kind: "hot" }, ...(r.log_ceiling === null ? [] : [{ log: r.log_ceiling, kind: "ball", hollow: true }])],
+          lines: [`layer ${r.layer}, n = ${r.n}, R = ${format(r.radius)}`, `on the text: ${format(r.text)}`, `worst found: ${format(r.worst)}`,
+            r.log_ceiling === null ? "" : `ceiling: ${formatLog(r.log_ceiling)}`, r.how],
+        })),
+      }),
+    });
+  },
+
+  numbers() {
+    const { names, rows } = data.rows;
+    const columns = names.map((name, i) => ({ title: name, value: (r) => r[i], text: name === "status" }));
+    const shown = { confidence: (v) => (v === 1 ? "1" : String(v)), seconds: (v) => v.toFixed(2), layer: String, n: String, sample: String, seed: String };
+    for (const c of columns) if (shown[c.title]) c.show = shown[c.title];
+    table($("numbers-table"), { name: "measurements", columns, rows });
+  },
+};
+
+function start() {
+  for (const build of Object.values(sections)) build();
+  const flip = $("theme");
+  flip.addEventListener("click", () => {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    redrawAll();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
+  addEventListener("scroll", () => tip.hide(), { passive: true });
+  document.documentElement.dataset.ready = "yes";
+}
+
+start();

@@ -1,0 +1,89 @@
+"""Tasks for sweeps: functions that workers import by name. Files in a folder count what happened and where."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from howsmooth.errors import BadInputError
+from howsmooth.runner import Row
+
+
+def same(left: list[Row], right: list[Row]) -> bool:
+    """The same answers in the same order, whatever time they took."""
+    return [(r.key, r.arguments, r.status, r.value) for r in left] == [(r.key, r.arguments, r.status, r.value) for r in right]
+
+
+def value(i: int, pause: float = 0.0) -> dict[str, Any]:
+    """A row that depends on its argument alone."""
+    time.sleep(pause)
+    return {"square": i * i, "root": i**0.5, "label": f"row {i}", "list": [i, None, "é\n"]}
+
+
+def build(base: int, folder: str | None = None) -> dict[str, Any]:
+    """A state that leaves a mark each time it is built: the threads its worker may use."""
+    if folder is not None:
+        Path(folder, f"built-{os.getpid()}-{time.monotonic_ns()}").write_text(os.environ.get("OMP_NUM_THREADS", ""))
+    return {"base": base, "pid": os.getpid()}
+
+
+def shifted(state: dict[str, Any], i: int) -> dict[str, Any]:
+    return {"shifted": state["base"] + i}
+
+
+def refuse_to_build() -> None:
+    raise BadInputError("expected a model, got none; name one")
+
+
+def break_to_build() -> None:
+    raise RuntimeError("no weights")
+
+
+def die_to_build() -> None:
+    os._exit(3)
+
+
+def die(i: int, folder: str, times: int) -> dict[str, Any]:
+    """Kills its own worker the first `times` times that task `i` is tried."""
+    seen = Path(folder, f"tried-{i}")
+    tried = len(seen.read_text()) if seen.exists() else 0
+    seen.write_text("x" * (tried + 1))
+    if tried < times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"i": i}
+
+
+def moody(i: int, folder: str, times: int) -> dict[str, Any]:
+    """Raises the first `times` times that task `i` is tried; its row says nothing of where it was made."""
+    seen = Path(folder, f"moody-{i}")
+    tried = len(seen.read_text().splitlines()) if seen.exists() else 0
+    with seen.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    if tried < times:
+        raise RuntimeError("not enough memory")
+    return {"i": i}
+
+
+def fussy(i: int) -> dict[str, Any]:
+    """Fails in every way a task can, for some of its arguments."""
+    if i % 5 == 1:
+        raise BadInputError(f"expected an i that is not {i}, got {i}; take another")
+    if i % 5 == 2:
+        raise ZeroDivisionError("a line\nand another")
+    if i % 5 == 3:
+        return {"object": object()}
+    print("loud", i)
+    return {"i": i, "nan": float("nan")}
+
+
+def located(i: int, folder: str) -> dict[str, Any]:
+    """Leaves its worker's process id behind."""
+    Path(folder, f"pid-{os.getpid()}").touch()
+    time.sleep(0.02)
+    Path(folder, f"did-{i}").touch()
+    return {"i": i}
+
+
+def several(count: int) -> list[dict[str, Any]]:
+    return [{"part": i} for i in range(count)]

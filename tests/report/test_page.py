@@ -1,0 +1,135 @@
+"""The page as text: its answer, its data, what it refuses to write."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from howsmooth.errors import BadInputError, ResultsError
+from howsmooth.report.answer import answer, findings, number, plain
+from howsmooth.report.data import Measurement, Passage, ReportData, Token
+from howsmooth.report.page import LARGEST, embed, payload, render, write_page
+from problems import reports
+
+
+def test_the_answer_names_the_layer_the_growth_and_the_ceiling():
+    first, second, third = map(plain, answer(reports.full()))
+    assert first.startswith("Layer 0 is the least smooth: at n = 512 tokens")
+    assert "in the mean of 6 samples; in the smoothest, layer 1," in first
+    assert re.search(
+        r"From 8 to 512 tokens its constant grows about like n\^0\.\d\d \(95 % interval 0\.\d+ to 0\.\d+\)", second
+    )
+    assert second.endswith("but layer 0 jumps 3-fold between n = 128 and 136.") or "layer 0 jumps 2.9" in second
+    assert "at n = 512 theory certifies at most" in third
+    assert "5 times what was measured, and" in third
+    assert "900 times, over all inputs" in third
+
+
+def test_the_jump_is_found_in_words_with_the_head_that_carries_it():
+    jump, note = map(plain, findings(reports.full()))
+    assert "n = 128 to" in jump
+    assert "8 more tokens multiply it by" in jump
+    assert "One head carries it: head 2 goes from 3 to 12, while no other changes." in jump
+    assert "The positions past 128 carry" in jump
+    assert note == "Position embeddings past 128 were never tuned."
+
+
+def test_without_a_jump_nothing_is_said_of_one():
+    smooth = tuple(m for m in reports.measurements() if m.layer)
+    data = reports.full(measurements=smooth, heads=(), bounds=(), notes=())
+    assert findings(data) == []
+    assert "jump" not in plain(answer(data)[1])
+    assert "not known" in plain(answer(data)[2])
+
+
+def test_one_length_says_that_growth_is_unknown():
+    data = ReportData(reports.measurements(1, 1, (8,)), reports.METHODS)
+    assert "Only one length" in plain(answer(data)[1])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (2.951, "2.95"), (291.3, "291"), (84914.0, "84\u202f900"), (2.5e7, "2.5·10^7"), (2e-5, "2.0·10^-5")],
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text
+
+
+def test_embedded_json_comes_back_and_cannot_close_its_block():
+    value = {"words": list(reports.HOSTILE), "number": 1 / 3, "none": float("inf")}
+    text = embed(value)
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert text.isascii()
+    back = json.loads(text)
+    assert back["words"] == list(reports.HOSTILE)
+    assert back["none"] is None
+
+
+def test_the_only_script_tags_are_the_two_of_the_page():
+    text = render(reports.harmful())
+    assert text.count("<script") == 2
+    assert text.count("</script>") == 2
+    assert "<img" not in text
+
+
+def test_confidence_is_never_rounded_up_to_certainty():
+    rows = (Measurement(0, 8, 0, 1.0, 2.0, 1 - 1e-9, "converged", 1.0),)
+    block = payload(ReportData(rows, reports.METHODS))["rows"]
+    assert json.loads(embed(block))["rows"][0][block["names"].index("confidence")] == "0.999999999"
+
+
+def test_nothing_in_the_page_asks_for_the_network():
+    text = render(reports.full())
+    assert not re.findall(r"""(?:src|href)=["']?(?!#)\w+:?//""", text)
+    assert "default-src 'none'" in text
+    assert "@import" not in text
+
+
+def test_a_large_report_stays_under_the_limit(tmp_path):
+    """48 layers, 20 lengths, 8 samples, 25 heads, a passage of 2048 tokens."""
+    words = tuple(f"word{i}" for i in range(2048))
+    lengths = tuple(range(8, 168, 8))
+    data = reports.full(
+        measurements=reports.measurements(48, 8, lengths), heads=reports.heads(48, 25), passages=(reports.passage(words, 48),)
+    )
+    page = write_page(data, tmp_path / "page")
+    assert page.stat().st_size < LARGEST
+
+
+def test_a_page_beyond_the_limit_is_refused_and_nothing_is_written(tmp_path):
+    data = reports.full(passages=(Passage((Token("x" * LARGEST),), {0: (1.0,)}),))
+    with pytest.raises(BadInputError, match="at most 6 MB"):
+        write_page(data, tmp_path / "page")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_is_left_alone_unless_forced(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(BadInputError, match="--force"):
+        write_page(reports.full(), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+    page = write_page(reports.full(), tmp_path, force=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"mine.txt", "index.html"}
+    assert page.read_text("utf-8").startswith("<!doctype html>")
+    with pytest.raises(BadInputError, match="got the file"):
+        write_page(reports.full(), tmp_path / "mine.txt")
+    with pytest.raises(ResultsError, match="choose another"):
+        write_page(reports.full(), "/dev/null/page")
+
+
+def test_data_that_does_not_fit_is_refused():
+    with pytest.raises(BadInputError, match="at least one measurement"):
+        ReportData((), reports.METHODS)
+    with pytest.raises(BadInputError, match="finite constants"):
+        ReportData((replace(reports.measurements()[0], value=float("nan")),), reports.METHODS)
+    with pytest.raises(BadInputError, match="a share for each of 2 tokens"):
+        Passage((Token("a"), Token("b")), {0: (1.0,)})
+
+
+def test_a_layer_that_is_zero_has_cells_but_no_fit():
+    rows = tuple(Measurement(0, n, 0, 0.0, 0.0, 1.0, "dense", 1.0) for n in (8, 16))
+    data = ReportData(rows, reports.METHODS)
+    assert [c.mean for c in data.cells] == [0.0, 0.0]
+    assert data.fits == {}
+    assert "Layer 0" in render(data)

@@ -1,0 +1,302 @@
+"""The page as a reader has it, in headless Chromium."""
+
+import csv
+import io
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from howsmooth.report.data import Measurement, ReportData
+from howsmooth.report.page import write_page
+from problems import reports
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install playwright runs this")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found; install the package chromium to run this")
+
+CHARTS = {
+    "layers-by-length": 4 * 8,
+    "growth": 4 * 8,
+    "residuals": 4 * 8,
+    "layers-by-heads": 4 * 5,
+    "bound-ladder": 4,
+    "token-shares": 100,
+    "splitting": 8,
+    "worst-inputs": 4 + 4,
+}
+
+# Every chart by name: shapes drawn, size, and attributes that are no numbers.
+SURVEY = """() => Object.fromEntries([...document.querySelectorAll("[data-chart]")].map((chart) => {
+  const sheet = chart.querySelector("svg"), nodes = sheet ? [...sheet.querySelectorAll("*")] : [];
+  const bad = nodes.flatMap((n) => [...n.attributes]).filter((a) => /NaN|undefined|Infinity|null/.test(a.value));
+  return [chart.dataset.chart, { shapes: nodes.filter((n) => /^(rect|circle|path)$/.test(n.tagName)).length,
+    width: sheet?.clientWidth ?? 0, height: sheet?.clientHeight ?? 0, bad: bad.map((a) => a.name + "=" + a.value),
+    label: sheet?.getAttribute("aria-label") ?? "" }];
+}))"""
+
+
+@dataclass
+class Visit:
+    """An open page and what went wrong on it."""
+
+    page: Any
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as p:
+        started = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@contextmanager
+def visit(browser: Any, path: Path, width: int = 1100, scheme: str = "light") -> Iterator[Visit]:
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True)
+    page = context.new_page()
+    seen = Visit(page)
+    page.on("console", lambda m: seen.errors.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda e: seen.errors.append(str(e)))
+    page.on("request", lambda r: seen.requests.append(r.url))
+    page.on("dialog", lambda d: (seen.errors.append(d.message), d.dismiss()))
+    try:
+        page.goto(path.as_uri())
+        yield seen
+    finally:
+        context.close()
+
+
+def calm(seen: Visit, path: Path) -> None:
+    """No error, and no request but for the page and images made of it."""
+    assert seen.page.evaluate("document.documentElement.dataset.ready") == "yes"
+    assert seen.errors == []
+    assert [url for url in seen.requests if url != path.as_uri() and not url.startswith(("data:", "blob:"))] == []
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page(reports.full(), tmp_path_factory.mktemp("full"))
+
+
+def test_a_page_with_errors_and_requests_is_not_calm(browser, tmp_path):
+    bad = tmp_path / "index.html"
+    bad.write_text("<html data-ready='yes'><script>throw new Error('x')</script>")
+    with visit(browser, bad) as seen, pytest.raises(AssertionError):
+        calm(seen, bad)
+    bad.write_text("<html data-ready='yes'><img src='http://localhost:9/a.png'>")
+    with visit(browser, bad) as seen, pytest.raises(AssertionError):
+        calm(seen, bad)
+    bad.write_text("<html>")
+    with visit(browser, bad) as seen, pytest.raises(AssertionError):
+        calm(seen, bad)
+
+
+@pytest.mark.parametrize("width", [1100, 390, 320])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_chart_draws_at_every_width_without_errors_or_requests(browser, full, width, scheme):
+    with visit(browser, full, width, scheme) as seen:
+        charts = seen.page.evaluate(SURVEY)
+        assert set(charts) == set(CHARTS)
+        for name, least in CHARTS.items():
+            chart = charts[name]
+            assert chart["shapes"] >= least, name
+            assert chart["bad"] == [], name
+            assert chart["width"] > 0.75 * min(width - 60, 700), name
+            assert chart["height"] > 60, name
+            assert chart["label"], name
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+        calm(seen, full)
+
+
+def shading(page: Any) -> list[float]:
+    return page.eval_on_selector_all(
+        "#text-body .token", "spans => spans.map(s => Number(s.style.getPropertyValue('--share')))"
+    )
+
+
+def test_the_selector_changes_the_shading(browser, full):
+    with visit(browser, full) as seen:
+        page = seen.page
+        for layer in (0, 2, 3):
+            page.select_option("[data-pick=text-layer]", str(layer))
+            shares = shading(page)
+            assert shares.index(max(shares)) == layer
+            assert shares[layer] == pytest.approx(0.85)
+            assert f"“word{layer}” (token {layer + 1}) 50.0 %" in page.inner_text("#text-note")
+            colours = page.eval_on_selector_all(
+                "#text-body .token", "s => [...new Set(s.map(t => getComputedStyle(t).backgroundColor))]"
+            )
+            assert len(colours) == 2
+        before = len(shading(page))
+        page.select_option("[data-pick=text-length]", "0")
+        assert (before, len(shading(page))) == (136, 128)
+        calm(seen, full)
+
+
+def column(page: Any, name: str, index: int) -> list[str]:
+    return page.eval_on_selector_all(
+        f"table[data-table={name}] tbody tr", f"rows => rows.map(r => r.cells[{index}].textContent)"
+    )
+
+
+def test_tables_sort_by_number_both_ways_and_by_text(browser, full):
+    with visit(browser, full) as seen:
+        page = seen.page
+        heads = page.locator("table[data-table=fits] th button")
+        for index in (1, 0):
+            heads.nth(index).click()
+            values = [float(v) for v in column(page, "fits", index)]
+            assert values == sorted(values)
+            heads.nth(index).click()
+            assert [float(v) for v in column(page, "fits", index)] == sorted(values, reverse=True)
+        assert page.locator("table[data-table=fits] th").nth(0).get_attribute("aria-sort") == "descending"
+        assert len(column(page, "measurements", 1)) == 25
+        page.click("#numbers .more")
+        assert len(column(page, "measurements", 1)) == 4 * 8 * 6
+        page.locator("table[data-table=measurements] th button").nth(1).click()
+        lengths = [int(v) for v in column(page, "measurements", 1)]
+        assert lengths == sorted(lengths)
+        assert lengths[0] == 8
+        calm(seen, full)
+
+
+def hover(page: Any, selector: str, index: int = 0) -> None:
+    """Scrolling hides the tip, so scroll first and let that pass."""
+    target = page.locator(selector).nth(index)
+    target.evaluate("node => node.scrollIntoView({ block: 'center', behavior: 'instant' })")
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    target.hover()
+
+
+def test_hovering_shows_the_numbers(browser, full):
+    with visit(browser, full) as seen:
+        page = seen.page
+        hover(page, "[data-chart=layers-by-length] .cell", 5)
+        assert page.inner_text(".tip").startswith("layer 0, n = 136\nL = ")
+        hover(page, "[data-chart=growth] .net")
+        assert "L = " in page.inner_text(".tip")
+        hover(page, "[data-chart=bound-ladder] .row")
+        assert "bound" in page.inner_text(".tip")
+        hover(page, "#text-body .token", 4)
+        assert page.inner_text(".tip").startswith("token 5 of 136")
+        page.mouse.move(2, 2)
+        assert not page.locator(".tip").is_visible()
+        calm(seen, full)
+
+
+def test_the_jump_is_marked_and_another_layer_can_be_put_in_focus(browser, full):
+    with visit(browser, full) as seen:
+        page = seen.page
+        label = page.locator("[data-chart=growth] .break-label")
+        assert "from 128 to 136" in label.first.text_content()
+        assert page.locator("[data-chart=growth] .key[aria-pressed=true]").inner_text() == "layer 0"
+        page.locator("[data-chart=growth] .key", has_text="layer 2").click()
+        assert label.count() == 0
+        assert page.locator("[data-chart=growth] .interval").count() == 1
+        page.locator("[data-chart=growth] .key", has_text="all").click()
+        assert label.count() == 1
+        page.select_option("[data-pick=quantity]", "R")
+        assert page.locator("[data-chart=growth] .chart-title").inner_text() == "R against n"
+        calm(seen, full)
+
+
+def test_heads_and_bounds_follow_their_selectors(browser, full):
+    with visit(browser, full) as seen:
+        page = seen.page
+        cell = page.locator("[data-chart=layers-by-heads] .inside").nth(2)
+        assert cell.text_content() == "12"
+        page.select_option("[data-pick=heads-length]", "128")
+        assert cell.text_content() == "3"
+        page.select_option("[data-pick=bounds-layer]", "3")
+        assert page.locator("[data-chart=bound-ladder] .chart-title").inner_text() == "Measured and bounds, layer 3, n = 512"
+        assert "it has several heads" in page.locator("#bounds-missing").text_content()
+        assert "10³⁸⁶" in page.locator("[data-chart=bound-ladder] svg").text_content()
+        calm(seen, full)
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_every_chart_downloads_as_an_image_and_as_numbers(browser, full, name):
+    with visit(browser, full, scheme="dark") as seen:
+        tools = seen.page.locator(f"[data-chart={name}] .tool")
+        with seen.page.expect_download() as caught:
+            tools.nth(0).click()
+        image = Path(caught.value.path()).read_bytes()
+        assert caught.value.suggested_filename == f"{name}.png"
+        assert image.startswith(b"\x89PNG\r\n\x1a\n")
+        assert int.from_bytes(image[16:20]) == 1800
+        assert len(image) > 5000
+        with seen.page.expect_download() as caught:
+            tools.nth(1).click()
+        rows = list(csv.DictReader(io.StringIO(Path(caught.value.path()).read_text("utf-8"))))
+        assert len(rows) >= 4
+        calm(seen, full)
+
+
+def test_downloaded_numbers_are_those_of_the_report(browser, full):
+    with visit(browser, full) as seen:
+        with seen.page.expect_download() as caught:
+            seen.page.locator("[data-chart=layers-by-heads] .tool").nth(1).click()
+        rows = csv.DictReader(io.StringIO(Path(caught.value.path()).read_text("utf-8")))
+        found = {(int(r["layer"]), int(r["head"]), int(r["n"])): float(r["value"]) for r in rows}
+        assert found == {(h.layer, h.head, h.n): h.value for h in reports.heads()}
+
+
+def test_the_theme_can_be_turned(browser, full):
+    with visit(browser, full) as seen:
+        page, paper = seen.page, "getComputedStyle(document.body).backgroundColor"
+        first = "document.querySelector('[data-chart=layers-by-length] .cell').style.fill"
+        light = page.evaluate(paper), page.evaluate(first)
+        page.click("#theme")
+        dark = page.evaluate(paper), page.evaluate(first)
+        assert light[0] != dark[0]
+        assert light[1] != dark[1]
+        page.click("#theme")
+        assert (page.evaluate(paper), page.evaluate(first)) == light
+
+
+def test_hostile_text_is_shown_as_text(browser, tmp_path):
+    path = write_page(reports.harmful(), tmp_path / "page")
+    with visit(browser, path, 390) as seen:
+        page = seen.page
+        shown = page.eval_on_selector_all("#text-body .token", "spans => spans.map(s => s.textContent)")
+        assert shown == list(reports.HOSTILE)
+        assert page.evaluate("window.harmed") is None
+        assert page.evaluate("document.querySelectorAll('main script, main img, main b b').length") == 0
+        bad = reports.harmful().title
+        assert page.inner_text("h1") == bad
+        assert bad in page.locator("#methods").text_content()
+        assert bad in page.locator(".finding").last.text_content()
+        for selector in ("[data-chart=bound-ladder] .row", "[data-chart=worst-inputs] .row"):
+            hover(page, selector)
+            assert bad in page.locator(".tip").text_content()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        calm(seen, path)
+
+
+@pytest.mark.parametrize("kind", ["one number", "zeros", "two lengths", "many layers"])
+def test_odd_reports_draw_what_they_have(browser, tmp_path, kind):
+    data = {
+        "one number": ReportData(reports.measurements(1, 1, (8,)), reports.METHODS),
+        "zeros": ReportData(tuple(Measurement(0, n, 0, 0.0, 0.0, 1.0, "dense", 0.0) for n in (8, 16)), reports.METHODS),
+        "two lengths": ReportData(reports.measurements(2, 1, (8, 16)), reports.METHODS),
+        "many layers": reports.full(measurements=reports.measurements(40, 2), heads=reports.heads(40, 24)),
+    }[kind]
+    path = write_page(data, tmp_path / "page")
+    with visit(browser, path, 800) as seen:
+        charts = seen.page.evaluate(SURVEY)
+        assert "layers-by-length" in charts
+        assert ("growth" in charts) == (kind in ("two lengths", "many layers"))
+        assert ("layers-by-heads" in charts) == (kind == "many layers")
+        assert all(chart["bad"] == [] for chart in charts.values())
+        links = seen.page.eval_on_selector_all(
+            "nav a", "links => links.every(a => document.querySelector(a.getAttribute('href')))"
+        )
+        assert links
+        calm(seen, path)
