@@ -45,12 +45,23 @@ class Capture:
 
     @functools.cached_property
     def _codes(self) -> tuple[str | None, ...]:
-        """Ways to run the model's attention, the best first; the last one is the model's own plain code."""
-        config = getattr(self.owner, "config", None)
-        if not hasattr(config, "_attn_implementation_internal"):
-            return (None, None)
+        """Ways to run the model's attention so that it may reach the kernels, the best first."""
+        if not self._has_choice:
+            return (None,)
         register()
-        return (IMPLEMENTATION, *(["sdpa"] if getattr(self.owner, "_supports_sdpa", False) else []), "eager")
+        return (IMPLEMENTATION, "sdpa") if getattr(self.owner, "_supports_sdpa", False) else (IMPLEMENTATION,)
+
+    @functools.cached_property
+    def _has_choice(self) -> bool:
+        """Whether the model lets its configuration choose the attention code."""
+        return hasattr(getattr(self.owner, "config", None), "_attn_implementation_internal")
+
+    @property
+    def _own_code(self) -> str | None:
+        """The code that the model came with, which ours is compared with: plain torch, O(n) memory where it can be."""
+        if not self._has_choice:
+            return None
+        return "sdpa" if getattr(self.owner.config, "_attn_implementation_internal", None) == "sdpa" else "eager"
 
     def _trace(self, code: str | None) -> Trace:
         with warnings.catch_warnings():
@@ -63,7 +74,7 @@ class Capture:
     @functools.cached_property
     def _cut(self) -> tuple[str | None, Trace] | None:
         """The first way in which attention calls reach the kernels."""
-        for code in self._codes[:-1]:
+        for code in self._codes:
             try:
                 found = self._trace(code)
             except (UncuttableError, KeyError):  # a model that looks its implementation up in a table of its own
@@ -74,8 +85,12 @@ class Capture:
 
     @functools.cached_property
     def _plain(self) -> Trace:
-        """The model's own code, n × n masks and all."""
-        return self._trace(self._codes[-1])
+        """The model's own code with n × n logits, which automatic differentiation goes through."""
+        return self._trace("eager" if self._has_choice else None)
+
+    @functools.cached_property
+    def _own(self) -> Trace:
+        return self._plain if self._own_code in ("eager", None) else self._trace(self._own_code)
 
     @functools.cached_property
     def trace(self) -> Trace:
@@ -112,45 +127,39 @@ class Capture:
     def map(self, layer: int, map: MapName = "attention", head: int | None = None) -> Cut:
         """A map of a layer at this input, cut where it can be: compared with the model's own code, which stands in if need be."""
         self._check(layer, map, head)
-        plain = self._whole(layer, map)
         if self._cut is not None:
             code, found = self._cut
             if map == "model" or found.layers[layer].cut:
                 cut = Cut(self.owner, code, found, found.layers[layer], map, None, self.real, True, self.work)
-                if self._agree(cut, plain if plain is not None else replace(cut, kernels=False)):
+                own = replace(cut, code=self._own_code, kernels=False)
+                if found.masks:  # ours stand for masks only; the model's own code needs its own
+                    own = replace(own, trace=self._own, layer=self._own.layers[layer])
+                if self._agree(cut, own):
                     return replace(cut, head=head)
-        if plain is None:
-            plain = Cut(self.owner, self._codes[-1], self._plain, self._plain.layers[layer], map, None, self.real, False)
-            plain = replace(plain, work=self.work)
+        code = "eager" if self._has_choice else None
+        plain = Cut(self.owner, code, self._plain, self._plain.layers[layer], map, None, self.real, False, self.work)
+        kind = type(plain.layer.module).__name__
         if head is not None:
             raise BadInputError(
-                f"expected a layer whose attention can be cut out to single out head {head}, got "
-                f"{type(plain.layer.module).__name__}, which has its own; leave head out"
+                f"expected a layer whose attention can be cut out to single out head {head}, got {kind}, "
+                "which has its own; leave head out"
             )
         warnings.warn(
-            f"layer {layer} ({type(plain.layer.module).__name__}) has attention of its own; "
-            "its products go through the model's code and take O(n²) memory",
+            f"layer {layer} ({kind}) has attention of its own; its products go through the model's code and take O(n²) memory",
             FallbackWarning,
             stacklevel=3,
         )
         return plain
 
-    def _whole(self, layer: int, map: MapName) -> Cut | None:
-        """The same map through the model's own code, where that needs arguments of its own."""
-        if self._cut is not None and not self._cut[1].masks:
-            return None
-        found = self._plain
-        return Cut(self.owner, self._codes[-1], found, found.layers[layer], map, None, self.real, False, self.work)
-
     @torch.no_grad()
-    def _agree(self, cut: Cut, plain: Cut) -> bool:
-        """Whether both give the same output at the same tokens, in float64."""
+    def _agree(self, cut: Cut, own: Cut) -> bool:
+        """Whether the kernels and the model's own code give the same output at the same tokens, in float64."""
         x = cut.start.double()[None]
         try:
             ours = cut.to(torch.float64).value(x)
         except UncuttableError:
             return False
-        theirs = plain.to(torch.float64).value(x)
+        theirs = own.to(torch.float64).value(x)
         return float((ours - theirs).abs().max()) <= _PARITY * float(theirs.abs().max())
 
     def _check(self, layer: int, map: str, head: int | None) -> None:

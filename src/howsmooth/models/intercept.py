@@ -45,8 +45,8 @@ Listener = Callable[[Call], Tensor]
 class Intercept:
     """What answers attention calls while it is active.
 
-    on_call: answers a call with its output, (batch, heads, n, d_v).  on_softmax: hears of every softmax over a square of logits
-    that the model's own code takes.  masks: what each mask handed out stands for, by the storage that carries it.
+    on_call: answers a call with its output, (batch, heads, n, d_v).  on_softmax: hears of every softmax over a square of
+    logits that the model's own code takes.  masks: what each mask handed out stands for, by the storage that carries it.
     """
 
     on_call: Listener
@@ -99,7 +99,7 @@ class _Watch(TorchFunctionMode):
         if func is _TORCH_ATTENTION:
             return _torch_attention(*args, **kwargs)
         out = func(*args, **kwargs)
-        if func in _SOFTMAX and out.ndim in (3, 4) and out.shape[-1] == out.shape[-2]:
+        if func in _SOFTMAX and out.ndim in (3, 4) and out.shape[-1] - out.shape[-2] in (0, 1):  # one more: a learned sink
             self._intercept.on_softmax()
         return out
 
