@@ -25,8 +25,8 @@ def model_of(name: str) -> Model:
 def truth_of(name: str, kind: str, inputs: dict[str, Any], real: Tensor | None = None) -> tuple[Tensor, float]:
     """The tokens and the norm, from the model's eager code alone."""
     animal, module = ZOO[name], model_of(name).module
-    start = (animal.attention if kind == "attention" else animal.block).format(animal.layer)
-    end = (animal.projection if kind == "attention" else animal.block).format(animal.layer)
+    start = (animal.attention if kind == "attention" else animal.block).replace("{}", str(animal.layer))
+    end = (animal.projection if kind == "attention" else animal.block).replace("{}", str(animal.layer))
     before = module.config._attn_implementation
     module.set_attn_implementation("eager")
     x, jacobian = reference(module, inputs, start, end, real)

@@ -20,7 +20,9 @@ PICTURE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, 
 
 @dataclass(frozen=True)
 class Animal:
-    """How to build a model, and the paths of its blocks, of what computes queries, and of the output projection ({} is the layer).
+    """How to build a model, and the paths of its blocks, of what computes queries, and of the output projection.
+
+    {} is the layer; | parts the paths of different versions of the library.
 
     cut: whether its attention runs on the kernels.  side: of a model with two.  layer: which one is measured.
     """
@@ -234,8 +236,8 @@ ZOO: dict[str, Animal] = {
     "dinov2": Animal(
         lambda: t.Dinov2Model(t.Dinov2Config(**PICTURE, mlp_ratio=2)),
         "encoder.layer.{}",
-        "encoder.layer.{}.attention",
-        "encoder.layer.{}.attention.o_proj",
+        "encoder.layer.{}.attention|encoder.layer.{}.attention.attention",
+        "encoder.layer.{}.attention.o_proj|encoder.layer.{}.attention.output.dense",
         pads=False,
         inputs=picture,
     ),
@@ -300,8 +302,10 @@ def randomize(model: nn.Module, seed: int = 0, scale: float = 0.5) -> nn.Module:
     return model.eval()
 
 
-def at(model: nn.Module, path: str) -> nn.Module:
-    return model.get_submodule(path)
+def at(model: nn.Module, paths: str) -> nn.Module:
+    """The last of the paths that exists: a longer one behind | is the older version's."""
+    names = dict(model.named_modules())
+    return next(names[path] for path in reversed(paths.split("|")) if path in names)
 
 
 def double_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

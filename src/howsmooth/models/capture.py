@@ -22,6 +22,7 @@ from howsmooth.models.trace import Trace, trace
 from howsmooth.operators import Operator
 from howsmooth.spectral import Estimate
 
+_MOST_LOGITS = 2**26  # 512 MiB in float64
 _PARITY = 1e-5  # what float32 constants inside a float64 model explain, and no lost key
 
 
@@ -60,10 +61,17 @@ class Capture:
 
     @property
     def _own_code(self) -> str | None:
-        """The code that the model came with, which ours is compared with: plain torch, O(n) memory where it can be."""
+        """The model's own code that ours is compared with: the plain one, or torch's attention where logits would not fit.
+
+        Torch's attention knows no soft-cap, and some versions of the library leave it out in silence.
+        """
         if not self._has_choice:
             return None
-        return "sdpa" if getattr(self.owner.config, "_attn_implementation_internal", None) == "sdpa" else "eager"
+        layers = self.trace.layers
+        logits = max(layer.heads * len(layer.x) ** 2 for layer in layers)
+        capped = any(layer.softcap for layer in layers)
+        able = getattr(self.owner, "_supports_sdpa", False)
+        return "sdpa" if able and not capped and logits > _MOST_LOGITS else "eager"
 
     def _trace(self, code: str | None) -> Trace:
         with ExitStack() as stack:
@@ -169,7 +177,7 @@ class Capture:
     def _agrees(self, cut: Cut, value: Tensor) -> bool:
         """Whether `value`, the map on the kernels in float64, is what the model's own code gives."""
         own = replace(cut, code=self._own_code, kernels=False, work=torch.float64)
-        if cut.trace.masks:  # those only stand for masks; the model's own code needs its own
+        if cut.code is not None and (cut.trace.masks or cut.code != IMPLEMENTATION):  # each code has masks of its own
             own = replace(own, trace=self._own, layer=self._own.layers[cut.layer.index])
         theirs = own.value(cut.start.double()[None])
         return float((value - theirs).abs().max()) <= _PARITY * float(theirs.abs().max())

@@ -191,8 +191,8 @@ class Cut(Map):
             else:
                 stack.enter_context((layer.module if end is None else end).register_forward_hook(leave))
         if self.name == "model" and root.module is not self.trace.layers[0].block.module:
-            _at_call(stack, self.trace.layers[0].block.module, 0, x)
-            return tree_map(convert, (root.args, root.kwargs))
+            _at_call(stack, self.trace.layers[0].block.module, 0, x, everywhere=True)
+            return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, tree_map(convert, (root.args, root.kwargs)))
         if self.name in ("normed", "block", "model"):
             return root.substitute(x.reshape(root.hidden.shape), convert)
         return tree_map(convert, (root.args, root.kwargs))
@@ -284,8 +284,13 @@ def _one_head(call: Call, head: int) -> tuple[Tensor, SoftmaxAttention]:
     return nn.functional.pad(out, (0, 0, 0, 0, head, heads - 1 - head)), kernel
 
 
-def _at_call(stack: ExitStack, module: nn.Module, index: int, x: Tensor | None) -> Callable[[], bool]:
-    """Put `x` in at one call of a module; tells whether that call has come."""
+def _at_call(
+    stack: ExitStack, module: nn.Module, index: int, x: Tensor | None, everywhere: bool = False
+) -> Callable[[], bool]:
+    """Put `x` in at one call of a module; tells whether that call has come.
+
+    everywhere: also for whoever else holds the tokens, as a residual around the module does.
+    """
     count = -1
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -296,6 +301,9 @@ def _at_call(stack: ExitStack, module: nn.Module, index: int, x: Tensor | None) 
         hidden = find_hidden(args, kwargs)
         assert hidden is not None
         value = x.reshape(hidden.shape)
+        if everywhere:
+            hidden.copy_(value)
+            return None
         return tree_map(lambda t: value if t is hidden else t, (args, kwargs))
 
     stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -303,11 +311,17 @@ def _at_call(stack: ExitStack, module: nn.Module, index: int, x: Tensor | None) 
 
 
 def _converter(dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
-    """Floating-point tensors in another precision; storages in `keep`, which only stand for something, as they are."""
+    """Floating-point tensors in another precision; storages in `keep`, which only stand for something, as they are.
+
+    A tensor that occurs twice stays one tensor.
+    """
+    done: dict[int, Tensor] = {}
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.untyped_storage().data_ptr() not in keep:
-            return leaf.detach().to(dtype)
-        return leaf
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.untyped_storage().data_ptr() in keep:
+            return leaf
+        if id(leaf) not in done:
+            done[id(leaf)] = leaf.detach().to(dtype)
+        return done[id(leaf)]
 
     return convert
