@@ -4,7 +4,19 @@ from howsmooth.attention import Attention, LayerNorm, RMSNorm
 from howsmooth.catalogue import bounds
 from howsmooth.errors import HowSmoothError
 from howsmooth.local import lipschitz
+from howsmooth.search import worst_case
 from howsmooth.spectral import DenseSVD, Estimate, GolubKahan
 
 __version__ = "0.1.0"
-__all__ = ["Attention", "DenseSVD", "Estimate", "GolubKahan", "HowSmoothError", "LayerNorm", "RMSNorm", "bounds", "lipschitz"]
+__all__ = [
+    "Attention",
+    "DenseSVD",
+    "Estimate",
+    "GolubKahan",
+    "HowSmoothError",
+    "LayerNorm",
+    "RMSNorm",
+    "bounds",
+    "lipschitz",
+    "worst_case",
+]
