@@ -144,7 +144,7 @@ def attack(
         check_length(epsilon, "budget epsilon")
         if epsilon < least:
             raise BadInputError(f"expected epsilon ≥ {least:.1e}, got {epsilon:g}; below it {x.dtype} rounds the change away")
-    split = _Splitting.find(f, x, y, seed) if "splitting" in methods else None
+    split = _Splitting.find(f, x, y, estimate.value, seed) if "splitting" in methods else None
     rows = []
     for epsilon in chosen:
         run = _Run(f, x, y, float(epsilon), estimate, steps, seed)
@@ -225,10 +225,10 @@ class _Run:
             moved = (self.x + delta).detach().requires_grad_()
             change = self.f(moved) - self.y
             (g,) = torch.autograd.grad(change, moved, change.detach())
-        return float(change.detach().norm()), torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0)
+        return _length(change.detach()), torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0)
 
     def _change(self, delta: Tensor) -> float:
-        return float((_value(self.f, self.x + delta) - self.y).norm())
+        return _length(_value(self.f, self.x + delta) - self.y)
 
     def _gaussian(self) -> Tensor:
         return torch.randn(self.x.shape, generator=self.random, dtype=torch.float64).to(self.x)
@@ -256,7 +256,7 @@ class _Splitting:
     note: str
 
     @classmethod
-    def find(cls, f: Function, x: Tensor, y: Tensor, seed: int) -> "_Splitting":
+    def find(cls, f: Function, x: Tensor, y: Tensor, constant: float, seed: int) -> "_Splitting":
         nothing = cls(f, x, y, 1.0, None, 0.0, 0, "")
         if x.ndim != 2:
             return _with_note(nothing, "a sequence of tokens (n, d) is needed to split one")
@@ -287,12 +287,14 @@ class _Splitting:
             one = lipschitz(lambda e: halves(at * e), torch.zeros_like(x[0]), tol=_TOL, seed=seed, batched=False)
         except BadFunctionError:
             return _with_note(nothing, "the output does not depend on how tokens are split")
+        if one.value <= 1e-9 * constant:
+            return _with_note(nothing, "splitting a token moves nothing to first order")
         direction = at * one.direction.to(x)
         note = "; ".join(part for part in (f"token {token}", note) if part)
         return cls(f, doubled, base, weight, direction, one.value, 2 * (whole.steps + one.steps), note)
 
     def change(self, delta: Tensor) -> float:
-        return self.weight * float((_value(self.f, self.doubled + _apart(delta)) - self.base).norm())
+        return self.weight * _length(_value(self.f, self.doubled + _apart(delta)) - self.base)
 
 
 def _with_note(split: _Splitting, note: str) -> _Splitting:
@@ -325,8 +327,14 @@ def _precise(f: Function, x: Tensor) -> tuple[Function, Tensor]:
 
 def _least_budget(x: Tensor, y: Tensor, constant: float) -> float:
     eps = torch.finfo(x.dtype).eps
-    output = float(y.norm()) / constant if constant > 0 else 0.0
+    output = _length(y) / constant if constant > 0 else 0.0
     return _ROUNDING * eps * max(float(x.norm()), output)
+
+
+def _length(t: Tensor) -> float:
+    """The norm, its squares kept in range; infinite or NaN where an entry is."""
+    size = float(t.abs().max())
+    return size * float((t / size).norm()) if 0 < size < math.inf else size
 
 
 def _unit(g: Tensor) -> Tensor:

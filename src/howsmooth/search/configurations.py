@@ -101,11 +101,10 @@ def configurations(attn: Attention, n: int, within: TokenSet | float, *, head: i
     ['clusters', 'half', 'opposite', 'tie']
     """
     space = _space(attn, n, within)
-    heads = range(attn.heads) if head is None else [head]
-    if any(not isinstance(h, int) or not 0 <= h < attn.heads for h in heads):
-        raise BadInputError(f"expected a head between 0 and {attn.heads - 1}, got {head!r}; heads are counted from 0")
+    if head is not None:
+        _check_head(attn, head)
     found = []
-    for h in heads:
+    for h in range(attn.heads) if head is None else [head]:
         q, k, shift = _head(attn, h)
         found += _eigenvector_families(q, k, h, space)
         for places in _far_apart(q, k, shift, space):
@@ -146,6 +145,7 @@ def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | Non
     return _ranked(attn, n, space, configurations(attn, n, space, head=head))
 
 
+@torch.no_grad()
 def eigenvector_configuration(attn: Attention, within: TokenSet | float, *, head: int = 0) -> Configuration | None:
     """The paper's choice for a head: `half` if the largest real eigenvalue is above −8 times the least, else `opposite`.
 
@@ -154,7 +154,10 @@ def eigenvector_configuration(attn: Attention, within: TokenSet | float, *, head
     >>> eigenvector_configuration(Attention.from_matrices(torch.diag(torch.tensor([2.0, -1.0])), torch.eye(2)), 1.0)
     opposite: 1 against the rest (head 0, eigenvalue -1)
     """
-    found = {c.family: c for c in configurations(attn, 2, within, head=head) if c.gamma is not None}
+    space = _space(attn, 2, within)
+    _check_head(attn, head)
+    q, k, _ = _head(attn, head)
+    found = {c.family: c for c in _eigenvector_families(q, k, head, space)}
     opposite, half = found.get("opposite"), found.get("half")
     if opposite is None or half is None or opposite.gamma is None or half.gamma is None:
         return opposite
@@ -183,6 +186,11 @@ def check_layer(attn: Attention, n: int) -> None:
         raise BadInputError("expected a layer without padding, got an attention_mask; count real tokens only and leave it out")
     if attn.bias is not None and (attn.bias.shape[0] != 1 or attn.bias.shape[3] != n or attn.bias.shape[2] not in (1, n)):
         raise BadInputError(f"expected a bias for one sequence of {n} tokens, got {tuple(attn.bias.shape)}; give n its length")
+
+
+def _check_head(attn: Attention, head: int) -> None:
+    if not isinstance(head, int) or not 0 <= head < attn.heads:
+        raise BadInputError(f"expected a head between 0 and {attn.heads - 1}, got {head!r}; heads are counted from 0")
 
 
 def _head(attn: Attention, h: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -87,7 +87,8 @@ def steepest(
     """`∂_z ⟨u, J v⟩` of the pair in each cluster whose gradient is longest.
 
     embed: tokens at the coordinates `z`. In a cluster the gradients of `⟨U a, J V a⟩` are `Σ a_i a_j G_ij`, and
-    `max_a |Σ a_i a_j G_ij| = max_{|H|=1} λ_max(⟨H, G_ij⟩)`: each side fixes the other in turn, and the length never falls.
+    `max_a |Σ a_i a_j G_ij| = max_{|H|=1} λ_max(⟨H, G_ij⟩)`: each side fixes the other in turn, from every pair of the cluster,
+    and the length never falls.
     """
     whole = _gradient(f, embed, z, pairs.left[0], pairs.right[0])
     items = torch.nonzero(pairs.near.sum(0) > 1)[:, 0]
@@ -101,15 +102,17 @@ def steepest(
             right = pairs.right[[j, i]][:, items]
             both = 0.5 * sum(_gradient(f, embed, z[items], a, b) for a, b in zip(left, right, strict=True))
             parts[i, j] = parts[j, i] = both * (near[i] & near[j])[:, None, None]
-    longest = whole[items]
     flat = parts.flatten(3)  # (count, count, items, n·d)
-    for _ in range(4):
-        unit = longest.flatten(1)
-        unit = unit / unit.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(z.dtype).tiny)
-        weights = torch.linalg.eigh(torch.einsum("ijbk,bk->bij", flat, unit))[1][..., -1]  # (items, count)
-        longest = torch.einsum("bi,bj,ijbk->bk", weights, weights, flat).unflatten(-1, z.shape[1:])
-    better = longest.flatten(1).norm(dim=-1) > whole[items].flatten(1).norm(dim=-1)
-    whole[items[better]] = longest[better]
+    longest = flat[0, 0]
+    for start in range(count):
+        g = flat[start, start]
+        for _ in range(4):
+            unit = g / g.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(z.dtype).tiny)
+            weights = torch.linalg.eigh(torch.einsum("ijbk,bk->bij", flat, unit))[1][..., -1]  # (items, count)
+            g = torch.einsum("bi,bj,ijbk->bk", weights, weights, flat)
+        longer = g.norm(dim=-1, keepdim=True) > longest.norm(dim=-1, keepdim=True)
+        longest = torch.where(longer, g, longest)
+    whole[items] = longest.unflatten(-1, z.shape[1:])
     return whole
 
 

@@ -208,7 +208,7 @@ def _note(climb: Climb, improved: bool, steps: int) -> str:
     if steps == 0:
         return "no step was asked for: this is the best of the starts"
     if not improved:
-        return f"no step improved the best start in {len(climb.trace) - 1} steps: raise restarts or try another seed"
+        return f"no step improved the best start in {len(climb.trace) - 1} steps: raise steps and restarts, or try another seed"
     tail = climb.trace[-max(2, len(climb.trace) // 10)]
     if climb.trace[-1] > 1.01 * tail:
         return "still climbing by more than 1 % at the last tenth of the steps: more steps will find more"
