@@ -4,6 +4,7 @@ from howsmooth.attention import Attention, LayerNorm, RMSNorm
 from howsmooth.catalogue import bounds
 from howsmooth.errors import HowSmoothError
 from howsmooth.local import lipschitz
+from howsmooth.models import load
 from howsmooth.search import worst_case
 from howsmooth.spectral import DenseSVD, Estimate, GolubKahan
 
@@ -18,5 +19,6 @@ __all__ = [
     "RMSNorm",
     "bounds",
     "lipschitz",
+    "load",
     "worst_case",
 ]

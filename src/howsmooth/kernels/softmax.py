@@ -176,6 +176,16 @@ class SoftmaxAttention(ABC):
             received[b.heads, b.cols] += torch.bmm(b.weights.mT, self._inverse[b.heads, b.rows])
         return received[..., 0].unflatten(0, (batch, heads)).mean(1)
 
+    def logit_range(self) -> tuple[float, float]:
+        """The least and the greatest logit that some query sees, soft-cap and bias included; two zeros where none does."""
+        low, high = torch.inf, -torch.inf
+        for tile in self._tiles:
+            for heads in self._head_slices(tile):
+                s, _ = self._logits(heads, tile)
+                high = max(high, float(s.max()))
+                low = min(low, float(s.masked_fill(s == -torch.inf, torch.inf).min()))
+        return (low, high) if low <= high else (0.0, 0.0)
+
     def _head_slices(self, tile: Tile) -> Iterator[slice]:
         """Runs of heads whose tiles together stay near the element budget."""
         area = (tile.rows.stop - tile.rows.start) * (tile.cols.stop - tile.cols.start)

@@ -1,0 +1,296 @@
+"""One input through a model, and any map of any layer measured there."""
+
+import functools
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention.maps import Map
+from howsmooth.errors import BadInputError
+from howsmooth.kernels import SoftmaxAttention
+from howsmooth.local import lipschitz
+from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
+from howsmooth.models.measurement import Measurement
+from howsmooth.models.split import MAPS, Cut, CutJacobian, MapName
+from howsmooth.models.tokens import Window
+from howsmooth.models.trace import Trace, trace
+from howsmooth.operators import Operator
+from howsmooth.spectral import Estimate
+
+_PARITY = 1e-5  # what float32 constants inside a float64 model explain, and no lost key
+
+
+class FallbackWarning(UserWarning):
+    """A layer whose attention is not cut out: its constant is right, its products go through the model's own code."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """A model at one input: for every attention layer what enters it and how it was called.
+
+    `measure` gives the constant of a map of a layer; nothing is run again but that layer's block.
+    """
+
+    model: str
+    owner: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    window: Window
+    work: torch.dtype
+    notes: tuple[str, ...]
+
+    @functools.cached_property
+    def _codes(self) -> tuple[str | None, ...]:
+        """Ways to run the model's attention so that it may reach the kernels, the best first."""
+        if not self._has_choice:
+            return (None,)
+        register()
+        return (IMPLEMENTATION, "sdpa") if getattr(self.owner, "_supports_sdpa", False) else (IMPLEMENTATION,)
+
+    @functools.cached_property
+    def _has_choice(self) -> bool:
+        """Whether the model lets its configuration choose the attention code."""
+        return hasattr(getattr(self.owner, "config", None), "_attn_implementation_internal")
+
+    @property
+    def _own_code(self) -> str | None:
+        """The code that the model came with, which ours is compared with: plain torch, O(n) memory where it can be."""
+        if not self._has_choice:
+            return None
+        return "sdpa" if getattr(self.owner.config, "_attn_implementation_internal", None) == "sdpa" else "eager"
+
+    def _trace(self, code: str | None) -> Trace:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*attention mask is not set.*")
+            if code is None:
+                return trace(self.owner, self.args, self.kwargs)
+            with implementation(self.owner, code):
+                return trace(self.owner, self.args, self.kwargs)
+
+    @functools.cached_property
+    def _cut(self) -> tuple[str | None, Trace] | None:
+        """The first way in which attention calls reach the kernels."""
+        for code in self._codes:
+            try:
+                found = self._trace(code)
+            except (UncuttableError, KeyError):  # a model that looks its implementation up in a table of its own
+                continue
+            if bool(found.output.isfinite().all()) and any(layer.cut for layer in found.layers):
+                return code, found
+        return None
+
+    @functools.cached_property
+    def _plain(self) -> Trace:
+        """The model's own code with n × n logits, which automatic differentiation goes through."""
+        return self._trace("eager" if self._has_choice else None)
+
+    @functools.cached_property
+    def _own(self) -> Trace:
+        return self._plain if self._own_code in ("eager", None) else self._trace(self._own_code)
+
+    @functools.cached_property
+    def trace(self) -> Trace:
+        found = self._plain if self._cut is None else self._cut[1]
+        if not found.layers:
+            raise BadInputError(
+                f"expected a model with self-attention, got {type(self.owner).__name__} in which none was seen; "
+                "measure the function itself with howsmooth.lipschitz"
+            )
+        if not bool(found.output.isfinite().all()):
+            raise BadInputError(f"expected a finite output of {self.model}, got NaN or infinity; try dtype=torch.float32")
+        return found
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.trace.layers)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The attention modules, in order."""
+        return tuple(layer.name for layer in self.trace.layers)
+
+    @functools.cached_property
+    def real(self) -> Tensor | None:
+        """Positions that are not padding; nothing where all are real."""
+        if self.window.mask is None or all(self.window.mask):
+            return None
+        return torch.nonzero(torch.tensor(self.window.mask))[:, 0]
+
+    def tokens(self, layer: int, map: MapName = "attention") -> Tensor:
+        """What enters a map, (n, d), padding left out."""
+        return self.map(layer, map).start
+
+    def map(self, layer: int, map: MapName = "attention", head: int | None = None) -> Cut:
+        """A map of a layer at this input, cut where it can be: compared with the model's own code, which stands in if need be."""
+        self._check(layer, map, head)
+        if self._cut is not None:
+            code, found = self._cut
+            if map == "model" or found.layers[layer].cut:
+                cut = Cut(self.owner, code, found, found.layers[layer], map, None, self.real, True, self.work)
+                own = replace(cut, code=self._own_code, kernels=False)
+                if found.masks:  # ours stand for masks only; the model's own code needs its own
+                    own = replace(own, trace=self._own, layer=self._own.layers[layer])
+                if self._agree(cut, own):
+                    return replace(cut, head=head)
+        code = "eager" if self._has_choice else None
+        plain = Cut(self.owner, code, self._plain, self._plain.layers[layer], map, None, self.real, False, self.work)
+        kind = type(plain.layer.module).__name__
+        if head is not None:
+            raise BadInputError(
+                f"expected a layer whose attention can be cut out to single out head {head}, got {kind}, "
+                "which has its own; leave head out"
+            )
+        warnings.warn(
+            f"layer {layer} ({kind}) has attention of its own; its products go through the model's code and take O(n²) memory",
+            FallbackWarning,
+            stacklevel=3,
+        )
+        return plain
+
+    @torch.no_grad()
+    def _agree(self, cut: Cut, own: Cut) -> bool:
+        """Whether the kernels and the model's own code give the same output at the same tokens, in float64."""
+        x = cut.start.double()[None]
+        try:
+            ours = cut.to(torch.float64).value(x)
+        except UncuttableError:
+            return False
+        theirs = own.to(torch.float64).value(x)
+        return float((ours - theirs).abs().max()) <= _PARITY * float(theirs.abs().max())
+
+    def _check(self, layer: int, map: str, head: int | None) -> None:
+        if map not in MAPS:
+            raise BadInputError(f"expected a map among {', '.join(MAPS)}, got {map!r}; pick one of them")
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self.num_layers:
+            raise BadInputError(f"expected a layer from 0 to {self.num_layers - 1}, got {layer!r}; {self.model} has no other")
+        if head is not None:
+            heads = self.trace.layers[layer].heads
+            if map not in ("attention", "heads", "normed"):
+                raise BadInputError(f"expected map attention, heads or normed for a single head, got {map!r}; leave head out")
+            if heads and not (isinstance(head, int) and 0 <= head < heads):
+                raise BadInputError(f"expected a head from 0 to {heads - 1}, got {head!r}; layer {layer} has no other")
+        if map == "normed":
+            found = self.trace.layers[layer]
+            if found.block.tokens.shape == found.x.shape and torch.equal(found.block.tokens, found.x):
+                raise BadInputError(
+                    f"expected a block that normalises before it attends, got layer {layer}, which hands its input to attention "
+                    'unchanged; measure map="attention"'
+                )
+
+    def measure(
+        self,
+        layer: int,
+        map: MapName = "attention",
+        *,
+        head: int | None = None,
+        heads: bool = False,
+        tol: float = 1e-3,
+        certify: float | None = None,
+        seed: int = 0,
+    ) -> Measurement:
+        """The constant of a map of a layer at this input.
+
+        head: that head alone, through its part of the output projection.  heads: also one estimate per head.
+        tol, certify, seed: as in `howsmooth.lipschitz`.
+        """
+        cut = self.map(layer, map, head)
+        x = cut.start
+        seen = Witness(cut)
+        estimate = lipschitz(seen, x, tol=tol, certify=certify, seed=seed, batched=False)
+        operator = seen.widest
+        with torch.no_grad():
+            v = estimate.direction.to(operator.dtype)
+            image = operator.jvp(v[None, None])[0, 0]
+        kernels = operator.kernels if isinstance(operator, CutJacobian) else []
+        alone: tuple[Estimate, ...] = ()
+        if heads:
+            count = self.trace.layers[layer].heads
+            alone = tuple(
+                lipschitz(self.map(layer, map, h), x, tol=tol, certify=certify, seed=seed, batched=False) for h in range(count)
+            )
+        norms = x.double().norm(dim=-1)
+        words = self.window.words if self.real is None else tuple(self.window.words[i] for i in self.real.tolist())
+        if len(words) != len(x):
+            words = tuple(str(i) for i in range(len(x)))
+        return Measurement(
+            model=self.model,
+            layer=layer,
+            module=cut.layer.name,
+            map=map,
+            head=head,
+            n=len(x),
+            estimate=estimate,
+            radius_rms=float(norms.square().mean().sqrt()),
+            radius_max=float(norms.max()),
+            logits=_logits(kernels),
+            tokens=words,
+            input_share=_shares(v),
+            output_share=_shares(image),
+            received=_received(kernels, len(self.window) or len(x), self.real),
+            cut=cut.kernels,
+            notes=self.notes,
+            heads=alone,
+        )
+
+
+class Witness(Map):
+    """A map that remembers the operators it gave."""
+
+    def __init__(self, inner: Map):
+        self._inner = inner
+        self._operators: dict[torch.dtype, Operator] = {}
+
+    @property
+    def widest(self) -> Operator:
+        """The operator of the highest precision asked for."""
+        return max(self._operators.values(), key=lambda op: torch.finfo(op.dtype).bits)
+
+    @property
+    def width(self) -> int:
+        return self._inner.width
+
+    @property
+    def out_width(self) -> int:
+        return self._inner.out_width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._inner.dtype
+
+    def to(self, dtype, device=None):
+        return self._inner.to(dtype, device)
+
+    def value(self, x):
+        return self._inner.value(x)
+
+    def linearize(self, x):
+        value, operator = self._inner.linearize(x)
+        self._operators[x.dtype] = operator
+        return value, operator
+
+
+def _shares(v: Tensor) -> tuple[float, ...]:
+    """How much of a vector's square falls on each token."""
+    energy = v.double().square().sum(-1)
+    total = energy.sum()
+    return tuple((energy / total if total > 0 else energy).tolist())
+
+
+def _logits(kernels: list[SoftmaxAttention]) -> tuple[float, float] | None:
+    ranges = [k.logit_range() for k in kernels]
+    return (min(a for a, _ in ranges), max(b for _, b in ranges)) if ranges else None
+
+
+def _received(kernels: list[SoftmaxAttention], n: int, real: Tensor | None) -> tuple[float, ...] | None:
+    """Attention per token, where one attention call over all tokens is measured."""
+    if len(kernels) != 1:
+        return None
+    got = kernels[0].attention_received()
+    if got.shape != (1, n):
+        return None
+    got = got[0] if real is None else got[0, real]
+    return tuple((got / got.sum().clamp_min(torch.finfo(got.dtype).tiny)).double().tolist())

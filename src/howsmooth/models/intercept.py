@@ -1,0 +1,232 @@
+"""Standing where a model calls softmax attention: the library's attention and mask interfaces, and torch's own function.
+
+Within `Intercept`, whoever calls the attention interface (with the implementation `howsmooth`) or
+`F.scaled_dot_product_attention` gets our kernels, and the listener hears of each call.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from howsmooth.errors import HowSmoothError
+from howsmooth.kernels import Mask, Scores
+from howsmooth.models import masks
+
+IMPLEMENTATION = "howsmooth"
+_TORCH_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
+
+
+class UncuttableError(HowSmoothError):
+    """An attention call that the kernels do not express; the caller falls back to the model's own code."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of softmax attention. `scores` is nothing where only a softmax was seen."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Scores
+
+
+Listener = Callable[[Call], Tensor]
+
+
+@dataclass
+class Intercept:
+    """What answers attention calls while it is active.
+
+    on_call: answers a call with its output, (batch, heads, n, d_v).  on_softmax: hears of every softmax over a square of
+    logits that the model's own code takes.  masks: what each mask handed out stands for, by the storage that carries it.
+    """
+
+    on_call: Listener
+    on_softmax: Callable[[], None]
+    masks: dict[int, tuple[Tensor, Mask]] = field(default_factory=dict)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        token = _ACTIVE.set(self)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _torch_attention))
+                stack.enter_context(_Watch(self))
+                yield
+        finally:
+            _ACTIVE.reset(token)
+
+    def tag(self, mask: Mask, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of the shape a model expects that only stands for `mask`: whoever reads its entries gets NaN."""
+        carrier = torch.full((), torch.nan, dtype=dtype, device=device)
+        self.masks[carrier.untyped_storage().data_ptr()] = (carrier, mask)
+        return carrier.expand(shape)
+
+    def read(self, mask: Tensor | None, causal: bool, dtype: torch.dtype) -> Mask:
+        """The mask behind what a model passes on."""
+        if mask is None:
+            return Mask(causal=causal)
+        known = self.masks.get(mask.untyped_storage().data_ptr())
+        if known is not None:
+            return known[1]
+        if mask.requires_grad:
+            raise UncuttableError("a mask that depends on the input")
+        if mask.ndim != 4 or (mask.is_floating_point() and bool(mask.isnan().any())):
+            raise UncuttableError(f"a mask of shape {tuple(mask.shape)} that the model has rewritten")
+        return masks.from_tensor(mask, dtype)
+
+
+_ACTIVE: ContextVar[Intercept] = ContextVar("intercept")
+
+
+class _Watch(TorchFunctionMode):
+    """Catches names bound before we came, and hears softmax."""
+
+    def __init__(self, intercept: Intercept):
+        super().__init__()
+        self._intercept = intercept
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _TORCH_ATTENTION:
+            return _torch_attention(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in _SOFTMAX and out.ndim in (3, 4) and out.shape[-1] - out.shape[-2] in (0, 1):  # one more: a learned sink
+            self._intercept.on_softmax()
+        return out
+
+
+def _torch_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` on the kernels."""
+    intercept = _ACTIVE.get()
+    lead = query.shape[:-2]
+    q, k, v = (_four_axes(t) for t in (query, key, value))
+    batch = q.shape[0]
+    k, v = (t.expand(batch, -1, -1, -1) for t in (k, v))
+    if attn_mask is not None:
+        while attn_mask.ndim < query.ndim:
+            attn_mask = attn_mask[None]
+        attn_mask = _four_axes(attn_mask)
+        attn_mask = attn_mask.expand(*attn_mask.shape[:3], k.shape[2])
+    mask = intercept.read(attn_mask, is_causal, q.dtype)
+    scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), None, mask)
+    out = intercept.on_call(Call(q, k, v, scores))
+    return out.reshape(*lead, *out.shape[-2:])
+
+
+def _four_axes(t: Tensor) -> Tensor:
+    """(…, heads, n, d), at least (n, d), as (batch, heads, n, d)."""
+    if t.ndim == 3:
+        return t[:, None]
+    return t[None, None] if t.ndim == 2 else t.reshape(-1, *t.shape[-3:])
+
+
+def _library_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,  # what other implementations ask for; the output is compared with the model's own
+) -> tuple[Tensor, None]:
+    """The attention interface's function: (batch, heads, n, d) in, (batch, n, heads, d_v) out."""
+    intercept = _ACTIVE.get()
+    if s_aux is not None:
+        raise UncuttableError("learned attention sinks")
+    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else bool(is_causal)
+    mask = intercept.read(attention_mask, causal and attention_mask is None and query.shape[2] > 1, query.dtype)
+    if position_bias is not None:
+        if position_bias.requires_grad:
+            raise UncuttableError("a position bias that depends on the input")
+        mask = masks.with_bias(mask, position_bias.detach())
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = intercept.on_call(Call(query, key, value, Scores(scale, softcap, mask)))
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _library_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,  # hints for other implementations
+) -> Tensor:
+    """The mask interface's function: reads the rule instead of filling a matrix with it."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if int(q_offset) or int(kv_offset):
+        raise UncuttableError("a mask with offsets, as a cache makes it")
+    device = torch.device(device)
+    rule = causal_mask_function if mask_function is None else mask_function
+    keys = None if attention_mask is None else attention_mask[:, :kv_length].bool()
+    if use_vmap:  # a rule of the model's own, which may not broadcast
+        seen = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            mask_function=rule,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=True,
+            device=device,
+        )
+        assert seen is not None
+        mask = masks.from_tensor(seen, torch.float32)
+    else:
+        mask = masks.from_rule(rule, batch_size, q_length, kv_length, keys, device)
+    return _ACTIVE.get().tag(mask, (batch_size, 1, q_length, kv_length), dtype, device)
+
+
+def register() -> None:
+    """Make the implementation `howsmooth` known to the library."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _library_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _library_mask)
+
+
+@contextmanager
+def implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """Every configuration inside `model` set to an attention implementation, and back."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
+    before = [(c, c._attn_implementation_internal) for c in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, old in before:
+            config._attn_implementation_internal = old

@@ -1,0 +1,140 @@
+"""What a measurement of a model says."""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from howsmooth.spectral import Estimate, Status
+
+_MOST = 0.5  # share above which one token carries a direction
+_SINK = 0.25  # share of all attention above which a token is a sink
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """The local Lipschitz constant of one map of one layer at one input, and what it is made of.
+
+    estimate: the constant, from below and from above.  n: tokens measured, padding left out.
+    radius_rms, radius_max: root mean square and largest norm of the tokens that enter.
+    logits: least and greatest visible logit, nothing where the attention could not be cut out.
+    input_share, output_share: how much of the worst direction and of its image falls on each token; each sums to one.
+    received: how much of all attention each token gets, averaged over heads and queries.
+    heads: one estimate per head, if asked for.  notes: what was widened, what fell back.
+
+    `str()` is a short summary; `to_dict()` plain numbers.
+    """
+
+    model: str
+    layer: int
+    module: str
+    map: str
+    head: int | None
+    n: int
+    estimate: Estimate
+    radius_rms: float
+    radius_max: float
+    logits: tuple[float, float] | None
+    tokens: tuple[str, ...]
+    input_share: tuple[float, ...]
+    output_share: tuple[float, ...]
+    received: tuple[float, ...] | None
+    cut: bool
+    notes: tuple[str, ...] = ()
+    heads: tuple[Estimate, ...] = ()
+
+    @property
+    def value(self) -> float:
+        return self.estimate.value
+
+    @property
+    def lower(self) -> float:
+        return self.estimate.lower
+
+    @property
+    def upper(self) -> float:
+        return self.estimate.upper
+
+    @property
+    def confidence(self) -> float:
+        return self.estimate.confidence
+
+    @property
+    def status(self) -> Status:
+        return self.estimate.status
+
+    @property
+    def direction(self) -> Tensor:
+        """The worst direction, (n, d)."""
+        return self.estimate.direction
+
+    @property
+    def effective_inputs(self) -> float:
+        """Over how many tokens the worst direction spreads: `1/Σ share²`, 1 for a single token, n for all alike."""
+        return 1 / sum(s * s for s in self.input_share)
+
+    @property
+    def effective_outputs(self) -> float:
+        """Over how many tokens its image spreads."""
+        total = sum(s * s for s in self.output_share)
+        return 1 / total if total else 0.0
+
+    @property
+    def sink(self) -> int | None:
+        """The token that carries most of the worst direction and draws much of all attention, if there is one."""
+        if self.received is None or self.n < 4:
+            return None
+        top = max(range(self.n), key=lambda i: self.input_share[i])
+        return top if self.input_share[top] > _MOST and self.received[top] > _SINK else None
+
+    @property
+    def remark(self) -> str:
+        """One sentence on which token carries the worst direction."""
+        top = max(range(self.n), key=lambda i: self.input_share[i])
+        share, word = self.input_share[top], self.tokens[top]
+        if self.sink is not None and self.received is not None:
+            return (
+                f"attention sink: token {top} ({word!r}) draws {self.received[top]:.0%} of all attention and carries "
+                f"{share:.0%} of the worst direction"
+            )
+        if share > _MOST:
+            return f"token {top} ({word!r}) alone carries {share:.0%} of the worst direction"
+        return f"the worst direction spreads over about {self.effective_inputs:.1f} of {self.n} tokens"
+
+    def top_tokens(self, count: int = 5) -> list[tuple[int, str, float]]:
+        """Position, word and share of the tokens that carry most of the worst direction."""
+        order = sorted(range(self.n), key=lambda i: -self.input_share[i])[:count]
+        return [(i, self.tokens[i], self.input_share[i]) for i in order]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, ready for JSON; the direction is left out."""
+        return {
+            "model": self.model,
+            "layer": self.layer,
+            "module": self.module,
+            "map": self.map,
+            "head": self.head,
+            "n": self.n,
+            **self.estimate.to_dict(),
+            "radius_rms": self.radius_rms,
+            "radius_max": self.radius_max,
+            "logits": None if self.logits is None else list(self.logits),
+            "tokens": list(self.tokens),
+            "input_share": list(self.input_share),
+            "output_share": list(self.output_share),
+            "received": None if self.received is None else list(self.received),
+            "effective_inputs": self.effective_inputs,
+            "effective_outputs": self.effective_outputs,
+            "sink": self.sink,
+            "remark": self.remark,
+            "cut": self.cut,
+            "notes": list(self.notes),
+            "heads": [e.to_dict() for e in self.heads],
+        }
+
+    def __str__(self) -> str:
+        head = "" if self.head is None else f", head {self.head}"
+        return f"{self.model} layer {self.layer} {self.map}{head}, n = {self.n}: {self.estimate}; {self.remark}"
+
+    __repr__ = __str__

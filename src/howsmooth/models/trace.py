@@ -1,0 +1,257 @@
+"""One forward pass, watched: which modules attend, what enters them, and where each block begins and ends."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from howsmooth.errors import BadInputError
+from howsmooth.kernels import Mask
+from howsmooth.models.attend import attend
+from howsmooth.models.intercept import Call, Intercept
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_OTHER_SIDE = ("key_value_states", "encoder_hidden_states")
+
+
+@dataclass(frozen=True, eq=False)
+class Invocation:
+    """A module and one call of it. `hidden` is the argument that carries the tokens, `nth` counts the calls of that module."""
+
+    module: nn.Module
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: Tensor
+    nth: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """What enters, (n, d)."""
+        return self.hidden.reshape(-1, self.hidden.shape[-1])
+
+    def substitute(self, value: Tensor, convert: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with `value` for the tokens and every other leaf converted."""
+        return tree_map(lambda t: value if t is self.hidden else convert(t), (self.args, self.kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One self-attention of a forward pass.
+
+    block: the transformer layer it belongs to, as it was called.  module: what computes queries, keys and values; its tokens
+    were `x`, (n, d).  call: which call of `module` within the block.  projection: the output projection, a module of its own
+    inside `module` or right behind it; nothing where there is none to be seen.  heads: query heads; 0 where unknown.
+    cut: whether its attention calls run on the kernels.
+    """
+
+    index: int
+    name: str
+    block: Invocation
+    module: nn.Module
+    call: int
+    x: Tensor
+    projection: nn.Module | None
+    heads: int
+    cut: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A forward pass. `masks` gives the meaning of the mask tensors among the arguments."""
+
+    whole: Invocation
+    layers: tuple[Layer, ...]
+    invocations: dict[tuple[nn.Module, int], Invocation]
+    masks: dict[int, tuple[Tensor, Mask]]
+    output: Tensor
+
+
+@dataclass(eq=False)
+class _Frame:
+    """A module call in progress."""
+
+    module: nn.Module
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    nth: int
+    calls: Counter[nn.Module] = field(default_factory=Counter)  # of the modules inside
+
+    def invocation(self) -> Invocation | None:
+        hidden = find_hidden(self.args, self.kwargs)
+        if hidden is None:
+            return None
+        kept = hidden.detach().clone()  # models may go on to write into it
+        args, kwargs = tree_map(lambda t: kept if t is hidden else t, (self.args, self.kwargs))
+        return Invocation(self.module, self.name, args, kwargs, kept, self.nth)
+
+
+@dataclass(eq=False)
+class _Event:
+    """A self-attention on its way."""
+
+    frames: list[_Frame]  # enclosing calls, outermost first; the last one is the attention module's
+    x: Tensor
+    heads: int
+    cut: bool
+    output: Tensor | None = None
+    projection: nn.Module | None = None
+    open: bool = True  # the projection may still come
+
+
+def find_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tokens among the arguments of a module: `hidden_states`, or the first floating-point tensor with two axes or more."""
+    candidates = [kwargs.get("hidden_states"), *args, *kwargs.values()]
+    return next((t for t in candidates if isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 2), None)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """What a module gives, without what it gives besides."""
+    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not leaves:
+        raise BadInputError(f"expected a module that returns a tensor, got {type(output).__name__}; measure another map")
+    return leaves[0]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A module that is a matrix: `nn.Linear`, GPT-2's `Conv1D`, quantised relatives."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off, torch's fused encoder layers off, and everything as it was afterwards."""
+    training = [m for m in model.modules() if m.training]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    model.eval()
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module in training:
+            module.training = True
+
+
+def without_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """`nn.MultiheadAttention` told not to return its weights, which would take it off the common path."""
+    if isinstance(module, nn.MultiheadAttention) and len(args) < 5:
+        kwargs = {**kwargs, "need_weights": False}
+    return args, kwargs
+
+
+@torch.no_grad()
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Run `model(*args, **kwargs)` and write down every self-attention layer, in the order they ran."""
+    return _Tracer(model).run(args, kwargs)
+
+
+class _Tracer:
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.names = {module: name for name, module in model.named_modules()}
+        self.elements = {
+            child for m in model.modules() if isinstance(m, _LISTS) for child in m.children() if not isinstance(child, _LISTS)
+        }
+        self.stack: list[_Frame] = []
+        self.events: list[_Event] = []
+        self.invocations: dict[tuple[nn.Module, int], Invocation] = {}
+        self.counts: Counter[nn.Module] = Counter()
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+        intercept = Intercept(self._on_call, self._on_softmax)
+        with ExitStack() as stack:
+            for module in self.names:
+                stack.enter_context(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(self._after, with_kwargs=True))
+            stack.enter_context(evaluating(self.model))
+            stack.enter_context(intercept.active())
+            output = self.model(*args, **kwargs)
+        hidden = find_hidden(args, kwargs)
+        whole = Invocation(self.model, "", args, kwargs, torch.empty(0, 0) if hidden is None else hidden, 0)
+        layers = tuple(self._layer(i, e) for i, e in enumerate(self._layer_events()))
+        return Trace(whole, layers, self.invocations, intercept.masks, first_tensor(output))
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        args, kwargs = without_weights(module, args, kwargs)
+        for frame in self.stack:
+            frame.calls[module] += 1
+        frame = _Frame(module, self.names[module], args, kwargs, self.counts[module])
+        self.counts[module] += 1
+        self.stack.append(frame)
+        if module in self.elements or len(self.stack) == 1:
+            invocation = frame.invocation()
+            if invocation is not None:
+                self.invocations[module, frame.nth] = invocation
+        return args, kwargs
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        frame = self.stack.pop()
+        for event in self.events:
+            if not event.open:
+                continue
+            own = event.frames[-1]
+            if own is frame:
+                event.output = first_tensor(output)
+                event.open = event.projection is None
+            elif is_linear(module):
+                if event.output is None:  # still inside: the last matrix is the output projection
+                    event.projection = module
+                else:
+                    given = next((t for t in args if isinstance(t, Tensor)), None)
+                    same = given is not None and given.numel() == event.output.numel()
+                    if given is not None and same and torch.equal(given.flatten(), event.output.flatten()):
+                        event.projection = module
+                    event.open = False
+
+    def _on_call(self, call: Call) -> Tensor:
+        self._note(call.q.shape[1], cut=True, square=call.q.shape[2] == call.k.shape[2])
+        return attend(call.q, call.k, call.v, call.scores)[0]
+
+    def _on_softmax(self) -> None:
+        self._note(0, cut=False, square=True)
+
+    def _note(self, heads: int, cut: bool, square: bool) -> None:
+        frames = list(self.stack)
+        while frames and not any(True for _ in frames[-1].module.parameters()):
+            frames.pop()
+        if not frames or not square:
+            return
+        own = frames[-1]
+        hidden = find_hidden(own.args, own.kwargs)
+        other = any(isinstance(own.kwargs.get(name), Tensor) for name in _OTHER_SIDE)
+        if hidden is None or other:
+            return
+        known = next((e for e in self.events if e.frames[-1] is own), None)
+        if known is not None:  # a module that attends more than once is one layer
+            known.cut = known.cut and cut
+            known.heads = 0
+            return
+        x = hidden.detach().clone().reshape(-1, hidden.shape[-1])
+        self.events.append(_Event(frames, x, heads, cut))
+
+    def _layer_events(self) -> list[_Event]:
+        return self.events
+
+    def _layer(self, index: int, event: _Event) -> Layer:
+        own = event.frames[-1]
+        block = self._block(event)
+        invocation = self.invocations.get((block.module, block.nth)) or block.invocation()
+        assert invocation is not None
+        call = sum(1 for e in self.events[:index] if block in e.frames and e.frames[-1].module is own.module)
+        return Layer(index, own.name, invocation, own.module, call, event.x, event.projection, event.heads, event.cut)
+
+    def _block(self, event: _Event) -> _Frame:
+        """The outermost element of a list of modules with this self-attention and no other."""
+        alone = [f for f in event.frames if sum(f in e.frames for e in self.events) == 1]
+        alone = [f for f in alone if find_hidden(f.args, f.kwargs) is not None]
+        listed = [f for f in alone if f.module in self.elements]
+        inner = [f for f in event.frames if f.module in self.elements and find_hidden(f.args, f.kwargs) is not None]
+        return (listed or inner[-1:] or alone or event.frames[-1:])[0]
