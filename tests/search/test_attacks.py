@@ -58,7 +58,7 @@ def test_larger_budgets(name):
     x = gaussian(6, 8, seed=9)
     found = attack(FUNCTIONS[name], x, [0.01, 0.3, 3.0], steps=6)
     for epsilon in (0.01, 0.3, 3.0):
-        gains = {row.method: row.gain for row in found if row.epsilon == epsilon}
+        gains = {row.method: row.gain or 0.0 for row in found if row.epsilon == epsilon}
         assert gains["relinearised"] >= gains["singular"] * (1 - 1e-12)
         assert gains["projected gradient"] > gains["noise"]
     row = found.find("relinearised", 0.3)

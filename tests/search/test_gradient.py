@@ -1,4 +1,4 @@
-"""The gradient of `L` is its gradient: against finite differences, on every kind of map, and in clusters of equal singular values."""
+"""The gradient of `L` against finite differences, on every kind of map, and in clusters of equal singular values."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_gradient_in_coordinates_of_a_set():
 
 
 def test_a_cluster_is_climbed_along_its_steepest_pair():
-    """At tokens that coincide `J = P ⊗ V`: with V = I the top value has multiplicity d, and one pair's slope is not the steepest."""
+    """At tokens that coincide `J = P ⊗ V`: with V = I the top value has multiplicity d; one pair need not be the steepest."""
     f = hs.Attention.from_matrices(gaussian(3, 3, seed=1), torch.eye(3, dtype=torch.float64))
     x = gaussian(1, 1, 3, seed=3).expand(1, 5, 3).contiguous()
     x[0, 0] += 0.3 * gaussian(3, seed=4)

@@ -11,6 +11,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.report.ladder import COLOURS
 from howsmooth.search.attacks import Attacks
 from howsmooth.search.curves import Growth
+from howsmooth.search.robustness import Robustness
 from howsmooth.search.worst import WorstCase
 
 
@@ -43,6 +44,28 @@ def draw_attacks(path: Path, attacks: Attacks) -> Path:
     axes.set(xscale="log", xlabel="budget ε", ylabel="gain / L", title=f"Attacks at L = {constant:.4g}")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7)
+    figure.savefig(path, dpi=160)
+    return path
+
+
+def draw_robustness(path: Path, found: Robustness) -> Path:
+    """For every budget, gains by layer (the mean over windows) beside the constant."""
+    figure = _figure(path, len(found.budgets))
+    layers = sorted({case.layer for case in found.cases})
+
+    def by_layer(values: list[float]) -> list[float]:
+        pairs = list(zip((case.layer for case in found.cases), values, strict=True))
+        return [sum(v for at, v in pairs if at == i) / sum(at == i for at, _ in pairs) for i in layers]
+
+    constants = by_layer([case.constant for case in found.cases])
+    for axes, budget in zip(figure.axes, found.budgets, strict=True):
+        axes.plot(layers, constants, "k--", lw=1.2, label="L")
+        for k, method in enumerate(found.methods):
+            axes.plot(layers, by_layer(found.gains(method, budget)), "o-", ms=3, lw=1.4, color=COLOURS[k], label=method)
+        axes.set(xlabel="layer", ylabel="gain", title=f"budget {budget:g} of the input")
+        axes.set_xticks(layers)
+        axes.set_ylim(bottom=0)
+    figure.axes[0].legend(fontsize=7)
     figure.savefig(path, dpi=160)
     return path
 
