@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import batch, certify, long, pair, point, solve, tightness, worst
+from benchmarks import attack, batch, certify, long, pair, point, solve, tightness, worst
 from benchmarks.harness import environment, save, table
 
 ALL = {
@@ -14,6 +14,7 @@ ALL = {
     "point": point,
     "tightness": tightness,
     "worst": worst,
+    "attack": attack,
 }
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ def attack(
     *,
     methods: Sequence[str] = METHODS,
     steps: int = 10,
+    doubled: Function | None = None,
     seed: int = 0,
 ) -> Attacks:
     """Attack `f` at `x` within every budget, in every way, in float64 where `f` can be.
@@ -124,6 +125,7 @@ def attack(
 
     f: a map, or a function of one input, which must be deterministic.  x: one input, (n, d) or for a function any shape.
     epsilons: budgets, by default 10⁻⁴, 10⁻² and 10⁻¹ of the length of `x`.  steps: re-linearisations.
+    doubled: the same map on twice as many tokens, where `f` is tied to a length.
 
     >>> from howsmooth.attention import Attention
     >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
@@ -144,7 +146,11 @@ def attack(
         check_length(epsilon, "budget epsilon")
         if epsilon < least:
             raise BadInputError(f"expected epsilon ≥ {least:.1e}, got {epsilon:g}; below it {x.dtype} rounds the change away")
-    split = _Splitting.find(f, x, y, estimate.value, seed) if "splitting" in methods else None
+    split = (
+        _Splitting.find(f if doubled is None else _precise(doubled, x)[0], x, y, estimate.value, seed)
+        if "splitting" in methods
+        else None
+    )
     rows = []
     for epsilon in chosen:
         run = _Run(f, x, y, float(epsilon), estimate, steps, seed)

@@ -114,7 +114,7 @@ def robustness(
     layers: Sequence[int] | None = None,
     map: MapName = "attention",
     budgets: Sequence[float] = (1e-4, 0.03, 0.3),
-    methods: Sequence[str] = METHODS[:-1],
+    methods: Sequence[str] = METHODS,
     steps: int = 10,
     words: int = 1,
     ways: Sequence[str] = ("gradient",),
@@ -142,7 +142,8 @@ def robustness(
             cut = captured.map(layer, map)
             x = cut.start
             length = float(x.double().norm())
-            found = attack(cut, x, [b * length for b in budgets], methods=methods, steps=steps, seed=seed)
+            twice = model.capture(ids=[i for i in window.ids for _ in "ab"]).map(layer, map) if "splitting" in methods else None
+            found = attack(cut, x, [b * length for b in budgets], methods=methods, steps=steps, doubled=twice, seed=seed)
             edits: tuple[TokenAttack, ...] = ()
             if words and map in ("attention", "block"):
                 edits = attack_tokens(

@@ -1,9 +1,9 @@
 """Attacks in token space: change at most `k` words so that a layer's output moves most, or its constant rises most.
 
 Substitutions are guided by first order in the embeddings. With `J` the Jacobian from embeddings to the output, replacing token
-`i` by word `w` moves the output by about `J_i (e_w − e_i)`; a few random output directions, pulled back, estimate its length for
-all words and places at once: `|J_i Δ|² = E ⟨J_iᵀu, Δ⟩²` for Gaussian `u`. Everything reported is scored exactly, by running the
-model.
+`i` by word `w` moves the output by about `J_i (e_w − e_i)`; a few random output directions, pulled back, estimate its length
+for all words and places at once: `|J_i Δ|² = E ⟨J_iᵀu, Δ⟩²` for Gaussian `u`. Everything reported is scored exactly, by running
+the model.
 """
 
 import functools
@@ -160,7 +160,9 @@ class _Runner:
     """The model at many edits of one window."""
 
     def __init__(self, model: Model, window: Window, layer: int | None, map: MapName, goal: Goal):
-        self.model, self.module, self.window, self.map, self.goal = model, model.module, window, map, goal
+        self.model, self.module, self.window = model, model.module, window
+        self.map: MapName = map
+        self.goal: Goal = goal
         self.layer = 0 if layer is None else layer
         captured = model.capture(ids=window)
         if not 0 <= self.layer < captured.num_layers:
