@@ -1,27 +1,36 @@
 """`python -m benchmarks [name …] [--quick]`: run, print tables, write JSON beside this file."""
 
 import argparse
+import importlib
 
 import torch
 
-from benchmarks import batch, certify, long, pair, point, solve, tightness
 from benchmarks.harness import environment, save, table
 
-ALL = {"solve": solve, "pair": pair, "long": long, "batch": batch, "certify": certify, "point": point, "tightness": tightness}
-
-if torch.cuda.is_available():
-    from benchmarks import gpu, gpu_solve
-
-    ALL |= {"gpu": gpu, "gpu_solve": gpu_solve}
+ALL = [
+    "solve",
+    "pair",
+    "long",
+    "batch",
+    "certify",
+    "point",
+    "tightness",
+    "models",
+    "worst",
+    "attack",
+]
+ON_A_GPU = ["gpu", "gpu_solve"]
 
 if __name__ == "__main__":
+    names = ALL + (ON_A_GPU if torch.cuda.is_available() else [])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*ALL, []], help="which to run; all by default")
+    parser.add_argument("names", nargs="*", choices=[*names, []], help="which to run; all by default")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats, nothing written")
     options = parser.parse_args()
     print(", ".join(f"{k} {v}" for k, v in environment().items()))
-    for name in options.names or ALL:
-        rows = ALL[name].run(options.quick)
-        print(table(ALL[name].TITLE, rows), flush=True)
+    for name in options.names or names:
+        benchmark = importlib.import_module(f"benchmarks.{name}")
+        rows = benchmark.run(options.quick)
+        print(table(benchmark.TITLE, rows), flush=True)
         if not options.quick:
             save(name, rows)

@@ -5,6 +5,7 @@ from howsmooth.catalogue import bounds
 from howsmooth.errors import HowSmoothError
 from howsmooth.local import lipschitz
 from howsmooth.models import load
+from howsmooth.search import worst_case
 from howsmooth.spectral import DenseSVD, Estimate, GolubKahan
 
 __version__ = "0.1.0"
@@ -19,4 +20,5 @@ __all__ = [
     "bounds",
     "lipschitz",
     "load",
+    "worst_case",
 ]

@@ -1,9 +1,14 @@
 """The command line, one file a command: parse, call, print; no logic."""
 
-from howsmooth.cli import bounds, measure  # importing a command registers it
+from howsmooth.cli import (  # noqa: F401  importing a command registers it
+    attack,
+    bounds,
+    measure,
+    worst,
+)
 from howsmooth.cli.app import app
 
-__all__ = ["app", "bounds", "main", "measure"]
+__all__ = ["app", "main"]
 
 
 def main() -> None:

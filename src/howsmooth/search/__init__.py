@@ -1,0 +1,22 @@
+"""Worst inputs: configurations, ascent over sets, and attacks."""
+
+from howsmooth.search.attacks import Attack, Attacks, attack
+from howsmooth.search.configurations import configurations, worst_configuration
+from howsmooth.search.curves import grow, scan
+from howsmooth.search.sets import Ball, BallAround, Ellipsoid
+from howsmooth.search.worst import WorstCase, worst_case
+
+__all__ = [
+    "Attack",
+    "Attacks",
+    "Ball",
+    "BallAround",
+    "Ellipsoid",
+    "WorstCase",
+    "attack",
+    "configurations",
+    "grow",
+    "scan",
+    "worst_case",
+    "worst_configuration",
+]

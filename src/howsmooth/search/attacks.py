@@ -1,0 +1,362 @@
+"""Attacks on any map at an input: for a budget `ε`, how far can the output be moved, and how much of `L ε` is that?
+
+The budget is the Frobenius norm of the change of the input; the gain of an attack is (change of the output)/(change of the
+input). To first order no attack gains more than `L`, and the top singular direction gains `L`; docs/worst-inputs.md §3.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from howsmooth.attention.maps import Map
+from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
+from howsmooth.local import lipschitz
+from howsmooth.search.gradient import Function
+from howsmooth.search.sets import check_length
+from howsmooth.spectral import Estimate, GolubKahan
+
+METHODS = ("noise", "one step", "projected gradient", "singular", "relinearised", "splitting")
+
+_TOL = 2e-4  # of the singular direction
+_ROUNDING = 1e3  # a change below this many roundings of what changes is not measured
+_STEP = 2.5  # a projected gradient's path, in units of its budget (Madry et al. 2018)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Attack:
+    """One attack at one budget.
+
+    moved: length of the change of the input, at most `epsilon`.  change: length of the change of the output, None where there
+    is none to report and `note` says why.  gain: `change/moved`.  predicted: the gain to first order of the best attack of its
+    kind.
+    calls: evaluations with a derivative and products with the Jacobian that it took; for noise, evaluations.
+    perturbation: the change of the input, the input's shape; for splitting, what one half of each token is moved by, the other
+    by its opposite.
+    """
+
+    method: str
+    epsilon: float
+    moved: float
+    change: float | None
+    predicted: float
+    calls: int
+    note: str
+    perturbation: Float[Tensor, "..."] | None
+
+    @property
+    def gain(self) -> float | None:
+        return None if self.change is None or self.moved == 0 else self.change / self.moved
+
+    @property
+    def share(self) -> float | None:
+        """Gain over what first order predicts."""
+        return None if self.gain is None or self.predicted == 0 else self.gain / self.predicted
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings; the perturbation is left out."""
+        names = ("method", "epsilon", "moved", "change", "gain", "predicted", "share", "calls", "note")
+        return {name: getattr(self, name) for name in names}
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Attacks(Sequence[Attack]):
+    """All attacks at all budgets, and the constant they are measured against."""
+
+    estimate: Estimate
+    rows: tuple[Attack, ...]
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def find(self, method: str, epsilon: float) -> Attack:
+        """The row of a method at a budget."""
+        for row in self.rows:
+            if row.method == method and row.epsilon == epsilon:
+                return row
+        raise BadInputError(f"expected a method and budget of this table, got {method!r} at {epsilon}; look at its rows")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"estimate": self.estimate.to_dict(), "attacks": [row.to_dict() for row in self.rows]}
+
+    def __str__(self) -> str:
+        lines = [
+            f"L = {self.estimate.value:.6g}",
+            f"{'budget':>10}  {'attack':<19}{'gain':>10}{'first order':>13}{'share':>8}{'calls':>7}",
+        ]
+        for r in self.rows:
+            gain = "–" if r.gain is None else f"{r.gain:.4g}"
+            share = "–" if r.share is None else f"{r.share:.1%}"
+            note = f"  {r.note}" if r.note else ""
+            lines.append(f"{r.epsilon:>10.3g}  {r.method:<19}{gain:>10}{r.predicted:>13.4g}{share:>8}{r.calls:>7}{note}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def attack(
+    f: Function,
+    x: Float[Tensor, "..."],
+    epsilons: Sequence[float] | float | None = None,
+    *,
+    methods: Sequence[str] = METHODS,
+    steps: int = 10,
+    doubled: Function | None = None,
+    seed: int = 0,
+) -> Attacks:
+    """Attack `f` at `x` within every budget, in every way, in float64 where `f` can be.
+
+    noise: the best of random directions.  one step: along the gradient of the output's change at a random point.  projected
+    gradient: many such steps from there, projected on the budget.  singular: the top singular direction of the Jacobian at `x`,
+    either sign.  relinearised: from there, `steps` times to the direction that the Jacobian at the perturbed input makes best.
+    splitting: every token counted as two halves, the halves of one token pushed apart. Noise, projected gradient and
+    relinearised may spend the same calls.
+
+    f: a map, or a function of one input, which must be deterministic.  x: one input, (n, d) or for a function any shape.
+    epsilons: budgets, by default 10⁻⁴, 10⁻² and 10⁻¹ of the length of `x`.  steps: re-linearisations.
+    doubled: the same map on twice as many tokens, where `f` is tied to a length.
+
+    >>> from howsmooth.attention import Attention
+    >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
+    >>> rows = attack(attn, torch.tensor([[1.0, 0.0], [-1.0, 0.5], [-1.0, 0.0]]), 1e-4)
+    >>> rows.find("singular", 1e-4).share > 0.98
+    True
+    """
+    _check(x, methods, steps, seed)
+    f, x = _precise(f, x.detach())
+    y = _value(f, x)
+    if not bool(y.isfinite().all()):
+        raise BadFunctionError("expected a finite output, got NaN or infinity; check the function at this x")
+    estimate = lipschitz(f, x, tol=_TOL, seed=seed, solver=GolubKahan(), batched=False)
+    length, least = float(x.norm()) or 1.0, _least_budget(x, y, estimate.value)
+    chosen = [max(s * length, 2 * least) for s in (1e-4, 1e-2, 1e-1)] if epsilons is None else epsilons
+    chosen = [chosen] if isinstance(chosen, int | float) else list(chosen)
+    for epsilon in chosen:
+        check_length(epsilon, "budget epsilon")
+        if epsilon < least:
+            raise BadInputError(f"expected epsilon ≥ {least:.1e}, got {epsilon:g}; below it {x.dtype} rounds the change away")
+    split = (
+        _Splitting.find(f if doubled is None else _precise(doubled, x)[0], x, y, estimate.value, seed)
+        if "splitting" in methods
+        else None
+    )
+    rows = []
+    for epsilon in chosen:
+        run = _Run(f, x, y, float(epsilon), estimate, steps, seed)
+        for method in methods:
+            rows.append(run.split(split) if method == "splitting" and split is not None else run.attack(method))
+    return Attacks(estimate, tuple(rows))
+
+
+class _Run:
+    """The attacks of one budget."""
+
+    def __init__(self, f: Function, x: Tensor, y: Tensor, epsilon: float, estimate: Estimate, steps: int, seed: int):
+        self.f, self.x, self.y, self.epsilon, self.estimate, self.steps = f, x, y, epsilon, estimate, steps
+        self.calls = 2 * estimate.steps + steps  # what the relinearised attack may spend
+        self.seed, self.random = seed, torch.Generator()
+
+    def attack(self, method: str) -> Attack:
+        self.random.manual_seed(self.seed)  # so that a method's result does not depend on those before it
+        way: dict[str, Callable[[], tuple[Tensor, int]]] = {
+            "noise": self._noise,
+            "one step": lambda: self._gradient(1),
+            "projected gradient": lambda: self._gradient(self.calls),
+            "singular": self._singular,
+            "relinearised": self._relinearised,
+        }
+        delta, calls = way[method]()
+        return self._row(method, delta, self._change(delta), self.estimate.value, calls, "")
+
+    def split(self, split: "_Splitting") -> Attack:
+        if split.direction is None:
+            return Attack("splitting", self.epsilon, self.epsilon, None, 0.0, 0, split.note, None)
+        delta = self.epsilon * split.direction
+        return self._row("splitting", delta, split.change(delta), split.gain, split.calls, split.note)
+
+    def _row(self, method: str, delta: Tensor, change: float, predicted: float, calls: int, note: str) -> Attack:
+        if not math.isfinite(change):
+            note = f"the output is not finite at this budget{'; ' + note if note else ''}"
+        reported = change if math.isfinite(change) else None
+        return Attack(method, self.epsilon, float(delta.norm()), reported, predicted, calls, note, delta)
+
+    def _noise(self) -> tuple[Tensor, int]:
+        tries = [self._on_sphere(self._gaussian()) for _ in range(self.calls)]
+        return max(tries, key=lambda d: _rank(self._change(d))), self.calls
+
+    def _gradient(self, calls: int) -> tuple[Tensor, int]:
+        """`δ ← Π(δ + α ∇/|∇|)`, `∇ = J(x + δ)ᵀ(f(x + δ) − f(x))`, from a random point; one step goes all the way."""
+        delta = self._on_sphere(self._gaussian())
+        best, most = delta, -math.inf
+        length = self.epsilon * (_STEP / calls if calls > 1 else 1e6)
+        for _ in range(calls):
+            change, g = self._slope(delta)
+            if calls > 1 and _rank(change) > most:
+                best, most = delta, _rank(change)
+            delta = self._on_sphere(delta + length * _unit(g))
+        return (delta if _rank(self._change(delta)) > most else best), calls
+
+    def _singular(self) -> tuple[Tensor, int]:
+        v = self._on_sphere(self.estimate.direction.to(self.x))
+        return max((v, -v), key=lambda d: _rank(self._change(d))), 2 * self.estimate.steps
+
+    def _relinearised(self) -> tuple[Tensor, int]:
+        """`δ ← ε ∇/|∇|`, all the way from the singular direction; a step that loses is taken back, the next is half as far."""
+        delta, calls = self._singular()
+        share, trial, most, g = 1.0, delta, -math.inf, torch.zeros_like(delta)
+        for _ in range(self.steps):
+            change, slope = self._slope(trial)
+            if _rank(change) > most:
+                delta, most, g, share = trial, _rank(change), slope, min(1.0, 2 * share)
+            else:
+                share /= 2
+            trial = self._on_sphere((1 - share) * delta + share * self.epsilon * _unit(g))
+        delta = trial if _rank(self._change(trial)) > most else delta
+        return delta, calls + self.steps
+
+    def _slope(self, delta: Tensor) -> tuple[float, Tensor]:
+        """The change at `x + delta`, and the gradient of half its square."""
+        with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            moved = (self.x + delta).detach().requires_grad_()
+            change = self.f(moved) - self.y
+            (g,) = torch.autograd.grad(change, moved, change.detach())
+        return _length(change.detach()), torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _change(self, delta: Tensor) -> float:
+        return _length(_value(self.f, self.x + delta) - self.y)
+
+    def _gaussian(self) -> Tensor:
+        return torch.randn(self.x.shape, generator=self.random, dtype=torch.float64).to(self.x)
+
+    def _on_sphere(self, delta: Tensor) -> Tensor:
+        return self.epsilon * _unit(delta)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Splitting:
+    """How one token is best split: every token doubled, the two halves of token `token` moved by `±direction`.
+
+    Each half carries half the mass of a token, so moving both by `±e` costs `(½|e|² + ½|e|²)^½ = |e|` and the output's change
+    is weighted in the same way: `W₂` between the measures, times √n.
+    """
+
+    f: Function
+    doubled: Tensor
+    base: Tensor
+    weight: float
+    direction: Tensor | None
+    gain: float
+    calls: int
+    note: str
+
+    @classmethod
+    def find(cls, f: Function, x: Tensor, y: Tensor, constant: float, seed: int) -> "_Splitting":
+        nothing = cls(f, x, y, 1.0, None, 0.0, 0, "")
+        if x.ndim != 2:
+            return _with_note(nothing, "a sequence of tokens (n, d) is needed to split one")
+        doubled = x.repeat_interleave(2, 0)
+        try:
+            base = _value(f, doubled)
+        except (HowSmoothError, RuntimeError, ValueError, IndexError):
+            return _with_note(nothing, "the function does not take twice as many tokens")
+        token_wise = base.shape[0] == 2 * y.shape[0] and y.shape[0] == len(x)
+        if not token_wise and base.shape != y.shape:
+            return _with_note(nothing, "the output of the doubled input cannot be compared")
+        weight = 0.5**0.5 if token_wise else 1.0
+        same = y.repeat_interleave(2, 0) if token_wise else y
+        drift = float((base - same).norm() / same.norm().clamp_min(torch.finfo(y.dtype).tiny))
+        note = (
+            ""
+            if drift < 1e-6
+            else f"doubling alone moves the output by {drift:.1%}: order matters, gains are of the doubled input"
+        )
+
+        def halves(delta: Tensor) -> Tensor:
+            return weight * f(doubled + _apart(delta))
+
+        try:
+            whole = lipschitz(halves, torch.zeros_like(x), tol=_TOL, seed=seed, solver=GolubKahan(), batched=False)
+            token = int(whole.direction.square().sum(-1).argmax())
+            at = torch.nn.functional.one_hot(torch.tensor(token), len(x)).to(x)[:, None]
+            one = lipschitz(lambda e: halves(at * e), torch.zeros_like(x[0]), tol=_TOL, seed=seed, batched=False)
+        except BadFunctionError:
+            return _with_note(nothing, "the output does not depend on how tokens are split")
+        if one.value <= 1e-9 * constant:
+            return _with_note(nothing, "splitting a token moves nothing to first order")
+        direction = at * one.direction.to(x)
+        note = "; ".join(part for part in (f"token {token}", note) if part)
+        return cls(f, doubled, base, weight, direction, one.value, 2 * (whole.steps + one.steps), note)
+
+    def change(self, delta: Tensor) -> float:
+        return self.weight * _length(_value(self.f, self.doubled + _apart(delta)) - self.base)
+
+
+def _with_note(split: _Splitting, note: str) -> _Splitting:
+    return _Splitting(split.f, split.doubled, split.base, 1.0, None, 0.0, 0, note)
+
+
+def _apart(delta: Float[Tensor, "n d"]) -> Float[Tensor, "2n d"]:
+    """What moves the two halves of every token apart."""
+    return torch.stack([delta, -delta], 1).flatten(0, 1)
+
+
+@torch.no_grad()
+def _value(f: Function, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return f(x.clone())
+
+
+def _precise(f: Function, x: Tensor) -> tuple[Function, Tensor]:
+    """The function and the input in float64, where the function can be: a module is copied."""
+    if isinstance(f, Map):
+        return f, x.double()
+    g = copy.deepcopy(f).double() if isinstance(f, nn.Module) else f
+    try:
+        with torch.no_grad():
+            double = g(x.double()).dtype == torch.float64
+    except (RuntimeError, TypeError, HowSmoothError):
+        double = False
+    return (g, x.double()) if double else (f, x)
+
+
+def _least_budget(x: Tensor, y: Tensor, constant: float) -> float:
+    eps = torch.finfo(x.dtype).eps
+    output = _length(y) / constant if constant > 0 else 0.0
+    return _ROUNDING * eps * max(float(x.norm()), output)
+
+
+def _length(t: Tensor) -> float:
+    """The norm, its squares kept in range; infinite or NaN where an entry is."""
+    size = float(t.abs().max())
+    return size * float((t / size).norm()) if 0 < size < math.inf else size
+
+
+def _unit(g: Tensor) -> Tensor:
+    return g / g.norm().clamp_min(torch.finfo(g.dtype).tiny)
+
+
+def _rank(change: float) -> float:
+    return change if math.isfinite(change) else -math.inf
+
+
+def _check(x: Tensor, methods: Sequence[str], steps: int, seed: int) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise BadInputError("expected the input as a floating-point tensor, got something else; pass embeddings, not token ids")
+    if not methods or any(m not in METHODS for m in methods):
+        raise BadInputError(f"expected methods among {', '.join(METHODS)}, got {list(methods)}; name at least one of them")
+    if any(isinstance(k, bool) or not isinstance(k, int) for k in (steps, seed)) or steps < 1:
+        raise BadInputError(
+            f"expected a whole number of steps, at least 1, and a whole seed, got {steps!r} and {seed!r}; correct them"
+        )

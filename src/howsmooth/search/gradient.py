@@ -1,0 +1,157 @@
+"""The gradient of the constant itself: how `σ(X) = ‖D_X f‖₂` changes when the tokens move.
+
+With the top pair `(u, v)` held fixed, `∇σ = ∂_X ⟨u, J(X) v⟩ = ∂_X ⟨J(X)ᵀu, v⟩`: a backward pass through a backward pass. Where
+several singular values are equal, `σ` is the largest of smooth functions `⟨U a, J(X) V a⟩`, `|a| = 1`. To climb, one of them is
+enough: `σ` lies above it and touches it, so it grows at least as fast. The steepest is the one whose gradient is longest
+(docs/worst-inputs.md §2).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from howsmooth.attention.maps import Map
+from howsmooth.errors import NoConvergenceError
+from howsmooth.operators import AutodiffJacobian, Operator
+from howsmooth.spectral import GolubKahan
+
+Function = Map | Callable[[Tensor], Tensor]
+
+DENSE_SIZE = 256  # rows and columns up to which a batch of Jacobians is decomposed outright
+_CLUSTER = 3  # top pairs that a cluster is looked for among
+_NEAR = 1e-3  # singular values this close to the top belong to its cluster
+_TOL = 1e-3  # of the solver, where Jacobians are not decomposed
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The top singular pairs of a batch of Jacobians, the largest first; `near` where one belongs to the top's cluster."""
+
+    value: Float[Tensor, " batch"]
+    left: Float[Tensor, "pairs batch *out"]
+    right: Float[Tensor, "pairs batch *in"]
+    near: Bool[Tensor, "pairs batch"]
+
+    def put(self, items: Tensor, other: "Pairs") -> "Pairs":
+        """These pairs, with those of `items` replaced."""
+        value, near = self.value.clone(), self.near.clone()
+        left, right = self.left.clone(), self.right.clone()
+        value[items], near[:, items] = other.value, other.near
+        left[:, items], right[:, items] = other.left, other.right
+        return Pairs(value, left, right, near)
+
+    def select(self, items: Tensor) -> "Pairs":
+        return Pairs(self.value[items], self.left[:, items], self.right[:, items], self.near[:, items])
+
+
+def jacobian(f: Function, x: Float[Tensor, "batch n d"]) -> Operator:
+    """`D_x f`, item by item."""
+    return f.linearize(x)[1] if isinstance(f, Map) else AutodiffJacobian(f, x, batched=True)
+
+
+@torch.no_grad()
+def top_pairs(f: Function, x: Float[Tensor, "batch n d"], guess: Float[Tensor, "batch n d"] | None, seed: int) -> Pairs:
+    """The top pairs at every input of a batch; `value` is attained by the first.
+
+    guess: directions to start the solver from where the Jacobian is too large to be decomposed.
+    """
+    operator = jacobian(f, x)
+    if max(operator.in_size, operator.out_size) <= DENSE_SIZE:
+        matrices = operator.dense()
+        if not bool(matrices.isfinite().all()):
+            raise NoConvergenceError("expected a finite Jacobian, got NaN or infinity; search a smaller set")
+        u, sigma, vh = torch.linalg.svd(matrices, full_matrices=False)
+        count = min(_CLUSTER, sigma.shape[-1])
+        left = u[..., :count].permute(2, 0, 1).unflatten(-1, operator.out_shape)
+        right = vh[:, :count].transpose(0, 1).unflatten(-1, operator.in_shape)
+        top = sigma[:, :1]
+        return Pairs(sigma[:, 0], left, right, (sigma[:, :count] >= (1 - _NEAR) * top).T)
+    solutions = GolubKahan().solve(operator if guess is None else _Warm(operator, guess), _TOL, None, seed)
+    right = torch.stack([s.direction for s in solutions]).to(x)
+    right = right / right.flatten(1).norm(dim=-1)[:, None, None]
+    image = operator.jvp(right[None])[0]
+    value = image.flatten(1).norm(dim=-1)
+    left = image / value.clamp_min(torch.finfo(value.dtype).tiny).reshape(-1, *[1] * (image.ndim - 1))
+    return Pairs(value, left[None], right[None], torch.ones(1, len(x), dtype=torch.bool, device=x.device))
+
+
+def steepest(
+    f: Function, embed: Callable[[Tensor], Tensor], z: Float[Tensor, "batch n d"], pairs: Pairs
+) -> Float[Tensor, "batch n d"]:
+    """`∂_z ⟨u, J v⟩` of the pair in each cluster whose gradient is longest.
+
+    embed: tokens at the coordinates `z`. In a cluster the gradients of `⟨U a, J V a⟩` are `Σ a_i a_j G_ij`, and
+    `max_a |Σ a_i a_j G_ij| = max_{|H|=1} λ_max(⟨H, G_ij⟩)`: each side fixes the other in turn, from every pair of the cluster,
+    and the length never falls.
+    """
+    whole = _gradient(f, embed, z, pairs.left[0], pairs.right[0])
+    items = torch.nonzero(pairs.near.sum(0) > 1)[:, 0]
+    if len(items) == 0:
+        return whole
+    count, near = len(pairs.near), pairs.near[:, items]
+    parts = z.new_zeros(count, count, len(items), *z.shape[1:])
+    for i in range(count):
+        for j in range(i, count):
+            left = pairs.left[[i, j]][:, items]
+            right = pairs.right[[j, i]][:, items]
+            both = 0.5 * sum(_gradient(f, embed, z[items], a, b) for a, b in zip(left, right, strict=True))
+            parts[i, j] = parts[j, i] = both * (near[i] & near[j])[:, None, None]
+    flat = parts.flatten(3)  # (count, count, items, n·d)
+    longest = flat[0, 0]
+    for start in range(count):
+        g = flat[start, start]
+        for _ in range(4):
+            unit = g / g.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(z.dtype).tiny)
+            weights = torch.linalg.eigh(torch.einsum("ijbk,bk->bij", flat, unit))[1][..., -1]  # (items, count)
+            g = torch.einsum("bi,bj,ijbk->bk", weights, weights, flat)
+        longer = g.norm(dim=-1, keepdim=True) > longest.norm(dim=-1, keepdim=True)
+        longest = torch.where(longer, g, longest)
+    whole[items] = longest.unflatten(-1, z.shape[1:])
+    return whole
+
+
+def _gradient(
+    f: Function, embed: Callable[[Tensor], Tensor], z: Tensor, left: Tensor, right: Tensor
+) -> Float[Tensor, "batch n d"]:
+    """`∂_z ⟨J(x)ᵀ left, right⟩` at `x = embed(z)`, item by item."""
+    with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        z = z.detach().clone().requires_grad_()
+        x = embed(z)
+        pulled = torch.autograd.grad(f(x), x, left, create_graph=True)[0]
+        (g,) = torch.autograd.grad((pulled * right.detach()).sum(), z, materialize_grads=True)
+    return g.detach()
+
+
+@final
+class _Warm(Operator):
+    """An operator with a guess of its top direction."""
+
+    def __init__(self, operator: Operator, direction: Float[Tensor, "batch *in_shape"]):
+        self._operator, self._direction = operator, direction
+        self.batch, self.in_shape, self.out_shape = operator.batch, operator.in_shape, operator.out_shape
+        self.dtype, self.device = operator.dtype, operator.device
+
+    @property
+    def noise(self) -> float:
+        return self._operator.noise
+
+    def jvp(self, v):
+        return self._operator.jvp(v)
+
+    def vjp(self, u):
+        return self._operator.vjp(u)
+
+    def gram(self, v):
+        return self._operator.gram(v)
+
+    def guess(self):
+        return self._direction
+
+    def select(self, items):
+        return _Warm(self._operator.select(items), self._direction[items])

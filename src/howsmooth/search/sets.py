@@ -1,0 +1,222 @@
+"""Where the tokens may be: a ball, what a norm maps onto, the neighbourhood of an input.
+
+A set is written in coordinates `z` in which staying inside is a projection that costs nothing: the search moves `z` and
+measures at `tokens(z)`.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention import LayerNorm, RMSNorm
+from howsmooth.attention.maps import check_finite, check_tokens
+from howsmooth.bounds.constants import norm_radius
+from howsmooth.errors import BadInputError
+
+_EDGE = 1e-6  # coordinates this close to the boundary, relatively, are on it
+
+
+class TokenSet(ABC):
+    """A set of token sequences, with coordinates."""
+
+    @property
+    @abstractmethod
+    def reach(self) -> float:
+        """A ball of this radius around zero holds every token of the set."""
+
+    @property
+    @abstractmethod
+    def size(self) -> float:
+        """A length in `z` that is large for one token of the set: the scale of first steps."""
+
+    @abstractmethod
+    def project(self, z: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
+        """The nearest coordinates of the set."""
+
+    @abstractmethod
+    def tangent(self, z: Float[Tensor, "batch n d"], g: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
+        """`g` without what would leave the set at `z` to first order."""
+
+    @abstractmethod
+    def tokens(self, z: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
+        """The tokens at `z`, differentiable."""
+
+    @abstractmethod
+    def sample(self, count: int, n: int, d: int, random: torch.Generator) -> Float[Tensor, "count n d"]:
+        """Random coordinates in the set, float64."""
+
+
+@final
+@dataclass(frozen=True)
+class Ball(TokenSet):
+    """Tokens of length at most `radius`, each for itself: `B_R^n`.
+
+    >>> z = Ball(1.0).project(torch.tensor([[[3.0, 4.0]]]))
+    >>> [round(t, 6) for t in z.flatten().tolist()], float(z.norm()) < 1  # just inside, so that rounding cannot leave the ball
+    ([0.6, 0.8], True)
+    """
+
+    radius: float
+
+    def __post_init__(self):
+        check_length(self.radius, "radius")
+
+    @property
+    def reach(self) -> float:
+        return float(self.radius)
+
+    @property
+    def size(self) -> float:
+        return float(self.radius)
+
+    def project(self, z):
+        inside = self.radius * (1 - 4 * torch.finfo(z.dtype).eps)
+        length = z.norm(dim=-1, keepdim=True)
+        return torch.where(length > inside, z * (inside / length.clamp_min(torch.finfo(z.dtype).tiny)), z)
+
+    def tangent(self, z, g):
+        square, outward = (z * z).sum(-1, keepdim=True), (z * g).sum(-1, keepdim=True)
+        leaves = (square >= (self.radius * (1 - _EDGE)) ** 2) & (outward > 0)
+        return torch.where(leaves, g - z * (outward / square), g)
+
+    def tokens(self, z):
+        return z
+
+    def sample(self, count, n, d, random):
+        """Uniform directions; half of the sequences on the sphere, half uniform in the ball."""
+        z = torch.randn(count, n, d, generator=random, dtype=torch.float64)
+        z = z / z.norm(dim=-1, keepdim=True)
+        depth = torch.rand(count, n, 1, generator=random, dtype=torch.float64) ** (1 / d)
+        depth[: count // 2] = 1.0
+        return self.project(self.radius * depth * z)
+
+
+@final
+@dataclass(frozen=True)
+class Ellipsoid(TokenSet):
+    """What a LayerNorm or RMSNorm maps onto: `α ⊙ z + β` with `|z|² = d`, and `1·z = 0` after LayerNorm.
+
+    The norm's `eps` is left out: tokens that are long beside it land there.
+
+    >>> space = Ellipsoid(RMSNorm(torch.tensor([1.0, 2.0])))
+    >>> [round(t, 6) for t in space.tokens(space.project(torch.tensor([[[0.0, 5.0]]]))).flatten().tolist()]
+    [0.0, 2.828427]
+    """
+
+    norm: LayerNorm | RMSNorm
+
+    def __post_init__(self):
+        if not isinstance(self.norm, LayerNorm | RMSNorm):
+            raise BadInputError(f"expected a LayerNorm or RMSNorm, got {type(self.norm).__name__}; use Ball(radius) for a ball")
+        if self.norm.width < (3 if self._centred else 2):
+            raise BadInputError(
+                f"expected a norm of more than {self.norm.width} channels, got one whose outputs are a few points; use Ball"
+            )
+
+    @property
+    def _centred(self) -> bool:
+        return isinstance(self.norm, LayerNorm)
+
+    @property
+    def reach(self) -> float:
+        return norm_radius(self.norm)
+
+    @property
+    def size(self) -> float:
+        return math.sqrt(self.norm.width)
+
+    def project(self, z):
+        z = z - z.mean(-1, keepdim=True) if self._centred else z
+        length = z.norm(dim=-1, keepdim=True)
+        z = torch.where(length > 0, z, self._any_point(z))
+        return z * (math.sqrt(self.norm.width) / z.norm(dim=-1, keepdim=True))
+
+    def tangent(self, z, g):
+        g = g - g.mean(-1, keepdim=True) if self._centred else g
+        return g - z * ((z * g).sum(-1, keepdim=True) / self.norm.width)
+
+    def tokens(self, z):
+        t = self.norm.weight.to(z) * z
+        return t if self.norm.bias is None else t + self.norm.bias.to(z)
+
+    def sample(self, count, n, d, random):
+        check_width(d, self.norm.width)
+        return self.project(torch.randn(count, n, d, generator=random, dtype=torch.float64))
+
+    def _any_point(self, z: Tensor) -> Tensor:
+        """The centre projects anywhere: on the first channel against the last."""
+        point = torch.zeros_like(z)
+        point[..., 0], point[..., -1] = 1.0, -1.0
+        return point
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class BallAround(TokenSet):
+    """Inputs at most `radius` away from `x`, (n, d), all tokens together (Frobenius norm).
+
+    >>> [round(t, 6) for t in BallAround(torch.zeros(1, 2), 1.0).project(torch.tensor([[[0.0, 7.0]]])).flatten().tolist()]
+    [0.0, 1.0]
+    """
+
+    x: Float[Tensor, "n d"]
+    radius: float
+
+    def __post_init__(self):
+        check_length(self.radius, "radius")
+        check_tokens(self.x)
+        check_finite(self.x, "tokens")
+        if self.x.ndim != 2:
+            raise BadInputError(
+                f"expected one input (n, d) to search around, got shape {tuple(self.x.shape)}; pass one at a time"
+            )
+
+    @property
+    def reach(self) -> float:
+        return float(self.x.double().norm(dim=-1).max()) + self.radius
+
+    @property
+    def size(self) -> float:
+        return float(self.radius)
+
+    def project(self, z):
+        centre = self.x.detach().to(z)
+        step = z - centre
+        inside = self.radius * (1 - 4 * torch.finfo(z.dtype).eps)
+        length = step.flatten(1).norm(dim=-1)[:, None, None]
+        return torch.where(length > inside, centre + step * (inside / length.clamp_min(torch.finfo(z.dtype).tiny)), z)
+
+    def tangent(self, z, g):
+        step = z - self.x.detach().to(z)
+        square, outward = (step * step).sum((1, 2), keepdim=True), (step * g).sum((1, 2), keepdim=True)
+        leaves = (square >= (self.radius * (1 - _EDGE)) ** 2) & (outward > 0)
+        return torch.where(leaves, g - step * (outward / square), g)
+
+    def tokens(self, z):
+        return z
+
+    def sample(self, count, n, d, random):
+        """Gaussian directions, on the boundary."""
+        if (n, d) != tuple(self.x.shape):
+            raise BadInputError(f"expected inputs of shape {tuple(self.x.shape)}, got ({n}, {d}); search around that input")
+        step = torch.randn(count, n, d, generator=random, dtype=torch.float64)
+        step *= self.radius / step.flatten(1).norm(dim=-1)[:, None, None]
+        return self.project(self.x.detach().double() + step)
+
+
+def check_length(value: float, what: str) -> None:
+    """Refuse a length that is not a positive finite number."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if not good:
+        raise BadInputError(f"expected a finite {what} > 0, got {value!r}; give it as a length in token space")
+
+
+def check_width(got: int, width: int) -> None:
+    """Refuse tokens of another width."""
+    if got != width:
+        raise BadInputError(f"expected tokens of width {width}, got {got}; the set and the map must agree")

@@ -1,0 +1,215 @@
+"""How bad can it get? The worst tokens found in a set, beside what theory allows there."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention import Attention
+from howsmooth.attention.maps import Map
+from howsmooth.bounds.bound import Bound
+from howsmooth.catalogue import bounds
+from howsmooth.errors import BadInputError
+from howsmooth.local import lipschitz
+from howsmooth.search.ascent import Climb, ascend
+from howsmooth.search.configurations import check_layer, ranked
+from howsmooth.search.gradient import DENSE_SIZE, Function
+from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_width
+from howsmooth.spectral import Estimate
+
+_SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the set's size
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class WorstCase:
+    """The worst input found: a lower bound on the constant over the set, attained by `tokens`.
+
+    estimate: `L` at `tokens`, from both sides.  start: where the climb began; began: `L` there.  trace: the best `L` of all
+    starts, first at the starts, then after each step.  best_configuration: the best `L` among the configurations, if any.
+    bound: the least upper bound of `bounds` over a ball that holds the set; ratio: `L / bound`, at most 1.
+    status: `improved`, or `not improved` where no step gained over the best start.  note: what a reader should know, in one
+    sentence.  unimproved: the starts that no step improved.
+    """
+
+    tokens: Float[Tensor, "n d"]
+    estimate: Estimate
+    start: str
+    trace: tuple[float, ...]
+    began: float
+    best_configuration: float | None
+    bound: Bound | None
+    ratio: float | None
+    status: Literal["improved", "not improved"]
+    note: str
+    unimproved: tuple[str, ...]
+    seed: int
+
+    @property
+    def value(self) -> float:
+        return self.estimate.value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, and the tokens as lists."""
+        return {
+            **self.estimate.to_dict(),
+            "status": self.status,
+            "estimate_status": self.estimate.status,
+            "start": self.start,
+            "began": self.began,
+            "best_configuration": self.best_configuration,
+            "bound": None if self.bound is None else self.bound.id,
+            "log_bound": None if self.bound is None else self.bound.log_value,
+            "ratio": self.ratio,
+            "note": self.note,
+            "unimproved": list(self.unimproved),
+            "trace": list(self.trace),
+            "tokens": self.tokens.tolist(),
+            "seed": self.seed,
+        }
+
+    def __str__(self) -> str:
+        share = "" if self.ratio is None or self.bound is None else f", {self.ratio:.3g} of the bound {self.bound.id}"
+        return f"L = {self.value:.6g}{share}; from {self.start}, L = {self.began:.6g} before the climb; {self.note}"
+
+    __repr__ = __str__
+
+
+def worst_case(
+    attn: Function,
+    n: int | None = None,
+    radius: float | None = None,
+    *,
+    within: TokenSet | None = None,
+    steps: int | None = None,
+    restarts: int | None = None,
+    certify: float = 0.02,
+    seed: int = 0,
+) -> WorstCase:
+    """The largest local Lipschitz constant found over a set of inputs, with the input.
+
+    Starts from configurations of the layer's heads, the same shaken, and random points; climbs `L` by its own gradient from all
+    of them at once (`ascend`); certifies `L` at the best. It is a search: the constant over the set is at least `value`, and at
+    most `bound`.
+
+    attn: an attention layer, a composition of maps, or a function that treats a batch of inputs item by item.
+    n, radius: `n` tokens in the ball of that radius.  within: another set: `Ellipsoid(norm)` with `n`, or
+    `BallAround(x, radius)` alone.
+    steps, restarts: measurements of every start, and starts; by default 100 and 32 where `n·d ≤ 256`, fewer above.
+
+    >>> result = worst_case(Attention.from_matrices(-torch.eye(1), torch.eye(1)), n=4, radius=1.0, steps=20)
+    >>> print(f"{result.value:.3f}, {result.ratio:.2f} of {result.bound.id}")
+    2.208, 0.58 of B7
+    """
+    space, n, d = _where(attn, n, radius, within)
+    steps, restarts = _budget(n * d, steps, restarts)
+    random = torch.Generator().manual_seed(_whole(seed, "seed", 0))
+    z, labels, designed = _starts(attn, space, n, d, restarts, random)
+    dtype = torch.float64 if n * d <= DENSE_SIZE else _precision(attn)
+    climb = ascend(attn, space, z.to(dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
+    best = int(climb.value.argmax())
+    tokens = space.tokens(climb.z[best : best + 1])[0].detach()
+    estimate = lipschitz(attn, tokens[None], certify=certify, seed=seed, batched=True)[0]
+    bound = bounds(attn, n=n, radius=space.reach).upper if isinstance(attn, Attention) else None
+    ratio = None
+    if bound is not None and bound.log_value is not None and estimate.value > 0:
+        ratio = math.exp(min(math.log(estimate.value) - bound.log_value, 700.0))
+    improved = float(climb.value[best]) > float(climb.began.max()) * (1 + 1e-9)
+    return WorstCase(
+        tokens=tokens,
+        estimate=estimate,
+        start=labels[best],
+        trace=climb.trace,
+        began=float(climb.began[best]),
+        best_configuration=float(climb.began[:designed].max()) if designed else None,
+        bound=bound,
+        ratio=ratio,
+        status="improved" if improved else "not improved",
+        note=_note(climb, improved, steps),
+        unimproved=tuple(labels[i] for i in torch.nonzero(climb.value <= climb.began)[:, 0].tolist()),
+        seed=seed,
+    )
+
+
+def _where(attn: Function, n: int | None, radius: float | None, within: TokenSet | None) -> tuple[TokenSet, int, int]:
+    """The set, the number of tokens and their width."""
+    if (radius is None) == (within is None):
+        raise BadInputError("expected either radius or within, got both or neither; radius=4.0 asks for the ball of radius 4")
+    space = Ball(radius) if radius is not None else within
+    if not isinstance(space, TokenSet):
+        raise BadInputError(
+            f"expected a Ball, Ellipsoid or BallAround, got {type(space).__name__}; they are in howsmooth.search.sets"
+        )
+    if isinstance(space, BallAround):
+        if n not in (None, len(space.x)):
+            raise BadInputError(f"expected n = {len(space.x)} like the input to search around, got {n}; leave n out")
+        n, d = space.x.shape
+    elif isinstance(attn, Map):
+        d = attn.width
+    elif isinstance(space, Ellipsoid):
+        d = space.norm.width
+    else:
+        raise BadInputError(
+            "expected a map of the package for a ball, got a function; search within=BallAround(x, radius) instead"
+        )
+    if n is None or isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
+    if isinstance(attn, Map):
+        check_width(d, attn.width)
+        if isinstance(space, Ellipsoid):
+            check_width(space.norm.width, attn.width)
+    elif not callable(attn):
+        raise BadInputError(f"expected a map or a function of one tensor, got {type(attn).__name__}; pass a callable")
+    if isinstance(attn, Attention):
+        check_layer(attn, n)
+    return space, n, d
+
+
+def _budget(size: int, steps: int | None, restarts: int | None) -> tuple[int, int]:
+    small, medium = size <= DENSE_SIZE, size <= 16 * DENSE_SIZE
+    steps = (100 if small else 30) if steps is None else _whole(steps, "steps", 0)
+    return steps, (32 if small else 8 if medium else 4) if restarts is None else _whole(restarts, "restarts", 1)
+
+
+def _whole(value: int, what: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BadInputError(f"expected a whole number of {what}, at least {least}, got {value!r}; leave it out for the default")
+    return value
+
+
+def _starts(
+    attn: Function, space: TokenSet, n: int, d: int, restarts: int, random: torch.Generator
+) -> tuple[Float[Tensor, "starts n d"], list[str], int]:
+    """Coordinates to start from, what each is, and how many are configurations."""
+    if isinstance(space, BallAround):
+        z = torch.cat([space.x.detach().double()[None], space.sample(restarts - 1, n, d, random)])
+        return z, ["the input itself"] + [f"random start {i}" for i in range(restarts - 1)], 0
+    designed, labels = torch.empty(0, n, d, dtype=torch.float64), []
+    if isinstance(attn, Attention):
+        found = ranked(attn, n, space)[: max(restarts // 4, min(4, restarts))]
+        designed = torch.stack([c.place(n) for c in found]).cpu()
+        labels = [str(c) for c in found]
+    shaken = designed[: max(0, restarts - 2 * len(designed))]
+    noise = torch.randn(shaken.shape, generator=random, dtype=torch.float64) * (_SHAKE * space.size / d**0.5)
+    rest = max(0, restarts - len(designed) - len(shaken))
+    z = torch.cat([designed, space.project(shaken + noise), space.sample(rest, n, d, random)])
+    labels += [f"{label}, shaken" for label in labels[: len(shaken)]] + [f"random start {i}" for i in range(rest)]
+    return z, labels, len(designed)
+
+
+def _precision(f: Function) -> torch.dtype:
+    return torch.promote_types(f.dtype, torch.float32) if isinstance(f, Map) else torch.get_default_dtype()
+
+
+def _note(climb: Climb, improved: bool, steps: int) -> str:
+    if steps == 0:
+        return "no step was asked for: this is the best of the starts"
+    if not improved:
+        return f"no step improved the best start in {len(climb.trace) - 1} steps: raise steps and restarts, or try another seed"
+    tail = climb.trace[-max(2, len(climb.trace) // 10)]
+    if climb.trace[-1] > 1.01 * tail:
+        return "still climbing by more than 1 % at the last tenth of the steps: more steps will find more"
+    return "settled to 1 % over the last tenth of the steps"
