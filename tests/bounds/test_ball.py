@@ -11,7 +11,8 @@ from howsmooth.attention import Attention, LayerNorm, RMSNorm
 from howsmooth.bounds import kim2021
 from howsmooth.bounds.ball import ball_bounds
 from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.constants import constants, norm_radius
+from howsmooth.bounds.constants import constants
+from howsmooth.bounds.radius import norm_radius
 from howsmooth.bounds.ours import column_exponents
 from howsmooth.errors import BadInputError
 

@@ -19,6 +19,7 @@ from howsmooth.attention.norms import _NormJacobian
 from howsmooth.bounds.bound import Bound, log_of, outward_log
 from howsmooth.bounds.nair2025 import softmax_bound
 from howsmooth.bounds.perron import STEPS, perron_bound
+from howsmooth.bounds.slopes import token_slopes
 from howsmooth.bounds.yudin2025 import yudin_bound
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
@@ -33,7 +34,7 @@ _ROUNDINGS = 16
 _SMALL = 16  # rows up to which eigenvalues cost no more than powers
 _FEATURES = 2**23  # numbers the exact form works on at once
 _SOURCE = "howsmooth, docs/point-bounds.md"
-_ASSUMES = "any attention layer: heads, groups, biases, masks, soft-cap"
+_ASSUMES = "any attention layer: heads, groups, biases, masks, soft-cap, rotary phases, norms on queries and keys"
 
 
 @torch.no_grad()
@@ -267,6 +268,8 @@ class _Tokens:
 
     v, o: `R_o v_j`, `R_o o_i`, measured from the mean value.  k: `R_q k_j`, from the mean key without a soft-cap.
     a: `τ |W_kᵀ q_i|`.  y: `R_o W_v` applied to the unit vector along `W_kᵀ q_i`, times `a`.
+    chi, kappa: what `k` and `a` are to be multiplied by at query `i` and at key `j`, 1 in plain layers. Where queries and keys
+    are normalised or turned they are the slopes of 4.13, `k` and `a` are lengths, and there is no `y`.
     inverse: `1/z_i`, zero for queries that are not part of the output.
     """
 
@@ -275,7 +278,9 @@ class _Tokens:
     k: Tensor
     q: Tensor
     a: Tensor
-    y: Tensor
+    y: Tensor | None
+    chi: Tensor
+    kappa: Tensor
     inverse: Tensor
     slack: Tensor  # (g,) float64
     noise: float
@@ -292,12 +297,18 @@ class _Tokens:
 
         v = apply(kernel._v, geometry.r_o)
         centre = v.mean(1, keepdim=True)
-        k = apply(kernel._k, geometry.r_q)
-        k = k - k.mean(1, keepdim=True) if kernel.scores.softcap is None else k
-        q = apply(kernel._q, geometry.r_k) * abs(layer._scale)
-        a = q.norm(dim=-1)
-        y = apply(q, geometry.inner @ geometry.key) * math.copysign(1.0, layer._scale)
         inverse = kernel._inverse[..., 0]
+        slopes = token_slopes(operator)
+        if slopes is None:
+            k, q, y = apply(kernel._k, geometry.r_q), apply(kernel._q, geometry.r_k) * abs(layer._scale), None
+            chi = kappa = torch.ones_like(inverse)
+        else:
+            k, chi, q, kappa = slopes
+            q, y = q * abs(layer._scale), None
+        k = k - k.mean(1, keepdim=True) if kernel.scores.softcap is None else k
+        a = q.norm(dim=-1)
+        if slopes is None and heads == 1:
+            y = apply(q, geometry.inner @ geometry.key) * math.copysign(1.0, layer._scale)
         if layer.attention_mask is not None:
             real = layer.attention_mask.to(dtype).repeat_interleave(heads, 0)
             inverse = inverse * real
@@ -305,9 +316,8 @@ class _Tokens:
         logit = abs(layer._scale) * (kernel._q.norm(dim=-1).amax(-1) * kernel._k.norm(dim=-1).amax(-1)).double()
         if kernel.scores.softcap is not None:
             logit = logit.clamp_max(kernel.scores.softcap)
-        return cls(
-            v - centre, apply(kernel._o, geometry.r_o) - centre, k, q, a, y, inverse, torch.exp(noise * (1 + logit)), noise
-        )
+        o = apply(kernel._o, geometry.r_o) - centre
+        return cls(v - centre, o, k, q, a, y, chi, kappa, inverse, torch.exp(noise * (1 + logit)), noise)
 
 
 def _products(kernel: SoftmaxAttention, inverse: Tensor, w: Tensor, capped: bool = False) -> Tensor:
@@ -348,8 +358,8 @@ def _trace_sizes(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens) 
         moments = _products(kernel, t.inverse, torch.cat([v2, k2, t.k], -1))
         spread_v = _spread(moments[..., 0], t.o, t)
         spread_k = _spread(moments[..., 1], moments[..., 2:], t)
-    beta = abs(operator._layer._scale) * (spread_v * spread_k).sqrt()
-    key = _received(kernel, t.inverse, spread_v * t.a.square(), capped).amax(-1).sqrt()
+    beta = abs(operator._layer._scale) * (spread_v * spread_k).sqrt() * t.chi
+    key = (_received(kernel, t.inverse, spread_v * t.a.square(), capped).sqrt() * t.kappa).amax(-1)
     return _with_block_norms(operator, geometry, t, beta, key, spread_v)
 
 
@@ -360,9 +370,9 @@ def _with_block_norms(
     batch = operator.batch
     p, w = _weights_norm(operator._kernel, t.inverse)
     nu = geometry.nu.to(beta.dtype).repeat(batch)[:, None]  # (g, 1)
-    reach = t.a * spread.sqrt()
+    reach = t.a * spread.sqrt() * t.kappa.amax(-1, keepdim=True)
     start = _start(operator._kernel, t.inverse, nu + reach, beta, w)
-    if operator._layer.heads == 1:
+    if t.y is not None:
         return _Sizes(p, beta.amax(-1), key, _one_head(operator, geometry, t, beta, start))
     start = torch.cat([start, _start(operator._kernel, t.inverse, reach, torch.zeros_like(beta), w)])
     whole, keys_alone = _many_heads(operator, nu, t, beta, start)
@@ -409,15 +419,17 @@ def _one_head(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens, bet
     """`‖N‖₂` of the matrix of block norms, each the smaller of two bounds (Theorem 4.4)."""
     kernel = operator._kernel
     nu = float(geometry.nu[0])
-    unit = t.y / t.a.clamp_min(torch.finfo(t.a.dtype).tiny)[..., None]
+    assert t.y is not None
+    y = t.y
+    unit = y / t.a.clamp_min(torch.finfo(t.a.dtype).tiny)[..., None]
     base = unit.square().sum(-1, keepdim=True) + nu**2
-    shift = (t.o * t.y).sum(-1, keepdim=True)
+    shift = (t.o * y).sum(-1, keepdim=True)
     distance = _Distance(t)
     capped = kernel.scores.softcap is not None
 
     def tile(b: Block) -> Tensor:
         e = distance(b).mul_(t.a[b.heads, b.rows, None])
-        cross = torch.bmm(t.y[b.heads, b.rows], t.v[b.heads, b.cols].mT).sub_(shift[b.heads, b.rows]).mul_(2)
+        cross = torch.bmm(y[b.heads, b.rows], t.v[b.heads, b.cols].mT).sub_(shift[b.heads, b.rows]).mul_(2)
         if capped:
             split = b.weights.square() * base[b.heads, b.rows] + b.weights * b.slope * cross + (b.slope * e).square()
             return torch.minimum(split.clamp_min_(0).sqrt_(), b.weights * nu + b.slope * e)
@@ -441,30 +453,32 @@ def _one_head(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens, bet
 
 
 def _many_heads(operator: _AttentionJacobian, nu: Tensor, t: _Tokens, beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """`‖ν P + E + diag β‖₂` and `‖E‖₂`, `E_ij = P_ij a_i |v_j − o_i|`: the simpler bound on each block (Theorem 4.4)."""
+    """`‖ν P + E + diag β‖₂` and `‖E‖₂`, `E_ij = P_ij a_i κ_j |v_j − o_i|`: the simpler bound on each block (Theorem 4.4)."""
     kernel = operator._kernel
     g = len(beta)
     distance = _Distance(t)
 
     def forward(w: Tensor) -> Tensor:
         mean, moved, alone = torch.zeros_like(beta), torch.zeros_like(beta), torch.zeros_like(beta)
+        whole, keys = t.kappa * w[:g], t.kappa * w[g:]
         for b in kernel._blocks():
             e = distance(b).mul_(b.slope)
             mean[b.heads, b.rows] += _along(b.weights, w[:g][b.heads, b.cols])
-            moved[b.heads, b.rows] += _along(e, w[:g][b.heads, b.cols])
-            alone[b.heads, b.rows] += _along(e, w[g:][b.heads, b.cols])
+            moved[b.heads, b.rows] += _along(e, whole[b.heads, b.cols])
+            alone[b.heads, b.rows] += _along(e, keys[b.heads, b.cols])
         a = t.a * t.inverse
         return torch.cat([nu * t.inverse * mean + a * moved + beta * w[:g], a * alone])
 
     def backward(z: Tensor) -> Tensor:
         a = t.a * t.inverse
-        back = torch.cat([beta * z[:g], torch.zeros_like(beta)])
+        whole, by_whole, by_keys = beta * z[:g], torch.zeros_like(beta), torch.zeros_like(beta)
         mean, moved, alone = nu * t.inverse * z[:g], a * z[:g], a * z[g:]
         for b in kernel._blocks():
             e = distance(b).mul_(b.slope)
-            back[:g][b.heads, b.cols] += _down(mean[b.heads, b.rows], b.weights) + _down(moved[b.heads, b.rows], e)
-            back[g:][b.heads, b.cols] += _down(alone[b.heads, b.rows], e)
-        return back
+            whole[b.heads, b.cols] += _down(mean[b.heads, b.rows], b.weights)
+            by_whole[b.heads, b.cols] += _down(moved[b.heads, b.rows], e)
+            by_keys[b.heads, b.cols] += _down(alone[b.heads, b.rows], e)
+        return torch.cat([whole + t.kappa * by_whole, t.kappa * by_keys])
 
     bound, _ = perron_bound(forward, backward, start, _BLOCK_STEPS)
     return bound[:g], bound[g:]
@@ -525,7 +539,7 @@ def _exact_head(kernel: SoftmaxAttention, t: _Tokens, g: int, tau: float) -> tup
         energy = _symmetric(energy, keys, r_k)
         size = energy.diagonal(dim1=1, dim2=2).sum(-1, keepdim=True)
         energy = _top_eigenvalue(energy)[:, None] + t.noise * size
-    return beta, energy.amax().sqrt()
+    return beta * t.chi[g], (energy[:, 0].sqrt() * t.kappa[g]).amax()
 
 
 def _triangle(r: int, device: torch.device) -> Tensor:
