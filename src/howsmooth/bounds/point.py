@@ -86,7 +86,7 @@ def trace_bound(operator: Operator) -> Float[Tensor, " batch"]:
     """
     if not isinstance(operator, _AttentionJacobian):
         raise BadInputError(f"expected a linearised attention layer, got {type(operator).__name__}; use operator_bound")
-    return _bounds(operator, exact=False).best
+    return _bounds(operator, exact=False, every=False).best
 
 
 @torch.no_grad()
@@ -122,17 +122,20 @@ class _Found(NamedTuple):
         return torch.stack(self).amin(0)
 
 
-def _bounds(operator: _AttentionJacobian, exact: bool) -> _Found:
+def _bounds(operator: _AttentionJacobian, exact: bool, every: bool = True) -> _Found:
+    """every: all three of them; else one that cannot be the smallest may be left at a larger one."""
     geometry = _Geometry.of(operator._layer)
     tokens = _Tokens.of(operator, geometry)
-    found = _combine(operator, geometry, tokens, _trace_sizes(operator, geometry, tokens))
+    found = _combine(operator, geometry, tokens, _trace_sizes(operator, geometry, tokens), every)
     if not exact:
         return found
-    sharper = _combine(operator, geometry, tokens, _exact_sizes(operator, geometry, tokens))
+    sharper = _combine(operator, geometry, tokens, _exact_sizes(operator, geometry, tokens), every)
     return _Found(*(torch.minimum(a, b) for a, b in zip(found, sharper, strict=True)))
 
 
-def _combine(operator: _AttentionJacobian, geometry: "_Geometry", tokens: "_Tokens", sizes: "_Sizes") -> _Found:
+def _combine(
+    operator: _AttentionJacobian, geometry: "_Geometry", tokens: "_Tokens", sizes: "_Sizes", every: bool
+) -> _Found:
     """Heads put together: plainly, through output directions, through input and output directions."""
     batch, heads = operator.batch, operator._layer.heads
     slack = tokens.slack.unflatten(0, (batch, heads))
@@ -143,7 +146,11 @@ def _combine(operator: _AttentionJacobian, geometry: "_Geometry", tokens: "_Toke
     if heads == 1:
         return _Found(plain, block[:, 0], plain)
     dtype = operator.dtype
-    return _Found(plain, geometry.blocks(block, dtype), geometry.coupled(p, beta, key, dtype))
+    coupled = geometry.coupled(p, beta, key, dtype)
+    # ‖Σ b_h O_hO_hᵀ‖ is at least max b_h: often D5 cannot win
+    if not every and bool((coupled.square() <= block.amax(-1) * block.sum(-1)).all()):
+        return _Found(plain, plain, coupled)
+    return _Found(plain, geometry.blocks(block, dtype), coupled)
 
 
 class _Sizes(NamedTuple):
@@ -233,11 +240,14 @@ def _shared_norm(
         # a head that is zero in every item drops out
         share = torch.where(mean > 0, t / mean.clamp_min(torch.finfo(mean.dtype).tiny), 0.0).amax(-1)
         ratio = share if ratio is None else torch.maximum(ratio, share)
-        columns.append((directions * mean.sqrt()[:, None, None]).transpose(0, 1).flatten(1))  # (d, heads·r)
+        columns.append((directions, mean))
     assert ratio is not None
-    root = torch.cat(columns, 1)
-    size = root.square().amax().clamp_min(torch.finfo(root.dtype).tiny).sqrt()
-    root = (root / size).to(dtype)
+    # sizes are taken out, so that squares stay in the range of `dtype`
+    size = torch.stack([mean.amax() * directions.abs().amax() ** 2 for directions, mean in columns]).amax()
+    size = size.clamp_min(torch.finfo(size.dtype).tiny).sqrt()
+    root = torch.cat(
+        [(e.to(dtype) * (mean.sqrt() / size).to(dtype)[:, None, None]).transpose(0, 1).flatten(1) for e, mean in columns], 1
+    )  # (d, heads·r)
     return (
         ratio * size**2 * _largest_eigenvalue((root @ root.mT).double(), 4 * torch.finfo(dtype).eps * math.sqrt(root.shape[1]))
     )
@@ -246,20 +256,34 @@ def _shared_norm(
 def _largest_eigenvalue(m: Float[Tensor, "d d"], noise: float, step: float = 0.01) -> float:
     """The largest eigenvalue of a positive semi-definite `m` from above: `s − m` has a Cholesky factor (Lemma 4.6).
 
-    noise: error of `m`, as a share of its trace.  step: by how much the power method's value is raised first.
+    noise: error of `m`, as a share of its trace.  step: by how much Lanczos's value is raised first.
     """
     trace = float(m.diagonal().sum())
-    w = m.abs().sum(0)[:, None]
-    for _ in range(24):
-        w = m @ w
-        w = w / w.norm().clamp_min(torch.finfo(w.dtype).tiny)
-    bound = float((m @ w).norm())
+    bound = _ritz_value(m)
     while bound < trace:
         bound *= 1 + step
         if int(torch.linalg.cholesky_ex((-m).diagonal_scatter(bound - m.diagonal())).info) == 0:
             break
         step *= 2
     return min(bound, trace) + noise * trace
+
+
+def _ritz_value(m: Float[Tensor, "d d"], steps: int = 16) -> float:
+    """The largest eigenvalue of a positive semi-definite matrix from below, by Lanczos's method."""
+    basis = [m.abs().sum(0)]
+    basis[0] = basis[0] / basis[0].norm().clamp_min(torch.finfo(m.dtype).tiny)
+    images: list[Tensor] = []
+    for _ in range(min(steps, len(m))):
+        images.append(m @ basis[-1])
+        known = torch.stack(basis)
+        rest = images[-1] - known.mT @ (known @ images[-1])
+        rest = rest - known.mT @ (known @ rest)
+        size = rest.norm()
+        if not bool(size > 1e-10 * images[-1].norm()):
+            break
+        basis.append(rest / size)
+    small = torch.stack(basis[: len(images)]) @ torch.stack(images).mT
+    return max(0.0, float(torch.linalg.eigvalsh((small + small.mT) / 2)[-1]))
 
 
 @dataclass(frozen=True)
