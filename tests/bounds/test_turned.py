@@ -1,4 +1,4 @@
-"""Bounds of layers whose queries and keys are normalised or turned: sound over a ball and at a point, and not loose for nothing."""
+"""Bounds of layers whose queries and keys are normalised or turned: sound over a ball and at a point, and not idle."""
 
 import dataclasses
 import itertools
@@ -56,7 +56,8 @@ def sequences(n: int, d: int, radius: float, count: int, seed: int) -> Tensor:
 
 def refuted(bounds: list[Bound], best: float) -> list[str]:
     """Upper bounds that a measured L lies above."""
-    return [f"{b.id}: {b.value} < {best}" for b in bounds if b.value is not None and b.value < best * (1 - 1e-9)]
+    upper = [(b.id, b.value) for b in bounds if b.side == "upper" and b.value is not None]
+    return [f"{id}: {value} < {best}" for id, value in upper if value < best * (1 - 1e-9)]
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
@@ -73,18 +74,18 @@ def test_sound_over_the_ball(kinds):
         assert {b.id for b in found if b.applies} <= set(OURS)
 
 
-@pytest.mark.parametrize("kinds", [(0, 0, 1), (1, 1, 0), (2, 1, 2), (1, 0, 1)], ids=str)
+@pytest.mark.parametrize("kinds", [(0, 0, 1), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradient_ascent(kinds, causal):
     """L climbed by its own gradient stays below."""
     n, d, radius = 4, 2, 1.0
     attn = turned(layer(3, d=d, causal=causal), n, q=kinds[0], k=kinds[1], phases=kinds[2], seed=4)
-    x = (radius * gaussian(6, n, d, seed=1)).requires_grad_()
+    x = (radius * gaussian(4, n, d, seed=1)).requires_grad_()
     steps = torch.optim.Adam([x], lr=0.05)
     best = 0.0
-    for _ in range(25):
+    for _ in range(15):
         tokens = x * (radius / x.norm(dim=-1, keepdim=True).clamp_min(radius))
-        J = torch.func.vmap(torch.func.jacrev(attn))(tokens).reshape(6, -1, n * d)
+        J = torch.func.vmap(torch.func.jacrev(attn))(tokens).reshape(4, -1, n * d)
         L = torch.linalg.matrix_norm(J, 2)
         best = max(best, float(L.detach().max()))
         steps.zero_grad()
@@ -98,9 +99,8 @@ def test_sound_at_a_point(kinds):
     for i, options in enumerate(MASKS):
         seed = 5 * KINDS.index(kinds) + i
         n = (1, 4, 7)[seed % 3]
-        attn = turned(
-            layer(seed, heads=1 + seed % 2, gain=(1.0, 3.0)[i % 2], **options), n, q=kinds[0], k=kinds[1], phases=kinds[2], seed=seed
-        )
+        plain = layer(seed, heads=1 + seed % 2, gain=(1.0, 3.0)[i % 2], **options)
+        attn = turned(plain, n, q=kinds[0], k=kinds[1], phases=kinds[2], seed=seed)
         x = sequences(n, 4, 1.5, 3, seed) if n > 1 else gaussian(6, 1, 4, seed=seed)
         truth = measured(attn, x)
         operator = attn.linearize(x)[1]
@@ -110,7 +110,7 @@ def test_sound_at_a_point(kinds):
         assert bool((exact.best <= trace.best).all())
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(turned_layers())
 def test_sound_on_any_layer(case: LayerProblem):
     truth = measured(case.layer, case.x)
@@ -122,7 +122,7 @@ def test_sound_on_any_layer(case: LayerProblem):
 
 
 def test_sound_in_single_precision():
-    for i, kinds in enumerate(KINDS):
+    for i, kinds in enumerate(KINDS[::3]):
         attn = turned(layer(i), 5, q=kinds[0], k=kinds[1], phases=kinds[2], seed=2 * i).to(torch.float32)
         x = gaussian(6, 5, 4, seed=i, dtype=torch.float32)
         truth = measured(attn, x.double())
@@ -131,16 +131,17 @@ def test_sound_in_single_precision():
 
 
 def test_tightness_at_a_point():
-    """Recorded geometric means of bound/L on layers with norms and phases of four heads: 3.0 trace, 2.2 exact."""
-    logs: dict[bool, list[float]] = {False: [], True: []}
-    for i, kinds in enumerate(KINDS):
-        attn = turned(layer(i, d=8, heads=4, head=4, gain=0.5), 10, q=kinds[0], k=kinds[1], phases=kinds[2], seed=2 * i)
-        x = gaussian(4, 10, 8, seed=i)
-        for exact in logs:
-            logs[exact] += (point._bounds(attn.linearize(x)[1], exact).best / measured(attn, x)).log().tolist()
-    trace, exact = (math.exp(sum(v) / len(v)) for v in logs.values())
-    assert exact < trace < 4.0, (trace, exact)
-    assert exact < 3.0
+    """Recorded geometric means of bound/L, one head: phases 2.4 trace, 1.9 exact; norms and phases 3.1 and 2.1."""
+    for kinds, limits in (((0, 0, 1), (2.8, 2.2)), ((1, 1, 1), (3.8, 2.5))):
+        logs: dict[bool, list[float]] = {False: [], True: []}
+        for seed in range(6):
+            attn = turned(layer(12 * seed, d=8, heads=1, gain=0.5), 10, q=kinds[0], k=kinds[1], phases=kinds[2], seed=2 * seed)
+            x = gaussian(4, 10, 8, seed=seed)
+            for exact in logs:
+                logs[exact] += (point._bounds(attn.linearize(x)[1], exact).best / measured(attn, x)).log().tolist()
+        trace, exact = (math.exp(sum(v) / len(v)) for v in logs.values())
+        assert exact < trace < limits[0], (kinds, trace, exact)
+        assert exact < limits[1], (kinds, trace, exact)
 
 
 def test_phases_can_make_logits_out_of_nothing():
@@ -160,6 +161,7 @@ def test_norms_are_steep_where_queries_vanish():
     attn = Attention(eye, eye, eye, scale=1.0, q_norm=RMSNorm(torch.ones(2, dtype=F64), eps=eps))
     x = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]]], dtype=F64)
     best = float(measured(attn, x))
+    assert refuted(ball_bounds(dataclasses.replace(attn, q_norm=None), 3, 1.0), best)
     found = {b.id: b for b in ball_bounds(attn, 3, 1.0)}
     value = found["B7"].value
     assert value is not None
@@ -198,7 +200,8 @@ def test_product_of_norms_is_not_all():
         bound = turn(Attention(q, k, q, scale=1.0, rotary=rotary)).reach(0, 1.0)
         angles = 6.28 * torch.rand(400, 2, dtype=F64, generator=torch.Generator().manual_seed(seed))
         free = Rotary(angles.cos(), angles.sin())
-        seen = max(float(torch.linalg.matrix_norm(k.mT @ free.turn(q.mT[:, None].expand(-1, 400, -1))[:, i].mT, 2)) for i in range(400))
+        rotated = free.turn(q.mT[:, None].expand(-1, 400, -1)).permute(1, 2, 0)  # (angles, head, d)
+        seen = float(torch.linalg.matrix_norm(k.mT @ rotated, 2).max())
         product = float(torch.linalg.matrix_norm(q, 2) * torch.linalg.matrix_norm(k, 2))
         assert seen <= bound * (1 + 1e-12)
         assert bound <= product * (1 + 1e-9)
@@ -231,12 +234,23 @@ def test_published_rows_do_not_apply(options, word):
     assert word in str(yudin_bound(attn, torch.zeros(3, 4)).reason)
 
 
-def test_a_wrong_bound_is_caught():
-    """The cases are sharp enough to notice a lost slope or a lost cross term."""
-    caught = 0
-    for i, kinds in enumerate(KINDS):
-        attn = turned(layer(i, gain=0.2), 5, q=kinds[0], k=kinds[1], phases=kinds[2], seed=2 * i + 1)
-        best = float(measured(attn, sequences(5, 4, 1.0, 16, i)).max())
-        plain = dataclasses.replace(attn, q_norm=None, k_norm=None, rotary=None)
-        caught += bool(refuted(ball_bounds(plain, 5, 1.0), best))
-    assert caught > 5
+@pytest.mark.parametrize("lost", ["query", "key"])
+def test_a_lost_slope_is_caught(lost, monkeypatch):
+    """The inputs are sharp enough to notice slopes that are too small."""
+    slopes = point.token_slopes
+
+    def too_small(operator):
+        found = slopes(operator)
+        assert found is not None
+        return found._replace(**{lost: 0.01 * getattr(found, lost)})
+
+    caught = {True: 0, False: 0}
+    for wrong in caught:
+        if wrong:
+            monkeypatch.setattr(point, "token_slopes", too_small)
+        for seed in range(8):
+            attn = turned(layer(seed, heads=1), 5, q=1, k=1, phases=1, seed=2 * seed)
+            x = sequences(5, 4, 1.5, 4, seed)
+            caught[wrong] += int((point._bounds(attn.linearize(x)[1], False).best < measured(attn, x) * (1 - 1e-9)).sum())
+    assert caught[False] == 0
+    assert caught[True] > 0

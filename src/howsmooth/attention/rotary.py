@@ -18,7 +18,8 @@ class Rotary:
 
     cos, sin: (positions, planes), or (batch, positions, planes) where sequences differ; row `i` belongs to token `i`, and rows
     past the last token are not used. The first `2·planes` entries of a head are turned, the others are left alone (Phi).
-    interleaved: planes are neighbours (0, 1), (2, 3), … (GPT-J, Cohere); else halves (0, planes), (1, planes + 1), … (Llama, Qwen).
+    interleaved: planes are neighbours (0, 1), (2, 3), … (GPT-J, Cohere); else they pair the two halves of what is turned
+    (Llama, Qwen).
 
     >>> quarter = Rotary(torch.zeros(1, 1), torch.ones(1, 1))
     >>> quarter.turn(torch.tensor([[1.0, 0.0, 5.0]])).tolist()

@@ -4,8 +4,8 @@ Per head, with `G = sup |A x + c|`, `K` its counterpart on the key side and `C` 
 
     ℓ_h = √C (1 + G²R²)^½ + K R                          (docs/bounds.md, Theorem 3.3)
 
-and heads are put together through the norms of `V_hᵀ V_k` (Theorem 3.4). The bounds differ in `C`. Rotary phases and norms on queries
-and keys enter through `G` and `K`, and put `1 + GR` for the root (Theorem 3.16).
+and heads are put together through the norms of `V_hᵀ V_k` (Theorem 3.4). The bounds differ in `C`.
+Rotary phases and norms on queries and keys enter through `G` and `K`, and put `1 + GR` for the root (Theorem 3.16).
 """
 
 import math

@@ -19,7 +19,7 @@ from howsmooth.attention.norms import _NormJacobian
 from howsmooth.bounds.bound import Bound, log_of, outward_log
 from howsmooth.bounds.nair2025 import softmax_bound
 from howsmooth.bounds.perron import STEPS, perron_bound
-from howsmooth.bounds.slopes import token_slopes
+from howsmooth.bounds.slopes import Pull, token_slopes
 from howsmooth.bounds.yudin2025 import yudin_bound
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
@@ -133,9 +133,7 @@ def _bounds(operator: _AttentionJacobian, exact: bool, every: bool = True) -> _F
     return _Found(*(torch.minimum(a, b) for a, b in zip(found, sharper, strict=True)))
 
 
-def _combine(
-    operator: _AttentionJacobian, geometry: "_Geometry", tokens: "_Tokens", sizes: "_Sizes", every: bool
-) -> _Found:
+def _combine(operator: _AttentionJacobian, geometry: "_Geometry", tokens: "_Tokens", sizes: "_Sizes", every: bool) -> _Found:
     """Heads put together: plainly, through output directions, through input and output directions."""
     batch, heads = operator.batch, operator._layer.heads
     slack = tokens.slack.unflatten(0, (batch, heads))
@@ -293,7 +291,7 @@ class _Tokens:
     v, o: `R_o v_j`, `R_o o_i`, measured from the mean value.  k: `R_q k_j`, from the mean key without a soft-cap.
     a: `τ |W_kᵀ q_i|`.  y: `R_o W_v` applied to the unit vector along `W_kᵀ q_i`, times `a`.
     chi, kappa: what `k` and `a` are to be multiplied by at query `i` and at key `j`, 1 in plain layers. Where queries and keys
-    are normalised or turned they are the slopes of 4.13, `k` and `a` are lengths, and there is no `y`.
+    are normalised or turned (`turned`) they are the slopes of 4.13, `k` and `a` are lengths, and there is no `y`.
     inverse: `1/z_i`, zero for queries that are not part of the output.
     """
 
@@ -305,6 +303,7 @@ class _Tokens:
     y: Tensor | None
     chi: Tensor
     kappa: Tensor
+    turned: bool
     inverse: Tensor
     slack: Tensor  # (g,) float64
     noise: float
@@ -341,7 +340,7 @@ class _Tokens:
         if kernel.scores.softcap is not None:
             logit = logit.clamp_max(kernel.scores.softcap)
         o = apply(kernel._o, geometry.r_o) - centre
-        return cls(v - centre, o, k, q, a, y, chi, kappa, inverse, torch.exp(noise * (1 + logit)), noise)
+        return cls(v - centre, o, k, q, a, y, chi, kappa, slopes is not None, inverse, torch.exp(noise * (1 + logit)), noise)
 
 
 def _products(kernel: SoftmaxAttention, inverse: Tensor, w: Tensor, capped: bool = False) -> Tensor:
@@ -526,15 +525,23 @@ def _exact_sizes(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens) 
     beta = torch.zeros_like(t.inverse)
     key = beta.new_zeros(len(beta))
     for g in range(len(beta)):
-        beta[g], key[g] = _exact_head(operator._kernel, t, g, abs(operator._layer._scale))
+        beta[g], key[g] = _exact_head(operator, geometry, t, g)
     spread = _spread(_products(operator._kernel, t.inverse, t.v.square().sum(-1, keepdim=True))[..., 0], t.o, t)
     return _with_block_norms(operator, geometry, t, beta, key, spread)
 
 
-def _exact_head(kernel: SoftmaxAttention, t: _Tokens, g: int, tau: float) -> tuple[Tensor, Tensor]:
+def _exact_head(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens, g: int) -> tuple[Tensor, Tensor]:
     """`‖B_i W_q‖` of every token of one head, (n,), and the norm of the key part."""
+    kernel, tau = operator._kernel, abs(operator._layer._scale)
     n, m = kernel._shape[2:]
     v, k, q, o = t.v[g], t.k[g], t.q[g], t.o[g]
+    pull_q = pull_k = None
+    if t.turned:  # queries and keys as they are; each token's own derivative is applied to what they make
+        h = g % operator._layer.heads
+        pull_q = Pull(operator, g, keys=False, triangle=geometry.r_q[h].to(v.dtype))
+        pull_k = Pull(operator, g, keys=True, triangle=geometry.r_k[h].to(v.dtype))
+        k, q = kernel._k[g], kernel._q[g] * tau
+        k = k - k.mean(0) if kernel.scores.softcap is None else k
     vk = torch.cat([v, k], -1)
     r, r_k = v.shape[1], q.shape[1]
     values, cross, keys = _triangle(r, v.device), _rectangle(r, k.shape[1], v.device), _triangle(r_k, v.device)
@@ -543,7 +550,8 @@ def _exact_head(kernel: SoftmaxAttention, t: _Tokens, g: int, tau: float) -> tup
     step = max(1, min(128, _FEATURES // pairs.shape[1]))
     features = vk[:, pairs[0]] * vk[:, pairs[1]] if m * pairs.shape[1] <= _FEATURES else None
     beta = v.new_zeros(n)
-    energy = v.new_zeros(m, keys.shape[1] if matrices else 1)
+    energy = v.new_zeros(m, keys.shape[1] if matrices else 0)
+    total_energy = v.new_zeros(m)
     for start in range(0, n, step):
         rows, cols = slice(start, min(start + step, n)), slice(0, min(start + step, m) if kernel.scores.mask.causal else m)
         weights = _rows(kernel, g, rows, cols) * t.inverse[g, rows, None]
@@ -553,17 +561,23 @@ def _exact_head(kernel: SoftmaxAttention, t: _Tokens, g: int, tau: float) -> tup
         drift = centre[:, :, None] * (first[:, :r] - 0.5 * total * centre)[:, None]
         cov = _symmetric(second[:, : values.shape[1]], values, r).sub_(drift).sub_(drift.mT)
         mixed = second[:, values.shape[1] :].unflatten(1, (r, -1)) - centre[:, :, None] * first[:, None, r:]
+        mixed = mixed if pull_q is None else pull_q(mixed, rows)
         gram = mixed @ mixed.mT if mixed.shape[1] <= mixed.shape[2] else mixed.mT @ mixed
-        size_v, size_k = weights @ v[cols].square().sum(-1), weights @ k[cols].square().sum(-1)
+        size_v, size_k = weights @ v[cols].square().sum(-1), weights @ t.k[g][cols].square().sum(-1)
         spread = _top_eigenvalue(cov) + t.noise * size_v
-        beta[rows] = tau * (_top_eigenvalue(gram).sqrt() + t.noise * (size_v * size_k).sqrt())
-        outer = q[rows][:, keys[0]] * q[rows][:, keys[1]] if matrices else q[rows].square().sum(-1, keepdim=True)
-        energy[cols] += weights.mT @ (spread[:, None] * outer)
-    if matrices:
-        energy = _symmetric(energy, keys, r_k)
-        size = energy.diagonal(dim1=1, dim2=2).sum(-1, keepdim=True)
-        energy = _top_eigenvalue(energy)[:, None] + t.noise * size
-    return beta * t.chi[g], (energy[:, 0].sqrt() * t.kappa[g]).amax()
+        beta[rows] = tau * (_top_eigenvalue(gram).sqrt() + t.noise * (size_v * size_k).sqrt() * t.chi[g, rows])
+        total_energy[cols] += weights.mT @ (spread * t.a[g, rows].square())
+        if matrices:
+            energy[cols] += weights.mT @ (spread[:, None] * (q[rows][:, keys[0]] * q[rows][:, keys[1]]))
+    total_energy = total_energy * t.kappa[g].square()
+    if not matrices:
+        return beta, total_energy.amax().sqrt()
+    whole = _symmetric(energy, keys, r_k)
+    if pull_k is not None:
+        every = slice(0, m)
+        whole = pull_k(pull_k(whole, every).mT, every)
+        whole = (whole + whole.mT) / 2
+    return beta, torch.minimum(_top_eigenvalue(whole) + t.noise * total_energy, total_energy * (1 + t.noise)).amax().sqrt()
 
 
 def _triangle(r: int, device: torch.device) -> Tensor:

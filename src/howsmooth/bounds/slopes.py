@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import Attention, LayerNorm
+from howsmooth.attention import Attention, LayerNorm, Rotary
 from howsmooth.attention.layer import _AttentionJacobian
 from howsmooth.attention.norms import _NormJacobian
 from howsmooth.bounds.turn import plane_factors
@@ -38,6 +38,36 @@ def token_slopes(operator: _AttentionJacobian) -> Slopes | None:
     query = _moving(layer, operator._q_slope, w_q, kernel._k, operator.batch)
     key = _moving(layer, operator._k_slope, w_k, kernel._q, operator.batch)
     return Slopes(query[0], query[1], key[0], key[1])
+
+
+class Pull:
+    """Row vectors times `∂q_i/∂x_i`, or `∂k_j/∂x_j`, of one head: `t ↦ t R_i N_i' Wᵀ` in orthonormal coordinates of the tokens.
+
+    triangle: `R` of `Wᵀ = E R`; the coordinates are those of `E`.
+    """
+
+    def __init__(self, operator: _AttentionJacobian, g: int, *, keys: bool, triangle: Float[Tensor, "r head"]):
+        layer = operator._layer
+        item, head = divmod(g, layer.heads)
+        slope = operator._k_slope if keys else operator._q_slope
+        self._norm, self._rotary, self._triangle = None, None, triangle
+        if isinstance(slope, _NormJacobian):
+            head = head // (layer.heads // layer._kv_heads) if keys else head
+            self._norm, self._unit, self._scale = slope._norm, slope._unit[item, head], slope._scale[item, head]
+        if layer.rotary is not None:
+            rotary = layer.rotary
+            self._rotary = rotary if rotary.cos.ndim == 2 else Rotary(rotary.cos[item], rotary.sin[item], rotary.interleaved)
+
+    def __call__(self, t: Float[Tensor, "tokens rows head"], tokens: slice) -> Float[Tensor, "tokens rows r"]:
+        if self._rotary is not None:
+            there = Rotary(self._rotary.cos[tokens], self._rotary.sin[tokens], self._rotary.interleaved)
+            t = there.turn(t.transpose(0, 1), back=True).transpose(0, 1)
+        if self._norm is not None:
+            unit = self._unit[tokens, None]
+            t = self._norm.weight * t
+            t = t - unit * (t * unit).mean(-1, keepdim=True)
+            t = self._norm._center(t) / self._scale[tokens, None]
+        return t @ self._triangle.mT
 
 
 def _moving(

@@ -1,8 +1,9 @@
 """Queries and keys that are normalised and turned by their positions: how long they get in a ball and how fast they move.
 
-A query is `q_i = R_i N(W x_i + b)`, `N` a norm or nothing, `R_i` rotary phases or nothing, a key likewise. Logits and their slopes
-are products of a length on one side and a length or a slope on the other. Factors `f`, equal on the two entries of a plane, commute
-with phases and may be moved from one side to the other, `q·k = (q/f)·(f k)`: each choice gives a bound (docs/bounds.md §3.16).
+A query is `q_i = R_i N(W x_i + b)`, `N` a norm or nothing, `R_i` rotary phases or nothing, a key likewise. Logits and their
+slopes are products of a length on one side and a length or a slope on the other. Factors `f`, equal on the two entries of a
+plane, commute with phases and may be moved from one side to the other, `q·k = (q/f)·(f k)`: each choice gives a bound
+(docs/bounds.md §3.16).
 """
 
 import math
@@ -81,9 +82,7 @@ class Turn:
 
     def key_reach(self, h: int, radius: float) -> float:
         """K: how fast logits of a row move with their query, up to what softmax ignores."""
-        return self.scale * min(
-            q.slope(h, radius) * k.length(h, radius, shifted=not self.centred_keys) for q, k in self.pairs
-        )
+        return self.scale * min(q.slope(h, radius) * k.length(h, radius, shifted=not self.centred_keys) for q, k in self.pairs)
 
     def half_range(self, h: int, radius: float) -> float:
         """Half of how far apart the logits of one row can be, before a soft-cap."""
