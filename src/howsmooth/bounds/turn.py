@@ -147,21 +147,23 @@ def _factors(
 
 def _balanced(layer: Attention, w_q: Tensor, w_k: Tensor, starts: list[Tensor]) -> Float[Tensor, "heads head"]:
     """Factors that make `‖W_q/f‖ ‖f W_k‖` small, by steps along its slope in `log f`."""
+    gram_q, gram_k = w_q @ w_q.mT, w_k @ w_k.mT
 
-    def value(f: Tensor) -> Tensor:
-        return matrix_norm(w_q / f[..., None]) * matrix_norm(w_k * f[..., None])
+    def parts(f: Tensor) -> tuple[Tensor, Tensor]:
+        """The product's square, and the way down in `log f`, from the top eigenvectors of both Gram matrices."""
+        value_q, vector_q = torch.linalg.eigh(gram_q / (f[:, :, None] * f[:, None]))
+        value_k, vector_k = torch.linalg.eigh(gram_k * (f[:, :, None] * f[:, None]))
+        return value_q[:, -1] * value_k[:, -1], vector_q[..., -1].square() - vector_k[..., -1].square()
 
-    values = torch.stack([value(f) for f in starts])
-    best = torch.stack(starts)[values.argmin(0), torch.arange(values.shape[1])]
-    f, least = best, values.amin(0)
-    plane = torch.arange(f.shape[-1]) if layer.rotary is None else layer.rotary.planes(f.shape[-1])
-    plane = plane.to(f.device).expand(f.shape)
+    plane = torch.arange(w_q.shape[1]) if layer.rotary is None else layer.rotary.planes(w_q.shape[1])
+    plane = plane.to(w_q.device).expand(w_q.shape[:2])
+    values = torch.stack([parts(f)[0] for f in starts])
+    best, least = torch.stack(starts)[values.argmin(0), torch.arange(values.shape[1])], values.amin(0)
+    f, down = best, parts(best)[1]
     for step in range(_STEPS):
-        top_q = torch.linalg.svd(w_q / f[..., None], full_matrices=False)[0][..., 0].square()
-        top_k = torch.linalg.svd(w_k * f[..., None], full_matrices=False)[0][..., 0].square()
-        slope = torch.zeros_like(f).scatter_add_(-1, plane, top_q - top_k).gather(-1, plane)
-        f = f * (slope / (1 + step) ** 0.5).exp()
-        now = value(f)
+        down = torch.zeros_like(f).scatter_add_(-1, plane, down).gather(-1, plane)
+        f = f * (down / (1 + step) ** 0.5).exp()
+        now, down = parts(f)
         best, least = torch.where((now < least)[:, None], f, best), torch.minimum(now, least)
     return best
 
