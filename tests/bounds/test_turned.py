@@ -239,8 +239,8 @@ def test_a_lost_slope_is_caught(lost, monkeypatch):
     """The inputs are sharp enough to notice slopes that are too small."""
     slopes = point.token_slopes
 
-    def too_small(operator):
-        found = slopes(operator)
+    def too_small(*args):
+        found = slopes(*args)
         assert found is not None
         return found._replace(**{lost: 0.01 * getattr(found, lost)})
 

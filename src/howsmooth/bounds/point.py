@@ -321,7 +321,7 @@ class _Tokens:
         v = apply(kernel._v, geometry.r_o)
         centre = v.mean(1, keepdim=True)
         inverse = kernel._inverse[..., 0]
-        slopes = token_slopes(operator)
+        slopes = token_slopes(operator, geometry.r_q, geometry.r_k)
         if slopes is None:
             k, q, y = apply(kernel._k, geometry.r_q), apply(kernel._q, geometry.r_k) * abs(layer._scale), None
             chi = kappa = torch.ones_like(inverse)

@@ -12,7 +12,7 @@ from howsmooth.attention.layer import _AttentionJacobian
 from howsmooth.attention.norms import _NormJacobian
 from howsmooth.bounds.turn import plane_factors
 from howsmooth.bounds.weights import norm as matrix_norm
-from howsmooth.bounds.weights import slack, split
+from howsmooth.bounds.weights import slack
 from howsmooth.operators import Operator
 
 
@@ -29,14 +29,18 @@ class Slopes(NamedTuple):
     key: Tensor
 
 
-def token_slopes(operator: _AttentionJacobian) -> Slopes | None:
-    """The slopes at the operator's tokens; nothing where queries and keys are affine in the tokens."""
+def token_slopes(
+    operator: _AttentionJacobian, r_q: Float[Tensor, "heads r head"], r_k: Float[Tensor, "heads r head"]
+) -> Slopes | None:
+    """The slopes at the operator's tokens; nothing where queries and keys are affine in the tokens.
+
+    r_q, r_k: `R` of `W_qᵀ = Q R` and of `W_kᵀ`, for every head, float64.
+    """
     layer, kernel = operator._layer, operator._kernel
     if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
         return None
-    w_q, w_k, _, _, _ = split(layer)
-    query = _moving(layer, operator._q_slope, w_q, kernel._k, operator.batch)
-    key = _moving(layer, operator._k_slope, w_k, kernel._q, operator.batch)
+    query = _moving(layer, operator._q_slope, r_q.mT, kernel._k, operator.batch)
+    key = _moving(layer, operator._k_slope, r_k.mT, kernel._q, operator.batch)
     return Slopes(query[0], query[1], key[0], key[1])
 
 
@@ -73,7 +77,7 @@ class Pull:
 def _moving(
     layer: Attention,
     slope: Operator | None,
-    w: Float[Tensor, "heads head d"],
+    w: Float[Tensor, "heads head r"],
     other: Float[Tensor, "g n head"],
     batch: int,
 ) -> tuple[Float[Tensor, "g n head"], Float[Tensor, "g n"]]:
@@ -87,11 +91,11 @@ def _moving(
     found = []
     for f in (ones, 1 / plane_factors(layer, rows)):
         if norm is None:
-            size = (matrix_norm(w * f[..., None]) * slack(max(w.shape)))[None, :, None]
+            size = matrix_norm(w * f[..., None])[None, :, None]
         else:
             assert isinstance(slope, _NormJacobian)
             size = _normed(slope, w, f)
-        size = (size * gain[:, None]).flatten(0, 1)  # (g, n)
+        size = (size * gain[:, None] * slack(layer.width)).flatten(0, 1)  # (g, n)
         vectors = other.double().unflatten(0, (batch, heads)) / f[:, None]
         found.append((vectors.flatten(0, 1), size))
     (plain, size), (scaled, other_size) = found
@@ -102,9 +106,9 @@ def _moving(
     return vectors.to(other.dtype), torch.where(better, other_size, size).to(other.dtype)
 
 
-def _normed(slope: _NormJacobian, w: Float[Tensor, "heads head d"], f: Tensor) -> Float[Tensor, "batch heads n"]:
+def _normed(slope: _NormJacobian, w: Float[Tensor, "heads head r"], f: Tensor) -> Float[Tensor, "batch heads n"]:
     """`‖f α (I − uuᵀ/d) C W‖/s` of every token: the projection is a contraction, or a term of rank one."""
-    heads, head, d = w.shape
+    heads, head, _ = w.shape
     norm, unit, scale = slope._norm, slope._unit.double(), slope._scale.double()[..., 0]  # (batch, kv heads, n, …)
     group = heads // unit.shape[1]
     unit, scale = unit.repeat_interleave(group, 1), scale.repeat_interleave(group, 1)
@@ -116,7 +120,7 @@ def _normed(slope: _NormJacobian, w: Float[Tensor, "heads head d"], f: Tensor) -
     rank_one = matrix_norm(triangle * alpha[:, None])[None, :, None] + along
     # the token's own numbers carry the rounding of the working precision
     noise = 16 * torch.finfo(slope.dtype).eps * math.sqrt(head)
-    return torch.minimum(contraction, rank_one) / scale * (slack(max(head, d)) + noise)
+    return torch.minimum(contraction, rank_one) / scale * (1 + noise)
 
 
 def _gains(layer: Attention, batch: int, n: int) -> Float[Tensor, "batch n"]:
