@@ -1,6 +1,6 @@
 """How smooth is attention? Certified local Lipschitz constants of attention layers."""
 
-from howsmooth.attention import Attention, LayerNorm, RMSNorm
+from howsmooth.attention import Attention, LayerNorm, RMSNorm, Rotary
 from howsmooth.catalogue import bounds
 from howsmooth.errors import HowSmoothError
 from howsmooth.local import lipschitz
@@ -17,6 +17,7 @@ __all__ = [
     "HowSmoothError",
     "LayerNorm",
     "RMSNorm",
+    "Rotary",
     "bounds",
     "lipschitz",
     "load",

@@ -11,8 +11,9 @@ from howsmooth.attention import Attention, LayerNorm, RMSNorm
 from howsmooth.bounds import kim2021
 from howsmooth.bounds.ball import ball_bounds
 from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.constants import constants, norm_radius
+from howsmooth.bounds.constants import constants
 from howsmooth.bounds.ours import column_exponents
+from howsmooth.bounds.radius import norm_radius
 from howsmooth.errors import BadInputError
 
 F64 = torch.float64
@@ -180,6 +181,37 @@ def test_mean_field_bound_is_attained_up_to_a_constant(square: float):
         assert value(found["B4"]) > 200 * best
 
 
+@pytest.mark.parametrize("square", [4.0, 6.0, 8.0, 10.0, 12.0])
+def test_mean_field_bound_against_the_measure_that_is_reported(square: float):
+    """B16 is attained by two Diracs (Proposition 3.12): the upper bound is within 1.7 of it, or 20 for A = γI."""
+    for alpha, factor in ((-square, 1.7), (square, 20.0)):
+        found = rows(scalar(alpha), 10**9, 1.0)
+        assert value(found["B16"]) <= value(found["B12m"]) <= factor * value(found["B16"])
+
+
+def test_ours_beat_every_published_row():
+    """Random heads, full and causal: no published bound is better than the best of ours that speaks of the same thing."""
+    compared = 0
+    for seed in range(24):
+        r = torch.Generator().manual_seed(seed)
+        d, heads = 1 + seed % 4, 1 + seed % 3
+        A, V = (torch.randn(heads, d, d, generator=r, dtype=F64) for _ in range(2))
+        V = eye(d).expand(heads, d, d) if seed % 2 else V
+        attn = Attention.from_matrices(*((A, V) if heads > 1 else (A[0], V[0])), causal=seed % 4 > 1)
+        for n, radius in ((2, 0.5), (16, 2.0), (1000, 1.0)):
+            found = [b for b in ball_bounds(attn, n, radius) if b.log_value is not None]
+            ours = [b for b in found if b.source.startswith("howsmooth")]
+            for b in found:
+                if b in ours:
+                    continue
+                rivals = [o for o in ours if o.side == b.side and o.mean_field == b.mean_field]
+                sign = 1 if b.side == "upper" else -1
+                best = min(sign * (o.log_value or 0.0) for o in rivals)
+                assert best <= sign * (b.log_value or 0.0) + 1e-6, (seed, n, radius, b.id)
+                compared += 1
+    assert compared > 60
+
+
 def test_column_exponent():
     """Λ against random search; exact where it is known."""
     r = torch.Generator().manual_seed(0)
@@ -274,7 +306,10 @@ def test_norm_radius(kind):
 
 def test_l2_attention_refuses():
     w = torch.zeros(1, 2, 2)
-    with pytest.raises(BadInputError, match="at least one token"):
-        kim2021.l2_attention(w, w, torch.zeros(2, 2), 0)
+    for n in (0, 2.0, True):
+        with pytest.raises(BadInputError, match="at least one token"):
+            kim2021.l2_bounds(w, w, torch.zeros(2, 2), n)  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadInputError, match="one shape"):
-        kim2021.l2_attention(w, w, torch.zeros(2, 3), 2)
+        kim2021.l2_bounds(w, w, torch.zeros(2, 3), 2)
+    with pytest.raises(BadInputError, match="finite w_v"):
+        kim2021.l2_bounds(w, w + torch.nan, torch.zeros(2, 2), 2)

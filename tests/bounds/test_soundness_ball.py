@@ -372,25 +372,42 @@ def test_a_wrong_bound_is_caught(id: str, kind: str, causal: bool, factor: float
     assert wrong(altered(bounds, id, math.log(factor)), best)
 
 
+def l2_attention(w_q: Tensor, w_v: Tensor, w_o: Tensor, x: Tensor) -> Tensor:
+    """L2 attention of Kim et al. with tied queries and keys, as their definition reads."""
+    k = w_q.shape[1]
+    q = torch.einsum("hkd,nd->hnk", w_q, x)
+    P = (-(q[:, :, None] - q[:, None]).square().sum(-1) / k**0.5).softmax(-1)
+    A = w_q.mT @ w_q / k**0.5
+    return torch.einsum("hij,jd,hde,hke->ihk", P, x, A, w_v).flatten(1) @ w_o.mT
+
+
+def l2_constant(w_q: Tensor, w_v: Tensor, w_o: Tensor, x: Tensor) -> float:
+    J = torch.func.jacrev(lambda t: l2_attention(w_q, w_v, w_o, t))(x)
+    return float(torch.linalg.matrix_norm(J.reshape(-1, x.numel()), ord=2))
+
+
 def test_l2_attention():
-    """Kim et al.'s bound for L2 attention against autodiff Jacobians, tokens far apart included."""
-    heads, k, d, n = 2, 2, 4, 5
-    worst = 0.0
-    for seed in range(30):
+    """Both bounds for L2 attention against autodiff Jacobians: any number of tokens, large weights, tokens far apart."""
+    heads, k, d = 2, 2, 4
+    worst = {"K2": 0.0, "K3": 0.0}
+    for seed in range(60):
         r = random(seed)
-        w_q, w_v = (torch.randn(heads, k, d, generator=r, dtype=F64) for _ in range(2))
-        w_o = torch.randn(d, heads * k, generator=r, dtype=F64)
-
-        def f(x: Tensor, w_q: Tensor = w_q, w_v: Tensor = w_v, w_o: Tensor = w_o) -> Tensor:
-            q = torch.einsum("hkd,nd->hnk", w_q, x)
-            P = (-(q[:, :, None] - q[:, None]).square().sum(-1) / k**0.5).softmax(-1)
-            A = w_q.mT @ w_q / k**0.5
-            return torch.einsum("hij,jd,hde,hke->ihk", P, x, A, w_v).flatten(1) @ w_o.mT
-
-        bound = kim2021.l2_attention(w_q, w_v, w_o, n).value
-        assert bound is not None
+        size = (0.3, 1.0, 4.0)[seed % 3]
+        w_q, w_v = (size * torch.randn(heads, k, d, generator=r, dtype=F64), torch.randn(heads, k, d, generator=r, dtype=F64))
+        w_o, n = torch.randn(d, heads * k, generator=r, dtype=F64), (1, 2, 5)[seed // 3 % 3]
+        bounds = kim2021.l2_bounds(w_q, w_v, w_o, n)
         for scale in (0.1, 1.0, 3.0):
-            x = scale * torch.randn(n, d, generator=r, dtype=F64)
-            J = torch.func.jacrev(f)(x).reshape(n * d, n * d)
-            worst = max(worst, float(torch.linalg.matrix_norm(J, ord=2)) / bound)
-    assert 0.02 < worst <= 1
+            L = l2_constant(w_q, w_v, w_o, scale / size * torch.randn(n, d, generator=r, dtype=F64))
+            assert wrong(bounds, L) == []
+            for b in bounds:
+                worst[b.id] = max(worst[b.id], L / (b.value or math.inf))
+    assert 0.3 < worst["K2"] <= worst["K3"] <= 1
+
+
+def test_l2_attention_needs_the_fourth_power():
+    """One token: the map is linear, `W_o W_v W_qᵀW_q/√k`. With `‖W_q‖²` in place of `‖W_q‖⁴` the bound fails."""
+    eye = torch.eye(2, dtype=F64)
+    w_q, x = 3 * eye[None], torch.ones(1, 2, dtype=F64)
+    L = l2_constant(w_q, eye[None], eye, x)
+    assert wrong(kim2021.l2_bounds(w_q, eye[None], eye, 1), L) == []
+    assert L > 1.5 * (1 / 2) ** 0.5 * 3

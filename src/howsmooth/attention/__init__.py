@@ -3,5 +3,6 @@
 from howsmooth.attention.layer import Attention
 from howsmooth.attention.maps import Composition, Map
 from howsmooth.attention.norms import LayerNorm, RMSNorm
+from howsmooth.attention.rotary import Rotary
 
-__all__ = ["Attention", "Composition", "LayerNorm", "Map", "RMSNorm"]
+__all__ = ["Attention", "Composition", "LayerNorm", "Map", "RMSNorm", "Rotary"]

@@ -11,6 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention.maps import Map, check_finite
+from howsmooth.attention.norms import LayerNorm, RMSNorm
+from howsmooth.attention.rotary import Rotary
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, SoftmaxAttention, attend, linearize
 from howsmooth.operators import Operator, inner
@@ -25,7 +27,8 @@ class Attention(Map):
     leaves the heads concatenated. `kv_heads` groups query heads that share keys and values; `scale` defaults to
     `1/√(head width)`. `causal` and `window` (`|i − j| < window`) bound what a token sees, `softcap` bounds logits to
     `softcap·tanh(s/softcap)`, `bias` is added after that. `attention_mask`, (batch, n), is true at real tokens: the others
-    are not part of the input, neither seen nor measured. Derivative: docs/theory.md §1.
+    are not part of the input, neither seen nor measured. `q_norm` and `k_norm` normalise the queries and keys of every head
+    (Qwen3, Gemma 3), then `rotary` turns them by their positions (Llama). Derivative: docs/theory.md §1.
 
     >>> attn = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
     >>> attn(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist()
@@ -48,6 +51,9 @@ class Attention(Map):
     window: int | None = None
     bias: Float[Tensor, "#batch #heads #n m"] | None = None
     attention_mask: Bool[Tensor, "batch n"] | None = None
+    q_norm: LayerNorm | RMSNorm | None = None
+    k_norm: LayerNorm | RMSNorm | None = None
+    rotary: Rotary | None = None
 
     def __post_init__(self):
         kv_heads = self._kv_heads
@@ -82,6 +88,26 @@ class Attention(Map):
         if not math.isfinite(self._scale):
             raise BadInputError(f"expected a finite scale, got {self.scale}; the usual value is 1/√(head width)")
         self._check_masks()
+        self._check_turn()
+
+    def _check_turn(self) -> None:
+        """Norms and phases must fit the width of a head."""
+        head = self.w_q.shape[0] // self.heads
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(self, name)
+            if norm is not None and not isinstance(norm, LayerNorm | RMSNorm):
+                raise BadInputError(f"expected {name} as a LayerNorm or RMSNorm, got {type(norm).__name__}; build one of them")
+            if norm is not None and norm.width != head:
+                raise BadInputError(
+                    f"expected {name} over the head width {head}, got {norm.width}; it normalises every head by itself"
+                )
+        if self.rotary is not None and not isinstance(self.rotary, Rotary):
+            raise BadInputError(f"expected rotary as a Rotary, got {type(self.rotary).__name__}; use Rotary.from_base")
+        if self.rotary is not None and self.rotary.width > head:
+            raise BadInputError(
+                f"expected rotary tables that turn at most the head width {head}, got {self.rotary.width}; "
+                "cos and sin have one column per plane, not per entry"
+            )
 
     def _check_masks(self) -> None:
         for name, axes, kinds in (
@@ -161,23 +187,42 @@ class Attention(Map):
             t = getattr(self, f.name)
             if isinstance(t, Tensor):
                 there = t.to(device, dtype if t.is_floating_point() else t.dtype)
-                if there is not t:
-                    moved[f.name] = there
+            elif isinstance(t, LayerNorm | RMSNorm | Rotary):
+                there = t.to(dtype, device)
+            else:
+                continue
+            if there is not t:
+                moved[f.name] = there
         return replace(self, **moved) if moved else self
 
     def value(self, x):
         q, k, v = self._project(x, with_bias=True)
+        q = q if self.q_norm is None else self.q_norm.value(q)
+        k = k if self.k_norm is None else self.k_norm.value(k)
+        q, k = self._turn(x, q, k)
         return self._finish(attend(q, k, v, self._scores(x)))
 
     @torch.no_grad()
     def linearize(self, x):
         layer = self.to(x.dtype, x.device)
         q, k, v = layer._project(x, with_bias=True)
+        slopes: list[Operator | None] = [None, None]  # of the norms of queries and keys
+        if layer.q_norm is not None:
+            q, slopes[0] = layer.q_norm.linearize(q)
+        if layer.k_norm is not None:
+            k, slopes[1] = layer.k_norm.linearize(k)
+        q, k = layer._turn(x, q, k)
         kernel = linearize(q, k, v, layer._scores(x))
         value = layer._finish(kernel.output)
         if not bool(value.isfinite().all()):
             raise BadInputError(f"expected outputs within the range of {x.dtype}, got infinity; use float64 or smaller weights")
-        return value, _AttentionJacobian(layer, kernel, x.shape, value.shape[-1])
+        return value, _AttentionJacobian(layer, kernel, x.shape, value.shape[-1], slopes[0], slopes[1])
+
+    def _turn(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.rotary is None:
+            return q, k
+        self.rotary.check(*x.shape[:2])
+        return self.rotary.turn(q), self.rotary.turn(k)
 
     def _scores(self, x: Float[Tensor, "batch n d"]) -> Scores:
         if self.attention_mask is not None and self.attention_mask.shape != x.shape[:2]:
@@ -254,10 +299,18 @@ class Attention(Map):
 
 @final
 class _AttentionJacobian(Operator):
-    """`D_x f = Wₒ ∘ concat ∘ D(softmax attention) ∘ project`."""
+    """`D_x f = Wₒ ∘ concat ∘ D(softmax attention) ∘ turn ∘ D(norms) ∘ project`."""
 
-    def __init__(self, layer: Attention, kernel: SoftmaxAttention, shape: Sequence[int], d_out: int):
-        self._layer, self._kernel = layer, kernel
+    def __init__(
+        self,
+        layer: Attention,
+        kernel: SoftmaxAttention,
+        shape: Sequence[int],
+        d_out: int,
+        q_slope: Operator | None = None,
+        k_slope: Operator | None = None,
+    ):
+        self._layer, self._kernel, self._q_slope, self._k_slope = layer, kernel, q_slope, k_slope
         self.batch, n, d = shape
         self.in_shape, self.out_shape = (n, d), (n, d_out)
         self.dtype, self.device = kernel.output.dtype, kernel.output.device
@@ -281,17 +334,34 @@ class _AttentionJacobian(Operator):
     def _with(self, kernel: SoftmaxAttention) -> "_AttentionJacobian":
         return _AttentionJacobian(self._layer, kernel, (self.batch, *self.in_shape), self.out_shape[-1])
 
+    def _push(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens' directions → those of queries, keys and values."""
+        dq, dk, dv = self._layer._project(v, with_bias=False)
+        dq = dq if self._q_slope is None else self._q_slope.jvp(dq)
+        dk = dk if self._k_slope is None else self._k_slope.jvp(dk)
+        rotary = self._layer.rotary
+        return (dq, dk, dv) if rotary is None else (rotary.turn(dq), rotary.turn(dk), dv)
+
+    def _pull(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """The transpose of `_push`."""
+        rotary = self._layer.rotary
+        if rotary is not None:
+            dq, dk = rotary.turn(dq, back=True), rotary.turn(dk, back=True)
+        dq = dq if self._q_slope is None else self._q_slope.vjp(dq)
+        dk = dk if self._k_slope is None else self._k_slope.vjp(dk)
+        return self._layer._unproject(dq, dk, dv)
+
     @torch.no_grad()
     def jvp(self, v):
         layer = self._layer
-        o = layer._concat(self._kernel.jvp(*layer._project(v, with_bias=False)))
+        o = layer._concat(self._kernel.jvp(*self._push(v)))
         return o if layer.w_o is None else o @ layer.w_o.mT
 
     @torch.no_grad()
     def vjp(self, u):
         layer = self._layer
         t = u if layer.w_o is None else u @ layer.w_o
-        return layer._unproject(*self._kernel.vjp(layer._split(t)))
+        return self._pull(*self._kernel.vjp(layer._split(t)))
 
     @functools.cached_property
     def _gram_o(self) -> Tensor | None:
@@ -304,9 +374,9 @@ class _AttentionJacobian(Operator):
         if self._gram_o is None:
             return super().gram(v)
         layer, kernel = self._layer, self._kernel
-        o = layer._concat(kernel.jvp(*layer._project(v, with_bias=False)))
+        o = layer._concat(kernel.jvp(*self._push(v)))
         weighted = o @ self._gram_o
-        return layer._unproject(*kernel.vjp(layer._split(weighted))), inner(o, weighted)
+        return self._pull(*kernel.vjp(layer._split(weighted))), inner(o, weighted)
 
     @torch.no_grad()
     def guess(self):
@@ -325,5 +395,8 @@ class _AttentionJacobian(Operator):
         layer = self._layer
         if layer.attention_mask is not None:
             layer = replace(layer, attention_mask=layer.attention_mask[items])
+        if layer.rotary is not None:
+            layer = replace(layer, rotary=layer.rotary.select(items))
         shape = (len(items), *self.in_shape)
-        return _AttentionJacobian(layer, self._kernel.select(items), shape, self.out_shape[-1])
+        slopes = [None if s is None else s.select(items) for s in (self._q_slope, self._k_slope)]
+        return _AttentionJacobian(layer, self._kernel.select(items), shape, self.out_shape[-1], slopes[0], slopes[1])

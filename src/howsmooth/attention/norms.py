@@ -52,8 +52,9 @@ class _Norm(Map):
         return self.weight.dtype
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None):
+        weight = self.weight.to(device, dtype)
         bias = None if self.bias is None else self.bias.to(device, dtype)
-        return replace(self, weight=self.weight.to(device, dtype), bias=bias)
+        return self if weight is self.weight and bias is self.bias else replace(self, weight=weight, bias=bias)
 
     def _center(self, x: Tensor) -> Tensor:
         return x

@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from howsmooth.attention import Attention
 from howsmooth.bounds.bound import Bound, log_add, log_of, outward_log
 from howsmooth.bounds.constants import Constants
 
@@ -124,6 +125,15 @@ def plain(layer: Constants, *, one_head: bool, causal: bool) -> str | None:
         return "not proved for a logit bias"
     if max(layer.query_shift) > 0:
         return "not proved for a query bias"
+    return not_bilinear(attn)
+
+
+def not_bilinear(attn: Attention) -> str | None:
+    """Why logits are not `⟨A x_i, x_j⟩` plus shifts with one `A` for all positions; None if they are."""
+    if attn.rotary is not None:
+        return "needs one A for all positions: not for rotary phases"
+    if attn.q_norm is not None or attn.k_norm is not None:
+        return "needs queries and keys affine in the tokens: not for norms on them"
     return None
 
 

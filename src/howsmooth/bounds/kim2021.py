@@ -5,12 +5,13 @@ Dot-product attention is not Lipschitz on all of R^{n×d}; L2 attention, whose l
 
 import math
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.bound import Bound, log_add, log_of, outward_log
+from howsmooth.attention.maps import check_finite
+from howsmooth.bounds.bound import Bound, log_of, outward_log
 from howsmooth.bounds.constants import Constants
+from howsmooth.bounds.weights import norm, slack
 from howsmooth.errors import BadInputError
 
 SOURCE = "Kim, Papamakarios & Mnih 2021"
@@ -30,51 +31,67 @@ def dot_product(layer: Constants) -> Bound:
     )
 
 
-def l2_attention(
-    w_q: Float[Tensor, "heads head d"],
-    w_v: Float[Tensor, "heads head d"],
+def l2_bounds(
+    w_q: Float[Tensor, "heads k d"],
+    w_v: Float[Tensor, "heads k d"],
     w_o: Float[Tensor, "d_out width"],
     n: int,
-) -> Bound:
-    """K2: their bound for L2 multi-head attention with tied queries and keys, on the whole space, any radius.
+) -> list[Bound]:
+    """Bounds on the Lipschitz constant of L2 multi-head attention with tied queries and keys, on the whole space.
 
-    `F(X) = [f_1 … f_H] W_oᵀ`, `f_h = P_h X A_h W_vᵀ`, `A_h = W_qᵀ W_q/√k`, `P_h = softmax(−|W_q x_i − W_q x_j|²/√k)`:
+    `F(X) = [f_1 … f_H] W_oᵀ`, `f_h = P_h X A_h W_vᵀ`, `A_h = W_qᵀ W_q/√k`, `P_h = softmax(−|W_q x_i − W_q x_j|²/√k)`. With
+    `φ(x) = x e^{x+1}` and `c = φ⁻¹(n−1)`, docs/bounds.md Theorem 3.17:
 
-        Lip ≤ √(n/k) (4φ⁻¹(n−1) + 1) (Σ_h ‖W_q^h‖²‖W_v^h‖²)^½ ‖W_o‖,   φ(x) = x e^{x+1}
+        K2   Lip ≤ √(n/k) (4c + 1) (Σ_h ‖W_q^h‖⁴‖W_v^h‖²)^½ ‖W_o‖
+        K3   Lip ≤ k^{−½} (√n + 2c + 2(c φ⁻¹(1)(n−1))^½) (Σ_h ‖W_v^h W_q^hᵀ‖²‖W_q^h‖²)^½ ‖W_o‖
 
-    Quoted, not re-proved here. The map is another one than dot-product attention, so it has no row in `ball_bounds`.
+    The map is another one than dot-product attention, so it has a table of its own.
 
-    w_q, w_v: (heads, k, d), with k·heads = d as in the paper.  n: tokens, at least 1.
+    w_q, w_v: (heads, k, d).  w_o: (out, heads·k).  n: tokens, at least 1.
 
     >>> eye = torch.eye(2)[None]
-    >>> round(l2_attention(eye, eye, torch.eye(2), n=1).value, 6)  # one token: √(1/2)
-    0.707107
+    >>> [(b.id, round(b.value, 4)) for b in l2_bounds(eye, eye, torch.eye(2), n=1)]  # one token: the map is A, √(1/2)
+    [('K2', 0.7071), ('K3', 0.7071)]
+    >>> [(b.id, round(b.value, 1)) for b in l2_bounds(eye, eye, torch.eye(2), n=1024)]
+    [('K2', 424.5), ('K3', 79.2)]
     """
-    if n < 1:
-        raise BadInputError(f"expected at least one token, got n = {n}")
-    if w_q.ndim != 3 or w_v.shape != w_q.shape or w_o.shape[-1] != w_q.shape[0] * w_q.shape[1]:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise BadInputError(f"expected a whole number of tokens, at least one token, got n = {n!r}; count the tokens")
+    if w_q.ndim != 3 or w_v.shape != w_q.shape or w_o.ndim != 2 or w_o.shape[-1] != w_q.shape[0] * w_q.shape[1]:
         raise BadInputError(
             f"expected w_q and w_v of one shape (heads, k, d) and w_o of shape (out, heads·k), "
-            f"got {tuple(w_q.shape)}, {tuple(w_v.shape)}, {tuple(w_o.shape)}"
+            f"got {tuple(w_q.shape)}, {tuple(w_v.shape)}, {tuple(w_o.shape)}; cut the weights head by head"
         )
-    slack = 1 + 64 * torch.finfo(torch.float64).eps * max(*w_q.shape, *w_o.shape)
-    norms = [torch.linalg.matrix_norm(w.double(), ord=2) * slack for w in (w_q, w_v, w_o)]
-    heads = float((norms[0] * norms[1]).square().sum()) ** 0.5
-    log_value = (
-        0.5 * math.log(n / w_q.shape[1])
-        + log_add(0.0, log_of(4 * _inverse_phi(n - 1)))
-        + log_of(heads)
-        + log_of(float(norms[2]))
-    )
-    return Bound(
-        "K2",
-        "L2 attention",
-        "upper",
-        outward_log(log_value, "upper"),
-        "Lip ≤ √(n/k)(4φ⁻¹(n−1) + 1)(Σ_h ‖W_q^h‖²‖W_v^h‖²)^½‖W_o‖, φ(x) = x exp(x+1)",
-        SOURCE + ", Theorem 3.2 (quoted, not re-proved; tested numerically)",
-        "L2 attention with tied queries and keys",
-    )
+    for w, name in ((w_q, "w_q"), (w_v, "w_v"), (w_o, "w_o")):
+        check_finite(w, name)
+    rounding = slack(max(*w_q.shape, *w_o.shape))
+    w_q, w_v, w_o = w_q.double(), w_v.double(), w_o.double()
+    queries, out = norm(w_q) * rounding, norm(w_o) * rounding
+    apart = (queries.square() * norm(w_v) * rounding).square().sum().sqrt()
+    joint = (queries * norm(w_v @ w_q.mT) * rounding).square().sum().sqrt()
+    c = _inverse_phi(n - 1)
+    kernel = math.sqrt(n) + 2 * c + 2 * math.sqrt(c * _inverse_phi(1) * (n - 1))
+    share = log_of(float(out)) - 0.5 * math.log(w_q.shape[1])
+    return [
+        Bound(
+            "K2",
+            "L2 attention",
+            "upper",
+            outward_log(share + 0.5 * math.log(n) + math.log1p(4 * c) + log_of(float(apart)), "upper"),
+            "Lip ≤ √(n/k)(4φ⁻¹(n−1) + 1)(Σ_h ‖W_q^h‖⁴‖W_v^h‖²)^½‖W_o‖, φ(x) = x exp(x+1)",
+            SOURCE + ", Theorem 3.2; proved in howsmooth, docs/bounds.md Theorem 3.17",
+            "L2 attention with tied queries and keys",
+        ),
+        Bound(
+            "K3",
+            "L2 attention, sharper",
+            "upper",
+            outward_log(share + math.log(kernel) + log_of(float(joint)), "upper"),
+            "Lip ≤ k^{−½}(√n + 2c + 2(c φ⁻¹(1)(n−1))^½)(Σ_h ‖W_v^hW_q^hᵀ‖²‖W_q^h‖²)^½‖W_o‖, c = φ⁻¹(n−1)",
+            "howsmooth, docs/bounds.md Theorem 3.17",
+            "L2 attention with tied queries and keys",
+        ),
+    ]
 
 
 def _inverse_phi(y: float) -> float:

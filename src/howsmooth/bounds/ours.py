@@ -5,6 +5,7 @@ Per head, with `G = sup |A x + c|`, `K` its counterpart on the key side and `C` 
     ℓ_h = √C (1 + G²R²)^½ + K R                          (docs/bounds.md, Theorem 3.3)
 
 and heads are put together through the norms of `V_hᵀ V_k` (Theorem 3.4). The bounds differ in `C`.
+Rotary phases and norms on queries and keys enter through `G` and `K`, and put `1 + GR` for the root (Theorem 3.16).
 """
 
 import math
@@ -15,10 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.bound import Bound, log_add, log_of, outward_log
+from howsmooth.bounds.castin2024 import not_bilinear
 from howsmooth.bounds.constants import Constants
 
 SOURCE = "howsmooth, docs/bounds.md"
-_LAYER = "biases, grouped heads, soft-cap allowed"
+_LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and keys allowed"
 
 
 def tokens(layer: Constants, n: int, radius: float) -> Bound:
@@ -26,14 +28,18 @@ def tokens(layer: Constants, n: int, radius: float) -> Bound:
 
     One head, no biases: `Lip ≤ v[√n (1 + a²R⁴)^½ + aR²]`.
     """
-    log_c = math.log(_seen_by(layer, n))
+    reason, value = _unbounded(layer, radius), None
+    if reason is None:
+        log_c = math.log(_seen_by(layer, n))
+        value = _combine(layer, [_head(layer, h, log_c, radius) for h in range(layer.heads)])
     return _upper(
         "B7",
         "√n, sharper",
-        _combine(layer, [_head(layer, h, log_c, radius) for h in range(layer.heads)]),
+        value,
         "Lip ≤ ‖V‖[√N(1 + ‖A‖²R⁴)^½ + ‖A‖R²], N = n, or what a window lets see a token",
         f"every mask; {_LAYER}",
         "Corollary 3.5",
+        reason,
     )
 
 
@@ -43,6 +49,7 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
     One head, no biases: `Lip ≤ v[min(√n, e^{aR²})(1 + a²R⁴)^½ + aR²]`; `n=None` for the mean-field form.
     """
     reason, ratio = _unmasked(layer, n, window=True)
+    reason = reason or _unbounded(layer, radius)
     if reason is None and n is None and math.isinf(layer.bias_range):
         reason = "a logit bias hides keys"
     value = None
@@ -58,12 +65,13 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
         f"not causal; {_LAYER}",
         "Corollary 3.6",
         reason,
+        mean_field=n is None,
     )
 
 
 def causal(layer: Constants, n: int, radius: float) -> Bound:
     """B9: under a causal mask `P_ij ≤ E/i`, so columns sum to at most `E(1 + log⁺(n/E))` (Corollary 3.7)."""
-    reason = None if layer.layer.causal else "for causal attention"
+    reason = _unbounded(layer, radius) if layer.layer.causal else "for causal attention"
     value = None
     if reason is None:
         seen = math.log(_seen_by(layer, n))
@@ -82,7 +90,7 @@ def causal(layer: Constants, n: int, radius: float) -> Bound:
 
 def causal_mean_field(layer: Constants, radius: float) -> Bound:
     """B10: causal and free of n, by a weighted Schur test (Theorem 3.8). At `A = 0` it is Hardy's constant 2, sharp."""
-    reason = _causal_mean_field(layer)
+    reason = _causal_mean_field(layer) or _unbounded(layer, radius)
     value = None
     if reason is None:
         heads = []
@@ -101,6 +109,7 @@ def causal_mean_field(layer: Constants, radius: float) -> Bound:
         f"causal, no window; {_LAYER}",
         "Theorem 3.8",
         reason,
+        mean_field=True,
     )
 
 
@@ -113,6 +122,7 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
     reason, _ = _unmasked(layer, n, window=False)
     if layer.layer.softcap is not None:
         reason = reason or "needs logits affine in each token: not for a soft-cap"
+    reason = reason or not_bilinear(layer.layer)
     if n is None and math.isinf(layer.bias_range):
         reason = reason or "a logit bias hides keys"
     value = None
@@ -132,6 +142,7 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
         "no mask, no soft-cap; biases and grouped heads allowed",
         "Theorem 3.9",
         reason,
+        mean_field=n is None,
     )
 
 
@@ -147,6 +158,7 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
         reason = reason or "needs logits affine in each token: not for a soft-cap"
     if layer.bias_range > 0:
         reason = reason or "not proved for a logit bias"
+    reason = reason or not_bilinear(layer.layer)
     value = None
     if reason is None:
         heads = []
@@ -168,6 +180,7 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
         "causal, no window, no soft-cap; A = S + T costs e^{2‖T‖R²}; query bias and grouped heads allowed",
         "Theorem 3.10" if n is not None else "Theorem 3.11",
         reason,
+        mean_field=n is None,
     )
 
 
@@ -188,6 +201,7 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
         (n == 1, "one token has no other to attend to"),
     ):
         reason = reason or (why if found else None)
+    reason = reason or not_bilinear(attn)
     value = None
     if reason is None:
         measured = _causal_clusters if attn.causal else _clusters
@@ -273,27 +287,39 @@ def _causal_mean_field(layer: Constants) -> str | None:
     return "a logit bias hides keys" if math.isinf(layer.bias_range) else None
 
 
+def _unbounded(layer: Constants, radius: float) -> str | None:
+    """Why no slope is bounded in the ball, if so."""
+    if layer.turn is not None and any(layer.turn.unbounded(h, radius) for h in range(layer.heads)):
+        return "a norm on queries or keys with eps = 0 has no bounded slope where they vanish"
+    return None
+
+
 def _reach(layer: Constants, h: int, radius: float) -> float:
     """G: the largest `|A x + c|`, how fast a logit moves with its key."""
+    if layer.turn is not None:
+        return layer.turn.reach(h, radius)
     return layer.a[h] * radius + layer.query_shift[h]
 
 
 def _key_reach(layer: Constants, h: int, radius: float) -> float:
     """K: how fast logits of a row move with their query, up to what softmax ignores."""
+    if layer.turn is not None:
+        return layer.turn.key_reach(h, radius)
     return layer.a[h] * radius + (0.0 if layer.layer.softcap is None else layer.key_shift[h])
 
 
 def _log_spread(layer: Constants, h: int, radius: float) -> float:
     """log E: how far apart the logits of one row can be."""
-    gap, cap = radius * _reach(layer, h, radius), layer.layer.softcap
+    gap = radius * _reach(layer, h, radius) if layer.turn is None else layer.turn.half_range(h, radius)
+    cap = layer.layer.softcap
     return (2 * gap if cap is None else 2 * cap * math.tanh(gap / cap)) + layer.bias_range
 
 
 def _head(layer: Constants, h: int, log_c: float, radius: float) -> float:
-    """log ℓ_h (Theorem 3.3)."""
+    """log ℓ_h (Theorem 3.3; 3.16 for phases and norms)."""
     log_gr = log_of(_reach(layer, h, radius) * radius)
     cross = -math.inf if layer.layer.softcap is None else log_gr
-    both = 0.5 * log_add(0.0, cross, 2 * log_gr)
+    both = 0.5 * log_add(0.0, cross, 2 * log_gr) if layer.turn is None else log_add(0.0, log_gr)
     return log_add(0.5 * log_c + both, log_of(_key_reach(layer, h, radius) * radius))
 
 
@@ -415,8 +441,15 @@ def _attended(log_ratio: float, gap: float) -> float:
 
 
 def _upper(
-    id: str, name: str, log_value: float | None, statement: str, assumptions: str, where: str, reason: str | None = None
+    id: str,
+    name: str,
+    log_value: float | None,
+    statement: str,
+    assumptions: str,
+    where: str,
+    reason: str | None = None,
+    *,
+    mean_field: bool = False,
 ) -> Bound:
     value = None if log_value is None else outward_log(log_value, "upper")
-    free_of_n = id in ("B8m", "B10", "B12m", "B14")
-    return Bound(id, name, "upper", value, statement, f"{SOURCE} {where}", assumptions, reason, mean_field=free_of_n)
+    return Bound(id, name, "upper", value, statement, f"{SOURCE} {where}", assumptions, reason, mean_field)

@@ -19,6 +19,7 @@ from howsmooth.attention.norms import _NormJacobian
 from howsmooth.bounds.bound import Bound, log_of, outward_log
 from howsmooth.bounds.nair2025 import softmax_bound
 from howsmooth.bounds.perron import STEPS, perron_bound
+from howsmooth.bounds.slopes import Pull, token_slopes
 from howsmooth.bounds.yudin2025 import yudin_bound
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tiled import Block, Tiled
@@ -32,7 +33,7 @@ _ROUNDINGS = 16
 _SMALL = 16  # rows up to which eigenvalues cost no more than powers
 _FEATURES = 2**23  # numbers the exact form works on at once
 _SOURCE = "howsmooth, docs/point-bounds.md"
-_ASSUMES = "any attention layer: heads, groups, biases, masks, soft-cap"
+_ASSUMES = "any attention layer: heads, groups, biases, masks, soft-cap, rotary phases, norms on queries and keys"
 
 
 @torch.no_grad()
@@ -84,7 +85,7 @@ def trace_bound(operator: Operator) -> Float[Tensor, " batch"]:
     """
     if not isinstance(operator, _AttentionJacobian):
         raise BadInputError(f"expected a linearised attention layer, got {type(operator).__name__}; use operator_bound")
-    return _bounds(operator, exact=False).best
+    return _bounds(operator, exact=False, every=False).best
 
 
 @torch.no_grad()
@@ -120,18 +121,19 @@ class _Found(NamedTuple):
         return torch.stack(self).amin(0)
 
 
-def _bounds(operator: _AttentionJacobian, exact: bool) -> _Found:
+def _bounds(operator: _AttentionJacobian, exact: bool, every: bool = True) -> _Found:
+    """every: all three of them; else one that cannot be the smallest may be left at a larger one."""
     operator = operator.tiled()
     geometry = _Geometry.of(operator._layer)
     tokens = _Tokens.of(operator, geometry)
-    found = _combine(operator, geometry, tokens, _trace_sizes(operator, geometry, tokens))
+    found = _combine(operator, geometry, tokens, _trace_sizes(operator, geometry, tokens), every)
     if not exact:
         return found
-    sharper = _combine(operator, geometry, tokens, _exact_sizes(operator, geometry, tokens))
+    sharper = _combine(operator, geometry, tokens, _exact_sizes(operator, geometry, tokens), every)
     return _Found(*(torch.minimum(a, b) for a, b in zip(found, sharper, strict=True)))
 
 
-def _combine(operator: _AttentionJacobian, geometry: "_Geometry", tokens: "_Tokens", sizes: "_Sizes") -> _Found:
+def _combine(operator: _AttentionJacobian, geometry: "_Geometry", tokens: "_Tokens", sizes: "_Sizes", every: bool) -> _Found:
     """Heads put together: plainly, through output directions, through input and output directions."""
     batch, heads = operator.batch, operator._layer.heads
     slack = tokens.slack.unflatten(0, (batch, heads))
@@ -142,7 +144,11 @@ def _combine(operator: _AttentionJacobian, geometry: "_Geometry", tokens: "_Toke
     if heads == 1:
         return _Found(plain, block[:, 0], plain)
     dtype = operator.dtype
-    return _Found(plain, geometry.blocks(block, dtype), geometry.coupled(p, beta, key, dtype))
+    coupled = geometry.coupled(p, beta, key, dtype)
+    # ‖Σ b_h O_hO_hᵀ‖ is at least max b_h: often D5 cannot win
+    if not every and bool((coupled.square() <= block.amax(-1) * block.sum(-1)).all()):
+        return _Found(plain, plain, coupled)
+    return _Found(plain, geometry.blocks(block, dtype), coupled)
 
 
 class _Sizes(NamedTuple):
@@ -232,11 +238,14 @@ def _shared_norm(
         # a head that is zero in every item drops out
         share = torch.where(mean > 0, t / mean.clamp_min(torch.finfo(mean.dtype).tiny), 0.0).amax(-1)
         ratio = share if ratio is None else torch.maximum(ratio, share)
-        columns.append((directions * mean.sqrt()[:, None, None]).transpose(0, 1).flatten(1))  # (d, heads·r)
+        columns.append((directions, mean))
     assert ratio is not None
-    root = torch.cat(columns, 1)
-    size = root.square().amax().clamp_min(torch.finfo(root.dtype).tiny).sqrt()
-    root = (root / size).to(dtype)
+    # sizes are taken out, so that squares stay in the range of `dtype`
+    size = torch.stack([mean.amax() * directions.abs().amax() ** 2 for directions, mean in columns]).amax()
+    size = size.clamp_min(torch.finfo(size.dtype).tiny).sqrt()
+    root = torch.cat(
+        [(e.to(dtype) * (mean.sqrt() / size).to(dtype)[:, None, None]).transpose(0, 1).flatten(1) for e, mean in columns], 1
+    )  # (d, heads·r)
     return (
         ratio * size**2 * _largest_eigenvalue((root @ root.mT).double(), 4 * torch.finfo(dtype).eps * math.sqrt(root.shape[1]))
     )
@@ -245,14 +254,10 @@ def _shared_norm(
 def _largest_eigenvalue(m: Float[Tensor, "d d"], noise: float, step: float = 0.01) -> float:
     """The largest eigenvalue of a positive semi-definite `m` from above: `s − m` has a Cholesky factor (Lemma 4.6).
 
-    noise: error of `m`, as a share of its trace.  step: by how much the power method's value is raised first.
+    noise: error of `m`, as a share of its trace.  step: by how much Lanczos's value is raised first.
     """
     trace = float(m.diagonal().sum())
-    w = m.abs().sum(0)[:, None]
-    for _ in range(24):
-        w = m @ w
-        w = w / w.norm().clamp_min(torch.finfo(w.dtype).tiny)
-    bound = float((m @ w).norm())
+    bound = _ritz_value(m)
     while bound < trace:
         bound *= 1 + step
         if int(torch.linalg.cholesky_ex((-m).diagonal_scatter(bound - m.diagonal())).info) == 0:
@@ -261,12 +266,32 @@ def _largest_eigenvalue(m: Float[Tensor, "d d"], noise: float, step: float = 0.0
     return min(bound, trace) + noise * trace
 
 
+def _ritz_value(m: Float[Tensor, "d d"], steps: int = 16) -> float:
+    """The largest eigenvalue of a positive semi-definite matrix from below, by Lanczos's method."""
+    basis = [m.abs().sum(0)]
+    basis[0] = basis[0] / basis[0].norm().clamp_min(torch.finfo(m.dtype).tiny)
+    images: list[Tensor] = []
+    for _ in range(min(steps, len(m))):
+        images.append(m @ basis[-1])
+        known = torch.stack(basis)
+        rest = images[-1] - known.mT @ (known @ images[-1])
+        rest = rest - known.mT @ (known @ rest)
+        size = rest.norm()
+        if not bool(size > 1e-10 * images[-1].norm()):
+            break
+        basis.append(rest / size)
+    small = torch.stack(basis[: len(images)]) @ torch.stack(images).mT
+    return max(0.0, float(torch.linalg.eigvalsh((small + small.mT) / 2)[-1]))
+
+
 @dataclass(frozen=True)
 class _Tokens:
     """Queries, keys and values in the coordinates of `_Geometry`, (batch·heads, n, ·), in the kernel's precision.
 
     v, o: `R_o v_j`, `R_o o_i`, measured from the mean value.  k: `R_q k_j`, from the mean key without a soft-cap.
     a: `τ |W_kᵀ q_i|`.  y: `R_o W_v` applied to the unit vector along `W_kᵀ q_i`, times `a`.
+    chi, kappa: what `k` and `a` are to be multiplied by at query `i` and at key `j`, 1 in plain layers. Where queries and keys
+    are normalised or turned (`turned`) they are the slopes of 4.13, `k` and `a` are lengths, and there is no `y`.
     inverse: `1/z_i`, zero for queries that are not part of the output.
     """
 
@@ -275,7 +300,10 @@ class _Tokens:
     k: Tensor
     q: Tensor
     a: Tensor
-    y: Tensor
+    y: Tensor | None
+    chi: Tensor
+    kappa: Tensor
+    turned: bool
     inverse: Tensor
     slack: Tensor  # (g,) float64
     noise: float
@@ -292,12 +320,18 @@ class _Tokens:
 
         v = apply(kernel._v, geometry.r_o)
         centre = v.mean(1, keepdim=True)
-        k = apply(kernel._k, geometry.r_q)
-        k = k - k.mean(1, keepdim=True) if kernel.scores.softcap is None else k
-        q = apply(kernel._q, geometry.r_k) * abs(layer._scale)
-        a = q.norm(dim=-1)
-        y = apply(q, geometry.inner @ geometry.key) * math.copysign(1.0, layer._scale)
         inverse = kernel._inverse[..., 0]
+        slopes = token_slopes(operator, geometry.r_q, geometry.r_k)
+        if slopes is None:
+            k, q, y = apply(kernel._k, geometry.r_q), apply(kernel._q, geometry.r_k) * abs(layer._scale), None
+            chi = kappa = torch.ones_like(inverse)
+        else:
+            k, chi, q, kappa = slopes
+            q, y = q * abs(layer._scale), None
+        k = k - k.mean(1, keepdim=True) if kernel.scores.softcap is None else k
+        a = q.norm(dim=-1)
+        if slopes is None and heads == 1:
+            y = apply(q, geometry.inner @ geometry.key) * math.copysign(1.0, layer._scale)
         if layer.attention_mask is not None:
             real = layer.attention_mask.to(dtype).repeat_interleave(heads, 0)
             inverse = inverse * real
@@ -305,9 +339,8 @@ class _Tokens:
         logit = abs(layer._scale) * (kernel._q.norm(dim=-1).amax(-1) * kernel._k.norm(dim=-1).amax(-1)).double()
         if kernel.scores.softcap is not None:
             logit = logit.clamp_max(kernel.scores.softcap)
-        return cls(
-            v - centre, apply(kernel._o, geometry.r_o) - centre, k, q, a, y, inverse, torch.exp(noise * (1 + logit)), noise
-        )
+        o = apply(kernel._o, geometry.r_o) - centre
+        return cls(v - centre, o, k, q, a, y, chi, kappa, slopes is not None, inverse, torch.exp(noise * (1 + logit)), noise)
 
 
 def _products(kernel: Tiled, inverse: Tensor, w: Tensor, capped: bool = False) -> Tensor:
@@ -348,8 +381,8 @@ def _trace_sizes(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens) 
         moments = _products(kernel, t.inverse, torch.cat([v2, k2, t.k], -1))
         spread_v = _spread(moments[..., 0], t.o, t)
         spread_k = _spread(moments[..., 1], moments[..., 2:], t)
-    beta = abs(operator._layer._scale) * (spread_v * spread_k).sqrt()
-    key = _received(kernel, t.inverse, spread_v * t.a.square(), capped).amax(-1).sqrt()
+    beta = abs(operator._layer._scale) * (spread_v * spread_k).sqrt() * t.chi
+    key = (_received(kernel, t.inverse, spread_v * t.a.square(), capped).sqrt() * t.kappa).amax(-1)
     return _with_block_norms(operator, geometry, t, beta, key, spread_v)
 
 
@@ -360,9 +393,9 @@ def _with_block_norms(
     batch = operator.batch
     p, w = _weights_norm(operator._kernel.tiled(), t.inverse)
     nu = geometry.nu.to(beta.dtype).repeat(batch)[:, None]  # (g, 1)
-    reach = t.a * spread.sqrt()
+    reach = t.a * spread.sqrt() * t.kappa.amax(-1, keepdim=True)
     start = _start(operator._kernel.tiled(), t.inverse, nu + reach, beta, w)
-    if operator._layer.heads == 1:
+    if t.y is not None:
         return _Sizes(p, beta.amax(-1), key, _one_head(operator, geometry, t, beta, start))
     start = torch.cat([start, _start(operator._kernel.tiled(), t.inverse, reach, torch.zeros_like(beta), w)])
     whole, keys_alone = _many_heads(operator, nu, t, beta, start)
@@ -409,15 +442,17 @@ def _one_head(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens, bet
     """`‖N‖₂` of the matrix of block norms, each the smaller of two bounds (Theorem 4.4)."""
     kernel = operator._kernel.tiled()
     nu = float(geometry.nu[0])
-    unit = t.y / t.a.clamp_min(torch.finfo(t.a.dtype).tiny)[..., None]
+    assert t.y is not None
+    y = t.y
+    unit = y / t.a.clamp_min(torch.finfo(t.a.dtype).tiny)[..., None]
     base = unit.square().sum(-1, keepdim=True) + nu**2
-    shift = (t.o * t.y).sum(-1, keepdim=True)
+    shift = (t.o * y).sum(-1, keepdim=True)
     distance = _Distance(t)
     capped = kernel.scores.softcap is not None
 
     def tile(b: Block) -> Tensor:
         e = distance(b).mul_(t.a[b.heads, b.rows, None])
-        cross = torch.bmm(t.y[b.heads, b.rows], t.v[b.heads, b.cols].mT).sub_(shift[b.heads, b.rows]).mul_(2)
+        cross = torch.bmm(y[b.heads, b.rows], t.v[b.heads, b.cols].mT).sub_(shift[b.heads, b.rows]).mul_(2)
         if capped:
             split = b.weights.square() * base[b.heads, b.rows] + b.weights * b.slope * cross + (b.slope * e).square()
             return torch.minimum(split.clamp_min_(0).sqrt_(), b.weights * nu + b.slope * e)
@@ -441,30 +476,32 @@ def _one_head(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens, bet
 
 
 def _many_heads(operator: _AttentionJacobian, nu: Tensor, t: _Tokens, beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """`‖ν P + E + diag β‖₂` and `‖E‖₂`, `E_ij = P_ij a_i |v_j − o_i|`: the simpler bound on each block (Theorem 4.4)."""
+    """`‖ν P + E + diag β‖₂` and `‖E‖₂`, `E_ij = P_ij a_i κ_j |v_j − o_i|`: the simpler bound on each block (Theorem 4.4)."""
     kernel = operator._kernel.tiled()
     g = len(beta)
     distance = _Distance(t)
 
     def forward(w: Tensor) -> Tensor:
         mean, moved, alone = torch.zeros_like(beta), torch.zeros_like(beta), torch.zeros_like(beta)
+        whole, keys = t.kappa * w[:g], t.kappa * w[g:]
         for b in kernel._blocks():
             e = distance(b).mul_(b.slope)
             mean[b.heads, b.rows] += _along(b.weights, w[:g][b.heads, b.cols])
-            moved[b.heads, b.rows] += _along(e, w[:g][b.heads, b.cols])
-            alone[b.heads, b.rows] += _along(e, w[g:][b.heads, b.cols])
+            moved[b.heads, b.rows] += _along(e, whole[b.heads, b.cols])
+            alone[b.heads, b.rows] += _along(e, keys[b.heads, b.cols])
         a = t.a * t.inverse
         return torch.cat([nu * t.inverse * mean + a * moved + beta * w[:g], a * alone])
 
     def backward(z: Tensor) -> Tensor:
         a = t.a * t.inverse
-        back = torch.cat([beta * z[:g], torch.zeros_like(beta)])
+        whole, by_whole, by_keys = beta * z[:g], torch.zeros_like(beta), torch.zeros_like(beta)
         mean, moved, alone = nu * t.inverse * z[:g], a * z[:g], a * z[g:]
         for b in kernel._blocks():
             e = distance(b).mul_(b.slope)
-            back[:g][b.heads, b.cols] += _down(mean[b.heads, b.rows], b.weights) + _down(moved[b.heads, b.rows], e)
-            back[g:][b.heads, b.cols] += _down(alone[b.heads, b.rows], e)
-        return back
+            whole[b.heads, b.cols] += _down(mean[b.heads, b.rows], b.weights)
+            by_whole[b.heads, b.cols] += _down(moved[b.heads, b.rows], e)
+            by_keys[b.heads, b.cols] += _down(alone[b.heads, b.rows], e)
+        return torch.cat([whole + t.kappa * by_whole, t.kappa * by_keys])
 
     bound, _ = perron_bound(forward, backward, start, _BLOCK_STEPS)
     return bound[:g], bound[g:]
@@ -488,15 +525,23 @@ def _exact_sizes(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens) 
     beta = torch.zeros_like(t.inverse)
     key = beta.new_zeros(len(beta))
     for g in range(len(beta)):
-        beta[g], key[g] = _exact_head(operator._kernel.tiled(), t, g, abs(operator._layer._scale))
+        beta[g], key[g] = _exact_head(operator, geometry, t, g)
     spread = _spread(_products(operator._kernel.tiled(), t.inverse, t.v.square().sum(-1, keepdim=True))[..., 0], t.o, t)
     return _with_block_norms(operator, geometry, t, beta, key, spread)
 
 
-def _exact_head(kernel: Tiled, t: _Tokens, g: int, tau: float) -> tuple[Tensor, Tensor]:
+def _exact_head(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens, g: int) -> tuple[Tensor, Tensor]:
     """`‖B_i W_q‖` of every token of one head, (n,), and the norm of the key part."""
+    kernel, tau = operator._kernel.tiled(), abs(operator._layer._scale)
     n, m = kernel._shape[2:]
     v, k, q, o = t.v[g], t.k[g], t.q[g], t.o[g]
+    pull_q = pull_k = None
+    if t.turned:  # queries and keys as they are; each token's own derivative is applied to what they make
+        h = g % operator._layer.heads
+        pull_q = Pull(operator, g, keys=False, triangle=geometry.r_q[h].to(v.dtype))
+        pull_k = Pull(operator, g, keys=True, triangle=geometry.r_k[h].to(v.dtype))
+        k, q = kernel._k[g], kernel._q[g] * tau
+        k = k - k.mean(0) if kernel.scores.softcap is None else k
     vk = torch.cat([v, k], -1)
     r, r_k = v.shape[1], q.shape[1]
     values, cross, keys = _triangle(r, v.device), _rectangle(r, k.shape[1], v.device), _triangle(r_k, v.device)
@@ -505,7 +550,8 @@ def _exact_head(kernel: Tiled, t: _Tokens, g: int, tau: float) -> tuple[Tensor, 
     step = max(1, min(128, _FEATURES // pairs.shape[1]))
     features = vk[:, pairs[0]] * vk[:, pairs[1]] if m * pairs.shape[1] <= _FEATURES else None
     beta = v.new_zeros(n)
-    energy = v.new_zeros(m, keys.shape[1] if matrices else 1)
+    energy = v.new_zeros(m, keys.shape[1] if matrices else 0)
+    total_energy = v.new_zeros(m)
     for start in range(0, n, step):
         rows, cols = slice(start, min(start + step, n)), slice(0, min(start + step, m) if kernel.scores.mask.causal else m)
         weights = _rows(kernel, g, rows, cols) * t.inverse[g, rows, None]
@@ -515,17 +561,23 @@ def _exact_head(kernel: Tiled, t: _Tokens, g: int, tau: float) -> tuple[Tensor, 
         drift = centre[:, :, None] * (first[:, :r] - 0.5 * total * centre)[:, None]
         cov = _symmetric(second[:, : values.shape[1]], values, r).sub_(drift).sub_(drift.mT)
         mixed = second[:, values.shape[1] :].unflatten(1, (r, -1)) - centre[:, :, None] * first[:, None, r:]
+        mixed = mixed if pull_q is None else pull_q(mixed, rows)
         gram = mixed @ mixed.mT if mixed.shape[1] <= mixed.shape[2] else mixed.mT @ mixed
-        size_v, size_k = weights @ v[cols].square().sum(-1), weights @ k[cols].square().sum(-1)
+        size_v, size_k = weights @ v[cols].square().sum(-1), weights @ t.k[g][cols].square().sum(-1)
         spread = _top_eigenvalue(cov) + t.noise * size_v
-        beta[rows] = tau * (_top_eigenvalue(gram).sqrt() + t.noise * (size_v * size_k).sqrt())
-        outer = q[rows][:, keys[0]] * q[rows][:, keys[1]] if matrices else q[rows].square().sum(-1, keepdim=True)
-        energy[cols] += weights.mT @ (spread[:, None] * outer)
-    if matrices:
-        energy = _symmetric(energy, keys, r_k)
-        size = energy.diagonal(dim1=1, dim2=2).sum(-1, keepdim=True)
-        energy = _top_eigenvalue(energy)[:, None] + t.noise * size
-    return beta, energy.amax().sqrt()
+        beta[rows] = tau * (_top_eigenvalue(gram).sqrt() + t.noise * (size_v * size_k).sqrt() * t.chi[g, rows])
+        total_energy[cols] += weights.mT @ (spread * t.a[g, rows].square())
+        if matrices:
+            energy[cols] += weights.mT @ (spread[:, None] * (q[rows][:, keys[0]] * q[rows][:, keys[1]]))
+    total_energy = total_energy * t.kappa[g].square()
+    if not matrices:
+        return beta, total_energy.amax().sqrt()
+    whole = _symmetric(energy, keys, r_k)
+    if pull_k is not None:
+        every = slice(0, m)
+        whole = pull_k(pull_k(whole, every).mT, every)
+        whole = (whole + whole.mT) / 2
+    return beta, torch.minimum(_top_eigenvalue(whole) + t.noise * total_energy, total_energy * (1 + t.noise)).amax().sqrt()
 
 
 def _triangle(r: int, device: torch.device) -> Tensor:

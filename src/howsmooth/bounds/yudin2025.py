@@ -8,6 +8,7 @@ from torch import Tensor
 
 from howsmooth.attention.layer import Attention, _AttentionJacobian
 from howsmooth.bounds.bound import Bound, log_of, outward_log
+from howsmooth.bounds.castin2024 import not_bilinear
 from howsmooth.bounds.perron import perron_bound
 from howsmooth.kernels.tiled import Tiled
 
@@ -30,6 +31,8 @@ def yudin_bound(attn: Attention, x: Float[Tensor, "n d"]) -> Bound:
         reason = "stated for queries and keys linear in the tokens, this layer adds biases"
     elif attn.softcap is not None:
         reason = "stated without a soft-cap"
+    else:
+        reason = not_bilinear(attn)
     if reason is not None:
         return Bound("D2", _NAME, "upper", None, _STATEMENT, _SOURCE, _ASSUMPTIONS, reason)
     operator = attn.linearize(x.double()[None])[1]

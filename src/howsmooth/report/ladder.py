@@ -9,6 +9,7 @@ import torch
 
 from howsmooth.attention import Attention
 from howsmooth.bounds.ball import ball_bounds
+from howsmooth.bounds.castin2024 import not_bilinear
 from howsmooth.errors import BadInputError
 from howsmooth.local import lipschitz
 
@@ -71,7 +72,7 @@ def seen(attn: Attention, radius: float) -> dict[int, float]:
     With real eigenpairs `(γ, u)` of one head's `A`: one token at `−R u` against the others at `R u` for the least `γ`, one at
     `R u` against the others at `R u/2` for the largest. The larger of the two counts.
     """
-    if attn.heads != 1 or attn.w_k is not None:
+    if attn.heads != 1 or attn.w_k is not None or not_bilinear(attn) is not None:
         return {}
     values, vectors = torch.linalg.eig(attn.w_q.double())
     real = values.imag.abs() <= 1e-9 * values.abs().max()
