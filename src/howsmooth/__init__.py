@@ -4,7 +4,23 @@ from howsmooth.attention import Attention, LayerNorm, RMSNorm
 from howsmooth.catalogue import bounds
 from howsmooth.errors import HowSmoothError
 from howsmooth.local import lipschitz
+from howsmooth.measures.measure import Measure
+from howsmooth.measures.wasserstein import wasserstein
 from howsmooth.spectral import DenseSVD, Estimate, GolubKahan
+from howsmooth.splitting import splitting
 
 __version__ = "0.1.0"
-__all__ = ["Attention", "DenseSVD", "Estimate", "GolubKahan", "HowSmoothError", "LayerNorm", "RMSNorm", "bounds", "lipschitz"]
+__all__ = [
+    "Attention",
+    "DenseSVD",
+    "Estimate",
+    "GolubKahan",
+    "HowSmoothError",
+    "LayerNorm",
+    "Measure",
+    "RMSNorm",
+    "bounds",
+    "lipschitz",
+    "splitting",
+    "wasserstein",
+]

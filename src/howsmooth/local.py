@@ -98,9 +98,37 @@ def lipschitz(
     _check_options(x, tol, certify, seed)
     several = x.ndim == 3 if batched is None else batched
     if measure is not None:
-        problem = _MeasureProblem(f, measure, several)
-    else:
-        problem = _MapProblem(f, x, several) if isinstance(f, Map) else _FunctionProblem(f, x, several)
+        if several:
+            raise BadInputError("expected one measure at a time, got batched=True; measure them in a loop")
+        return _with_splitting(*whole_atoms(f, measure, tol, certify, seed, solver), measure, certify)
+    problem = _MapProblem(f, x, several) if isinstance(f, Map) else _FunctionProblem(f, x, several)
+    estimates, _ = _estimates(problem, several, tol, certify, seed, solver)
+    return Estimates(tuple(estimates)) if several else estimates[0]
+
+
+def whole_atoms(
+    f: Map | Callable[[Tensor], Tensor],
+    measure: Measure,
+    tol: float = 1e-3,
+    certify: float | None = None,
+    seed: int = 0,
+    solver: Solver | None = None,
+) -> tuple[Estimate, Operator]:
+    """`‖D^½ J D^{−½}‖`, what moving whole atoms can do, and the operator it is the norm of, in float64."""
+    found, operator = _estimates(_MeasureProblem(f, measure), False, tol, certify, seed, solver)
+    root = measure.mass.sqrt()[:, None].to(found[0].direction.device)
+    return replace(found[0], direction=found[0].direction.double() / root), operator
+
+
+def _estimates(
+    problem: "_MapProblem | _MeasureProblem | _FunctionProblem",
+    several: bool,
+    tol: float,
+    certify: float | None,
+    seed: int,
+    solver: Solver | None,
+) -> tuple[list[Estimate], Operator]:
+    """Both ends for every input of a problem, and the operator that the lower ones were evaluated with."""
     operator = problem.operator()
     if solver is None:
         small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
@@ -137,16 +165,14 @@ def lipschitz(
                 upper=upper,
                 confidence=1.0 if sure < likely else 1 - risk,
                 status="dense" if dense else _status(solution.converged, lower, upper, tol, certify),
-                direction=solution.direction.reshape(x.shape[1:] if several else x.shape),
+                direction=solution.direction.reshape(problem.shape[1:] if several else problem.shape),
                 steps=solution.steps,
                 precision=str(precise.dtype).removeprefix("torch."),
                 tol=tol,
                 seed=seed,
             )
         )
-    if measure is not None:
-        return _with_splitting(estimates[0], measure, precise, certify)
-    return Estimates(tuple(estimates)) if several else estimates[0]
+    return estimates, precise
 
 
 class _MapProblem:
@@ -158,7 +184,7 @@ class _MapProblem:
             raise BadInputError(
                 f"expected tokens of shape (n, d), or (batch, n, d) for a batch, got {tuple(x.shape)}; reshape the tokens"
             )
-        self._f, self._x = f, f.prepare(x if several else x[None]).detach()
+        self._f, self._x, self.shape = f, f.prepare(x if several else x[None]).detach(), x.shape
 
     def operator(self) -> Operator:
         return self._f.linearize(self._x)[1]
@@ -170,14 +196,12 @@ class _MapProblem:
 class _MeasureProblem:
     """A map of ours at a measure: `D^½ J D^{−½}`, the Jacobian on `L²(μ)`."""
 
-    def __init__(self, f: Map | Callable[[Tensor], Tensor], measure: Measure, several: bool):
+    def __init__(self, f: Map | Callable[[Tensor], Tensor], measure: Measure):
         if not isinstance(f, Map):
             raise BadInputError(
                 f"expected a map of this package for a measure, got {type(f).__name__}; a function takes tokens, not masses"
             )
-        if several:
-            raise BadInputError("expected one measure at a time, got batched=True; measure them in a loop")
-        self._f, self._measure = f, measure
+        self._f, self._measure, self.shape = f, measure, measure.points.shape
         self._x = f.prepare(measure.points).detach()[None]
 
     def operator(self) -> Operator:
@@ -203,7 +227,7 @@ class _FunctionProblem:
         check_finite(x, "input")
         if several and x.ndim < 2:
             raise BadInputError(f"expected a batch of inputs, got shape {tuple(x.shape)}; pass batched=False")
-        self._f, self._x, self._several = f, x.detach(), several
+        self._f, self._x, self._several, self.shape = f, x.detach(), several, x.shape
 
     def operator(self) -> Operator:
         jacobian = AutodiffJacobian(self._f, self._x, self._several)
@@ -256,25 +280,22 @@ def _attained(operator: Operator, solutions: list[Solution]) -> list[float]:
     return ((image / size).norm(dim=-1) / v.flatten(2).norm(dim=-1) * size[..., 0])[0].double().tolist()
 
 
-def _with_splitting(moved: Estimate, measure: Measure, operator: Operator, certify: float | None) -> Estimate:
+def _with_splitting(moved: Estimate, operator: Operator, measure: Measure, certify: float | None) -> Estimate:
     """The larger of moving atoms and of splitting one, Theorem 5.2. Directions are displacements of length one in `L²(μ)`."""
-    root = measure.mass.sqrt()[:, None].to(moved.direction.device)
     norms = own_norms(operator, above=moved.lower)
     best = float(norms.lower.max())
-    lower, direction, split = moved.lower, moved.direction.double() / root, False
+    lower, direction, split = moved.lower, moved.direction, False
     if best > moved.lower:
         token = int(norms.lower[0].argmax())
         along, lower = own_direction(operator, token)
         direction, split = torch.zeros_like(direction), True
-        direction[token] = along / root[token]
+        direction[token] = along / float(measure.mass[token]) ** 0.5
     upper = max(lower, moved.upper, float(norms.upper.max()))
     status = moved.status
     if status != "dense" or norms.confidence < 1:
         status = _status(status != "step limit", lower, upper, moved.tol, certify)
     confidence = moved.confidence - (1 - norms.confidence)
-    return replace(
-        moved, lower=lower, upper=upper, confidence=confidence, status=status, direction=direction, split=split
-    )
+    return replace(moved, lower=lower, upper=upper, confidence=confidence, status=status, direction=direction, split=split)
 
 
 def _status(settled: bool, lower: float, upper: float, tol: float, certify: float | None) -> Status:

@@ -167,7 +167,7 @@ class Attention(Map):
         return replace(self, **moved) if moved else self
 
     def on(self, measure: Measure) -> "AtomAttention":
-        """Attention to atoms: `log a_j` is added to the logits of atom j, and a mask goes by positions (docs/meanfield.md §5.1)."""
+        """Attention to atoms: `log a_j` is added to the logits of atom j, masks go by positions (docs/meanfield.md §5.1)."""
         for name, why in (
             ("window", "a window counts tokens, which a measure does not have"),
             ("bias", "a bias belongs to places in a sequence"),
@@ -190,7 +190,7 @@ class Attention(Map):
         return self._linearize(x, self._scores(x))
 
     @torch.no_grad()
-    def _linearize(self, x: Float[Tensor, "batch n d"], scores: Scores) -> tuple[Tensor, Operator]:
+    def _linearize(self, x: Float[Tensor, "batch n d"], scores: Scores) -> tuple[Tensor, "_AttentionJacobian"]:
         layer = self.to(x.dtype, x.device)
         q, k, v = layer._project(x, with_bias=True)
         kernel = linearize(q, k, v, scores)

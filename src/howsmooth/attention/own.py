@@ -1,12 +1,12 @@
 """What a token does to its own output while all other tokens, and its own keys and values, stay: the splitting blocks.
 
-`S_i = ∂f_i/∂x_i` through the query alone. It is the part of the Jacobian that survives when copies of token `i` move in opposite
-directions (docs/meanfield.md §5.3). For attention `S_i = Σ_h W_o^h B_i^h W_q^h` with `B_i^h = τ Σ_j Q_ij (v_j − o_i) k_jᵀ`; a norm
-contributes its derivative; blocks of a composition are multiplied.
+`S_i = ∂f_i/∂x_i` through the query alone. It is the part of the Jacobian that survives when copies of token `i` move in
+opposite directions (docs/meanfield.md §5.3). For attention `S_i = Σ_h W_o^h B_i^h W_q^h` with
+`B_i^h = τ Σ_j Q_ij (v_j − o_i) k_jᵀ`; a norm contributes its derivative; blocks of a composition are multiplied.
 """
 
 import math
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -37,25 +37,38 @@ def own(operator: Operator, rows: slice) -> Operator:
         return _NormJacobian(operator._norm, unit, scale)
     if isinstance(operator, _AttentionJacobian):
         return QueryBlocks(operator._layer, _through_queries(operator, rows).flatten(0, 1))
-    raise BadInputError(f"expected the Jacobian of a map of this package, got {type(operator).__name__}; pass a function instead")
+    raise BadInputError(
+        f"expected the Jacobian of a map of this package, got {type(operator).__name__}; pass a function instead"
+    )
+
+
+class Sizes(NamedTuple):
+    """bound: `‖S_i‖` from above.  terms: the size of what was added up to form `S_i`, whose rounding it carries."""
+
+    bound: Float[Tensor, "batch n"]
+    terms: Float[Tensor, "batch n"]
 
 
 @torch.no_grad()
-def own_sizes(operator: Operator) -> Float[Tensor, "batch n"]:
+def own_sizes(operator: Operator) -> Sizes:
     """Upper bounds on `‖S_i‖` at the cost of a product (Proposition 5.6).
 
-    `Σ_h |τ| ‖W_o^h‖ ‖W_q^h‖ (Σ_j Q_ij |v_j − o_i|² · Σ_j Q_ij |k_j − κ|²)^½` for attention, `max|α|/s_i` for a norm, the product for a
-    composition. Rounding of the blocks is a few units of these sizes.
+    `Σ_h |τ| ‖W_o^h‖ ‖W_q^h‖ (Σ_j Q_ij |v_j − o_i|² · Σ_j Q_ij |k_j − κ|²)^½` for attention, `max|α|/s_i` for a norm, the
+    product for a composition.
     """
     if isinstance(operator, Weighted):
         return own_sizes(operator.operator)
     if isinstance(operator, Composed):
-        return own_sizes(operator.outer) * own_sizes(operator.inner)
+        outer, inner = own_sizes(operator.outer), own_sizes(operator.inner)
+        return Sizes(outer.bound * inner.bound, outer.terms * inner.bound + outer.bound * inner.terms)
     if isinstance(operator, _NormJacobian):
-        return operator._norm.weight.double().abs().max() / operator._scale.double()[..., 0]
+        bound = operator._norm.weight.double().abs().max() / operator._scale.double()[..., 0]
+        return Sizes(bound, bound)
     if isinstance(operator, _AttentionJacobian):
         return _spreads(operator)
-    raise BadInputError(f"expected the Jacobian of a map of this package, got {type(operator).__name__}; pass a function instead")
+    raise BadInputError(
+        f"expected the Jacobian of a map of this package, got {type(operator).__name__}; pass a function instead"
+    )
 
 
 @final
@@ -101,7 +114,7 @@ def _through_queries(operator: _AttentionJacobian, rows: slice) -> Float[Tensor,
     return blocks.unflatten(0, (batch, heads)).transpose(1, 2)
 
 
-def _spreads(operator: _AttentionJacobian) -> Float[Tensor, "batch n"]:
+def _spreads(operator: _AttentionJacobian) -> Sizes:
     layer, kernel = operator._layer, operator._kernel
     batch, heads = kernel._shape[:2]
     v, k, o = _centred(kernel)
@@ -117,10 +130,15 @@ def _spreads(operator: _AttentionJacobian) -> Float[Tensor, "batch n"]:
     # Σ Q |v − o|² = Σ Q |v|² − 2 o·Σ Q v + |o|² Σ Q, with what rounding may hide of it
     near = moments[..., 0] - 2 * (o * moments[..., 2:]).sum(-1) + o.square().sum(-1) * total
     noise = 16 * torch.finfo(operator.dtype).eps * math.sqrt(layer.width + kernel._shape[-1])
-    near = near.clamp_min(0) + noise * (moments[..., 0] + o.square().sum(-1) * total)
-    size = abs(layer._scale) * (near * moments[..., 1]).sqrt() * (1 + noise)
-    gain = _norms(layer.w_q, heads) * (1.0 if layer.w_o is None else _norms(layer.w_o.mT, heads))
-    return (size.unflatten(0, (batch, heads)) * (gain[:, None] if isinstance(gain, Tensor) else gain)).sum(1)
+    far = (moments[..., 0].sqrt() + o.norm(dim=-1) * total.sqrt()).square()
+    near = near.clamp_min(0) + noise * far
+    gain = _norms(layer.w_q, heads)
+    gain = gain if layer.w_o is None else gain * _norms(layer.w_o.mT, heads)
+    bound, terms = (
+        (abs(layer._scale) * (spread * moments[..., 1]).sqrt().unflatten(0, (batch, heads)) * gain[:, None]).sum(1)
+        for spread in (near, far)
+    )
+    return Sizes(bound * (1 + noise), terms)
 
 
 def _norms(w: Float[Tensor, "rows d"], heads: int) -> Float[Tensor, " heads"]:
@@ -128,7 +146,7 @@ def _norms(w: Float[Tensor, "rows d"], heads: int) -> Float[Tensor, " heads"]:
 
 
 def _centred(kernel: SoftmaxAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, keys and outputs measured from the mean value and key; under a soft-cap keys stay, since they matter as they are."""
+    """Values, keys and outputs measured from the mean value and key; under a soft-cap keys stay as they are."""
     value = kernel._v.mean(1, keepdim=True)
     key = kernel._k.mean(1, keepdim=True) if kernel.scores.softcap is None else torch.zeros_like(kernel._k[:, :1])
     return kernel._v - value, kernel._k - key, kernel._o - value

@@ -30,7 +30,9 @@ class Mask:
 
     def __post_init__(self):
         if self.ends is not None and bool((self.ends.diff() < 0).any()):
-            raise BadInputError("expected ends that never decrease, got a row that sees less than the one before; sort the rows")
+            raise BadInputError(
+                "expected ends that never decrease, got a row that sees less than the one before; sort the rows"
+            )
         if self.window is not None and not (isinstance(self.window, int) and self.window >= 1):
             raise BadInputError(f"expected a window of 1 or more whole tokens, got {self.window}; leave it out for none")
         if self.bias is not None and self.bias.ndim != 4:

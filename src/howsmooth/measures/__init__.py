@@ -2,6 +2,6 @@
 
 from howsmooth.measures.gaussian import Gaussian
 from howsmooth.measures.measure import Measure
-from howsmooth.measures.wasserstein import Distance, wasserstein
+from howsmooth.measures.wasserstein import Distance
 
-__all__ = ["Distance", "Gaussian", "Measure", "wasserstein"]
+__all__ = ["Distance", "Gaussian", "Measure"]

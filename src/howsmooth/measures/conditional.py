@@ -11,7 +11,7 @@ from howsmooth.measures.measure import Measure
 
 Slice = tuple[Float[Tensor, "k d"], Float[Tensor, " k"]]
 
-_SAME = 1e-9  # difference of masses at one position that rounding explains
+_SAME = 1e-6  # relative difference of masses at one position that rounding explains
 
 
 @final
@@ -59,5 +59,3 @@ def slices(mu: Measure, nu: Measure) -> Slices | None:
             parts.append((m.points[rows], m.mass[rows] / m.mass[rows].sum()))
         several.append((float(theta[k]), parts[0], parts[1]))
     return Slices(single, tuple(several))
-
-

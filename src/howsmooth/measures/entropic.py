@@ -13,7 +13,8 @@ from torch import Tensor
 _TILE = 2**22  # costs worked on at once
 _SWEEPS = 12  # pairs of updates at one temperature
 _LEVELS = 12  # temperatures, each half the one before
-_RELAX = 1.5
+_RELAX = 1.5  # of the updates
+ROUNDING = 64 * torch.finfo(torch.float64).eps  # of a dual value, in units of the largest cost
 
 
 class _Costs:
@@ -102,7 +103,7 @@ def _ends(costs: _Costs, a: Tensor, b: Tensor, f: Tensor, g: Tensor, reg: float)
     if missing > 0:
         share = left_cols / left_cols.sum().clamp_min(torch.finfo(b.dtype).tiny)
         spent += sum(float(left_rows[rows] @ (c @ share)) for rows, c in costs)
-    return float(a @ best + b @ g), spent
+    return float(a @ best + b @ g) - ROUNDING, spent
 
 
 def _plan(c: Tensor, a: Tensor, b: Tensor, f: Tensor, g: Tensor, reg: float) -> Tensor:

@@ -20,9 +20,14 @@ class Gaussian:
 
     def __post_init__(self):
         mean, cov = self.mean, self.cov
-        if not all(isinstance(t, Tensor) and t.is_floating_point() for t in (mean, cov)) or cov.shape != (*mean.shape, *mean.shape):
+        if not all(isinstance(t, Tensor) and t.is_floating_point() for t in (mean, cov)) or cov.shape != (
+            *mean.shape,
+            *mean.shape,
+        ):
             got = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (mean, cov)]
-            raise BadInputError(f"expected a floating-point mean (d,) and covariance (d, d), got {got[0]} and {got[1]}; match them")
+            raise BadInputError(
+                f"expected a floating-point mean (d,) and covariance (d, d), got {got[0]} and {got[1]}; match them"
+            )
         mean, cov = mean.detach().double(), cov.detach().double()
         if not bool(mean.isfinite().all() and cov.isfinite().all()):
             raise BadInputError("expected a finite mean and covariance, got NaN or infinity; clean them")
@@ -48,7 +53,9 @@ def bures(mu: Gaussian, nu: Gaussian) -> float:
     5.0
     """
     if mu.mean.shape != nu.mean.shape:
-        raise BadInputError(f"expected measures of one dimension, got {len(mu.mean)} and {len(nu.mean)}; compare like with like")
+        raise BadInputError(
+            f"expected measures of one dimension, got {len(mu.mean)} and {len(nu.mean)}; compare like with like"
+        )
     first, second = _root(mu.cov), _root(nu.cov)
     u, _, vh = torch.linalg.svd(second @ first)  # tr(first second U) is largest at U = u vh
     shape = first - second @ (u @ vh)

@@ -73,7 +73,9 @@ class Measure:
         >>> flat.weights.tolist()  # the cells at the ends are half as wide
         [0.25, 0.5, 0.25]
         """
-        if not axes or not all(isinstance(t, Tensor) and t.ndim == 1 and len(t) >= 2 and bool((t.diff() > 0).all()) for t in axes):
+        if not axes or not all(
+            isinstance(t, Tensor) and t.ndim == 1 and len(t) >= 2 and bool((t.diff() > 0).all()) for t in axes
+        ):
             got = [len(t) if isinstance(t, Tensor) else type(t).__name__ for t in axes]
             raise BadInputError(f"expected axes that increase, two numbers or more each, got axes of {got}; use torch.linspace")
         widths = []
@@ -85,7 +87,9 @@ class Measure:
         values = density(points)
         if not isinstance(values, Tensor) or values.shape != (len(points),):
             got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise BadInputError(f"expected one density per grid point, shape ({len(points)},), got {got}; reduce over the last axis")
+            raise BadInputError(
+                f"expected one density per grid point, shape ({len(points)},), got {got}; reduce over the last axis"
+            )
         mass = values.detach().double() * volume.to(values.device)
         total = float(mass.sum())
         if not (bool((mass >= 0).all()) and 0 < total < math.inf):
@@ -180,7 +184,9 @@ class Measure:
         points = self.points[first]
         if tol > 0:
             offset = (self.points - points[group]).double() * self.mass[:, None]
-            points = points + (torch.zeros_like(points, dtype=torch.float64).index_add_(0, group, offset) / mass[:, None]).to(points)
+            points = points + (torch.zeros_like(points, dtype=torch.float64).index_add_(0, group, offset) / mass[:, None]).to(
+                points
+            )
         return Measure(points, mass, None if self.positions is None else self.positions[first])
 
     def __repr__(self) -> str:
@@ -192,9 +198,9 @@ def _linked(mu: Measure, tol: float) -> Int[Tensor, " m"]:
     """Clusters of atoms joined by steps of at most `tol` within one position."""
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
-    from scipy.spatial import cKDTree
+    from scipy.spatial import KDTree
 
-    pairs = torch.as_tensor(cKDTree(mu.points.detach().double().cpu().numpy()).query_pairs(tol, output_type="ndarray"))
+    pairs = torch.as_tensor(KDTree(mu.points.detach().double().cpu().numpy()).query_pairs(tol, output_type="ndarray"))
     if mu.positions is not None:
         s = mu.positions.cpu()
         pairs = pairs[s[pairs[:, 0]] == s[pairs[:, 1]]]
@@ -208,7 +214,9 @@ def _check_points(points: Tensor) -> None:
         got = f"{points.dtype} of shape {tuple(points.shape)}" if isinstance(points, Tensor) else type(points).__name__
         raise BadInputError(f"expected points as a floating-point tensor (atoms, d), got {got}; give one atom per row")
     if points.numel() == 0:
-        raise BadInputError(f"expected at least one atom, got points of shape {tuple(points.shape)}; a measure has mass somewhere")
+        raise BadInputError(
+            f"expected at least one atom, got points of shape {tuple(points.shape)}; a measure has mass somewhere"
+        )
     bad = int((~points.isfinite()).sum())
     if bad:
         raise BadInputError(f"expected finite points, got {bad} NaN or infinite entries of {points.numel()}; clean the points")
@@ -224,22 +232,33 @@ def _mass(weights: Tensor, m: int, device: torch.device) -> Float[Tensor, " m"]:
     if bad:
         raise BadInputError(f"expected finite weights, got {bad} NaN or infinite ones of {m}; clean the weights")
     if bool((mass < 0).any()):
-        raise BadInputError(f"expected weights of 0 or more, got {int((mass < 0).sum())} negative ones, the least {float(mass.min()):g}; mass is positive")
+        raise BadInputError(
+            f"expected weights of 0 or more, got {int((mass < 0).sum())} negative ones, the least {float(mass.min()):g}; "
+            "mass is positive"
+        )
     total = float(mass.sum())
-    # a sum of m rounded weights may be off by as much
-    room = 4 * m**0.5 * torch.finfo(weights.dtype).eps + 1e-12
+    # weights written down, or rounded to single precision, are off by as much
+    room = max(1e-6, m**0.5 * torch.finfo(weights.dtype).eps)
     if abs(total - 1) > room:
         side = "too much" if total > 1 else "too little"
-        raise BadInputError(f"expected weights that sum to 1, got {total:.9g}, {abs(total - 1):.3g} {side}; divide them by their sum")
+        raise BadInputError(
+            f"expected weights that sum to 1, got {total:.9g}, {abs(total - 1):.3g} {side}; divide them by their sum"
+        )
     return mass / total
 
 
 def _check_positions(positions: Tensor, m: int, device: torch.device) -> Float[Tensor, " m"]:
     if not isinstance(positions, Tensor) or not positions.is_floating_point() or tuple(positions.shape) != (m,):
-        got = f"{positions.dtype} of shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
+        got = (
+            f"{positions.dtype} of shape {tuple(positions.shape)}"
+            if isinstance(positions, Tensor)
+            else type(positions).__name__
+        )
         raise BadInputError(f"expected floating-point positions of shape ({m},), got {got}; give one position per atom")
     s = positions.detach().to(device, torch.float64)
     outside = int((~((s >= 0) & (s <= 1))).sum())
     if outside:
-        raise BadInputError(f"expected positions in [0, 1], got {outside} outside it or NaN; divide token indices by their number")
+        raise BadInputError(
+            f"expected positions in [0, 1], got {outside} outside it or NaN; divide token indices by their number"
+        )
     return s

@@ -1,4 +1,4 @@
-"""Wasserstein distances between measures: exact, one-dimensional, Gaussian, conditional, or from both sides for large supports."""
+"""Wasserstein distances between measures: exact, on a line, Gaussian, conditional, or from both sides for large supports."""
 
 import math
 import warnings
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.measures.conditional import slices
-from howsmooth.measures.entropic import distances, entropic_ends
+from howsmooth.measures.entropic import ROUNDING, distances, entropic_ends
 from howsmooth.measures.gaussian import Gaussian, bures
 from howsmooth.measures.measure import Measure
 
@@ -66,7 +66,8 @@ def wasserstein(mu: Measure | Gaussian, nu: Measure | Gaussian, p: float = 2.0, 
         return Distance(value, value, p, "gaussian")
     if not isinstance(mu, Measure) or not isinstance(nu, Measure):
         raise BadInputError(
-            f"expected two measures or two Gaussians, got {type(mu).__name__} and {type(nu).__name__}; build them with Measure(points, weights)"
+            f"expected two measures or two Gaussians, got {type(mu).__name__} and {type(nu).__name__}; "
+            "build them with Measure(points, weights)"
         )
     if mu.width != nu.width:
         raise BadInputError(f"expected measures of one dimension, got {mu.width} and {nu.width}; compare like with like")
@@ -81,14 +82,18 @@ def wasserstein(mu: Measure | Gaussian, nu: Measure | Gaussian, p: float = 2.0, 
 
 def _choose(mu: Measure, nu: Measure, method: Method) -> Method:
     if method not in ("auto", "exact", "entropic", "line", "conditional"):
-        raise BadInputError(f"expected method auto, exact, entropic, line or conditional for measures, got {method!r}; pick one")
-    if (method == "conditional") > (mu.positions is not None):
+        raise BadInputError(
+            f"expected method auto, exact, entropic, line or conditional for measures, got {method!r}; pick one"
+        )
+    if method == "conditional" and mu.positions is None:
         raise BadInputError("expected measures with positions for the conditional distance, got none; pass positions=")
     if method == "line" and mu.width != 1:
         raise BadInputError(f"expected points on a line for method 'line', got dimension {mu.width}; use 'exact'")
     if method != "auto":
         if mu.positions is not None and method != "conditional":
-            raise BadInputError(f"expected method 'conditional' for measures with positions, got {method!r}; or drop the positions")
+            raise BadInputError(
+                f"expected method 'conditional' for measures with positions, got {method!r}; or drop the positions"
+            )
         return method
     if mu.positions is not None:
         return "conditional"
@@ -143,11 +148,12 @@ def _exact(
         raise NoConvergenceError(
             f"expected equal primal and dual values, got {upper:.9g} and {lower:.9g} of the largest cost; use method='entropic'"
         )
-    return max(0.0, min(lower, upper)) * scale, upper * scale
+    return max(0.0, min(lower - ROUNDING, upper)) * scale, upper * scale
 
 
 def _line(x: Float[Tensor, " n"], a: Float[Tensor, " n"], y: Float[Tensor, " m"], b: Float[Tensor, " m"], p: float) -> float:
     """`∫_0^1 |F_μ^{-1} − F_ν^{-1}|^p`: quantiles meet quantiles, for every p ≥ 1."""
     import ot
 
-    return float(ot.wasserstein_1d(x.numpy(), y.numpy(), a.numpy(), b.numpy(), p=p))
+    value: Any = ot.wasserstein_1d(x.numpy(), y.numpy(), a.numpy(), b.numpy(), p=p)  # pyright: ignore[reportArgumentType]
+    return float(value)

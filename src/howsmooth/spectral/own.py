@@ -15,6 +15,7 @@ from howsmooth.spectral.golub_kahan import GolubKahan
 
 _DENSE = 256  # widths up to which every block is decomposed
 _NUMBERS = 2**23  # entries of blocks worked on at once
+_BASIS = 256  # vectors kept for a block that goes through products
 _WIDTH = 0.02  # interval asked for where blocks are too wide to decompose
 
 
@@ -40,20 +41,19 @@ def own_norms(operator: Operator, above: float = 0.0, delta: float = 1e-6) -> Ow
     above: tokens whose cheap bound (Proposition 5.6) is not larger are left at `[0, that bound]`.
     """
     sizes = own_sizes(operator)
-    batch, n = sizes.shape
+    batch, n = sizes.bound.shape
     d, d_out = operator.in_shape[-1], operator.out_shape[-1]
     dense = min(d, d_out) <= _DENSE
-    lower, upper = torch.zeros_like(sizes), sizes.clone()
-    step = max(1, _NUMBERS // (batch * (d * d_out if dense else _DENSE * d)))
+    lower, upper = torch.zeros_like(sizes.bound), sizes.bound.clone()
+    step = max(1, _NUMBERS // (batch * (d * d_out if dense else _BASIS * d)))
     used = False
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
-        size = sizes[:, rows]
+        size = sizes.bound[:, rows]
         if bool((size <= above).all()):
             continue
         blocks = own(operator, rows)
-        # rounding of the moments behind a block, as a share of its cheap bound
-        slack = 16 * torch.finfo(operator.dtype).eps * (d + n) ** 0.5 * size + operator.noise * size
+        slack = (16 * torch.finfo(operator.dtype).eps * (d + n) ** 0.5 + operator.noise) * sizes.terms[:, rows]
         if dense:
             matrices = blocks.dense().double()
             if not bool(matrices.isfinite().all()):
