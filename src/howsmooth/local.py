@@ -93,14 +93,12 @@ def lipschitz(
     >>> round(lipschitz(identity, torch.zeros(3, 2)).value, 6)  # uniform attention: the mean of three tokens
     1.0
     """
-    measure = x if isinstance(x, Measure) else None
-    x = x.points if isinstance(x, Measure) else x
+    if isinstance(x, Measure):
+        if batched:
+            raise BadInputError("expected one measure at a time, got batched=True; measure them in a loop")
+        return _with_splitting(*whole_atoms(f, x, tol, certify, seed, solver), x, certify)
     _check_options(x, tol, certify, seed)
     several = x.ndim == 3 if batched is None else batched
-    if measure is not None:
-        if several:
-            raise BadInputError("expected one measure at a time, got batched=True; measure them in a loop")
-        return _with_splitting(*whole_atoms(f, measure, tol, certify, seed, solver), measure, certify)
     problem = _MapProblem(f, x, several) if isinstance(f, Map) else _FunctionProblem(f, x, several)
     estimates, _ = _estimates(problem, several, tol, certify, seed, solver)
     return Estimates(tuple(estimates)) if several else estimates[0]
@@ -115,6 +113,7 @@ def whole_atoms(
     solver: Solver | None = None,
 ) -> tuple[Estimate, Operator]:
     """`‖D^½ J D^{−½}‖`, what moving whole atoms can do, and the operator it is the norm of, in float64."""
+    _check_options(measure.points, tol, certify, seed)
     found, operator = _estimates(_MeasureProblem(f, measure), False, tol, certify, seed, solver)
     root = measure.mass.sqrt()[:, None].to(found[0].direction.device)
     return replace(found[0], direction=found[0].direction.double() / root), operator

@@ -135,6 +135,20 @@ def test_wide_layers_go_through_products(monkeypatch):
     assert s.split.status in ("certified", "converged")
 
 
+def test_a_function_in_single_precision():
+    weight = gaussian(3, 3, seed=0).float()
+    x = gaussian(4, 3, seed=1).float()
+
+    def f(z: Tensor) -> Tensor:
+        return torch.softmax(z @ weight @ z.mT, -1) @ z
+
+    s = hs.splitting(f, x)
+    assert s.split.precision == "float32"
+    exact = hs.splitting(lambda z: torch.softmax(z @ weight.double() @ z.mT, -1) @ z, x)  # takes float64 as it is
+    assert exact.split.precision == "float64"
+    assert s.gain == pytest.approx(exact.gain, rel=1e-4)
+
+
 BAD = {
     "a sequence map": (lambda x: x.cumsum(0), gaussian(3, 2, seed=0)),
     "positions": (lambda x: x + torch.arange(len(x)).double()[:, None], gaussian(3, 2, seed=0)),
@@ -157,6 +171,12 @@ def test_refused_in_one_sentence(name):
     f, x = BAD[name]
     with pytest.raises((BadInputError, BadFunctionError), match=r"^expected [^\n]* got [^\n]*[^.]$"):
         hs.splitting(f, x)
+
+
+@pytest.mark.parametrize("f", [layer(0), torch.sin], ids=["map", "function"])
+def test_options_are_checked(f):
+    with pytest.raises(BadInputError, match=r"^expected 0 < tol < 1, got -1"):
+        hs.splitting(f, gaussian(3, 3, seed=0), tol=-1.0)
 
 
 def test_equivariance_is_what_is_refused():

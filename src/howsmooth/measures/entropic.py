@@ -14,7 +14,7 @@ _TILE = 2**22  # costs worked on at once
 _SWEEPS = 12  # pairs of updates at one temperature
 _LEVELS = 12  # temperatures, each half the one before
 _RELAX = 1.5  # of the updates
-ROUNDING = 64 * torch.finfo(torch.float64).eps  # of a dual value, in units of the largest cost
+ROUNDING = 1e-13  # of a dual value and of the costs behind it, in units of the largest cost
 
 
 class _Costs:

@@ -144,7 +144,7 @@ def _of_map(f: Map, mu: Measure, tol: float, certify: float | None, seed: int, s
         confidence=norms.confidence,
         status="dense" if exact else "certified" if upper <= lower * (1 + (certify or tol)) else "converged",
         direction=direction,
-        steps=mu.width if exact else 0,
+        steps=0,  # blocks are formed, not multiplied
         precision="float64",
         tol=tol,
         seed=seed,
@@ -156,8 +156,7 @@ def _of_map(f: Map, mu: Measure, tol: float, certify: float | None, seed: int, s
 def _of_function(
     f: Callable[[Tensor], Tensor], x: Tensor, tol: float, certify: float | None, seed: int, solver: Solver | None
 ) -> Splitting:
-    if isinstance(f, nn.Module):  # in float64 from the start: closures hide modules from `lipschitz`
-        f, x = copy.deepcopy(f).double(), x.double()
+    f, x = _in_double(f, x)
     n = len(x)
     check_equivariant(f, x, seed)
 
@@ -174,9 +173,21 @@ def _of_function(
     token = int(norms.argmax())
     direction = torch.zeros_like(split.direction)
     direction[token] = directions[token].to(direction)
-    lower = max(split.lower, float(norms[token])) if split.precision == str(x.dtype).removeprefix("torch.") else split.lower
+    lower = max(split.lower, float(norms[token]))
     split = replace(split, lower=lower, upper=max(split.upper, lower), direction=direction, split=True)
     return Splitting(moved, split, token, directions[token], norms)
+
+
+def _in_double(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """Function and tokens in float64, where the function can be: a module is copied, anything else must take them as it is."""
+    if isinstance(f, nn.Module):
+        return copy.deepcopy(f).double(), x.double()
+    try:
+        with torch.no_grad():
+            y = f(x.double())
+    except (RuntimeError, TypeError):
+        return f, x
+    return f, x.double() if isinstance(y, Tensor) and y.dtype == torch.float64 else x
 
 
 def _blocks(jacobian: AutodiffJacobian, found: Tensor) -> tuple[Tensor, Tensor]:
