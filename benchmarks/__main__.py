@@ -16,6 +16,7 @@ ALL = [
     "point",
     "tightness",
     "models",
+    "measures",
     "worst",
     "attack",
 ]

@@ -55,7 +55,7 @@ BAD_TOKENS: dict[str, Callable[[], Any]] = {
     "call, one axis": lambda: layer()(X[0]),
     "call, other width": lambda: layer()(X[:, :3]),
     "call, integers": lambda: layer()(X.long()),
-    "call, numpy": lambda: layer()(X.numpy()),  # pyright: ignore[reportArgumentType]
+    "call, numpy": lambda: layer()(X.numpy()),  # pyright: ignore[reportCallIssue, reportArgumentType]
 }
 
 BAD_LAYERS: dict[str, Callable[[], Any]] = {

@@ -4,9 +4,12 @@ from howsmooth.attention import Attention, LayerNorm, RMSNorm, Rotary
 from howsmooth.catalogue import bounds
 from howsmooth.errors import HowSmoothError
 from howsmooth.local import lipschitz
+from howsmooth.measures.measure import Measure
+from howsmooth.measures.wasserstein import wasserstein
 from howsmooth.models import load
 from howsmooth.search import worst_case
 from howsmooth.spectral import DenseSVD, Estimate, GolubKahan
+from howsmooth.splitting import splitting
 
 __version__ = "0.1.0"
 __all__ = [
@@ -16,10 +19,13 @@ __all__ = [
     "GolubKahan",
     "HowSmoothError",
     "LayerNorm",
+    "Measure",
     "RMSNorm",
     "Rotary",
     "bounds",
     "lipschitz",
     "load",
+    "splitting",
+    "wasserstein",
     "worst_case",
 ]

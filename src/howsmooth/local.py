@@ -12,14 +12,27 @@ from torch import Tensor, nn
 from howsmooth.attention.maps import Map, check_finite
 from howsmooth.bounds.point import operator_bound
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
+from howsmooth.measures.measure import Measure
 from howsmooth.operators import AutodiffJacobian, Operator, Weighted
 from howsmooth.operators.autodiff import check_deterministic
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
+from howsmooth.spectral.own import own_direction, own_norms
 
 _LOOSE = 5.0  # upper/lower past which a deterministic bound may do better
 _DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the quicker way too
 
 
+@overload
+def lipschitz(
+    f: Map,
+    x: Measure,
+    *,
+    tol: float = ...,
+    certify: float | None = ...,
+    seed: int = ...,
+    solver: Solver | None = ...,
+    batched: None = ...,
+) -> Estimate: ...
 @overload
 def lipschitz(
     f: Map | Callable[[Tensor], Tensor],
@@ -55,7 +68,7 @@ def lipschitz(
 ) -> Any: ...
 def lipschitz(
     f: Map | Callable[[Tensor], Tensor],
-    x: Tensor,
+    x: Tensor | Measure,
     *,
     tol: float = 1e-3,
     certify: float | None = None,
@@ -66,7 +79,8 @@ def lipschitz(
     """The local Lipschitz constant `‖D_x f‖₂` of `f` at `x`, from below and from above.
 
     f: an attention layer, a norm, a composition of them, or any torch function of one tensor.
-    x: tokens (n, d), or a batch (batch, n, d) measured in lock step; for a function, any shape.
+    x: tokens (n, d), or a batch (batch, n, d) measured in lock step; for a function, any shape; or a `Measure`, at which the
+    local Wasserstein-2 constant is measured: that of moving atoms and of splitting them (docs/meanfield.md, Theorem 5.2).
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
     batched: whether the first axis of `x` runs over inputs; by default when `x` has three axes.
@@ -79,9 +93,41 @@ def lipschitz(
     >>> round(lipschitz(identity, torch.zeros(3, 2)).value, 6)  # uniform attention: the mean of three tokens
     1.0
     """
+    if isinstance(x, Measure):
+        if batched:
+            raise BadInputError("expected one measure at a time, got batched=True; measure them in a loop")
+        return _with_splitting(*whole_atoms(f, x, tol, certify, seed, solver), x, certify)
     _check_options(x, tol, certify, seed)
     several = x.ndim == 3 if batched is None else batched
     problem = _MapProblem(f, x, several) if isinstance(f, Map) else _FunctionProblem(f, x, several)
+    estimates, _ = _estimates(problem, several, tol, certify, seed, solver)
+    return Estimates(tuple(estimates)) if several else estimates[0]
+
+
+def whole_atoms(
+    f: Map | Callable[[Tensor], Tensor],
+    measure: Measure,
+    tol: float = 1e-3,
+    certify: float | None = None,
+    seed: int = 0,
+    solver: Solver | None = None,
+) -> tuple[Estimate, Operator]:
+    """`‖D^½ J D^{−½}‖`, what moving whole atoms can do, and the operator it is the norm of, in float64."""
+    _check_options(measure.points, tol, certify, seed)
+    found, operator = _estimates(_MeasureProblem(f, measure), False, tol, certify, seed, solver)
+    root = measure.mass.sqrt()[:, None].to(found[0].direction.device)
+    return replace(found[0], direction=found[0].direction.double() / root), operator
+
+
+def _estimates(
+    problem: "_MapProblem | _MeasureProblem | _FunctionProblem",
+    several: bool,
+    tol: float,
+    certify: float | None,
+    seed: int,
+    solver: Solver | None,
+) -> tuple[list[Estimate], Operator]:
+    """Both ends for every input of a problem, and the operator that the lower ones were evaluated with."""
     operator = _fine_enough(problem.operator(), tol, certify)
     if solver is None:
         small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
@@ -117,15 +163,15 @@ def lipschitz(
                 lower=lower,
                 upper=upper,
                 confidence=1.0 if sure < likely else 1 - risk,
-                status="dense" if dense else _status(solution, lower, upper, tol, certify),
-                direction=solution.direction.reshape(x.shape[1:] if several else x.shape),
+                status="dense" if dense else _status(solution.converged, lower, upper, tol, certify),
+                direction=solution.direction.reshape(problem.shape[1:] if several else problem.shape),
                 steps=solution.steps,
                 precision=str(precise.dtype).removeprefix("torch."),
                 tol=tol,
                 seed=seed,
             )
         )
-    return Estimates(tuple(estimates)) if several else estimates[0]
+    return estimates, precise
 
 
 class _MapProblem:
@@ -137,13 +183,36 @@ class _MapProblem:
             raise BadInputError(
                 f"expected tokens of shape (n, d), or (batch, n, d) for a batch, got {tuple(x.shape)}; reshape the tokens"
             )
-        self._f, self._x = f, f.prepare(x if several else x[None]).detach()
+        self._f, self._x, self.shape = f, f.prepare(x if several else x[None]).detach(), x.shape
 
     def operator(self) -> Operator:
         return self._f.linearize(self._x)[1]
 
     def precise(self) -> Operator:
         return self._f.linearize(self._x.double())[1]
+
+
+class _MeasureProblem:
+    """A map of ours at a measure: `D^½ J D^{−½}`, the Jacobian on `L²(μ)`."""
+
+    def __init__(self, f: Map | Callable[[Tensor], Tensor], measure: Measure):
+        if not isinstance(f, Map):
+            raise BadInputError(
+                f"expected a map of this package for a measure, got {type(f).__name__}; a function takes tokens, not masses"
+            )
+        self._f, self._measure, self.shape = f, measure, measure.points.shape
+        self._x = f.prepare(measure.points).detach()[None]
+
+    def operator(self) -> Operator:
+        return self._at(self._x)
+
+    def precise(self) -> Operator:
+        return self._at(self._x.double())
+
+    def _at(self, x: Tensor) -> Operator:
+        root = self._measure.mass.sqrt()[None, :, None]
+        jacobian = self._f.on(self._measure).linearize(x)[1]
+        return Weighted(jacobian, root.to(x), (1 / root).to(x))
 
 
 class _FunctionProblem:
@@ -157,7 +226,7 @@ class _FunctionProblem:
         check_finite(x, "input")
         if several and x.ndim < 2:
             raise BadInputError(f"expected a batch of inputs, got shape {tuple(x.shape)}; pass batched=False")
-        self._f, self._x, self._several = f, x.detach(), several
+        self._f, self._x, self._several, self.shape = f, x.detach(), several, x.shape
 
     def operator(self) -> Operator:
         jacobian = AutodiffJacobian(self._f, self._x, self._several)
@@ -184,7 +253,7 @@ def _fine_enough(operator: Operator, tol: float, certify: float | None) -> Opera
     return operator
 
 
-def _precise(operator: Operator, problem: "_MapProblem | _FunctionProblem") -> Operator:
+def _precise(operator: Operator, problem: "_MapProblem | _MeasureProblem | _FunctionProblem") -> Operator:
     """What `lower` is evaluated with: float64, or the finest products short of it where float64 is out of proportion."""
     if operator.dtype == torch.float64:
         return operator
@@ -231,10 +300,28 @@ def _attained(operator: Operator, solutions: list[Solution]) -> list[float]:
     return ((image / size).norm(dim=-1) / v.flatten(2).norm(dim=-1) * size[..., 0])[0].double().tolist()
 
 
-def _status(solution: Solution, lower: float, upper: float, tol: float, certify: float | None) -> Status:
+def _with_splitting(moved: Estimate, operator: Operator, measure: Measure, certify: float | None) -> Estimate:
+    """The larger of moving atoms and of splitting one, Theorem 5.2. Directions are displacements of length one in `L²(μ)`."""
+    norms = own_norms(operator, above=moved.lower)
+    best = float(norms.lower.max())
+    lower, direction, split = moved.lower, moved.direction, False
+    if best > moved.lower:
+        token = int(norms.lower[0].argmax())
+        along, lower = own_direction(operator, token)
+        direction, split = torch.zeros_like(direction), True
+        direction[token] = along / float(measure.mass[token]) ** 0.5
+    upper = max(lower, moved.upper, float(norms.upper.max()))
+    status = moved.status
+    if status != "dense" or norms.confidence < 1:
+        status = _status(status != "step limit", lower, upper, moved.tol, certify)
+    confidence = moved.confidence - (1 - norms.confidence)
+    return replace(moved, lower=lower, upper=upper, confidence=confidence, status=status, direction=direction, split=split)
+
+
+def _status(settled: bool, lower: float, upper: float, tol: float, certify: float | None) -> Status:
     if upper <= lower * (1 + (tol if certify is None else certify)):
         return "certified"
-    return "converged" if solution.converged and certify is None else "step limit"
+    return "converged" if settled and certify is None else "step limit"
 
 
 def _check_options(x: Tensor, tol: float, certify: float | None, seed: int) -> None:

@@ -19,6 +19,7 @@ def visible(mask: Mask, batch: int, heads: int, n: int) -> torch.Tensor:
             for i in range(n):
                 for j in range(n):
                     hidden = mask.causal and j > i
+                    hidden |= mask.ends is not None and j >= int(mask.ends[i])
                     hidden |= mask.window is not None and abs(i - j) >= mask.window
                     hidden |= mask.keys is not None and not bool(mask.keys[b, j])
                     if mask.bias is not None:

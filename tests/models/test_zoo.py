@@ -94,7 +94,11 @@ def test_other_maps_equal_the_dense_jacobian(name: str):
     last = {"bert": "encoder.layer.1", "gpt2": "ln_f", "vit": "layernorm", "t5 encoder": "final_layer_norm"}.get(name, "norm")
     projection = animal.projection.format(layer)
     watch = nn.Identity()
-    for kind, start, end in (("heads", animal.attention.format(layer), projection), ("model", first, last), ("normed", block, projection)):
+    for kind, start, end in (
+        ("heads", animal.attention.format(layer), projection),
+        ("model", first, last),
+        ("normed", block, projection),
+    ):
         if kind == "normed" and name == "bert":
             continue
         before = module.config._attn_implementation

@@ -88,6 +88,12 @@ def lost_rows(n: int, m: int, rows: list[int]) -> Tensor:
     return t
 
 
+def ties(n: int) -> Tensor:
+    """Rows in groups of two, three, two, three …: each sees its whole group and all before it."""
+    group = torch.tensor([2, 3]).repeat(n).cumsum(0)
+    return torch.tensor([min(n, int(group[group > i][0])) for i in range(n)])
+
+
 def masks(batch: int, heads: int, n: int) -> dict[str, Mask]:
     """One mask of each family."""
     return {
@@ -101,6 +107,9 @@ def masks(batch: int, heads: int, n: int) -> dict[str, Mask]:
         "no keys": Mask(keys=torch.zeros(batch, n, dtype=torch.bool)),
         "lost rows": Mask(bias=lost_rows(n, n, [0, n - 1])),
         "causal holes": Mask(causal=True, bias=bias((1, heads, n, n), hidden=0.4)),
+        "ties": Mask(ends=ties(n)),
+        "weighted ties": Mask(bias=bias((1, 1, 1, n)), ends=ties(n)),
+        "late ties": Mask(ends=(ties(n) - 2).clamp_min(0)),
         "everything": Mask(True, 3, key_mask(batch, n), bias((batch, heads, n, n), hidden=0.2)),
     } | {
         f"bias {b:d}{h:d}{r:d}": Mask(bias=bias((batch if b else 1, heads if h else 1, n if r else 1, n), hidden=0.2))

@@ -15,6 +15,7 @@ from howsmooth.attention.norms import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, SoftmaxAttention, attend, linearize
+from howsmooth.measures.measure import Measure
 from howsmooth.operators import Operator, inner
 
 
@@ -195,15 +196,35 @@ class Attention(Map):
                 moved[f.name] = there
         return replace(self, **moved) if moved else self
 
+    def on(self, measure: Measure) -> "AtomAttention":
+        """Attention to atoms: `log a_j` is added to the logits of atom j, masks go by positions (docs/meanfield.md §5.1)."""
+        for name, why in (
+            ("window", "a window counts tokens, which a measure does not have"),
+            ("bias", "a bias belongs to places in a sequence"),
+            ("rotary", "rotary phases belong to places in a sequence"),
+            ("attention_mask", "padding has no mass; leave those atoms out"),
+        ):
+            if getattr(self, name) is not None:
+                raise BadInputError(f"expected a layer without {name} for a measure, got one with it; {why}")
+        ends = measure.ends() if self.causal else None
+        bias = measure.mass.log()[None, None, None]
+        return AtomAttention(self, Scores(self._scale, self.softcap, Mask(bias=bias, ends=ends)))
+
     def value(self, x):
+        return self._value(x, self._scores(x))
+
+    def _value(self, x: Float[Tensor, "batch n d"], scores: Scores) -> Float[Tensor, "batch n d_out"]:
         q, k, v = self._project(x, with_bias=True)
         q = q if self.q_norm is None else self.q_norm.value(q)
         k = k if self.k_norm is None else self.k_norm.value(k)
         q, k = self._turn(x, q, k)
-        return self._finish(attend(q, k, v, self._scores(x)))
+        return self._finish(attend(q, k, v, scores))
+
+    def linearize(self, x):
+        return self._linearize(x, self._scores(x))
 
     @torch.no_grad()
-    def linearize(self, x):
+    def _linearize(self, x: Float[Tensor, "batch n d"], scores: Scores) -> tuple[Tensor, "_AttentionJacobian"]:
         layer = self.to(x.dtype, x.device)
         q, k, v = layer._project(x, with_bias=True)
         slopes: list[Operator | None] = [None, None]  # of the norms of queries and keys
@@ -212,7 +233,7 @@ class Attention(Map):
         if layer.k_norm is not None:
             k, slopes[1] = layer.k_norm.linearize(k)
         q, k = layer._turn(x, q, k)
-        kernel = linearize(q, k, v, layer._scores(x))
+        kernel = linearize(q, k, v, scores)
         value = layer._finish(kernel.output)
         if not bool(value.isfinite().all()):
             raise BadInputError(f"expected outputs within the range of {x.dtype}, got infinity; use float64 or smaller weights")
@@ -295,6 +316,36 @@ class Attention(Map):
                 f"expected {name} as a floating-point vector of shape ({size},), got {got}; pass nn.Linear's bias"
             )
         check_finite(b, name)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AtomAttention(Map):
+    """An attention layer on the atoms of a measure: as a layer on tokens, with masses and positions in its scores."""
+
+    layer: Attention
+    scores: Scores
+
+    @property
+    def width(self) -> int:
+        return self.layer.width
+
+    @property
+    def out_width(self) -> int:
+        return self.layer.out_width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.dtype
+
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> "AtomAttention":
+        return replace(self, layer=self.layer.to(dtype, device))
+
+    def value(self, x):
+        return self.layer._value(x, self.scores)
+
+    def linearize(self, x):
+        return self.layer._linearize(x, self.scores)
 
 
 @final

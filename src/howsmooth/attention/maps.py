@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import final, overload
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.measures.measure import Measure
 from howsmooth.operators import Composed, Operator
 
 
@@ -41,8 +42,17 @@ class Map(ABC):
     def linearize(self, x: Float[Tensor, "batch n d"]) -> tuple[Float[Tensor, "batch n d_out"], Operator]:
         """Its value at `x` and its Jacobian there, both without a graph."""
 
-    def __call__(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d_out"]:
-        """Its value at `x`, in plain torch operations: differentiable, and fit for torch.func."""
+    @overload
+    def __call__(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d_out"]: ...
+    @overload
+    def __call__(self, x: Measure) -> Measure: ...
+    def __call__(self, x: Tensor | Measure) -> Tensor | Measure:
+        """Its value at `x`, in plain torch operations: differentiable, and fit for torch.func.
+
+        Of a measure, the push-forward `F(μ)`: every atom goes where it is sent by attention to the whole measure.
+        """
+        if isinstance(x, Measure):
+            return self.push(x)
         x = self.prepare(x)
         items = x.reshape(-1, *x.shape[-2:])
         return self.to(x.dtype, x.device).value(items).reshape(*x.shape[:-1], -1)
@@ -50,6 +60,19 @@ class Map(ABC):
     @abstractmethod
     def value(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d_out"]:
         """Its value at tokens of its own precision."""
+
+    def on(self, measure: Measure) -> "Map":
+        """The map of points that acts on the atoms of `measure` as this one acts on measures; its masses stay."""
+        raise BadInputError(
+            f"expected a map that acts on measures, got {type(self).__name__}; pass its tokens as a tensor, or use Attention"
+        )
+
+    def push(self, measure: Measure) -> Measure:
+        """`F(μ)`, in O(atoms) memory where no gradient is asked for."""
+        f, x = self.on(measure), self.prepare(measure.points)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return measure.moved(f(x))
+        return measure.moved(f.linearize(x.detach()[None])[0][0])
 
     def __matmul__(self, inner: "Map") -> "Composition":
         return Composition(self, inner)
@@ -93,6 +116,9 @@ class Composition(Map):
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> "Composition":
         return Composition(self.outer.to(dtype, device), self.inner.to(dtype, device))
+
+    def on(self, measure: Measure) -> "Composition":
+        return Composition(self.outer.on(measure), self.inner.on(measure))
 
     def value(self, x):
         return self.outer.value(self.inner.value(x))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from howsmooth.attention.maps import Map, check_finite
 from howsmooth.errors import BadInputError
+from howsmooth.measures.measure import Measure
 from howsmooth.operators import Operator
 
 
@@ -55,6 +56,9 @@ class _Norm(Map):
         weight = self.weight.to(device, dtype)
         bias = None if self.bias is None else self.bias.to(device, dtype)
         return self if weight is self.weight and bias is self.bias else replace(self, weight=weight, bias=bias)
+
+    def on(self, measure: Measure):
+        return self  # token by token, so masses play no part
 
     def _center(self, x: Tensor) -> Tensor:
         return x

@@ -36,7 +36,7 @@ def token_slopes(
 
     r_q, r_k: `R` of `W_qᵀ = Q R` and of `W_kᵀ`, for every head, float64.
     """
-    layer, kernel = operator._layer, operator._kernel
+    layer, kernel = operator._layer, operator._kernel.tiled()
     if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
         return None
     query = _moving(layer, operator._q_slope, r_q.mT, kernel._k, operator.batch)

@@ -68,6 +68,10 @@ class SoftmaxAttention(ABC):
         """Column sums of `P`, averaged over heads: how much each key is attended to."""
 
     @abstractmethod
+    def logit_range(self) -> tuple[float, float]:
+        """The least and the greatest logit that some query sees, soft-cap and bias included; two zeros where none does."""
+
+    @abstractmethod
     def select(self, items: Tensor) -> "SoftmaxAttention":
         """The same attention on some items of the batch."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
@@ -15,7 +15,8 @@ class Mask:
 
     causal: `j ≤ i`.  window: `|i − j| < window`, so a causal window of `w` sees `w` tokens, itself included.
     keys: (batch, m), true where the key may be seen.  bias: added to the logits after scale and soft-cap, broadcast to
-    (batch, heads, n, m); `−inf` hides a key.
+    (batch, heads, n, m); `−inf` hides a key.  ends: row `i` sees keys `j < ends[i]`, and ends never decrease: a causal mask
+    with ties, kept on the CPU.
 
     >>> Mask(causal=True, window=2).visible(slice(0, 3), slice(0, 3), torch.device("cpu")).int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
@@ -25,8 +26,13 @@ class Mask:
     window: int | None = None
     keys: Bool[Tensor, "batch m"] | None = None
     bias: Float[Tensor, "#batch #heads #n m"] | None = None
+    ends: Int[Tensor, " n"] | None = None
 
     def __post_init__(self):
+        if self.ends is not None and bool((self.ends.diff() < 0).any()):
+            raise BadInputError(
+                "expected ends that never decrease, got a row that sees less than the one before; sort the rows"
+            )
         if self.window is not None and not (isinstance(self.window, int) and self.window >= 1):
             raise BadInputError(f"expected a window of 1 or more whole tokens, got {self.window}; leave it out for none")
         if self.bias is not None and self.bias.ndim != 4:
@@ -56,6 +62,12 @@ class Mask:
                 f"expected a bias with one column per key ({m}), got {self.bias.shape[3]}; give its last axis every key"
             )
 
+        if self.ends is not None and (len(self.ends) != n or not 0 <= int(self.ends[0]) <= int(self.ends[-1]) <= m):
+            raise BadInputError(
+                f"expected {n} ends between 0 and {m}, got {len(self.ends)} from {int(self.ends[0])} to {int(self.ends[-1])}; "
+                "give one per query"
+            )
+
     def to(self, dtype: torch.dtype, device: torch.device) -> "Mask":
         """The same mask with its tensors moved."""
         return replace(
@@ -71,16 +83,21 @@ class Mask:
         return replace(self, keys=keys, bias=bias)
 
     def band(self, rows: slice, cols: slice) -> bool | None:
-        """Whether a block of logits is inside the causal and window band: all of it, none of it, or part (None)."""
+        """Whether a block of logits is inside the causal, window and `ends` band: all of it, none of it, or part (None)."""
         nearest, furthest = rows.start - (cols.stop - 1), (rows.stop - 1) - cols.start  # least and greatest i − j
         low = 0 if self.causal else (-(self.window - 1) if self.window else -(2**62))
         high = self.window - 1 if self.window else 2**62
         if furthest < low or nearest > high:
             return False
-        return True if low <= nearest and furthest <= high else None
+        whole = low <= nearest and furthest <= high
+        if self.ends is not None:
+            if cols.start >= int(self.ends[rows.stop - 1]):
+                return False
+            whole &= cols.stop <= int(self.ends[rows.start])
+        return True if whole else None
 
     def visible(self, rows: slice, cols: slice, device: torch.device) -> Bool[Tensor, "n m"]:
-        """The causal and window band on a block of logits."""
+        """The causal, window and `ends` band on a block of logits."""
         i = torch.arange(rows.start, rows.stop, device=device)[:, None]
         j = torch.arange(cols.start, cols.stop, device=device)[None, :]
         seen = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
@@ -88,4 +105,6 @@ class Mask:
             seen &= j <= i
         if self.window is not None:
             seen &= (i - j).abs() < self.window
+        if self.ends is not None:
+            seen &= j < self.ends[rows].to(device)[:, None]
         return seen

@@ -147,7 +147,6 @@ class Tiled(SoftmaxAttention):
         return received[..., 0].unflatten(0, (batch, heads)).mean(1)
 
     def logit_range(self) -> tuple[float, float]:
-        """The least and the greatest logit that some query sees, soft-cap and bias included; two zeros where none does."""
         low, high = torch.inf, -torch.inf
         for tile in self._tiles:
             for heads in self._head_slices(tile):

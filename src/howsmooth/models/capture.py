@@ -255,9 +255,7 @@ class Capture:
             heads=alone,
         )
 
-    def _solve(
-        self, layer: int, map: MapName, head: int | None, options: dict[str, Any]
-    ) -> tuple[Cut, Estimate, Operator]:
+    def _solve(self, layer: int, map: MapName, head: int | None, options: dict[str, Any]) -> tuple[Cut, Estimate, Operator]:
         """The map, its constant, and its Jacobian in float64."""
         cut = self._candidate(layer, map)
         if cut is not None:

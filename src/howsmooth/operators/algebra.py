@@ -92,5 +92,10 @@ class Weighted(Operator):
     def vjp(self, u):
         return self._cols * self.operator.vjp(self._rows * u)
 
+    def guess(self):
+        """The operator's own, weighted: exact too where the operator has rank one."""
+        guess = self.operator.guess()
+        return None if guess is None else self._cols * guess
+
     def select(self, items):
         return Weighted(self.operator.select(items), self._rows[items], self._cols[items])

@@ -21,6 +21,8 @@ class Estimate:
     status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (`lower` has settled to
     `tol`, the interval may be wide), `step limit` (neither; `lower` and `upper` still hold).
     direction: the input direction that is stretched most, the shape of one input.  steps: products with `J` and with `Jᵀ`.
+    split: of a measure, whether the largest stretch takes splitting an atom: half of it moves along its row of `direction`,
+    half against it, and all other rows are zero.
     """
 
     lower: float
@@ -32,6 +34,7 @@ class Estimate:
     precision: str
     tol: float
     seed: int
+    split: bool = False
 
     @property
     def value(self) -> float:
@@ -57,6 +60,7 @@ class Estimate:
             "precision": self.precision,
             "tol": self.tol,
             "seed": self.seed,
+            "split": self.split,
         }
 
     def __str__(self) -> str:

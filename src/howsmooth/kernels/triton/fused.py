@@ -157,6 +157,9 @@ class Fused(SoftmaxAttention):
         """Whether sums are taken out of the matrix units block by block: they shrink by 2⁻²⁴ for every sixteen terms."""
         return self._passes == 3 or max(self._shape[3:5]) > _LONG
 
+    def logit_range(self):
+        return self.tiled().logit_range()
+
     def _options(self) -> dict:
         mask = self.scores.mask
         return {

@@ -1,0 +1,264 @@
+"""Probability measures with finitely many atoms, what attention sees when tokens carry mass."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Measure:
+    """`μ = Σ_i a_i δ_{x_i}`, or on positions and points, `Σ_i a_i δ_{(s_i, x_i)}` (docs/meanfield.md §5.1).
+
+    points: (m, d), one atom per row.  weights: (m,), positive, summing to one; equal if left out; kept in float64.
+    positions: (m,) in [0, 1], for masked attention, which lets an atom see those at its own position and before.
+    Atoms without mass are dropped, atoms with positions are put in their order.
+
+    >>> mu = Measure(torch.tensor([[0.0], [1.0], [1.0]]), torch.tensor([0.5, 0.25, 0.25]))
+    >>> len(mu), len(mu.merge())
+    (3, 2)
+    """
+
+    points: Float[Tensor, "m d"]
+    weights: Float[Tensor, " m"] | None = None
+    positions: Float[Tensor, " m"] | None = None
+
+    def __post_init__(self):
+        points, weights, positions = self.points, self.weights, self.positions
+        _check_points(points)
+        m, device = len(points), points.device
+        mass = torch.full((m,), 1 / m, dtype=torch.float64, device=device) if weights is None else _mass(weights, m, device)
+        keep = torch.nonzero(mass > 0)[:, 0]
+        if positions is not None:
+            positions = _check_positions(positions, m, device)
+            keep = keep[positions[keep].argsort(stable=True)]
+        if len(keep) < m or positions is not None:
+            points, mass = points[keep], mass[keep]
+        object.__setattr__(self, "points", points)
+        object.__setattr__(self, "weights", mass)
+        object.__setattr__(self, "positions", None if positions is None else positions[keep])
+
+    @classmethod
+    def from_tokens(cls, tokens: Float[Tensor, "n d"], causal: bool = False) -> "Measure":
+        """A sequence as a measure: equal masses and, for masked attention, positions `1/n, 2/n, …, 1`.
+
+        >>> Measure.from_tokens(torch.zeros(4, 2), causal=True).positions.tolist()
+        [0.25, 0.5, 0.75, 1.0]
+        """
+        _check_points(tokens)
+        n = len(tokens)
+        return cls(tokens, None, torch.arange(1, n + 1, dtype=torch.float64, device=tokens.device) / n if causal else None)
+
+    @classmethod
+    def from_samples(cls, samples: Float[Tensor, "n d"], positions: Float[Tensor, " n"] | None = None) -> "Measure":
+        """The empirical measure of samples, equal ones merged."""
+        return cls(samples, None, positions).merge()
+
+    @classmethod
+    def from_density(
+        cls, density: Callable[[Float[Tensor, "m d"]], Float[Tensor, " m"]], axes: Sequence[Float[Tensor, " k"]]
+    ) -> "Measure":
+        """A density on the grid that the axes span, up to a factor: mass = density × volume of the grid cell, normalised.
+
+        axes: increasing coordinates, one tensor per dimension, of two or more numbers each.
+
+        >>> flat = Measure.from_density(lambda x: torch.ones(len(x)), [torch.linspace(0, 1, 3)])
+        >>> flat.weights.tolist()  # the cells at the ends are half as wide
+        [0.25, 0.5, 0.25]
+        """
+        if not axes or not all(
+            isinstance(t, Tensor) and t.ndim == 1 and len(t) >= 2 and bool((t.diff() > 0).all()) for t in axes
+        ):
+            got = [len(t) if isinstance(t, Tensor) else type(t).__name__ for t in axes]
+            raise BadInputError(f"expected axes that increase, two numbers or more each, got axes of {got}; use torch.linspace")
+        widths = []
+        for t in axes:
+            step = t.double().diff()
+            widths.append((torch.cat([step, step[-1:] * 0]) + torch.cat([step[:1] * 0, step])) / 2)
+        points = torch.stack([t.flatten() for t in torch.meshgrid(*axes, indexing="ij")], -1)
+        volume = math.prod(torch.meshgrid(*widths, indexing="ij"), start=torch.ones(())).flatten()
+        values = density(points)
+        if not isinstance(values, Tensor) or values.shape != (len(points),):
+            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise BadInputError(
+                f"expected one density per grid point, shape ({len(points)},), got {got}; reduce over the last axis"
+            )
+        mass = values.detach().double() * volume.to(values.device)
+        total = float(mass.sum())
+        if not (bool((mass >= 0).all()) and 0 < total < math.inf):
+            raise BadInputError(
+                f"expected a density that is finite, not negative, and positive somewhere on the grid, got total {total:g} and "
+                f"least value {float(values.min()):g}; check the density or widen the grid"
+            )
+        return cls(points, mass / total)
+
+    @property
+    def mass(self) -> Float[Tensor, " m"]:
+        """The weights, (m,) float64."""
+        assert self.weights is not None
+        return self.weights
+
+    @property
+    def width(self) -> int:
+        """The dimension d of the points."""
+        return self.points.shape[1]
+
+    @property
+    def mean(self) -> Float[Tensor, " d"]:
+        """`∫ x dμ`, float64."""
+        return self.mass @ self.points.double()
+
+    @property
+    def radius(self) -> float:
+        """The length of the longest point."""
+        return float(self.points.double().norm(dim=-1).max())
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def ends(self) -> Int[Tensor, " m"]:
+        """How many atoms each atom sees under a mask: those at its position or before."""
+        if self.positions is None:
+            raise BadInputError(
+                "expected a measure with positions for masked attention, got one without; "
+                "pass positions=, or Measure.from_tokens(x, causal=True)"
+            )
+        return torch.searchsorted(self.positions, self.positions, right=True).cpu()
+
+    def moved(self, points: Float[Tensor, "m k"]) -> "Measure":
+        """The same masses and positions at other points."""
+        if not isinstance(points, Tensor) or len(points) != len(self):
+            got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
+            raise BadInputError(f"expected {len(self)} points, one per atom, got {got}; move every atom")
+        return Measure(points, self.weights, self.positions)
+
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> "Measure":
+        """The points in another precision, everything on another device."""
+        positions = None if self.positions is None else self.positions.to(device)
+        return replace(self, points=self.points.to(device, dtype), weights=self.mass.to(device), positions=positions)
+
+    def split(self, atom: int | None = None, parts: int = 2) -> "Measure":
+        """One atom, or every one, cut into equal parts that stay where they are: the same measure, written longer."""
+        if not isinstance(parts, int) or parts < 1:
+            raise BadInputError(f"expected a whole number of parts, at least 1, got {parts!r}; 2 halves an atom")
+        if atom is not None and not (isinstance(atom, int) and 0 <= atom < len(self)):
+            raise BadInputError(f"expected an atom from 0 to {len(self) - 1}, got {atom!r}; leave it out to split them all")
+        counts = torch.ones(len(self), dtype=torch.long, device=self.points.device)
+        counts[slice(None) if atom is None else atom] = parts
+        index = torch.repeat_interleave(torch.arange(len(self), device=counts.device), counts)
+        positions = None if self.positions is None else self.positions[index]
+        return Measure(self.points[index], (self.mass / counts)[index], positions)
+
+    def merge(self, tol: float = 0.0) -> "Measure":
+        """Atoms at one position whose points are equal, or joined by steps of at most `tol`, put together at their centre.
+
+        >>> Measure(torch.tensor([[0.0], [1e-9], [1.0]])).merge(1e-6).mass.tolist()  # doctest: +ELLIPSIS
+        [0.666..., 0.333...]
+        """
+        if not isinstance(tol, int | float) or not 0 <= tol < math.inf:
+            raise BadInputError(f"expected a finite tol of 0 or more, got {tol!r}; 0 merges equal points only")
+        keys = self.points.double()
+        if self.positions is not None:
+            keys = torch.cat([self.positions[:, None], keys], -1)
+        _, group = torch.unique(keys, dim=0, return_inverse=True)
+        if tol > 0:
+            group = _linked(self, tol).to(group)
+        count = int(group.max()) + 1
+        if count == len(self):
+            return self
+        # the first atom of a group keeps its place, so that merging undoes splitting
+        first = torch.full((count,), len(self), device=group.device).scatter_reduce_(
+            0, group, torch.arange(len(self), device=group.device), "amin"
+        )
+        order = first.argsort()
+        group = order.argsort()[group]
+        first = first[order]
+        mass = torch.zeros(count, dtype=torch.float64, device=group.device).index_add_(0, group, self.mass)
+        points = self.points[first]
+        if tol > 0:
+            offset = (self.points - points[group]).double() * self.mass[:, None]
+            points = points + (torch.zeros_like(points, dtype=torch.float64).index_add_(0, group, offset) / mass[:, None]).to(
+                points
+            )
+        return Measure(points, mass, None if self.positions is None else self.positions[first])
+
+    def __repr__(self) -> str:
+        where = "" if self.positions is None else ", with positions"
+        return f"Measure({len(self)} atoms in R^{self.width}{where})"
+
+
+def _linked(mu: Measure, tol: float) -> Int[Tensor, " m"]:
+    """Clusters of atoms joined by steps of at most `tol` within one position."""
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+    from scipy.spatial import KDTree
+
+    pairs = torch.as_tensor(KDTree(mu.points.detach().double().cpu().numpy()).query_pairs(tol, output_type="ndarray"))
+    if mu.positions is not None:
+        s = mu.positions.cpu()
+        pairs = pairs[s[pairs[:, 0]] == s[pairs[:, 1]]]
+    i, j = pairs.long().unbind(1)
+    graph = coo_matrix((torch.ones(len(i)).numpy(), (i.numpy(), j.numpy())), shape=(len(mu), len(mu)))
+    return torch.as_tensor(connected_components(graph, directed=False)[1]).long()
+
+
+def _check_points(points: Tensor) -> None:
+    if not isinstance(points, Tensor) or not points.is_floating_point() or points.ndim != 2:
+        got = f"{points.dtype} of shape {tuple(points.shape)}" if isinstance(points, Tensor) else type(points).__name__
+        raise BadInputError(f"expected points as a floating-point tensor (atoms, d), got {got}; give one atom per row")
+    if points.numel() == 0:
+        raise BadInputError(
+            f"expected at least one atom, got points of shape {tuple(points.shape)}; a measure has mass somewhere"
+        )
+    bad = int((~points.isfinite()).sum())
+    if bad:
+        raise BadInputError(f"expected finite points, got {bad} NaN or infinite entries of {points.numel()}; clean the points")
+
+
+def _mass(weights: Tensor, m: int, device: torch.device) -> Float[Tensor, " m"]:
+    """Weights checked and normalised to the last bit, float64."""
+    if not isinstance(weights, Tensor) or not weights.is_floating_point() or tuple(weights.shape) != (m,):
+        got = f"{weights.dtype} of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+        raise BadInputError(f"expected floating-point weights of shape ({m},), got {got}; give one weight per atom")
+    mass = weights.detach().to(device, torch.float64)
+    bad = int((~mass.isfinite()).sum())
+    if bad:
+        raise BadInputError(f"expected finite weights, got {bad} NaN or infinite ones of {m}; clean the weights")
+    if bool((mass < 0).any()):
+        raise BadInputError(
+            f"expected weights of 0 or more, got {int((mass < 0).sum())} negative ones, the least {float(mass.min()):g}; "
+            "mass is positive"
+        )
+    total = float(mass.sum())
+    # weights written down, or rounded to single precision, are off by as much
+    room = max(1e-6, m**0.5 * torch.finfo(weights.dtype).eps)
+    if abs(total - 1) > room:
+        side = "too much" if total > 1 else "too little"
+        raise BadInputError(
+            f"expected weights that sum to 1, got {total:.9g}, {abs(total - 1):.3g} {side}; divide them by their sum"
+        )
+    return mass / total
+
+
+def _check_positions(positions: Tensor, m: int, device: torch.device) -> Float[Tensor, " m"]:
+    if not isinstance(positions, Tensor) or not positions.is_floating_point() or tuple(positions.shape) != (m,):
+        got = (
+            f"{positions.dtype} of shape {tuple(positions.shape)}"
+            if isinstance(positions, Tensor)
+            else type(positions).__name__
+        )
+        raise BadInputError(f"expected floating-point positions of shape ({m},), got {got}; give one position per atom")
+    s = positions.detach().to(device, torch.float64)
+    outside = int((~((s >= 0) & (s <= 1))).sum())
+    if outside:
+        raise BadInputError(
+            f"expected positions in [0, 1], got {outside} outside it or NaN; divide token indices by their number"
+        )
+    return s
