@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from checks import PARITY
-from problems.zoo import LENGTH, ZOO, ids, randomize, reference
 from torch import Tensor, nn
 
 import howsmooth as hs
+from checks import PARITY
 from howsmooth.models import FallbackWarning, Model
 from howsmooth.models.capture import Capture
 from howsmooth.models.measurement import Measurement
 from howsmooth.models.split import MapName
+from problems.zoo import LENGTH, ZOO, ids, randomize, reference
 
 
 @cache
@@ -94,7 +94,11 @@ def test_other_maps_equal_the_dense_jacobian(name: str):
     last = {"bert": "encoder.layer.1", "gpt2": "ln_f", "vit": "layernorm", "t5 encoder": "final_layer_norm"}.get(name, "norm")
     projection = animal.projection.format(layer)
     watch = nn.Identity()
-    for kind, start, end in (("heads", animal.attention.format(layer), projection), ("model", first, last), ("normed", block, projection)):
+    for kind, start, end in (
+        ("heads", animal.attention.format(layer), projection),
+        ("model", first, last),
+        ("normed", block, projection),
+    ):
         if kind == "normed" and name == "bert":
             continue
         before = module.config._attn_implementation

@@ -11,11 +11,34 @@ from torch import Tensor, nn
 
 VOCABULARY = 40
 LENGTH = 8
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": VOCABULARY}
-PLAIN = {**SMALL, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "max_position_embeddings": 32}
-GROUPED = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32}
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-PICTURE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 12, "patch_size": 4}
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": VOCABULARY,
+}
+PLAIN: dict[str, Any] = {
+    **SMALL,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 32,
+}
+GROUPED: dict[str, Any] = {
+    **SMALL,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 32,
+}
+TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+PICTURE: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 12,
+    "patch_size": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -285,7 +308,7 @@ ZOO: dict[str, Animal] = {
 
 
 def clip() -> t.CLIPConfig:
-    shared = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shared: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     return t.CLIPConfig(
         text_config={**shared, "vocab_size": VOCABULARY, "max_position_embeddings": 32, **TOKENS},
         vision_config={**shared, "image_size": 12, "patch_size": 4},
@@ -293,7 +316,7 @@ def clip() -> t.CLIPConfig:
     )
 
 
-def randomize(model: nn.Module, seed: int = 0, scale: float = 0.5) -> nn.Module:
+def randomize(model: nn.Module, seed: int = 0, scale: float = 0.5) -> Any:
     """Weights large enough that attention is neither uniform nor saturated, norms and biases away from one and zero."""
     random = torch.Generator().manual_seed(seed)
     for p in model.parameters():

@@ -20,7 +20,9 @@ def measure(
     model: Annotated[str, typer.Argument(help="demo, a folder with config.json and safetensors, or a hub name")],
     layer: Annotated[int, typer.Option(help="which attention layer, from 0")],
     text: Annotated[str | None, typer.Option(help="a text file, or - for standard input")] = None,
-    ids: Annotated[str | None, typer.Option(help="a JSON list of token ids, fed as they are; a file, or - for standard input")] = None,
+    ids: Annotated[
+        str | None, typer.Option(help="a JSON list of token ids, fed as they are; a file, or - for standard input")
+    ] = None,
     map_name: Annotated[str, typer.Option("--map", help=f"one of {', '.join(MAPS)}")] = "attention",
     n: Annotated[int | None, typer.Option(help="tokens to take from the text, special ones among them; all by default")] = None,
     head: Annotated[int | None, typer.Option(help="one head alone")] = None,

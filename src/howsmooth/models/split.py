@@ -284,9 +284,7 @@ def _one_head(call: Call, head: int) -> tuple[Tensor, SoftmaxAttention]:
     return nn.functional.pad(out, (0, 0, 0, 0, head, heads - 1 - head)), kernel
 
 
-def _at_call(
-    stack: ExitStack, module: nn.Module, index: int, x: Tensor | None, everywhere: bool = False
-) -> Callable[[], bool]:
+def _at_call(stack: ExitStack, module: nn.Module, index: int, x: Tensor | None, everywhere: bool = False) -> Callable[[], bool]:
     """Put `x` in at one call of a module; tells whether that call has come.
 
     everywhere: also for whoever else holds the tokens, as a residual around the module does.

@@ -246,7 +246,9 @@ class _Tracer:
         invocation = self.invocations.get((block.module, block.nth)) or block.invocation()
         assert invocation is not None
         call = sum(1 for e in self.events[:index] if block in e.frames and e.frames[-1].module is own.module)
-        return Layer(index, own.name, invocation, own.module, call, event.x, event.projection, event.heads, event.softcap, event.cut)
+        return Layer(
+            index, own.name, invocation, own.module, call, event.x, event.projection, event.heads, event.softcap, event.cut
+        )
 
     def _block(self, event: _Event) -> _Frame:
         """The outermost element of a list of modules with this self-attention and no other."""
