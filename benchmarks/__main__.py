@@ -2,10 +2,19 @@
 
 import argparse
 
-from benchmarks import batch, certify, long, pair, point, solve, tightness
+from benchmarks import batch, certify, long, models, pair, point, solve, tightness
 from benchmarks.harness import environment, save, table
 
-ALL = {"solve": solve, "pair": pair, "long": long, "batch": batch, "certify": certify, "point": point, "tightness": tightness}
+ALL = {
+    "solve": solve,
+    "pair": pair,
+    "long": long,
+    "batch": batch,
+    "certify": certify,
+    "point": point,
+    "tightness": tightness,
+    "models": models,
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)

@@ -11,28 +11,29 @@ from torch import Tensor, nn
 
 VOCABULARY = 40
 LENGTH = 8
-SMALL: dict[str, Any] = {
+Options = dict[str, Any]
+SMALL: Options = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 24,
     "vocab_size": VOCABULARY,
 }
-PLAIN: dict[str, Any] = {
+PLAIN: Options = {
     **SMALL,
     "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.1,
     "max_position_embeddings": 32,
 }
-GROUPED: dict[str, Any] = {
+GROUPED: Options = {
     **SMALL,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 6,
     "max_position_embeddings": 32,
 }
-TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-PICTURE: dict[str, Any] = {
+TOKENS: Options = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+PICTURE: Options = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -129,7 +130,13 @@ ZOO: dict[str, Animal] = {
     "deberta-v2": Animal(
         lambda: t.DebertaV2Model(
             t.DebertaV2Config(
-                **PLAIN, relative_attention=True, position_buckets=4, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm"
+                **PLAIN,
+                **{
+                    "relative_attention": True,
+                    "position_buckets": 4,
+                    "pos_att_type": ["p2c", "c2p"],
+                    "norm_rel_ebd": "layer_norm",
+                },
             )
         ),
         "encoder.layer.{}",

@@ -90,7 +90,7 @@ def _from_folder(folder: Path, dtype: torch.dtype | None) -> nn.Module:
         if pickles:
             raise BadInputError(
                 f"expected weights in safetensors, got only {pickles[0]} in {folder}, which may run code when read; "
-                "convert them where you trust them: AutoModel.from_pretrained(folder).save_pretrained(folder, safe_serialization=True)"
+                "convert them where you trust them: AutoModel.from_pretrained(folder).save_pretrained(other_folder)"
             )
         raise BadInputError(f"expected weights in safetensors, got none in {folder}; save_pretrained writes them")
     return _read(str(folder), dtype, local=True)
@@ -137,8 +137,8 @@ def _read(where: str, dtype: torch.dtype | None, local: bool) -> nn.Module:
     holes = sorted(key for key in info["missing_keys"] if not any(part in key for part in _BEHIND))
     if holes:
         raise BadInputError(
-            f"expected every weight of {type(module).__name__} in {where!r}, got none for {holes[0]} and {len(holes) - 1} others; save"
-            "  the whole model"
+            f"expected every weight of {type(module).__name__} in {where!r}, got none for {holes[0]} "
+            f"and {len(holes) - 1} others; save the whole model"
         )
     if getattr(module, "is_quantized", False):
         try:
