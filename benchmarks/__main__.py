@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import batch, certify, long, models, pair, point, solve, tightness
+from benchmarks import architectures, batch, certify, long, models, pair, point, solve, tightness
 from benchmarks.harness import environment, save, table
 
 ALL = {
@@ -14,6 +14,7 @@ ALL = {
     "point": point,
     "tightness": tightness,
     "models": models,
+    "architectures": architectures,
 }
 
 if __name__ == "__main__":
