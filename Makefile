@@ -7,7 +7,7 @@ demo test: export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: demo test lint bench docs clean
 
 demo: .venv/.package
-	@$(PY) examples/demo.py
+	@$(PY) -m howsmooth demo $(if $(wildcard demo-report/*),--force)
 
 test: lint
 	$(PY) -m pytest -q

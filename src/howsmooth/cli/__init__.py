@@ -4,6 +4,8 @@ from howsmooth.cli import (  # noqa: F401  importing a command registers it
     attack,
     bounds,
     measure,
+    report,
+    study,
     split,
     worst,
 )
