@@ -5,8 +5,8 @@ from howsmooth.cli import (  # noqa: F401  importing a command registers it
     bounds,
     measure,
     report,
-    study,
     split,
+    study,
     worst,
 )
 from howsmooth.cli.app import app

@@ -119,7 +119,7 @@ def _report(
     question = Question(asked or fitting_lengths(reader, samples), samples, chosen, map_name, tol, certify, seed)
     setting = settle(reader, question)
     hands = engine_of(engine, address, workers, reader.model)
-    bar = progress_bar("measuring", quiet=quiet)
+    bar = progress_bar("measuring", quiet=quiet or as_json)
     found, page = inspect_into(reader, setting, out, engine=hands, resume=resume, force=force, progress=bar)
     if as_json:
         print(json.dumps({"page": str(page.resolve()), **found.to_dict()}, indent=1))
@@ -133,7 +133,7 @@ def _report(
     print(page.resolve())
 
 
-def _table(data) -> list[dict[str, str]]:  # noqa: ANN001
+def _table(data) -> list[dict[str, str]]:
     """One line per layer: the constant at every length, and its exponent."""
     means = {(c.layer, c.n): c.mean for c in data.cells}
     lines = []

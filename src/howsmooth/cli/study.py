@@ -55,9 +55,9 @@ def study(
 ) -> None:
     """Ask one question of a model.
 
-    growth: L against n, fitted. layers: every layer and head at one length. radius: L against the size of the tokens. norms: with
-    and without the norm in front. bounds: measured against each bound. splitting: does splitting a token pay. worst: the worst
-    input found beside the text.
+    growth: L against n, fitted. layers: every layer and head at one length. radius: L against the size of the tokens.
+    norms: with and without the norm in front. bounds: measured against each bound. splitting: does splitting a token pay.
+    worst: the worst input found beside the text.
 
     Example: howsmooth study growth demo --lengths 8,16,32,64,128,136,256,512 --samples 8
     """
@@ -173,7 +173,9 @@ def _splitting(found: Any) -> tuple[str, list[dict[str, Any]]]:
         gains = sorted(row["gain"] for row in rows if row["gain"] is not None)
         pays = sum(row["pays"] for row in rows)
         line = {"layer": key[0], "n": key[1], "inputs": len(rows), "pays": pays}
-        lines.append(line | {"median gain": f"{gains[len(gains) // 2]:.3g}", "largest gain": f"{gains[-1]:.3g}"} if gains else line)
+        lines.append(
+            line | {"median gain": f"{gains[len(gains) // 2]:.3g}", "largest gain": f"{gains[-1]:.3g}"} if gains else line
+        )
     return "splitting a token against moving tokens; it pays where the gain is above 1", lines
 
 

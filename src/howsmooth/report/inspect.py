@@ -5,13 +5,13 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.models import Model
-from howsmooth.report.answer import answer, findings, plain
+from howsmooth.report.answer import answer, findings, jumps, number, plain
 from howsmooth.report.data import (
     BoundRow,
     HeadMeasurement,
@@ -31,6 +31,7 @@ from howsmooth.runner.store import Store
 from howsmooth.studies.bounds import bound_jobs
 from howsmooth.studies.growth import fit_columns, fitting_lengths
 from howsmooth.studies.layers import Question, Setting, head_jobs, layer_jobs, settle
+from howsmooth.studies.positions import position_break
 from howsmooth.studies.reader import ALICE, Reader
 from howsmooth.studies.run import Found, Job, Row, run_here, run_sweep, to_frame
 from howsmooth.studies.splitting import splitting_jobs
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     import pandas
 
 RESULTS = "results.sqlite"
+_DEMO = "demo (all-MiniLM-L6-v2, a BERT of six layers)"
 _SHOWN = 4096  # tokens of a passage that a page can show
 
 
@@ -97,7 +99,9 @@ class Report:
             if any(row["kind"] == "bounds" for row in self.rows):
                 _write(self.bounds_frame(), folder / "bounds.csv")
         except OSError as error:
-            raise ResultsError(f"expected a folder that can be written, got {folder} ({error.strerror}); choose another") from None
+            raise ResultsError(
+                f"expected a folder that can be written, got {folder} ({error.strerror}); choose another"
+            ) from None
         return page
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,7 +163,8 @@ def inspect_into(
 ) -> tuple[Report, Path]:
     """The same as a sweep that keeps its results in `folder/results.sqlite`, saved in that folder; the page's path beside it.
 
-    reader: from `Reader.by_name`.  A folder that holds something is refused, unless to resume it or, with `force`, to start anew.
+    reader: from `Reader.by_name`.  resume, force: go on in a folder that holds results, or start anew there; it is refused
+    otherwise.
     """
     if reader.source is None:
         raise BadInputError("expected a model and a text by name, got ones built in memory; use howsmooth.inspect")
@@ -226,7 +231,7 @@ def assemble(
     if not layers:
         raise BadInputError(found.failures[0] if found.failures else "expected measurements, got none; ask for a layer")
     methods = Methods(
-        model=reader.model.name,
+        model=_DEMO if reader.model.name == "demo" else reader.model.name,
         text=text,
         map=q.map,
         command=command,
@@ -239,7 +244,10 @@ def assemble(
     data = ReportData(
         measurements=tuple(
             Measurement(
-                *(row[name] for name in ("layer", "n", "sample", "value", "upper", "confidence", "status", "radius", "seconds")),
+                *(
+                    row[name]
+                    for name in ("layer", "n", "sample", "value", "upper", "confidence", "status", "radius", "seconds")
+                ),
                 seed=row["seed"],
             )
             for row in layers
@@ -248,19 +256,15 @@ def assemble(
         heads=tuple(HeadMeasurement(r["layer"], r["head"], r["n"], r["value"]) for r in found.of("head")),
         passages=_passages(reader, layers),
         bounds=tuple(
-            BoundRow(r["layer"], r["n"], b["where"], b["id"], b["name"], b["side"], b["log_value"], r["value"], b["statement"],
-                     b["source"], b["reason"])
-            for r in found.of("bounds")
-            for b in r["bounds"]
+            BoundRow(layer=r["layer"], n=r["n"], measured=r["value"], **b) for r in found.of("bounds") for b in r["bounds"]
         ),
         splits=tuple(SplitRow(r["layer"], r["n"], r["moved"], r["value"]) for r in found.of("splitting")),
         worst=tuple(
             WorstRow(r["layer"], r["n"], r["radius_max"], r["text"], r["value"], r["log_ceiling"], r["how"])
             for r in found.of("worst")
         ),
-        notes=_notes(reader, layers, found.failures),
     )
-    return Report(data, found.rows, found.failures)
+    return Report(replace(data, notes=_notes(reader, data, layers, found.failures)), found.rows, found.failures)
 
 
 def _passages(reader: Reader, rows: list[Row]) -> tuple[Passage, ...]:
@@ -275,12 +279,25 @@ def _passages(reader: Reader, rows: list[Row]) -> tuple[Passage, ...]:
     return tuple(found)
 
 
-def _notes(reader: Reader, rows: list[Row], failures: tuple[str, ...]) -> tuple[str, ...]:
-    notes = list(reader.model.notes)
+def _notes(reader: Reader, data: ReportData, rows: list[Row], failures: tuple[str, ...]) -> tuple[str, ...]:
+    """What a reader of the page should know, in words."""
+    notes = []
+    for before, after in sorted({(jump.before, jump.after) for _, jump in jumps(data)}):
+        there = position_break(reader.model, before, after)
+        if there is not None:
+            notes.append(
+                f"The model's position embeddings break there too: those of positions {there.position - 1} and "
+                f"{there.position} are {number(there.step)} apart, neighbours elsewhere {number(there.typical)} in the median."
+            )
+    notes += [f"{note[:1].upper()}{note[1:]}." for note in reader.model.notes]
     whole = sorted({row["layer"] for row in rows if not row["cut"]})
     if whole:
         named = ", ".join(map(str, whole))
-        notes.append(f"Attention of layers {named} is the model's own code, differentiated as it is.")
+        notes.append(f"In layers {named} attention is the model's own code, differentiated as it is.")
+    if data.methods.map == "attention" and not data.bounds:
+        notes.append(
+            "Bounds, splitting and worst inputs need layers of plain attention on tokens of width 1024 at most; none here is."
+        )
     if failures:
         notes.append(f"{len(failures)} tasks gave nothing; the first: {failures[0]}")
     return tuple(notes)

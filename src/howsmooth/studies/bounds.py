@@ -24,9 +24,7 @@ def bound_jobs(setting: Setting, lengths: list[int]) -> list[Job]:
     ]
 
 
-def measure_bounds(
-    reader: Reader, n: int, start: int, layer: int, tol: float, certify: float | None, seed: int
-) -> list[Row]:
+def measure_bounds(reader: Reader, n: int, start: int, layer: int, tol: float, certify: float | None, seed: int) -> list[Row]:
     """One row with every bound at the input, and over the ball that just holds its tokens; none for a layer that is no
     `Attention`: bounds need its weights."""
     captured = reader.captures(n, [start])[0]

@@ -91,8 +91,16 @@ def growth(
     >>> import torch
     >>> from transformers import BertConfig, BertModel
     >>> _ = torch.manual_seed(0)
-    >>> tiny = BertModel(BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-    ...                             intermediate_size=16, max_position_embeddings=32))
+    >>> tiny = BertModel(
+    ...     BertConfig(
+    ...         vocab_size=40,
+    ...         hidden_size=16,
+    ...         num_hidden_layers=1,
+    ...         num_attention_heads=2,
+    ...         intermediate_size=16,
+    ...         max_position_embeddings=32,
+    ...     )
+    ... )
     >>> from howsmooth.models import load
     >>> found = growth(load(tiny), [i % 37 for i in range(60)], samples=2)
     >>> sorted({row["n"] for row in found.rows}), list(found.fits)

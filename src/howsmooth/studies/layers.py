@@ -70,9 +70,8 @@ def settle(reader: Reader, question: Question) -> Setting:
         raise BadInputError(
             f"expected layers from 0 to {captured.num_layers - 1}, got {outside[0]!r}; {captured.model} has no other"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        reader.captures(min(lengths), starts[:1])[0].map(layers[0], _map(question.map))  # a map that the model lacks is refused
+    shortest = reader.captures(min(lengths), starts[:1])[0]
+    reader.map(shortest, layers[0], map_name(question.map))  # a map that the model lacks is refused
     return Setting(question, layers, tuple(starts))
 
 
@@ -158,7 +157,7 @@ def measure_layers(
 def measure_heads(
     reader: Reader, n: int, start: int, layers: list[int], map: str, tol: float, certify: float | None, seed: int
 ) -> list[Row]:
-    """A row for every head of every layer, through its own part of the output projection; none where heads cannot be told apart."""
+    """A row for every head alone, through its own part of the output projection; none where heads cannot be told apart."""
     captured, rows = reader.captures(n, [start])[0], []
     options = {"tol": tol, "certify": certify, "seed": seed}
     for layer in layers:
@@ -236,10 +235,11 @@ def share(estimate: Estimate) -> list[float]:
 def _measured(captured: Capture, layer: int, map: str, options: dict[str, Any], head: int | None = None) -> Measurement:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
-        return captured.measure(layer, _map(map), head=head, **options)
+        return captured.measure(layer, map_name(map), head=head, **options)
 
 
-def _map(name: str) -> MapName:
+def map_name(name: str) -> MapName:
+    """A map's name as the type checker knows it."""
     return MAPS[MAPS.index(name)]  # pyright: ignore[reportArgumentType]
 
 

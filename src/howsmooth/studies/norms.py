@@ -1,7 +1,7 @@
 """With and without the norm in front: attention alone at the tokens that enter it, the norm alone, and both together.
 
-The norm in front of a layer is the module whose output enters it: the block's own where a block normalises before it attends, that
-of the block before, or of the embeddings, where it normalises afterwards.
+The norm in front of a layer is the module whose output enters it: the block's own where a block normalises before it attends,
+that of the block before, or of the embeddings, where it normalises afterwards.
 """
 
 import time
@@ -41,7 +41,7 @@ def measure_norms(
     options: dict[str, Any] = {"tol": tol, "certify": certify, "seed": seed, "batched": False}
     calls, rows = norm_calls(captured), []
     for layer in layers:
-        attn: Map = reader.closed(captured, layer) or captured.map(layer)
+        attn: Map = reader.closed(captured, layer) or reader.map(captured, layer)
         x = entering(captured, layer)
         found: list[tuple[str, Map, Tensor]] = [("attention", attn, x)]
         norm = norm_in_front(calls, x)

@@ -7,8 +7,7 @@ import torch
 
 from howsmooth.errors import BadInputError
 from howsmooth.local import lipschitz
-from howsmooth.models import MAPS
-from howsmooth.studies.layers import Setting, row_of
+from howsmooth.studies.layers import Setting, map_name, row_of
 from howsmooth.studies.reader import Reader, entering
 from howsmooth.studies.run import Job, Row
 
@@ -50,7 +49,7 @@ def measure_radius(
         x = entering(captured, layer)
         found = list(lipschitz(closed, torch.stack([f * x for f in factors]), batched=True, **options))
     else:
-        cut = captured.map(layer, MAPS[MAPS.index(map)])  # pyright: ignore[reportArgumentType]
+        cut = reader.map(captured, layer, map_name(map))
         x = cut.start
         found = [lipschitz(cut, f * x, batched=False, **options) for f in factors]
     seconds = (time.perf_counter() - began) / len(factors)

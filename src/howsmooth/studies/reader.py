@@ -14,6 +14,7 @@ from torch import Tensor
 from howsmooth.attention import Attention
 from howsmooth.errors import BadInputError
 from howsmooth.models import Capture, FallbackWarning, Model, load
+from howsmooth.models.split import Cut, MapName
 from howsmooth.models.tokens import Text, Window
 
 ALICE = "Alice in Wonderland"
@@ -89,6 +90,12 @@ class Reader:
         kept = {key: self._held[key] for key in wanted if key in self._held}
         self._held = {key: kept.get(key) or self.model.capture(ids=self.window(*key)) for key in wanted}
         return [self._held[key] for key in wanted]
+
+    def map(self, captured: Capture, layer: int, map: MapName = "attention") -> Cut:
+        """A map of a layer, on the kernels or through the model's own code."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            return captured.map(layer, map)
 
     def closed(self, captured: Capture, layer: int) -> Attention | None:
         """A layer as `Attention` in the model's precision, or nothing where it is not of that form.
