@@ -11,32 +11,6 @@ from howsmooth.studies.reader import Reader
 from problems.zoo import randomize
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "see", "what", "it", "was", "that", "made", ",", ".")
-    *[
-        "the",
-        "cat",
-        "sat",
-        "on",
-        "a",
-        "mat",
-        "and",
-        "dog",
-        "ran",
-        "to",
-        "see",
-        "what",
-        "it",
-        "was",
-        "that",
-        "made",
-        "so",
-        "much",
-        "noise",
-        "in",
-        "there",
-    ],
-    ",",
-    ".",
-)
 POSITIONS = 48
 VOCABULARY = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(WORDS))
 SHAPE: dict[str, Any] = {"vocab_size": len(VOCABULARY), "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
