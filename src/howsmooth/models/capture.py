@@ -135,7 +135,7 @@ class Capture:
         return self.map(layer, map).start
 
     def map(self, layer: int, map: MapName = "attention", head: int | None = None) -> Cut:
-        """A map of a layer at this input, cut where it can be: compared with the model's own code, which stands in if need be."""
+        """A map of a layer at this input, cut where it can be; the model's own code, which stands in if need be, agrees."""
         self._check(layer, map, head)
         cut = self._candidate(layer, map)
         if cut is not None:
@@ -197,8 +197,8 @@ class Capture:
             found = self.trace.layers[layer]
             if found.block.tokens.shape == found.x.shape and torch.equal(found.block.tokens, found.x):
                 raise BadInputError(
-                    f"expected a block that normalises before it attends, got layer {layer}, which hands its input to attention "
-                    'unchanged; measure map="attention"'
+                    f"expected a block that normalises before it attends, got layer {layer}, which hands its input to "
+                    'attention unchanged; measure map="attention"'
                 )
 
     def measure(

@@ -174,7 +174,7 @@ class Model:
             _ = captured.trace
         except IndexError:
             raise BadInputError(
-                f"expected ids within the vocabulary and no more tokens than {self.name} has positions, got {len(window)} tokens; "
+                f"expected ids within the vocabulary and no more tokens than {self.name} has positions, got {len(window)}; "
                 "give fewer tokens"
             ) from None
         return captured
