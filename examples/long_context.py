@@ -46,6 +46,5 @@ dx, backward = seconds(lambda: torch.func.vjp(f, x)[1](dy)[0])
 gap = abs(float((dx * v).sum() / dy.square().sum()) - 1)
 print(f"{n} tokens on {device}: J v in {forward:.2f} s, Jᵀ u in {backward:.2f} s; ⟨Jᵀ J v, v⟩ = |J v|² to {gap:.0e}")
 if device == "cuda":
-    print(
-        f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB; one layer's weights would take {12 * n * n / 2**28:.0f}"
-    )
+    kept = 12 * n * n / 2**28
+    print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB; one layer's weights alone would take {kept:.0f}")

@@ -9,10 +9,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from howsmooth.attention import Attention
 from howsmooth.attention.maps import Map
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.local import lipschitz
+from howsmooth.models.affine import as_attention
 from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
 from howsmooth.models.measurement import Measurement
 from howsmooth.models.precision import KeepDouble
@@ -147,6 +149,13 @@ class Capture:
             except UncuttableError:
                 pass
         return self._fallback(layer, map, head)
+
+    def attention(self, layer: int) -> Attention:
+        """A layer as `howsmooth.Attention` in float64, for bounds and searches; refused where it is not of that form.
+
+        Its mask is that of this input; `tokens(layer)` are the tokens that enter it here.
+        """
+        return as_attention(self.map(layer))
 
     def _candidate(self, layer: int, map: MapName) -> Cut | None:
         """The map on the kernels, not yet compared with the model's own code."""
