@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from howsmooth.attention.maps import Map
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
+from howsmooth.kernels.base import Precision
 from howsmooth.models.attend import attend
 from howsmooth.models.intercept import Call, Intercept, implementation
 from howsmooth.models.precision import KeepDouble
@@ -55,6 +56,7 @@ class Cut(Map):
     owner: the model whose configurations choose the attention code.  code: that choice, `howsmooth` for the kernels.
     trace, layer: where the arguments come from.  name: which map.  head: one head alone.
     real: the tokens that are not padding; the others keep their values and are neither moved nor measured.
+    precision: of the fused kernels, where these serve.
     """
 
     owner: nn.Module
@@ -66,6 +68,7 @@ class Cut(Map):
     real: Tensor | None = None
     kernels: bool = True
     work: torch.dtype = torch.float32
+    precision: Precision = "half"
 
     @property
     def start(self) -> Tensor:
@@ -117,7 +120,11 @@ class Cut(Map):
             kernels.extend(seen)
             return y[None]
 
-        jacobian = CutJacobian(f, x, kernels)
+        def refine() -> CutJacobian | None:
+            finer = next((k.finer for k in kernels if k.finer is not None), None)
+            return None if finer is None else replace(cut, precision=finer).linearize(x)[1]
+
+        jacobian = CutJacobian(f, x, kernels, refine)
         return jacobian.output, jacobian
 
     def _run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
@@ -126,9 +133,9 @@ class Cut(Map):
 
         def on_call(call: Call) -> Tensor:
             if self.head is None:
-                out, kernel = attend(call.q, call.k, call.v, call.scores)
+                out, kernel = attend(call.q, call.k, call.v, call.scores, self.precision)
             else:
-                out, kernel = _one_head(call, self.head)
+                out, kernel = _one_head(call, self.head, self.precision)
             kernels.append(kernel)
             return out
 
@@ -207,8 +214,14 @@ class CutJacobian(Operator):
     is none.
     """
 
-    def __init__(self, f: Callable[[Tensor], Tensor], x: Float[Tensor, "1 n d"], kernels: list[SoftmaxAttention]):
-        self._f, self.kernels = f, kernels
+    def __init__(
+        self,
+        f: Callable[[Tensor], Tensor],
+        x: Float[Tensor, "1 n d"],
+        kernels: list[SoftmaxAttention],
+        refine: "Callable[[], CutJacobian | None]" = lambda: None,
+    ):
+        self._f, self.kernels, self._refine = f, kernels, refine
         self.batch, self.in_shape, self.dtype, self.device = 1, tuple(x.shape[1:]), x.dtype, x.device
         self._checked: AutodiffJacobian | None = None
         self._last: tuple[Tensor, Tensor] | None = None
@@ -235,7 +248,14 @@ class CutJacobian(Operator):
     @property
     def noise(self) -> float:
         """Rounding, and what it makes of logits, as for an attention layer of our own."""
-        return torch.finfo(self.dtype).eps * (32 + max((k.largest_logit for k in self.kernels), default=0.0))
+        return max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+
+    @property
+    def heavy(self) -> bool:
+        return any(k.heavy for k in self.kernels)
+
+    def refined(self):
+        return self._refine()
 
     def jvp(self, v):
         if self._last is not None and torch.equal(self._last[0], v):
@@ -268,11 +288,11 @@ class CutJacobian(Operator):
         except RuntimeError:
             return False
         left, right = image.double().square().sum(), (v.double() * product.double()).sum()
-        self._trusted = bool((left - right).abs() <= 1e3 * self.noise * left)
+        self._trusted = bool((left - right).abs() <= min(1e3 * self.noise, 0.02) * left)
         return self._trusted
 
 
-def _one_head(call: Call, head: int) -> tuple[Tensor, SoftmaxAttention]:
+def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, SoftmaxAttention]:
     """The output with every head but one set to zero."""
     heads, group = call.q.shape[1], call.q.shape[1] // call.k.shape[1]
     own = slice(head // group, head // group + 1)
@@ -280,7 +300,7 @@ def _one_head(call: Call, head: int) -> tuple[Tensor, SoftmaxAttention]:
     bias = scores.mask.bias
     if bias is not None and bias.shape[1] > 1:
         scores = replace(scores, mask=replace(scores.mask, bias=bias[:, head : head + 1]))
-    out, kernel = attend(call.q[:, head : head + 1], call.k[:, own], call.v[:, own], scores)
+    out, kernel = attend(call.q[:, head : head + 1], call.k[:, own], call.v[:, own], scores, precision)
     return nn.functional.pad(out, (0, 0, 0, 0, head, heads - 1 - head)), kernel
 
 
