@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import attack, batch, certify, long, pair, point, solve, tightness, worst
+from benchmarks import architectures, attack, batch, certify, long, models, pair, point, solve, tightness, worst
 from benchmarks.harness import environment, save, table
 
 ALL = {
@@ -13,6 +13,8 @@ ALL = {
     "certify": certify,
     "point": point,
     "tightness": tightness,
+    "models": models,
+    "architectures": architectures,
     "worst": worst,
     "attack": attack,
 }

@@ -34,6 +34,6 @@ if __name__ == "__main__":
     results = {path.stem: json.loads(path.read_text())["rows"] for path in sorted(RESULTS.glob("*.json"))}
     tables = {name: markdown(rows) for name, rows in results.items()}
     tables["speed"] = markdown([row for row in results["solve"] if row["n"] in (256, 1024)], SHORT)
-    for document in ("README.md", "docs/performance.md", "docs/point-bounds.md"):
+    for document in ("README.md", "docs/performance.md", "docs/point-bounds.md", "docs/models.md"):
         path = ROOT / document
         path.write_text(fill(path.read_text(), tables))

@@ -3,23 +3,50 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers as t
 from torch import Tensor, nn
 
 VOCABULARY = 40
-LENGTH = 9
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": VOCABULARY}
-PLAIN = {**SMALL, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "max_position_embeddings": 32}
-GROUPED = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32}
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-PICTURE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 12, "patch_size": 4}
+LENGTH = 8
+Options = dict[str, Any]
+SMALL: Options = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": VOCABULARY,
+}
+PLAIN: Options = {
+    **SMALL,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 32,
+}
+GROUPED: Options = {
+    **SMALL,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 32,
+}
+TOKENS: Options = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+PICTURE: Options = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 12,
+    "patch_size": 4,
+}
 
 
 @dataclass(frozen=True)
 class Animal:
-    """How to build a model, and the paths of its blocks, of what computes queries, and of the output projection ({} is the layer).
+    """How to build a model, and the paths of its blocks, of what computes queries, and of the output projection.
+
+    {} is the layer; | parts the paths of different versions of the library.
 
     cut: whether its attention runs on the kernels.  side: of a model with two.  layer: which one is measured.
     """
@@ -103,7 +130,13 @@ ZOO: dict[str, Animal] = {
     "deberta-v2": Animal(
         lambda: t.DebertaV2Model(
             t.DebertaV2Config(
-                **PLAIN, relative_attention=True, position_buckets=4, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm"
+                **PLAIN,
+                **{
+                    "relative_attention": True,
+                    "position_buckets": 4,
+                    "pos_att_type": ["p2c", "c2p"],
+                    "norm_rel_ebd": "layer_norm",
+                },
             )
         ),
         "encoder.layer.{}",
@@ -233,8 +266,8 @@ ZOO: dict[str, Animal] = {
     "dinov2": Animal(
         lambda: t.Dinov2Model(t.Dinov2Config(**PICTURE, mlp_ratio=2)),
         "encoder.layer.{}",
-        "encoder.layer.{}.attention",
-        "encoder.layer.{}.attention.o_proj",
+        "encoder.layer.{}.attention|encoder.layer.{}.attention.attention",
+        "encoder.layer.{}.attention.o_proj|encoder.layer.{}.attention.output.dense",
         pads=False,
         inputs=picture,
     ),
@@ -282,7 +315,7 @@ ZOO: dict[str, Animal] = {
 
 
 def clip() -> t.CLIPConfig:
-    shared = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shared: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     return t.CLIPConfig(
         text_config={**shared, "vocab_size": VOCABULARY, "max_position_embeddings": 32, **TOKENS},
         vision_config={**shared, "image_size": 12, "patch_size": 4},
@@ -290,7 +323,7 @@ def clip() -> t.CLIPConfig:
     )
 
 
-def randomize(model: nn.Module, seed: int = 0, scale: float = 0.5) -> nn.Module:
+def randomize(model: nn.Module, seed: int = 0, scale: float = 0.5) -> Any:
     """Weights large enough that attention is neither uniform nor saturated, norms and biases away from one and zero."""
     random = torch.Generator().manual_seed(seed)
     for p in model.parameters():
@@ -299,8 +332,15 @@ def randomize(model: nn.Module, seed: int = 0, scale: float = 0.5) -> nn.Module:
     return model.eval()
 
 
-def at(model: nn.Module, path: str) -> nn.Module:
-    return model.get_submodule(path)
+def at(model: nn.Module, paths: str) -> nn.Module:
+    """The last of the paths that exists: a longer one behind | is the older version's."""
+    names = dict(model.named_modules())
+    return next(names[path] for path in reversed(paths.split("|")) if path in names)
+
+
+def double_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Softmax without the library's cast to float32, in which a float64 mask overflows and rows of padding turn into NaN."""
+    return torch.softmax(x, dim)
 
 
 def reference(
@@ -327,6 +367,7 @@ def reference(
         left.append(output if isinstance(output, Tensor) else output[0])
 
     with (
+        mock.patch.object(nn.functional, "softmax", double_softmax),
         at(model, start).register_forward_pre_hook(enter, with_kwargs=True),
         at(model, end).register_forward_hook(leave),
     ):
@@ -341,6 +382,6 @@ def reference(
             model(**inputs)
             return left[0].flatten(0, -2)[keep]
 
-        jacobian = torch.autograd.functional.jacobian(f, x[keep], vectorize=False)
+        jacobian = torch.autograd.functional.jacobian(f, x[keep], vectorize=True)
     assert isinstance(jacobian, Tensor)
     return x[keep], jacobian.reshape(jacobian.shape[0] * jacobian.shape[1], -1)

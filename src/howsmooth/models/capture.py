@@ -2,24 +2,29 @@
 
 import functools
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from howsmooth.attention import Attention
 from howsmooth.attention.maps import Map
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.local import lipschitz
+from howsmooth.models.affine import as_attention
 from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
 from howsmooth.models.measurement import Measurement
+from howsmooth.models.precision import KeepDouble
 from howsmooth.models.split import MAPS, Cut, CutJacobian, MapName
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import Trace, trace
 from howsmooth.operators import Operator
 from howsmooth.spectral import Estimate
 
+_MOST_LOGITS = 2**26  # 512 MiB in float64
 _PARITY = 1e-5  # what float32 constants inside a float64 model explain, and no lost key
 
 
@@ -58,18 +63,25 @@ class Capture:
 
     @property
     def _own_code(self) -> str | None:
-        """The code that the model came with, which ours is compared with: plain torch, O(n) memory where it can be."""
+        """The model's own code that ours is compared with: the plain one, or torch's attention where logits would not fit.
+
+        Torch's attention knows no soft-cap, and some versions of the library leave it out in silence.
+        """
         if not self._has_choice:
             return None
-        return "sdpa" if getattr(self.owner.config, "_attn_implementation_internal", None) == "sdpa" else "eager"
+        layers = self.trace.layers
+        logits = max(layer.heads * len(layer.x) ** 2 for layer in layers)
+        capped = any(layer.softcap for layer in layers)
+        able = getattr(self.owner, "_supports_sdpa", False)
+        return "sdpa" if able and not capped and logits > _MOST_LOGITS else "eager"
 
     def _trace(self, code: str | None) -> Trace:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*attention mask is not set.*")
-            if code is None:
-                return trace(self.owner, self.args, self.kwargs)
-            with implementation(self.owner, code):
-                return trace(self.owner, self.args, self.kwargs)
+        with ExitStack() as stack:
+            if code is not None:
+                stack.enter_context(implementation(self.owner, code))
+            if self.work == torch.float64:
+                stack.enter_context(KeepDouble())
+            return trace(self.owner, self.args, self.kwargs)
 
     @functools.cached_property
     def _cut(self) -> tuple[str | None, Trace] | None:
@@ -125,17 +137,36 @@ class Capture:
         return self.map(layer, map).start
 
     def map(self, layer: int, map: MapName = "attention", head: int | None = None) -> Cut:
-        """A map of a layer at this input, cut where it can be: compared with the model's own code, which stands in if need be."""
+        """A map of a layer at this input, cut where it can be; the model's own code, which stands in if need be, agrees."""
         self._check(layer, map, head)
-        if self._cut is not None:
-            code, found = self._cut
-            if map == "model" or found.layers[layer].cut:
-                cut = Cut(self.owner, code, found, found.layers[layer], map, None, self.real, True, self.work)
-                own = replace(cut, code=self._own_code, kernels=False)
-                if found.masks:  # ours stand for masks only; the model's own code needs its own
-                    own = replace(own, trace=self._own, layer=self._own.layers[layer])
-                if self._agree(cut, own):
+        cut = self._candidate(layer, map)
+        if cut is not None:
+            try:
+                with torch.no_grad():
+                    value = cut.to(torch.float64).value(cut.start.double()[None])
+                if self._agrees(cut, value):
                     return replace(cut, head=head)
+            except UncuttableError:
+                pass
+        return self._fallback(layer, map, head)
+
+    def attention(self, layer: int) -> Attention:
+        """A layer as `howsmooth.Attention` in float64, for bounds and searches; refused where it is not of that form.
+
+        Its mask is that of this input; `tokens(layer)` are the tokens that enter it here.
+        """
+        return as_attention(self.map(layer))
+
+    def _candidate(self, layer: int, map: MapName) -> Cut | None:
+        """The map on the kernels, not yet compared with the model's own code."""
+        if self._cut is None:
+            return None
+        code, found = self._cut
+        if map != "model" and not found.layers[layer].cut:
+            return None
+        return Cut(self.owner, code, found, found.layers[layer], map, None, self.real, True, self.work)
+
+    def _fallback(self, layer: int, map: MapName, head: int | None) -> Cut:
         code = "eager" if self._has_choice else None
         plain = Cut(self.owner, code, self._plain, self._plain.layers[layer], map, None, self.real, False, self.work)
         kind = type(plain.layer.module).__name__
@@ -147,20 +178,18 @@ class Capture:
         warnings.warn(
             f"layer {layer} ({kind}) has attention of its own; its products go through the model's code and take O(n²) memory",
             FallbackWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return plain
 
     @torch.no_grad()
-    def _agree(self, cut: Cut, own: Cut) -> bool:
-        """Whether the kernels and the model's own code give the same output at the same tokens, in float64."""
-        x = cut.start.double()[None]
-        try:
-            ours = cut.to(torch.float64).value(x)
-        except UncuttableError:
-            return False
-        theirs = own.to(torch.float64).value(x)
-        return float((ours - theirs).abs().max()) <= _PARITY * float(theirs.abs().max())
+    def _agrees(self, cut: Cut, value: Tensor) -> bool:
+        """Whether `value`, the map on the kernels in float64, is what the model's own code gives."""
+        own = replace(cut, code=self._own_code, kernels=False, work=torch.float64)
+        if cut.code is not None and (cut.trace.masks or cut.code != IMPLEMENTATION):  # each code has masks of its own
+            own = replace(own, trace=self._own, layer=self._own.layers[cut.layer.index])
+        theirs = own.value(cut.start.double()[None])
+        return float((value - theirs).abs().max()) <= _PARITY * float(theirs.abs().max())
 
     def _check(self, layer: int, map: str, head: int | None) -> None:
         if map not in MAPS:
@@ -177,8 +206,8 @@ class Capture:
             found = self.trace.layers[layer]
             if found.block.tokens.shape == found.x.shape and torch.equal(found.block.tokens, found.x):
                 raise BadInputError(
-                    f"expected a block that normalises before it attends, got layer {layer}, which hands its input to attention "
-                    'unchanged; measure map="attention"'
+                    f"expected a block that normalises before it attends, got layer {layer}, which hands its input to "
+                    'attention unchanged; measure map="attention"'
                 )
 
     def measure(
@@ -197,11 +226,10 @@ class Capture:
         head: that head alone, through its part of the output projection.  heads: also one estimate per head.
         tol, certify, seed: as in `howsmooth.lipschitz`.
         """
-        cut = self.map(layer, map, head)
+        self._check(layer, map, head)
+        options = {"tol": tol, "certify": certify, "seed": seed}
+        cut, estimate, operator = self._solve(layer, map, head, options)
         x = cut.start
-        seen = Witness(cut)
-        estimate = lipschitz(seen, x, tol=tol, certify=certify, seed=seed, batched=False)
-        operator = seen.widest
         with torch.no_grad():
             v = estimate.direction.to(operator.dtype)
             image = operator.jvp(v[None, None])[0, 0]
@@ -210,7 +238,7 @@ class Capture:
         if heads:
             count = self.trace.layers[layer].heads
             alone = tuple(
-                lipschitz(self.map(layer, map, h), x, tol=tol, certify=certify, seed=seed, batched=False) for h in range(count)
+                lipschitz(replace(cut, head=h), x, tol=tol, certify=certify, seed=seed, batched=False) for h in range(count)
             )
         norms = x.double().norm(dim=-1)
         words = self.window.words if self.real is None else tuple(self.window.words[i] for i in self.real.tolist())
@@ -219,7 +247,7 @@ class Capture:
         return Measurement(
             model=self.model,
             layer=layer,
-            module=cut.layer.name,
+            module=cut.place,
             map=map,
             head=head,
             n=len(x),
@@ -236,18 +264,32 @@ class Capture:
             heads=alone,
         )
 
+    def _solve(self, layer: int, map: MapName, head: int | None, options: dict[str, Any]) -> tuple[Cut, Estimate, Operator]:
+        """The map, its constant, and its Jacobian in float64."""
+        cut = self._candidate(layer, map)
+        if cut is not None:
+            try:
+                seen = Witness(replace(cut, head=head))
+                estimate = lipschitz(seen, cut.start, batched=False, **options)
+                if head is not None:
+                    self.map(layer, map)  # one head alone is no value of the model's own code
+                if head is not None or self._agrees(cut, seen.values[torch.float64]):
+                    return replace(cut, head=head), estimate, seen.operators[torch.float64]
+            except UncuttableError:
+                pass
+        plain = self._fallback(layer, map, head)
+        seen = Witness(plain)
+        estimate = lipschitz(seen, plain.start, batched=False, **options)
+        return plain, estimate, seen.operators[max(seen.operators, key=lambda kind: torch.finfo(kind).bits)]
+
 
 class Witness(Map):
-    """A map that remembers the operators it gave."""
+    """A map that remembers the values and operators it gave, by precision."""
 
     def __init__(self, inner: Map):
         self._inner = inner
-        self._operators: dict[torch.dtype, Operator] = {}
-
-    @property
-    def widest(self) -> Operator:
-        """The operator of the highest precision asked for."""
-        return max(self._operators.values(), key=lambda op: torch.finfo(op.dtype).bits)
+        self.values: dict[torch.dtype, Tensor] = {}
+        self.operators: dict[torch.dtype, Operator] = {}
 
     @property
     def width(self) -> int:
@@ -269,7 +311,7 @@ class Witness(Map):
 
     def linearize(self, x):
         value, operator = self._inner.linearize(x)
-        self._operators[x.dtype] = operator
+        self.values[x.dtype], self.operators[x.dtype] = value, operator
         return value, operator
 
 

@@ -186,7 +186,7 @@ def _library_mask(
     if int(q_offset) or int(kv_offset):
         raise UncuttableError("a mask with offsets, as a cache makes it")
     device = torch.device(device)
-    rule = causal_mask_function if mask_function is None else mask_function
+    rule: Any = causal_mask_function if mask_function is None else mask_function
     keys = None if attention_mask is None else attention_mask[:, :kv_length].bool()
     if use_vmap:  # a rule of the model's own, which may not broadcast
         seen = sdpa_mask(
@@ -214,19 +214,21 @@ def register() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, _library_mask)
 
 
+_CHOICES = ("_attn_implementation_internal", "_experts_implementation_internal")
+
+
 @contextmanager
 def implementation(model: nn.Module, name: str) -> Iterator[None]:
-    """Every configuration inside `model` set to an attention implementation, and back."""
-    configs: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            configs[id(config)] = config
-    before = [(c, c._attn_implementation_internal) for c in configs.values()]
+    """Every configuration inside `model` set to an attention implementation, and back.
+
+    Experts go to their plain code, the only one that knows float64.
+    """
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), _CHOICES[0])}
+    before = [(c, key, getattr(c, key)) for c in configs.values() for key in _CHOICES if hasattr(c, key)]
     try:
-        for config, _ in before:
-            config._attn_implementation_internal = name
+        for config, key, _ in before:
+            setattr(config, key, name if key == _CHOICES[0] else "eager")
         yield
     finally:
-        for config, old in before:
-            config._attn_implementation_internal = old
+        for config, key, old in before:
+            setattr(config, key, old)

@@ -4,14 +4,17 @@ The block runs once with the tokens put in where the map begins, and stops where
 graph; the attention calls in between are nodes of that graph whose products run on the kernels.
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final, get_args
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from howsmooth.attention.maps import Map
@@ -33,6 +36,7 @@ from howsmooth.operators import AutodiffJacobian, Operator
 
 MapName = Literal["attention", "heads", "normed", "block", "model"]
 MAPS: tuple[MapName, ...] = get_args(MapName)
+_SMALL = 4096  # entries up to which the graph is checked with a product each way of its own
 
 
 class _Stop(Exception):
@@ -66,17 +70,26 @@ class Cut(Map):
     @property
     def start(self) -> Tensor:
         """The tokens the map takes in the trace, (n, d), padding left out."""
-        return self._base if self.real is None else self._base[self.real]
+        return self.base if self.real is None else self.base[self.real]
 
     @property
-    def _base(self) -> Tensor:
+    def base(self) -> Tensor:
+        """The same with padding."""
         if self.name in ("attention", "heads"):
             return self.layer.x
         return self.trace.layers[0].block.tokens if self.name == "model" else self.layer.block.tokens
 
     @property
+    def place(self) -> str:
+        """The module that the map belongs to, by its path in the model."""
+        if self.name == "model":
+            return type(self.trace.whole.module).__name__
+        found = self.layer.name if self.name in ("attention", "heads") else self.layer.block.name
+        return found or type(self.layer.module).__name__
+
+    @property
     def width(self) -> int:
-        return self._base.shape[-1]
+        return self.base.shape[-1]
 
     @property
     def out_width(self) -> int:
@@ -104,8 +117,8 @@ class Cut(Map):
             kernels.extend(seen)
             return y[None]
 
-        jacobian = AutodiffJacobian(f, x, batched=True)
-        return jacobian.output, CutJacobian(jacobian, kernels)
+        jacobian = CutJacobian(f, x, kernels)
+        return jacobian.output, jacobian
 
     def _run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
         """The map at tokens (n, d), and the attention calls on the way."""
@@ -121,9 +134,8 @@ class Cut(Map):
 
         intercept = Intercept(on_call, lambda: None, dict(self.trace.masks))
         root = self.trace.whole if self.name == "model" else self.layer.block
-        kept = {p for p in intercept.masks}
-        convert = _converter(self.work, kept)
-        x = tokens if self.real is None else self._base.to(tokens.dtype).index_copy(0, self.real, tokens)
+        convert = _converter(self.work, set(intercept.masks))
+        x = tokens if self.real is None else self.base.to(tokens.dtype).index_copy(0, self.real, tokens)
         state = {
             k: t.detach().to(self.work) if t.is_floating_point() else t
             for k, t in (*root.module.named_parameters(), *root.module.named_buffers())
@@ -147,7 +159,7 @@ class Cut(Map):
         y = first_tensor(output)
         y = y.reshape(-1, y.shape[-1])
         if self.real is not None:
-            if len(y) != len(self._base):
+            if len(y) != len(self.base):
                 raise BadInputError(f"expected as many outputs as tokens under a padding mask, got {len(y)}; leave it out")
             y = y[self.real]
         return y, kernels
@@ -179,8 +191,8 @@ class Cut(Map):
             else:
                 stack.enter_context((layer.module if end is None else end).register_forward_hook(leave))
         if self.name == "model" and root.module is not self.trace.layers[0].block.module:
-            _at_call(stack, self.trace.layers[0].block.module, 0, x)
-            return tree_map(convert, (root.args, root.kwargs))
+            _at_call(stack, self.trace.layers[0].block.module, 0, x, everywhere=True)
+            return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, tree_map(convert, (root.args, root.kwargs)))
         if self.name in ("normed", "block", "model"):
             return root.substitute(x.reshape(root.hidden.shape), convert)
         return tree_map(convert, (root.args, root.kwargs))
@@ -188,12 +200,37 @@ class Cut(Map):
 
 @final
 class CutJacobian(Operator):
-    """The Jacobian of a cut map: torch's graph with the kernels inside."""
+    """The Jacobian of a cut map: torch's graph with the kernels inside, the map evaluated once.
 
-    def __init__(self, jacobian: AutodiffJacobian, kernels: list[SoftmaxAttention]):
-        self._jacobian, self.kernels = jacobian, kernels
-        self.batch, self.in_shape, self.out_shape = jacobian.batch, jacobian.in_shape, jacobian.out_shape
-        self.dtype, self.device = jacobian.dtype, jacobian.device
+    `Jᵀu` is a backward pass, `Jv` the backward pass of that, as in `AutodiffJacobian`. Whether the two fit together is read off
+    the first product with `JᵀJ`, which needs both; where they do not, `AutodiffJacobian` finds another way or says that there
+    is none.
+    """
+
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Float[Tensor, "1 n d"], kernels: list[SoftmaxAttention]):
+        self._f, self.kernels = f, kernels
+        self.batch, self.in_shape, self.dtype, self.device = 1, tuple(x.shape[1:]), x.dtype, x.device
+        self._checked: AutodiffJacobian | None = None
+        self._last: tuple[Tensor, Tensor] | None = None
+        if x.numel() <= _SMALL:  # decomposed whole, so no product with JᵀJ would come
+            self._checked = AutodiffJacobian(f, x, batched=True)
+            self.output = self._checked.output
+        else:
+            with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+                self._x = x.detach().clone().requires_grad_()
+                self._y = f(self._x)
+            self.output = self._y.detach()
+            self._trusted = False
+        self.out_shape = tuple(self.output.shape[1:])
+        if not bool(self.output.isfinite().all()):
+            raise BadInputError(f"expected outputs within the range of {x.dtype}, got NaN or infinity; use dtype=torch.float64")
+
+    @functools.cached_property
+    def _second(self) -> tuple[Tensor, Tensor]:
+        """`u ↦ Jᵀu` as a graph: its argument and its value."""
+        with torch.inference_mode(False), torch.enable_grad():
+            u = torch.zeros_like(self._y, requires_grad=True)
+            return u, torch.autograd.grad(self._y, self._x, u, create_graph=True, materialize_grads=True)[0]
 
     @property
     def noise(self) -> float:
@@ -201,10 +238,38 @@ class CutJacobian(Operator):
         return torch.finfo(self.dtype).eps * (32 + max((k.largest_logit for k in self.kernels), default=0.0))
 
     def jvp(self, v):
-        return self._jacobian.jvp(v)
+        if self._last is not None and torch.equal(self._last[0], v):
+            return self._last[1]
+        if self._checked is not None:
+            out = self._checked.jvp(v)
+        else:
+            u, transposed = self._second
+            probes = v[:, 0].reshape(len(v), *self._x.shape)
+            out = torch.stack([torch.autograd.grad(transposed, u, p, True, materialize_grads=True)[0] for p in probes])
+        self._last = (v, out)
+        return out
 
     def vjp(self, u):
-        return self._jacobian.vjp(u)
+        if self._checked is not None:
+            return self._checked.vjp(u)
+        probes = u[:, 0].reshape(len(u), *self._y.shape)
+        return torch.stack([torch.autograd.grad(self._y, self._x, p, True, materialize_grads=True)[0] for p in probes])
+
+    def gram(self, v):
+        if self._checked is None and not self._trusted and not self._fits(v):
+            self._checked, self._last = AutodiffJacobian(self._f, self._x.detach(), batched=True), None
+        return super().gram(v)
+
+    def _fits(self, v: Tensor) -> bool:
+        """`|J v|² = ⟨v, JᵀJ v⟩`."""
+        try:
+            image = self.jvp(v)
+            product = self.vjp(image)
+        except RuntimeError:
+            return False
+        left, right = image.double().square().sum(), (v.double() * product.double()).sum()
+        self._trusted = bool((left - right).abs() <= 1e3 * self.noise * left)
+        return self._trusted
 
 
 def _one_head(call: Call, head: int) -> tuple[Tensor, SoftmaxAttention]:
@@ -219,8 +284,11 @@ def _one_head(call: Call, head: int) -> tuple[Tensor, SoftmaxAttention]:
     return nn.functional.pad(out, (0, 0, 0, 0, head, heads - 1 - head)), kernel
 
 
-def _at_call(stack: ExitStack, module: nn.Module, index: int, x: Tensor | None) -> Callable[[], bool]:
-    """Put `x` in at one call of a module; tells whether that call has come."""
+def _at_call(stack: ExitStack, module: nn.Module, index: int, x: Tensor | None, everywhere: bool = False) -> Callable[[], bool]:
+    """Put `x` in at one call of a module; tells whether that call has come.
+
+    everywhere: also for whoever else holds the tokens, as a residual around the module does.
+    """
     count = -1
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,6 +299,9 @@ def _at_call(stack: ExitStack, module: nn.Module, index: int, x: Tensor | None) 
         hidden = find_hidden(args, kwargs)
         assert hidden is not None
         value = x.reshape(hidden.shape)
+        if everywhere:
+            hidden.copy_(value)
+            return None
         return tree_map(lambda t: value if t is hidden else t, (args, kwargs))
 
     stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -238,11 +309,17 @@ def _at_call(stack: ExitStack, module: nn.Module, index: int, x: Tensor | None) 
 
 
 def _converter(dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
-    """Floating-point tensors in another precision; storages in `keep`, which only stand for something, as they are."""
+    """Floating-point tensors in another precision; storages in `keep`, which only stand for something, as they are.
+
+    A tensor that occurs twice stays one tensor.
+    """
+    done: dict[int, Tensor] = {}
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.untyped_storage().data_ptr() not in keep:
-            return leaf.detach().to(dtype)
-        return leaf
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.untyped_storage().data_ptr() in keep:
+            return leaf
+        if id(leaf) not in done:
+            done[id(leaf)] = leaf.detach().to(dtype)
+        return done[id(leaf)]
 
     return convert

@@ -47,7 +47,7 @@ class Layer:
     block: the transformer layer it belongs to, as it was called.  module: what computes queries, keys and values; its tokens
     were `x`, (n, d).  call: which call of `module` within the block.  projection: the output projection, a module of its own
     inside `module` or right behind it; nothing where there is none to be seen.  heads: query heads; 0 where unknown.
-    cut: whether its attention calls run on the kernels.
+    softcap: whether its logits are capped.  cut: whether its attention calls run on the kernels.
     """
 
     index: int
@@ -58,6 +58,7 @@ class Layer:
     x: Tensor
     projection: nn.Module | None
     heads: int
+    softcap: bool
     cut: bool
 
 
@@ -99,6 +100,7 @@ class _Event:
     frames: list[_Frame]  # enclosing calls, outermost first; the last one is the attention module's
     x: Tensor
     heads: int
+    softcap: bool
     cut: bool
     output: Tensor | None = None
     projection: nn.Module | None = None
@@ -176,7 +178,7 @@ class _Tracer:
             output = self.model(*args, **kwargs)
         hidden = find_hidden(args, kwargs)
         whole = Invocation(self.model, "", args, kwargs, torch.empty(0, 0) if hidden is None else hidden, 0)
-        layers = tuple(self._layer(i, e) for i, e in enumerate(self._layer_events()))
+        layers = tuple(self._layer(i, e) for i, e in enumerate(self.events))
         return Trace(whole, layers, self.invocations, intercept.masks, first_tensor(output))
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -212,17 +214,18 @@ class _Tracer:
                     event.open = False
 
     def _on_call(self, call: Call) -> Tensor:
-        self._note(call.q.shape[1], cut=True, square=call.q.shape[2] == call.k.shape[2])
+        if call.q.shape[2] == call.k.shape[2]:
+            self._note(call.q.shape[1], softcap=call.scores.softcap is not None, cut=True)
         return attend(call.q, call.k, call.v, call.scores)[0]
 
     def _on_softmax(self) -> None:
-        self._note(0, cut=False, square=True)
+        self._note(0, softcap=False, cut=False)
 
-    def _note(self, heads: int, cut: bool, square: bool) -> None:
+    def _note(self, heads: int, softcap: bool, cut: bool) -> None:
         frames = list(self.stack)
         while frames and not any(True for _ in frames[-1].module.parameters()):
             frames.pop()
-        if not frames or not square:
+        if not frames:
             return
         own = frames[-1]
         hidden = find_hidden(own.args, own.kwargs)
@@ -231,14 +234,11 @@ class _Tracer:
             return
         known = next((e for e in self.events if e.frames[-1] is own), None)
         if known is not None:  # a module that attends more than once is one layer
-            known.cut = known.cut and cut
+            known.cut, known.softcap = known.cut and cut, known.softcap or softcap
             known.heads = 0
             return
         x = hidden.detach().clone().reshape(-1, hidden.shape[-1])
-        self.events.append(_Event(frames, x, heads, cut))
-
-    def _layer_events(self) -> list[_Event]:
-        return self.events
+        self.events.append(_Event(frames, x, heads, softcap, cut))
 
     def _layer(self, index: int, event: _Event) -> Layer:
         own = event.frames[-1]
@@ -246,7 +246,9 @@ class _Tracer:
         invocation = self.invocations.get((block.module, block.nth)) or block.invocation()
         assert invocation is not None
         call = sum(1 for e in self.events[:index] if block in e.frames and e.frames[-1].module is own.module)
-        return Layer(index, own.name, invocation, own.module, call, event.x, event.projection, event.heads, event.cut)
+        return Layer(
+            index, own.name, invocation, own.module, call, event.x, event.projection, event.heads, event.softcap, event.cut
+        )
 
     def _block(self, event: _Event) -> _Frame:
         """The outermost element of a list of modules with this self-attention and no other."""
