@@ -1,6 +1,5 @@
 """Real models on the fused kernels: their products are coarser, and the estimate knows it."""
 
-from functools import partial
 
 import pytest
 import torch
