@@ -35,7 +35,8 @@ def _row(name: str) -> dict[str, Any]:
     errors = {}
     found = {}
     for kind, start, end in (("attention", animal.attention, animal.projection), ("block", animal.block, animal.block)):
-        jacobian = reference(module, inputs, *(path.replace("{}", str(animal.layer)) for path in (start, end)))[1]
+        start, end = (path.replace("{}", str(animal.layer)) for path in (start, end))
+        jacobian = reference(module, inputs, start, end)[1]
         truth = float(torch.linalg.matrix_norm(jacobian, 2))
         found[kind] = captured.measure(animal.layer, kind)  # pyright: ignore[reportArgumentType]
         agree(f"{name} {kind}", found[kind].value, truth, 1e-6)

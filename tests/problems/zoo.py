@@ -228,7 +228,7 @@ ZOO: dict[str, Animal] = {
     **{
         f"gemma2 {kind}": Animal(
             lambda: t.Gemma2Model(
-                t.Gemma2Config(**GROUPED, **TOKENS, sliding_window=4, attn_logit_softcapping=2.0, query_pre_attn_scalar=6)
+                t.Gemma2Config(**GROUPED, **TOKENS, sliding_window=4, attn_logit_softcapping=10.0, query_pre_attn_scalar=6)
             ),
             "layers.{}",
             "layers.{}.self_attn",
@@ -323,7 +323,7 @@ def clip() -> t.CLIPConfig:
     )
 
 
-def randomize(model: nn.Module, seed: int = 0, scale: float = 0.5) -> Any:
+def randomize(model: nn.Module, seed: int = 0, scale: float = 0.25) -> Any:
     """Weights large enough that attention is neither uniform nor saturated, norms and biases away from one and zero."""
     random = torch.Generator().manual_seed(seed)
     for p in model.parameters():

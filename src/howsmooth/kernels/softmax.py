@@ -99,6 +99,11 @@ class SoftmaxAttention(ABC):
         """Every tile of `P̂`, once."""
 
     @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`q, k, v`, keys and values not repeated."""
+        return self._inputs
+
+    @property
     def output(self) -> Float[Tensor, "batch heads n d_v"]:
         """`o = P v`."""
         return self._o.unflatten(0, self._shape[:2])
