@@ -26,7 +26,7 @@ def _row(name: str) -> dict[str, Any]:
     from problems.zoo import ZOO, randomize, reference
 
     animal = ZOO[name]
-    model = hs.load(randomize(animal.build()).double(), side=animal.side)
+    model = hs.load(randomize(animal.build(), scale=animal.scale).double(), side=animal.side)
     inputs = {k: v.double() if v.is_floating_point() else v for k, v in animal.inputs().items()}
     captured = model.capture(inputs=inputs)
     module: Any = model.module
