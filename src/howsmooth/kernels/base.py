@@ -39,6 +39,11 @@ class SoftmaxAttention(ABC):
     _inputs: tuple[Tensor, Tensor, Tensor]  # q, k, v as they came
 
     @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`q, k, v`, keys and values not repeated."""
+        return self._inputs
+
+    @property
     @abstractmethod
     def output(self) -> Float[Tensor, "batch heads n d_v"]:
         """`o = P v`."""

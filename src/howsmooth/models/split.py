@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from howsmooth.attention.maps import Map
-from howsmooth.errors import BadInputError
+from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.kernels.base import Precision
 from howsmooth.models.attend import attend
@@ -33,7 +33,7 @@ from howsmooth.models.trace import (
     first_tensor,
     without_weights,
 )
-from howsmooth.operators import AutodiffJacobian, Operator
+from howsmooth.operators import AutodiffJacobian, Operator, inner
 
 MapName = Literal["attention", "heads", "normed", "block", "model"]
 MAPS: tuple[MapName, ...] = get_args(MapName)
@@ -124,7 +124,12 @@ class Cut(Map):
             finer = next((k.finer for k in kernels if k.finer is not None), None)
             return None if finer is None else replace(cut, precision=finer).linearize(x)[1]
 
-        jacobian = CutJacobian(f, x, kernels, refine)
+        try:
+            jacobian = CutJacobian(f, x, kernels, refine)
+        except (RuntimeError, TypeError) as error:
+            if x.dtype == torch.float64 and self.work != torch.float64:  # code that knows no float64
+                raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
+            raise
         return jacobian.output, jacobian
 
     def _run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
@@ -276,20 +281,22 @@ class CutJacobian(Operator):
         return torch.stack([torch.autograd.grad(self._y, self._x, p, True, materialize_grads=True)[0] for p in probes])
 
     def gram(self, v):
-        if self._checked is None and not self._trusted and not self._fits(v):
+        if self._checked is None and not self._trusted:
+            try:
+                image = self.jvp(v)
+                product = self.vjp(image)
+            except RuntimeError:
+                image = product = None
+            if image is not None and product is not None and self._fits(v, image, product):
+                self._trusted = True
+                return product, inner(image, image)
             self._checked, self._last = AutodiffJacobian(self._f, self._x.detach(), batched=True), None
         return super().gram(v)
 
-    def _fits(self, v: Tensor) -> bool:
+    def _fits(self, v: Tensor, image: Tensor, product: Tensor) -> bool:
         """`|J v|² = ⟨v, JᵀJ v⟩`."""
-        try:
-            image = self.jvp(v)
-            product = self.vjp(image)
-        except RuntimeError:
-            return False
         left, right = image.double().square().sum(), (v.double() * product.double()).sum()
-        self._trusted = bool((left - right).abs() <= min(1e3 * self.noise, 0.02) * left)
-        return self._trusted
+        return bool((left - right).abs() <= min(1e3 * self.noise, 0.02) * left) or not bool(left.isfinite())
 
 
 def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, SoftmaxAttention]:
