@@ -4,7 +4,9 @@ from howsmooth.cli import (  # noqa: F401  importing a command registers it
     attack,
     bounds,
     measure,
+    report,
     split,
+    study,
     worst,
 )
 from howsmooth.cli.app import app
