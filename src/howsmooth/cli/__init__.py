@@ -4,6 +4,7 @@ from howsmooth.cli import (  # noqa: F401  importing a command registers it
     attack,
     bounds,
     measure,
+    reproduce,
     split,
     worst,
 )
