@@ -71,7 +71,7 @@ def growth(found: Sequence[Curve], title: str) -> "Figure | None":
         top.legend(loc="best", handlelength=1.2)
         _log(top, "L" if not column else "")
         bottom.set(xscale="log", xlabel="tokens n", ylabel="R" if not column else "")
-        bottom.set_ylim(bottom=0)
+        bottom.set_ylim(0, 1.15 * max(c.radius(n) for c in found for n in c.lengths))
         _lengths(bottom, group)
     figure.suptitle(f"{title}: lines and exponents are fitted up to n = 98", x=0.01, ha="left", fontsize=9)
     return figure

@@ -181,14 +181,15 @@ def _html_table(table: Sequence[Exponent]) -> str:
         "95 %",
         "scripts",
         "95 %",
-        "L to the longest",
+        "L, n ≥ 49",
+        "L, all lengths",
         "paper",
     )
     rows = []
     for e in table:
         cells = [e.subject, e.masking, e.layer, e.map, f"{e.shortest} … {e.longest}", e.samples, f"{e.exponent:.3f}"]
         cells += [_ends(e.low, e.high), f"{e.scripts:.3f}", _ends(e.scripts_low, e.scripts_high)]
-        cells += ["" if e.longer is None else f"{e.longer:.3f}", "" if e.printed is None else f"{e.printed:.2f}"]
+        cells += ["" if v is None else f"{v:.{digits}f}" for v, digits in ((e.tail, 3), (e.longer, 3), (e.printed, 2))]
         rows.append("".join(f"<td{_text(i)}>{escape(str(c))}</td>" for i, c in enumerate(cells)))
     first = "".join(f"<th{_text(i)}>{escape(h)}</th>" for i, h in enumerate(heads))
     return f"<table><thead><tr>{first}</tr></thead><tbody>{''.join(f'<tr>{r}</tr>' for r in rows)}</tbody></table>"
