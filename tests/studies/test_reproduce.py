@@ -98,6 +98,40 @@ def test_describing_a_model_leaves_it_as_it_was():
     assert about.whole_module
 
 
+TINY: dict[str, tuple[Any, str, bool, bool]] = {
+    "electra": ({"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}, "unmasked", True, True),
+    "distilbert": ({"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}, "unmasked", False, False),
+    "llama": (
+        {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
+        "masked",
+        True,
+        False,
+    ),
+    "gpt2": ({"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}, "masked", True, True),
+}
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_any_model_in_a_folder(kind, tmp_path):
+    from transformers import AutoConfig, AutoModel
+
+    size, own, maskable, plain = TINY[kind]
+    demo = load("demo")
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, vocab_size=demo.tokenizer.vocab_size, **special, **size)
+    folder = tmp_path / kind
+    AutoModel.from_config(config).save_pretrained(folder)
+    demo.tokenizer.save_pretrained(folder)
+    about = describe(str(folder))
+    assert (about.own, about.maskable, about.plain, about.whole_module) == (own, maskable, plain, False)
+    rows = [row for m in about.maskings for row in tasks.text(str(folder), m, layers_of(about.layers), 9, 0, 0)]
+    assert len({row["value"] for row in rows}) == len(about.maskings) * len(layers_of(about.layers))
+    cases = [task.call.kwargs()["name"] for task in plan("adversarial", [str(folder)], QUICK, 0).tasks]
+    assert (str(folder) in cases) == plain
+    if plain:
+        assert len(tasks.adversarial(str(folder), own, 0, [2, 7], 0)) == 2
+
+
 @pytest.mark.parametrize("name", ["random:gpt2", "random:bert-base"])
 def test_random_models_of_full_size_attend_evenly(name):
     """With uniform attention `L` is `‖W_o W_v‖` without a mask, and with one that times the norm of the Cesàro mean."""

@@ -1,6 +1,7 @@
 """`howsmooth reproduce`."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -87,7 +88,7 @@ def _parts(name: str) -> list[Part]:
 
 
 def _command() -> str:
-    return " ".join(["howsmooth", *sys.argv[1:]])
+    return shlex.join(["howsmooth", *sys.argv[1:]])
 
 
 def _show(table: list[Exponent]) -> None:

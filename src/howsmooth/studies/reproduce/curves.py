@@ -4,13 +4,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any, final
 
 from howsmooth.studies.fit import GrowthFit, fit_growth
 
 PAPER_LENGTHS = 98  # the longest window of the paper's growth curves
 
-# exponents drawn on the paper's plots; the key is the curve of ours that measures the same layer
+# exponents drawn on the paper's plots, by our curve of the same layer; of a subject's name, the last part
 PRINTED: dict[tuple[str, str, int, str], float] = {
     ("bert-base-uncased", "unmasked", 0, "attention"): 0.24,
     ("bert-base-uncased", "masked", 6, "attention"): 0.25,
@@ -60,7 +61,7 @@ class Curve:
         """The exponent drawn on the paper's plot of this curve, where there is one."""
         if self.study == "adversarial":
             return PRINTED_ADVERSARIAL if self.map == "eigenvector tokens" else None
-        return PRINTED.get((self.subject, self.masking, self.layer, self.map))
+        return PRINTED.get((PurePosixPath(self.subject).name, self.masking, self.layer, self.map))
 
     def radius(self, n: int) -> float:
         found = [p.radius for p in self.points if p.n == n]

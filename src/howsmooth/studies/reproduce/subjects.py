@@ -44,6 +44,12 @@ class Subject:
         """The least number of tokens of a window."""
         return max(2, 1 + len(self.text.prefix) + len(self.text.suffix)) if self.special else 2
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that the model has positions and the text has words for."""
+        positions = getattr(getattr(self.model.module, "config", None), "max_position_embeddings", None)
+        return min(positions, len(self.text)) if isinstance(positions, int) and positions > 0 else len(self.text)
+
     def window(self, n: int, sample: int, seed: int) -> Window:
         """Sample number `sample` of `n` tokens; the same whatever the number of samples."""
         if self.special:
@@ -123,8 +129,7 @@ def describe(name: str) -> Description:
         _set_masking(model.module, "masked")
         maskable = _own_masking(found) == "masked"
         _restore(model.module, kept)
-    positions = getattr(getattr(model.module, "config", None), "max_position_embeddings", None)
-    longest = min(positions if isinstance(positions, int) and positions > 0 else len(found.text), len(found.text))
+    longest = found.longest
     whole = type(parts.get("attention")).__name__ == _WHOLE_MODULE
     return Description(layers, found.shortest, longest, own, maskable, plain, whole)
 
@@ -144,13 +149,12 @@ def _random(name: str, masking: Masking, seed: int) -> nn.Module:
         return AutoModel.from_config(config).eval()
 
 
-@torch.no_grad()
 def _own_masking(found: Subject) -> Masking:
-    """Whether the first token of a sequence ignores the last one."""
-    ids = torch.tensor([found.window(max(8, found.shortest), 0, 0).ids])
-    other = ids.clone()
-    other[0, -2] = ids[0, -3] if ids[0, -3] != ids[0, -2] else ids[0, -4]
-    first, second = (found.model.module(input_ids=i, use_cache=False).last_hidden_state[0, 0] for i in (ids, other))
+    """Whether the first token of a sequence ignores a later one."""
+    ids = list(found.window(max(8, found.shortest), 0, 0).ids)
+    other = list(ids)
+    other[-2] = next(i for i in found.text.ids if i != ids[-2])
+    first, second = (found.model.capture(ids=i).trace.output.reshape(len(i), -1)[0] for i in (ids, other))
     return "masked" if torch.allclose(first, second, rtol=0, atol=1e-5 * float(first.abs().max())) else "unmasked"
 
 

@@ -149,7 +149,8 @@ def _layer(name: str, masking: Masking, layer: int, seed: int) -> tuple[Attentio
     if name == ONE_HEAD:
         eye = torch.eye(2, dtype=torch.float64)
         return Attention.from_matrices(-eye, eye, causal=masking == "masked"), 3.0
-    captured = subject(name, masking, seed).capture(_TOKENS_FOR_RADIUS, 0, seed)
+    found = subject(name, masking, seed)
+    captured = found.capture(min(_TOKENS_FOR_RADIUS, found.longest), 0, seed)
     if not 0 <= layer < captured.num_layers:
         raise BadInputError(f"expected a layer from 0 to {captured.num_layers - 1}, got {layer}; {name} has no other")
     return attention_of(captured, layer, masking), _radius(captured.tokens(layer))
