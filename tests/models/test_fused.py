@@ -1,6 +1,5 @@
 """Real models on the fused kernels: their products are coarser, and the estimate knows it."""
 
-
 import pytest
 import torch
 
