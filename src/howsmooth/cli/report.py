@@ -1,6 +1,5 @@
 """`howsmooth report` and `howsmooth demo`."""
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated
@@ -23,12 +22,15 @@ from howsmooth.cli.shared import (
     engine_of,
     layers_of,
     lengths_of,
+    print_json,
     show_table,
 )
+from howsmooth.report.data import ReportData
 
 Out = Annotated[Path, typer.Option(help="folder for the page, figures, tables and results")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results in the folder")]
 Force = Annotated[bool, typer.Option("--force", help="start anew in a folder that holds a report")]
+Figures = Annotated[bool, typer.Option(help="also draw the figures as PDF and PNG")]
 Side = Annotated[str | None, typer.Option(help="encoder or decoder, text or vision, of a model with two")]
 Certify = Annotated[float | None, typer.Option(help="go on until upper/lower is at most 1 + this")]
 
@@ -47,6 +49,7 @@ def report(
     out: Out = Path("report"),
     resume: Resume = False,
     force: Force = False,
+    figures: Figures = True,
     side: Side = None,
     tol: Tol = 1e-3,
     certify: Certify = None,
@@ -60,10 +63,34 @@ def report(
     Example: howsmooth report demo --text alice.txt --lengths 16,32,64,128 --out report
     """
     with one_sentence(debug):
-        _report(
-            model, text, lengths, layers, samples, map_name, engine, address, workers, out, resume, force, side, tol, certify,
-            seed, quiet, as_json,
-        )  # fmt: skip
+        from howsmooth.report.inspect import check_folder, inspect_into
+        from howsmooth.runner import progress_bar
+        from howsmooth.studies.growth import fitting_lengths
+        from howsmooth.studies.layers import Question, settle
+        from howsmooth.studies.reader import Reader
+
+        asked, chosen = lengths_of(lengths), layers_of(layers)
+        check_folder(out, resume, force)  # before the model is loaded
+        reader = Reader.by_name(model, text, side)
+        question = Question(asked or fitting_lengths(reader, samples), samples, chosen, map_name, tol, certify, seed)
+        setting = settle(reader, question)
+        found, page = inspect_into(
+            reader,
+            setting,
+            out,
+            engine=engine_of(engine, address, workers, reader.model),
+            resume=resume,
+            force=force,
+            figures=figures,
+            progress=progress_bar("measuring", quiet=quiet or as_json),
+        )
+        if as_json:
+            print_json({"page": str(page.resolve()), **found.to_dict()})
+            return
+        if not quiet:
+            show_table("L, geometric mean over samples", _table(found.data))
+            print("", *found.answer, *found.findings, "", sep="\n")
+        print(page.resolve())
 
 
 @app.command()
@@ -72,6 +99,7 @@ def demo(
     workers: Workers = None,
     resume: Resume = False,
     force: Force = False,
+    figures: Figures = True,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -80,60 +108,20 @@ def demo(
 
     Example: howsmooth demo --out demo-report
     """
-    with one_sentence(debug):
-        _report(
-            "demo", None, None, "all", 8, "attention", "local", None, workers, out, resume, force, None, 1e-3, None, 0, quiet,
-            as_json,
-        )  # fmt: skip
+    report(
+        "demo",
+        workers=workers,
+        out=out,
+        resume=resume,
+        force=force,
+        figures=figures,
+        quiet=quiet,
+        as_json=as_json,
+        debug=debug,
+    )
 
 
-def _report(
-    model: str,
-    text: str | None,
-    lengths: str | None,
-    layers: str,
-    samples: int,
-    map_name: str,
-    engine: str,
-    address: str | None,
-    workers: int | None,
-    out: Path,
-    resume: bool,
-    force: bool,
-    side: str | None,
-    tol: float,
-    certify: float | None,
-    seed: int,
-    quiet: bool,
-    as_json: bool,
-) -> None:
-    from howsmooth.report.inspect import check_folder, inspect_into
-    from howsmooth.runner import progress_bar
-    from howsmooth.studies.growth import fitting_lengths
-    from howsmooth.studies.layers import Question, settle
-    from howsmooth.studies.reader import Reader
-
-    asked, chosen = lengths_of(lengths), layers_of(layers)
-    check_folder(out, resume, force)  # before the model is loaded
-    reader = Reader.by_name(model, text, side)
-    question = Question(asked or fitting_lengths(reader, samples), samples, chosen, map_name, tol, certify, seed)
-    setting = settle(reader, question)
-    hands = engine_of(engine, address, workers, reader.model)
-    bar = progress_bar("measuring", quiet=quiet or as_json)
-    found, page = inspect_into(reader, setting, out, engine=hands, resume=resume, force=force, progress=bar)
-    if as_json:
-        print(json.dumps({"page": str(page.resolve()), **found.to_dict()}, indent=1))
-        return
-    if not quiet:
-        show_table("L, geometric mean over samples", _table(found.data))
-        print()
-        for sentence in (*found.answer, *found.findings):
-            print(sentence)
-        print()
-    print(page.resolve())
-
-
-def _table(data) -> list[dict[str, str]]:
+def _table(data: ReportData) -> list[dict[str, str]]:
     """One line per layer: the constant at every length, and its exponent."""
     means = {(c.layer, c.n): c.mean for c in data.cells}
     lines = []

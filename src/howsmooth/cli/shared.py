@@ -1,5 +1,7 @@
 """What commands that measure a model share: options, engines, tables."""
 
+import json
+import math
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -80,3 +82,16 @@ def show_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
     print(title)
     for line in (names, *cells):
         print("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip())
+
+
+def print_json(value: Any) -> None:
+    """One JSON object; what is not finite is null."""
+    print(json.dumps(_finite(value), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value

@@ -1,6 +1,6 @@
 """`howsmooth study …`: one question of a model each."""
 
-import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +23,7 @@ from howsmooth.cli.shared import (
     engine_of,
     layers_of,
     lengths_of,
+    print_json,
     show_table,
 )
 from howsmooth.errors import BadInputError
@@ -83,14 +84,14 @@ def study(
             raise BadInputError(f"expected the map attention for the study {name}, got {map_name!r}; leave --map out")
         hands = engine_of(engine, address, workers, reader.model)
         assert reader.source is not None
-        bar = progress_bar(name, quiet=quiet)
+        bar = progress_bar(name, quiet=quiet or as_json)
         found = run_sweep(reader.source, jobs, results, engine=hands, resume=resume, progress=bar)
         if not found.rows:
             raise BadInputError(f"expected layers in closed form for the study {name}, got none in {model}; measure it instead")
         if table is not None:
             write_table(results, table)
         if as_json:
-            print(json.dumps({"results": str(results.resolve()), "rows": found.rows, "failures": found.failures}, indent=1))
+            print_json({"results": str(results.resolve()), "rows": found.rows, "failures": found.failures})
             return
         if not quiet:
             title, lines = TABLES[name](found)
@@ -211,12 +212,8 @@ def _sorted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    import math
-
     return math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0
 
 
 def _power(log: float | None) -> str:
-    import math
-
     return "–" if log is None else f"{math.exp(log):.4g}" if log < 60 else f"10^{log / math.log(10):.0f}"

@@ -1,6 +1,7 @@
 """From a model and a text to a report: measure, assemble, save."""
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -86,15 +87,16 @@ class Report:
             ]
         )
 
-    def save(self, folder: str | Path, *, force: bool = False) -> Path:
-        """Write `index.html`, `figures/`, `measurements.csv` and `bounds.csv`; the path of the page.
+    def save(self, folder: str | Path, *, force: bool = False, figures: bool = True) -> Path:
+        """Write `index.html`, `measurements.csv`, `bounds.csv` and, with `figures`, `figures/`; the path of the page.
 
         A folder that holds something is refused unless `force`, which replaces these and leaves everything else alone.
         """
         folder = Path(folder)
         page = write_page(self.data, folder, force=force)
         try:
-            draw_figures(self.data, folder / "figures")
+            if figures:
+                draw_figures(self.data, folder / "figures")
             _write(self.to_frame(), folder / "measurements.csv")
             if any(row["kind"] == "bounds" for row in self.rows):
                 _write(self.bounds_frame(), folder / "bounds.csv")
@@ -158,6 +160,7 @@ def inspect_into(
     engine: Engine | None = None,
     resume: bool = False,
     force: bool = False,
+    figures: bool = True,
     progress: Progress | None = None,
     command: str | None = None,
 ) -> tuple[Report, Path]:
@@ -170,7 +173,7 @@ def inspect_into(
         raise BadInputError("expected a model and a text by name, got ones built in memory; use howsmooth.inspect")
     folder = Path(folder)
     results = _claim(folder, resume, force)
-    command = command or " ".join(["howsmooth", *sys.argv[1:]])
+    command = command or shlex.join(["howsmooth", *sys.argv[1:]])
     began = time.perf_counter()
     found = run_sweep(
         reader.source,
@@ -183,7 +186,7 @@ def inspect_into(
     )
     named = ALICE if reader.source.text is None else Path(reader.source.text).name
     report = assemble(reader, setting, found, text=named, command=command, seconds=time.perf_counter() - began)
-    return report, report.save(folder, force=True)
+    return report, report.save(folder, force=True, figures=figures)
 
 
 def check_folder(folder: Path, resume: bool, force: bool) -> None:

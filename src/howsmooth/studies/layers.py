@@ -52,7 +52,7 @@ class Setting:
 
 
 def settle(reader: Reader, question: Question) -> Setting:
-    """Check a question before any work: the longest sample is run once, every layer and the map looked up."""
+    """Check a question before any work: the longest sample is run once, one layer of the shortest measured."""
     lengths = question.lengths
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
         raise BadInputError(f"expected lengths of at least one token, got {list(lengths)}; give whole numbers")
@@ -71,7 +71,7 @@ def settle(reader: Reader, question: Question) -> Setting:
             f"expected layers from 0 to {captured.num_layers - 1}, got {outside[0]!r}; {captured.model} has no other"
         )
     shortest = reader.captures(min(lengths), starts[:1])[0]
-    reader.map(shortest, layers[0], map_name(question.map))  # a map that the model lacks is refused
+    _measured(shortest, layers[0], question.map, question.options())  # refuses a map that the model lacks, and bad options
     return Setting(question, layers, tuple(starts))
 
 
