@@ -202,6 +202,8 @@ class Attention(Map):
             ("window", "a window counts tokens, which a measure does not have"),
             ("bias", "a bias belongs to places in a sequence"),
             ("rotary", "rotary phases belong to places in a sequence"),
+            ("q_norm", "what splitting a normalised query does is not derived"),
+            ("k_norm", "what splitting a normalised key does is not derived"),
             ("attention_mask", "padding has no mass; leave those atoms out"),
         ):
             if getattr(self, name) is not None:

@@ -5,6 +5,7 @@ from howsmooth.cli import (  # noqa: F401  importing a command registers it
     bounds,
     measure,
     report,
+    reproduce,
     split,
     study,
     worst,

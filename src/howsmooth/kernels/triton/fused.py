@@ -4,14 +4,14 @@ import copy
 import functools
 import os
 from dataclasses import replace
-from typing import Literal, final
+from typing import final
 
 import torch
 import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.base import Scores, SoftmaxAttention, bound_logits, check_heads
+from howsmooth.kernels.base import FINER, Precision, Scores, SoftmaxAttention, bound_logits, check_heads
 from howsmooth.kernels.blocked import Blocked
 from howsmooth.kernels.triton import blocks, forward, jvp, vjp
 from howsmooth.kernels.triton.operands import (
@@ -27,10 +27,7 @@ from howsmooth.kernels.triton.operands import (
     vjp_scales,
 )
 
-Precision = Literal["half", "mixed", "strict"]
-
 WIDEST = 256
-_FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
 _HEAVY = 2**32  # visible logits past which float64 costs more than all other products
 SHIFT = 14  # weights are kept as 2¹⁴ P, so that half precision reaches down to 2⁻³⁸
 _LONG = 2**15
@@ -104,9 +101,12 @@ class Fused(SoftmaxAttention):
         q, k, v = (t[items] for t in self._inputs)
         return Fused(q, k, v, replace(self.scores, mask=self.scores.mask.select(items)), self.precision)
 
+    @property
+    def finer(self) -> Precision | None:
+        return FINER.get(self.precision)
+
     def refined(self) -> "Fused | None":
-        finer = _FINER.get(self.precision)
-        return None if finer is None else Fused(*self._inputs, self.scores, finer)
+        return None if self.finer is None else Fused(*self._inputs, self.scores, self.finer)
 
     @property
     def heavy(self) -> bool:

@@ -1,0 +1,103 @@
+"""`howsmooth reproduce`."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.errors import BadInputError
+from howsmooth.runner.local import Local
+from howsmooth.runner.progress import progress_bar
+from howsmooth.studies.reproduce.curves import Exponent, curves, exponents
+from howsmooth.studies.reproduce.plan import PAPER, PARTS, QUICK, Part
+from howsmooth.studies.reproduce.run import reproduce as run
+
+
+@app.command()
+def reproduce(
+    part: Annotated[str, typer.Argument(help=f"all, or one of {', '.join(PARTS)}")] = "all",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="a pretrained model beside the demo: bert-base-uncased, gpt2, any name or folder; repeat"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder for results, tables, figures and the page")] = Path("reproduction"),
+    samples: Annotated[int | None, typer.Option(help="windows of text a length; 10 as in the paper, 1 with --quick")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="few lengths: a look at every curve in about a minute")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue what the folder holds")] = False,
+    force: Annotated[bool, typer.Option("--force", help="begin again, or write into a folder that holds other files")] = False,
+    workers: Annotated[int, typer.Option(help="processes that share out the work")] = 1,
+    seed: Annotated[int, typer.Option(help="of windows, random weights and solvers")] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress and no table")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the experiments of "How Smooth Is Attention?" again: figures (PDF, PNG), tables (CSV) and a page.
+
+    It can be stopped at any moment and continued with --resume. Pretrained models other than the demo are read only if named.
+
+    Example: howsmooth reproduce all --quick --out reproduction
+    Example: howsmooth reproduce real --model bert-base-uncased --model gpt2
+    """
+    with one_sentence(debug):
+        from howsmooth.report.reproduction_page import About, write_reproduction
+        from howsmooth.runner.export import write_table
+
+        parts = _parts(part)
+        models: list[str] = ["demo", *(name for name in dict.fromkeys(model or []) if name != "demo")]
+        protocol = (QUICK if quick else PAPER).with_samples(samples)
+        command = _command()
+        found = run(
+            parts,
+            models,
+            out,
+            protocol=protocol,
+            seed=seed,
+            resume=resume,
+            force=force,
+            engine=Local(workers=workers),
+            progress=progress_bar("measuring", quiet=quiet),
+            command=command,
+        )
+        if not found.rows:
+            raise BadInputError(
+                f"expected results, got {found.tasks} failed tasks ({next(iter(found.failures))}); see {found.path}"
+            )
+        about = About(command, found.versions, seed, models, protocol.samples, found.tasks, found.failures)
+        files = [*write_reproduction(found.rows, out, about), write_table(found.path, out / "results.csv", force=True)]
+    table = exponents(curves(found.rows))
+    for why, count in found.failures.items():
+        typer.echo(f"howsmooth: {count} tasks failed: {why}", err=True)
+    if as_json:
+        numbers = {"tasks": found.tasks, "skipped": found.skipped, "failures": found.failures}
+        print(json.dumps({"exponents": [e.to_dict() for e in table], "files": [str(f) for f in files], **numbers}, indent=1))
+        return
+    if not quiet:
+        _show(table)
+    print(files[0])
+
+
+def _parts(name: str) -> list[Part]:
+    chosen: list[Part] = [p for p in PARTS if name in ("all", p)]
+    if not chosen:
+        raise BadInputError(f"expected all or one of {', '.join(PARTS)}, got {name!r}; pick one of them")
+    return chosen
+
+
+def _command() -> str:
+    return shlex.join(["howsmooth", *sys.argv[1:]])
+
+
+def _show(table: list[Exponent]) -> None:
+    if not table:
+        return
+    print(f"{'exponent of':<58} {'L':>6} {'95 %':>14} {'scripts':>8} {'paper':>6}")
+    for e in table:
+        name = f"{e.subject}, {e.masking}, layer {e.layer}"
+        name += "" if e.map == "attention" else f", {e.map}"
+        ends = "" if e.low is None else f"{e.low:.2f} … {e.high:.2f}"
+        printed = "" if e.printed is None else f"{e.printed:.2f}"
+        print(f"{name[:58]:<58} {e.exponent:>6.3f} {ends:>14} {e.scripts:>8.3f} {printed:>6}")
