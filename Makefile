@@ -7,7 +7,7 @@ demo test: export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: demo test lint bench docs clean
 
 demo: .venv/.package
-	@$(PY) examples/demo.py
+	@.venv/bin/howsmooth demo --force
 
 test: lint
 	$(PY) -m pytest -q

@@ -16,6 +16,7 @@ ALL = [
     "point",
     "tightness",
     "models",
+    "architectures",
     "measures",
     "worst",
     "attack",

@@ -1,5 +1,6 @@
-"""Large measures: time and extra peak memory of the push-forward and of the local constant, each size in a process of its own."""
+"""Large measures: time and extra peak memory of push-forward and local constant, each size in a process of its own."""
 
+import itertools
 import multiprocessing
 import time
 from typing import Any
@@ -39,7 +40,7 @@ def _measure(n: int) -> dict[str, Any]:
     times.append(time.perf_counter())
     split = own_norms(operator, above=moved.lower)
     times.append(time.perf_counter())
-    push, move, own = (b - a for a, b in zip(times, times[1:], strict=False))
+    push, move, own = (b - a for a, b in itertools.pairwise(times))
     return {
         "n": n,
         "push s": push,

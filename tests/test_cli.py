@@ -69,3 +69,48 @@ def test_weights_without_the_right_names(tmp_path):
     result = run("bounds", "--weights", str(file), "--radius", "1")
     assert result.exit_code == 2
     assert "got B" in result.stderr
+
+
+def test_measure_table_and_json(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The cat sat on the mat and looked at the rabbit.")
+    result = run("measure", "demo", "--layer", "1", "--text", str(text), "--n", "8", "--heads")
+    assert result.exit_code == 0
+    assert "attention of layer 1" in result.stdout
+    assert "[CLS]" in result.stdout
+    ids = tmp_path / "ids.json"
+    ids.write_text("[101, 1996, 4937, 102]")
+    result = run("measure", "demo", "--layer", "5", "--ids", str(ids), "--map", "block", "--json")
+    found = json.loads(result.stdout)
+    assert found["n"] == 4
+    assert found["map"] == "block"
+    assert found["tokens"] == ["[CLS]", "the", "cat", "[SEP]"]
+    assert found["lower"] <= found["upper"]
+
+
+def test_measure_reads_standard_input():
+    result = CliRunner().invoke(app, ["measure", "demo", "--layer", "0", "--ids", "-", "--json"], input="[101, 4937, 102]")
+    assert json.loads(result.stdout)["n"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (("./missing", "--layer", "0", "--ids", "-"), "[1]"),
+        (("demo", "--layer", "6", "--ids", "-"), "[101, 102]"),
+        (("demo", "--layer", "0", "--ids", "-"), "[101, 99999]"),
+        (("demo", "--layer", "0", "--ids", "-"), "{}"),
+        (("demo", "--layer", "0", "--ids", "-"), "[1.5]"),
+        (("demo", "--layer", "0", "--ids", "-"), "not json"),
+        (("demo", "--layer", "0", "--text", "-", "--n", "9"), "too short"),
+        (("demo", "--layer", "0", "--text", "missing.txt"), ""),
+        (("demo", "--layer", "0", "--ids", "-", "--map", "mlp"), "[101]"),
+        (("demo", "--layer", "0"), ""),
+    ],
+)
+def test_measure_refuses_in_one_line(arguments, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["measure", *arguments], input=given)
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "expected" in result.stderr

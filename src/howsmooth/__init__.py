@@ -7,9 +7,11 @@ from howsmooth.local import lipschitz
 from howsmooth.measures.measure import Measure
 from howsmooth.measures.wasserstein import wasserstein
 from howsmooth.models import load
+from howsmooth.report.inspect import inspect
 from howsmooth.search import worst_case
 from howsmooth.spectral import DenseSVD, Estimate, GolubKahan
 from howsmooth.splitting import splitting
+from howsmooth.studies.growth import growth
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "RMSNorm",
     "Rotary",
     "bounds",
+    "growth",
+    "inspect",
     "lipschitz",
     "load",
     "splitting",

@@ -146,7 +146,8 @@ def _estimates(
             )
         solutions = solver.solve(operator, tol, certify, seed) if dense else _solve_scaled(solver, operator, tol, certify, seed)
     noise = 0.0 if dense else operator.noise
-    lowers = _attained(precise, solutions)
+    exact = 1.0 if precise.dtype == torch.float64 else 1 - precise.noise
+    lowers = [exact * low for low in _attained(precise, solutions)]
     uppers = [
         max(low, s.upper * (1 + noise + 2 * (abs(s.value - low) / low if low else 0.0)))
         for s, low in zip(solutions, lowers, strict=True)
@@ -169,6 +170,7 @@ def _estimates(
                 precision=str(precise.dtype).removeprefix("torch."),
                 tol=tol,
                 seed=seed,
+                noise=noise,
             )
         )
     return estimates, precise

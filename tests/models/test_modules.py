@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-from problems.zoo import randomize
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
@@ -12,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.models import FallbackWarning
+from problems.zoo import randomize
 
 WIDTH, N = 8, 6
 

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from checks import PARITY
-from problems.zoo import LENGTH, ZOO, ids, randomize, reference
 from torch import Tensor, nn
 
 import howsmooth as hs
+from checks import PARITY
+from howsmooth.errors import BadInputError
 from howsmooth.models import FallbackWarning, Model
 from howsmooth.models.capture import Capture
 from howsmooth.models.measurement import Measurement
 from howsmooth.models.split import MapName
+from problems.zoo import LENGTH, ZOO, Animal, ids, randomize, reference
 
 
 @cache
@@ -24,7 +25,8 @@ def model_of(name: str) -> Model:
 
 def truth_of(name: str, kind: str, inputs: dict[str, Any], real: Tensor | None = None) -> tuple[Tensor, float]:
     """The tokens and the norm, from the model's eager code alone."""
-    animal, module = ZOO[name], model_of(name).module
+    animal: Animal = ZOO[name]
+    module: Any = model_of(name).module
     start = (animal.attention if kind == "attention" else animal.block).replace("{}", str(animal.layer))
     end = (animal.projection if kind == "attention" else animal.block).replace("{}", str(animal.layer))
     before = module.config._attn_implementation
@@ -89,16 +91,18 @@ def test_other_maps_equal_the_dense_jacobian(name: str):
     animal, model = ZOO[name], model_of(name)
     inputs = {k: v.double() if v.is_floating_point() else v for k, v in animal.inputs().items()}
     captured = model.capture(inputs=inputs)
-    module, layer = model.module, animal.layer
+    module: Any = model.module
+    layer = animal.layer
     block, first = animal.block.format(layer), animal.block.format(0)
     last = {"bert": "encoder.layer.1", "gpt2": "ln_f", "vit": "layernorm", "t5 encoder": "final_layer_norm"}.get(name, "norm")
     projection = animal.projection.format(layer)
     watch = nn.Identity()
-    for kind, start, end in (
-        ("heads", animal.attention.format(layer), projection),
-        ("model", first, last),
-        ("normed", block, projection),
-    ):
+    paths: dict[MapName, tuple[str, str]] = {
+        "heads": (animal.attention.format(layer), projection),
+        "model": (first, last),
+        "normed": (block, projection),
+    }
+    for kind, (start, end) in paths.items():
         if kind == "normed" and name == "bert":
             continue
         before = module.config._attn_implementation
@@ -120,8 +124,7 @@ def test_other_maps_equal_the_dense_jacobian(name: str):
 @pytest.mark.parametrize(("name", "heads"), [("bert", 2), ("llama", 4), ("gpt2", 2), ("t5 encoder", 2)])
 def test_one_head_is_the_layer_with_the_others_cut_off(name: str, heads: int):
     animal, model = ZOO[name], model_of(name)
-    projection = model.module.get_submodule(animal.projection.format(animal.layer))
-    weight = projection.weight
+    weight: Any = model.module.get_submodule(animal.projection.format(animal.layer)).weight
     captured = model.capture(ids=ids())
     got = captured.measure(animal.layer, heads=True)
     assert len(got.heads) == heads
@@ -137,3 +140,32 @@ def test_one_head_is_the_layer_with_the_others_cut_off(name: str, heads: int):
         weight.data.copy_(kept)
         assert got.heads[h].value == pytest.approx(truth, rel=PARITY)
         assert captured.measure(animal.layer, head=h).value == pytest.approx(truth, rel=PARITY)
+
+
+AFFINE = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "electra",
+    "t5 encoder",
+    "gpt2",
+    "opt",
+    "vit",
+    "dinov2",
+    "clip text",
+    "whisper encoder",
+)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2 local", "mpnet", *AFFINE])
+@pytest.mark.filterwarnings("ignore::howsmooth.models.FallbackWarning")
+def test_a_layer_as_attention(name: str):
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in ZOO[name].inputs().items()}
+    captured, layer = model_of(name).capture(inputs=inputs), ZOO[name].layer
+    if name not in AFFINE:
+        with pytest.raises(BadInputError, match=r"got .*Attention"):
+            captured.attention(layer)
+        return
+    attn = captured.attention(layer)
+    assert hs.lipschitz(attn, captured.tokens(layer)).value == pytest.approx(captured.measure(layer).value, rel=1e-9)
+    assert attn.bias is None or name == "t5 encoder"

@@ -11,11 +11,35 @@ from torch import Tensor, nn
 
 VOCABULARY = 40
 LENGTH = 8
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": VOCABULARY}
-PLAIN = {**SMALL, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "max_position_embeddings": 32}
-GROUPED = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32}
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-PICTURE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 12, "patch_size": 4}
+Options = dict[str, Any]
+SMALL: Options = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": VOCABULARY,
+}
+PLAIN: Options = {
+    **SMALL,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 32,
+}
+GROUPED: Options = {
+    **SMALL,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 32,
+}
+TOKENS: Options = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+PICTURE: Options = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 12,
+    "patch_size": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +130,13 @@ ZOO: dict[str, Animal] = {
     "deberta-v2": Animal(
         lambda: t.DebertaV2Model(
             t.DebertaV2Config(
-                **PLAIN, relative_attention=True, position_buckets=4, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm"
+                **PLAIN,
+                **{
+                    "relative_attention": True,
+                    "position_buckets": 4,
+                    "pos_att_type": ["p2c", "c2p"],
+                    "norm_rel_ebd": "layer_norm",
+                },
             )
         ),
         "encoder.layer.{}",
@@ -285,7 +315,7 @@ ZOO: dict[str, Animal] = {
 
 
 def clip() -> t.CLIPConfig:
-    shared = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shared: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     return t.CLIPConfig(
         text_config={**shared, "vocab_size": VOCABULARY, "max_position_embeddings": 32, **TOKENS},
         vision_config={**shared, "image_size": 12, "patch_size": 4},
@@ -293,7 +323,7 @@ def clip() -> t.CLIPConfig:
     )
 
 
-def randomize(model: nn.Module, seed: int = 0, scale: float = 0.5) -> nn.Module:
+def randomize(model: nn.Module, seed: int = 0, scale: float = 0.5) -> Any:
     """Weights large enough that attention is neither uniform nor saturated, norms and biases away from one and zero."""
     random = torch.Generator().manual_seed(seed)
     for p in model.parameters():

@@ -22,7 +22,7 @@ def test_the_answer_names_the_layer_the_growth_and_the_ceiling():
     )
     assert second.endswith("but layer 0 jumps 3-fold between n = 128 and 136.") or "layer 0 jumps 2.9" in second
     assert "at n = 512 theory certifies at most" in third
-    assert "5 times what was measured, and" in third
+    assert "5 times what was measured there, and" in third
     assert "900 times, over all inputs" in third
 
 

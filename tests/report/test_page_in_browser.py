@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+import howsmooth as hs
 from howsmooth.report.data import Measurement, ReportData
 from howsmooth.report.page import write_page
-from problems import reports
+from problems import readers, reports
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install playwright runs this")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -299,4 +300,23 @@ def test_odd_reports_draw_what_they_have(browser, tmp_path, kind):
             "nav a", "links => links.every(a => document.querySelector(a.getAttribute('href')))"
         )
         assert links
+        calm(seen, path)
+
+
+def test_a_model_becomes_a_page_that_works(browser, tmp_path):
+    """From weights and text to the reader: every part measured, drawn, and true to the measurement."""
+    found = hs.inspect(hs.load(readers.bert()), readers.ids(), lengths=(8, 12, 16, 24, 32), samples=2)
+    path = found.save(tmp_path / "report", figures=False)
+    with visit(browser, path) as seen:
+        charts = seen.page.evaluate(SURVEY)
+        assert set(charts) == set(CHARTS)
+        assert all(chart["shapes"] and not chart["bad"] for chart in charts.values())
+        spoken = " ".join(seen.page.inner_text(".answer").split())
+        assert f"Layer {max(found.data.cells, key=lambda c: c.mean).layer} is the least smooth" in spoken
+        assert len(seen.page.query_selector_all("#text-body .token")) in {8, 12, 16, 24, 32}
+        shades = []
+        for layer in ("0", "1"):
+            seen.page.select_option("[data-pick=text-layer]", layer)
+            shades.append(shading(seen.page))
+        assert shades[0] != shades[1]
         calm(seen, path)

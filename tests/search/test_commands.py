@@ -21,8 +21,9 @@ def run(*arguments: str):
 
 def test_worst_table_and_figure(tmp_path):
     path = tmp_path / "worst.png"
-    result = run("worst", "--gamma", "-1", "--radius", "2", "--n", "4", "--figure", str(path), *QUICK)
+    result = run("worst", "--gamma", "-1", "--radius", "2", "--n", "4", "--best", "--figure", str(path), *QUICK)
     assert result.exit_code == 0
+    assert "worst configuration of 4 tokens: L = " in result.stdout
     assert "L grows like n^" in result.stdout
     assert "worst of 4 tokens: L = " in result.stdout
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -4,8 +4,10 @@ from howsmooth.cli import (  # noqa: F401  importing a command registers it
     attack,
     bounds,
     measure,
+    report,
     reproduce,
     split,
+    study,
     worst,
 )
 from howsmooth.cli.app import app

@@ -11,7 +11,8 @@ import typer
 from howsmooth.attention import Attention
 from howsmooth.cli.app import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
-from howsmooth.search.curves import Growth, grow
+from howsmooth.search.configurations import Configured
+from howsmooth.search.curves import Growth, grow, scan
 from howsmooth.search.worst import WorstCase, worst_case
 
 _LAYER = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
@@ -33,6 +34,7 @@ def worst(
     head: Annotated[
         int | None, typer.Option(help="the head that builds the growth curve's tokens; the worst by default")
     ] = None,
+    best: Annotated[bool, typer.Option("--best", help="beside them, the worst configuration of any family and head")] = False,
     steps: Annotated[int | None, typer.Option(help="measurements of every start")] = None,
     restarts: Annotated[int | None, typer.Option(help="starts of the search")] = None,
     seed: Annotated[int, typer.Option(help="of the random layer and the search")] = 0,
@@ -52,14 +54,19 @@ def worst(
         attn = _layer(gamma, width, heads, weights, random, causal, seed)
         counts = _lengths(lengths)
         growth = grow(attn, radius, counts, head=head, seed=seed) if counts else None
+        others = scan(attn, [radius], counts, seed=seed) if best and counts else []
         found = worst_case(attn, n, radius, steps=steps, restarts=restarts, seed=seed) if n else None
         if growth is None and found is None:
             raise BadInputError("expected --n or --lengths, got neither; ask for a search, a growth curve or both")
         if as_json:
-            parts = {"growth": growth and growth.to_dict(), "worst": found and found.to_dict()}
+            parts = {
+                "growth": growth and growth.to_dict(),
+                "best": [row.to_dict() for row in others],
+                "worst": found and found.to_dict(),
+            }
             print(json.dumps(parts, indent=1))
         else:
-            _show(growth, found)
+            _show(growth, others, found)
         if figure is not None:
             from howsmooth.report.worst import draw_worst
 
@@ -68,7 +75,7 @@ def worst(
                 print(path)
 
 
-def _show(growth: Growth | None, found: WorstCase | None) -> None:
+def _show(growth: Growth | None, others: list[Configured], found: WorstCase | None) -> None:
     if growth is not None:
         print(f"{growth.configuration}: L grows like n^{growth.exponent:.3f}")
         print(f"{'n':>6}{'L':>12}{'at most':>12}{'bound B7':>12}{'L / B7':>9}")
@@ -76,6 +83,8 @@ def _show(growth: Growth | None, found: WorstCase | None) -> None:
             share = math.exp(math.log(row.estimate.value) - log)
             bound = math.exp(min(log, 700.0))
             print(f"{row.n:>6}{row.estimate.value:>12.5g}{row.estimate.upper:>12.5g}{bound:>12.5g}{share:>9.3g}")
+    for row in others:
+        print(f"worst configuration of {row.n} tokens: L = {row.estimate.value:.5g}, {row.configuration}")
     if found is not None:
         print(f"worst of {len(found.tokens)} tokens: {found}")
         print(f"certified: {found.estimate}")

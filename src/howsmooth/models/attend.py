@@ -18,8 +18,9 @@ class _Attend(torch.autograd.Function):
         return kernel.output.clone()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return *_Transposed.apply(g, ctx.kernel), None  # pyright: ignore[reportGeneralTypeIssues]
+    def backward(ctx: Any, *g: Tensor) -> Any:
+        dq, dk, dv = _Transposed.apply(g[0], ctx.kernel)  # pyright: ignore[reportGeneralTypeIssues]
+        return dq, dk, dv, None
 
 
 class _Transposed(torch.autograd.Function):
@@ -54,7 +55,7 @@ def attend(
     """
     kind = torch.promote_types(q.dtype, torch.float32)
     with torch.no_grad():
-        kernel = linearize(*(t.detach().to(kind) for t in (q, k, v)), scores)
+        kernel = linearize(q.detach().to(kind), k.detach().to(kind), v.detach().to(kind), scores)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (q, k, v)):
         return kernel.output.to(q.dtype), kernel
     out = _Attend.apply(q, k, v, kernel)

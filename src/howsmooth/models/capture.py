@@ -9,10 +9,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from howsmooth.attention import Attention
 from howsmooth.attention.maps import Map
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.local import lipschitz
+from howsmooth.models.affine import as_attention
 from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
 from howsmooth.models.measurement import Measurement
 from howsmooth.models.precision import KeepDouble
@@ -135,7 +137,7 @@ class Capture:
         return self.map(layer, map).start
 
     def map(self, layer: int, map: MapName = "attention", head: int | None = None) -> Cut:
-        """A map of a layer at this input, cut where it can be: compared with the model's own code, which stands in if need be."""
+        """A map of a layer at this input, cut where it can be; the model's own code, which stands in if need be, agrees."""
         self._check(layer, map, head)
         cut = self._candidate(layer, map)
         if cut is not None:
@@ -147,6 +149,13 @@ class Capture:
             except UncuttableError:
                 pass
         return self._fallback(layer, map, head)
+
+    def attention(self, layer: int) -> Attention:
+        """A layer as `howsmooth.Attention` in float64, for bounds and searches; refused where it is not of that form.
+
+        Its mask is that of this input; `tokens(layer)` are the tokens that enter it here.
+        """
+        return as_attention(self.map(layer))
 
     def _candidate(self, layer: int, map: MapName) -> Cut | None:
         """The map on the kernels, not yet compared with the model's own code."""
@@ -197,8 +206,8 @@ class Capture:
             found = self.trace.layers[layer]
             if found.block.tokens.shape == found.x.shape and torch.equal(found.block.tokens, found.x):
                 raise BadInputError(
-                    f"expected a block that normalises before it attends, got layer {layer}, which hands its input to attention "
-                    'unchanged; measure map="attention"'
+                    f"expected a block that normalises before it attends, got layer {layer}, which hands its input to "
+                    'attention unchanged; measure map="attention"'
                 )
 
     def measure(

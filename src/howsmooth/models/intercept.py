@@ -186,7 +186,7 @@ def _library_mask(
     if int(q_offset) or int(kv_offset):
         raise UncuttableError("a mask with offsets, as a cache makes it")
     device = torch.device(device)
-    rule = causal_mask_function if mask_function is None else mask_function
+    rule: Any = causal_mask_function if mask_function is None else mask_function
     keys = None if attention_mask is None else attention_mask[:, :kv_length].bool()
     if use_vmap:  # a rule of the model's own, which may not broadcast
         seen = sdpa_mask(

@@ -8,6 +8,8 @@ from typing import Any
 
 from howsmooth.errors import BadInputError
 
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -27,14 +29,23 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
 def tokenizer_of(where: str) -> Any:
     """The tokenizer beside a model's weights."""
     from transformers import AutoTokenizer
 
-    local = Path(where).is_dir()
+    folder = Path(where)
+    local = folder.is_dir()
+    if local and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):  # the library would make an empty one
+        raise BadInputError(f"expected a tokenizer beside the model, got none in {where!r}; save it there or pass ids")
     with quiet():
         try:
             return AutoTokenizer.from_pretrained(where, local_files_only=local, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise BadInputError(f"expected a tokenizer beside the model, got none in {where!r} ({first}); pass ids") from None
+            raise BadInputError(
+                f"expected a tokenizer beside the model, got none in {where!r} ({first_line(error)}); pass ids"
+            ) from None

@@ -1,4 +1,4 @@
-"""Models from a name, a folder or memory: safetensors only, no code but the library's, no network unless a hub name asks for it."""
+"""Models from a name, a folder or memory: safetensors only, no code but the library's, no network but for hub names."""
 
 import hashlib
 import importlib.util
@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from howsmooth.errors import BadInputError
-from howsmooth.models.library import quiet
+from howsmooth.models.library import first_line, quiet
 from howsmooth.models.model import Model
 
 DEMO_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
+_BEHIND = ("pooler", "classifier", "lm_head", "logit_scale", "projection")  # behind the last hidden state
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -58,7 +59,7 @@ def _same_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if kinds - {dtype}:
         raise BadInputError(
-            f"expected a module in {dtype}, got {', '.join(sorted(map(str, kinds)))}; call module.to({dtype}) or leave dtype out"
+            f"expected a module in {dtype}, got {', '.join(sorted(map(str, kinds)))}; call module.to or leave dtype out"
         )
     return module
 
@@ -88,8 +89,8 @@ def _from_folder(folder: Path, dtype: torch.dtype | None) -> nn.Module:
         pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLES)
         if pickles:
             raise BadInputError(
-                f"expected weights in safetensors, got only {pickles[0]} in {folder}, which may run code when read; convert them "
-                "where you trust them: AutoModel.from_pretrained(folder).save_pretrained(folder, safe_serialization=True)"
+                f"expected weights in safetensors, got only {pickles[0]} in {folder}, which may run code when read; "
+                "convert them where you trust them: AutoModel.from_pretrained(folder).save_pretrained(other_folder)"
             )
         raise BadInputError(f"expected weights in safetensors, got none in {folder}; save_pretrained writes them")
     return _read(str(folder), dtype, local=True)
@@ -117,26 +118,33 @@ def _from_hub(name: str, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _read(where: str, dtype: torch.dtype | None, local: bool) -> nn.Module:
+    from safetensors import SafetensorError
     from transformers import AutoModel
 
     with quiet():
         try:
-            module = AutoModel.from_pretrained(
+            module, info = AutoModel.from_pretrained(
                 where,
                 local_files_only=local,
                 use_safetensors=True,
                 trust_remote_code=False,
                 dtype="auto" if dtype is None else dtype,
+                output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             what = "a folder that transformers can read" if local else "the name of a model on the hub or a folder"
-            raise BadInputError(f"expected {what}, got {where!r} ({first}); check the name and the files") from None
+            raise BadInputError(f"expected {what}, got {where!r} ({first_line(error)}); check the name and the files") from None
+    holes = sorted(key for key in info["missing_keys"] if not any(part in key for part in _BEHIND))
+    if holes:
+        raise BadInputError(
+            f"expected every weight of {type(module).__name__} in {where!r}, got none for {holes[0]} "
+            f"and {len(holes) - 1} others; save the whole model"
+        )
     if getattr(module, "is_quantized", False):
         try:
             module = module.dequantize()
         except (AttributeError, ValueError, NotImplementedError, RuntimeError):
             raise BadInputError(
-                f"expected weights that can be widened, got a quantised model in {where!r}; save a dequantised copy and load that"
+                f"expected weights that can be widened, got a quantised model in {where!r}; save a dequantised copy"
             ) from None
     return module.eval()

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from howsmooth.attention import Attention
 from howsmooth.errors import BadInputError
 from howsmooth.models.capture import Capture
 from howsmooth.models.library import tokenizer_of
@@ -120,6 +121,18 @@ class Model:
         captured = self.capture(text=text, ids=ids, inputs=inputs, mask=mask, n=n)
         return captured.measure(layer, map, head=head, heads=heads, tol=tol, certify=certify, seed=seed)
 
+    def attention(
+        self,
+        *,
+        layer: int,
+        text: str | None = None,
+        ids: Sequence[int] | Tensor | Window | None = None,
+        inputs: Inputs | None = None,
+        n: int | None = None,
+    ) -> Attention:
+        """One layer as `howsmooth.Attention` with the mask of one input, where it is of that form; see `Capture.attention`."""
+        return self.capture(text=text, ids=ids, inputs=inputs, n=n).attention(layer)
+
     def _tokenizer_if_any(self) -> Any | None:
         if self.tokenizer_source is None:
             return None
@@ -174,7 +187,7 @@ class Model:
             _ = captured.trace
         except IndexError:
             raise BadInputError(
-                f"expected ids within the vocabulary and no more tokens than {self.name} has positions, got {len(window)} tokens; "
+                f"expected ids within the vocabulary and no more tokens than {self.name} has positions, got {len(window)}; "
                 "give fewer tokens"
             ) from None
         return captured

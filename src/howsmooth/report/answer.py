@@ -73,7 +73,7 @@ def _ceiling(data: ReportData, worst: Cell) -> Sentence:
     pieces: Sentence = [("The ceiling is higher:", "strong"), (which, "")]
     if at is not None:
         pieces.append(
-            (f" at n = {n} theory certifies at most {power(at)} for this very input, {far(at)} what was measured", "")
+            (f" at n = {n} theory certifies at most {power(at)} at the first sample, {far(at)} what was measured there", "")
         )
     if over is not None:
         start = ", and" if at is not None else f" at n = {n} theory allows"

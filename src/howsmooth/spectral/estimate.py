@@ -34,6 +34,7 @@ class Estimate:
     precision: str
     tol: float
     seed: int
+    noise: float = 0.0
     split: bool = False
 
     @property
@@ -60,6 +61,7 @@ class Estimate:
             "precision": self.precision,
             "tol": self.tol,
             "seed": self.seed,
+            "noise": self.noise,
             "split": self.split,
         }
 

@@ -14,7 +14,7 @@ from howsmooth.spectral.dense import DenseSVD
 from howsmooth.spectral.golub_kahan import GolubKahan
 
 _DENSE = 256  # widths up to which every block is decomposed
-_NUMBERS = 2**23  # entries of blocks worked on at once
+_NUMBERS = 2**21  # entries of blocks worked on at once
 _BASIS = 256  # vectors kept for a block that goes through products
 _WIDTH = 0.02  # interval asked for where blocks are too wide to decompose
 

@@ -1,6 +1,7 @@
 """Where splitting pays: the map of two atoms on a line, and how often it does on layers and their inputs."""
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
@@ -12,7 +13,10 @@ from howsmooth.attention import Attention, Map
 from howsmooth.errors import BadInputError
 from howsmooth.measures.measure import Measure
 from howsmooth.splitting.decide import splitting
+from howsmooth.studies.layers import Setting, row_of
 from howsmooth.studies.meanfield import two_diracs
+from howsmooth.studies.reader import Reader, entering
+from howsmooth.studies.run import Job, Row
 
 
 @final
@@ -140,3 +144,37 @@ def random_layers(
                 w_q, w_k, w_v, w_o = (gaussian(width, width) / width**0.5 for _ in range(4))
                 layer = Attention(size * w_q, w_k, w_v, w_o, heads=heads, causal=causal)
                 yield f"n={n}, logits={size:g}", layer, gaussian(n, width)
+
+
+def splitting_jobs(setting: Setting, lengths: Sequence[int] | None = None, samples: int | None = None) -> list[Job]:
+    """Does splitting pay on a model's own inputs? Every layer, length and sample, or the first few samples."""
+    q = setting.question
+    if q.map != "attention":
+        return []
+    shared = {"tol": q.tol, "seed": q.seed}
+    return [
+        Job(measure_splitting, {"n": n, "start": s, "sample": k, "layer": layer, **shared})
+        for n in sorted(set(lengths or q.lengths), reverse=True)
+        for k, s in enumerate(setting.starts[:samples])
+        for layer in setting.layers
+    ]
+
+
+def measure_splitting(reader: Reader, n: int, start: int, sample: int, layer: int, tol: float, seed: int) -> list[Row]:
+    """One row: what splitting a token does, and what moving them does; none for a layer that is no `Attention`."""
+    captured = reader.captures(n, [start])[0]
+    attn = reader.closed(captured, layer)
+    if attn is None:
+        return []
+    began = time.perf_counter()
+    s = splitting(attn, entering(captured, layer), tol=tol, seed=seed)
+    found = {
+        "start": start,
+        "moved": s.moved.value,
+        "gain": s.gain if math.isfinite(s.gain) else None,
+        "pays": s.pays,
+        "certain": s.certain,
+        "token": s.token,
+        "seconds": time.perf_counter() - began,
+    }
+    return [row_of(reader, "splitting", layer, "attention", n, sample, s.split) | found]

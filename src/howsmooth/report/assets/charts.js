@@ -158,7 +158,7 @@ function csv(rows) {
 
 const saveCsv = (name, rows) => save(name + ".csv", new Blob([csv(rows)], { type: "text/csv;charset=utf-8" }));
 
-const KEPT = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "fill-opacity", "font-size", "font-weight", "font-family"];
+const KEPT = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "fill-opacity", "font-size", "font-weight", "font-style", "font-family", "paint-order"];
 
 // The chart drawn again at a fixed width with its styles written out, as an image twice that size.
 function savePng(name, title, render) {

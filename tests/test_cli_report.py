@@ -1,0 +1,202 @@
+"""`report`, `demo` and `study`: a page from a model folder, and one line with exit code 2 on everything that cannot be."""
+
+import json
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from howsmooth.cli import app
+from howsmooth.cli.study import STUDIES
+from problems import readers
+
+SMALL = ("--lengths", "8,16,32", "--samples", "2", "--workers", "1")
+PLAIN = ("--workers", "1", "--no-figures")
+
+
+def run(*arguments: str | Path):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder, a text, and a finished report."""
+    folder = tmp_path_factory.mktemp("place")
+    readers.save(folder / "model")
+    (folder / "text.txt").write_text(readers.text())
+    result = run("report", folder / "model", "--text", folder / "text.txt", *SMALL, "--out", folder / "report")
+    assert result.exit_code == 0, result.output
+    (folder / "said.txt").write_text(result.stdout)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_report_ends_with_the_path_of_its_page(place):
+    lines = (place / "said.txt").read_text().splitlines()
+    page = Path(lines[-1])
+    assert page == place / "report" / "index.html"
+    assert lines[0] == "L, geometric mean over samples"
+    assert any("is the least smooth" in line for line in lines)
+    files = set(contents(place / "report"))
+    assert {
+        "index.html",
+        "results.sqlite",
+        "measurements.csv",
+        "bounds.csv",
+        "figures/growth.pdf",
+        "figures/growth.png",
+    } <= files
+    header = (place / "report" / "measurements.csv").read_text().splitlines()[0].split(",")
+    wanted = "model layer map n sample value lower upper confidence radius exponent seconds version_howsmooth seed"
+    assert set(wanted.split()) <= set(header)
+    text = page.read_text()
+    assert "text.txt" in text
+
+
+def test_quiet_prints_the_path_alone_and_json_one_object(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/howsmooth", "report", "a model", "--quiet"])
+    inputs = (place / "model", "--text", place / "text.txt", "--lengths", "8,16", "--samples", "1", *PLAIN)
+    result = run("report", *inputs, "--out", tmp_path / "q", "--quiet")
+    assert result.stdout.splitlines() == [str(tmp_path / "q" / "index.html")]
+    page = (tmp_path / "q" / "index.html").read_text()
+    assert "howsmooth report &#x27;a model&#x27; --quiet" in page  # the command that made it, ready to be typed again
+    result = run("report", *inputs, "--out", tmp_path / "j", "--json", "--layers", "1", "--map", "block")
+    found = json.loads(result.stdout)
+    assert found["page"] == str(tmp_path / "j" / "index.html")
+    assert {row["layer"] for row in found["rows"]} == {1}
+    assert len(found["answer"]) == 3
+
+
+def test_a_report_that_exists_is_kept_resumed_or_replaced(place, tmp_path):
+    inputs = ("report", place / "model", "--text", place / "text.txt", "--samples", "1", *PLAIN, "--out", tmp_path / "r")
+    assert run(*inputs, "--lengths", "8,16").exit_code == 0
+    before = contents(tmp_path / "r")
+    result = run(*inputs, "--lengths", "8,16")
+    assert result.exit_code == 2
+    assert "--resume" in result.stderr
+    assert "--force" in result.stderr
+    assert contents(tmp_path / "r") == before
+
+    result = run(*inputs, "--lengths", "8,16", "--resume", "--json")
+    assert result.exit_code == 0
+    again = json.loads(result.stdout)["rows"]
+    with sqlite3.connect(tmp_path / "r" / "results.sqlite") as db:
+        assert db.execute("SELECT count(DISTINCT run) FROM results").fetchone()[0] == 1  # nothing was measured twice
+    result = run(*inputs, "--lengths", "8,16", "--force", "--json")
+    assert result.exit_code == 0
+    fresh = json.loads(result.stdout)["rows"]
+    assert [r["value"] for r in fresh] == [r["value"] for r in again]
+    assert [r["seconds"] for r in fresh] != [r["seconds"] for r in again]
+
+
+@pytest.mark.parametrize("extra", [("--resume",), ("--force",)])
+def test_results_of_another_version_are_refused_and_left_alone(place, tmp_path, extra):
+    out = tmp_path / "r"
+    inputs = ("report", place / "model", "--text", place / "text.txt", "--lengths", "8", "--samples", "1", "--out", out)
+    assert run(*inputs, *PLAIN).exit_code == 0
+    with sqlite3.connect(out / "results.sqlite") as db:
+        db.execute("PRAGMA user_version=99")
+    before = contents(out)
+    result = run(*inputs, *extra)
+    assert result.exit_code == 2
+    assert "version 99" in result.stderr
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--layers", "2"), "layers from 0 to 1"),
+        (("--layers", "first"), "--layers like"),
+        (("--map", "mlp"), "a map among"),
+        (("--map", "normed"), "normalises before"),
+        (("--lengths", "8,1000"), "a text with"),
+        (("--lengths", "60", "--samples", "1"), "at most 48 tokens"),
+        (("--lengths", "eight"), "--lengths like"),
+        (("--lengths", "2"), "special tokens"),
+        (("--samples", "0"), "one sample"),
+        (("--text", "missing.txt"), "expected a text file"),
+        (("--text", "."), "expected a text file"),
+        (("--engine", "slurm"), "local or ray"),
+        (("--address", "auto"), "--engine ray"),
+        (("--workers", "0"), "workers of at least 1"),
+        (("--resume", "--force"), "got both"),
+        (("--tol", "0"), "tol"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(place, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    inputs = {"--text": str(place / "text.txt"), "--lengths": "8", "--workers": "1"}
+    given = [part for k, v in inputs.items() if k not in options for part in (k, v)]
+    result = run("report", place / "model", *given, *options, "--out", "out")
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_that_are_no_place_for_a_report(place, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("years of work")
+    inputs = ("report", place / "model", "--text", place / "text.txt", *SMALL, "--no-figures")
+    for out, extra in (("file", ()), ("file", ("--force",)), ("full", ()), ("full", ("--resume",))):
+        result = run(*inputs, "--out", tmp_path / out, *extra)
+        assert result.exit_code == 2
+        assert len(result.stderr.strip().splitlines()) == 1
+    assert contents(tmp_path / "full") == {"thesis.tex": b"years of work"}
+    assert run(*inputs, "--out", tmp_path / "full", "--force").exit_code == 0
+    assert contents(tmp_path / "full")["thesis.tex"] == b"years of work"
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_prints_a_table_and_keeps_its_rows(place, tmp_path, name):
+    results, table = tmp_path / "rows.sqlite", tmp_path / "rows.csv"
+    inputs = ("study", name, place / "model", "--text", place / "text.txt", "--samples", "1", "--workers", "1", "--steps", "3")
+    result = run(*inputs, "--lengths", "8,12", "--out", results, "--table", table)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert Path(lines[-1]) == results
+    assert lines[1].split()[0] == "layer"
+    assert len(lines) >= 2 + 2 + 1
+    header = table.read_text().splitlines()[0].split(",")
+    assert {"layer", "n", "value", "seed", "version_howsmooth"} <= set(header)
+    resumed = run(*inputs, "--lengths", "8,12", "--out", results, "--resume", "--json")
+    assert len(json.loads(resumed.stdout)["rows"]) >= 2
+    again = run(*inputs, "--lengths", "8,12", "--out", results)
+    assert again.exit_code == 2
+    assert "resume" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("growing", "model"), "a study among"),
+        (("radius", "model", "--factors", "big"), "--factors like"),
+        (("radius", "model", "--factors", "-1"), "positive factors"),
+        (("bounds", "model", "--map", "block"), "the map attention"),
+        (("growth", "model", "--table", "rows.txt"), ".csv or .parquet"),
+        (("growth", "nowhere/at/all"), "got 'nowhere/at/all'"),
+    ],
+)
+def test_studies_that_cannot_be(place, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    named = [place / "model" if a == "model" else a for a in arguments]
+    result = run("study", *named, "--text", place / "text.txt", "--lengths", "8", "--samples", "1", "--workers", "1")
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert message in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["report", "demo", "study"])
+def test_help_has_an_example(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: howsmooth {command}" in " ".join(result.stdout.split())
