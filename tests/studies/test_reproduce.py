@@ -5,6 +5,8 @@ import csv
 import itertools
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.models.load import load
 from howsmooth.report.reproduction_page import About, write_reproduction
 from howsmooth.runner.plan import Plan
+from howsmooth.studies.fit import fit_growth
 from howsmooth.studies.reproduce import PAPER, PARTS, QUICK, curves, exponents, plan, power_iteration, scripts_value, tasks
 from howsmooth.studies.reproduce import run as running
 from howsmooth.studies.reproduce.plan import layers_of
@@ -129,7 +132,7 @@ def test_any_model_in_a_folder(kind, tmp_path):
     cases = [task.call.kwargs()["name"] for task in plan("adversarial", [str(folder)], QUICK, 0).tasks]
     assert (str(folder) in cases) == plain
     if plain:
-        assert len(tasks.adversarial(str(folder), own, 0, [2, 7], 0)) == 2
+        assert len(tasks.adversarial(str(folder), about.own, 0, [2, 7], 0)) == 2
 
 
 @pytest.mark.parametrize("name", ["random:gpt2", "random:bert-base"])
@@ -319,3 +322,56 @@ def test_what_is_in_the_way_stays(tmp_path):
     with pytest.raises(ResultsError, match="not a database"):
         running.reproduce(["meanfield"], [], tmp_path, protocol=QUICK, force=True)
     assert (tmp_path / "results.sqlite").read_text() == "another program's"
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+SECTIONS = {
+    "2. Text": ("real", "attention"),
+    "3. Random weights": ("random", "attention"),
+    "4. Adversarial tokens": ("adversarial", "eigenvector tokens"),
+    "6. What the public scripts compute": ("trap", tasks.WHOLE_MODULE),
+}
+NAMES = {"random GPT-2": "random:gpt2", "random BERT-base": "random:bert-base"}
+
+
+def table_of(name: str) -> list[dict[str, str]]:
+    with (DOCS / "data" / f"reproduction-{name}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_documented_exponents_are_those_of_the_documented_rows():
+    found = {(e["study"], e["subject"], e["masking"], e["layer"], e["map"]): e for e in table_of("exponents")}
+    text = (DOCS / "reproduction.md").read_text("utf-8")
+    told = 0
+    for section in text.split("\n## ")[1:]:
+        study, map_name = SECTIONS.get(section.splitlines()[0], ("", ""))
+        for row in (
+            re.findall(r"^\| (.+), (masked|unmasked)(?:, layer (\d))? \| (\S+).*? \| (\S+)", section, re.M) if study else ()
+        ):
+            who, masking, layer, exponent, scripts = (str(part) for part in row)
+            e = found[study, NAMES.get(who, who), masking, layer or "0", map_name]
+            assert abs(float(exponent.replace("−", "-")) - float(e["exponent"])) < 0.00501
+            assert abs(float(scripts.replace("−", "-")) - float(e["scripts"])) < 0.00501
+            told += 1
+    assert told == sum((e["study"], e["map"]) in SECTIONS.values() for e in found.values()) >= 20
+
+
+def test_the_documented_rows_have_these_exponents():
+    rows = table_of("curves")
+    for e in table_of("exponents"):
+        key = ("study", "subject", "masking", "layer", "map")
+        points = [(int(r["n"]), float(r["L"])) for r in rows if all(r[k] == e[k] for k in key) and int(r["n"]) <= 98]
+        lengths, values = zip(*points, strict=True)
+        assert fit_growth(lengths, values).exponent.value == pytest.approx(float(e["exponent"]), abs=1e-4)
+
+
+@pytest.mark.parametrize("page", ["reproduction.md", "gallery.md"])
+def test_figures_of_the_documentation_are_there_and_name_their_command(page):
+    text = (DOCS / page).read_text("utf-8")
+    images = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert len(images) >= 5
+    for image in images:
+        assert (DOCS / image).read_bytes().startswith(b"\x89PNG")
+        assert (DOCS / image).stat().st_size < 400_000
+    known = {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands} | {"split"}
+    assert set(re.findall(r"howsmooth (\w+)", text)) <= known

@@ -98,6 +98,11 @@ def _show(table: list[Exponent]) -> None:
     for e in table:
         name = f"{e.subject}, {e.masking}, layer {e.layer}"
         name += "" if e.map == "attention" else f", {e.map}"
-        ends = "" if e.low is None else f"{e.low:.2f} … {e.high:.2f}"
-        printed = "" if e.printed is None else f"{e.printed:.2f}"
-        print(f"{name[:58]:<58} {e.exponent:>6.3f} {ends:>14} {e.scripts:>8.3f} {printed:>6}")
+        ends = "" if e.low is None or e.high is None else f"{_digits(e.low)} … {_digits(e.high)}"
+        printed = "" if e.printed is None else _digits(e.printed)
+        print(f"{name[:58]:<58} {_digits(e.exponent, 3):>6} {ends:>14} {_digits(e.scripts, 3):>8} {printed:>6}")
+
+
+def _digits(value: float, count: int = 2) -> str:
+    """Without a minus before nought."""
+    return f"{round(value, count) + 0.0:.{count}f}"

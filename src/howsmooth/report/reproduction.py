@@ -1,6 +1,6 @@
 """Figures of the reproduction: the paper's curves measured again, each as PDF and PNG."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ def growth(found: Sequence[Curve], title: str) -> "Figure | None":
         _log(top, "L" if not column else "")
         bottom.set(xscale="log", xlabel="tokens n", ylabel="R" if not column else "")
         bottom.set_ylim(0, 1.15 * max(c.radius(n) for c in found for n in c.lengths))
-        _lengths(bottom, group)
+        _lengths(bottom, {n for c in group for n in c.lengths})
     figure.suptitle(f"{title}: lines and exponents are fitted up to n = 98", x=0.01, ha="left", fontsize=9)
     return figure
 
@@ -99,7 +99,7 @@ def adversarial(found: Sequence[Curve]) -> "Figure | None":
     _guides(axes, found, powers=((0.5, "1/2", "-."),))
     _log(axes, "L")
     axes.set_xlabel("tokens n")
-    _lengths(axes, found)
+    _lengths(axes, {n for c in found for n in c.lengths})
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.set_title("Adversarial tokens", loc="left")
     return figure
@@ -122,7 +122,7 @@ def trap(found: Sequence[Curve]) -> "Figure | None":
             panel.plot(fit.lengths, fit.means, marker, color=colour, ms=1.8, label=_power(fit, sure=False))
             panel.plot(fit.lengths, fit.fitted, "-", color=colour, lw=0.9)
         _log(panel, "")
-        _lengths(panel, [c])
+        _lengths(panel, c.fit.lengths)
         whole = "\nwith residual and norm" if c.study == "trap" else ""
         panel.set_title(f"{c.subject}, {c.masking},\nlayer {c.layer}{whole}", loc="left", fontsize=7)
         panel.legend(fontsize=6, handlelength=1)
@@ -225,8 +225,13 @@ def _name(e: Exponent) -> str:
 
 def _power(fit: GrowthFit, sure: bool = True) -> str:
     e = fit.exponent
-    ends = "" if e.low is None or not sure else f" [{e.low:.2f}, {e.high:.2f}]"
-    return f"$n^{{{e.value:.2f}}}${ends}"
+    ends = "" if e.low is None or e.high is None or not sure else f" [{_two(e.low)}, {_two(e.high)}]"
+    return f"$n^{{{_two(e.value)}}}${ends}"
+
+
+def _two(value: float) -> str:
+    """Two digits, without a minus before nought."""
+    return f"{round(value, 2) + 0.0:.2f}"
 
 
 def _guides(axes: Any, group: Sequence[Curve], powers: Any = ((0.25, "1/4", ":"), (0.5, "1/2", "-."))) -> None:
@@ -242,8 +247,8 @@ def _log(axes: Any, label: str) -> None:
     _plain_numbers(axes.yaxis)
 
 
-def _lengths(axes: Any, group: Sequence[Curve]) -> None:
-    lengths = sorted({n for c in group for n in c.lengths})
+def _lengths(axes: Any, lengths: Iterable[int]) -> None:
+    lengths = sorted(lengths)
     ticks = [n for n in (2, 5, 10, 20, 50, 100, 200, 500) if lengths[0] <= n <= 1.1 * lengths[-1]]
     axes.set_xticks(ticks, [str(n) for n in ticks])
     axes.xaxis.minorticks_off()
