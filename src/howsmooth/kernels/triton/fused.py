@@ -11,6 +11,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.errors import BadInputError
 from howsmooth.kernels.base import FINER, Precision, Scores, SoftmaxAttention, bound_logits, check_heads
 from howsmooth.kernels.blocked import Blocked
 from howsmooth.kernels.triton import blocks, forward, jvp, vjp
@@ -59,6 +60,8 @@ class Fused(SoftmaxAttention):
         kv_heads, m = k.shape[1:3]
         check_heads(heads, kv_heads)
         scores.mask.check(batch, heads, n, m)
+        if scores.mask.ends is not None:
+            raise BadInputError("expected a mask by order for the fused kernels, got one by positions; use kernel='blocked'")
         self._inputs = (q, k, v)
         self.precision: Precision = precision
         self.scores = replace(scores, mask=scores.mask.to(torch.float32, q.device))
