@@ -10,7 +10,7 @@ test: export OMP_NUM_THREADS ?= 1
 demo: .venv/.package
 	@.venv/bin/howsmooth demo --force
 
-test: lint
+test: lint docs
 	$(PY) -m pytest -q -n auto
 
 lint: .venv/.dev
