@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import howsmooth as hs
 from howsmooth.cli import app
-from howsmooth.errors import BadInputError, ResultsError
+from howsmooth.errors import ResultsError
 from howsmooth.models.load import load
 from howsmooth.report.reproduction_page import About, write_reproduction
 from howsmooth.runner.plan import Plan
@@ -75,7 +75,7 @@ def test_text_gives_what_measure_gives():
         assert row["value"] == pytest.approx(found.value, rel=1e-5)
         assert row["radius"] == pytest.approx(found.radius_rms, rel=1e-6)
         assert row["value"] <= row["upper"]
-        attn = attention_of(captured, row["layer"], "unmasked")
+        attn = attention_of(subject("demo", "unmasked", 0), row["layer"])
         by_hand = power_iteration(attn, captured.tokens(row["layer"]).float(), element=0, steps=1)[0]
         assert row["scripts"] == pytest.approx(by_hand, rel=1e-4)
 
@@ -87,10 +87,7 @@ def test_a_masked_encoder_sees_nothing_that_comes_later():
     first, second = (found.model.capture(ids=i) for i in (ids, other))
     assert torch.allclose(first.tokens(5)[:6], second.tokens(5)[:6], atol=1e-5)
     assert not torch.allclose(first.tokens(5)[6:], second.tokens(5)[6:], atol=1e-2)
-    attn = attention_of(first, 5, "masked")
-    assert attn.causal
-    with pytest.raises(BadInputError, match=r"^expected plain softmax attention .* got "):
-        attention_of(first, 5, "unmasked")
+    assert attention_of(found, 5).causal
 
 
 def test_describing_a_model_leaves_it_as_it_was():
@@ -103,7 +100,7 @@ def test_describing_a_model_leaves_it_as_it_was():
 
 TINY: dict[str, tuple[Any, str, bool, bool]] = {
     "electra": ({"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}, "unmasked", True, True),
-    "distilbert": ({"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}, "unmasked", False, False),
+    "distilbert": ({"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}, "unmasked", False, True),
     "llama": (
         {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
         "masked",
@@ -166,7 +163,7 @@ def test_the_module_that_the_scripts_read():
     block: Any = captured.trace.layers[0].block.module
     x = captured.tokens(0).double()
     attn, norm = (
-        attention_of(captured, 0, "unmasked").to(torch.float64),
+        attention_of(subject("demo", "unmasked", 0), 0).to(torch.float64),
         copy.deepcopy(block.attention.output.LayerNorm).double(),
     )
 

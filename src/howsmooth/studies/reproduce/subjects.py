@@ -11,21 +11,21 @@ from importlib import resources
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from howsmooth.attention import Attention
 from howsmooth.errors import BadInputError
+from howsmooth.models.affine import as_attention
 from howsmooth.models.capture import Capture
 from howsmooth.models.load import load
 from howsmooth.models.model import Model
 from howsmooth.models.tokens import Text, Window
-from howsmooth.models.trace import is_linear
 
 Masking = Literal["masked", "unmasked"]
 RANDOM = ("random:bert-base", "random:gpt2")
 RANDOM_LAYERS = (0, 6)
 _WHOLE_MODULE = "BertAttention"
-_PARITY = 1e-4  # float32 rounding stays far below, a lost scale or bias far above
+_TOKENS = 98  # of the window at which weights are read
 
 
 @final
@@ -118,7 +118,7 @@ def describe(name: str) -> Description:
     captured = found.capture(max(8, found.shortest), 0, 0)
     layers, own = captured.num_layers, _own_masking(found)
     try:
-        attention_of(captured, 0, own)
+        attention_of(found, 0)
         plain = True
     except BadInputError:
         plain = False
@@ -181,42 +181,10 @@ def _set_masking(module: nn.Module, masking: Masking) -> None:
             setattr(part, "is_causal", masking == "masked")  # noqa: B010, no attribute that torch declares
 
 
-def attention_of(captured: Capture, layer: int, masking: Masking) -> Attention:
-    """The weights of a layer, compared with the layer at its own input. Layers of BERT's kind and of GPT-2's.
-
-    Bad configurations are built from weights; measuring alone needs none of this.
-    """
-    found = captured.trace.layers[layer]
-    projection = found.projection
-    parts = dict(found.module.named_modules())
-    if {"query", "key", "value"} <= set(parts):
-        (w_q, b_q), (w_k, b_k), (w_v, b_v) = (_matrix(parts[k]) for k in ("query", "key", "value"))
-    elif "c_attn" in parts:
-        weight, bias = _matrix(parts["c_attn"])
-        w_q, w_k, w_v = weight.chunk(3)
-        b_q, b_k, b_v = (None,) * 3 if bias is None else bias.chunk(3)
-    else:
-        raise BadInputError(
-            f"expected attention with query, key and value or c_attn, got {type(found.module).__name__}; "
-            "adversarial tokens need its weights: leave this model out"
-        )
-    if projection is None:
-        raise BadInputError(f"expected an output projection behind layer {layer}, got none; leave this model out")
-    w_o, b_o = _matrix(projection)
-    attn = Attention(w_q, w_k, w_v, w_o, found.heads, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, causal=masking == "masked")
-    cut = captured.map(layer)
-    with torch.no_grad():
-        ours, theirs = attn(cut.start.float()), cut.to(torch.float32).value(cut.start.float()[None])[0]
-    if float((ours - theirs).abs().max()) > _PARITY * float(theirs.abs().max()):
-        raise BadInputError(
-            f"expected plain softmax attention in layer {layer}, got another kind ({type(found.module).__name__}); "
-            "adversarial tokens are built for plain heads: leave this model out"
-        )
+def attention_of(found: Subject, layer: int) -> Attention:
+    """The weights of a layer, from which bad tokens are built and which take any number of them; measuring needs none."""
+    # weights are read off as many unit vectors at a time as there are tokens
+    attn = as_attention(found.capture(min(_TOKENS, found.longest), 0, 0).map(layer)).to(torch.float32)
+    if attn.bias is not None:
+        raise BadInputError(f"expected a layer for any number of tokens, got layer {layer} with a bias for some; leave it out")
     return attn
-
-
-def _matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight (out, in) and bias of a linear module or of GPT-2's transposed one."""
-    assert is_linear(module)
-    weight, bias = module.weight.detach().float(), module.bias  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    return (weight if isinstance(module, nn.Linear) else weight.mT), None if bias is None else bias.detach().float()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]

@@ -74,8 +74,9 @@ class _Whole(nn.Module):
 
 def iteration(name: str, masking: Masking, layer: int, n: int, start: int, steps: int, seed: int) -> list[dict[str, Any]]:
     """The iteration step by step from one random start, with either element of what `torch.func.jvp` returns."""
-    captured = subject(name, masking, seed).capture(n, 0, seed)
-    attn = attention_of(captured, layer, masking).to(torch.float64)
+    found = subject(name, masking, seed)
+    captured = found.capture(n, 0, seed)
+    attn = attention_of(found, layer).to(torch.float64)
     x = captured.tokens(layer).double()
     truth, limit = lipschitz(attn, x, batched=False, tol=1e-8).value, scripts_value(attn, x)
     printed = {k: power_iteration(attn, x, element=k, steps=steps, seed=start) for k in (0, 1)}
@@ -153,7 +154,7 @@ def _layer(name: str, masking: Masking, layer: int, seed: int) -> tuple[Attentio
     captured = found.capture(min(_TOKENS_FOR_RADIUS, found.longest), 0, seed)
     if not 0 <= layer < captured.num_layers:
         raise BadInputError(f"expected a layer from 0 to {captured.num_layers - 1}, got {layer}; {name} has no other")
-    return attention_of(captured, layer, masking), _radius(captured.tokens(layer))
+    return attention_of(found, layer), _radius(captured.tokens(layer))
 
 
 def _row(study: str, name: str, masking: str, layer: int, tokens: str, n: int, sample: int) -> dict[str, Any]:
