@@ -3,6 +3,7 @@ PIP := $(PY) -m pip install -qq -c constraints.txt
 
 # Threads that spin while they wait slow torch down many times over when another program holds a core.
 demo test: export OMP_WAIT_POLICY ?= PASSIVE
+test: export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint bench docs clean
 
@@ -10,7 +11,7 @@ demo: .venv/.package
 	@.venv/bin/howsmooth demo --force
 
 test: lint
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n auto
 
 lint: .venv/.dev
 	$(PY) -m ruff check .

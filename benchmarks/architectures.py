@@ -26,7 +26,7 @@ def _row(name: str) -> dict[str, Any]:
     from problems.zoo import ZOO, randomize, reference
 
     animal = ZOO[name]
-    model = hs.load(randomize(animal.build()).double(), side=animal.side)
+    model = hs.load(randomize(animal.build(), scale=animal.scale).double(), side=animal.side)
     inputs = {k: v.double() if v.is_floating_point() else v for k, v in animal.inputs().items()}
     captured = model.capture(inputs=inputs)
     module: Any = model.module
@@ -35,7 +35,8 @@ def _row(name: str) -> dict[str, Any]:
     errors = {}
     found = {}
     for kind, start, end in (("attention", animal.attention, animal.projection), ("block", animal.block, animal.block)):
-        jacobian = reference(module, inputs, *(path.replace("{}", str(animal.layer)) for path in (start, end)))[1]
+        start, end = (path.replace("{}", str(animal.layer)) for path in (start, end))
+        jacobian = reference(module, inputs, start, end)[1]
         truth = float(torch.linalg.matrix_norm(jacobian, 2))
         found[kind] = captured.measure(animal.layer, kind)  # pyright: ignore[reportArgumentType]
         agree(f"{name} {kind}", found[kind].value, truth, 1e-6)

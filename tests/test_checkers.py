@@ -143,7 +143,11 @@ def test_check_batch_equals_loop_fails(build):
         checks.check_batch_equals_loop(build, MATRIX)
 
 
-@pytest.mark.parametrize("spoil", [torch.neg, lambda t: t.mT, lambda t: t * torch.nan, lambda t: t + 1e-12], ids=str)
+@pytest.mark.parametrize(
+    "spoil",
+    [torch.neg, lambda t: t.mT, lambda t: t * torch.nan, lambda t: t + 1e-12],
+    ids=["sign", "transposed", "nan", "shifted"],
+)
 def test_check_operator_fails(spoil):
     with pytest.raises(AssertionError):
         checks.check_operator(Matrix(MATRIX), spoil(MATRIX))

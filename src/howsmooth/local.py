@@ -190,8 +190,11 @@ class _MapProblem:
     def operator(self) -> Operator:
         return self._f.linearize(self._x)[1]
 
-    def precise(self) -> Operator:
-        return self._f.linearize(self._x.double())[1]
+    def precise(self) -> Operator | None:
+        try:
+            return self._f.linearize(self._x.double())[1]
+        except BadFunctionError:  # a map made of someone else's code, which may know no float64
+            return None
 
 
 class _MeasureProblem:

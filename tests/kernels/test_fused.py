@@ -62,9 +62,18 @@ def check(p: Problem, precision: fused.Precision, probes: int = 1) -> None:
 
 
 @pytest.mark.parametrize("precision", ["half", "mixed", "strict"])
-@pytest.mark.parametrize("name", MASK_NAMES)
+@pytest.mark.parametrize("name", [name for name in MASK_NAMES if "ties" not in name])
 def test_every_mask(name, precision):
     check(problem(batch=2, heads=2, n=45, d=16, d_v=16, mask=masks(2, 2, 45)[name]), precision)
+
+
+def test_masks_by_positions_are_refused_or_go_elsewhere():
+    p = problem(n=9, mask=masks(2, 2, 9)["ties"]).to(torch.float32)
+    with pytest.raises(BadInputError, match="a mask by order"):
+        make(p)
+    with pytest.raises(BadInputError, match="a mask by positions"):
+        linearize(*p.qkv, p.scores, kernel="triton")
+    assert not isinstance(linearize(*p.qkv, p.scores), Fused)
 
 
 @pytest.mark.parametrize("precision", ["half", "strict"])

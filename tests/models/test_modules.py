@@ -145,6 +145,20 @@ def test_encoder_layers(norm_first: bool, depth: int):
         x = block(x).detach()
 
 
+def test_code_that_knows_no_float64():
+    class Single(Mine):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x @ torch.eye(WIDTH))
+
+    module = randomize(Single())
+    got = hs.load(module).measure(inputs=tokens().float(), layer=0, map="block")
+    assert got.cut
+    assert got.estimate.precision == "float32"
+    assert got.value == pytest.approx(norm_of(module, tokens().float()), rel=1e-4)
+    large = tokens(n=600).float()  # past the size that is decomposed
+    assert hs.load(module).measure(inputs=large, layer=0, map="block", tol=1e-2).estimate.precision == "float32"
+
+
 def test_training_mode_and_settings_come_back():
     module = randomize(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.5, batch_first=True)).double().train()
     module.dropout1.eval()

@@ -20,7 +20,7 @@ from problems.zoo import LENGTH, ZOO, Animal, ids, randomize, reference
 
 @cache
 def model_of(name: str) -> Model:
-    return hs.load(randomize(ZOO[name].build()).double(), side=ZOO[name].side)
+    return hs.load(randomize(ZOO[name].build(), scale=ZOO[name].scale).double(), side=ZOO[name].side)
 
 
 def truth_of(name: str, kind: str, inputs: dict[str, Any], real: Tensor | None = None) -> tuple[Tensor, float]:

@@ -49,6 +49,7 @@ class Animal:
     {} is the layer; | parts the paths of different versions of the library.
 
     cut: whether its attention runs on the kernels.  side: of a model with two.  layer: which one is measured.
+    scale: of the weights; smaller where norm upon norm makes much of the library's float32 casts.
     """
 
     build: Callable[[], nn.Module]
@@ -59,6 +60,7 @@ class Animal:
     side: str | None = None
     layer: int = 1
     pads: bool = True
+    scale: float = 0.35
     inputs: Callable[[], dict[str, Any]] = field(default=lambda: {"input_ids": ids()})
 
 
@@ -228,12 +230,13 @@ ZOO: dict[str, Animal] = {
     **{
         f"gemma2 {kind}": Animal(
             lambda: t.Gemma2Model(
-                t.Gemma2Config(**GROUPED, **TOKENS, sliding_window=4, attn_logit_softcapping=2.0, query_pre_attn_scalar=6)
+                t.Gemma2Config(**GROUPED, **TOKENS, sliding_window=4, attn_logit_softcapping=10.0, query_pre_attn_scalar=6)
             ),
             "layers.{}",
             "layers.{}.self_attn",
             "layers.{}.self_attn.o_proj",
             layer=layer,
+            scale=0.15,
         )
         for kind, layer in (("local", 0), ("global", 1))
     },
@@ -252,6 +255,7 @@ ZOO: dict[str, Animal] = {
             "layers.{}.self_attn",
             "layers.{}.self_attn.o_proj",
             layer=layer,
+            scale=0.15,
         )
         for kind, layer in (("local", 0), ("global", 1))
     },
@@ -323,7 +327,7 @@ def clip() -> t.CLIPConfig:
     )
 
 
-def randomize(model: nn.Module, seed: int = 0, scale: float = 0.5) -> Any:
+def randomize(model: nn.Module, seed: int = 0, scale: float = 0.35) -> Any:
     """Weights large enough that attention is neither uniform nor saturated, norms and biases away from one and zero."""
     random = torch.Generator().manual_seed(seed)
     for p in model.parameters():

@@ -1,6 +1,7 @@
 """Words: edits keep what must be kept, scores are what the model says, and guided edits beat random ones."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_raising_the_constant(model, windows):
 def test_refusals(model, windows):
     window = windows[0]
     everything = list({str(t) for t in model.tokenizer.get_vocab()})
-    for options, sentence in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"forbid": everything}, "forbidden ones that leave none"),
         ({"ways": ["magic"]}, "ways among"),
         ({"words": 0}, "at least 1"),
@@ -95,7 +96,8 @@ def test_refusals(model, windows):
         ({"goal": "chaos"}, "output or constant"),
         ({"goal": "constant"}, "expected a layer"),
         ({"layer": 17}, "layer from 0 to 5"),
-    ):
+    ]
+    for options, sentence in refused:
         with pytest.raises(BadInputError, match=sentence):
             attack_tokens(model, window, **options)
     special = model.text("alice").window()
@@ -129,11 +131,12 @@ def test_robustness(found):
 
 
 def test_robustness_refuses(model, windows):
-    for options, sentence in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"budgets": [0.0]}, "between 0 and 10"),
         ({"budgets": []}, "between 0 and 10"),
         ({"words": -1}, "whole number of words"),
-    ):
+    ]
+    for options, sentence in refused:
         with pytest.raises(BadInputError, match=sentence):
             robustness(model, windows, **options)
     with pytest.raises(BadInputError, match="window of text"):

@@ -8,7 +8,7 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.studies.bounds import bound_jobs
-from howsmooth.studies.layers import Question, layer_jobs, settle
+from howsmooth.studies.layers import Question, Setting, layer_jobs, settle
 from howsmooth.studies.norms import norm_calls, norm_in_front, norm_jobs
 from howsmooth.studies.positions import position_break
 from howsmooth.studies.radius import radius_jobs
@@ -20,8 +20,8 @@ from problems import readers
 from problems.zoo import ZOO, randomize
 
 
-def asked(reader, *lengths, **options):
-    return settle(reader, Question(lengths or (10,), **({"samples": 1} | options)))
+def asked(reader: Reader, *lengths: int, samples: int = 1, map: str = "attention", tol: float = 1e-3) -> Setting:
+    return settle(reader, Question(lengths or (10,), samples, map=map, tol=tol))
 
 
 @pytest.mark.parametrize("kind", ["attention", "block"])

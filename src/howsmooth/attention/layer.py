@@ -202,6 +202,8 @@ class Attention(Map):
             ("window", "a window counts tokens, which a measure does not have"),
             ("bias", "a bias belongs to places in a sequence"),
             ("rotary", "rotary phases belong to places in a sequence"),
+            ("q_norm", "what splitting a normalised query does is not derived"),
+            ("k_norm", "what splitting a normalised key does is not derived"),
             ("attention_mask", "padding has no mass; leave those atoms out"),
         ):
             if getattr(self, name) is not None:
@@ -383,7 +385,8 @@ class _AttentionJacobian(Operator):
         return self._with(self._kernel.tiled())
 
     def _with(self, kernel: SoftmaxAttention) -> "_AttentionJacobian":
-        return _AttentionJacobian(self._layer, kernel, (self.batch, *self.in_shape), self.out_shape[-1])
+        shape = (self.batch, *self.in_shape)
+        return _AttentionJacobian(self._layer, kernel, shape, self.out_shape[-1], self._q_slope, self._k_slope)
 
     def _push(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens' directions → those of queries, keys and values."""

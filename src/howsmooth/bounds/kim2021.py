@@ -49,6 +49,7 @@ def l2_bounds(
 
     w_q, w_v: (heads, k, d).  w_o: (out, heads·k).  n: tokens, at least 1.
 
+    >>> import torch
     >>> eye = torch.eye(2)[None]
     >>> [(b.id, round(b.value, 4)) for b in l2_bounds(eye, eye, torch.eye(2), n=1)]  # one token: the map is A, √(1/2)
     [('K2', 0.7071), ('K3', 0.7071)]

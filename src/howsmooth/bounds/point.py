@@ -26,6 +26,7 @@ from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.kernels.tiles import Tile
 from howsmooth.operators import Composed, Operator
 
+_HEAD_STEPS = 4  # power steps on the weights of each of several heads
 _START_STEPS = 2  # power steps on a matrix like that of block norms
 _BLOCK_STEPS = 2  # and on it
 _SHORT, _SHORT_STEPS = 256, 8  # tokens up to which one head may take more of them
@@ -391,13 +392,13 @@ def _with_block_norms(
 ) -> _Sizes:
     """Theorem 4.4 added. Block norms are about `P_ij (ν + a_i √spread_i)`, whose top vector is a cheap start."""
     batch = operator.batch
-    p, w = _weights_norm(operator._kernel.tiled(), t.inverse)
+    p, w = _weights_norm(operator._kernel.tiled(), t.inverse, STEPS if operator._layer.heads == 1 else _HEAD_STEPS)
     nu = geometry.nu.to(beta.dtype).repeat(batch)[:, None]  # (g, 1)
     reach = t.a * spread.sqrt() * t.kappa.amax(-1, keepdim=True)
     start = _start(operator._kernel.tiled(), t.inverse, nu + reach, beta, w)
     if t.y is not None:
         return _Sizes(p, beta.amax(-1), key, _one_head(operator, geometry, t, beta, start))
-    start = torch.cat([start, _start(operator._kernel.tiled(), t.inverse, reach, torch.zeros_like(beta), w)])
+    start = torch.cat([start, start])
     whole, keys_alone = _many_heads(operator, nu, t, beta, start)
     return _Sizes(p, beta.amax(-1), torch.minimum(key.double(), keys_alone), whole)
 
@@ -423,7 +424,7 @@ def _spread(second: Tensor, mean: Tensor, t: _Tokens) -> Tensor:
     return torch.where(t.inverse > 0, (second - mean.square().sum(-1)).clamp_min(0) + t.noise * second, 0.0)
 
 
-def _weights_norm(kernel: Tiled, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def _weights_norm(kernel: Tiled, inverse: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """`‖P‖₂` of every head from above, and weights near its top right singular vector."""
 
     def forward(w: Tensor) -> Tensor:
@@ -435,7 +436,7 @@ def _weights_norm(kernel: Tiled, inverse: Tensor) -> tuple[Tensor, Tensor]:
     def backward(z: Tensor) -> Tensor:
         return _received(kernel, inverse, z)
 
-    return perron_bound(forward, backward, backward(torch.ones_like(inverse)), STEPS)
+    return perron_bound(forward, backward, backward(torch.ones_like(inverse)), steps)
 
 
 def _one_head(operator: _AttentionJacobian, geometry: _Geometry, t: _Tokens, beta: Tensor, start: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float
@@ -13,6 +13,9 @@ from howsmooth.kernels.masks import Mask
 
 if TYPE_CHECKING:
     from howsmooth.kernels.tiled import Tiled
+
+Precision = Literal["half", "mixed", "strict"]  # of the fused kernels' products: docs/performance.md
+FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,12 @@ class SoftmaxAttention(ABC):
 
     scores: Scores
     largest_logit: float  # a bound on every logit before masks
+    _inputs: tuple[Tensor, Tensor, Tensor]  # q, k, v as they came
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`q, k, v`, keys and values not repeated."""
+        return self._inputs
 
     @property
     @abstractmethod
@@ -83,6 +92,11 @@ class SoftmaxAttention(ABC):
     def noise(self) -> float:
         """Relative error of a product: rounding, and what it makes of logits, where one unit in s moves `P` by s units."""
         return torch.finfo(self.output.dtype).eps * (32 + self.largest_logit)
+
+    @property
+    def finer(self) -> Precision | None:
+        """The next precision above this kernel's, where there is one short of float64."""
+        return None
 
     def refined(self) -> "SoftmaxAttention | None":
         """The same attention with more exact products at a higher price, where there is one short of float64."""

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.base import Scores, SoftmaxAttention
+from howsmooth.kernels.base import Precision, Scores, SoftmaxAttention
 from howsmooth.kernels.blocked import Blocked
 from howsmooth.kernels.dense import Dense
 from howsmooth.kernels.tiles import TileSize, cut
@@ -25,11 +25,12 @@ def linearize(
     v: Float[Tensor, "batch kv_heads m d_v"],
     scores: Scores,
     kernel: Kernel = "auto",
+    precision: Precision = "half",
 ) -> SoftmaxAttention:
     """Softmax attention at `q, k, v`.
 
     By default fused kernels on a GPU below float64; elsewhere weights are kept while they are small, and made again for each
-    product when they are not. A `kernel` asked for by name serves or raises.
+    product when they are not. A `kernel` asked for by name serves or raises. `precision` is that of the fused kernels.
 
     >>> import torch
     >>> x = torch.zeros(1, 1, 4, 2)
@@ -41,7 +42,7 @@ def linearize(
         if reason is None:
             from howsmooth.kernels.triton import Fused
 
-            return Fused(q, k, v, scores)
+            return Fused(q, k, v, scores, precision)
         if kernel == "triton":
             raise BadInputError(f"expected a problem for the fused kernels, got {reason}; use kernel='blocked'")
         _warn_once(reason)

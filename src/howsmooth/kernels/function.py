@@ -58,7 +58,9 @@ class _Kept:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernel: Kernel, kept: _Kept) -> Tensor:
-        kept.at = linearize(q.detach(), k.detach(), v.detach(), scores, kernel)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q_wide, k_wide, v_wide = (t.detach().to(wide) for t in (q, k, v))
+        kept.at = linearize(q_wide, k_wide, v_wide, scores, kernel)
         return kept.at.output.to(q.dtype)
 
     @staticmethod

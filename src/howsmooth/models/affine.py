@@ -36,7 +36,7 @@ def as_attention(cut: Cut) -> Attention:
     for start in range(0, d + 1, n):
         part = units[start : start + n]
         kernel = _only(cut._run(torch.cat([part, x[len(part) :]]))[1], kind)
-        for found, t in zip(answers, kernel._inputs, strict=True):
+        for found, t in zip(answers, kernel.inputs, strict=True):
             found.append(t[0, :, : len(part)].transpose(0, 1).flatten(1))  # (part, heads · width)
     weights, biases = [], []
     for found in answers:
@@ -56,7 +56,7 @@ def as_attention(cut: Cut) -> Attention:
         weights[2],
         w_o.contiguous(),
         heads=layer.heads,
-        kv_heads=kernel._inputs[1].shape[1],
+        kv_heads=kernel.inputs[1].shape[1],
         b_q=biases[0],
         b_k=biases[1],
         b_v=biases[2],

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.kernels import Scores, SoftmaxAttention, linearize
+from howsmooth.kernels.base import Precision
 
 
 class _Attend(torch.autograd.Function):
@@ -32,6 +33,9 @@ class _Transposed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, g: Tensor, kernel: SoftmaxAttention) -> tuple[Tensor, Tensor, Tensor]:
         ctx.kernel = kernel
+        if not bool(g.any()):  # the graph of a linear map is made at zero
+            q, k, v = kernel.inputs
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dq, dk, dv = kernel.vjp(g[None])
         return dq[0], dk[0], dv[0]
 
@@ -45,6 +49,7 @@ def attend(
     k: Float[Tensor, "batch kv_heads m d"],
     v: Float[Tensor, "batch kv_heads m d_v"],
     scores: Scores,
+    precision: Precision = "half",
 ) -> tuple[Float[Tensor, "batch heads n d_v"], SoftmaxAttention]:
     """Softmax attention whose derivatives run on the kernels, and the kernel itself.
 
@@ -55,7 +60,7 @@ def attend(
     """
     kind = torch.promote_types(q.dtype, torch.float32)
     with torch.no_grad():
-        kernel = linearize(q.detach().to(kind), k.detach().to(kind), v.detach().to(kind), scores)
+        kernel = linearize(q.detach().to(kind), k.detach().to(kind), v.detach().to(kind), scores, precision=precision)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (q, k, v)):
         return kernel.output.to(q.dtype), kernel
     out = _Attend.apply(q, k, v, kernel)

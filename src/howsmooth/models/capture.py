@@ -25,7 +25,7 @@ from howsmooth.operators import Operator
 from howsmooth.spectral import Estimate
 
 _MOST_LOGITS = 2**26  # 512 MiB in float64
-_PARITY = 1e-5  # what float32 constants inside a float64 model explain, and no lost key
+_PARITY = {torch.float64: 1e-5, torch.float32: 1e-3}  # what float32 constants inside the model explain, and no lost key
 
 
 class FallbackWarning(UserWarning):
@@ -79,7 +79,7 @@ class Capture:
         with ExitStack() as stack:
             if code is not None:
                 stack.enter_context(implementation(self.owner, code))
-            if self.work == torch.float64:
+            if self.work == torch.float64 and code == "eager":  # a float64 mask overflows in its float32 softmax
                 stack.enter_context(KeepDouble())
             return trace(self.owner, self.args, self.kwargs)
 
@@ -143,12 +143,19 @@ class Capture:
         if cut is not None:
             try:
                 with torch.no_grad():
-                    value = cut.to(torch.float64).value(cut.start.double()[None])
+                    value = self._value(cut)
                 if self._agrees(cut, value):
                     return replace(cut, head=head)
             except UncuttableError:
                 pass
         return self._fallback(layer, map, head)
+
+    def _value(self, cut: Cut) -> Tensor:
+        """The map at its own tokens, in float64 where the model can."""
+        try:
+            return cut.to(torch.float64).value(cut.start.double()[None])
+        except (RuntimeError, TypeError):
+            return cut.value(cut.start.to(self.work)[None])
 
     def attention(self, layer: int) -> Attention:
         """A layer as `howsmooth.Attention` in float64, for bounds and searches; refused where it is not of that form.
@@ -184,12 +191,12 @@ class Capture:
 
     @torch.no_grad()
     def _agrees(self, cut: Cut, value: Tensor) -> bool:
-        """Whether `value`, the map on the kernels in float64, is what the model's own code gives."""
-        own = replace(cut, code=self._own_code, kernels=False, work=torch.float64)
+        """Whether `value`, the map on the kernels, is what the model's own code gives in the same precision."""
+        own = replace(cut, code=self._own_code, kernels=False, work=value.dtype)
         if cut.code is not None and (cut.trace.masks or cut.code != IMPLEMENTATION):  # each code has masks of its own
             own = replace(own, trace=self._own, layer=self._own.layers[cut.layer.index])
-        theirs = own.value(cut.start.double()[None])
-        return float((value - theirs).abs().max()) <= _PARITY * float(theirs.abs().max())
+        theirs = own.value(cut.start.to(value.dtype)[None])
+        return float((value - theirs).abs().max()) <= _PARITY[value.dtype] * float(theirs.abs().max())
 
     def _check(self, layer: int, map: str, head: int | None) -> None:
         if map not in MAPS:
@@ -273,14 +280,14 @@ class Capture:
                 estimate = lipschitz(seen, cut.start, batched=False, **options)
                 if head is not None:
                     self.map(layer, map)  # one head alone is no value of the model's own code
-                if head is not None or self._agrees(cut, seen.values[torch.float64]):
-                    return replace(cut, head=head), estimate, seen.operators[torch.float64]
+                if head is not None or self._agrees(cut, seen.widest[0]):
+                    return replace(cut, head=head), estimate, seen.widest[1]
             except UncuttableError:
                 pass
         plain = self._fallback(layer, map, head)
         seen = Witness(plain)
         estimate = lipschitz(seen, plain.start, batched=False, **options)
-        return plain, estimate, seen.operators[max(seen.operators, key=lambda kind: torch.finfo(kind).bits)]
+        return plain, estimate, seen.widest[1]
 
 
 class Witness(Map):
@@ -288,8 +295,12 @@ class Witness(Map):
 
     def __init__(self, inner: Map):
         self._inner = inner
-        self.values: dict[torch.dtype, Tensor] = {}
-        self.operators: dict[torch.dtype, Operator] = {}
+        self._given: dict[torch.dtype, tuple[Tensor, Operator]] = {}
+
+    @property
+    def widest(self) -> tuple[Tensor, Operator]:
+        """The value and the operator of the highest precision that was asked for and could be had."""
+        return self._given[max(self._given, key=lambda kind: torch.finfo(kind).bits)]
 
     @property
     def width(self) -> int:
@@ -310,9 +321,8 @@ class Witness(Map):
         return self._inner.value(x)
 
     def linearize(self, x):
-        value, operator = self._inner.linearize(x)
-        self.values[x.dtype], self.operators[x.dtype] = value, operator
-        return value, operator
+        self._given[x.dtype] = self._inner.linearize(x)
+        return self._given[x.dtype]
 
 
 def _shares(v: Tensor) -> tuple[float, ...]:

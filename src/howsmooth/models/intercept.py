@@ -4,6 +4,7 @@ Within `Intercept`, whoever calls the attention interface (with the implementati
 `F.scaled_dot_product_attention` gets our kernels, and the listener hears of each call.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from howsmooth.errors import HowSmoothError
+from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels import Mask, Scores
 from howsmooth.models import masks
 
@@ -47,11 +48,13 @@ class Intercept:
 
     on_call: answers a call with its output, (batch, heads, n, d_v).  on_softmax: hears of every softmax over a square of
     logits that the model's own code takes.  masks: what each mask handed out stands for, by the storage that carries it.
+    refuse: the error for a call that the kernels do not express.
     """
 
     on_call: Listener
     on_softmax: Callable[[], None]
     masks: dict[int, tuple[Tensor, Mask]] = field(default_factory=dict)
+    refuse: Callable[[str], HowSmoothError] = UncuttableError
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -67,24 +70,50 @@ class Intercept:
     def tag(self, mask: Mask, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of the shape a model expects that only stands for `mask`: whoever reads its entries gets NaN."""
         carrier = torch.full((), torch.nan, dtype=dtype, device=device)
-        self.masks[carrier.untyped_storage().data_ptr()] = (carrier, mask)
+        self.masks[_storage(carrier)] = (carrier, mask)
         return carrier.expand(shape)
 
     def read(self, mask: Tensor | None, causal: bool, dtype: torch.dtype) -> Mask:
         """The mask behind what a model passes on."""
         if mask is None:
             return Mask(causal=causal)
-        known = self.masks.get(mask.untyped_storage().data_ptr())
+        known = self.masks.get(_storage(mask))
         if known is not None:
             return known[1]
         if mask.requires_grad:
-            raise UncuttableError("a mask that depends on the input")
+            raise self.refuse("a mask that depends on the input")
         if mask.ndim != 4 or (mask.is_floating_point() and bool(mask.isnan().any())):
-            raise UncuttableError(f"a mask of shape {tuple(mask.shape)} that the model has rewritten")
+            raise self.refuse(f"a mask of shape {tuple(mask.shape)} that the model has rewritten")
         return masks.from_tensor(mask, dtype)
 
 
 _ACTIVE: ContextVar[Intercept] = ContextVar("intercept")
+
+
+_STAND_IN: list[Intercept] = []
+
+
+def stand_in(intercept: Intercept) -> None:
+    """What answers calls of the implementation `howsmooth` while no other is active."""
+    _STAND_IN[:] = [intercept]
+
+
+def _active() -> Intercept:
+    found = _ACTIVE.get(None) or next(iter(_STAND_IN), None)
+    if found is None:
+        raise BadInputError(
+            "expected a measurement around this call, got a model set to attn_implementation='howsmooth' by itself; "
+            "call howsmooth.models.implementation.register() first"
+        )
+    return found
+
+
+def _storage(t: Tensor) -> int:
+    """Where a tensor's numbers are, whichever of torch.func's transforms looks at it."""
+    functorch = importlib.import_module("torch._C._functorch")
+    while functorch.is_functorch_wrapped_tensor(t):
+        t = functorch.get_unwrapped(t)
+    return t.untyped_storage().data_ptr()
 
 
 class _Watch(TorchFunctionMode):
@@ -115,7 +144,7 @@ def _torch_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`F.scaled_dot_product_attention` on the kernels."""
-    intercept = _ACTIVE.get()
+    intercept = _active()
     lead = query.shape[:-2]
     q, k, v = (_four_axes(t) for t in (query, key, value))
     batch = q.shape[0]
@@ -153,14 +182,16 @@ def _library_attention(
     **kwargs: Any,  # what other implementations ask for; the output is compared with the model's own
 ) -> tuple[Tensor, None]:
     """The attention interface's function: (batch, heads, n, d) in, (batch, n, heads, d_v) out."""
-    intercept = _ACTIVE.get()
+    intercept = _active()
     if s_aux is not None:
-        raise UncuttableError("learned attention sinks")
+        raise intercept.refuse("learned attention sinks")
+    if dropout:
+        raise intercept.refuse("dropout, as in training")
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else bool(is_causal)
     mask = intercept.read(attention_mask, causal and attention_mask is None and query.shape[2] > 1, query.dtype)
     if position_bias is not None:
         if position_bias.requires_grad:
-            raise UncuttableError("a position bias that depends on the input")
+            raise intercept.refuse("a position bias that depends on the input")
         mask = masks.with_bias(mask, position_bias.detach())
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = intercept.on_call(Call(query, key, value, Scores(scale, softcap, mask)))
@@ -184,7 +215,7 @@ def _library_mask(
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if int(q_offset) or int(kv_offset):
-        raise UncuttableError("a mask with offsets, as a cache makes it")
+        raise _active().refuse("a mask with offsets, as a cache makes it")
     device = torch.device(device)
     rule: Any = causal_mask_function if mask_function is None else mask_function
     keys = None if attention_mask is None else attention_mask[:, :kv_length].bool()
@@ -203,7 +234,7 @@ def _library_mask(
         mask = masks.from_tensor(seen, torch.float32)
     else:
         mask = masks.from_rule(rule, batch_size, q_length, kv_length, keys, device)
-    return _ACTIVE.get().tag(mask, (batch_size, 1, q_length, kv_length), dtype, device)
+    return _active().tag(mask, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
 def register() -> None:

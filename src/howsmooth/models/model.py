@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -30,7 +30,7 @@ class Model:
     """
 
     name: str
-    module: nn.Module
+    module: nn.Module = field(repr=False)
     side: str | None
     tokenizer_source: str | None
     notes: tuple[str, ...]

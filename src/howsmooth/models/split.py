@@ -18,8 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from howsmooth.attention.maps import Map
-from howsmooth.errors import BadInputError
+from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention
+from howsmooth.kernels.base import Precision
 from howsmooth.models.attend import attend
 from howsmooth.models.intercept import Call, Intercept, implementation
 from howsmooth.models.precision import KeepDouble
@@ -32,7 +33,7 @@ from howsmooth.models.trace import (
     first_tensor,
     without_weights,
 )
-from howsmooth.operators import AutodiffJacobian, Operator
+from howsmooth.operators import AutodiffJacobian, Operator, inner
 
 MapName = Literal["attention", "heads", "normed", "block", "model"]
 MAPS: tuple[MapName, ...] = get_args(MapName)
@@ -55,6 +56,7 @@ class Cut(Map):
     owner: the model whose configurations choose the attention code.  code: that choice, `howsmooth` for the kernels.
     trace, layer: where the arguments come from.  name: which map.  head: one head alone.
     real: the tokens that are not padding; the others keep their values and are neither moved nor measured.
+    precision: of the fused kernels, where these serve.
     """
 
     owner: nn.Module
@@ -66,6 +68,7 @@ class Cut(Map):
     real: Tensor | None = None
     kernels: bool = True
     work: torch.dtype = torch.float32
+    precision: Precision = "half"
 
     @property
     def start(self) -> Tensor:
@@ -117,7 +120,16 @@ class Cut(Map):
             kernels.extend(seen)
             return y[None]
 
-        jacobian = CutJacobian(f, x, kernels)
+        def refine() -> CutJacobian | None:
+            finer = next((k.finer for k in kernels if k.finer is not None), None)
+            return None if finer is None else replace(cut, precision=finer).linearize(x)[1]
+
+        try:
+            jacobian = CutJacobian(f, x, kernels, refine)
+        except (RuntimeError, TypeError) as error:
+            if x.dtype == torch.float64 and self.work != torch.float64:  # code that knows no float64
+                raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
+            raise
         return jacobian.output, jacobian
 
     def _run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
@@ -126,9 +138,9 @@ class Cut(Map):
 
         def on_call(call: Call) -> Tensor:
             if self.head is None:
-                out, kernel = attend(call.q, call.k, call.v, call.scores)
+                out, kernel = attend(call.q, call.k, call.v, call.scores, self.precision)
             else:
-                out, kernel = _one_head(call, self.head)
+                out, kernel = _one_head(call, self.head, self.precision)
             kernels.append(kernel)
             return out
 
@@ -207,8 +219,14 @@ class CutJacobian(Operator):
     is none.
     """
 
-    def __init__(self, f: Callable[[Tensor], Tensor], x: Float[Tensor, "1 n d"], kernels: list[SoftmaxAttention]):
-        self._f, self.kernels = f, kernels
+    def __init__(
+        self,
+        f: Callable[[Tensor], Tensor],
+        x: Float[Tensor, "1 n d"],
+        kernels: list[SoftmaxAttention],
+        refine: "Callable[[], CutJacobian | None]" = lambda: None,
+    ):
+        self._f, self.kernels, self._refine = f, kernels, refine
         self.batch, self.in_shape, self.dtype, self.device = 1, tuple(x.shape[1:]), x.dtype, x.device
         self._checked: AutodiffJacobian | None = None
         self._last: tuple[Tensor, Tensor] | None = None
@@ -235,7 +253,14 @@ class CutJacobian(Operator):
     @property
     def noise(self) -> float:
         """Rounding, and what it makes of logits, as for an attention layer of our own."""
-        return torch.finfo(self.dtype).eps * (32 + max((k.largest_logit for k in self.kernels), default=0.0))
+        return max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+
+    @property
+    def heavy(self) -> bool:
+        return any(k.heavy for k in self.kernels)
+
+    def refined(self):
+        return self._refine()
 
     def jvp(self, v):
         if self._last is not None and torch.equal(self._last[0], v):
@@ -256,23 +281,25 @@ class CutJacobian(Operator):
         return torch.stack([torch.autograd.grad(self._y, self._x, p, True, materialize_grads=True)[0] for p in probes])
 
     def gram(self, v):
-        if self._checked is None and not self._trusted and not self._fits(v):
+        if self._checked is None and not self._trusted:
+            try:
+                image = self.jvp(v)
+                product = self.vjp(image)
+            except RuntimeError:
+                image = product = None
+            if image is not None and product is not None and self._fits(v, image, product):
+                self._trusted = True
+                return product, inner(image, image)
             self._checked, self._last = AutodiffJacobian(self._f, self._x.detach(), batched=True), None
         return super().gram(v)
 
-    def _fits(self, v: Tensor) -> bool:
+    def _fits(self, v: Tensor, image: Tensor, product: Tensor) -> bool:
         """`|J v|² = ⟨v, JᵀJ v⟩`."""
-        try:
-            image = self.jvp(v)
-            product = self.vjp(image)
-        except RuntimeError:
-            return False
         left, right = image.double().square().sum(), (v.double() * product.double()).sum()
-        self._trusted = bool((left - right).abs() <= 1e3 * self.noise * left)
-        return self._trusted
+        return bool((left - right).abs() <= min(1e3 * self.noise, 0.02) * left) or not bool(left.isfinite())
 
 
-def _one_head(call: Call, head: int) -> tuple[Tensor, SoftmaxAttention]:
+def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, SoftmaxAttention]:
     """The output with every head but one set to zero."""
     heads, group = call.q.shape[1], call.q.shape[1] // call.k.shape[1]
     own = slice(head // group, head // group + 1)
@@ -280,7 +307,7 @@ def _one_head(call: Call, head: int) -> tuple[Tensor, SoftmaxAttention]:
     bias = scores.mask.bias
     if bias is not None and bias.shape[1] > 1:
         scores = replace(scores, mask=replace(scores.mask, bias=bias[:, head : head + 1]))
-    out, kernel = attend(call.q[:, head : head + 1], call.k[:, own], call.v[:, own], scores)
+    out, kernel = attend(call.q[:, head : head + 1], call.k[:, own], call.v[:, own], scores, precision)
     return nn.functional.pad(out, (0, 0, 0, 0, head, heads - 1 - head)), kernel
 
 

@@ -218,7 +218,7 @@ def _claim(folder: Path, resume: bool, force: bool) -> Path:
 def report_jobs(setting: Setting) -> list[Job]:
     """Everything a page shows, the long work first."""
     lengths = sorted(set(setting.question.lengths))
-    middle, short = _nearest(lengths, 128), _nearest(lengths, 64)
+    middle, short = _nearest(lengths, 128), _nearest(lengths, 32)  # where each costs seconds
     jobs = worst_jobs(setting, short)
     jobs += layer_jobs(setting, shares=True)
     jobs += head_jobs(setting)

@@ -125,8 +125,8 @@ def worst_configuration(
     (docs/worst-inputs.md §1), and the best few are measured.
 
     >>> attn = Attention.from_matrices(-torch.eye(1), torch.eye(1))
-    >>> worst_configuration(attn, 16, 2.0).configuration
-    clusters: 1 against the rest (head 0)
+    >>> round(worst_configuration(attn, 16, 2.0).estimate.value, 3)
+    4.01
     """
     space = _space(attn, n, within)
     order = _ranked(attn, n, space, configurations(attn, n, space, head=head))

@@ -429,9 +429,14 @@ def _begins(token: str, marked: bool) -> bool:
 def _is_word(window: Window, i: int) -> bool:
     """A token that is a whole word of letters."""
     piece, pieces = window.pieces[i], window.pieces
-    before = i == 0 or pieces[i - 1].special or bool(piece.gap) or not pieces[i - 1].text[-1:].isalnum()
-    after = i + 1 == len(pieces) or pieces[i + 1].special or bool(pieces[i + 1].gap) or not pieces[i + 1].text[:1].isalnum()
+    before = i == 0 or pieces[i - 1].special or bool(piece.gap) or not _joins(pieces[i - 1].text[-1:])
+    after = i + 1 == len(pieces) or pieces[i + 1].special or bool(pieces[i + 1].gap) or not _joins(pieces[i + 1].text[:1])
     return piece.text.strip().isalpha() and before and after
+
+
+def _joins(letter: str) -> bool:
+    """Whether a character beside a word makes it part of a longer one."""
+    return letter.isalnum() or (letter != "" and letter in "'’-_")
 
 
 def _check(

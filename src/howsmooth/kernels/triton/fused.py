@@ -4,14 +4,15 @@ import copy
 import functools
 import os
 from dataclasses import replace
-from typing import Literal, final
+from typing import final
 
 import torch
 import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.base import Scores, SoftmaxAttention, bound_logits, check_heads
+from howsmooth.errors import BadInputError
+from howsmooth.kernels.base import FINER, Precision, Scores, SoftmaxAttention, bound_logits, check_heads
 from howsmooth.kernels.blocked import Blocked
 from howsmooth.kernels.triton import blocks, forward, jvp, vjp
 from howsmooth.kernels.triton.operands import (
@@ -27,10 +28,7 @@ from howsmooth.kernels.triton.operands import (
     vjp_scales,
 )
 
-Precision = Literal["half", "mixed", "strict"]
-
 WIDEST = 256
-_FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
 _HEAVY = 2**32  # visible logits past which float64 costs more than all other products
 SHIFT = 14  # weights are kept as 2¹⁴ P, so that half precision reaches down to 2⁻³⁸
 _LONG = 2**15
@@ -62,6 +60,8 @@ class Fused(SoftmaxAttention):
         kv_heads, m = k.shape[1:3]
         check_heads(heads, kv_heads)
         scores.mask.check(batch, heads, n, m)
+        if scores.mask.ends is not None:
+            raise BadInputError("expected a mask by order for the fused kernels, got one by positions; use kernel='blocked'")
         self._inputs = (q, k, v)
         self.precision: Precision = precision
         self.scores = replace(scores, mask=scores.mask.to(torch.float32, q.device))
@@ -104,9 +104,12 @@ class Fused(SoftmaxAttention):
         q, k, v = (t[items] for t in self._inputs)
         return Fused(q, k, v, replace(self.scores, mask=self.scores.mask.select(items)), self.precision)
 
+    @property
+    def finer(self) -> Precision | None:
+        return FINER.get(self.precision)
+
     def refined(self) -> "Fused | None":
-        finer = _FINER.get(self.precision)
-        return None if finer is None else Fused(*self._inputs, self.scores, finer)
+        return None if self.finer is None else Fused(*self._inputs, self.scores, self.finer)
 
     @property
     def heavy(self) -> bool:
