@@ -1,6 +1,7 @@
 """Rows of studies are what `Model.measure` says, whichever way they are measured; bad questions are refused."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def test_closed_forms_in_lock_step_are_what_the_model_says():
     setting = settle(reader, Question((8, 20), samples=3, tol=1e-6))
     rows = run_here(reader, layer_jobs(setting, shares=True)).rows
     assert len(rows) == 2 * 2 * 3
-    assert all(reader._closed.values())  # measured in closed form, not by the way it is compared with
+    assert all(attn for _, attn in reader._closed.values())  # measured in closed form, not by the way it is compared with
     for row in rows:
         captured = reader.model.capture(ids=reader.window(row["n"], row["start"]))
         truth = captured.measure(row["layer"], tol=1e-6)
@@ -145,3 +146,20 @@ def test_a_reader_holds_only_the_last_windows():
     assert reader.captures(8, [3])[0] is first[1]
     assert len(reader._held) == 1
     assert entering(first[0], 0).shape == (8, 16)
+
+
+def test_a_closed_form_is_kept_for_shorter_inputs_only_where_it_is_the_same_layer():
+    reader = readers.reader()
+    long, short = reader.captures(20, [0])[0], reader.model.capture(ids=reader.window(8, 0))
+    kept = reader.closed(long, 1)
+    assert kept is not None
+    assert reader.closed(short, 1) is kept
+    other = replace(kept, causal=True)
+    reader._closed[1] = (20, other)
+    found = reader.closed(short, 1)
+    assert found is not other
+    assert found is not None
+    assert not found.causal
+    assert reader._closed[1][0] == 8
+    again = reader.closed(long, 1)
+    assert again is not found  # a longer input is read off anew

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 RESULTS = "results.sqlite"
 _DEMO = "demo (all-MiniLM-L6-v2, a BERT of six layers)"
+_HEADS = 256  # tokens up to which every head is measured
 _SHOWN = 4096  # tokens of a passage that a page can show
 
 
@@ -219,11 +220,11 @@ def report_jobs(setting: Setting) -> list[Job]:
     """Everything a page shows, the long work first."""
     lengths = sorted(set(setting.question.lengths))
     middle, short = _nearest(lengths, 128), _nearest(lengths, 32)  # where each costs seconds
-    jobs = worst_jobs(setting, short)
-    jobs += layer_jobs(setting, shares=True)
-    jobs += head_jobs(setting)
+    jobs = layer_jobs(setting, shares=True)
+    jobs += bound_jobs(setting, [middle, lengths[-1]])
+    jobs += head_jobs(setting, [n for n in lengths if n <= _HEADS] or lengths[:1])
     jobs += splitting_jobs(setting, [middle], samples=1)
-    return jobs + bound_jobs(setting, [middle, lengths[-1]])
+    return jobs + worst_jobs(setting, short)
 
 
 def assemble(

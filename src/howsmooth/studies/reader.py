@@ -19,7 +19,8 @@ from howsmooth.models.tokens import Text, Window
 
 ALICE = "Alice in Wonderland"
 _WIDEST = 1024  # of the tokens; reading off the weights of a wider layer costs more than it saves
-_MOST_CLOSED = 256  # layers and lengths kept in closed form
+_MOST_CLOSED = 64  # layers kept in closed form
+_SAME = 1e-4  # float32 agrees far better, another mask far worse
 
 
 @final
@@ -49,7 +50,7 @@ class Reader:
     def __init__(self, model: Model, text: Text, source: Source | None = None):
         self.model, self.text, self.source = model, text, source
         self._held: dict[tuple[int, int], Capture] = {}
-        self._closed: dict[tuple[int, int], Attention | None] = {}
+        self._closed: dict[int, tuple[int, Attention | None]] = {}  # by layer, with the length it was read off at
 
     @classmethod
     def of(cls, model: Model | str | Path, text: str | Sequence[int] | None = None) -> "Reader":
@@ -100,23 +101,37 @@ class Reader:
     def closed(self, captured: Capture, layer: int) -> Attention | None:
         """A layer as `Attention` in the model's precision, or nothing where it is not of that form.
 
-        It is read off and compared with the model's own output, in float64, at the first input of each length; at others of
-        that length the layer is the same function.
+        It is read off at the first input, compared with the model's own output in float64, and kept: a shorter input finds
+        the same function, unless its output here says otherwise. A longer one is read off anew, since masks may begin to bite.
         """
         x = entering(captured, layer)
         if x.shape[-1] > _WIDEST:
             return None
-        key = (layer, len(x))
-        if key not in self._closed:
+        n, kept = self._closed.get(layer, (0, None))
+        if n < len(x) or (kept is not None and n > len(x) and not _agrees(kept, captured, layer)):
+            n, kept = len(x), self._read_off(captured, layer)
             if len(self._closed) >= _MOST_CLOSED:
                 self._closed.clear()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FallbackWarning)
-                try:
-                    self._closed[key] = captured.attention(layer).to(self.model.dtype)
-                except BadInputError:
-                    self._closed[key] = None
-        return self._closed[key]
+            self._closed[layer] = n, kept
+        return kept
+
+    def _read_off(self, captured: Capture, layer: int) -> Attention | None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            try:
+                return captured.attention(layer).to(self.model.dtype)
+            except BadInputError:
+                return None
+
+
+@torch.no_grad()
+def _agrees(attn: Attention, captured: Capture, layer: int) -> bool:
+    """Whether a layer in closed form gives what the layer gives at this input."""
+    cut = captured._candidate(layer, "attention")
+    if cut is None or attn.bias is not None:  # a bias belongs to one length
+        return False
+    theirs = cut.value(cut.start[None].to(attn.dtype))[0]
+    return float((attn(cut.start) - theirs).abs().max()) <= _SAME * float(theirs.abs().max())
 
 
 def prepare(**source: Any) -> Reader:
