@@ -19,11 +19,11 @@ def run(quick: bool) -> list[dict[str, Any]]:
 
 
 def _case(layer: hs.Attention, x: torch.Tensor, repeat: int) -> dict[str, Any]:
-    together, apart = hs.lipschitz(layer, x), [hs.lipschitz(layer, item) for item in x]
+    together, apart = hs.lipschitz_batch(layer, x), [hs.lipschitz(layer, item) for item in x]
     for one, other in zip(together, apart, strict=True):
         agree("batch", one.value, other.value, 1e-4)
     batch, loop = side_by_side(
-        [lambda: hs.lipschitz(layer, x), lambda: [hs.lipschitz(layer, item) for item in x]],
+        [lambda: hs.lipschitz_batch(layer, x), lambda: [hs.lipschitz(layer, item) for item in x]],
         repeat,
     )
     return {

@@ -16,7 +16,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for n in (1024, 4096) if quick else (1024, 16_384, 32_768, 65_536, 131_072):
         layer, x = gpt2_layer(n, causal=True)
-        layer, x = layer.to(torch.float32, torch.device("cuda")), x.cuda()
+        layer, x = layer.to("cuda", torch.float32), x.cuda()
         if n == 1024:
             truth = hs.lipschitz(layer.to(torch.float64), x.double(), tol=1e-6).value
             agree(f"n = {n}", hs.lipschitz(layer, x).value, truth, 1e-3)
@@ -24,7 +24,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
     if not quick:
         random = torch.Generator().manual_seed(0)
         w_q, w_k, w_v, w_o = (0.125 * torch.randn(64, 64, generator=random) for _ in range(4))
-        layer = hs.Attention(w_q, w_k, w_v, w_o, causal=True).to(torch.float32, torch.device("cuda"))
+        layer = hs.Attention(w_q, w_k, w_v, w_o, causal=True).to("cuda", torch.float32)
         rows.append(_row(layer, torch.randn(2**20, 64, generator=random).cuda(), None))
     return rows
 

@@ -22,10 +22,10 @@ def run(quick: bool) -> list[dict[str, Any]]:
 
 def _measure(n: int) -> dict[str, Any]:
     from benchmarks.long import _peak
-    from howsmooth.attention import Attention
-    from howsmooth.local import whole_atoms
+    from howsmooth.maps import Attention
     from howsmooth.measures.measure import Measure
-    from howsmooth.spectral.own import own_norms
+    from howsmooth.solve import Options, solve_moving
+    from howsmooth.theory.blocks import own_norms
 
     random = torch.Generator().manual_seed(0)
     weights = [torch.randn(WIDTH, WIDTH, generator=random) / WIDTH**0.5 for _ in range(4)]
@@ -36,7 +36,7 @@ def _measure(n: int) -> dict[str, Any]:
     times = [time.perf_counter()]
     attn(mu)
     times.append(time.perf_counter())
-    moved, operator = whole_atoms(attn, mu)
+    moved, operator = solve_moving(attn, mu, Options())
     times.append(time.perf_counter())
     split = own_norms(operator, above=moved.lower)
     times.append(time.perf_counter())
@@ -56,8 +56,8 @@ def _measure(n: int) -> dict[str, Any]:
 def _check(attn, mu) -> None:
     """The constant of a few atoms against the Jacobian of every atom halved."""
     from benchmarks.harness import agree
-    from howsmooth.local import lipschitz
     from howsmooth.measures.measure import Measure
+    from howsmooth.verbs import lipschitz
 
     few = Measure(mu.points[:3].double(), mu.mass[:3] / mu.mass[:3].sum())
     halves, root = few.split(), few.split().mass.sqrt()

@@ -22,8 +22,8 @@ def run(quick: bool) -> list[dict[str, Any]]:
             v = torch.randn(1, 1, n, WIDTH, generator=torch.Generator().manual_seed(1))
             image = torch.func.jvp(plain(layer, n), (x,), (v[0, 0],))[1]
             agree("jvp", float((operator.jvp(v)[0, 0] - image).norm() / image.norm()) + 1, 1.0, 1e-5)
-            q, k, u = layer._project(v, with_bias=False)
-            kernel = operator._kernel  # pyright: ignore[reportAttributeAccessIssue]
+            q, k, u = layer.project(v, with_bias=False)
+            kernel = operator.kernel  # pyright: ignore[reportAttributeAccessIssue]
             out = kernel.jvp(q, k, u)
             ours, bare, whole, bare_whole = side_by_side(
                 [

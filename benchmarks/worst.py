@@ -6,7 +6,7 @@ import torch
 
 import howsmooth as hs
 from benchmarks.harness import WrongAnswerError
-from howsmooth.search.configurations import worst_configuration
+from howsmooth.search.families import worst_configuration
 from howsmooth.search.gradient import top_pairs
 from howsmooth.search.sets import Ball
 from howsmooth.search.worst import worst_case

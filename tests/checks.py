@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.operators import Operator
+from howsmooth.maps import Operator
 
 PARITY = 1e-6  # against a library's own float64 model, which casts to float32 inside norms, softmax and rotary phases
 ROUNDINGS = 16  # operations in a chain before a sum: softmax, two products, a division

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError, NoConvergenceError
-from howsmooth.operators import Composed, Matrix, Weighted
+from howsmooth.maps import Composed, Matrix, Weighted
 from problems.spectra import attention
 
 EYE = torch.eye(4)
@@ -42,8 +42,8 @@ BAD_TOKENS: dict[str, Callable[[], Any]] = {
     "inf tokens": lambda: measure(x=broken(X, INF)),
     "one axis": lambda: measure(x=X[0]),
     "four axes": lambda: measure(x=X[None, None]),
-    "batched, two axes": lambda: measure(x=X, batched=True),
-    "not batched, three axes": lambda: measure(x=X[None], batched=False),
+    "batched, two axes": lambda: hs.lipschitz_batch(layer(), X),
+    "not batched, three axes": lambda: measure(x=X[None]),
     "other width": lambda: measure(x=X[:, :3]),
     "no tokens": lambda: measure(x=X[:0]),
     "no batch": lambda: measure(x=X[None][:0]),
@@ -135,14 +135,14 @@ BAD_FUNCTIONS: dict[str, Callable[[], Any]] = {
     "infinite slope, products": lambda: loud(torch.sqrt, x=torch.zeros(3)),
     "dropout": lambda: measure(nn.Dropout(0.5).train()),
     "dropout in a block": lambda: measure(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).train()),
-    "mixes items": lambda: measure(lambda x: x - x.mean(0), torch.stack([X, 2 * X, 3 * X])),
-    "sums over items": lambda: measure(lambda x: x.sum(0), torch.stack([X, 2 * X])),
-    "one output for a batch": lambda: measure(lambda x: x.sum(), torch.stack([X, 2 * X])),
+    "mixes items": lambda: hs.lipschitz_batch(lambda x: x - x.mean(0), torch.stack([X, 2 * X, 3 * X])),
+    "sums over items": lambda: hs.lipschitz_batch(lambda x: x.sum(0), torch.stack([X, 2 * X])),
+    "one output for a batch": lambda: hs.lipschitz_batch(lambda x: x.sum(), torch.stack([X, 2 * X])),
     "half": lambda: measure(torch.sin, X.half()),
     "bfloat16": lambda: measure(torch.sin, X.bfloat16()),
     "complex": lambda: measure(torch.sin, X + 0j),
     "nan input": lambda: measure(torch.sin, broken(X, NAN)),
-    "a batch of numbers": lambda: measure(torch.sin, X[0, 0], batched=True),
+    "a batch of numbers": lambda: hs.lipschitz_batch(torch.sin, X[0, 0]),
     "a batch of nothing": lambda: measure(torch.sin, X[:0]),
     "not callable": lambda: measure(X),
     "a string": lambda: measure("attention"),

@@ -8,7 +8,7 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 
 import checks
-from howsmooth.operators import Matrix, Operator, inner
+from howsmooth.maps import Matrix, Operator, inner
 
 MATRIX = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Product = Callable[[Tensor], Tensor]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth.errors import NoConvergenceError
+from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.spectral import DenseSVD, Estimates, GolubKahan, Solver
-from problems.spectra import attention, many, norm_of, one
+from problems.spectra import attention, norm_of
 
 SOLVERS = [DenseSVD(), GolubKahan(), GolubKahan(block=2)]
 TINY = 1e-13  # of a float64 decomposition of a few hundred rows: √N · eps, with room
@@ -46,7 +46,7 @@ def encoder() -> nn.Module:
 def test_lower_is_attained(solver: Solver, dtype: torch.dtype):
     for seed in range(4):
         layer, x = attention(12, 6, seed, heads=2, gain=4.0, causal=seed % 2 == 1, dtype=dtype)
-        est = one(hs.lipschitz(layer, x, solver=solver))
+        est = hs.lipschitz(layer, x, solver=solver)
         assert est.direction.shape == x.shape
         assert stretch(layer.to(torch.float64), x, est.direction) == pytest.approx(est.lower, rel=1e-9)
         assert est.precision == "float64"
@@ -61,7 +61,7 @@ def test_lower_is_attained(solver: Solver, dtype: torch.dtype):
 def test_modules(build: Callable[[], nn.Module], solver: Solver):
     module = build()
     x = randn(4, 6 if build is mlp else 8, dtype=torch.float32)
-    est = one(hs.lipschitz(module, x, tol=1e-5, solver=solver))
+    est = hs.lipschitz(module, x, tol=1e-5, solver=solver)
     truth = dense_norm(build().double(), x.double())
     assert est.precision == "float64"
     assert est.value == pytest.approx(truth, rel=2e-5)
@@ -73,10 +73,10 @@ def test_modules(build: Callable[[], nn.Module], solver: Solver):
 @pytest.mark.parametrize("solver", [DenseSVD(), GolubKahan()], ids=str)
 def test_a_closure_in_single_precision_says_so(solver: Solver):
     module, x = mlp(), randn(4, 6, dtype=torch.float32)
-    est = one(hs.lipschitz(lambda x: module(x), x, solver=solver))
+    est = hs.lipschitz(lambda x: module(x), x, solver=solver)
     assert est.precision == "float32"
     assert est.value == pytest.approx(dense_norm(mlp().double(), x.double()), rel=2e-3)
-    cast = one(hs.lipschitz(lambda x: torch.sin(x.float()), x, solver=solver))
+    cast = hs.lipschitz(lambda x: torch.sin(x.float()), x, solver=solver)
     assert cast.precision == "float32"
 
 
@@ -89,7 +89,7 @@ def test_inputs_of_any_shape(shape: tuple[int, ...], solver: Solver | None):
     def f(x: Tensor) -> Tensor:
         return torch.tanh(w @ x.reshape(-1)) + x.square().mean()
 
-    est = hs.lipschitz(f, x, batched=False, solver=solver, tol=1e-8)
+    est = hs.lipschitz(f, x, solver=solver, tol=1e-8)
     assert est.direction.shape == x.shape
     assert est.value == pytest.approx(dense_norm(f, x), rel=1e-7)
 
@@ -97,10 +97,10 @@ def test_inputs_of_any_shape(shape: tuple[int, ...], solver: Solver | None):
 @pytest.mark.parametrize("solver", [None, GolubKahan()], ids=str)
 def test_scalars_in_and_out(solver: Solver | None):
     x = randn(5)
-    assert one(hs.lipschitz(lambda x: x.square().sum(), x, solver=solver)).value == pytest.approx(2 * float(x.norm()))
-    assert one(hs.lipschitz(lambda x: x**3, torch.tensor(2.0), solver=solver)).value == pytest.approx(12.0)
+    assert hs.lipschitz(lambda x: x.square().sum(), x, solver=solver).value == pytest.approx(2 * float(x.norm()))
+    assert hs.lipschitz(lambda x: x**3, torch.tensor(2.0), solver=solver).value == pytest.approx(12.0)
     rows = randn(3, 4)
-    norms = hs.lipschitz(lambda x: x.square().sum(-1), rows, batched=True, solver=solver).value
+    norms = hs.lipschitz_batch(lambda x: x.square().sum(-1), rows, solver=solver).value
     assert norms.tolist() == pytest.approx((2 * rows.norm(dim=-1)).tolist())
 
 
@@ -112,25 +112,28 @@ def test_batch_of_functions(solver: Solver):
     def f(x: Tensor) -> Tensor:
         return torch.sin(x * scale) @ w.mT
 
-    ests = hs.lipschitz(f, x, batched=True, solver=solver, tol=1e-8)
+    ests = hs.lipschitz_batch(f, x, solver=solver, tol=1e-8)
     for i, est in enumerate(ests):
         assert est.value == pytest.approx(dense_norm(lambda row, i=i: torch.sin(row * scale[i]) @ w.mT, x[i]), rel=1e-7)
 
 
-def test_three_axes_are_a_batch():
+def test_a_batch_is_refused_and_one_input_of_any_shape_is_not():
     x = randn(3, 4, 2)
-    assert len(many(hs.lipschitz(torch.sin, x))) == 3
-    assert one(hs.lipschitz(torch.sin, x, batched=False)).direction.shape == (3, 4, 2)
+    assert len(hs.lipschitz_batch(torch.sin, x)) == 3
+    for f in (torch.sin, hs.Attention.from_matrices(torch.eye(2), torch.eye(2))):
+        with pytest.raises(BadInputError, match=r"^expected one input.*lipschitz_batch"):
+            hs.lipschitz(f, x)
+    assert hs.lipschitz(lambda t: torch.sin(t).cumsum(0), x).direction.shape == (3, 4, 2)
 
 
 @pytest.mark.parametrize("solver", [DenseSVD(), GolubKahan()], ids=str)
 def test_a_closure_equals_the_map(solver: Solver):
     layer, x = attention(10, 6, seed=3, heads=2, gain=3.0)
-    closed = one(hs.lipschitz(layer, x, tol=1e-9, solver=solver))
-    traced = one(hs.lipschitz(lambda x: layer(x), x, tol=1e-9, solver=solver))
+    closed = hs.lipschitz(layer, x, tol=1e-9, solver=solver)
+    traced = hs.lipschitz(lambda x: layer(x), x, tol=1e-9, solver=solver)
     assert traced.value == pytest.approx(closed.value, rel=1e-8)
     single, x32 = layer.to(torch.float32), x.float()
-    assert one(hs.lipschitz(lambda x: single(x), x32)).precision == "float64"
+    assert hs.lipschitz(lambda x: single(x), x32).precision == "float64"
 
 
 @pytest.mark.parametrize("factor", [1e-3, 0.5, 7.0, 1e4])
@@ -139,7 +142,7 @@ def test_scaling_the_output_scales_the_norm(factor: float, solver: Solver):
     layer, x = attention(10, 6, seed=3)
     assert layer.w_o is not None
     louder = hs.Attention(layer.w_q, layer.w_k, layer.w_v, factor * layer.w_o)
-    base, scaled = one(hs.lipschitz(layer, x, solver=solver)), one(hs.lipschitz(louder, x, solver=solver))
+    base, scaled = hs.lipschitz(layer, x, solver=solver), hs.lipschitz(louder, x, solver=solver)
     assert scaled.value == pytest.approx(factor * base.value, rel=1e-9)
     assert scaled.upper == pytest.approx(factor * base.upper, rel=1e-6)
     assert scaled.steps == base.steps
@@ -158,7 +161,7 @@ def test_squares_may_leave_the_range_of_the_precision(scale: float, dtype: torch
     x = torch.ones(300, dtype=dtype)
     weights = torch.linspace(0.1, 1, 300).double() * scale
     try:
-        est = one(hs.lipschitz(lambda x: x * weights.to(x), x))
+        est = hs.lipschitz(lambda x: x * weights.to(x), x)
     except NoConvergenceError:
         return
     assert est.lower <= scale * (1 + 1e-6)
@@ -172,7 +175,7 @@ def test_composition_with_a_norm(norm: type[hs.LayerNorm] | type[hs.RMSNorm], so
     layer, x = attention(8, 6, seed=4, heads=2)
     before = norm(1 + 0.3 * randn(6, seed=5), randn(6, seed=6))
     f = layer @ before
-    est = one(hs.lipschitz(f, x, tol=1e-8, solver=solver))
+    est = hs.lipschitz(f, x, tol=1e-8, solver=solver)
     truth = dense_norm(f, x)
     assert est.value == pytest.approx(truth, rel=1e-7)
     assert truth <= est.upper * (1 + TINY)
@@ -180,7 +183,7 @@ def test_composition_with_a_norm(norm: type[hs.LayerNorm] | type[hs.RMSNorm], so
 
 def test_half_precision_tokens_are_measured_as_they_are():
     layer, x = attention(8, 6, seed=4, dtype=torch.float32)
-    est = one(hs.lipschitz(layer, x.half()))
+    est = hs.lipschitz(layer, x.half())
     assert est.value == pytest.approx(norm_of(layer.to(torch.float64), x.half()), rel=1e-9)
 
 
@@ -188,8 +191,8 @@ def test_gradients_are_left_alone():
     layer, x = attention(8, 6, seed=4)
     x.requires_grad_()
     with torch.no_grad():
-        quiet = one(hs.lipschitz(lambda x: layer(x), x))
-    loud = one(hs.lipschitz(lambda x: layer(x), x))
+        quiet = hs.lipschitz(lambda x: layer(x), x)
+    loud = hs.lipschitz(lambda x: layer(x), x)
     assert quiet.value == loud.value
     assert x.grad is None
     assert not loud.direction.requires_grad
@@ -198,10 +201,12 @@ def test_gradients_are_left_alone():
 @pytest.mark.parametrize("solver", [DenseSVD(), GolubKahan()], ids=str)
 def test_estimate_as_data(solver: Solver):
     layer, x = attention(8, 6, seed=4)
-    est = one(hs.lipschitz(layer, x, tol=1e-4, seed=9, solver=solver))
+    est = hs.lipschitz(layer, x, tol=1e-4, seed=9, solver=solver)
     data = est.to_dict()
     assert json.loads(json.dumps(data)) == data
-    assert all(isinstance(v, float | int | str) for v in data.values())
+    assert all(isinstance(v, float | int | str) for k, v in data.items() if k != "certify")
+    assert data["certify"] is None
+    assert data["note"].endswith(".")
     assert (data["tol"], data["seed"], data["value"]) == (1e-4, 9, est.lower)
     assert est.width == pytest.approx(est.upper / est.lower - 1)
     assert str(est).startswith(f"{est.value:.6g} in [")
@@ -221,7 +226,7 @@ def test_width_of_nothing():
 
 def test_estimates_as_a_sequence():
     layer, _ = attention(8, 6, seed=4)
-    ests = many(hs.lipschitz(layer, randn(4, 8, 6)))
+    ests = hs.lipschitz_batch(layer, randn(4, 8, 6))
     assert len(ests) == 4
     assert [e.lower for e in ests] == ests.lower.tolist() == ests.value.tolist()
     assert ests[-1] is ests.items[3]
@@ -240,4 +245,4 @@ def test_estimates_as_a_sequence():
 
 def test_confidence_is_one_minus_delta():
     layer, x = attention(8, 6, seed=4)
-    assert one(hs.lipschitz(layer, x, solver=GolubKahan(delta=0.25))).confidence == 0.75
+    assert hs.lipschitz(layer, x, solver=GolubKahan(delta=0.25)).confidence == 0.75

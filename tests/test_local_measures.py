@@ -10,11 +10,10 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import dispatch
-from howsmooth.spectral.own import own_norms
-from howsmooth.studies.meanfield import two_diracs
+from howsmooth.paper.meanfield import two_diracs
+from howsmooth.theory.blocks import own_norms
 from problems.layers import gaussian
 from problems.measures import KINDS, layer, make, norm, random_measure, weighted_jacobian
-from problems.spectra import one
 
 UNMASKED = [k for k in KINDS if k not in ("causal", "rms norm")]
 SHAPES = [(n, d) for n in (1, 2, 3, 4) for d in (2, 3)]
@@ -137,7 +136,7 @@ def test_direction_attains_the_value(split):
 @pytest.mark.parametrize("causal", [False, True])
 def test_equal_masses_are_at_least_the_tokens(causal):
     f, x = layer(3, causal=causal), gaussian(8, 3, seed=1)
-    tokens, measure = one(hs.lipschitz(f, x)), hs.lipschitz(f, hs.Measure.from_tokens(x, causal=causal))
+    tokens, measure = hs.lipschitz(f, x), hs.lipschitz(f, hs.Measure.from_tokens(x, causal=causal))
     s = hs.splitting(f, x)
     assert s.moved.value == pytest.approx(tokens.value, rel=1e-10)
     assert measure.value == pytest.approx(max(s.moved.value, s.split.value), rel=1e-10)
@@ -176,8 +175,8 @@ def test_a_mean_of_everything():
 def test_refusals():
     mu = random_measure(4, 0)
     for question in (
-        lambda: hs.lipschitz(torch.sin, mu),  # pyright: ignore[reportCallIssue, reportArgumentType]
-        lambda: hs.lipschitz(layer(0), mu, batched=True),  # pyright: ignore[reportCallIssue, reportArgumentType]
+        lambda: hs.lipschitz(torch.sin, mu),
+        lambda: hs.lipschitz_batch(layer(0), mu),  # pyright: ignore[reportArgumentType]
         lambda: hs.lipschitz(layer(0, causal=True), hs.Measure(mu.points)),
         lambda: hs.lipschitz(layer(0), mu, tol=-1.0),
     ):

@@ -1,33 +1,50 @@
 """How smooth is attention? Certified local Lipschitz constants of attention layers."""
 
-from howsmooth.attention import Attention, LayerNorm, RMSNorm, Rotary
-from howsmooth.catalogue import bounds
 from howsmooth.errors import HowSmoothError
-from howsmooth.local import lipschitz
-from howsmooth.measures.measure import Measure
-from howsmooth.measures.wasserstein import wasserstein
-from howsmooth.models import load
-from howsmooth.report.inspect import inspect
-from howsmooth.search import worst_case
-from howsmooth.spectral import DenseSVD, Estimate, GolubKahan
-from howsmooth.splitting import splitting
-from howsmooth.studies.growth import growth
+from howsmooth.maps import Attention, Jacobian, LayerNorm, Map, RMSNorm, Rotary
+from howsmooth.measures import Distance, Gaussian, Measure, wasserstein
+from howsmooth.models import Capture, Measurement, Model, load
+from howsmooth.report import Report, inspect
+from howsmooth.search import Ball, BallAround, Ellipsoid, WorstCase
+from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan
+from howsmooth.study import Growth, growth
+from howsmooth.theory import Bound, Bounds, Splitting
+from howsmooth.verbs import bounds, jacobian, lipschitz, lipschitz_batch, splitting, worst_case
 
 __version__ = "0.1.0"
 __all__ = [
     "Attention",
+    "Ball",
+    "BallAround",
+    "Bound",
+    "Bounds",
+    "Capture",
     "DenseSVD",
+    "Distance",
+    "Ellipsoid",
     "Estimate",
+    "Estimates",
+    "Gaussian",
     "GolubKahan",
+    "Growth",
     "HowSmoothError",
+    "Jacobian",
     "LayerNorm",
+    "Map",
     "Measure",
+    "Measurement",
+    "Model",
     "RMSNorm",
+    "Report",
     "Rotary",
+    "Splitting",
+    "WorstCase",
     "bounds",
     "growth",
     "inspect",
+    "jacobian",
     "lipschitz",
+    "lipschitz_batch",
     "load",
     "splitting",
     "wasserstein",

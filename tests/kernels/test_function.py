@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 from checks import assert_close
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask
-from howsmooth.kernels.function import attention
+from howsmooth.kernels.autograd import attention
 from problems.layers import gaussian, problem
 
 P = problem(batch=2, heads=4, kv_heads=2, n=7, mask=Mask(causal=True))

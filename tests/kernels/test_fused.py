@@ -9,10 +9,10 @@ from torch import Tensor
 
 import howsmooth as hs
 from checks import assert_close
-from howsmooth.attention import layer as layer_module
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Blocked, Dense, Mask, dispatch, linearize
-from howsmooth.kernels.function import attention
+from howsmooth.kernels.autograd import attention
+from howsmooth.maps import attention as layer_module
 from problems.layers import MASK_NAMES, Problem, gaussian, masks, problem
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -197,7 +197,7 @@ def test_lipschitz_on_fused_products(monkeypatch, heavy, certify):
         layer_module, "linearize", lambda q, *a: real(q, *a, kernel="auto" if q.dtype.itemsize > 4 else "triton")
     )
     monkeypatch.setattr(fused, "_HEAVY", 0 if heavy else 2**60)
-    found = hs.lipschitz(attn.to(torch.float32, torch.device(DEVICE)), x.to(DEVICE), certify=certify)
+    found = hs.lipschitz(attn.to(DEVICE, torch.float32), x.to(DEVICE), certify=certify)
     assert found.precision == ("float32" if heavy else "float64")
     assert abs(found.value - truth) <= 1e-3 * truth
     assert found.lower <= truth * (1 + 1e-5)

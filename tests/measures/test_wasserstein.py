@@ -10,7 +10,7 @@ import howsmooth as hs
 from howsmooth.errors import NoConvergenceError
 from howsmooth.measures import Gaussian
 from howsmooth.measures.entropic import entropic_ends
-from howsmooth.measures.wasserstein import wasserstein
+from howsmooth.measures.transport import wasserstein
 from problems.layers import gaussian
 from problems.measures import random_measure
 
@@ -91,14 +91,14 @@ def test_entropic_ends_hold_at_every_temperature(monkeypatch):
 
 
 def test_large_supports_go_to_the_entropic_method(monkeypatch):
-    monkeypatch.setattr("howsmooth.measures.wasserstein._EXACT", 10)
+    monkeypatch.setattr("howsmooth.measures.transport._EXACT", 10)
     assert wasserstein(free(20, 0), free(20, 1)).method == "entropic"
     same = wasserstein(free(20, 0), free(20, 0))
     assert same.lower == 0
 
 
 def test_a_simplex_that_stops_early_is_refused(monkeypatch):
-    monkeypatch.setattr("howsmooth.measures.wasserstein._STEPS", 1)
+    monkeypatch.setattr("howsmooth.measures.transport._STEPS", 1)
     with pytest.raises(NoConvergenceError, match=r"^expected .* got "):
         wasserstein(free(30, 0), free(30, 1))
 

@@ -13,8 +13,8 @@ from checks import PARITY
 from howsmooth.errors import BadInputError
 from howsmooth.models import FallbackWarning, Model
 from howsmooth.models.capture import Capture
+from howsmooth.models.cut import MapName
 from howsmooth.models.measurement import Measurement
-from howsmooth.models.split import MapName
 from problems.zoo import LENGTH, ZOO, Animal, ids, randomize, reference
 
 

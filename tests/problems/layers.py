@@ -7,9 +7,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from howsmooth.attention import Attention, LayerNorm, RMSNorm, Rotary
 from howsmooth.kernels import Mask, Scores, SoftmaxAttention, attend
-from howsmooth.operators import Operator
+from howsmooth.maps import Attention, LayerNorm, Operator, RMSNorm, Rotary
 
 BIAS_SHAPES = [(b, h, n) for b in (False, True) for h in (False, True) for n in (False, True)]
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import Map
+from howsmooth.maps import Map
 from problems.layers import gaussian
 
 KINDS = ["plain", "causal", "grouped", "softcap", "layer norm", "rms norm", "two layers"]
@@ -19,7 +19,7 @@ def layer(seed: int, d: int = 3, heads: int = 1, kv_heads: int | None = None, ga
         gaussian(kv * 2, d, seed=seed + 2),
         gaussian(d, heads * 2, seed=seed + 3),
         heads,
-        kv_heads,
+        kv,
         b_q=gaussian(heads * 2, seed=seed + 4),
         b_k=gaussian(kv * 2, seed=seed + 5),
         b_v=gaussian(kv * 2, seed=seed + 6),
@@ -86,7 +86,7 @@ class Bare(Map):
     def dtype(self) -> torch.dtype:
         return torch.float64
 
-    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> "Bare":
+    def moved(self, device, dtype):
         return self
 
     def value(self, x):

@@ -7,7 +7,7 @@ from typing import Any
 import transformers as t
 
 from howsmooth.models import load
-from howsmooth.studies.reader import Reader
+from howsmooth.study.reader import Reader
 from problems.zoo import randomize
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "see", "what", "it", "was", "that", "made", ",", ".")

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.operators import Matrix, Operator
-from howsmooth.spectral import Estimate, Estimates
+from howsmooth.maps import Matrix, Operator
 
 
 def _isolated(n: int) -> Tensor:
@@ -146,13 +145,3 @@ def norm_of(f: hs.Attention, x: Tensor) -> float:
     jacobian = torch.func.jacrev(f)(x.double())
     assert isinstance(jacobian, Tensor)
     return float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2))
-
-
-def one(estimate: Estimate | Estimates) -> Estimate:
-    assert isinstance(estimate, Estimate)
-    return estimate
-
-
-def many(estimates: Estimate | Estimates) -> Estimates:
-    assert isinstance(estimates, Estimates)
-    return estimates

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import BadInputError
-from howsmooth.runner import Row
+from howsmooth.run import Row
 
 
 def same(left: list[Row], right: list[Row]) -> bool:

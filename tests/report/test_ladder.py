@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.report.ladder import crossover, ladder, seen
+from howsmooth.paper.ladder import crossover, ladder, seen
 
 ATTENTION = hs.Attention.from_matrices(-torch.eye(1).double(), torch.eye(1).double())
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from howsmooth.cli import app
-from howsmooth.report.worst import draw_attacks, draw_worst, in_plane
+from howsmooth.paper.worst_figures import draw_attacks, draw_worst, in_plane
 from howsmooth.search import BallAround, attack, worst_case
 from problems.layers import gaussian
 

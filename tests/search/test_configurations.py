@@ -7,14 +7,14 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.search.configurations import (
+from howsmooth.paper.configurations import LENGTHS, exponent, grow, scan
+from howsmooth.search.families import (
     Configuration,
     configurations,
     eigenvector_configuration,
     ranked,
     worst_configuration,
 )
-from howsmooth.search.curves import LENGTHS, exponent, grow, scan
 from howsmooth.search.sets import BallAround, Ellipsoid
 from problems.layers import gaussian
 
@@ -96,7 +96,7 @@ def test_atoms_stand_for_tokens(seed):
     """Coinciding tokens act as one atom of a measure: the ranking's order is the order of the measured constants."""
     attn = random_head(seed, d=3)
     order = ranked(attn, 12, 1.5)
-    measured = hs.lipschitz(attn, torch.stack([c.place(12) for c in order])).value
+    measured = hs.lipschitz_batch(attn, torch.stack([c.place(12) for c in order])).value
     assert float(measured[0]) >= 0.98 * float(measured.max())
     splitting_aside = (measured[:-1] >= measured[1:] * (1 - 0.02)).double().mean()
     assert float(splitting_aside) > 0.8
@@ -117,7 +117,7 @@ def test_a_tie_reaches_its_lower_bound(n, causal):
         q = 1 / (1 + (n - 2 * c.few) / (2 * c.few) * math.exp(-float(g @ (y - x))))
         bound = q * float((V @ apart).norm() * g.norm()) * math.sqrt((n - 2 * c.few) / (2 * c.few))
         assert abs(float(g @ apart)) < 1e-9 * float(g.norm()) * radius
-        assert hs.lipschitz(attn, c.place(n), batched=False).value >= bound * (1 - 1e-9)
+        assert hs.lipschitz(attn, c.place(n)).value >= bound * (1 - 1e-9)
         seen += 1
     assert seen >= 5
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.bounds.constants import norm_radius
 from howsmooth.errors import BadInputError
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid
+from howsmooth.theory.constants import norm_radius
 from problems.layers import gaussian
 
 WEIGHT, BIAS = gaussian(5, seed=1), gaussian(5, seed=2)

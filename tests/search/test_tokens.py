@@ -10,8 +10,8 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.models import Model
 from howsmooth.models.tokens import Window
-from howsmooth.search.robustness import Robustness, robustness, spearman
-from howsmooth.search.tokens import WAYS, attack_tokens
+from howsmooth.paper.robustness import Robustness, robustness, spearman
+from howsmooth.study.words import WAYS, attack_tokens
 
 ALICE = Path(hs.__file__).parent / "data" / "alice.txt"
 

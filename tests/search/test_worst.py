@@ -9,7 +9,7 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.search.ascent import ascend
-from howsmooth.search.configurations import worst_configuration
+from howsmooth.search.families import worst_configuration
 from howsmooth.search.gradient import top_pairs
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid
 from howsmooth.search.worst import worst_case

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.operators import Operator
+from howsmooth.maps import Operator
 from howsmooth.spectral import GolubKahan, certificate
 from problems.spectra import SPECTRA, Diagonal, rotated, shuffled, spectrum
 

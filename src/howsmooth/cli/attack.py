@@ -9,7 +9,7 @@ import typer
 from howsmooth.cli.app import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
 from howsmooth.models import load
-from howsmooth.search.robustness import Robustness, robustness
+from howsmooth.paper.robustness import Robustness, robustness
 
 
 @app.command()
@@ -36,7 +36,7 @@ def attack(
     """
     with one_sentence(debug):
         if figure is not None:
-            from howsmooth.report.worst import check_figure
+            from howsmooth.paper.worst_figures import check_figure
 
             check_figure(figure)
         shares, banned = _shares(budgets), _words(forbid)
@@ -60,7 +60,7 @@ def attack(
         else:
             _show(found)
         if figure is not None:
-            from howsmooth.report.worst import draw_robustness
+            from howsmooth.paper.worst_figures import draw_robustness
 
             path = draw_robustness(figure, found)
             if not as_json:

@@ -7,10 +7,10 @@ from typing import Annotated
 import torch
 import typer
 
-from howsmooth.attention import Attention
-from howsmooth.catalogue import bounds as bounds_of
 from howsmooth.cli.app import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention
+from howsmooth.verbs import bounds as bounds_of
 
 
 @app.command()
@@ -34,7 +34,7 @@ def bounds(
         table = bounds_of(attn, n=n, radius=radius)
         print(json.dumps(table.to_dict(), indent=1) if as_json else table)
         if figure is not None:
-            from howsmooth.report.ladder import draw
+            from howsmooth.paper.ladder import draw
 
             path = draw(attn, radius, figure)
             if not as_json:

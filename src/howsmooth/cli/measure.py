@@ -10,9 +10,9 @@ import typer
 
 from howsmooth.cli.app import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
-from howsmooth.models.load import load
+from howsmooth.models.cut import MAPS, MapName
+from howsmooth.models.loading import load
 from howsmooth.models.measurement import Measurement
-from howsmooth.models.split import MAPS, MapName
 
 
 @app.command()

@@ -63,11 +63,11 @@ def report(
     Example: howsmooth report demo --text alice.txt --lengths 16,32,64,128 --out report
     """
     with one_sentence(debug):
-        from howsmooth.report.inspect import check_folder, inspect_into
-        from howsmooth.runner import progress_bar
-        from howsmooth.studies.growth import fitting_lengths
-        from howsmooth.studies.layers import Question, settle
-        from howsmooth.studies.reader import Reader
+        from howsmooth.report.assemble import check_folder, inspect_into
+        from howsmooth.run import progress_bar
+        from howsmooth.study.layers import Question, settle
+        from howsmooth.study.lengths import fitting_lengths
+        from howsmooth.study.reader import Reader
 
         asked, chosen = lengths_of(lengths), layers_of(layers)
         check_folder(out, resume, force)  # before the model is loaded

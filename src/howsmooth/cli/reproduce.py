@@ -10,11 +10,11 @@ import typer
 
 from howsmooth.cli.app import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
-from howsmooth.runner.local import Local
-from howsmooth.runner.progress import progress_bar
-from howsmooth.studies.reproduce.curves import Exponent, curves, exponents
-from howsmooth.studies.reproduce.plan import PAPER, PARTS, QUICK, Part
-from howsmooth.studies.reproduce.run import reproduce as run
+from howsmooth.paper.curves import Exponent, curves, exponents
+from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Part
+from howsmooth.paper.reproduce import reproduce as run
+from howsmooth.run.pool import Local
+from howsmooth.run.progress import progress_bar
 
 
 @app.command()
@@ -43,8 +43,8 @@ def reproduce(
     Example: howsmooth reproduce real --model bert-base-uncased --model gpt2
     """
     with one_sentence(debug):
-        from howsmooth.report.reproduction_page import About, write_reproduction
-        from howsmooth.runner.export import write_table
+        from howsmooth.paper.page import About, write_reproduction
+        from howsmooth.run.export import write_table
 
         parts = _parts(part)
         models: list[str] = ["demo", *(name for name in dict.fromkeys(model or []) if name != "demo")]

@@ -10,8 +10,8 @@ import typer
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import MAPS, Model
-from howsmooth.runner import Engine, Local, Ray
-from howsmooth.runner.local import cores
+from howsmooth.run import Engine, Local, Ray
+from howsmooth.run.pool import cores
 
 TextFile = Annotated[str | None, typer.Option("--text", help="a text file; Alice in Wonderland by default")]
 Lengths = Annotated[

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from howsmooth.attention import Attention
 from howsmooth.cli.app import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention
 from howsmooth.measures.measure import Measure
 
 split = typer.Typer(no_args_is_help=True, help="Does splitting a token do more than moving it? The mean-field experiments.")
@@ -33,7 +33,7 @@ def ask(
     Example: howsmooth split ask --weights head.safetensors
     """
     with one_sentence(debug):
-        from howsmooth.splitting.decide import splitting
+        from howsmooth.verbs import splitting
 
         attn, mu = _problem(weights, causal)
         found = splitting(attn, mu)
@@ -55,8 +55,8 @@ def map_(
     Example: howsmooth split map --alphas=-1,1 --out figures
     """
     with one_sentence(debug):
-        from howsmooth.report.meanfield import draw_map
-        from howsmooth.studies.splitting import splitting_map
+        from howsmooth.paper.meanfield_figures import draw_map
+        from howsmooth.paper.splitting_maps import splitting_map
 
         rows = splitting_map(_numbers(alphas), _numbers(masses), extent, points)
         best = {}
@@ -85,8 +85,8 @@ def growth(
     Example: howsmooth split growth --alpha=-1 --out figures
     """
     with one_sentence(debug):
-        from howsmooth.report.meanfield import draw_growth
-        from howsmooth.studies import meanfield
+        from howsmooth.paper import meanfield
+        from howsmooth.paper.meanfield_figures import draw_growth
 
         rows = meanfield.growth(alpha, _numbers(radii))
         _finish(rows, [r.to_dict() for r in rows], out, "meanfield-growth", draw_growth, as_json)
@@ -107,8 +107,8 @@ def convergence(
     Example: howsmooth split convergence --radius 2 --out figures
     """
     with one_sentence(debug):
-        from howsmooth.report.meanfield import draw_convergence
-        from howsmooth.studies import meanfield
+        from howsmooth.paper import meanfield
+        from howsmooth.paper.meanfield_figures import draw_convergence
 
         if longest < 4 or seeds < 1 or not 0 < radius < 1e3:
             raise BadInputError(
@@ -148,8 +148,8 @@ def frequency(
     Example: howsmooth split frequency --count 100 --out figures
     """
     with one_sentence(debug):
-        from howsmooth.report.meanfield import draw_frequency
-        from howsmooth.studies import splitting as study
+        from howsmooth.paper import splitting_maps as study
+        from howsmooth.paper.meanfield_figures import draw_frequency
 
         sizes = [int(n) for n in _numbers(lengths)]
         if min(sizes) < 1:
@@ -161,7 +161,7 @@ def frequency(
 
 def _finish(rows: Sequence[Any], table: list[dict[str, Any]], out: Path, name: str, draw: Any, as_json: bool) -> None:
     """Everything is computed by now: write the table and the figure, print."""
-    from howsmooth.report.meanfield import folder, save_rows
+    from howsmooth.paper.meanfield_figures import folder, save_rows
 
     place = folder(out)
     files = [save_rows(rows, place / f"{name}.csv"), *draw(rows, place)]

@@ -63,11 +63,11 @@ def study(
     Example: howsmooth study growth demo --lengths 8,16,32,64,128,136,256,512 --samples 8
     """
     with one_sentence(debug):
-        from howsmooth.runner import progress_bar, write_table
-        from howsmooth.studies.growth import fitting_lengths
-        from howsmooth.studies.layers import Question, settle
-        from howsmooth.studies.reader import Reader
-        from howsmooth.studies.run import run_sweep
+        from howsmooth.run import progress_bar, write_table
+        from howsmooth.study.jobs import run_sweep
+        from howsmooth.study.layers import Question, settle
+        from howsmooth.study.lengths import fitting_lengths
+        from howsmooth.study.reader import Reader
 
         if name not in STUDIES:
             raise BadInputError(f"expected a study among {', '.join(STUDIES)}, got {name!r}; pick one of them")
@@ -109,7 +109,8 @@ def _factors(text: str | None) -> list[float] | None:
 
 
 def _jobs(name: str, setting: Any, factors: list[float] | None, steps: int) -> list[Any]:
-    from howsmooth.studies import bounds, layers, norms, radius, splitting, worst
+    from howsmooth.study import beside_theory as bounds
+    from howsmooth.study import layers, norms, radius, splitting, worst
 
     lengths = list(setting.question.lengths)
     return {
@@ -124,7 +125,7 @@ def _jobs(name: str, setting: Any, factors: list[float] | None, steps: int) -> l
 
 
 def _growth(found: Any) -> tuple[str, list[dict[str, Any]]]:
-    from howsmooth.studies.growth import of
+    from howsmooth.study.lengths import of
 
     return "L, geometric mean over samples, and its growth L ~ n^exponent", of(found).table()
 

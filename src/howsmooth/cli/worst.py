@@ -8,11 +8,11 @@ from typing import Annotated
 import torch
 import typer
 
-from howsmooth.attention import Attention
 from howsmooth.cli.app import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
-from howsmooth.search.configurations import Configured
-from howsmooth.search.curves import Growth, grow, scan
+from howsmooth.maps import Attention
+from howsmooth.paper.configurations import Growth, grow, scan
+from howsmooth.search.families import Configured
 from howsmooth.search.worst import WorstCase, worst_case
 
 _LAYER = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
@@ -48,7 +48,7 @@ def worst(
     """
     with one_sentence(debug):
         if figure is not None:
-            from howsmooth.report.worst import check_figure
+            from howsmooth.paper.worst_figures import check_figure
 
             check_figure(figure)
         attn = _layer(gamma, width, heads, weights, random, causal, seed)
@@ -68,7 +68,7 @@ def worst(
         else:
             _show(growth, others, found)
         if figure is not None:
-            from howsmooth.report.worst import draw_worst
+            from howsmooth.paper.worst_figures import draw_worst
 
             path = draw_worst(figure, growth, found)
             if not as_json:

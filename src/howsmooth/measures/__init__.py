@@ -2,6 +2,6 @@
 
 from howsmooth.measures.gaussian import Gaussian
 from howsmooth.measures.measure import Measure
-from howsmooth.measures.wasserstein import Distance
+from howsmooth.measures.transport import Distance, wasserstein
 
-__all__ = ["Distance", "Gaussian", "Measure"]
+__all__ = ["Distance", "Gaussian", "Measure", "wasserstein"]

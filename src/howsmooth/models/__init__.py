@@ -1,9 +1,9 @@
 """Real models: any Hugging Face transformer or torch module, measured layer by layer."""
 
 from howsmooth.models.capture import Capture, FallbackWarning
-from howsmooth.models.load import load
+from howsmooth.models.cut import MAPS
+from howsmooth.models.loading import load
 from howsmooth.models.measurement import Measurement
 from howsmooth.models.model import Model
-from howsmooth.models.split import MAPS
 
 __all__ = ["MAPS", "Capture", "FallbackWarning", "Measurement", "Model", "load"]

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from howsmooth.attention import Attention
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
-from howsmooth.models.split import Cut
+from howsmooth.maps import Attention
+from howsmooth.models.cut import Cut
 
 _EXACT = 1e-9  # agreement in float64 that only the same formula gives
 

@@ -9,19 +9,17 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import Attention
-from howsmooth.attention.maps import Map
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
-from howsmooth.local import lipschitz
+from howsmooth.maps import Attention, Operator
 from howsmooth.models.affine import as_attention
+from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName
 from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
 from howsmooth.models.measurement import Measurement
 from howsmooth.models.precision import KeepDouble
-from howsmooth.models.split import MAPS, Cut, CutJacobian, MapName
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import Trace, trace
-from howsmooth.operators import Operator
+from howsmooth.solve import Options, solve
 from howsmooth.spectral import Estimate
 
 _MOST_LOGITS = 2**26  # 512 MiB in float64
@@ -234,7 +232,7 @@ class Capture:
         tol, certify, seed: as in `howsmooth.lipschitz`.
         """
         self._check(layer, map, head)
-        options = {"tol": tol, "certify": certify, "seed": seed}
+        options = Options(tol, certify, seed)
         cut, estimate, operator = self._solve(layer, map, head, options)
         x = cut.start
         with torch.no_grad():
@@ -244,9 +242,7 @@ class Capture:
         alone: tuple[Estimate, ...] = ()
         if heads:
             count = self.trace.layers[layer].heads
-            alone = tuple(
-                lipschitz(replace(cut, head=h), x, tol=tol, certify=certify, seed=seed, batched=False) for h in range(count)
-            )
+            alone = tuple(solve(replace(cut, head=h), x, options)[0] for h in range(count))
         norms = x.double().norm(dim=-1)
         words = self.window.words if self.real is None else tuple(self.window.words[i] for i in self.real.tolist())
         if len(words) != len(x):
@@ -271,58 +267,21 @@ class Capture:
             heads=alone,
         )
 
-    def _solve(self, layer: int, map: MapName, head: int | None, options: dict[str, Any]) -> tuple[Cut, Estimate, Operator]:
+    def _solve(self, layer: int, map: MapName, head: int | None, options: Options) -> tuple[Cut, Estimate, Operator]:
         """The map, its constant, and its Jacobian in float64."""
         cut = self._candidate(layer, map)
         if cut is not None:
             try:
-                seen = Witness(replace(cut, head=head))
-                estimate = lipschitz(seen, cut.start, batched=False, **options)
+                estimate, operator = solve(replace(cut, head=head), cut.start, options)
                 if head is not None:
                     self.map(layer, map)  # one head alone is no value of the model's own code
-                if head is not None or self._agrees(cut, seen.widest[0]):
-                    return replace(cut, head=head), estimate, seen.widest[1]
+                assert isinstance(operator, CutJacobian)
+                if head is not None or self._agrees(cut, operator.output):
+                    return replace(cut, head=head), estimate, operator
             except UncuttableError:
                 pass
         plain = self._fallback(layer, map, head)
-        seen = Witness(plain)
-        estimate = lipschitz(seen, plain.start, batched=False, **options)
-        return plain, estimate, seen.widest[1]
-
-
-class Witness(Map):
-    """A map that remembers the values and operators it gave, by precision."""
-
-    def __init__(self, inner: Map):
-        self._inner = inner
-        self._given: dict[torch.dtype, tuple[Tensor, Operator]] = {}
-
-    @property
-    def widest(self) -> tuple[Tensor, Operator]:
-        """The value and the operator of the highest precision that was asked for and could be had."""
-        return self._given[max(self._given, key=lambda kind: torch.finfo(kind).bits)]
-
-    @property
-    def width(self) -> int:
-        return self._inner.width
-
-    @property
-    def out_width(self) -> int:
-        return self._inner.out_width
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._inner.dtype
-
-    def to(self, dtype, device=None):
-        return self._inner.to(dtype, device)
-
-    def value(self, x):
-        return self._inner.value(x)
-
-    def linearize(self, x):
-        self._given[x.dtype] = self._inner.linearize(x)
-        return self._given[x.dtype]
+        return plain, *solve(plain, plain.start, options)
 
 
 def _shares(v: Tensor) -> tuple[float, ...]:

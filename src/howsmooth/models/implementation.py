@@ -11,7 +11,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask
-from howsmooth.kernels.function import attention
+from howsmooth.kernels.autograd import attention
 from howsmooth.models import intercept
 from howsmooth.models.intercept import Call, Intercept
 

@@ -9,12 +9,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import Attention
 from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention
 from howsmooth.models.capture import Capture
+from howsmooth.models.cut import MapName
 from howsmooth.models.library import tokenizer_of
 from howsmooth.models.measurement import Measurement
-from howsmooth.models.split import MapName
 from howsmooth.models.tokens import Text, Window, of_ids
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]

@@ -1,1 +1,5 @@
-"""What a person sees: figures."""
+"""Rows turned into a page a person can read."""
+
+from howsmooth.report.assemble import Report, inspect
+
+__all__ = ["Report", "inspect"]

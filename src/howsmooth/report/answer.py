@@ -4,7 +4,7 @@ import math
 from typing import Literal
 
 from howsmooth.report.data import BoundRow, Cell, HeadMeasurement, ReportData
-from howsmooth.studies.fit import Break, GrowthFit, Interval
+from howsmooth.study.fit import Break, GrowthFit, Interval
 
 # A sentence is a list of pieces; how each is set is for the page to decide.
 Piece = tuple[str, Literal["", "strong", "sup"]]

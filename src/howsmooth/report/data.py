@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal, final
 
 from howsmooth.errors import BadInputError
-from howsmooth.studies.fit import GrowthFit, fit_growth
+from howsmooth.study.fit import GrowthFit, fit_growth
 
 
 @final

@@ -1,8 +1,7 @@
 """Worst inputs: configurations, ascent over sets, and attacks."""
 
 from howsmooth.search.attacks import Attack, Attacks, attack
-from howsmooth.search.configurations import configurations, worst_configuration
-from howsmooth.search.curves import grow, scan
+from howsmooth.search.families import configurations, worst_configuration
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid
 from howsmooth.search.worst import WorstCase, worst_case
 
@@ -15,8 +14,6 @@ __all__ = [
     "WorstCase",
     "attack",
     "configurations",
-    "grow",
-    "scan",
     "worst_case",
     "worst_configuration",
 ]

@@ -15,11 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.attention.maps import Map
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
-from howsmooth.local import lipschitz
+from howsmooth.maps.base import Map
 from howsmooth.search.gradient import Function
 from howsmooth.search.sets import check_length
+from howsmooth.solve import Options, solve
 from howsmooth.spectral import Estimate, GolubKahan
 
 METHODS = ("noise", "one step", "projected gradient", "singular", "relinearised", "splitting")
@@ -127,7 +127,7 @@ def attack(
     epsilons: budgets, by default 10⁻⁴, 10⁻² and 10⁻¹ of the length of `x`.  steps: re-linearisations.
     doubled: the same map on twice as many tokens, where `f` is tied to a length.
 
-    >>> from howsmooth.attention import Attention
+    >>> from howsmooth.maps import Attention
     >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
     >>> rows = attack(attn, torch.tensor([[1.0, 0.0], [-1.0, 0.5], [-1.0, 0.0]]), 1e-4)
     >>> rows.find("singular", 1e-4).share > 0.98
@@ -138,7 +138,7 @@ def attack(
     y = _value(f, x)
     if not bool(y.isfinite().all()):
         raise BadFunctionError("expected a finite output, got NaN or infinity; check the function at this x")
-    estimate = lipschitz(f, x, tol=_TOL, seed=seed, solver=GolubKahan(), batched=False)
+    estimate = solve(f, x, Options(_TOL, None, seed, GolubKahan()))[0]
     length, least = float(x.norm()) or 1.0, _least_budget(x, y, estimate.value)
     chosen = [max(s * length, 2 * least) for s in (1e-4, 1e-2, 1e-1)] if epsilons is None else epsilons
     chosen = [chosen] if isinstance(chosen, int | float) else list(chosen)
@@ -287,10 +287,10 @@ class _Splitting:
             return weight * f(doubled + _apart(delta))
 
         try:
-            whole = lipschitz(halves, torch.zeros_like(x), tol=_TOL, seed=seed, solver=GolubKahan(), batched=False)
+            whole = solve(halves, torch.zeros_like(x), Options(_TOL, None, seed, GolubKahan()))[0]
             token = int(whole.direction.square().sum(-1).argmax())
             at = torch.nn.functional.one_hot(torch.tensor(token), len(x)).to(x)[:, None]
-            one = lipschitz(lambda e: halves(at * e), torch.zeros_like(x[0]), tol=_TOL, seed=seed, batched=False)
+            one = solve(lambda e: halves(at * e), torch.zeros_like(x[0]), Options(_TOL, None, seed))[0]
         except BadFunctionError:
             return _with_note(nothing, "the output does not depend on how tokens are split")
         if one.value <= 1e-9 * constant:

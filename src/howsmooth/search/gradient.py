@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.attention.maps import Map
 from howsmooth.errors import NoConvergenceError
-from howsmooth.operators import AutodiffJacobian, Operator
+from howsmooth.maps import AutodiffJacobian, Operator
+from howsmooth.maps.base import Map
 from howsmooth.spectral import GolubKahan
 
 Function = Map | Callable[[Tensor], Tensor]

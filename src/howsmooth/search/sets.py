@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import LayerNorm, RMSNorm
-from howsmooth.attention.maps import check_finite, check_tokens
-from howsmooth.bounds.constants import norm_radius
 from howsmooth.errors import BadInputError
+from howsmooth.maps import LayerNorm, RMSNorm
+from howsmooth.maps.base import check_finite, check_tokens
+from howsmooth.theory.constants import norm_radius
 
 _EDGE = 1e-6  # coordinates this close to the boundary, relatively, are on it
 

@@ -8,17 +8,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import Attention
-from howsmooth.attention.maps import Map
-from howsmooth.bounds.bound import Bound
-from howsmooth.catalogue import bounds
 from howsmooth.errors import BadInputError
-from howsmooth.local import lipschitz
+from howsmooth.maps import Attention
+from howsmooth.maps.base import Map
 from howsmooth.search.ascent import Climb, ascend
-from howsmooth.search.configurations import check_layer, ranked
+from howsmooth.search.families import check_layer, ranked
 from howsmooth.search.gradient import DENSE_SIZE, Function
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_width
+from howsmooth.solve import Options, solve_batch
 from howsmooth.spectral import Estimate
+from howsmooth.theory.ball import ball_bounds
+from howsmooth.theory.bound import Bound
+from howsmooth.theory.table import Bounds
 
 _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the set's size
 
@@ -112,8 +113,8 @@ def worst_case(
     climb = ascend(attn, space, z.to(dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
     best = int(climb.value.argmax())
     tokens = space.tokens(climb.z[best : best + 1])[0].detach()
-    estimate = lipschitz(attn, tokens[None], certify=certify, seed=seed, batched=True)[0]
-    bound = bounds(attn, n=n, radius=space.reach).upper if isinstance(attn, Attention) else None
+    estimate = solve_batch(attn, tokens[None], Options(certify=certify, seed=seed))[0][0]
+    bound = Bounds(tuple(ball_bounds(attn, n, space.reach)), "over the set").upper if isinstance(attn, Attention) else None
     ratio = None
     if bound is not None and bound.log_value is not None and estimate.value > 0:
         ratio = math.exp(min(math.log(estimate.value) - bound.log_value, 700.0))

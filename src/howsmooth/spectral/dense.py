@@ -6,7 +6,7 @@ from typing import final
 import torch
 
 from howsmooth.errors import NoConvergenceError
-from howsmooth.operators import Operator
+from howsmooth.maps import Operator
 from howsmooth.spectral.solution import Solution
 
 

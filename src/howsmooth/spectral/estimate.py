@@ -21,6 +21,7 @@ class Estimate:
     status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (`lower` has settled to
     `tol`, the interval may be wide), `step limit` (neither; `lower` and `upper` still hold).
     direction: the input direction that is stretched most, the shape of one input.  steps: products with `J` and with `Jᵀ`.
+    note: what happened, in a sentence.
     split: of a measure, whether the largest stretch takes splitting an atom: half of it moves along its row of `direction`,
     half against it, and all other rows are zero.
     """
@@ -34,6 +35,7 @@ class Estimate:
     precision: str
     tol: float
     seed: int
+    certify: float | None = None
     noise: float = 0.0
     split: bool = False
 
@@ -49,6 +51,24 @@ class Estimate:
             return 0.0 if self.upper == 0 else float("inf")
         return self.upper / self.lower - 1
 
+    @property
+    def note(self) -> str:
+        """What happened, and which argument changes it."""
+        if self.status == "dense":
+            return "The Jacobian was formed and decomposed, so both ends are exact to rounding."
+        asked = "tol" if self.certify is None else "certify"
+        if self.status == "certified":
+            return f"The interval is {self.width:.2g} wide relative to its lower end, as narrow as {asked} asks."
+        if self.status == "converged":
+            return (
+                f"The lower end has settled to tol={self.tol:g}; the interval is {self.width:.2g} wide relative to it, "
+                "and certify=0.02 would narrow it to 2 %."
+            )
+        return (
+            f"{self.steps} steps were not enough for {asked}={self.tol if self.certify is None else self.certify:g}; both ends "
+            f"hold all the same. Raise max_steps in solver=GolubKahan(max_steps=…), or raise {asked}."
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON; the direction is left out."""
         return {
@@ -57,10 +77,12 @@ class Estimate:
             "upper": self.upper,
             "confidence": self.confidence,
             "status": self.status,
+            "note": self.note,
             "steps": self.steps,
             "precision": self.precision,
             "tol": self.tol,
             "seed": self.seed,
+            "certify": self.certify,
             "noise": self.noise,
             "split": self.split,
         }

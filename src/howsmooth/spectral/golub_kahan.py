@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
-from howsmooth.operators import Operator
+from howsmooth.maps import Operator
 from howsmooth.spectral import certificate
 from howsmooth.spectral.solution import Solution
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from howsmooth.operators import Operator
+from howsmooth.maps import Operator
 
 
 @dataclass(frozen=True)

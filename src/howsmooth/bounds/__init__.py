@@ -1,1 +1,0 @@
-"""What theory says of a layer's Lipschitz constant, over a ball and at a point."""

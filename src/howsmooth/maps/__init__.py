@@ -1,0 +1,26 @@
+"""Maps on token sequences, and their Jacobians as products."""
+
+from howsmooth.maps.attention import Attention
+from howsmooth.maps.base import Composition, Map
+from howsmooth.maps.jacobian import AttentionJacobian, AutodiffJacobian, Jacobian, NormJacobian
+from howsmooth.maps.norms import LayerNorm, RMSNorm
+from howsmooth.maps.operator import Composed, Matrix, Operator, Weighted, inner
+from howsmooth.maps.rotary import Rotary
+
+__all__ = [
+    "Attention",
+    "AttentionJacobian",
+    "AutodiffJacobian",
+    "Composed",
+    "Composition",
+    "Jacobian",
+    "LayerNorm",
+    "Map",
+    "Matrix",
+    "NormJacobian",
+    "Operator",
+    "RMSNorm",
+    "Rotary",
+    "Weighted",
+    "inner",
+]

@@ -1,0 +1,427 @@
+"""Multi-head softmax self-attention as a map with a closed-form Jacobian."""
+
+import functools
+import math
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from howsmooth.errors import BadInputError
+from howsmooth.kernels import Mask, Scores, attend, linearize
+from howsmooth.maps.base import Map, check_finite
+from howsmooth.maps.jacobian import AttentionJacobian
+from howsmooth.maps.norms import LayerNorm, RMSNorm
+from howsmooth.maps.operator import Operator
+from howsmooth.maps.rotary import Rotary
+from howsmooth.measures.measure import Measure
+
+
+class HeadWeights(NamedTuple):
+    """A layer's weights by query head, in float64; keys and values of a group repeated, the identity where there are none."""
+
+    q: Float[Tensor, "heads d_h d"]
+    k: Float[Tensor, "heads d_h d"]
+    v: Float[Tensor, "heads d_v d"]
+    o: Float[Tensor, "heads d_out d_v"]
+    b_q: Float[Tensor, "heads d_h"]
+    b_k: Float[Tensor, "heads d_h"]
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Attention(Map):
+    """Softmax self-attention `x ↦ W_o concat_h(P_h v_h) + b_o` with `P_h = softmax(scale · q_h k_hᵀ)`.
+
+    Weights have the shape of `nn.Linear.weight`, (out, in). `w_k=None` takes the tokens themselves as keys, `w_o=None`
+    leaves the heads concatenated. `kv_heads` groups query heads that share keys and values, as many as `heads` by default;
+    `scale` defaults to `1/√(head width)`. `causal` and `window` (`|i − j| < window`) bound what a token sees, `softcap` bounds
+    logits to `softcap·tanh(s/softcap)`, `bias` is added after that. `attention_mask`, (batch, n), is true at real tokens: the
+    others are not part of the input, neither seen nor measured. `q_norm` and `k_norm` normalise the queries and keys of every
+    head (Qwen3, Gemma 3), then `rotary` turns them by their positions (Llama). Derivative: docs/theory.md §1.
+
+    >>> attn = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
+    >>> attn(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
+    """
+
+    w_q: Float[Tensor, "q_width d"]
+    w_k: Float[Tensor, "k_width d"] | None
+    w_v: Float[Tensor, "v_width d"]
+    w_o: Float[Tensor, "d_out o_width"] | None = None
+    heads: int = 1
+    kv_heads: int = None  # pyright: ignore[reportAssignmentType]  None is filled in
+    b_q: Float[Tensor, " q_width"] | None = None
+    b_k: Float[Tensor, " k_width"] | None = None
+    b_v: Float[Tensor, " v_width"] | None = None
+    b_o: Float[Tensor, " d_out"] | None = None
+    scale: float = None  # pyright: ignore[reportAssignmentType]  None is filled in
+    softcap: float | None = None
+    causal: bool = False
+    window: int | None = None
+    bias: Float[Tensor, "#batch #heads #n m"] | None = None
+    attention_mask: Bool[Tensor, "batch n"] | None = None
+    q_norm: LayerNorm | RMSNorm | None = None
+    k_norm: LayerNorm | RMSNorm | None = None
+    rotary: Rotary | None = None
+
+    def __post_init__(self):
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        kv_heads = self.kv_heads
+        if not all(isinstance(h, int) and h >= 1 for h in (self.heads, kv_heads)) or self.heads % kv_heads:
+            raise BadInputError(
+                f"expected whole numbers heads ≥ 1 and kv_heads that divide them, got heads={self.heads}, kv_heads={kv_heads}; "
+                "take both from the model's configuration"
+            )
+        for name in ("w_q", "w_k", "w_v", "w_o"):
+            self._check_weight(name)
+        k_width = self.width if self.w_k is None else self.w_k.shape[0]
+        for name, rows, parts in (
+            ("w_q", self.w_q.shape[0], self.heads),
+            ("w_k", k_width, kv_heads),
+            ("w_v", self.w_v.shape[0], kv_heads),
+        ):
+            if rows % parts:
+                raise BadInputError(
+                    f"expected heads that divide the rows of {name}, got {parts} heads and {rows} rows; change heads or {name}"
+                )
+        if self.w_q.shape[0] // self.heads != k_width // kv_heads:
+            raise BadInputError(
+                f"expected queries and keys of one head width, got {self.w_q.shape[0] // self.heads} and "
+                f"{k_width // kv_heads}; check heads and kv_heads"
+            )
+        o_width = self.w_v.shape[0] // kv_heads * self.heads
+        if self.w_o is not None and self.w_o.shape[1] != o_width:
+            raise BadInputError(f"expected w_o of shape (out, {o_width}), got {tuple(self.w_o.shape)}; weights are (out, in)")
+        sizes = (self.w_q.shape[0], k_width, self.w_v.shape[0], self.out_width)
+        for name, size in zip(("b_q", "b_k", "b_v", "b_o"), sizes, strict=True):
+            self._check_bias(name, size)
+        object.__setattr__(self, "scale", self.head_width**-0.5 if self.scale is None else float(self.scale))
+        if not math.isfinite(self.scale):
+            raise BadInputError(f"expected a finite scale, got {self.scale}; the usual value is 1/√(head width)")
+        self._check_masks()
+        self._check_turn()
+
+    def _check_turn(self) -> None:
+        """Norms and phases must fit the width of a head."""
+        head = self.w_q.shape[0] // self.heads
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(self, name)
+            if norm is not None and not isinstance(norm, LayerNorm | RMSNorm):
+                raise BadInputError(f"expected {name} as a LayerNorm or RMSNorm, got {type(norm).__name__}; build one of them")
+            if norm is not None and norm.width != head:
+                raise BadInputError(
+                    f"expected {name} over the head width {head}, got {norm.width}; it normalises every head by itself"
+                )
+        if self.rotary is not None and not isinstance(self.rotary, Rotary):
+            raise BadInputError(f"expected rotary as a Rotary, got {type(self.rotary).__name__}; use Rotary.from_base")
+        if self.rotary is not None and self.rotary.width > head:
+            raise BadInputError(
+                f"expected rotary tables that turn at most the head width {head}, got {self.rotary.width}; "
+                "cos and sin have one column per plane, not per entry"
+            )
+
+    def _check_masks(self) -> None:
+        for name, axes, kinds in (
+            ("bias", "(batch, heads, n, m)", (torch.float16, torch.bfloat16, torch.float32, torch.float64)),
+            ("attention_mask", "(batch, n)", (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)),
+        ):
+            t = getattr(self, name)
+            if t is not None and not (isinstance(t, Tensor) and t.ndim == axes.count(",") + 1 and t.dtype in kinds):
+                got = f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+                kind = "a floating-point" if name == "bias" else "a boolean or integer"
+                raise BadInputError(
+                    f"expected {name} as {kind} tensor {axes}, got {got}; give it these axes, 1 where it broadcasts"
+                )
+        if self.attention_mask is not None:
+            object.__setattr__(self, "attention_mask", self.attention_mask.bool())
+            if not bool(self.attention_mask.any(-1).all()):
+                raise BadInputError(
+                    "expected a real token in every sequence, got an attention_mask with an empty row; leave that sequence out"
+                )
+        Scores(self.scale, self.softcap, Mask(self.causal, self.window, None, self.bias))  # refuses what does not fit
+
+    @classmethod
+    def from_matrices(
+        cls,
+        A: Float[Tensor, "*heads d d"],
+        V: Float[Tensor, "*heads d_out d"],
+        *,
+        causal: bool = False,
+        window: int | None = None,
+    ) -> "Attention":
+        """Attention in the paper's notation: `f(X)_i = V Σ_j P_ij x_j`, `P_ij = softmax_j ⟨A x_i, x_j⟩`.
+
+        Stacks of matrices, (heads, d, d), give the sum over heads.
+        """
+        for name, matrix in (("A", A), ("V", V)):
+            if not isinstance(matrix, Tensor):
+                raise BadInputError(
+                    f"expected {name} as a torch tensor, got {type(matrix).__name__}; use torch.as_tensor({name})"
+                )
+        if A.ndim not in (2, 3) or A.shape[-1] != A.shape[-2]:
+            raise BadInputError(f"expected a square A, (d, d) or (heads, d, d), got {tuple(A.shape)}; A acts on one token")
+        if V.ndim != A.ndim or V.shape[-1] != A.shape[-1] or V.shape[:-2] != A.shape[:-2]:
+            raise BadInputError(
+                f"expected V with one (d_out, d) matrix per A of {tuple(A.shape)}, got {tuple(V.shape)}; match their widths"
+            )
+        if A.ndim == 2:
+            return cls(A, None, V, scale=1.0, causal=causal, window=window)
+        heads, d = A.shape[:2]
+        eye = torch.eye(d, dtype=A.dtype, device=A.device)
+        add = torch.eye(V.shape[1], dtype=V.dtype, device=V.device).repeat(1, heads)
+        return cls(A.flatten(0, 1), eye.repeat(heads, 1), V.flatten(0, 1), add, heads, scale=1.0, causal=causal, window=window)
+
+    @classmethod
+    def from_module(cls, module: nn.MultiheadAttention, *, causal: bool = False) -> "Attention":
+        """The self-attention of torch's own module, without its dropout.
+
+        >>> Attention.from_module(nn.MultiheadAttention(8, 2, batch_first=True))
+        Attention(8 → 8, 2 heads of 4, float32)
+        """
+        if not isinstance(module, nn.MultiheadAttention):
+            raise BadInputError(
+                f"expected a torch.nn.MultiheadAttention, got {type(module).__name__}; pass a model to howsmooth.load, whose "
+                "capture gives its layers"
+            )
+        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+            raise BadInputError(
+                "expected self-attention on tokens of one width, got a module with keys, values or extra tokens of its own; "
+                "pass it to howsmooth.load and measure it"
+            )
+        w_q, w_k, w_v = module.in_proj_weight.detach().chunk(3)
+        b_q, b_k, b_v = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.detach().chunk(3)
+        out = module.out_proj
+        b_o = None if out.bias is None else out.bias.detach()
+        return cls(
+            w_q, w_k, w_v, out.weight.detach(), heads=module.num_heads, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, causal=causal
+        )
+
+    @property
+    def width(self) -> int:
+        return self.w_q.shape[1]
+
+    @property
+    def out_width(self) -> int:
+        return self.w_v.shape[0] // self.kv_heads * self.heads if self.w_o is None else self.w_o.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        kinds = [w.dtype for w in (self.w_q, self.w_k, self.w_v, self.w_o) if w is not None]
+        return functools.reduce(torch.promote_types, kinds)
+
+    @property
+    def head_width(self) -> int:
+        """The width of a query or key."""
+        return self.w_q.shape[0] // self.heads
+
+    def __repr__(self) -> str:
+        shared = "" if self.kv_heads == self.heads else f", {self.kv_heads} for keys and values"
+        said = [f"{self.width} → {self.out_width}", f"{self.heads} heads of {self.head_width}{shared}"]
+        said += ["causal"] * self.causal + [f"window {self.window}"] * (self.window is not None)
+        more = ("softcap", "bias", "attention_mask", "q_norm", "k_norm", "rotary")
+        said += [name for name in more if getattr(self, name) is not None]
+        return f"Attention({', '.join(said)}, {str(self.dtype).removeprefix('torch.')})"
+
+    def moved(self, device, dtype):
+        there = {}
+        for f in fields(self):
+            t = getattr(self, f.name)
+            if isinstance(t, Tensor):
+                moved = t.to(device, dtype if t.is_floating_point() else t.dtype)
+            elif isinstance(t, LayerNorm | RMSNorm | Rotary):
+                moved = t.to(device, dtype)
+            else:
+                continue
+            if moved is not t:
+                there[f.name] = moved
+        return replace(self, **there) if there else self
+
+    def head(self, index: int) -> "Attention":
+        """One head alone: its queries, its group's keys and values, its columns of the output projection, no output bias.
+
+        >>> Attention(torch.eye(4), torch.eye(4), torch.eye(4), torch.eye(4), heads=2).head(1)
+        Attention(4 → 4, 1 heads of 2, float32)
+        """
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.heads:
+            raise BadInputError(f"expected a head from 0 to {self.heads - 1}, got {index!r}; this layer has no other")
+        group = index // (self.heads // self.kv_heads)
+        changed: dict[str, Tensor | None] = {}
+        for name, parts, part in (("q", self.heads, index), ("k", self.kv_heads, group), ("v", self.kv_heads, group)):
+            for t in (f"w_{name}", f"b_{name}"):
+                whole = getattr(self, t)
+                changed[t] = None if whole is None else whole.unflatten(0, (parts, -1))[part]
+        w_o = None if self.w_o is None else self.w_o.unflatten(1, (self.heads, -1))[:, index]
+        bias = self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, index : index + 1]
+        return replace(self, **changed, w_o=w_o, b_o=None, heads=1, kv_heads=1, bias=bias)
+
+    def by_head(self) -> HeadWeights:
+        """All heads' weights side by side, in float64."""
+        eye = torch.eye(self.width, dtype=torch.float64, device=self.w_q.device)
+
+        def rows(t: Tensor, parts: int) -> Tensor:
+            return t.double().unflatten(0, (parts, -1)).repeat_interleave(self.heads // parts, 0)
+
+        q, v = rows(self.w_q, self.heads), rows(self.w_v, self.kv_heads)
+        k = rows(eye if self.w_k is None else self.w_k, self.kv_heads)
+        d_v = v.shape[1]
+        o = torch.eye(self.heads * d_v, dtype=eye.dtype, device=eye.device) if self.w_o is None else self.w_o.double()
+        b_q = q.new_zeros(q.shape[:2]) if self.b_q is None else rows(self.b_q, self.heads)
+        b_k = k.new_zeros(k.shape[:2]) if self.b_k is None else rows(self.b_k, self.kv_heads)
+        return HeadWeights(q, k, v, o.unflatten(1, (self.heads, d_v)).transpose(0, 1), b_q, b_k)
+
+    def on(self, measure: Measure) -> "AtomAttention":
+        """Attention to atoms: `log a_j` is added to the logits of atom j, masks go by positions (docs/meanfield.md §5.1)."""
+        for name, why in (
+            ("window", "a window counts tokens, which a measure does not have"),
+            ("bias", "a bias belongs to places in a sequence"),
+            ("rotary", "rotary phases belong to places in a sequence"),
+            ("q_norm", "what splitting a normalised query does is not derived"),
+            ("k_norm", "what splitting a normalised key does is not derived"),
+            ("attention_mask", "padding has no mass; leave those atoms out"),
+        ):
+            if getattr(self, name) is not None:
+                raise BadInputError(f"expected a layer without {name} for a measure, got one with it; {why}")
+        ends = measure.ends() if self.causal else None
+        bias = measure.mass.log()[None, None, None]
+        return AtomAttention(self, Scores(self.scale, self.softcap, Mask(bias=bias, ends=ends)))
+
+    def value(self, x):
+        return self._value(x, self._scores(x))
+
+    def _value(self, x: Float[Tensor, "batch n d"], scores: Scores) -> Float[Tensor, "batch n d_out"]:
+        q, k, v = self.project(x, with_bias=True)
+        q = q if self.q_norm is None else self.q_norm.value(q)
+        k = k if self.k_norm is None else self.k_norm.value(k)
+        q, k = self._turn(x, q, k)
+        return self._finish(attend(q, k, v, scores))
+
+    def linearize(self, x):
+        return self._linearize(x, self._scores(x))
+
+    @torch.no_grad()
+    def _linearize(self, x: Float[Tensor, "batch n d"], scores: Scores) -> tuple[Tensor, "AttentionJacobian"]:
+        layer = self.to(x.device, x.dtype)
+        q, k, v = layer.project(x, with_bias=True)
+        slopes: list[Operator | None] = [None, None]  # of the norms of queries and keys
+        if layer.q_norm is not None:
+            q, slopes[0] = layer.q_norm.linearize(q)
+        if layer.k_norm is not None:
+            k, slopes[1] = layer.k_norm.linearize(k)
+        q, k = layer._turn(x, q, k)
+        kernel = linearize(q, k, v, scores)
+        value = layer._finish(kernel.output)
+        if not bool(value.isfinite().all()):
+            raise BadInputError(f"expected outputs within the range of {x.dtype}, got infinity; use float64 or smaller weights")
+        return value, AttentionJacobian(layer, kernel, slopes[0], slopes[1])
+
+    def _turn(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.rotary is None:
+            return q, k
+        self.rotary.check(*x.shape[:2])
+        return self.rotary.turn(q), self.rotary.turn(k)
+
+    def _scores(self, x: Float[Tensor, "batch n d"]) -> Scores:
+        if self.attention_mask is not None and self.attention_mask.shape != x.shape[:2]:
+            raise BadInputError(
+                f"expected an attention_mask of shape {tuple(x.shape[:2])}, got {tuple(self.attention_mask.shape)}; "
+                "give one row per sequence"
+            )
+        mask = Mask(self.causal, self.window, self.attention_mask, self.bias)
+        return Scores(self.scale, self.softcap, mask)
+
+    def _finish(self, o: Float[Tensor, "batch heads n d_v"]) -> Float[Tensor, "batch n d_out"]:
+        t = self.concat(o[None])[0]
+        t = t if self.w_o is None else t @ self.w_o.mT
+        return t if self.b_o is None else t + self.b_o
+
+    def project(self, x: Tensor, with_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (…, n, d) → queries, keys, values (…, heads, n, head width)."""
+        parts = []
+        for weight, bias, heads in (
+            (self.w_q, self.b_q, self.heads),
+            (self.w_k, self.b_k, self.kv_heads),
+            (self.w_v, self.b_v, self.kv_heads),
+        ):
+            t = x if weight is None else x @ weight.mT
+            if with_bias and bias is not None:
+                t = t + bias
+            parts.append(t.unflatten(-1, (heads, -1)).transpose(-3, -2))
+        return parts[0], parts[1], parts[2]
+
+    def concat(self, o: Float[Tensor, "probes batch heads n d_v"]) -> Float[Tensor, "probes batch n o_width"]:
+        """Heads → tokens; tokens that are not real give zero."""
+        t = o.transpose(-3, -2).flatten(-2)
+        return t if self.attention_mask is None else t * self.attention_mask[..., None]
+
+    def unconcat(self, t: Float[Tensor, "probes batch n o_width"]) -> Float[Tensor, "probes batch heads n d_v"]:
+        """The transpose of `concat`."""
+        t = t if self.attention_mask is None else t * self.attention_mask[..., None]
+        return t.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
+
+    def unproject(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """The transpose of `project`."""
+        total = None
+        for t, weight in ((dq, self.w_q), (dk, self.w_k), (dv, self.w_v)):
+            t = t.transpose(-3, -2).flatten(-2)
+            part = t if weight is None else t @ weight
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+    def _check_weight(self, name: str) -> None:
+        w = getattr(self, name)
+        if w is None:
+            return
+        if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 2:
+            got = f"{w.dtype} of shape {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
+            raise BadInputError(f"expected {name} as a floating-point matrix (out, in), got {got}; pass nn.Linear's weight")
+        if name != "w_o" and w.shape[1] != self.width:
+            raise BadInputError(
+                f"expected {name} to take tokens of width {self.width} like w_q, got {w.shape[1]}; weights are (out, in)"
+            )
+        check_finite(w, name)
+
+    def _check_bias(self, name: str, size: int) -> None:
+        b = getattr(self, name)
+        if b is None:
+            return
+        if not isinstance(b, Tensor) or not b.is_floating_point() or tuple(b.shape) != (size,):
+            got = tuple(b.shape) if isinstance(b, Tensor) else type(b).__name__
+            raise BadInputError(
+                f"expected {name} as a floating-point vector of shape ({size},), got {got}; pass nn.Linear's bias"
+            )
+        check_finite(b, name)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AtomAttention(Map):
+    """An attention layer on the atoms of a measure: as a layer on tokens, with masses and positions in its scores."""
+
+    layer: Attention
+    scores: Scores
+
+    @property
+    def width(self) -> int:
+        return self.layer.width
+
+    @property
+    def out_width(self) -> int:
+        return self.layer.out_width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.dtype
+
+    def moved(self, device, dtype):
+        return replace(self, layer=self.layer.to(device, dtype))
+
+    def value(self, x):
+        return self.layer._value(x, self.scores)
+
+    def linearize(self, x):
+        return self.layer._linearize(x, self.scores)

@@ -1,0 +1,171 @@
+"""What the package measures: maps on token sequences that know their own derivative."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Self, final, overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.maps.operator import Composed, Operator
+from howsmooth.measures.measure import Measure
+
+Place = torch.device | torch.dtype | str | int | None  # what torch's `.to` takes first
+
+
+class Map(ABC):
+    """A map of token sequences, (…, n, d) → (…, n, d_out), with a closed-form Jacobian.
+
+    Maps compose from right to left like matrices: `(attention @ norm)(x) = attention(norm(x))`.
+    """
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """The width d of the tokens it takes."""
+
+    @property
+    @abstractmethod
+    def out_width(self) -> int:
+        """The width of the tokens it gives."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The precision of its weights."""
+
+    @abstractmethod
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
+        """The same map on another device, in another precision; `None` leaves either as it is."""
+
+    def to(self, device: Place = None, dtype: torch.dtype | None = None) -> Self:
+        """The same map in another precision or on another device, named as for a tensor: `to("cuda")`, `to(torch.float64)`."""
+        return self.moved(*place(device, dtype))
+
+    @abstractmethod
+    def linearize(self, x: Float[Tensor, "batch n d"]) -> tuple[Float[Tensor, "batch n d_out"], Operator]:
+        """Its value at `x` and its Jacobian there, both without a graph."""
+
+    @overload
+    def __call__(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d_out"]: ...
+    @overload
+    def __call__(self, x: Measure) -> Measure: ...
+    def __call__(self, x: Tensor | Measure) -> Tensor | Measure:
+        """Its value at `x`, in plain torch operations: differentiable, and fit for torch.func.
+
+        Of a measure, the push-forward `F(μ)`: every atom goes where it is sent by attention to the whole measure.
+        """
+        if isinstance(x, Measure):
+            return self.push(x)
+        x = self.prepare(x)
+        items = x.reshape(-1, *x.shape[-2:])
+        return self.to(x.device, x.dtype).value(items).reshape(*x.shape[:-1], -1)
+
+    @abstractmethod
+    def value(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d_out"]:
+        """Its value at tokens of its own precision."""
+
+    def on(self, measure: Measure) -> "Map":
+        """The map of points that acts on the atoms of `measure` as this one acts on measures; its masses stay."""
+        raise BadInputError(
+            f"expected a map that acts on measures, got {type(self).__name__}; pass its tokens as a tensor, or use Attention"
+        )
+
+    def push(self, measure: Measure) -> Measure:
+        """`F(μ)`, in O(atoms) memory where no gradient is asked for."""
+        f, x = self.on(measure), self.prepare(measure.points)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return measure.moved(f(x))
+        return measure.moved(f.linearize(x.detach()[None])[0][0])
+
+    def __matmul__(self, inner: "Map") -> "Composition":
+        return Composition(self, inner)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """Tokens checked and brought to the working precision: the wider of the map's and the tokens', float32 at least."""
+        check_tokens(x)
+        if x.shape[-1] != self.width:
+            raise BadInputError(
+                f"expected tokens of width {self.width}, got {x.shape[-1]} (shape {tuple(x.shape)}); tokens are rows"
+            )
+        return x.to(torch.promote_types(torch.promote_types(x.dtype, self.dtype), torch.float32))
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Composition(Map):
+    """`outer ∘ inner`."""
+
+    outer: Map
+    inner: Map
+
+    def __post_init__(self):
+        if self.inner.out_width != self.outer.width:
+            raise BadInputError(
+                f"expected an inner map that gives tokens of width {self.outer.width}, got {self.inner.out_width}; "
+                "compose maps whose widths agree"
+            )
+
+    @property
+    def width(self) -> int:
+        return self.inner.width
+
+    @property
+    def out_width(self) -> int:
+        return self.outer.out_width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.outer.dtype, self.inner.dtype)
+
+    def moved(self, device, dtype):
+        return Composition(self.outer.to(device, dtype), self.inner.to(device, dtype))
+
+    def __repr__(self) -> str:
+        return f"{self.outer!r} @ {self.inner!r}"
+
+    def on(self, measure: Measure) -> "Composition":
+        return Composition(self.outer.on(measure), self.inner.on(measure))
+
+    def value(self, x):
+        return self.outer.value(self.inner.value(x))
+
+    def linearize(self, x):
+        middle, inner = self.inner.linearize(x)
+        value, outer = self.outer.linearize(middle)
+        return value, Composed(outer, inner)
+
+
+def check_tokens(x: Tensor) -> None:
+    """Refuse what is not a sequence of real, floating-point tokens."""
+    if not isinstance(x, Tensor):
+        raise BadInputError(f"expected a torch tensor of tokens, got {type(x).__name__}; use torch.as_tensor(x)")
+    if not x.is_floating_point():
+        raise BadInputError(f"expected floating-point tokens, got {x.dtype}; pass embeddings, not token ids")
+    if x.ndim < 2:
+        raise BadInputError(f"expected tokens of shape (n, d) or (batch, n, d), got {tuple(x.shape)}; tokens are rows")
+    if x.numel() == 0:
+        raise BadInputError(f"expected at least one token, got shape {tuple(x.shape)}; pass a longer input")
+
+
+def check_finite(t: Tensor, what: str) -> None:
+    """Refuse NaN and infinity."""
+    bad = int((~t.isfinite()).sum())
+    if bad:
+        raise BadInputError(f"expected finite {what}, got {bad} NaN or infinite entries of {t.numel()}; clean the {what}")
+
+
+def place(device: Place, dtype: torch.dtype | None) -> tuple[torch.device | None, torch.dtype | None]:
+    """What `.to(device, dtype)` or `.to(dtype)` asks for, as torch reads it."""
+    if isinstance(device, torch.dtype):
+        device, dtype = None, device if dtype is None else dtype
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise BadInputError(f"expected a floating-point dtype of torch, got {dtype!r}; pass torch.float32 or torch.float64")
+    try:
+        return None if device is None else torch.device(device), dtype
+    except (RuntimeError, TypeError):
+        raise BadInputError(
+            f"expected a device such as 'cpu' or 'cuda:0', or a dtype, got {device!r}; pass one of them"
+        ) from None

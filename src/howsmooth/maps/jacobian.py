@@ -1,0 +1,372 @@
+"""Jacobians of maps: of attention and of norms in closed form, of any torch function by automatic differentiation."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.kernels import SoftmaxAttention
+from howsmooth.maps.operator import Operator, inner
+
+if TYPE_CHECKING:
+    from howsmooth.maps.attention import Attention
+    from howsmooth.maps.norms import LayerNorm, RMSNorm
+
+
+@final
+class AttentionJacobian(Operator):
+    """`D_x f = Wₒ ∘ concat ∘ D(softmax attention) ∘ turn ∘ D(norms) ∘ project`.
+
+    layer: the weights, in the precision of the tokens.  kernel: softmax attention at their queries, keys and values.
+    q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them.
+    """
+
+    def __init__(
+        self,
+        layer: "Attention",
+        kernel: SoftmaxAttention,
+        q_slope: Operator | None = None,
+        k_slope: Operator | None = None,
+    ):
+        self.layer, self.kernel, self.q_slope, self.k_slope = layer, kernel, q_slope, k_slope
+        self.batch, _, n, _ = kernel.output.shape
+        self.in_shape, self.out_shape = (n, layer.width), (n, layer.out_width)
+        self.dtype, self.device = kernel.output.dtype, kernel.output.device
+
+    @property
+    def noise(self) -> float:
+        return self.kernel.noise
+
+    @property
+    def heavy(self) -> bool:
+        return self.kernel.heavy
+
+    def refined(self):
+        kernel = self.kernel.refined()
+        return None if kernel is None else self._with(kernel)
+
+    def tiled(self) -> "AttentionJacobian":
+        """The same Jacobian on a kernel whose weights are within reach."""
+        return self._with(self.kernel.tiled())
+
+    def _with(self, kernel: SoftmaxAttention) -> "AttentionJacobian":
+        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope)
+
+    def _push(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens' directions → those of queries, keys and values."""
+        dq, dk, dv = self.layer.project(v, with_bias=False)
+        dq = dq if self.q_slope is None else self.q_slope.jvp(dq)
+        dk = dk if self.k_slope is None else self.k_slope.jvp(dk)
+        rotary = self.layer.rotary
+        return (dq, dk, dv) if rotary is None else (rotary.turn(dq), rotary.turn(dk), dv)
+
+    def _pull(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """The transpose of `_push`."""
+        rotary = self.layer.rotary
+        if rotary is not None:
+            dq, dk = rotary.turn(dq, back=True), rotary.turn(dk, back=True)
+        dq = dq if self.q_slope is None else self.q_slope.vjp(dq)
+        dk = dk if self.k_slope is None else self.k_slope.vjp(dk)
+        return self.layer.unproject(dq, dk, dv)
+
+    @torch.no_grad()
+    def jvp(self, v):
+        layer = self.layer
+        o = layer.concat(self.kernel.jvp(*self._push(v)))
+        return o if layer.w_o is None else o @ layer.w_o.mT
+
+    @torch.no_grad()
+    def vjp(self, u):
+        layer = self.layer
+        t = u if layer.w_o is None else u @ layer.w_o
+        return self._pull(*self.kernel.vjp(layer.unconcat(t)))
+
+    @functools.cached_property
+    def _gram_o(self) -> Tensor | None:
+        """`WₒᵀWₒ`, which stands for `Wₒ` and then `Wₒᵀ` in products with `JᵀJ`; nothing where `Wₒ` is the cheaper one."""
+        w_o = self.layer.w_o
+        return w_o.mT @ w_o if w_o is not None and w_o.shape[1] < 2 * w_o.shape[0] else None
+
+    @torch.no_grad()
+    def gram(self, v):
+        if self._gram_o is None:
+            return super().gram(v)
+        layer, kernel = self.layer, self.kernel
+        o = layer.concat(kernel.jvp(*self._push(v)))
+        weighted = o @ self._gram_o
+        return self._pull(*kernel.vjp(layer.unconcat(weighted))), inner(o, weighted)
+
+    @torch.no_grad()
+    def guess(self):
+        """Exact when all heads share one rank-one `P`: the attention each token receives, times the top input of `Wₒ W_v`."""
+        layer = self.layer
+        w = layer.w_v.unflatten(0, (layer.kv_heads, -1))
+        w = w.repeat_interleave(layer.heads // layer.kv_heads, 0).flatten(0, 1)
+        w = w if layer.w_o is None else layer.w_o @ w
+        u = torch.randn(layer.width, 1, generator=torch.Generator().manual_seed(0)).to(w)
+        for _ in range(20):
+            u = w.mT @ (w @ u)
+            u = u / u.norm().clamp_min(torch.finfo(u.dtype).tiny)
+        return self.kernel.attention_received()[..., None] * u[:, 0]
+
+    def select(self, items):
+        layer = self.layer
+        if layer.attention_mask is not None:
+            layer = replace(layer, attention_mask=layer.attention_mask[items])
+        if layer.rotary is not None:
+            layer = replace(layer, rotary=layer.rotary.select(items))
+        slopes = [None if s is None else s.select(items) for s in (self.q_slope, self.k_slope)]
+        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1])
+
+
+@final
+class NormJacobian(Operator):
+    """`diag(α) (I − u uᵀ/d) C / s` token by token, `u` the normalised token, `C` the centring.
+
+    `u` is centred, so `C` may come last in the product and first in its transpose.
+    """
+
+    def __init__(
+        self, norm: "LayerNorm | RMSNorm", unit: Float[Tensor, "batch *axes d"], scale: Float[Tensor, "batch *axes 1"]
+    ):
+        self.norm, self.unit, self.scale = norm, unit, scale
+        self.batch = unit.shape[0]
+        self.in_shape = self.out_shape = tuple(unit.shape[1:])
+        self.dtype, self.device = unit.dtype, unit.device
+
+    def jvp(self, v):
+        return self.norm.weight * self._project(v)
+
+    def vjp(self, u):
+        return self._project(self.norm.weight * u)
+
+    def select(self, items):
+        return NormJacobian(self.norm, self.unit[items], self.scale[items])
+
+    def _project(self, v: Tensor) -> Tensor:
+        along = (self.unit * v).mean(-1, keepdim=True)
+        return (self.norm.center(v) - self.unit * along) / self.scale
+
+
+@final
+class AutodiffJacobian(Operator):
+    """`D_x f` by automatic differentiation.
+
+    The graph of `y = f(x)` is kept and serves every product: `Jᵀu` is a backward pass; `u ↦ Jᵀu` is linear, and its own
+    backward pass is `Jv`. Where a function has no second derivative, `Jv` falls back to forward mode, which evaluates `f`
+    again.
+
+    batched: `f` treats the leading axis of `x` item by item; otherwise `x` is one input, whatever its shape.
+
+    >>> J = AutodiffJacobian(lambda x: x**2, torch.tensor([1.0, 2.0]), batched=False)
+    >>> J.jvp(torch.ones(1, 1, 2)).tolist()
+    [[[2.0, 4.0]]]
+    """
+
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Float[Tensor, "..."], batched: bool):
+        self._f, self._batched = f, batched
+        with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            self._x = x.detach().clone().requires_grad_()
+            self._y = f(self._x.clone())  # a clone, so that f may work in place
+            self._check_output()
+            self._u = torch.zeros_like(self._y, requires_grad=True)
+            self._transposed = self._second_graph()
+        self.batch = x.shape[0] if batched else 1
+        self.in_shape = tuple(x.shape[1:] if batched else x.shape) or (1,)
+        self.out_shape = tuple(self._y.shape[1:] if batched else self._y.shape) or (1,)
+        self.dtype, self.device = x.dtype, x.device
+        if not self._consistent():
+            self._transposed = None
+            if not self._consistent():
+                raise BadFunctionError(
+                    "expected a function with derivatives in both modes, got one whose J v and Jᵀ u disagree or are missing; "
+                    "look for custom backward passes or operations without double backward"
+                )
+        if batched and self.batch > 1 and not self.items_apart():
+            raise BadFunctionError(
+                "expected a function that treats the items of the batch apart, got one that mixes them; "
+                "measure one item at a time with lipschitz"
+            )
+
+    @property
+    def output(self) -> Tensor:
+        """`f(x)`."""
+        return self._y.detach()
+
+    def jvp(self, v):
+        probes = v.reshape(len(v), *self._x.shape)
+        return torch.stack([self._jvp(p) for p in probes]).reshape(len(v), self.batch, *self.out_shape)
+
+    def vjp(self, u):
+        probes = u.reshape(len(u), *self._y.shape)
+        return torch.stack([self._vjp(p) for p in probes]).reshape(len(u), self.batch, *self.in_shape)
+
+    def _vjp(self, u: Tensor) -> Tensor:
+        u = u.to(self._y.dtype)
+        return torch.autograd.grad(self._y, self._x, u, retain_graph=True, materialize_grads=True)[0]
+
+    def _jvp(self, v: Tensor) -> Tensor:
+        if self._transposed is None:
+            with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, on first use of forward mode
+                return torch.func.jvp(lambda t: self._f(t.clone()), (self._x.detach(),), (v,))[1].to(v.dtype)
+        out = torch.autograd.grad(self._transposed, self._u, v, retain_graph=True, materialize_grads=True)[0]
+        return out.to(v.dtype)
+
+    def _second_graph(self) -> Tensor | None:
+        try:
+            g = torch.autograd.grad(self._y, self._x, self._u, create_graph=True, materialize_grads=True)[0]
+        except RuntimeError:
+            return None
+        return g if g.requires_grad else None
+
+    def _consistent(self) -> bool:
+        """`⟨J v, u⟩ = ⟨v, Jᵀ u⟩` on a random pair: a backward pass that cannot be differentiated loses part of `J v`."""
+        random = torch.Generator().manual_seed(0)
+        v = torch.randn(1, self.batch, *self.in_shape, generator=random).to(self.device, self.dtype)
+        u = torch.randn(1, self.batch, *self.out_shape, generator=random).to(self.device, self.dtype)
+        transposed = self.vjp(u)
+        try:
+            forward = self.jvp(v)
+        except (RuntimeError, NotImplementedError):
+            return False
+        size = torch.maximum(forward.abs().max(), transposed.abs().max())
+        if size == 0 or not bool(size.isfinite()):
+            return True  # a zero Jacobian agrees with itself; an infinite one is refused by the solver
+        forward, transposed = forward / size, transposed / size
+        difference = (forward * u).sum() - (v * transposed).sum()
+        noise = 1e4 * torch.finfo(self.dtype).eps * (forward.norm() * u.norm() + v.norm() * transposed.norm())
+        return bool(difference.abs() <= noise)
+
+    def _check_output(self) -> None:
+        y = self._y
+        if not isinstance(y, Tensor):
+            raise BadFunctionError(
+                f"expected a function that returns one tensor, got {type(y).__name__}; pick one, as in lambda x: f(x)[0]"
+            )
+        if not y.is_floating_point():
+            raise BadFunctionError(f"expected a floating-point output, got {y.dtype}; return a differentiable tensor")
+        if y.numel() == 0:
+            raise BadFunctionError(f"expected an output with entries, got shape {tuple(y.shape)}; return something to measure")
+        if not y.requires_grad:
+            raise BadFunctionError(
+                "expected an output that depends on x, got one with no derivative in x; "
+                "look for detach, no_grad, item() or numpy inside the function"
+            )
+        if not bool(y.isfinite().all()):
+            raise BadFunctionError("expected a finite output, got NaN or infinity; check the function at this x")
+        if self._batched and (y.ndim == 0 or y.shape[0] != self._x.shape[0]):
+            raise BadFunctionError(
+                f"expected one output per item of the batch ({self._x.shape[0]}), got shape {tuple(y.shape)}; "
+                "call lipschitz, which takes x as one input"
+            )
+
+    def items_apart(self) -> bool:
+        """Whether a perturbation of some items of the first axis leaves the others alone.
+
+        Items are parted by each bit of their index, both ways.
+        """
+        count = len(self._x)
+        if self._y.ndim == 0 or len(self._y) != count:
+            return False
+        v = torch.randn(self._x.shape, generator=torch.Generator().manual_seed(0)).to(self._x)
+        index = torch.arange(count, device=self.device)
+        for bit in range((count - 1).bit_length()):
+            for side in (0, 1):
+                moved = (index >> bit) & 1 == side
+                if bool((self._jvp(v * moved.reshape(-1, *[1] * (v.ndim - 1)))[~moved] != 0).any()):
+                    return False
+        return True
+
+
+def check_deterministic(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+    """Refuse a function that gives another answer the second time, as dropout in training mode does."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        again = f(x.detach().clone())
+    drift = float((again - y).norm() / y.norm().clamp_min(torch.finfo(y.dtype).tiny))
+    if drift > 1e3 * torch.finfo(y.dtype).eps:
+        raise BadFunctionError(
+            f"expected the same output twice, got outputs {drift:.1e} apart; switch dropout off with module.eval()"
+        )
+
+
+@final
+class Jacobian:
+    """`D_x f` of one input as a linear operator: products only, nothing is formed before `dense()`.
+
+    shape: `(f(x).numel(), x.numel())`.  `J @ v` takes `v` in the shape of `x`, flat, or with probes leading, and answers in
+    kind: the shape of `f(x)`, flat, or probes of that shape.
+    """
+
+    def __init__(self, operator: Operator, in_shape: tuple[int, ...], *, transposed: bool = False):
+        self.operator, self._transposed = operator, transposed
+        self._in, self._out = tuple(in_shape), operator.out_shape  # of the map, whichever way this goes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, cols = self.operator.out_size, self.operator.in_size
+        return (cols, rows) if self._transposed else (rows, cols)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.operator.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.operator.device
+
+    @property
+    def T(self) -> "Jacobian":
+        """The transpose: `J.T @ u` is the vector–Jacobian product."""
+        return Jacobian(self.operator, self._in, transposed=not self._transposed)
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        takes, gives = (self._out, self._in) if self._transposed else (self._in, self._out)
+        size = self.shape[1]
+        if not isinstance(v, Tensor) or not v.is_floating_point():
+            raise BadInputError(
+                f"expected a floating-point tensor to multiply, got {getattr(v, 'dtype', type(v).__name__)}; convert it"
+            )
+        if tuple(v.shape) == takes:
+            probes, answer = v.reshape(1, size), gives
+        elif tuple(v.shape) == (size,):
+            probes, answer = v[None], (self.shape[0],)
+        elif tuple(v.shape[1:]) == takes:
+            probes, answer = v.reshape(len(v), size), (len(v), *gives)
+        elif tuple(v.shape[1:]) == (size,):
+            probes, answer = v, (len(v), self.shape[0])
+        else:
+            raise BadInputError(
+                f"expected a vector of shape {takes} or ({size},), or probes of such vectors along a first axis, got "
+                f"{tuple(v.shape)}; reshape it"
+            )
+        probes = probes.to(self.device, self.dtype)
+        if self._transposed:
+            return self.operator.vjp(probes.reshape(-1, 1, *self.operator.out_shape)).reshape(answer)
+        return self.operator.jvp(probes.reshape(-1, 1, *self.operator.in_shape)).reshape(answer)
+
+    def dense(self) -> Float[Tensor, "rows cols"]:
+        """The matrix itself."""
+        matrix = self.operator.dense()[0]
+        return matrix.mT if self._transposed else matrix
+
+    def to_scipy(self) -> Any:
+        """The same as a `scipy.sparse.linalg.LinearOperator` on float64 arrays."""
+        import scipy.sparse.linalg
+
+        def product(operator: "Jacobian") -> Callable[[Any], Any]:
+            return lambda v: (operator @ torch.as_tensor(v.ravel())).double().cpu().numpy()
+
+        make: Any = scipy.sparse.linalg.LinearOperator
+        return make(self.shape, matvec=product(self), rmatvec=product(self.T), dtype="float64")
+
+    def __repr__(self) -> str:
+        rows, cols = self.shape
+        return f"Jacobian({rows} × {cols}, {str(self.dtype).removeprefix('torch.')})"

@@ -1,0 +1,106 @@
+"""LayerNorm and RMSNorm with closed-form derivatives."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.maps.base import Map, check_finite
+from howsmooth.maps.jacobian import NormJacobian
+from howsmooth.measures.measure import Measure
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Norm(Map):
+    """`α ⊙ (x − c)/√(mean (x − c)² + eps) + β`, where `c` is the mean of `x` or zero."""
+
+    weight: Float[Tensor, " d"]
+    bias: Float[Tensor, " d"] | None = None
+    eps: float = 1e-5
+
+    def __post_init__(self):
+        for name in ("weight", "bias"):
+            t = getattr(self, name)
+            if t is None and name == "bias":
+                continue
+            if not isinstance(t, Tensor) or t.ndim != 1 or not t.is_floating_point():
+                got = f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+                raise BadInputError(f"expected the norm's {name} as a floating-point vector, got {got}; pass the module's own")
+        check_finite(self.weight, "norm weights")
+        if self.bias is not None:
+            if self.bias.shape != self.weight.shape:
+                raise BadInputError(
+                    f"expected a bias of shape {tuple(self.weight.shape)}, got {tuple(self.bias.shape)}; match the weight"
+                )
+            check_finite(self.bias, "norm biases")
+        if not 0 <= self.eps < math.inf:
+            raise BadInputError(f"expected a finite eps ≥ 0, got {self.eps}; the usual value is 1e-5")
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def out_width(self) -> int:
+        return self.width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def moved(self, device, dtype):
+        weight = self.weight.to(device, dtype)
+        bias = None if self.bias is None else self.bias.to(device, dtype)
+        return self if weight is self.weight and bias is self.bias else replace(self, weight=weight, bias=bias)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.width}, eps={self.eps:g}, {str(self.dtype).removeprefix('torch.')})"
+
+    def on(self, measure: Measure):
+        return self  # token by token, so masses play no part
+
+    def center(self, x: Tensor) -> Tensor:
+        """`x − c`."""
+        return x
+
+    def value(self, x):
+        centered = self.center(x)
+        value = self.weight * centered / (centered.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        return value if self.bias is None else value + self.bias
+
+    @torch.no_grad()
+    def linearize(self, x):
+        norm = self.to(x.device, x.dtype)
+        centered = norm.center(x)
+        scale = (centered.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        if bool((scale == 0).any()):
+            raise BadInputError("expected tokens the norm can divide by, got a token of zero spread with eps = 0; set eps")
+        unit = centered / scale
+        return norm.value(x), NormJacobian(norm, unit, scale)  # pyright: ignore[reportArgumentType]  a LayerNorm or an RMSNorm
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerNorm(_Norm):
+    """LayerNorm over the last axis, `α ⊙ (x − mean x)/√(var x + eps) + β`.
+
+    >>> LayerNorm(torch.ones(2), eps=0.0)(torch.tensor([[1.0, 3.0]])).tolist()
+    [[-1.0, 1.0]]
+    """
+
+    def center(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class RMSNorm(_Norm):
+    """RMSNorm over the last axis, `α ⊙ x/√(mean x² + eps)`.
+
+    >>> RMSNorm(torch.ones(2), eps=0.0)(torch.tensor([[2.0, 2.0]])).tolist()
+    [[1.0, 1.0]]
+    """

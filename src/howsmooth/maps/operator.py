@@ -1,0 +1,229 @@
+"""What a Jacobian is to a solver: two products, for several probes and several inputs at once."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+
+
+class Operator(ABC):
+    """A batch of linear maps from `in_shape` to `out_shape`, one per input of the batch.
+
+    Vectors carry two leading axes, (probes, batch). A product never mixes probes or items.
+    """
+
+    batch: int
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @abstractmethod
+    def jvp(self, v: Float[Tensor, "probes batch *in_shape"]) -> Float[Tensor, "probes batch *out_shape"]:
+        """`J v`."""
+
+    @abstractmethod
+    def vjp(self, u: Float[Tensor, "probes batch *out_shape"]) -> Float[Tensor, "probes batch *in_shape"]:
+        """`Jᵀ u`."""
+
+    def gram(
+        self, v: Float[Tensor, "probes batch *in_shape"]
+    ) -> tuple[Float[Tensor, "probes batch *in_shape"], Float[Tensor, "batch probes probes"]]:
+        """`JᵀJ v`, and the inner products `⟨J v_p, J v_q⟩` of every item. Subclasses may know a shorter way."""
+        image = self.jvp(v)
+        return self.vjp(image), inner(image, image)
+
+    def guess(self) -> Float[Tensor, "batch *in_shape"] | None:
+        """Inputs that the maps may stretch most, or nothing. A wrong guess costs a solver a step, never its certificate."""
+        return None
+
+    def select(self, items: Tensor) -> "Operator":
+        """The maps of some items of the batch. Subclasses that can, do the work of those items only."""
+        return Selected(self, items)
+
+    @property
+    def noise(self) -> float:
+        """The relative size below which products with `JᵀJ` are rounding."""
+        return 32 * torch.finfo(self.dtype).eps
+
+    def refined(self) -> "Operator | None":
+        """The same maps with more exact products at a higher price, where there is such a thing short of float64."""
+        return None
+
+    @property
+    def heavy(self) -> bool:
+        """Whether products in float64 would cost far more than all the others together."""
+        return False
+
+    @property
+    def in_size(self) -> int:
+        return math.prod(self.in_shape)
+
+    @property
+    def out_size(self) -> int:
+        return math.prod(self.out_shape)
+
+    def dense(self) -> Float[Tensor, "batch out_size in_size"]:
+        """The matrices themselves, from as many products as the smaller side has rows."""
+        forward = self.in_size <= self.out_size
+        side, shape = (self.in_size, self.in_shape) if forward else (self.out_size, self.out_shape)
+        columns = []
+        for start in range(0, side, 256):
+            count = min(256, side - start)
+            probes = torch.zeros(count, self.batch, side, dtype=self.dtype, device=self.device)
+            probes[torch.arange(count), :, torch.arange(start, start + count)] = 1.0
+            probes = probes.unflatten(2, shape)
+            columns.append((self.jvp(probes) if forward else self.vjp(probes)).flatten(2))
+        rows = torch.cat(columns).transpose(0, 1)  # (batch, side, other side)
+        return rows.mT if forward else rows
+
+
+def inner(a: Float[Tensor, "probes batch *shape"], b: Float[Tensor, "probes batch *shape"]) -> Tensor:
+    """Inner products of the probes of every item, (batch, probes, probes)."""
+    return torch.bmm(a.flatten(2).transpose(0, 1), b.flatten(2).transpose(0, 1).mT)
+
+
+@final
+class Selected(Operator):
+    """Some items of an operator that cannot be cut: the others get zeros. Each item at most once."""
+
+    def __init__(self, whole: Operator, items: Tensor):
+        self._whole, self._items = whole, items
+        self.batch = len(items)
+        self.in_shape, self.out_shape = whole.in_shape, whole.out_shape
+        self.dtype, self.device = whole.dtype, whole.device
+
+    def jvp(self, v):
+        return self._whole.jvp(self._scatter(v))[:, self._items]
+
+    def vjp(self, u):
+        return self._whole.vjp(self._scatter(u))[:, self._items]
+
+    def select(self, items):
+        return Selected(self._whole, self._items[items])
+
+    def _scatter(self, v: Tensor) -> Tensor:
+        full = v.new_zeros(v.shape[0], self._whole.batch, *v.shape[2:])
+        full[:, self._items] = v
+        return full
+
+
+@final
+class Matrix(Operator):
+    """Given matrices as an operator on vectors.
+
+    >>> Matrix(torch.eye(3)[None]).jvp(torch.ones(1, 1, 3)).tolist()
+    [[[1.0, 1.0, 1.0]]]
+    """
+
+    def __init__(self, matrix: Float[Tensor, "batch rows cols"]):
+        self.matrix = matrix
+        self.batch, rows, cols = matrix.shape
+        self.in_shape, self.out_shape = (cols,), (rows,)
+        self.dtype, self.device = matrix.dtype, matrix.device
+
+    def jvp(self, v):
+        return torch.einsum("bij,pbj->pbi", self.matrix, v)
+
+    def vjp(self, u):
+        return torch.einsum("bij,pbi->pbj", self.matrix, u)
+
+    def select(self, items):
+        return Matrix(self.matrix[items])
+
+
+@final
+class Composed(Operator):
+    """`outer ∘ inner`: the chain rule."""
+
+    def __init__(self, outer: Operator, inner: Operator):
+        if outer.in_shape != inner.out_shape or outer.batch != inner.batch:
+            raise BadInputError(
+                f"expected an outer map that takes {inner.batch} × {inner.out_shape}, got one that takes "
+                f"{outer.batch} × {outer.in_shape}; compose maps whose widths agree"
+            )
+        self.outer, self.inner = outer, inner
+        self.batch, self.in_shape, self.out_shape = inner.batch, inner.in_shape, outer.out_shape
+        self.dtype, self.device = inner.dtype, inner.device
+
+    @property
+    def noise(self) -> float:
+        return max(self.outer.noise, self.inner.noise)
+
+    @property
+    def heavy(self) -> bool:
+        return self.outer.heavy or self.inner.heavy
+
+    def refined(self):
+        outer, inner = self.outer.refined(), self.inner.refined()
+        return None if outer is None and inner is None else Composed(outer or self.outer, inner or self.inner)
+
+    def jvp(self, v):
+        return self.outer.jvp(self.inner.jvp(v))
+
+    def vjp(self, u):
+        return self.inner.vjp(self.outer.vjp(u))
+
+    def gram(self, v):
+        w, energy = self.outer.gram(self.inner.jvp(v))
+        return self.inner.vjp(w), energy
+
+    def guess(self):
+        outer = self.outer.guess()
+        return None if outer is None else self.inner.vjp(outer[None])[0]
+
+    def select(self, items):
+        return Composed(self.outer.select(items), self.inner.select(items))
+
+
+@final
+class Weighted(Operator):
+    """`diag(rows) · J · diag(cols)`: weights on the output and on the input, broadcast over (batch, …).
+
+    A measure `Σ a_i δ_{x_i}` sees the Jacobian as `D^{½} J D^{−½}` with `D = diag(a)`.
+    """
+
+    def __init__(self, operator: Operator, rows: Float[Tensor, "..."], cols: Float[Tensor, "..."]):
+        self.operator = operator
+        self.batch, self.in_shape, self.out_shape = operator.batch, operator.in_shape, operator.out_shape
+        self.dtype, self.device = operator.dtype, operator.device
+        try:
+            self._rows = rows.expand(self.batch, *self.out_shape)
+            self._cols = cols.expand(self.batch, *self.in_shape)
+        except RuntimeError:
+            raise BadInputError(
+                f"expected row weights that broadcast to {(self.batch, *self.out_shape)} and column weights to "
+                f"{(self.batch, *self.in_shape)}, got {tuple(rows.shape)} and {tuple(cols.shape)}; "
+                "give one weight per token or per entry"
+            ) from None
+
+    @property
+    def noise(self) -> float:
+        return self.operator.noise
+
+    @property
+    def heavy(self) -> bool:
+        return self.operator.heavy
+
+    def refined(self):
+        operator = self.operator.refined()
+        return None if operator is None else Weighted(operator, self._rows, self._cols)
+
+    def jvp(self, v):
+        return self._rows * self.operator.jvp(self._cols * v)
+
+    def vjp(self, u):
+        return self._cols * self.operator.vjp(self._rows * u)
+
+    def guess(self):
+        """The operator's own, weighted: exact too where the operator has rank one."""
+        guess = self.operator.guess()
+        return None if guess is None else self._cols * guess
+
+    def select(self, items):
+        return Weighted(self.operator.select(items), self._rows[items], self._cols[items])

@@ -1,0 +1,208 @@
+"""Mean-field constants: the worst two Diracs against the radius, and the limit of many tokens."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention
+from howsmooth.measures.measure import Measure
+from howsmooth.theory.ball import ball_bounds
+from howsmooth.verbs import lipschitz, splitting
+
+BOUNDS = ("B4", "B5", "B8m", "B12m")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TwoDiracs:
+    """Constants of `μ = a δ_x + (1−a) δ_y` in dimension one, `A = α`, `V = 1` (Proposition 5.8), any shape.
+
+    moved: `‖D^½ J D^{−½}‖`.  split: (2, …), `|S_x|` and `|S_y|`.
+    """
+
+    moved: Tensor
+    split: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        """The local Wasserstein-2 constant."""
+        return torch.maximum(self.moved, self.split.amax(0))
+
+    @property
+    def gain(self) -> Tensor:
+        """What splitting does, in units of what moving does."""
+        return self.split.amax(0) / self.moved
+
+
+def two_diracs(
+    alpha: float, x: Float[Tensor, "*shape"], y: Float[Tensor, "*shape"], log_odds: Float[Tensor, "*shape"]
+) -> TwoDiracs:
+    """The closed form M2 (Proposition 5.8), with masses by `log_odds = log(a/(1−a))`, so that tiny ones lose nothing.
+
+    >>> one = torch.ones(()).double()
+    >>> round(float(two_diracs(-1.0, -one, one, math.log(0.25) * one).moved), 6)  # a = 1/5
+    2.458405
+    """
+    gap = y - x
+    p, p_c = torch.sigmoid(alpha * x * gap - log_odds), torch.sigmoid(log_odds - alpha * x * gap)  # x attends to y, to x
+    q, q_c = torch.sigmoid(log_odds - alpha * y * gap), torch.sigmoid(alpha * y * gap - log_odds)  # y attends to x, to y
+    split = alpha * gap.square() * torch.stack([p * p_c, q * q_c])
+    m11 = p_c * (1 - p * gap * alpha * x) + split[0]
+    m12 = p * (1 + p_c * gap * alpha * x) * (log_odds / 2).exp()
+    m21 = q * (1 - q_c * gap * alpha * y) * (-log_odds / 2).exp()
+    m22 = q_c * (1 + q * gap * alpha * y) + split[1]
+    moved = (torch.hypot(m11 + m22, m21 - m12) + torch.hypot(m11 - m22, m12 + m21)) / 2
+    return TwoDiracs(moved, split.abs())
+
+
+@final
+@dataclass(frozen=True)
+class Growth:
+    """The worst two Diracs in the ball of radius R, beside bounds by their row names (infinite where they overflow)."""
+
+    alpha: float
+    radius: float
+    value: float
+    split: bool
+    x: float
+    y: float
+    log_odds: float
+    bounds: dict[str, float | None]
+
+    @property
+    def measure(self) -> Measure:
+        """The measure itself."""
+        odds = torch.tensor([self.log_odds, 0.0], dtype=torch.float64)
+        return Measure(torch.tensor([[self.x], [self.y]], dtype=torch.float64), torch.softmax(odds, 0))
+
+    def to_dict(self) -> dict[str, Any]:
+        row = {k: v for k, v in asdict(self).items() if k != "bounds"}
+        return row | self.bounds
+
+
+def growth(alpha: float, radii: Sequence[float]) -> list[Growth]:
+    """The worst two-Dirac measure for every radius, beside B4, B5, B8 and B12 in their mean-field forms."""
+    if not radii or not all(isinstance(r, int | float) and 0 < r < math.inf for r in radii):
+        raise BadInputError(f"expected positive radii, got {list(radii)!r}; try 1, 1.5, 2")
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
+        raise BadInputError(f"expected a finite A other than 0, got {alpha!r}; -1 is the case that grows fastest")
+    rows = []
+    for radius in radii:
+        value, x, y, log_odds = worst_two_diracs(alpha, radius)
+        found = two_diracs(alpha, *(torch.tensor(t, dtype=torch.float64) for t in (x, y, log_odds)))
+        one = torch.ones(1, 1, dtype=torch.float64)
+        table = {b.id: b.value for b in ball_bounds(Attention.from_matrices(alpha * one, one), 2, radius)}
+        rows.append(Growth(alpha, radius, value, bool(found.gain > 1), x, y, log_odds, {k: table[k] for k in BOUNDS}))
+    return rows
+
+
+def worst_two_diracs(alpha: float, radius: float, points: int = 41, rounds: int = 12) -> tuple[float, float, float, float]:
+    """The largest constant over two Diracs in `[−R, R]`: value, x, y, log odds. A grid, refined around its best point."""
+    reach = 2 * abs(alpha) * radius**2 + 6  # best odds are of the order e^{2|α|R²}
+    centre = [0.0, 0.0, 0.0]
+    span = [radius, radius, reach]
+    best = (-math.inf, 0.0, 0.0, 0.0)
+    for _ in range(rounds):
+        # both ends of the range are on every grid that reaches them
+        axes = [
+            torch.linspace(max(-limit, c - s), min(limit, c + s), points, dtype=torch.float64)
+            for c, s, limit in zip(centre, span, (radius, radius, reach), strict=True)
+        ]
+        x, y, odds = torch.meshgrid(*axes, indexing="ij")
+        value = two_diracs(alpha, x, y, odds).value
+        i = int(value.argmax())
+        best = max(best, (float(value.flatten()[i]), float(x.flatten()[i]), float(y.flatten()[i]), float(odds.flatten()[i])))
+        centre = list(best[1:])
+        span = [s * 0.3 for s in span]
+    return best
+
+
+@final
+@dataclass(frozen=True)
+class Convergence:
+    """The constant of `n` tokens beside that of the measure they stand for.
+
+    kind: `samples` (independent), `grid` (evenly spaced, with the density's masses), or `worst` (the worst two clusters of n
+    equal tokens).  moved, split: its two terms.
+    """
+
+    kind: str
+    n: int
+    seed: int
+    value: float
+    moved: float
+    split: float
+    limit: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.value / self.limit - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"error": self.error}
+
+
+def convergence(
+    attn: Attention,
+    density: Callable[[Float[Tensor, "m d"]], Float[Tensor, " m"]],
+    radius: float,
+    lengths: Sequence[int] = (4, 8, 16, 32, 64, 128, 256),
+    seeds: int = 8,
+    fine: int = 1024,
+) -> list[Convergence]:
+    """How the discrete constant reaches the mean-field one: attention on a line, a density on `[−R, R]`.
+
+    The limit is the constant on a grid of `fine` points; a measure without atoms has nothing to split (Corollary 5.5).
+    """
+    if attn.width != 1:
+        raise BadInputError(f"expected attention on tokens of width 1, got {attn.width}; densities are laid on a line here")
+    if not lengths or min(lengths) < 2 or fine < 2 * max(lengths):
+        raise BadInputError(f"expected lengths from 2 to {fine // 2}, got {list(lengths)}; raise fine for longer ones")
+
+    def grid(n: int) -> Measure:
+        return Measure.from_density(density, [torch.linspace(-radius, radius, n, dtype=torch.float64)])
+
+    limit_measure = grid(fine)
+    limit = lipschitz(attn, limit_measure, tol=1e-6).value
+    rows = []
+    for n in lengths:
+        cases = [("grid", 0, grid(n))]
+        for seed in range(seeds):
+            random = torch.Generator().manual_seed(seed)
+            step = 2 * radius / (fine - 1)
+            pick = torch.multinomial(limit_measure.mass, n, replacement=True, generator=random)
+            # uniform within a cell of the grid, so that samples are distinct
+            jitter = (torch.rand(n, 1, generator=random, dtype=torch.float64) - 0.5) * step
+            cases.append(("samples", seed, Measure(limit_measure.points[pick] + jitter)))
+        for kind, seed, mu in cases:
+            s = splitting(attn, mu, tol=1e-6)
+            rows.append(Convergence(kind, n, seed, max(s.moved.value, s.split.value), s.moved.value, s.split.value, limit))
+    return rows
+
+
+def worst_clusters(alpha: float, radius: float, lengths: Sequence[int]) -> list[Convergence]:
+    """How the worst of `n` equal tokens reaches the worst measure: two clusters in `[−R, R]`, every way to share n tokens.
+
+    Each way is tried where the worst measure has its atoms and on a grid of places.
+    """
+    if not lengths or min(lengths) < 2:
+        raise BadInputError(f"expected lengths of 2 or more, got {list(lengths)}; two clusters need two tokens")
+    limit, x, y, _ = worst_two_diracs(alpha, radius)
+    axis = torch.cat([torch.linspace(-radius, radius, 33, dtype=torch.float64), torch.tensor([x, y], dtype=torch.float64)])
+    rows = []
+    for n in lengths:
+        halves = {round(n * 2.0**-j) for j in range(1, 20)}
+        counts = sorted(k for k in {*range(1, 33), *halves} if 1 <= k < n)
+        k = torch.tensor(counts, dtype=torch.float64)
+        at, other, share = torch.meshgrid(axis, axis, (k / (n - k)).log(), indexing="ij")
+        found = two_diracs(alpha, at, other, share)
+        i = int(found.value.argmax())
+        value, moved, split = (float(t.flatten()[i]) for t in (found.value, found.moved, found.split.amax(0)))
+        rows.append(Convergence("worst", n, 0, value, moved, split, limit))
+    return rows

@@ -1,0 +1,164 @@
+"""Which measurements each experiment takes: the paper's protocol, or a quick look at the same curves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final, get_args
+
+from howsmooth.errors import BadInputError
+from howsmooth.paper import tasks
+from howsmooth.paper.subjects import RANDOM, RANDOM_LAYERS, describe
+from howsmooth.run.plan import Plan
+
+Part = Literal["real", "random", "adversarial", "meanfield", "splitting", "trap"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@final
+@dataclass(frozen=True)
+class Protocol:
+    """How much is measured.
+
+    lengths: of windows of text, to 98 as in the paper.  long: further ones, pretrained models only.  samples: windows a length.
+    adversarial: lengths of eigenvector tokens.  worst: lengths of the worst configuration.  radii: of the ball that measures
+    live in.  grid: points along a side of the splitting map.  cases: random layers for each length and size of logits.
+    """
+
+    lengths: tuple[int, ...] = tuple(range(2, 99, 2))
+    long: tuple[int, ...] = tuple(range(102, 503, 40))
+    samples: int = 10
+    random_lengths: tuple[int, ...] = tuple(range(2, 99, 2))
+    adversarial: tuple[int, ...] = tuple(range(2, 98, 5))
+    worst: tuple[int, ...] = (7, 12, 22, 47, 97)
+    radii: tuple[float, ...] = tuple(0.5 + 0.25 * k for k in range(13))
+    tokens: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256, 512)
+    seeds: int = 8
+    grid: int = 121
+    cases: int = 100
+
+    def with_samples(self, samples: int | None) -> "Protocol":
+        if samples is not None and samples < 1:
+            raise BadInputError(f"expected at least one sample a length, got {samples}; the paper took 10")
+        return self if samples is None else replace(self, samples=samples)
+
+
+PAPER = Protocol()
+QUICK = Protocol(
+    lengths=(4, 10, 22, 46, 98),
+    long=(),
+    samples=1,
+    random_lengths=(4, 20, 98),
+    adversarial=(2, 12, 32, 97),
+    worst=(22,),
+    radii=(1.0, 2.0, 3.0),
+    tokens=(4, 8, 16, 32),
+    seeds=2,
+    grid=41,
+    cases=3,
+)
+
+
+def plan(part: Part, models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
+    """The tasks of one experiment. models: pretrained ones, by name or folder; each is looked at once to know its layers."""
+    makers = {
+        "real": lambda: _real(models, protocol, seed),
+        "random": lambda: _random(protocol, seed),
+        "adversarial": lambda: _adversarial(models, protocol, seed),
+        "meanfield": lambda: _meanfield(protocol),
+        "splitting": lambda: _splitting(protocol, seed),
+        "trap": lambda: _trap(models, protocol, seed),
+    }
+    if part not in makers:
+        raise BadInputError(f"expected one of {', '.join(PARTS)} or all, got {part!r}; pick one of them")
+    return makers[part]()
+
+
+def layers_of(count: int) -> list[int]:
+    """The first layer, the middle one and the last.
+
+    >>> layers_of(12), layers_of(6), layers_of(1)
+    ([0, 6, 11], [0, 3, 5], [0])
+    """
+    return sorted({0, count // 2, count - 1})
+
+
+def _real(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
+    arguments: list[dict[str, Any]] = []
+    for name in models:
+        about = describe(name)
+        lengths = [n for n in (*protocol.lengths, *protocol.long) if about.shortest <= n <= about.longest]
+        if len(lengths) < 2:
+            raise BadInputError(
+                f"expected a model that reads two of the lengths, got {name} with at most {about.longest}; leave it out"
+            )
+        arguments += [
+            {"name": name, "masking": m, "layers": layers_of(about.layers), "n": n, "sample": s, "seed": seed}
+            for m in about.maskings
+            for n in lengths
+            for s in range(protocol.samples)
+        ]
+    return Plan.of(tasks.text, arguments)
+
+
+def _random(protocol: Protocol, seed: int) -> Plan:
+    return Plan.of(
+        tasks.text,
+        [
+            {"name": name, "masking": m, "layers": list(RANDOM_LAYERS), "n": n, "sample": s, "seed": seed}
+            for name in RANDOM
+            for m in ("unmasked", "masked")
+            for n in protocol.random_lengths
+            if n > 2 or name != "random:bert-base"  # two tokens would be the special ones alone
+            for s in range(protocol.samples)
+        ],
+    )
+
+
+def _adversarial(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
+    cases: list[tuple[str, str, int]] = [(tasks.ONE_HEAD, m, 0) for m in ("unmasked", "masked")]
+    for name in models:
+        about = describe(name)
+        if not about.plain:
+            continue
+        cases += [(name, m, k) for m in about.maskings for k in layers_of(about.layers)[:2]]
+    cases += [(name, m, 0) for name, m in zip(RANDOM, ("unmasked", "masked"), strict=True)]
+    lengths = list(protocol.adversarial)
+    named = [{"name": name, "masking": m, "layer": k, "seed": seed} for name, m, k in cases]
+    eigenvector = Plan.of(tasks.adversarial, [about | {"lengths": lengths} for about in named])
+    shown = [about for about in named if about["masking"] == "unmasked" and about["name"] not in RANDOM]
+    return eigenvector + Plan.of(tasks.worst_tokens, [about | {"n": n} for about in shown for n in protocol.worst])
+
+
+def _meanfield(protocol: Protocol) -> Plan:
+    worst = Plan.of(tasks.worst_measure, [{"alpha": -1.0, "radius": r} for r in protocol.radii])
+    density = {"alpha": -1.0, "radius": 2.0, "lengths": list(protocol.tokens), "seeds": protocol.seeds}
+    clusters = {"alpha": -1.0, "radius": 2.0, "lengths": [2**k for k in range(1, 21)]}
+    return worst + Plan.of(tasks.many_tokens, [density]) + Plan.of(tasks.worst_clusters, [clusters])
+
+
+def _splitting(protocol: Protocol, seed: int) -> Plan:
+    grids = [{"alpha": a, "mass": m, "extent": 12.0, "points": protocol.grid} for a in (-1.0, 1.0) for m in (0.5, 0.9, 0.99)]
+    counts = [
+        {"n": n, "logits": size, "count": protocol.cases, "causal": False, "seed": seed}
+        for n in (2, 4, 8, 16)
+        for size in (0.5, 1.0, 2.0, 4.0, 8.0)
+    ]
+    return Plan.of(tasks.splitting_map, grids) + Plan.of(tasks.splitting_frequency, counts)
+
+
+def _trap(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
+    """Every measurement on text carries both numbers; beside them the iteration itself, and the module the scripts read."""
+    start = {"name": "random:gpt2", "masking": "masked", "layer": 6, "n": 32, "steps": 8, "seed": seed}
+    found = Plan.of(tasks.iteration, [start | {"start": k} for k in range(3)])
+    modules = []
+    for name in models:
+        about = describe(name)
+        if about.whole_module:
+            modules += [
+                {"name": name, "layers": layers_of(about.layers)[:2], "n": n, "sample": s, "seed": seed}
+                for n in protocol.lengths
+                if about.shortest <= n and n % 4 == 2
+                for s in range(min(protocol.samples, 3))
+            ]
+    if modules:
+        found = found + Plan.of(tasks.whole_module, modules)
+    return _real(models, replace(protocol, long=()), seed) + _random(protocol, seed) + found

@@ -1,0 +1,180 @@
+"""What a constant means for a real model: predicted sensitivity against what attacks got, layer by layer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from howsmooth.errors import BadInputError
+from howsmooth.models.cut import MapName
+from howsmooth.models.model import Model
+from howsmooth.models.tokens import Window
+from howsmooth.search.attacks import METHODS, Attacks, attack
+from howsmooth.study.words import TokenAttack, attack_tokens
+
+GUIDED, BASELINE = "relinearised", "projected gradient"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One layer at one window: the attacks on its features, and on the words."""
+
+    window: int
+    layer: int
+    length: float
+    attacks: Attacks
+    words: tuple[TokenAttack, ...]
+
+    @property
+    def constant(self) -> float:
+        return self.attacks.estimate.value
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Robustness:
+    """All cases.
+
+    budgets: as shares of the length of the input.  correlations: for every method and budget, Spearman's between `L` and the
+    gain, over cases.  guided_wins: for every budget the share of cases where the relinearised attack gains more than projected
+    gradient with as many calls, and the mean of their ratio.  word_wins: for every way of changing words, the share of cases
+    that beat random edits on average, and the best of as many.
+    """
+
+    model: str
+    map: str
+    budgets: tuple[float, ...]
+    cases: tuple[Case, ...]
+
+    def gains(self, method: str, budget: float) -> list[float]:
+        """Gains of a method, case by case; zero where there is none."""
+        index = self.budgets.index(budget)
+        found = []
+        for case in self.cases:
+            rows = [row for row in case.attacks if row.method == method]
+            found.append((rows[index].gain or 0.0) if rows else 0.0)
+        return found
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.method for case in self.cases for row in case.attacks))
+
+    @property
+    def correlations(self) -> dict[str, dict[float, float | None]]:
+        constants = [case.constant for case in self.cases]
+        return {m: {b: spearman(constants, self.gains(m, b)) for b in self.budgets} for m in self.methods}
+
+    @property
+    def guided_wins(self) -> dict[float, tuple[float, float]]:
+        found = {}
+        for budget in self.budgets if {GUIDED, BASELINE} <= set(self.methods) else ():
+            pairs = [(a, b) for a, b in zip(self.gains(GUIDED, budget), self.gains(BASELINE, budget), strict=True) if b > 0]
+            if pairs:
+                found[budget] = (_mean([float(a > b) for a, b in pairs]), _mean([a / b for a, b in pairs]))
+        return found
+
+    @property
+    def word_wins(self) -> dict[str, tuple[float, float]]:
+        found: dict[str, list[TokenAttack]] = {}
+        for case in self.cases:
+            for row in case.words:
+                found.setdefault(row.way, []).append(row)
+        return {
+            way: (_mean([float(r.score > r.random_mean) for r in rows]), _mean([float(r.wins) for r in rows]))
+            for way, rows in found.items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "map": self.map,
+            "budgets": list(self.budgets),
+            "correlations": {m: {str(b): r for b, r in row.items()} for m, row in self.correlations.items()},
+            "guided_wins": {str(b): list(v) for b, v in self.guided_wins.items()},
+            "word_wins": {way: list(v) for way, v in self.word_wins.items()},
+            "cases": [
+                {
+                    "window": case.window,
+                    "layer": case.layer,
+                    "length": case.length,
+                    **case.attacks.to_dict(),
+                    "words": [row.to_dict() for row in case.words],
+                }
+                for case in self.cases
+            ],
+        }
+
+
+def robustness(
+    model: Model,
+    windows: Sequence[Window],
+    *,
+    layers: Sequence[int] | None = None,
+    map: MapName = "attention",
+    budgets: Sequence[float] = (1e-4, 0.03, 0.3),
+    methods: Sequence[str] = METHODS,
+    steps: int = 10,
+    words: int = 1,
+    ways: Sequence[str] = ("gradient",),
+    scored: int = 32,
+    forbid: Sequence[str] = (),
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Robustness:
+    """Attack every layer of a model at every window, in its features and in its words.
+
+    layers: all by default.  map: which map of a layer.  budgets: shares of the length of what enters the map.  words: how many
+    may change, 0 for none.  ways, scored, forbid: as in `attack_tokens`.  progress: told how many cases are done, of how many.
+    """
+    if not windows:
+        raise BadInputError("expected a window of text or more, got none; take them from model.text(...).windows(...)")
+    if not budgets or any(not isinstance(b, int | float) or not 0 < b < 10 for b in budgets):
+        raise BadInputError(f"expected budgets between 0 and 10 times the input's length, got {list(budgets)}; 0.03 is 3 %")
+    if isinstance(words, bool) or not isinstance(words, int) or words < 0:
+        raise BadInputError(f"expected a whole number of words, 0 for none, got {words!r}; correct it")
+    cases, done = [], 0
+    for w, window in enumerate(windows):
+        captured = model.capture(ids=window)
+        chosen = range(captured.num_layers) if layers is None else layers
+        for layer in chosen:
+            cut = captured.map(layer, map)
+            x = cut.start
+            length = float(x.double().norm())
+            twice = model.capture(ids=[i for i in window.ids for _ in "ab"]).map(layer, map) if "splitting" in methods else None
+            found = attack(cut, x, [b * length for b in budgets], methods=methods, steps=steps, doubled=twice, seed=seed)
+            edits: tuple[TokenAttack, ...] = ()
+            if words and map in ("attention", "block"):
+                edits = attack_tokens(
+                    model, window, layer=layer, map=map, words=words, ways=ways, scored=scored, forbid=forbid, seed=seed
+                )
+            cases.append(Case(w, layer, length, found, edits))
+            done += 1
+            if progress is not None:
+                progress(done, len(windows) * len(chosen))
+    return Robustness(model.name, map, tuple(float(b) for b in budgets), tuple(cases))
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """The correlation of ranks, ties at their mean rank; None where one side is constant or there are fewer than three.
+
+    >>> spearman([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 40.0, 30.0])
+    0.8
+    """
+    if len(a) != len(b) or len(a) < 3:
+        return None
+    x, y = (_ranks(torch.tensor(t, dtype=torch.float64)) for t in (a, b))
+    x, y = x - x.mean(), y - y.mean()
+    size = float(x.norm() * y.norm())
+    return None if size == 0 else round(float(x @ y) / size, 12)
+
+
+def _ranks(t: torch.Tensor) -> torch.Tensor:
+    _, where, counts = t.unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts - 1) / 2)[where]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,190 @@
+"""What the experiments look at: pretrained models and random ones of full size, masked or not, on windows of a text.
+
+A subject is a name, so that a task can be written down: `demo`, a folder or a hub name for pretrained weights,
+`random:bert-base` and `random:gpt2` for the configurations that transformers gives these models, with fresh weights and only
+the layers needed.
+"""
+
+import functools
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+
+from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention
+from howsmooth.models.affine import as_attention
+from howsmooth.models.capture import Capture
+from howsmooth.models.loading import load
+from howsmooth.models.model import Model
+from howsmooth.models.tokens import Text, Window
+
+Masking = Literal["masked", "unmasked"]
+RANDOM = ("random:bert-base", "random:gpt2")
+RANDOM_LAYERS = (0, 6)
+_WHOLE_MODULE = "BertAttention"
+_TOKENS = 98  # of the window at which weights are read
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model that is masked or not, and the text as it reads it."""
+
+    name: str
+    masking: Masking
+    model: Model
+    text: Text
+    special: bool  # whether windows keep the tokenizer's special tokens
+
+    @property
+    def shortest(self) -> int:
+        """The least number of tokens of a window."""
+        return max(2, 1 + len(self.text.prefix) + len(self.text.suffix)) if self.special else 2
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that the model has positions and the text has words for."""
+        positions = getattr(getattr(self.model.module, "config", None), "max_position_embeddings", None)
+        return min(positions, len(self.text)) if isinstance(positions, int) and positions > 0 else len(self.text)
+
+    def window(self, n: int, sample: int, seed: int) -> Window:
+        """Sample number `sample` of `n` tokens; the same whatever the number of samples."""
+        if self.special:
+            return self.text.windows(n, sample + 1, seed)[sample]
+        extra = len(self.text.prefix) + len(self.text.suffix)
+        whole = self.text.windows(n + extra, sample + 1, seed)[sample]
+        inner = slice(len(self.text.prefix), n + len(self.text.prefix))
+        return Window(whole.ids[inner], whole.pieces[inner])
+
+    def capture(self, n: int, sample: int, seed: int) -> Capture:
+        return self.model.capture(ids=self.window(n, sample, seed))
+
+
+@final
+@dataclass(frozen=True)
+class Description:
+    """What a plan has to know of a pretrained model: its layers, the lengths it reads, and how it can be masked.
+
+    plain: whether its weights are those of a plain layer, so that tokens can be built from them.  whole_module: whether its
+    blocks have the module `attention` of BERT, with residual and LayerNorm.
+    """
+
+    layers: int
+    shortest: int
+    longest: int
+    own: Masking
+    maskable: bool
+    plain: bool
+    whole_module: bool
+
+    @property
+    def maskings(self) -> list[Masking]:
+        """Its own, and masked where it can be: the paper's BERT is measured both ways."""
+        return ["unmasked", "masked"] if self.own == "unmasked" and self.maskable else [self.own]
+
+
+def alice() -> str:
+    """*Alice in Wonderland*, the text of the experiments."""
+    return resources.files("howsmooth").joinpath("data", "alice.txt").read_text("utf-8")
+
+
+@functools.lru_cache(maxsize=2)
+def subject(name: str, masking: Masking, seed: int) -> Subject:
+    """The subject of a task, kept for the next one. seed: of random weights."""
+    if name in RANDOM:
+        # embeddings of a random model are independent draws, so of the ids only the repetitions matter: any tokenizer will do
+        model, text, special = load(_random(name, masking, seed)), load("demo").text(alice()), name == "random:bert-base"
+    elif name.startswith("random:"):
+        raise BadInputError(f"expected {' or '.join(RANDOM)}, got {name!r}; pick one of them")
+    else:
+        model = load(name)
+        text, special = model.text(alice()), True
+    found = Subject(name, masking, model, text, special)
+    if _own_masking(found) != masking:
+        _set_masking(model.module, masking)
+        if _own_masking(found) != masking:
+            raise BadInputError(f"expected a model that can be {masking}, got {name}, whose configuration cannot; leave it out")
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def describe(name: str) -> Description:
+    """A pretrained model as a plan sees it."""
+    model = load(name)
+    found = Subject(name, "unmasked", model, model.text(alice()), True)
+    captured = found.capture(max(8, found.shortest), 0, 0)
+    layers, own = captured.num_layers, _own_masking(found)
+    try:
+        attention_of(found, 0)
+        plain = True
+    except BadInputError:
+        plain = False
+    parts = dict(captured.trace.layers[0].block.module.named_children())
+    maskable = own == "masked"
+    if not maskable:
+        kept = _flags(model.module)
+        _set_masking(model.module, "masked")
+        maskable = _own_masking(found) == "masked"
+        _restore(model.module, kept)
+    longest = found.longest
+    whole = type(parts.get("attention")).__name__ == _WHOLE_MODULE
+    return Description(layers, found.shortest, longest, own, maskable, plain, whole)
+
+
+def _random(name: str, masking: Masking, seed: int) -> nn.Module:
+    """A fresh model from the library's configuration: width 768, 12 heads, dropout off."""
+    from transformers import AutoModel, BertConfig, GPT2Config
+
+    count = max(RANDOM_LAYERS) + 1
+    config: Any
+    if name == "random:bert-base":
+        config = BertConfig(num_hidden_layers=count, is_decoder=masking == "masked")
+    else:
+        config = GPT2Config(n_layer=count)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModel.from_config(config).eval()
+
+
+def _own_masking(found: Subject) -> Masking:
+    """Whether the first token of a sequence ignores a later one."""
+    ids = list(found.window(max(8, found.shortest), 0, 0).ids)
+    other = list(ids)
+    other[-2] = next(i for i in found.text.ids if i != ids[-2])
+    first, second = (found.model.capture(ids=i).trace.output.reshape(len(i), -1)[0] for i in (ids, other))
+    return "masked" if torch.allclose(first, second, rtol=0, atol=1e-5 * float(first.abs().max())) else "unmasked"
+
+
+def _flags(module: nn.Module) -> dict[Any, Any]:
+    config: Any = module.config
+    found: dict[Any, Any] = {m: m.is_causal for m in module.modules() if isinstance(getattr(m, "is_causal", None), bool)}
+    return found | {k: getattr(config, k) for k in ("is_decoder", "is_causal") if getattr(config, k, None) is not None}
+
+
+def _restore(module: nn.Module, kept: dict[Any, Any]) -> None:
+    for key, value in kept.items():
+        setattr(*((module.config, key) if isinstance(key, str) else (key, "is_causal")), value)
+    for key in ("is_decoder", "is_causal"):
+        if key not in kept and key in vars(module.config):
+            delattr(module.config, key)
+
+
+def _set_masking(module: nn.Module, masking: Masking) -> None:
+    """The switches by which transformers builds masks: encoders look at one of them, decoders at the other."""
+    config: Any = module.config
+    config.is_decoder = config.is_causal = masking == "masked"
+    for part in module.modules():
+        if isinstance(getattr(part, "is_causal", None), bool):
+            setattr(part, "is_causal", masking == "masked")  # noqa: B010, no attribute that torch declares
+
+
+def attention_of(found: Subject, layer: int) -> Attention:
+    """The weights of a layer, from which bad tokens are built and which take any number of them; measuring needs none."""
+    # weights are read off as many unit vectors at a time as there are tokens
+    attn = as_attention(found.capture(min(_TOKENS, found.longest), 0, 0).map(layer)).to(torch.float32)
+    if attn.bias is not None:
+        raise BadInputError(f"expected a layer for any number of tokens, got layer {layer} with a bias for some; leave it out")
+    return attn

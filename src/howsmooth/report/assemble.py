@@ -1,0 +1,321 @@
+"""From a model and a text to a report: measure, assemble, save."""
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from howsmooth.errors import BadInputError, ResultsError
+from howsmooth.models import Model
+from howsmooth.report.answer import answer, findings, jumps, number, plain
+from howsmooth.report.data import (
+    BoundRow,
+    HeadMeasurement,
+    Measurement,
+    Methods,
+    Passage,
+    ReportData,
+    SplitRow,
+    Token,
+    WorstRow,
+)
+from howsmooth.report.figures import draw_figures
+from howsmooth.report.page import write_page
+from howsmooth.run import Engine
+from howsmooth.run.progress import Progress
+from howsmooth.run.store import Store
+from howsmooth.study.beside_theory import bound_jobs
+from howsmooth.study.jobs import Found, Job, Row, run_here, run_sweep, to_frame
+from howsmooth.study.layers import Question, Setting, head_jobs, layer_jobs, settle
+from howsmooth.study.lengths import fit_columns, fitting_lengths
+from howsmooth.study.positions import position_break
+from howsmooth.study.reader import ALICE, Reader
+from howsmooth.study.splitting import splitting_jobs
+from howsmooth.study.worst import worst_jobs
+
+if TYPE_CHECKING:
+    import pandas
+
+RESULTS = "results.sqlite"
+_DEMO = "demo (all-MiniLM-L6-v2, a BERT of six layers)"
+_HEADS = 256  # tokens up to which every head is measured
+_SHOWN = 4096  # tokens of a passage that a page can show
+
+
+@final
+@dataclass(frozen=True)
+class Report:
+    """What was found of a model. `save` writes the page, figures and tables; `str()` is the answer in words.
+
+    data: what the page is drawn from.  rows: every measurement.  failures: why tasks gave nothing.
+    """
+
+    data: ReportData
+    rows: tuple[Row, ...]
+    failures: tuple[str, ...] = ()
+
+    @property
+    def answer(self) -> list[str]:
+        """Which layer is least smooth, how it grows, how far it is from the ceiling."""
+        return [plain(sentence) for sentence in answer(self.data)]
+
+    @property
+    def findings(self) -> list[str]:
+        """Jumps, largest first, and notes."""
+        return [plain(sentence) for sentence in findings(self.data)]
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """Measurements of layers and heads, with the exponent of their layer beside them."""
+        fits = self.data.fits
+        rows = [row for row in self.rows if row["kind"] in ("layer", "head")]
+        frame = to_frame([row | fit_columns(fits.get(row["layer"])) for row in rows])
+        return frame.assign(**{f"version_{k}": v for k, v in self.data.methods.versions.items()})
+
+    def bounds_frame(self) -> "pandas.DataFrame":
+        """Every bound, one row each."""
+        shared = ("model", "layer", "map", "n", "value", "radius_max")
+        return to_frame(
+            [
+                {name: row[name] for name in shared} | bound
+                for row in self.rows
+                if row["kind"] == "bounds"
+                for bound in row["bounds"]
+            ]
+        )
+
+    def save(self, folder: str | Path, *, force: bool = False, figures: bool = True) -> Path:
+        """Write `index.html`, `measurements.csv`, `bounds.csv` and, with `figures`, `figures/`; the path of the page.
+
+        A folder that holds something is refused unless `force`, which replaces these and leaves everything else alone.
+        """
+        folder = Path(folder)
+        page = write_page(self.data, folder, force=force)
+        try:
+            if figures:
+                draw_figures(self.data, folder / "figures")
+            _write(self.to_frame(), folder / "measurements.csv")
+            if any(row["kind"] == "bounds" for row in self.rows):
+                _write(self.bounds_frame(), folder / "bounds.csv")
+        except OSError as error:
+            raise ResultsError(
+                f"expected a folder that can be written, got {folder} ({error.strerror}); choose another"
+            ) from None
+        return page
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "answer": self.answer,
+            "findings": self.findings,
+            "fits": {str(layer): fit.to_dict() for layer, fit in self.data.fits.items()},
+            "rows": list(self.rows),
+            "failures": list(self.failures),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self.answer + self.findings)
+
+    __repr__ = __str__
+
+
+def inspect(
+    model: Model | str | Path,
+    text: str | Sequence[int] | None = None,
+    *,
+    lengths: Sequence[int] | None = None,
+    samples: int = 8,
+    layers: Sequence[int] | None = None,
+    map: str = "attention",
+    tol: float = 1e-3,
+    certify: float | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Report:
+    """Measure every layer and head of a model on a text at several lengths, and set it beside theory.
+
+    model: loaded, or what `load` takes.  text: the text itself or token ids; Alice in Wonderland by default.
+    lengths: by default those of 8 … 512 that the model and the text allow.  samples: windows of the text at each length.
+    layers: all by default.  map: as in `Model.measure`.  tol, certify, seed: as in `howsmooth.lipschitz`.
+
+        >>> howsmooth.inspect("demo").save("report")  # doctest: +SKIP
+        PosixPath('report/index.html')
+    """
+    reader = Reader.of(model, text)
+    chosen = fitting_lengths(reader, samples) if lengths is None else tuple(lengths)
+    setting = settle(reader, Question(chosen, samples, None if layers is None else tuple(layers), map, tol, certify, seed))
+    began = time.perf_counter()
+    found = run_here(reader, report_jobs(setting), progress)
+    named = ALICE if text is None else "a text"
+    return assemble(reader, setting, found, text=named, command="howsmooth.inspect", seconds=time.perf_counter() - began)
+
+
+def inspect_into(
+    reader: Reader,
+    setting: Setting,
+    folder: str | Path,
+    *,
+    engine: Engine | None = None,
+    resume: bool = False,
+    force: bool = False,
+    figures: bool = True,
+    progress: Progress | None = None,
+    command: str | None = None,
+) -> tuple[Report, Path]:
+    """The same as a sweep that keeps its results in `folder/results.sqlite`, saved in that folder; the page's path beside it.
+
+    reader: from `Reader.by_name`.  resume, force: go on in a folder that holds results, or start anew there; it is refused
+    otherwise.
+    """
+    if reader.source is None:
+        raise BadInputError("expected a model and a text by name, got ones built in memory; use howsmooth.inspect")
+    folder = Path(folder)
+    results = _claim(folder, resume, force)
+    command = command or shlex.join(["howsmooth", *sys.argv[1:]])
+    began = time.perf_counter()
+    found = run_sweep(
+        reader.source,
+        report_jobs(setting),
+        results,
+        engine=engine,
+        resume=resume,
+        progress=progress,
+        command=command,
+    )
+    named = ALICE if reader.source.text is None else Path(reader.source.text).name
+    report = assemble(reader, setting, found, text=named, command=command, seconds=time.perf_counter() - began)
+    return report, report.save(folder, force=True, figures=figures)
+
+
+def check_folder(folder: Path, resume: bool, force: bool) -> None:
+    """Refuse a folder that holds something, unless to resume it or, with `force`, to write into it."""
+    results = folder / RESULTS
+    if folder.exists() and not folder.is_dir():
+        raise BadInputError(f"expected a folder for the report, got the file {folder}; choose another name")
+    if resume and force:
+        raise BadInputError("expected --resume or --force, got both; resume goes on, force starts anew")
+    if not folder.exists() or not any(folder.iterdir()) or force:
+        return
+    if resume and not results.exists():
+        raise BadInputError(f"expected {results} to resume, got a folder without it; pass --force to write into it")
+    if not resume:
+        more = "--resume to go on with it, or --force to start anew" if results.exists() else "--force to write into it"
+        raise BadInputError(f"expected a new folder for the report, got {folder}, which exists; pass {more}")
+
+
+def _claim(folder: Path, resume: bool, force: bool) -> Path:
+    """Where results go, once it is clear that nothing is overwritten against the caller's will."""
+    check_folder(folder, resume, force)
+    results = folder / RESULTS
+    if force and results.exists():
+        Store(results, resume=True).close()  # refuses another version's file, another program's, and one that is being written
+        results.unlink()
+    return results
+
+
+def report_jobs(setting: Setting) -> list[Job]:
+    """Everything a page shows, the long work first."""
+    lengths = sorted(set(setting.question.lengths))
+    middle, short = _nearest(lengths, 128), _nearest(lengths, 32)  # where each costs seconds
+    jobs = layer_jobs(setting, shares=True)
+    jobs += bound_jobs(setting, [middle, lengths[-1]])
+    jobs += head_jobs(setting, [n for n in lengths if n <= _HEADS] or lengths[:1])
+    jobs += splitting_jobs(setting, [middle], samples=1)
+    return jobs + worst_jobs(setting, short)
+
+
+def assemble(
+    reader: Reader, setting: Setting, found: Found, *, text: str, command: str, seconds: float | None = None
+) -> Report:
+    """The report in what a study found."""
+    q, layers = setting.question, sorted(found.of("layer"), key=lambda r: (r["layer"], r["n"], r["sample"]))
+    if not layers:
+        raise BadInputError(found.failures[0] if found.failures else "expected measurements, got none; ask for a layer")
+    methods = Methods(
+        model=_DEMO if reader.model.name == "demo" else reader.model.name,
+        text=text,
+        map=q.map,
+        command=command,
+        versions=found.versions,
+        seed=q.seed,
+        tol=q.tol,
+        date=time.strftime("%Y-%m-%d"),
+        seconds=seconds,
+    )
+    data = ReportData(
+        measurements=tuple(
+            Measurement(
+                *(
+                    row[name]
+                    for name in ("layer", "n", "sample", "value", "upper", "confidence", "status", "radius", "seconds")
+                ),
+                seed=row["seed"],
+            )
+            for row in layers
+        ),
+        methods=methods,
+        heads=tuple(HeadMeasurement(r["layer"], r["head"], r["n"], r["value"]) for r in found.of("head")),
+        passages=_passages(reader, layers),
+        bounds=tuple(
+            BoundRow(layer=r["layer"], n=r["n"], measured=r["value"], **b) for r in found.of("bounds") for b in r["bounds"]
+        ),
+        splits=tuple(SplitRow(r["layer"], r["n"], r["moved"], r["value"]) for r in found.of("splitting")),
+        worst=tuple(
+            WorstRow(r["layer"], r["n"], r["radius_max"], r["text"], r["value"], r["log_ceiling"], r["how"])
+            for r in found.of("worst")
+        ),
+    )
+    return Report(replace(data, notes=_notes(reader, data, layers, found.failures)), found.rows, found.failures)
+
+
+def _passages(reader: Reader, rows: list[Row]) -> tuple[Passage, ...]:
+    """The first sample at every length, with the shares of every layer."""
+    found = []
+    for n in sorted({row["n"] for row in rows if "shares" in row}):
+        own = [row for row in rows if row["n"] == n and "shares" in row]
+        pieces = reader.window(n, own[0]["start"]).pieces
+        if len(pieces) <= _SHOWN and all(len(row["shares"]) == len(pieces) for row in own):
+            tokens = tuple(Token(p.text, p.gap, p.special) for p in pieces)
+            found.append(Passage(tokens, {row["layer"]: row["shares"] for row in own}))
+    return tuple(found)
+
+
+def _notes(reader: Reader, data: ReportData, rows: list[Row], failures: tuple[str, ...]) -> tuple[str, ...]:
+    """What a reader of the page should know, in words."""
+    notes = []
+    for before, after in sorted({(jump.before, jump.after) for _, jump in jumps(data)}):
+        there = position_break(reader.model, before, after)
+        if there is not None:
+            notes.append(
+                f"The model's position embeddings break there too: those of positions {there.position - 1} and "
+                f"{there.position} are {number(there.step)} apart, neighbours elsewhere {number(there.typical)} in the median."
+            )
+    notes += [f"{note[:1].upper()}{note[1:]}." for note in reader.model.notes]
+    whole = sorted({row["layer"] for row in rows if not row["cut"]})
+    if whole:
+        named = ", ".join(map(str, whole))
+        notes.append(f"In layers {named} attention is the model's own code, differentiated as it is.")
+    if data.methods.map == "attention" and not data.bounds:
+        notes.append(
+            "Bounds, splitting and worst inputs need layers of plain attention on tokens of width 1024 at most; none here is."
+        )
+    if failures:
+        notes.append(f"{len(failures)} tasks gave nothing; the first: {failures[0]}")
+    return tuple(notes)
+
+
+def _nearest(lengths: Sequence[int], n: int) -> int:
+    """The longest up to `n`, or the shortest."""
+    return max([k for k in lengths if k <= n], default=min(lengths))
+
+
+def _write(frame: "pandas.DataFrame", path: Path) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        frame.to_csv(part, index=False)
+        shutil.move(part, path)
+    finally:
+        part.unlink(missing_ok=True)

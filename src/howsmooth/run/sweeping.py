@@ -1,0 +1,82 @@
+"""Run a plan into a results file, from the start or from where it stopped."""
+
+import importlib.metadata
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from howsmooth.run.engine import Engine
+from howsmooth.run.plan import Plan
+from howsmooth.run.pool import Local
+from howsmooth.run.progress import Progress, Silent
+from howsmooth.run.store import Store
+
+_NAMED = ("howsmooth", "torch", "transformers", "numpy")
+
+
+@final
+@dataclass(frozen=True)
+class Sweep:
+    """How a sweep ended. `done + failed` is the length of the plan, `skipped` of the done ones were done before."""
+
+    path: Path
+    done: int
+    failed: int
+    skipped: int
+
+
+def sweep(
+    plan: Plan,
+    path: str | Path,
+    *,
+    engine: Engine | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+    command: str | None = None,
+) -> Sweep:
+    """Run what the file does not have yet, and commit each result as it arrives.
+
+    engine: `Local(workers=…)` or `Ray(…)`, this process by default.  resume: continue a file that has results; failed tasks
+    are tried again.  command: kept beside the rows, the command line by default.
+
+    An interruption at any moment, a power cut too, loses only the tasks then under way. A task that fails is recorded with its
+    reason and does not stop the others. A second sweep on the same file is refused while the first one runs.
+
+    >>> import statistics, tempfile
+    >>> from howsmooth.run import read
+    >>> plan = Plan.of(statistics.fmean, [{"data": [1, 2]}, {"data": []}])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ended = sweep(plan, f"{folder}/results.sqlite")
+    ...     rows = read(f"{folder}/results.sqlite")
+    >>> ended.done, ended.failed, rows[0].value, rows[1].status
+    (1, 1, 1.5, 'failed')
+    """
+    engine = engine or Local()
+    with Store(path, resume=resume) as store, progress or Silent() as shown:
+        known = store.begin(plan, engine.name, command or " ".join(sys.argv), versions())
+        todo = [task for task in plan.tasks if known.get(task.key) != "done"]
+        skipped = len(plan.tasks) - len(todo)
+        shown.begin(len(plan.tasks), skipped)
+        failed = 0
+        outcomes = engine.run(plan, todo)
+        try:
+            for outcome in outcomes:
+                store.add(outcome)
+                failed += outcome.status == "failed"
+                shown.advance(outcome.status == "failed")
+        finally:
+            outcomes.close()  # ends the workers also when a row could not be written
+    return Sweep(Path(path), len(plan.tasks) - failed, failed, skipped)
+
+
+def versions() -> dict[str, str]:
+    """Of everything a number may depend on."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in _NAMED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

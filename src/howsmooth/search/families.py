@@ -1,0 +1,335 @@
+"""Tokens that are bad by design: few tokens that all the others, at one place, attend to.
+
+One head builds the tokens, the whole layer is measured. With the head's logits `⟨A x_i + c, x_j⟩`:
+
+    opposite   R(−u, u, …, u)          (γ, u) the real eigenpair of A with the least γ
+    half       R(u, u/2, …, u/2)       with the largest
+    clusters   k tokens at y, the rest at x, where ⟨A x + c, y − x⟩ is as large as it gets
+    tie        k tokens at y, k at y', the rest at x and undecided between them: ⟨A x + c, y − y'⟩ = 0
+
+The first two are those of Castin, Ablin & Peyré 2024, the third is the two-cluster measure of docs/bounds.md 3.12. In a tie
+every other token's output swings by `|y − y'|` when `y` and `y'` move a little: `L` grows like `√(n/2)·‖A‖R²`, not `√n`
+(docs/worst-inputs.md §1).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention, Weighted
+from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_width
+from howsmooth.solve import Options, solve, solve_batch
+from howsmooth.spectral import Estimate, GolubKahan
+
+_MEASURED = 4  # candidates, best by their two places, that are measured at full length
+_PLACES = 2  # pairs of places kept for each head
+_ANGLES = (20, 40, 60, 75, 85)  # degrees between the two sides of a tie and what decides it
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Configuration:
+    """`few` tokens at every place but the last, the others there.
+
+    family: `opposite`, `half`, `clusters` or `tie`.  head: whose matrix built it.  gamma: the eigenvalue, where there is one.
+    coordinates: of the places in the set.
+    """
+
+    family: str
+    head: int
+    few: int
+    gamma: float | None
+    coordinates: Float[Tensor, "places d"]
+
+    def counts(self, n: int) -> list[int]:
+        """How many of `n` tokens are at each place; the last takes what is left."""
+        found: list[int] = []
+        for _ in self.coordinates[1:]:
+            found.append(min(self.few, n - sum(found)))
+        return [*found, n - sum(found)]
+
+    def place(self, n: int) -> Float[Tensor, "n d"]:
+        """The coordinates of `n` tokens, the few first."""
+        return self.coordinates.repeat_interleave(torch.tensor(self.counts(n), device=self.coordinates.device), 0)
+
+    def __str__(self) -> str:
+        gamma = "" if self.gamma is None else f", eigenvalue {self.gamma:.4g}"
+        few = " and ".join([str(self.few)] * (len(self.coordinates) - 1))
+        return f"{self.family}: {few} against the rest (head {self.head}{gamma})"
+
+    __repr__ = __str__
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Configured:
+    """The worst configuration of `n` tokens: what it is, the tokens, and the constant of the layer there."""
+
+    n: int
+    reach: float
+    configuration: Configuration
+    tokens: Float[Tensor, "n d"]
+    estimate: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        c = self.configuration
+        return {
+            "n": self.n,
+            "radius": self.reach,
+            "family": c.family,
+            "head": c.head,
+            "few": c.few,
+            "gamma": c.gamma,
+            **self.estimate.to_dict(),
+        }
+
+
+@torch.no_grad()
+def configurations(attn: Attention, n: int, within: TokenSet | float, *, head: int | None = None) -> list[Configuration]:
+    """The candidates for `n` tokens, from one head or from all of them.
+
+    within: a radius, `Ball` or `Ellipsoid`.  On an ellipsoid the middle of a ball is not there, so `half` is left out.
+
+    >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
+    >>> sorted({c.family for c in configurations(attn, 4, 1.0)})
+    ['clusters', 'half', 'opposite', 'tie']
+    """
+    space = _space(attn, n, within)
+    if head is not None:
+        _check_head(attn, head)
+    found = []
+    for h in range(attn.heads) if head is None else [head]:
+        q, k, shift = _head(attn, h)
+        found += _eigenvector_families(q, k, h, space)
+        for places in _far_apart(q, k, shift, space):
+            found += [Configuration("clusters", h, few, None, places) for few in _counts(n)]
+            if n > 2 and attn.width > (2 if isinstance(space, Ellipsoid) else 1):
+                for tie in _ties(attn, h, k.mT @ (q @ space.tokens(places[None])[0, 1]) + shift, places[1], space):
+                    found += [Configuration("tie", h, few, None, tie) for few in _counts(n) if 2 * few < n and few <= 4]
+    return found
+
+
+@torch.no_grad()
+def worst_configuration(
+    attn: Attention, n: int, within: TokenSet | float, *, head: int | None = None, certify: float | None = None, seed: int = 0
+) -> Configured:
+    """The candidate with the largest `L`, measured at its full length.
+
+    Candidates are ranked by their places as a measure with two or three atoms, which is exact without a mask up to splitting
+    (docs/worst-inputs.md §1), and the best few are measured.
+
+    >>> attn = Attention.from_matrices(-torch.eye(1), torch.eye(1))
+    >>> round(worst_configuration(attn, 16, 2.0).estimate.value, 3)
+    4.01
+    """
+    space = _space(attn, n, within)
+    order = _ranked(attn, n, space, configurations(attn, n, space, head=head))
+    x = space.tokens(torch.stack([c.place(n) for c in order[:_MEASURED]]))
+    x = x.to(torch.promote_types(attn.dtype, torch.float32))
+    estimates = solve_batch(attn, x, Options(seed=seed))[0]
+    best = max(range(len(estimates)), key=lambda i: estimates[i].value)
+    estimate = estimates[best] if certify is None else solve(attn, x[best], Options(seed=seed, certify=certify))[0]
+    return Configured(n, space.reach, order[best], x[best], estimate)
+
+
+@torch.no_grad()
+def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | None = None) -> list[Configuration]:
+    """All candidates, the worst first, by their places as a measure."""
+    space = _space(attn, n, within)
+    return _ranked(attn, n, space, configurations(attn, n, space, head=head))
+
+
+@torch.no_grad()
+def eigenvector_configuration(attn: Attention, within: TokenSet | float, *, head: int = 0) -> Configuration | None:
+    """The paper's choice for a head: `half` if the largest real eigenvalue is above −8 times the least, else `opposite`.
+
+    Nothing where the head's `A` has no real eigenvalue.
+
+    >>> eigenvector_configuration(Attention.from_matrices(torch.diag(torch.tensor([2.0, -1.0])), torch.eye(2)), 1.0)
+    opposite: 1 against the rest (head 0, eigenvalue -1)
+    """
+    space = _space(attn, 2, within)
+    _check_head(attn, head)
+    q, k, _ = _head(attn, head)
+    found = {c.family: c for c in _eigenvector_families(q, k, head, space)}
+    opposite, half = found.get("opposite"), found.get("half")
+    if opposite is None or half is None or opposite.gamma is None or half.gamma is None:
+        return opposite
+    return half if half.gamma > -8 * opposite.gamma else opposite
+
+
+def _space(attn: Attention, n: int, within: TokenSet | float) -> TokenSet:
+    check_layer(attn, n)
+    space = within if isinstance(within, TokenSet) else Ball(within)
+    if isinstance(space, BallAround):
+        raise BadInputError("expected a Ball or an Ellipsoid, got the neighbourhood of an input; configurations need room")
+    if isinstance(space, Ellipsoid):
+        check_width(attn.width, space.norm.width)
+    return space
+
+
+def check_layer(attn: Attention, n: int) -> None:
+    """Refuse what is no layer on `n` tokens."""
+    if not isinstance(attn, Attention):
+        raise BadInputError(
+            f"expected an Attention layer, got {type(attn).__name__}; configurations are built from its weights"
+        )
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
+    if attn.attention_mask is not None:
+        raise BadInputError("expected a layer without padding, got an attention_mask; count real tokens only and leave it out")
+    if attn.bias is not None and (attn.bias.shape[0] != 1 or attn.bias.shape[3] != n or attn.bias.shape[2] not in (1, n)):
+        raise BadInputError(f"expected a bias for one sequence of {n} tokens, got {tuple(attn.bias.shape)}; give n its length")
+
+
+def _check_head(attn: Attention, head: int) -> None:
+    if not isinstance(head, int) or not 0 <= head < attn.heads:
+        raise BadInputError(f"expected a head between 0 and {attn.heads - 1}, got {head!r}; heads are counted from 0")
+
+
+def _head(attn: Attention, h: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`τ W_q` and `W_k` of a head, (width, d), and `c = τ W_kᵀ b_q`, float64: `A = W_kᵀ (τ W_q)`."""
+    rows = attn.w_q.shape[0] // attn.heads
+    group = h // (attn.heads // attn.kv_heads)
+    q = attn.scale * attn.w_q.double()[h * rows : (h + 1) * rows]
+    if attn.w_k is None:
+        k = torch.eye(attn.width, dtype=torch.float64, device=q.device)[group * rows : (group + 1) * rows]
+    else:
+        k = attn.w_k.double()[group * rows : (group + 1) * rows]
+    shift = q.new_zeros(attn.width)
+    if attn.b_q is not None:
+        shift = attn.scale * (k.mT @ attn.b_q.double()[h * rows : (h + 1) * rows])
+    return q, k, shift
+
+
+def _eigenvector_families(q: Tensor, k: Tensor, h: int, space: TokenSet) -> list[Configuration]:
+    """`opposite` and `half`; nothing where `A` has no real eigenvalue.
+
+    Eigenvectors of `A = W_kᵀ τW_q` are `W_kᵀ` times those of `τW_q W_kᵀ`.
+    """
+    values, vectors = torch.linalg.eig(q @ k.mT)
+    real = values.imag.abs() <= 1e-9 * values.abs().max()
+    if not bool(real.any()):
+        return []
+    gamma, u = values.real[real], k.mT @ vectors.real[:, real]
+    length = u.norm(dim=0)
+    gamma, u = gamma[length > 0], (u / length)[:, length > 0]
+    if len(gamma) == 0:
+        return []
+    low, high = int(gamma.argmin()), int(gamma.argmax())
+    far = _furthest(space, torch.stack([-u[:, low], u[:, low], u[:, high]]))
+    found = [Configuration("opposite", h, 1, float(gamma[low]), far[:2])]
+    if isinstance(space, Ball):
+        found.append(Configuration("half", h, 1, float(gamma[high]), torch.stack([far[2], far[2] / 2])))
+    return found
+
+
+def _far_apart(q: Tensor, k: Tensor, shift: Tensor, space: TokenSet) -> list[Float[Tensor, "2 d"]]:
+    """Places `y` (few) and `x` (rest) where `δ = ⟨A x + c, y − x⟩` is large: `y` the furthest along `A x + c`, `x` climbs."""
+    matrix = k.mT @ q if len(q) >= q.shape[1] else None  # A itself where it is no larger than its factors
+
+    def logits(x: Tensor) -> Tensor:
+        return (x @ matrix.mT if matrix is not None else (x @ q.mT) @ k) + shift
+
+    def pull(g: Tensor) -> Tensor:
+        return g @ matrix if matrix is not None else (g @ k.mT) @ q
+
+    _, size, right = torch.linalg.svd(q @ k.mT)
+    directions = torch.cat([right[:2], torch.linalg.eigh((q @ k.mT + k @ q.mT) / 2)[1].mT[[0, -1]]]) @ k
+    directions = directions / directions.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    z = torch.cat([_furthest(space, sign * directions) for sign in (1.0, -1.0)])
+    z = torch.cat([z, 0.5 * z]) if isinstance(space, Ball) else z
+    triangles = [torch.linalg.qr(w.mT, mode="r")[1] for w in (k, q)]
+    a = float(torch.linalg.matrix_norm(triangles[0] @ triangles[1].mT, 2))
+    if a == 0:
+        return [torch.stack([z[0], z[len(directions)]])]
+    for _ in range(200):
+        x = space.tokens(z[:, None])[:, 0]
+        y = space.tokens(_furthest(space, logits(x))[:, None])[:, 0]
+        slope = pull(y - x) - logits(x)  # of δ in x, `y` held
+        slope = slope * (space.norm.weight.to(z) if isinstance(space, Ellipsoid) else 1.0)
+        z = space.project((z + 0.25 / a * slope)[:, None])[:, 0]
+    x = space.tokens(z[:, None])[:, 0]
+    far = _furthest(space, logits(x))
+    gap = (logits(x) * (space.tokens(far[:, None])[:, 0] - x)).sum(-1)
+    kept: list[int] = []
+    for i in gap.argsort(descending=True).tolist():
+        apart = all(float((z[i] - z[j]).norm()) > 1e-3 * space.size for j in kept)
+        kept += [i] if apart and len(kept) < _PLACES else []
+    return [torch.stack([far[i], z[i]]) for i in kept]
+
+
+def _ties(attn: Attention, h: int, g: Float[Tensor, " d"], rest: Float[Tensor, " d"], space: TokenSet) -> list[Tensor]:
+    """Places `y, y'` symmetric about `g = A x + c`, at several angles to it, and the rest at `x`; (3, d) each.
+
+    They lie apart along the `p ⟂ g` that `V` stretches most.
+    """
+    v = _values(attn, h)
+    g = g / g.norm().clamp_min(torch.finfo(g.dtype).tiny)
+    p = torch.linspace(1, 2, len(g), dtype=g.dtype, device=g.device)
+    for _ in range(30):
+        p = v.mT @ (v @ p)
+        p = p - g * (g @ p)
+        p = p / p.norm().clamp_min(torch.finfo(p.dtype).tiny)
+    found = []
+    for degrees in _ANGLES:
+        angle = math.radians(degrees)
+        sides = torch.stack([math.cos(angle) * g + sign * math.sin(angle) * p for sign in (1.0, -1.0)])
+        found.append(torch.cat([_furthest(space, sides), rest[None]]))
+    return found
+
+
+def _values(attn: Attention, h: int) -> Float[Tensor, "r d"]:
+    """A matrix, float64, that stretches every vector as a head's `V = W_o W_v` does."""
+    rows = attn.w_v.shape[0] // attn.kv_heads
+    group = h // (attn.heads // attn.kv_heads)
+    w_v = attn.w_v.double()[group * rows : (group + 1) * rows]
+    if attn.w_o is None:
+        return w_v
+    w_o = attn.w_o.double()[:, h * rows : (h + 1) * rows]
+    return torch.linalg.qr(w_o, mode="r")[1] @ w_v
+
+
+def _furthest(space: TokenSet, direction: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
+    """Coordinates of the token that is furthest along each direction."""
+    if isinstance(space, Ellipsoid):
+        return space.project((space.norm.weight.to(direction) * direction)[:, None])[:, 0]
+    length = direction.norm(dim=-1, keepdim=True)
+    first = torch.zeros_like(direction)
+    first[:, 0] = 1.0
+    unit = torch.where(length > 0, direction / length.clamp_min(torch.finfo(direction.dtype).tiny), first)
+    return space.project((2 * space.size * unit)[:, None])[:, 0]
+
+
+def _counts(n: int) -> list[int]:
+    """Sizes of the small cluster: 1, 2, 3, 4, 8, … up to half of the tokens, and their complements where n is small."""
+    few = {k for k in {3} | {2**k for k in range(n.bit_length())} if k <= max(1, n // 2)}
+    return sorted(few | ({n - k for k in few} if n <= 16 else set()))
+
+
+def _ranked(attn: Attention, n: int, space: TokenSet, found: list[Configuration]) -> list[Configuration]:
+    """Candidates, the worst first, by the measure `Σ (count/n) δ_place` without the mask.
+
+    Tokens that coincide act as one of their joint weight: logits get the logarithms of the counts, and the Jacobian is
+    `D^{½} J D^{−½}` (docs/worst-inputs.md §1). Two or three tokens stand for `n`.
+    """
+    layer = replace(attn, causal=False, window=None, bias=None)
+    dtype = torch.promote_types(attn.dtype, torch.float32)
+    groups: dict[tuple[int, ...], list[Configuration]] = {}
+    for c in found:
+        groups.setdefault(tuple(c.counts(n)), []).append(c)
+    scored: list[tuple[float, Configuration]] = []
+    for counts, group in groups.items():
+        here = [i for i, count in enumerate(counts) if count]
+        weights = torch.tensor([counts[i] for i in here], dtype=dtype, device=attn.w_q.device)
+        x = space.tokens(torch.stack([c.coordinates[here] for c in group])).to(dtype)
+        root = weights.sqrt()[None, :, None]
+        operator = Weighted(replace(layer, bias=weights.log()[None, None, None]).linearize(x)[1], root, 1 / root)
+        solutions = GolubKahan().solve(operator, 1e-2, None, 0)
+        scored += [(s.value if math.isfinite(s.value) else 0.0, c) for s, c in zip(solutions, group, strict=True)]
+    return [c for _, c in sorted(scored, key=lambda pair: -pair[0])]

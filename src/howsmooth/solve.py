@@ -1,0 +1,317 @@
+"""The norm of a Jacobian from a map and an input: choose a precision and a solver, solve, evaluate the lower end, widen the
+upper one. Everything the package says of a constant comes through here."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
+from howsmooth.maps.base import Map, check_finite
+from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic
+from howsmooth.maps.operator import Operator, Weighted
+from howsmooth.measures.measure import Measure
+from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
+from howsmooth.theory.blocks import own_direction, own_norms
+from howsmooth.theory.point import operator_bound
+
+_LOOSE = 5.0  # upper/lower past which a deterministic bound may do better
+_DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the quicker way too
+
+Function = Map | Callable[[Tensor], Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class Options:
+    """How a constant is asked for.
+
+    tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start.
+    solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where input and output have at most 256 entries.
+    """
+
+    tol: float = 1e-3
+    certify: float | None = None
+    seed: int = 0
+    solver: Solver | None = None
+
+    def __post_init__(self):
+        tol, certify, seed = self.tol, self.certify, self.seed
+        if not all(isinstance(t, int | float) for t in (tol, certify or 1.0)) or not isinstance(seed, int):
+            raise BadInputError(
+                f"expected numbers tol and certify and a whole seed, got {tol!r}, {certify!r} and {seed!r}; correct them"
+            )
+        if not 0 < tol < 1:
+            raise BadInputError(f"expected 0 < tol < 1, got {tol}; the default is 1e-3")
+        if certify is not None and not 0 < certify < math.inf:
+            raise BadInputError(f"expected certify > 0, got {certify}; 0.02 asks for an interval of 2 %")
+
+    def resolved_by(self, operator: Operator) -> bool:
+        """Whether products of this precision carry the digits that are asked for."""
+        return self.tol >= operator.noise and (self.certify is None or self.certify >= 8 * operator.noise)
+
+
+def solve(f: Function, x: Tensor | Measure, options: Options) -> tuple[Estimate, Operator]:
+    """The constant of `f` at one input, and the operator that its lower end was evaluated with.
+
+    f: a map of this package for tokens (n, d) or a `Measure`; any torch function of one tensor, whatever its shape.
+    """
+    if isinstance(x, Measure):
+        moved, operator = solve_moving(f, x, options)
+        return _with_splitting(moved, operator, x, options), operator
+    _check_tensor(x)
+    problem = _MapProblem(f, x[None], x.shape) if isinstance(f, Map) else _FunctionProblem(f, x, batched=False)
+    estimates, operator = _solve(problem, options)
+    return estimates[0], operator
+
+
+def solve_batch(f: Function, xs: Tensor, options: Options) -> tuple[Estimates, Operator]:
+    """The constants at the inputs along the first axis of `xs`, in lock step, and their operators in one."""
+    _check_tensor(xs)
+    if xs.ndim < 2:
+        raise BadInputError(f"expected a batch of inputs along the first axis, got shape {tuple(xs.shape)}; stack the inputs")
+    problem = _MapProblem(f, xs, xs.shape[1:]) if isinstance(f, Map) else _FunctionProblem(f, xs, batched=True)
+    estimates, operator = _solve(problem, options)
+    return Estimates(tuple(estimates)), operator
+
+
+def solve_moving(f: Function, measure: Measure, options: Options) -> tuple[Estimate, Operator]:
+    """`‖D^½ J D^{−½}‖`, what moving whole atoms can do, and the operator it is the norm of, in float64."""
+    _check_tensor(measure.points)
+    estimates, operator = _solve(_MeasureProblem(f, measure), options)
+    direction = estimates[0].direction.double()
+    root = measure.mass.sqrt()[:, None].to(direction.device)
+    return replace(estimates[0], direction=direction / root), operator
+
+
+def linear(f: Function, x: Tensor) -> Operator:
+    """The Jacobian of `f` at one input, in the precision of `x` and `f`, as an operator with a batch of one."""
+    _check_tensor(x)
+    problem = _MapProblem(f, x[None], x.shape) if isinstance(f, Map) else _FunctionProblem(f, x, batched=False)
+    return problem.operator()
+
+
+class _MapProblem:
+    """A map of ours at `x`: closed-form products."""
+
+    def __init__(self, f: Map, xs: Tensor, shape: torch.Size):
+        check_finite(xs, "tokens")
+        if len(shape) != 2:
+            raise BadInputError(
+                f"expected tokens of shape (n, d), got {tuple(shape)}; tokens are rows, lipschitz_batch takes many"
+            )
+        self._f, self._x, self.shape = f, f.prepare(xs).detach(), shape
+
+    def operator(self) -> Operator:
+        return self._f.linearize(self._x)[1]
+
+    def precise(self) -> Operator | None:
+        try:
+            return self._f.linearize(self._x.double())[1]
+        except BadFunctionError:  # a map made of someone else's code, which may know no float64
+            return None
+
+
+class _MeasureProblem:
+    """A map of ours at a measure: `D^½ J D^{−½}`, the Jacobian on `L²(μ)`."""
+
+    def __init__(self, f: Function, measure: Measure):
+        if not isinstance(f, Map):
+            raise BadInputError(
+                f"expected a map of this package for a measure, got {type(f).__name__}; a function takes tokens, not masses"
+            )
+        self._f, self._measure, self.shape = f, measure, measure.points.shape
+        self._x = f.prepare(measure.points).detach()[None]
+
+    def operator(self) -> Operator:
+        return self._at(self._x)
+
+    def precise(self) -> Operator:
+        return self._at(self._x.double())
+
+    def _at(self, x: Tensor) -> Operator:
+        root = self._measure.mass.sqrt()[None, :, None]
+        jacobian = self._f.on(self._measure).linearize(x)[1]
+        return Weighted(jacobian, root.to(x), (1 / root).to(x))
+
+
+class _FunctionProblem:
+    """Any torch function at `x`: products by automatic differentiation."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, batched: bool):
+        if not callable(f):
+            raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
+        if x.dtype not in (torch.float32, torch.float64):
+            raise BadInputError(f"expected float32 or float64 input, got {x.dtype}; pass x.float() and f in float32")
+        check_finite(x, "input")
+        self._f, self._x, self._batched, self.shape = f, x.detach(), batched, x.shape[1:] if batched else x.shape
+
+    def operator(self) -> Operator:
+        jacobian = AutodiffJacobian(self._f, self._x, self._batched)
+        check_deterministic(self._f, self._x, jacobian.output)
+        if not self._batched and self._x.ndim > 2 and len(self._x) > 1 and jacobian.items_apart():
+            raise BadInputError(
+                f"expected one input, got {len(self._x)} of them that the function treats apart, shape {tuple(self._x.shape)}; "
+                "call lipschitz_batch(f, x), or pass one of them"
+            )
+        return jacobian
+
+    def precise(self) -> Operator | None:
+        """In float64, where the function can be: a module is copied, anything else must take float64 as it is."""
+        f = copy.deepcopy(self._f).double() if isinstance(self._f, nn.Module) else self._f
+        try:
+            jacobian = AutodiffJacobian(f, self._x.double(), self._batched)
+        except (RuntimeError, TypeError, BadFunctionError):
+            return None
+        return jacobian if jacobian.output.dtype == torch.float64 else None
+
+
+Problem = _MapProblem | _MeasureProblem | _FunctionProblem
+
+
+def _solve(problem: Problem, options: Options) -> tuple[list[Estimate], Operator]:
+    """Both ends for every input of a problem, and the operator that the lower ones were evaluated with."""
+    operator = _fine_enough(problem.operator(), options)
+    small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
+    solver = options.solver or (DenseSVD() if small else GolubKahan())
+    solutions = None
+    if not isinstance(solver, DenseSVD) and options.resolved_by(operator):
+        solutions = _in_range(solver, operator, options)
+    precise = _precise(operator, problem)
+    if solutions is None:
+        operator, solutions = precise, _in_double(solver, precise, options)
+    lowers = _attained(precise, solutions)
+    noise = 0.0 if isinstance(solver, DenseSVD) else operator.noise
+    uppers, certain = _uppers(solutions, lowers, noise, precise)
+    delta = solver.delta if isinstance(solver, GolubKahan) else 0.0
+    estimates = [
+        Estimate(
+            lower=lower,
+            upper=upper,
+            confidence=1.0 if sure else 1 - delta,
+            status="dense" if isinstance(solver, DenseSVD) else _status(solution.converged, lower, upper, options),
+            direction=solution.direction.reshape(problem.shape),
+            steps=solution.steps,
+            precision=str(precise.dtype).removeprefix("torch."),
+            tol=options.tol,
+            certify=options.certify,
+            seed=options.seed,
+            noise=noise,
+        )
+        for solution, lower, upper, sure in zip(solutions, lowers, uppers, certain, strict=True)
+    ]
+    return estimates, precise
+
+
+def _fine_enough(operator: Operator, options: Options) -> Operator:
+    """The cheapest products that carry the digits that are asked for, or the finest there are."""
+    while not options.resolved_by(operator):
+        finer = operator.refined()
+        if finer is None:
+            break
+        operator = finer
+    return operator
+
+
+def _precise(operator: Operator, problem: Problem) -> Operator:
+    """What `lower` is evaluated with: float64, or the finest products short of it where float64 is out of proportion."""
+    if operator.dtype == torch.float64:
+        return operator
+    if not operator.heavy:
+        return problem.precise() or operator
+    while (finer := operator.refined()) is not None:
+        operator = finer
+    return operator
+
+
+def _in_range(solver: Solver, operator: Operator, options: Options) -> list[Solution] | None:
+    """Solutions in the working precision; nothing where fourth powers of the norm leave its range."""
+    safe = torch.finfo(operator.dtype).max ** 0.23
+    try:
+        solutions = solver.solve(operator, options.tol, options.certify, options.seed)
+    except NoConvergenceError:
+        return None
+    return solutions if all(1 / safe < s.value < safe for s in solutions) else None
+
+
+def _in_double(solver: Solver, operator: Operator, options: Options) -> list[Solution]:
+    """Solutions of the precise maps; for products, of the maps divided by a size they attain, whatever that is."""
+    tol, certify, seed = options.tol, options.certify, options.seed
+    if not options.resolved_by(operator):
+        raise BadInputError(
+            f"expected tol ≥ {operator.noise:.1e} and certify ≥ {8 * operator.noise:.1e}, got tol={tol}, "
+            f"certify={certify}; the products of this map at this x carry no more digits in {operator.dtype}"
+        )
+    if isinstance(solver, DenseSVD):
+        return solver.solve(operator, tol, certify, seed)
+    random = torch.Generator().manual_seed(seed)
+    v = torch.randn(1, operator.batch, *operator.in_shape, generator=random).to(operator.device, operator.dtype)
+    size = operator.jvp(v)[0].flatten(1).abs().amax(-1)
+    size = torch.where(size > 0, size, 1.0)
+    rows = (1 / size).reshape(-1, *[1] * len(operator.out_shape))
+    solutions = solver.solve(Weighted(operator, rows, torch.ones_like(v[0])), tol, certify, seed)
+    return [replace(s, value=s.value * c, upper=s.upper * c) for s, c in zip(solutions, size.tolist(), strict=True)]
+
+
+@torch.no_grad()
+def _attained(operator: Operator, solutions: list[Solution]) -> list[float]:
+    """`|J v|/|v|` for the directions found; short of float64, less the error that products may have."""
+    v = torch.stack([s.direction for s in solutions])[None].to(operator.device, operator.dtype)
+    image = operator.jvp(v).flatten(2)
+    size = image.abs().amax(-1, keepdim=True)  # taken out, so that squares stay in range
+    size = torch.where(size > 0, size, 1.0)
+    exact = 1.0 if operator.dtype == torch.float64 else 1 - operator.noise
+    return (exact * ((image / size).norm(dim=-1) / v.flatten(2).norm(dim=-1) * size[..., 0])[0].double()).tolist()
+
+
+def _uppers(solutions: list[Solution], lowers: list[float], noise: float, precise: Operator) -> tuple[list[float], list[bool]]:
+    """Upper ends widened by what rounding explains, and which of them are certain.
+
+    Where the certificate leaves an interval wide, the deterministic bound at a point stands in if it is smaller.
+    """
+    likely = [
+        max(low, s.upper * (1 + noise + 2 * (abs(s.value - low) / low if low else 0.0)))
+        for s, low in zip(solutions, lowers, strict=True)
+    ]
+    loose = any(up > _LOOSE * low for up, low in zip(likely, lowers, strict=True))
+    bound = operator_bound(precise) if loose else None
+    sure = [math.inf] * len(likely) if bound is None else bound.tolist()
+    uppers = [max(low, min(a, b)) for low, a, b in zip(lowers, likely, sure, strict=True)]
+    return uppers, [b < a for a, b in zip(likely, sure, strict=True)]
+
+
+def _with_splitting(moved: Estimate, operator: Operator, measure: Measure, options: Options) -> Estimate:
+    """The larger of moving atoms and of splitting one, Theorem 5.2. Directions are displacements of length one in `L²(μ)`."""
+    norms = own_norms(operator, above=moved.lower)
+    best = float(norms.lower.max())
+    lower, direction, split = moved.lower, moved.direction, False
+    if best > moved.lower:
+        token = int(norms.lower[0].argmax())
+        along, lower = own_direction(operator, token)
+        direction, split = torch.zeros_like(direction), True
+        direction[token] = along / float(measure.mass[token]) ** 0.5
+    upper = max(lower, moved.upper, float(norms.upper.max()))
+    status = moved.status
+    if status != "dense" or norms.confidence < 1:
+        status = _status(status != "step limit", lower, upper, options)
+    confidence = moved.confidence - (1 - norms.confidence)
+    return replace(moved, lower=lower, upper=upper, confidence=confidence, status=status, direction=direction, split=split)
+
+
+def _status(settled: bool, lower: float, upper: float, options: Options) -> Status:
+    if upper <= lower * (1 + (options.tol if options.certify is None else options.certify)):
+        return "certified"
+    return "converged" if settled and options.certify is None else "step limit"
+
+
+def _check_tensor(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise BadInputError(f"expected a torch tensor, got {type(x).__name__}; use torch.as_tensor(x)")
+    if not x.is_floating_point():
+        raise BadInputError(f"expected a floating-point tensor, got {x.dtype}; pass embeddings, not token ids")
+    if x.numel() == 0:
+        raise BadInputError(f"expected at least one token, got shape {tuple(x.shape)}; pass a longer input")

@@ -1,1 +1,0 @@
-"""Questions turned into rows and numbers."""

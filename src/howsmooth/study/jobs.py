@@ -1,0 +1,91 @@
+"""Run the jobs of a study: here and now in memory, or as a sweep that survives and may use many processes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from howsmooth.errors import BadInputError
+from howsmooth.run import Engine, Plan, read, sweep
+from howsmooth.run.progress import Progress, Silent
+from howsmooth.run.sweeping import versions
+from howsmooth.study.reader import Reader, Source, prepare
+
+if TYPE_CHECKING:
+    import pandas
+
+Row = dict[str, Any]
+_TEXT = ("shares", "bounds")  # columns that are lists, of no use in a table
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """A task of a study: a function of a reader that gives rows, and its arguments."""
+
+    function: Callable[..., list[Row]]
+    arguments: dict[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class Found:
+    """What jobs gave. failures: the reasons of those that gave nothing."""
+
+    rows: tuple[Row, ...]
+    failures: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def of(self, kind: str) -> list[Row]:
+        """The rows of one kind: `layer`, `head`, `bounds`, `splitting`, `worst`, `radius`, `norms`."""
+        return [row for row in self.rows if row["kind"] == kind]
+
+
+def plan(source: Source, jobs: Sequence[Job]) -> Plan:
+    """The jobs as a plan for workers that load the source once."""
+    if not jobs:
+        raise BadInputError("expected a study with something to measure, got nothing; ask for a layer and a length")
+    whole = Plan.of(jobs[0].function, [], setup=prepare, setup_arguments=source.to_dict())
+    for job in jobs:
+        whole += Plan.of(job.function, [job.arguments], setup=prepare, setup_arguments=source.to_dict())
+    return whole
+
+
+def run_here(reader: Reader, jobs: Sequence[Job], progress: Progress | None = None) -> Found:
+    """The jobs one after the other in this process; the first that fails ends it."""
+    rows: list[Row] = []
+    with progress or Silent() as shown:
+        shown.begin(len(jobs), 0)
+        for job in jobs:
+            rows += job.function(reader, **job.arguments)
+            shown.advance(False)
+    return Found(tuple(rows), (), versions())
+
+
+def run_sweep(
+    source: Source,
+    jobs: Sequence[Job],
+    path: str | Path,
+    *,
+    engine: Engine | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+    command: str | None = None,
+) -> Found:
+    """The jobs as a sweep into a results file; rows of earlier plans in it are left out."""
+    whole = plan(source, jobs)
+    sweep(whole, path, engine=engine, resume=resume, progress=progress, command=command)
+    keys = {task.key for task in whole.tasks}
+    ended = [row for row in read(path) if row.key in keys]
+    rows = [part for row in ended if row.status == "done" for part in row.value]
+    failures = [row.reason or "no reason given" for row in ended if row.status == "failed"]
+    if not rows:
+        raise BadInputError(failures[0] if failures else "expected rows, got none; nothing could be measured")
+    return Found(tuple(rows), tuple(failures), versions())
+
+
+def to_frame(rows: Sequence[Row]) -> "pandas.DataFrame":
+    """Rows as a pandas data frame, without the columns that are lists."""
+    import pandas
+
+    return pandas.DataFrame.from_records([{k: v for k, v in row.items() if k not in _TEXT} for row in rows])

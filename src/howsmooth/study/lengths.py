@@ -1,0 +1,164 @@
+"""How the constants of a model grow with the length of its input."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from howsmooth.models import Model
+from howsmooth.run.progress import Progress
+from howsmooth.study.fit import GrowthFit, fit_growth
+from howsmooth.study.jobs import Found, Row, run_here, to_frame
+from howsmooth.study.layers import Question, layer_jobs, settle
+from howsmooth.study.reader import Reader
+
+if TYPE_CHECKING:
+    import pandas
+
+# Powers of two, and more between them about 128: position embeddings are often tuned up to a power of two only.
+LENGTHS = (8, 16, 32, 64, 96, 128, 136, 192, 256, 512)
+
+
+@final
+@dataclass(frozen=True)
+class Growth:
+    """Constants by layer and length, and the power law of each layer.
+
+    rows: one per layer, length and sample.  `fits`: by layer, `L ≈ scale · n^exponent` with intervals, residuals and breaks.
+    """
+
+    rows: tuple[Row, ...]
+    failures: tuple[str, ...] = ()
+
+    @cached_property
+    def fits(self) -> dict[int, GrowthFit]:
+        """By layer, where two lengths or more have a positive constant."""
+        return fits(self.rows)
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """The rows, with the exponent of their layer beside them."""
+        return to_frame([row | fit_columns(self.fits.get(row["layer"])) for row in self.rows])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "rows": list(self.rows),
+            "fits": {str(layer): fit.to_dict() for layer, fit in self.fits.items()},
+            "failures": list(self.failures),
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        """One line per layer."""
+        lines = []
+        for layer in sorted({row["layer"] for row in self.rows}):
+            rows, fit = [row for row in self.rows if row["layer"] == layer], self.fits.get(layer)
+            line: dict[str, Any] = {"layer": layer}
+            for n in sorted({row["n"] for row in rows}):
+                line[f"n={n}"] = f"{_mean([row['value'] for row in rows if row['n'] == n]):.3g}"
+            line["R"] = f"{_mean([row['radius'] for row in rows]):.3g}"
+            line["exponent"] = "–" if fit is None else _with_interval(fit)
+            line["breaks"] = "" if fit is None else "; ".join(_break(b) for b in fit.breaks)
+            lines.append(line)
+        return lines
+
+    def __str__(self) -> str:
+        lines = [f"layer {layer}: L ~ n^{_with_interval(fit)}" + _breaks(fit) for layer, fit in self.fits.items()]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def growth(
+    model: Model | str | Path,
+    text: str | Sequence[int] | None = None,
+    *,
+    lengths: Sequence[int] | None = None,
+    samples: int = 8,
+    layers: Sequence[int] | None = None,
+    map: str = "attention",
+    tol: float = 1e-3,
+    certify: float | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Growth:
+    """`L` against the number of tokens, layer by layer, with the fitted exponent, its interval, residuals and breaks.
+
+    model: loaded, or what `load` takes.  text: the text itself or token ids; Alice in Wonderland by default.
+    lengths: by default those of 8 … 512 that the model and the text allow.  samples: windows of the text at each length.
+    layers: all by default.  map: as in `Model.measure`.  tol, certify, seed: as in `howsmooth.lipschitz`.
+
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> _ = torch.manual_seed(0)
+    >>> tiny = BertModel(
+    ...     BertConfig(
+    ...         vocab_size=40,
+    ...         hidden_size=16,
+    ...         num_hidden_layers=1,
+    ...         num_attention_heads=2,
+    ...         intermediate_size=16,
+    ...         max_position_embeddings=32,
+    ...     )
+    ... )
+    >>> from howsmooth.models import load
+    >>> found = growth(load(tiny), [i % 37 for i in range(60)], samples=2)
+    >>> sorted({row["n"] for row in found.rows}), list(found.fits)
+    ([8, 16, 32], [0])
+    """
+    reader = Reader.of(model, text)
+    chosen = fitting_lengths(reader, samples) if lengths is None else tuple(lengths)
+    question = Question(chosen, samples, None if layers is None else tuple(layers), map, tol, certify, seed)
+    return of(run_here(reader, layer_jobs(settle(reader, question)), progress))
+
+
+def of(found: Found) -> Growth:
+    """The growth in what a study found."""
+    order = sorted(found.of("layer"), key=lambda row: (row["layer"], row["n"], row["sample"]))
+    return Growth(tuple(order), found.failures)
+
+
+def fits(rows: Sequence[Row]) -> dict[int, GrowthFit]:
+    """By layer, where two lengths or more have a positive constant."""
+    found = {}
+    for layer in sorted({row["layer"] for row in rows}):
+        own = [row for row in rows if row["layer"] == layer and row["value"] > 0]
+        if len({row["n"] for row in own}) >= 2:
+            found[layer] = fit_growth(*([row[name] for row in own] for name in ("n", "value", "sample")))
+    return found
+
+
+def fit_columns(fit: GrowthFit | None) -> dict[str, float | None]:
+    """The exponent of a row's layer, as columns."""
+    if fit is None:
+        return {"exponent": None, "exponent_low": None, "exponent_high": None}
+    return {"exponent": fit.exponent.value, "exponent_low": fit.exponent.low, "exponent_high": fit.exponent.high}
+
+
+def fitting_lengths(reader: Reader, samples: int) -> tuple[int, ...]:
+    """The usual lengths that the model has positions for and the text has tokens for; at least the shortest."""
+    extra = len(reader.text.prefix) + len(reader.text.suffix)
+    config = getattr(reader.model.module, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) and limit > 0 else math.inf
+    most = min(limit, len(reader.text) + extra - samples + 1)
+    return tuple(n for n in LENGTHS if extra < n <= most) or LENGTHS[:1]
+
+
+def _mean(values: list[float]) -> float:
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0
+
+
+def _with_interval(fit: GrowthFit) -> str:
+    sure = "" if fit.exponent.low is None else f" [{fit.exponent.low:.2f}, {fit.exponent.high:.2f}]"
+    return f"{fit.exponent.value:.2f}{sure}"
+
+
+def _breaks(fit: GrowthFit) -> str:
+    return "".join(f", {_break(b)}" for b in fit.breaks)
+
+
+def _break(b: Any) -> str:
+    if b.kind == "jump":
+        return f"jump ×{b.change.value:.2f} from {b.before} to {b.after}"
+    return f"bend by {b.change.value:+.2f} at {b.before}"

@@ -1,0 +1,460 @@
+"""Attacks in token space: change at most `k` words so that a layer's output moves most, or its constant rises most.
+
+Substitutions are guided by first order in the embeddings. With `J` the Jacobian from embeddings to the output, replacing token
+`i` by word `w` moves the output by about `J_i (e_w − e_i)`; a few random output directions, pulled back, estimate its length
+for all words and places at once: `|J_i Δ|² = E ⟨J_iᵀu, Δ⟩²` for Gaussian `u`. Everything reported is scored exactly, by running
+the model.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from howsmooth.errors import BadInputError
+from howsmooth.models.capture import Capture
+from howsmooth.models.cut import MapName
+from howsmooth.models.model import Model
+from howsmooth.models.tokens import Window
+from howsmooth.models.trace import evaluating, first_tensor
+
+Goal = Literal["output", "constant"]
+WAYS = ("nearest embedding", "gradient", "duplicate")
+
+_SKETCH = 12  # random output directions
+_BATCH = 32  # sequences scored together
+_REFINEMENTS = 2  # gradients taken at a changed sentence, for each word
+_STRIDES = (0.5, 1.0, 2.0)  # how far along the feature-space attack to look for an embedding, in typical distances
+
+
+@final
+@dataclass(frozen=True)
+class Change:
+    """One edit: the token at `position` becomes `new`, or with `inserted` is followed by it."""
+
+    position: int
+    old: str
+    new: str
+    inserted: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.old}+{self.new}" if self.inserted else f"{self.old}→{self.new}"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TokenAttack:
+    """One way's best edit.
+
+    score: how far the output moved relative to its length, or the ratio of the new constant to the old.  scored: edits that
+    were scored exactly.  random_mean, random_best: the score of random edits of as many words, on average, and the best of as
+    many as were scored.
+    """
+
+    way: str
+    goal: Goal
+    ids: tuple[int, ...]
+    changes: tuple[Change, ...]
+    score: float
+    scored: int
+    random_mean: float
+    random_best: float
+    note: str
+
+    @property
+    def wins(self) -> bool:
+        """Whether it beats the best of as many random edits."""
+        return self.score > self.random_best
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "way": self.way,
+            "goal": self.goal,
+            "changes": [str(c) for c in self.changes],
+            "positions": [c.position for c in self.changes],
+            "ids": list(self.ids),
+            "score": self.score,
+            "scored": self.scored,
+            "random_mean": self.random_mean,
+            "random_best": self.random_best,
+            "wins": self.wins,
+            "note": self.note,
+        }
+
+
+def attack_tokens(
+    model: Model,
+    window: Window,
+    *,
+    layer: int | None = None,
+    map: MapName = "attention",
+    words: int = 1,
+    goal: Goal = "output",
+    ways: Sequence[str] = WAYS,
+    forbid: Sequence[str] = (),
+    whole_words: bool = True,
+    scored: int = 32,
+    seed: int = 0,
+) -> tuple[TokenAttack, ...]:
+    """Change at most `words` words of a window, in several ways, each beside random edits of the same size.
+
+    nearest embedding: at the tokens that carry the feature-space attack (the direction in embedding space that moves the output
+    most), the words whose embeddings lie nearest to where it points.  gradient: all substitutions ranked by first order, the
+    best run, better words looked for where they changed one, `scored` in all, the winner kept; and again for the next word.
+    duplicate: a token written twice.
+
+    layer: whose output counts, or None for the model's.  map: `attention`, `block`.  goal: `output`, how far it moves;
+    `constant`, how much the layer's Lipschitz constant rises.  Special tokens stay; words in `forbid` are not used;
+    `whole_words` replaces whole words by whole words only.
+    """
+    _check(model, window, layer, map, words, goal, ways, scored)
+    run = _Runner(model, window, layer, map, goal)
+    choice = _Choice.of(model, window, run.table, forbid, whole_words)
+    found = []
+    for way in ways:
+        random = torch.Generator().manual_seed(seed)
+        if way == "duplicate":
+            found.append(_duplicate(run, choice, words, random))
+        else:
+            found.append(_substitute(run, choice, words, scored, way, random))
+    return tuple(found)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """What may be changed, and into what."""
+
+    window: Window
+    places: tuple[int, ...]
+    allowed: Bool[Tensor, " vocabulary"]
+    names: Callable[[int], str]
+
+    @classmethod
+    def of(cls, model: Model, window: Window, table: Tensor, forbid: Sequence[str], whole: bool) -> "_Choice":
+        size, tokenizer = len(table), model.tokenizer
+        tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
+        places = tuple(i for i, piece in enumerate(window.pieces) if not piece.special and (not whole or _is_word(window, i)))
+        if not places:
+            raise BadInputError(
+                "expected a token that may be replaced, got special tokens and parts of words only; whole_words=False"
+            )
+        marked = any(str(t).startswith(("Ġ", "▁")) for t in tokens)
+        words = [_plain(t) for t in tokens]
+        good = [w.isalpha() and (not whole or _begins(str(t), marked)) for t, w in zip(tokens, words, strict=True)]
+        allowed = torch.tensor(good, device=table.device)
+        allowed[[i for i in tokenizer.all_special_ids if i < size]] = False
+        banned = {w.lower() for w in forbid}
+        allowed &= torch.tensor([w.lower() not in banned for w in words], device=table.device)
+        if not bool(allowed.any()):
+            raise BadInputError(f"expected words to substitute, got {len(banned)} forbidden ones that leave none; forbid fewer")
+        return cls(window, places, allowed, lambda i: words[i])
+
+
+class _Runner:
+    """The model at many edits of one window."""
+
+    def __init__(self, model: Model, window: Window, layer: int | None, map: MapName, goal: Goal):
+        self.model, self.module, self.window = model, model.module, window
+        self.map: MapName = map
+        self.goal: Goal = goal
+        self.layer = 0 if layer is None else layer
+        captured = model.capture(ids=window)
+        if not 0 <= self.layer < captured.num_layers:
+            raise BadInputError(f"expected a layer from 0 to {captured.num_layers - 1}, got {layer}; {model.name} has no other")
+        found = captured.trace.layers[self.layer]
+        inside = found.projection if found.projection is not None else found.module
+        self.spot = None if layer is None else inside if map == "attention" else found.block.module
+        embedding = getattr(self.module, "get_input_embeddings", lambda: None)()
+        if not isinstance(embedding, nn.Module) or not isinstance(getattr(embedding, "weight", None), Tensor):
+            raise BadInputError(
+                f"expected a model with token embeddings, got {type(self.module).__name__}; attack its features instead"
+            )
+        self.embedding = embedding
+        self.ids = torch.tensor(window.ids, device=self.table.device)
+        self.base = self.outputs(self.ids[None])[0]
+        self.constant = self._constant(captured) if goal == "constant" else 0.0
+        if goal == "output" and not float(self.base.norm()) > 0:
+            raise BadInputError("expected an output that is not zero, got zeros; pick another layer")
+
+    @property
+    def table(self) -> Float[Tensor, "vocabulary d"]:
+        return self.embedding.weight.detach()  # type: ignore[union-attr]
+
+    def outputs(self, ids: Int[Tensor, "batch n"], hook: Callable[..., Any] | None = None) -> Float[Tensor, "batch n d"]:
+        """What leaves the layer, or the model."""
+        seen: list[Tensor] = []
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self.module))
+            if self.spot is not None:
+                stack.enter_context(self.spot.register_forward_hook(lambda m, a, out: seen.append(first_tensor(out))))
+            if hook is not None:
+                stack.enter_context(self.embedding.register_forward_hook(hook))
+            else:
+                stack.enter_context(torch.no_grad())
+            out = first_tensor(self.module(input_ids=ids))
+        y = seen[0] if seen else out
+        return y.reshape(len(ids), -1, y.shape[-1])
+
+    def scores(self, edits: Int[Tensor, "edits n"], keep: Sequence[Tensor] | None = None) -> Float[Tensor, " edits"]:
+        """How far each edit moves the output, relative to its length, or how many times the constant it has.
+
+        keep: for edits of another length, the positions of the old tokens.
+        """
+        if self.goal == "constant":
+            return torch.tensor([self._constant(self.model.capture(ids=e)) / self.constant for e in edits])
+        found = []
+        for start in range(0, len(edits), _BATCH):
+            y = self.outputs(edits[start : start + _BATCH])
+            if keep is not None:
+                y = torch.stack([item[k] for item, k in zip(y, keep[start : start + _BATCH], strict=True)])
+            found.append((y - self.base).flatten(1).norm(dim=-1))
+        return torch.cat(found).cpu() / self.base.norm().cpu()
+
+    def _constant(self, captured: Capture) -> float:
+        return captured.measure(self.layer, self.map, tol=1e-2).value
+
+    def slopes(self, ids: Int[Tensor, " n"], random: torch.Generator | None) -> Float[Tensor, "probes n d"]:
+        """Pulled back to the embeddings: random output directions, without `random` its change; or the constant's gradient."""
+        held: list[Tensor] = []
+
+        def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            held.append(out.detach().requires_grad_())
+            return held[0]
+
+        with torch.enable_grad():
+            if self.goal == "constant":
+                target, probes = self._constant_slope(ids, hook)
+            else:
+                target = self.outputs(ids[None], hook)
+                if random is None:
+                    probes = (target - self.base).detach()[None]
+                else:
+                    probes = torch.randn(_SKETCH, *target.shape, generator=random).to(target)
+            return torch.stack([torch.autograd.grad(target, held[0], u, retain_graph=True)[0][0] for u in probes])
+
+    def _constant_slope(self, ids: Tensor, hook: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        """The layer's input, on a graph, and `∂_X ⟨u, J(X)v⟩` there, as the difference `(J(X+hv)ᵀu − J(X−hv)ᵀu)/2h`."""
+        captured = self.model.capture(ids=ids)
+        cut = captured.map(self.layer, self.map)
+        x = cut.start.double()
+        v = captured.measure(self.layer, self.map, tol=1e-2).direction.to(x)
+        u = cut.linearize(x[None])[1].jvp(v[None, None])
+        u = u / u.norm()
+        h = 1e-4 * float(x.norm())
+        ahead, behind = (cut.linearize((x + s * h * v)[None])[1].vjp(u)[0] for s in (1.0, -1.0))
+        g = (ahead - behind) / (2 * h)
+        held: list[Tensor] = []
+        found = captured.trace.layers[self.layer]
+        start = found.module if self.map == "attention" else found.block.module
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            held.append(next(t for t in (kwargs.get("hidden_states"), *args) if isinstance(t, Tensor)))
+
+        with start.register_forward_pre_hook(before, with_kwargs=True):
+            self.outputs(ids[None], hook)
+        return held[0], g.reshape(1, *held[0].shape).to(held[0])
+
+
+def _substitute(run: _Runner, choice: _Choice, words: int, scored: int, way: str, random: torch.Generator) -> TokenAttack:
+    """Word after word: candidates by first order at what has been changed so far, the best by exact score."""
+    ids, spent, best, note = run.ids.clone(), 0, 1.0 if run.goal == "constant" else 0.0, ""
+    places = list(choice.places)
+    for _ in range(min(words, len(choice.places))):
+        rank = _near_attack if way == "nearest embedding" else _by_gradient
+        share = scored if way == "nearest embedding" or run.goal == "constant" else max(1, scored // 2)
+        edits = rank(run, choice, run.slopes(ids, random), ids, places, share)
+        scores = run.scores(edits)
+        spent += len(edits)
+        top = int(scores.argmax())
+        if float(scores[top]) <= best:
+            note = "no further word helps"
+            break
+        best, ids = float(scores[top]), edits[top]
+        if share < scored:
+            best, ids, more = _refined(run, choice, edits, scores, scored - share)
+            spent += more
+        places = [i for i in places if int(ids[i]) == int(run.ids[i])]
+        if not places:
+            break
+    changed = [i for i in choice.places if int(ids[i]) != int(run.ids[i])]
+    if not changed:
+        note = f"no substitution {'raised the constant' if run.goal == 'constant' else 'moved the output'}"
+    changes = tuple(Change(i, choice.window.pieces[i].text, choice.names(int(ids[i]))) for i in changed)
+    mean, most = _random(run, choice, max(1, min(words, len(choice.places))), spent, random)
+    return TokenAttack(way, run.goal, tuple(ids.tolist()), changes, best, spent, mean, most, note)
+
+
+def _by_gradient(
+    run: _Runner, choice: _Choice, slopes: Tensor, ids: Tensor, places: list[int], count: int, signed: bool = False
+) -> Int[Tensor, "edits n"]:
+    """The substitutions with the largest first-order effect; among many places, at most a quarter of them at one."""
+    table = run.table.to(slopes.dtype)
+    signed = signed or run.goal == "constant"
+    most = max(1, count // min(4, len(places)))
+    best: list[tuple[float, int, int]] = []
+    for i in places:
+        g = slopes[:, i]  # (probes, d)
+        effect = table @ g.T - table[ids[i]] @ g.T  # (vocabulary, probes)
+        effect = effect.sum(-1) if signed else effect.square().sum(-1)
+        effect = effect.masked_fill(~choice.allowed, -torch.inf)
+        effect[[int(ids[i]), int(run.ids[i])]] = -torch.inf
+        values, which = effect.topk(min(most, len(effect)))
+        best += [(float(e), i, int(w)) for e, w in zip(values, which, strict=True) if e > -torch.inf]
+    return _edits(ids, [(i, w) for _, i, w in sorted(best, reverse=True)[:count]])
+
+
+def _refined(run: _Runner, choice: _Choice, edits: Tensor, scores: Tensor, count: int) -> tuple[float, Int[Tensor, " n"], int]:
+    """Better words where the best edits changed one, along the gradient of the change itself, which is there no longer zero.
+
+    The two best edits that changed different places are carried on in turn.
+    """
+    order = scores.argsort(descending=True).tolist()
+    leaders = [order[0], *(k for k in order if not torch.equal(edits[k] == run.ids, edits[order[0]] == run.ids))][:2]
+    best, winner, spent = float(scores[order[0]]), edits[order[0]], 0
+    tried = {tuple(e.tolist()) for e in edits}
+    for k in leaders:
+        ids, mine = edits[k], float(scores[k])
+        changed = [i for i in choice.places if int(ids[i]) != int(run.ids[i])]
+        for _ in range(_REFINEMENTS):
+            share = max(1, count // (_REFINEMENTS * len(leaders)))
+            slopes = run.slopes(ids, None)
+            near = _by_gradient(run, choice, slopes, ids, changed, share + len(tried), signed=True)
+            fresh = [e for e in near if tuple(e.tolist()) not in tried][:share]
+            if not fresh:
+                break
+            tried |= {tuple(e.tolist()) for e in fresh}
+            found = run.scores(torch.stack(fresh))
+            spent += len(fresh)
+            if float(found.max()) > mine:
+                mine, ids = float(found.max()), fresh[int(found.argmax())]
+        if mine > best:
+            best, winner = mine, ids
+    return best, winner, spent
+
+
+def _near_attack(
+    run: _Runner, choice: _Choice, slopes: Tensor, ids: Tensor, places: list[int], count: int
+) -> Int[Tensor, "edits n"]:
+    """Nearest embeddings to where the feature-space attack moves the tokens that carry most of it.
+
+    Both signs and several lengths are tried. The attack is the top direction of the slopes: that of `JᵀJ` as far as they show.
+    """
+    table = run.table.to(slopes.dtype)
+    direction = torch.linalg.svd(slopes.flatten(1), full_matrices=False)[2][0].reshape(slopes.shape[1:])
+    weight = direction.norm(dim=-1)
+    order = sorted(places, key=lambda i: -float(weight[i]))[: max(1, count // (2 * len(_STRIDES)))]
+    typical = float((table[::97] - table[ids[order[0]]]).norm(dim=-1).median())
+    found: list[tuple[int, int]] = []
+    for i in order:
+        unit = direction[i] / weight[i].clamp_min(torch.finfo(weight.dtype).tiny)
+        for stride in _STRIDES:
+            for sign in (1.0, -1.0):
+                target = table[ids[i]] + sign * stride * typical * unit
+                far = torch.cdist(target[None], table)[0].masked_fill(~choice.allowed, torch.inf)
+                far[[int(ids[i]), int(run.ids[i])]] = torch.inf
+                found.append((i, int(far.argmin())))
+    return _edits(ids, list(dict.fromkeys(found))[:count])
+
+
+def _duplicate(run: _Runner, choice: _Choice, words: int, random: torch.Generator) -> TokenAttack:
+    """A token written twice, up to `words` of them; the outputs of the old tokens are compared."""
+    limit = getattr(getattr(run.module, "config", None), "max_position_embeddings", None)
+    extra = words if not isinstance(limit, int) else min(words, limit - len(run.ids))
+    if extra < 1:
+        raise BadInputError(f"expected room for one more token, got {len(run.ids)} of {limit}; take a shorter window")
+    doubled: list[int] = []
+    best, spent, note = 1.0 if run.goal == "constant" else 0.0, 0, ""
+    for _ in range(min(extra, len(choice.places))):
+        tries = [[*doubled, i] for i in choice.places if i not in doubled]
+        built = [_doubled(run.ids, t) for t in tries]
+        scores = run.scores(torch.stack([b[0] for b in built]), [b[1] for b in built])
+        spent += len(tries)
+        top = int(scores.argmax())
+        if float(scores[top]) <= best:
+            note = "no further duplicate helps"
+            break
+        best, doubled = float(scores[top]), tries[top]
+    ids = _doubled(run.ids, doubled)[0]
+    note = note if doubled else "no duplicate helps"
+    changes = tuple(Change(i, choice.window.pieces[i].text, choice.window.pieces[i].text, True) for i in doubled)
+    mean, most = _random(run, choice, max(1, words), spent, random)
+    return TokenAttack("duplicate", run.goal, tuple(ids.tolist()), changes, best, spent, mean, most, note)
+
+
+def _random(run: _Runner, choice: _Choice, words: int, count: int, random: torch.Generator) -> tuple[float, float]:
+    """The mean and best score of `count` random substitutions of `words` words."""
+    vocabulary = torch.nonzero(choice.allowed)[:, 0]
+    places = torch.tensor(choice.places)
+    edits = run.ids.repeat(max(1, count), 1)
+    for edit in edits:
+        where = places[torch.randperm(len(places), generator=random)[:words]].to(edit.device)
+        edit[where] = vocabulary[torch.randint(len(vocabulary), (len(where),), generator=random)].to(edit)
+    scores = run.scores(edits)
+    return float(scores.mean()), float(scores.max())
+
+
+def _doubled(ids: Tensor, places: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The ids with some tokens written twice, and where the old ones are."""
+    times = torch.ones_like(ids)
+    times[list(places)] = 2
+    return ids.repeat_interleave(times), times.cumsum(0) - times
+
+
+def _edits(ids: Tensor, swaps: list[tuple[int, int]]) -> Int[Tensor, "edits n"]:
+    if not swaps:
+        raise BadInputError("expected a word to substitute, got none that differs; allow more words")
+    edits = ids.repeat(len(swaps), 1)
+    for row, (i, w) in zip(edits, swaps, strict=True):
+        row[i] = w
+    return edits
+
+
+@functools.cache
+def _plain(token: str | None) -> str:
+    """A vocabulary entry as it reads."""
+    return str(token).removeprefix("##").removeprefix("Ġ").removeprefix("▁").strip()
+
+
+def _begins(token: str, marked: bool) -> bool:
+    """Whether a vocabulary entry begins a word; `marked` where the vocabulary marks those that do."""
+    return token.startswith(("Ġ", "▁")) if marked else not token.startswith("##")
+
+
+def _is_word(window: Window, i: int) -> bool:
+    """A token that is a whole word of letters."""
+    piece, pieces = window.pieces[i], window.pieces
+    before = i == 0 or pieces[i - 1].special or bool(piece.gap) or not _joins(pieces[i - 1].text[-1:])
+    after = i + 1 == len(pieces) or pieces[i + 1].special or bool(pieces[i + 1].gap) or not _joins(pieces[i + 1].text[:1])
+    return piece.text.strip().isalpha() and before and after
+
+
+def _joins(letter: str) -> bool:
+    """Whether a character beside a word makes it part of a longer one."""
+    return letter.isalnum() or (letter != "" and letter in "'’-_")
+
+
+def _check(
+    model: Model, window: Window, layer: int | None, map: str, words: int, goal: str, ways: Sequence[str], scored: int
+) -> None:
+    if window.mask is not None and not all(window.mask):
+        raise BadInputError("expected a window without padding, got one with it; leave the padding out")
+    if not window.ids or len(window.pieces) != len(window.ids):
+        raise BadInputError("expected a window with its words, got none; take it from model.text(...)")
+    if map not in ("attention", "block"):
+        raise BadInputError(f"expected map attention or block, got {map!r}; layer=None is the whole model")
+    if goal not in ("output", "constant"):
+        raise BadInputError(f"expected goal output or constant, got {goal!r}; pick one of them")
+    if goal == "constant" and layer is None:
+        raise BadInputError("expected a layer for goal constant, got none; name the layer whose constant should rise")
+    if not ways or any(w not in WAYS for w in ways):
+        raise BadInputError(f"expected ways among {', '.join(WAYS)}, got {list(ways)}; name at least one of them")
+    if any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in (words, scored)):
+        raise BadInputError(f"expected whole numbers of words and edits to score, at least 1, got {words!r} and {scored!r}")
+    if model.tokenizer_source is None:
+        raise BadInputError("expected a model with a tokenizer, got one that was built in memory; load it from a folder")

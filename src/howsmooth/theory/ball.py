@@ -1,0 +1,57 @@
+"""Every bound over the ball, in a fixed order."""
+
+import math
+
+from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention
+from howsmooth.theory import castin2024, geshkovski2023, kim2021, ours
+from howsmooth.theory.bound import Bound
+from howsmooth.theory.constants import constants
+
+
+def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
+    """Bounds on the Lipschitz constant of a layer over `n` tokens of length at most `radius`.
+
+    Rows that do not apply say why. Rows marked mean field are of measures: the upper ones hold for every number of tokens,
+    the lower ones (B5, B16) are reached once there are enough of them, about `e^{2‖A‖R²}`. Statements and proofs:
+    docs/bounds.md. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
+
+    attn: the layer.  n: number of tokens, at least 1.  radius: length of the longest token, at least 0.
+
+    >>> import torch
+    >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
+    >>> [(b.id, round(b.value, 2)) for b in ball_bounds(attn, n=100, radius=1.0) if b.applies and b.id in ("B1", "B8", "B15")]
+    [('B1', 38.77), ('B8', 4.84), ('B15', 2.99)]
+    """
+    if not isinstance(attn, Attention):
+        raise BadInputError(
+            f"expected an Attention layer, got {type(attn).__name__}; for attention after a norm pass the layer alone, "
+            "with radius=norm_radius(norm)"
+        )
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
+    if not isinstance(radius, int | float) or not math.isfinite(radius) or radius < 0:
+        raise BadInputError(
+            f"expected a finite radius, at least 0, got radius = {radius!r}; give the length of the longest token"
+        )
+    layer, radius = constants(attn), float(radius)
+    return [
+        castin2024.upper(layer, n, radius),
+        castin2024.lower(layer, n, radius),
+        castin2024.multi_head(layer, n, radius),
+        geshkovski2023.mean_field(layer, radius),
+        castin2024.mean_field_lower(layer, radius),
+        castin2024.large_radius(layer, n),
+        kim2021.dot_product(layer),
+        ours.tokens(layer, n, radius),
+        ours.spread(layer, n, radius),
+        ours.exact_columns(layer, n, radius),
+        ours.causal(layer, n, radius),
+        ours.causal_positive(layer, n, radius),
+        ours.spread(layer, None, radius),
+        ours.exact_columns(layer, None, radius),
+        ours.causal_mean_field(layer, radius),
+        ours.causal_positive(layer, None, radius),
+        ours.two_clusters(layer, n, radius),
+        ours.two_clusters(layer, None, radius),
+    ]

@@ -1,0 +1,151 @@
+"""The public questions: how smooth is a map here, what does theory allow, does splitting pay, where is it worst?"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.maps.attention import Attention
+from howsmooth.maps.base import Map
+from howsmooth.maps.jacobian import Jacobian
+from howsmooth.measures.measure import Measure
+from howsmooth.search.worst import worst_case
+from howsmooth.solve import Options, linear, solve, solve_batch, solve_moving
+from howsmooth.spectral import Estimate, Estimates, Solver
+from howsmooth.theory.ball import ball_bounds
+from howsmooth.theory.point import point_bounds
+from howsmooth.theory.splitting import Splitting, halves, of_blocks, of_halves, one_sequence
+from howsmooth.theory.table import Bounds
+
+__all__ = ["bounds", "jacobian", "lipschitz", "lipschitz_batch", "splitting", "worst_case"]
+
+
+def lipschitz(
+    f: Map | Callable[[Tensor], Tensor],
+    x: Tensor | Measure,
+    *,
+    tol: float = 1e-3,
+    certify: float | None = None,
+    seed: int = 0,
+    solver: Solver | None = None,
+) -> Estimate:
+    """The local Lipschitz constant `‖D_x f‖₂` of `f` at `x`, from below and from above.
+
+    f: an attention layer, a norm, a composition of them, or any torch function of one tensor.
+    x: tokens (n, d); for a function, one input of any shape; or a `Measure`, at which the local Wasserstein-2 constant is
+    measured: that of moving atoms and of splitting them (docs/meanfield.md, Theorem 5.2). `lipschitz_batch` takes many inputs.
+    tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start.
+    solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
+
+    Work is done in the precision of `x` and `f`, `lower` is evaluated again in float64. Where the certificate leaves the
+    interval wide, the deterministic bound at a point stands in if it is smaller, and `confidence` is 1.
+
+    >>> from howsmooth import Attention
+    >>> identity = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
+    >>> round(lipschitz(identity, torch.zeros(3, 2)).value, 6)  # uniform attention: the mean of three tokens
+    1.0
+    """
+    options = Options(tol, certify, seed, solver)
+    if isinstance(f, Map) and isinstance(x, Tensor) and x.ndim == 3:
+        raise BadInputError(
+            f"expected one input (n, d), got a batch of shape {tuple(x.shape)}; call lipschitz_batch(f, x), or pass x[0]"
+        )
+    return solve(f, x, options)[0]
+
+
+def lipschitz_batch(
+    f: Map | Callable[[Tensor], Tensor],
+    xs: Tensor,
+    *,
+    tol: float = 1e-3,
+    certify: float | None = None,
+    seed: int = 0,
+    solver: Solver | None = None,
+) -> Estimates:
+    """The constants of `f` at many inputs, (batch, …), in lock step; arguments as for `lipschitz`.
+
+    A function must treat the items of its first axis apart, as a module with a batch axis does.
+
+    >>> from howsmooth import Attention
+    >>> identity = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
+    >>> lipschitz_batch(identity, torch.zeros(4, 3, 2)).value.shape
+    torch.Size([4])
+    """
+    options = Options(tol, certify, seed, solver)
+    if isinstance(xs, Measure):
+        raise BadInputError("expected a tensor of inputs, got a measure; measure them in a loop with lipschitz")
+    return solve_batch(f, xs, options)[0]
+
+
+def jacobian(f: Map | Callable[[Tensor], Tensor], x: Tensor) -> Jacobian:
+    """`D_x f` as a linear operator that is never formed: `J @ v`, `J.T @ u`, `J.shape`, `J.to_scipy()`, `J.dense()`.
+
+    f, x: as for `lipschitz`, one input.
+
+    >>> J = jacobian(lambda t: t**2, torch.tensor([1.0, 2.0, 3.0]))
+    >>> J.shape, (J @ torch.ones(3)).tolist(), (J.T @ torch.ones(3)).tolist()
+    ((3, 3), [2.0, 4.0, 6.0], [2.0, 4.0, 6.0])
+    """
+    if isinstance(x, Measure):
+        raise BadInputError("expected one input as a tensor, got a measure; pass its points")
+    return Jacobian(linear(f, x), x.shape)
+
+
+def bounds(attn: Attention, x: Tensor | None = None, *, n: int | None = None, radius: float | None = None) -> Bounds:
+    """What theory says of a layer's Lipschitz constant.
+
+    With `x`, (n, d): bounds at that input, beside the measured constant. With `n` and `radius`: bounds over all sequences of
+    `n` tokens in the ball of that radius. A row whose assumptions fail says so and has no number.
+    """
+    if not isinstance(attn, Attention):
+        raise BadInputError(f"expected an Attention layer, got {type(attn).__name__}; bounds need its weights")
+    if x is not None:
+        if n is not None or radius is not None:
+            raise BadInputError("expected either x, or n and radius, got both; a point and a ball are two questions")
+        rows = point_bounds(attn, x)
+        return Bounds(tuple(rows), f"at an input of {x.shape[0]} tokens", lipschitz(attn, x).value)
+    if n is None or radius is None:
+        raise BadInputError(f"expected n and radius, or an input x, got n={n}, radius={radius}; give both")
+    return Bounds(tuple(ball_bounds(attn, n, radius)), f"over {n} tokens in the ball of radius {radius:g}")
+
+
+def splitting(
+    f: Map | Callable[[Tensor], Tensor],
+    x: Float[Tensor, "n d"] | Measure,
+    *,
+    tol: float = 1e-3,
+    certify: float | None = None,
+    seed: int = 0,
+    solver: Solver | None = None,
+) -> Splitting:
+    """Does it pay to split a token into halves that move apart, rather than to move tokens whole? (docs/meanfield.md §5)
+
+    f: a map of this package, or any function of tokens (n, d) → (n, d_out) for every n that commutes with permutations.
+    x: tokens, or for a map a `Measure`, whose equal atoms are one. Equal tokens can part as they are.
+    tol, certify, seed, solver: as for `lipschitz`.
+
+    For a map the blocks `S_i` are formed (Theorem 5.4); a function is evaluated on tokens written twice, where moving is the
+    symmetric and splitting the antisymmetric part of the Jacobian (Proposition 5.7).
+
+    >>> from howsmooth import Attention
+    >>> attn = Attention.from_matrices(-torch.eye(1).double(), torch.eye(1).double())
+    >>> mu = Measure(torch.tensor([[0.0], [4.0]]), torch.tensor([15 / 16, 1 / 16]))  # little mass far out
+    >>> splitting(attn, mu)
+    splitting pays: token 0 split gives 0.9375, moving gives 0.258199, gain 3.631
+    """
+    options = Options(tol, certify, seed, solver)
+    if isinstance(f, Map):
+        # positions serve a causal layer, and no other looks at them
+        mu = x.merge() if isinstance(x, Measure) else Measure.from_tokens(one_sequence(x), causal=True)
+        moved, operator = solve_moving(f, mu, options)
+        return of_blocks(moved, operator, mu)
+    if isinstance(x, Measure):
+        raise BadInputError(f"expected a map of this package for a measure, got {type(f).__name__}; pass tokens to a function")
+    if not callable(f):
+        raise BadInputError(f"expected a map or a function of tokens, got {type(f).__name__}; pass a callable")
+    together, apart, at = halves(f, one_sequence(x), seed)
+    moved, _ = solve(together, at, options)
+    split, operator = solve(apart, torch.zeros_like(at), options)
+    return of_halves(moved, split, operator)

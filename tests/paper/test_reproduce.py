@@ -1,0 +1,376 @@
+"""The experiments of the paper: what is measured, what its scripts print, and that a run can be stopped and continued."""
+
+import copy
+import csv
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import howsmooth as hs
+from howsmooth.cli import app
+from howsmooth.errors import ResultsError
+from howsmooth.models.loading import load
+from howsmooth.paper import reproduce as running
+from howsmooth.paper import tasks
+from howsmooth.paper.curves import curves, exponents
+from howsmooth.paper.page import About, write_reproduction
+from howsmooth.paper.protocol import PAPER, PARTS, QUICK, layers_of, plan
+from howsmooth.paper.scripts import power_iteration, scripts_value
+from howsmooth.paper.subjects import alice, attention_of, describe, subject
+from howsmooth.run.plan import Plan
+from howsmooth.study.fit import fit_growth
+
+
+def layer(causal: bool, bias: float = 0.5) -> tuple[hs.Attention, torch.Tensor]:
+    random = torch.Generator().manual_seed(3)
+    w = [torch.randn(6, 6, generator=random, dtype=torch.float64) for _ in range(4)]
+    b = bias * torch.randn(6, generator=random, dtype=torch.float64)
+    x = torch.randn(5, 6, generator=random, dtype=torch.float64)
+    return hs.Attention(*w, heads=2, b_o=b, causal=causal), x
+
+
+def dense(f, x) -> torch.Tensor:
+    return torch.autograd.functional.jacobian(f, x).reshape(x.numel(), x.numel())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_the_output_the_iteration_stands_still_at_a_number_that_is_not_the_norm(causal):
+    attn, x = layer(causal)
+    jacobian, output = dense(attn, x), attn(x).flatten()
+    expected = float((jacobian.mT @ output).norm().sqrt())
+    for start in range(3):
+        assert power_iteration(attn, x, element=0, steps=3, seed=start) == pytest.approx([expected] * 3, rel=1e-12)
+    assert scripts_value(attn, x) == pytest.approx(expected, rel=1e-12)
+    norm = float(torch.linalg.matrix_norm(jacobian, 2))
+    assert expected <= math.sqrt(norm * float(output.norm()))
+    assert abs(expected / norm - 1) > 0.05
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_the_tangent_it_is_power_iteration(causal):
+    attn, x = layer(causal)
+    printed = power_iteration(attn, x, element=1, steps=60)
+    assert all(after >= before * (1 - 1e-12) for before, after in itertools.pairwise(printed))
+    assert printed[-1] == pytest.approx(float(torch.linalg.matrix_norm(dense(attn, x), 2)), rel=1e-6)
+
+
+def test_a_constant_added_to_the_output_moves_one_and_not_the_other():
+    (small, x), (large, _) = layer(False, 0.0), layer(False, 50.0)
+    assert scripts_value(large, x) > 2 * scripts_value(small, x)
+    one, other = (power_iteration(f, x, element=1, steps=5)[-1] for f in (small, large))
+    assert one == pytest.approx(other, rel=1e-12)
+
+
+def test_text_gives_what_measure_gives():
+    rows = tasks.text("demo", "unmasked", [0, 5], 12, 1, 0)
+    model = load("demo")
+    captured = model.capture(ids=model.text(alice()).windows(12, 2, 0)[1])
+    for row in rows:
+        found = captured.measure(row["layer"])
+        assert row["value"] == pytest.approx(found.value, rel=1e-5)
+        assert row["radius"] == pytest.approx(found.radius_rms, rel=1e-6)
+        assert row["value"] <= row["upper"]
+        attn = attention_of(subject("demo", "unmasked", 0), row["layer"])
+        by_hand = power_iteration(attn, captured.tokens(row["layer"]).float(), element=0, steps=1)[0]
+        assert row["scripts"] == pytest.approx(by_hand, rel=1e-4)
+
+
+def test_a_masked_encoder_sees_nothing_that_comes_later():
+    found = subject("demo", "masked", 0)
+    ids = list(found.window(9, 0, 0).ids)
+    other = [*ids[:6], ids[1], *ids[7:]]
+    first, second = (found.model.capture(ids=i) for i in (ids, other))
+    assert torch.allclose(first.tokens(5)[:6], second.tokens(5)[:6], atol=1e-5)
+    assert not torch.allclose(first.tokens(5)[6:], second.tokens(5)[6:], atol=1e-2)
+    assert attention_of(found, 5).causal
+
+
+def test_describing_a_model_leaves_it_as_it_was():
+    about = describe("demo")
+    assert (about.layers, about.shortest, about.longest) == (6, 3, 512)
+    assert about.maskings == ["unmasked", "masked"]
+    assert about.plain
+    assert about.whole_module
+
+
+TINY: dict[str, tuple[Any, str, bool, bool]] = {
+    "electra": ({"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}, "unmasked", True, True),
+    "distilbert": ({"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}, "unmasked", False, True),
+    "llama": (
+        {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
+        "masked",
+        True,
+        False,
+    ),
+    "gpt2": ({"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}, "masked", True, True),
+}
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_any_model_in_a_folder(kind, tmp_path):
+    from transformers import AutoConfig, AutoModel
+
+    size, own, maskable, plain = TINY[kind]
+    demo = load("demo")
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, vocab_size=demo.tokenizer.vocab_size, **special, **size)
+    folder = tmp_path / kind
+    AutoModel.from_config(config).save_pretrained(folder)
+    demo.tokenizer.save_pretrained(folder)
+    about = describe(str(folder))
+    assert (about.own, about.maskable, about.plain, about.whole_module) == (own, maskable, plain, False)
+    rows = [row for m in about.maskings for row in tasks.text(str(folder), m, layers_of(about.layers), 9, 0, 0)]
+    assert len({row["value"] for row in rows}) == len(about.maskings) * len(layers_of(about.layers))
+    cases = [task.call.kwargs()["name"] for task in plan("adversarial", [str(folder)], QUICK, 0).tasks]
+    assert (str(folder) in cases) == plain
+    if plain:
+        assert len(tasks.adversarial(str(folder), about.own, 0, [2, 7], 0)) == 2
+
+
+@pytest.mark.parametrize("name", ["random:gpt2", "random:bert-base"])
+def test_random_models_of_full_size_attend_evenly(name):
+    """With uniform attention `L` is `‖W_o W_v‖` without a mask, and with one that times the norm of the Cesàro mean."""
+    n = 6
+    rows = {m: tasks.text(name, m, [0, 6], n, 0, 0) for m in ("unmasked", "masked")}
+    mean = torch.tril(torch.ones(n, n)) / torch.arange(1, n + 1)[:, None]
+    ratio = float(torch.linalg.matrix_norm(mean, 2))
+    for plain, masked in zip(*rows.values(), strict=True):
+        assert masked["value"] / plain["value"] == pytest.approx(ratio, rel=0.05)
+        assert plain["study"] == "random"
+    module: Any = subject(name, "masked", 0).model.module
+    assert not module.training
+    assert module.config.hidden_size == 768
+    assert module.config.num_attention_heads == 12
+
+
+def test_adversarial_tokens_grow_like_the_root():
+    rows = tasks.adversarial(tasks.ONE_HEAD, "unmasked", 0, [2, 5, 17, 37], 0)
+    for row in rows:
+        assert row["value"] == pytest.approx(math.sqrt(row["n"] - 1), rel=1e-3)
+        assert row["value"] <= row["bound_B7"]
+    worst = tasks.worst_tokens(tasks.ONE_HEAD, "unmasked", 0, 17, 0)[0]
+    assert worst["value"] > rows[2]["value"]
+
+
+def test_the_module_that_the_scripts_read():
+    row = tasks.whole_module("demo", [0], 4, 0, 0)[0]
+    captured = subject("demo", "unmasked", 0).capture(4, 0, 0)
+    block: Any = captured.trace.layers[0].block.module
+    x = captured.tokens(0).double()
+    attn, norm = (
+        attention_of(subject("demo", "unmasked", 0), 0).to(torch.float64),
+        copy.deepcopy(block.attention.output.LayerNorm).double(),
+    )
+
+    def f(t):
+        return norm(t + attn(t))
+
+    jacobian, output = dense(f, x), f(x).detach().flatten()
+    assert row["value"] == pytest.approx(float(torch.linalg.matrix_norm(jacobian, 2)), rel=2e-3)
+    assert row["scripts"] == pytest.approx(float((jacobian.mT @ output).norm().sqrt()), rel=1e-4)
+
+
+def test_iterates():
+    rows = tasks.iteration("demo", "unmasked", 3, 8, 1, 4, 0)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    assert {round(r["element_0"] / r["scripts"], 9) for r in rows} == {1.0}
+    tangents = [r["element_1"] for r in rows]
+    assert tangents == sorted(tangents)
+    assert tangents[-1] <= rows[0]["value"] * (1 + 1e-9)
+
+
+def test_the_protocol_is_the_papers():
+    assert PAPER.lengths == tuple(range(2, 100, 2))
+    assert PAPER.samples == 10
+    assert PAPER.long[-1] == 502
+    assert PAPER.adversarial == tuple(range(2, 98, 5))
+    real = plan("real", ["demo"], PAPER, 0)
+    arguments = [task.call.kwargs() for task in real.tasks]
+    assert {a["n"] for a in arguments} == set(range(4, 100, 2)) | set(PAPER.long)
+    assert {tuple(a["layers"]) for a in arguments} == {(0, 3, 5)}
+    assert len(arguments) == 2 * 10 * (48 + 11)
+    assert layers_of(12) == [0, 6, 11]
+    assert [t.key for t in real.tasks] == [t.key for t in plan("real", ["demo"], PAPER, 0).tasks]
+
+
+def test_the_trap_uses_the_measurements_of_the_others():
+    keys = {p: {t.key for t in plan(p, ["demo"], QUICK, 0).tasks} for p in PARTS}
+    assert keys["real"] | keys["random"] < keys["trap"]
+
+
+def rows_of(exponent: float, scripts: float, subject: str = "gpt2", samples: int = 5):
+    name = {"study": "real", "subject": subject, "masking": "masked", "layer": 6, "map": "attention"}
+    for n in range(4, 130, 2):
+        for s in range(samples):
+            wobble = math.exp(0.03 * math.sin(7 * n + 11 * s))
+            value = 3 * n**exponent * wobble
+            yield name | {"n": n, "sample": s, "value": value, "upper": value, "scripts": n**scripts * wobble, "radius": 9.0}
+
+
+def test_exponents_are_those_of_the_curves():
+    found = exponents(curves(rows_of(0.3, 0.45)))
+    assert len(found) == 1
+    e = found[0]
+    assert (e.exponent, e.scripts, e.printed) == (pytest.approx(0.3, abs=0.01), pytest.approx(0.45, abs=0.01), 0.51)
+    assert e.low is not None
+    assert e.low <= 0.3 <= (e.high or 0)
+    assert e.tail == pytest.approx(0.3, abs=0.03)
+    assert (e.shortest, e.longest, e.samples) == (4, 128, 5)
+    assert e.longer == pytest.approx(0.3, abs=0.01)
+
+
+def test_the_page_shows_names_as_text_and_asks_for_nothing(tmp_path):
+    hostile = '<script>alert(1)</script>" onerror="x'
+    rows = list(rows_of(0.3, 0.4, hostile))
+    about = About(f"howsmooth {hostile}", {"torch": "2"}, 0, [hostile], 5, 1, {f"a {hostile}": 2})
+    files = write_reproduction(rows, tmp_path, about)
+    page = files[0].read_text("utf-8")
+    assert files[0].name == "index.html"
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert 'onerror="' not in page
+    assert "http://" not in page
+    assert "https://" not in page
+    assert page.count("data:image/png;base64,") == 3  # real, trap, exponents
+    assert "2 tasks failed" in page
+    assert {p.suffix for p in files} == {".html", ".png", ".pdf", ".csv"}
+    assert all(p.stat().st_size for p in files)
+    assert (tmp_path / "real.pdf").read_bytes().startswith(b"%PDF")
+    with (tmp_path / "curves.csv").open(encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    assert {row["subject"] for row in table} == {hostile}
+    assert len(table) == 63
+
+
+def test_a_failed_task_is_told_and_the_others_are_kept(tmp_path, monkeypatch):
+    good = {"alpha": -1.0, "mass": 0.5, "extent": 4.0, "points": 5}
+    monkeypatch.setattr(running, "plan", lambda *_: Plan.of(tasks.splitting_map, [good, good | {"points": 1}]))
+    found = running.reproduce(["splitting"], [], tmp_path / "out", protocol=QUICK)
+    assert len(found.rows) == 1
+    assert list(found.failures.values()) == [1]
+    assert "expected a positive extent" in next(iter(found.failures))
+
+
+def command(*arguments: str):
+    return CliRunner().invoke(app, ["reproduce", *arguments])
+
+
+def test_the_command_writes_everything_and_goes_on(tmp_path):
+    out = tmp_path / "out"
+    result = command("meanfield", "--quick", "--out", str(out), "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert (told["tasks"], told["skipped"], told["failures"]) == (5, 0, {})
+    names = {p.name for p in out.iterdir()}
+    assert {"index.html", "results.sqlite", "results.csv", "meanfield-growth.pdf", "meanfield-convergence.png"} <= names
+    again = command("meanfield", "--quick", "--out", str(out))
+    assert again.exit_code == 2
+    assert "--resume" in again.stderr
+    result = command("meanfield", "--quick", "--out", str(out), "--resume", "--json")
+    assert json.loads(result.stdout)["skipped"] == 5
+    result = command("meanfield", "--quick", "--out", str(out), "--force", "--quiet")
+    assert result.exit_code == 0
+    assert result.stdout.strip() == str(out / "index.html")
+
+
+def test_text_from_the_command_line(tmp_path, monkeypatch):
+    from howsmooth.cli import reproduce as cli
+
+    few = QUICK.__class__(lengths=(4, 8, 12), long=(), samples=1)
+    monkeypatch.setattr(cli, "QUICK", few)
+    result = command("real", "--quick", "--out", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:2] == ["exponent", "of"]
+    assert sum(line.startswith("demo, ") for line in lines) == 6
+    assert (tmp_path / "out" / "real.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("everything",),
+        ("real", "--quick", "--samples", "0"),
+        ("real", "--quick", "--model", "./no/such/folder"),
+        ("meanfield", "--quick", "--workers", "0"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = command(*arguments)
+    assert result.exit_code == 2
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert "expected" in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_in_the_way_stays(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert command("meanfield", "--quick", "--out", str(tmp_path)).exit_code == 2
+    assert command("meanfield", "--quick", "--out", str(tmp_path / "notes.txt")).exit_code == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+    (tmp_path / "results.sqlite").write_text("another program's")
+    with pytest.raises(ResultsError, match="not a database"):
+        running.reproduce(["meanfield"], [], tmp_path, protocol=QUICK, force=True)
+    assert (tmp_path / "results.sqlite").read_text() == "another program's"
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+SECTIONS = {
+    "2. Text": ("real", "attention"),
+    "3. Random weights": ("random", "attention"),
+    "4. Adversarial tokens": ("adversarial", "eigenvector tokens"),
+    "6. What the public scripts compute": ("trap", tasks.WHOLE_MODULE),
+}
+NAMES = {"random GPT-2": "random:gpt2", "random BERT-base": "random:bert-base"}
+
+
+def table_of(name: str) -> list[dict[str, str]]:
+    with (DOCS / "data" / f"reproduction-{name}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_documented_exponents_are_those_of_the_documented_rows():
+    found = {(e["study"], e["subject"], e["masking"], e["layer"], e["map"]): e for e in table_of("exponents")}
+    text = (DOCS / "reproduction.md").read_text("utf-8")
+    told = 0
+    for section in text.split("\n## ")[1:]:
+        study, map_name = SECTIONS.get(section.splitlines()[0], ("", ""))
+        for row in (
+            re.findall(r"^\| (.+), (masked|unmasked)(?:, layer (\d))? \| (\S+).*? \| (\S+)", section, re.M) if study else ()
+        ):
+            who, masking, layer, exponent, scripts = (str(part) for part in row)
+            e = found[study, NAMES.get(who, who), masking, layer or "0", map_name]
+            assert abs(float(exponent.replace("−", "-")) - float(e["exponent"])) < 0.00501
+            assert abs(float(scripts.replace("−", "-")) - float(e["scripts"])) < 0.00501
+            told += 1
+    assert told == sum((e["study"], e["map"]) in SECTIONS.values() for e in found.values()) >= 20
+
+
+def test_the_documented_rows_have_these_exponents():
+    rows = table_of("curves")
+    for e in table_of("exponents"):
+        key = ("study", "subject", "masking", "layer", "map")
+        points = [(int(r["n"]), float(r["L"])) for r in rows if all(r[k] == e[k] for k in key) and int(r["n"]) <= 98]
+        lengths, values = zip(*points, strict=True)
+        assert fit_growth(lengths, values).exponent.value == pytest.approx(float(e["exponent"]), abs=1e-4)
+
+
+@pytest.mark.parametrize("page", ["reproduction.md", "gallery.md"])
+def test_figures_of_the_documentation_are_there_and_name_their_command(page):
+    text = (DOCS / page).read_text("utf-8")
+    images = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert len(images) >= 5
+    for image in images:
+        assert (DOCS / image).read_bytes().startswith(b"\x89PNG")
+        assert (DOCS / image).stat().st_size < 400_000
+    known = {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands} | {"split"}
+    assert set(re.findall(r"howsmooth (\w+)", text)) <= known

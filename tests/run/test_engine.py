@@ -1,0 +1,100 @@
+"""The scheduler with workers whose every move is written down beforehand."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from howsmooth.errors import WorkerError
+from howsmooth.run import Plan
+from howsmooth.run.engine import Event, schedule
+from howsmooth.run.plan import Call
+from problems import sweeps
+
+Play = Callable[[int, int], str]  # worker and task number → done, failed, refused or dies
+
+
+class Scripted:
+    """Workers that answer at once, as the play says; those in `stillborn` die before they are ready."""
+
+    def __init__(self, play: Play, stillborn: tuple[int, ...] = ()):
+        self.play, self.stillborn = play, stillborn
+        self.events: deque[Event] = deque()
+        self.started, self.tried = 0, []
+
+    def start(self) -> int:
+        self.started += 1
+        dead = self.started in self.stillborn
+        self.events.append(Event(self.started, None, "a stillborn worker") if dead else Event(self.started, {"event": "ready"}))
+        return self.started
+
+    def send(self, worker: int, call: Call) -> None:
+        task = call.kwargs()["i"]
+        self.tried.append((worker, task))
+        ending = self.play(worker, task)
+        answer: dict[str, Any] = {"event": "done", "value": str(task), "reason": None, "refused": False, "seconds": 1.0}
+        if ending in ("failed", "refused"):
+            answer |= {"event": "failed", "value": None, "reason": "why", "refused": ending == "refused"}
+        self.events.append(Event(worker, None, "a dead worker") if ending == "dies" else Event(worker, answer))
+
+    def wait(self) -> list[Event]:
+        assert self.events, "the scheduler waits for workers that have nothing to do"
+        return [self.events.popleft()]
+
+    def stop(self) -> None: ...
+
+
+def run(crew: Scripted, tasks: int = 4, count: int = 2, tries: int = 3) -> dict[int, tuple[str, int, str | None]]:
+    plan = Plan.of(sweeps.value, [{"i": i} for i in range(tasks)])
+    outcomes = list(schedule(crew, plan.tasks, count, tries))
+    assert len(outcomes) == len({o.task.key for o in outcomes}) == tasks
+    return {o.task.call.kwargs()["i"]: (o.status, o.tries, o.reason) for o in outcomes}
+
+
+def test_every_task_is_done_once():
+    crew = Scripted(lambda worker, task: "done")
+    assert set(run(crew).values()) == {("done", 1, None)}
+    assert len(crew.tried) == 4
+    assert crew.started == 2
+
+
+def test_no_more_workers_than_tasks_are_started():
+    crew = Scripted(lambda worker, task: "done")
+    run(crew, tasks=1, count=8)
+    assert crew.started == 1
+
+
+def test_a_failure_goes_to_another_worker_and_a_refusal_does_not():
+    crew = Scripted(lambda worker, task: "failed" if (worker, task) == (1, 0) else "refused" if task == 2 else "done")
+    found = run(crew)
+    assert found[0] == ("done", 2, None)
+    assert found[2] == ("failed", 1, "why")
+    assert [w for w, t in crew.tried if t == 0] == [1, 2]
+
+
+def test_a_failure_that_stays_is_recorded_after_all_tries():
+    assert run(Scripted(lambda worker, task: "failed" if task == 1 else "done"))[1] == ("failed", 3, "why, 3 times")
+
+
+def test_one_worker_tries_again_itself():
+    assert run(Scripted(lambda worker, task: "failed" if task == 1 else "done"), count=1)[1] == ("failed", 3, "why, 3 times")
+
+
+def test_dead_workers_are_replaced_and_their_tasks_tried_elsewhere():
+    crew = Scripted(lambda worker, task: "dies" if worker <= 2 else "done")
+    assert {ending[0] for ending in run(crew).values()} == {"done"}
+    assert crew.started == 4
+
+
+def test_workers_that_die_while_they_start_are_replaced_for_a_while_then_done_without():
+    crew = Scripted(lambda worker, task: "done", stillborn=(2, 3, 4, 5, 6, 7, 8, 9))
+    assert {ending[0] for ending in run(crew, tasks=40).values()} == {"done"}
+    assert crew.started <= 5
+
+
+def test_a_sweep_without_any_worker_ends():
+    crew = Scripted(lambda worker, task: "done", stillborn=tuple(range(100)))
+    with pytest.raises(WorkerError, match="got a stillborn worker"):
+        run(crew)
+    assert crew.started < 10

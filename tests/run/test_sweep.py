@@ -1,0 +1,184 @@
+"""Sweeps: interrupted, resumed, on workers that die."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from howsmooth.errors import BadInputError, ResultsError, WorkerError
+from howsmooth.run import Local, Plan, Row, read, sweep
+from problems import sweeps
+from problems.sweeps import same
+
+TASKS = 200
+PAUSE = 0.01
+
+SCRIPT = f"""
+import sys
+from problems import sweeps
+from problems.sweeps import same
+from howsmooth.run import Local, Plan, sweep
+plan = Plan.of(sweeps.value, [{{"i": i, "pause": {PAUSE}}} for i in range({TASKS})])
+sweep(plan, sys.argv[1], engine=Local(workers=int(sys.argv[2])), resume=True)
+"""
+
+
+def plan(count: int = 20, **more) -> Plan:
+    return Plan.of(sweeps.value, [{"i": i, **more} for i in range(count)])
+
+
+def start(path: Path, workers: int) -> "subprocess.Popen[bytes]":
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(path), str(workers)], env=environment)
+
+
+def count(path: Path) -> int:
+    try:
+        return len(read(path))
+    except ResultsError:  # not there yet
+        return 0
+
+
+def children(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_the_comparison_sees_a_wrong_row_a_missing_one_and_one_too_many(tmp_path):
+    sweep(plan(4), tmp_path / "a.sqlite")
+    sweep(plan(5), tmp_path / "b.sqlite")
+    sweep(plan(4, pause=0.001), tmp_path / "c.sqlite")
+    rows = [read(tmp_path / f"{name}.sqlite") for name in "abc"]
+    assert same(rows[0], rows[0])
+    assert not same(rows[0], rows[1])
+    assert not same(rows[0], rows[2])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks up worker processes under /proc")
+def test_a_sweep_killed_five_times_at_random_moments_ends_with_the_rows_of_one_that_was_not(tmp_path):
+    whole, broken = tmp_path / "whole.sqlite", tmp_path / "broken.sqlite"
+    sweep(plan(TASKS, pause=PAUSE), whole)
+    choose = random.Random(time.time_ns())
+    seen, orphans = [], []
+    for workers, more, delay in ((1, 0, 1.0), (2, 30, PAUSE), (1, 30, PAUSE), (2, 30, PAUSE), (1, 30, PAUSE)):
+        wanted = count(broken) + choose.randint(more > 0, more)
+        process = start(broken, workers)
+        while count(broken) < wanted and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(choose.uniform(0, delay))
+        orphans += children(process.pid)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        seen.append(count(broken))
+    assert seen == sorted(seen)
+    assert 0 < seen[1] < seen[-1] < TASKS
+    assert start(broken, 1).wait() == 0
+    assert len(read(broken)) == TASKS
+    assert same(read(broken), read(whole))
+    assert len(orphans) == 4
+    assert not any(Path(f"/proc/{pid}").exists() for pid in orphans)
+
+
+def test_of_two_processes_on_one_file_one_is_told_and_the_other_loses_nothing(tmp_path):
+    path = tmp_path / "r.sqlite"
+    first = start(path, 1)
+    while not count(path) and first.poll() is None:
+        time.sleep(0.002)
+    with pytest.raises(ResultsError, match=f"process {first.pid} is writing"):
+        sweep(plan(TASKS, pause=PAUSE), path, resume=True)
+    assert first.wait() == 0
+    assert [r.value["square"] for r in read(path)] == [i * i for i in range(TASKS)]
+
+
+@pytest.fixture(scope="module")
+def one_worker(tmp_path_factory) -> list[Row]:
+    path = tmp_path_factory.mktemp("one") / "r.sqlite"
+    sweep(Plan.of(sweeps.fussy, [{"i": i} for i in range(20)]), path)
+    return read(path)
+
+
+def test_failures_are_recorded_with_their_reason_and_do_not_stop_the_rest(one_worker):
+    assert [r.status for r in one_worker] == ["done", "failed", "failed", "failed", "done"] * 4
+    assert one_worker[1].reason == "expected an i that is not 1, got 1; take another"
+    assert one_worker[2].reason is not None
+    assert one_worker[2].reason.startswith("ZeroDivisionError: a line and another (sweeps.py:")
+    assert one_worker[3].reason is not None
+    assert "not JSON serializable" in one_worker[3].reason
+
+
+def test_processes_give_the_rows_that_one_gives_and_keep_off_standard_output(one_worker, tmp_path, capfd):
+    path = tmp_path / "r.sqlite"
+    ended = sweep(Plan.of(sweeps.fussy, [{"i": i} for i in range(20)]), path, engine=Local(workers=2))
+    rows = read(path)
+    assert (ended.done, ended.failed) == (8, 12)
+    assert [(r.key, r.status) for r in rows] == [(r.key, r.status) for r in one_worker]
+    assert repr([r.value for r in rows]) == repr([r.value for r in one_worker])  # nan ≠ nan
+    assert {r.tries for r in rows if r.status == "failed"} == {1, 3}  # refusals once, other errors three times
+    sweep(Plan.of(sweeps.fussy, [{"i": 0}]), tmp_path / "here.sqlite")
+    assert capfd.readouterr().out == ""  # though the tasks print
+
+
+def test_failures_are_tried_again_on_resume_and_what_is_done_is_not(tmp_path):
+    path = tmp_path / "r.sqlite"
+    moody = Plan.of(sweeps.moody, [{"i": i, "folder": str(tmp_path), "times": i} for i in range(3)])
+    ends = [sweep(moody, path, resume=True) for _ in range(3)]
+    assert [(e.done, e.failed, e.skipped) for e in ends] == [(1, 2, 0), (2, 1, 1), (3, 0, 2)]
+    tried = [len((tmp_path / f"moody-{i}").read_text().splitlines()) for i in range(3)]
+    assert tried == [1, 2, 3]
+
+
+def test_tasks_that_kill_their_worker_are_tried_on_another_and_then_given_up(tmp_path):
+    arguments = [{"i": i, "folder": str(tmp_path), "times": times} for i, times in enumerate((0, 1, 0, 9, 0))]
+    ended = sweep(Plan.of(sweeps.die, arguments), tmp_path / "r.sqlite", engine=Local(workers=2, tries=2))
+    rows = read(tmp_path / "r.sqlite")
+    assert (ended.done, ended.failed) == (4, 1)
+    assert [(r.status, r.tries) for r in rows] == [("done", 1), ("done", 2), ("done", 1), ("failed", 2), ("done", 1)]
+    assert rows[3].reason == "a worker process that died (SIGKILL), 2 times"
+
+
+def test_the_state_is_built_once_a_worker_and_the_cores_are_shared_out(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("howsmooth.run.pool.cores", lambda: 6)
+    arguments = {"base": 100, "folder": str(tmp_path)}
+    wanted = Plan.of(sweeps.shifted, [{"i": i} for i in range(30)], setup=sweeps.build, setup_arguments=arguments)
+    sweep(wanted, tmp_path / "r.sqlite", engine=Local(workers=2))
+    assert [r.value["shifted"] for r in read(tmp_path / "r.sqlite")] == list(range(100, 130))
+    built = [p.read_text() for p in tmp_path.glob("built-*")]
+    assert 1 <= len(built) <= 2
+    assert set(built) == {"3"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "setup", "match"),
+    [
+        (1, sweeps.refuse_to_build, "expected a model, got none"),
+        (1, sweeps.break_to_build, "cannot start: RuntimeError: no weights"),
+        (2, sweeps.refuse_to_build, "expected a model, got none"),
+    ],
+)
+def test_workers_that_cannot_be_prepared_end_the_sweep(tmp_path, workers, setup, match):
+    wanted = Plan.of(sweeps.shifted, [{"i": 0}, {"i": 1}], setup=setup)
+    with pytest.raises(WorkerError, match=match):
+        sweep(wanted, tmp_path / "r.sqlite", engine=Local(workers=workers))
+    assert read(tmp_path / "r.sqlite") == []
+
+
+def test_workers_that_die_while_they_start_end_the_sweep(tmp_path):
+    wanted = Plan.of(sweeps.shifted, [{"i": 0}, {"i": 1}], setup=sweeps.die_to_build)
+    with pytest.raises(WorkerError, match=r"expected workers that start, got a worker process that died \(exit code 3"):
+        sweep(wanted, tmp_path / "r.sqlite", engine=Local(workers=2, tries=1))
+
+
+def test_an_empty_plan_is_done(tmp_path):
+    for workers in (1, 2):
+        assert sweep(Plan(()), tmp_path / "r.sqlite", engine=Local(workers=workers)).done == 0
+
+
+@pytest.mark.parametrize("options", [{"workers": 0}, {"workers": 1.5}, {"tries": 0}, {"threads": 0}])
+def test_bad_options_are_refused(options):
+    with pytest.raises(BadInputError, match="at least 1"):
+        Local(**options)

@@ -1,0 +1,165 @@
+"""Rows of studies are what `Model.measure` says, whichever way they are measured; bad questions are refused."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+import howsmooth as hs
+from howsmooth.errors import BadInputError
+from howsmooth.study.jobs import run_here
+from howsmooth.study.layers import Question, head_jobs, layer_jobs, one_head, settle
+from howsmooth.study.reader import Reader, entering, fingerprint, prepare, read_text
+from problems import readers
+from problems.zoo import ZOO, randomize
+
+
+def test_closed_forms_in_lock_step_are_what_the_model_says():
+    reader = readers.reader()
+    setting = settle(reader, Question((8, 20), samples=3, tol=1e-6))
+    rows = run_here(reader, layer_jobs(setting, shares=True)).rows
+    assert len(rows) == 2 * 2 * 3
+    assert all(attn for _, attn in reader._closed.values())  # measured in closed form, not by the way it is compared with
+    for row in rows:
+        captured = reader.model.capture(ids=reader.window(row["n"], row["start"]))
+        truth = captured.measure(row["layer"], tol=1e-6)
+        assert row["value"] == pytest.approx(truth.value, rel=1e-5)
+        assert row["radius"] == pytest.approx(truth.radius_rms)
+        assert row["radius_max"] == pytest.approx(truth.radius_max)
+        assert ("shares" in row) == (row["sample"] == 0)
+        if row["sample"] == 0:
+            assert sum(row["shares"]) == pytest.approx(1, abs=1e-5)
+            assert len(row["shares"]) == row["n"]
+
+
+@pytest.mark.parametrize("kind", ["heads", "block", "model"])
+def test_other_maps_are_what_the_model_says(kind):
+    reader = readers.reader()
+    rows = run_here(reader, layer_jobs(settle(reader, Question((8,), samples=1, map=kind)))).rows
+    captured = reader.model.capture(ids=reader.window(8, 0))
+    assert [row["value"] for row in rows] == [captured.measure(layer, kind).value for layer in range(2)]
+
+
+@pytest.mark.parametrize("build", [readers.bert, readers.gpt2, ZOO["llama"].build, ZOO["mpnet"].build])
+def test_rows_hold_for_every_kind_of_layer(build):
+    """Plain, causal, rotary and grouped, and one whose attention cannot be cut out; no warning leaves a study."""
+    reader = Reader.of(hs.load(randomize(build())), readers.ids())
+    setting = settle(reader, Question((9,), samples=2, tol=1e-6))
+    rows = run_here(reader, layer_jobs(setting) + head_jobs(setting)).rows
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        captured = reader.model.capture(ids=reader.window(9, 0))
+        for row in rows:
+            if row["sample"] == 0 and row["layer"] == 1:
+                head = row.get("head")
+                assert row["value"] == pytest.approx(captured.measure(1, head=head, tol=1e-6).value, rel=1e-5)
+    heads = captured.trace.layers[1].heads
+    assert sum(row["kind"] == "head" for row in rows) == 2 * heads
+    assert {row["cut"] for row in rows if row["kind"] == "layer"} == {heads > 0}
+
+
+def test_heads_add_up_to_the_layer():
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    attn = hs.Attention(
+        normal(12, 5), normal(6, 5), normal(4, 5), normal(7, 8), heads=4, kv_heads=2, b_q=normal(12), b_v=normal(4),
+        b_o=normal(7), bias=normal(1, 4, 6, 6), softcap=3.0,
+    )  # fmt: skip
+    x = normal(6, 5)
+    parts = [one_head(attn, h)(x) for h in range(4)]
+    assert attn.b_o is not None
+    torch.testing.assert_close(sum(parts) + attn.b_o, attn(x))
+    assert not torch.allclose(parts[0], parts[1])
+
+
+def test_samples_begin_at_the_opening_and_at_random_and_lengths_share_them():
+    reader = readers.reader()
+    starts = reader.starts(5, 40, seed=1)
+    assert starts[0] == 0
+    assert len(set(starts)) == 5
+    assert starts != reader.starts(5, 40, seed=2)
+    assert starts[:3] == reader.starts(3, 40, seed=1)
+    long, short = reader.window(40, starts[1]).ids, reader.window(9, starts[1]).ids
+    assert long[:9] == short
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        (Question(()), "lengths of at least one"),
+        (Question((0,)), "lengths of at least one"),
+        (Question((8,), samples=0), "one sample"),
+        (Question((8,), layers=(2,)), "layers from 0 to 1, got 2"),
+        (Question((8,), layers=(-1,)), "layers from 0 to 1, got -1"),
+        (Question((8,), layers=()), "a layer or more"),
+        (Question((8,), map="mlp"), "a map among"),
+        (Question((8,), samples=1, map="normed"), "normalises before"),
+        (Question((readers.POSITIONS + 1,)), f"at most {readers.POSITIONS} tokens"),
+        (Question((81,), samples=1), "text with 1 windows of 81"),
+        (Question((40,), samples=60), "longer text, fewer samples"),
+    ],
+)
+def test_questions_that_cannot_be_answered(question, message):
+    with pytest.raises(BadInputError, match=message):
+        settle(readers.reader(), question)
+
+
+def test_a_worker_refuses_another_text_or_model(tmp_path):
+    folder, text = readers.save(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text(readers.text())
+    source = Reader.by_name(str(folder), str(text)).source
+    assert source is not None
+    assert prepare(**source.to_dict()).text.text == readers.text()
+    text.write_text(readers.text(seed=1))
+    with pytest.raises(BadInputError, match="the text that the study was planned with"):
+        prepare(**source.to_dict())
+    text.write_text(readers.text())
+    readers.save(folder, seed=1)
+    with pytest.raises(BadInputError, match="the model that the study was planned with"):
+        prepare(**source.to_dict())
+
+
+def test_the_mark_of_a_model_sees_its_weights():
+    model = hs.load(readers.bert())
+    before = fingerprint(model)
+    assert before == fingerprint(hs.load(readers.bert()))
+    with torch.no_grad():
+        model.module.get_submodule("encoder.layer.1.output.dense").weight.add_(1e-3)  # pyright: ignore[reportCallIssue]
+    assert fingerprint(model) != before
+
+
+def test_texts_that_cannot_be_read(tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "bytes", tmp_path / "missing", tmp_path):
+        with pytest.raises(BadInputError, match="expected a text file"):
+            read_text(str(path))
+    assert read_text(None).startswith("ALICE")
+
+
+def test_a_reader_holds_only_the_last_windows():
+    reader = readers.reader()
+    first = reader.captures(8, [0, 3])
+    assert reader.captures(8, [3])[0] is first[1]
+    assert len(reader._held) == 1
+    assert entering(first[0], 0).shape == (8, 16)
+
+
+def test_a_closed_form_is_kept_for_shorter_inputs_only_where_it_is_the_same_layer():
+    reader = readers.reader()
+    long, short = reader.captures(20, [0])[0], reader.model.capture(ids=reader.window(8, 0))
+    kept = reader.closed(long, 1)
+    assert kept is not None
+    assert reader.closed(short, 1) is kept
+    other = replace(kept, causal=True)
+    reader._closed[1] = (20, other)
+    found = reader.closed(short, 1)
+    assert found is not other
+    assert found is not None
+    assert not found.causal
+    assert reader._closed[1][0] == 8
+    again = reader.closed(long, 1)
+    assert again is not found  # a longer input is read off anew

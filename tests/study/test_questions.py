@@ -1,0 +1,134 @@
+"""Radius, norms, bounds, splitting, worst, positions: each against what it must equal or never exceed."""
+
+import math
+
+import pytest
+import torch
+
+import howsmooth as hs
+from howsmooth.errors import BadInputError
+from howsmooth.study.splitting import splitting_jobs
+from howsmooth.study.beside_theory import bound_jobs
+from howsmooth.study.jobs import run_here
+from howsmooth.study.layers import Question, Setting, layer_jobs, settle
+from howsmooth.study.norms import norm_calls, norm_in_front, norm_jobs
+from howsmooth.study.positions import position_break
+from howsmooth.study.radius import radius_jobs
+from howsmooth.study.reader import Reader, entering
+from howsmooth.study.worst import in_words, worst_jobs
+from problems import readers
+from problems.zoo import ZOO, randomize
+
+
+def asked(reader: Reader, *lengths: int, samples: int = 1, map: str = "attention", tol: float = 1e-3) -> Setting:
+    return settle(reader, Question(lengths or (10,), samples, map=map, tol=tol))
+
+
+@pytest.mark.parametrize("kind", ["attention", "block"])
+def test_radius_is_the_map_at_scaled_tokens(kind):
+    reader = readers.reader()
+    rows = run_here(reader, radius_jobs(asked(reader, map=kind), [0.5, 1.0, 3.0])).rows
+    plain = run_here(reader, layer_jobs(asked(reader, map=kind))).rows
+    ones = [row for row in rows if row["factor"] == 1.0]
+    assert [row["value"] for row in ones] == pytest.approx([row["value"] for row in plain], rel=1e-3)
+    assert [row["radius"] for row in ones] == pytest.approx([row["radius"] for row in plain])
+    cut = reader.captures(10, [0])[0].map(1, kind)
+    for row in rows:
+        if row["layer"] == 1:
+            truth = hs.lipschitz(cut, row["factor"] * cut.start)
+            assert row["value"] == pytest.approx(truth.value, rel=2e-3)
+            assert row["radius"] == pytest.approx(row["factor"] * ones[1]["radius"])
+
+
+@pytest.mark.parametrize("factors", [[], [0.0], [-1.0], [math.nan]])
+def test_bad_factors(factors):
+    reader = readers.reader()
+    with pytest.raises(BadInputError, match="positive factors"):
+        radius_jobs(asked(reader), factors)
+
+
+def test_the_norm_in_front_of_a_pre_norm_block_is_its_own():
+    reader = readers.reader(readers.gpt2())
+    rows = run_here(reader, norm_jobs(asked(reader, tol=1e-6))).rows
+    captured = reader.captures(10, [0])[0]
+    for layer in range(2):
+        normed = next(r for r in rows if (r["layer"], r["map"]) == (layer, "normed"))
+        assert normed["value"] == pytest.approx(captured.measure(layer, "normed", tol=1e-6).value, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gemma2 global"])
+def test_norms_of_every_kind_are_found_and_multiply(name):
+    build = readers.bert if name == "bert" else ZOO[name].build
+    reader = Reader.of(hs.load(randomize(build())), readers.ids())
+    rows = run_here(reader, norm_jobs(asked(reader))).rows
+    by = {(r["layer"], r["map"]): r["value"] for r in rows}
+    for layer in (0, 1):
+        assert by[layer, "normed"] <= by[layer, "attention"] * by[layer, "norm"] * 1.01
+
+
+def test_tokens_that_no_norm_made_have_none_in_front():
+    reader = readers.reader()
+    captured = reader.captures(10, [0])[0]
+    calls, x = norm_calls(captured), entering(captured, 1)
+    assert norm_in_front(calls, x) is not None
+    assert norm_in_front(calls, x + 1.0) is None
+    assert norm_in_front([], x) is None
+
+
+def test_upper_bounds_are_above_and_lower_ones_speak_of_the_ball():
+    reader = readers.reader()
+    rows = run_here(reader, bound_jobs(asked(reader, 8, 16), [8, 16])).rows
+    assert len(rows) == 4
+    for row in rows:
+        upper = [b for b in row["bounds"] if b["side"] == "upper" and b["log_value"] is not None]
+        assert {"point", "ball"} == {b["where"] for b in upper}
+        assert all(b["log_value"] >= math.log(row["value"]) for b in upper)
+        assert all(b["reason"] for b in row["bounds"] if b["log_value"] is None)
+
+
+def test_splitting_is_that_of_the_closed_form():
+    reader = readers.reader()
+    rows = run_here(reader, splitting_jobs(asked(reader, samples=2))).rows
+    assert len(rows) == 4
+    captured = reader.captures(10, [0])[0]
+    truth = hs.splitting(captured.attention(1), entering(captured, 1).double())
+    row = next(r for r in rows if (r["layer"], r["sample"]) == (1, 0))
+    assert row["moved"] == pytest.approx(truth.moved.value, rel=2e-3)
+    assert row["value"] == pytest.approx(truth.split.value, rel=2e-3)
+    assert row["pays"] == truth.pays
+
+
+def test_worst_inputs_stay_below_the_ceiling():
+    reader = readers.reader()
+    rows = run_here(reader, worst_jobs(asked(reader), 10)).rows
+    plain = {r["layer"]: r["value"] for r in run_here(reader, layer_jobs(asked(reader))).rows}
+    for row in rows:
+        assert row["text"] == pytest.approx(plain[row["layer"]], rel=2e-3)
+        assert math.log(row["value"]) <= row["log_ceiling"]
+    assert in_words("random start 3") == "random start 3"
+
+
+def test_layers_that_are_no_closed_form_have_no_bounds_and_other_maps_no_jobs():
+    reader = Reader.of(hs.load(randomize(ZOO["llama"].build())), readers.ids())
+    setting = asked(reader)
+    jobs = bound_jobs(setting, [10]) + splitting_jobs(setting) + worst_jobs(setting, 10)
+    assert run_here(reader, jobs).rows == ()
+    block = asked(reader, map="block")
+    assert bound_jobs(block, [10]) + splitting_jobs(block) + worst_jobs(block, 10) == []
+
+
+def test_positions_that_break_are_found_where_they_do():
+    module = readers.bert()
+    table = module.embeddings.position_embeddings.weight
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        table.copy_(torch.randn(1, 16, generator=random) + 0.1 * torch.randn(table.shape, generator=random))
+        table[24:] += 3.0
+    model = hs.load(module)
+    found = position_break(model, 24, 30)
+    assert found is not None
+    assert found.position == 25
+    assert found.step > 5 * found.typical
+    assert position_break(model, 8, 16) is None
+    assert position_break(model, 500, 600) is None
+    assert position_break(hs.load(ZOO["llama"].build()), 24, 30) is None
