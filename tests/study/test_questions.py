@@ -7,7 +7,6 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.study.splitting import splitting_jobs
 from howsmooth.study.beside_theory import bound_jobs
 from howsmooth.study.jobs import run_here
 from howsmooth.study.layers import Question, Setting, layer_jobs, settle
@@ -15,6 +14,7 @@ from howsmooth.study.norms import norm_calls, norm_in_front, norm_jobs
 from howsmooth.study.positions import position_break
 from howsmooth.study.radius import radius_jobs
 from howsmooth.study.reader import Reader, entering
+from howsmooth.study.splitting import splitting_jobs
 from howsmooth.study.worst import in_words, worst_jobs
 from problems import readers
 from problems.zoo import ZOO, randomize
