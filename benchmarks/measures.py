@@ -36,7 +36,7 @@ def _measure(n: int) -> dict[str, Any]:
     times = [time.perf_counter()]
     attn(mu)
     times.append(time.perf_counter())
-    moved, operator = solve_moving(attn, mu, Options())
+    moved, operator, _ = solve_moving(attn, mu, Options())
     times.append(time.perf_counter())
     split = own_norms(operator, above=moved.lower)
     times.append(time.perf_counter())

@@ -3,7 +3,7 @@
 from howsmooth.errors import HowSmoothError
 from howsmooth.maps import Attention, Jacobian, LayerNorm, Map, RMSNorm, Rotary
 from howsmooth.measures import Distance, Gaussian, Measure, wasserstein
-from howsmooth.models import Capture, Measurement, Model, load
+from howsmooth.models import Capture, Measurement, Measurements, Model, load
 from howsmooth.report import Report, inspect
 from howsmooth.search import Ball, BallAround, Ellipsoid, WorstCase
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan
@@ -33,6 +33,7 @@ __all__ = [
     "Map",
     "Measure",
     "Measurement",
+    "Measurements",
     "Model",
     "RMSNorm",
     "Report",

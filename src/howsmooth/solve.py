@@ -5,7 +5,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -55,37 +55,52 @@ class Options:
         return self.tol >= operator.noise and (self.certify is None or self.certify >= 8 * operator.noise)
 
 
-def solve(f: Function, x: Tensor | Measure, options: Options) -> tuple[Estimate, Operator]:
-    """The constant of `f` at one input, and the operator that its lower end was evaluated with.
+class Solved(NamedTuple):
+    """One constant, the operator (of a batch of one) that its lower end was evaluated with, and `J v` of its direction `v`."""
+
+    estimate: Estimate
+    operator: Operator
+    image: Tensor
+
+
+class SolvedBatch(NamedTuple):
+    """Constants of a batch, their operators in one, and `J v` of their directions, (batch, …)."""
+
+    estimates: Estimates
+    operator: Operator
+    images: Tensor
+
+
+def solve(f: Function, x: Tensor | Measure, options: Options) -> Solved:
+    """The constant of `f` at one input.
 
     f: a map of this package for tokens (n, d) or a `Measure`; any torch function of one tensor, whatever its shape.
     """
     if isinstance(x, Measure):
-        moved, operator = solve_moving(f, x, options)
-        return _with_splitting(moved, operator, x, options), operator
+        moved, operator, image = solve_moving(f, x, options)
+        return Solved(_with_splitting(moved, operator, x, options), operator, image)
     _check_tensor(x)
     problem = _MapProblem(f, x[None], x.shape) if isinstance(f, Map) else _FunctionProblem(f, x, batched=False)
-    estimates, operator = _solve(problem, options)
-    return estimates[0], operator
+    estimates, operator, images = _solve(problem, options)
+    return Solved(estimates[0], operator, images[0])
 
 
-def solve_batch(f: Function, xs: Tensor, options: Options) -> tuple[Estimates, Operator]:
-    """The constants at the inputs along the first axis of `xs`, in lock step, and their operators in one."""
+def solve_batch(f: Function, xs: Tensor, options: Options) -> SolvedBatch:
+    """The constants at the inputs along the first axis of `xs`, in lock step."""
     _check_tensor(xs)
     if xs.ndim < 2:
         raise BadInputError(f"expected a batch of inputs along the first axis, got shape {tuple(xs.shape)}; stack the inputs")
     problem = _MapProblem(f, xs, xs.shape[1:]) if isinstance(f, Map) else _FunctionProblem(f, xs, batched=True)
-    estimates, operator = _solve(problem, options)
-    return Estimates(tuple(estimates)), operator
+    return _solve(problem, options)
 
 
-def solve_moving(f: Function, measure: Measure, options: Options) -> tuple[Estimate, Operator]:
+def solve_moving(f: Function, measure: Measure, options: Options) -> Solved:
     """`‖D^½ J D^{−½}‖`, what moving whole atoms can do, and the operator it is the norm of, in float64."""
     _check_tensor(measure.points)
-    estimates, operator = _solve(_MeasureProblem(f, measure), options)
+    estimates, operator, images = _solve(_MeasureProblem(f, measure), options)
     direction = estimates[0].direction.double()
     root = measure.mass.sqrt()[:, None].to(direction.device)
-    return replace(estimates[0], direction=direction / root), operator
+    return Solved(replace(estimates[0], direction=direction / root), operator, images[0])
 
 
 def linear(f: Function, x: Tensor) -> Operator:
@@ -173,8 +188,8 @@ class _FunctionProblem:
 Problem = _MapProblem | _MeasureProblem | _FunctionProblem
 
 
-def _solve(problem: Problem, options: Options) -> tuple[list[Estimate], Operator]:
-    """Both ends for every input of a problem, and the operator that the lower ones were evaluated with."""
+def _solve(problem: Problem, options: Options) -> SolvedBatch:
+    """Both ends for every input of a problem."""
     operator = _fine_enough(problem.operator(), options)
     small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
     solver = options.solver or (DenseSVD() if small else GolubKahan())
@@ -184,7 +199,7 @@ def _solve(problem: Problem, options: Options) -> tuple[list[Estimate], Operator
     precise = _precise(operator, problem)
     if solutions is None:
         operator, solutions = precise, _in_double(solver, precise, options)
-    lowers = _attained(precise, solutions)
+    lowers, images = _attained(precise, solutions)
     noise = 0.0 if isinstance(solver, DenseSVD) else operator.noise
     uppers, certain = _uppers(solutions, lowers, noise, precise)
     delta = solver.delta if isinstance(solver, GolubKahan) else 0.0
@@ -204,7 +219,7 @@ def _solve(problem: Problem, options: Options) -> tuple[list[Estimate], Operator
         )
         for solution, lower, upper, sure in zip(solutions, lowers, uppers, certain, strict=True)
     ]
-    return estimates, precise
+    return SolvedBatch(Estimates(tuple(estimates)), precise, images)
 
 
 def _fine_enough(operator: Operator, options: Options) -> Operator:
@@ -258,14 +273,16 @@ def _in_double(solver: Solver, operator: Operator, options: Options) -> list[Sol
 
 
 @torch.no_grad()
-def _attained(operator: Operator, solutions: list[Solution]) -> list[float]:
-    """`|J v|/|v|` for the directions found; short of float64, less the error that products may have."""
+def _attained(operator: Operator, solutions: list[Solution]) -> tuple[list[float], Tensor]:
+    """`|J v|/|v|` for the directions `v`, short of float64 less the error that products may have; and `J v`."""
     v = torch.stack([s.direction for s in solutions])[None].to(operator.device, operator.dtype)
-    image = operator.jvp(v).flatten(2)
+    images = operator.jvp(v)
+    image = images.flatten(2)
     size = image.abs().amax(-1, keepdim=True)  # taken out, so that squares stay in range
     size = torch.where(size > 0, size, 1.0)
     exact = 1.0 if operator.dtype == torch.float64 else 1 - operator.noise
-    return (exact * ((image / size).norm(dim=-1) / v.flatten(2).norm(dim=-1) * size[..., 0])[0].double()).tolist()
+    lengths = (image / size).norm(dim=-1) / v.flatten(2).norm(dim=-1) * size[..., 0]
+    return (exact * lengths[0].double()).tolist(), images[0]
 
 
 def _uppers(solutions: list[Solution], lowers: list[float], noise: float, precise: Operator) -> tuple[list[float], list[bool]]:

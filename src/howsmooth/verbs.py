@@ -52,7 +52,7 @@ def lipschitz(
         raise BadInputError(
             f"expected one input (n, d), got a batch of shape {tuple(x.shape)}; call lipschitz_batch(f, x), or pass x[0]"
         )
-    return solve(f, x, options)[0]
+    return solve(f, x, options).estimate
 
 
 def lipschitz_batch(
@@ -76,7 +76,7 @@ def lipschitz_batch(
     options = Options(tol, certify, seed, solver)
     if isinstance(xs, Measure):
         raise BadInputError("expected a tensor of inputs, got a measure; measure them in a loop with lipschitz")
-    return solve_batch(f, xs, options)[0]
+    return solve_batch(f, xs, options).estimates
 
 
 def jacobian(f: Map | Callable[[Tensor], Tensor], x: Tensor) -> Jacobian:
@@ -139,13 +139,13 @@ def splitting(
     if isinstance(f, Map):
         # positions serve a causal layer, and no other looks at them
         mu = x.merge() if isinstance(x, Measure) else Measure.from_tokens(one_sequence(x), causal=True)
-        moved, operator = solve_moving(f, mu, options)
+        moved, operator, _ = solve_moving(f, mu, options)
         return of_blocks(moved, operator, mu)
     if isinstance(x, Measure):
         raise BadInputError(f"expected a map of this package for a measure, got {type(f).__name__}; pass tokens to a function")
     if not callable(f):
         raise BadInputError(f"expected a map or a function of tokens, got {type(f).__name__}; pass a callable")
     together, apart, at = halves(f, one_sequence(x), seed)
-    moved, _ = solve(together, at, options)
-    split, operator = solve(apart, torch.zeros_like(at), options)
+    moved = solve(together, at, options).estimate
+    split, operator, _ = solve(apart, torch.zeros_like(at), options)
     return of_halves(moved, split, operator)

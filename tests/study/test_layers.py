@@ -8,9 +8,10 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
+from howsmooth.models import closed
 from howsmooth.study.jobs import run_here
-from howsmooth.study.layers import Question, head_jobs, layer_jobs, one_head, settle
-from howsmooth.study.reader import Reader, entering, fingerprint, prepare, read_text
+from howsmooth.study.layers import Question, head_jobs, layer_jobs, settle
+from howsmooth.study.reader import Reader, fingerprint, prepare, read_text
 from problems import readers
 from problems.zoo import ZOO, randomize
 
@@ -20,7 +21,7 @@ def test_closed_forms_in_lock_step_are_what_the_model_says():
     setting = settle(reader, Question((8, 20), samples=3, tol=1e-6))
     rows = run_here(reader, layer_jobs(setting, shares=True)).rows
     assert len(rows) == 2 * 2 * 3
-    assert all(attn for _, attn in reader._closed.values())  # measured in closed form, not by the way it is compared with
+    assert all(reader.capture(20, [0]).closed(layer) for layer in range(2))  # measured in closed form
     for row in rows:
         captured = reader.model.capture(ids=reader.window(row["n"], row["start"]))
         truth = captured.measure(row["layer"], tol=1e-6)
@@ -70,7 +71,7 @@ def test_heads_add_up_to_the_layer():
         b_o=normal(7), bias=normal(1, 4, 6, 6), softcap=3.0,
     )  # fmt: skip
     x = normal(6, 5)
-    parts = [one_head(attn, h)(x) for h in range(4)]
+    parts = [attn.head(h)(x) for h in range(4)]
     assert attn.b_o is not None
     torch.testing.assert_close(sum(parts) + attn.b_o, attn(x))
     assert not torch.allclose(parts[0], parts[1])
@@ -96,7 +97,7 @@ def test_samples_begin_at_the_opening_and_at_random_and_lengths_share_them():
         (Question((8,), layers=(2,)), "layers from 0 to 1, got 2"),
         (Question((8,), layers=(-1,)), "layers from 0 to 1, got -1"),
         (Question((8,), layers=()), "a layer or more"),
-        (Question((8,), map="mlp"), "a map among"),
+        (Question((8,), map="mlp"), "a map among"),  # pyright: ignore[reportArgumentType]
         (Question((8,), samples=1, map="normed"), "normalises before"),
         (Question((readers.POSITIONS + 1,)), f"at most {readers.POSITIONS} tokens"),
         (Question((81,), samples=1), "text with 1 windows of 81"),
@@ -142,24 +143,25 @@ def test_texts_that_cannot_be_read(tmp_path):
 
 def test_a_reader_holds_only_the_last_windows():
     reader = readers.reader()
-    first = reader.captures(8, [0, 3])
-    assert reader.captures(8, [3])[0] is first[1]
-    assert len(reader._held) == 1
-    assert entering(first[0], 0).shape == (8, 16)
+    first = reader.capture(8, [0, 3])
+    assert reader.capture(8, [0, 3]) is first
+    assert len(first) == 2
+    assert reader.capture(8, [3]) is not first
+    assert first[0].tokens(0).shape == (8, 16)
 
 
-def test_a_closed_form_is_kept_for_shorter_inputs_only_where_it_is_the_same_layer():
+def test_a_closed_form_is_kept_for_shorter_inputs_only_where_it_is_the_same_layer(monkeypatch):
     reader = readers.reader()
-    long, short = reader.captures(20, [0])[0], reader.model.capture(ids=reader.window(8, 0))
-    kept = reader.closed(long, 1)
+    long, short = reader.model.capture([reader.window(20, 0)]), reader.model.capture([reader.window(8, 0)])
+    kept = long.closed(1)
     assert kept is not None
-    assert reader.closed(short, 1) is kept
-    other = replace(kept, causal=True)
-    reader._closed[1] = (20, other)
-    found = reader.closed(short, 1)
-    assert found is not other
-    assert found is not None
-    assert not found.causal
-    assert reader._closed[1][0] == 8
-    again = reader.closed(long, 1)
-    assert again is not found  # a longer input is read off anew
+    assert short.closed(1) is kept
+    monkeypatch.setattr(closed, "same", lambda *_: False)
+    monkeypatch.setattr(closed, "as_attention", lambda cut: replace(kept, causal=True))
+    other = short.closed(1)  # its output says otherwise, so it is read off anew
+    assert other is not None
+    assert other.causal
+    monkeypatch.undo()
+    again = long.closed(1)
+    assert again is not None
+    assert not again.causal  # a longer input is read off anew

@@ -7,20 +7,18 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.study.beside_theory import bound_jobs
+from howsmooth.models import MapName
+from howsmooth.study.beside_theory import bound_jobs, in_words, splitting_jobs, worst_jobs
 from howsmooth.study.jobs import run_here
-from howsmooth.study.layers import Question, Setting, layer_jobs, settle
+from howsmooth.study.layers import Question, Setting, layer_jobs, radius_jobs, settle
 from howsmooth.study.norms import norm_calls, norm_in_front, norm_jobs
 from howsmooth.study.positions import position_break
-from howsmooth.study.radius import radius_jobs
-from howsmooth.study.reader import Reader, entering
-from howsmooth.study.splitting import splitting_jobs
-from howsmooth.study.worst import in_words, worst_jobs
+from howsmooth.study.reader import Reader
 from problems import readers
 from problems.zoo import ZOO, randomize
 
 
-def asked(reader: Reader, *lengths: int, samples: int = 1, map: str = "attention", tol: float = 1e-3) -> Setting:
+def asked(reader: Reader, *lengths: int, samples: int = 1, map: MapName = "attention", tol: float = 1e-3) -> Setting:
     return settle(reader, Question(lengths or (10,), samples, map=map, tol=tol))
 
 
@@ -32,7 +30,7 @@ def test_radius_is_the_map_at_scaled_tokens(kind):
     ones = [row for row in rows if row["factor"] == 1.0]
     assert [row["value"] for row in ones] == pytest.approx([row["value"] for row in plain], rel=1e-3)
     assert [row["radius"] for row in ones] == pytest.approx([row["radius"] for row in plain])
-    cut = reader.captures(10, [0])[0].map(1, kind)
+    cut = reader.capture(10, [0]).map(1, kind)
     for row in rows:
         if row["layer"] == 1:
             truth = hs.lipschitz(cut, row["factor"] * cut.start)
@@ -50,7 +48,7 @@ def test_bad_factors(factors):
 def test_the_norm_in_front_of_a_pre_norm_block_is_its_own():
     reader = readers.reader(readers.gpt2())
     rows = run_here(reader, norm_jobs(asked(reader, tol=1e-6))).rows
-    captured = reader.captures(10, [0])[0]
+    captured = reader.capture(10, [0])
     for layer in range(2):
         normed = next(r for r in rows if (r["layer"], r["map"]) == (layer, "normed"))
         assert normed["value"] == pytest.approx(captured.measure(layer, "normed", tol=1e-6).value, rel=1e-5)
@@ -68,8 +66,8 @@ def test_norms_of_every_kind_are_found_and_multiply(name):
 
 def test_tokens_that_no_norm_made_have_none_in_front():
     reader = readers.reader()
-    captured = reader.captures(10, [0])[0]
-    calls, x = norm_calls(captured), entering(captured, 1)
+    captured = reader.capture(10, [0])
+    calls, x = norm_calls(captured), captured.tokens(1)
     assert norm_in_front(calls, x) is not None
     assert norm_in_front(calls, x + 1.0) is None
     assert norm_in_front([], x) is None
@@ -90,8 +88,8 @@ def test_splitting_is_that_of_the_closed_form():
     reader = readers.reader()
     rows = run_here(reader, splitting_jobs(asked(reader, samples=2))).rows
     assert len(rows) == 4
-    captured = reader.captures(10, [0])[0]
-    truth = hs.splitting(captured.attention(1), entering(captured, 1).double())
+    captured = reader.capture(10, [0])
+    truth = hs.splitting(captured.attention(1), captured.tokens(1).double())
     row = next(r for r in rows if (r["layer"], r["sample"]) == (1, 0))
     assert row["moved"] == pytest.approx(truth.moved.value, rel=2e-3)
     assert row["value"] == pytest.approx(truth.split.value, rel=2e-3)

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.cli.shared import map_of
 from howsmooth.errors import BadInputError
-from howsmooth.models.cut import MAPS, MapName
-from howsmooth.models.loading import load
-from howsmooth.models.measurement import Measurement
+from howsmooth.models import MAPS, Measurement, load
 
 
 @app.command()
@@ -42,7 +41,7 @@ def measure(
         warnings.simplefilter("always")
         given = _given(text, ids)
         found = load(model, side=side).measure(
-            **given, n=n, layer=layer, map=_map(map_name), head=head, heads=heads, tol=tol, certify=certify, seed=seed
+            **given, n=n, layer=layer, map=map_of(map_name), head=head, heads=heads, tol=tol, certify=certify, seed=seed
         )
     for remark in {str(w.message) for w in caught if issubclass(w.category, UserWarning)}:
         typer.echo(f"howsmooth: {remark}", err=True)
@@ -52,13 +51,6 @@ def measure(
         _show(found)
     else:
         print("\n".join(_lines(found)))
-
-
-def _map(name: str) -> MapName:
-    for known in MAPS:
-        if name == known:
-            return known
-    raise BadInputError(f"expected --map to be one of {', '.join(MAPS)}, got {name!r}; pick one of them")
 
 
 def _given(text: str | None, ids: str | None) -> dict[str, Any]:

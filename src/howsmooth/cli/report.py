@@ -22,6 +22,7 @@ from howsmooth.cli.shared import (
     engine_of,
     layers_of,
     lengths_of,
+    map_of,
     print_json,
     show_table,
 )
@@ -72,7 +73,7 @@ def report(
         asked, chosen = lengths_of(lengths), layers_of(layers)
         check_folder(out, resume, force)  # before the model is loaded
         reader = Reader.by_name(model, text, side)
-        question = Question(asked or fitting_lengths(reader, samples), samples, chosen, map_name, tol, certify, seed)
+        question = Question(asked or fitting_lengths(reader, samples), samples, chosen, map_of(map_name), tol, certify, seed)
         setting = settle(reader, question)
         found, page = inspect_into(
             reader,

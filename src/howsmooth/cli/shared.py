@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from howsmooth.errors import BadInputError
-from howsmooth.models import MAPS, Model
+from howsmooth.models import MAPS, MapName, Model
 from howsmooth.run import Engine, Local, Ray
 from howsmooth.run.pool import cores
 
@@ -42,6 +42,14 @@ def engine_of(name: str, address: str | None, workers: int | None, model: Model)
         raise BadInputError("expected --address with --engine ray, got it with local; add --engine ray")
     size = sum(p.numel() * p.element_size() for p in model.module.parameters())
     return Local(workers=(min(cores(), 4) if size < _LARGE else 1) if workers is None else workers)
+
+
+def map_of(name: str) -> MapName:
+    """A map by its name."""
+    for known in MAPS:
+        if name == known:
+            return known
+    raise BadInputError(f"expected --map to be one of {', '.join(MAPS)}, got {name!r}; pick one of them")
 
 
 def lengths_of(text: str | None) -> tuple[int, ...] | None:

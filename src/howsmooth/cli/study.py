@@ -23,6 +23,7 @@ from howsmooth.cli.shared import (
     engine_of,
     layers_of,
     lengths_of,
+    map_of,
     print_json,
     show_table,
 )
@@ -78,7 +79,7 @@ def study(
         reader = Reader.by_name(model, text)
         usual = fitting_lengths(reader, samples)
         default = usual if name == "growth" else (max([n for n in usual if n <= 128], default=usual[0]),)
-        setting = settle(reader, Question(asked or default, samples, chosen, map_name, tol, None, seed))
+        setting = settle(reader, Question(asked or default, samples, chosen, map_of(map_name), tol, None, seed))
         jobs = _jobs(name, setting, scales, steps)
         if not jobs:
             raise BadInputError(f"expected the map attention for the study {name}, got {map_name!r}; leave --map out")
@@ -109,18 +110,17 @@ def _factors(text: str | None) -> list[float] | None:
 
 
 def _jobs(name: str, setting: Any, factors: list[float] | None, steps: int) -> list[Any]:
-    from howsmooth.study import beside_theory as bounds
-    from howsmooth.study import layers, norms, radius, splitting, worst
+    from howsmooth.study import beside_theory, layers, norms
 
     lengths = list(setting.question.lengths)
     return {
         "growth": lambda: layers.layer_jobs(setting),
         "layers": lambda: layers.layer_jobs(setting) + layers.head_jobs(setting),
-        "radius": lambda: radius.radius_jobs(setting, factors or radius.FACTORS),
+        "radius": lambda: layers.radius_jobs(setting, factors or layers.FACTORS),
         "norms": lambda: norms.norm_jobs(setting),
-        "bounds": lambda: bounds.bound_jobs(setting, lengths),
-        "splitting": lambda: splitting.splitting_jobs(setting),
-        "worst": lambda: [job for n in lengths for job in worst.worst_jobs(setting, n, steps)],
+        "bounds": lambda: beside_theory.bound_jobs(setting, lengths),
+        "splitting": lambda: beside_theory.splitting_jobs(setting),
+        "worst": lambda: [job for n in lengths for job in beside_theory.worst_jobs(setting, n, steps)],
     }[name]()
 
 

@@ -1,9 +1,23 @@
 """Real models: any Hugging Face transformer or torch module, measured layer by layer."""
 
-from howsmooth.models.capture import Capture, FallbackWarning
-from howsmooth.models.cut import MAPS
+from howsmooth.models.capture import Capture
+from howsmooth.models.cut import MAPS, Cut, MapName
 from howsmooth.models.loading import load
-from howsmooth.models.measurement import Measurement
+from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model import Model
+from howsmooth.models.sample import FallbackWarning
+from howsmooth.models.tokens import Text, Window
 
-__all__ = ["MAPS", "Capture", "FallbackWarning", "Measurement", "Model", "load"]
+__all__ = [
+    "MAPS",
+    "Capture",
+    "Cut",
+    "FallbackWarning",
+    "MapName",
+    "Measurement",
+    "Measurements",
+    "Model",
+    "Text",
+    "Window",
+    "load",
+]

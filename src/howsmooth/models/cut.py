@@ -5,6 +5,7 @@ graph; the attention calls in between are nodes of that graph whose products run
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -48,6 +49,47 @@ class _Stop(Exception):
         self.value = value
 
 
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Where a map begins and ends.
+
+    root: what is called.  enter: the module, and which call of it, whose tokens are the map's; nothing where they are the
+    root's own.  leave: the module at which the run stops once `counted` has been called that often, before it where `before`;
+    nothing where the root runs to its end.  tokens: what entered in the trace, (n, d).  place: a name for people.
+    everywhere: the tokens are also those of whoever else holds them, as a residual around the module does.
+    """
+
+    root: Invocation
+    tokens: Tensor
+    place: str
+    enter: tuple[nn.Module, int] | None = None
+    everywhere: bool = False
+    counted: tuple[nn.Module, int] | None = None
+    leave: nn.Module | None = None
+    before: bool = False
+
+    @classmethod
+    def of(cls, name: MapName, trace: Trace, layer: Layer) -> "Span":
+        """The span of a map: `attention`, `heads`, `normed`, `block` or `model`."""
+        block, call = layer.block, (layer.module, layer.call)
+        place, end = layer.name or type(layer.module).__name__, layer.projection or layer.module
+        outer = block.name or type(layer.module).__name__
+        if name == "heads" and layer.projection is None:
+            raise BadInputError(
+                f"expected an output projection that is a module of its own, got none behind {layer.name}; "
+                'measure map="attention"'
+            )
+        if name in ("attention", "heads"):
+            return cls(block, layer.x, place, call, counted=call, leave=end, before=name == "heads")
+        if name == "normed":
+            return cls(block, block.tokens, outer, counted=call, leave=end)
+        if name == "block":
+            return cls(block, block.tokens, outer)
+        first, whole = trace.layers[0].block, trace.whole
+        enter = None if whole.module is first.module else (first.module, 0)
+        return cls(whole, first.tokens, type(whole.module).__name__, enter, everywhere=True)
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Cut(Map):
@@ -56,7 +98,7 @@ class Cut(Map):
     owner: the model whose configurations choose the attention code.  code: that choice, `howsmooth` for the kernels.
     trace, layer: where the arguments come from.  name: which map.  head: one head alone.
     real: the tokens that are not padding; the others keep their values and are neither moved nor measured.
-    precision: of the fused kernels, where these serve.
+    kernels: whether attention calls run on the kernels.  work: the precision.  precision: of the fused kernels.
     """
 
     owner: nn.Module
@@ -70,29 +112,18 @@ class Cut(Map):
     work: torch.dtype = torch.float32
     precision: Precision = "half"
 
+    @functools.cached_property
+    def span(self) -> Span:
+        return Span.of(self.name, self.trace, self.layer)
+
     @property
     def start(self) -> Tensor:
         """The tokens the map takes in the trace, (n, d), padding left out."""
-        return self.base if self.real is None else self.base[self.real]
-
-    @property
-    def base(self) -> Tensor:
-        """The same with padding."""
-        if self.name in ("attention", "heads"):
-            return self.layer.x
-        return self.trace.layers[0].block.tokens if self.name == "model" else self.layer.block.tokens
-
-    @property
-    def place(self) -> str:
-        """The module that the map belongs to, by its path in the model."""
-        if self.name == "model":
-            return type(self.trace.whole.module).__name__
-        found = self.layer.name if self.name in ("attention", "heads") else self.layer.block.name
-        return found or type(self.layer.module).__name__
+        return self.span.tokens if self.real is None else self.span.tokens[self.real]
 
     @property
     def width(self) -> int:
-        return self.base.shape[-1]
+        return self.span.tokens.shape[-1]
 
     @property
     def out_width(self) -> int:
@@ -107,7 +138,7 @@ class Cut(Map):
         return self if dtype in (None, self.work) else replace(self, work=dtype)
 
     def value(self, x):
-        return torch.stack([self._run(item)[0] for item in x])
+        return torch.stack([self.run(item)[0] for item in x])
 
     def linearize(self, x):
         if len(x) != 1:
@@ -116,7 +147,7 @@ class Cut(Map):
         kernels: list[SoftmaxAttention] = []
 
         def f(t: Tensor) -> Tensor:
-            y, seen = cut._run(t[0])
+            y, seen = cut.run(t[0])
             kernels.extend(seen)
             return y[None]
 
@@ -132,7 +163,7 @@ class Cut(Map):
             raise
         return jacobian.output, jacobian
 
-    def _run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
+    def run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
         """The map at tokens (n, d), and the attention calls on the way."""
         kernels: list[SoftmaxAttention] = []
 
@@ -145,9 +176,10 @@ class Cut(Map):
             return out
 
         intercept = Intercept(on_call, lambda: None, dict(self.trace.masks))
-        root = self.trace.whole if self.name == "model" else self.layer.block
+        span = self.span
+        root = span.root
         convert = _converter(self.work, set(intercept.masks))
-        x = tokens if self.real is None else self.base.to(tokens.dtype).index_copy(0, self.real, tokens)
+        x = tokens if self.real is None else span.tokens.to(tokens.dtype).index_copy(0, self.real, tokens)
         state = {
             k: t.detach().to(self.work) if t.is_floating_point() else t
             for k, t in (*root.module.named_parameters(), *root.module.named_buffers())
@@ -163,7 +195,7 @@ class Cut(Map):
             for module in root.module.modules():
                 if isinstance(module, nn.MultiheadAttention):
                     stack.enter_context(module.register_forward_pre_hook(without_weights, with_kwargs=True))
-            args, kwargs = self._enter(stack, root, x, convert)
+            args, kwargs = _enter(stack, span, x, convert)
             try:
                 output = functional_call(root.module, state, args, kwargs)
             except _Stop as stop:
@@ -171,43 +203,10 @@ class Cut(Map):
         y = first_tensor(output)
         y = y.reshape(-1, y.shape[-1])
         if self.real is not None:
-            if len(y) != len(self.base):
+            if len(y) != len(span.tokens):
                 raise BadInputError(f"expected as many outputs as tokens under a padding mask, got {len(y)}; leave it out")
             y = y[self.real]
         return y, kernels
-
-    def _enter(
-        self, stack: ExitStack, root: Invocation, x: Tensor, convert: Callable[[Any], Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arrange for `x` to enter where the map begins and for the run to stop where it ends."""
-        layer = self.layer
-        if self.name in ("attention", "heads", "normed"):
-            reached = _at_call(stack, layer.module, layer.call, None if self.name == "normed" else x)
-            end = layer.projection
-
-            def leave(module: nn.Module, args: Any, output: Any) -> None:
-                if reached():
-                    raise _Stop(first_tensor(output))
-
-            def leave_before(module: nn.Module, args: tuple[Any, ...]) -> None:
-                if reached():
-                    raise _Stop(args[0])
-
-            if self.name == "heads":
-                if end is None:
-                    raise BadInputError(
-                        f"expected an output projection that is a module of its own, got none behind {layer.name}; "
-                        'measure map="attention"'
-                    )
-                stack.enter_context(end.register_forward_pre_hook(leave_before))
-            else:
-                stack.enter_context((layer.module if end is None else end).register_forward_hook(leave))
-        if self.name == "model" and root.module is not self.trace.layers[0].block.module:
-            _at_call(stack, self.trace.layers[0].block.module, 0, x, everywhere=True)
-            return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, tree_map(convert, (root.args, root.kwargs)))
-        if self.name in ("normed", "block", "model"):
-            return root.substitute(x.reshape(root.hidden.shape), convert)
-        return tree_map(convert, (root.args, root.kwargs))
 
 
 @final
@@ -229,7 +228,6 @@ class CutJacobian(Operator):
         self._f, self.kernels, self._refine = f, kernels, refine
         self.batch, self.in_shape, self.dtype, self.device = 1, tuple(x.shape[1:]), x.dtype, x.device
         self._checked: AutodiffJacobian | None = None
-        self._last: tuple[Tensor, Tensor] | None = None
         if x.numel() <= _SMALL:  # decomposed whole, so no product with JᵀJ would come
             self._checked = AutodiffJacobian(f, x, batched=True)
             self.output = self._checked.output
@@ -263,16 +261,11 @@ class CutJacobian(Operator):
         return self._refine()
 
     def jvp(self, v):
-        if self._last is not None and torch.equal(self._last[0], v):
-            return self._last[1]
         if self._checked is not None:
-            out = self._checked.jvp(v)
-        else:
-            u, transposed = self._second
-            probes = v[:, 0].reshape(len(v), *self._x.shape)
-            out = torch.stack([torch.autograd.grad(transposed, u, p, True, materialize_grads=True)[0] for p in probes])
-        self._last = (v, out)
-        return out
+            return self._checked.jvp(v)
+        u, transposed = self._second
+        probes = v[:, 0].reshape(len(v), *self._x.shape)
+        return torch.stack([torch.autograd.grad(transposed, u, p, True, materialize_grads=True)[0] for p in probes])
 
     def vjp(self, u):
         if self._checked is not None:
@@ -290,7 +283,7 @@ class CutJacobian(Operator):
             if image is not None and product is not None and self._fits(v, image, product):
                 self._trusted = True
                 return product, inner(image, image)
-            self._checked, self._last = AutodiffJacobian(self._f, self._x.detach(), batched=True), None
+            self._checked = AutodiffJacobian(self._f, self._x.detach(), batched=True)
         return super().gram(v)
 
     def _fits(self, v: Tensor, image: Tensor, product: Tensor) -> bool:
@@ -311,17 +304,26 @@ def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, Soft
     return nn.functional.pad(out, (0, 0, 0, 0, head, heads - 1 - head)), kernel
 
 
-def _at_call(stack: ExitStack, module: nn.Module, index: int, x: Tensor | None, everywhere: bool = False) -> Callable[[], bool]:
-    """Put `x` in at one call of a module; tells whether that call has come.
+def _enter(stack: ExitStack, span: Span, x: Tensor, convert: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arrange for `x` to enter where a map begins and for the run to stop where it ends; the root's arguments."""
+    if span.enter is not None:
+        _put_in(stack, *span.enter, x, span.everywhere)
+    if span.leave is not None and span.counted is not None:
+        _stop_at(stack, span.leave, span.before, *span.counted)
+    if span.enter is None:
+        return span.root.substitute(x.reshape(span.root.hidden.shape), convert)
+    args, kwargs = tree_map(convert, (span.root.args, span.root.kwargs))
+    if span.everywhere:  # it is written into
+        return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, (args, kwargs))
+    return args, kwargs
 
-    everywhere: also for whoever else holds the tokens, as a residual around the module does.
-    """
-    count = -1
+
+def _put_in(stack: ExitStack, module: nn.Module, index: int, x: Tensor, everywhere: bool) -> None:
+    """Put `x` in at one call of a module."""
+    calls = itertools.count()
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal count
-        count += 1
-        if count != index or x is None:
+        if next(calls) != index:
             return None
         hidden = find_hidden(args, kwargs)
         assert hidden is not None
@@ -332,7 +334,26 @@ def _at_call(stack: ExitStack, module: nn.Module, index: int, x: Tensor | None, 
         return tree_map(lambda t: value if t is hidden else t, (args, kwargs))
 
     stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-    return lambda: count == index
+
+
+def _stop_at(stack: ExitStack, end: nn.Module, before: bool, counted: nn.Module, index: int) -> None:
+    """Stop with what `end` takes, or gives, once `counted` is in its call number `index`."""
+    last = -1
+
+    def count(_: nn.Module, args: Any) -> None:
+        nonlocal last
+        last += 1
+
+    def taken(_: nn.Module, args: tuple[Any, ...]) -> None:
+        if last == index:
+            raise _Stop(args[0])
+
+    def given(_: nn.Module, args: Any, output: Any) -> None:
+        if last == index:
+            raise _Stop(first_tensor(output))
+
+    stack.enter_context(counted.register_forward_pre_hook(count))
+    stack.enter_context(end.register_forward_pre_hook(taken) if before else end.register_forward_hook(given))
 
 
 def _converter(dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:

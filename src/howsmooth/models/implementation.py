@@ -63,5 +63,5 @@ def register() -> None:
     >>> torch.func.jvp(lambda x: model(inputs_embeds=x, use_cache=False).last_hidden_state, (x,), (x,))[1].shape
     torch.Size([1, 4, 8])
     """
-    intercept.register()
+    intercept.announce()
     intercept.stand_in(Intercept(on_call=_attend, on_softmax=lambda: None, masks=_Recent(), refuse=_refuse))

@@ -237,7 +237,7 @@ def _library_mask(
     return _active().tag(mask, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
-def register() -> None:
+def announce() -> None:
     """Make the implementation `howsmooth` known to the library."""
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -6,13 +6,15 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from howsmooth.errors import BadInputError
+from howsmooth.maps.base import place
 from howsmooth.models.library import first_line, quiet
-from howsmooth.models.model import Model
+from howsmooth.models.model import Model, check_device
 
 DEMO_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -21,13 +23,22 @@ _BEHIND = ("pooler", "classifier", "lm_head", "logit_scale", "projection")  # be
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def load(source: str | os.PathLike[str] | nn.Module, *, dtype: torch.dtype | None = None, side: str | None = None) -> Model:
+def load(
+    source: str | os.PathLike[str] | nn.Module,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+    side: str | None = None,
+) -> Model:
     """A model ready to be measured.
 
     source: `"demo"`, a folder with config.json and safetensors, a hub name (the only case that may use the network), or a
     module that is already built: a `transformers` model or any `torch.nn.Module`.
+    device: where it is measured. `None` leaves a module where it is and loads a name on the CPU, `"auto"` takes a GPU if there
+    is one. Devices without float64 are refused.
     dtype: the precision the weights are read in; as stored by default. Half precision is widened to float32 for the
     measurement, one block at a time.
+    tokenizer: of a module that is already built, where it has one; otherwise that beside the weights.
     side: `"encoder"` or `"decoder"` of an encoder–decoder, `"text"` or `"vision"` of a two-tower model.
 
     >>> model = load(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True))
@@ -36,23 +47,33 @@ def load(source: str | os.PathLike[str] | nn.Module, *, dtype: torch.dtype | Non
     """
     if dtype is not None and dtype not in _DTYPES:
         raise BadInputError(f"expected dtype float16, bfloat16, float32 or float64 of torch, got {dtype}; pass one of them")
+    if isinstance(device, str) and device == "auto":
+        device = "cuda" if torch.cuda.is_available() else None
+    there, _ = place(device, None)
+    check_device(there)
+    module, name, beside = _module_of(source, dtype)
+    module = module if there is None else module.to(there)
+    return Model.of(module, name, side, beside if tokenizer is None else tokenizer)
+
+
+def _module_of(source: object, dtype: torch.dtype | None) -> tuple[nn.Module, str, str | None]:
+    """The module, its name, and where its tokenizer is."""
     if isinstance(source, nn.Module):
-        module = source if dtype is None else _same_dtype(source, dtype)
-        return Model.of(module, type(source).__name__, side, None)
+        return source if dtype is None else _same_dtype(source, dtype), type(source).__name__, None
     if not isinstance(source, str | os.PathLike):
         raise BadInputError(
             f"expected 'demo', a folder, a hub name or a torch module, got {type(source).__name__}; pass one of them"
         )
     if source == "demo":
         folder = _demo_folder()
-        return Model.of(_from_folder(folder, dtype), "demo", side, str(folder))
+        return _from_folder(folder, dtype), "demo", str(folder)
     folder = Path(source).expanduser()
     if folder.is_dir():
-        return Model.of(_from_folder(folder, dtype), str(source), side, str(folder))
+        return _from_folder(folder, dtype), str(source), str(folder)
     name = os.fspath(source)
     if not isinstance(source, str) or not _HUB_NAME.fullmatch(name) or name.endswith(_PICKLES):
         raise BadInputError(f"expected 'demo', a folder or a hub name such as org/model, got {name!r}; no such folder exists")
-    return Model.of(_from_hub(name, dtype), name, side, name)
+    return _read(name, dtype, local=False), name, name
 
 
 def _same_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -111,10 +132,6 @@ def _check_code(config: Path) -> None:
             f"expected a model type that transformers knows, got {kind!r}{own} in {config}; "
             "remote code is never run: build the model yourself and pass it to load"
         )
-
-
-def _from_hub(name: str, dtype: torch.dtype | None) -> nn.Module:
-    return _read(name, dtype, local=False)
 
 
 def _read(where: str, dtype: torch.dtype | None, local: bool) -> nn.Module:

@@ -1,11 +1,15 @@
-"""What a measurement of a model says."""
+"""What a measurement of a model says, and many of them as a table."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final, overload
 
 from torch import Tensor
 
 from howsmooth.spectral import Estimate, Status
+
+if TYPE_CHECKING:
+    import pandas
 
 _MOST = 0.5  # share above which one token carries a direction
 _SINK = 0.25  # share of all attention above which a token is a sink
@@ -107,6 +111,14 @@ class Measurement:
         order = sorted(range(self.n), key=lambda i: -self.input_share[i])[:count]
         return [(i, self.tokens[i], self.input_share[i]) for i in order]
 
+    def row(self, kind: str = "layer", **more: Any) -> dict[str, Any]:
+        """One line of a table: what a study stores and a page shows, without lists. more: further columns."""
+        row = {"kind": kind, "model": self.model, "layer": self.layer, "map": self.map, "n": self.n}
+        if self.head is not None:
+            row["head"] = self.head
+        row |= estimate_columns(self.estimate)
+        return row | {"radius": self.radius_rms, "radius_max": self.radius_max, "cut": self.cut} | more
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON; the direction is left out."""
         return {
@@ -138,3 +150,64 @@ class Measurement:
         return f"{self.model} layer {self.layer} {self.map}{head}, n = {self.n}: {self.estimate}; {self.remark}"
 
     __repr__ = __str__
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Measurements(Sequence[Measurement]):
+    """Measurements by layer, and within a layer by window. Prints as a table; `to_frame` gives a pandas data frame."""
+
+    items: tuple[Measurement, ...]
+
+    @overload
+    def __getitem__(self, index: int) -> Measurement: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Measurements": ...
+    def __getitem__(self, index: int | slice) -> "Measurement | Measurements":
+        return Measurements(self.items[index]) if isinstance(index, slice) else self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Measurement]:
+        return iter(self.items)
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """One row each: layer, map, n, value, both ends, radius, and the token that carries most of the worst direction."""
+        import pandas
+
+        rows = []
+        for m in self.items:
+            (place, word, share), *_ = m.top_tokens(1)
+            rows.append(m.row() | {"top_token": place, "top_word": word, "top_share": share})
+        return pandas.DataFrame.from_records(rows).drop(columns="kind", errors="ignore")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, one list entry per measurement."""
+        return {"items": [m.to_dict() for m in self.items]}
+
+    def __str__(self) -> str:
+        if not self.items:
+            return "no measurements"
+        first = self.items[0]
+        lines = [
+            f"{first.model}, {first.map}",
+            f"{'layer':>5} {'n':>6} {'L':>10} {'at most':>10} {'status':<10} worst direction",
+        ]
+        lines += [f"{m.layer:>5} {m.n:>6} {m.value:>10.5g} {m.upper:>10.5g} {m.status:<10} {m.remark}" for m in self.items]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def estimate_columns(estimate: Estimate) -> dict[str, Any]:
+    """What every row says of its number."""
+    names = ("value", "lower", "upper", "confidence", "status", "steps", "seed")
+    return {name: getattr(estimate, name) for name in names}
+
+
+def shares(v: Tensor) -> tuple[float, ...]:
+    """How much of a vector's square falls on each token; they sum to one."""
+    energy = v.double().square().sum(-1)
+    total = energy.sum()
+    return tuple((energy / total if total > 0 else energy).tolist())

@@ -4,40 +4,44 @@ import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, final, overload
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps import Attention
+from howsmooth.maps.base import Place, place
 from howsmooth.models.capture import Capture
+from howsmooth.models.closed import ClosedForms
 from howsmooth.models.cut import MapName
 from howsmooth.models.library import tokenizer_of
-from howsmooth.models.measurement import Measurement
+from howsmooth.models.measurement import Measurement, Measurements
+from howsmooth.models.sample import Sample
 from howsmooth.models.tokens import Text, Window, of_ids
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+Ids = Sequence[int] | Tensor | Window
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A transformer, or any torch module with attention in it.
 
-    `measure` gives the constant of one layer at one input, `capture` runs an input once to measure many layers there,
-    `text` cuts a text into windows of tokens.
+    `measure` gives the constants of its layers at one input, `capture` runs inputs once to measure many maps there, `text`
+    cuts a text into windows of tokens.
     """
 
     name: str
-    module: nn.Module = field(repr=False)
-    side: str | None
-    tokenizer_source: str | None
-    notes: tuple[str, ...]
+    module: nn.Module
+    side: str | None = None
+    tokenizer_source: Any = None  # the tokenizer, or where to load it from
+    notes: tuple[str, ...] = ()
+    forms: ClosedForms = field(default_factory=ClosedForms)
 
     @classmethod
-    def of(cls, module: nn.Module, name: str, side: str | None, tokenizer_source: str | None) -> "Model":
-        """`module`, or the side of it that is named."""
+    def of(cls, module: nn.Module, name: str, side: str | None, tokenizer: Any) -> "Model":
+        """`module`, or the side of it that is named. tokenizer: itself, where to load it from, or nothing."""
         if getattr(module, "is_quantized", False):
             raise BadInputError(
                 f"expected weights that can be widened, got a quantised {type(module).__name__}; pass model.dequantize()"
@@ -46,7 +50,11 @@ class Model:
         kinds = {p.dtype for p in chosen.parameters() if p.is_floating_point()}
         small = sorted(str(k).removeprefix("torch.") for k in kinds if torch.finfo(k).bits < 32)
         notes = (f"weights in {', '.join(small)} widened to float32 for the measurement",) if small else ()
-        return cls(name, chosen, side, tokenizer_source, notes)
+        return cls(name, chosen, side, tokenizer, notes)
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.module.parameters())
+        return f"Model({self.name}, {type(self.module).__name__}, {count / 1e6:.3g} M parameters, {self.device})"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,11 +62,24 @@ class Model:
         kinds = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         return torch.float64 if torch.float64 in kinds else torch.float32
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Model":
+        """The same model elsewhere or in another precision, named as for a torch module, which is moved in place."""
+        device, dtype = place(device, dtype)
+        check_device(device)
+        return Model.of(self.module.to(device, dtype), self.name, None, self.tokenizer_source) if device or dtype else self
+
     @functools.cached_property
     def tokenizer(self) -> Any:
         if self.tokenizer_source is None:
-            raise BadInputError("expected a model with a tokenizer, got one that was built in memory; pass ids")
-        return tokenizer_of(self.tokenizer_source)
+            raise BadInputError(
+                "expected a model with a tokenizer, got one that was built in memory; pass ids, or load(module, tokenizer=…)"
+            )
+        return tokenizer_of(self.tokenizer_source) if isinstance(self.tokenizer_source, str) else self.tokenizer_source
 
     def text(self, text: str) -> Text:
         """A text in tokens, ready to be cut into windows."""
@@ -66,131 +87,182 @@ class Model:
 
     def capture(
         self,
+        windows: Sequence[Window | Sequence[int] | str] | None = None,
         *,
         text: str | None = None,
-        ids: Sequence[int] | Tensor | Window | None = None,
+        ids: Ids | None = None,
         inputs: Inputs | None = None,
         mask: Sequence[bool] | Tensor | None = None,
         n: int | None = None,
+        **forward: Any,
     ) -> Capture:
-        """Run one input through the model.
+        """Run inputs through the model: many windows at once, or one input given in one of these ways.
 
+        windows: of a text (`model.text(text).windows(n, samples)`), lists of token ids, or texts.
         text: cut to its first `n` tokens, special ones among them; whole by default.
         ids: token ids, fed exactly as they are, or a window from `text()`.  mask: false at padding.
-        inputs: what the module takes, by name or in order, with one sequence in it: pixel values, features, embeddings.
+        inputs: what the module takes, in order or by name, with one sequence in it: pixel values, features, embeddings.
+        forward: the same by name, as in `capture(**tokenizer(text, return_tensors="pt"))`; rows of `input_ids` are windows.
         """
-        if sum(given is not None for given in (text, ids, inputs)) != 1:
-            raise BadInputError("expected one of text, ids and inputs, got none or several; pass exactly one")
+        if sum(value is not None for value in (windows, text, ids, inputs, forward or None)) != 1:
+            raise BadInputError(
+                "expected one of windows, text, ids, inputs or inputs by name, got none or several; pass exactly one"
+            )
         if text is None and n is not None:
-            raise BadInputError("expected n together with text, got it with ids or inputs; cut those yourself")
-        if inputs is not None:
-            if mask is not None:
-                raise BadInputError("expected mask together with ids, got it with inputs; name it among the inputs")
-            return self._of_inputs(inputs)
-        if text is not None:
-            window = self.text(text).window(n)
-        elif isinstance(ids, Window):
-            window = ids
+            raise BadInputError("expected n together with text, got it otherwise; cut the input yourself")
+        if ids is None and mask is not None:
+            raise BadInputError(
+                "expected mask together with ids, got it otherwise; name it among the inputs, as attention_mask"
+            )
+        if inputs is not None or forward:
+            samples = self._of_inputs(forward if inputs is None else inputs)
+        elif windows is not None:
+            samples = [self._of_window(self._window(w)) for w in windows]
+        elif text is not None:
+            samples = [self._of_window(self.text(text).window(n))]
         else:
             assert ids is not None
-            window = of_ids(_whole_numbers(ids), self._tokenizer_if_any(), _flags(mask))
-        return self._of_window(window)
+            samples = [self._of_window(self._window(ids, mask))]
+        if not samples:
+            raise BadInputError("expected a window or more, got none; cut some from a text")
+        return Capture(self.name, tuple(samples), self.forms, self.notes)
 
+    @overload
     def measure(
         self,
         *,
         layer: int,
-        text: str | None = None,
-        ids: Sequence[int] | Tensor | Window | None = None,
-        inputs: Inputs | None = None,
-        mask: Sequence[bool] | Tensor | None = None,
-        n: int | None = None,
+        map: MapName = ...,
+        head: int | None = ...,
+        heads: bool = ...,
+        tol: float = ...,
+        certify: float | None = ...,
+        seed: int = ...,
+        text: str | None = ...,
+        ids: Ids | None = ...,
+        inputs: Inputs | None = ...,
+        mask: Sequence[bool] | Tensor | None = ...,
+        n: int | None = ...,
+        **forward: Any,
+    ) -> Measurement: ...
+    @overload
+    def measure(
+        self,
+        *,
+        layer: Sequence[int] | None = ...,
+        map: MapName = ...,
+        head: int | None = ...,
+        heads: bool = ...,
+        tol: float = ...,
+        certify: float | None = ...,
+        seed: int = ...,
+        text: str | None = ...,
+        ids: Ids | None = ...,
+        inputs: Inputs | None = ...,
+        mask: Sequence[bool] | Tensor | None = ...,
+        n: int | None = ...,
+        **forward: Any,
+    ) -> Measurements: ...
+    def measure(
+        self,
+        *,
+        layer: int | Sequence[int] | None = None,
         map: MapName = "attention",
         head: int | None = None,
         heads: bool = False,
         tol: float = 1e-3,
         certify: float | None = None,
         seed: int = 0,
-    ) -> Measurement:
-        """The local Lipschitz constant of one map of one layer at one input; see `capture` for the input.
+        **input: Any,
+    ) -> Measurement | Measurements:
+        """The local Lipschitz constants of a map at one input: of one layer, of several, or of all where none is named.
 
         map: `attention` (what enters the attention sub-layer → output projection), `heads` (before that projection),
         `normed` (the block's own norm first), `block` (the whole layer), `model` (first block → last hidden state).
         head: one head alone.  heads: one estimate per head beside the whole.  tol, certify, seed: as in `howsmooth.lipschitz`.
+        input: text, ids, inputs, or the model's own arguments by name, as for `capture`.
         """
-        captured = self.capture(text=text, ids=ids, inputs=inputs, mask=mask, n=n)
+        captured = self.capture(**input)
         return captured.measure(layer, map, head=head, heads=heads, tol=tol, certify=certify, seed=seed)
 
-    def attention(
-        self,
-        *,
-        layer: int,
-        text: str | None = None,
-        ids: Sequence[int] | Tensor | Window | None = None,
-        inputs: Inputs | None = None,
-        n: int | None = None,
-    ) -> Attention:
-        """One layer as `howsmooth.Attention` with the mask of one input, where it is of that form; see `Capture.attention`."""
-        return self.capture(text=text, ids=ids, inputs=inputs, n=n).attention(layer)
+    def _window(self, ids: Ids | str, mask: Sequence[bool] | Tensor | None = None) -> Window:
+        if isinstance(ids, Window):
+            return ids
+        if isinstance(ids, str):
+            return self.text(ids).window()
+        return of_ids(_whole_numbers(ids), self._tokenizer_if_any(), _flags(mask))
 
     def _tokenizer_if_any(self) -> Any | None:
-        if self.tokenizer_source is None:
-            return None
         try:
-            return self.tokenizer
+            return None if self.tokenizer_source is None else self.tokenizer
         except BadInputError:
             return None
 
-    def _of_window(self, window: Window) -> Capture:
+    def _of_window(self, window: Window) -> Sample:
         self._check_ids(window)
-        ids = torch.tensor([window.ids], device=self._device)
-        mask = torch.ones_like(ids) if window.mask is None else torch.tensor([window.mask], device=self._device).long()
+        ids = torch.tensor([window.ids], device=self.device)
         accepted = inspect.signature(self.module.forward).parameters
         if "input_ids" not in accepted:
             raise BadInputError(
-                f"expected a model that takes token ids, got {type(self.module).__name__}; pass inputs by name, as in "
-                "inputs={'pixel_values': …}"
+                f"expected a model that takes token ids, got {type(self.module).__name__}; pass its inputs by name, as in "
+                "pixel_values=…"
             )
         kwargs: dict[str, Any] = {"input_ids": ids}
         if "attention_mask" in accepted:
+            mask = torch.ones_like(ids) if window.mask is None else torch.tensor([window.mask], device=self.device).long()
             kwargs["attention_mask"] = mask
         elif window.mask is not None and not all(window.mask):
             raise BadInputError(f"expected a model that takes a padding mask, got {type(self.module).__name__}; leave mask out")
-        return self._captured((), kwargs, window)
+        return self._sample((), kwargs, window)
 
-    def _of_inputs(self, inputs: Inputs) -> Capture:
+    def _of_inputs(self, inputs: Inputs) -> list[Sample]:
+        """The module's own arguments, one sample for every row of `input_ids`."""
         if isinstance(inputs, Mapping):
             args, kwargs = (), dict(inputs)
         else:
             args, kwargs = ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
+        accepted = inspect.signature(self.module.forward).parameters
+        unknown = [name for name in kwargs if name not in accepted]
+        if unknown:
+            raise BadInputError(
+                f"expected inputs that {type(self.module).__name__} takes ({', '.join(accepted)}), got {unknown[0]!r}; "
+                "check the name"
+            )
         kind = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
 
         def fit(t: Any) -> Any:
-            return t.to(self._device, kind if t.is_floating_point() else t.dtype) if isinstance(t, Tensor) else t
+            return t.to(self.device, kind if t.is_floating_point() else t.dtype) if isinstance(t, Tensor) else t
 
         args, kwargs = tuple(fit(a) for a in args), {k: fit(v) for k, v in kwargs.items()}
         if isinstance(self.module, nn.MultiheadAttention) and len(args) == 1:
             args = args * 3  # self-attention: the tokens are queries, keys and values
-        mask = kwargs.get("attention_mask")
         ids = kwargs.get("input_ids")
-        window = Window((), ())
-        if isinstance(ids, Tensor):
-            window = of_ids(_whole_numbers(ids), self._tokenizer_if_any(), _flags(mask if isinstance(mask, Tensor) else None))
+        if not isinstance(ids, Tensor) or ids.ndim != 2:
+            return [self._sample(args, kwargs, Window((), ()))]
+        samples = []
+        for row in range(len(ids)):
+            one = {
+                k: v[row : row + 1] if isinstance(v, Tensor) and v.shape[:1] == ids.shape[:1] else v for k, v in kwargs.items()
+            }
+            mask = one.get("attention_mask")
+            flags = _flags(mask) if isinstance(mask, Tensor) and mask.ndim == 2 else None
+            window = of_ids(_whole_numbers(one["input_ids"]), self._tokenizer_if_any(), flags)
             self._check_ids(window)
-        return self._captured(args, kwargs, window)
+            samples.append(self._sample(args, one, window))
+        return samples
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], window: Window) -> Capture:
+    def _sample(self, args: tuple[Any, ...], kwargs: dict[str, Any], window: Window) -> Sample:
         if "use_cache" in inspect.signature(self.module.forward).parameters:
             kwargs["use_cache"] = False
-        captured = Capture(self.name, self.module, args, kwargs, window, self.dtype, self.notes)
+        sample = Sample(self.name, self.module, args, kwargs, window, self.dtype)
         try:
-            _ = captured.trace
+            _ = sample.trace
         except IndexError:
             raise BadInputError(
                 f"expected ids within the vocabulary and no more tokens than {self.name} has positions, got {len(window)}; "
                 "give fewer tokens"
             ) from None
-        return captured
+        return sample
 
     def _check_ids(self, window: Window) -> None:
         ids = window.ids
@@ -213,9 +285,18 @@ class Model:
         if isinstance(limit, int) and 0 < limit < len(ids):
             raise BadInputError(f"expected at most {limit} tokens, the positions {self.name} has, got {len(ids)}; give fewer")
 
-    @property
-    def _device(self) -> torch.device:
-        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+def check_device(device: torch.device | None) -> None:
+    """Refuse a device that is not there, or that knows no float64."""
+    if device is None or device.type in ("cpu", "meta"):
+        return
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if not count or (device.index or 0) >= count:
+            raise BadInputError(f"expected a CUDA device that is there, got {device} with {count} found; use device='cpu'")
+        return
+    if device.type == "mps":
+        raise BadInputError(f"expected a device that knows float64, got {device}; use device='cpu'")
 
 
 def _side(module: nn.Module, side: str | None) -> nn.Module:
@@ -246,18 +327,17 @@ def _side(module: nn.Module, side: str | None) -> nn.Module:
 
 def _whole_numbers(ids: Sequence[int] | Tensor) -> list[int]:
     """One sequence of token ids."""
-    found = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-    if len(found) == 1 and isinstance(found[0], list | tuple):
-        found = list(found[0])
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in found):
+    numbers = _one_row(ids)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in numbers):
         raise BadInputError("expected one list of whole token ids, got something else in it; pass one sequence at a time")
-    return found
+    return numbers
 
 
 def _flags(mask: Sequence[bool] | Tensor | None) -> list[bool] | None:
-    if mask is None:
-        return None
-    found = mask.tolist() if isinstance(mask, Tensor) else list(mask)
-    if len(found) == 1 and isinstance(found[0], list | tuple):
-        found = list(found[0])
-    return [bool(m) for m in found]
+    return None if mask is None else [bool(m) for m in _one_row(mask)]
+
+
+def _one_row(values: Sequence[Any] | Tensor) -> list[Any]:
+    """A sequence, or the only row of a batch of one, as a list."""
+    row = values.tolist() if isinstance(values, Tensor) else list(values)
+    return list(row[0]) if len(row) == 1 and isinstance(row[0], list | tuple) else row

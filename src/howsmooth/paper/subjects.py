@@ -15,8 +15,8 @@ from torch import nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
-from howsmooth.models.affine import as_attention
 from howsmooth.models.capture import Capture
+from howsmooth.models.closed import as_attention
 from howsmooth.models.loading import load
 from howsmooth.models.model import Model
 from howsmooth.models.tokens import Text, Window

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
-from howsmooth.models.capture import FallbackWarning
+from howsmooth.models import FallbackWarning
 from howsmooth.paper import meanfield
 from howsmooth.paper import splitting_maps as splitting
 from howsmooth.paper.configurations import grow

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from howsmooth.errors import BadInputError, ResultsError
-from howsmooth.models import Model
+from howsmooth.models import MapName, Model
 from howsmooth.report.answer import answer, findings, jumps, number, plain
 from howsmooth.report.data import (
     BoundRow,
@@ -29,14 +29,12 @@ from howsmooth.report.page import write_page
 from howsmooth.run import Engine
 from howsmooth.run.progress import Progress
 from howsmooth.run.store import Store
-from howsmooth.study.beside_theory import bound_jobs
+from howsmooth.study.beside_theory import bound_jobs, splitting_jobs, worst_jobs
 from howsmooth.study.jobs import Found, Job, Row, run_here, run_sweep, to_frame
 from howsmooth.study.layers import Question, Setting, head_jobs, layer_jobs, settle
 from howsmooth.study.lengths import fit_columns, fitting_lengths
 from howsmooth.study.positions import position_break
 from howsmooth.study.reader import ALICE, Reader
-from howsmooth.study.splitting import splitting_jobs
-from howsmooth.study.worst import worst_jobs
 
 if TYPE_CHECKING:
     import pandas
@@ -129,7 +127,7 @@ def inspect(
     lengths: Sequence[int] | None = None,
     samples: int = 8,
     layers: Sequence[int] | None = None,
-    map: str = "attention",
+    map: MapName = "attention",
     tol: float = 1e-3,
     certify: float | None = None,
     seed: int = 0,

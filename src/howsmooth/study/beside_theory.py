@@ -1,45 +1,131 @@
-"""What was measured beside each bound that theory has for a layer there."""
+"""A layer on text beside theory: every bound there, whether splitting a token pays, and the worst input of the same size.
 
+All three need the layer's weights, so they have rows for layers in closed form alone, and for the map `attention`.
+"""
+
+import math
+import re
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
+from torch import Tensor
+
+from howsmooth.maps import Attention
+from howsmooth.models import Measurement
+from howsmooth.models.measurement import estimate_columns
 from howsmooth.study.jobs import Job, Row
-from howsmooth.study.layers import Setting, row_of
-from howsmooth.study.reader import Reader, entering
-from howsmooth.theory.ball import ball_bounds
-from howsmooth.theory.bound import Bound
-from howsmooth.theory.point import point_bounds
-from howsmooth.verbs import lipschitz
+from howsmooth.study.layers import Part, Setting, parts
+from howsmooth.study.reader import Reader
+from howsmooth.theory import Bound, ball_bounds, point_bounds
+from howsmooth.verbs import splitting, worst_case
+
+_WORDS = {
+    "tie": "most tokens alike and undecided between two",
+    "clusters": "a few tokens against all others, which are alike",
+    "opposite": "one token opposite to all others, which are alike",
+    "half": "all tokens on one line, one twice as long",
+}
 
 
-def bound_jobs(setting: Setting, lengths: list[int]) -> list[Job]:
-    """Every layer on the first sample, at these lengths. Bounds are for the map `attention`."""
-    q = setting.question
-    if q.map != "attention":
+def bound_jobs(setting: Setting, lengths: Sequence[int]) -> list[Job]:
+    """What was measured beside each bound, every layer on the first sample, at these lengths."""
+    return _jobs(measure_bounds, setting, lengths, 1)
+
+
+def measure_bounds(reader: Reader, part: dict[str, Any]) -> list[Row]:
+    """One row with every bound at the input, and over the ball that just holds its tokens."""
+
+    def row(m: Measurement, attn: Attention, x: Tensor) -> Row:
+        bounds = [_cells("point", b) for b in point_bounds(attn, x)]
+        bounds += [_cells("ball", b) for b in ball_bounds(attn, m.n, m.radius_max)]
+        return m.row("bounds", bounds=bounds)
+
+    return _rows(reader, part, row)
+
+
+def splitting_jobs(setting: Setting, lengths: Sequence[int] | None = None, samples: int | None = None) -> list[Job]:
+    """Does splitting a token pay? Every layer, length and sample, or the first few samples."""
+    return _jobs(measure_splitting, setting, lengths, samples)
+
+
+def measure_splitting(reader: Reader, part: dict[str, Any]) -> list[Row]:
+    """One row: what splitting a token does, and what moving them does."""
+
+    def row(m: Measurement, attn: Attention, x: Tensor) -> Row:
+        s = splitting(attn, x, tol=m.estimate.tol, seed=m.estimate.seed)
+        gain = s.gain if math.isfinite(s.gain) else None
+        more = {"moved": s.moved.value, "gain": gain, "pays": s.pays, "certain": s.certain, "token": s.token}
+        return m.row("splitting", **estimate_columns(s.split), **more)
+
+    return _rows(reader, part, row)
+
+
+def worst_jobs(setting: Setting, n: int, steps: int = 5, restarts: int = 4) -> list[Job]:
+    """The worst input found beside the text, as many tokens, none longer than the text's longest; every layer at one length.
+
+    steps, restarts: as in `howsmooth.worst_case`.
+    """
+    return _jobs(measure_worst, setting, [n], 1, steps=steps, restarts=restarts)
+
+
+def measure_worst(reader: Reader, part: dict[str, Any], steps: int, restarts: int) -> list[Row]:
+    """One row with the text's constant and the worst found."""
+
+    def row(m: Measurement, attn: Attention, x: Tensor) -> Row:
+        worst = worst_case(attn, n=m.n, radius=m.radius_max, steps=steps, restarts=restarts, seed=m.estimate.seed)
+        more = {
+            "text": m.value,
+            "log_ceiling": None if worst.bound is None else worst.bound.log_value,
+            "ceiling": None if worst.bound is None else worst.bound.id,
+            "how": in_words(worst.start),
+            "improved": worst.status == "improved",
+        }
+        return m.row("worst", **estimate_columns(worst.estimate), **more)
+
+    return _rows(reader, part, row)
+
+
+def _jobs(
+    function: Callable[..., list[Row]], setting: Setting, lengths: Sequence[int] | None, samples: int | None, **more: Any
+) -> list[Job]:
+    """One layer and one window a job: each takes long."""
+    if setting.question.map != "attention":
         return []
-    start = setting.starts[0]
     return [
-        Job(measure_bounds, {"n": n, "start": start, "layer": layer, **q.options()})
-        for n in sorted(set(lengths), reverse=True)
-        for layer in setting.layers
+        Job(function, {"part": asdict(one), **more})
+        for part in parts(setting, lengths, samples=samples, layers=1)
+        for one in part.windows()
     ]
 
 
-def measure_bounds(reader: Reader, n: int, start: int, layer: int, tol: float, certify: float | None, seed: int) -> list[Row]:
-    """One row with every bound at the input, and over the ball that just holds its tokens; none for a layer that is no
-    `Attention`: bounds need its weights."""
-    captured = reader.captures(n, [start])[0]
-    attn, x = reader.closed(captured, layer), entering(captured, layer)
+def _rows(reader: Reader, part: dict[str, Any], row: Callable[[Measurement, Attention, Tensor], Row]) -> list[Row]:
+    """The row of one layer at one window; none for a layer that has no closed form."""
+    one = Part.of(part)
+    captured, (layer,) = one.capture(reader), one.layers
+    attn = captured.closed(layer)
     if attn is None:
         return []
     began = time.perf_counter()
-    estimate = lipschitz(attn, x, tol=tol, certify=certify, seed=seed)
-    radius = float(x.double().norm(dim=-1).max())
-    found = [_cells("point", b) for b in point_bounds(attn, x)]
-    found += [_cells("ball", b) for b in ball_bounds(attn, n, radius)]
-    row = row_of(reader, "bounds", layer, "attention", n, 0, estimate)
-    return [row | {"start": start, "radius_max": radius, "bounds": found, "seconds": time.perf_counter() - began}]
+    (measurement, window), *_ = one.measure(reader)
+    cells = row(measurement, attn, captured.tokens(layer))
+    return [cells | window | {"seconds": time.perf_counter() - began}]
 
 
 def _cells(where: str, bound: Bound) -> Row:
     names = ("id", "name", "side", "log_value", "statement", "source", "reason")
     return {"where": where, **{name: getattr(bound, name) for name in names}}
+
+
+def in_words(start: str) -> str:
+    """Where a climb began, for a reader.
+
+    >>> in_words("tie: 1 and 1 against the rest (head 2), shaken")
+    'most tokens alike and undecided between two, built from head 2'
+    """
+    family, _, rest = start.partition(":")
+    if family not in _WORDS:
+        return start
+    head = re.search(r"\(head (\d+)", rest)
+    return _WORDS[family] + (f", built from head {head[1]}" if head else "")

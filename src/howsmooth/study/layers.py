@@ -1,24 +1,19 @@
-"""Every layer and head: the measurement that all studies of a model are made of."""
+"""Every layer and head, at every length and size: the measurements that all studies of a model are made of."""
 
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
-import torch
-
 from howsmooth.errors import BadInputError
-from howsmooth.maps import Attention
-from howsmooth.models import MAPS, Capture, FallbackWarning, Measurement
-from howsmooth.models.cut import MapName
-from howsmooth.spectral import Estimate
+from howsmooth.models import MAPS, Capture, FallbackWarning, MapName, Measurement
 from howsmooth.study.jobs import Job, Row
-from howsmooth.study.reader import Reader, entering
-from howsmooth.verbs import lipschitz, lipschitz_batch
+from howsmooth.study.reader import Reader
 
-_TOKENS = 512  # in a batch; longer samples gain nothing from company
-_LAYERS = 8  # of one task
+FACTORS = (0.125, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 8.0)
+_TOKENS = 512  # in the windows of one part; longer windows gain nothing from company
+_LAYERS = 8  # of one part
 
 
 @final
@@ -32,13 +27,10 @@ class Question:
     lengths: tuple[int, ...]
     samples: int = 8
     layers: tuple[int, ...] | None = None
-    map: str = "attention"
+    map: MapName = "attention"
     tol: float = 1e-3
     certify: float | None = None
     seed: int = 0
-
-    def options(self) -> dict[str, Any]:
-        return {"tol": self.tol, "certify": self.certify, "seed": self.seed}
 
 
 @final
@@ -51,6 +43,62 @@ class Setting:
     starts: tuple[int, ...]
 
 
+@final
+@dataclass(frozen=True)
+class Part:
+    """What one task measures: windows of one length, and layers. `first` is the number of the first window's sample."""
+
+    n: int
+    starts: tuple[int, ...]
+    first: int
+    layers: tuple[int, ...]
+    map: MapName
+    tol: float
+    certify: float | None
+    seed: int
+
+    @classmethod
+    def of(cls, part: dict[str, Any]) -> "Part":
+        """From what a results file kept of it."""
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in part.items()}
+        return cls(**fields)
+
+    def windows(self) -> "list[Part]":
+        """Each window as a part of its own."""
+        return [replace(self, starts=(start,), first=self.first + k) for k, start in enumerate(self.starts)]
+
+    def capture(self, reader: Reader) -> Capture:
+        return reader.capture(self.n, self.starts)
+
+    def measure(self, reader: Reader, **options: Any) -> list[tuple[Measurement, Row]]:
+        """Every layer at every window, each with the columns that say which window, and how long it took."""
+        captured = self.capture(reader)
+        began = time.perf_counter()
+        options = {"closed": True, "tol": self.tol, "certify": self.certify, "seed": self.seed} | options
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            measured = captured.measure(self.layers, self.map, **options)
+        seconds = (time.perf_counter() - began) / len(measured)
+        windows = [{"sample": self.first + k, "start": start, "seconds": seconds} for k, start in enumerate(self.starts)]
+        return list(zip(measured, windows * len(self.layers), strict=True))
+
+
+def parts(
+    setting: Setting, lengths: Sequence[int] | None = None, *, samples: int | None = None, layers: int = _LAYERS
+) -> list[Part]:
+    """A question in parts, the longest first; windows of few tokens go together. layers: at most so many in a part."""
+    q = setting.question
+    starts = setting.starts[:samples]
+    cut = []
+    for n in sorted(set(q.lengths if lengths is None else lengths), reverse=True):
+        size = max(1, _TOKENS // n)
+        for first in range(0, len(starts), size):
+            for k in range(0, len(setting.layers), layers):
+                some = setting.layers[k : k + layers]
+                cut.append(Part(n, starts[first : first + size], first, some, q.map, q.tol, q.certify, q.seed))
+    return cut
+
+
 def settle(reader: Reader, question: Question) -> Setting:
     """Check a question before any work: the longest sample is run once, one layer of the shortest measured."""
     lengths = question.lengths
@@ -61,7 +109,7 @@ def settle(reader: Reader, question: Question) -> Setting:
     longest = max(lengths)
     starts = reader.starts(question.samples, longest, question.seed)
     reader.window(min(lengths), 0)  # a length below the special tokens is refused here
-    captured = reader.captures(longest, starts[:1])[0]
+    captured = reader.capture(longest, starts[:1])
     layers = tuple(range(captured.num_layers)) if question.layers is None else tuple(dict.fromkeys(question.layers))
     if not layers:
         raise BadInputError("expected a layer or more, got none; leave the layers out for all of them")
@@ -70,178 +118,60 @@ def settle(reader: Reader, question: Question) -> Setting:
         raise BadInputError(
             f"expected layers from 0 to {captured.num_layers - 1}, got {outside[0]!r}; {captured.model} has no other"
         )
-    shortest = reader.captures(min(lengths), starts[:1])[0]
-    _measured(shortest, layers[0], question.map, question.options())  # refuses a map that the model lacks, and bad options
-    return Setting(question, layers, tuple(starts))
+    setting = Setting(question, layers, tuple(starts))
+    first = parts(setting, [min(lengths)], samples=1)[0]
+    replace(first, layers=layers[:1]).measure(reader, closed=False)  # refuses a map that the model lacks, and bad options
+    return setting
 
 
 def layer_jobs(setting: Setting, shares: bool = False) -> list[Job]:
-    """Every layer at every length on every sample, the longest first; samples of few tokens go together.
+    """Every layer at every length on every sample.
 
     shares: also how much of the worst direction falls on each token, for the first sample.
     """
-    q, jobs = setting.question, []
-    for n in sorted(set(q.lengths), reverse=True):
-        size = max(1, _TOKENS // n)
-        for first in range(0, len(setting.starts), size):
-            for layers in _groups(setting.layers):
-                arguments = {
-                    "n": n,
-                    "starts": list(setting.starts[first : first + size]),
-                    "first": first,
-                    "layers": layers,
-                    "map": q.map,
-                    "shares": shares and first == 0,
-                    **q.options(),
-                }
-                jobs.append(Job(measure_layers, arguments))
-    return jobs
+    return [Job(measure_layers, {"part": asdict(part), "shares": shares and part.first == 0}) for part in parts(setting)]
+
+
+def measure_layers(reader: Reader, part: dict[str, Any], shares: bool) -> list[Row]:
+    """A row for every layer and window."""
+    rows = []
+    for m, window in Part.of(part).measure(reader):
+        row = m.row("layer", **window)
+        if shares and row["sample"] == 0:
+            row["shares"] = [round(s, 7) for s in m.input_share]
+        rows.append(row)
+    return rows
 
 
 def head_jobs(setting: Setting, lengths: Sequence[int] | None = None) -> list[Job]:
     """Every head alone, on the first sample, at these lengths."""
-    q = setting.question
-    if q.map not in ("attention", "normed"):
+    if setting.question.map not in ("attention", "normed"):
         return []
-    chosen = sorted(set(lengths or q.lengths), reverse=True)
-    return [
-        Job(measure_heads, {"n": n, "start": setting.starts[0], "layers": layers, "map": q.map, **q.options()})
-        for n in chosen
-        for layers in _groups(setting.layers)
-    ]
+    return [Job(measure_heads, {"part": asdict(part)}) for part in parts(setting, lengths, samples=1)]
 
 
-def measure_layers(
-    reader: Reader,
-    n: int,
-    starts: list[int],
-    first: int,
-    layers: list[int],
-    map: str,
-    shares: bool,
-    tol: float,
-    certify: float | None,
-    seed: int,
-) -> list[Row]:
-    """A row for every layer and sample. Layers in closed form take the samples in lock step."""
-    captured, rows = reader.captures(n, starts), []
-    options = {"tol": tol, "certify": certify, "seed": seed}
-    for layer in layers:
-        closed = reader.closed(captured[0], layer) if map == "attention" else None
-        began = time.perf_counter()
-        if closed is not None:
-            x = torch.stack([entering(c, layer) for c in captured])
-            found = list(lipschitz_batch(closed, x, **options))
-            lengths = x.double().norm(dim=-1)
-            radii = list(zip(lengths.square().mean(-1).sqrt().tolist(), lengths.amax(-1).tolist(), strict=True))
-            cut = True
-        else:
-            measured = [_measured(c, layer, map, options) for c in captured]
-            found, radii = [m.estimate for m in measured], [(m.radius_rms, m.radius_max) for m in measured]
-            cut = all(m.cut for m in measured)
-        seconds = (time.perf_counter() - began) / len(captured)
-        for k, (estimate, (radius, radius_max)) in enumerate(zip(found, radii, strict=True)):
-            row = row_of(reader, "layer", layer, map, n, first + k, estimate) | {
-                "start": starts[k],
-                "radius": radius,
-                "radius_max": radius_max,
-                "cut": cut,
-                "seconds": seconds,
-            }
-            if shares and first + k == 0:
-                row["shares"] = [round(s, 7) for s in share(estimate)]
-            rows.append(row)
-    return rows
-
-
-def measure_heads(
-    reader: Reader, n: int, start: int, layers: list[int], map: str, tol: float, certify: float | None, seed: int
-) -> list[Row]:
+def measure_heads(reader: Reader, part: dict[str, Any]) -> list[Row]:
     """A row for every head alone, through its own part of the output projection; none where heads cannot be told apart."""
-    captured, rows = reader.captures(n, [start])[0], []
-    options = {"tol": tol, "certify": certify, "seed": seed}
-    for layer in layers:
-        closed = reader.closed(captured, layer) if map == "attention" else None
-        for head in range(captured.trace.layers[layer].heads):
-            began = time.perf_counter()
-            if closed is not None:
-                estimate = lipschitz(one_head(closed, head), entering(captured, layer), **options)
-            else:
-                try:
-                    estimate = _measured(captured, layer, map, options, head).estimate
-                except BadInputError:  # a layer that is not cut has no heads to speak of
-                    break
-            seconds = time.perf_counter() - began
-            rows.append(row_of(reader, "head", layer, map, n, 0, estimate) | {"head": head, "start": start, "seconds": seconds})
+    whole = Part.of(part)
+    captured, rows = whole.capture(reader), []
+    for layer in whole.layers:
+        one = replace(whole, layers=(layer,))
+        for head in range(captured.heads(layer)):
+            try:
+                rows += [m.row("head", **window) for m, window in one.measure(reader, head=head)]
+            except BadInputError:  # a layer that is not cut has no heads to speak of
+                break
     return rows
 
 
-def one_head(attn: Attention, head: int) -> Attention:
-    """A head alone: its queries, its group's keys and values, its columns of the output projection."""
-    group = head // (attn.heads // (attn.kv_heads or attn.heads))
-    keys = attn.kv_heads or attn.heads
-
-    def rows(t: torch.Tensor | None, parts: int, index: int) -> torch.Tensor | None:
-        return None if t is None else t.unflatten(0, (parts, -1))[index]
-
-    w_q, w_v = rows(attn.w_q, attn.heads, head), rows(attn.w_v, keys, group)
-    assert w_q is not None
-    assert w_v is not None
-    width = w_v.shape[0]
-    bias = attn.bias
-    return replace(
-        attn,
-        w_q=w_q,
-        w_k=rows(attn.w_k, keys, group),
-        w_v=w_v,
-        w_o=None if attn.w_o is None else attn.w_o[:, head * width : (head + 1) * width],
-        b_q=rows(attn.b_q, attn.heads, head),
-        b_k=rows(attn.b_k, keys, group),
-        b_v=rows(attn.b_v, keys, group),
-        b_o=None,
-        heads=1,
-        kv_heads=1,
-        scale=attn.w_q.shape[0] ** -0.5 * attn.heads**0.5 if attn.scale is None else attn.scale,
-        bias=bias if bias is None or bias.shape[1] == 1 else bias[:, head : head + 1],
-    )
+def radius_jobs(setting: Setting, factors: Sequence[float] = FACTORS) -> list[Job]:
+    """`L` against the size of the tokens: the text's own tokens, all multiplied by one factor after the other."""
+    if not factors or not all(0 < f < 1e6 for f in factors):
+        raise BadInputError(f"expected positive factors, got {list(factors)}; 1 leaves the tokens as they are")
+    return [Job(measure_radius, {"part": asdict(part), "factors": list(factors)}) for part in parts(setting)]
 
 
-def row_of(reader: Reader, kind: str, layer: int, map: str, n: int, sample: int, estimate: Estimate) -> Row:
-    """What every row says."""
-    return {
-        "kind": kind,
-        "model": reader.model.name,
-        "layer": layer,
-        "map": map,
-        "n": n,
-        "sample": sample,
-        "value": estimate.value,
-        "lower": estimate.lower,
-        "upper": estimate.upper,
-        "confidence": estimate.confidence,
-        "status": estimate.status,
-        "steps": estimate.steps,
-        "seed": estimate.seed,
-    }
-
-
-def share(estimate: Estimate) -> list[float]:
-    """How much of the direction falls on each token."""
-    energy = estimate.direction.double().square().sum(-1)
-    total = float(energy.sum())
-    return (energy / total if total > 0 else energy).tolist()
-
-
-def _measured(captured: Capture, layer: int, map: str, options: dict[str, Any], head: int | None = None) -> Measurement:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        return captured.measure(layer, map_name(map), head=head, **options)
-
-
-def map_name(name: str) -> MapName:
-    """A map's name as the type checker knows it."""
-    return MAPS[MAPS.index(name)]  # pyright: ignore[reportArgumentType]
-
-
-def _groups(layers: Sequence[int]) -> list[list[int]]:
-    return [list(layers[i : i + _LAYERS]) for i in range(0, len(layers), _LAYERS)]
+def measure_radius(reader: Reader, part: dict[str, Any], factors: list[float]) -> list[Row]:
+    """A row for every factor, layer and window."""
+    whole = Part.of(part)
+    return [m.row("radius", factor=f, **window) for f in factors for m, window in whole.measure(reader, factor=f)]

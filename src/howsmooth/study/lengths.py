@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from howsmooth.models import Model
+from howsmooth.models import MapName, Model
 from howsmooth.run.progress import Progress
 from howsmooth.study.fit import GrowthFit, fit_growth
 from howsmooth.study.jobs import Found, Row, run_here, to_frame
@@ -76,7 +76,7 @@ def growth(
     lengths: Sequence[int] | None = None,
     samples: int = 8,
     layers: Sequence[int] | None = None,
-    map: str = "attention",
+    map: MapName = "attention",
     tol: float = 1e-3,
     certify: float | None = None,
     seed: int = 0,

@@ -6,60 +6,47 @@ that of the block before, or of the embeddings, where it normalises afterwards.
 
 import time
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth.maps import LayerNorm, RMSNorm
-from howsmooth.maps.base import Map
+from howsmooth.maps import LayerNorm, Map, RMSNorm
 from howsmooth.models import Capture
+from howsmooth.models.measurement import estimate_columns
+from howsmooth.models.sample import same
 from howsmooth.models.trace import evaluating
 from howsmooth.study.jobs import Job, Row
-from howsmooth.study.layers import Setting, row_of
-from howsmooth.study.reader import Reader, entering
+from howsmooth.study.layers import Part, Setting, parts
+from howsmooth.study.reader import Reader
 from howsmooth.verbs import lipschitz
-
-_SAME = 1e-4  # relative; another formula differs by far more
 
 
 def norm_jobs(setting: Setting) -> list[Job]:
     """Every layer, length and sample."""
-    q = setting.question
-    return [
-        Job(measure_norms, {"n": n, "start": s, "sample": k, "layers": list(setting.layers)} | q.options())
-        for n in sorted(set(q.lengths), reverse=True)
-        for k, s in enumerate(setting.starts)
-    ]
+    return [Job(measure_norms, {"part": asdict(one)}) for part in parts(setting) for one in part.windows()]
 
 
-def measure_norms(
-    reader: Reader, n: int, start: int, sample: int, layers: list[int], tol: float, certify: float | None, seed: int
-) -> list[Row]:
+def measure_norms(reader: Reader, part: dict[str, Any]) -> list[Row]:
     """Rows with map `attention`, `norm` and `normed` (the norm, then attention); the last two where a norm is in front."""
-    captured = reader.captures(n, [start])[0]
-    options: dict[str, Any] = {"tol": tol, "certify": certify, "seed": seed}
+    one = replace(Part.of(part), map="attention")
+    captured = one.capture(reader)
     calls, rows = norm_calls(captured), []
-    for layer in layers:
-        attn: Map = reader.closed(captured, layer) or reader.map(captured, layer)
-        x = entering(captured, layer)
-        found: list[tuple[str, Map, Tensor]] = [("attention", attn, x)]
-        norm = norm_in_front(calls, x)
-        if norm is not None:
-            found += [("norm", norm[0], norm[1]), ("normed", attn @ norm[0], norm[1])]
-        for map, f, tokens in found:
+    for m, window in one.measure(reader):
+        rows.append(m.row("norms", **window))
+        attn: Map = captured.closed(m.layer) or captured.map(m.layer)
+        front = norm_in_front(calls, captured.tokens(m.layer))
+        if front is None:
+            continue
+        norm, tokens = front
+        lengths = tokens.double().norm(dim=-1)
+        radii = {"radius": float(lengths.square().mean().sqrt()), "radius_max": float(lengths.max())}
+        for name, f in (("norm", norm), ("normed", attn @ norm)):
             began = time.perf_counter()
-            estimate = lipschitz(f, tokens, **options)
-            lengths = tokens.double().norm(dim=-1)
-            rows.append(
-                row_of(reader, "norms", layer, map, n, sample, estimate)
-                | {
-                    "start": start,
-                    "radius": float(lengths.square().mean().sqrt()),
-                    "radius_max": float(lengths.max()),
-                    "seconds": time.perf_counter() - began,
-                }
-            )
+            estimate = lipschitz(f, tokens, tol=one.tol, certify=one.certify, seed=one.seed)
+            seconds = time.perf_counter() - began
+            rows.append(rows[-1] | estimate_columns(estimate) | radii | {"map": name, "seconds": seconds})
     return rows
 
 
@@ -76,12 +63,12 @@ def norm_calls(captured: Capture) -> list[Call]:
             calls.append((module, args[0].detach().flatten(0, -2).clone(), output.detach().flatten(0, -2).clone()))
 
     with ExitStack() as stack:
-        stack.enter_context(evaluating(captured.owner))
-        for module in captured.owner.modules():
+        stack.enter_context(evaluating(captured.sample.owner))
+        for module in captured.sample.owner.modules():
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor) and weight.ndim == 1:
                 stack.enter_context(module.register_forward_hook(note))
-        captured.owner(*captured.args, **captured.kwargs)
+        captured.sample.owner(*captured.sample.args, **captured.sample.kwargs)
     return calls
 
 
@@ -91,7 +78,7 @@ def norm_in_front(calls: list[Call], x: Tensor) -> tuple[LayerNorm | RMSNorm, Te
         if after.shape != x.shape or not torch.allclose(after, x, rtol=1e-3, atol=1e-4 * float(x.abs().max())):
             continue
         for norm in _candidates(module):
-            if float((norm(before) - after).abs().max()) <= _SAME * float(after.abs().max()):
+            if same(norm(before), after):
                 return norm, before
     return None
 

@@ -1,7 +1,6 @@
 """What a worker of a study holds: a model and a text, loaded once, and the last inputs it ran through the model."""
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -9,18 +8,11 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps import Attention
-from howsmooth.models import Capture, FallbackWarning, Model, load
-from howsmooth.models.cut import Cut, MapName
-from howsmooth.models.tokens import Text, Window
+from howsmooth.models import Capture, Model, Text, Window, load
 
 ALICE = "Alice in Wonderland"
-_WIDEST = 1024  # of the tokens; reading off the weights of a wider layer costs more than it saves
-_MOST_CLOSED = 64  # layers kept in closed form
-_SAME = 1e-4  # float32 agrees far better, another mask far worse
 
 
 @final
@@ -49,8 +41,7 @@ class Reader:
 
     def __init__(self, model: Model, text: Text, source: Source | None = None):
         self.model, self.text, self.source = model, text, source
-        self._held: dict[tuple[int, int], Capture] = {}
-        self._closed: dict[int, tuple[int, Attention | None]] = {}  # by layer, with the length it was read off at
+        self._held: tuple[tuple[int, tuple[int, ...]], Capture] | None = None
 
     @classmethod
     def of(cls, model: Model | str | Path, text: str | Sequence[int] | None = None) -> "Reader":
@@ -85,53 +76,13 @@ class Reader:
     def window(self, n: int, start: int) -> Window:
         return self.text.window(n, start)
 
-    def captures(self, n: int, starts: Sequence[int]) -> list[Capture]:
-        """The model run once for every window; kept until other windows are asked for."""
-        wanted = [(n, start) for start in starts]
-        kept = {key: self._held[key] for key in wanted if key in self._held}
-        self._held = {key: kept.get(key) or self.model.capture(ids=self.window(*key)) for key in wanted}
-        return [self._held[key] for key in wanted]
-
-    def map(self, captured: Capture, layer: int, map: MapName = "attention") -> Cut:
-        """A map of a layer, on the kernels or through the model's own code."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            return captured.map(layer, map)
-
-    def closed(self, captured: Capture, layer: int) -> Attention | None:
-        """A layer as `Attention` in the model's precision, or nothing where it is not of that form.
-
-        It is read off at the first input, compared with the model's own output in float64, and kept: a shorter input finds
-        the same function, unless its output here says otherwise. A longer one is read off anew, since masks may begin to bite.
-        """
-        x = entering(captured, layer)
-        if x.shape[-1] > _WIDEST:
-            return None
-        n, kept = self._closed.get(layer, (0, None))
-        if n < len(x) or (kept is not None and n > len(x) and not _agrees(kept, captured, layer)):
-            n, kept = len(x), self._read_off(captured, layer)
-            if len(self._closed) >= _MOST_CLOSED:
-                self._closed.clear()
-            self._closed[layer] = n, kept
-        return kept
-
-    def _read_off(self, captured: Capture, layer: int) -> Attention | None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            try:
-                return captured.attention(layer).to(self.model.dtype)
-            except BadInputError:
-                return None
-
-
-@torch.no_grad()
-def _agrees(attn: Attention, captured: Capture, layer: int) -> bool:
-    """Whether a layer in closed form gives what the layer gives at this input."""
-    cut = captured._candidate(layer, "attention")
-    if cut is None or attn.bias is not None:  # a bias belongs to one length
-        return False
-    theirs = cut.value(cut.start[None].to(attn.dtype))[0]
-    return float((attn(cut.start) - theirs).abs().max()) <= _SAME * float(theirs.abs().max())
+    def capture(self, n: int, starts: Sequence[int]) -> Capture:
+        """The model at these windows, kept until others are asked for."""
+        wanted = (n, tuple(starts))
+        if self._held is None or self._held[0] != wanted:
+            self._held = None  # the old ones go before the new ones come
+            self._held = wanted, self.model.capture([self.window(n, start) for start in starts])
+        return self._held[1]
 
 
 def prepare(**source: Any) -> Reader:
@@ -145,11 +96,6 @@ def prepare(**source: Any) -> Reader:
         if now != then:
             raise BadInputError(f"expected the {what} that the study was planned with, got another; start it anew")
     return found
-
-
-def entering(captured: Capture, layer: int) -> Tensor:
-    """What enters a layer's attention, (n, d)."""
-    return captured.trace.layers[layer].x
 
 
 def alice() -> str:
