@@ -22,8 +22,8 @@ def run(quick: bool) -> list[dict[str, Any]]:
 
 def _row(name: str) -> dict[str, Any]:
     import howsmooth as hs
-from howsmooth.models import MAPS
     from benchmarks.harness import agree
+    from howsmooth.models import MAPS
     from problems.zoo import ZOO, randomize, reference
 
     animal = ZOO[name]
