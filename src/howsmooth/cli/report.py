@@ -1,6 +1,5 @@
 """`howsmooth report` and `howsmooth demo`."""
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +24,6 @@ from howsmooth.cli.shared import (
     print_json,
     show_table,
 )
-from howsmooth.report.data import ReportData
 
 Out = Annotated[Path, typer.Option(help="folder for the page, figures, tables and results")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results in the folder")]
@@ -88,7 +86,7 @@ def report(
             print_json({"page": str(page.resolve()), **found.to_dict()})
             return
         if not quiet:
-            show_table("L, geometric mean over samples", _table(found.data))
+            show_table("L, geometric mean over samples", found.data.growth.table())
             print("", *found.answer, *found.findings, "", sep="\n")
         print(page.resolve())
 
@@ -119,18 +117,3 @@ def demo(
         as_json=as_json,
         debug=debug,
     )
-
-
-def _table(data: ReportData) -> list[dict[str, str]]:
-    """One line per layer: the constant at every length, and its exponent."""
-    means = {(c.layer, c.n): c.mean for c in data.cells}
-    lines = []
-    for layer in data.layers:
-        line = {"layer": str(layer)}
-        line |= {f"n={n}": f"{means.get((layer, n), math.nan):.3g}" for n in data.lengths}
-        fit = data.fits.get(layer)
-        if fit is not None:
-            sure = "" if fit.exponent.low is None else f" [{fit.exponent.low:.2f}, {fit.exponent.high:.2f}]"
-            line["exponent"] = f"{fit.exponent.value:.2f}{sure}"
-        lines.append(line)
-    return lines
