@@ -72,7 +72,7 @@ def report(
         reader = Reader.by_name(model, text, side)
         question = Question(asked or fitting_lengths(reader, samples), samples, chosen, map_name, tol, certify, seed)
         setting = settle(reader, question)
-        found, page = inspect_into(
+        made, page = inspect_into(
             reader,
             setting,
             out,
@@ -83,11 +83,11 @@ def report(
             progress=progress_bar("measuring", quiet=quiet or as_json),
         )
         if as_json:
-            print_json({"page": str(page.resolve()), **found.to_dict()})
+            print_json({"page": str(page.resolve()), **made.to_dict()})
             return
         if not quiet:
-            show_table("L, geometric mean over samples", found.data.growth.table())
-            print("", *found.answer, *found.findings, "", sep="\n")
+            show_table("L, geometric mean over samples", made.data.growth.table())
+            print("", *made.answer, *made.findings, "", sep="\n")
         print(page.resolve())
 
 

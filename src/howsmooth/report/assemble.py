@@ -125,9 +125,9 @@ def inspect(
     chosen = fitting_lengths(reader, samples) if lengths is None else tuple(lengths)
     setting = settle(reader, Question(chosen, samples, None if layers is None else tuple(layers), map, tol, certify, seed))
     began = time.perf_counter()
-    found = run_here(reader, report_jobs(setting), progress)
+    measured = run_here(reader, report_jobs(setting), progress)
     named = ALICE if text is None else "a text"
-    return assemble(reader, setting, found, text=named, command="howsmooth.inspect", seconds=time.perf_counter() - began)
+    return assemble(reader, setting, measured, text=named, command="howsmooth.inspect", seconds=time.perf_counter() - began)
 
 
 def inspect_into(
@@ -158,9 +158,9 @@ def inspect_into(
     command = command or shlex.join(["howsmooth", *sys.argv[1:]])
     began = time.perf_counter()
     jobs = report_jobs(setting)
-    found = run_sweep(reader.source, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
+    measured = run_sweep(reader.source, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
     named = ALICE if reader.source.text is None else Path(reader.source.text).name
-    report = assemble(reader, setting, found, text=named, command=command, seconds=time.perf_counter() - began)
+    report = assemble(reader, setting, measured, text=named, command=command, seconds=time.perf_counter() - began)
     return report, report.save(folder, force=True, figures=figures)
 
 
@@ -176,25 +176,25 @@ def report_jobs(setting: Setting) -> list[Job]:
 
 
 def assemble(
-    reader: Reader, setting: Setting, found: Found, *, text: str, command: str, seconds: float | None = None
+    reader: Reader, setting: Setting, measured: Found, *, text: str, command: str, seconds: float | None = None
 ) -> Report:
-    """The report in what a study found."""
-    if not found.of("layer"):
-        raise BadInputError(found.failures[0] if found.failures else "expected measurements, got none; ask for a layer")
+    """The report in what a study measured."""
+    if not measured.of("layer"):
+        raise BadInputError(measured.failures[0] if measured.failures else "expected measurements, got none; ask for a layer")
     methods = Methods(
         model=_DEMO if reader.model.name == "demo" else reader.model.name,
         text=text,
         map=setting.question.map,
         command=command,
-        versions=found.versions,
+        versions=measured.versions,
         seed=setting.question.seed,
         tol=setting.question.tol,
         date=time.strftime("%Y-%m-%d"),
         seconds=seconds,
     )
-    data = ReportData(found.rows, methods)
-    texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, data, found.failures)
-    return Report(replace(data, texts=texts, notes=notes), found.failures)
+    data = ReportData(measured.rows, methods)
+    texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, data, measured.failures)
+    return Report(replace(data, texts=texts, notes=notes), measured.failures)
 
 
 def _texts(reader: Reader, start: int, data: ReportData) -> dict[int, list[Token]]:

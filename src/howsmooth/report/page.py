@@ -30,10 +30,10 @@ _BOUND = ("layer", "n", "value", "where", "id", "name", "side", "log_value", "st
 def render(data: ReportData) -> str:
     """The page as text."""
     script, m = asset("charts.js") + asset("page.js"), data.methods
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src 'unsafe-inline'; base-uri 'none'"
-    sentences = answer(data)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sentences, rows = answer(data), data.of("layer")
     return Template(asset("page.html")).substitute(
-        policy=policy,
+        policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'",
         description=escape(plain(sentences[0])),
         title=escape(data.title),
         model=escape(m.model),
@@ -46,8 +46,8 @@ def render(data: ReportData) -> str:
         intervals=_intervals(data),
         splitting=_splitting(data),
         worst=_worst(data),
-        confidence=escape(str(min(row["confidence"] for row in data.of("layer")))),
-        cut=_cut(data),
+        confidence=escape(str(min(row["confidence"] for row in rows))),
+        cut=f" The first {_MOST_ROWS} of {len(rows)} are here." if len(rows) > _MOST_ROWS else "",
         methods="".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _methods(data).items() if v),
         command=escape(m.command),
         version=escape(m.versions.get("howsmooth", "")),
@@ -158,17 +158,10 @@ def asset(name: str) -> str:
     return resources.files("howsmooth.report").joinpath("assets", name).read_text("utf-8")
 
 
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
 def _html(sentence: Sentence) -> str:
+    """A sentence as it is read, powers such as n^0.25 raised."""
     marks = {"": "{}", "strong": "<b>{}</b>", "sup": "<sup>{}</sup>"}
-    return "".join(marks[kind].format(_powers(escape(text))) for text, kind in sentence)
-
-
-def _powers(text: str) -> str:
-    """n^0.25 and 10^6 as they are read."""
+    text = "".join(marks[kind].format(escape(text)) for text, kind in sentence)
     return re.sub(r"\^((?:\d|[−.-](?=\d))+)", r"<sup>\1</sup>", text)
 
 
@@ -205,11 +198,6 @@ def _worst(data: ReportData) -> str:
     most = max(rows, key=lambda row: row["value"] / row["text"])
     how, gain = f" ({escape(most['how'])})" if most["how"] else "", number(most["value"] / most["text"])
     return f"In layer {most['layer']} at n = {most['n']} it is {gain} times what the text shows{how}."
-
-
-def _cut(data: ReportData) -> str:
-    count = len(data.of("layer"))
-    return f" The first {_MOST_ROWS} of {count} are here." if count > _MOST_ROWS else ""
 
 
 def _methods(data: ReportData) -> dict[str, str]:
