@@ -2,19 +2,11 @@
 
 import math
 import random
+from typing import Any
 
-from howsmooth.report.data import (
-    BoundRow,
-    HeadMeasurement,
-    Measurement,
-    Methods,
-    Passage,
-    ReportData,
-    SplitRow,
-    Token,
-    WorstRow,
-)
+from howsmooth.report import Methods, ReportData
 
+Row = dict[str, Any]
 LENGTHS = (8, 16, 32, 64, 128, 136, 256, 512)
 METHODS = Methods(
     model="a model",
@@ -26,6 +18,7 @@ METHODS = Methods(
     date="2024-05-01",
     seconds=12.0,
 )
+NOTE = "Position embeddings past 128 were never tuned."
 HOSTILE = (
     "<script>window.harmed = true</script>",
     "<img src=x onerror='window.harmed = true'>",
@@ -49,70 +42,110 @@ def value(layer: int, n: int) -> float:
     return (2 + layer) * n**0.2 * (3 if layer == 0 and n > 128 else 1)
 
 
-def measurements(layers: int = 4, samples: int = 6, lengths: tuple[int, ...] = LENGTHS) -> tuple[Measurement, ...]:
+def row(kind: str, layer: int, n: int, value: float, **more) -> Row:
+    return {"kind": kind, "layer": layer, "n": n, "value": value, **more}
+
+
+def zeros(lengths: tuple[int, ...] = (8, 16)) -> list[Row]:
+    """A layer that maps everything to one point, measured densely."""
+    rest = {"sample": 0, "upper": 0.0, "confidence": 1.0, "status": "dense", "radius": 1.0}
+    return [row("layer", 0, n, 0.0, **rest) for n in lengths]
+
+
+def layers(count: int = 4, samples: int = 6, lengths: tuple[int, ...] = LENGTHS) -> list[Row]:
     noise = random.Random(0)
     rows = []
-    for layer in range(layers):
+    for layer in range(count):
         for n in lengths:
             for sample in range(samples):
-                found = value(layer, n) * math.exp(noise.gauss(0, 0.03))
-                rows.append(Measurement(layer, n, sample, found, 1.2 * found, 0.999999, "converged", 9.0 + layer, 0.25, 7))
-    return tuple(rows)
+                L = value(layer, n) * math.exp(noise.gauss(0, 0.03))
+                rest = {
+                    "sample": sample,
+                    "upper": 1.2 * L,
+                    "confidence": 0.999999,
+                    "status": "converged",
+                    "radius": 9.0 + layer,
+                }
+                rows.append(row("layer", layer, n, L, **rest, seconds=0.25, seed=7, model="a model", map="attention"))
+    return rows
 
 
-def heads(layers: int = 4, count: int = 5, lengths: tuple[int, ...] = (128, 136)) -> tuple[HeadMeasurement, ...]:
+def heads(count: int = 4, each: int = 5, lengths: tuple[int, ...] = (128, 136)) -> list[Row]:
     """Head 2 of layer 0 alone carries the jump."""
-    return tuple(
-        HeadMeasurement(layer, head, n, 1.0 + head + (9.0 if (layer, head) == (0, 2) and n > 128 else 0.0))
-        for layer in range(layers)
-        for head in range(count)
+    return [
+        row("head", layer, n, 1.0 + head + (9.0 if (layer, head) == (0, 2) and n > 128 else 0.0), head=head)
+        for layer in range(count)
+        for head in range(each)
         for n in lengths
-    )
+    ]
 
 
-def passage(words: tuple[str, ...], layers: int = 4) -> Passage:
-    """Layer k puts half of its worst direction on token k."""
-    tokens = tuple(Token(word, " " if i else "", special=i == 0) for i, word in enumerate(words))
-    rest = 0.5 / max(len(words) - 1, 1)
-    return Passage(tokens, {k: [0.5 if i == k else rest for i in range(len(words))] for k in range(min(layers, len(words)))})
+def tokens(words: tuple[str, ...]) -> list[tuple[str, str, bool]]:
+    return [(" " if i else "", word, i == 0) for i, word in enumerate(words)]
 
 
-def bounds(layers: int = 4) -> tuple[BoundRow, ...]:
+def with_shares(rows: list[Row], lengths: tuple[int, ...]) -> list[Row]:
+    """The same rows; on the first sample at these lengths layer k puts half of its worst direction on token k."""
+
+    def shares(layer, n):
+        return [0.5 if i == layer else 0.5 / max(n - 1, 1) for i in range(n)]
+
+    there = [r["n"] in lengths and r["sample"] == 0 for r in rows]
+    return [r | {"shares": shares(r["layer"], r["n"])} if yes else r for r, yes in zip(rows, there, strict=True)]
+
+
+def bound(where: str, id: str, name: str, side: str, log_value: float | None, reason: str | None = None) -> Row:
+    text = {"statement": "L ≤ …", "source": "a paper", "reason": reason}
+    return {"where": where, "id": id, "name": name, "side": side, "log_value": log_value, **text}
+
+
+def bounds(count: int = 4) -> list[Row]:
     rows = []
-    for layer in range(layers):
+    for layer in range(count):
         for n in (128, 512):
             L = value(layer, n)
-            rows += [
-                BoundRow(layer, n, "point", "D6", "at a point", "upper", math.log(5 * L), L, "L ≤ …", "a paper"),
-                BoundRow(layer, n, "ball", "B7", "√n", "upper", math.log(900 * L), L, "L ≤ …", "a paper"),
-                BoundRow(layer, n, "ball", "B8m", "mean field", "upper", 888.0, L, "L ≤ …", "a paper"),
-                BoundRow(layer, n, "ball", "B2", "from below", "lower", math.log(L / 40), L, "L ≥ …", "a paper"),
-                BoundRow(layer, n, "ball", "B4", "one head", "upper", None, L, "L ≤ …", "a paper", "it has several heads"),
+            parts = [
+                bound("point", "D6", "at a point", "upper", math.log(5 * L)),
+                bound("ball", "B7", "√n", "upper", math.log(900 * L)),
+                bound("ball", "B8m", "mean field", "upper", 888.0),
+                bound("ball", "B2", "from below", "lower", math.log(L / 40)),
+                bound("ball", "B4", "one head", "upper", None, "it has several heads"),
             ]
-    return tuple(rows)
+            rows.append(row("bounds", layer, n, L, bounds=parts))
+    return rows
 
 
-def full(**changes) -> ReportData:
-    """Every part of a report."""
+def splits(count: int = 4) -> list[Row]:
+    return [row("splitting", k, 128, 8.0 + k, moved=10.0) for k in range(count)]
+
+
+def worst(count: int = 4) -> list[Row]:
+    ceilings = [None, *(math.log(4000) for _ in range(1, count))]
+    return [
+        row("worst", k, 128, 50.0, radius_max=9.0, text=5.0 + k, log_ceiling=log, how="ascent")
+        for k, log in enumerate(ceilings)
+    ]
+
+
+def report(rows: list[Row], **more) -> ReportData:
+    return ReportData(rows, METHODS, **more)
+
+
+def full(measured: list[Row] | None = None, *others: list[Row]) -> ReportData:
+    """Every part of a report; others: in place of heads, bounds, splitting and worst inputs."""
     words = tuple(f"word{i}" for i in range(136))
-    parts = {
-        "measurements": measurements(),
-        "methods": METHODS,
-        "heads": heads(),
-        "passages": (passage(words[:128]), passage(words)),
-        "bounds": bounds(),
-        "splits": tuple(SplitRow(k, 128, 10.0, 8.0 + k) for k in range(4)),
-        "worst": tuple(WorstRow(k, 128, 9.0, 5.0 + k, 50.0, math.log(4000) if k else None, "ascent") for k in range(4)),
-        "notes": ("Position embeddings past 128 were never tuned.",),
-    }
-    return ReportData(**(parts | changes))
+    measured = with_shares(layers(), (128, 136)) if measured is None else measured
+    rest = others or (heads(), bounds(), splits(), worst())
+    texts = {n: tokens(words[:n]) for n in (128, 136)}
+    return report([*measured, *(r for rows in rest for r in rows)], texts=texts, notes=(NOTE,))
 
 
 def harmful() -> ReportData:
     """Hostile text in every place where text can stand."""
-    bad = HOSTILE[0] + HOSTILE[3]
+    bad, n = HOSTILE[0] + HOSTILE[3], len(HOSTILE)
     methods = Methods(bad, bad, bad, bad, {bad: bad, "howsmooth": bad}, date=bad)
-    rows = tuple(BoundRow(0, 8, "point", bad, bad, "upper", 5.0 if k else None, 3.0, bad, bad, bad) for k in range(2))
-    found = tuple(Measurement(m.layer, m.n, m.sample, m.value, m.upper, 0.5, bad, m.radius) for m in measurements(2, 1))
-    worst = (WorstRow(0, 8, 1.0, 2.0, 3.0, 4.0, bad),)
-    return ReportData(found, methods, (), (passage(HOSTILE, 3),), rows, (), worst, (bad,), bad)
+    parts = [bound("point", bad, bad, "upper", log, bad) | {"statement": bad, "source": bad} for log in (None, 5.0)]
+    rows = [r | {"status": bad, "confidence": 0.5} for r in with_shares(layers(2, 1, (8, n)), (n,))]
+    rows.append(row("bounds", 0, 8, 3.0, bounds=parts))
+    rows.append(row("worst", 0, 8, 3.0, radius_max=1.0, text=2.0, log_ceiling=4.0, how=bad))
+    return ReportData(rows, methods, {n: tokens(HOSTILE)}, (bad,), bad)

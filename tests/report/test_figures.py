@@ -5,11 +5,12 @@ import re
 import pytest
 
 from howsmooth.errors import BadInputError, ResultsError
-from howsmooth.report.data import Measurement, ReportData
-from howsmooth.report.figures import FIGURES, draw_figures
+from howsmooth.report import draw_figures
+from howsmooth.report.figures import FIGURES
 from problems import reports
 
 
+@pytest.mark.slow
 def test_every_figure_is_written_in_every_format_and_growth_names_exponents_and_the_jump(tmp_path):
     written = draw_figures(reports.full(), tmp_path / "figures", formats=("pdf", "png", "svg"))
     assert {p.stem for p in written} == set(FIGURES)
@@ -22,17 +23,16 @@ def test_every_figure_is_written_in_every_format_and_growth_names_exponents_and_
 
 
 def test_what_was_not_measured_is_not_drawn(tmp_path):
-    data = ReportData(reports.measurements(1, 1, (8,)), reports.METHODS)
+    data = reports.report(reports.layers(1, 1, (8,)))
     assert [p.name for p in draw_figures(data, tmp_path, formats=("svg",))] == ["layers-by-length.svg"]
-    zeros = ReportData(tuple(Measurement(0, n, 0, 0.0, 0.0, 1.0, "dense", 1.0) for n in (8, 16)), reports.METHODS)
-    assert len(draw_figures(zeros, tmp_path / "zeros", formats=("png",))) == 2
+    assert len(draw_figures(reports.report(reports.zeros()), tmp_path / "zeros", formats=("png",))) == 2
 
 
 def test_global_settings_are_left_alone(tmp_path):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    draw_figures(ReportData(reports.measurements(1, 1), reports.METHODS), tmp_path, formats=("png",))
+    draw_figures(reports.report(reports.layers(1, 1)), tmp_path, formats=("png",))
     assert dict(matplotlib.rcParams) == before
 
 
@@ -41,3 +41,22 @@ def test_what_cannot_be_drawn_is_one_sentence(tmp_path):
         draw_figures(reports.full(), tmp_path, formats=("gif",))
     with pytest.raises(ResultsError, match="choose another"):
         draw_figures(reports.full(), "/dev/null/figures")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [9, 32, 80])
+def test_many_layers_stay_readable_and_nothing_is_printed(tmp_path, capfd, layers):
+    """Warnings are errors here, so a layout that collapses fails."""
+    parts = (reports.heads(layers, 32), reports.bounds(layers), reports.splits(layers), reports.worst(layers))
+    data = reports.full(reports.layers(layers, 2), *parts)
+    written = draw_figures(data, tmp_path, formats=("svg",))
+    assert {p.stem for p in written} == set(FIGURES)
+    assert capfd.readouterr() == ("", "")
+    named = len(re.findall(r"layer \d+: ", (tmp_path / "growth.svg").read_text("utf-8")))
+    assert named <= 6  # notes at jumps; the legend names no layer
+    from matplotlib.image import imread
+
+    for path in draw_figures(data, tmp_path / "png", formats=("png",)):
+        height, width = imread(path).shape[:2]
+        assert 200 < height <= 9 * 200
+        assert 200 < width <= 9 * 200

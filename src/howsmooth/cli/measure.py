@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.cli.root import Debug, Json, app, one_sentence
 from howsmooth.cli.shared import map_of
 from howsmooth.errors import BadInputError
 from howsmooth.models import MAPS, Measurement, load

@@ -1,12 +1,11 @@
 """`howsmooth report` and `howsmooth demo`."""
 
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.cli.root import Debug, Json, app, one_sentence
 from howsmooth.cli.shared import (
     Address,
     EngineName,
@@ -26,7 +25,6 @@ from howsmooth.cli.shared import (
     print_json,
     show_table,
 )
-from howsmooth.report.data import ReportData
 
 Out = Annotated[Path, typer.Option(help="folder for the page, figures, tables and results")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results in the folder")]
@@ -75,7 +73,7 @@ def report(
         reader = Reader.by_name(model, text, side)
         question = Question(asked or fitting_lengths(reader, samples), samples, chosen, map_of(map_name), tol, certify, seed)
         setting = settle(reader, question)
-        found, page = inspect_into(
+        made, page = inspect_into(
             reader,
             setting,
             out,
@@ -86,11 +84,11 @@ def report(
             progress=progress_bar("measuring", quiet=quiet or as_json),
         )
         if as_json:
-            print_json({"page": str(page.resolve()), **found.to_dict()})
+            print_json({"page": str(page.resolve()), **made.to_dict()})
             return
         if not quiet:
-            show_table("L, geometric mean over samples", _table(found.data))
-            print("", *found.answer, *found.findings, "", sep="\n")
+            show_table("L, geometric mean over samples", made.data.growth.table())
+            print("", *made.answer, *made.findings, "", sep="\n")
         print(page.resolve())
 
 
@@ -120,18 +118,3 @@ def demo(
         as_json=as_json,
         debug=debug,
     )
-
-
-def _table(data: ReportData) -> list[dict[str, str]]:
-    """One line per layer: the constant at every length, and its exponent."""
-    means = {(c.layer, c.n): c.mean for c in data.cells}
-    lines = []
-    for layer in data.layers:
-        line = {"layer": str(layer)}
-        line |= {f"n={n}": f"{means.get((layer, n), math.nan):.3g}" for n in data.lengths}
-        fit = data.fits.get(layer)
-        if fit is not None:
-            sure = "" if fit.exponent.low is None else f" [{fit.exponent.low:.2f}, {fit.exponent.high:.2f}]"
-            line["exponent"] = f"{fit.exponent.value:.2f}{sure}"
-        lines.append(line)
-    return lines

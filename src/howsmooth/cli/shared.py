@@ -62,12 +62,12 @@ def layers_of(text: str) -> tuple[int, ...] | None:
 
 def _whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(part) for part in text.split(",") if part.strip())
+        numbers = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        found = ()
-    if not found:
+        numbers = ()
+    if not numbers:
         raise BadInputError(f"expected {option} like {example}, got {text!r}; give whole numbers with commas")
-    return found
+    return numbers
 
 
 def show_table(title: str, rows: Sequence[dict[str, Any]]) -> None:

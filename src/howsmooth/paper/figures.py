@@ -9,7 +9,7 @@ from howsmooth.paper.curves import Curve, Exponent, curves, exponents
 from howsmooth.paper.meanfield import BOUNDS, Convergence, Growth
 from howsmooth.paper.meanfield_figures import draw_convergence, draw_frequency, draw_growth, draw_map
 from howsmooth.paper.splitting_maps import Share, splitting_map
-from howsmooth.report.figures import COLOURS, MARKERS, _plain_numbers, _style
+from howsmooth.report import COLOURS, MARKERS, figure_style, plain_numbers
 from howsmooth.study.fit import GrowthFit
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def draw_reproduction(rows: Rows, folder: Path) -> list[Path]:
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _style():
+        with figure_style():
             for name, draw in drawings.items():
                 figure = draw()
                 if figure is not None:
@@ -244,7 +244,7 @@ def _guides(axes: Any, group: Sequence[Curve], powers: Any = ((0.25, "1/4", ":")
 
 def _log(axes: Any, label: str) -> None:
     axes.set(xscale="log", yscale="log", ylabel=label)
-    _plain_numbers(axes.yaxis)
+    plain_numbers(axes.yaxis)
 
 
 def _lengths(axes: Any, lengths: Iterable[int]) -> None:

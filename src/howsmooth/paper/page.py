@@ -14,7 +14,7 @@ from typing import Any, final
 from howsmooth.errors import ResultsError
 from howsmooth.paper.curves import Curve, Exponent, curves, exponents
 from howsmooth.paper.figures import Rows, draw_reproduction
-from howsmooth.report.page import _asset
+from howsmooth.report import asset
 
 SECTIONS: dict[str, tuple[str, str]] = {
     "exponents": (
@@ -143,7 +143,7 @@ def render(table: Sequence[Exponent], figures: Sequence[Path], about: About) -> 
     }
     listed = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in methods.items() if v)
     return Template(resources.files("howsmooth").joinpath("paper/reproduction.html").read_text("utf-8")).substitute(
-        style=_asset("page.css"),
+        style=asset("page.css"),
         answer="".join(f"<p>{escape(sentence)}</p>" for sentence in answer(table)),
         failures=failures,
         contents=contents,

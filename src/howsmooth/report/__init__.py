@@ -1,5 +1,20 @@
 """Rows turned into a page a person can read."""
 
 from howsmooth.report.assemble import Report, inspect
+from howsmooth.report.data import Methods, ReportData
+from howsmooth.report.figures import COLOURS, MARKERS, draw_figures, figure_style, plain_numbers
+from howsmooth.report.page import asset, write_page
 
-__all__ = ["Report", "inspect"]
+__all__ = [
+    "COLOURS",
+    "MARKERS",
+    "Methods",
+    "Report",
+    "ReportData",
+    "asset",
+    "draw_figures",
+    "figure_style",
+    "inspect",
+    "plain_numbers",
+    "write_page",
+]

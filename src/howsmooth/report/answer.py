@@ -3,8 +3,9 @@
 import math
 from typing import Literal
 
-from howsmooth.report.data import BoundRow, Cell, HeadMeasurement, ReportData
-from howsmooth.study.fit import Break, GrowthFit, Interval
+from howsmooth.report.data import ReportData
+from howsmooth.study.fit import Break, Interval
+from howsmooth.study.jobs import Row
 
 # A sentence is a list of pieces; how each is set is for the page to decide.
 Piece = tuple[str, Literal["", "strong", "sup"]]
@@ -18,32 +19,32 @@ def plain(sentence: Sentence) -> str:
 
 def answer(data: ReportData) -> list[Sentence]:
     """Which layer is least smooth, how it grows with n, how far it is from the ceiling."""
-    worst = max(data.cells, key=lambda c: c.mean)
+    worst = data.least_smooth()
     return [_least_smooth(data, worst), _growth(data, worst), _ceiling(data, worst)]
 
 
-def _least_smooth(data: ReportData, worst: Cell) -> Sentence:
-    over = f", in the mean of {worst.samples} samples" if worst.samples > 1 else ""
-    best = min((c for c in data.cells if c.n == worst.n), key=lambda c: c.mean)
-    beside = f"; in the smoothest, layer {best.layer}, {number(best.mean)} times" if best.layer != worst.layer else ""
+def _least_smooth(data: ReportData, worst: Row) -> Sentence:
+    over = f", in the mean of {worst['samples']} samples" if worst["samples"] > 1 else ""
+    best = min((row for row in data.summary if row["n"] == worst["n"]), key=lambda row: row["mean"])
+    beside = f"; in the smoothest, layer {best['layer']}, {number(best['mean'])} times" if best is not worst else ""
     return [
-        (f"Layer {worst.layer} is the least smooth:", "strong"),
+        (f"Layer {worst['layer']} is the least smooth:", "strong"),
         (
-            f" at n = {worst.n} tokens a small change of what enters its attention can come out "
-            f"{number(worst.mean)} times as large{over}{beside}.",
+            f" at n = {worst['n']} tokens a small change of what enters its attention can come out "
+            f"{number(worst['mean'])} times as large{over}{beside}.",
             "",
         ),
     ]
 
 
-def _growth(data: ReportData, worst: Cell) -> Sentence:
-    fit = data.fits.get(worst.layer)
+def _growth(data: ReportData, worst: Row) -> Sentence:
+    fit = data.fits.get(worst["layer"])
     if fit is None:
-        return [("Only one length was measured, so nothing can be said of growth.", "")]
+        reason = "Only one length was measured" if len(data.lengths) == 1 else "Fewer than two lengths gave a positive constant"
+        return [(f"{reason}, so nothing can be said of growth.", "")]
     exponents = [f.exponent.value for f in data.fits.values()]
-    span = f"from {fit.lengths[0]} to {fit.lengths[-1]} tokens"
     pieces: Sentence = [
-        (f"{span[0].upper()}{span[1:]} its constant ", ""),
+        (f"From {fit.lengths[0]} to {fit.lengths[-1]} tokens its constant ", ""),
         ("grows about like n", "strong"),
         (f"{fit.exponent.value:.2f}", "sup"),
     ]
@@ -52,52 +53,44 @@ def _growth(data: ReportData, worst: Cell) -> Sentence:
         f"; over all layers the exponent goes from {min(exponents):.2f} to {max(exponents):.2f}" if len(exponents) > 1 else ""
     )
     pieces.append((f"{f' (95 % interval {sure})' if sure else ''}{others}", ""))
-    if found := jumps(data):
-        layer, jump = max(found, key=lambda j: abs(math.log(j[1].change.value)))
+    if data.jumps:
+        layer, jump = data.jumps[0]
         pieces.append((", but ", ""))
         pieces.append((f"layer {layer} jumps {times(jump.change.value)} between n = {jump.before} and {jump.after}", "strong"))
     pieces.append((".", ""))
     return pieces
 
 
-def _ceiling(data: ReportData, worst: Cell) -> Sentence:
-    rows = [b for b in data.bounds if b.side == "upper" and b.log_value is not None]
+def _ceiling(data: ReportData, worst: Row) -> Sentence:
+    rows = [bound for bound in data.bounds if bound["side"] == "upper" and bound["log_value"] is not None]
     if not rows:
         return [("No bound was computed, so the distance from the ceiling is not known.", "")]
-    bounded = {b.layer for b in rows}
-    layer = max((c for c in data.cells if c.layer in bounded), key=lambda c: c.mean).layer
-    rows = [b for b in rows if b.layer == layer]
-    which = "" if layer == worst.layer else f" for layer {layer}"
-    n = min({b.n for b in rows}, key=lambda k: abs(k - worst.n))
-    at, over = (_smallest([b for b in rows if b.n == n and b.where == where]) for where in ("point", "ball"))
+    layer = data.least_smooth({bound["layer"] for bound in rows})["layer"]
+    rows = [bound for bound in rows if bound["layer"] == layer]
+    which = "" if layer == worst["layer"] else f" for layer {layer}"
+    n = min({bound["n"] for bound in rows}, key=lambda k: abs(k - worst["n"]))
+    at, over = (
+        min((b for b in rows if (b["n"], b["where"]) == (n, where)), key=lambda b: b["log_value"], default=None)
+        for where in ("point", "ball")
+    )
     pieces: Sentence = [("The ceiling is higher:", "strong"), (which, "")]
     if at is not None:
-        pieces.append(
-            (f" at n = {n} theory certifies at most {power(at)} at the first sample, {far(at)} what was measured there", "")
-        )
+        text = f" at n = {n} theory certifies at most {huge(at['log_value'])} at the first sample"
+        pieces.append((f"{text}, {_far(at)} what was measured there", ""))
     if over is not None:
         start = ", and" if at is not None else f" at n = {n} theory allows"
-        pieces.append((f"{start} {power(over)}, {far(over)}, over all inputs whose tokens are no longer", ""))
+        pieces.append((f"{start} {huge(over['log_value'])}, {_far(over)}, over all inputs whose tokens are no longer", ""))
     pieces.append((".", ""))
     return pieces
 
 
-def _smallest(rows: list[BoundRow]) -> BoundRow | None:
-    return min(rows, key=lambda b: math.inf if b.log_value is None else b.log_value, default=None)
-
-
 def findings(data: ReportData) -> list[Sentence]:
     """One paragraph per jump, largest first, then the notes that came with the data."""
-    order = sorted(jumps(data), key=lambda j: -abs(math.log(j[1].change.value)))
-    return [_jump(data, layer, data.fits[layer], jump) for layer, jump in order] + [[(note, "")] for note in data.notes]
+    return [_jump(data, layer, jump) for layer, jump in data.jumps] + [[(note, "")] for note in data.notes]
 
 
-def jumps(data: ReportData) -> list[tuple[int, Break]]:
-    """Every jump of every layer."""
-    return [(layer, b) for layer, fit in data.fits.items() for b in fit.breaks if b.kind == "jump"]
-
-
-def _jump(data: ReportData, layer: int, fit: GrowthFit, jump: Break) -> Sentence:
+def _jump(data: ReportData, layer: int, jump: Break) -> Sentence:
+    fit = data.fits[layer]
     at = dict(zip(fit.lengths, fit.means, strict=True))
     sure = interval(jump.change)
     more = jump.after - jump.before
@@ -117,7 +110,10 @@ def _jump(data: ReportData, layer: int, fit: GrowthFit, jump: Break) -> Sentence
 
 def _carrier(data: ReportData, layer: int, jump: Break) -> str:
     """Which head carries it, where the heads were measured on both sides."""
-    before, after = (_heads(data.heads, layer, n) for n in (jump.before, jump.after))
+    before, after = (
+        {row["head"]: row["value"] for row in data.of("head") if (row["layer"], row["n"]) == (layer, n)}
+        for n in (jump.before, jump.after)
+    )
     ratios = {h: after[h] / before[h] for h in before.keys() & after.keys() if before[h] > 0 and after[h] > 0}
     if len(ratios) < 2:
         return ""
@@ -125,22 +121,18 @@ def _carrier(data: ReportData, layer: int, jump: Break) -> str:
     top, others = order[0], order[1:]
     rest = max(abs(math.log(ratios[h])) for h in others)
     change = f"head {top} goes from {number(before[top])} to {number(after[top])}"
-    if rest < abs(math.log(ratios[top])) / 4:
+    if rest < abs(math.log(ratios[top])) / 4:  # a quarter, on the log scale: one head stands out at a glance
         still = f"no other changes by more than {100 * math.expm1(rest):.0f} %" if rest >= 0.005 else "no other changes"
         return f"One head carries it: {change}, while {still}. "
     return f"Most of it in one head: {change}. "
 
 
-def _heads(heads: tuple[HeadMeasurement, ...], layer: int, n: int) -> dict[int, float]:
-    return {h.head: h.value for h in heads if h.layer == layer and h.n == n}
-
-
 def _new_positions(data: ReportData, layer: int, jump: Break) -> str:
-    for passage in data.passages:
-        if passage.n == jump.after and layer in passage.shares:
-            share = math.fsum(passage.shares[layer][jump.before :]) / (math.fsum(passage.shares[layer]) or 1)
-            return f"The positions past {jump.before} carry {100 * share:.0f} % of the worst direction. "
-    return ""
+    shares = data.shares.get(jump.after, {}).get(layer)
+    if shares is None:
+        return ""
+    new = math.fsum(shares[jump.before :]) / (math.fsum(shares) or 1)
+    return f"The positions past {jump.before} carry {100 * new:.0f} % of the worst direction. "
 
 
 def number(value: float) -> str:
@@ -155,24 +147,15 @@ def times(factor: float) -> str:
     return f"{number(factor)}-fold" if factor >= 1 else f"down {number(1 / factor)}-fold"
 
 
-def interval(found: Interval, digits: int = 2) -> str:
-    return "" if found.low is None or found.high is None else f"{found.low:.{digits}f} to {found.high:.{digits}f}"
+def interval(ends: Interval) -> str:
+    return "" if ends.low is None or ends.high is None else f"{ends.low:.2f} to {ends.high:.2f}"
 
 
-def power(bound: BoundRow) -> str:
-    """The bound itself, as a power of ten where it is large."""
-    assert bound.log_value is not None
-    return _huge(bound.log_value)
-
-
-def far(bound: BoundRow) -> str:
-    """How many times what was measured."""
-    assert bound.log_value is not None
-    if bound.measured <= 0:
-        return "any number of times"
-    away = bound.log_value - math.log(bound.measured)
-    return f"{_huge(away)} times"
-
-
-def _huge(log: float) -> str:
+def huge(log: float) -> str:
+    """`exp(log)`, as a power of ten where it is large."""
     return number(math.exp(log)) if log < 50 else f"10^{log / math.log(10):.0f}"
+
+
+def _far(bound: Row) -> str:
+    """How many times what was measured."""
+    return f"{huge(bound['log_value'] - math.log(bound['value']))} times" if bound["value"] > 0 else "any number of times"

@@ -1,8 +1,6 @@
 """From a model and a text to a report: measure, assemble, save."""
 
-import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -10,22 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from howsmooth.errors import BadInputError, ResultsError
+from howsmooth.errors import BadInputError
 from howsmooth.models import MapName, Model
-from howsmooth.report.answer import answer, findings, jumps, number, plain
-from howsmooth.report.data import (
-    BoundRow,
-    HeadMeasurement,
-    Measurement,
-    Methods,
-    Passage,
-    ReportData,
-    SplitRow,
-    Token,
-    WorstRow,
-)
+from howsmooth.report.answer import answer, findings, number, plain
+from howsmooth.report.data import Methods, ReportData, Token
 from howsmooth.report.figures import draw_figures
-from howsmooth.report.page import write_page
+from howsmooth.report.page import RESULTS, check_folder, write_file, write_page
 from howsmooth.run import Engine
 from howsmooth.run.progress import Progress
 from howsmooth.run.store import Store
@@ -39,7 +27,6 @@ from howsmooth.study.reader import ALICE, Reader
 if TYPE_CHECKING:
     import pandas
 
-RESULTS = "results.sqlite"
 _DEMO = "demo (all-MiniLM-L6-v2, a BERT of six layers)"
 _HEADS = 256  # tokens up to which every head is measured
 _SHOWN = 4096  # tokens of a passage that a page can show
@@ -50,12 +37,16 @@ _SHOWN = 4096  # tokens of a passage that a page can show
 class Report:
     """What was found of a model. `save` writes the page, figures and tables; `str()` is the answer in words.
 
-    data: what the page is drawn from.  rows: every measurement.  failures: why tasks gave nothing.
+    data: what the page is drawn from.  failures: why tasks gave nothing.
     """
 
     data: ReportData
-    rows: tuple[Row, ...]
     failures: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Every measurement."""
+        return self.data.rows
 
     @property
     def answer(self) -> list[str]:
@@ -76,33 +67,19 @@ class Report:
 
     def bounds_frame(self) -> "pandas.DataFrame":
         """Every bound, one row each."""
-        shared = ("model", "layer", "map", "n", "value", "radius_max")
-        return to_frame(
-            [
-                {name: row[name] for name in shared} | bound
-                for row in self.rows
-                if row["kind"] == "bounds"
-                for bound in row["bounds"]
-            ]
-        )
+        return to_frame(self.data.bounds)
 
     def save(self, folder: str | Path, *, force: bool = False, figures: bool = True) -> Path:
         """Write `index.html`, `measurements.csv`, `bounds.csv` and, with `figures`, `figures/`; the path of the page.
 
         A folder that holds something is refused unless `force`, which replaces these and leaves everything else alone.
         """
-        folder = Path(folder)
         page = write_page(self.data, folder, force=force)
-        try:
-            if figures:
-                draw_figures(self.data, folder / "figures")
-            _write(self.to_frame(), folder / "measurements.csv")
-            if any(row["kind"] == "bounds" for row in self.rows):
-                _write(self.bounds_frame(), folder / "bounds.csv")
-        except OSError as error:
-            raise ResultsError(
-                f"expected a folder that can be written, got {folder} ({error.strerror}); choose another"
-            ) from None
+        if figures:
+            draw_figures(self.data, page.parent / "figures")
+        write_file(page.with_name("measurements.csv"), self.to_frame().to_csv(index=False).encode())
+        if self.data.bounds:
+            write_file(page.with_name("bounds.csv"), self.bounds_frame().to_csv(index=False).encode())
         return page
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,9 +123,9 @@ def inspect(
     chosen = fitting_lengths(reader, samples) if lengths is None else tuple(lengths)
     setting = settle(reader, Question(chosen, samples, None if layers is None else tuple(layers), map, tol, certify, seed))
     began = time.perf_counter()
-    found = run_here(reader, report_jobs(setting), progress)
+    measured = run_here(reader, report_jobs(setting), progress)
     named = ALICE if text is None else "a text"
-    return assemble(reader, setting, found, text=named, command="howsmooth.inspect", seconds=time.perf_counter() - began)
+    return assemble(reader, setting, measured, text=named, command="howsmooth.inspect", seconds=time.perf_counter() - began)
 
 
 def inspect_into(
@@ -171,47 +148,18 @@ def inspect_into(
     if reader.source is None:
         raise BadInputError("expected a model and a text by name, got ones built in memory; use howsmooth.inspect")
     folder = Path(folder)
-    results = _claim(folder, resume, force)
-    command = command or shlex.join(["howsmooth", *sys.argv[1:]])
-    began = time.perf_counter()
-    found = run_sweep(
-        reader.source,
-        report_jobs(setting),
-        results,
-        engine=engine,
-        resume=resume,
-        progress=progress,
-        command=command,
-    )
-    named = ALICE if reader.source.text is None else Path(reader.source.text).name
-    report = assemble(reader, setting, found, text=named, command=command, seconds=time.perf_counter() - began)
-    return report, report.save(folder, force=True, figures=figures)
-
-
-def check_folder(folder: Path, resume: bool, force: bool) -> None:
-    """Refuse a folder that holds something, unless to resume it or, with `force`, to write into it."""
-    results = folder / RESULTS
-    if folder.exists() and not folder.is_dir():
-        raise BadInputError(f"expected a folder for the report, got the file {folder}; choose another name")
-    if resume and force:
-        raise BadInputError("expected --resume or --force, got both; resume goes on, force starts anew")
-    if not folder.exists() or not any(folder.iterdir()) or force:
-        return
-    if resume and not results.exists():
-        raise BadInputError(f"expected {results} to resume, got a folder without it; pass --force to write into it")
-    if not resume:
-        more = "--resume to go on with it, or --force to start anew" if results.exists() else "--force to write into it"
-        raise BadInputError(f"expected a new folder for the report, got {folder}, which exists; pass {more}")
-
-
-def _claim(folder: Path, resume: bool, force: bool) -> Path:
-    """Where results go, once it is clear that nothing is overwritten against the caller's will."""
     check_folder(folder, resume, force)
     results = folder / RESULTS
     if force and results.exists():
         Store(results, resume=True).close()  # refuses another version's file, another program's, and one that is being written
         results.unlink()
-    return results
+    command = command or shlex.join(["howsmooth", *sys.argv[1:]])
+    began = time.perf_counter()
+    jobs = report_jobs(setting)
+    measured = run_sweep(reader.source, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
+    named = ALICE if reader.source.text is None else Path(reader.source.text).name
+    report = assemble(reader, setting, measured, text=named, command=command, seconds=time.perf_counter() - began)
+    return report, report.save(folder, force=True, figures=figures)
 
 
 def report_jobs(setting: Setting) -> list[Job]:
@@ -226,65 +174,41 @@ def report_jobs(setting: Setting) -> list[Job]:
 
 
 def assemble(
-    reader: Reader, setting: Setting, found: Found, *, text: str, command: str, seconds: float | None = None
+    reader: Reader, setting: Setting, measured: Found, *, text: str, command: str, seconds: float | None = None
 ) -> Report:
-    """The report in what a study found."""
-    q, layers = setting.question, sorted(found.of("layer"), key=lambda r: (r["layer"], r["n"], r["sample"]))
-    if not layers:
-        raise BadInputError(found.failures[0] if found.failures else "expected measurements, got none; ask for a layer")
+    """The report in what a study measured."""
+    if not measured.of("layer"):
+        raise BadInputError(measured.failures[0] if measured.failures else "expected measurements, got none; ask for a layer")
     methods = Methods(
         model=_DEMO if reader.model.name == "demo" else reader.model.name,
         text=text,
-        map=q.map,
+        map=setting.question.map,
         command=command,
-        versions=found.versions,
-        seed=q.seed,
-        tol=q.tol,
+        versions=measured.versions,
+        seed=setting.question.seed,
+        tol=setting.question.tol,
         date=time.strftime("%Y-%m-%d"),
         seconds=seconds,
     )
-    data = ReportData(
-        measurements=tuple(
-            Measurement(
-                *(
-                    row[name]
-                    for name in ("layer", "n", "sample", "value", "upper", "confidence", "status", "radius", "seconds")
-                ),
-                seed=row["seed"],
-            )
-            for row in layers
-        ),
-        methods=methods,
-        heads=tuple(HeadMeasurement(r["layer"], r["head"], r["n"], r["value"]) for r in found.of("head")),
-        passages=_passages(reader, layers),
-        bounds=tuple(
-            BoundRow(layer=r["layer"], n=r["n"], measured=r["value"], **b) for r in found.of("bounds") for b in r["bounds"]
-        ),
-        splits=tuple(SplitRow(r["layer"], r["n"], r["moved"], r["value"]) for r in found.of("splitting")),
-        worst=tuple(
-            WorstRow(r["layer"], r["n"], r["radius_max"], r["text"], r["value"], r["log_ceiling"], r["how"])
-            for r in found.of("worst")
-        ),
-    )
-    return Report(replace(data, notes=_notes(reader, data, layers, found.failures)), found.rows, found.failures)
+    data = ReportData(measured.rows, methods)
+    texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, data, measured.failures)
+    return Report(replace(data, texts=texts, notes=notes), measured.failures)
 
 
-def _passages(reader: Reader, rows: list[Row]) -> tuple[Passage, ...]:
-    """The first sample at every length, with the shares of every layer."""
-    found = []
-    for n in sorted({row["n"] for row in rows if "shares" in row}):
-        own = [row for row in rows if row["n"] == n and "shares" in row]
-        pieces = reader.window(n, own[0]["start"]).pieces
-        if len(pieces) <= _SHOWN and all(len(row["shares"]) == len(pieces) for row in own):
-            tokens = tuple(Token(p.text, p.gap, p.special) for p in pieces)
-            found.append(Passage(tokens, {row["layer"]: row["shares"] for row in own}))
-    return tuple(found)
+def _texts(reader: Reader, start: int, data: ReportData) -> dict[int, list[Token]]:
+    """The tokens of the first sample at every length, where each has a share in every layer."""
+    texts = {}
+    for n, shares in data.shares.items():
+        pieces = reader.window(n, start).pieces if n <= _SHOWN else ()
+        if all(len(own) == len(pieces) for own in shares.values()):
+            texts[n] = [(piece.gap, piece.text, piece.special) for piece in pieces]
+    return texts
 
 
-def _notes(reader: Reader, data: ReportData, rows: list[Row], failures: tuple[str, ...]) -> tuple[str, ...]:
+def _notes(reader: Reader, data: ReportData, failures: tuple[str, ...]) -> tuple[str, ...]:
     """What a reader of the page should know, in words."""
     notes = []
-    for before, after in sorted({(jump.before, jump.after) for _, jump in jumps(data)}):
+    for before, after in sorted({(jump.before, jump.after) for _, jump in data.jumps}):
         there = position_break(reader.model, before, after)
         if there is not None:
             notes.append(
@@ -292,7 +216,7 @@ def _notes(reader: Reader, data: ReportData, rows: list[Row], failures: tuple[st
                 f"{there.position} are {number(there.step)} apart, neighbours elsewhere {number(there.typical)} in the median."
             )
     notes += [f"{note[:1].upper()}{note[1:]}." for note in reader.model.notes]
-    whole = sorted({row["layer"] for row in rows if not row["cut"]})
+    whole = sorted({row["layer"] for row in data.of("layer") if not row["cut"]})
     if whole:
         named = ", ".join(map(str, whole))
         notes.append(f"In layers {named} attention is the model's own code, differentiated as it is.")
@@ -308,12 +232,3 @@ def _notes(reader: Reader, data: ReportData, rows: list[Row], failures: tuple[st
 def _nearest(lengths: Sequence[int], n: int) -> int:
     """The longest up to `n`, or the shortest."""
     return max([k for k in lengths if k <= n], default=min(lengths))
-
-
-def _write(frame: "pandas.DataFrame", path: Path) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        frame.to_csv(part, index=False)
-        shutil.move(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -1,115 +1,27 @@
-"""What a report is made of: plain numbers, whoever measured them. The page and the figures read nothing else."""
+"""What a report is made of: rows, whoever measured them. The answer, the page and the figures read nothing else."""
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, final
+from typing import final
 
 from howsmooth.errors import BadInputError
-from howsmooth.study.fit import GrowthFit, fit_growth
+from howsmooth.study import Growth
+from howsmooth.study.fit import Break, GrowthFit
+from howsmooth.study.jobs import Row
 
+Token = tuple[str, str, bool]  # what stands before it, the token itself, whether the tokenizer added it
 
-@final
-@dataclass(frozen=True)
-class Measurement:
-    """One layer on one sample of text of n tokens: the estimate, and `radius`, the root mean square norm of the tokens."""
-
-    layer: int
-    n: int
-    sample: int
-    value: float
-    upper: float
-    confidence: float
-    status: str
-    radius: float
-    seconds: float = 0.0
-    seed: int = 0
-
-
-@final
-@dataclass(frozen=True)
-class HeadMeasurement:
-    """One head of a layer alone, through its share of the output projection."""
-
-    layer: int
-    head: int
-    n: int
-    value: float
-
-
-@final
-@dataclass(frozen=True)
-class Token:
-    """A piece of the text; `gap` is what stands between the previous piece and this one."""
-
-    text: str
-    gap: str = ""
-    special: bool = False
-
-
-@final
-@dataclass(frozen=True)
-class Passage:
-    """A sample of text and, for each layer, every token's share `|v_i|²` of the unit direction it stretches most."""
-
-    tokens: tuple[Token, ...]
-    shares: Mapping[int, Sequence[float]]
-
-    def __post_init__(self):
-        for layer, shares in self.shares.items():
-            if len(shares) != len(self.tokens):
-                raise BadInputError(
-                    f"expected a share for each of {len(self.tokens)} tokens, got {len(shares)} for layer {layer}; match them"
-                )
-
-    @property
-    def n(self) -> int:
-        return len(self.tokens)
-
-
-@final
-@dataclass(frozen=True)
-class BoundRow:
-    """One bound for one layer at one length, beside what was measured there. `log_value` is None where it does not apply."""
-
-    layer: int
-    n: int
-    where: Literal["point", "ball"]
-    id: str
-    name: str
-    side: Literal["upper", "lower"]
-    log_value: float | None
-    measured: float
-    statement: str = ""
-    source: str = ""
-    reason: str | None = None
-
-
-@final
-@dataclass(frozen=True)
-class SplitRow:
-    """Mass splitting at one input: the constant when atoms move whole, and what splitting one adds (docs/theory.md, M1)."""
-
-    layer: int
-    n: int
-    whole: float
-    split: float
-
-
-@final
-@dataclass(frozen=True)
-class WorstRow:
-    """The worst input found for a layer beside the text: tokens of the same radius, and the smallest upper bound there."""
-
-    layer: int
-    n: int
-    radius: float
-    text: float
-    worst: float
-    log_ceiling: float | None = None
-    how: str = ""
+# What the report reads in the rows of each kind; other kinds and other keys are left alone.
+KEYS: dict[str, tuple[str, ...]] = {
+    "layer": ("layer", "n", "sample", "value", "upper", "confidence", "status", "radius"),
+    "head": ("layer", "head", "n", "value"),
+    "bounds": ("layer", "n", "value", "bounds"),
+    "splitting": ("layer", "n", "moved", "value"),
+    "worst": ("layer", "n", "radius_max", "text", "value", "log_ceiling", "how"),
+}
 
 
 @final
@@ -130,81 +42,116 @@ class Methods:
 
 @final
 @dataclass(frozen=True)
-class Cell:
-    """One layer at one length over its samples: geometric mean, extremes, largest upper end, mean radius."""
-
-    layer: int
-    n: int
-    mean: float
-    low: float
-    high: float
-    upper: float
-    radius: float
-    samples: int
-
-
-@final
-@dataclass(frozen=True)
 class ReportData:
-    """A whole report. Only measurements and methods are needed; a part that is empty is left out.
+    """A whole report. Only rows of kind `layer` and methods are needed; a part that is empty is left out.
 
-    notes: findings in words, shown under the answer.
+    rows: as the studies make them, with at least the keys in `KEYS`. A row of kind `layer` may hold `shares`, every token's
+    share `|v_i|²` of the unit direction that the layer stretches most; one of kind `bounds` holds a list of bounds, each with
+    where (point or ball), id, name, side, log_value (None where it does not apply), statement, source and reason.
+    texts: by length, the tokens that the shares belong to.  notes: findings in words, shown under the answer.
     """
 
-    measurements: tuple[Measurement, ...]
+    rows: Sequence[Row]
     methods: Methods
-    heads: tuple[HeadMeasurement, ...] = ()
-    passages: tuple[Passage, ...] = ()
-    bounds: tuple[BoundRow, ...] = ()
-    splits: tuple[SplitRow, ...] = ()
-    worst: tuple[WorstRow, ...] = ()
+    texts: Mapping[int, Sequence[Token]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     title: str = "How smooth is attention?"
 
     def __post_init__(self):
-        if not self.measurements:
+        for row in self.rows:
+            missing = [key for key in ("kind", *KEYS.get(row.get("kind", ""), ())) if key not in row]
+            if missing:
+                raise BadInputError(f"expected {missing[0]!r} in every row, got one with {', '.join(row)}; add it")
+        if not self.of("layer"):
             raise BadInputError("expected at least one measurement, got none; measure a layer first")
-        bad = [m for m in self.measurements if not (math.isfinite(m.value) and m.value >= 0)]
-        if bad:
-            raise BadInputError(f"expected finite constants, got {bad[0].value} for layer {bad[0].layer}; leave that row out")
+        for row in self.of("layer"):
+            if not (math.isfinite(row["value"]) and row["value"] >= 0):
+                raise BadInputError(
+                    f"expected finite constants, got {row['value']} for layer {row['layer']}; leave that row out"
+                )
+            words = self.texts.get(row["n"], ())
+            if words and len(row.get("shares", words)) != len(words):
+                raise BadInputError(
+                    f"expected a share for each of {len(words)} tokens, got {len(row['shares'])} for layer {row['layer']}; "
+                    "match them"
+                )
 
-    @property
+    def of(self, kind: str) -> list[Row]:
+        """The rows of one kind: `layer`, `head`, `bounds`, `splitting` or `worst`, in the order of layer, length and sample."""
+        return self._kinds.get(kind, [])
+
+    @cached_property
+    def _kinds(self) -> dict[str, list[Row]]:
+        kinds: dict[str, list[Row]] = defaultdict(list)
+        known = (row for row in self.rows if row["kind"] in KEYS)
+        for row in sorted(known, key=lambda r: (r["layer"], r["n"], r.get("sample", 0), r.get("head", 0))):
+            kinds[row["kind"]].append(row)
+        return dict(kinds)
+
+    @cached_property
     def layers(self) -> list[int]:
-        return sorted({m.layer for m in self.measurements})
+        return sorted({row["layer"] for row in self.of("layer")})
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return sorted({row["n"] for row in self.of("layer")})
+
+    @cached_property
+    def summary(self) -> list[Row]:
+        """One row per layer and length over its samples: geometric mean, extremes, largest upper end, mean radius."""
+        groups: dict[tuple[int, int], list[Row]] = defaultdict(list)
+        for row in self.of("layer"):
+            groups[row["layer"], row["n"]].append(row)
+        return [_summary(layer, n, rows) for (layer, n), rows in groups.items()]
+
+    def least_smooth(self, layers: Collection[int] | None = None) -> Row:
+        """The row of the summary with the largest mean, among these layers or all."""
+        return max((row for row in self.summary if layers is None or row["layer"] in layers), key=lambda row: row["mean"])
+
+    @cached_property
+    def growth(self) -> Growth:
+        """The rows of layers as a study of growth: the fits, and a table to print."""
+        return Growth(tuple(self.of("layer")))
 
     @property
-    def lengths(self) -> list[int]:
-        return sorted({m.n for m in self.measurements})
-
-    @cached_property
-    def cells(self) -> list[Cell]:
-        """By layer, then by length."""
-        groups: dict[tuple[int, int], list[Measurement]] = defaultdict(list)
-        for m in self.measurements:
-            groups[m.layer, m.n].append(m)
-        return [_cell(layer, n, rows) for (layer, n), rows in sorted(groups.items())]
-
-    @cached_property
     def fits(self) -> dict[int, GrowthFit]:
         """By layer, where two lengths or more have a positive constant."""
-        found = {}
-        for layer in self.layers:
-            rows = [m for m in self.measurements if m.layer == layer and m.value > 0]
-            if len({m.n for m in rows}) >= 2:
-                found[layer] = fit_growth([m.n for m in rows], [m.value for m in rows], [m.sample for m in rows])
-        return found
+        return self.growth.fits
+
+    @cached_property
+    def jumps(self) -> list[tuple[int, Break]]:
+        """Every jump with its layer, the largest first."""
+        jumps = [(layer, b) for layer, fit in self.fits.items() for b in fit.breaks if b.kind == "jump"]
+        return sorted(jumps, key=lambda jump: -abs(math.log(jump[1].change.value)))
+
+    @cached_property
+    def bounds(self) -> list[Row]:
+        """One row per bound, beside the `value` measured there."""
+        return [
+            {name: part for name, part in row.items() if name in ("model", "layer", "map", "n", "value", "radius_max")} | bound
+            for row in self.of("bounds")
+            for bound in row["bounds"]
+        ]
+
+    @cached_property
+    def shares(self) -> dict[int, dict[int, Sequence[float]]]:
+        """By length, then by layer: each token's share of the direction stretched most, on the first sample."""
+        shares: dict[int, dict[int, Sequence[float]]] = defaultdict(dict)
+        for row in self.of("layer"):
+            if "shares" in row:
+                shares[row["n"]].setdefault(row["layer"], row["shares"])
+        return dict(sorted(shares.items()))
 
 
-def _cell(layer: int, n: int, rows: list[Measurement]) -> Cell:
-    values = [m.value for m in rows]
-    mean = math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0
-    return Cell(
-        layer=layer,
-        n=n,
-        mean=mean,
-        low=min(values),
-        high=max(values),
-        upper=max(m.upper for m in rows),
-        radius=math.fsum(m.radius for m in rows) / len(rows),
-        samples=len(rows),
-    )
+def _summary(layer: int, n: int, rows: list[Row]) -> Row:
+    values = [row["value"] for row in rows]
+    return {
+        "layer": layer,
+        "n": n,
+        "mean": math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0,
+        "low": min(values),
+        "high": max(values),
+        "upper": max(row["upper"] for row in rows),
+        "radius": math.fsum(row["radius"] for row in rows) / len(rows),
+        "samples": len(rows),
+    }

@@ -5,12 +5,11 @@ here. A content security policy names that one script by its hash and allows no 
 """
 
 import base64
-import contextlib
 import hashlib
 import json
 import math
 import os
-from dataclasses import asdict
+import re
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -18,36 +17,37 @@ from string import Template
 from typing import Any
 
 from howsmooth.errors import BadInputError, ResultsError
-from howsmooth.report.answer import Sentence, answer, findings, jumps, number, plain
-from howsmooth.report.data import ReportData
+from howsmooth.report.answer import Sentence, answer, findings, number, plain
+from howsmooth.report.data import KEYS, ReportData
 
 LARGEST = 6_000_000  # bytes
+RESULTS = "results.sqlite"  # the results of a sweep, beside the page
 _MOST_ROWS = 20_000  # of the table of all measurements; what is drawn is always whole
-_COLUMNS = ("layer", "n", "sample", "value", "upper", "confidence", "status", "radius", "seconds", "seed")
+_COLUMNS = (*KEYS["layer"], "seconds", "seed")
+_BOUND = ("layer", "n", "value", "where", "id", "name", "side", "log_value", "statement", "source", "reason")
 
 
 def render(data: ReportData) -> str:
     """The page as text."""
-    script, m = _asset("charts.js") + _asset("page.js"), data.methods
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
-    sentences = answer(data)
-    return Template(_asset("page.html")).substitute(
-        policy=policy,
+    script, m = asset("charts.js") + asset("page.js"), data.methods
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sentences, rows = answer(data), data.of("layer")
+    return Template(asset("page.html")).substitute(
+        policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'",
         description=escape(plain(sentences[0])),
         title=escape(data.title),
         model=escape(m.model),
-        style=_asset("page.css"),
+        style=asset("page.css"),
         meta=_meta(data),
         answer="".join(f"<p>{_html(sentence)}</p>" for sentence in sentences),
         findings="".join(f'<div class="finding">{_html(sentence)}</div>' for sentence in findings(data)),
-        contents=_contents(data),
         map=escape(m.map),
-        jumped=" An outlined cell is where a layer has just jumped." if jumps(data) else "",
+        jumped=" An outlined cell is where a layer has just jumped." if data.jumps else "",
         intervals=_intervals(data),
         splitting=_splitting(data),
         worst=_worst(data),
-        confidence=escape(str(min(row.confidence for row in data.measurements))),
-        cut=_cut(data),
+        confidence=escape(str(min(row["confidence"] for row in rows))),
+        cut=f" The first {_MOST_ROWS} of {len(rows)} are here." if len(rows) > _MOST_ROWS else "",
         methods="".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _methods(data).items() if v),
         command=escape(m.command),
         version=escape(m.versions.get("howsmooth", "")),
@@ -58,26 +58,47 @@ def render(data: ReportData) -> str:
 
 def write_page(data: ReportData, folder: str | Path, *, force: bool = False) -> Path:
     """Write `folder/index.html`, whole or not at all; a folder that holds anything is refused unless `force`."""
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise BadInputError(f"expected a folder for the page, got the file {folder}; choose another name")
-    if folder.exists() and any(folder.iterdir()) and not force:
-        raise BadInputError(f"expected a new folder for the page, got {folder}, which exists; pass --force to write into it")
+    page = Path(folder) / "index.html"
+    check_folder(page.parent, force=force)
     text = render(data).encode("utf-8", "replace")
     if len(text) > LARGEST:
         raise BadInputError(
             f"expected a page of at most {LARGEST / 1e6:.0f} MB, got {len(text) / 1e6:.1f} MB; show fewer or shorter passages"
         )
-    part = folder / f".index.{os.getpid()}.part"
+    return write_file(page, text)
+
+
+def check_folder(folder: Path, resume: bool = False, force: bool = False) -> None:
+    """Refuse a folder that holds something, unless to resume it or, with `force`, to write into it."""
+    results = folder / RESULTS
+    if folder.exists() and not folder.is_dir():
+        raise BadInputError(f"expected a folder for the report, got the file {folder}; choose another name")
+    if resume and force:
+        raise BadInputError("expected --resume or --force, got both; resume goes on, force starts anew")
+    if not folder.exists() or not any(folder.iterdir()) or force:
+        return
+    if resume and not results.exists():
+        raise BadInputError(f"expected {results} to resume, got a folder without it; pass --force to write into it")
+    if not resume:
+        more = "--resume to go on with it, or --force to start anew" if results.exists() else "--force to write into it"
+        raise BadInputError(f"expected a new folder for the report, got {folder}, which exists; pass {more}")
+
+
+def write_file(path: Path, content: bytes) -> Path:
+    """A file in a folder that may be new, whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(text)
-        os.replace(part, folder / "index.html")
-    except OSError as error:
-        with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_bytes(content)
+            os.replace(part, path)
+        finally:
             part.unlink(missing_ok=True)
-        raise ResultsError(f"expected a folder that can be written, got {folder} ({error.strerror}); choose another") from None
-    return folder / "index.html"
+    except OSError as error:
+        raise ResultsError(
+            f"expected a folder that can be written, got {path.parent} ({error.strerror}); choose another"
+        ) from None
+    return path
 
 
 def embed(value: Any) -> str:
@@ -104,32 +125,25 @@ def _rounded(value: Any) -> Any:
 
 
 def payload(data: ReportData) -> dict[str, Any]:
-    """What the script reads."""
-    rows = [[_exact(getattr(m, name)) for name in _COLUMNS] for m in data.measurements[:_MOST_ROWS]]
-    worst = max(data.cells, key=lambda c: c.mean).layer
-    focus, jump = max(jumps(data), key=lambda j: abs(math.log(j[1].change.value)), default=(worst, None))
-    after = 0 if jump is None else jump.after
-    passage = next((i for i, p in enumerate(data.passages) if p.n == after), 0)
-    return {
+    """What the script reads: rows with the keys that the page shows."""
+    worst = data.least_smooth()["layer"]
+    focus, after = (data.jumps[0][0], data.jumps[0][1].after) if data.jumps else (worst, 0)
+    shown = [n for n in data.shares if n in data.texts]
+    parts = {kind: [{key: row[key] for key in KEYS[kind]} for row in data.of(kind)] for kind in ("head", "splitting", "worst")}
+    return parts | {
         "layers": data.layers,
         "lengths": data.lengths,
-        "cells": [asdict(c) for c in data.cells],
-        "fits": {str(layer): fit.to_dict() for layer, fit in data.fits.items()},
-        "heads": [asdict(h) for h in data.heads],
-        "heads_at": after,
-        "bounds": [asdict(b) for b in data.bounds],
-        "passages": [
-            {
-                "tokens": [[t.gap, t.text, t.special] for t in p.tokens],
-                "shares": {str(layer): list(shares) for layer, shares in p.shares.items()},
-            }
-            for p in data.passages
-        ],
-        "passage": passage,
-        "splits": [asdict(s) for s in data.splits],
-        "worst": [asdict(w) for w in data.worst],
-        "rows": {"names": list(_COLUMNS), "rows": rows},
+        "summary": data.summary,
+        "fits": {layer: fit.to_dict() for layer, fit in data.fits.items()},
+        "bounds": [{key: bound.get(key) for key in _BOUND} for bound in data.bounds],
+        "texts": [{"tokens": data.texts[n], "shares": data.shares[n]} for n in shown],
+        "text": shown.index(after) if after in shown else 0,
+        "rows": {
+            "names": _COLUMNS,
+            "rows": [[_exact(row.get(name)) for name in _COLUMNS] for row in data.of("layer")[:_MOST_ROWS]],
+        },
         "focus": focus,
+        "heads_at": after,
         "worst_layer": worst,
     }
 
@@ -139,29 +153,16 @@ def _exact(value: Any) -> Any:
     return str(value) if isinstance(value, float) and 1 > value > 0.9999995 else value
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file that the page is made of: page.html, page.css, charts.js or page.js."""
     return resources.files("howsmooth.report").joinpath("assets", name).read_text("utf-8")
 
 
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
 def _html(sentence: Sentence) -> str:
+    """A sentence as it is read, powers such as n^0.25 raised."""
     marks = {"": "{}", "strong": "<b>{}</b>", "sup": "<sup>{}</sup>"}
-    return "".join(marks[kind].format(_powers(escape(text))) for text, kind in sentence)
-
-
-def _powers(text: str) -> str:
-    """n^0.25 and 10^6 as they are read."""
-    parts = text.split("^")
-    for i in range(1, len(parts)):
-        stop = next(
-            (k for k, c in enumerate(parts[i]) if not (c.isdigit() or (c in "−-." and parts[i][k + 1 : k + 2].isdigit()))), None
-        )
-        power, rest = (parts[i], "") if stop is None else (parts[i][:stop], parts[i][stop:])
-        parts[i] = f"<sup>{power}</sup>{rest}" if power else f"^{rest}"
-    return "".join(parts)
+    text = "".join(marks[kind].format(escape(text)) for text, kind in sentence)
+    return re.sub(r"\^((?:\d|[−.-](?=\d))+)", r"<sup>\1</sup>", text)
 
 
 def _meta(data: ReportData) -> str:
@@ -169,21 +170,6 @@ def _meta(data: ReportData) -> str:
     span = f"n = {lengths[0]} … {lengths[-1]}" if len(lengths) > 1 else f"n = {lengths[0]}"
     parts = (m.model, m.text, f"{len(data.layers)} layer{'s' * (len(data.layers) > 1)}", span, m.date)
     return escape(" · ".join(filter(None, parts)))
-
-
-def _contents(data: ReportData) -> str:
-    there = {
-        "heat": ("Layers", True),
-        "growth": ("Growth", bool(data.fits)),
-        "heads": ("Heads", bool(data.heads)),
-        "bounds": ("Ceiling", bool(data.bounds)),
-        "text": ("Text", bool(data.passages)),
-        "splitting": ("Splitting", bool(data.splits)),
-        "worst": ("Worst inputs", bool(data.worst)),
-        "numbers": ("Numbers", True),
-        "methods": ("Methods", True),
-    }
-    return "".join(f'<a href="#{id}">{name}</a>' for id, (name, shown) in there.items() if shown)
 
 
 def _intervals(data: ReportData) -> str:
@@ -196,30 +182,26 @@ def _intervals(data: ReportData) -> str:
 
 
 def _splitting(data: ReportData) -> str:
-    paid = [s for s in data.splits if s.split > s.whole]
+    rows = data.of("splitting")
+    paid = [row for row in rows if row["value"] > row["moved"]]
     if not paid:
-        return f"Splitting pays in none of {len(data.splits)} cases."
-    most = max(paid, key=lambda s: s.split / s.whole if s.whole > 0 else math.inf)
-    gain = f": {number(most.split / most.whole)} times" if most.whole > 0 else ""
-    return f"Splitting pays in {len(paid)} of {len(data.splits)} cases, most in layer {most.layer} at n = {most.n}{gain}."
+        return f"Splitting pays in none of {len(rows)} cases."
+    most = max(paid, key=lambda row: row["value"] / row["moved"] if row["moved"] > 0 else math.inf)
+    gain = f": {number(most['value'] / most['moved'])} times" if most["moved"] > 0 else ""
+    return f"Splitting pays in {len(paid)} of {len(rows)} cases, most in layer {most['layer']} at n = {most['n']}{gain}."
 
 
 def _worst(data: ReportData) -> str:
-    rows = [w for w in data.worst if w.text > 0]
+    rows = [row for row in data.of("worst") if row["text"] > 0]
     if not rows:
         return ""
-    most = max(rows, key=lambda w: w.worst / w.text)
-    how = f" ({escape(most.how)})" if most.how else ""
-    return f"In layer {most.layer} at n = {most.n} it is {number(most.worst / most.text)} times what the text shows{how}."
-
-
-def _cut(data: ReportData) -> str:
-    count = len(data.measurements)
-    return f" The first {_MOST_ROWS} of {count} are here." if count > _MOST_ROWS else ""
+    most = max(rows, key=lambda row: row["value"] / row["text"])
+    how, gain = f" ({escape(most['how'])})" if most["how"] else "", number(most["value"] / most["text"])
+    return f"In layer {most['layer']} at n = {most['n']} it is {gain} times what the text shows{how}."
 
 
 def _methods(data: ReportData) -> dict[str, str]:
-    m, samples = data.methods, sorted({c.samples for c in data.cells})
+    m, samples = data.methods, sorted({row["samples"] for row in data.summary})
     return {
         "model": m.model,
         "text": m.text,

@@ -158,34 +158,6 @@ function csv(rows) {
 
 const saveCsv = (name, rows) => save(name + ".csv", new Blob([csv(rows)], { type: "text/csv;charset=utf-8" }));
 
-const KEPT = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "fill-opacity", "font-size", "font-weight", "font-style", "font-family", "paint-order"];
-
-// The chart drawn again at a fixed width with its styles written out, as an image twice that size.
-function savePng(name, title, render) {
-  const stage = document.body.appendChild(el("div", { class: "stage" }));
-  const picture = render(900);
-  stage.append(picture);
-  for (const node of picture.querySelectorAll("*")) {
-    const style = getComputedStyle(node);
-    for (const property of KEPT) node.style.setProperty(property, style.getPropertyValue(property));
-  }
-  const paper = getComputedStyle(document.body);
-  const [width, height, head] = [900, Number(picture.getAttribute("height")), 40];
-  const sheet = draw(null, "svg", { xmlns: SVG, width, height: height + head, viewBox: `0 0 ${width} ${height + head}` });
-  draw(sheet, "rect", { width, height: height + head, fill: paper.backgroundColor });
-  draw(sheet, "text", { x: 16, y: 26, fill: paper.color, "font-size": 16, "font-weight": 600, "font-family": "system-ui, sans-serif" }, title);
-  picture.setAttribute("y", head);
-  sheet.append(picture);
-  stage.remove();
-  const image = new Image();
-  image.onload = () => {
-    const canvas = el("canvas", { width: 2 * width, height: 2 * (height + head) });
-    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-    canvas.toBlob((blob) => save(name + ".png", blob), "image/png");
-  };
-  image.src = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(new XMLSerializer().serializeToString(sheet));
-}
-
 // ---- a chart's frame: title, downloads, drawing, legend
 
 const frames = [];
@@ -194,12 +166,8 @@ function frame(host, { name, title, unit, render, rows, below = null }) {
   const canvas = el("div", { class: "canvas" });
   const titleText = () => (typeof title === "function" ? title() : title);
   const label = el("span", { class: "chart-title" }, titleText());
-  const button = (text, what, run) => el("button", { type: "button", class: "tool", title: `Download ${what}`, onclick: run }, text);
-  const tools = el(
-    "span", { class: "tools" },
-    button("PNG", "this chart as an image", () => savePng(name, `${titleText()}${unit ? `, ${unit}` : ""}`, render)),
-    button("CSV", "its numbers", () => saveCsv(name, rows())),
-  );
+  const csvButton = el("button", { type: "button", class: "tool", title: "Download its numbers", onclick: () => saveCsv(name, rows()) }, "CSV");
+  const tools = el("span", { class: "tools" }, csvButton);
   const caption = el("figcaption", {}, el("span", {}, label, el("span", { class: "unit" }, unit ?? "")), tools);
   host.append(el("figure", { class: "chart", "data-chart": name }, caption, canvas, below));
   let drawn = 0;
@@ -424,7 +392,7 @@ function table(host, { name, columns, rows, most = 25 }) {
     const shown = order === null ? rows : [...rows].sort((a, b) => compare(key(a), key(b)));
     body.replaceChildren(...(open ? shown : shown.slice(0, most)).map((r) => el("tr", {}, ...columns.map((c) => {
       const v = c.value(r);
-      return el("td", { class: c.text ? "text" : null }, (c.show ?? ((x) => (typeof x === "number" ? format(x) : x ?? "–")))(v, r));
+      return el("td", { class: c.text ? "text" : null }, v === null ? "–" : (c.show ?? ((x) => (typeof x === "number" ? format(x) : x)))(v, r));
     }))));
     more.hidden = open;
     more.textContent = `Show all ${rows.length} rows`;

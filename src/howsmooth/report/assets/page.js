@@ -9,7 +9,7 @@ const layerName = (layer) => `layer ${layer}`;
 const percent = (v) => (100 * v).toFixed(v < 0.1 ? 2 : 1) + " %";
 const between = (i) => (i.low === null ? "" : signed(`${i.low.toFixed(2)} to `) + signed(i.high.toFixed(2)));
 const ln = (v) => Math.log(Math.max(v, 1e-12)); // a constant of zero has to stand somewhere
-const cellAt = new Map(data.cells.map((c) => [`${c.layer} ${c.n}`, c]));
+const cellAt = new Map(data.summary.map((c) => [`${c.layer} ${c.n}`, c]));
 
 function choose(host, label, options, name, chosen, change) {
   const select = el("select", { "data-pick": name, onchange: () => change(select.value) });
@@ -22,13 +22,13 @@ const drop = (id) => $(id)?.remove();
 
 const sections = {
   heat() {
-    const values = data.cells.map((c) => c.mean).filter((v) => v > 0);
+    const values = data.summary.map((c) => c.mean).filter((v) => v > 0);
     const range = values.length ? [Math.min(...values), Math.max(...values)] : [1, 2];
     const jumped = new Set(Object.entries(data.fits).flatMap(([layer, f]) =>
       f.breaks.filter((b) => b.kind === "jump").map((b) => `${layer} ${b.after}`)));
     frame($("heat-chart"), {
       name: "layers-by-length", title: "L by layer and length", unit: "times, geometric mean over samples",
-      rows: () => data.cells,
+      rows: () => data.summary,
       render: (width) => heatMap({
         width, rows: data.layers, columns: data.lengths, range, axis: "n =",
         rowLabel: layerName, columnLabel: String,
@@ -55,7 +55,7 @@ const sections = {
       buttons.set(layer, [button, swatch]);
       legend.append(button);
     }
-    const of = (layer) => data.cells.filter((c) => c.layer === layer && (quantity === "R" ? c.radius : c.low) > 0);
+    const of = (layer) => data.summary.filter((c) => c.layer === layer && (quantity === "R" ? c.radius : c.low) > 0);
     const series = () => data.layers.map((layer) => ({
       name: layerName(layer), colour: colourOf(layer), faded: focus !== null && layer !== focus,
       points: of(layer).map((c) => quantity === "R"
@@ -81,7 +81,7 @@ const sections = {
 
     function guides({ sheet, px, py, range }) {
       if (quantity !== "L") return;
-      const [first, last] = [data.lengths[0], data.lengths.at(-1)], start = Math.min(...data.cells.filter((c) => c.low > 0).map((c) => c.mean));
+      const [first, last] = [data.lengths[0], data.lengths.at(-1)], start = Math.min(...data.summary.filter((c) => c.low > 0).map((c) => c.mean));
       for (const [power, text] of [[0.25, "¼"], [0.5, "½"]]) {
         const end = Math.min(last, first * (range[1] / start) ** (1 / power)), height = py(start * (end / first) ** power);
         draw(sheet, "line", { x1: px(first), y1: py(start), x2: px(end), y2: height, class: "guide" });
@@ -107,13 +107,13 @@ const sections = {
     }
 
     const spread = () => {
-      const cells = quantity === "R" ? data.cells.filter((c) => c.radius > 0).map((c) => [c.radius, c.radius]) : data.cells.filter((c) => c.low > 0).map((c) => [c.low, c.high]);
+      const cells = quantity === "R" ? data.summary.filter((c) => c.radius > 0).map((c) => [c.radius, c.radius]) : data.summary.filter((c) => c.low > 0).map((c) => [c.low, c.high]);
       const low = Math.min(...cells.map((c) => c[0])), high = Math.max(...cells.map((c) => c[1])), pad = Math.max((high / low) ** 0.05, 1.03);
       return [low / pad, high * pad];
     };
     const main = frame($("growth-chart"), {
       name: "growth", title: () => (quantity === "L" ? "L against n" : "R against n"), unit: "log–log; shaded: range over samples", below: legend,
-      rows: () => data.cells,
+      rows: () => data.summary,
       render: (width) => lineChart({
         width, height: width < 560 ? 300 : 400, xs: data.lengths, xLabel: "n, tokens", yLabel: quantity === "L" ? "L, times" : "R, root mean square norm",
         range: spread(), series: series(), keep: keep(), under: (s) => (guides(s), breaksUnder(s)), over: fitOver,
@@ -150,10 +150,10 @@ const sections = {
       columns: [
         { title: "layer", value: (r) => r.layer },
         { title: "exponent a", name: "exponent", help: "L ≈ c·n^a, least squares on logarithms", value: (r) => r.fit.exponent.value, show: (v) => v.toFixed(2) },
-        { title: "95 % interval", name: "low", value: (r) => r.fit.exponent.low, show: (v, r) => between(r.fit.exponent) || "–" },
+        { title: "95 % interval", name: "low", value: (r) => r.fit.exponent.low, show: (v, r) => between(r.fit.exponent) },
         { title: "scatter", help: "typical distance from the line", value: (r) => r.fit.scatter, show: (v) => "± " + (100 * Math.expm1(v)).toFixed(0) + " %" },
         { title: "breaks", text: true, value: (r) => r.fit.breaks.map((b) => (b.kind === "jump" ? `jump ×${format(b.change.value)} from ${b.before} to ${b.after}` : `bend by ${signed(b.change.value.toFixed(2))} at ${b.before}`)).join("; ") || null },
-        { title: "a with breaks apart", name: "exponent_with_breaks", value: (r) => apart(r.fit), show: (v) => (v === null ? "–" : v.toFixed(2)) },
+        { title: "a with breaks apart", name: "exponent_with_breaks", value: (r) => apart(r.fit), show: (v) => v.toFixed(2) },
         { title: "steepest step", name: "steepest_ratio", value: (r) => r.fit.steepest.ratio, show: (v, r) => `×${v.toFixed(2)} from ${r.fit.steepest.before} to ${r.fit.steepest.after}` },
       ],
       rows: data.layers.filter((l) => data.fits[l]).map((layer) => ({ layer, fit: data.fits[layer] })),
@@ -162,14 +162,14 @@ const sections = {
   },
 
   heads() {
-    if (!data.heads.length) return drop("heads");
-    const lengths = [...new Set(data.heads.map((h) => h.n))].sort((a, b) => a - b);
-    const values = data.heads.map((h) => h.value).filter((v) => v > 0), range = [Math.min(...values), Math.max(...values)];
-    const at = new Map(data.heads.map((h) => [`${h.n} ${h.layer} ${h.head}`, h.value]));
-    const layers = [...new Set(data.heads.map((h) => h.layer))].sort((a, b) => a - b), heads = [...new Set(data.heads.map((h) => h.head))].sort((a, b) => a - b);
+    if (!data.head.length) return drop("heads");
+    const lengths = [...new Set(data.head.map((h) => h.n))].sort((a, b) => a - b);
+    const values = data.head.map((h) => h.value).filter((v) => v > 0), range = [Math.min(...values), Math.max(...values)];
+    const at = new Map(data.head.map((h) => [`${h.n} ${h.layer} ${h.head}`, h.value]));
+    const layers = [...new Set(data.head.map((h) => h.layer))].sort((a, b) => a - b), heads = [...new Set(data.head.map((h) => h.head))].sort((a, b) => a - b);
     let n = lengths.includes(data.heads_at) ? data.heads_at : lengths[0];
     const chart = frame($("heads-chart"), {
-      name: "layers-by-heads", title: () => `L of every head alone, n = ${n}`, unit: "times; one colour scale for all lengths", rows: () => data.heads,
+      name: "layers-by-heads", title: () => `L of every head alone, n = ${n}`, unit: "times; one colour scale for all lengths", rows: () => data.head,
       render: (width) => heatMap({
         width, rows: layers, columns: heads, range, axis: "head", rowLabel: layerName, columnLabel: String,
         value: (l, h) => at.get(`${n} ${l} ${h}`) ?? null,
@@ -185,14 +185,14 @@ const sections = {
     const layers = [...new Set(rows.map((b) => b.layer))].sort((a, b) => a - b), lengths = [...new Set(rows.map((b) => b.n))].sort((a, b) => a - b);
     let layer = layers.includes(data.worst_layer) ? data.worst_layer : layers[0], n = lengths.at(-1);
     const chosen = () => rows.filter((b) => b.layer === layer && b.n === n);
-    const ratio = (b) => (b.measured > 0 ? b.log_value - Math.log(b.measured) : null);
+    const ratio = (b) => (b.value > 0 ? b.log_value - Math.log(b.value) : null);
     const chart = frame($("bounds-chart"), {
       name: "bound-ladder", title: () => `Measured and bounds, layer ${layer}, n = ${n}`, unit: "times, log scale", rows: () => rows,
       render: (width) => {
-        const found = chosen().filter((b) => b.log_value !== null).sort((a, b) => a.log_value - b.log_value), measured = chosen()[0]?.measured ?? null;
+        const known = chosen().filter((b) => b.log_value !== null).sort((a, b) => a.log_value - b.log_value), measured = chosen()[0]?.value ?? null;
         return ladder({
           width, unit: "L, times", base: measured > 0 ? measured : null, baseLabel: `measured ${format(measured)}`,
-          rows: found.map((b) => ({
+          rows: known.map((b) => ({
             label: `${b.id} · ${b.name}`, kind: b.where, value: formatLog(b.log_value),
             marks: [{ log: b.log_value, kind: b.where, hollow: b.side === "lower" }],
             lines: [`${b.id} · ${b.name}`, `${b.side} bound ${b.where === "point" ? "at this input" : "over the ball"}: ${formatLog(b.log_value)}`,
@@ -215,8 +215,8 @@ const sections = {
   },
 
   text() {
-    if (!data.passages.length) return drop("text");
-    let passage = data.passages[data.passage], layer = null;
+    if (!data.texts.length) return drop("text");
+    let passage = data.texts[data.text], layer = null;
     const layers = () => Object.keys(passage.shares).map(Number).sort((a, b) => a - b);
     layer = layers().includes(data.focus) ? data.focus : layers()[0];
     const body = $("text-body"), note = $("text-note"), controls = $("text-controls");
@@ -258,9 +258,9 @@ const sections = {
       }),
     });
     const pick = choose(controls, "Layer", layers().map((l) => [l, layerName(l)]), "text-layer", layer, (v) => ((layer = Number(v)), shade(), chart.redraw()));
-    if (data.passages.length > 1) {
-      choose(controls, "Length", data.passages.map((p, i) => [i, `n = ${p.tokens.length}`]), "text-length", data.passage, (v) => {
-        passage = data.passages[Number(v)];
+    if (data.texts.length > 1) {
+      choose(controls, "Length", data.texts.map((p, i) => [i, `n = ${p.tokens.length}`]), "text-length", data.text, (v) => {
+        passage = data.texts[Number(v)];
         if (!layers().includes(layer)) layer = layers()[0];
         pick.replaceChildren(...layers().map((l) => el("option", { value: l, selected: l === layer }, layerName(l))));
         fill();
@@ -271,16 +271,16 @@ const sections = {
   },
 
   splitting() {
-    const rows = data.splits;
+    const rows = data.splitting;
     if (!rows.length) return drop("splitting");
     frame($("splitting-chart"), {
       name: "splitting", title: "Moving tokens whole, or splitting one", unit: "times, log scale", rows: () => rows,
       render: (width) => ladder({
         width, unit: "local constant, times",
         rows: rows.map((r) => ({
-          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: r.split > r.whole && r.whole > 0 ? `×${format(r.split / r.whole)}` : "no gain",
-          marks: [{ log: ln(r.whole), kind: "point" }, { log: ln(r.split), kind: "ball", hollow: true }],
-          lines: [`layer ${r.layer}, n = ${r.n}`, `whole: ${format(r.whole)}`, `split: ${format(r.split)}`],
+          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: r.value > r.moved && r.moved > 0 ? `×${format(r.value / r.moved)}` : "no gain",
+          marks: [{ log: ln(r.moved), kind: "point" }, { log: ln(r.value), kind: "ball", hollow: true }],
+          lines: [`layer ${r.layer}, n = ${r.n}`, `whole: ${format(r.moved)}`, `split: ${format(r.value)}`],
         })),
       }),
     });
@@ -294,9 +294,9 @@ const sections = {
       render: (width) => ladder({
         width, unit: "L, times",
         rows: rows.map((r) => ({
-          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: r.text > 0 ? `×${format(r.worst / r.text)}` : "",
-          marks: [{ log: ln(r.text), kind: "point" }, { log: ln(r.worst), kind: "hot" }, ...(r.log_ceiling === null ? [] : [{ log: r.log_ceiling, kind: "ball", hollow: true }])],
-          lines: [`layer ${r.layer}, n = ${r.n}, R = ${format(r.radius)}`, `on the text: ${format(r.text)}`, `worst found: ${format(r.worst)}`,
+          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: r.text > 0 ? `×${format(r.value / r.text)}` : "",
+          marks: [{ log: ln(r.text), kind: "point" }, { log: ln(r.value), kind: "hot" }, ...(r.log_ceiling === null ? [] : [{ log: r.log_ceiling, kind: "ball", hollow: true }])],
+          lines: [`layer ${r.layer}, n = ${r.n}, R = ${format(r.radius_max)}`, `on the text: ${format(r.text)}`, `worst found: ${format(r.value)}`,
             r.log_ceiling === null ? "" : `ceiling: ${formatLog(r.log_ceiling)}`, r.how],
         })),
       }),
@@ -314,6 +314,7 @@ const sections = {
 
 function start() {
   for (const build of Object.values(sections)) build();
+  for (const part of document.querySelectorAll("main section")) $("contents").append(el("a", { href: "#" + part.id }, part.dataset.name));
   const flip = $("theme");
   flip.addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";

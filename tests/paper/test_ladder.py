@@ -11,8 +11,12 @@ from howsmooth.paper.ladder import crossover, ladder, seen
 ATTENTION = hs.Attention.from_matrices(-torch.eye(1).double(), torch.eye(1).double())
 
 
-def test_upper_bounds_never_cross_lower_ones_at_the_same_n():
-    rows = ladder(ATTENTION, 1.5)
+@pytest.fixture(scope="module")
+def rows():
+    return ladder(ATTENTION, 1.5)
+
+
+def test_upper_bounds_never_cross_lower_ones_at_the_same_n(rows):
     for n in {row["n"] for row in rows}:
         upper = min(row["log_value"] for row in rows if row["n"] == n and row["side"] == "upper")
         lower = [r["log_value"] for r in rows if r["n"] == n and r["side"] == "lower" and not r["mean_field"]]
@@ -25,9 +29,9 @@ def test_crossover_is_where_the_best_upper_bound_stops_growing():
     assert crossover(rows[:2]) is None
 
 
-def test_the_square_root_regime_ends_where_theory_says():
+def test_the_square_root_regime_ends_where_theory_says(rows):
     """At `A = −I`, `R = 1.5` the mean-field regime starts near `n = e^{2R²} = 90`."""
-    cross = crossover(ladder(ATTENTION, 1.5))
+    cross = crossover(rows)
     assert cross is not None
     assert 20 <= cross <= 400
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -14,8 +15,18 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object and no
 Debug = Annotated[bool, typer.Option("--debug", help="show a traceback on errors")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"howsmooth {metadata.version('howsmooth')}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
     """How smooth is attention? Lipschitz constants of attention layers, with certificates."""
 
 
