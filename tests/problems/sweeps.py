@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import BadInputError
-from howsmooth.run import Row
+from howsmooth.run import Record
 
 
-def same(left: list[Row], right: list[Row]) -> bool:
+def same(left: list[Record], right: list[Record]) -> bool:
     """The same answers in the same order, whatever time they took."""
     return [(r.key, r.arguments, r.status, r.value) for r in left] == [(r.key, r.arguments, r.status, r.value) for r in right]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from howsmooth.errors import BadInputError, ResultsError, WorkerError
-from howsmooth.run import Local, Plan, Row, read, sweep
+from howsmooth.run import Local, Plan, Record, read, sweep
 from problems import sweeps
 from problems.sweeps import same
 
@@ -95,7 +95,7 @@ def test_of_two_processes_on_one_file_one_is_told_and_the_other_loses_nothing(tm
 
 
 @pytest.fixture(scope="module")
-def one_worker(tmp_path_factory) -> list[Row]:
+def one_worker(tmp_path_factory) -> list[Record]:
     path = tmp_path_factory.mktemp("one") / "r.sqlite"
     sweep(Plan.of(sweeps.fussy, [{"i": i} for i in range(20)]), path)
     return read(path)

@@ -1,7 +1,6 @@
 """A progress bar with rate and time left, on a terminal only."""
 
 import sys
-from types import TracebackType
 from typing import Any, Protocol, final
 
 
@@ -9,7 +8,7 @@ class Progress(Protocol):
     """What a sweep tells while it runs. Use as a context manager."""
 
     def __enter__(self) -> "Progress": ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
     def begin(self, total: int, done: int) -> None:
         """`done` of `total` tasks were finished earlier."""
         ...
@@ -26,10 +25,8 @@ class Silent:
     def __enter__(self) -> "Silent":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
-
+    def __exit__(self, *_: object) -> None: ...
     def begin(self, total: int, done: int) -> None: ...
-
     def advance(self, failed: bool) -> None: ...
 
 
@@ -55,20 +52,19 @@ class Bar:
             transient=True,
             expand=True,
         )
-        self._title, self._task, self._failed, self._new = title, None, 0, 0
+        self._title, self._failed, self._new = title, 0, 0
 
     def __enter__(self) -> "Bar":
         self._rich.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._rich.stop()
 
     def begin(self, total: int, done: int) -> None:
         self._task = self._rich.add_task(self._title, total=total, completed=done, rate="", failed="")
 
     def advance(self, failed: bool) -> None:
-        assert self._task is not None
         self._failed += failed
         self._new += 1
         elapsed = self._rich.tasks[0].elapsed or 0.0
