@@ -65,6 +65,15 @@ def moody(i: int, folder: str, times: int) -> dict[str, Any]:
     return {"i": i}
 
 
+def interrupted(i: int, folder: str) -> dict[str, Any]:
+    """Ctrl-C, the first time that task 3 is tried."""
+    seen = Path(folder, "interrupted")
+    if i == 3 and not seen.exists():
+        seen.touch()
+        raise KeyboardInterrupt
+    return {"i": i}
+
+
 def fussy(i: int) -> dict[str, Any]:
     """Fails in every way a task can, for some of its arguments."""
     if i % 5 == 1:

@@ -2,8 +2,8 @@
 
 import functools
 import hashlib
-import importlib
 import json
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -51,7 +51,7 @@ class Task:
 
     def call(self, *context: Any) -> Any:
         """Do it. context: what the setup returned, where there is one."""
-        return _imported(self.function)(*context, **self.kwargs())
+        return pkgutil.resolve_name(self.function)(*context, **self.kwargs())
 
 
 @final
@@ -96,14 +96,8 @@ class Plan:
         return Plan(tuple(dict.fromkeys(self.tasks + other.tasks)))
 
 
-def _imported(name: str) -> Callable[..., Any]:
-    """`module:function`, imported."""
-    module, _, path = name.partition(":")
-    return functools.reduce(getattr, path.split("."), importlib.import_module(module))  # pyright: ignore[reportReturnType]
-
-
 def _importable(name: str, function: Callable[..., Any]) -> bool:
     try:
-        return _imported(name) is function
+        return pkgutil.resolve_name(name) is function
     except (ImportError, AttributeError, ValueError):
         return False

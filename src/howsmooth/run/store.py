@@ -229,7 +229,7 @@ def _alone(path: Path) -> Iterator[None]:
                 raise ResultsError(
                     f"expected {path} for ourselves, process {holder} is writing it; wait for it or end it first"
                 ) from None
-            if not side.exists() or not os.path.samestat(os.fstat(file.fileno()), os.stat(side)):
+            if not _is_at(file.fileno(), side):
                 continue  # the last holder removed the file between our opening and our locking it
             try:
                 file.truncate(0)
@@ -238,3 +238,10 @@ def _alone(path: Path) -> Iterator[None]:
             finally:
                 side.unlink(missing_ok=True)  # before the lock goes, or we would remove the next holder's
             return
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
