@@ -128,7 +128,7 @@ def test_any_model_in_a_folder(kind, tmp_path):
     assert (about.own, about.maskable, about.plain, about.whole_module) == (own, maskable, plain, False)
     rows = [row for m in about.maskings for row in tasks.text(str(folder), m, layers_of(about.layers), 9, 0, 0)]
     assert len({row["value"] for row in rows}) == len(about.maskings) * len(layers_of(about.layers))
-    cases = [task.call.kwargs()["name"] for task in plan("adversarial", [str(folder)], QUICK, 0).tasks]
+    cases = [task.kwargs()["name"] for task in plan("adversarial", [str(folder)], QUICK, 0).tasks]
     assert (str(folder) in cases) == plain
     if plain:
         assert len(tasks.adversarial(str(folder), about.own, 0, [2, 7], 0)) == 2
@@ -192,7 +192,7 @@ def test_the_protocol_is_the_papers():
     assert PAPER.long[-1] == 502
     assert PAPER.adversarial == tuple(range(2, 98, 5))
     real = plan("real", ["demo"], PAPER, 0)
-    arguments = [task.call.kwargs() for task in real.tasks]
+    arguments = [task.kwargs() for task in real.tasks]
     assert {a["n"] for a in arguments} == set(range(4, 100, 2)) | set(PAPER.long)
     assert {tuple(a["layers"]) for a in arguments} == {(0, 3, 5)}
     assert len(arguments) == 2 * 10 * (48 + 11)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import BadInputError
-from howsmooth.run import Row
+from howsmooth.run import Record
 
 
-def same(left: list[Row], right: list[Row]) -> bool:
+def same(left: list[Record], right: list[Record]) -> bool:
     """The same answers in the same order, whatever time they took."""
     return [(r.key, r.arguments, r.status, r.value) for r in left] == [(r.key, r.arguments, r.status, r.value) for r in right]
 
@@ -62,6 +62,15 @@ def moody(i: int, folder: str, times: int) -> dict[str, Any]:
         file.write(f"{os.getpid()}\n")
     if tried < times:
         raise RuntimeError("not enough memory")
+    return {"i": i}
+
+
+def interrupted(i: int, folder: str) -> dict[str, Any]:
+    """Ctrl-C, the first time that task 3 is tried."""
+    seen = Path(folder, "interrupted")
+    if i == 3 and not seen.exists():
+        seen.touch()
+        raise KeyboardInterrupt
     return {"i": i}
 
 

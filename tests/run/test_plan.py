@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from howsmooth.errors import BadInputError
-from howsmooth.run import Call, Plan
+from howsmooth.run import Plan, Task
 from problems import sweeps
 
 
@@ -40,13 +40,13 @@ def test_a_key_is_the_same_in_another_process():
 
 def test_repeated_tasks_count_once_and_plans_add_up():
     twice = plan({"i": 1}, {"i": 1}) + plan({"i": 1}, {"i": 2})
-    assert [t.call.kwargs()["i"] for t in twice.tasks] == [1, 2]
+    assert [t.kwargs()["i"] for t in twice.tasks] == [1, 2]
     with pytest.raises(BadInputError, match="one setup"):
         _ = plan({"i": 1}) + plan({"i": 1}, setup=sweeps.build, setup_arguments={"base": 1})
 
 
 def test_every_engine_sees_arguments_as_json_has_them():
-    assert Call.of(sweeps.value, {"i": (1, 2)}).kwargs() == {"i": [1, 2]}
+    assert Task.of(sweeps.value, {"i": (1, 2)}).kwargs() == {"i": [1, 2]}
 
 
 @pytest.mark.parametrize("argument", [float("nan"), object(), {1, 2}, b"bytes"], ids=["nan", "object", "set", "bytes"])

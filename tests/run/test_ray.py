@@ -3,9 +3,9 @@
 import importlib.util
 import os
 import signal
+import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -34,6 +34,7 @@ def cluster():
 
 
 @needs_ray
+@pytest.mark.slow
 def test_two_actors_give_the_rows_of_a_local_sweep_and_load_once_each(cluster, tmp_path):
     arguments = {"base": 5, "folder": str(tmp_path)}
     wanted = Plan.of(sweeps.shifted, [{"i": i} for i in range(200)], setup=sweeps.build, setup_arguments=arguments)
@@ -45,10 +46,24 @@ def test_two_actors_give_the_rows_of_a_local_sweep_and_load_once_each(cluster, t
     assert sweeps.same(read(tmp_path / "ray.sqlite"), read(tmp_path / "local.sqlite"))
 
 
+def gone(pid: int) -> bool:
+    """Whether a process has ended, within a while."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
 @needs_ray
+@pytest.mark.slow
 def test_killing_a_worker_loses_no_task(cluster, tmp_path):
-    """A process from outside, and a task that kills its own actor."""
     wanted = Plan.of(sweeps.located, [{"i": i, "folder": str(tmp_path)} for i in range(120)])
+
+    killed: list[int] = []
 
     def kill() -> None:
         deadline = time.monotonic() + 60
@@ -56,7 +71,7 @@ def test_killing_a_worker_loses_no_task(cluster, tmp_path):
             pids = [int(p.name.removeprefix("pid-")) for p in tmp_path.glob("pid-*")]
             if len(list(tmp_path.glob("did-*"))) > 20 and pids:
                 os.kill(pids[0], signal.SIGKILL)
-                Path(tmp_path, "killed").touch()
+                killed.append(pids[0])
                 return
             time.sleep(0.005)
 
@@ -64,12 +79,12 @@ def test_killing_a_worker_loses_no_task(cluster, tmp_path):
     killer.start()
     ended = sweep(wanted, tmp_path / "r.sqlite", engine=Ray(workers=2))
     killer.join()
-    assert Path(tmp_path, "killed").exists()
+    assert len(killed) == 1
+    assert gone(killed[0])
     assert (ended.done, ended.failed) == (120, 0)
     rows = read(tmp_path / "r.sqlite")
     assert [r.value["i"] for r in rows] == list(range(120))
-    assert len(list(tmp_path.glob("pid-*"))) == 3  # the lost actor was replaced
-    assert max(r.tries for r in rows) == 2
+    assert max(r.tries for r in rows) == 2  # what it was at was tried on another
 
 
 @needs_ray
@@ -97,8 +112,8 @@ def test_more_than_the_cluster_has_is_refused(cluster, tmp_path):
         sweep(Plan.of(sweeps.value, [{"i": 0}]), tmp_path / "r.sqlite", engine=Ray(cpus=64))
 
 
-@pytest.mark.skipif(not missing, reason="ray is installed")
-def test_a_missing_ray_is_one_sentence(tmp_path):
+def test_a_missing_ray_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(WorkerError, match=r"pip install 'howsmooth\[ray\]'"):
         sweep(Plan.of(sweeps.value, [{"i": 0}]), tmp_path / "r.sqlite", engine=Ray())
 

@@ -12,7 +12,7 @@ import pytest
 
 from howsmooth.errors import ResultsError
 from howsmooth.run import Plan, Task, read, sweep
-from howsmooth.run.store import VERSION, Outcome, State, Store
+from howsmooth.run.store import VERSION, Outcome, Status, Store
 from problems import sweeps
 
 
@@ -20,8 +20,8 @@ def plan(count: int) -> Plan:
     return Plan.of(sweeps.value, [{"i": i} for i in range(count)])
 
 
-def outcome(task: Task, status: State = "done", value: Any = None) -> Outcome:
-    return Outcome(task, status, json.dumps(value), None if status == "done" else "why", 1, 0.5)
+def outcome(task: Task, status: Status = "done", value: Any = None) -> tuple[Task, Outcome]:
+    return task, Outcome(status, json.dumps(value), None if status == "done" else "why", 1, 0.5)
 
 
 def begin(store: Store, wanted: Plan) -> dict:
@@ -33,7 +33,7 @@ def test_rows_come_back_in_the_order_of_the_plan_whatever_order_they_arrived_in(
     with Store(path) as store:
         assert begin(store, wanted) == {}
         for i in (3, 0, 4, 1):
-            store.add(outcome(wanted.tasks[i], value={"v": i}))
+            store.add(*outcome(wanted.tasks[i], value={"v": i}))
     rows = read(path)
     assert [r.value["v"] for r in rows] == [0, 1, 3, 4]
     assert rows[0].arguments == {"i": 0}
@@ -49,7 +49,7 @@ def test_each_row_is_there_as_soon_as_it_is_added_and_the_file_is_alone_afterwar
     with Store(path) as store:
         begin(store, wanted)
         for i, task in enumerate(wanted.tasks):
-            store.add(outcome(task))
+            store.add(*outcome(task))
             assert len(read(path)) == i + 1
     assert [p.name for p in tmp_path.iterdir()] == ["r.sqlite"]
 
@@ -58,9 +58,9 @@ def test_a_later_outcome_takes_the_place_of_a_failure(tmp_path):
     path, wanted = tmp_path / "r.sqlite", plan(1)
     with Store(path) as store:
         begin(store, wanted)
-        store.add(outcome(wanted.tasks[0], "failed"))
+        store.add(*outcome(wanted.tasks[0], "failed"))
         assert read(path)[0].reason == "why"
-        store.add(outcome(wanted.tasks[0], value=7))
+        store.add(*outcome(wanted.tasks[0], value=7))
     assert [(r.status, r.value, r.reason) for r in read(path)] == [("done", 7, None)]
 
 
@@ -68,10 +68,10 @@ def test_a_second_writer_is_told_who_the_first_is_and_nothing_is_lost(tmp_path):
     path, wanted = tmp_path / "r.sqlite", plan(2)
     with Store(path) as store:
         begin(store, wanted)
-        store.add(outcome(wanted.tasks[0]))
+        store.add(*outcome(wanted.tasks[0]))
         with pytest.raises(ResultsError, match=f"process {os.getpid()} is writing"):
             Store(path, resume=True)
-        store.add(outcome(wanted.tasks[1]))
+        store.add(*outcome(wanted.tasks[1]))
     assert len(read(path)) == 2
     Store(path, resume=True).close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from howsmooth.errors import BadInputError, ResultsError, WorkerError
-from howsmooth.run import Local, Plan, Row, read, sweep
+from howsmooth.run import Local, Plan, Record, read, sweep
 from problems import sweeps
 from problems.sweeps import same
 
@@ -34,7 +34,8 @@ def plan(count: int = 20, **more) -> Plan:
 
 def start(path: Path, workers: int) -> "subprocess.Popen[bytes]":
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(path), str(workers)], env=environment)
+    command = [sys.executable, "-c", SCRIPT, str(path), str(workers)]
+    return subprocess.Popen(command, env=environment, process_group=0, stderr=subprocess.DEVNULL)
 
 
 def count(path: Path) -> int:
@@ -58,6 +59,7 @@ def test_the_comparison_sees_a_wrong_row_a_missing_one_and_one_too_many(tmp_path
     assert not same(rows[0], rows[2])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks up worker processes under /proc")
 def test_a_sweep_killed_five_times_at_random_moments_ends_with_the_rows_of_one_that_was_not(tmp_path):
     whole, broken = tmp_path / "whole.sqlite", tmp_path / "broken.sqlite"
@@ -83,6 +85,38 @@ def test_a_sweep_killed_five_times_at_random_moments_ends_with_the_rows_of_one_t
     assert not any(Path(f"/proc/{pid}").exists() for pid in orphans)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks up worker processes under /proc")
+def test_ctrl_c_ends_the_workers_and_leaves_a_file_to_resume(tmp_path):
+    path = tmp_path / "r.sqlite"
+    process = start(path, 2)
+    while not count(path) and process.poll() is None:
+        time.sleep(0.002)
+    workers = children(process.pid)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of its foreground
+    assert process.wait() not in (0, -signal.SIGKILL)
+    assert len(workers) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert [p.name for p in tmp_path.iterdir()] == ["r.sqlite"]
+    kept = count(path)
+    assert 0 < kept < TASKS
+    ended = sweep(plan(TASKS, pause=PAUSE), path, resume=True)
+    assert (ended.done, ended.skipped) == (TASKS, kept)
+    assert [r.value["square"] for r in read(path)] == [i * i for i in range(TASKS)]
+
+
+def test_an_interrupted_task_in_this_process_leaves_a_file_to_resume(tmp_path):
+    path = tmp_path / "r.sqlite"
+    wanted = Plan.of(sweeps.interrupted, [{"i": i, "folder": str(tmp_path)} for i in range(6)])
+    with pytest.raises(KeyboardInterrupt):
+        sweep(wanted, path)
+    assert [r.value["i"] for r in read(path)] == [0, 1, 2]
+    assert {p.name for p in tmp_path.iterdir()} == {"r.sqlite", "interrupted"}
+    ended = sweep(wanted, path, resume=True)
+    assert (ended.done, ended.failed, ended.skipped) == (6, 0, 3)
+
+
+@pytest.mark.slow
 def test_of_two_processes_on_one_file_one_is_told_and_the_other_loses_nothing(tmp_path):
     path = tmp_path / "r.sqlite"
     first = start(path, 1)
@@ -95,7 +129,7 @@ def test_of_two_processes_on_one_file_one_is_told_and_the_other_loses_nothing(tm
 
 
 @pytest.fixture(scope="module")
-def one_worker(tmp_path_factory) -> list[Row]:
+def one_worker(tmp_path_factory) -> list[Record]:
     path = tmp_path_factory.mktemp("one") / "r.sqlite"
     sweep(Plan.of(sweeps.fussy, [{"i": i} for i in range(20)]), path)
     return read(path)
@@ -150,6 +184,23 @@ def test_the_state_is_built_once_a_worker_and_the_cores_are_shared_out(tmp_path,
     built = [p.read_text() for p in tmp_path.glob("built-*")]
     assert 1 <= len(built) <= 2
     assert set(built) == {"3"}
+
+
+def test_this_process_uses_the_context_it_is_given_and_other_processes_build_their_own(tmp_path):
+    arguments = {"base": 100, "folder": str(tmp_path)}
+    wanted = Plan.of(sweeps.shifted, [{"i": i} for i in range(4)], setup=sweeps.build, setup_arguments=arguments)
+    context = sweeps.build(base=100)
+    sweep(wanted, tmp_path / "given.sqlite", context=context)
+    assert list(tmp_path.glob("built-*")) == []
+    sweep(wanted, tmp_path / "built.sqlite")
+    assert len(list(tmp_path.glob("built-*"))) == 1
+    sweep(wanted, tmp_path / "two.sqlite", engine=Local(workers=2), context=context)
+    assert len(list(tmp_path.glob("built-*"))) > 1
+    for name in ("built", "two"):
+        assert same(read(tmp_path / "given.sqlite"), read(tmp_path / f"{name}.sqlite"))
+    with pytest.raises(BadInputError, match="a plan with a setup"):
+        sweep(plan(2), tmp_path / "none.sqlite", context=context)
+    assert not (tmp_path / "none.sqlite").exists()
 
 
 @pytest.mark.parametrize(

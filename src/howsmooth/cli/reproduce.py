@@ -44,7 +44,7 @@ def reproduce(
     """
     with one_sentence(debug):
         from howsmooth.paper.page import About, write_reproduction
-        from howsmooth.run.export import write_table
+        from howsmooth.run import write_table
 
         parts = _parts(part)
         models: list[str] = ["demo", *(name for name in dict.fromkeys(model or []) if name != "demo")]

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from howsmooth.errors import ResultsError
 from howsmooth.paper.protocol import Part, Protocol, plan
-from howsmooth.run.engine import Engine
+from howsmooth.run import Engine
 from howsmooth.run.plan import Plan
 from howsmooth.run.progress import Progress
 from howsmooth.run.store import Store, read

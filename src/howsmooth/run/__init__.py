@@ -1,26 +1,30 @@
 """Sweeps that survive: a plan of tasks, a results file, workers here or on a cluster."""
 
-from howsmooth.run.engine import Engine
-from howsmooth.run.export import to_frame, write_table
-from howsmooth.run.plan import Call, Plan, Task
-from howsmooth.run.pool import Local
-from howsmooth.run.progress import progress_bar
+from howsmooth.run.files import check_folder, claim_folder, to_frame, write_table, writing
+from howsmooth.run.plan import Plan, Task
+from howsmooth.run.pool import Engine, Local
+from howsmooth.run.progress import Progress, Silent, progress_bar
 from howsmooth.run.ray import Ray
-from howsmooth.run.store import Row, read
-from howsmooth.run.sweeping import Sweep, sweep
+from howsmooth.run.store import Record, read
+from howsmooth.run.sweeping import Sweep, sweep, versions
 
 __all__ = [
-    "Call",
     "Engine",
     "Local",
     "Plan",
+    "Progress",
     "Ray",
-    "Row",
+    "Record",
+    "Silent",
     "Sweep",
     "Task",
+    "check_folder",
+    "claim_folder",
     "progress_bar",
     "read",
     "sweep",
     "to_frame",
+    "versions",
     "write_table",
+    "writing",
 ]

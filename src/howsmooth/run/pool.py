@@ -1,22 +1,46 @@
-"""Local processes: fresh interpreters that share nothing with this one, or this very process for one worker."""
+"""Who does what: workers, a schedule that replaces those that die and tries tasks again elsewhere, and local processes.
+
+`Local` works in this process or in fresh interpreters that share nothing with it; everything that passes between them is
+plain, so a script that sweeps needs no `__main__` guard. `howsmooth.run.ray` brings workers on a cluster.
+"""
 
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass
-from typing import IO, Any, final
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from typing import IO, Any, Protocol, final
 
-from howsmooth.errors import BadInputError, WorkerError
-from howsmooth.run.engine import Event, schedule
-from howsmooth.run.plan import Call, Plan, Task
+from howsmooth.errors import BadInputError, HowSmoothError, WorkerError
+from howsmooth.run.plan import Plan, Task
 from howsmooth.run.store import Outcome
-from howsmooth.run.worker import Worker
+
+Outcomes = Generator[tuple[Task, Outcome], None, None]
+
+
+class Engine(Protocol):
+    """A way to run tasks."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, plan: Plan, context: Any = None) -> Outcomes:
+        """The outcomes in the order they arrive; closing the iterator ends the workers.
+
+        context: what the plan's setup returns, where this process has it already; workers elsewhere build their own.
+        """
+        ...
 
 
 @final
@@ -24,8 +48,8 @@ from howsmooth.run.worker import Worker
 class Local:
     """Tasks on this machine.
 
-    workers: processes; one works in this process.  tries: attempts at a task before it counts as failed.
-    threads: for each worker; by default the machine's cores are shared out, unless OMP_NUM_THREADS says otherwise.
+    workers: processes; one works in this process, where a task is tried once.  tries: attempts at a task before it counts as
+    failed.  threads: for each worker; by default the machine's cores are shared out, unless OMP_NUM_THREADS says otherwise.
     """
 
     workers: int = 1
@@ -33,24 +57,17 @@ class Local:
     threads: int | None = None
 
     def __post_init__(self):
-        for name in ("workers", "tries", "threads"):
-            value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1) and not (name == "threads" and value is None):
-                raise BadInputError(f"expected {name} of at least 1, got {value!r}; give a whole number")
+        check_counts(workers=self.workers, tries=self.tries, threads=1 if self.threads is None else self.threads)
 
     @property
     def name(self) -> str:
         return f"local, {self.workers} worker{'s' * (self.workers > 1)}"
 
-    def run(self, plan: Plan, tasks: Sequence[Task]) -> Generator[Outcome, None, None]:
+    def run(self, plan: Plan, context: Any = None) -> Outcomes:
         if self.workers == 1:
-            yield from _here(plan, tasks)
-            return
-        crew = _Processes(plan.setup, self.threads or share(self.workers))
-        try:
-            yield from schedule(crew, tasks, self.workers, self.tries)
-        finally:
-            crew.stop()
+            return _here(plan, context)
+        threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // self.workers)
+        return schedule(_Processes(plan.setup, self.threads or threads), plan, self.workers, self.tries)
 
 
 def cores() -> int:
@@ -58,114 +75,232 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def share(workers: int) -> int | None:
-    """Threads for each worker, or None where the environment has decided."""
-    return None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // workers)
+def check_counts(**counts: int) -> None:
+    """Refuse what is not a whole number of at least 1."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise BadInputError(f"expected {name} of at least 1, got {value!r}; give a whole number")
 
 
-def _here(plan: Plan, tasks: Sequence[Task]) -> Generator[Outcome, None, None]:
+@final
+class Worker:
+    """What any engine's worker does: prepare once, then one task after another. Errors become outcomes, never escape."""
+
+    def __init__(self, setup: Task | None, context: Any = None):
+        self._setup, self._context = setup, context
+
+    def prepare(self) -> Outcome:
+        """Build the context, unless there is none to build or it was given."""
+        return _outcome(self._build)
+
+    def perform(self, task: Task) -> Outcome:
+        return _outcome(lambda: task.call() if self._setup is None else task.call(self._context))
+
+    def _build(self) -> None:
+        if self._setup is not None and self._context is None:
+            self._context = self._setup.call()
+
+
+def _outcome(call: Callable[[], Any]) -> Outcome:
+    started = time.perf_counter()
+    try:
+        outcome = Outcome("done", json.dumps(call()))
+    except HowSmoothError as error:
+        outcome = Outcome("refused", reason=str(error))
+    except Exception as error:  # in one line: its type, text and place
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]
+        outcome = Outcome("failed", reason=f"{text} ({os.path.basename(frame.filename)}:{frame.lineno})")
+    return replace(outcome, seconds=time.perf_counter() - started)
+
+
+def _check_ready(prepared: Outcome) -> None:
+    if prepared.ending == "refused":
+        raise WorkerError(prepared.reason)
+    if prepared.ending != "done":
+        raise WorkerError(f"the workers cannot start: {prepared.reason}")
+
+
+def _here(plan: Plan, context: Any) -> Outcomes:
     """In this process: no other worker to try on, so a task is tried once."""
-    worker = Worker(plan.setup)
-    ready = worker.prepare() if tasks else {"event": "ready"}
-    if ready["event"] != "ready":
-        raise WorkerError(ready["reason"] if ready["refused"] else f"the worker cannot start: {ready['reason']}")
-    for task in tasks:
+    worker = Worker(plan.setup, context)
+    for i, task in enumerate(plan.tasks):
         with contextlib.redirect_stdout(sys.stderr):  # as in a worker process: standard output is the command's own
-            answer = worker.perform(task.call)
-        yield Outcome(task, answer["event"], answer["value"], answer["reason"], 1, answer["seconds"])
+            if i == 0:
+                _check_ready(worker.prepare())
+            outcome = worker.perform(task)
+        yield task, outcome
 
 
-@dataclass
+class Crew(Protocol):
+    """Workers of one kind; the schedule knows them only by what `start` returns."""
+
+    def start(self) -> Any:
+        """Begin a new worker; the first outcome that comes from it is that of its preparation."""
+        ...
+
+    def send(self, worker: Any, task: Task) -> None:
+        """Give an idle worker something to do; if it is gone, an outcome will say so."""
+        ...
+
+    def wait(self) -> list[tuple[Any, Outcome]]:
+        """What has happened, at least one outcome and the worker it comes from; `died` where the worker is gone."""
+        ...
+
+    def stop(self) -> None:
+        """End every worker."""
+        ...
+
+
+@dataclass(eq=False)
+class _Attempts:
+    """What has become of a task so far."""
+
+    task: Task
+    tries: int = 0
+    seconds: float = 0.0
+    failed_on: set[Any] = field(default_factory=set)
+
+
+def schedule(crew: Crew, plan: Plan, count: int, tries: int) -> Outcomes:
+    """Run tasks on `count` workers.
+
+    A task whose worker dies or that raises is tried again on another worker, `tries` times in all; a refusal of ours
+    (`HowSmoothError`) is final at once. A worker that cannot be prepared ends the sweep with its reason; where workers die
+    again and again before their first task, the others go on without them.
+    """
+    waiting = deque(_Attempts(task) for task in plan.tasks)
+    left, stillborn = len(waiting), 0
+    ready: dict[Any, bool] = {}  # whether a living worker is prepared
+    busy: dict[Any, _Attempts] = {}
+    try:
+        for _ in range(min(count, left)):
+            ready[crew.start()] = False
+        while left:
+            for worker, outcome in crew.wait():
+                attempts = busy.pop(worker, None)
+                if outcome.ending == "died":
+                    del ready[worker]
+                    stillborn += attempts is None
+                    if attempts is not None or stillborn < tries:
+                        ready[crew.start()] = False
+                    elif not ready:
+                        raise WorkerError(
+                            f"expected workers that start, got {outcome.reason} {stillborn} times; try fewer workers"
+                        )
+                elif attempts is None:
+                    _check_ready(outcome)
+                    ready[worker], stillborn = True, 0
+                if attempts is None:
+                    continue
+                attempts.tries += 1
+                attempts.seconds += outcome.seconds
+                if outcome.ending in ("failed", "died") and attempts.tries < tries:
+                    attempts.failed_on.add(worker)
+                    waiting.append(attempts)
+                    continue
+                left -= 1
+                again = f", {attempts.tries} times" if attempts.tries > 1 else ""
+                reason = outcome.reason and outcome.reason + again
+                yield attempts.task, replace(outcome, reason=reason, tries=attempts.tries, seconds=attempts.seconds)
+            # the first waiting task that an idle worker has not failed at; any, when there is nobody else to try it
+            for worker in [w for w, prepared in ready.items() if prepared and w not in busy]:
+                fresh = (a for a in waiting if worker not in a.failed_on or ready.keys() <= a.failed_on)
+                attempts = next(fresh, None)
+                if attempts is not None:
+                    waiting.remove(attempts)
+                    busy[worker] = attempts
+                    crew.send(worker, attempts.task)
+    finally:
+        crew.stop()
+
+
+def surroundings(threads: int | None) -> dict[str, str]:
+    """Variables of a worker's environment: a task's module must be found there as here, and waiting must not cost."""
+    own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    own["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")  # workers that spin slow each other down
+    return own if threads is None else own | {"OMP_NUM_THREADS": str(threads)}
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class _Process:
     child: "subprocess.Popen[bytes]"
+    pipe: Connection
     errors: IO[bytes]
-    unread: bytes = b""
+
+    def end(self) -> str:
+        """Wait for it and clear up; how it went, in words."""
+        code = self.child.wait()
+        self.errors.seek(0)
+        said = self.errors.read()[-4000:].decode("utf-8", "replace").strip().splitlines()
+        self.errors.close()
+        self.pipe.close()
+        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"a worker process that died ({ended}{': ' + said[-1][:300] if said else ''})"
 
 
 @final
 class _Processes:
-    """A crew of interpreters, one pipe to and one from each."""
+    """A crew of interpreters with a pipe to each."""
 
-    def __init__(self, setup: Call | None, threads: int | None):
-        self._hello = json.dumps({"setup": asdict(setup) if setup else None})
-        paths = [path or os.getcwd() for path in sys.path]  # a task's module must be found there as here
-        self._environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        self._environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # workers that spin while they wait slow each other down
-        if threads is not None:
-            self._environment["OMP_NUM_THREADS"] = str(threads)
-        self._processes: dict[int, _Process] = {}
-        self._selector = selectors.DefaultSelector()
-        self._count = 0
+    def __init__(self, setup: Task | None, threads: int | None):
+        self._setup, self._environment = setup, os.environ | surroundings(threads)
+        self._processes: dict[Connection, _Process] = {}
 
-    def start(self) -> int:
-        self._count += 1
+    def start(self) -> _Process:
+        ours, theirs = Pipe()
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when the worker goes)
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "howsmooth.run.serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=self._environment,
-        )
-        self._processes[self._count] = _Process(child, errors)
-        assert child.stdout is not None
-        self._selector.register(child.stdout, selectors.EVENT_READ, self._count)
-        self._write(self._count, self._hello)
-        return self._count
+        with theirs:
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from howsmooth.run.pool import serve; serve({theirs.fileno()})"],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                env=self._environment,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C is for the parent, which decides when to stop
+            )
+        self._processes[ours] = process = _Process(child, ours, errors)
+        self.send(process, self._setup)
+        return process
 
-    def send(self, worker: int, call: Call) -> None:
-        self._write(worker, json.dumps(asdict(call)))
+    def send(self, worker: _Process, task: Task | None) -> None:
+        with contextlib.suppress(OSError):  # it has died; the end of its pipe will say so
+            worker.pipe.send(task)
 
-    def _write(self, worker: int, line: str) -> None:
-        pipe = self._processes[worker].child.stdin
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died; the end of its output will say so
-            pipe.write(line.encode() + b"\n")
-            pipe.flush()
-
-    def wait(self) -> list[Event]:
-        events: list[Event] = []
-        while not events:
-            for key, _ in self._selector.select():
-                events += self._read(key.data)
-        return events
-
-    def _read(self, worker: int) -> list[Event]:
-        process = self._processes[worker]
-        assert process.child.stdout is not None
-        piece = os.read(process.child.stdout.fileno(), 1 << 20)
-        if not piece:
-            return [Event(worker, None, self._bury(worker))]
-        *lines, process.unread = (process.unread + piece).split(b"\n")
-        return [Event(worker, _answer(line)) for line in lines]
-
-    def _bury(self, worker: int) -> str:
-        """Clear up after a worker that is gone; how it went, in words."""
-        process = self._processes.pop(worker)
-        self._selector.unregister(process.child.stdout)  # pyright: ignore[reportArgumentType]
-        code = process.child.wait()
-        process.errors.seek(0)
-        said = process.errors.read()[-4000:].decode("utf-8", "replace").strip().splitlines()
-        _close(process)
-        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"a worker process that died ({ended}{': ' + said[-1][:300] if said else ''})"
+    def wait(self) -> list[tuple[_Process, Outcome]]:
+        heard = []
+        for pipe in wait(self._processes):
+            assert isinstance(pipe, Connection)
+            try:
+                heard.append((self._processes[pipe], pipe.recv()))
+            except (EOFError, OSError):
+                process = self._processes.pop(pipe)
+                heard.append((process, Outcome("died", reason=process.end())))
+        return heard
 
     def stop(self) -> None:
         for process in self._processes.values():
             process.child.kill()
         for process in self._processes.values():
-            process.child.wait()
-            _close(process)
+            process.end()
         self._processes.clear()
-        self._selector.close()
 
 
-def _close(process: _Process) -> None:
-    for pipe in (process.child.stdin, process.child.stdout, process.errors):
-        assert pipe is not None
-        with contextlib.suppress(OSError):  # a last line for a process that is gone
-            pipe.close()
+def serve(descriptor: int) -> None:
+    """What a worker process runs: its setup comes first, then tasks; an outcome goes back for each."""
+    pipe, inbox = Connection(descriptor), SimpleQueue()
+    threading.Thread(target=_listen, args=(pipe, inbox), daemon=True).start()
+    worker = Worker(inbox.get())
+    pipe.send(worker.prepare())
+    while True:
+        pipe.send(worker.perform(inbox.get()))
 
 
-def _answer(line: bytes) -> dict[str, Any]:
-    return json.loads(line)
+def _listen(pipe: Connection, inbox: "SimpleQueue[Task | None]") -> None:
+    """Pass tasks on; the end of the pipe is the end of the parent, so of this process, whatever it is doing."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            inbox.put(pipe.recv())
+    os._exit(0)

@@ -1,40 +1,32 @@
 """A progress bar with rate and time left, on a terminal only."""
 
 import sys
-from types import TracebackType
-from typing import Any, Protocol, final
+from typing import Any, final
 
 
-class Progress(Protocol):
-    """What a sweep tells while it runs. Use as a context manager."""
+class Progress:
+    """What a sweep tells while it runs: where nothing is overridden, nothing. Use as a context manager."""
 
-    def __enter__(self) -> "Progress": ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
     def begin(self, total: int, done: int) -> None:
         """`done` of `total` tasks were finished earlier."""
-        ...
 
     def advance(self, failed: bool) -> None:
         """One more task has ended."""
-        ...
 
 
 @final
-class Silent:
+class Silent(Progress):
     """Says nothing."""
 
-    def __enter__(self) -> "Silent":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
-
-    def begin(self, total: int, done: int) -> None: ...
-
-    def advance(self, failed: bool) -> None: ...
-
 
 @final
-class Bar:
+class Bar(Progress):
     """A rich progress bar on standard error."""
 
     def __init__(self, title: str, console: Any = None):
@@ -55,20 +47,16 @@ class Bar:
             transient=True,
             expand=True,
         )
-        self._title, self._task, self._failed, self._new = title, None, 0, 0
+        self._title, self._failed, self._new = title, 0, 0
 
-    def __enter__(self) -> "Bar":
-        self._rich.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._rich.stop()
 
     def begin(self, total: int, done: int) -> None:
+        self._rich.start()
         self._task = self._rich.add_task(self._title, total=total, completed=done, rate="", failed="")
 
     def advance(self, failed: bool) -> None:
-        assert self._task is not None
         self._failed += failed
         self._new += 1
         elapsed = self._rich.tasks[0].elapsed or 0.0

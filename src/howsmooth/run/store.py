@@ -5,8 +5,8 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -16,42 +16,49 @@ from howsmooth.run.plan import Plan, Task
 VERSION = 1
 _APPLICATION = 0x686F7773  # "hows", so that another program's SQLite file is not taken for ours
 
-_SCHEMA = """
-CREATE TABLE runs (
+_TABLES = (
+    """CREATE TABLE runs (
     id INTEGER PRIMARY KEY, started REAL NOT NULL, pid INTEGER NOT NULL, engine TEXT NOT NULL, command TEXT NOT NULL,
-    versions TEXT NOT NULL);
-CREATE TABLE results (
+    versions TEXT NOT NULL)""",
+    """CREATE TABLE results (
     key TEXT PRIMARY KEY, position INTEGER NOT NULL, function TEXT NOT NULL, arguments TEXT NOT NULL, setup TEXT,
     status TEXT NOT NULL CHECK (status IN ('done', 'failed')), value TEXT, reason TEXT, tries INTEGER NOT NULL,
-    seconds REAL NOT NULL, finished REAL NOT NULL, run INTEGER NOT NULL REFERENCES runs(id)) WITHOUT ROWID;
-"""
+    seconds REAL NOT NULL, finished REAL NOT NULL, run INTEGER NOT NULL REFERENCES runs(id)) WITHOUT ROWID""",
+)
 
-State = Literal["done", "failed"]
+Status = Literal["done", "failed"]
 
 
 @final
 @dataclass(frozen=True)
 class Outcome:
-    """How a task ended: its value as JSON, or the reason why there is none."""
+    """How a task ended: its value as JSON, or the reason why there is none.
 
-    task: Task
-    status: State
-    value: str | None
-    reason: str | None
-    tries: int
-    seconds: float
+    ending: `failed` may go better another time; `refused` is our own refusal, which would come again anywhere; `died` is the
+    end of the worker too.
+    """
+
+    ending: Literal["done", "failed", "refused", "died"]
+    value: str | None = None
+    reason: str | None = None
+    tries: int = 1
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> Status:
+        return "done" if self.ending == "done" else "failed"
 
 
 @final
 @dataclass(frozen=True)
-class Row:
+class Record:
     """One finished task as the file keeps it."""
 
     key: str
     function: str
     arguments: dict[str, Any]
     setup: dict[str, Any]
-    status: State
+    status: Status
     value: Any
     reason: str | None
     tries: int
@@ -67,77 +74,57 @@ class Store:
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False):
-        self.path = Path(path)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = _Lock(self.path)
-        except OSError as error:
-            raise ResultsError(
-                f"expected a results file that can be written, got {self.path} ({error.strerror}); choose another folder"
-            ) from None
-        try:
-            self._connection = self._open(resume)
-        except BaseException:
-            self._lock.release()
-            raise
-        self._run = 0
-
-    def _open(self, resume: bool) -> sqlite3.Connection:
-        with _sentence(self.path):
-            connection = sqlite3.connect(self.path, timeout=30, isolation_level=None)
+        self.path, self._run, self._positions = Path(path), 0, {}
+        with contextlib.ExitStack() as stack, _sentence(self.path):
             try:
-                if _is_new(connection):
-                    connection.execute("PRAGMA journal_mode=WAL")
-                    connection.execute("BEGIN EXCLUSIVE")
-                    for statement in filter(str.strip, _SCHEMA.split(";")):
-                        connection.execute(statement)
-                    connection.execute(f"PRAGMA application_id={_APPLICATION}")
-                    connection.execute(f"PRAGMA user_version={VERSION}")
-                    connection.execute("COMMIT")
-                check_version(connection, self.path)
-                held = connection.execute("SELECT count(*) FROM results").fetchone()[0]
-                if held and not resume:
-                    raise ResultsError(
-                        f"expected a new results file, got {self.path} with {held} results; resume it or choose another name"
-                    )
-                connection.execute("PRAGMA journal_mode=WAL")
-                connection.execute("PRAGMA synchronous=FULL")  # a committed row survives a power cut
-            except BaseException:
-                connection.close()
-                raise
-            return connection
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_alone(self.path))
+            except OSError as error:
+                raise ResultsError(
+                    f"expected a results file that can be written, got {self.path} ({error.strerror}); choose another folder"
+                ) from None
+            connection = sqlite3.connect(self.path, timeout=30, isolation_level=None)
+            self._connection = stack.enter_context(contextlib.closing(connection))
+            self._open(resume)
+            self._held = stack.pop_all()
 
-    def begin(self, plan: Plan, engine: str, command: str, versions: Mapping[str, str]) -> dict[str, State]:
+    def _open(self, resume: bool) -> None:
+        db = self._connection
+        tables, owner = _number(db, "SELECT count(*) FROM sqlite_master"), _number(db, "PRAGMA application_id")
+        if tables == owner == 0:
+            db.execute("PRAGMA journal_mode=WAL")
+            with self._transaction():
+                for table in _TABLES:
+                    db.execute(table)
+                db.execute(f"PRAGMA application_id={_APPLICATION}")
+                db.execute(f"PRAGMA user_version={VERSION}")
+        _check_version(db, self.path)
+        held = _number(db, "SELECT count(*) FROM results")
+        if held and not resume:
+            raise ResultsError(
+                f"expected a new results file, got {self.path} with {held} results; resume it or choose another name"
+            )
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")  # a committed row survives a power cut
+
+    def begin(self, plan: Plan, engine: str, command: str, versions: Mapping[str, str]) -> dict[str, Status]:
         """Start a run: note who writes, and return what the file already knows of the plan, by key."""
+        self._positions = {task.key: i for i, task in enumerate(plan.tasks)}
         with _sentence(self.path), self._transaction() as db:
             self._run = db.execute(
                 "INSERT INTO runs (started, pid, engine, command, versions) VALUES (?, ?, ?, ?, ?)",
                 (time.time(), os.getpid(), engine, command, json.dumps(dict(versions), sort_keys=True)),
             ).lastrowid
-            known = dict(db.execute("SELECT key, status FROM results"))
-            places = [(i, t.key) for i, t in enumerate(plan.tasks) if t.key in known]
+            known = [(k, status) for k, status in db.execute("SELECT key, status FROM results") if k in self._positions]
+            places = [(self._positions[key], key) for key, _ in known]
             db.executemany("UPDATE results SET position = ? WHERE key = ?", places)
-        self._positions = {task.key: i for i, task in enumerate(plan.tasks)}
-        return {key: known[key] for _, key in places}
+        return dict(known)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, task: Task, outcome: Outcome) -> None:
         """Commit one result; a later one for the same task takes its place."""
-        task = outcome.task
         setup = None if task.setup is None else json.dumps({"function": task.setup.function, **task.setup.kwargs()})
-        row = (
-            task.key,
-            self._positions[task.key],
-            task.call.function,
-            task.call.arguments,
-            setup,
-            outcome.status,
-            outcome.value,
-            outcome.reason,
-            outcome.tries,
-            outcome.seconds,
-            time.time(),
-            self._run,
-        )
+        row = (task.key, self._positions[task.key], task.function, task.arguments, setup)
+        row += (outcome.status, outcome.value, outcome.reason, outcome.tries, outcome.seconds, time.time(), self._run)
         with _sentence(self.path), self._transaction() as db:
             db.execute(f"INSERT OR REPLACE INTO results VALUES ({','.join('?' * len(row))})", row)
 
@@ -157,8 +144,7 @@ class Store:
         with contextlib.suppress(sqlite3.Error):  # a reader is looking, or no space: the log stays beside the file, still valid
             self._connection.execute("PRAGMA busy_timeout=0")
             self._connection.execute("PRAGMA journal_mode=DELETE")
-        self._connection.close()
-        self._lock.release()
+        self._held.close()
 
     def __enter__(self) -> "Store":
         return self
@@ -167,35 +153,20 @@ class Store:
         self.close()
 
 
-def read(path: str | Path) -> list[Row]:
-    """The rows of a results file in the order of its last plan; also while a sweep is writing it."""
+def read(path: str | Path) -> list[Record]:
+    """The records of a results file in the order of its last plan; also while a sweep is writing it."""
     path = Path(path)
     if not path.is_file():
         raise ResultsError(f"expected a results file, got {path}, which is not there; check the name")
+    names = [column.name for column in fields(Record)]
+    query = f"SELECT {', '.join(names)} FROM results JOIN runs ON run = id ORDER BY position, key"
     with _sentence(path), contextlib.closing(_reader(path)) as db:
-        check_version(db, path)
-        versions = {run: json.loads(text) for run, text in db.execute("SELECT id, versions FROM runs")}
-        found = db.execute(
-            "SELECT key, function, arguments, setup, status, value, reason, tries, seconds, run FROM results "
-            "ORDER BY position, key"
-        )
-        return list(_rows(found, versions))
-
-
-def _rows(found: Iterable[tuple[Any, ...]], versions: Mapping[int, dict[str, str]]) -> Iterator[Row]:
-    for key, function, arguments, setup, status, value, reason, tries, seconds, run in found:
-        yield Row(
-            key=key,
-            function=function,
-            arguments=json.loads(arguments),
-            setup=json.loads(setup or "{}"),
-            status=status,
-            value=None if value is None else json.loads(value),
-            reason=reason,
-            tries=tries,
-            seconds=seconds,
-            versions=versions[run],
-        )
+        _check_version(db, path)
+        rows = [dict(zip(names, row, strict=True)) for row in db.execute(query)]
+    for row in rows:
+        row["setup"] = row["setup"] or "{}"
+        row |= {k: json.loads(row[k]) for k in ("arguments", "setup", "value", "versions") if row[k] is not None}
+    return [Record(**row) for row in rows]
 
 
 def _reader(path: Path) -> sqlite3.Connection:
@@ -203,23 +174,22 @@ def _reader(path: Path) -> sqlite3.Connection:
     where = path.resolve().as_uri()
     connection = sqlite3.connect(f"{where}?mode=ro", uri=True, timeout=30)
     try:
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        _number(connection, "SELECT count(*) FROM sqlite_master")
     except sqlite3.OperationalError:
         connection.close()
         connection = sqlite3.connect(f"{where}?mode=ro&immutable=1", uri=True)
     return connection
 
 
-def _is_new(connection: sqlite3.Connection) -> bool:
-    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-    return tables == 0 and connection.execute("PRAGMA application_id").fetchone()[0] == 0
+def _number(connection: sqlite3.Connection, query: str) -> int:
+    return connection.execute(query).fetchone()[0]
 
 
-def check_version(connection: sqlite3.Connection, path: Path) -> None:
+def _check_version(connection: sqlite3.Connection, path: Path) -> None:
     """Refuse a file that this version of the package cannot read."""
-    owner, version = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
-    if owner != _APPLICATION:
+    if _number(connection, "PRAGMA application_id") != _APPLICATION:
         raise ResultsError(f"expected a results file of howsmooth, got {path}, another program's database; choose another name")
+    version = _number(connection, "PRAGMA user_version")
     if version != VERSION:
         raise ResultsError(
             f"expected a results file of version {VERSION}, got {path} of version {version}; "
@@ -243,41 +213,35 @@ def _sentence(path: Path) -> Iterator[None]:
         raise ResultsError(message) from None
 
 
-@final
-class _Lock:
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
     """A lock on a side file, held by the operating system for the life of the process: a killed writer leaves none behind."""
+    import fcntl
 
-    def __init__(self, path: Path):
-        import fcntl
-
-        self._path = path.with_name(path.name + ".lock")
-        while True:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    side = path.with_name(path.name + ".lock")
+    while True:
+        with side.open("a+", encoding="ascii", errors="replace") as file:
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.read(self._file, 32).decode("ascii", "replace").strip()
-                os.close(self._file)
+                file.seek(0)
+                holder = file.read(32).strip() or "unknown"
                 raise ResultsError(
-                    f"expected {path} for ourselves, process {holder or 'unknown'} is writing it; wait for it or end it first"
+                    f"expected {path} for ourselves, process {holder} is writing it; wait for it or end it first"
                 ) from None
-            if self._is_current():
-                break
-            os.close(self._file)  # the last holder removed the file between our opening and our locking it
-        try:
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
-        except OSError:
-            self.release()
-            raise
+            if not _is_at(file.fileno(), side):
+                continue  # the last holder removed the file between our opening and our locking it
+            try:
+                file.truncate(0)
+                print(os.getpid(), file=file, flush=True)
+                yield
+            finally:
+                side.unlink(missing_ok=True)  # before the lock goes, or we would remove the next holder's
+            return
 
-    def _is_current(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._file), os.stat(self._path))
-        except FileNotFoundError:
-            return False
 
-    def release(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)  # before the lock goes, or we would remove the next holder's
-        os.close(self._file)
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,19 +1,18 @@
 """Run a plan into a results file, from the start or from where it stopped."""
 
+import contextlib
 import importlib.metadata
 import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from howsmooth.run.engine import Engine
+from howsmooth.errors import BadInputError
 from howsmooth.run.plan import Plan
-from howsmooth.run.pool import Local
+from howsmooth.run.pool import Engine, Local
 from howsmooth.run.progress import Progress, Silent
 from howsmooth.run.store import Store
-
-_NAMED = ("howsmooth", "torch", "transformers", "numpy")
 
 
 @final
@@ -35,11 +34,13 @@ def sweep(
     resume: bool = False,
     progress: Progress | None = None,
     command: str | None = None,
+    context: Any = None,
 ) -> Sweep:
     """Run what the file does not have yet, and commit each result as it arrives.
 
     engine: `Local(workers=…)` or `Ray(…)`, this process by default.  resume: continue a file that has results; failed tasks
-    are tried again.  command: kept beside the rows, the command line by default.
+    are tried again.  command: kept beside the rows, the command line by default.  context: what the plan's setup returns, where
+    you have it already: tasks in this process use it, workers elsewhere build their own.
 
     An interruption at any moment, a power cut too, loses only the tasks then under way. A task that fails is recorded with its
     reason and does not stop the others. A second sweep on the same file is refused while the first one runs.
@@ -53,30 +54,27 @@ def sweep(
     >>> ended.done, ended.failed, rows[0].value, rows[1].status
     (1, 1, 1.5, 'failed')
     """
+    if context is not None and plan.tasks and plan.setup is None:
+        raise BadInputError("expected a plan with a setup for the context, got one without; plan it with setup=…")
     engine = engine or Local()
     with Store(path, resume=resume) as store, progress or Silent() as shown:
         known = store.begin(plan, engine.name, command or " ".join(sys.argv), versions())
-        todo = [task for task in plan.tasks if known.get(task.key) != "done"]
+        todo = tuple(task for task in plan.tasks if known.get(task.key) != "done")
         skipped = len(plan.tasks) - len(todo)
         shown.begin(len(plan.tasks), skipped)
         failed = 0
-        outcomes = engine.run(plan, todo)
-        try:
-            for outcome in outcomes:
-                store.add(outcome)
+        with contextlib.closing(engine.run(Plan(todo), context)) as outcomes:  # ends the workers whatever happens
+            for task, outcome in outcomes:
+                store.add(task, outcome)
                 failed += outcome.status == "failed"
                 shown.advance(outcome.status == "failed")
-        finally:
-            outcomes.close()  # ends the workers also when a row could not be written
     return Sweep(Path(path), len(plan.tasks) - failed, failed, skipped)
 
 
 def versions() -> dict[str, str]:
     """Of everything a number may depend on."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in _NAMED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    software = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in ("howsmooth", "torch", "transformers", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            software[name] = importlib.metadata.version(name)
+    return software

@@ -71,10 +71,14 @@ def run_sweep(
     resume: bool = False,
     progress: Progress | None = None,
     command: str | None = None,
+    reader: Reader | None = None,
 ) -> Found:
-    """The jobs as a sweep into a results file; rows of earlier plans in it are left out."""
+    """The jobs as a sweep into a results file; rows of earlier plans in it are left out.
+
+    reader: of this source, where there is one already: work in this process then loads nothing again.
+    """
     whole = plan(source, jobs)
-    sweep(whole, path, engine=engine, resume=resume, progress=progress, command=command)
+    sweep(whole, path, engine=engine, resume=resume, progress=progress, command=command, context=reader)
     keys = {task.key for task in whole.tasks}
     ended = [row for row in read(path) if row.key in keys]
     rows = [part for row in ended if row.status == "done" for part in row.value]

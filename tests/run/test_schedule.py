@@ -2,14 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from howsmooth.errors import WorkerError
-from howsmooth.run import Plan
-from howsmooth.run.engine import Event, schedule
-from howsmooth.run.plan import Call
+from howsmooth.run import Plan, Task
+from howsmooth.run.pool import schedule
+from howsmooth.run.store import Outcome
 from problems import sweeps
 
 Play = Callable[[int, int], str]  # worker and task number → done, failed, refused or dies
@@ -20,36 +19,40 @@ class Scripted:
 
     def __init__(self, play: Play, stillborn: tuple[int, ...] = ()):
         self.play, self.stillborn = play, stillborn
-        self.events: deque[Event] = deque()
-        self.started, self.tried = 0, []
+        self.events: deque[tuple[int, Outcome]] = deque()
+        self.started, self.tried, self.stopped = 0, [], False
 
     def start(self) -> int:
         self.started += 1
         dead = self.started in self.stillborn
-        self.events.append(Event(self.started, None, "a stillborn worker") if dead else Event(self.started, {"event": "ready"}))
+        self.events.append((self.started, Outcome("died", reason="a stillborn worker") if dead else Outcome("done")))
         return self.started
 
-    def send(self, worker: int, call: Call) -> None:
-        task = call.kwargs()["i"]
-        self.tried.append((worker, task))
-        ending = self.play(worker, task)
-        answer: dict[str, Any] = {"event": "done", "value": str(task), "reason": None, "refused": False, "seconds": 1.0}
-        if ending in ("failed", "refused"):
-            answer |= {"event": "failed", "value": None, "reason": "why", "refused": ending == "refused"}
-        self.events.append(Event(worker, None, "a dead worker") if ending == "dies" else Event(worker, answer))
+    def send(self, worker: int, task: Task) -> None:
+        number = task.kwargs()["i"]
+        self.tried.append((worker, number))
+        endings = {
+            "done": Outcome("done", str(number), seconds=1.0),
+            "failed": Outcome("failed", reason="why", seconds=1.0),
+            "refused": Outcome("refused", reason="why", seconds=1.0),
+            "dies": Outcome("died", reason="a dead worker"),
+        }
+        self.events.append((worker, endings[self.play(worker, number)]))
 
-    def wait(self) -> list[Event]:
+    def wait(self) -> list[tuple[int, Outcome]]:
         assert self.events, "the scheduler waits for workers that have nothing to do"
         return [self.events.popleft()]
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        self.stopped = True
 
 
 def run(crew: Scripted, tasks: int = 4, count: int = 2, tries: int = 3) -> dict[int, tuple[str, int, str | None]]:
     plan = Plan.of(sweeps.value, [{"i": i} for i in range(tasks)])
-    outcomes = list(schedule(crew, plan.tasks, count, tries))
-    assert len(outcomes) == len({o.task.key for o in outcomes}) == tasks
-    return {o.task.call.kwargs()["i"]: (o.status, o.tries, o.reason) for o in outcomes}
+    outcomes = list(schedule(crew, plan, count, tries))
+    assert len(outcomes) == len({task.key for task, _ in outcomes}) == tasks
+    assert crew.stopped
+    return {task.kwargs()["i"]: (o.status, o.tries, o.reason) for task, o in outcomes}
 
 
 def test_every_task_is_done_once():
@@ -67,9 +70,9 @@ def test_no_more_workers_than_tasks_are_started():
 
 def test_a_failure_goes_to_another_worker_and_a_refusal_does_not():
     crew = Scripted(lambda worker, task: "failed" if (worker, task) == (1, 0) else "refused" if task == 2 else "done")
-    found = run(crew)
-    assert found[0] == ("done", 2, None)
-    assert found[2] == ("failed", 1, "why")
+    endings = run(crew)
+    assert endings[0] == ("done", 2, None)
+    assert endings[2] == ("failed", 1, "why")
     assert [w for w, t in crew.tried if t == 0] == [1, 2]
 
 
@@ -98,3 +101,4 @@ def test_a_sweep_without_any_worker_ends():
     with pytest.raises(WorkerError, match="got a stillborn worker"):
         run(crew)
     assert crew.started < 10
+    assert crew.stopped
