@@ -62,15 +62,15 @@ def test_a_sweep_gives_the_rows_of_a_run_here_and_resumes(tmp_path):
     setting = settle(reader, Question((8, 20), samples=3))
     jobs = layer_jobs(setting) + head_jobs(setting)
     here = run_here(reader, jobs)
-    swept = run_sweep(reader.source, jobs, tmp_path / "two.sqlite", engine=Local(workers=2))
+    swept = run_sweep(reader, jobs, tmp_path / "two.sqlite", engine=Local(workers=2))
     assert ordered(swept.rows) == ordered(here.rows)
 
-    run_sweep(reader.source, jobs[:2], tmp_path / "half.sqlite")
+    run_sweep(reader, jobs[:2], tmp_path / "half.sqlite")
     seconds = {row.key: row.seconds for row in read(tmp_path / "half.sqlite")}
-    resumed = run_sweep(reader.source, jobs, tmp_path / "half.sqlite", resume=True)
+    resumed = run_sweep(reader, jobs, tmp_path / "half.sqlite", resume=True)
     assert ordered(resumed.rows) == ordered(here.rows)
     assert {row.key: row.seconds for row in read(tmp_path / "half.sqlite") if row.key in seconds} == seconds
-    narrow = run_sweep(reader.source, jobs[:1], tmp_path / "half.sqlite", resume=True)
+    narrow = run_sweep(reader, jobs[:1], tmp_path / "half.sqlite", resume=True)
     assert len(narrow.rows) < len(resumed.rows)  # rows of another plan in the same file are left out
 
 
@@ -82,11 +82,11 @@ def test_a_task_that_fails_is_told_and_the_others_count(tmp_path):
     jobs = layer_jobs(settle(reader, Question((8, 20), samples=1)))
     for job in jobs[:1]:
         job.arguments["layers"] = [7]
-    found = run_sweep(reader.source, jobs, tmp_path / "some.sqlite")
+    found = run_sweep(reader, jobs, tmp_path / "some.sqlite")
     assert len(found.failures) == 1
     assert {row["n"] for row in found.rows} == {8}
     with pytest.raises(BadInputError):
-        run_sweep(reader.source, jobs[:1], tmp_path / "none.sqlite")
+        run_sweep(reader, jobs[:1], tmp_path / "none.sqlite")
     with pytest.raises(BadInputError, match="nothing"):
         plan(reader.source, [])
 
@@ -100,7 +100,7 @@ def test_the_same_on_ray(tmp_path):
     reader = Reader.by_name(str(folder), str(tmp_path / "text.txt"))
     assert reader.source is not None
     jobs = layer_jobs(settle(reader, Question((8,), samples=2)))
-    found = run_sweep(reader.source, jobs, tmp_path / "ray.sqlite", engine=Ray(workers=2))
+    found = run_sweep(reader, jobs, tmp_path / "ray.sqlite", engine=Ray(workers=2))
     assert ordered(found.rows) == ordered(run_here(reader, jobs).rows)
 
 

@@ -62,14 +62,14 @@ def report(
     Example: howsmooth report demo --text alice.txt --lengths 16,32,64,128 --out report
     """
     with one_sentence(debug):
-        from howsmooth.report.assemble import check_folder, inspect_into
-        from howsmooth.run import progress_bar
+        from howsmooth.report.assemble import inspect_into
+        from howsmooth.run import check_folder, progress_bar
         from howsmooth.study.layers import Question, settle
         from howsmooth.study.lengths import fitting_lengths
         from howsmooth.study.reader import Reader
 
         asked, chosen = lengths_of(lengths), layers_of(layers)
-        check_folder(out, resume, force)  # before the model is loaded
+        check_folder(out, "report", resume=resume, force=force)  # before the model is loaded
         reader = Reader.by_name(model, text, side)
         question = Question(asked or fitting_lengths(reader, samples), samples, chosen, map_of(map_name), tol, certify, seed)
         setting = settle(reader, question)

@@ -84,9 +84,8 @@ def study(
         if not jobs:
             raise BadInputError(f"expected the map attention for the study {name}, got {map_name!r}; leave --map out")
         hands = engine_of(engine, address, workers, reader.model)
-        assert reader.source is not None
         bar = progress_bar(name, quiet=quiet or as_json)
-        found = run_sweep(reader.source, jobs, results, engine=hands, resume=resume, progress=bar)
+        found = run_sweep(reader, jobs, results, engine=hands, resume=resume, progress=bar)
         if not found.rows:
             raise BadInputError(f"expected layers in closed form for the study {name}, got none in {model}; measure it instead")
         if table is not None:

@@ -13,12 +13,10 @@ from howsmooth.models import MapName, Model
 from howsmooth.report.answer import answer, findings, number, plain
 from howsmooth.report.data import Methods, ReportData, Token
 from howsmooth.report.figures import draw_figures
-from howsmooth.report.page import RESULTS, check_folder, write_file, write_page
-from howsmooth.run import Engine
-from howsmooth.run.progress import Progress
-from howsmooth.run.store import Store
+from howsmooth.report.page import write_page
+from howsmooth.run import Engine, Progress, claim_folder, writing
 from howsmooth.study.beside_theory import bound_jobs, splitting_jobs, worst_jobs
-from howsmooth.study.jobs import Found, Job, Row, run_here, run_sweep, to_frame
+from howsmooth.study.jobs import Job, Measured, Row, run_here, run_sweep, to_frame
 from howsmooth.study.layers import Question, Setting, head_jobs, layer_jobs, settle
 from howsmooth.study.lengths import fit_columns, fitting_lengths
 from howsmooth.study.positions import position_break
@@ -77,9 +75,11 @@ class Report:
         page = write_page(self.data, folder, force=force)
         if figures:
             draw_figures(self.data, page.parent / "figures")
-        write_file(page.with_name("measurements.csv"), self.to_frame().to_csv(index=False).encode())
+        with writing(page.with_name("measurements.csv")) as part:
+            self.to_frame().to_csv(part, index=False)
         if self.data.bounds:
-            write_file(page.with_name("bounds.csv"), self.bounds_frame().to_csv(index=False).encode())
+            with writing(page.with_name("bounds.csv")) as part:
+                self.bounds_frame().to_csv(part, index=False)
         return page
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,16 +147,11 @@ def inspect_into(
     """
     if reader.source is None:
         raise BadInputError("expected a model and a text by name, got ones built in memory; use howsmooth.inspect")
-    folder = Path(folder)
-    check_folder(folder, resume, force)
-    results = folder / RESULTS
-    if force and results.exists():
-        Store(results, resume=True).close()  # refuses another version's file, another program's, and one that is being written
-        results.unlink()
+    results = claim_folder(folder, "report", resume=resume, force=force)
     command = command or shlex.join(["howsmooth", *sys.argv[1:]])
     began = time.perf_counter()
     jobs = report_jobs(setting)
-    measured = run_sweep(reader.source, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
+    measured = run_sweep(reader, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
     named = ALICE if reader.source.text is None else Path(reader.source.text).name
     report = assemble(reader, setting, measured, text=named, command=command, seconds=time.perf_counter() - began)
     return report, report.save(folder, force=True, figures=figures)
@@ -174,7 +169,7 @@ def report_jobs(setting: Setting) -> list[Job]:
 
 
 def assemble(
-    reader: Reader, setting: Setting, measured: Found, *, text: str, command: str, seconds: float | None = None
+    reader: Reader, setting: Setting, measured: Measured, *, text: str, command: str, seconds: float | None = None
 ) -> Report:
     """The report in what a study measured."""
     if not measured.of("layer"):

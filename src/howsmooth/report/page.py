@@ -8,7 +8,6 @@ import base64
 import hashlib
 import json
 import math
-import os
 import re
 from html import escape
 from importlib import resources
@@ -16,12 +15,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from howsmooth.errors import BadInputError, ResultsError
+from howsmooth.errors import BadInputError
 from howsmooth.report.answer import Sentence, answer, findings, number, plain
 from howsmooth.report.data import KEYS, ReportData
+from howsmooth.run import check_folder, writing
 
 LARGEST = 6_000_000  # bytes
-RESULTS = "results.sqlite"  # the results of a sweep, beside the page
 _MOST_ROWS = 20_000  # of the table of all measurements; what is drawn is always whole
 _COLUMNS = (*KEYS["layer"], "seconds", "seed")
 _BOUND = ("layer", "n", "value", "where", "id", "name", "side", "log_value", "statement", "source", "reason")
@@ -59,46 +58,15 @@ def render(data: ReportData) -> str:
 def write_page(data: ReportData, folder: str | Path, *, force: bool = False) -> Path:
     """Write `folder/index.html`, whole or not at all; a folder that holds anything is refused unless `force`."""
     page = Path(folder) / "index.html"
-    check_folder(page.parent, force=force)
+    check_folder(page.parent, "report", force=force)
     text = render(data).encode("utf-8", "replace")
     if len(text) > LARGEST:
         raise BadInputError(
             f"expected a page of at most {LARGEST / 1e6:.0f} MB, got {len(text) / 1e6:.1f} MB; show fewer or shorter passages"
         )
-    return write_file(page, text)
-
-
-def check_folder(folder: Path, resume: bool = False, force: bool = False) -> None:
-    """Refuse a folder that holds something, unless to resume it or, with `force`, to write into it."""
-    results = folder / RESULTS
-    if folder.exists() and not folder.is_dir():
-        raise BadInputError(f"expected a folder for the report, got the file {folder}; choose another name")
-    if resume and force:
-        raise BadInputError("expected --resume or --force, got both; resume goes on, force starts anew")
-    if not folder.exists() or not any(folder.iterdir()) or force:
-        return
-    if resume and not results.exists():
-        raise BadInputError(f"expected {results} to resume, got a folder without it; pass --force to write into it")
-    if not resume:
-        more = "--resume to go on with it, or --force to start anew" if results.exists() else "--force to write into it"
-        raise BadInputError(f"expected a new folder for the report, got {folder}, which exists; pass {more}")
-
-
-def write_file(path: Path, content: bytes) -> Path:
-    """A file in a folder that may be new, whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_bytes(content)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise ResultsError(
-            f"expected a folder that can be written, got {path.parent} ({error.strerror}); choose another"
-        ) from None
-    return path
+    with writing(page, parents=True) as part:
+        part.write_bytes(text)
+    return page
 
 
 def embed(value: Any) -> str:

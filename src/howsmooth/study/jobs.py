@@ -29,7 +29,7 @@ class Job:
 
 @final
 @dataclass(frozen=True)
-class Found:
+class Measured:
     """What jobs gave. failures: the reasons of those that gave nothing."""
 
     rows: tuple[Row, ...]
@@ -51,7 +51,7 @@ def plan(source: Source, jobs: Sequence[Job]) -> Plan:
     return whole
 
 
-def run_here(reader: Reader, jobs: Sequence[Job], progress: Progress | None = None) -> Found:
+def run_here(reader: Reader, jobs: Sequence[Job], progress: Progress | None = None) -> Measured:
     """The jobs one after the other in this process; the first that fails ends it."""
     rows: list[Row] = []
     with progress or Silent() as shown:
@@ -59,11 +59,11 @@ def run_here(reader: Reader, jobs: Sequence[Job], progress: Progress | None = No
         for job in jobs:
             rows += job.function(reader, **job.arguments)
             shown.advance(False)
-    return Found(tuple(rows), (), versions())
+    return Measured(tuple(rows), (), versions())
 
 
 def run_sweep(
-    source: Source,
+    reader: Reader,
     jobs: Sequence[Job],
     path: str | Path,
     *,
@@ -71,21 +71,22 @@ def run_sweep(
     resume: bool = False,
     progress: Progress | None = None,
     command: str | None = None,
-    reader: Reader | None = None,
-) -> Found:
+) -> Measured:
     """The jobs as a sweep into a results file; rows of earlier plans in it are left out.
 
-    reader: of this source, where there is one already: work in this process then loads nothing again.
+    reader: from `Reader.by_name`, so that other processes can load it too; work in this process loads nothing again.
     """
-    whole = plan(source, jobs)
+    if reader.source is None:
+        raise BadInputError("expected a model and a text by name, got ones built in memory; use run_here")
+    whole = plan(reader.source, jobs)
     sweep(whole, path, engine=engine, resume=resume, progress=progress, command=command, context=reader)
     keys = {task.key for task in whole.tasks}
-    ended = [row for row in read(path) if row.key in keys]
-    rows = [part for row in ended if row.status == "done" for part in row.value]
-    failures = [row.reason or "no reason given" for row in ended if row.status == "failed"]
+    ended = [record for record in read(path) if record.key in keys]
+    rows = [row for record in ended if record.status == "done" for row in record.value]
+    failures = [record.reason or "no reason given" for record in ended if record.status == "failed"]
     if not rows:
         raise BadInputError(failures[0] if failures else "expected rows, got none; nothing could be measured")
-    return Found(tuple(rows), tuple(failures), versions())
+    return Measured(tuple(rows), tuple(failures), versions())
 
 
 def to_frame(rows: Sequence[Row]) -> "pandas.DataFrame":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from howsmooth.models import MapName, Model
 from howsmooth.run.progress import Progress
 from howsmooth.study.fit import GrowthFit, fit_growth
-from howsmooth.study.jobs import Found, Row, run_here, to_frame
+from howsmooth.study.jobs import Measured, Row, run_here, to_frame
 from howsmooth.study.layers import Question, layer_jobs, settle
 from howsmooth.study.reader import Reader
 
@@ -112,7 +112,7 @@ def growth(
     return of(run_here(reader, layer_jobs(settle(reader, question)), progress))
 
 
-def of(found: Found) -> Growth:
+def of(found: Measured) -> Growth:
     """The growth in what a study found."""
     order = sorted(found.of("layer"), key=lambda row: (row["layer"], row["n"], row["sample"]))
     return Growth(tuple(order), found.failures)
