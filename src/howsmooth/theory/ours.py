@@ -24,14 +24,9 @@ _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and k
 
 
 def tokens(layer: Constants, n: int, radius: float) -> Bound:
-    """B7: no column of `P` sums to more than the number of queries that see it (Corollary 3.5).
-
-    One head, no biases: `Lip ≤ v[√n (1 + a²R⁴)^½ + aR²]`.
-    """
-    reason, value = _unbounded(layer, radius), None
-    if reason is None:
-        log_c = math.log(_seen_by(layer, n))
-        value = _combine(layer, [_head(layer, h, log_c, radius) for h in range(layer.heads)])
+    """B7: no column of `P` sums to more than the number of queries that see it (Corollary 3.5)."""
+    reason = layer.unbounded(radius)
+    value = None if reason else _by_columns(layer, [math.log(_seen_by(layer, n))] * layer.heads, radius)
     return _upper(
         "B7",
         "√n, sharper",
@@ -44,19 +39,17 @@ def tokens(layer: Constants, n: int, radius: float) -> Bound:
 
 
 def spread(layer: Constants, n: int | None, radius: float) -> Bound:
-    """B8: logits of a row differ by at most `2RG`, so no column sums to more than `e^{2RG}` (Corollary 3.6).
+    """B8: logits of a row are bounded, so no column sums to more than their largest ratio (Corollary 3.6).
 
-    One head, no biases: `Lip ≤ v[min(√n, e^{aR²})(1 + a²R⁴)^½ + aR²]`; `n=None` for the mean-field form.
+    `n=None` for the mean-field form.
     """
     reason, ratio = _unmasked(layer, n, window=True)
-    reason = reason or _unbounded(layer, radius)
-    if reason is None and n is None and math.isinf(layer.bias_range):
-        reason = "a logit bias hides keys"
+    reason = reason or layer.unbounded(radius) or (_hidden_keys(layer) if n is None else None)
     value = None
     if reason is None:
         cap = math.log(_seen_by(layer, n))
-        logs = [min(cap, _log_spread(layer, h, radius) + math.log(ratio)) for h in range(layer.heads)]
-        value = _combine(layer, [_head(layer, h, c, radius) for h, c in enumerate(logs)])
+        logs = [min(cap, layer.log_spread(h, radius) + math.log(ratio)) for h in range(layer.heads)]
+        value = _by_columns(layer, logs, radius)
     return _upper(
         "B8" if n is not None else "B8m",
         "bounded logits" if n is not None else "bounded logits, mean field",
@@ -70,13 +63,12 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
 
 
 def causal(layer: Constants, n: int, radius: float) -> Bound:
-    """B9: under a causal mask `P_ij ≤ E/i`, so columns sum to at most `E(1 + log⁺(n/E))` (Corollary 3.7)."""
-    reason = _unbounded(layer, radius) if layer.layer.causal else "for causal attention"
+    """B9: under a causal mask `P_ij ≤ E/i`, which bounds the sums of columns (Corollary 3.7)."""
+    reason = layer.unbounded(radius) if layer.layer.causal else "for causal attention"
     value = None
     if reason is None:
         seen = math.log(_seen_by(layer, n))
-        logs = [_harmonic(_log_spread(layer, h, radius), seen) for h in range(layer.heads)]
-        value = _combine(layer, [_head(layer, h, c, radius) for h, c in enumerate(logs)])
+        value = _by_columns(layer, [_harmonic(layer.log_spread(h, radius), seen) for h in range(layer.heads)], radius)
     return _upper(
         "B9",
         "causal",
@@ -90,16 +82,16 @@ def causal(layer: Constants, n: int, radius: float) -> Bound:
 
 def causal_mean_field(layer: Constants, radius: float) -> Bound:
     """B10: causal and free of n, by a weighted Schur test (Theorem 3.8). At `A = 0` it is Hardy's constant 2, sharp."""
-    reason = _causal_mean_field(layer) or _unbounded(layer, radius)
+    reason = _causal_mean_field(layer) or layer.unbounded(radius)
     value = None
     if reason is None:
         heads = []
         for h in range(layer.heads):
-            log_e, log_gr = _log_spread(layer, h, radius), log_of(_reach(layer, h, radius) * radius)
+            log_e, log_gr = layer.log_spread(h, radius), log_of(layer.reach(h, radius) * radius)
             schur = _least(
                 lambda s, e=log_e, gr=log_gr: 0.5 * ((1 + s) * e - math.log(s * (1 - s))) + log_add(0.0, s * math.log(2) + gr)
             )
-            heads.append(log_add(schur, log_of(_key_reach(layer, h, radius) * radius)))
+            heads.append(log_add(schur, log_of(layer.key_reach(h, radius) * radius)))
         value = _combine(layer, heads)
     return _upper(
         "B10",
@@ -119,12 +111,7 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
     `Λ = max ⟨A x, y − x⟩` over the unit ball: `a/4` for `A ⪰ 0`, `2a` for `A = −aI`, in between otherwise. `n=None` for the
     mean-field form.
     """
-    reason, _ = _unmasked(layer, n, window=False)
-    if layer.layer.softcap is not None:
-        reason = reason or "needs logits affine in each token: not for a soft-cap"
-    reason = reason or not_bilinear(layer.layer)
-    if n is None and math.isinf(layer.bias_range):
-        reason = reason or "a logit bias hides keys"
+    reason = _unmasked(layer, n, window=False)[0] or _not_affine(layer) or (_hidden_keys(layer) if n is None else None)
     value = None
     if reason is None:
         cap = math.inf if n is None else math.log(n)
@@ -132,7 +119,7 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
             min(cap, lam * radius**2 + 2 * c * radius + layer.bias_range)
             for lam, c in zip(column_exponents(layer), layer.query_shift, strict=True)
         ]
-        value = _combine(layer, [_head(layer, h, c, radius) for h, c in enumerate(logs)])
+        value = _by_columns(layer, logs, radius)
     return _upper(
         "B12" if n is not None else "B12m",
         "exact column sums" if n is not None else "exact column sums, mean field",
@@ -154,16 +141,12 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
     reason = _causal_mean_field(layer) if n is None else (None if layer.layer.causal else "for causal attention")
     if layer.layer.window is not None:
         reason = reason or "not proved for a window; see B9"
-    if layer.layer.softcap is not None:
-        reason = reason or "needs logits affine in each token: not for a soft-cap"
-    if layer.bias_range > 0:
-        reason = reason or "not proved for a logit bias"
-    reason = reason or not_bilinear(layer.layer)
+    reason = reason or _not_affine(layer) or ("not proved for a logit bias" if layer.bias_range > 0 else None)
     value = None
     if reason is None:
         heads = []
         for h in range(layer.heads):
-            key = log_of(_key_reach(layer, h, radius) * radius)
+            key = log_of(layer.key_reach(h, radius) * radius)
             best = min(_positive_part(layer, h, n, radius, *part) for part in _positive_parts(layer.core[h]))
             heads.append(log_add(best, key))
         value = _combine(layer, heads)
@@ -187,20 +170,19 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
 def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
     """B15, B16: what two clusters of tokens attain, at the best masses and places found (Proposition 3.12).
 
-    All tokens at `x` but a few at `y`, with `δ = ⟨A x + c, y − x⟩` as large as it gets: `L` is at least
-    `|V p| √((n−k)/k) q(1 + (1−q)δ)`, `p` the unit vector along `y − x`, `q` the attention `x` pays to the `k` tokens at `y`.
-    `n=None` for measures, or for causal sequences of any length.
+    All tokens at `x` but `k` at `y`, with `δ = ⟨A x + c, y − x⟩` as large as it gets; `p` is the unit vector along `y − x`, `q`
+    the attention `x` pays to the tokens at `y`. `n=None` for measures, or for causal sequences of any length.
     """
     attn = layer.layer
     reason = f"proved for one head, the layer has {layer.heads}" if layer.heads > 1 else None
-    for found, why in (
+    for fails, why in (
         (attn.window is not None, "not proved for a window"),
         (attn.softcap is not None, "not proved for soft-capped logits"),
         (attn.bias is not None, "not proved for a logit bias"),
         (attn.attention_mask is not None, "the number of real tokens varies with the sequence"),
         (n == 1, "one token has no other to attend to"),
     ):
-        reason = reason or (why if found else None)
+        reason = reason or (why if fails else None)
     reason = reason or not_bilinear(attn)
     value = None
     if reason is None:
@@ -282,45 +264,30 @@ def _unmasked(layer: Constants, n: int | None, *, window: bool) -> tuple[str | N
 def _causal_mean_field(layer: Constants) -> str | None:
     if not layer.layer.causal:
         return "for causal attention"
-    if layer.layer.window is not None:
-        return "not proved for a window; B9 is free of n there"
+    return _hidden_keys(layer) if layer.layer.window is None else "not proved for a window; B9 is free of n there"
+
+
+def _hidden_keys(layer: Constants) -> str | None:
     return "a logit bias hides keys" if math.isinf(layer.bias_range) else None
 
 
-def _unbounded(layer: Constants, radius: float) -> str | None:
-    """Why no slope is bounded in the ball, if so."""
-    if layer.turn is not None and any(layer.turn.unbounded(h, radius) for h in range(layer.heads)):
-        return "a norm on queries or keys with eps = 0 has no bounded slope where they vanish"
-    return None
+def _not_affine(layer: Constants) -> str | None:
+    if layer.layer.softcap is not None:
+        return "needs logits affine in each token: not for a soft-cap"
+    return not_bilinear(layer.layer)
 
 
-def _reach(layer: Constants, h: int, radius: float) -> float:
-    """G: the largest `|A x + c|`, how fast a logit moves with its key."""
-    if layer.turn is not None:
-        return layer.turn.reach(h, radius)
-    return layer.a[h] * radius + layer.query_shift[h]
-
-
-def _key_reach(layer: Constants, h: int, radius: float) -> float:
-    """K: how fast logits of a row move with their query, up to what softmax ignores."""
-    if layer.turn is not None:
-        return layer.turn.key_reach(h, radius)
-    return layer.a[h] * radius + (0.0 if layer.layer.softcap is None else layer.key_shift[h])
-
-
-def _log_spread(layer: Constants, h: int, radius: float) -> float:
-    """log E: how far apart the logits of one row can be."""
-    gap = radius * _reach(layer, h, radius) if layer.turn is None else layer.turn.half_range(h, radius)
-    cap = layer.layer.softcap
-    return (2 * gap if cap is None else 2 * cap * math.tanh(gap / cap)) + layer.bias_range
+def _by_columns(layer: Constants, log_columns: list[float], radius: float) -> float:
+    """log of the bound on a layer, the columns of whose heads sum to at most `exp(log_columns)`."""
+    return _combine(layer, [_head(layer, h, c, radius) for h, c in enumerate(log_columns)])
 
 
 def _head(layer: Constants, h: int, log_c: float, radius: float) -> float:
     """log ℓ_h (Theorem 3.3; 3.16 for phases and norms)."""
-    log_gr = log_of(_reach(layer, h, radius) * radius)
+    log_gr = log_of(layer.reach(h, radius) * radius)
     cross = -math.inf if layer.layer.softcap is None else log_gr
     both = 0.5 * log_add(0.0, cross, 2 * log_gr) if layer.turn is None else log_add(0.0, log_gr)
-    return log_add(0.5 * log_c + both, log_of(_key_reach(layer, h, radius) * radius))
+    return log_add(0.5 * log_c + both, log_of(layer.key_reach(h, radius) * radius))
 
 
 def _combine(layer: Constants, heads: list[float]) -> float:
@@ -365,14 +332,14 @@ def _positive_parts(core: Float[Tensor, "m m"]) -> list[tuple[int, float, float]
 
 def _positive_part(layer: Constants, h: int, n: int | None, radius: float, rank: int, norm: float, rest: float) -> float:
     """log of the first term of `ℓ_h` with `A = S + T`, `rank S`, `‖S‖ = norm`, `‖T‖ = rest`."""
-    log_gr = log_of(_reach(layer, h, radius) * radius)
+    log_gr = log_of(layer.reach(h, radius) * radius)
     square, shift = norm * radius**2, 2 * layer.query_shift[h] * radius
     base = 0.5 * rank * math.log(2) + square / 4 + 2 * rest * radius**2 + shift
     wander = 2 * (square * rank) ** 0.5
     if n is not None:
         log_c = min(math.log(n), base + math.log(1 + math.log(n) + 2 * square + wander + shift))
         return 0.5 * log_c + 0.5 * log_add(0.0, 2 * log_gr)
-    log_e = _log_spread(layer, h, radius)
+    log_e = layer.log_spread(h, radius)
 
     def schur(s: float) -> float:
         column = base + math.log1p(1 / s) + s * (2 * square + wander + 2 * s * square + shift)
@@ -404,8 +371,8 @@ def _places(layer: Constants, radius: float) -> list[tuple[float, float]]:
     unit = p / p.norm(dim=-1, keepdim=True).clamp_min(tiny)
     gain = (unit @ layer.core_basis[0].mT @ values.mT).norm(dim=-1) * (1 - 1e-12)
     order = (gap / 2 + gain.log()).argsort(descending=True).tolist()
-    found = {(round(float(gap[i]), 9), round(float(gain[i]), 9)): i for i in reversed(order)}  # starts that met count once
-    best = sorted(found.values(), key=order.index)[:4]
+    apart = {(round(float(gap[i]), 9), round(float(gain[i]), 9)): i for i in reversed(order)}  # starts that met count once
+    best = sorted(apart.values(), key=order.index)[:4]
     return [(float(gap[i]), float(gain[i])) for i in best if float(gap[i]) >= 0] or [(0.0, 0.0)]
 
 

@@ -15,7 +15,7 @@ from howsmooth.maps.base import check_finite, check_tokens
 from howsmooth.maps.operator import Operator
 from howsmooth.measures.measure import Measure
 from howsmooth.spectral import Estimate
-from howsmooth.theory.blocks import own_direction, own_norms
+from howsmooth.theory.blocks import block_direction, block_norms
 
 _TIE = 1e-9  # relative difference that rounding explains
 _BLOCKS = 2**26  # entries of a function's splitting blocks that are formed
@@ -96,9 +96,9 @@ def one_sequence(x: Tensor) -> Tensor:
 
 def of_blocks(moved: Estimate, operator: Operator, mu: Measure) -> Splitting:
     """The answer for a map. moved: the constant of moving the atoms of `mu`.  operator: what it is the norm of."""
-    norms = own_norms(operator)
+    norms = block_norms(operator)
     token = int(norms.lower[0].argmax())
-    along, lower = own_direction(operator, token)
+    along, lower = block_direction(operator, token)
     direction = torch.zeros_like(moved.direction)
     direction[token] = along / float(mu.mass[token]) ** 0.5
     upper = max(lower, float(norms.upper.max()))
