@@ -4,8 +4,9 @@ A row says a number, which side it is on, where it comes from, and when it may b
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, final, overload
 
 import torch
@@ -57,19 +58,32 @@ class Bound:
         return _exp(self.log_value - math.log(measured))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "name": self.name,
-            "side": self.side,
-            "applies": self.applies,
-            "value": self.value,
-            "log_value": self.log_value,
-            "statement": self.statement,
-            "source": self.source,
-            "assumptions": self.assumptions,
-            "reason": self.reason,
-            "mean_field": self.mean_field,
-        }
+        """Plain numbers and strings."""
+        return asdict(self) | {"applies": self.applies, "value": self.value}
+
+
+def _row(
+    side: Side,
+    id: str,
+    name: str,
+    statement: str,
+    source: str,
+    assumptions: str,
+    answer: float | str,
+    *,
+    mean_field: bool = False,
+) -> Bound:
+    """The bound with the logarithm `answer`, moved outward; or, where `answer` is a sentence, why it does not apply."""
+    log_value, reason = (None, answer) if isinstance(answer, str) else (outward_log(answer, side), None)
+    return Bound(id, name, side, log_value, statement, source, assumptions, reason, mean_field)
+
+
+at_most, at_least = partial(_row, "upper"), partial(_row, "lower")
+
+
+def first_reason(*cases: tuple[bool, str]) -> str | None:
+    """The sentence of the first case that is so."""
+    return next((why for so, why in cases if so), None)
 
 
 @final
@@ -93,9 +107,6 @@ class Bounds(Sequence[Bound]):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __iter__(self) -> Iterator[Bound]:
-        return iter(self.rows)
 
     def by_id(self, id: str) -> Bound:
         """The row of that name."""

@@ -9,7 +9,7 @@ the other, `q·k = (q/f)·(f k)`: each choice gives a bound (docs/bounds.md §3.
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
+from howsmooth.maps.attention import HeadWeights
 from howsmooth.theory.bound import rounded_up, slack, spectral_norm
 
 # Gram matrices past this width are not diagonalised: the bound that needs them is left out.
@@ -65,31 +66,12 @@ class Side:
         return math.sqrt(away**2 / self.width + self.eps) * (1 - 1e-12)
 
 
-@final
-@dataclass(frozen=True)
-class Turn:
-    """What bounds over a ball need of a layer whose queries and keys are normalised or turned (docs/bounds.md §3.16).
+class Core(NamedTuple):
+    """`A_h` and `c_h` on a space of at most 2·(head width) dimensions outside which they vanish, and a basis of that space."""
 
-    pairs: queries times `1/f` and keys times `f`, for several `f`.  phases: rotary phases among them.
-    """
-
-    scale: float
-    phases: bool
-    pairs: tuple[tuple[Side, Side], ...]
-    centred_keys: bool
-
-    def reach(self, h: int, radius: float) -> float:
-        """G: how fast a logit moves with its key, at most."""
-        return self.scale * min(q.length(h, radius) * k.slope(h, radius) for q, k in self.pairs)
-
-    def key_reach(self, h: int, radius: float) -> float:
-        """K: how fast logits of a row move with their query, up to what softmax ignores."""
-        return self.scale * min(q.slope(h, radius) * k.length(h, radius, shifted=not self.centred_keys) for q, k in self.pairs)
-
-    def half_range(self, h: int, radius: float) -> float:
-        """Half of how far apart the logits of one row can be, before a soft-cap."""
-        size = self.scale * min(q.length(h, radius) * k.length(h, radius) for q, k in self.pairs)
-        return size if self.phases else min(size, radius * self.reach(h, radius))
+    matrix: Float[Tensor, "heads m m"]
+    shift: Float[Tensor, "heads m"]
+    basis: Float[Tensor, "heads d m"]
 
 
 @final
@@ -102,12 +84,12 @@ class Constants:
     v: `‖V_h‖₂`, `V_h = W_o^h W_v^h`.  w_v, w_o: `‖W_v^h‖₂`, `‖W_o^h‖₂`.
     cross: `‖V_hᵀ V_k‖₂`.  stacked: `‖[V_1 … V_H]‖₂`, and the same with every `V_h` divided by its norm; infinite when too
     large to compute.  bias_range: the most a logit bias varies over the keys of one query.
-    turn: what norms and phases make of queries and keys, where the layer has them; `a` and the shifts then speak of its
-    weights alone.
+    pairs: where norms or phases act on queries and keys, queries times `1/f` and keys times `f` for several `f` (§3.16); `a`
+    and the shifts then speak of the weights alone.
     """
 
     layer: Attention
-    turn: Turn | None
+    pairs: tuple[tuple[Side, Side], ...]
     a: tuple[float, ...]
     query_shift: tuple[float, ...]
     key_shift: tuple[float, ...]
@@ -124,43 +106,36 @@ class Constants:
 
     def reach(self, h: int, radius: float) -> float:
         """G: the largest `|A x + c|`, how fast a logit moves with its key."""
-        return self.a[h] * radius + self.query_shift[h] if self.turn is None else self.turn.reach(h, radius)
+        if not self.pairs:
+            return self.a[h] * radius + self.query_shift[h]
+        return abs(self.layer.scale) * min(q.length(h, radius) * k.slope(h, radius) for q, k in self.pairs)
 
     def key_reach(self, h: int, radius: float) -> float:
         """K: how fast logits of a row move with their query, up to what softmax ignores."""
-        if self.turn is not None:
-            return self.turn.key_reach(h, radius)
-        return self.a[h] * radius + (0.0 if self.layer.softcap is None else self.key_shift[h])
+        layer = self.layer
+        # A key's bias adds the same to every logit of a row, which softmax ignores, unless it is turned, normalised or capped.
+        shifted = not (layer.rotary is None and layer.k_norm is None and layer.softcap is None)
+        if not self.pairs:
+            return self.a[h] * radius + (self.key_shift[h] if shifted else 0.0)
+        return abs(layer.scale) * min(q.slope(h, radius) * k.length(h, radius, shifted=shifted) for q, k in self.pairs)
 
     def log_spread(self, h: int, radius: float) -> float:
         """log E: how far apart the logits of one row can be."""
-        gap = radius * self.reach(h, radius) if self.turn is None else self.turn.half_range(h, radius)
-        cap = self.layer.softcap
+        gap, cap = radius * self.reach(h, radius), self.layer.softcap
+        if self.pairs:
+            size = abs(self.layer.scale) * min(q.length(h, radius) * k.length(h, radius) for q, k in self.pairs)
+            gap = size if self.layer.rotary is not None else min(size, gap)
         return (2 * gap if cap is None else 2 * cap * math.tanh(gap / cap)) + self.bias_range
 
     def unbounded(self, radius: float) -> str | None:
         """Why no slope is bounded in the ball, if so."""
         reaches = [reach(h, radius) for reach in (self.reach, self.key_reach) for h in range(self.heads)]
-        if self.turn is not None and math.inf in reaches:
+        if self.pairs and math.inf in reaches:
             return "a norm on queries or keys with eps = 0 has no bounded slope where they vanish"
         return None
 
     @cached_property
-    def core(self) -> Float[Tensor, "heads m m"]:
-        """`A_h` on a space of at most 2·(head width) dimensions outside which it vanishes on both sides."""
-        return self._reduced[0]
-
-    @cached_property
-    def core_shift(self) -> Float[Tensor, "heads m"]:
-        """`c_h` in the same coordinates; it has no component outside them."""
-        return self._reduced[1]
-
-    @cached_property
-    def core_basis(self) -> Float[Tensor, "heads d m"]:
-        return self._reduced[2]
-
-    @cached_property
-    def _reduced(self) -> tuple[Tensor, Tensor, Tensor]:
+    def core(self) -> Core:
         w = self.layer.by_head()
         heads, head, d = w.q.shape
         if 2 * head < d:
@@ -168,7 +143,7 @@ class Constants:
         else:
             basis = torch.eye(d, dtype=torch.float64, device=w.q.device).expand(heads, d, d)
         kb = self.layer.scale * (w.k @ basis)
-        return kb.mT @ (w.q @ basis), (kb.mT @ w.b_q[..., None])[..., 0], basis
+        return Core(kb.mT @ (w.q @ basis), (kb.mT @ w.b_q[..., None])[..., 0], basis)
 
     @cached_property
     def value_maps(self) -> Float[Tensor, "heads d_out d"]:
@@ -183,6 +158,11 @@ def constants(layer: Attention) -> Constants:
 
     >>> constants(Attention.from_matrices(3 * torch.eye(2), torch.eye(2))).a[0]  # doctest: +ELLIPSIS
     3.00000000000...
+    >>> from howsmooth.maps import Rotary
+    >>> eye = torch.eye(2, dtype=torch.float64)
+    >>> turned = constants(Attention(3 * eye, eye, eye, scale=1.0, rotary=Rotary.from_base(2, 5)))
+    >>> round(turned.reach(0, radius=2.0), 9)
+    6.0
     """
     w, scale, width = layer.by_head(), layer.scale, layer.width
     # ‖τ W_kᵀ W_q‖ = |τ| ‖R_k R_qᵀ‖ with W_kᵀ = Q_k R_k: nothing d × d is formed unless a head is that wide
@@ -197,7 +177,7 @@ def constants(layer: Attention) -> Constants:
     unit = (outputs / v_norm.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]).transpose(0, 1).flatten(1)
     return Constants(
         layer,
-        turn_of(layer),
+        _pairs(layer, w),
         a=rounded_up(a, width),
         query_shift=rounded_up((scale * w.k.mT @ w.b_q[..., None]).norm(dim=(-2, -1)), width),
         key_shift=rounded_up((scale * w.q.mT @ w.b_k[..., None]).norm(dim=(-2, -1)), width),
@@ -230,28 +210,16 @@ def _bias_range(layer: Attention) -> float:
     return float(torch.where(spread.isnan(), torch.inf, spread).max())
 
 
-@torch.no_grad()
-def turn_of(layer: Attention) -> Turn | None:
-    """The sizes of a layer's queries and keys, nothing where they are affine in the tokens.
-
-    >>> from howsmooth.maps import Rotary
-    >>> eye = torch.eye(2, dtype=torch.float64)
-    >>> turned = turn_of(Attention(3 * eye, eye, eye, scale=1.0, rotary=Rotary.from_base(2, 5)))
-    >>> round(turned.reach(0, radius=2.0), 9)
-    6.0
-    """
+def _pairs(layer: Attention, w: HeadWeights) -> tuple[tuple[Side, Side], ...]:
+    """The sizes of a layer's queries and keys, nothing where they are affine in the tokens."""
     if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
-        return None
-    w = layer.by_head()
+        return ()
     gain = 1.0 if layer.rotary is None else layer.rotary.gain
     w_q, w_k = _triangle(w.q), _triangle(w.k)
-    pairs = tuple(
+    return tuple(
         (_side(w_q, w.b_q, layer.q_norm, gain, 1 / f), _side(w_k, w.b_k, layer.k_norm, gain, f))
         for f in _factors(layer, w_q, w_k)
     )
-    # A key's bias adds the same to every logit of a row, which softmax ignores, unless it is turned, normalised or capped.
-    centred = layer.rotary is None and layer.k_norm is None and layer.softcap is None
-    return Turn(abs(layer.scale), layer.rotary is not None, pairs, centred)
 
 
 def _planes(layer: Attention, sizes: Float[Tensor, "*heads head"]) -> Tensor:

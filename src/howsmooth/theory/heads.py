@@ -17,6 +17,7 @@ from howsmooth.theory.constants import plane_factors
 from howsmooth.theory.perron import inverse_rows
 
 ROUNDINGS = 16  # units of rounding per square root of the number of terms, in what is summed up at a token (4.9)
+PerHead = Float[Tensor, "batch heads"]
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,11 @@ class Geometry:
         root = s.sqrt()[:, None]
         return cls(out, r_o, query, r_q, key, r_k, inner, s[:, 0], (out @ u * root, value @ zt.mT * root))
 
-    def blocks(self, t: Float[Tensor, "batch heads"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
+    def blocks(self, t: PerHead, dtype: torch.dtype) -> Float[Tensor, " batch"]:
         """D5, Theorem 4.5: heads of norm `t_h` through the output directions they share."""
         return (_shared_norm([(self.out, t)], dtype) * t.sum(-1)).sqrt()
 
-    def coupled(
-        self,
-        p: Float[Tensor, "batch heads"],
-        beta: Float[Tensor, "batch heads"],
-        key: Float[Tensor, "batch heads"],
-        dtype: torch.dtype,
-    ) -> Float[Tensor, " batch"]:
+    def coupled(self, p: PerHead, beta: PerHead, key: PerHead, dtype: torch.dtype) -> Float[Tensor, " batch"]:
         """D6, Theorem 4.5: the parts of all heads through the input and output directions they share."""
         assert self.values is not None
         left = [(self.out, beta + key), (self.values[0], p)]
@@ -68,9 +63,7 @@ class Geometry:
         return (_shared_norm(left, dtype) * _shared_norm(right, dtype)).sqrt()
 
 
-def _shared_norm(
-    terms: list[tuple[Float[Tensor, "heads d r"], Float[Tensor, "batch heads"]]], dtype: torch.dtype
-) -> Float[Tensor, " batch"]:
+def _shared_norm(terms: list[tuple[Float[Tensor, "heads d r"], PerHead]], dtype: torch.dtype) -> Float[Tensor, " batch"]:
     """`‖Σ_k Σ_h t_kh E_kh E_khᵀ‖₂` from above, (batch,); the sum is made in `dtype`.
 
     One matrix serves the batch: with the weights `m_kh` of its average item, item `b` is at most `max_kh t_kh/m_kh` times it.

@@ -14,7 +14,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator
 from howsmooth.maps.base import check_finite, check_tokens
-from howsmooth.theory.bound import Bound, log_of, outward_log
+from howsmooth.theory.bound import Bound, at_most, log_of
 from howsmooth.theory.heads import ROUNDINGS, Geometry, Tokens
 from howsmooth.theory.trace import trace_sizes
 from howsmooth.theory.yudin2025 import yudin_bound
@@ -27,7 +27,7 @@ _ASSUMES = "any attention layer: heads, groups, biases, masks, soft-cap, rotary 
 def point_bounds(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     """Every bound on `‖D_x f‖₂` at the tokens `x`, the smallest of ours last.
 
-    Work is done in the precision of `x` and the layer, and its rounding is covered as `trace_bound` says.
+    Work is done in the precision of `x` and the layer, and its rounding is covered as `operator_bound` says.
 
     >>> attn = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
     >>> [b.id for b in point_bounds(attn, torch.zeros(3, 2))]
@@ -51,32 +51,23 @@ def point_bounds(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     return [
         yudin_bound(attn, x),
         *(
-            Bound(i, f"{name}, trace form", "upper", outward_log(log_of(float(value)), "upper"), statement, _SOURCE, _ASSUMES)
-            for i, name, value, statement in rows
+            at_most(id, f"{name}, trace form", statement, _SOURCE, _ASSUMES, log_of(float(value)))
+            for id, name, value, statement in rows
         ),
     ]
 
 
 @torch.no_grad()
-def trace_bound(operator: Operator) -> Float[Tensor, " batch"]:
-    """Upper bounds on the norms of linearised attention, (batch,) float64, at the cost of about two products with `JᵀJ`.
-
-    The smallest of the trace forms D3, D5, D6. Work is done in the precision of the operator on the tiles its kernel makes,
-    in O(n · d) memory beyond the kernel's own. The result covers the rounding of that precision, counted as in
-    docs/point-bounds.md 4.9: with `η = 16 ε √(d + n)`, weights off by a factor `e^{η max|τ||q_i||k_j|}`, sums by `e^η`.
-
-    operator: what `Attention.linearize` gives.
-    """
-    if not isinstance(operator, AttentionJacobian):
-        raise BadInputError(f"expected a linearised attention layer, got {type(operator).__name__}; use operator_bound")
-    return trace_forms(operator, every=False).best
-
-
-@torch.no_grad()
 def operator_bound(operator: Operator) -> Float[Tensor, " batch"] | None:
-    """`trace_bound` for attention, Proposition 4.8 for a norm, the product for a composition; nothing for other operators."""
+    """Upper bounds on the norms of a linearised map, (batch,) float64; nothing for operators that theory says nothing of.
+
+    For attention the smallest of the trace forms D3, D5, D6, at the cost of about two products with `JᵀJ`. Work is done in the
+    precision of the operator on the tiles its kernel makes, in O(n · d) memory beyond the kernel's own. The result covers the
+    rounding of that precision, counted as in docs/point-bounds.md 4.9: with `η = 16 ε √(d + n)`, weights off by a factor
+    `e^{η max|τ||q_i||k_j|}`, sums by `e^η`. For a norm Proposition 4.8, for a composition the product.
+    """
     if isinstance(operator, AttentionJacobian):
-        return trace_bound(operator)
+        return trace_forms(operator, every=False).best
     if isinstance(operator, NormJacobian):
         smallest = operator.scale.double().flatten(1).amin(-1)
         slack = 1 + ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(operator.in_shape[-1])
