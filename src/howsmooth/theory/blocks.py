@@ -6,7 +6,6 @@ opposite directions (docs/meanfield.md §5.3). For attention `S_i = Σ_h W_o^h B
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
@@ -28,9 +27,7 @@ _WIDTH = 0.02  # interval asked for where blocks are too wide to decompose
 _ROUNDINGS = 16  # units of rounding per square root of the number of terms in a sum
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class BlockNorms:
+class BlockNorms(NamedTuple):
     """`lower_i ≤ ‖S_i‖ ≤ upper_i`, (batch, n) float64.
 
     confidence: with which all upper ends hold together; 1 where blocks are decomposed.

@@ -106,10 +106,7 @@ def not_bilinear(attn: Attention) -> str | None:
     """Why logits are not `⟨A x_i, x_j⟩` plus shifts with one `A` for all positions; None if they are."""
     return first_reason(
         (attn.rotary is not None, "needs one A for all positions: not for rotary phases"),
-        (
-            attn.q_norm is not None or attn.k_norm is not None,
-            "needs queries and keys affine in the tokens: not for norms on them",
-        ),
+        (bool(attn.q_norm or attn.k_norm), "needs queries and keys affine in the tokens: not for norms on them"),
     )
 
 

@@ -28,7 +28,7 @@ _EVEN = 1e-4  # rows smaller than this share of the largest one count as that sh
 
 @final
 @dataclass(frozen=True)
-class Side:
+class Scaled:
     """Queries, or keys, of every head, times a factor `f`: `f ∘ R_i N(W x_i + b)`.
 
     weight: `‖f W‖`, or `‖C W‖` before a norm (`C` its centring).  shift: `|f b|` or `|C b|`.  alpha, beta, radius: `max |f α|`,
@@ -89,7 +89,7 @@ class Constants:
     """
 
     layer: Attention
-    pairs: tuple[tuple[Side, Side], ...]
+    pairs: tuple[tuple[Scaled, Scaled], ...]
     a: tuple[float, ...]
     query_shift: tuple[float, ...]
     key_shift: tuple[float, ...]
@@ -210,14 +210,14 @@ def _bias_range(layer: Attention) -> float:
     return float(torch.where(spread.isnan(), torch.inf, spread).max())
 
 
-def _pairs(layer: Attention, w: HeadWeights) -> tuple[tuple[Side, Side], ...]:
+def _pairs(layer: Attention, w: HeadWeights) -> tuple[tuple[Scaled, Scaled], ...]:
     """The sizes of a layer's queries and keys, nothing where they are affine in the tokens."""
     if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
         return ()
     gain = 1.0 if layer.rotary is None else layer.rotary.gain
     w_q, w_k = _triangle(w.q), _triangle(w.k)
     return tuple(
-        (_side(w_q, w.b_q, layer.q_norm, gain, 1 / f), _side(w_k, w.b_k, layer.k_norm, gain, f))
+        (_scaled(w_q, w.b_q, layer.q_norm, gain, 1 / f), _scaled(w_k, w.b_k, layer.k_norm, gain, f))
         for f in _factors(layer, w_q, w_k)
     )
 
@@ -274,21 +274,21 @@ def _balanced(layer: Attention, w_q: Tensor, w_k: Tensor, starts: list[Tensor]) 
     return best
 
 
-def _side(
+def _scaled(
     w: Float[Tensor, "heads head r"],
     b: Float[Tensor, "heads head"],
     norm: LayerNorm | RMSNorm | None,
     gain: float,
     f: Float[Tensor, "heads head"],
-) -> Side:
+) -> Scaled:
     size = max(w.shape[1:])
     if norm is None:
-        return Side(rounded_up(spectral_norm(w * f[..., None]), size), rounded_up((b * f).norm(dim=-1), size), gain)
+        return Scaled(rounded_up(spectral_norm(w * f[..., None]), size), rounded_up((b * f).norm(dim=-1), size), gain)
     norm = norm.to(f.device, torch.float64)
     mean = 1 if isinstance(norm, LayerNorm) else 0
     centred, shift = w - mean * w.mean(1, keepdim=True), b - mean * b.mean(1, keepdim=True)
     beta = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
-    return Side(
+    return Scaled(
         rounded_up(spectral_norm(centred), size),
         rounded_up(shift.norm(dim=-1), size),
         gain,

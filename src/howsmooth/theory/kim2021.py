@@ -12,8 +12,6 @@ from howsmooth.errors import BadInputError
 from howsmooth.maps.base import check_finite
 from howsmooth.theory.bound import Bound, at_most, log_of, slack, spectral_norm
 
-SOURCE = "Kim, Papamakarios & Mnih 2021"
-
 
 def l2_bounds(
     w_q: Float[Tensor, "heads k d"],
@@ -57,7 +55,7 @@ def l2_bounds(
             "K2",
             "L2 attention",
             "Lip ≤ √(n/k)(4φ⁻¹(n−1) + 1)(Σ_h ‖W_q^h‖⁴‖W_v^h‖²)^½‖W_o‖, φ(x) = x exp(x+1)",
-            SOURCE + ", Theorem 3.2; proved in howsmooth, docs/bounds.md Theorem 3.17",
+            "Kim, Papamakarios & Mnih 2021, Theorem 3.2; proved in howsmooth, docs/bounds.md Theorem 3.17",
             "L2 attention with tied queries and keys",
             share + 0.5 * math.log(n) + math.log1p(4 * c) + log_of(float(apart)),
         ),

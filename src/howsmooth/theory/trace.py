@@ -4,6 +4,7 @@ A head's Jacobian has three parts, `P ⊗ W_v`, a block diagonal `B_i W_q` and a
 norm of `P` and from covariances of values and keys under each row of `P`. Numbers are those of docs/point-bounds.md.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ def _one_head(kernel: Tiled, nu: float, t: Tokens, y: Tensor, beta: Tensor, star
     unit = y / t.a.clamp_min(torch.finfo(t.a.dtype).tiny)[..., None]
     base = unit.square().sum(-1, keepdim=True) + nu**2
     shift = (t.o * y).sum(-1, keepdim=True)
-    distance = _Distance(t)
+    distance = _distances(t)
     capped = kernel.scores.softcap is not None
 
     def tile(b: Block) -> Tensor:
@@ -94,7 +95,7 @@ def _one_head(kernel: Tiled, nu: float, t: Tokens, y: Tensor, beta: Tensor, star
 def _many_heads(kernel: Tiled, nu: Tensor, t: Tokens, beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """`‖ν P + E + diag β‖₂` and `‖E‖₂`, `E_ij = P_ij a_i κ_j |v_j − o_i|`: the simpler bound on each block (Theorem 4.4)."""
     g = len(beta)
-    distance = _Distance(t)
+    distance = _distances(t)
     a = t.a * t.inverse
 
     def forward(w: Tensor) -> Tensor:
@@ -121,14 +122,14 @@ def _many_heads(kernel: Tiled, nu: Tensor, t: Tokens, beta: Tensor, start: Tenso
     return bound[:g], bound[g:]
 
 
-class _Distance:
-    """Tiles of `|v_j − o_i|`, from above where rounding hides them."""
+def _distances(t: Tokens) -> Callable[[Block], Tensor]:
+    """What makes tiles of `|v_j − o_i|`, from above where rounding hides them."""
+    v2, o2 = t.v.square().sum(-1)[:, None], t.o.square().sum(-1)
+    o2 = (o2 * (1 + t.noise) + t.noise * v2.amax(-1))[..., None]
+    minus_2o = -2 * t.o
 
-    def __init__(self, t: Tokens):
-        v2, o2 = t.v.square().sum(-1), t.o.square().sum(-1)
-        self._v, self._minus_2o, self._v2 = t.v, -2 * t.o, v2[:, None]
-        self._o2 = (o2 * (1 + t.noise) + t.noise * v2.amax(-1, keepdim=True))[..., None]
+    def tile(b: Block) -> Tensor:
+        squares = torch.bmm(minus_2o[b.heads, b.rows], t.v[b.heads, b.cols].mT)
+        return squares.add_(v2[b.heads, :, b.cols]).add_(o2[b.heads, b.rows]).clamp_min_(0).sqrt_()
 
-    def __call__(self, b: Block) -> Tensor:
-        squares = torch.bmm(self._minus_2o[b.heads, b.rows], self._v[b.heads, b.cols].mT)
-        return squares.add_(self._v2[b.heads, :, b.cols]).add_(self._o2[b.heads, b.rows]).clamp_min_(0).sqrt_()
+    return tile

@@ -19,12 +19,10 @@ def yudin_bound(attn: Attention, x: Float[Tensor, "n d"]) -> Bound:
 
     Masks only change `P`, whose norm is the bound of Proposition 4.1. Float64.
     """
+    biases = attn.b_q is not None or attn.b_k is not None
     reason = first_reason(
         (attn.heads > 1, f"stated for one head, this layer has {attn.heads}"),
-        (
-            attn.b_q is not None or attn.b_k is not None,
-            "stated for queries and keys linear in the tokens, this layer adds biases",
-        ),
+        (biases, "stated for queries and keys linear in the tokens, this layer adds biases"),
         (attn.softcap is not None, "stated without a soft-cap"),
     )
     return at_most(
