@@ -25,7 +25,7 @@ def _measure(n: int) -> dict[str, Any]:
     from howsmooth.maps import Attention
     from howsmooth.measures.measure import Measure
     from howsmooth.solve import Options, solve_moving
-    from howsmooth.theory.blocks import own_norms
+    from howsmooth.theory.blocks import block_norms
 
     random = torch.Generator().manual_seed(0)
     weights = [torch.randn(WIDTH, WIDTH, generator=random) / WIDTH**0.5 for _ in range(4)]
@@ -38,7 +38,7 @@ def _measure(n: int) -> dict[str, Any]:
     times.append(time.perf_counter())
     moved, operator, _ = solve_moving(attn, mu, Options())
     times.append(time.perf_counter())
-    split = own_norms(operator, above=moved.lower)
+    split = block_norms(operator, above=moved.lower)
     times.append(time.perf_counter())
     push, move, own = (b - a for a, b in itertools.pairwise(times))
     return {

@@ -11,7 +11,7 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import dispatch
 from howsmooth.paper.meanfield import two_diracs
-from howsmooth.theory.blocks import own_norms
+from howsmooth.theory.blocks import block_norms
 from problems.layers import gaussian
 from problems.measures import KINDS, layer, make, norm, random_measure, weighted_jacobian
 
@@ -32,7 +32,7 @@ def test_theorem_against_duplicated_sequences(kind):
         root = mu.mass.sqrt()
         dense = operator.dense().unflatten(2, (n, d)).unflatten(1, (n, -1)) * root[:, None, None, None] / root[:, None]
         moved = torch.linalg.matrix_norm(dense.flatten(3).flatten(1, 2), 2)
-        split = own_norms(operator).lower.amax(-1)
+        split = block_norms(operator).lower.amax(-1)
         doubled = x[:, torch.repeat_interleave(torch.arange(n), 2 * counts)]
         whole = torch.func.vmap(torch.func.jacrev(lambda z, f=f: f(z)))(doubled)
         assert isinstance(whole, Tensor)

@@ -16,7 +16,7 @@ from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic
 from howsmooth.maps.operator import Operator, Weighted
 from howsmooth.measures.measure import Measure
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
-from howsmooth.theory.blocks import own_direction, own_norms
+from howsmooth.theory.blocks import block_direction, block_norms
 from howsmooth.theory.point import operator_bound
 
 _LOOSE = 5.0  # upper/lower past which a deterministic bound may do better
@@ -303,12 +303,12 @@ def _uppers(solutions: list[Solution], lowers: list[float], noise: float, precis
 
 def _with_splitting(moved: Estimate, operator: Operator, measure: Measure, options: Options) -> Estimate:
     """The larger of moving atoms and of splitting one, Theorem 5.2. Directions are displacements of length one in `L²(μ)`."""
-    norms = own_norms(operator, above=moved.lower)
+    norms = block_norms(operator, above=moved.lower)
     best = float(norms.lower.max())
     lower, direction, split = moved.lower, moved.direction, False
     if best > moved.lower:
         token = int(norms.lower[0].argmax())
-        along, lower = own_direction(operator, token)
+        along, lower = block_direction(operator, token)
         direction, split = torch.zeros_like(direction), True
         direction[token] = along / float(measure.mass[token]) ** 0.5
     upper = max(lower, moved.upper, float(norms.upper.max()))

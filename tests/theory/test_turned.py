@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from howsmooth.maps import Attention, LayerNorm, RMSNorm, Rotary
-from howsmooth.theory import point
+from howsmooth.theory import heads
 from howsmooth.theory.ball import ball_bounds
 from howsmooth.theory.bound import Bound
-from howsmooth.theory.turn import Turn, turn_of
+from howsmooth.theory.constants import constants
+from howsmooth.theory.point import operator_bound, trace_forms
 from howsmooth.theory.yudin2025 import yudin_bound
 from problems.layers import LayerProblem, gaussian, turned, turned_layers
 
@@ -103,20 +104,16 @@ def test_sound_at_a_point(kinds):
         attn = turned(plain, n, q=kinds[0], k=kinds[1], phases=kinds[2], seed=seed)
         x = sequences(n, 4, 1.5, 3, seed) if n > 1 else gaussian(6, 1, 4, seed=seed)
         truth = measured(attn, x)
-        operator = attn.linearize(x)[1]
-        trace, exact = point._bounds(operator, False), point._bounds(operator, True)
-        for bound in (*trace, *exact):
+        for bound in trace_forms(attn.linearize(x)[1]):
             assert bool((bound * (1 + 1e-9) >= truth).all()), float((bound / truth).min())
-        assert bool((exact.best <= trace.best).all())
 
 
 @settings(max_examples=25)
 @given(turned_layers())
 def test_sound_on_any_layer(case: LayerProblem):
     truth = measured(case.layer, case.x)
-    for exact in (False, True):
-        for bound in point._bounds(case.layer.linearize(case.x)[1], exact):
-            assert bool((bound * (1 + 1e-9) >= truth).all())
+    for bound in trace_forms(case.layer.linearize(case.x)[1]):
+        assert bool((bound * (1 + 1e-9) >= truth).all())
     radius = float(case.x.norm(dim=-1).max())
     assert refuted(ball_bounds(case.layer, case.x.shape[1], radius), float(truth.max())) == []
 
@@ -126,22 +123,21 @@ def test_sound_in_single_precision():
         attn = turned(layer(i), 5, q=kinds[0], k=kinds[1], phases=kinds[2], seed=2 * i).to(torch.float32)
         x = gaussian(6, 5, 4, seed=i, dtype=torch.float32)
         truth = measured(attn, x.double())
-        for bound in point._bounds(attn.linearize(x)[1], False):
+        for bound in trace_forms(attn.linearize(x)[1]):
             assert bool((bound >= truth).all())
 
 
 def test_tightness_at_a_point():
-    """Recorded geometric means of bound/L, one head: phases 2.4 trace, 1.9 exact; norms and phases 3.1 and 2.1."""
-    for kinds, limits in (((0, 0, 1), (2.8, 2.2)), ((1, 1, 1), (3.8, 2.5))):
-        logs: dict[bool, list[float]] = {False: [], True: []}
+    """Recorded geometric means of bound/L, one head: phases 2.4; norms and phases 3.1."""
+    for kinds, limit in (((0, 0, 1), 2.8), ((1, 1, 1), 3.8)):
+        logs = []
         for seed in range(6):
             attn = turned(layer(12 * seed, d=8, heads=1, gain=0.5), 10, q=kinds[0], k=kinds[1], phases=kinds[2], seed=2 * seed)
             x = gaussian(4, 10, 8, seed=seed)
-            for exact in logs:
-                logs[exact] += (point._bounds(attn.linearize(x)[1], exact).best / measured(attn, x)).log().tolist()
-        trace, exact = (math.exp(sum(v) / len(v)) for v in logs.values())
-        assert exact < trace < limits[0], (kinds, trace, exact)
-        assert exact < limits[1], (kinds, trace, exact)
+            bound = operator_bound(attn.linearize(x)[1])
+            assert bound is not None
+            logs += (bound / measured(attn, x)).log().tolist()
+        assert math.exp(sum(logs) / len(logs)) < limit, kinds
 
 
 def test_phases_can_make_logits_out_of_nothing():
@@ -183,21 +179,15 @@ def test_norms_bound_logits_at_any_radius():
     assert far - near < math.log(1e3) + 1e-6  # the polynomial factor alone
 
 
-def turn(attn: Attention) -> Turn:
-    found = turn_of(attn)
-    assert found is not None
-    return found
-
-
 def test_product_of_norms_is_not_all():
     """Factors on planes: a query side that is large where the key side is small costs nothing."""
     scales = torch.tensor([100.0, 1.0, 100.0, 1.0], dtype=F64)  # planes (0, 2) and (1, 3)
     w_q, w_k = torch.eye(4, dtype=F64) * scales, torch.eye(4, dtype=F64) / scales
     rotary = Rotary.from_base(4, 6)
-    assert turn(Attention(w_q, w_k, w_q, scale=1.0, rotary=rotary)).reach(0, 1.0) == pytest.approx(1.0)
+    assert constants(Attention(w_q, w_k, w_q, scale=1.0, rotary=rotary)).reach(0, 1.0) == pytest.approx(1.0)
     for seed in range(20):
         q, k = gaussian(4, 3, seed=seed), gaussian(4, 3, seed=seed + 100)
-        bound = turn(Attention(q, k, q, scale=1.0, rotary=rotary)).reach(0, 1.0)
+        bound = constants(Attention(q, k, q, scale=1.0, rotary=rotary)).reach(0, 1.0)
         angles = 6.28 * torch.rand(400, 2, dtype=F64, generator=torch.Generator().manual_seed(seed))
         free = Rotary(angles.cos(), angles.sin())
         rotated = free.turn(q.mT[:, None].expand(-1, 400, -1)).permute(1, 2, 0)  # (angles, head, d)
@@ -217,7 +207,7 @@ def test_tables_that_stretch():
     x = sequences(6, 4, 1.0, 16, 1)
     truth = measured(attn, x)
     assert refuted(ball_bounds(attn, 6, 1.0), float(truth.max())) == []
-    assert bool((point._bounds(attn.linearize(x)[1], False).best >= truth).all())
+    assert bool((trace_forms(attn.linearize(x)[1]).best >= truth).all())
 
 
 @pytest.mark.parametrize(
@@ -237,7 +227,7 @@ def test_published_rows_do_not_apply(options, word):
 @pytest.mark.parametrize("lost", ["query", "key"])
 def test_a_lost_slope_is_caught(lost, monkeypatch):
     """The inputs are sharp enough to notice slopes that are too small."""
-    slopes = point.token_slopes
+    slopes = heads.token_slopes
 
     def too_small(*args):
         found = slopes(*args)
@@ -247,10 +237,10 @@ def test_a_lost_slope_is_caught(lost, monkeypatch):
     caught = {False: 0, True: 0}
     for wrong in caught:
         if wrong:
-            monkeypatch.setattr(point, "token_slopes", too_small)
+            monkeypatch.setattr(heads, "token_slopes", too_small)
         for seed in range(8):
             attn = turned(layer(3 * seed, heads=1), 5, q=1, k=1, phases=1, seed=2 * seed + 1)
             x = sequences(5, 4, 1.5, 4, seed)
-            caught[wrong] += int((point._bounds(attn.linearize(x)[1], False).best < measured(attn, x) * (1 - 1e-9)).sum())
+            caught[wrong] += int((trace_forms(attn.linearize(x)[1]).best < measured(attn, x) * (1 - 1e-9)).sum())
     assert caught[False] == 0
     assert caught[True] > 0

@@ -17,10 +17,10 @@ class Blocked(Tiled):
     """
 
     def _forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        g, n = self._q.shape[:2]
-        largest = self._q.new_full((g, n), -torch.inf)
-        total = self._q.new_zeros(g, n)
-        out = self._q.new_zeros(g, n, self._v.shape[-1])
+        g, n = self.q.shape[:2]
+        largest = self.q.new_full((g, n), -torch.inf)
+        total = self.q.new_zeros(g, n)
+        out = self.q.new_zeros(g, n, self.v.shape[-1])
         for tile in self._tiles:
             for heads in self._head_slices(tile):
                 s, _ = self._logits(heads, tile)
@@ -31,15 +31,15 @@ class Blocked(Tiled):
                 weights = s.sub_(base[..., None]).exp_()
                 total[heads, tile.rows] = total[heads, tile.rows] * shrink + weights.sum(-1)
                 out[heads, tile.rows] *= shrink[..., None]
-                out[heads, tile.rows] += torch.bmm(weights, self._v[heads, tile.cols])
+                out[heads, tile.rows] += torch.bmm(weights, self.v[heads, tile.cols])
                 largest[heads, tile.rows] = raised
         largest.masked_fill_(largest == -torch.inf, 0.0)
         return largest, total, out.div_(total.clamp_min(torch.finfo(total.dtype).tiny)[..., None])
 
-    def _blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[Block]:
         for tile in self._tiles:
             for heads in self._head_slices(tile):
                 s, slope = self._logits(heads, tile)
-                weights = s.sub_(self._largest[heads, tile.rows, None]).exp_()
+                weights = s.sub_(self.largest[heads, tile.rows, None]).exp_()
                 slope = weights if slope is None else slope.mul_(weights)
                 yield Block(heads, tile.rows, tile.cols, weights, slope)

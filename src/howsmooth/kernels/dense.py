@@ -14,8 +14,8 @@ class Dense(Tiled):
     """Softmax attention with its weights kept, tile by tile."""
 
     def _forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        g, n = self._q.shape[:2]
-        largest = self._q.new_full((g, n), -torch.inf)
+        g, n = self.q.shape[:2]
+        largest = self.q.new_full((g, n), -torch.inf)
         logits = []
         for tile in self._tiles:
             for heads in self._head_slices(tile):
@@ -23,16 +23,16 @@ class Dense(Tiled):
                 torch.maximum(largest[heads, tile.rows], s.amax(-1), out=largest[heads, tile.rows])
                 logits.append((heads, tile, s, slope))
         largest.masked_fill_(largest == -torch.inf, 0.0)
-        total = self._q.new_zeros(g, n)
-        out = self._q.new_zeros(g, n, self._v.shape[-1])
+        total = self.q.new_zeros(g, n)
+        out = self.q.new_zeros(g, n, self.v.shape[-1])
         self._kept: list[Block] = []
         for heads, tile, s, slope in logits:
             weights = s.sub_(largest[heads, tile.rows, None]).exp_()
             total[heads, tile.rows] += weights.sum(-1)
-            out[heads, tile.rows] += torch.bmm(weights, self._v[heads, tile.cols])
+            out[heads, tile.rows] += torch.bmm(weights, self.v[heads, tile.cols])
             slope = weights if slope is None else slope.mul_(weights)
             self._kept.append(Block(heads, tile.rows, tile.cols, weights, slope))
         return largest, total, out.div_(total.clamp_min(torch.finfo(total.dtype).tiny)[..., None])
 
-    def _blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[Block]:
         return iter(self._kept)

@@ -36,6 +36,9 @@ class Tiled(SoftmaxAttention):
     """Softmax attention on tiles of `P̂`.
 
     Subclasses say where tiles of `P̂` come from: kept (`Dense`) or made again for each product (`Blocked`).
+
+    shape: (batch, heads, n, m).  q, k, v, o: (g, tokens, width), heads flattened, `g = batch·heads`, keys and values repeated
+    for the query heads that share them.  largest: (g, n), row maxima of the logits.  inverse: (g, n, 1), `1/z`, 0 where `z` is.
     """
 
     def __init__(
@@ -54,30 +57,30 @@ class Tiled(SoftmaxAttention):
         self.scores = replace(scores, mask=scores.mask.to(q.dtype, q.device))
         self._size = size or TileSize.on(q.device)
         self._group = heads // kv_heads
-        self._shape = (batch, heads, n, m)
-        self._q = _flat(q[None])[:, 0]  # (batch·heads, n, d)
-        self._k = _flat(self._expand(k[None]))[:, 0]
-        self._v = _flat(self._expand(v[None]))[:, 0]
-        self.largest_logit = bound_logits(self._q, self._k, scores.scale)
+        self.shape = (batch, heads, n, m)
+        self.q = _flat(q[None])[:, 0]
+        self.k = _flat(self._expand(k[None]))[:, 0]
+        self.v = _flat(self._expand(v[None]))[:, 0]
+        self.largest_logit = bound_logits(self.q, self.k, scores.scale)
         self._tiles = cut(n, m, scores.mask, self._size)
-        self._largest, self._total, self._o = self._forward()  # (g, n), (g, n), (g, n, d_v)
-        self._inverse = torch.where(self._total > 0, 1 / self._total, 0.0)[..., None]
+        self.largest, self._total, self.o = self._forward()  # of shapes (g, n), (g, n), (g, n, d_v)
+        self.inverse = torch.where(self._total > 0, 1 / self._total, 0.0)[..., None]
 
     @abstractmethod
     def _forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Row maxima (0 where nothing is seen), row sums of `P̂`, and the output, heads flattened."""
 
     @abstractmethod
-    def _blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[Block]:
         """Every tile of `P̂`, once."""
 
     @property
     def output(self) -> Float[Tensor, "batch heads n d_v"]:
-        return self._o.unflatten(0, self._shape[:2])
+        return self.o.unflatten(0, self.shape[:2])
 
     @property
     def logsumexp(self) -> Float[Tensor, "batch heads n"]:
-        return (self._largest + self._total.log()).unflatten(0, self._shape[:2])
+        return (self.largest + self._total.log()).unflatten(0, self.shape[:2])
 
     def tiled(self) -> "Tiled":
         return self
@@ -92,23 +95,23 @@ class Tiled(SoftmaxAttention):
         dk: Float[Tensor, "probes batch kv_heads m d"],
         dv: Float[Tensor, "probes batch kv_heads m d_v"],
     ) -> Float[Tensor, "probes batch heads n d_v"]:
-        batch, heads, n, m = self._shape
+        batch, heads, n, m = self.shape
         probes = dq.shape[0]
-        left = torch.cat([_flat(dq), self._q[:, None].expand(-1, probes, -1, -1)], -1)  # (g, probes, n, 2d)
+        left = torch.cat([_flat(dq), self.q[:, None].expand(-1, probes, -1, -1)], -1)  # (g, probes, n, 2d)
         left *= self.scores.scale
-        right = torch.cat([self._k[:, None].expand(-1, probes, -1, -1), _flat(self._expand(dk))], -1)
+        right = torch.cat([self.k[:, None].expand(-1, probes, -1, -1), _flat(self._expand(dk))], -1)
         dv_wide = _wide(_flat(self._expand(dv)))  # (g, m, probes·d_v)
         total = dv_wide.new_zeros(batch * heads, n, dv_wide.shape[-1])  # T v + P̂ dv
         by_probe = total.unflatten(-1, (probes, -1)).transpose(1, 2)  # (g, probes, n, d_v)
         row_sum = total.new_zeros(batch * heads, probes, n, 1)
-        for b in self._blocks():
+        for b in self.blocks():
             g, i, j = b.heads, b.rows, b.cols
             t = torch.matmul(left[g, :, i], right[g, :, j].mT)
             t *= b.slope[:, None]
             row_sum[g, :, i] += t.sum(-1, keepdim=True)
-            by_probe[g, :, i] += torch.bmm(t.flatten(1, 2), self._v[g, j]).unflatten(1, (probes, -1))
+            by_probe[g, :, i] += torch.bmm(t.flatten(1, 2), self.v[g, j]).unflatten(1, (probes, -1))
             total[g, i] += torch.bmm(b.weights, dv_wide[g, j])
-        out = by_probe.addcmul_(row_sum, self._o[:, None], value=-1).mul_(self._inverse[:, None])
+        out = by_probe.addcmul_(row_sum, self.o[:, None], value=-1).mul_(self.inverse[:, None])
         return out.transpose(0, 1).unflatten(1, (batch, heads))
 
     def vjp(
@@ -118,21 +121,21 @@ class Tiled(SoftmaxAttention):
         Float[Tensor, "probes batch kv_heads m d"],
         Float[Tensor, "probes batch kv_heads m d_v"],
     ]:
-        batch, heads, n, m = self._shape
+        batch, heads, n, m = self.shape
         probes = g.shape[0]
-        g_hat = _flat(g) * self._inverse[:, None]  # (g, probes, n, d_v)
-        drift = (g_hat * self._o[:, None]).sum(-1, keepdim=True)
+        g_hat = _flat(g) * self.inverse[:, None]  # (g, probes, n, d_v)
+        drift = (g_hat * self.o[:, None]).sum(-1, keepdim=True)
         g_wide = _wide(g_hat)
-        dq = g_hat.new_zeros(batch * heads, probes, n, self._q.shape[-1])
-        dk = g_hat.new_zeros(batch * heads, probes, m, self._q.shape[-1])
+        dq = g_hat.new_zeros(batch * heads, probes, n, self.q.shape[-1])
+        dk = g_hat.new_zeros(batch * heads, probes, m, self.q.shape[-1])
         dv_wide = g_wide.new_zeros(batch * heads, m, g_wide.shape[-1])
-        for b in self._blocks():
+        for b in self.blocks():
             h, i, j = b.heads, b.rows, b.cols
-            ds = torch.bmm(g_hat[h, :, i].flatten(1, 2), self._v[h, j].mT).unflatten(1, (probes, -1))
+            ds = torch.bmm(g_hat[h, :, i].flatten(1, 2), self.v[h, j].mT).unflatten(1, (probes, -1))
             ds -= drift[h, :, i]
             ds *= b.slope[:, None]
-            dq[h, :, i] += torch.bmm(ds.flatten(1, 2), self._k[h, j]).unflatten(1, (probes, -1))
-            dk[h, :, j] += torch.matmul(ds.mT, self._q[h, None, i])
+            dq[h, :, i] += torch.bmm(ds.flatten(1, 2), self.k[h, j]).unflatten(1, (probes, -1))
+            dk[h, :, j] += torch.matmul(ds.mT, self.q[h, None, i])
             dv_wide[h, j] += torch.bmm(b.weights.mT, g_wide[h, i])
         dv = dv_wide.unflatten(-1, (probes, -1)).transpose(1, 2)
         dq *= self.scores.scale
@@ -140,10 +143,10 @@ class Tiled(SoftmaxAttention):
         return self._unflat(dq), self._sum_groups(self._unflat(dk)), self._sum_groups(self._unflat(dv))
 
     def attention_received(self) -> Float[Tensor, "batch m"]:
-        batch, heads, _, m = self._shape
-        received = self._o.new_zeros(batch * heads, m, 1)
-        for b in self._blocks():
-            received[b.heads, b.cols] += torch.bmm(b.weights.mT, self._inverse[b.heads, b.rows])
+        batch, heads, _, m = self.shape
+        received = self.o.new_zeros(batch * heads, m, 1)
+        for b in self.blocks():
+            received[b.heads, b.cols] += torch.bmm(b.weights.mT, self.inverse[b.heads, b.rows])
         return received[..., 0].unflatten(0, (batch, heads)).mean(1)
 
     def logit_range(self) -> tuple[float, float]:
@@ -155,16 +158,22 @@ class Tiled(SoftmaxAttention):
                 low = min(low, float(s.masked_fill(s == -torch.inf, torch.inf).min()))
         return (low, high) if low <= high else (0.0, 0.0)
 
+    def row_slopes(self, g: int, rows: slice) -> Float[Tensor, "rows m"]:
+        """Whole rows of `P̂` of one head, times the soft-cap's slope."""
+        s, slope = self._logits(slice(g, g + 1), Tile(rows, slice(0, self.shape[3]), partial=True))
+        weights = s.sub_(self.largest[g : g + 1, rows, None]).exp_()
+        return (weights if slope is None else weights * slope)[0]
+
     def _head_slices(self, tile: Tile) -> Iterator[slice]:
         """Runs of heads whose tiles together stay near the element budget."""
         area = (tile.rows.stop - tile.rows.start) * (tile.cols.stop - tile.cols.start)
-        count = self._shape[0] * self._shape[1]
+        count = self.shape[0] * self.shape[1]
         step = max(2, self._size.elements // area)
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def _logits(self, heads: slice, tile: Tile) -> tuple[Tensor, Tensor | None]:
         """Masked logits of a tile, and the soft-cap's slope."""
-        s = torch.bmm(self._q[heads, tile.rows], self._k[heads, tile.cols].mT)
+        s = torch.bmm(self.q[heads, tile.rows], self.k[heads, tile.cols].mT)
         s *= self.scores.scale
         slope = None
         if self.scores.softcap is not None:
@@ -175,12 +184,12 @@ class Tiled(SoftmaxAttention):
         if tile.partial:
             s.masked_fill_(~mask.visible(tile.rows, tile.cols, s.device), -torch.inf)
         if mask.keys is not None:
-            item = torch.arange(heads.start, heads.stop, device=s.device) // self._shape[1]
+            item = torch.arange(heads.start, heads.stop, device=s.device) // self.shape[1]
             s.masked_fill_(~mask.keys[:, tile.cols][item][:, None], -torch.inf)
         if mask.bias is not None:
             index = torch.arange(heads.start, heads.stop, device=s.device)
-            item = index // self._shape[1] if mask.bias.shape[0] > 1 else index * 0
-            head = index % self._shape[1] if mask.bias.shape[1] > 1 else index * 0
+            item = index // self.shape[1] if mask.bias.shape[0] > 1 else index * 0
+            head = index % self.shape[1] if mask.bias.shape[1] > 1 else index * 0
             rows = tile.rows if mask.bias.shape[2] > 1 else slice(None)
             s += mask.bias[:, :, rows, tile.cols][item, head]
         return s, slope
@@ -193,7 +202,7 @@ class Tiled(SoftmaxAttention):
         return t if self._group == 1 else t.unflatten(2, (-1, self._group)).sum(3)
 
     def _unflat(self, t: Tensor) -> Tensor:
-        return t.transpose(0, 1).unflatten(1, self._shape[:2])
+        return t.transpose(0, 1).unflatten(1, self.shape[:2])
 
 
 def _flat(t: Tensor) -> Tensor:

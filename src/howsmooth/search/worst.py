@@ -18,8 +18,7 @@ from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_w
 from howsmooth.solve import Options, solve_batch
 from howsmooth.spectral import Estimate
 from howsmooth.theory.ball import ball_bounds
-from howsmooth.theory.bound import Bound
-from howsmooth.theory.table import Bounds
+from howsmooth.theory.bound import Bound, Bounds
 
 _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the set's size
 

@@ -4,7 +4,7 @@ import math
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
-from howsmooth.theory import castin2024, geshkovski2023, kim2021, ours
+from howsmooth.theory import castin2024, ours
 from howsmooth.theory.bound import Bound
 from howsmooth.theory.constants import constants
 
@@ -39,10 +39,8 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
         castin2024.upper(layer, n, radius),
         castin2024.lower(layer, n, radius),
         castin2024.multi_head(layer, n, radius),
-        geshkovski2023.mean_field(layer, radius),
+        castin2024.mean_field(layer, radius),
         castin2024.mean_field_lower(layer, radius),
-        castin2024.large_radius(layer, n),
-        kim2021.dot_product(layer),
         ours.tokens(layer, n, radius),
         ours.spread(layer, n, radius),
         ours.exact_columns(layer, n, radius),

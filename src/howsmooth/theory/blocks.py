@@ -1,27 +1,33 @@
-"""Norms of the splitting blocks `S_i` of every token, from below and from above."""
+"""What a token does to its own output while all other tokens, and its own keys and values, stay: the splitting blocks.
 
-from dataclasses import dataclass
-from typing import final
+`S_i = ∂f_i/∂x_i` through the query alone. It is the part of the Jacobian that survives when copies of token `i` move in
+opposite directions (docs/meanfield.md §5.3). For attention `S_i = Σ_h W_o^h B_i^h W_q^h` with
+`B_i^h = τ Σ_j Q_ij (v_j − o_i) k_jᵀ`; a norm contributes its derivative; blocks of a composition are multiplied.
+"""
+
+import math
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import NoConvergenceError
-from howsmooth.maps import Operator
-from howsmooth.maps.queries import own, own_sizes
-from howsmooth.spectral.dense import DenseSVD
-from howsmooth.spectral.golub_kahan import GolubKahan
+from howsmooth.errors import BadInputError, NoConvergenceError
+from howsmooth.kernels.tiled import Tiled
+from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
+from howsmooth.spectral import DenseSVD, GolubKahan
+from howsmooth.theory.bound import spectral_norm
+from howsmooth.theory.perron import inverse_rows
 
+_FEATURES = 2**23  # products of values and keys kept at once
 _DENSE = 256  # widths up to which every block is decomposed
 _NUMBERS = 2**21  # entries of blocks worked on at once
 _BASIS = 256  # vectors kept for a block that goes through products
 _WIDTH = 0.02  # interval asked for where blocks are too wide to decompose
+_ROUNDINGS = 16  # units of rounding per square root of the number of terms in a sum
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class OwnNorms:
+class BlockNorms(NamedTuple):
     """`lower_i ≤ ‖S_i‖ ≤ upper_i`, (batch, n) float64.
 
     confidence: with which all upper ends hold together; 1 where blocks are decomposed.
@@ -33,14 +39,14 @@ class OwnNorms:
 
 
 @torch.no_grad()
-def own_norms(operator: Operator, above: float = 0.0, delta: float = 1e-6) -> OwnNorms:
-    """The norms of all blocks of a linearised map.
+def block_norms(operator: Operator, above: float = 0.0, delta: float = 1e-6) -> BlockNorms:
+    """The norms of all blocks of a linearised map, from below and from above.
 
     Blocks of width up to 256 are decomposed, so both ends are exact to rounding; wider ones go through products, and all
     upper ends hold together with probability `1 − delta`.
     above: tokens whose cheap bound (Proposition 5.6) is not larger are left at `[0, that bound]`.
     """
-    sizes = own_sizes(operator)
+    sizes = block_sizes(operator)
     batch, n = sizes.bound.shape
     d, d_out = operator.in_shape[-1], operator.out_shape[-1]
     dense = min(d, d_out) <= _DENSE
@@ -52,28 +58,152 @@ def own_norms(operator: Operator, above: float = 0.0, delta: float = 1e-6) -> Ow
         size = sizes.bound[:, rows]
         if bool((size <= above).all()):
             continue
-        blocks = own(operator, rows)
-        slack = (16 * torch.finfo(operator.dtype).eps * (d + n) ** 0.5 + operator.noise) * sizes.terms[:, rows]
+        blocks = splitting_blocks(operator, rows)
+        slack = (_ROUNDINGS * torch.finfo(operator.dtype).eps * (d + n) ** 0.5 + operator.noise) * sizes.terms[:, rows]
         if dense:
             matrices = blocks.dense().double()
             if not bool(matrices.isfinite().all()):
                 raise NoConvergenceError("expected finite splitting blocks, got NaN or infinity; rescale the map")
-            low = high = torch.linalg.matrix_norm(matrices, 2).unflatten(0, (batch, -1))
+            low = high = spectral_norm(matrices).unflatten(0, (batch, -1))
         else:
-            found = GolubKahan(delta=delta / (batch * n)).solve(blocks, 0.1 * _WIDTH, _WIDTH, 0)
-            low = size.new_tensor([s.value for s in found]).unflatten(0, (batch, -1))
-            high = size.new_tensor([s.upper for s in found]).unflatten(0, (batch, -1))
+            solutions = GolubKahan(delta=delta / (batch * n)).solve(blocks, 0.1 * _WIDTH, _WIDTH, 0)
+            low = size.new_tensor([s.value for s in solutions]).unflatten(0, (batch, -1))
+            high = size.new_tensor([s.upper for s in solutions]).unflatten(0, (batch, -1))
             used = True
         lower[:, rows] = low
         upper[:, rows] = torch.minimum(torch.maximum(high + slack, low), torch.maximum(size, low))
-    return OwnNorms(lower, upper, 1 - delta if used else 1.0)
+    return BlockNorms(lower, upper, 1 - delta if used else 1.0)
 
 
 @torch.no_grad()
-def own_direction(operator: Operator, token: int) -> tuple[Float[Tensor, " d"], float]:
+def block_direction(operator: Operator, token: int) -> tuple[Float[Tensor, " d"], float]:
     """The unit direction that `S_token` stretches most, and by how much, for an operator of one input."""
-    blocks = own(operator, slice(token, token + 1))
-    solver = DenseSVD() if min(blocks.in_size, blocks.out_size) <= _DENSE else GolubKahan()
-    v = solver.solve(blocks, 1e-6, None, 0)[0].direction.reshape(1, 1, *blocks.in_shape).to(blocks.dtype)
+    block = splitting_blocks(operator, slice(token, token + 1))
+    solver = DenseSVD() if min(block.in_size, block.out_size) <= _DENSE else GolubKahan()
+    v = solver.solve(block, 1e-6, None, 0)[0].direction.reshape(1, 1, *block.in_shape).to(block.dtype)
     v = v / v.norm()
-    return v.flatten(), float(blocks.jvp(v).norm())
+    return v.flatten(), float(block.jvp(v).norm())
+
+
+@torch.no_grad()
+def splitting_blocks(operator: Operator, rows: slice) -> Operator:
+    """The blocks `S_i` of the tokens in `rows`, as a batch of maps from (1, d) to (1, d_out), items before tokens.
+
+    operator: what `linearize` gives. Weights on tokens do not change the blocks.
+    """
+    if isinstance(operator, Weighted):
+        return splitting_blocks(operator.operator, rows)
+    if isinstance(operator, Composed):
+        return Composed(splitting_blocks(operator.outer, rows), splitting_blocks(operator.inner, rows))
+    if isinstance(operator, NormJacobian):
+        unit, scale = (t[:, rows].flatten(0, 1)[:, None] for t in (operator.unit, operator.scale))
+        return NormJacobian(operator.norm, unit, scale)
+    return QueryBlocks(_attention(operator).layer, _through_queries(_attention(operator), rows).flatten(0, 1))
+
+
+class BlockSizes(NamedTuple):
+    """bound: `‖S_i‖` from above.  terms: the size of what was added up to form `S_i`, whose rounding it carries."""
+
+    bound: Float[Tensor, "batch n"]
+    terms: Float[Tensor, "batch n"]
+
+
+@torch.no_grad()
+def block_sizes(operator: Operator) -> BlockSizes:
+    """Upper bounds on `‖S_i‖` at the cost of a product (Proposition 5.6).
+
+    `Σ_h |τ| ‖W_o^h‖ ‖W_q^h‖ (Σ_j Q_ij |v_j − o_i|² · Σ_j Q_ij |k_j − κ|²)^½` for attention, `max|α|/s_i` for a norm, the
+    product for a composition.
+    """
+    if isinstance(operator, Weighted):
+        return block_sizes(operator.operator)
+    if isinstance(operator, Composed):
+        outer, inner = block_sizes(operator.outer), block_sizes(operator.inner)
+        return BlockSizes(outer.bound * inner.bound, outer.terms * inner.bound + outer.bound * inner.terms)
+    if isinstance(operator, NormJacobian):
+        bound = operator.norm.weight.double().abs().max() / operator.scale.double()[..., 0]
+        return BlockSizes(bound, bound)
+    return _spreads(_attention(operator))
+
+
+def _attention(operator: Operator) -> AttentionJacobian:
+    if isinstance(operator, AttentionJacobian):
+        return operator
+    raise BadInputError(
+        f"expected the Jacobian of a map of this package, got {type(operator).__name__}; pass a function instead"
+    )
+
+
+@final
+class QueryBlocks(Operator):
+    """`W_o blockdiag_h(B_i^h) W_q`, a batch with one item per token."""
+
+    def __init__(self, layer: Attention, blocks: Float[Tensor, "tokens heads d_v d_h"]):
+        self._layer, self._blocks = layer, blocks
+        self.batch = len(blocks)
+        self.in_shape, self.out_shape = (1, layer.width), (1, layer.out_width)
+        self.dtype, self.device = blocks.dtype, blocks.device
+
+    def jvp(self, v):
+        q = (v @ self._layer.w_q.mT).unflatten(-1, (self._layer.heads, -1))  # (probes, tokens, 1, heads, d_h)
+        o = torch.einsum("thvk,ptihk->ptihv", self._blocks, q).flatten(-2)
+        return o if self._layer.w_o is None else o @ self._layer.w_o.mT
+
+    def vjp(self, u):
+        o = (u if self._layer.w_o is None else u @ self._layer.w_o).unflatten(-1, (self._layer.heads, -1))
+        return torch.einsum("thvk,ptihv->ptihk", self._blocks, o).flatten(-2) @ self._layer.w_q
+
+    def select(self, items):
+        return QueryBlocks(self._layer, self._blocks[items])
+
+
+def _through_queries(operator: AttentionJacobian, rows: slice) -> Float[Tensor, "batch rows heads d_v d_h"]:
+    """`B_i^h` from moments of values and keys, measured from their means so that little cancels."""
+    kernel, inverse = operator.kernel.tiled(), inverse_rows(operator)
+    batch, heads, _, m = kernel.shape
+    v, k, o = _centred(kernel)
+    d_v, d_h = v.shape[-1], k.shape[-1]
+    step = max(1, _FEATURES // (d_v * d_h))
+    blocks = v.new_zeros(batch * heads, rows.stop - rows.start, d_v, d_h)
+    for g in range(batch * heads):
+        weights = kernel.row_slopes(g, rows) * inverse[g, rows, None]  # (rows, m)
+        second = weights.new_zeros(len(weights), d_v * d_h)
+        for start in range(0, m, step):
+            cols = slice(start, min(start + step, m))
+            second += weights[:, cols] @ (v[g, cols, :, None] * k[g, cols, None, :]).flatten(1)
+        first = weights @ k[g]
+        blocks[g] = operator.layer.scale * (second.unflatten(1, (d_v, d_h)) - o[g, rows, :, None] * first[:, None])
+    return blocks.unflatten(0, (batch, heads)).transpose(1, 2)
+
+
+def _spreads(operator: AttentionJacobian) -> BlockSizes:
+    layer, kernel, inverse = operator.layer, operator.kernel.tiled(), inverse_rows(operator)
+    batch, heads, n, m = kernel.shape
+    v, k, o = _centred(kernel)
+    moments = v.new_zeros(len(v), n, 2 + v.shape[-1])
+    columns = torch.cat([v.square().sum(-1, keepdim=True), k.square().sum(-1, keepdim=True), v], -1)
+    total = torch.zeros_like(inverse)
+    for b in kernel.blocks():
+        moments[b.heads, b.rows] += torch.bmm(b.slope, columns[b.heads, b.cols])
+        total[b.heads, b.rows] += b.slope.sum(-1)
+    moments, total = (moments * inverse[..., None]).double(), (total * inverse).double()
+    o = o.double()
+    # Σ Q |v − o|² = Σ Q |v|² − 2 o·Σ Q v + |o|² Σ Q, with what rounding may hide of it
+    near = moments[..., 0] - 2 * (o * moments[..., 2:]).sum(-1) + o.square().sum(-1) * total
+    noise = _ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(layer.width + m)
+    far = (moments[..., 0].sqrt() + o.norm(dim=-1) * total.sqrt()).square()
+    near = near.clamp_min(0) + noise * far
+    w = layer.by_head()
+    gain = spectral_norm(w.q) * spectral_norm(w.o)
+    bound, terms = (
+        (abs(layer.scale) * (spread * moments[..., 1]).sqrt().unflatten(0, (batch, heads)) * gain[:, None]).sum(1)
+        for spread in (near, far)
+    )
+    return BlockSizes(bound * (1 + noise), terms)
+
+
+def _centred(kernel: Tiled) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, keys and outputs measured from the mean value and key; under a soft-cap keys stay as they are."""
+    value = kernel.v.mean(1, keepdim=True)
+    key = kernel.k.mean(1, keepdim=True) if kernel.scores.softcap is None else torch.zeros_like(kernel.k[:, :1])
+    return kernel.v - value, kernel.k - key, kernel.o - value

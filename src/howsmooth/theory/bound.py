@@ -1,8 +1,19 @@
-"""One bound on a Lipschitz constant: a number, which side it is on, where it comes from, and when it may be used."""
+"""Bounds on a Lipschitz constant: one row, a table of them, and numbers rounded outward.
+
+A row says a number, which side it is on, where it comes from, and when it may be used.
+"""
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal, final, overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
 
 Side = Literal["upper", "lower"]
 
@@ -38,40 +49,121 @@ class Bound:
     def value(self) -> float | None:
         if self.log_value is None:
             return None
-        try:
-            exact = math.exp(self.log_value)
-        except OverflowError:
-            exact = math.inf
-        return outward(exact, self.side)
+        return _exp(self.log_value) * (1 + _OUTWARD if self.side == "upper" else 1 - _OUTWARD)
 
     def ratio(self, measured: float) -> float | None:
         """bound / measured, possibly infinite."""
         if self.log_value is None or not measured > 0:
             return None
-        try:
-            return math.exp(self.log_value - math.log(measured))
-        except OverflowError:
-            return math.inf
+        return _exp(self.log_value - math.log(measured))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "name": self.name,
-            "side": self.side,
-            "applies": self.applies,
-            "value": self.value,
-            "log_value": self.log_value,
-            "statement": self.statement,
-            "source": self.source,
-            "assumptions": self.assumptions,
-            "reason": self.reason,
-            "mean_field": self.mean_field,
-        }
+        """Plain numbers and strings."""
+        return asdict(self) | {"applies": self.applies, "value": self.value}
 
 
-def outward(value: float, side: Side) -> float:
-    """A float64 result moved outward by its rounding error."""
-    return value * (1 + _OUTWARD) if side == "upper" else value * (1 - _OUTWARD)
+def _row(
+    side: Side,
+    id: str,
+    name: str,
+    statement: str,
+    source: str,
+    assumptions: str,
+    answer: float | str,
+    *,
+    mean_field: bool = False,
+) -> Bound:
+    """The bound with the logarithm `answer`, moved outward; or, where `answer` is a sentence, why it does not apply."""
+    log_value, reason = (None, answer) if isinstance(answer, str) else (outward_log(answer, side), None)
+    return Bound(id, name, side, log_value, statement, source, assumptions, reason, mean_field)
+
+
+at_most, at_least = partial(_row, "upper"), partial(_row, "lower")
+
+
+def first_reason(*cases: tuple[bool, str]) -> str | None:
+    """The sentence of the first case that is so."""
+    return next((why for so, why in cases if so), None)
+
+
+@final
+@dataclass(frozen=True)
+class Bounds(Sequence[Bound]):
+    """All bounds of a layer beside what was measured, if anything was.
+
+    measured: an `L` that is attained: at the point, or somewhere in the ball. No upper bound lies below it.
+    """
+
+    rows: tuple[Bound, ...]
+    where: str
+    measured: float | None = None
+
+    @overload
+    def __getitem__(self, index: int) -> Bound: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Bounds": ...
+    def __getitem__(self, index: int | slice) -> "Bound | Bounds":
+        return Bounds(self.rows[index], self.where, self.measured) if isinstance(index, slice) else self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def by_id(self, id: str) -> Bound:
+        """The row of that name."""
+        for row in self.rows:
+            if row.id == id:
+                return row
+        raise BadInputError(f"expected one of {', '.join(r.id for r in self.rows)}, got {id!r}; pick a row of this table")
+
+    @property
+    def upper(self) -> Bound | None:
+        """The smallest upper bound that applies."""
+        rows = [(r.log_value, r) for r in self.rows if r.side == "upper" and r.log_value is not None]
+        return min(rows, key=lambda pair: pair[0], default=(None, None))[1]
+
+    @property
+    def lower(self) -> Bound | None:
+        """The largest lower bound that applies to this number of tokens."""
+        rows = [(r.log_value, r) for r in self.rows if r.side == "lower" and r.log_value is not None and not r.mean_field]
+        return max(rows, key=lambda pair: pair[0], default=(None, None))[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings; infinite values are None, their logarithm is there."""
+        rows = []
+        for r in self.rows:
+            ratio = None if self.measured is None else r.ratio(self.measured)
+            rows.append(r.to_dict() | {"value": _finite(r.value), "ratio": _finite(ratio)})
+        return {"where": self.where, "measured": self.measured, "bounds": rows}
+
+    def __str__(self) -> str:
+        head = f"bounds {self.where}" + ("" if self.measured is None else f"; measured L = {self.measured:.6g}")
+        width = max((len(r.id) for r in self.rows), default=2)
+        side = max((len(r.name) for r in self.rows), default=4)
+        lines = [head]
+        for r in self.rows:
+            row = f"  {r.id:<{width}}  {r.side}  {r.name:<{side}}"
+            if r.log_value is None or r.value is None:
+                lines.append(f"{row}  does not apply: {r.reason}")
+                continue
+            # values near the ends of float64 are shown as powers of ten
+            value = f"{r.value:.4g}" if abs(r.log_value) < 600 else f"10^{r.log_value / math.log(10):.1f}"
+            ratio = r.ratio(self.measured) if self.measured else None
+            far = "" if ratio is None else f"  {ratio:.4g} × L"
+            lines.append(f"{row}  {value:>10}{far}  [{r.source}]")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _exp(log: float) -> float:
+    try:
+        return math.exp(log)
+    except OverflowError:
+        return math.inf
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
 
 
 def outward_log(log_value: float, side: Side) -> float:
@@ -91,3 +183,17 @@ def log_add(*logs: float) -> float:
 def log_of(value: float) -> float:
     """log value, −inf for zero."""
     return math.log(value) if value > 0 else -math.inf
+
+
+def spectral_norm(m: Float[Tensor, "*batch r c"]) -> Float[Tensor, "*batch"]:
+    return torch.linalg.matrix_norm(m, ord=2)
+
+
+def slack(size: int) -> float:
+    """1 plus the relative error of a float64 norm of matrices of that size: products and a backward stable SVD."""
+    return 1 + 64 * torch.finfo(torch.float64).eps * max(size, 16)
+
+
+def rounded_up(values: Tensor, size: int) -> tuple[float, ...]:
+    """Norms of matrices of that size, from above."""
+    return tuple(float(x) * slack(size) for x in values.flatten())

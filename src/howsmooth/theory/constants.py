@@ -1,23 +1,77 @@
-"""What a layer contributes to a bound over a ball: norms of its weights, rounded up."""
+"""What a layer contributes to a bound over a ball: norms of its weights, rounded up, and the radius that a norm fixes.
+
+Queries and keys may be normalised and turned by their positions. A query is `q_i = R_i N(W x_i + b)`, `N` a norm or nothing,
+`R_i` rotary phases or nothing, a key likewise. Logits and their slopes are then products of a length on one side and a length
+or a slope on the other. Factors `f`, equal on the two entries of a plane, commute with phases and may be moved from one side to
+the other, `q·k = (q/f)·(f k)`: each choice gives a bound (docs/bounds.md §3.16).
+"""
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.maps import Attention
-from howsmooth.theory.radius import norm_radius
-from howsmooth.theory.turn import Turn, turn_of
-from howsmooth.theory.weights import norm, outputs_of, slack, split, up
-
-__all__ = ["Constants", "constants", "norm_radius"]
+from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention, LayerNorm, RMSNorm
+from howsmooth.maps.attention import HeadWeights
+from howsmooth.theory.bound import rounded_up, slack, spectral_norm
 
 # Gram matrices past this width are not diagonalised: the bound that needs them is left out.
 _LARGEST_GRAM = 2048
+_STEPS = 12  # of the search for factors; every factor is a bound
+_EVEN = 1e-4  # rows smaller than this share of the largest one count as that share
+
+
+@final
+@dataclass(frozen=True)
+class Scaled:
+    """Queries, or keys, of every head, times a factor `f`: `f ∘ R_i N(W x_i + b)`.
+
+    weight: `‖f W‖`, or `‖C W‖` before a norm (`C` its centring).  shift: `|f b|` or `|C b|`.  alpha, beta, radius: `max |f α|`,
+    `|f β|` and the longest vector that leaves the norm times `f`; nothing without one.  gain: of the phases.
+    """
+
+    weight: tuple[float, ...]
+    shift: tuple[float, ...]
+    gain: float
+    alpha: tuple[float, ...] | None = None
+    beta: tuple[float, ...] = ()
+    radius: tuple[float, ...] = ()
+    eps: float = 0.0
+    width: int = 1
+
+    def length(self, h: int, radius: float, *, shifted: bool = True) -> float:
+        """The largest `|f q|` in the ball of tokens, head `h`. shifted: with the bias."""
+        reach = self.weight[h] * radius + (self.shift[h] if shifted else 0.0)
+        if self.alpha is None:
+            return self.gain * reach
+        least = self._least_spread(h, radius)
+        near = self.alpha[h] * reach / least + self.beta[h] if least > 0 else math.inf
+        return self.gain * min(self.radius[h], near)
+
+    def slope(self, h: int, radius: float) -> float:
+        """The largest norm of its derivative in the token."""
+        if self.alpha is None:
+            return self.gain * self.weight[h]
+        least = self._least_spread(h, radius)
+        return self.gain * self.alpha[h] * self.weight[h] / least if least > 0 else math.inf
+
+    def _least_spread(self, h: int, radius: float) -> float:
+        """What a norm divides by, at least: `√(|C(Wx + b)|²/d + eps)`."""
+        away = max(0.0, self.shift[h] * (1 - 1e-9) - self.weight[h] * radius)
+        return math.sqrt(away**2 / self.width + self.eps) * (1 - 1e-12)
+
+
+class Core(NamedTuple):
+    """`A_h` and `c_h` on a space of at most 2·(head width) dimensions outside which they vanish, and a basis of that space."""
+
+    matrix: Float[Tensor, "heads m m"]
+    shift: Float[Tensor, "heads m"]
+    basis: Float[Tensor, "heads d m"]
 
 
 @final
@@ -30,12 +84,12 @@ class Constants:
     v: `‖V_h‖₂`, `V_h = W_o^h W_v^h`.  w_v, w_o: `‖W_v^h‖₂`, `‖W_o^h‖₂`.
     cross: `‖V_hᵀ V_k‖₂`.  stacked: `‖[V_1 … V_H]‖₂`, and the same with every `V_h` divided by its norm; infinite when too
     large to compute.  bias_range: the most a logit bias varies over the keys of one query.
-    turn: what norms and phases make of queries and keys, where the layer has them; `a` and the shifts then speak of its
-    weights alone.
+    pairs: where norms or phases act on queries and keys, queries times `1/f` and keys times `f` for several `f` (§3.16); `a`
+    and the shifts then speak of the weights alone.
     """
 
     layer: Attention
-    turn: Turn | None
+    pairs: tuple[tuple[Scaled, Scaled], ...]
     a: tuple[float, ...]
     query_shift: tuple[float, ...]
     key_shift: tuple[float, ...]
@@ -50,36 +104,52 @@ class Constants:
     def heads(self) -> int:
         return len(self.a)
 
-    @cached_property
-    def core(self) -> Float[Tensor, "heads m m"]:
-        """`A_h` on a space of at most 2·(head width) dimensions outside which it vanishes on both sides."""
-        return self._reduced[0]
+    def reach(self, h: int, radius: float) -> float:
+        """G: the largest `|A x + c|`, how fast a logit moves with its key."""
+        if not self.pairs:
+            return self.a[h] * radius + self.query_shift[h]
+        return abs(self.layer.scale) * min(q.length(h, radius) * k.slope(h, radius) for q, k in self.pairs)
+
+    def key_reach(self, h: int, radius: float) -> float:
+        """K: how fast logits of a row move with their query, up to what softmax ignores."""
+        layer = self.layer
+        # A key's bias adds the same to every logit of a row, which softmax ignores, unless it is turned, normalised or capped.
+        shifted = not (layer.rotary is None and layer.k_norm is None and layer.softcap is None)
+        if not self.pairs:
+            return self.a[h] * radius + (self.key_shift[h] if shifted else 0.0)
+        return abs(layer.scale) * min(q.slope(h, radius) * k.length(h, radius, shifted=shifted) for q, k in self.pairs)
+
+    def log_spread(self, h: int, radius: float) -> float:
+        """log E: how far apart the logits of one row can be."""
+        gap, cap = radius * self.reach(h, radius), self.layer.softcap
+        if self.pairs:
+            size = abs(self.layer.scale) * min(q.length(h, radius) * k.length(h, radius) for q, k in self.pairs)
+            gap = size if self.layer.rotary is not None else min(size, gap)
+        return (2 * gap if cap is None else 2 * cap * math.tanh(gap / cap)) + self.bias_range
+
+    def unbounded(self, radius: float) -> str | None:
+        """Why no slope is bounded in the ball, if so."""
+        reaches = [reach(h, radius) for reach in (self.reach, self.key_reach) for h in range(self.heads)]
+        if self.pairs and math.inf in reaches:
+            return "a norm on queries or keys with eps = 0 has no bounded slope where they vanish"
+        return None
 
     @cached_property
-    def core_shift(self) -> Float[Tensor, "heads m"]:
-        """`c_h` in the same coordinates; it has no component outside them."""
-        return self._reduced[1]
-
-    @cached_property
-    def core_basis(self) -> Float[Tensor, "heads d m"]:
-        return self._reduced[2]
-
-    @cached_property
-    def _reduced(self) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, _, b_q, _ = split(self.layer)
-        heads, head, d = q.shape
+    def core(self) -> Core:
+        w = self.layer.by_head()
+        heads, head, d = w.q.shape
         if 2 * head < d:
-            basis = torch.linalg.qr(torch.cat([k.mT, q.mT], -1))[0]  # (heads, d, 2·head)
+            basis = torch.linalg.qr(torch.cat([w.k.mT, w.q.mT], -1))[0]  # (heads, d, 2·head)
         else:
-            basis = torch.eye(d, dtype=torch.float64, device=q.device).expand(heads, d, d)
-        kb = self.layer.scale * (k @ basis)
-        return kb.mT @ (q @ basis), (kb.mT @ b_q[..., None])[..., 0], basis
+            basis = torch.eye(d, dtype=torch.float64, device=w.q.device).expand(heads, d, d)
+        kb = self.layer.scale * (w.k @ basis)
+        return Core(kb.mT @ (w.q @ basis), (kb.mT @ w.b_q[..., None])[..., 0], basis)
 
     @cached_property
     def value_maps(self) -> Float[Tensor, "heads d_out d"]:
         """`V_h`, formed."""
-        _, _, v, _, _ = split(self.layer)
-        return outputs_of(self.layer) @ v
+        w = self.layer.by_head()
+        return w.o @ w.v
 
 
 @torch.no_grad()
@@ -88,40 +158,41 @@ def constants(layer: Attention) -> Constants:
 
     >>> constants(Attention.from_matrices(3 * torch.eye(2), torch.eye(2))).a[0]  # doctest: +ELLIPSIS
     3.00000000000...
+    >>> from howsmooth.maps import Rotary
+    >>> eye = torch.eye(2, dtype=torch.float64)
+    >>> turned = constants(Attention(3 * eye, eye, eye, scale=1.0, rotary=Rotary.from_base(2, 5)))
+    >>> round(turned.reach(0, radius=2.0), 9)
+    6.0
     """
-    q, k, v, b_q, b_k = split(layer)
-    scale = layer.scale
+    w, scale, width = layer.by_head(), layer.scale, layer.width
     # ‖τ W_kᵀ W_q‖ = |τ| ‖R_k R_qᵀ‖ with W_kᵀ = Q_k R_k: nothing d × d is formed unless a head is that wide
-    a = abs(scale) * norm(_triangle(k) @ _triangle(q).mT)
-    outputs = outputs_of(layer) @ _triangle(v).mT  # (heads, d_out, r): V_h up to an isometry of its input
-    v_norm = norm(outputs)
-    heads, width = len(q), layer.width
+    a = abs(scale) * spectral_norm(_triangle(w.k).mT @ _triangle(w.q))
+    outputs = w.o @ _triangle(w.v)  # (heads, d_out, r): V_h up to an isometry of its input
+    v_norm = spectral_norm(outputs)
     cross = torch.diag(v_norm.square())
-    if heads > 1:
-        i, j = torch.triu_indices(heads, heads, 1)
-        pairs = norm(outputs[i].mT @ outputs[j])
-        cross[i, j] = pairs
-        cross[j, i] = pairs
+    if layer.heads > 1:
+        i, j = torch.triu_indices(layer.heads, layer.heads, 1)
+        cross[i, j] = cross[j, i] = spectral_norm(outputs[i].mT @ outputs[j])
     flat = outputs.transpose(0, 1).flatten(1)  # (d_out, heads·r)
     unit = (outputs / v_norm.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]).transpose(0, 1).flatten(1)
     return Constants(
         layer,
-        turn_of(layer),
-        a=up(a, width),
-        query_shift=up((scale * k.mT @ b_q[..., None]).norm(dim=(-2, -1)), width),
-        key_shift=up((scale * q.mT @ b_k[..., None]).norm(dim=(-2, -1)), width),
-        v=up(v_norm, width),
-        w_v=up(norm(v), width),
-        w_o=up(norm(outputs_of(layer)), width),
+        _pairs(layer, w),
+        a=rounded_up(a, width),
+        query_shift=rounded_up((scale * w.k.mT @ w.b_q[..., None]).norm(dim=(-2, -1)), width),
+        key_shift=rounded_up((scale * w.q.mT @ w.b_k[..., None]).norm(dim=(-2, -1)), width),
+        v=rounded_up(v_norm, width),
+        w_v=rounded_up(spectral_norm(w.v), width),
+        w_o=rounded_up(spectral_norm(w.o), width),
         cross=cross.cpu() * slack(width),
         stacked=(_stacked(flat), _stacked(unit)),
         bias_range=_bias_range(layer),
     )
 
 
-def _triangle(w: Float[Tensor, "heads r d"]) -> Float[Tensor, "heads k r"]:
-    """`R` of `wᵀ = Q R`: `w` up to an isometry of its input."""
-    return torch.linalg.qr(w.mT, mode="r")[1]
+def _triangle(w: Float[Tensor, "heads r d"]) -> Float[Tensor, "heads r k"]:
+    """`w` up to an isometry of its input: `Rᵀ` of `wᵀ = Q R`."""
+    return torch.linalg.qr(w.mT, mode="r")[1].mT
 
 
 def _stacked(flat: Float[Tensor, "d_out width"]) -> float:
@@ -137,3 +208,146 @@ def _bias_range(layer: Attention) -> float:
     bias = layer.bias.double()
     spread = bias.amax(-1) - bias.amin(-1)  # −inf hides a key: an infinite range, NaN where it hides all of them
     return float(torch.where(spread.isnan(), torch.inf, spread).max())
+
+
+def _pairs(layer: Attention, w: HeadWeights) -> tuple[tuple[Scaled, Scaled], ...]:
+    """The sizes of a layer's queries and keys, nothing where they are affine in the tokens."""
+    if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
+        return ()
+    gain = 1.0 if layer.rotary is None else layer.rotary.gain
+    w_q, w_k = _triangle(w.q), _triangle(w.k)
+    return tuple(
+        (_scaled(w_q, w.b_q, layer.q_norm, gain, 1 / f), _scaled(w_k, w.b_k, layer.k_norm, gain, f))
+        for f in _factors(layer, w_q, w_k)
+    )
+
+
+def _planes(layer: Attention, sizes: Float[Tensor, "*heads head"]) -> Tensor:
+    """For every entry of a head, which plane of its phases it lies in."""
+    width = sizes.shape[-1]
+    plane = torch.arange(width) if layer.rotary is None else layer.rotary.planes(width)
+    return plane.to(sizes.device).expand(sizes.shape)
+
+
+def plane_factors(layer: Attention, sizes: Float[Tensor, "*heads head"]) -> Float[Tensor, "*heads head"]:
+    """The largest of `sizes` on each plane of a head, entry by entry, none below a share of the largest one."""
+    plane = _planes(layer, sizes)
+    top = torch.zeros_like(sizes).scatter_reduce_(-1, plane, sizes, "amax").gather(-1, plane)
+    largest = top.amax(-1, keepdim=True)
+    return torch.where(largest > 0, top.clamp_min(_EVEN * largest), 1.0)
+
+
+def _factors(
+    layer: Attention, w_q: Float[Tensor, "heads head r"], w_k: Float[Tensor, "heads head r"]
+) -> list[Float[Tensor, "heads head"]]:
+    """Factors worth trying: none, the weights of either norm, what balances the two sides."""
+    ones = torch.ones(w_q.shape[:2], dtype=torch.float64, device=w_q.device)
+    r_q, r_k = (
+        plane_factors(layer, w.norm(dim=-1) if n is None else n.weight.double().abs().expand(len(w), -1).to(w.device))
+        for w, n in ((w_q, layer.q_norm), (w_k, layer.k_norm))
+    )
+    factors = [ones, 1 / r_k, r_q, (r_q / r_k).sqrt()]
+    if layer.q_norm is None and layer.k_norm is None:
+        factors.append(_balanced(layer, w_q, w_k, factors))
+    return factors
+
+
+def _balanced(layer: Attention, w_q: Tensor, w_k: Tensor, starts: list[Tensor]) -> Float[Tensor, "heads head"]:
+    """Factors that make `‖W_q/f‖ ‖f W_k‖` small, by steps along its slope in `log f`."""
+    gram_q, gram_k = w_q @ w_q.mT, w_k @ w_k.mT
+
+    def parts(f: Tensor) -> tuple[Tensor, Tensor]:
+        """The product's square, and the way down in `log f`, from the top eigenvectors of both Gram matrices."""
+        value_q, vector_q = torch.linalg.eigh(gram_q / (f[:, :, None] * f[:, None]))
+        value_k, vector_k = torch.linalg.eigh(gram_k * (f[:, :, None] * f[:, None]))
+        return value_q[:, -1] * value_k[:, -1], vector_q[..., -1].square() - vector_k[..., -1].square()
+
+    plane = _planes(layer, starts[0])
+    values = torch.stack([parts(f)[0] for f in starts])
+    best, least = torch.stack(starts)[values.argmin(0), torch.arange(values.shape[1])], values.amin(0)
+    f, down = best, parts(best)[1]
+    for step in range(_STEPS):
+        down = torch.zeros_like(f).scatter_add_(-1, plane, down).gather(-1, plane)
+        f = f * (down / (1 + step) ** 0.5).exp()
+        now, down = parts(f)
+        best, least = torch.where((now < least)[:, None], f, best), torch.minimum(now, least)
+    return best
+
+
+def _scaled(
+    w: Float[Tensor, "heads head r"],
+    b: Float[Tensor, "heads head"],
+    norm: LayerNorm | RMSNorm | None,
+    gain: float,
+    f: Float[Tensor, "heads head"],
+) -> Scaled:
+    size = max(w.shape[1:])
+    if norm is None:
+        return Scaled(rounded_up(spectral_norm(w * f[..., None]), size), rounded_up((b * f).norm(dim=-1), size), gain)
+    norm = norm.to(f.device, torch.float64)
+    mean = 1 if isinstance(norm, LayerNorm) else 0
+    centred, shift = w - mean * w.mean(1, keepdim=True), b - mean * b.mean(1, keepdim=True)
+    beta = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
+    return Scaled(
+        rounded_up(spectral_norm(centred), size),
+        rounded_up(shift.norm(dim=-1), size),
+        gain,
+        alpha=rounded_up((norm.weight * f).abs().amax(-1), size),
+        beta=rounded_up((beta * f).norm(dim=-1), size),
+        radius=tuple(norm_radius(type(norm)(norm.weight * row, beta * row, norm.eps)) * slack(size) for row in f),
+        eps=norm.eps,
+        width=norm.width,
+    )
+
+
+@torch.no_grad()
+def norm_radius(norm: LayerNorm | RMSNorm) -> float:
+    """The largest length of a token that leaves a LayerNorm or RMSNorm, rounded up (docs/bounds.md §3.14).
+
+    `α ⊙ u + β` with `|u|² ≤ d` (and `1·u = 0` after LayerNorm, which the multiplier `η` stands for) is at most
+
+        |·|² ≤ λ d + |β|² + Σ_k (α_k β_k − η)²/(λ − α_k²)
+
+    for every `λ` at which the quadratic form `λ − α²` is positive on these `u`, and equal to the least of these.
+
+    >>> round(norm_radius(RMSNorm(torch.full((4,), 2.0))), 9)
+    4.0
+    """
+    if not isinstance(norm, LayerNorm | RMSNorm):
+        raise BadInputError(f"expected a LayerNorm or RMSNorm, got {type(norm).__name__}; give the radius as a number instead")
+    alpha = norm.weight.double().cpu()
+    beta = torch.zeros_like(alpha) if norm.bias is None else norm.bias.double().cpu()
+    d, centred = alpha.numel(), isinstance(norm, LayerNorm)
+    base = _centred_top(alpha.square()) if centred else float(alpha.square().max())
+    scale = max(base, float(beta.square().sum()), 1e-300)
+
+    def squared(log_gap: Tensor) -> Tensor:
+        lam = base + scale * log_gap.exp()  # (m,)
+        w = 1 / (lam[:, None] - alpha.square())
+        ab = alpha * beta
+        eta = (w * ab).sum(-1, keepdim=True) / w.sum(-1, keepdim=True) if centred else 0.0
+        value = lam * d + beta.square().sum() + (w * (ab - eta).square()).sum(-1)
+        negative = (w < 0).sum(-1)
+        positive_form = (negative == 0) | ((negative == 1) & (w.sum(-1) < 0) & centred)
+        return torch.where(positive_form & value.isfinite(), value, torch.inf)
+
+    low, high, least = -34.0, 6.0, math.inf  # convex in λ, hence unimodal in its logarithm: refine a grid around its best point
+    for _ in range(8):
+        grid = torch.linspace(low, high, 33, dtype=torch.float64)
+        values = squared(grid)
+        least, best, step = min(least, float(values.min())), float(grid[values.argmin()]), (high - low) / 32
+        low, high = best - step, best + step
+    return least**0.5 * slack(d)
+
+
+def _centred_top(squares: Float[Tensor, " d"]) -> float:
+    """The largest `Σ α_k² u_k²` over unit `u` with `1·u = 0`: the root of `Σ 1/(λ − α_k²)` between the top two squares."""
+    if len(squares) == 1:
+        return 0.0
+    low, high = (float(x) for x in squares.topk(2).values.flip(0))
+    for _ in range(200):
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        low, high = (middle, high) if float((1 / (middle - squares)).sum()) > 0 else (low, middle)
+    return high

@@ -10,25 +10,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps.base import check_finite
-from howsmooth.theory.bound import Bound, log_of, outward_log
-from howsmooth.theory.constants import Constants
-from howsmooth.theory.weights import norm, slack
-
-SOURCE = "Kim, Papamakarios & Mnih 2021"
-
-
-def dot_product(layer: Constants) -> Bound:
-    """K1: dot-product attention has no Lipschitz constant on the whole space: any bound has to know a radius."""
-    return Bound(
-        "K1",
-        "no global constant",
-        "upper",
-        None,
-        "sup over all inputs of ‖D_X f‖ = ∞ for dot-product attention with n ≥ 2, A ≠ 0, V ≠ 0",
-        SOURCE,
-        "dot-product attention on unbounded inputs",
-        "a statement about unbounded inputs, not a bound on a ball",
-    )
+from howsmooth.theory.bound import Bound, at_most, log_of, slack, spectral_norm
 
 
 def l2_bounds(
@@ -39,13 +21,8 @@ def l2_bounds(
 ) -> list[Bound]:
     """Bounds on the Lipschitz constant of L2 multi-head attention with tied queries and keys, on the whole space.
 
-    `F(X) = [f_1 … f_H] W_oᵀ`, `f_h = P_h X A_h W_vᵀ`, `A_h = W_qᵀ W_q/√k`, `P_h = softmax(−|W_q x_i − W_q x_j|²/√k)`. With
-    `φ(x) = x e^{x+1}` and `c = φ⁻¹(n−1)`, docs/bounds.md Theorem 3.17:
-
-        K2   Lip ≤ √(n/k) (4c + 1) (Σ_h ‖W_q^h‖⁴‖W_v^h‖²)^½ ‖W_o‖
-        K3   Lip ≤ k^{−½} (√n + 2c + 2(c φ⁻¹(1)(n−1))^½) (Σ_h ‖W_v^h W_q^hᵀ‖²‖W_q^h‖²)^½ ‖W_o‖
-
-    The map is another one than dot-product attention, so it has a table of its own.
+    `F(X) = [f_1 … f_H] W_oᵀ`, `f_h = P_h X A_h W_vᵀ`, `A_h = W_qᵀ W_q/√k`, `P_h = softmax(−|W_q x_i − W_q x_j|²/√k)`.
+    Theorem 3.17 in docs/bounds.md. The map is another one than dot-product attention, so it has a table of its own.
 
     w_q, w_v: (heads, k, d).  w_o: (out, heads·k).  n: tokens, at least 1.
 
@@ -67,30 +44,28 @@ def l2_bounds(
         check_finite(w, name)
     rounding = slack(max(*w_q.shape, *w_o.shape))
     w_q, w_v, w_o = w_q.double(), w_v.double(), w_o.double()
-    queries, out = norm(w_q) * rounding, norm(w_o) * rounding
-    apart = (queries.square() * norm(w_v) * rounding).square().sum().sqrt()
-    joint = (queries * norm(w_v @ w_q.mT) * rounding).square().sum().sqrt()
+    queries, out = spectral_norm(w_q) * rounding, spectral_norm(w_o) * rounding
+    apart = (queries.square() * spectral_norm(w_v) * rounding).square().sum().sqrt()
+    joint = (queries * spectral_norm(w_v @ w_q.mT) * rounding).square().sum().sqrt()
     c = _inverse_phi(n - 1)
     kernel = math.sqrt(n) + 2 * c + 2 * math.sqrt(c * _inverse_phi(1) * (n - 1))
     share = log_of(float(out)) - 0.5 * math.log(w_q.shape[1])
     return [
-        Bound(
+        at_most(
             "K2",
             "L2 attention",
-            "upper",
-            outward_log(share + 0.5 * math.log(n) + math.log1p(4 * c) + log_of(float(apart)), "upper"),
             "Lip ≤ √(n/k)(4φ⁻¹(n−1) + 1)(Σ_h ‖W_q^h‖⁴‖W_v^h‖²)^½‖W_o‖, φ(x) = x exp(x+1)",
-            SOURCE + ", Theorem 3.2; proved in howsmooth, docs/bounds.md Theorem 3.17",
+            "Kim, Papamakarios & Mnih 2021, Theorem 3.2; proved in howsmooth, docs/bounds.md Theorem 3.17",
             "L2 attention with tied queries and keys",
+            share + 0.5 * math.log(n) + math.log1p(4 * c) + log_of(float(apart)),
         ),
-        Bound(
+        at_most(
             "K3",
             "L2 attention, sharper",
-            "upper",
-            outward_log(share + math.log(kernel) + log_of(float(joint)), "upper"),
             "Lip ≤ k^{−½}(√n + 2c + 2(c φ⁻¹(1)(n−1))^½)(Σ_h ‖W_v^hW_q^hᵀ‖²‖W_q^h‖²)^½‖W_o‖, c = φ⁻¹(n−1)",
             "howsmooth, docs/bounds.md Theorem 3.17",
             "L2 attention with tied queries and keys",
+            share + math.log(kernel) + log_of(float(joint)),
         ),
     ]
 

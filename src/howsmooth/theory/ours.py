@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.theory.bound import Bound, log_add, log_of, outward_log
+from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, log_add, log_of
 from howsmooth.theory.castin2024 import not_bilinear
 from howsmooth.theory.constants import Constants
 
@@ -24,91 +24,64 @@ _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and k
 
 
 def tokens(layer: Constants, n: int, radius: float) -> Bound:
-    """B7: no column of `P` sums to more than the number of queries that see it (Corollary 3.5).
-
-    One head, no biases: `Lip ≤ v[√n (1 + a²R⁴)^½ + aR²]`.
-    """
-    reason, value = _unbounded(layer, radius), None
-    if reason is None:
-        log_c = math.log(_seen_by(layer, n))
-        value = _combine(layer, [_head(layer, h, log_c, radius) for h in range(layer.heads)])
-    return _upper(
+    """B7: no column of `P` sums to more than the number of queries that see it (Corollary 3.5)."""
+    return at_most(
         "B7",
         "√n, sharper",
-        value,
         "Lip ≤ ‖V‖[√N(1 + ‖A‖²R⁴)^½ + ‖A‖R²], N = n, or what a window lets see a token",
+        f"{SOURCE} Corollary 3.5",
         f"every mask; {_LAYER}",
-        "Corollary 3.5",
-        reason,
+        layer.unbounded(radius) or _by_columns(layer, radius, lambda h: math.log(_seen_by(layer, n))),
     )
 
 
 def spread(layer: Constants, n: int | None, radius: float) -> Bound:
-    """B8: logits of a row differ by at most `2RG`, so no column sums to more than `e^{2RG}` (Corollary 3.6).
+    """B8: logits of a row are bounded, so no column sums to more than their largest ratio (Corollary 3.6).
 
-    One head, no biases: `Lip ≤ v[min(√n, e^{aR²})(1 + a²R⁴)^½ + aR²]`; `n=None` for the mean-field form.
+    `n=None` for the mean-field form.
     """
     reason, ratio = _unmasked(layer, n, window=True)
-    reason = reason or _unbounded(layer, radius)
-    if reason is None and n is None and math.isinf(layer.bias_range):
-        reason = "a logit bias hides keys"
-    value = None
-    if reason is None:
-        cap = math.log(_seen_by(layer, n))
-        logs = [min(cap, _log_spread(layer, h, radius) + math.log(ratio)) for h in range(layer.heads)]
-        value = _combine(layer, [_head(layer, h, c, radius) for h, c in enumerate(logs)])
-    return _upper(
+    reason = reason or layer.unbounded(radius) or (_hidden_keys(layer) if n is None else None)
+    cap = math.log(_seen_by(layer, n))
+    return at_most(
         "B8" if n is not None else "B8m",
         "bounded logits" if n is not None else "bounded logits, mean field",
-        value,
         "Lip ≤ ‖V‖[" + ("min(√n, e^{‖A‖R²})" if n is not None else "e^{‖A‖R²}") + "(1 + ‖A‖²R⁴)^½ + ‖A‖R²]",
+        f"{SOURCE} Corollary 3.6",
         f"not causal; {_LAYER}",
-        "Corollary 3.6",
-        reason,
+        reason or _by_columns(layer, radius, lambda h: min(cap, layer.log_spread(h, radius) + math.log(ratio))),
         mean_field=n is None,
     )
 
 
 def causal(layer: Constants, n: int, radius: float) -> Bound:
-    """B9: under a causal mask `P_ij ≤ E/i`, so columns sum to at most `E(1 + log⁺(n/E))` (Corollary 3.7)."""
-    reason = _unbounded(layer, radius) if layer.layer.causal else "for causal attention"
-    value = None
-    if reason is None:
-        seen = math.log(_seen_by(layer, n))
-        logs = [_harmonic(_log_spread(layer, h, radius), seen) for h in range(layer.heads)]
-        value = _combine(layer, [_head(layer, h, c, radius) for h, c in enumerate(logs)])
-    return _upper(
+    """B9: under a causal mask `P_ij ≤ E/i`, which bounds the sums of columns (Corollary 3.7)."""
+    reason = layer.unbounded(radius) if layer.layer.causal else "for causal attention"
+    seen = math.log(_seen_by(layer, n))
+    return at_most(
         "B9",
         "causal",
-        value,
         "Lip ≤ ‖V‖[(E(1 + log⁺(n/E)))^½(1 + ‖A‖²R⁴)^½ + ‖A‖R²], E = e^{2‖A‖R²}; a window w puts min(n, w) for n",
+        f"{SOURCE} Corollary 3.7",
         f"causal; {_LAYER}",
-        "Corollary 3.7",
-        reason,
+        reason or _by_columns(layer, radius, lambda h: _harmonic(layer.log_spread(h, radius), seen)),
     )
 
 
 def causal_mean_field(layer: Constants, radius: float) -> Bound:
     """B10: causal and free of n, by a weighted Schur test (Theorem 3.8). At `A = 0` it is Hardy's constant 2, sharp."""
-    reason = _causal_mean_field(layer) or _unbounded(layer, radius)
-    value = None
-    if reason is None:
-        heads = []
-        for h in range(layer.heads):
-            log_e, log_gr = _log_spread(layer, h, radius), log_of(_reach(layer, h, radius) * radius)
-            schur = _least(
-                lambda s, e=log_e, gr=log_gr: 0.5 * ((1 + s) * e - math.log(s * (1 - s))) + log_add(0.0, s * math.log(2) + gr)
-            )
-            heads.append(log_add(schur, log_of(_key_reach(layer, h, radius) * radius)))
-        value = _combine(layer, heads)
-    return _upper(
+
+    def first_term(h: int) -> float:
+        log_e, log_gr = layer.log_spread(h, radius), log_of(layer.reach(h, radius) * radius)
+        return _least(lambda s: 0.5 * ((1 + s) * log_e - math.log(s * (1 - s))) + log_add(0.0, s * math.log(2) + log_gr))
+
+    return at_most(
         "B10",
         "causal mean field",
-        value,
         "Lip ≤ ‖V‖[min_s (E^{1+s}/(s(1−s)))^½(1 + 2^s‖A‖R²) + ‖A‖R²], E = e^{2‖A‖R²}, any number of tokens",
+        f"{SOURCE} Theorem 3.8",
         f"causal, no window; {_LAYER}",
-        "Theorem 3.8",
-        reason,
+        _causal_mean_field(layer) or layer.unbounded(radius) or _by_heads(layer, radius, first_term),
         mean_field=True,
     )
 
@@ -116,32 +89,23 @@ def causal_mean_field(layer: Constants, radius: float) -> Bound:
 def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
     """B12: the largest column sum over all measures in the ball is `e^{ΛR²}`, exactly (Theorem 3.9).
 
-    `Λ = max ⟨A x, y − x⟩` over the unit ball: `a/4` for `A ⪰ 0`, `2a` for `A = −aI`, in between otherwise. `n=None` for the
-    mean-field form.
+    `Λ` is `a/4` for `A ⪰ 0`, `2a` for `A = −aI`, in between otherwise. `n=None` for the mean-field form.
     """
-    reason, _ = _unmasked(layer, n, window=False)
-    if layer.layer.softcap is not None:
-        reason = reason or "needs logits affine in each token: not for a soft-cap"
-    reason = reason or not_bilinear(layer.layer)
-    if n is None and math.isinf(layer.bias_range):
-        reason = reason or "a logit bias hides keys"
-    value = None
-    if reason is None:
-        cap = math.inf if n is None else math.log(n)
-        logs = [
-            min(cap, lam * radius**2 + 2 * c * radius + layer.bias_range)
-            for lam, c in zip(column_exponents(layer), layer.query_shift, strict=True)
-        ]
-        value = _combine(layer, [_head(layer, h, c, radius) for h, c in enumerate(logs)])
-    return _upper(
+    reason = _unmasked(layer, n, window=False)[0] or _not_affine(layer) or (_hidden_keys(layer) if n is None else None)
+    exponents = () if reason else column_exponents(layer)
+    cap = math.inf if n is None else math.log(n)
+
+    def column(h: int) -> float:
+        return min(cap, exponents[h] * radius**2 + 2 * layer.query_shift[h] * radius + layer.bias_range)
+
+    return at_most(
         "B12" if n is not None else "B12m",
         "exact column sums" if n is not None else "exact column sums, mean field",
-        value,
         "Lip ≤ ‖V‖[" + ("min(√n, e^{ΛR²/2})" if n is not None else "e^{ΛR²/2}") + "(1 + ‖A‖²R⁴)^½ + ‖A‖R²], "
         "Λ = max_{|x|,|y|≤1} ⟨Ax, y − x⟩",
+        f"{SOURCE} Theorem 3.9",
         "no mask, no soft-cap; biases and grouped heads allowed",
-        "Theorem 3.9",
-        reason,
+        reason or _by_columns(layer, radius, column),
         mean_field=n is None,
     )
 
@@ -151,35 +115,27 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `n=None` for the mean-field form.
     """
-    reason = _causal_mean_field(layer) if n is None else (None if layer.layer.causal else "for causal attention")
-    if layer.layer.window is not None:
-        reason = reason or "not proved for a window; see B9"
-    if layer.layer.softcap is not None:
-        reason = reason or "needs logits affine in each token: not for a soft-cap"
-    if layer.bias_range > 0:
-        reason = reason or "not proved for a logit bias"
-    reason = reason or not_bilinear(layer.layer)
-    value = None
-    if reason is None:
-        heads = []
-        for h in range(layer.heads):
-            key = log_of(_key_reach(layer, h, radius) * radius)
-            best = min(_positive_part(layer, h, n, radius, *part) for part in _positive_parts(layer.core[h]))
-            heads.append(log_add(best, key))
-        value = _combine(layer, heads)
-    return _upper(
+    reason = (_causal_mean_field(layer) if n is None else None) or first_reason(
+        (not layer.layer.causal, "for causal attention"),
+        (layer.layer.window is not None, "not proved for a window; see B9"),
+        (layer.bias_range > 0, "not proved for a logit bias"),
+    )
+
+    def first_term(h: int) -> float:
+        return min(_positive_part(layer, h, n, radius, *part) for part in _positive_parts(layer.core.matrix[h]))
+
+    return at_most(
         "B13" if n is not None else "B14",
         "causal, A ⪰ 0" if n is not None else "causal mean field, A ⪰ 0",
-        value,
         "A ⪰ 0 of rank r, ρ² = ‖A‖R²: "
         + (
             "Lip ≤ ‖V‖[√C(1 + ρ⁴)^½ + ρ²], C = 2^{r/2}e^{ρ²/4}(1 + log n + 2ρ² + 2ρ√r)"
             if n is not None
             else "‖P‖² ≤ min_s 2^{r/2}e^{ρ²/4}(1+1/s)e^{s(4ρ² + 2ρ√r + 2sρ²)}/(1−s), any number of tokens"
         ),
+        f"{SOURCE} Theorem {'3.10' if n is not None else '3.11'}",
         "causal, no window, no soft-cap; A = S + T costs e^{2‖T‖R²}; query bias and grouped heads allowed",
-        "Theorem 3.10" if n is not None else "Theorem 3.11",
-        reason,
+        reason or _not_affine(layer) or _by_heads(layer, radius, first_term),
         mean_field=n is None,
     )
 
@@ -187,37 +143,31 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
 def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
     """B15, B16: what two clusters of tokens attain, at the best masses and places found (Proposition 3.12).
 
-    All tokens at `x` but a few at `y`, with `δ = ⟨A x + c, y − x⟩` as large as it gets: `L` is at least
-    `|V p| √((n−k)/k) q(1 + (1−q)δ)`, `p` the unit vector along `y − x`, `q` the attention `x` pays to the `k` tokens at `y`.
-    `n=None` for measures, or for causal sequences of any length.
+    All tokens at `x` but `k` at `y`, with `δ = ⟨A x + c, y − x⟩` as large as it gets; `p` is the unit vector along `y − x`, `q`
+    the attention `x` pays to the tokens at `y`. `n=None` for measures, or for causal sequences of any length.
     """
     attn = layer.layer
-    reason = f"proved for one head, the layer has {layer.heads}" if layer.heads > 1 else None
-    for found, why in (
+    reason = first_reason(
+        (layer.heads > 1, f"proved for one head, the layer has {layer.heads}"),
         (attn.window is not None, "not proved for a window"),
         (attn.softcap is not None, "not proved for soft-capped logits"),
         (attn.bias is not None, "not proved for a logit bias"),
         (attn.attention_mask is not None, "the number of real tokens varies with the sequence"),
         (n == 1, "one token has no other to attend to"),
-    ):
-        reason = reason or (why if found else None)
-    reason = reason or not_bilinear(attn)
-    value = None
-    if reason is None:
-        measured = _causal_clusters if attn.causal else _clusters
-        size = layer.a[0] * radius**2 + layer.query_shift[0] * radius
-        value = max(log_of(gain) + measured(gap, n) - 1e-11 * (1 + gap) * (1 + size) for gap, gain in _places(layer, radius))
-    return Bound(
+    )
+    attained = _causal_clusters if attn.causal else _clusters
+    size = layer.a[0] * radius**2 + layer.query_shift[0] * radius
+    return at_least(
         "B15" if n is not None else "B16",
         "two clusters" if n is not None else "two clusters, mean field",
-        "lower",
-        None if value is None else outward_log(value, "lower"),
         "Lip ≥ |Vp| max_k √((n−k)/k) q(1 + (1−q)δ), q = 1/(1 + (n−k)e^{−δ}/k), δ ≈ ΛR²"
         if n is not None
         else "Lip ≥ |Vp| max_t e^{δ/2} √t/(1+t) (1 + δ/(1+t)), δ ≈ ΛR², any number of tokens",
         f"{SOURCE} Proposition 3.12",
         "one head, unmasked or causal, no soft-cap; biases allowed",
-        reason,
+        reason
+        or not_bilinear(attn)
+        or max(log_of(gain) + attained(gap, n) - 1e-11 * (1 + gap) * (1 + size) for gap, gain in _places(layer, radius)),
         mean_field=n is None,
     )
 
@@ -231,7 +181,7 @@ def column_exponents(layer: Constants) -> tuple[float, ...]:
     >>> [round(column_exponents(constants(Attention.from_matrices(g * torch.eye(2), torch.eye(2))))[0], 6) for g in (4.0, -4.0)]
     [1.0, 8.0]
     """
-    core = layer.core
+    core = layer.core.matrix
     a = torch.tensor(layer.a, dtype=torch.float64, device=core.device)
     unit = core / a.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
     gram, sym = unit.mT @ unit, (unit + unit.mT) / 2
@@ -282,49 +232,34 @@ def _unmasked(layer: Constants, n: int | None, *, window: bool) -> tuple[str | N
 def _causal_mean_field(layer: Constants) -> str | None:
     if not layer.layer.causal:
         return "for causal attention"
-    if layer.layer.window is not None:
-        return "not proved for a window; B9 is free of n there"
+    return _hidden_keys(layer) if layer.layer.window is None else "not proved for a window; B9 is free of n there"
+
+
+def _hidden_keys(layer: Constants) -> str | None:
     return "a logit bias hides keys" if math.isinf(layer.bias_range) else None
 
 
-def _unbounded(layer: Constants, radius: float) -> str | None:
-    """Why no slope is bounded in the ball, if so."""
-    if layer.turn is not None and any(layer.turn.unbounded(h, radius) for h in range(layer.heads)):
-        return "a norm on queries or keys with eps = 0 has no bounded slope where they vanish"
-    return None
+def _not_affine(layer: Constants) -> str | None:
+    if layer.layer.softcap is not None:
+        return "needs logits affine in each token: not for a soft-cap"
+    return not_bilinear(layer.layer)
 
 
-def _reach(layer: Constants, h: int, radius: float) -> float:
-    """G: the largest `|A x + c|`, how fast a logit moves with its key."""
-    if layer.turn is not None:
-        return layer.turn.reach(h, radius)
-    return layer.a[h] * radius + layer.query_shift[h]
+def _by_columns(layer: Constants, radius: float, log_column: Callable[[int], float]) -> float:
+    """log of the bound where no column of head `h` sums to more than `exp(log_column(h))` (Theorem 3.3; 3.16 when turned)."""
+
+    def first_term(h: int) -> float:
+        log_gr = log_of(layer.reach(h, radius) * radius)
+        cross = -math.inf if layer.layer.softcap is None else log_gr
+        both = 0.5 * log_add(0.0, cross, 2 * log_gr) if not layer.pairs else log_add(0.0, log_gr)
+        return 0.5 * log_column(h) + both
+
+    return _by_heads(layer, radius, first_term)
 
 
-def _key_reach(layer: Constants, h: int, radius: float) -> float:
-    """K: how fast logits of a row move with their query, up to what softmax ignores."""
-    if layer.turn is not None:
-        return layer.turn.key_reach(h, radius)
-    return layer.a[h] * radius + (0.0 if layer.layer.softcap is None else layer.key_shift[h])
-
-
-def _log_spread(layer: Constants, h: int, radius: float) -> float:
-    """log E: how far apart the logits of one row can be."""
-    gap = radius * _reach(layer, h, radius) if layer.turn is None else layer.turn.half_range(h, radius)
-    cap = layer.layer.softcap
-    return (2 * gap if cap is None else 2 * cap * math.tanh(gap / cap)) + layer.bias_range
-
-
-def _head(layer: Constants, h: int, log_c: float, radius: float) -> float:
-    """log ℓ_h (Theorem 3.3; 3.16 for phases and norms)."""
-    log_gr = log_of(_reach(layer, h, radius) * radius)
-    cross = -math.inf if layer.layer.softcap is None else log_gr
-    both = 0.5 * log_add(0.0, cross, 2 * log_gr) if layer.turn is None else log_add(0.0, log_gr)
-    return log_add(0.5 * log_c + both, log_of(_key_reach(layer, h, radius) * radius))
-
-
-def _combine(layer: Constants, heads: list[float]) -> float:
-    """log of the least of the three bounds of Theorem 3.4 on a layer whose heads have constants `exp(heads)`."""
+def _by_heads(layer: Constants, radius: float, first_term: Callable[[int], float]) -> float:
+    """log of the least of the three bounds of Theorem 3.4, `first_term` the logarithm of that of `ℓ_h`."""
+    heads = [log_add(first_term(h), log_of(layer.key_reach(h, radius) * radius)) for h in range(layer.heads)]
     top = max(heads)
     ell = torch.tensor([math.exp(x - top) for x in heads], dtype=torch.float64)
     v = torch.tensor(layer.v, dtype=torch.float64)
@@ -365,14 +300,14 @@ def _positive_parts(core: Float[Tensor, "m m"]) -> list[tuple[int, float, float]
 
 def _positive_part(layer: Constants, h: int, n: int | None, radius: float, rank: int, norm: float, rest: float) -> float:
     """log of the first term of `ℓ_h` with `A = S + T`, `rank S`, `‖S‖ = norm`, `‖T‖ = rest`."""
-    log_gr = log_of(_reach(layer, h, radius) * radius)
+    log_gr = log_of(layer.reach(h, radius) * radius)
     square, shift = norm * radius**2, 2 * layer.query_shift[h] * radius
     base = 0.5 * rank * math.log(2) + square / 4 + 2 * rest * radius**2 + shift
     wander = 2 * (square * rank) ** 0.5
     if n is not None:
         log_c = min(math.log(n), base + math.log(1 + math.log(n) + 2 * square + wander + shift))
         return 0.5 * log_c + 0.5 * log_add(0.0, 2 * log_gr)
-    log_e = _log_spread(layer, h, radius)
+    log_e = layer.log_spread(h, radius)
 
     def schur(s: float) -> float:
         column = base + math.log1p(1 / s) + s * (2 * square + wander + 2 * s * square + shift)
@@ -384,7 +319,7 @@ def _positive_part(layer: Constants, h: int, n: int | None, radius: float, rank:
 @torch.no_grad()
 def _places(layer: Constants, radius: float) -> list[tuple[float, float]]:
     """Pairs of places in the ball, `x` by projected ascent from several starts: `δ = ⟨A x + c, y − x⟩` and `|V p|`."""
-    core, shift = layer.core[0], layer.core_shift[0]
+    core, shift = layer.core.matrix[0], layer.core.shift[0]
     values = layer.value_maps[0]
     _, _, right = torch.linalg.svd(core)
     vectors = torch.linalg.eigh((core + core.mT) / 2)[1]
@@ -402,10 +337,10 @@ def _places(layer: Constants, radius: float) -> list[tuple[float, float]]:
     p = y - x
     gap = (g * p).sum(-1)
     unit = p / p.norm(dim=-1, keepdim=True).clamp_min(tiny)
-    gain = (unit @ layer.core_basis[0].mT @ values.mT).norm(dim=-1) * (1 - 1e-12)
+    gain = (unit @ layer.core.basis[0].mT @ values.mT).norm(dim=-1) * (1 - 1e-12)
     order = (gap / 2 + gain.log()).argsort(descending=True).tolist()
-    found = {(round(float(gap[i]), 9), round(float(gain[i]), 9)): i for i in reversed(order)}  # starts that met count once
-    best = sorted(found.values(), key=order.index)[:4]
+    apart = {(round(float(gap[i]), 9), round(float(gain[i]), 9)): i for i in reversed(order)}  # starts that met count once
+    best = sorted(apart.values(), key=order.index)[:4]
     return [(float(gap[i]), float(gain[i])) for i in best if float(gap[i]) >= 0] or [(0.0, 0.0)]
 
 
@@ -438,18 +373,3 @@ def _attended(log_ratio: float, gap: float) -> float:
     """log of `q(1 + (1−q)δ)` with `1/q = 1 + e^{log_ratio − δ}`."""
     x = log_ratio - gap
     return -log_add(0.0, x) + log_add(0.0, log_of(gap) - log_add(0.0, -x))
-
-
-def _upper(
-    id: str,
-    name: str,
-    log_value: float | None,
-    statement: str,
-    assumptions: str,
-    where: str,
-    reason: str | None = None,
-    *,
-    mean_field: bool = False,
-) -> Bound:
-    value = None if log_value is None else outward_log(log_value, "upper")
-    return Bound(id, name, "upper", value, statement, f"{SOURCE} {where}", assumptions, reason, mean_field)

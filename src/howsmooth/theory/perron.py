@@ -1,10 +1,13 @@
-"""The norm of a non-negative matrix from above, from its products alone (docs/point-bounds.md 4.1)."""
+"""Norms of non-negative matrices from above, by products alone (docs/point-bounds.md 4.1): of attention's weights too."""
 
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from howsmooth.kernels.tiled import Block, Tiled
+from howsmooth.maps import AttentionJacobian
 
 # Six squarings of the gap bring an attention matrix within 1 % of its norm.
 STEPS = 6
@@ -38,18 +41,76 @@ def perron_bound(
     (True, True)
     """
     best = start.new_full(start.shape[:1], torch.inf, dtype=torch.float64)
-    w = positive(start)
+    w = _positive(start)
     for _ in range(steps):
         image = backward(forward(w))
         best = torch.minimum(best, (image.double() / w.double()).amax(-1))
         rayleigh = (w * image).sum(-1).double() / w.square().sum(-1).double()
-        w = positive(image)
+        w = _positive(image)
         if bool((best <= rayleigh * (1 + _TOL)).all()):
             break
     return best.sqrt(), w
 
 
-def positive(w: Float[Tensor, "g m"]) -> Float[Tensor, "g m"]:
+def _positive(w: Float[Tensor, "g m"]) -> Float[Tensor, "g m"]:
     """Weights scaled to a largest entry of 1 and kept away from zero."""
     top = w.amax(-1, keepdim=True)
     return (w / torch.where(top > 0, top, torch.ones_like(top))).clamp_min(_FLOOR)
+
+
+def tiled_bound(
+    kernel: Tiled,
+    tile: Callable[[Block], Tensor],
+    rows: Float[Tensor, "g n"],
+    diagonal: Float[Tensor, "g n"],
+    start: Float[Tensor, "g m"],
+    steps: int,
+) -> tuple[Float[Tensor, " g"], Float[Tensor, "g m"]]:
+    """`perron_bound` of `diag(rows) T + diag(diagonal)`, `T` made tile by tile from those of `P̂`."""
+
+    def forward(w: Tensor) -> Tensor:
+        image = torch.zeros_like(rows)
+        for b in kernel.blocks():
+            image[b.heads, b.rows] += along(tile(b), w[b.heads, b.cols])
+        return image.mul_(rows) + diagonal * w
+
+    def backward(z: Tensor) -> Tensor:
+        back, z_hat = diagonal * z, z * rows
+        for b in kernel.blocks():
+            back[b.heads, b.cols] += down(z_hat[b.heads, b.rows], tile(b))
+        return back
+
+    return perron_bound(forward, backward, start, steps)
+
+
+def weights_norm(kernel: Tiled, inverse: Float[Tensor, "g n"], steps: int) -> tuple[Tensor, Tensor]:
+    """`‖P‖₂` of every head from above, (g,), and weights near its top right singular vector, (g, m).
+
+    inverse: `inverse_rows` of its Jacobian.
+    """
+    start = received(kernel, inverse, torch.ones_like(inverse))
+    return tiled_bound(kernel, lambda b: b.weights, inverse, torch.zeros_like(inverse), start, steps)
+
+
+def inverse_rows(operator: AttentionJacobian) -> Float[Tensor, "g n"]:
+    """`1/z_i`, which turns `P̂` into `P`; zero for queries that see nothing or that are padding."""
+    inverse, mask = operator.kernel.tiled().inverse[..., 0], operator.layer.attention_mask
+    return inverse if mask is None else inverse * mask.to(inverse.dtype).repeat_interleave(operator.layer.heads, 0)
+
+
+def received(kernel: Tiled, inverse: Float[Tensor, "g n"], z: Float[Tensor, "g n"], *, capped: bool = False) -> Tensor:
+    """`Pᵀ z` for one vector per head, (g, m); `capped`: with `P` times the soft-cap's slope."""
+    z_hat, back = z * inverse, z.new_zeros(z.shape[0], kernel.shape[-1])
+    for b in kernel.blocks():
+        back[b.heads, b.cols] += down(z_hat[b.heads, b.rows], b.slope if capped else b.weights)
+    return back
+
+
+def along(tile: Float[Tensor, "g rows cols"], w: Float[Tensor, "g cols"]) -> Float[Tensor, "g rows"]:
+    """`tile w`, written as the row product that BLAS is quick at."""
+    return torch.bmm(w[:, None], tile.mT)[:, 0]
+
+
+def down(z: Float[Tensor, "g rows"], tile: Float[Tensor, "g rows cols"]) -> Float[Tensor, "g cols"]:
+    """`tileᵀ z`."""
+    return torch.bmm(z[:, None], tile)[:, 0]

@@ -15,7 +15,7 @@ from howsmooth.maps.base import check_finite, check_tokens
 from howsmooth.maps.operator import Operator
 from howsmooth.measures.measure import Measure
 from howsmooth.spectral import Estimate
-from howsmooth.theory.blocks import own_direction, own_norms
+from howsmooth.theory.blocks import block_direction, block_norms
 
 _TIE = 1e-9  # relative difference that rounding explains
 _BLOCKS = 2**26  # entries of a function's splitting blocks that are formed
@@ -96,14 +96,15 @@ def one_sequence(x: Tensor) -> Tensor:
 
 def of_blocks(moved: Estimate, operator: Operator, mu: Measure) -> Splitting:
     """The answer for a map. moved: the constant of moving the atoms of `mu`.  operator: what it is the norm of."""
-    norms = own_norms(operator)
+    norms = block_norms(operator)
     token = int(norms.lower[0].argmax())
-    along, lower = own_direction(operator, token)
+    along, lower = block_direction(operator, token)
     direction = torch.zeros_like(moved.direction)
     direction[token] = along / float(mu.mass[token]) ** 0.5
     upper = max(lower, float(norms.upper.max()))
     width = moved.certify or moved.tol
-    split = Estimate(
+    split = replace(
+        moved,
         lower=lower,
         upper=upper,
         confidence=norms.confidence,
@@ -111,9 +112,7 @@ def of_blocks(moved: Estimate, operator: Operator, mu: Measure) -> Splitting:
         direction=direction,
         steps=0,  # blocks are formed, not multiplied
         precision="float64",
-        tol=moved.tol,
-        certify=moved.certify,
-        seed=moved.seed,
+        noise=0.0,
         split=True,
     )
     return Splitting(moved, split, token, along, norms.lower[0])
@@ -160,11 +159,11 @@ def _in_double(f: Function, x: Tensor) -> tuple[Function, Tensor]:
     return f, x.double() if isinstance(y, Tensor) and y.dtype == torch.float64 else x
 
 
-def _blocks(jacobian: Operator, found: Tensor) -> tuple[Tensor, Tensor]:
+def _blocks(jacobian: Operator, direction: Tensor) -> tuple[Tensor, Tensor]:
     """What splitting each token attains, (n,), and along which directions, (n, d).
 
     The Jacobian is block diagonal (Proposition 5.7), so one product serves all tokens: with every unit vector where the blocks
-    fit in memory, else with the direction found.
+    fit in memory, else with the direction that a solver gave.
     """
     n, d = jacobian.in_shape
     if n * d * jacobian.out_shape[-1] <= _BLOCKS:
@@ -172,7 +171,7 @@ def _blocks(jacobian: Operator, found: Tensor) -> tuple[Tensor, Tensor]:
         blocks = jacobian.jvp(probes)[:, 0].permute(1, 2, 0)  # (n, d_out, d)
         _, sigma, right = torch.linalg.svd(blocks.double(), full_matrices=False)
         return sigma[:, 0], right[:, 0]
-    v = found.to(jacobian.dtype)
+    v = direction.to(jacobian.dtype)
     length = v.norm(dim=-1).clamp_min(torch.finfo(v.dtype).tiny)
     norms = jacobian.jvp(v[None, None])[0, 0].norm(dim=-1) / length
     # rows that are rounding say nothing

@@ -1,0 +1,253 @@
+"""The heads of a layer at an input: directions of their weights, tokens in those coordinates, slopes of queries and keys.
+
+Numbers such as 4.2 are those of docs/point-bounds.md.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.maps import Attention, AttentionJacobian, LayerNorm, NormJacobian, Operator
+from howsmooth.theory.bound import slack, spectral_norm
+from howsmooth.theory.constants import plane_factors
+from howsmooth.theory.perron import inverse_rows
+
+ROUNDINGS = 16  # units of rounding per square root of the number of terms, in what is summed up at a token (4.9)
+PerHead = Float[Tensor, "batch heads"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The weights of each head cut into orthonormal directions and small square factors (4.2), float64.
+
+    `W_o^h = O_h R_o`, `W_q^hᵀ = Q_h R_q`, `W_k^hᵀ = K_h R_k`, `W_o^h W_v^h = O_h U S Zᵀ`.
+    """
+
+    out: Float[Tensor, "heads d_out r"]
+    r_o: Float[Tensor, "heads r d_v"]
+    query: Float[Tensor, "heads d r_q"]
+    r_q: Float[Tensor, "heads r_q d_h"]
+    key: Float[Tensor, "heads d r_k"]
+    r_k: Float[Tensor, "heads r_k d_h"]
+    inner: Float[Tensor, "heads r d"]  # R_o W_v
+    nu: Float[Tensor, " heads"]  # ‖W_o W_v‖
+    values: tuple[Tensor, Tensor] | None  # O U S^½, (heads, d_out, r), and Z S^½, (heads, d, r); nothing for one head
+
+    @classmethod
+    def of(cls, layer: Attention) -> "Geometry":
+        w = layer.by_head()
+        (out, r_o), (query, r_q), (key, r_k) = (torch.linalg.qr(t) for t in (w.o, w.q.mT, w.k.mT))
+        inner = r_o @ w.v
+        if layer.heads == 1:
+            small = inner[0] @ inner[0].mT if inner.shape[1] <= inner.shape[2] else inner[0].mT @ inner[0]
+            nu = inner.new_tensor([largest_eigenvalue(small, 1e-13, 1e-6) ** 0.5])
+            return cls(out, r_o, query, r_q, key, r_k, inner, nu, None)
+        value, r_v = torch.linalg.qr(w.v.mT)  # (heads, d, r), (heads, r, d_v)
+        u, s, zt = torch.linalg.svd(r_o @ r_v.mT, full_matrices=False)
+        root = s.sqrt()[:, None]
+        return cls(out, r_o, query, r_q, key, r_k, inner, s[:, 0], (out @ u * root, value @ zt.mT * root))
+
+    def blocks(self, t: PerHead, dtype: torch.dtype) -> Float[Tensor, " batch"]:
+        """D5, Theorem 4.5: heads of norm `t_h` through the output directions they share."""
+        return (_shared_norm([(self.out, t)], dtype) * t.sum(-1)).sqrt()
+
+    def coupled(self, p: PerHead, beta: PerHead, key: PerHead, dtype: torch.dtype) -> Float[Tensor, " batch"]:
+        """D6, Theorem 4.5: the parts of all heads through the input and output directions they share."""
+        assert self.values is not None
+        left = [(self.out, beta + key), (self.values[0], p)]
+        right = [(self.query, beta), (self.key, key), (self.values[1], p)]
+        return (_shared_norm(left, dtype) * _shared_norm(right, dtype)).sqrt()
+
+
+def _shared_norm(terms: list[tuple[Float[Tensor, "heads d r"], PerHead]], dtype: torch.dtype) -> Float[Tensor, " batch"]:
+    """`‖Σ_k Σ_h t_kh E_kh E_khᵀ‖₂` from above, (batch,); the sum is made in `dtype`.
+
+    One matrix serves the batch: with the weights `m_kh` of its average item, item `b` is at most `max_kh t_kh/m_kh` times it.
+    """
+    columns, ratio = [], None
+    for directions, t in terms:
+        mean = t.mean(0)
+        # a head that is zero in every item drops out
+        share = torch.where(mean > 0, t / mean.clamp_min(torch.finfo(mean.dtype).tiny), 0.0).amax(-1)
+        ratio = share if ratio is None else torch.maximum(ratio, share)
+        columns.append((directions, mean))
+    assert ratio is not None
+    # sizes are taken out, so that squares stay in the range of `dtype`
+    size = torch.stack([mean.amax() * directions.abs().amax() ** 2 for directions, mean in columns]).amax()
+    size = size.clamp_min(torch.finfo(size.dtype).tiny).sqrt()
+    root = torch.cat(
+        [(e.to(dtype) * (mean.sqrt() / size).to(dtype)[:, None, None]).transpose(0, 1).flatten(1) for e, mean in columns], 1
+    )  # (d, heads·r)
+    noise = 4 * torch.finfo(dtype).eps * math.sqrt(root.shape[1])
+    return ratio * size**2 * largest_eigenvalue((root @ root.mT).double(), noise)
+
+
+def largest_eigenvalue(m: Float[Tensor, "d d"], noise: float, step: float = 0.01) -> float:
+    """The largest eigenvalue of a positive semi-definite `m` from above: `s − m` has a Cholesky factor (Lemma 4.6).
+
+    noise: error of `m`, as a share of its trace.  step: by how much Lanczos's value is raised first.
+    """
+    trace = float(m.diagonal().sum())
+    bound = _ritz_value(m)
+    while bound < trace:
+        bound *= 1 + step
+        if int(torch.linalg.cholesky_ex((-m).diagonal_scatter(bound - m.diagonal())).info) == 0:
+            break
+        step *= 2
+    return min(bound, trace) + noise * trace
+
+
+def _ritz_value(m: Float[Tensor, "d d"], steps: int = 16) -> float:
+    """The largest eigenvalue of a positive semi-definite matrix from below, by Lanczos's method."""
+    basis = [m.abs().sum(0)]
+    basis[0] = basis[0] / basis[0].norm().clamp_min(torch.finfo(m.dtype).tiny)
+    images: list[Tensor] = []
+    for _ in range(min(steps, len(m))):
+        images.append(m @ basis[-1])
+        known = torch.stack(basis)
+        rest = images[-1] - known.mT @ (known @ images[-1])
+        rest = rest - known.mT @ (known @ rest)
+        size = rest.norm()
+        if not bool(size > 1e-10 * images[-1].norm()):
+            break
+        basis.append(rest / size)
+    small = torch.stack(basis[: len(images)]) @ torch.stack(images).mT
+    return max(0.0, float(torch.linalg.eigvalsh((small + small.mT) / 2)[-1]))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Queries, keys and values in the coordinates of `Geometry`, (batch·heads, n, ·), in the kernel's precision.
+
+    v, o: `R_o v_j`, `R_o o_i`, measured from the mean value.  k: `R_q k_j`, from the mean key without a soft-cap.
+    a: `τ |W_kᵀ q_i|`.  y: `R_o W_v` applied to the unit vector along `W_kᵀ q_i`, times `a`; for one plain head.
+    chi, kappa: what `k` and `a` are to be multiplied by at query `i` and at key `j`, 1 in plain layers. Where queries and keys
+    are normalised or turned they are the slopes of 4.13, `k` and `a` are lengths, and there is no `y`.
+    inverse: `1/z_i`, zero for queries that are not part of the output.  noise: relative error of a sum over tokens.
+    slack: (batch·heads,) float64, what rounding may have taken from a bound on a head, as a factor (4.9).
+    """
+
+    v: Tensor
+    o: Tensor
+    k: Tensor
+    a: Tensor
+    y: Tensor | None
+    chi: Tensor
+    kappa: Tensor
+    inverse: Tensor
+    slack: Tensor
+    noise: float
+
+    @classmethod
+    def of(cls, operator: AttentionJacobian, geometry: Geometry) -> "Tokens":
+        layer, kernel = operator.layer, operator.kernel.tiled()
+        batch, heads, n, _ = kernel.shape
+        dtype, capped = operator.dtype, kernel.scores.softcap
+
+        def apply(t: Tensor, factor: Tensor) -> Tensor:
+            """`factor_h t_i` for every head."""
+            return (t.unflatten(0, (batch, heads)) @ factor.mT.to(dtype)).flatten(0, 1)
+
+        v, o = apply(kernel.v, geometry.r_o), apply(kernel.o, geometry.r_o)
+        centre = v.mean(1, keepdim=True)
+        inverse, y = inverse_rows(operator), None
+        slopes = token_slopes(operator, geometry.r_q, geometry.r_k)
+        if slopes is None:
+            k, q = apply(kernel.k, geometry.r_q), apply(kernel.q, geometry.r_k) * abs(layer.scale)
+            chi = kappa = torch.ones_like(inverse)
+            if heads == 1:
+                y = apply(q, geometry.inner @ geometry.key) * math.copysign(1.0, layer.scale)
+        else:
+            k, chi, q, kappa = slopes
+            q = q * abs(layer.scale)
+        k = k - k.mean(1, keepdim=True) if capped is None else k
+        noise = ROUNDINGS * torch.finfo(dtype).eps * math.sqrt(layer.width + n)
+        logit = abs(layer.scale) * (kernel.q.norm(dim=-1).amax(-1) * kernel.k.norm(dim=-1).amax(-1)).double()
+        logit = logit if capped is None else logit.clamp_max(capped)
+        return cls(v - centre, o - centre, k, q.norm(dim=-1), y, chi, kappa, inverse, torch.exp(noise * (1 + logit)), noise)
+
+
+class Slopes(NamedTuple):
+    """Keys and queries, (batch·heads, tokens, head width), and `‖∂q_i/∂x_i‖`, `‖∂k_j/∂x_j‖`, (batch·heads, tokens), from above.
+
+    Factors have been moved between them: the keys are `k_j/f` where query slopes are of `f q_i`, the queries `q_i/f` where key
+    slopes are of `f k_j`.
+    """
+
+    k: Tensor
+    query: Tensor
+    q: Tensor
+    key: Tensor
+
+
+def token_slopes(
+    operator: AttentionJacobian, r_q: Float[Tensor, "heads r head"], r_k: Float[Tensor, "heads r head"]
+) -> Slopes | None:
+    """The slopes at the operator's tokens (4.13); nothing where queries and keys are affine in the tokens.
+
+    r_q, r_k: `R` of `W_qᵀ = Q R` and of `W_kᵀ`, for every head, float64.
+    """
+    layer, kernel = operator.layer, operator.kernel.tiled()
+    if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
+        return None
+    query = _moving(layer, operator.q_slope, r_q.mT, kernel.k, operator.batch)
+    key = _moving(layer, operator.k_slope, r_k.mT, kernel.q, operator.batch)
+    return Slopes(*query, *key)
+
+
+def _moving(
+    layer: Attention,
+    slope: Operator | None,
+    w: Float[Tensor, "heads head r"],
+    other: Float[Tensor, "g n head"],
+    batch: int,
+) -> tuple[Float[Tensor, "g n head"], Float[Tensor, "g n"]]:
+    """The other side's vectors divided by `f`, and the slopes of this side times `f`, the better of two `f` for each head."""
+    heads, head, _ = w.shape
+    n = other.shape[1]
+    normed = slope if isinstance(slope, NormJacobian) else None
+    ones = torch.ones(heads, head, dtype=torch.float64, device=w.device)
+    rows = w.norm(dim=-1) if normed is None else normed.norm.weight.double().abs().expand(heads, -1)
+    gain = _gains(layer, batch, n).to(w.device)  # (batch, n)
+    choices = []
+    for f in (ones, 1 / plane_factors(layer, rows)):
+        size = spectral_norm(w * f[..., None])[None, :, None] if normed is None else _normed(normed, w, f)
+        size = (size * gain[:, None] * slack(layer.width)).flatten(0, 1)  # (g, n)
+        vectors = other.double().unflatten(0, (batch, heads)) / f[:, None]
+        choices.append((vectors.flatten(0, 1), size))
+    (plain, size), (scaled, other_size) = choices
+    better = (
+        scaled.square().sum((-2, -1)) * other_size.square().amax(-1) < plain.square().sum((-2, -1)) * size.square().amax(-1)
+    )[:, None]
+    vectors = torch.where(better[..., None], scaled, plain)
+    return vectors.to(other.dtype), torch.where(better, other_size, size).to(other.dtype)
+
+
+def _normed(slope: NormJacobian, w: Float[Tensor, "heads head r"], f: Tensor) -> Float[Tensor, "batch heads n"]:
+    """`‖f α (I − uuᵀ/d) C W‖/s` of every token: the projection is a contraction, or a term of rank one."""
+    heads, head, _ = w.shape
+    norm, unit, scale = slope.norm, slope.unit.double(), slope.scale.double()[..., 0]  # (batch, kv heads, n, …)
+    group = heads // unit.shape[1]
+    unit, scale = unit.repeat_interleave(group, 1), scale.repeat_interleave(group, 1)
+    centred = w - w.mean(1, keepdim=True) if isinstance(norm, LayerNorm) else w
+    alpha = norm.weight.double() * f  # (heads, head)
+    triangle = torch.linalg.qr(centred.mT, mode="r")[1]  # (heads, r, head): C W up to an isometry
+    contraction = (alpha.abs().amax(-1) * spectral_norm(triangle))[None, :, None]
+    along = (unit @ triangle.mT).norm(dim=-1) * (alpha[:, None] * unit).norm(dim=-1) / head
+    rank_one = spectral_norm(triangle * alpha[:, None])[None, :, None] + along
+    # the token's own numbers carry the rounding of the working precision
+    noise = ROUNDINGS * torch.finfo(slope.dtype).eps * math.sqrt(head)
+    return torch.minimum(contraction, rank_one) / scale * (1 + noise)
+
+
+def _gains(layer: Attention, batch: int, n: int) -> Float[Tensor, "batch n"]:
+    """By how much the phases of each token stretch: 1 up to the rounding of their tables."""
+    if layer.rotary is None:
+        return torch.ones(batch, n, dtype=torch.float64)
+    cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
+    size = (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0) * (1 + 1e-15)
+    return size.expand(batch, n)
