@@ -12,7 +12,7 @@ from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.spectral import DenseSVD, Estimates, GolubKahan, Solver
 from problems.spectra import attention, norm_of
 
-SOLVERS = [DenseSVD(), GolubKahan(), GolubKahan(block=2)]
+SOLVERS = [DenseSVD(), GolubKahan()]
 TINY = 1e-13  # of a float64 decomposition of a few hundred rows: √N · eps, with room
 
 
