@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.devices import Place, place
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class Mask:
                 "give one per query"
             )
 
-    def to(self, dtype: torch.dtype, device: torch.device) -> "Mask":
-        """The same mask with its tensors moved."""
+    def to(self, device: Place = None, dtype: Place = None) -> "Mask":
+        """The same mask on another device, its bias in another precision, named as for a tensor."""
+        device, dtype = place(device, dtype)
         return replace(
             self,
             keys=None if self.keys is None else self.keys.to(device),

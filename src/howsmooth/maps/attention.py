@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Mask, Scores, attend, linearize
+from howsmooth.kernels import Mask, Scores, linearize, plain_attention
 from howsmooth.maps.base import Map, check_finite
 from howsmooth.maps.jacobian import AttentionJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
@@ -297,7 +297,7 @@ class Attention(Map):
         q = q if self.q_norm is None else self.q_norm.value(q)
         k = k if self.k_norm is None else self.k_norm.value(k)
         q, k = self._turn(x, q, k)
-        return self._finish(attend(q, k, v, scores))
+        return self._finish(plain_attention(q, k, v, scores))
 
     def linearize(self, x):
         return self._linearize(x, self._scores(x))

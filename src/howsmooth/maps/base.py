@@ -9,10 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.devices import Place, place
 from howsmooth.maps.operator import Composed, Operator
 from howsmooth.measures.measure import Measure
-
-Place = torch.device | torch.dtype | str | int | None  # what torch's `.to` takes first
 
 
 class Map(ABC):
@@ -155,17 +154,3 @@ def check_finite(t: Tensor, what: str) -> None:
     bad = int((~t.isfinite()).sum())
     if bad:
         raise BadInputError(f"expected finite {what}, got {bad} NaN or infinite entries of {t.numel()}; clean the {what}")
-
-
-def place(device: Place, dtype: torch.dtype | None) -> tuple[torch.device | None, torch.dtype | None]:
-    """What `.to(device, dtype)` or `.to(dtype)` asks for, as torch reads it."""
-    if isinstance(device, torch.dtype):
-        device, dtype = None, device if dtype is None else dtype
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise BadInputError(f"expected a floating-point dtype of torch, got {dtype!r}; pass torch.float32 or torch.float64")
-    try:
-        return None if device is None else torch.device(device), dtype
-    except (RuntimeError, TypeError):
-        raise BadInputError(
-            f"expected a device such as 'cpu' or 'cuda:0', or a dtype, got {device!r}; pass one of them"
-        ) from None

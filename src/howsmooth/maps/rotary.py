@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps.base import Place, check_finite, place
+from howsmooth.kernels.devices import Place, place
+from howsmooth.maps.base import check_finite
 
 
 @final

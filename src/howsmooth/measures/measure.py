@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.devices import Place, place
 
 
 @final
@@ -139,8 +140,9 @@ class Measure:
             raise BadInputError(f"expected {len(self)} points, one per atom, got {got}; move every atom")
         return Measure(points, self.weights, self.positions)
 
-    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> "Measure":
-        """The points in another precision, everything on another device."""
+    def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Measure":
+        """The points in another precision, everything on another device, named as for a tensor."""
+        device, dtype = place(device, dtype)
         positions = None if self.positions is None else self.positions.to(device)
         return replace(self, points=self.points.to(device, dtype), weights=self.mass.to(device), positions=positions)
 

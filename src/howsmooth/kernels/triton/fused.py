@@ -64,7 +64,7 @@ class Fused(SoftmaxAttention):
             raise BadInputError("expected a mask by order for the fused kernels, got one by positions; use kernel='blocked'")
         self._inputs = (q, k, v)
         self.precision: Precision = precision
-        self.scores = replace(scores, mask=scores.mask.to(torch.float32, q.device))
+        self.scores = replace(scores, mask=scores.mask.to(q.device, torch.float32))
         self.largest_logit = bound_logits(q.float(), k.float(), scores.scale)
         self._shape = (batch, heads, kv_heads, n, m, d, v.shape[-1])
         self._passes = 3 if precision == "strict" else 1
