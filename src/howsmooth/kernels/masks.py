@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.devices import Place, place
+from howsmooth.kernels.tensors import Place, place
 
 
 @dataclass(frozen=True)

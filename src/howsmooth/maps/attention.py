@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
-from howsmooth.maps.base import Map, check_finite
+from howsmooth.kernels.tensors import check_finite, described
+from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AttentionJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
 from howsmooth.maps.operator import Operator
@@ -131,10 +132,9 @@ class Attention(Map):
         ):
             t = getattr(self, name)
             if t is not None and not (isinstance(t, Tensor) and t.ndim == axes.count(",") + 1 and t.dtype in kinds):
-                got = f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
                 kind = "a floating-point" if name == "bias" else "a boolean or integer"
                 raise BadInputError(
-                    f"expected {name} as {kind} tensor {axes}, got {got}; give it these axes, 1 where it broadcasts"
+                    f"expected {name} as {kind} tensor {axes}, got {described(t)}; give it these axes, 1 where it broadcasts"
                 )
         if self.attention_mask is not None:
             object.__setattr__(self, "attention_mask", self.attention_mask.bool())
@@ -377,8 +377,9 @@ class Attention(Map):
         if w is None:
             return
         if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 2:
-            got = f"{w.dtype} of shape {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
-            raise BadInputError(f"expected {name} as a floating-point matrix (out, in), got {got}; pass nn.Linear's weight")
+            raise BadInputError(
+                f"expected {name} as a floating-point matrix (out, in), got {described(w)}; pass nn.Linear's weight"
+            )
         if name != "w_o" and w.shape[1] != self.width:
             raise BadInputError(
                 f"expected {name} to take tokens of width {self.width} like w_q, got {w.shape[1]}; weights are (out, in)"

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.devices import Place, place
+from howsmooth.kernels.tensors import Place, place
+from howsmooth.kernels.tensors import check_finite as check_finite  # with check_tokens, what other rooms ask of their input
 from howsmooth.maps.operator import Composed, Operator
 from howsmooth.measures.measure import Measure
 
@@ -147,10 +148,3 @@ def check_tokens(x: Tensor) -> None:
         raise BadInputError(f"expected tokens of shape (n, d) or (batch, n, d), got {tuple(x.shape)}; tokens are rows")
     if x.numel() == 0:
         raise BadInputError(f"expected at least one token, got shape {tuple(x.shape)}; pass a longer input")
-
-
-def check_finite(t: Tensor, what: str) -> None:
-    """Refuse NaN and infinity."""
-    bad = int((~t.isfinite()).sum())
-    if bad:
-        raise BadInputError(f"expected finite {what}, got {bad} NaN or infinite entries of {t.numel()}; clean the {what}")

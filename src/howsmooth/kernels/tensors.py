@@ -1,6 +1,7 @@
-"""Where tensors live, named as torch names it: `.to("cuda")`, `.to(torch.float64)`, `.to(device, dtype)`."""
+"""Tensors that come from outside: where `.to` sends them, and what a refusal says of them."""
 
 import torch
+from torch import Tensor
 
 from howsmooth.errors import BadInputError
 
@@ -8,7 +9,7 @@ Place = torch.device | torch.dtype | str | int | None  # what torch's `.to` take
 
 
 def place(device: Place, dtype: Place) -> tuple[torch.device | None, torch.dtype | None]:
-    """The device and the precision that `.to` is asked for; `None` leaves either as it is.
+    """What `.to("cuda")`, `.to(torch.float64)` or `.to(device, dtype)` asks for; `None` leaves either as it is.
 
     >>> place(torch.float64, None)
     (None, torch.float64)
@@ -23,3 +24,19 @@ def place(device: Place, dtype: Place) -> tuple[torch.device | None, torch.dtype
         raise BadInputError(
             f"expected a device such as 'cpu' or 'cuda:0', or a dtype, got {device!r}; pass one of them"
         ) from None
+
+
+def described(t: object) -> str:
+    """What was given where a tensor was expected: its precision and shape, or its type.
+
+    >>> described(torch.zeros(2, 3)), described([0.0])
+    ('torch.float32 of shape (2, 3)', 'list')
+    """
+    return f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+
+
+def check_finite(t: Tensor, what: str) -> None:
+    """Refuse NaN and infinity."""
+    bad = int((~t.isfinite()).sum())
+    if bad:
+        raise BadInputError(f"expected finite {what}, got {bad} NaN or infinite entries of {t.numel()}; clean the {what}")
