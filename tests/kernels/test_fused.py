@@ -187,6 +187,7 @@ def layer(causal: bool = True, scale: float = 1.0) -> tuple[hs.Attention, Tensor
     return hs.Attention(*weights, heads=2, causal=causal), gaussian(40, 32, seed=9).float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heavy", [False, True], ids=["lower in float64", "lower in strict float32"])
 @pytest.mark.parametrize("certify", [None, 0.02])
 def test_lipschitz_on_fused_products(monkeypatch, heavy, certify):

@@ -132,17 +132,18 @@ class _Run:
         T = self.alpha.diag_embed() + beside.diag_embed(1) + beside.diag_embed(-1)
         ritz, vectors = torch.linalg.eigh(T)  # ascending
         theta = ritz[:, -1].clamp_min(0.0)
+        beta = self.beta.maximum((self.rounding * theta)[:, None])  # not below what rounding makes of zero
         whole = self.basis.count >= self.size
         limit = whole or self.basis.count >= self.solver.max_steps
         residual = self.beta[:, -1] * vectors[:, -1, -1].abs()
         converged = (residual <= 2 * self.tol * theta) | torch.tensor(whole)
         if not whole and bool(converged.any()):
-            converged &= self._confirmed(ritz, theta)
+            converged &= self._confirmed(theta, ritz, beta)
         converged |= theta == 0
         stop = converged | torch.tensor(limit)
         upper = theta
         if not whole and (self.certify is not None or bool(stop.any())):
-            upper = certificate.upper_end(ritz, self._beta(theta), self._rarity(self.solver.delta))
+            upper = certificate.upper_end(ritz, beta, self._rarity(self.solver.delta))
             upper = torch.where(theta == 0, 0.0, upper)
         if self.certify is not None:
             wanted = _MARGIN * self.certify - 2 * self.rounding  # rounding widens the interval afterwards
@@ -158,18 +159,15 @@ class _Run:
             )
         return stop
 
-    def _confirmed(self, ritz: Tensor, theta: Tensor) -> Tensor:
+    def _confirmed(self, theta: Tensor, ritz: Tensor, beta: Tensor) -> Tensor:
         """A small residual may belong to the second singular value: ask what a larger first one would take.
 
         From a random start, a value `tol` larger must need a start of probability `_DOUBT`. A guess has looked where the
         largest value usually is: beside one, only a value `_REACH · tol` larger must need some luck.
         """
+        # 1 − 1e-9: all but certain, the least that can be asked of a start
         reach, risk = (_REACH * self.tol, 1 - 1e-9) if self.guessed else (self.tol, _DOUBT)
-        return certificate.log_growth(theta * (1 + reach) ** 2, ritz, self._beta(theta)) >= self._rarity(risk)
-
-    def _beta(self, theta: Tensor) -> Tensor:
-        """Off-diagonals, not below what rounding makes of zero."""
-        return self.beta.maximum((self.rounding * theta)[:, None])
+        return certificate.log_growth(theta * (1 + reach) ** 2, ritz, beta) >= self._rarity(risk)
 
     def _rarity(self, risk: float) -> Tensor:
         return certificate.log_rarity(self.starts, self.size, risk) + self.shift
