@@ -123,8 +123,8 @@ def test_gaussians_formula():
     half = (vectors * values.sqrt()) @ vectors.mT
     inner = torch.linalg.eigvalsh(half @ t @ half).clamp_min(0).sqrt().sum()
     truth = float((s.trace() + t.trace() - 2 * inner + 4).sqrt())
-    found = wasserstein(Gaussian(torch.zeros(4), s), Gaussian(torch.ones(4), t)).value
-    assert found == pytest.approx(truth, rel=1e-10)
+    distance = wasserstein(Gaussian(torch.zeros(4), s), Gaussian(torch.ones(4), t)).value
+    assert distance == pytest.approx(truth, rel=1e-10)
 
 
 def test_samples_of_gaussians_come_near_the_closed_form():
