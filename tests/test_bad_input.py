@@ -154,9 +154,8 @@ BAD_OPTIONS: dict[str, Callable[[], Any]] = {
     "tol finer than any precision": lambda: loud(layer(), tol=1e-15),
     "certify finer than float64": lambda: loud(layer(), certify=1e-15),
     "tol finer than float64": lambda: loud(layer(), x=X.double(), tol=1e-15),
-    "no block": lambda: hs.GolubKahan(block=0),
-    "negative block": lambda: hs.GolubKahan(block=-1),
     "no steps": lambda: hs.GolubKahan(max_steps=0),
+    "negative steps": lambda: hs.GolubKahan(max_steps=-1),
     **{f"delta {d}": lambda d=d: hs.GolubKahan(delta=d) for d in (0.0, 1.0, -0.1, 1.5, NAN)},
 }
 

@@ -5,7 +5,7 @@ import torch
 
 from checks import assert_close
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Blocked, Dense, Mask, TileSize, attend
+from howsmooth.kernels import Blocked, Dense, Mask, TileSize, plain_attention
 from howsmooth.kernels.tiles import cut
 from problems.layers import gaussian, problem, ties
 
@@ -38,7 +38,7 @@ def test_more_keys_than_queries(kind):
     p = problem(n=3, m=9, mask=Mask(ends=torch.tensor([2, 5, 9])))
     kernel = p.kernel(kind, TileSize(2, 2, leaf=1))
     for i, end in enumerate((2, 5, 9)):
-        alone = attend(p.q[:, :, i : i + 1], p.k[:, :, :end], p.v[:, :, :end], problem(n=1, m=end).scores)
+        alone = plain_attention(p.q[:, :, i : i + 1], p.k[:, :, :end], p.v[:, :, :end], problem(n=1, m=end).scores)
         assert_close(kernel.output[:, :, i : i + 1], alone)
 
 

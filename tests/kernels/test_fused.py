@@ -187,6 +187,7 @@ def layer(causal: bool = True, scale: float = 1.0) -> tuple[hs.Attention, Tensor
     return hs.Attention(*weights, heads=2, causal=causal), gaussian(40, 32, seed=9).float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heavy", [False, True], ids=["lower in float64", "lower in strict float32"])
 @pytest.mark.parametrize("certify", [None, 0.02])
 def test_lipschitz_on_fused_products(monkeypatch, heavy, certify):
@@ -197,12 +198,12 @@ def test_lipschitz_on_fused_products(monkeypatch, heavy, certify):
         layer_module, "linearize", lambda q, *a: real(q, *a, kernel="auto" if q.dtype.itemsize > 4 else "triton")
     )
     monkeypatch.setattr(fused, "_HEAVY", 0 if heavy else 2**60)
-    found = hs.lipschitz(attn.to(DEVICE, torch.float32), x.to(DEVICE), certify=certify)
-    assert found.precision == ("float32" if heavy else "float64")
-    assert abs(found.value - truth) <= 1e-3 * truth
-    assert found.lower <= truth * (1 + 1e-5)
-    assert truth <= found.upper
-    assert found.status == ("converged" if certify is None else "certified")
+    estimate = hs.lipschitz(attn.to(DEVICE, torch.float32), x.to(DEVICE), certify=certify)
+    assert estimate.precision == ("float32" if heavy else "float64")
+    assert abs(estimate.value - truth) <= 1e-3 * truth
+    assert estimate.lower <= truth * (1 + 1e-5)
+    assert truth <= estimate.upper
+    assert estimate.status == ("converged" if certify is None else "certified")
 
 
 def test_finer_products_where_the_logits_need_them(fused_layers):

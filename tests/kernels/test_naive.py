@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from checks import assert_close
-from howsmooth.kernels import Mask, attend
+from howsmooth.kernels import Mask, plain_attention
 from problems.layers import MASK_NAMES, gaussian, masks, problem
 
 
@@ -55,7 +55,7 @@ def test_softcap_is_the_formula():
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 100])
 def test_blocks_of_rows_change_nothing(rows):
     p = problem(n=7, mask=masks(2, 2, 7)["everything"])
-    assert_close(attend(*p.qkv, p.scores, rows=rows), p.value(*p.qkv))
+    assert_close(plain_attention(*p.qkv, p.scores, rows=rows), p.value(*p.qkv))
 
 
 def test_hidden_rows_have_zero_gradient():

@@ -5,6 +5,7 @@ import torch
 
 from checks import assert_close
 from howsmooth import Attention, LayerNorm, RMSNorm
+from howsmooth.errors import BadInputError
 from howsmooth.maps import Map
 from problems.layers import gaussian
 
@@ -56,6 +57,30 @@ def test_to_makes_a_copy_in_another_precision(name):
     assert type(g) is type(f)
     assert (f.dtype, g.dtype) == (torch.float32, torch.float64)
     assert g.width == f.width == 4
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("args", [(torch.float64,), ("cpu", torch.float64), (torch.device("cpu"),), ("cpu",)], ids=str)
+def test_to_is_named_as_for_a_tensor(name, args):
+    f: Map = MAPS[name](torch.float32)
+    assert f.to(*args).dtype == torch.zeros(1).to(*args).dtype
+    assert f.to(dtype=torch.float64, device="cpu").dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("args", [("attic",), (torch.int64,), ("cpu", torch.bool), ("cpu", "float64")], ids=str)
+def test_to_refuses_what_is_no_place(name, args):
+    with pytest.raises(BadInputError, match=r"^expected a (device|floating-point dtype)"):
+        MAPS[name](torch.float32).to(*args)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_maps_print_in_a_line_and_compare_as_objects_do(name):
+    f, again = MAPS[name](torch.float32), MAPS[name](torch.float32)
+    assert "\n" not in repr(f)
+    assert len(repr(f)) < 128
+    assert (f == f) is True
+    assert (f == again) is False
 
 
 def test_to_moves_every_tensor_and_keeps_the_mask():

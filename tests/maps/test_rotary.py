@@ -105,11 +105,11 @@ def test_float32_layer_in_lipschitz():
         rotary=Rotary.from_base(4, 40, dtype=torch.float32),
     )
     x = gaussian(40, 6, seed=5, dtype=torch.float32)
-    found = lipschitz(layer, x)
+    estimate = lipschitz(layer, x)
     exact = torch.linalg.matrix_norm(layer.linearize(x.double()[None])[1].dense()[0], 2)
-    assert found.lower <= float(exact) * (1 + 1e-9)
-    assert found.value == pytest.approx(float(exact), rel=2e-3)
-    assert found.upper >= float(exact)
+    assert estimate.lower <= float(exact) * (1 + 1e-9)
+    assert estimate.value == pytest.approx(float(exact), rel=2e-3)
+    assert estimate.upper >= float(exact)
 
 
 HEADS, KV, HEAD, WIDTH, TOKENS = 4, 2, 8, 20, 7

@@ -1,6 +1,7 @@
 """Measures: what they keep, drop, split and merge, and what they refuse."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_merging_undoes_splitting(parts, atom, placed):
     again = longer.merge()
     assert torch.equal(again.points, mu.points)
     assert again.mass.tolist() == pytest.approx(mu.mass.tolist(), rel=1e-14)
-    assert float(hs.wasserstein(longer, mu).value) == pytest.approx(0, abs=1e-7)
+    assert hs.wasserstein(longer, mu).upper == pytest.approx(0, abs=1e-7)
 
 
 def test_atoms_at_other_positions_are_not_merged():
@@ -95,13 +96,27 @@ def test_small_things():
     assert mu.radius == pytest.approx(3)
     assert mu.width == 2
     assert repr(mu) == "Measure(5 atoms in R^2)"
-    assert mu.to(torch.float32).points.dtype == torch.float32
-    assert "positions" in repr(hs.Measure.from_tokens(X, causal=True))
+    assert repr(hs.Measure.from_tokens(X, causal=True)) == "Measure(5 atoms in R^2, with positions)"
+    assert repr(Gaussian(X[0], torch.eye(2))) == "Gaussian(in R^2)"
+    for one in (mu, Gaussian(X[0], torch.eye(2))):
+        assert (one == one) is True
+        assert (one == replace(one)) is False
+
+
+@pytest.mark.parametrize("args", [(torch.float32,), ("cpu", torch.float32), (None, torch.float32)], ids=str)
+def test_moved_as_a_tensor_is(args):
+    mu = hs.Measure.from_tokens(X.double(), causal=True).to(*args)
+    assert mu.points.dtype == torch.float32
+    assert mu.mass.dtype == torch.float64
+    assert mu.to("cpu").points.dtype == torch.float32
+    assert mu.to(dtype=torch.float64, device=torch.device("cpu")).points.dtype == torch.float64
 
 
 ONE = torch.full((5,), 0.2).double()
 PLACED, NORMAL = hs.Measure.from_tokens(X, causal=True), Gaussian(X[0], torch.eye(2))
 BAD = {
+    "no such place": lambda: hs.Measure(X).to("attic"),
+    "a whole precision": lambda: hs.Measure(X).to(torch.int64),
     "negative weight": lambda: hs.Measure(X, torch.tensor([1.2, -0.2, 0.0, 0.0, 0.0])),
     "nan weight": lambda: hs.Measure(X, torch.tensor([NAN, 1.0, 0.0, 0.0, 0.0])),
     "infinite weight": lambda: hs.Measure(X, torch.tensor([INF, 1.0, 0.0, 0.0, 0.0])),

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.kernels import linearize
+from howsmooth.kernels import autograd, linearize
 from howsmooth.kernels.base import Precision
-from howsmooth.models import attend
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
@@ -15,10 +14,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def fused(monkeypatch):
-    def below_float64(q, k, v, scores, precision: Precision = "half"):
+    def below_float64(q, k, v, scores, kernel, precision: Precision):
         return linearize(q, k, v, scores, "auto" if q.dtype == torch.float64 else "triton", precision)
 
-    monkeypatch.setattr(attend, "linearize", below_float64)
+    monkeypatch.setattr(autograd, "linearize", below_float64)
 
 
 @pytest.mark.parametrize(("tol", "coarse"), [(1e-2, True), (1e-5, False)])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from howsmooth.kernels import Mask, Scores, SoftmaxAttention, attend
+from howsmooth.kernels import Mask, Scores, SoftmaxAttention, plain_attention
 from howsmooth.maps import Attention, LayerNorm, Operator, RMSNorm, Rotary
 
 BIAS_SHAPES = [(b, h, n) for b in (False, True) for h in (False, True) for n in (False, True)]
@@ -38,7 +38,7 @@ class Problem:
 
     def value(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The plain reference as a function of three tensors."""
-        return attend(q, k, v, self.scores)
+        return plain_attention(q, k, v, self.scores)
 
     def weights(self) -> Tensor:
         """`P`, (batch, heads, n, m): attention whose values are the unit vectors."""

@@ -8,8 +8,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.maps import Matrix, Operator
-from howsmooth.spectral import GolubKahan, golub_kahan
-from howsmooth.spectral.solution import Solution
+from howsmooth.spectral import GolubKahan, Solution, golub_kahan
 from problems.spectra import SPECTRA, Diagonal, attention, norm_of, orthogonal, rotated, shuffled, spectrum
 
 NOISE = 32 * torch.finfo(torch.float64).eps
@@ -29,25 +28,23 @@ def mixed(n: int = 60, names: tuple[str, ...] = tuple(SPECTRA)) -> Matrix:
     return Matrix(torch.cat([rotated(spectrum(name, n), n, n, seed=10 * i).matrix for i, name in enumerate(names)]))
 
 
-@pytest.mark.parametrize("block", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(60, 60), (50, 90), (90, 50), (1, 40), (40, 1), (7, 5)])
 @pytest.mark.parametrize("name", SPECTRA)
-def test_value_is_the_norm(name: str, shape: tuple[int, int], block: int):
+def test_value_is_the_norm(name: str, shape: tuple[int, int]):
     if min(shape) < 6:
         values = torch.ones(min(shape), dtype=torch.float64) if name != "zero" else torch.zeros(min(shape)).double()
     else:
         values = spectrum(name, min(shape))
     operator = rotated(values, *shape, seed=3, batch=2)
-    for item, solution in enumerate(solve(operator, GolubKahan(block=block))):
+    for item, solution in enumerate(solve(operator)):
         truth = float(torch.linalg.svdvals(operator.matrix[item])[0])
         assert solution.value == pytest.approx(truth, rel=1e-6, abs=1e-300)
         assert attained(operator, solution, item) == pytest.approx(truth, rel=1e-6, abs=1e-300)
         assert solution.upper >= truth * (1 - NOISE)
 
 
-@pytest.mark.parametrize("block", [1, 2, 3])
-def test_nothing_is_stretched_by_the_zero_matrix(block: int):
-    (solution,) = solve(Matrix(torch.zeros(1, 30, 40, dtype=torch.float64)), GolubKahan(block=block))
+def test_nothing_is_stretched_by_the_zero_matrix():
+    (solution,) = solve(Matrix(torch.zeros(1, 30, 40, dtype=torch.float64)))
     assert (solution.value, solution.upper) == (0.0, 0.0)
     assert float(solution.direction.norm()) == pytest.approx(1.0)
 
@@ -101,6 +98,7 @@ def random_layer(seed: int) -> tuple[hs.Attention, Tensor]:
     return attention(n, d, seed, heads=1 + seed % 2, gain=gain, causal=causal, dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_default_settings_on_random_layers():
     """float32 tokens, default `tol`, 200 layers. The interval always holds; `value` is within `tol` in all but 1 % of them."""
     missed = []
@@ -124,23 +122,13 @@ def test_sharp_attention(gain: float):
     assert est.value == pytest.approx(3**0.5, rel=100 * gain * torch.finfo(torch.float64).eps)
 
 
-@pytest.mark.parametrize("block", [2, 3])
-def test_blocks_agree_with_one_start(block: int):
-    for name in SPECTRA:
-        operator = rotated(spectrum(name, 60), 60, 60, seed=5)
-        (single,), (several,) = solve(operator), solve(operator, GolubKahan(block=block))
-        assert several.value == pytest.approx(single.value, rel=1e-7)
-        assert several.steps <= single.steps
-
-
-@pytest.mark.parametrize("block", [1, 2, 3])
 @pytest.mark.parametrize("multiplicity", [1, 2, 5, 20])
-def test_exact_multiplicity(multiplicity: int, block: int):
-    """Few distinct values: Krylov spaces close before they hold every copy, one start of a block before the others."""
+def test_exact_multiplicity(multiplicity: int):
+    """Few distinct values: Krylov spaces close before they hold every copy."""
     values = torch.cat([torch.full((multiplicity,), 3.0), torch.full((20,), 2.0), torch.full((20,), 1.0)]).double()
     operator = shuffled(values, 6, seed=multiplicity)
     for certify in (None, 1e-6):
-        for item, solution in enumerate(solve(operator, GolubKahan(block=block, max_steps=30), certify=certify)):
+        for item, solution in enumerate(solve(operator, GolubKahan(max_steps=30), certify=certify)):
             assert solution.value == pytest.approx(3.0, rel=1e-9)
             assert attained(operator, solution, item) == pytest.approx(3.0, rel=1e-9)
 
@@ -177,15 +165,14 @@ def test_looser_tolerances_stop_earlier():
     assert steps == sorted(set(steps))
 
 
-@pytest.mark.parametrize("block", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_batch_equals_loop(seed: int, block: int):
+def test_batch_equals_loop(seed: int):
     """Items leave one after the other; what one does to its own basis is no concern of the next."""
-    operator, solver = mixed(), GolubKahan(block=block)
-    together = solve(operator, solver, seed=seed)
+    operator = mixed()
+    together = solve(operator, seed=seed)
     assert len({s.steps for s in together}) > 2
     for item, solution in enumerate(together):
-        (alone,) = solve(operator.select(torch.tensor([item])), solver, seed=seed)
+        (alone,) = solve(operator.select(torch.tensor([item])), seed=seed)
         assert solution.steps == alone.steps
         assert solution.value == pytest.approx(alone.value, rel=1e-12, abs=1e-300)
         assert solution.upper == pytest.approx(alone.upper, rel=1e-6, abs=1e-300)
@@ -240,34 +227,37 @@ def test_a_seed_is_an_answer():
     assert all(e.value == pytest.approx(first.value, rel=1e-3) for e in others)
 
 
-@pytest.mark.parametrize("block", [1, 2])
-def test_steps_keep_one_vector_each(monkeypatch: pytest.MonkeyPatch, block: int):
-    runs = []
-    start = golub_kahan._Run._start
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[golub_kahan._Run]:
+    """Every run from here on, so that its basis and its `T` can be looked at."""
+    runs, start = [], golub_kahan._Run._start
     monkeypatch.setattr(golub_kahan._Run, "_start", lambda self: runs.append(self) or start(self))
-    n = 200
-    (solution,) = solve(rotated(spectrum("flat", n), n, n, seed=0), GolubKahan(block=block))
+    return runs
+
+
+def test_steps_keep_one_vector_each(monkeypatch: pytest.MonkeyPatch):
+    runs, n = watched(monkeypatch), 200
+    (solution,) = solve(rotated(spectrum("flat", n), n, n, seed=0))
     (run,) = runs
-    assert run.filled == block * solution.steps
-    kept = torch.cat(run._chunks(), 1)[0]
-    assert kept.shape == (run.filled, n)
+    assert run.basis.count == solution.steps
+    kept = torch.cat(run.basis.chunks, 1)[0]
+    assert kept.shape == (solution.steps, n)
     assert float((kept @ kept.mT - torch.eye(len(kept))).abs().max()) < 1e-12
-    room = sum(chunk.shape[1] for chunk in run.basis)
-    assert room - run.filled < block * golub_kahan._CHUNK
+    room = run.basis.room * len(run.basis.chunks)
+    assert room - run.basis.count < golub_kahan._CHUNK
 
 
 def test_krylov_identity(monkeypatch: pytest.MonkeyPatch):
     """`T = QᵀMQ`, in the batch whose neighbours close their spaces too."""
-    runs = []
-    start = golub_kahan._Run._start
-    monkeypatch.setattr(golub_kahan._Run, "_start", lambda self: runs.append(self) or start(self))
+    runs = watched(monkeypatch)
     for seed in range(6):
         operator = mixed(names=("near-invariant", "rank one", "flat", "slow", "equal"))
         solve(operator, seed=seed)
         run = runs.pop()
-        kept = torch.cat(run._chunks(), 1)
+        kept = torch.cat(run.basis.chunks, 1)
         image = kept @ operator.matrix[run.items].mT
-        assert float((image @ image.mT - run.projected).abs().max()) < 1e-10
+        beside = run.beta[:, :-1]
+        T = run.alpha.diag_embed() + beside.diag_embed(1) + beside.diag_embed(-1)
+        assert float((image @ image.mT - T).abs().max()) < 1e-10
 
 
 BIG = 786_432

@@ -56,11 +56,10 @@ def test_interval_holds_between_random_bases(name: str, shape: tuple[int, int]):
         assert misses(operator, float(values[0]), GolubKahan(), stop, seed) == 0, stop
 
 
-@pytest.mark.parametrize("block", [1, 2, 3])
 @pytest.mark.parametrize("name", ["isolated", "clustered", "flat", "slow", "square root"])
-def test_interval_fails_no_more_often_than_it_says(name: str, block: int):
+def test_interval_fails_no_more_often_than_it_says(name: str):
     """δ = 0.1 over 5 stops × 2 seeds × 60 orders of one spectrum."""
-    values, solver = spectrum(name, 300), GolubKahan(block=block, delta=0.1)
+    values, solver = spectrum(name, 300), GolubKahan(delta=0.1)
     runs = list(itertools.product(EARLY, range(2)))
     failed = [misses(shuffled(values, 60, seed, torch.float64), 1.0, solver, stop, seed) for stop, seed in runs]
     assert sum(failed) <= allowed(60 * len(runs), 0.1)

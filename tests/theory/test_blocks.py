@@ -60,11 +60,11 @@ def test_layers_of_every_kind(p):
     frozen = p.layer
 
     def through_queries(e: torch.Tensor) -> torch.Tensor:
-        from howsmooth.kernels import attend
+        from howsmooth.kernels import plain_attention
 
         q, _, _ = frozen.project(p.x + e, with_bias=True)
         _, k, v = frozen.project(p.x, with_bias=True)
-        return frozen._finish(attend(q, k, v, frozen._scores(p.x)))
+        return frozen._finish(plain_attention(q, k, v, frozen._scores(p.x)))
 
     whole = torch.func.jacrev(through_queries)(torch.zeros_like(p.x))
     assert isinstance(whole, torch.Tensor)

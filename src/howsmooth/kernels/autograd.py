@@ -1,6 +1,12 @@
-"""Softmax attention as a function torch can differentiate, backwards and forwards, in O(n · d) memory."""
+"""Softmax attention as a function torch can differentiate, backwards and forwards, in O(n · d) memory.
+
+A product with the Jacobian is linear in the vector it is given, and the derivative of `v ↦ J v` is `Jᵀ`, that of `g ↦ Jᵀ g`
+is `J`: the two products are each other's backward pass, so `J v` also runs as a backward pass through a graph of `Jᵀ g`.
+How `J` changes with `q, k, v` is a second derivative of attention, which the kernels do not have: that raises.
+"""
 
 import importlib
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -9,10 +15,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.base import Scores, SoftmaxAttention
+from howsmooth.kernels.base import Precision, Scores, SoftmaxAttention
 from howsmooth.kernels.dispatch import Kernel, linearize
 
-_ONCE = "expected first derivatives only, got a derivative of a derivative; use kernels.attend for those"
+_ONCE = "expected first derivatives only, got a derivative of a derivative; use kernels.plain_attention for those"
 
 
 def attention(
@@ -32,9 +38,42 @@ def attention(
     >>> tangent[0, 0].tolist()
     [[0.5, 0.5], [0.5, 0.5]]
     """
-    if max(_transforms(t) for t in (q, k, v)) > 1:
-        raise BadInputError(_ONCE)
-    return _Attention.apply(q, k, v, scores, kernel, _Kept((q, k, v)))
+    return _Here(scores, kernel).attend(q, k, v)
+
+
+def attention_and_kernel(
+    q: Float[Tensor, "batch heads n d"],
+    k: Float[Tensor, "batch kv_heads m d"],
+    v: Float[Tensor, "batch kv_heads m d_v"],
+    scores: Scores,
+    precision: Precision = "half",
+) -> tuple[Float[Tensor, "batch heads n d_v"], SoftmaxAttention]:
+    """`attention`, and the kernel that serves it: for whoever puts it inside a model and must know how exact it is.
+
+    >>> x = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
+    >>> out, kernel = attention_and_kernel(x, x, x, Scores(1.0))
+    >>> torch.autograd.grad(out.sum(), x)[0].shape
+    torch.Size([1, 1, 3, 2])
+    """
+    here = _Here(scores, "auto", precision)
+    return here.attend(q, k, v), here.kernel
+
+
+@dataclass(eq=False)
+class _Here:
+    """Attention at one `q, k, v`: the kernel made in the forward pass, which sees plain tensors, read by the derivatives."""
+
+    scores: Scores
+    name: Kernel
+    precision: Precision = "half"
+    kernel: SoftmaxAttention = field(init=False)
+    dual: bool = field(init=False)  # torch's own forward mode is on
+
+    def attend(self, *qkv: Tensor) -> Tensor:
+        if max(_transforms(t) for t in qkv) > 1:
+            raise BadInputError(_ONCE)
+        self.dual = any(_transforms(t) == 0 and forward_ad.unpack_dual(t).tangent is not None for t in qkv)
+        return _Attention.apply(self, *qkv)
 
 
 def _transforms(t: Tensor) -> int:
@@ -46,59 +85,81 @@ def _transforms(t: Tensor) -> int:
     return depth
 
 
-class _Kept:
-    """Carries the linearisation from the forward pass, which sees plain tensors, to the derivatives."""
-
-    at: SoftmaxAttention
-
-    def __init__(self, inputs: tuple[Tensor, ...]):
-        self.dual = any(_transforms(t) == 0 and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernel: Kernel, kept: _Kept) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        q_wide, k_wide, v_wide = (t.detach().to(wide) for t in (q, k, v))
-        kept.at = linearize(q_wide, k_wide, v_wide, scores, kernel)
-        return kept.at.output.to(q.dtype)
+    def forward(here: _Here, *qkv: Tensor) -> Tensor:
+        kind = torch.promote_types(qkv[0].dtype, torch.float32)
+        q, k, v = (t.detach().to(kind) for t in qkv)
+        here.kernel = linearize(q, k, v, here.scores, here.name, here.precision)
+        return here.kernel.output.to(qkv[0].dtype, copy=True)  # the kernel keeps its own
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.kept, ctx.inputs = inputs[5], inputs[:3]
+        ctx.here, ctx.qkv = inputs[0], inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> tuple:
-        if ctx.kept.dual:
+        if ctx.here.dual:
             raise BadInputError(_ONCE)
-        return *_Gradient.apply(ctx.kept, *g, *ctx.inputs), None, None, None
+        graph = torch.is_grad_enabled()  # of the backward pass itself, for another one through it
+        products = _Transposed.apply(ctx.here, graph, *g)
+        if graph:
+            guard = _Guard.apply(*ctx.qkv)
+            products = (t + guard for t in products)
+        return None, *products
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        filled = (torch.zeros_like(x) if t is None else t for t, x in zip(tangents[:3], ctx.inputs, strict=True))
-        return _Tangent.apply(ctx.kept, *filled, *ctx.inputs)
+        filled = (torch.zeros_like(x) if t is None else t for t, x in zip(tangents[1:], ctx.qkv, strict=True))
+        return _Along.apply(ctx.here, *filled) + _Guard.apply(*ctx.qkv)
 
 
-class _Product(torch.autograd.Function):
-    """A product that knows what it depends on, and gives no derivative. Its forward pass sees plain tensors."""
+class _Along(torch.autograd.Function):
+    """`dq, dk, dv ↦ J (dq, dk, dv)`."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+    def forward(here: _Here, *tangents: Tensor) -> Tensor:
+        kind = here.kernel.output.dtype
+        return here.kernel.jvp(*(t.to(kind)[None] for t in tangents))[0].to(tangents[0].dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.here = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple:
+        return None, *_Transposed.apply(ctx.here, False, *g)
+
+
+class _Transposed(torch.autograd.Function):
+    """`g ↦ Jᵀ g`."""
+
+    @staticmethod
+    def forward(here: _Here, graph: bool, g: Tensor) -> tuple[Tensor, ...]:
+        if graph and not bool(g.any()):  # the graph of a linear map is made at zero
+            return tuple(torch.zeros_like(t, dtype=g.dtype) for t in here.kernel.inputs)
+        return tuple(t[0].to(g.dtype) for t in here.kernel.vjp(g.to(here.kernel.output.dtype)[None]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        ctx.here = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> tuple:
+        return None, None, _Along.apply(ctx.here, *tangents)
+
+
+class _Guard(torch.autograd.Function):
+    """Zero, added to a product for its dependence on `q, k, v`; raises when that is asked for."""
+
+    @staticmethod
+    def forward(*qkv: Tensor) -> Tensor:
+        return qkv[0].new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         pass
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> NoReturn:
         raise BadInputError(_ONCE)
-
-
-class _Tangent(_Product):
-    @staticmethod
-    def forward(kept: _Kept, dq: Tensor, dk: Tensor, dv: Tensor, *at: Tensor) -> Tensor:
-        wide = kept.at.output.dtype
-        return kept.at.jvp(*(t.to(wide)[None] for t in (dq, dk, dv)))[0].to(dq.dtype)
-
-
-class _Gradient(_Product):
-    @staticmethod
-    def forward(kept: _Kept, g: Tensor, *at: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t[0].to(g.dtype) for t in kept.at.vjp(g.to(kept.at.output.dtype)[None]))

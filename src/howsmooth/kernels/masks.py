@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.tensors import Place, place
 
 
 @dataclass(frozen=True)
@@ -50,26 +51,23 @@ class Mask:
             raise BadInputError(
                 f"expected a key mask of shape ({batch}, {m}), got {tuple(self.keys.shape)}; give one row per sequence"
             )
-        if self.bias is not None and any(
-            got not in (1, want) for got, want in zip(self.bias.shape[:3], (batch, heads, n), strict=True)
+        if self.bias is not None and not (
+            all(got in (1, want) for got, want in zip(self.bias.shape[:3], (batch, heads, n), strict=True))
+            and self.bias.shape[3] == m
         ):
             raise BadInputError(
                 f"expected a bias that broadcasts to ({batch}, {heads}, {n}, {m}), got {tuple(self.bias.shape)}; "
-                "use 1 for an axis it does not depend on"
+                "use 1 for an axis it does not depend on, and one column per key"
             )
-        if self.bias is not None and self.bias.shape[3] != m:
-            raise BadInputError(
-                f"expected a bias with one column per key ({m}), got {self.bias.shape[3]}; give its last axis every key"
-            )
-
         if self.ends is not None and (len(self.ends) != n or not 0 <= int(self.ends[0]) <= int(self.ends[-1]) <= m):
             raise BadInputError(
                 f"expected {n} ends between 0 and {m}, got {len(self.ends)} from {int(self.ends[0])} to {int(self.ends[-1])}; "
                 "give one per query"
             )
 
-    def to(self, dtype: torch.dtype, device: torch.device) -> "Mask":
-        """The same mask with its tensors moved."""
+    def to(self, device: Place = None, dtype: Place = None) -> "Mask":
+        """The same mask on another device, its bias in another precision, named as for a tensor."""
+        device, dtype = place(device, dtype)
         return replace(
             self,
             keys=None if self.keys is None else self.keys.to(device),

@@ -7,7 +7,7 @@ from torch import Tensor
 from howsmooth.kernels.base import Scores
 
 
-def attend(
+def plain_attention(
     q: Float[Tensor, "batch heads n d"],
     k: Float[Tensor, "batch kv_heads m d"],
     v: Float[Tensor, "batch kv_heads m d_v"],
@@ -20,7 +20,7 @@ def attend(
     """
     batch, heads, n, _ = q.shape
     scores.mask.check(batch, heads, n, k.shape[2])
-    mask = scores.mask.to(q.dtype, q.device)
+    mask = scores.mask.to(q.device, q.dtype)
     group = heads // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     outputs = []

@@ -10,8 +10,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Mask, Scores, attend, linearize
-from howsmooth.maps.base import Map, check_finite
+from howsmooth.kernels import Mask, Scores, linearize, plain_attention
+from howsmooth.kernels.tensors import check_finite, described
+from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AttentionJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
 from howsmooth.maps.operator import Operator
@@ -88,10 +89,10 @@ class Attention(Map):
                 raise BadInputError(
                     f"expected heads that divide the rows of {name}, got {parts} heads and {rows} rows; change heads or {name}"
                 )
-        if self.w_q.shape[0] // self.heads != k_width // kv_heads:
+        if self.head_width != k_width // kv_heads:
             raise BadInputError(
-                f"expected queries and keys of one head width, got {self.w_q.shape[0] // self.heads} and "
-                f"{k_width // kv_heads}; check heads and kv_heads"
+                f"expected queries and keys of one head width, got {self.head_width} and {k_width // kv_heads}; "
+                "check heads and kv_heads"
             )
         o_width = self.w_v.shape[0] // kv_heads * self.heads
         if self.w_o is not None and self.w_o.shape[1] != o_width:
@@ -107,7 +108,7 @@ class Attention(Map):
 
     def _check_turn(self) -> None:
         """Norms and phases must fit the width of a head."""
-        head = self.w_q.shape[0] // self.heads
+        head = self.head_width
         for name in ("q_norm", "k_norm"):
             norm = getattr(self, name)
             if norm is not None and not isinstance(norm, LayerNorm | RMSNorm):
@@ -131,10 +132,9 @@ class Attention(Map):
         ):
             t = getattr(self, name)
             if t is not None and not (isinstance(t, Tensor) and t.ndim == axes.count(",") + 1 and t.dtype in kinds):
-                got = f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
                 kind = "a floating-point" if name == "bias" else "a boolean or integer"
                 raise BadInputError(
-                    f"expected {name} as {kind} tensor {axes}, got {got}; give it these axes, 1 where it broadcasts"
+                    f"expected {name} as {kind} tensor {axes}, got {described(t)}; give it these axes, 1 where it broadcasts"
                 )
         if self.attention_mask is not None:
             object.__setattr__(self, "attention_mask", self.attention_mask.bool())
@@ -220,7 +220,8 @@ class Attention(Map):
 
     def __repr__(self) -> str:
         shared = "" if self.kv_heads == self.heads else f", {self.kv_heads} for keys and values"
-        said = [f"{self.width} → {self.out_width}", f"{self.heads} heads of {self.head_width}{shared}"]
+        heads = f"{self.heads} {'head' if self.heads == 1 else 'heads'} of {self.head_width}"
+        said = [f"{self.width} → {self.out_width}", heads + shared]
         said += ["causal"] * self.causal + [f"window {self.window}"] * (self.window is not None)
         more = ("softcap", "bias", "attention_mask", "q_norm", "k_norm", "rotary")
         said += [name for name in more if getattr(self, name) is not None]
@@ -244,7 +245,7 @@ class Attention(Map):
         """One head alone: its queries, its group's keys and values, its columns of the output projection, no output bias.
 
         >>> Attention(torch.eye(4), torch.eye(4), torch.eye(4), torch.eye(4), heads=2).head(1)
-        Attention(4 → 4, 1 heads of 2, float32)
+        Attention(4 → 4, 1 head of 2, float32)
         """
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.heads:
             raise BadInputError(f"expected a head from 0 to {self.heads - 1}, got {index!r}; this layer has no other")
@@ -297,7 +298,7 @@ class Attention(Map):
         q = q if self.q_norm is None else self.q_norm.value(q)
         k = k if self.k_norm is None else self.k_norm.value(k)
         q, k = self._turn(x, q, k)
-        return self._finish(attend(q, k, v, scores))
+        return self._finish(plain_attention(q, k, v, scores))
 
     def linearize(self, x):
         return self._linearize(x, self._scores(x))
@@ -364,12 +365,10 @@ class Attention(Map):
 
     def unproject(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """The transpose of `project`."""
-        total = None
-        for t, weight in ((dq, self.w_q), (dk, self.w_k), (dv, self.w_v)):
-            t = t.transpose(-3, -2).flatten(-2)
-            part = t if weight is None else t @ weight
-            total = part if total is None else total.add_(part)
-        assert total is not None
+        dq, dk, dv = (t.transpose(-3, -2).flatten(-2) for t in (dq, dk, dv))
+        total = dq @ self.w_q
+        total += dk if self.w_k is None else dk @ self.w_k
+        total += dv @ self.w_v
         return total
 
     def _check_weight(self, name: str) -> None:
@@ -377,8 +376,9 @@ class Attention(Map):
         if w is None:
             return
         if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 2:
-            got = f"{w.dtype} of shape {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
-            raise BadInputError(f"expected {name} as a floating-point matrix (out, in), got {got}; pass nn.Linear's weight")
+            raise BadInputError(
+                f"expected {name} as a floating-point matrix (out, in), got {described(w)}; pass nn.Linear's weight"
+            )
         if name != "w_o" and w.shape[1] != self.width:
             raise BadInputError(
                 f"expected {name} to take tokens of width {self.width} like w_q, got {w.shape[1]}; weights are (out, in)"
@@ -390,15 +390,14 @@ class Attention(Map):
         if b is None:
             return
         if not isinstance(b, Tensor) or not b.is_floating_point() or tuple(b.shape) != (size,):
-            got = tuple(b.shape) if isinstance(b, Tensor) else type(b).__name__
             raise BadInputError(
-                f"expected {name} as a floating-point vector of shape ({size},), got {got}; pass nn.Linear's bias"
+                f"expected {name} as a floating-point vector of shape ({size},), got {described(b)}; pass nn.Linear's bias"
             )
         check_finite(b, name)
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AtomAttention(Map):
     """An attention layer on the atoms of a measure: as a layer on tokens, with masses and positions in its scores."""
 
@@ -419,6 +418,9 @@ class AtomAttention(Map):
 
     def moved(self, device, dtype):
         return replace(self, layer=self.layer.to(device, dtype))
+
+    def __repr__(self) -> str:
+        return f"{self.layer!r} on a measure"
 
     def value(self, x):
         return self.layer._value(x, self.scores)

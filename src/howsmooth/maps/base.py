@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.tensors import Place, place
+from howsmooth.kernels.tensors import check_finite as check_finite  # with check_tokens, what other rooms ask of their input
 from howsmooth.maps.operator import Composed, Operator
 from howsmooth.measures.measure import Measure
-
-Place = torch.device | torch.dtype | str | int | None  # what torch's `.to` takes first
 
 
 class Map(ABC):
@@ -148,24 +148,3 @@ def check_tokens(x: Tensor) -> None:
         raise BadInputError(f"expected tokens of shape (n, d) or (batch, n, d), got {tuple(x.shape)}; tokens are rows")
     if x.numel() == 0:
         raise BadInputError(f"expected at least one token, got shape {tuple(x.shape)}; pass a longer input")
-
-
-def check_finite(t: Tensor, what: str) -> None:
-    """Refuse NaN and infinity."""
-    bad = int((~t.isfinite()).sum())
-    if bad:
-        raise BadInputError(f"expected finite {what}, got {bad} NaN or infinite entries of {t.numel()}; clean the {what}")
-
-
-def place(device: Place, dtype: torch.dtype | None) -> tuple[torch.device | None, torch.dtype | None]:
-    """What `.to(device, dtype)` or `.to(dtype)` asks for, as torch reads it."""
-    if isinstance(device, torch.dtype):
-        device, dtype = None, device if dtype is None else dtype
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise BadInputError(f"expected a floating-point dtype of torch, got {dtype!r}; pass torch.float32 or torch.float64")
-    try:
-        return None if device is None else torch.device(device), dtype
-    except (RuntimeError, TypeError):
-        raise BadInputError(
-            f"expected a device such as 'cpu' or 'cuda:0', or a dtype, got {device!r}; pass one of them"
-        ) from None

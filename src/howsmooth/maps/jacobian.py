@@ -307,7 +307,9 @@ class Jacobian:
 
     def __init__(self, operator: Operator, in_shape: tuple[int, ...], *, transposed: bool = False):
         self.operator, self._transposed = operator, transposed
-        self._in, self._out = tuple(in_shape), operator.out_shape  # of the map, whichever way this goes
+        # of the map, whichever way this goes; an operator writes a single number as a vector
+        out = operator.output.shape if isinstance(operator, AutodiffJacobian) else operator.out_shape
+        self._in, self._out = tuple(in_shape), tuple(out)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps.base import Map, check_finite
+from howsmooth.kernels.tensors import check_finite, described
+from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import NormJacobian
 from howsmooth.measures.measure import Measure
 
@@ -28,8 +29,9 @@ class _Norm(Map):
             if t is None and name == "bias":
                 continue
             if not isinstance(t, Tensor) or t.ndim != 1 or not t.is_floating_point():
-                got = f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
-                raise BadInputError(f"expected the norm's {name} as a floating-point vector, got {got}; pass the module's own")
+                raise BadInputError(
+                    f"expected the norm's {name} as a floating-point vector, got {described(t)}; pass the module's own"
+                )
         check_finite(self.weight, "norm weights")
         if self.bias is not None:
             if self.bias.shape != self.weight.shape:

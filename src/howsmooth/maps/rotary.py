@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps.base import Place, check_finite, place
+from howsmooth.kernels.tensors import Place, check_finite, described, place
 
 
 @final
@@ -34,10 +34,9 @@ class Rotary:
         for name in ("cos", "sin"):
             t = getattr(self, name)
             if not isinstance(t, Tensor) or not t.is_floating_point() or t.ndim not in (2, 3) or t.numel() == 0:
-                got = f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
                 raise BadInputError(
-                    f"expected {name} as a floating-point table (positions, planes) or (batch, positions, planes), got {got}; "
-                    "Rotary.from_base makes one"
+                    f"expected {name} as a floating-point table (positions, planes) or (batch, positions, planes), got "
+                    f"{described(t)}; Rotary.from_base makes one"
                 )
             check_finite(t, f"rotary {name}")
         if self.cos.shape != self.sin.shape:

@@ -8,10 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.tensors import check_finite, described
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Gaussian:
     """The normal law of this mean and covariance, kept in float64. The covariance may be singular."""
 
@@ -20,22 +21,22 @@ class Gaussian:
 
     def __post_init__(self):
         mean, cov = self.mean, self.cov
-        if not all(isinstance(t, Tensor) and t.is_floating_point() for t in (mean, cov)) or cov.shape != (
-            *mean.shape,
-            *mean.shape,
-        ):
-            got = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (mean, cov)]
+        fits = all(isinstance(t, Tensor) and t.is_floating_point() for t in (mean, cov))
+        if not fits or cov.shape != (*mean.shape, *mean.shape):
             raise BadInputError(
-                f"expected a floating-point mean (d,) and covariance (d, d), got {got[0]} and {got[1]}; match them"
+                f"expected a floating-point mean (d,) and covariance (d, d), got {described(mean)} and {described(cov)}; "
+                "match them"
             )
         mean, cov = mean.detach().double(), cov.detach().double()
-        if not bool(mean.isfinite().all() and cov.isfinite().all()):
-            raise BadInputError("expected a finite mean and covariance, got NaN or infinity; clean them")
+        check_finite(torch.cat([mean, cov.flatten()]), "mean and covariance")
         size = float(cov.abs().max())
         if float((cov - cov.mT).abs().max()) > 1e-6 * size or float(torch.linalg.eigvalsh(cov)[0]) < -1e-6 * size:
             raise BadInputError("expected a symmetric positive semi-definite covariance, got one that is not; symmetrise it")
         object.__setattr__(self, "mean", mean)
         object.__setattr__(self, "cov", (cov + cov.mT) / 2)
+
+    def __repr__(self) -> str:
+        return f"Gaussian(in R^{len(self.mean)})"
 
     def sample(self, n: int, seed: int = 0) -> Float[Tensor, "n d"]:
         """`n` independent points."""

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.tensors import Place, check_finite, described, place
 
 
 @final
@@ -139,8 +140,9 @@ class Measure:
             raise BadInputError(f"expected {len(self)} points, one per atom, got {got}; move every atom")
         return Measure(points, self.weights, self.positions)
 
-    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> "Measure":
-        """The points in another precision, everything on another device."""
+    def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Measure":
+        """The points in another precision, everything on another device, named as for a tensor."""
+        device, dtype = place(device, dtype)
         positions = None if self.positions is None else self.positions.to(device)
         return replace(self, points=self.points.to(device, dtype), weights=self.mass.to(device), positions=positions)
 
@@ -211,26 +213,27 @@ def _linked(mu: Measure, tol: float) -> Int[Tensor, " m"]:
 
 def _check_points(points: Tensor) -> None:
     if not isinstance(points, Tensor) or not points.is_floating_point() or points.ndim != 2:
-        got = f"{points.dtype} of shape {tuple(points.shape)}" if isinstance(points, Tensor) else type(points).__name__
+        got = described(points)
         raise BadInputError(f"expected points as a floating-point tensor (atoms, d), got {got}; give one atom per row")
     if points.numel() == 0:
         raise BadInputError(
             f"expected at least one atom, got points of shape {tuple(points.shape)}; a measure has mass somewhere"
         )
-    bad = int((~points.isfinite()).sum())
-    if bad:
-        raise BadInputError(f"expected finite points, got {bad} NaN or infinite entries of {points.numel()}; clean the points")
+    check_finite(points, "points")
+
+
+def _per_atom(t: Tensor, what: str, m: int, device: torch.device) -> Float[Tensor, " m"]:
+    """One number per atom, float64."""
+    if not isinstance(t, Tensor) or not t.is_floating_point() or tuple(t.shape) != (m,):
+        got = described(t)
+        raise BadInputError(f"expected floating-point {what}s of shape ({m},), got {got}; give one {what} per atom")
+    return t.detach().to(device, torch.float64)
 
 
 def _mass(weights: Tensor, m: int, device: torch.device) -> Float[Tensor, " m"]:
-    """Weights checked and normalised to the last bit, float64."""
-    if not isinstance(weights, Tensor) or not weights.is_floating_point() or tuple(weights.shape) != (m,):
-        got = f"{weights.dtype} of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
-        raise BadInputError(f"expected floating-point weights of shape ({m},), got {got}; give one weight per atom")
-    mass = weights.detach().to(device, torch.float64)
-    bad = int((~mass.isfinite()).sum())
-    if bad:
-        raise BadInputError(f"expected finite weights, got {bad} NaN or infinite ones of {m}; clean the weights")
+    """Weights checked and normalised to the last bit."""
+    mass = _per_atom(weights, "weight", m, device)
+    check_finite(mass, "weights")
     if bool((mass < 0).any()):
         raise BadInputError(
             f"expected weights of 0 or more, got {int((mass < 0).sum())} negative ones, the least {float(mass.min()):g}; "
@@ -248,14 +251,7 @@ def _mass(weights: Tensor, m: int, device: torch.device) -> Float[Tensor, " m"]:
 
 
 def _check_positions(positions: Tensor, m: int, device: torch.device) -> Float[Tensor, " m"]:
-    if not isinstance(positions, Tensor) or not positions.is_floating_point() or tuple(positions.shape) != (m,):
-        got = (
-            f"{positions.dtype} of shape {tuple(positions.shape)}"
-            if isinstance(positions, Tensor)
-            else type(positions).__name__
-        )
-        raise BadInputError(f"expected floating-point positions of shape ({m},), got {got}; give one position per atom")
-    s = positions.detach().to(device, torch.float64)
+    s = _per_atom(positions, "position", m, device)
     outside = int((~((s >= 0) & (s <= 1))).sum())
     if outside:
         raise BadInputError(

@@ -19,11 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadFunctionError, BadInputError
-from howsmooth.kernels import SoftmaxAttention
+from howsmooth.kernels import SoftmaxAttention, attention_and_kernel
 from howsmooth.kernels.base import Precision
 from howsmooth.maps import AutodiffJacobian, Operator, inner
 from howsmooth.maps.base import Map
-from howsmooth.models.attend import attend
 from howsmooth.models.intercept import Call, Intercept, implementation
 from howsmooth.models.precision import KeepDouble
 from howsmooth.models.trace import (
@@ -169,7 +168,7 @@ class Cut(Map):
 
         def on_call(call: Call) -> Tensor:
             if self.head is None:
-                out, kernel = attend(call.q, call.k, call.v, call.scores, self.precision)
+                out, kernel = attention_and_kernel(call.q, call.k, call.v, call.scores, self.precision)
             else:
                 out, kernel = _one_head(call, self.head, self.precision)
             kernels.append(kernel)
@@ -300,7 +299,7 @@ def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, Soft
     bias = scores.mask.bias
     if bias is not None and bias.shape[1] > 1:
         scores = replace(scores, mask=replace(scores.mask, bias=bias[:, head : head + 1]))
-    out, kernel = attend(call.q[:, head : head + 1], call.k[:, own], call.v[:, own], scores, precision)
+    out, kernel = attention_and_kernel(call.q[:, head : head + 1], call.k[:, own], call.v[:, own], scores, precision)
     return nn.functional.pad(out, (0, 0, 0, 0, head, heads - 1 - head)), kernel
 
 

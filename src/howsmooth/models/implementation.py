@@ -10,8 +10,7 @@ from collections import OrderedDict
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Mask
-from howsmooth.kernels.autograd import attention
+from howsmooth.kernels import Mask, attention
 from howsmooth.models import intercept
 from howsmooth.models.intercept import Call, Intercept
 

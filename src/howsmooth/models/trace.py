@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Mask
-from howsmooth.models.attend import attend
+from howsmooth.kernels import Mask, attention
 from howsmooth.models.intercept import Call, Intercept
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -216,7 +215,7 @@ class _Tracer:
     def _on_call(self, call: Call) -> Tensor:
         if call.q.shape[2] == call.k.shape[2]:
             self._note(call.q.shape[1], softcap=call.scores.softcap is not None, cut=True)
-        return attend(call.q, call.k, call.v, call.scores)[0]
+        return attention(call.q, call.k, call.v, call.scores)
 
     def _on_softmax(self) -> None:
         self._note(0, softcap=False, cut=False)

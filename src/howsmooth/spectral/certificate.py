@@ -35,7 +35,7 @@ def log_rarity(starts: Float[Tensor, " batch"], size: int, delta: float) -> Floa
     return high + starts * (0.5 * math.log(2 * size / math.pi))
 
 
-def from_one_start(
+def upper_end(
     ritz: Float[Tensor, "batch k"], beta: Float[Tensor, "batch k"], rarity: Float[Tensor, " batch"]
 ) -> Float[Tensor, " batch"]:
     """An upper end for `λ` that fails with probability at most `δ` over the start, whatever the spectrum.
@@ -49,7 +49,7 @@ def from_one_start(
 
     >>> ritz, beta = torch.tensor([[4.0]]).double(), torch.tensor([[1e-12]]).double()
     >>> rarity = log_rarity(torch.ones(1).double(), size=10, delta=1e-6)
-    >>> 4 < float(from_one_start(ritz, beta, rarity)) < 4.0001
+    >>> 4 < float(upper_end(ritz, beta, rarity)) < 4.0001
     True
     """
     top = ritz.amax(-1)
@@ -61,13 +61,3 @@ def from_one_start(
         above = log_growth(top + middle.exp(), ritz, beta) >= rarity
         high, low = torch.where(above, middle, high), torch.where(above, low, middle)
     return top + high.exp()
-
-
-def from_block(theta: Float[Tensor, " batch"], steps: int, max_steps: int, block: int, size: int, delta: float) -> Tensor:
-    """The bound of Kuczyński & Woźniakowski (1992) for `block` independent starts: `λ ≤ θ/(1 − ε)`.
-
-    `ε = ((ln(1.648 √N) + ln(max_steps/δ)/block) / (2 steps − 1))²`; infinite while ε ≥ 1. It asks nothing of the spectrum and
-    reads nothing of the run but θ.
-    """
-    root = (math.log(1.648 * math.sqrt(size)) + math.log(max_steps / delta) / block) / (2 * steps - 1)
-    return theta / (1 - root**2) if root < 1 else torch.full_like(theta, torch.inf)

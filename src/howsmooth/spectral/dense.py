@@ -7,7 +7,7 @@ import torch
 
 from howsmooth.errors import NoConvergenceError
 from howsmooth.maps import Operator
-from howsmooth.spectral.solution import Solution
+from howsmooth.spectral.estimate import Solution
 
 
 @final

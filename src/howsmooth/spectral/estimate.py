@@ -1,14 +1,33 @@
-"""The answer: a two-sided estimate of a Jacobian's norm."""
+"""What a solver hands back, and the answer made of it: a two-sided estimate of a Jacobian's norm."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, final, overload
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, final, overload
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.maps import Operator
+
 Status = Literal["dense", "certified", "converged", "step limit"]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """`value` is `|J direction|` as the run saw it, `upper` bounds the norm, `direction` is a unit vector."""
+
+    value: float
+    upper: float
+    direction: Tensor
+    steps: int
+    converged: bool
+
+
+class Solver(Protocol):
+    """Anything that finds top singular pairs of a batch of operators."""
+
+    def solve(self, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution]: ...
 
 
 @final
@@ -71,21 +90,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON; the direction is left out."""
-        return {
-            "value": self.value,
-            "lower": self.lower,
-            "upper": self.upper,
-            "confidence": self.confidence,
-            "status": self.status,
-            "note": self.note,
-            "steps": self.steps,
-            "precision": self.precision,
-            "tol": self.tol,
-            "seed": self.seed,
-            "certify": self.certify,
-            "noise": self.noise,
-            "split": self.split,
-        }
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "direction"}
+        return {"value": self.value, **plain, "note": self.note}
 
     def __str__(self) -> str:
         sure = "certain" if self.confidence == 1 else f"probability {self.confidence:.9g}"

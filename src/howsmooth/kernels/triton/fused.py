@@ -14,19 +14,8 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.base import FINER, Precision, Scores, SoftmaxAttention, bound_logits, check_heads
 from howsmooth.kernels.blocked import Blocked
-from howsmooth.kernels.triton import blocks, forward, jvp, vjp
-from howsmooth.kernels.triton.operands import (
-    ROWS,
-    TOP,
-    Operand,
-    jvp_scales,
-    largest,
-    pack,
-    padded_length,
-    padded_width,
-    power,
-    vjp_scales,
-)
+from howsmooth.kernels.triton import blocks, forward, jvp, operands, vjp
+from howsmooth.kernels.triton.operands import ROWS, TOP, Operand, pack, padded_length, padded_width, power
 
 WIDEST = 256
 _HEAVY = 2**32  # visible logits past which float64 costs more than all other products
@@ -64,7 +53,7 @@ class Fused(SoftmaxAttention):
             raise BadInputError("expected a mask by order for the fused kernels, got one by positions; use kernel='blocked'")
         self._inputs = (q, k, v)
         self.precision: Precision = precision
-        self.scores = replace(scores, mask=scores.mask.to(torch.float32, q.device))
+        self.scores = replace(scores, mask=scores.mask.to(q.device, torch.float32))
         self.largest_logit = bound_logits(q.float(), k.float(), scores.scale)
         self._shape = (batch, heads, kv_heads, n, m, d, v.shape[-1])
         self._passes = 3 if precision == "strict" else 1
@@ -72,8 +61,10 @@ class Fused(SoftmaxAttention):
         self._bias = _bias(self.scores, batch, heads, n, m)
         # one scale per tensor; the queries carry the logits' scale
         tau = scores.scale
-        self._s_q, self._s_k, self._s_v = (power(s) for s in _sizes(q, k, v, tau))
-        lengths = _lengths(q, k, v, tau)
+        entries = [torch.linalg.vector_norm(t, torch.inf, dtype=torch.float32) for t in (q, k, v)]
+        rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (q, k, v)]
+        self._s_q, self._s_k, self._s_v = (power(s) for s in _largest(entries, tau))
+        lengths = _largest(rows, tau)
         q_row, k_row, v_row = (s * r for s, r in zip((self._s_q, self._s_k, self._s_v), lengths, strict=True))
         # κ keeps P̂ ∘ dS in range: |dq̂| ≤ √d 2¹², |dk̂| ≤ √d 2¹², and |ĝ·(v̂ − ô)| ≤ 2 √d_v 2¹² max|v̂|
         self._kappa_jvp = power(padded_width(d) ** 0.5 * 2.0**TOP * (q_row + k_row), top=1)
@@ -118,17 +109,12 @@ class Fused(SoftmaxAttention):
         seen = min(m, mask.window * (1 if mask.causal else 2)) if mask.window else m / 2 if mask.causal else m
         return batch * heads * n * seen > _HEAVY
 
-    @property
-    def noise(self) -> float:
-        return self._measured_noise
-
     @functools.cached_property
-    def _measured_noise(self) -> float:
+    def noise(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]  a property that is kept
         """The relative error of products, measured against strict ones on a sample of rows; of strict ones, float32's."""
         if self.precision == "strict":
-            return torch.finfo(torch.float32).eps * (
-                128 + 2 * self.largest_logit
-            )  # sums on the chip are cut short, not rounded
+            # sums on the chip are cut short, not rounded
+            return torch.finfo(torch.float32).eps * (128 + 2 * self.largest_logit)
         random = torch.Generator(self._o.device).manual_seed(0)
         tangent = [
             torch.randn(1, *t.shape, generator=random, device=t.device) * t.float().square().mean().sqrt() for t in self._inputs
@@ -139,9 +125,9 @@ class Fused(SoftmaxAttention):
         strict._q = self._pack(q[None], self.scores.scale * self._s_q, 3)
         strict._k = self._pack(k[None], self._s_k, 3)
         strict._o, strict._lse = strict._forward(step=_SAMPLE)
-        found, true = (f._jvp(*tangent, step=_SAMPLE).flatten(1) for f in (self, strict))
+        coarse, true = (f._jvp(*tangent, step=_SAMPLE).flatten(1) for f in (self, strict))
         size = true.norm()
-        return float((found - true).norm() / size) if bool(size > 0) else 0.0
+        return float((coarse - true).norm() / size) if bool(size > 0) else 0.0
 
     def jvp(self, dq, dk, dv):
         return self._jvp(dq, dk, dv, step=1)
@@ -209,8 +195,8 @@ class Fused(SoftmaxAttention):
         rows, cols = padded_length(n), padded_length(m)
         count = probes * batch
         scales = torch.empty(6 * count, device=dq.device)
-        jvp_scales[(1,)](
-            largest(dq), largest(dk), largest(dv), scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v,
+        operands.jvp_scales[(1,)](
+            *(operands.largest(t) for t in (dq, dk, dv)), scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v,
             self._kappa_jvp, COUNT=triton.next_power_of_2(count), TOP=TOP, SHIFT=2**SHIFT,
         )  # fmt: skip
         p_dq, p_dk, p_dv = (pack(t, scales[i * count : (i + 1) * count], self._passes)[0] for i, t in enumerate((dq, dk, dv)))
@@ -239,8 +225,8 @@ class Fused(SoftmaxAttention):
         rows, cols = padded_length(n), padded_length(m)
         count = probes * batch
         scales = torch.empty(4 * count, device=g.device)
-        vjp_scales[(1,)](
-            largest(g), scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v,
+        operands.vjp_scales[(1,)](
+            operands.largest(g), scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v,
             self._kappa_vjp, COUNT=triton.next_power_of_2(count), TOP=TOP, SHIFT=2**SHIFT,
         )  # fmt: skip
         p_g, delta = pack(g, scales[:count], self._passes, dot=self._o, dot_scale=self._s_v)
@@ -250,7 +236,7 @@ class Fused(SoftmaxAttention):
         dv = torch.empty(probes, batch, m, kv_heads, d_v, device=g.device).transpose(2, 3)
         two = probes % 2 == 0 and self._passes == 1
         bias, strides = self._masking()
-        operands = (
+        inputs = (
             self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, p_g.hi, p_g.lo, bias, self._lse, delta, undo
         )  # fmt: skip
         sizes = (n, m, rows, cols, batch, heads, heads // kv_heads)
@@ -259,30 +245,22 @@ class Fused(SoftmaxAttention):
         grid = probes // 2 if two else probes
         b = self._blocks("columns", two)
         vjp.vjp_columns[(cols // b.cols, batch * kv_heads, grid)](
-            *operands, dk, dv, *sizes, d, d_v, *logits, *strides, *dk.stride()[:4], *dv.stride()[:4],
+            *inputs, dk, dv, *sizes, d, d_v, *logits, *strides, *dk.stride()[:4], *dv.stride()[:4],
             BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         if not columns_only:
             b = self._blocks("rows", two)
             vjp.vjp_rows[(rows // b.rows, batch * heads, grid)](
-                *operands, dq, *sizes, d, *logits, *strides, *dq.stride()[:4],
+                *inputs, dq, *sizes, d, *logits, *strides, *dq.stride()[:4],
                 BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
             )  # fmt: skip
         return dq, dk, dv
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor, tau: float) -> list[float]:
-    """The largest entries of `τq, k, v`."""
-    norms = [torch.linalg.vector_norm(t, torch.inf, dtype=torch.float32) for t in (q, k, v)]
+def _largest(norms: list[Tensor], tau: float) -> tuple[float, float, float]:
+    """Sizes of `q, k, v` on the host, that of `q` as `τq`."""
     size_q, size_k, size_v = torch.stack(norms).tolist()
-    return [abs(tau) * size_q, size_k, size_v]
-
-
-def _lengths(q: Tensor, k: Tensor, v: Tensor, tau: float) -> list[float]:
-    """The longest rows of `τq, k, v`."""
-    norms = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (q, k, v)]
-    length_q, length_k, length_v = torch.stack(norms).tolist()
-    return [abs(tau) * length_q, length_k, length_v]
+    return abs(tau) * size_q, size_k, size_v
 
 
 def _bias(scores: Scores, batch: int, heads: int, n: int, m: int) -> Tensor | None:

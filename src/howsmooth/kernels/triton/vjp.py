@@ -70,25 +70,9 @@ def vjp_columns(
                 at_g = i_row * n_rows * DV + i[:, None] * DV + c_v[None, :]
                 at_row = i_row * n_rows + i
                 b_dk, b_dv = _column_probe(
-                    b_dk,
-                    b_dv,
-                    b_p,
-                    b_p_lo,
-                    b_slope,
-                    b_q,
-                    b_q_lo,
-                    b_v,
-                    b_v_lo,
-                    G,
-                    G_LO,
-                    DELTA,
-                    at_g,
-                    at_row,
-                    kappa,
-                    one,
-                    PASSES,
-                    PROMOTE,
-                )
+                    b_dk, b_dv, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA, at_g, at_row, kappa, one,
+                    PASSES, PROMOTE,
+                )  # fmt: skip
                 if TWO:
                     b_dk2, b_dv2 = _column_probe(
                         b_dk2, b_dv2, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA,

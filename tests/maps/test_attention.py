@@ -22,6 +22,7 @@ def paper_layer(d: int, d_out: int, heads: int | None = None, **options) -> Atte
     return Attention.from_matrices(gaussian(*stack, d, d, seed=1), gaussian(*stack, d_out, d, seed=2), **options)
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(layers())
 def test_closed_form_equals_autodiff_equals_dense(case):

@@ -1,4 +1,4 @@
-"""Attention as a function torch differentiates: first derivatives right, second ones refused."""
+"""Attention as a function torch differentiates: first derivatives right in every mode, second ones refused."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ from torch.autograd import forward_ad
 
 from checks import assert_close
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Mask
-from howsmooth.kernels.autograd import attention
+from howsmooth.kernels import Mask, attention, attention_and_kernel
 from problems.layers import gaussian, problem
 
 P = problem(batch=2, heads=4, kv_heads=2, n=7, mask=Mask(causal=True))
@@ -100,3 +99,48 @@ def test_double_backward_is_refused():
     gradient = torch.autograd.grad(f(leaf, k, v).sum(), leaf, create_graph=True)[0]
     with pytest.raises(BadInputError, match="first derivatives only"):
         gradient.sum().backward()
+
+
+def in_a_model(q, k, v):
+    return attention_and_kernel(q, k, v, P.scores)[0] ** 2
+
+
+@pytest.mark.parametrize("g", [f, in_a_model])
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_a_backward_pass_through_the_gradient_is_a_product_with_the_jacobian(g, start):
+    """`u ↦ Jᵀu` is linear, so its graph may be made at zero or anywhere, and its own backward pass is `J v`."""
+    leaves = [t.clone().requires_grad_() for t in P.qkv]
+    y = g(*leaves)
+    u = torch.full_like(y, start).requires_grad_()
+    pulled = torch.autograd.grad(y, leaves, u, create_graph=True)
+    for _ in range(2):
+        (pushed,) = torch.autograd.grad(pulled, u, TANGENTS, retain_graph=True)
+        assert_close(pushed, torch.func.jvp(reference, P.qkv, TANGENTS)[1])
+
+
+def test_a_backward_pass_through_a_tangent_is_a_product_with_the_transpose():
+    tangents = [t.clone().requires_grad_() for t in TANGENTS]
+    pushed = torch.func.jvp(f, P.qkv, tuple(tangents))[1]
+    u = gaussian(*pushed.shape, seed=5)
+    want = torch.func.vjp(reference, *P.qkv)[1](u)
+    for got, true in zip(torch.autograd.grad(pushed, tangents, u), want, strict=True):
+        assert_close(got, true)
+
+
+@pytest.mark.parametrize("i", [0, 1, 2])
+def test_a_gradient_is_not_taken_for_constant(i):
+    """In a model, the part of a second derivative that goes around attention is not handed out as if it were all."""
+    leaves = [t.clone().requires_grad_() for t in P.qkv]
+    pulled = torch.autograd.grad(in_a_model(*leaves).sum(), leaves, create_graph=True)
+    with pytest.raises(BadInputError, match="first derivatives only"):
+        torch.autograd.grad(torch.cat([t.flatten() for t in pulled]).sum(), leaves[i])
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_kernel_comes_with_the_output(grad):
+    q, k, v = (t.clone().requires_grad_(grad) for t in P.qkv)
+    out, kernel = attention_and_kernel(q, k, v, P.scores)
+    assert out.requires_grad == grad
+    assert torch.equal(out, kernel.output)
+    assert out.data_ptr() != kernel.output.data_ptr()  # what is done to the output in place is no concern of the kernel
+    assert not any(t.requires_grad for t in kernel.inputs)
