@@ -12,7 +12,7 @@ from howsmooth.search.ascent import ascend
 from howsmooth.search.families import worst_configuration
 from howsmooth.search.gradient import top_pairs
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid
-from howsmooth.search.worst import worst_case
+from howsmooth.verbs import worst_case
 from problems.layers import gaussian
 
 

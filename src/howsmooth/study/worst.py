@@ -3,11 +3,10 @@
 import re
 import time
 
-from howsmooth.search.worst import worst_case
 from howsmooth.study.jobs import Job, Row
 from howsmooth.study.layers import Setting, row_of
 from howsmooth.study.reader import Reader, entering
-from howsmooth.verbs import lipschitz
+from howsmooth.verbs import lipschitz, worst_case
 
 _WORDS = {
     "tie": "most tokens alike and undecided between two",
