@@ -82,16 +82,8 @@ class Configured:
     estimate: Estimate
 
     def to_dict(self) -> dict[str, Any]:
-        c = self.configuration
-        return {
-            "n": self.n,
-            "radius": self.reach,
-            "family": c.family,
-            "head": c.head,
-            "few": c.few,
-            "gamma": c.gamma,
-            **self.estimate.to_dict(),
-        }
+        built = {name: getattr(self.configuration, name) for name in ("family", "head", "few", "gamma")}
+        return {"n": self.n, "radius": self.reach, **built, **self.estimate.to_dict()}
 
 
 @torch.no_grad()

@@ -9,17 +9,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps import Attention
-from howsmooth.maps.base import Map
+from howsmooth.maps import Attention, Map
 from howsmooth.search.ascent import Climb, ascend
 from howsmooth.search.families import check_layer, ranked
-from howsmooth.search.gradient import DENSE_SIZE, Function
+from howsmooth.search.gradient import DENSE_SIZE
 from howsmooth.search.sets import BallAround, Ellipsoid, TokenSet, check_width
-from howsmooth.solve import Options, solve_batch
+from howsmooth.solve import Function, Options, solve_batch
 from howsmooth.spectral import Estimate
-from howsmooth.theory.ball import ball_bounds
-from howsmooth.theory.bound import Bound
-from howsmooth.theory.table import Bounds
+from howsmooth.theory import Bound, Bounds, ball_bounds
 
 _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the set's size
 
@@ -57,19 +54,16 @@ class WorstCase:
         """Plain numbers and strings, and the tokens as lists."""
         return {
             **self.estimate.to_dict(),
-            "status": self.status,
             "estimate_status": self.estimate.status,
-            "start": self.start,
-            "began": self.began,
-            "best_configuration": self.best_configuration,
+            **{
+                name: getattr(self, name)
+                for name in ("status", "start", "began", "best_configuration", "ratio", "note", "seed")
+            },
             "bound": None if self.bound is None else self.bound.id,
             "log_bound": None if self.bound is None else self.bound.log_value,
-            "ratio": self.ratio,
-            "note": self.note,
             "unimproved": list(self.unimproved),
             "trace": list(self.trace),
             "tokens": self.tokens.tolist(),
-            "seed": self.seed,
         }
 
     def __str__(self) -> str:
