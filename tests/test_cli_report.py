@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import howsmooth
 from howsmooth.cli import app
 from howsmooth.cli.study import STUDIES
 from problems import readers
@@ -200,3 +201,9 @@ def test_help_has_an_example(command):
     result = run(command, "--help")
     assert result.exit_code == 0
     assert f"Example: howsmooth {command}" in " ".join(result.stdout.split())
+
+
+def test_the_version_is_one_line():
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"howsmooth {howsmooth.__version__}\n"

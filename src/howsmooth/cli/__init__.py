@@ -10,7 +10,7 @@ from howsmooth.cli import (  # noqa: F401  importing a command registers it
     study,
     worst,
 )
-from howsmooth.cli.app import app
+from howsmooth.cli.root import app
 
 __all__ = ["app", "main"]
 

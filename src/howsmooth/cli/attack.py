@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.cli.root import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
 from howsmooth.models import load
 from howsmooth.paper.robustness import Robustness, robustness

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.cli.root import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.verbs import bounds as bounds_of

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.cli.root import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
 from howsmooth.models.cut import MAPS, MapName
 from howsmooth.models.loading import load

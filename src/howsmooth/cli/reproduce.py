@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.cli.root import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
 from howsmooth.paper.curves import Exponent, curves, exponents
 from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Part

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.cli.root import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.measures.measure import Measure

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.cli.root import Debug, Json, app, one_sentence
 from howsmooth.cli.shared import (
     Address,
     EngineName,

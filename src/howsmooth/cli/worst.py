@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from howsmooth.cli.app import Debug, Json, app, one_sentence
+from howsmooth.cli.root import Debug, Json, app, one_sentence
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.paper.configurations import Growth, grow, scan

@@ -14,8 +14,20 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object and no
 Debug = Annotated[bool, typer.Option("--debug", help="show a traceback on errors")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from howsmooth import __version__
+
+        print(f"howsmooth {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
     """How smooth is attention? Lipschitz constants of attention layers, with certificates."""
 
 
