@@ -7,7 +7,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.paper.splitting_maps import Case, frequency, random_layers, shares, splitting_map
+from howsmooth.paper.splitting_maps import Case, frequency, map_table, random_layers, shares, splitting_map
 
 
 def test_the_map_is_what_splitting_says():
@@ -27,6 +27,10 @@ def test_negative_a_splits_and_positive_a_hardly_does():
     largest = {a: max(r.gain for r in rows if r.alpha == a) for a in (-1.0, 1.0)}
     assert largest[-1.0] > 8
     assert largest[1.0] < 1.01
+    table = map_table(rows)
+    assert [row["case"] for row in table[:2]] == ["A = -1, mass 0.5", "A = -1, mass 0.9"]
+    assert max(row["largest gain"] for row in table) == largest[-1.0]
+    assert sum(row["pays"] for row in table) == sum(r.gain > 1 for r in rows)
 
 
 def test_frequency_counts():

@@ -8,10 +8,9 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.models import Model
-from howsmooth.models.tokens import Window
-from howsmooth.paper.robustness import Robustness, robustness, spearman
-from howsmooth.study.words import WAYS, attack_tokens
+from howsmooth.models import Model, Window
+from howsmooth.paper.attacks import robustness, spearman
+from howsmooth.study import WAYS, attack_tokens
 
 ALICE = Path(hs.__file__).parent / "data" / "alice.txt"
 
@@ -110,24 +109,21 @@ def test_refusals(model, windows):
         attack_tokens(model, Window(window.ids, window.pieces, (False,) * len(window)))
 
 
-@pytest.fixture(scope="module")
-def found(model, windows) -> Robustness:
-    return robustness(model, windows[:1], layers=[0, 3, 5], budgets=[1e-4, 0.1], steps=6, ways=WAYS[1:2], scored=4)
-
-
-def test_robustness(found):
-    assert [case.layer for case in found.cases] == [0, 3, 5]
-    for case in found.cases:
+@pytest.mark.slow
+def test_robustness(model, windows):
+    results = robustness(model, windows[:1], layers=[0, 3, 5], budgets=[1e-4, 0.1], steps=6, ways=WAYS[1:2], scored=4)
+    assert [case.layer for case in results.cases] == [0, 3, 5]
+    for case in results.cases:
         small = [row for row in case.attacks if row.epsilon == pytest.approx(1e-4 * case.length)]
         shares = {row.method: row.share or 0.0 for row in small}
         assert shares["singular"] >= 0.98
         assert shares["splitting"] >= 0.98
         assert max(shares.values()) <= 1.01
         assert not [row.note for row in case.attacks if "twice" in row.note]
-    assert found.correlations["singular"][1e-4] == 1.0
-    assert found.guided_wins[0.1][1] > 0.95
-    assert set(found.word_wins) == {"gradient"}
-    assert found.to_dict()["cases"][0]["words"]
+    assert results.correlations["singular"][1e-4] == 1.0
+    assert results.guided_wins[0.1][1] > 0.95
+    assert set(results.word_wins) == {"gradient"}
+    assert results.to_dict()["cases"][0]["words"]
 
 
 def test_robustness_refuses(model, windows):

@@ -1,8 +1,10 @@
 """Where splitting pays: the map of two atoms on a line, and how often it does on layers and their inputs."""
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -10,8 +12,10 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
-from howsmooth.measures.measure import Measure
+from howsmooth.measures import Measure
+from howsmooth.paper.drawing import new_figure, save_both
 from howsmooth.paper.meanfield import two_diracs
+from howsmooth.report import COLOURS
 from howsmooth.verbs import splitting
 
 
@@ -53,10 +57,49 @@ def splitting_map(
     rows = []
     for alpha in alphas:
         for mass in masses:
-            found = two_diracs(alpha, x, y, torch.full_like(x, math.log(mass / (1 - mass))))
-            columns = (x, y, found.moved, found.split.amax(0))
+            pairs = two_diracs(alpha, x, y, torch.full_like(x, math.log(mass / (1 - mass))))
+            columns = (x, y, pairs.moved, pairs.split.amax(0))
             rows += [MapPoint(alpha, mass, *row) for row in zip(*(c.flatten().tolist() for c in columns), strict=True)]
     return rows
+
+
+def map_table(rows: Sequence[MapPoint]) -> list[dict[str, Any]]:
+    """For every `A` and mass: on how many points splitting pays, and where most."""
+    groups: dict[str, list[MapPoint]] = {}
+    for row in rows:
+        groups.setdefault(f"A = {row.alpha:g}, mass {row.mass:g}", []).append(row)
+    table = []
+    for case, part in groups.items():
+        best = max(part, key=lambda p: p.gain)
+        counts = {"case": case, "points": len(part), "pays": sum(p.gain > 1 for p in part)}
+        table.append(counts | {"largest gain": best.gain, "x": best.x, "y": best.y})
+    return table
+
+
+def draw_map(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
+    """One panel per sign of A and mass: the gain of splitting over the plane of two points; the line is gain 1."""
+    import numpy as np
+
+    alphas, masses = list(dict.fromkeys(r["alpha"] for r in rows)), list(dict.fromkeys(r["mass"] for r in rows))
+    figure = new_figure(2.7 * len(masses) + 0.9, 2.5 * len(alphas) + 0.4)
+    grid = figure.subplots(len(alphas), len(masses), squeeze=False)
+    image: Any = None
+    for axes, (alpha, mass) in zip(grid.flat, itertools.product(alphas, masses), strict=True):
+        part = [r for r in rows if r["alpha"] == alpha and r["mass"] == mass]
+        x = np.array(sorted({r["x"] for r in part}))
+        gain = np.array([r["gain"] for r in part]).reshape(len(x), len(x)).T
+        log = np.log2(np.maximum(gain, 2.0**-4))
+        image = axes.pcolormesh(x, x, log, cmap="cividis", vmin=-4, vmax=3.4, shading="nearest", rasterized=True)
+        if gain.min() < 1 < gain.max():
+            axes.contour(x, x, gain, levels=[1.0], colors="white", linewidths=0.9)
+        axes.set_title(f"A = {alpha:g}, mass {mass:g} at x\nlargest gain {gain.max():.4g}", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.set_xlabel("x", fontsize=8)
+        axes.set_ylabel("y", fontsize=8)
+    bar = figure.colorbar(image, ax=grid, ticks=[-4, -3, -2, -1, 0, 1, 2, 3], shrink=0.8)
+    bar.ax.set_yticklabels(["≤1/16", "1/8", "1/4", "1/2", "1", "2", "4", "8"], fontsize=7)
+    bar.set_label("splitting / moving", fontsize=8)
+    return save_both(figure, out / "splitting-map")
 
 
 @final
@@ -140,3 +183,20 @@ def random_layers(
                 w_q, w_k, w_v, w_o = (gaussian(width, width) / width**0.5 for _ in range(4))
                 layer = Attention(size * w_q, w_k, w_v, w_o, heads=heads, causal=causal)
                 yield f"n={n}, logits={size:g}", layer, gaussian(n, width)
+
+
+def draw_frequency(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
+    """How often splitting pays, and by how much at most, label by label."""
+    figure = new_figure(max(4.0, 0.34 * len(rows) + 1.5), 4.6)
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    places = range(len(rows))
+    top.bar(places, [100 * r["share"] for r in rows], color=COLOURS[0])
+    top.set_ylabel("splitting pays (%)")
+    top.set_title(f"{sum(r['cases'] for r in rows)} inputs", fontsize=10)
+    bottom.plot(places, [r["largest"] for r in rows], "v", color=COLOURS[1], label="largest gain")
+    bottom.plot(places, [r["median"] for r in rows], "o", color=COLOURS[2], label="median gain")
+    bottom.axhline(1, color="0.6", lw=0.8)
+    bottom.set_ylabel("splitting / moving")
+    bottom.set_xticks(list(places), [r["label"] for r in rows], rotation=90, fontsize=7)
+    bottom.legend(fontsize=8)
+    return save_both(figure, out / "splitting-frequency")

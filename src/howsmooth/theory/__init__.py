@@ -2,8 +2,10 @@
 
 from howsmooth.theory.ball import ball_bounds
 from howsmooth.theory.bound import Bound
+from howsmooth.theory.constants import constants as constants_of
+from howsmooth.theory.ours import tokens as sqrt_bound
 from howsmooth.theory.point import point_bounds
 from howsmooth.theory.splitting import Splitting
 from howsmooth.theory.table import Bounds
 
-__all__ = ["Bound", "Bounds", "Splitting", "ball_bounds", "point_bounds"]
+__all__ = ["Bound", "Bounds", "Splitting", "ball_bounds", "constants_of", "point_bounds", "sqrt_bound"]
