@@ -26,7 +26,7 @@ def clashes(name: str) -> set[str]:
     return inside & set(getattr(package, "__all__", ()))
 
 
-@pytest.mark.parametrize("name", packages("howsmooth"))
+@pytest.mark.parametrize("name", list(packages("howsmooth")))
 def test_no_module_is_called_like_an_export(name):
     assert clashes(name) == set()
 
