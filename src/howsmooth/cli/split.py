@@ -1,7 +1,7 @@
 """`howsmooth split`: does splitting a token pay, and the mean-field experiments."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,7 +57,7 @@ def map_(
     """
     with one_sentence(debug):
         rows = paper.splitting_map(_numbers(alphas), _numbers(masses), extent, points)
-        _finish(rows, paper.map_table(rows), out, "splitting-map", paper.draw_map, as_json)
+        _finish([r.to_dict() for r in rows], paper.map_table(rows), out, "splitting-map", paper.draw_map, as_json)
 
 
 @split.command()
@@ -75,8 +75,8 @@ def growth(
     Example: howsmooth split growth --alpha=-1 --out figures
     """
     with one_sentence(debug):
-        rows = paper.worst_measures(alpha, _numbers(radii))
-        _finish(rows, [r.to_dict() for r in rows], out, "meanfield-growth", paper.draw_worst_measures, as_json)
+        rows = [r.to_dict() for r in paper.worst_measures(alpha, _numbers(radii))]
+        _finish(rows, rows, out, "meanfield-growth", paper.draw_worst_measures, as_json)
 
 
 @split.command()
@@ -101,7 +101,14 @@ def convergence(
         lengths = [2**k for k in range(2, longest.bit_length())]
         rows = paper.gaussian_convergence(alpha, radius, lengths, seeds)
         rows += paper.worst_clusters(alpha, radius, [2**k for k in range(1, 21)])
-        _finish(rows, paper.convergence_table(rows), out, "meanfield-convergence", paper.draw_convergence, as_json)
+        _finish(
+            [r.to_dict() for r in rows],
+            paper.convergence_table(rows),
+            out,
+            "meanfield-convergence",
+            paper.draw_convergence,
+            as_json,
+        )
 
 
 @split.command()
@@ -126,17 +133,17 @@ def frequency(
         if min(sizes) < 1:
             raise BadInputError(f"expected lengths of at least 1, got {lengths}; count tokens")
         cases = paper.frequency(paper.random_layers(count, sizes, _numbers(logits), width, heads, causal, seed))
-        table = [r.to_dict() for r in paper.shares(cases)]
+        table = paper.shares(cases)
         _finish(cases, table, out, "splitting-frequency", lambda _, place: paper.draw_frequency(table, place), as_json)
 
 
-Draw = Callable[[list[dict[str, Any]], Path], list[Path]]
+Rows = list[dict[str, Any]]
 
 
-def _finish(rows: Sequence[Any], table: list[dict[str, Any]], out: Path, name: str, draw: Draw, as_json: bool) -> None:
+def _finish(rows: Rows, table: Rows, out: Path, name: str, draw: Callable[[Rows, Path], list[Path]], as_json: bool) -> None:
     """Everything is computed by now: write the table and the figure, print."""
-    place, columns = paper.make_folder(out), [row.to_dict() for row in rows]
-    files = [paper.save_rows(columns, place / f"{name}.csv"), *draw(columns, place)]
+    place = paper.make_folder(out)
+    files = [paper.save_rows(rows, place / f"{name}.csv"), *draw(rows, place)]
     if as_json:
         print_json({"rows": table, "files": [str(f) for f in files]})
         return

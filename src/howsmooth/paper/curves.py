@@ -37,28 +37,18 @@ PRINTED_ADVERSARIAL = 0.5
 
 @final
 @dataclass(frozen=True)
-class Point:
-    """One measurement of a curve: `value` is `L`, `scripts` what the public scripts print, `radius` is `R`."""
-
-    n: int
-    sample: int
-    value: float
-    upper: float
-    scripts: float
-    radius: float
-
-
-@final
-@dataclass(frozen=True)
 class Curve:
-    """One layer of one subject against the length."""
+    """One layer of one subject against the length.
+
+    points: rows with `n`, `sample`, `value` (`L`), `upper`, `scripts` (what the public scripts print) and `radius` (`R`).
+    """
 
     study: str
     subject: str
     masking: str
     layer: int
     map: str
-    points: tuple[Point, ...]
+    points: tuple[Row, ...]
 
     @property
     def name(self) -> dict[str, Any]:
@@ -71,7 +61,7 @@ class Curve:
 
     @property
     def lengths(self) -> list[int]:
-        return sorted({p.n for p in self.points})
+        return sorted({p["n"] for p in self.points})
 
     @property
     def printed(self) -> float | None:
@@ -81,7 +71,7 @@ class Curve:
         return PRINTED.get((PurePosixPath(self.subject).name, self.masking, self.layer, self.map))
 
     def radius(self, n: int) -> float:
-        radii = [p.radius for p in self.points if p.n == n]
+        radii = [p["radius"] for p in self.points if p["n"] == n]
         return sum(radii) / len(radii)
 
     @cached_property
@@ -99,20 +89,19 @@ class Curve:
         return self.fitted("value", 10**9) if self.lengths[-1] > PAPER_LENGTHS else None
 
     def fitted(self, quantity: str, longest: int = PAPER_LENGTHS) -> GrowthFit | None:
-        points = [p for p in self.points if p.n <= longest and getattr(p, quantity) > 0]
-        if len({p.n for p in points}) < 2:
+        points = [p for p in self.points if p["n"] <= longest and p[quantity] > 0]
+        if len({p["n"] for p in points}) < 2:
             return None
-        return fit_growth([p.n for p in points], [getattr(p, quantity) for p in points], [p.sample for p in points])
+        return fit_growth([p["n"] for p in points], [p[quantity] for p in points], [p["sample"] for p in points])
 
 
 def curves_of(rows: Iterable[Mapping[str, Any]]) -> list[Curve]:
     """Rows of text, modules and adversarial tokens by layer, in order of appearance; other rows are left out."""
-    groups: dict[tuple[str, str, str, int, str], list[Point]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, int, str], list[Row]] = defaultdict(list)
     for r in rows:
         if r.get("study") in ("real", "random", "trap", "adversarial"):
-            point = Point(r["n"], r["sample"], r["value"], r["upper"], r["scripts"], r["radius"])
-            groups[r["study"], r["subject"], r["masking"], r["layer"], r["map"]].append(point)
-    return [Curve(*key, tuple(sorted(points, key=lambda p: (p.n, p.sample)))) for key, points in groups.items()]
+            groups[r["study"], r["subject"], r["masking"], r["layer"], r["map"]].append(r)
+    return [Curve(*key, tuple(sorted(points, key=lambda p: (p["n"], p["sample"])))) for key, points in groups.items()]
 
 
 def curve_table(group: Sequence[Curve]) -> list[dict[str, Any]]:
@@ -120,10 +109,10 @@ def curve_table(group: Sequence[Curve]) -> list[dict[str, Any]]:
     rows = []
     for c in group:
         for n in c.lengths:
-            points = [p for p in c.points if p.n == n]
-            values, scripts = [p.value for p in points], [p.scripts for p in points]
+            points = [p for p in c.points if p["n"] == n]
+            values, scripts = [p["value"] for p in points], [p["scripts"] for p in points]
             measured = {"n": n, "samples": len(points), "L": _mean(values), "L_min": min(values), "L_max": max(values)}
-            beside = {"L_upper": max(p.upper for p in points), "scripts": _mean(scripts), "R": c.radius(n)}
+            beside = {"L_upper": max(p["upper"] for p in points), "scripts": _mean(scripts), "R": c.radius(n)}
             rows.append(c.name | measured | beside)
     return [{k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows]
 
@@ -231,7 +220,7 @@ def adversarial(lines: Sequence[Curve]) -> "Figure | None":
     for c, label in zip(lines, labels, strict=True):
         i = list(dict.fromkeys(labels)).index(label)
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        points = [(p.n, p.value) for p in c.points]
+        points = [(p["n"], p["value"]) for p in c.points]
         if c.map == "eigenvector tokens":
             text = label if c.fit is None else f"{label}: {_power(c.fit, sure=False)}"
             style: dict[str, Any] = {"ls": "-", "lw": 1, "ms": 2.6, "label": text}
@@ -342,7 +331,7 @@ def _two(value: float) -> str:
 
 def _guides(axes: Any, group: Sequence[Curve], powers: Any = ((0.25, "1/4", ":"), (0.5, "1/2", "-."))) -> None:
     lengths = sorted({n for c in group for n in c.lengths})
-    start = min(p.value for c in group for p in c.points if p.value > 0) * 0.8
+    start = min(p["value"] for c in group for p in c.points if p["value"] > 0) * 0.8
     for power, name, style in powers:
         ends = [start, start * (lengths[-1] / lengths[0]) ** power]
         axes.plot([lengths[0], lengths[-1]], ends, style, color="0.5", lw=0.9, label=f"$n^{{{name}}}$")

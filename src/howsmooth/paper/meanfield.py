@@ -337,5 +337,5 @@ def scattered(mu: Measure, epsilon: float, generator: torch.Generator) -> Measur
 
 
 def _ratio(f: Map, mu: Measure, nu: Measure) -> float:
-    before = wasserstein(mu, nu).value
-    return wasserstein(f(mu), f(nu)).value / before if before else 0.0
+    before = wasserstein(mu, nu).upper
+    return wasserstein(f(mu), f(nu)).upper / before if before else 0.0

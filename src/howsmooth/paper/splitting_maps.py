@@ -102,57 +102,28 @@ def draw_map(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
     return save_both(figure, out / "splitting-map")
 
 
-@final
-@dataclass(frozen=True)
-class Case:
-    """One layer at one input."""
-
-    label: str
-    n: int
-    width: int
-    moved: float
-    split: float
-    gain: float
-    pays: bool
-    certain: bool
-    token: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@final
-@dataclass(frozen=True)
-class Share:
-    """How often splitting pays among the cases of one label."""
-
-    label: str
-    cases: int
-    share: float
-    largest: float
-    median: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def frequency(problems: Iterable[tuple[str, Map, Tensor | Measure]]) -> list[Case]:
+def frequency(problems: Iterable[tuple[str, Map, Tensor | Measure]]) -> list[dict[str, Any]]:
     """Does splitting pay? One row for every labelled map and input: of random layers, or of a model's."""
     rows = []
     for label, f, x in problems:
         s = splitting(f, x)
-        rows.append(Case(label, len(x), f.width, s.moved.value, s.split.value, s.gain, s.pays, s.certain, s.token))
+        numbers = {"moved": s.moved.value, "split": s.split.value, "gain": s.gain}
+        rows.append(
+            {"label": label, "n": len(x), "width": f.width, **numbers, "pays": s.pays, "certain": s.certain, "token": s.token}
+        )
     return rows
 
 
-def shares(cases: Sequence[Case]) -> list[Share]:
-    """Cases counted by label, in order of appearance."""
-    rows = []
-    for label in dict.fromkeys(c.label for c in cases):
-        gains = sorted(c.gain for c in cases if c.label == label)
-        pays = sum(c.pays for c in cases if c.label == label)
-        rows.append(Share(label, len(gains), pays / len(gains), gains[-1], gains[len(gains) // 2]))
-    return rows
+def shares(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How often splitting pays among the rows of one label, in order of appearance."""
+    table = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        gains = sorted(row["gain"] for row in rows if row["label"] == label)
+        share = sum(row["pays"] for row in rows if row["label"] == label) / len(gains)
+        table.append(
+            {"label": label, "cases": len(gains), "share": share, "largest": gains[-1], "median": gains[len(gains) // 2]}
+        )
+    return table
 
 
 def random_layers(

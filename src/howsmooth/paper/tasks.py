@@ -182,7 +182,7 @@ def splitting_frequency(n: int, logits: float, count: int, causal: bool, seed: i
     """How often splitting pays among random layers and Gaussian inputs."""
     cases = splitting.frequency(splitting.random_layers(count, [n], [logits], causal=causal, seed=seed))
     share = splitting.shares(cases)[0]
-    return {"study": "splitting", "kind": "frequency", "n": n, "logits": logits, "causal": causal} | share.to_dict()
+    return {"study": "splitting", "kind": "frequency", "n": n, "logits": logits, "causal": causal} | share
 
 
 def _layer(name: str, masking: Masking, layer: int, seed: int) -> tuple[Attention, float]:
