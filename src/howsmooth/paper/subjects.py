@@ -7,7 +7,6 @@ the layers needed.
 
 import functools
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -112,26 +111,15 @@ def describe(name: str) -> Description:
     """A pretrained model as a plan sees it."""
     model = load(name)
     whole = Subject(name, "unmasked", model, model.text(alice()), True)
-    captured = whole.capture(max(8, whole.shortest), 0, 0)
-    own = _own_masking(whole)
-    return Description(
-        captured.num_layers,
-        whole.shortest,
-        whole.longest,
-        own,
-        maskable=own == "masked" or _accepted(lambda: subject(name, "masked", 0)),
-        plain=_accepted(lambda: attention_of(whole, 0)),
-        whole_module=bool(whole.whole_modules),
-    )
-
-
-def _accepted(question: Callable[[], object]) -> bool:
-    """Whether a question is not refused."""
+    layers, own = whole.capture(max(8, whole.shortest), 0, 0).num_layers, _own_masking(whole)
     try:
-        question()
+        attention_of(whole, 0)
+        plain = True
     except BadInputError:
-        return False
-    return True
+        plain = False
+    _set_masking(model.module, "masked")  # the last thing that is asked of this copy of the model
+    maskable = own == "masked" or _own_masking(whole) == "masked"
+    return Description(layers, whole.shortest, whole.longest, own, maskable, plain, bool(whole.whole_modules))
 
 
 def _random(name: str, masking: Masking, seed: int) -> nn.Module:
