@@ -77,30 +77,30 @@ def test_tiny_masses_keep_their_digits():
 def test_convergence_to_the_limit():
     attn = hs.Attention.from_matrices(-ONE, ONE)
     rows = convergence(attn, lambda x: torch.exp(-(x[:, 0] ** 2) / 2), 2.0, lengths=(8, 32, 128), seeds=3, fine=256)
-    errors = {n: next(r.error for r in rows if r.kind == "grid" and r.n == n) for n in (8, 32, 128)}
+    errors = {n: next(r["error"] for r in rows if r["kind"] == "grid" and r["n"] == n) for n in (8, 32, 128)}
     assert errors[32] < errors[8] / 8
     assert errors[128] < errors[32] / 8
-    samples = [r for r in rows if r.kind == "samples"]
+    samples = [r for r in rows if r["kind"] == "samples"]
     assert len(samples) == 9
     means = {(row["kind"], row["n"]): row["mean error"] for row in convergence_table(rows)}
     assert list(means) == [(kind, n) for kind in ("grid", "samples") for n in (8, 32, 128)]
     assert means["grid", 32] == errors[32]
-    assert sum(r.error for r in samples if r.n == 128) < sum(r.error for r in samples if r.n == 8)
+    assert sum(r["error"] for r in samples if r["n"] == 128) < sum(r["error"] for r in samples if r["n"] == 8)
     for r in rows:
-        assert r.value == max(r.moved, r.split)
-        assert set(r.to_dict()) >= {"kind", "n", "value", "limit", "error"}
+        assert r["value"] == max(r["moved"], r["split"])
+        assert set(r) >= {"kind", "n", "value", "limit", "error"}
 
 
 def test_worst_clusters_grow_until_they_reach_the_limit():
     rows = worst_clusters(-1.0, 1.5, [2, 8, 32, 128, 512, 4096])
-    values = [r.value for r in rows]
+    values = [r["value"] for r in rows]
     assert values == sorted(values)
-    assert all(r.value <= r.limit * (1 + 1e-9) for r in rows)
-    assert rows[1].value < 0.6 * rows[1].limit
-    assert rows[-1].value > 0.999 * rows[-1].limit
+    assert all(r["value"] <= r["limit"] * (1 + 1e-9) for r in rows)
+    assert rows[1]["value"] < 0.6 * rows[1]["limit"]
+    assert rows[-1]["value"] > 0.999 * rows[-1]["limit"]
     attn = hs.Attention.from_matrices(-ONE, ONE)
     tokens = torch.tensor([[-1.5]] + 7 * [[1.5]]).double()
-    assert hs.lipschitz(attn, tokens).value <= rows[1].value * (1 + 1e-12)
+    assert hs.lipschitz(attn, tokens).value <= rows[1]["value"] * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(

@@ -14,23 +14,23 @@ def test_the_map_is_what_splitting_says():
     rows = splitting_map([-1.0, 1.0], [0.5, 0.9], extent=4.0, points=5)
     assert len(rows) == 2 * 2 * 25
     for row in rows[::7]:
-        if row.x == row.y:
+        if row["x"] == row["y"]:
             continue
-        attn = hs.Attention.from_matrices(torch.full((1, 1), row.alpha).double(), torch.ones(1, 1).double())
-        points = torch.tensor([[row.x], [row.y]], dtype=torch.float64)
-        s = hs.splitting(attn, hs.Measure(points, torch.tensor([row.mass, 1 - row.mass], dtype=torch.float64)))
-        assert row.gain == pytest.approx(s.gain, rel=1e-8)
+        attn = hs.Attention.from_matrices(torch.full((1, 1), row["alpha"]).double(), torch.ones(1, 1).double())
+        points = torch.tensor([[row["x"]], [row["y"]]], dtype=torch.float64)
+        s = hs.splitting(attn, hs.Measure(points, torch.tensor([row["mass"], 1 - row["mass"]], dtype=torch.float64)))
+        assert row["gain"] == pytest.approx(s.gain, rel=1e-8)
 
 
 def test_negative_a_splits_and_positive_a_hardly_does():
     rows = splitting_map([-1.0, 1.0], [0.5, 0.9, 0.99], extent=12.0, points=61)
-    largest = {a: max(r.gain for r in rows if r.alpha == a) for a in (-1.0, 1.0)}
+    largest = {a: max(r["gain"] for r in rows if r["alpha"] == a) for a in (-1.0, 1.0)}
     assert largest[-1.0] > 8
     assert largest[1.0] < 1.01
     table = map_table(rows)
     assert [row["case"] for row in table[:2]] == ["A = -1, mass 0.5", "A = -1, mass 0.9"]
     assert max(row["largest gain"] for row in table) == largest[-1.0]
-    assert sum(row["pays"] for row in table) == sum(r.gain > 1 for r in rows)
+    assert sum(row["pays"] for row in table) == sum(r["gain"] > 1 for r in rows)
 
 
 def test_frequency_counts():

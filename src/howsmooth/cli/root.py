@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -16,9 +17,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="show a traceback on errors
 
 def _version(asked: bool) -> None:
     if asked:
-        from howsmooth import __version__
-
-        print(f"howsmooth {__version__}")
+        print(f"howsmooth {metadata.version('howsmooth')}")
         raise typer.Exit
 
 

@@ -57,7 +57,7 @@ def map_(
     """
     with one_sentence(debug):
         rows = paper.splitting_map(_numbers(alphas), _numbers(masses), extent, points)
-        _finish([r.to_dict() for r in rows], paper.map_table(rows), out, "splitting-map", paper.draw_map, as_json)
+        _finish(rows, paper.map_table(rows), out, "splitting-map", paper.draw_map, as_json)
 
 
 @split.command()
@@ -101,14 +101,7 @@ def convergence(
         lengths = [2**k for k in range(2, longest.bit_length())]
         rows = paper.gaussian_convergence(alpha, radius, lengths, seeds)
         rows += paper.worst_clusters(alpha, radius, [2**k for k in range(1, 21)])
-        _finish(
-            [r.to_dict() for r in rows],
-            paper.convergence_table(rows),
-            out,
-            "meanfield-convergence",
-            paper.draw_convergence,
-            as_json,
-        )
+        _finish(rows, paper.convergence_table(rows), out, "meanfield-convergence", paper.draw_convergence, as_json)
 
 
 @split.command()

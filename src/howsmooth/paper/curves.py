@@ -173,7 +173,7 @@ def draw_reproduction(rows: Sequence[Row], folder: Path) -> list[Path]:
         # a closed form: the grid is evaluated again, the rows keep what it amounts to
         grids = [r for r in rows if r.get("kind") == "map"]
         points = [p for r in grids for p in splitting_map([r["alpha"]], [r["mass"]], r["extent"], r["points"])]
-        written += draw_map([p.to_dict() for p in points], folder) if points else []
+        written += draw_map(points, folder) if points else []
     except OSError as error:
         raise ResultsError(f"expected a folder that can be written, got {folder} ({error.strerror}); choose another") from None
     return [path for path in written if path.suffix == ".png"]

@@ -127,29 +127,15 @@ def worst_two_diracs(alpha: float, radius: float, points: int = 41, rounds: int 
     return best
 
 
-@final
-@dataclass(frozen=True)
-class Convergence:
+def _row(kind: str, n: int, seed: int, moved: float, split: float, limit: float) -> dict[str, Any]:
     """The constant of `n` tokens beside that of the measure they stand for.
 
     kind: `samples` (independent), `grid` (evenly spaced, with the density's masses), or `worst` (the worst two clusters of n
     equal tokens).  moved, split: its two terms.
     """
-
-    kind: str
-    n: int
-    seed: int
-    value: float
-    moved: float
-    split: float
-    limit: float
-
-    @property
-    def error(self) -> float:
-        return abs(self.value / self.limit - 1)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"error": self.error}
+    value = max(moved, split)
+    about = {"kind": kind, "n": n, "seed": seed, "value": value, "moved": moved, "split": split}
+    return about | {"limit": limit, "error": abs(value / limit - 1)}
 
 
 def convergence(
@@ -159,7 +145,7 @@ def convergence(
     lengths: Sequence[int] = (4, 8, 16, 32, 64, 128, 256),
     seeds: int = 8,
     fine: int = 1024,
-) -> list[Convergence]:
+) -> list[dict[str, Any]]:
     """How the discrete constant reaches the mean-field one: attention on a line, a density on `[−R, R]`.
 
     The limit is the constant on a grid of `fine` points; a measure without atoms has nothing to split (Corollary 5.5).
@@ -186,18 +172,18 @@ def convergence(
             cases.append(("samples", seed, Measure(limit_measure.points[pick] + jitter)))
         for kind, seed, mu in cases:
             s = splitting(attn, mu, tol=1e-6)
-            rows.append(Convergence(kind, n, seed, max(s.moved.value, s.split.value), s.moved.value, s.split.value, limit))
+            rows.append(_row(kind, n, seed, s.moved.value, s.split.value, limit))
     return rows
 
 
-def gaussian_convergence(alpha: float, radius: float, lengths: Sequence[int], seeds: int) -> list[Convergence]:
+def gaussian_convergence(alpha: float, radius: float, lengths: Sequence[int], seeds: int) -> list[dict[str, Any]]:
     """`convergence` with `A = α`, `V = 1` and a Gaussian cut to `[−R, R]`."""
     one = torch.ones(1, 1, dtype=torch.float64)
     attn = Attention.from_matrices(alpha * one, one)
     return convergence(attn, lambda x: torch.exp(-x[:, 0].square() / 2), radius, lengths, seeds, max(1024, 4 * max(lengths)))
 
 
-def worst_clusters(alpha: float, radius: float, lengths: Sequence[int]) -> list[Convergence]:
+def worst_clusters(alpha: float, radius: float, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """How the worst of `n` equal tokens reaches the worst measure: two clusters in `[−R, R]`, every way to share n tokens.
 
     Each way is tried where the worst measure has its atoms and on a grid of places.
@@ -214,18 +200,18 @@ def worst_clusters(alpha: float, radius: float, lengths: Sequence[int]) -> list[
         at, other, share = torch.meshgrid(axis, axis, (k / (n - k)).log(), indexing="ij")
         pairs = two_diracs(alpha, at, other, share)
         i = int(pairs.value.argmax())
-        value, moved, split = (float(t.flatten()[i]) for t in (pairs.value, pairs.moved, pairs.split.amax(0)))
-        rows.append(Convergence("worst", n, 0, value, moved, split, limit))
+        moved, split = (float(t.flatten()[i]) for t in (pairs.moved, pairs.split.amax(0)))
+        rows.append(_row("worst", n, 0, moved, split, limit))
     return rows
 
 
-def convergence_table(rows: Sequence[Convergence]) -> list[dict[str, Any]]:
+def convergence_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The mean error for every kind and length."""
-    groups: dict[tuple[str, int], list[Convergence]] = {}
+    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row.kind, row.n), []).append(row)
+        groups.setdefault((row["kind"], row["n"]), []).append(row)
     return [
-        {"kind": kind, "n": n, "mean error": sum(r.error for r in part) / len(part), "limit": part[0].limit}
+        {"kind": kind, "n": n, "mean error": sum(r["error"] for r in part) / len(part), "limit": part[0]["limit"]}
         for (kind, n), part in sorted(groups.items(), key=lambda item: KINDS.index(item[0][0]))
     ]
 

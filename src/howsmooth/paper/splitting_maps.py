@@ -3,9 +3,8 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,30 +18,10 @@ from howsmooth.report import COLOURS
 from howsmooth.verbs import splitting
 
 
-@final
-@dataclass(frozen=True)
-class MapPoint:
-    """Two atoms at `x` (mass `mass`) and `y` on a line: what splitting does in units of moving."""
-
-    alpha: float
-    mass: float
-    x: float
-    y: float
-    moved: float
-    split: float
-
-    @property
-    def gain(self) -> float:
-        return self.split / self.moved if self.moved else math.inf
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"gain": self.gain}
-
-
 def splitting_map(
     alphas: Sequence[float] = (-1.0, 1.0), masses: Sequence[float] = (0.5, 0.9, 0.99), extent: float = 12.0, points: int = 121
-) -> list[MapPoint]:
-    """Two atoms on a grid, for every `A = α`, `V = 1` and every mass of the first.
+) -> list[dict[str, Any]]:
+    """Two atoms at `x` and `y` on a grid, for every `A = α`, `V = 1` and every mass of the first: what splitting and moving do.
 
     In dimension one `A = α` at `x` is `A = ±1` at `√|α| x`, so the sign of α is what matters.
     """
@@ -58,21 +37,23 @@ def splitting_map(
     for alpha in alphas:
         for mass in masses:
             pairs = two_diracs(alpha, x, y, torch.full_like(x, math.log(mass / (1 - mass))))
-            columns = (x, y, pairs.moved, pairs.split.amax(0))
-            rows += [MapPoint(alpha, mass, *row) for row in zip(*(c.flatten().tolist() for c in columns), strict=True)]
+            columns = {"x": x, "y": y, "moved": pairs.moved, "split": pairs.split.amax(0)}
+            for point in zip(*(c.flatten().tolist() for c in columns.values()), strict=True):
+                row = {"alpha": alpha, "mass": mass, **dict(zip(columns, point, strict=True))}
+                rows.append(row | {"gain": row["split"] / row["moved"] if row["moved"] else math.inf})
     return rows
 
 
-def map_table(rows: Sequence[MapPoint]) -> list[dict[str, Any]]:
+def map_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For every `A` and mass: on how many points splitting pays, and where most."""
-    groups: dict[str, list[MapPoint]] = {}
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(f"A = {row.alpha:g}, mass {row.mass:g}", []).append(row)
+        groups.setdefault(f"A = {row['alpha']:g}, mass {row['mass']:g}", []).append(row)
     table = []
     for case, part in groups.items():
-        best = max(part, key=lambda p: p.gain)
-        counts = {"case": case, "points": len(part), "pays": sum(p.gain > 1 for p in part)}
-        table.append(counts | {"largest gain": best.gain, "x": best.x, "y": best.y})
+        best = max(part, key=lambda p: p["gain"])
+        counts = {"case": case, "points": len(part), "pays": sum(p["gain"] > 1 for p in part)}
+        table.append(counts | {"largest gain": best["gain"], "x": best["x"], "y": best["y"]})
     return table
 
 

@@ -161,13 +161,13 @@ def worst_measure(alpha: float, radius: float) -> list[dict[str, Any]]:
 def many_tokens(alpha: float, radius: float, lengths: list[int], seeds: int) -> list[dict[str, Any]]:
     """Constants of n tokens beside the mean-field constant: of a Gaussian cut to the ball."""
     rows = meanfield.gaussian_convergence(alpha, radius, lengths, seeds)
-    return [{"study": "meanfield", "alpha": alpha, "radius": radius} | row.to_dict() for row in rows]
+    return [{"study": "meanfield", "alpha": alpha, "radius": radius} | row for row in rows]
 
 
 def worst_clusters(alpha: float, radius: float, lengths: list[int]) -> list[dict[str, Any]]:
     """The worst two clusters of n equal tokens beside the worst measure."""
     rows = meanfield.worst_clusters(alpha, radius, lengths)
-    return [{"study": "meanfield", "alpha": alpha, "radius": radius} | row.to_dict() for row in rows]
+    return [{"study": "meanfield", "alpha": alpha, "radius": radius} | row for row in rows]
 
 
 def splitting_map(alpha: float, mass: float, extent: float, points: int) -> dict[str, Any]:
