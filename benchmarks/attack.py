@@ -5,8 +5,8 @@ from typing import Any
 
 import howsmooth as hs
 from benchmarks.harness import WrongAnswerError
-from howsmooth.paper.robustness import robustness
-from howsmooth.study.words import attack_tokens
+from howsmooth.paper import robustness
+from howsmooth.study import attack_tokens
 
 TITLE = "Guided attacks / plain ones with as many calls, demo model, windows of 24 tokens"
 LENGTH = 24

@@ -9,7 +9,7 @@ from benchmarks.harness import WrongAnswerError
 from howsmooth.search.families import worst_configuration
 from howsmooth.search.gradient import top_pairs
 from howsmooth.search.sets import Ball
-from howsmooth.search.worst import worst_case
+from howsmooth.verbs import worst_case
 
 TITLE = "Worst inputs at d = 4, n = 8, R = 2, random A and V: the default search / what it is compared with"
 D, N, RADIUS = 4, 8, 2.0

@@ -11,7 +11,7 @@ from howsmooth.maps.attention import Attention
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import Jacobian
 from howsmooth.measures.measure import Measure
-from howsmooth.search.worst import worst_case
+from howsmooth.search import Ball, TokenSet, WorstCase, find_worst
 from howsmooth.solve import Options, linear, solve, solve_batch, solve_moving
 from howsmooth.spectral import Estimate, Estimates, Solver
 from howsmooth.theory.ball import ball_bounds
@@ -149,3 +149,39 @@ def splitting(
     moved = solve(together, at, options).estimate
     split, operator, _ = solve(apart, torch.zeros_like(at), options)
     return of_halves(moved, split, operator)
+
+
+def worst_case(
+    f: Map | Callable[[Tensor], Tensor],
+    n: int | None = None,
+    radius: float | None = None,
+    *,
+    within: TokenSet | None = None,
+    steps: int | None = None,
+    restarts: int | None = None,
+    certify: float = 0.02,
+    seed: int = 0,
+) -> WorstCase:
+    """The largest local Lipschitz constant found over a set of inputs, with the input.
+
+    Starts from configurations of the layer's heads, the same shaken, and random points; climbs `L` by its own gradient from all
+    of them at once; certifies `L` at the best. It is a search: the constant over the set is at least `value`, and at most
+    `bound`.
+
+    f: an attention layer, a composition of maps, or a function that treats a batch of inputs item by item.
+    n, radius: `n` tokens in the ball of that radius.  within: another set: `Ellipsoid(norm)` with `n`, or
+    `BallAround(x, radius)` alone.
+    steps, restarts: measurements of every start, and starts; by default 100 and 32 where `n·d ≤ 256`, fewer above.
+    certify: of `L` at the best input, as for `lipschitz`.  seed: of the random starts.
+
+    >>> from howsmooth import Attention
+    >>> result = worst_case(Attention.from_matrices(-torch.eye(1), torch.eye(1)), n=4, radius=1.0, steps=20)
+    >>> print(f"{result.value:.3f}, {result.ratio:.2f} of {result.bound.id}")
+    2.208, 0.58 of B7
+    """
+    if (radius is None) == (within is None):
+        raise BadInputError("expected either radius or within, got both or neither; radius=4.0 asks for the ball of radius 4")
+    space = Ball(radius) if radius is not None else within
+    if not isinstance(space, TokenSet):
+        raise BadInputError(f"expected a Ball, Ellipsoid or BallAround, got {type(space).__name__}; import them from howsmooth")
+    return find_worst(f, space, n, steps=steps, restarts=restarts, certify=certify, seed=seed)

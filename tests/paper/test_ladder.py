@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.paper.ladder import crossover, ladder, seen
+from howsmooth.paper.ball import crossover, ladder, seen
 
 ATTENTION = hs.Attention.from_matrices(-torch.eye(1).double(), torch.eye(1).double())
 
@@ -37,11 +37,11 @@ def test_the_square_root_regime_ends_where_theory_says(rows):
 
 
 def test_what_is_seen_lies_below_every_upper_bound_and_grows_like_the_square_root():
-    found = seen(ATTENTION, 3.0)
-    rows = ladder(ATTENTION, 3.0, list(found))
-    for n, value in found.items():
+    measured = seen(ATTENTION, 3.0)
+    rows = ladder(ATTENTION, 3.0, list(measured))
+    for n, value in measured.items():
         assert math.log(value) <= min(r["log_value"] for r in rows if r["n"] == n and r["side"] == "upper")
-    assert found[128] / found[8] == pytest.approx((127 / 7) ** 0.5, rel=0.01)  # far below n = e^{2R²}
+    assert measured[128] / measured[8] == pytest.approx((127 / 7) ** 0.5, rel=0.01)  # far below n = e^{2R²}
 
 
 def test_rotations_have_no_real_eigenvalue_and_show_nothing():

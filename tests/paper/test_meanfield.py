@@ -7,7 +7,15 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.paper.meanfield import BOUNDS, convergence, growth, two_diracs, worst_clusters, worst_two_diracs
+from howsmooth.paper.meanfield import (
+    BOUNDS,
+    convergence,
+    convergence_table,
+    two_diracs,
+    worst_clusters,
+    worst_measures,
+    worst_two_diracs,
+)
 
 KNOWN = {1.0: 3.069, 1.5: 18.18, 2.0: 165.8, 2.5: 2329, 3.0: 50898, 3.5: 1753671}
 ONE = torch.ones(1, 1, dtype=torch.float64)
@@ -15,7 +23,7 @@ ONE = torch.ones(1, 1, dtype=torch.float64)
 
 @pytest.fixture(scope="module")
 def rows():
-    return growth(-1.0, list(KNOWN))
+    return worst_measures(-1.0, list(KNOWN))
 
 
 def test_the_search_reaches_the_known_constants(rows):
@@ -69,36 +77,39 @@ def test_tiny_masses_keep_their_digits():
 def test_convergence_to_the_limit():
     attn = hs.Attention.from_matrices(-ONE, ONE)
     rows = convergence(attn, lambda x: torch.exp(-(x[:, 0] ** 2) / 2), 2.0, lengths=(8, 32, 128), seeds=3, fine=256)
-    errors = {n: next(r.error for r in rows if r.kind == "grid" and r.n == n) for n in (8, 32, 128)}
+    errors = {n: next(r["error"] for r in rows if r["kind"] == "grid" and r["n"] == n) for n in (8, 32, 128)}
     assert errors[32] < errors[8] / 8
     assert errors[128] < errors[32] / 8
-    samples = [r for r in rows if r.kind == "samples"]
+    samples = [r for r in rows if r["kind"] == "samples"]
     assert len(samples) == 9
-    assert sum(r.error for r in samples if r.n == 128) < sum(r.error for r in samples if r.n == 8)
+    means = {(row["kind"], row["n"]): row["mean error"] for row in convergence_table(rows)}
+    assert list(means) == [(kind, n) for kind in ("grid", "samples") for n in (8, 32, 128)]
+    assert means["grid", 32] == errors[32]
+    assert sum(r["error"] for r in samples if r["n"] == 128) < sum(r["error"] for r in samples if r["n"] == 8)
     for r in rows:
-        assert r.value == max(r.moved, r.split)
-        assert set(r.to_dict()) >= {"kind", "n", "value", "limit", "error"}
+        assert r["value"] == max(r["moved"], r["split"])
+        assert set(r) >= {"kind", "n", "value", "limit", "error"}
 
 
 def test_worst_clusters_grow_until_they_reach_the_limit():
     rows = worst_clusters(-1.0, 1.5, [2, 8, 32, 128, 512, 4096])
-    values = [r.value for r in rows]
+    values = [r["value"] for r in rows]
     assert values == sorted(values)
-    assert all(r.value <= r.limit * (1 + 1e-9) for r in rows)
-    assert rows[1].value < 0.6 * rows[1].limit
-    assert rows[-1].value > 0.999 * rows[-1].limit
+    assert all(r["value"] <= r["limit"] * (1 + 1e-9) for r in rows)
+    assert rows[1]["value"] < 0.6 * rows[1]["limit"]
+    assert rows[-1]["value"] > 0.999 * rows[-1]["limit"]
     attn = hs.Attention.from_matrices(-ONE, ONE)
     tokens = torch.tensor([[-1.5]] + 7 * [[1.5]]).double()
-    assert hs.lipschitz(attn, tokens).value <= rows[1].value * (1 + 1e-12)
+    assert hs.lipschitz(attn, tokens).value <= rows[1]["value"] * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(
     "question",
     [
-        lambda: growth(-1.0, []),
-        lambda: growth(-1.0, [0.0]),
-        lambda: growth(0.0, [1.0]),
-        lambda: growth(float("nan"), [1.0]),
+        lambda: worst_measures(-1.0, []),
+        lambda: worst_measures(-1.0, [0.0]),
+        lambda: worst_measures(0.0, [1.0]),
+        lambda: worst_measures(float("nan"), [1.0]),
         lambda: worst_clusters(-1.0, 1.0, [1]),
         lambda: convergence(hs.Attention.from_matrices(torch.eye(2), torch.eye(2)), torch.sum, 1.0),
         lambda: convergence(hs.Attention.from_matrices(ONE, ONE), torch.sum, 1.0, lengths=(1000,), fine=1024),

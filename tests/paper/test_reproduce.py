@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,27 @@ from typer.testing import CliRunner
 
 import howsmooth as hs
 from howsmooth.cli import app
+from howsmooth.cli import reproduce as cli
 from howsmooth.errors import ResultsError
-from howsmooth.models.loading import load
-from howsmooth.paper import reproduce as running
-from howsmooth.paper import tasks
-from howsmooth.paper.curves import curves, exponents
-from howsmooth.paper.page import About, write_reproduction
-from howsmooth.paper.protocol import PAPER, PARTS, QUICK, layers_of, plan
-from howsmooth.paper.scripts import power_iteration, scripts_value
-from howsmooth.paper.subjects import alice, attention_of, describe, subject
-from howsmooth.run.plan import Plan
-from howsmooth.study.fit import fit_growth
+from howsmooth.models import load
+from howsmooth.paper import (
+    PAPER,
+    PARTS,
+    QUICK,
+    Protocol,
+    Reproduced,
+    curves_of,
+    exponents,
+    protocol,
+    reproduce,
+    tasks,
+    write_reproduction,
+)
+from howsmooth.paper.protocol import layers_of, plan
+from howsmooth.paper.subjects import attention_of, describe, subject
+from howsmooth.paper.tasks import power_iteration, scripts_value
+from howsmooth.run import Plan
+from howsmooth.study import alice, fit_growth
 
 
 def layer(causal: bool, bias: float = 0.5) -> tuple[hs.Attention, torch.Tensor]:
@@ -68,14 +79,15 @@ def test_a_constant_added_to_the_output_moves_one_and_not_the_other():
     assert one == pytest.approx(other, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_text_gives_what_measure_gives():
     rows = tasks.text("demo", "unmasked", [0, 5], 12, 1, 0)
     model = load("demo")
     captured = model.capture(ids=model.text(alice()).windows(12, 2, 0)[1])
     for row in rows:
-        found = captured.measure(row["layer"])
-        assert row["value"] == pytest.approx(found.value, rel=1e-5)
-        assert row["radius"] == pytest.approx(found.radius_rms, rel=1e-6)
+        measured = captured.measure(row["layer"])
+        assert row["value"] == pytest.approx(measured.value, rel=1e-5)
+        assert row["radius"] == pytest.approx(measured.radius_rms, rel=1e-6)
         assert row["value"] <= row["upper"]
         attn = attention_of(subject("demo", "unmasked", 0), row["layer"])
         by_hand = power_iteration(attn, captured.tokens(row["layer"]).float(), element=0, steps=1)[0]
@@ -83,13 +95,13 @@ def test_text_gives_what_measure_gives():
 
 
 def test_a_masked_encoder_sees_nothing_that_comes_later():
-    found = subject("demo", "masked", 0)
-    ids = list(found.window(9, 0, 0).ids)
+    masked = subject("demo", "masked", 0)
+    ids = list(masked.window(9, 0, 0).ids)
     other = [*ids[:6], ids[1], *ids[7:]]
-    first, second = (found.model.capture(ids=i) for i in (ids, other))
+    first, second = (masked.model.capture(ids=i) for i in (ids, other))
     assert torch.allclose(first.tokens(5)[:6], second.tokens(5)[:6], atol=1e-5)
     assert not torch.allclose(first.tokens(5)[6:], second.tokens(5)[6:], atol=1e-2)
-    assert attention_of(found, 5).causal
+    assert attention_of(masked, 5).causal
 
 
 def test_describing_a_model_leaves_it_as_it_was():
@@ -134,6 +146,7 @@ def test_any_model_in_a_folder(kind, tmp_path):
         assert len(tasks.adversarial(str(folder), about.own, 0, [2, 7], 0)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["random:gpt2", "random:bert-base"])
 def test_random_models_of_full_size_attend_evenly(name):
     """With uniform attention `L` is `‖W_o W_v‖` without a mask, and with one that times the norm of the Cesàro mean."""
@@ -161,13 +174,10 @@ def test_adversarial_tokens_grow_like_the_root():
 
 def test_the_module_that_the_scripts_read():
     row = tasks.whole_module("demo", [0], 4, 0, 0)[0]
-    captured = subject("demo", "unmasked", 0).capture(4, 0, 0)
-    block: Any = captured.trace.layers[0].block.module
-    x = captured.tokens(0).double()
-    attn, norm = (
-        attention_of(subject("demo", "unmasked", 0), 0).to(torch.float64),
-        copy.deepcopy(block.attention.output.LayerNorm).double(),
-    )
+    whole = subject("demo", "unmasked", 0)
+    x = whole.capture(4, 0, 0).tokens(0).double()
+    norm = copy.deepcopy(whole.model.module.get_submodule("encoder.layer.0.attention.output.LayerNorm")).double()
+    attn = attention_of(whole, 0).to(torch.float64)
 
     def f(t):
         return norm(t + attn(t))
@@ -215,22 +225,23 @@ def rows_of(exponent: float, scripts: float, subject: str = "gpt2", samples: int
 
 
 def test_exponents_are_those_of_the_curves():
-    found = exponents(curves(rows_of(0.3, 0.45)))
-    assert len(found) == 1
-    e = found[0]
-    assert (e.exponent, e.scripts, e.printed) == (pytest.approx(0.3, abs=0.01), pytest.approx(0.45, abs=0.01), 0.51)
-    assert e.low is not None
-    assert e.low <= 0.3 <= (e.high or 0)
-    assert e.tail == pytest.approx(0.3, abs=0.03)
-    assert (e.shortest, e.longest, e.samples) == (4, 128, 5)
-    assert e.longer == pytest.approx(0.3, abs=0.01)
+    table = exponents(curves_of(rows_of(0.3, 0.45)))
+    assert len(table) == 1
+    e = table[0]
+    assert (e["exponent"], e["scripts"]) == (pytest.approx(0.3, abs=0.01), pytest.approx(0.45, abs=0.01))
+    assert e["printed"] == 0.51
+    assert e["low"] <= 0.3 <= e["high"]
+    assert e["tail"] == pytest.approx(0.3, abs=0.03)
+    assert (e["shortest"], e["longest"], e["samples"]) == (4, 128, 5)
+    assert e["longer"] == pytest.approx(0.3, abs=0.01)
 
 
 def test_the_page_shows_names_as_text_and_asks_for_nothing(tmp_path):
     hostile = '<script>alert(1)</script>" onerror="x'
-    rows = list(rows_of(0.3, 0.4, hostile))
-    about = About(f"howsmooth {hostile}", {"torch": "2"}, 0, [hostile], 5, 1, {f"a {hostile}": 2})
-    files = write_reproduction(rows, tmp_path, about)
+    rows, command = tuple(rows_of(0.3, 0.4, hostile)), f"howsmooth {hostile}"
+    failures, versions = {f"a {hostile}": 2}, {"torch": "2"}
+    result = Reproduced(tmp_path / "results.sqlite", rows, 1, 0, failures, versions, [hostile], 5, 0, command)
+    files = write_reproduction(result, tmp_path)
     page = files[0].read_text("utf-8")
     assert files[0].name == "index.html"
     assert "<script" not in page
@@ -251,18 +262,20 @@ def test_the_page_shows_names_as_text_and_asks_for_nothing(tmp_path):
 
 def test_a_failed_task_is_told_and_the_others_are_kept(tmp_path, monkeypatch):
     good = {"alpha": -1.0, "mass": 0.5, "extent": 4.0, "points": 5}
-    monkeypatch.setattr(running, "plan", lambda *_: Plan.of(tasks.splitting_map, [good, good | {"points": 1}]))
-    found = running.reproduce(["splitting"], [], tmp_path / "out", protocol=QUICK)
-    assert len(found.rows) == 1
-    assert list(found.failures.values()) == [1]
-    assert "expected a positive extent" in next(iter(found.failures))
+    monkeypatch.setattr(protocol, "plan", lambda *_: Plan.of(tasks.splitting_map, [good, good | {"points": 1}]))
+    result = reproduce(["splitting"], [], tmp_path / "out", protocol=QUICK)
+    assert len(result.rows) == 1
+    assert list(result.failures.values()) == [1]
+    assert "expected a positive extent" in next(iter(result.failures))
 
 
 def command(*arguments: str):
     return CliRunner().invoke(app, ["reproduce", *arguments])
 
 
-def test_the_command_writes_everything_and_goes_on(tmp_path):
+@pytest.mark.slow
+def test_the_command_writes_everything_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "QUICK", replace(QUICK, tokens=(4, 8), seeds=1))
     out = tmp_path / "out"
     result = command("meanfield", "--quick", "--out", str(out), "--json")
     assert result.exit_code == 0, result.output
@@ -280,11 +293,9 @@ def test_the_command_writes_everything_and_goes_on(tmp_path):
     assert result.stdout.strip() == str(out / "index.html")
 
 
+@pytest.mark.slow
 def test_text_from_the_command_line(tmp_path, monkeypatch):
-    from howsmooth.cli import reproduce as cli
-
-    few = QUICK.__class__(lengths=(4, 8, 12), long=(), samples=1)
-    monkeypatch.setattr(cli, "QUICK", few)
+    monkeypatch.setattr(cli, "QUICK", Protocol(lengths=(4, 8, 12), long=(), samples=1))
     result = command("real", "--quick", "--out", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -319,7 +330,7 @@ def test_what_is_in_the_way_stays(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     (tmp_path / "results.sqlite").write_text("another program's")
     with pytest.raises(ResultsError, match="not a database"):
-        running.reproduce(["meanfield"], [], tmp_path, protocol=QUICK, force=True)
+        reproduce(["meanfield"], [], tmp_path, protocol=QUICK, force=True)
     assert (tmp_path / "results.sqlite").read_text() == "another program's"
 
 
@@ -339,7 +350,7 @@ def table_of(name: str) -> list[dict[str, str]]:
 
 
 def test_the_documented_exponents_are_those_of_the_documented_rows():
-    found = {(e["study"], e["subject"], e["masking"], e["layer"], e["map"]): e for e in table_of("exponents")}
+    rows = {(e["study"], e["subject"], e["masking"], e["layer"], e["map"]): e for e in table_of("exponents")}
     text = (DOCS / "reproduction.md").read_text("utf-8")
     told = 0
     for section in text.split("\n## ")[1:]:
@@ -348,11 +359,11 @@ def test_the_documented_exponents_are_those_of_the_documented_rows():
             re.findall(r"^\| (.+), (masked|unmasked)(?:, layer (\d))? \| (\S+).*? \| (\S+)", section, re.M) if study else ()
         ):
             who, masking, layer, exponent, scripts = (str(part) for part in row)
-            e = found[study, NAMES.get(who, who), masking, layer or "0", map_name]
+            e = rows[study, NAMES.get(who, who), masking, layer or "0", map_name]
             assert abs(float(exponent.replace("−", "-")) - float(e["exponent"])) < 0.00501
             assert abs(float(scripts.replace("−", "-")) - float(e["scripts"])) < 0.00501
             told += 1
-    assert told == sum((e["study"], e["map"]) in SECTIONS.values() for e in found.values()) >= 20
+    assert told == sum((e["study"], e["map"]) in SECTIONS.values() for e in rows.values()) >= 20
 
 
 def test_the_documented_rows_have_these_exponents():

@@ -7,47 +7,51 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.paper.splitting_maps import Case, frequency, random_layers, shares, splitting_map
+from howsmooth.paper.splitting_maps import frequency, map_table, random_layers, shares, splitting_map
 
 
 def test_the_map_is_what_splitting_says():
     rows = splitting_map([-1.0, 1.0], [0.5, 0.9], extent=4.0, points=5)
     assert len(rows) == 2 * 2 * 25
     for row in rows[::7]:
-        if row.x == row.y:
+        if row["x"] == row["y"]:
             continue
-        attn = hs.Attention.from_matrices(torch.full((1, 1), row.alpha).double(), torch.ones(1, 1).double())
-        points = torch.tensor([[row.x], [row.y]], dtype=torch.float64)
-        s = hs.splitting(attn, hs.Measure(points, torch.tensor([row.mass, 1 - row.mass], dtype=torch.float64)))
-        assert row.gain == pytest.approx(s.gain, rel=1e-8)
+        attn = hs.Attention.from_matrices(torch.full((1, 1), row["alpha"]).double(), torch.ones(1, 1).double())
+        points = torch.tensor([[row["x"]], [row["y"]]], dtype=torch.float64)
+        s = hs.splitting(attn, hs.Measure(points, torch.tensor([row["mass"], 1 - row["mass"]], dtype=torch.float64)))
+        assert row["gain"] == pytest.approx(s.gain, rel=1e-8)
 
 
 def test_negative_a_splits_and_positive_a_hardly_does():
     rows = splitting_map([-1.0, 1.0], [0.5, 0.9, 0.99], extent=12.0, points=61)
-    largest = {a: max(r.gain for r in rows if r.alpha == a) for a in (-1.0, 1.0)}
+    largest = {a: max(r["gain"] for r in rows if r["alpha"] == a) for a in (-1.0, 1.0)}
     assert largest[-1.0] > 8
     assert largest[1.0] < 1.01
+    table = map_table(rows)
+    assert [row["case"] for row in table[:2]] == ["A = -1, mass 0.5", "A = -1, mass 0.9"]
+    assert max(row["largest gain"] for row in table) == largest[-1.0]
+    assert sum(row["pays"] for row in table) == sum(r["gain"] > 1 for r in rows)
 
 
 def test_frequency_counts():
     cases = frequency(random_layers(3, lengths=(2, 5), logits=(1.0, 4.0), width=4, heads=2, seed=1))
     assert len(cases) == 12
     table = shares(cases)
-    assert [s.label for s in table] == ["n=2, logits=1", "n=2, logits=4", "n=5, logits=1", "n=5, logits=4"]
+    assert [s["label"] for s in table] == ["n=2, logits=1", "n=2, logits=4", "n=5, logits=1", "n=5, logits=4"]
     for s in table:
-        gains = [c.gain for c in cases if c.label == s.label]
-        assert s.share == sum(g > 1 + 1e-9 for g in gains) / 3
-        assert s.largest == max(gains)
+        gains = [c["gain"] for c in cases if c["label"] == s["label"]]
+        assert s["share"] == sum(g > 1 + 1e-9 for g in gains) / 3
+        assert s["largest"] == max(gains)
     for c in cases:
-        assert c.gain == pytest.approx(c.split / c.moved)
-        assert set(c.to_dict()) >= {"label", "gain", "pays"}
+        assert c["gain"] == pytest.approx(c["split"] / c["moved"])
+        assert set(c) >= {"label", "gain", "pays"}
 
 
 def test_frequency_takes_any_map_and_measure():
     attn = hs.Attention.from_matrices(-torch.eye(1).double(), torch.eye(1).double())
     mu = hs.Measure(torch.tensor([[0.0], [4.0]]).double(), torch.tensor([15 / 16, 1 / 16]))
     cases = frequency([("a", attn, mu), ("b", attn, torch.ones(3, 1))])
-    assert [c.pays for c in cases] == [True, False]
+    assert [c["pays"] for c in cases] == [True, False]
 
 
 def test_random_layers_have_the_logits_they_say():
@@ -60,8 +64,7 @@ def test_random_layers_have_the_logits_they_say():
 
 def test_a_share_of_nothing():
     assert shares([]) == []
-    case = Case("x", 1, 1, 0.0, 1.0, math.inf, True, True, 0)
-    assert shares([case])[0].largest == math.inf
+    assert shares([{"label": "x", "gain": math.inf, "pays": True}])[0]["largest"] == math.inf
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Map
-from howsmooth.paper.transport import along, scattered, verify
+from howsmooth.paper.meanfield import along, scattered, verify
 from problems.measures import KINDS, Bare, make, random_measure
 
 

@@ -8,8 +8,10 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from howsmooth.cli import app
-from howsmooth.paper.worst_figures import draw_attacks, draw_worst, in_plane
-from howsmooth.search import BallAround, attack, worst_case
+from howsmooth.paper.attacks import draw_attacks
+from howsmooth.paper.ball import draw_worst, in_plane
+from howsmooth.search import BallAround, attack
+from howsmooth.verbs import worst_case
 from problems.layers import gaussian
 
 QUICK = ("--steps", "3", "--restarts", "4", "--lengths", "2,4")

@@ -7,7 +7,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.paper.configurations import LENGTHS, exponent, grow, scan
+from howsmooth.paper.ball import LENGTHS, grow, scan
 from howsmooth.search.families import (
     Configuration,
     configurations,
@@ -16,6 +16,7 @@ from howsmooth.search.families import (
     worst_configuration,
 )
 from howsmooth.search.sets import BallAround, Ellipsoid
+from howsmooth.study import fit_growth
 from problems.layers import gaussian
 
 
@@ -31,8 +32,8 @@ def gpt2_size(**options) -> hs.Attention:
 
 def test_the_papers_tokens():
     attn = hs.Attention.from_matrices(torch.diag(torch.tensor([1.0, -2.0, 0.5])), torch.eye(3))
-    found = {c.family: c for c in configurations(attn, 4, 3.0) if c.gamma is not None}
-    opposite, half = found["opposite"], found["half"]
+    families = {c.family: c for c in configurations(attn, 4, 3.0) if c.gamma is not None}
+    opposite, half = families["opposite"], families["half"]
     assert (opposite.gamma, half.gamma) == (-2.0, 1.0)
     u = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     tokens = opposite.place(4)
@@ -77,6 +78,7 @@ def test_a_head_grows_like_the_root_of_n(attn, radius):
         assert math.log(row.estimate.upper) <= log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("causal", "lengths"), [(False, LENGTHS), (True, (8, 64, 512))])
 def test_a_layer_of_gpt2_size_grows_like_the_root_of_n(causal, lengths):
     growth = grow(gpt2_size(causal=causal), 200.0, lengths, head=8)
@@ -86,9 +88,11 @@ def test_a_layer_of_gpt2_size_grows_like_the_root_of_n(causal, lengths):
 
 
 def test_exponent_can_be_wrong():
-    assert exponent([8, 64, 512], [1.0, 4.0, 16.0]) == pytest.approx(2 / 3)
-    with pytest.raises(BadInputError, match="values above zero"):
-        exponent([8, 16], [0.0, 1.0])
+    assert fit_growth([8, 64, 512], [1.0, 4.0, 16.0]).exponent.value == pytest.approx(2 / 3)
+    with pytest.raises(BadInputError, match="positive, finite lengths and values"):
+        fit_growth([8, 16], [0.0, 1.0])
+    with pytest.raises(BadInputError, match="two different lengths"):
+        grow(random_head(3, d=3), 1.0, [8])
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -124,9 +128,11 @@ def test_a_tie_reaches_its_lower_bound(n, causal):
 
 def test_ties_come_within_a_factor_two_of_b7():
     attn = random_head(0)
-    found = worst_configuration(attn, 256, 4.0)
-    assert found.configuration.family == "tie"
-    assert found.estimate.value > 0.5 * (hs.bounds(attn, n=256, radius=4.0).by_id("B7").value or 0.0)
+    worst = worst_configuration(attn, 256, 4.0)
+    assert worst.configuration.family == "tie"
+    bound = hs.bounds(attn, n=256, radius=4.0).by_id("B7").value
+    assert bound is not None
+    assert worst.estimate.value > 0.5 * bound
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
@@ -134,11 +140,12 @@ def test_ties_come_within_a_factor_two_of_b7():
 def test_never_above_the_bound(n, options):
     for seed in range(2):
         for attn in (random_head(seed, d=1, **options), random_head(seed, d=3, **options)):
-            found = worst_configuration(attn, n, 2.0)
+            worst = worst_configuration(attn, n, 2.0)
             upper = hs.bounds(attn, n=n, radius=2.0).upper
             assert upper is not None
-            assert found.tokens.shape == (n, attn.width)
-            assert math.log(max(found.estimate.value, 1e-300)) <= (upper.log_value or 0.0)
+            assert upper.log_value is not None
+            assert worst.tokens.shape == (n, attn.width)
+            assert math.log(max(worst.estimate.value, 1e-300)) <= upper.log_value
 
 
 def test_layers_with_everything():

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from howsmooth.cli.root import Debug, Json, app, one_sentence
+from howsmooth.cli.shared import one_head, read_matrices
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.verbs import bounds as bounds_of
@@ -34,9 +34,9 @@ def bounds(
         table = bounds_of(attn, n=n, radius=radius)
         print(json.dumps(table.to_dict(), indent=1) if as_json else table)
         if figure is not None:
-            from howsmooth.paper.ladder import draw
+            from howsmooth.paper import draw_ladder
 
-            path = draw(attn, radius, figure)
+            path = draw_ladder(figure, attn, radius)
             if not as_json:
                 print(path)
 
@@ -47,16 +47,7 @@ def _single_head(gamma: float | None, dim: int, weights: Path | None, causal: bo
     if gamma is not None:
         if dim < 1:
             raise BadInputError(f"expected --dim of at least 1, got {dim}; it is the width of a token")
-        eye = torch.eye(dim, dtype=torch.float64)
-        return Attention.from_matrices(gamma * eye, eye, causal=causal)
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+        return one_head(gamma, dim, causal)
     assert weights is not None
-    try:
-        tensors = load_file(weights)
-    except (OSError, SafetensorError) as error:
-        raise BadInputError(f"expected a safetensors file, got {weights} ({error}); save A and V with safetensors") from None
-    if not {"A", "V"} <= set(tensors):
-        raise BadInputError(f"expected tensors A and V in {weights}, got {', '.join(sorted(tensors)) or 'none'}; name them so")
+    tensors = read_matrices(weights, ("A", "V"))
     return Attention.from_matrices(tensors["A"].double(), tensors["V"].double(), causal=causal)

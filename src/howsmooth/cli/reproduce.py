@@ -1,20 +1,18 @@
 """`howsmooth reproduce`."""
 
-import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from howsmooth.cli.root import Debug, Json, app, one_sentence
+from howsmooth.cli.shared import print_json
 from howsmooth.errors import BadInputError
-from howsmooth.paper.curves import Exponent, curves, exponents
-from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Part
-from howsmooth.paper.reproduce import reproduce as run
-from howsmooth.run.pool import Local
-from howsmooth.run.progress import progress_bar
+from howsmooth.paper import PAPER, PARTS, QUICK, Part, curves_of, exponents, write_reproduction
+from howsmooth.paper import reproduce as run
+from howsmooth.run import Local, progress_bar, write_table
 
 
 @app.command()
@@ -43,64 +41,45 @@ def reproduce(
     Example: howsmooth reproduce real --model bert-base-uncased --model gpt2
     """
     with one_sentence(debug):
-        from howsmooth.paper.page import About, write_reproduction
-        from howsmooth.run import write_table
-
-        parts = _parts(part)
-        models: list[str] = ["demo", *(name for name in dict.fromkeys(model or []) if name != "demo")]
-        protocol = (QUICK if quick else PAPER).with_samples(samples)
-        command = _command()
-        found = run(
+        parts: list[Part] = [p for p in PARTS if part in ("all", p)]
+        if not parts:
+            raise BadInputError(f"expected all or one of {', '.join(PARTS)}, got {part!r}; pick one of them")
+        result = run(
             parts,
-            models,
+            ["demo", *(name for name in dict.fromkeys(model or []) if name != "demo")],
             out,
-            protocol=protocol,
+            protocol=(QUICK if quick else PAPER).with_samples(samples),
             seed=seed,
             resume=resume,
             force=force,
             engine=Local(workers=workers),
             progress=progress_bar("measuring", quiet=quiet),
-            command=command,
+            command=shlex.join(["howsmooth", *sys.argv[1:]]),
         )
-        if not found.rows:
-            raise BadInputError(
-                f"expected results, got {found.tasks} failed tasks ({next(iter(found.failures))}); see {found.path}"
-            )
-        about = About(command, found.versions, seed, models, protocol.samples, found.tasks, found.failures)
-        files = [*write_reproduction(found.rows, out, about), write_table(found.path, out / "results.csv", force=True)]
-    table = exponents(curves(found.rows))
-    for why, count in found.failures.items():
+        if not result.rows:
+            why = next(iter(result.failures))
+            raise BadInputError(f"expected results, got {result.tasks} failed tasks ({why}); see {result.path}")
+        files = [*write_reproduction(result, out), write_table(result.path, out / "results.csv", force=True)]
+    table = exponents(curves_of(result.rows))
+    for why, count in result.failures.items():
         typer.echo(f"howsmooth: {count} tasks failed: {why}", err=True)
     if as_json:
-        numbers = {"tasks": found.tasks, "skipped": found.skipped, "failures": found.failures}
-        print(json.dumps({"exponents": [e.to_dict() for e in table], "files": [str(f) for f in files], **numbers}, indent=1))
+        numbers = {"tasks": result.tasks, "skipped": result.skipped, "failures": result.failures}
+        print_json({"exponents": table, "files": [str(f) for f in files], **numbers})
         return
     if not quiet:
         _show(table)
     print(files[0])
 
 
-def _parts(name: str) -> list[Part]:
-    chosen: list[Part] = [p for p in PARTS if name in ("all", p)]
-    if not chosen:
-        raise BadInputError(f"expected all or one of {', '.join(PARTS)}, got {name!r}; pick one of them")
-    return chosen
-
-
-def _command() -> str:
-    return shlex.join(["howsmooth", *sys.argv[1:]])
-
-
-def _show(table: list[Exponent]) -> None:
-    if not table:
-        return
-    print(f"{'exponent of':<58} {'L':>6} {'95 %':>14} {'scripts':>8} {'paper':>6}")
+def _show(table: list[dict[str, Any]]) -> None:
+    if table:
+        print(f"{'exponent of':<58} {'L':>6} {'95 %':>14} {'scripts':>8} {'paper':>6}")
     for e in table:
-        name = f"{e.subject}, {e.masking}, layer {e.layer}"
-        name += "" if e.map == "attention" else f", {e.map}"
-        ends = "" if e.low is None or e.high is None else f"{_digits(e.low)} … {_digits(e.high)}"
-        printed = "" if e.printed is None else _digits(e.printed)
-        print(f"{name[:58]:<58} {_digits(e.exponent, 3):>6} {ends:>14} {_digits(e.scripts, 3):>8} {printed:>6}")
+        name = f"{e['subject']}, {e['masking']}, layer {e['layer']}{'' if e['map'] == 'attention' else ', ' + e['map']}"
+        ends = "" if e["low"] is None or e["high"] is None else f"{_digits(e['low'])} … {_digits(e['high'])}"
+        printed = "" if e["printed"] is None else _digits(e["printed"])
+        print(f"{name[:58]:<58} {_digits(e['exponent'], 3):>6} {ends:>14} {_digits(e['scripts'], 3):>8} {printed:>6}")
 
 
 def _digits(value: float, count: int = 2) -> str:

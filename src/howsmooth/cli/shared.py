@@ -4,11 +4,15 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention
 from howsmooth.models import MAPS, MapName, Model
 from howsmooth.run import Engine, Local, Ray
 from howsmooth.run.pool import cores
@@ -68,6 +72,35 @@ def _whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
     if not numbers:
         raise BadInputError(f"expected {option} like {example}, got {text!r}; give whole numbers with commas")
     return numbers
+
+
+def numbers_of(text: str, option: str, example: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise BadInputError(f"expected {option} like {example}, got {text!r}; give numbers with commas") from None
+
+
+def read_matrices(path: Path, *choices: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, which must hold all the names of one of the choices."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    wanted = ", or ".join(" and ".join(names) for names in choices)
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise BadInputError(f"expected a safetensors file, got {path} ({error}); save {wanted} with safetensors") from None
+    if not any(set(names) <= set(tensors) for names in choices):
+        got = ", ".join(sorted(tensors)) or "none"
+        raise BadInputError(f"expected tensors {wanted} in {path}, got {got}; name them so")
+    return tensors
+
+
+def one_head(gamma: float, width: int, causal: bool) -> Attention:
+    """`A = gamma · I`, `V = I`."""
+    eye = torch.eye(width, dtype=torch.float64)
+    return Attention.from_matrices(gamma * eye, eye, causal=causal)
 
 
 def show_table(title: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -1,18 +1,19 @@
 """`howsmooth split`: does splitting a token pay, and the mean-field experiments."""
 
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
+from howsmooth import paper
 from howsmooth.cli.root import Debug, Json, app, one_sentence
+from howsmooth.cli.shared import numbers_of, print_json, read_matrices, show_table
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
-from howsmooth.measures.measure import Measure
+from howsmooth.measures import Measure
+from howsmooth.verbs import splitting
 
 split = typer.Typer(no_args_is_help=True, help="Does splitting a token do more than moving it? The mean-field experiments.")
 app.add_typer(split, name="split")
@@ -33,11 +34,11 @@ def ask(
     Example: howsmooth split ask --weights head.safetensors
     """
     with one_sentence(debug):
-        from howsmooth.verbs import splitting
-
-        attn, mu = _problem(weights, causal)
-        found = splitting(attn, mu)
-        print(json.dumps(found.to_dict(), indent=1) if as_json else found)
+        tensors = read_matrices(weights, ("A", "V", "points"))
+        attn = Attention.from_matrices(tensors["A"].double(), tensors["V"].double(), causal=causal)
+        mu = Measure(tensors["points"].double(), tensors.get("masses"), tensors.get("positions"))
+        answer = splitting(attn, mu)
+        print(json.dumps(answer.to_dict(), indent=1) if as_json else answer)
 
 
 @split.command("map")
@@ -55,19 +56,8 @@ def map_(
     Example: howsmooth split map --alphas=-1,1 --out figures
     """
     with one_sentence(debug):
-        from howsmooth.paper.meanfield_figures import draw_map
-        from howsmooth.paper.splitting_maps import splitting_map
-
-        rows = splitting_map(_numbers(alphas), _numbers(masses), extent, points)
-        best = {}
-        for r in rows:
-            key = f"A = {r.alpha:g}, mass {r.mass:g}"
-            part = best.setdefault(key, {"case": key, "points": 0, "pays": 0, "largest gain": 0.0, "x": 0.0, "y": 0.0})
-            part["points"] += 1
-            part["pays"] += r.gain > 1
-            if r.gain > part["largest gain"]:
-                part.update({"largest gain": r.gain, "x": r.x, "y": r.y})
-        _finish(rows, list(best.values()), out, "splitting-map", draw_map, as_json)
+        rows = paper.splitting_map(_numbers(alphas), _numbers(masses), extent, points)
+        _finish(rows, paper.map_table(rows), out, "splitting-map", paper.draw_map, as_json)
 
 
 @split.command()
@@ -85,11 +75,8 @@ def growth(
     Example: howsmooth split growth --alpha=-1 --out figures
     """
     with one_sentence(debug):
-        from howsmooth.paper import meanfield
-        from howsmooth.paper.meanfield_figures import draw_growth
-
-        rows = meanfield.growth(alpha, _numbers(radii))
-        _finish(rows, [r.to_dict() for r in rows], out, "meanfield-growth", draw_growth, as_json)
+        rows = [r.to_dict() for r in paper.worst_measures(alpha, _numbers(radii))]
+        _finish(rows, rows, out, "meanfield-growth", paper.draw_worst_measures, as_json)
 
 
 @split.command()
@@ -107,27 +94,14 @@ def convergence(
     Example: howsmooth split convergence --radius 2 --out figures
     """
     with one_sentence(debug):
-        from howsmooth.paper import meanfield
-        from howsmooth.paper.meanfield_figures import draw_convergence
-
         if longest < 4 or seeds < 1 or not 0 < radius < 1e3:
             raise BadInputError(
                 f"expected longest ≥ 4, seeds ≥ 1 and a radius up to 1000, got {longest}, {seeds} and {radius}; correct them"
             )
-        lengths = [2**k for k in range(2, longest.bit_length()) if 2**k <= longest]
-        one = torch.ones(1, 1, dtype=torch.float64)
-        attn = Attention.from_matrices(alpha * one, one)
-        worst = meanfield.worst_clusters(alpha, radius, [2**k for k in range(1, 21)])
-        rows = meanfield.convergence(
-            attn, lambda x: torch.exp(-x[:, 0].square() / 2), radius, lengths, seeds, fine=max(1024, 4 * lengths[-1])
-        )
-        table = []
-        for kind in ("grid", "samples"):
-            for n in lengths:
-                errors = [r.error for r in rows if r.kind == kind and r.n == n]
-                table.append({"kind": kind, "n": n, "mean error": sum(errors) / len(errors), "limit": rows[0].limit})
-        table += [{"kind": "worst", "n": r.n, "mean error": r.error, "limit": r.limit} for r in worst]
-        _finish([*rows, *worst], table, out, "meanfield-convergence", draw_convergence, as_json)
+        lengths = [2**k for k in range(2, longest.bit_length())]
+        rows = paper.gaussian_convergence(alpha, radius, lengths, seeds)
+        rows += paper.worst_clusters(alpha, radius, [2**k for k in range(1, 21)])
+        _finish(rows, paper.convergence_table(rows), out, "meanfield-convergence", paper.draw_convergence, as_json)
 
 
 @split.command()
@@ -148,55 +122,28 @@ def frequency(
     Example: howsmooth split frequency --count 100 --out figures
     """
     with one_sentence(debug):
-        from howsmooth.paper import splitting_maps as study
-        from howsmooth.paper.meanfield_figures import draw_frequency
-
         sizes = [int(n) for n in _numbers(lengths)]
         if min(sizes) < 1:
             raise BadInputError(f"expected lengths of at least 1, got {lengths}; count tokens")
-        cases = study.frequency(study.random_layers(count, sizes, _numbers(logits), width, heads, causal, seed))
-        rows = study.shares(cases)
-        _finish(cases, [r.to_dict() for r in rows], out, "splitting-frequency", lambda _, o: draw_frequency(rows, o), as_json)
+        cases = paper.frequency(paper.random_layers(count, sizes, _numbers(logits), width, heads, causal, seed))
+        table = paper.shares(cases)
+        _finish(cases, table, out, "splitting-frequency", lambda _, place: paper.draw_frequency(table, place), as_json)
 
 
-def _finish(rows: Sequence[Any], table: list[dict[str, Any]], out: Path, name: str, draw: Any, as_json: bool) -> None:
+Rows = list[dict[str, Any]]
+
+
+def _finish(rows: Rows, table: Rows, out: Path, name: str, draw: Callable[[Rows, Path], list[Path]], as_json: bool) -> None:
     """Everything is computed by now: write the table and the figure, print."""
-    from howsmooth.paper.meanfield_figures import folder, save_rows
-
-    place = folder(out)
-    files = [save_rows(rows, place / f"{name}.csv"), *draw(rows, place)]
+    place = paper.make_folder(out)
+    files = [paper.save_rows(rows, place / f"{name}.csv"), *draw(rows, place)]
     if as_json:
-        finite = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in table]
-        print(json.dumps({"rows": finite, "files": [str(f) for f in files]}, indent=1))
+        print_json({"rows": table, "files": [str(f) for f in files]})
         return
-    heads = list(table[0])
-    cells = [[f"{v:.6g}" if isinstance(v, float) else str(v) for v in row.values()] for row in table]
-    widths = [max(len(h), *(len(c[i]) for c in cells)) for i, h in enumerate(heads)]
-    for line in (heads, *cells):
-        print("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)))
+    show_table(name, [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in table])
     for file in files:
         print(file)
 
 
 def _numbers(text: str) -> list[float]:
-    try:
-        return [float(t) for t in text.split(",")]
-    except ValueError:
-        raise BadInputError(f"expected numbers separated by commas, got {text!r}; write them like 0.5,1,2") from None
-
-
-def _problem(weights: Path, causal: bool) -> tuple[Attention, Measure]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors = load_file(weights)
-    except (OSError, SafetensorError) as error:
-        raise BadInputError(
-            f"expected a safetensors file, got {weights} ({error}); save A, V and points with safetensors"
-        ) from None
-    if not {"A", "V", "points"} <= set(tensors):
-        got = ", ".join(sorted(tensors)) or "none"
-        raise BadInputError(f"expected tensors A, V and points in {weights}, got {got}; name them so")
-    attn = Attention.from_matrices(tensors["A"].double(), tensors["V"].double(), causal=causal)
-    return attn, Measure(tensors["points"].double(), tensors.get("masses"), tensors.get("positions"))
+    return numbers_of(text, "numbers", "0.5,1,2")

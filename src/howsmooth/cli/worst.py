@@ -1,6 +1,5 @@
 """`howsmooth worst`."""
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated
@@ -9,11 +8,12 @@ import torch
 import typer
 
 from howsmooth.cli.root import Debug, Json, app, one_sentence
+from howsmooth.cli.shared import lengths_of, one_head, print_json, read_matrices
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
-from howsmooth.paper.configurations import Growth, grow, scan
-from howsmooth.search.families import Configured
-from howsmooth.search.worst import WorstCase, worst_case
+from howsmooth.paper import TokenGrowth, check_figure, draw_worst, grow, scan
+from howsmooth.search import Configured, WorstCase
+from howsmooth.verbs import worst_case
 
 _LAYER = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
 
@@ -48,34 +48,26 @@ def worst(
     """
     with one_sentence(debug):
         if figure is not None:
-            from howsmooth.paper.worst_figures import check_figure
-
             check_figure(figure)
         attn = _layer(gamma, width, heads, weights, random, causal, seed)
-        counts = _lengths(lengths)
+        counts = lengths_of(lengths or None)
+        if counts is None and n == 0:
+            raise BadInputError("expected --n or --lengths, got neither; ask for a search, a growth curve or both")
         growth = grow(attn, radius, counts, head=head, seed=seed) if counts else None
         others = scan(attn, [radius], counts, seed=seed) if best and counts else []
-        found = worst_case(attn, n, radius, steps=steps, restarts=restarts, seed=seed) if n else None
-        if growth is None and found is None:
-            raise BadInputError("expected --n or --lengths, got neither; ask for a search, a growth curve or both")
+        case = worst_case(attn, n, radius, steps=steps, restarts=restarts, seed=seed) if n else None
         if as_json:
-            parts = {
-                "growth": growth and growth.to_dict(),
-                "best": [row.to_dict() for row in others],
-                "worst": found and found.to_dict(),
-            }
-            print(json.dumps(parts, indent=1))
+            parts = {"growth": growth and growth.to_dict(), "worst": case and case.to_dict()}
+            print_json(parts | {"best": [row.to_dict() for row in others]})
         else:
-            _show(growth, others, found)
+            _show(growth, others, case)
         if figure is not None:
-            from howsmooth.paper.worst_figures import draw_worst
-
-            path = draw_worst(figure, growth, found)
+            path = draw_worst(figure, growth, case)
             if not as_json:
                 print(path)
 
 
-def _show(growth: Growth | None, others: list[Configured], found: WorstCase | None) -> None:
+def _show(growth: TokenGrowth | None, others: list[Configured], worst: WorstCase | None) -> None:
     if growth is not None:
         print(f"{growth.configuration}: L grows like n^{growth.exponent:.3f}")
         print(f"{'n':>6}{'L':>12}{'at most':>12}{'bound B7':>12}{'L / B7':>9}")
@@ -85,16 +77,9 @@ def _show(growth: Growth | None, others: list[Configured], found: WorstCase | No
             print(f"{row.n:>6}{row.estimate.value:>12.5g}{row.estimate.upper:>12.5g}{bound:>12.5g}{share:>9.3g}")
     for row in others:
         print(f"worst configuration of {row.n} tokens: L = {row.estimate.value:.5g}, {row.configuration}")
-    if found is not None:
-        print(f"worst of {len(found.tokens)} tokens: {found}")
-        print(f"certified: {found.estimate}")
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise BadInputError(f"expected lengths like 8,16,32, got {text!r}; give whole numbers with commas") from None
+    if worst is not None:
+        print(f"worst of {len(worst.tokens)} tokens: {worst}")
+        print(f"certified: {worst.estimate}")
 
 
 def _layer(
@@ -105,8 +90,7 @@ def _layer(
     if width < 1 or heads < 1:
         raise BadInputError(f"expected --width and --heads of at least 1, got {width} and {heads}; correct them")
     if gamma is not None:
-        eye = torch.eye(width, dtype=torch.float64)
-        return Attention.from_matrices(gamma * eye, eye, causal=causal)
+        return one_head(gamma, width, causal)
     if weights is not None:
         return _from_file(weights, heads, causal)
     draw = torch.Generator().manual_seed(seed)
@@ -115,22 +99,9 @@ def _layer(
 
 
 def _from_file(path: Path, heads: int, causal: bool) -> Attention:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise BadInputError(f"expected a safetensors file, got {path} ({error}); save the weights with safetensors") from None
+    tensors = read_matrices(path, ("A", "V"), ("w_q", "w_k", "w_v"))
     if {"A", "V"} <= set(tensors):
         return Attention.from_matrices(tensors["A"].double(), tensors["V"].double(), causal=causal)
-    if {"w_q", "w_k", "w_v"} <= set(tensors):
-        if not set(tensors) <= set(_LAYER):
-            raise BadInputError(f"expected tensors among {', '.join(_LAYER)}, got {', '.join(sorted(tensors))}; name them so")
-        w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o = (tensors.get(name) for name in _LAYER)
-        assert w_q is not None
-        assert w_v is not None
-        return Attention(w_q, w_k, w_v, w_o, heads, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, causal=causal)
-    raise BadInputError(
-        f"expected tensors A and V, or w_q, w_k and w_v, in {path}, got {', '.join(sorted(tensors)) or 'none'}; name them so"
-    )
+    if not set(tensors) <= set(_LAYER):
+        raise BadInputError(f"expected tensors among {', '.join(_LAYER)}, got {', '.join(sorted(tensors))}; name them so")
+    return Attention(**tensors, heads=heads, causal=causal)  # pyright: ignore[reportArgumentType]  named as its fields

@@ -1,13 +1,25 @@
-"""Rows gathered into curves, curves fitted: both for the constant and for what the scripts print."""
+"""Rows gathered into curves, curves fitted and drawn: both for the constant and for what the scripts print."""
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import PurePosixPath
-from typing import Any, final
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, final
 
-from howsmooth.study.fit import GrowthFit, fit_growth
+from howsmooth.errors import ResultsError
+from howsmooth.paper.drawing import new_figure, save_both
+from howsmooth.paper.meanfield import KINDS, draw_convergence, draw_worst_measures
+from howsmooth.paper.splitting_maps import draw_frequency, draw_map, splitting_map
+from howsmooth.report import COLOURS, MARKERS, figure_style, plain_numbers
+from howsmooth.study import GrowthFit, fit_growth
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+L_COLOUR, SCRIPTS_COLOUR = COLOURS[0], COLOURS[1]
 
 PAPER_LENGTHS = 98  # the longest window of the paper's growth curves
 
@@ -25,28 +37,23 @@ PRINTED_ADVERSARIAL = 0.5
 
 @final
 @dataclass(frozen=True)
-class Point:
-    """One measurement of a curve: `value` is `L`, `scripts` what the public scripts print, `radius` is `R`."""
-
-    n: int
-    sample: int
-    value: float
-    upper: float
-    scripts: float
-    radius: float
-
-
-@final
-@dataclass(frozen=True)
 class Curve:
-    """One layer of one subject against the length."""
+    """One layer of one subject against the length.
+
+    points: rows with `n`, `sample`, `value` (`L`), `upper`, `scripts` (what the public scripts print) and `radius` (`R`).
+    """
 
     study: str
     subject: str
     masking: str
     layer: int
     map: str
-    points: tuple[Point, ...]
+    points: tuple[Row, ...]
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """What tells it from others, as columns of a table."""
+        return {k: getattr(self, k) for k in ("study", "subject", "masking", "layer", "map")}
 
     @property
     def label(self) -> str:
@@ -54,7 +61,7 @@ class Curve:
 
     @property
     def lengths(self) -> list[int]:
-        return sorted({p.n for p in self.points})
+        return sorted({p["n"] for p in self.points})
 
     @property
     def printed(self) -> float | None:
@@ -64,8 +71,8 @@ class Curve:
         return PRINTED.get((PurePosixPath(self.subject).name, self.masking, self.layer, self.map))
 
     def radius(self, n: int) -> float:
-        found = [p.radius for p in self.points if p.n == n]
-        return sum(found) / len(found)
+        radii = [p["radius"] for p in self.points if p["n"] == n]
+        return sum(radii) / len(radii)
 
     @cached_property
     def fit(self) -> GrowthFit | None:
@@ -82,76 +89,55 @@ class Curve:
         return self.fitted("value", 10**9) if self.lengths[-1] > PAPER_LENGTHS else None
 
     def fitted(self, quantity: str, longest: int = PAPER_LENGTHS) -> GrowthFit | None:
-        points = [p for p in self.points if p.n <= longest and getattr(p, quantity) > 0]
-        if len({p.n for p in points}) < 2:
+        points = [p for p in self.points if p["n"] <= longest and p[quantity] > 0]
+        if len({p["n"] for p in points}) < 2:
             return None
-        return fit_growth([p.n for p in points], [getattr(p, quantity) for p in points], [p.sample for p in points])
+        return fit_growth([p["n"] for p in points], [p[quantity] for p in points], [p["sample"] for p in points])
 
 
-@final
-@dataclass(frozen=True)
-class Exponent:
-    """A curve's exponents with 95 % intervals: of `L` and of what the scripts print, to n = 98.
-
-    tail: of `L` over the upper half of these lengths.  longer: of `L` to the longest.  printed: on the paper's plot.
-    """
-
-    study: str
-    subject: str
-    masking: str
-    layer: int
-    map: str
-    shortest: int
-    longest: int
-    samples: int
-    exponent: float
-    low: float | None
-    high: float | None
-    tail: float | None
-    scripts: float
-    scripts_low: float | None
-    scripts_high: float | None
-    longer: float | None
-    printed: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def curves(rows: Iterable[Mapping[str, Any]]) -> list[Curve]:
+def curves_of(rows: Iterable[Mapping[str, Any]]) -> list[Curve]:
     """Rows of text, modules and adversarial tokens by layer, in order of appearance; other rows are left out."""
-    groups: dict[tuple[str, str, str, int, str], list[Point]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, int, str], list[Row]] = defaultdict(list)
     for r in rows:
         if r.get("study") in ("real", "random", "trap", "adversarial"):
-            point = Point(r["n"], r["sample"], r["value"], r["upper"], r["scripts"], r["radius"])
-            groups[r["study"], r["subject"], r["masking"], r["layer"], r["map"]].append(point)
-    return [Curve(*key, tuple(sorted(points, key=lambda p: (p.n, p.sample)))) for key, points in groups.items()]
+            groups[r["study"], r["subject"], r["masking"], r["layer"], r["map"]].append(r)
+    return [Curve(*key, tuple(sorted(points, key=lambda p: (p["n"], p["sample"])))) for key, points in groups.items()]
 
 
-def exponents(found: Sequence[Curve]) -> list[Exponent]:
-    """Fits of every curve with two lengths or more."""
+def curve_table(group: Sequence[Curve]) -> list[dict[str, Any]]:
+    """A row per curve and length: geometric means over samples and extremes, of L and of the scripts' number, and R."""
     rows = []
-    for c in found:
+    for c in group:
+        for n in c.lengths:
+            points = [p for p in c.points if p["n"] == n]
+            values, scripts = [p["value"] for p in points], [p["scripts"] for p in points]
+            measured = {"n": n, "samples": len(points), "L": _mean(values), "L_min": min(values), "L_max": max(values)}
+            beside = {"L_upper": max(p["upper"] for p in points), "scripts": _mean(scripts), "R": c.radius(n)}
+            rows.append(c.name | measured | beside)
+    return [{k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.prod(v ** (1 / len(values)) for v in values)
+
+
+def exponents(group: Sequence[Curve]) -> list[dict[str, Any]]:
+    """A row for every curve with two lengths or more: exponents with 95 % intervals, of `L` and of what the scripts print.
+
+    exponent, scripts: to n = 98.  tail: of `L` over the upper half of these lengths.  longer: of `L` to the longest.
+    printed: on the paper's plot.
+    """
+    rows = []
+    for c in group:
         fit, scripts, longer = c.fit, c.scripts_fit, c.long_fit
-        if fit is None or scripts is None:
-            continue
-        rows.append(
-            Exponent(
-                *(c.study, c.subject, c.masking, c.layer, c.map),
-                shortest=fit.lengths[0],
-                longest=c.lengths[-1],
-                samples=fit.samples,
-                exponent=fit.exponent.value,
-                low=fit.exponent.low,
-                high=fit.exponent.high,
-                tail=_tail(fit),
-                scripts=scripts.exponent.value,
-                scripts_low=scripts.exponent.low,
-                scripts_high=scripts.exponent.high,
-                longer=None if longer is None else longer.exponent.value,
-                printed=c.printed,
-            )
-        )
+        if fit is not None and scripts is not None:
+            e, s = fit.exponent, scripts.exponent
+            measured = {"shortest": fit.lengths[0], "longest": c.lengths[-1], "samples": fit.samples}
+            exponent = {"exponent": e.value, "low": e.low, "high": e.high, "tail": _tail(fit)}
+            printed = {"scripts": s.value, "scripts_low": s.low, "scripts_high": s.high}
+            beside = {"longer": None if longer is None else longer.exponent.value, "printed": c.printed}
+            rows.append(c.name | measured | exponent | printed | beside)
     return rows
 
 
@@ -159,3 +145,205 @@ def _tail(fit: GrowthFit) -> float | None:
     """The exponent over the upper half of the lengths, where what is small at first no longer bends the curve."""
     points = [(n, mean) for n, mean in zip(fit.lengths, fit.means, strict=True) if 2 * n >= fit.lengths[-1]]
     return fit_growth(*zip(*points, strict=True)).exponent.value if len(points) > 1 else None
+
+
+def draw_reproduction(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Every figure that the rows allow, as PDF and PNG; the PNGs' paths, in the order of the page."""
+    lines = curves_of(rows)
+    drawings: dict[str, Callable[[], Figure | None]] = {
+        "real": lambda: growth([c for c in lines if c.study == "real"], "On text"),
+        "random": lambda: growth([c for c in lines if c.study == "random"], "Random weights"),
+        "adversarial": lambda: adversarial([c for c in lines if c.study == "adversarial"]),
+        "trap": lambda: trap([c for c in lines if c.study in ("real", "random", "trap")]),
+        "iteration": lambda: iteration([r for r in rows if r.get("study") == "iteration"]),
+        "exponents": lambda: exponent_chart(exponents(lines)),
+    }
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with figure_style():
+            for name, draw in drawings.items():
+                figure = draw()
+                written += [] if figure is None else save_both(figure, folder / name)
+        for kind, draw_rows in (("growth", draw_worst_measures), ("frequency", draw_frequency)):
+            part = [r for r in rows if r.get("kind") == kind]
+            written += draw_rows(part, folder) if part else []
+        many = [r for r in rows if r.get("kind") in KINDS]
+        written += draw_convergence(many, folder) if many else []
+        # a closed form: the grid is evaluated again, the rows keep what it amounts to
+        grids = [r for r in rows if r.get("kind") == "map"]
+        points = [p for r in grids for p in splitting_map([r["alpha"]], [r["mass"]], r["extent"], r["points"])]
+        written += draw_map(points, folder) if points else []
+    except OSError as error:
+        raise ResultsError(f"expected a folder that can be written, got {folder} ({error.strerror}); choose another") from None
+    return [path for path in written if path.suffix == ".png"]
+
+
+def growth(lines: Sequence[Curve], title: str) -> "Figure | None":
+    """L against n, a panel for each subject and mask with a curve for each layer, and R below."""
+    groups: dict[str, list[Curve]] = {}
+    for c in lines:
+        groups.setdefault(f"{c.subject}, {c.masking}", []).append(c)
+    if not groups:
+        return None
+    figure = new_figure(2.9 * len(groups) + 0.2, 4.0)
+    axes = figure.subplots(2, len(groups), squeeze=False, sharex="col", sharey="row", height_ratios=[2.6, 1])
+    for column, (name, group) in enumerate(groups.items()):
+        top, bottom = axes[0][column], axes[1][column]
+        for i, c in enumerate(group):
+            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+            fit = c.long_fit or c.fit
+            if fit is None or c.fit is None:
+                continue
+            top.fill_between(fit.lengths, fit.lows, fit.highs, color=colour, alpha=0.15, lw=0)
+            top.plot(fit.lengths, fit.means, marker, color=colour, ms=2.2, label=f"layer {c.layer}: {_power(c.fit)}")
+            top.plot(c.fit.lengths, c.fit.fitted, "-", color=colour, lw=1.1)
+            bottom.plot(c.lengths, [c.radius(n) for n in c.lengths], marker, color=colour, ms=1.8)
+        _guides(top, group)
+        top.set_title(name, loc="left")
+        top.legend(loc="best", handlelength=1.2)
+        _log(top, "L" if not column else "")
+        bottom.set(xscale="log", xlabel="tokens n", ylabel="R" if not column else "")
+        bottom.set_ylim(0, 1.15 * max(c.radius(n) for c in lines for n in c.lengths))
+        _lengths(bottom, {n for c in group for n in c.lengths})
+    figure.suptitle(f"{title}: lines and exponents are fitted up to n = 98", x=0.01, ha="left", fontsize=9)
+    return figure
+
+
+def adversarial(lines: Sequence[Curve]) -> "Figure | None":
+    """Eigenvector tokens with their exponents, and the worst configuration of any kind beside them."""
+    if not lines:
+        return None
+    figure = new_figure(6.4, 3.6)
+    axes = figure.subplots()
+    labels = [c.label + (", masked" if c.label == c.subject and c.masking == "masked" else "") for c in lines]
+    for c, label in zip(lines, labels, strict=True):
+        i = list(dict.fromkeys(labels)).index(label)
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        points = [(p["n"], p["value"]) for p in c.points]
+        if c.map == "eigenvector tokens":
+            text = label if c.fit is None else f"{label}: {_power(c.fit, sure=False)}"
+            style: dict[str, Any] = {"ls": "-", "lw": 1, "ms": 2.6, "label": text}
+        else:
+            style = {"ls": "none", "fillstyle": "none", "ms": 5, "label": f"{label}: worst configuration"}
+        axes.plot(*zip(*points, strict=True), marker=marker, color=colour, **style)
+    _guides(axes, lines, powers=((0.5, "1/2", "-."),))
+    _log(axes, "L")
+    axes.set_xlabel("tokens n")
+    _lengths(axes, {n for c in lines for n in c.lengths})
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.set_title("Adversarial tokens", loc="left")
+    return figure
+
+
+def trap(lines: Sequence[Curve]) -> "Figure | None":
+    """The constant and what the scripts print, on the same inputs, a panel for each layer."""
+    shown = [(c, c.fit, c.scripts_fit) for c in lines if c.fit is not None and c.scripts_fit is not None]
+    if not shown:
+        return None
+    columns = min(4, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = new_figure(2.35 * columns, 2.1 * rows + 0.5)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel, (c, *fits) in zip(panels, shown, strict=False):
+        for fit, colour, marker in zip(fits, (L_COLOUR, SCRIPTS_COLOUR), "os", strict=True):
+            panel.plot(fit.lengths, fit.means, marker, color=colour, ms=1.8, label=_power(fit, sure=False))
+            panel.plot(fit.lengths, fit.fitted, "-", color=colour, lw=0.9)
+        _log(panel, "")
+        _lengths(panel, fits[0].lengths)
+        whole = "\nwith residual and norm" if c.study == "trap" else ""
+        panel.set_title(f"{c.subject}, {c.masking},\nlayer {c.layer}{whole}", loc="left", fontsize=7)
+        panel.legend(fontsize=6, handlelength=1)
+    for panel in panels[len(shown) :]:
+        panel.axis("off")
+    handles = [panels[0].plot([], [], s, color=k, ms=3)[0] for s, k in (("o-", L_COLOUR), ("s-", SCRIPTS_COLOUR))]
+    names = ["L = ‖J‖₂", "what the public scripts print, √‖Jᵀ f(X)‖"]
+    figure.legend(handles, names, loc="outside upper left", ncols=2, fontsize=8)
+    figure.supxlabel("tokens n", fontsize=8)
+    return figure
+
+
+def iteration(rows: Sequence[Row]) -> "Figure | None":
+    """The power iteration step by step, from several starts, with either element of what `torch.func.jvp` returns."""
+    if not rows:
+        return None
+    figure = new_figure(4.6, 2.7)
+    axes = figure.subplots()
+    for start in dict.fromkeys(r["start"] for r in rows):
+        part = [r for r in rows if r["start"] == start]
+        for key, colour, style, name in (
+            ("element_0", SCRIPTS_COLOUR, "s-", "jvp(…)[0], the output"),
+            ("element_1", L_COLOUR, "o-", "jvp(…)[1], the tangent"),
+        ):
+            label = name if start == rows[0]["start"] else None
+            axes.plot([r["step"] for r in part], [r[key] for r in part], style, color=colour, lw=0.9, label=label)
+    r = rows[0]
+    axes.axhline(r["scripts"], color=SCRIPTS_COLOUR, ls=":", lw=1, label="√‖Jᵀ f(X)‖")
+    axes.axhline(r["value"], color=L_COLOUR, ls=":", lw=1, label="‖J‖₂")
+    axes.set(xlabel="step of the power iteration", ylabel="printed", ylim=(0, None))
+    axes.set_title(f"{r['subject']}, {r['masking']}, layer {r['layer']}, n = {r['n']}", loc="left")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def exponent_chart(table: Sequence[Row]) -> "Figure | None":
+    """Exponents of every curve: of L, of what the scripts print, and the paper's where it drew one."""
+    if not table:
+        return None
+    figure = new_figure(6.2, 0.9 + 0.19 * len(table))
+    axes = figure.subplots()
+    for i, e in enumerate(table):
+        for value, low, high, colour, marker, shift in (
+            (e["exponent"], e["low"], e["high"], L_COLOUR, "o", -0.12),
+            (e["scripts"], e["scripts_low"], e["scripts_high"], SCRIPTS_COLOUR, "s", 0.12),
+        ):
+            if low is not None and high is not None:
+                axes.plot([low, high], [i + shift] * 2, "-", color=colour, lw=1)
+            axes.plot(value, i + shift, marker, color=colour, ms=3.2)
+        if e["printed"] is not None:
+            axes.plot(e["printed"], i, "|", color="black", ms=9, mew=1.4)
+    for guide in (0, 0.25, 0.5):
+        axes.axvline(guide, color="0.8", lw=0.7, zorder=0)
+    axes.set(ylim=(len(table) - 0.5, -0.5), xlabel="exponent up to n = 98")
+    axes.set_yticks(range(len(table)), [_name(e) for e in table], fontsize=6.5)
+    styles = (("o", L_COLOUR, "L"), ("s", SCRIPTS_COLOUR, "the scripts' number"), ("|", "black", "printed in the paper"))
+    for marker, colour, name in styles:
+        axes.plot([], [], marker, color=colour, label=name, ls="none")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    return figure
+
+
+def _name(e: Row) -> str:
+    what = {"attention": "", "eigenvector tokens": ", eigenvector tokens", "worst configuration": ", worst configuration"}
+    return f"{e['subject']}, {e['masking']}, layer {e['layer']}{what.get(e['map'], ', with residual and norm')}"
+
+
+def _power(fit: GrowthFit, sure: bool = True) -> str:
+    e = fit.exponent
+    ends = "" if e.low is None or e.high is None or not sure else f" [{_two(e.low)}, {_two(e.high)}]"
+    return f"$n^{{{_two(e.value)}}}${ends}"
+
+
+def _two(value: float) -> str:
+    """Two digits, without a minus before nought."""
+    return f"{round(value, 2) + 0.0:.2f}"
+
+
+def _guides(axes: Any, group: Sequence[Curve], powers: Any = ((0.25, "1/4", ":"), (0.5, "1/2", "-."))) -> None:
+    lengths = sorted({n for c in group for n in c.lengths})
+    start = min(p["value"] for c in group for p in c.points if p["value"] > 0) * 0.8
+    for power, name, style in powers:
+        ends = [start, start * (lengths[-1] / lengths[0]) ** power]
+        axes.plot([lengths[0], lengths[-1]], ends, style, color="0.5", lw=0.9, label=f"$n^{{{name}}}$")
+
+
+def _log(axes: Any, label: str) -> None:
+    axes.set(xscale="log", yscale="log", ylabel=label)
+    plain_numbers(axes.yaxis)
+
+
+def _lengths(axes: Any, lengths: Iterable[int]) -> None:
+    lengths = sorted(lengths)
+    ticks = [n for n in (2, 5, 10, 20, 50, 100, 200, 500) if lengths[0] <= n <= 1.1 * lengths[-1]]
+    axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.xaxis.minorticks_off()

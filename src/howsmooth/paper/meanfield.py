@@ -1,8 +1,9 @@
-"""Mean-field constants: the worst two Diracs against the radius, and the limit of many tokens."""
+"""Mean-field constants: the worst two Diracs against the radius, the limit of many tokens, and transport itself."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -10,12 +11,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps import Attention
-from howsmooth.measures.measure import Measure
-from howsmooth.theory.ball import ball_bounds
+from howsmooth.maps import Attention, Map
+from howsmooth.measures import Measure, wasserstein
+from howsmooth.paper.drawing import new_figure, save_both
+from howsmooth.report import COLOURS
+from howsmooth.theory import ball_bounds
 from howsmooth.verbs import lipschitz, splitting
 
 BOUNDS = ("B4", "B5", "B8m", "B12m")
+KINDS = ("grid", "samples", "worst")  # of tokens beside the measure they stand for
 
 
 @final
@@ -63,7 +67,7 @@ def two_diracs(
 
 @final
 @dataclass(frozen=True)
-class Growth:
+class WorstMeasure:
     """The worst two Diracs in the ball of radius R, beside bounds by their row names (infinite where they overflow)."""
 
     alpha: float
@@ -86,7 +90,7 @@ class Growth:
         return row | self.bounds
 
 
-def growth(alpha: float, radii: Sequence[float]) -> list[Growth]:
+def worst_measures(alpha: float, radii: Sequence[float]) -> list[WorstMeasure]:
     """The worst two-Dirac measure for every radius, beside B4, B5, B8 and B12 in their mean-field forms."""
     if not radii or not all(isinstance(r, int | float) and 0 < r < math.inf for r in radii):
         raise BadInputError(f"expected positive radii, got {list(radii)!r}; try 1, 1.5, 2")
@@ -95,10 +99,10 @@ def growth(alpha: float, radii: Sequence[float]) -> list[Growth]:
     rows = []
     for radius in radii:
         value, x, y, log_odds = worst_two_diracs(alpha, radius)
-        found = two_diracs(alpha, *(torch.tensor(t, dtype=torch.float64) for t in (x, y, log_odds)))
+        pair = two_diracs(alpha, *(torch.tensor(t, dtype=torch.float64) for t in (x, y, log_odds)))
         one = torch.ones(1, 1, dtype=torch.float64)
         table = {b.id: b.value for b in ball_bounds(Attention.from_matrices(alpha * one, one), 2, radius)}
-        rows.append(Growth(alpha, radius, value, bool(found.gain > 1), x, y, log_odds, {k: table[k] for k in BOUNDS}))
+        rows.append(WorstMeasure(alpha, radius, value, bool(pair.gain > 1), x, y, log_odds, {k: table[k] for k in BOUNDS}))
     return rows
 
 
@@ -123,29 +127,15 @@ def worst_two_diracs(alpha: float, radius: float, points: int = 41, rounds: int 
     return best
 
 
-@final
-@dataclass(frozen=True)
-class Convergence:
+def _row(kind: str, n: int, seed: int, moved: float, split: float, limit: float) -> dict[str, Any]:
     """The constant of `n` tokens beside that of the measure they stand for.
 
     kind: `samples` (independent), `grid` (evenly spaced, with the density's masses), or `worst` (the worst two clusters of n
     equal tokens).  moved, split: its two terms.
     """
-
-    kind: str
-    n: int
-    seed: int
-    value: float
-    moved: float
-    split: float
-    limit: float
-
-    @property
-    def error(self) -> float:
-        return abs(self.value / self.limit - 1)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"error": self.error}
+    value = max(moved, split)
+    about = {"kind": kind, "n": n, "seed": seed, "value": value, "moved": moved, "split": split}
+    return about | {"limit": limit, "error": abs(value / limit - 1)}
 
 
 def convergence(
@@ -155,7 +145,7 @@ def convergence(
     lengths: Sequence[int] = (4, 8, 16, 32, 64, 128, 256),
     seeds: int = 8,
     fine: int = 1024,
-) -> list[Convergence]:
+) -> list[dict[str, Any]]:
     """How the discrete constant reaches the mean-field one: attention on a line, a density on `[−R, R]`.
 
     The limit is the constant on a grid of `fine` points; a measure without atoms has nothing to split (Corollary 5.5).
@@ -182,11 +172,18 @@ def convergence(
             cases.append(("samples", seed, Measure(limit_measure.points[pick] + jitter)))
         for kind, seed, mu in cases:
             s = splitting(attn, mu, tol=1e-6)
-            rows.append(Convergence(kind, n, seed, max(s.moved.value, s.split.value), s.moved.value, s.split.value, limit))
+            rows.append(_row(kind, n, seed, s.moved.value, s.split.value, limit))
     return rows
 
 
-def worst_clusters(alpha: float, radius: float, lengths: Sequence[int]) -> list[Convergence]:
+def gaussian_convergence(alpha: float, radius: float, lengths: Sequence[int], seeds: int) -> list[dict[str, Any]]:
+    """`convergence` with `A = α`, `V = 1` and a Gaussian cut to `[−R, R]`."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    attn = Attention.from_matrices(alpha * one, one)
+    return convergence(attn, lambda x: torch.exp(-x[:, 0].square() / 2), radius, lengths, seeds, max(1024, 4 * max(lengths)))
+
+
+def worst_clusters(alpha: float, radius: float, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """How the worst of `n` equal tokens reaches the worst measure: two clusters in `[−R, R]`, every way to share n tokens.
 
     Each way is tried where the worst measure has its atoms and on a grid of places.
@@ -201,8 +198,130 @@ def worst_clusters(alpha: float, radius: float, lengths: Sequence[int]) -> list[
         counts = sorted(k for k in {*range(1, 33), *halves} if 1 <= k < n)
         k = torch.tensor(counts, dtype=torch.float64)
         at, other, share = torch.meshgrid(axis, axis, (k / (n - k)).log(), indexing="ij")
-        found = two_diracs(alpha, at, other, share)
-        i = int(found.value.argmax())
-        value, moved, split = (float(t.flatten()[i]) for t in (found.value, found.moved, found.split.amax(0)))
-        rows.append(Convergence("worst", n, 0, value, moved, split, limit))
+        pairs = two_diracs(alpha, at, other, share)
+        i = int(pairs.value.argmax())
+        moved, split = (float(t.flatten()[i]) for t in (pairs.moved, pairs.split.amax(0)))
+        rows.append(_row("worst", n, 0, moved, split, limit))
     return rows
+
+
+def convergence_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The mean error for every kind and length."""
+    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["kind"], row["n"]), []).append(row)
+    return [
+        {"kind": kind, "n": n, "mean error": sum(r["error"] for r in part) / len(part), "limit": part[0]["limit"]}
+        for (kind, n), part in sorted(groups.items(), key=lambda item: KINDS.index(item[0][0]))
+    ]
+
+
+def draw_worst_measures(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
+    """The worst two Diracs against R², beside the mean-field bounds."""
+    figure = new_figure(6, 4)
+    axes = figure.subplots()
+    squared = [r["radius"] ** 2 for r in rows]
+    axes.semilogy(squared, [r["value"] for r in rows], "o-", color=COLOURS[6], ms=4, label="best two Diracs")
+    names = ("B4 (upper)", "B5 (lower)", "B8 (upper)", "B12 (upper)")
+    for id, name, style, colour in zip(BOUNDS, names, ("-", "--", "-.", ":"), COLOURS, strict=False):
+        pairs = [(x, r[id]) for x, r in zip(squared, rows, strict=True)]
+        shown = [(x, v) for x, v in pairs if v is not None and 0 < v < math.inf]
+        if shown:
+            axes.semilogy(*zip(*shown, strict=True), style, color=colour, lw=1.6, label=name)
+    axes.set(xlabel="R²", ylabel="Wasserstein-2 Lipschitz constant")
+    axes.set_title(f"Measures in the ball of radius R, A = {rows[0]['alpha']:g}, V = 1", fontsize=10)
+    axes.legend(fontsize=8)
+    return save_both(figure, out / "meanfield-growth")
+
+
+def draw_convergence(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
+    """Constants of n tokens divided by the mean-field one: drawn from a density on the left, the worst ones on the right."""
+    figure = new_figure(8, 3.6)
+    left, right = figure.subplots(1, 2)
+    for kind, style, size, colour in (("samples", "o", 3.0, COLOURS[0]), ("grid", "s-", 4.0, COLOURS[1])):
+        points = [(r["n"], max(r["error"], 1e-9)) for r in rows if r["kind"] == kind]
+        left.loglog(*(zip(*points, strict=True) if points else ((), ())), style, ms=size, color=colour, label=kind)
+    left.set(xlabel="atoms n", ylabel="|constant / mean-field constant − 1|")
+    left.set_title("a density", fontsize=10)
+    worst = [r for r in rows if r["kind"] == "worst"]
+    lengths, shares = [r["n"] for r in worst], [r["value"] / r["limit"] for r in worst]
+    right.loglog(lengths, shares, "o-", color=COLOURS[2], ms=4, label="worst two clusters")
+    if worst:
+        k = len(worst) // 3  # where growth is still that of the root
+        right.loglog(lengths, [shares[k] * (n / lengths[k]) ** 0.5 for n in lengths], "k:", lw=1, label="√n")
+    right.axhline(1, color="0.6", lw=0.8)
+    right.set_ylim(top=2)
+    right.set(xlabel="tokens n", ylabel="constant / worst mean-field constant")
+    right.set_title("the worst tokens", fontsize=10)
+    for axes in (left, right):
+        axes.legend(fontsize=8)
+    return save_both(figure, out / "meanfield-convergence")
+
+
+@final
+@dataclass(frozen=True)
+class Check:
+    """One size of perturbation.
+
+    predicted: the local constant.  ratio: `W₂(F(μ), F(ν))/W₂(μ, ν)` with ν moved by ε along the direction found.
+    random: the largest such ratio over random perturbations of the same size, splitting included.
+    """
+
+    epsilon: float
+    predicted: float
+    ratio: float
+    random: float
+    split: bool
+
+    @property
+    def error(self) -> float:
+        """How far the ratio is from the prediction, relative to it."""
+        return abs(self.ratio - self.predicted) / self.predicted if self.predicted else abs(self.ratio)
+
+
+def verify(
+    f: Map, measure: Measure, epsilons: Sequence[float] = (1e-2, 1e-3, 1e-4), *, trials: int = 10, seed: int = 0
+) -> list[Check]:
+    """Perturbations of size ε of a measure, along the direction found and along random ones (docs/meanfield.md, Theorem 5.2).
+
+    The ratio along the direction found agrees with the prediction to O(ε), and no random one exceeds it by more. Atoms are
+    merged first, distances are exact (the conditional one where there are positions), work is done in float64.
+    """
+    if not epsilons or not all(isinstance(e, float) and 0 < e < 1 for e in epsilons):
+        raise BadInputError(f"expected sizes of perturbation between 0 and 1, got {list(epsilons)!r}; try 1e-2, 1e-3, 1e-4")
+    mu = measure.to(torch.float64).merge()
+    estimate = lipschitz(f, mu, tol=1e-9)
+    generator = torch.Generator().manual_seed(seed)
+    checks = []
+    for epsilon in epsilons:
+        best = _ratio(f, mu, along(mu, estimate.direction, epsilon, estimate.split))
+        tried = [_ratio(f, mu, scattered(mu, epsilon, generator)) for _ in range(trials)]
+        checks.append(Check(epsilon, estimate.value, best, max(tried, default=0.0), estimate.split))
+    return checks
+
+
+def along(mu: Measure, direction: Tensor, epsilon: float, split: bool) -> Measure:
+    """Atoms moved by ε along a displacement whose longest row is one, or half of each along it and half against it."""
+    step = epsilon * direction / direction.norm(dim=-1).max().clamp_min(torch.finfo(direction.dtype).tiny)
+    if not split:
+        return mu.moved(mu.points + step)
+    doubled = mu.split(parts=2)
+    signs = torch.tensor([1.0, -1.0], dtype=step.dtype, device=step.device).repeat(len(mu))[:, None]
+    return doubled.moved(doubled.points + signs * step.repeat_interleave(2, 0))
+
+
+def scattered(mu: Measure, epsilon: float, generator: torch.Generator) -> Measure:
+    """Every atom cut into one to three unequal parts that move by up to ε in random directions: a random coupling."""
+    parts = torch.randint(1, 4, (len(mu),), generator=generator)
+    index = torch.repeat_interleave(torch.arange(len(mu)), parts).to(mu.points.device)
+    share = torch.rand(len(index), generator=generator, dtype=torch.float64).add_(0.05).to(mu.points.device)
+    total = torch.zeros(len(mu), dtype=torch.float64, device=share.device).index_add_(0, index, share)
+    step = torch.randn(len(index), mu.width, generator=generator, dtype=torch.float64).to(mu.points)
+    step = epsilon * step / step.norm(dim=-1).max()
+    positions = None if mu.positions is None else mu.positions[index]
+    return Measure(mu.points[index] + step, (mu.mass / total)[index] * share, positions)
+
+
+def _ratio(f: Map, mu: Measure, nu: Measure) -> float:
+    before = wasserstein(mu, nu).upper
+    return wasserstein(f(mu), f(nu)).upper / before if before else 0.0

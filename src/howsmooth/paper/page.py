@@ -1,20 +1,17 @@
 """The page of a reproduction: one HTML file with the figures, the exponents and the command; no script, no request."""
 
 import base64
-import csv
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any, final
 
-from howsmooth.errors import ResultsError
-from howsmooth.paper.curves import Curve, Exponent, curves, exponents
-from howsmooth.paper.figures import Rows, draw_reproduction
+from howsmooth.paper.curves import Row, curve_table, curves_of, draw_reproduction, exponents
+from howsmooth.paper.drawing import save_rows
+from howsmooth.paper.protocol import Reproduced
 from howsmooth.report import asset
+from howsmooth.run import writing
 
 SECTIONS: dict[str, tuple[str, str]] = {
     "exponents": (
@@ -48,74 +45,19 @@ SECTIONS: dict[str, tuple[str, str]] = {
 }
 
 
-@final
-@dataclass(frozen=True)
-class About:
-    """What a reader needs to make the page again. failures: reasons of tasks that failed, each with how many."""
-
-    command: str
-    versions: Mapping[str, str]
-    seed: int
-    models: Sequence[str]
-    samples: int
-    tasks: int
-    failures: Mapping[str, int]
+def write_reproduction(result: Reproduced, folder: Path) -> list[Path]:
+    """`index.html`, figures as PNG and PDF, `curves.csv` and `exponents.csv`."""
+    lines = curves_of(result.rows)
+    tables = {"curves.csv": curve_table(lines), "exponents.csv": exponents(lines)}
+    figures = draw_reproduction(result.rows, folder)
+    written = [save_rows(table, folder / name) for name, table in tables.items() if table]
+    page = folder / "index.html"
+    with writing(page) as part:
+        part.write_text(render(tables["exponents.csv"], figures, result), "utf-8")
+    return [page, *figures, *(p.with_suffix(".pdf") for p in figures), *written]
 
 
-def write_reproduction(rows: Rows, folder: Path, about: About) -> list[Path]:
-    """Figures as PDF and PNG, `curves.csv`, `exponents.csv` and `index.html`."""
-    found = curves(rows)
-    table = exponents(found)
-    figures = draw_reproduction(rows, folder)
-    written = [*figures, *(p.with_suffix(".pdf") for p in figures)]
-    try:
-        if found:
-            written.append(_csv(curve_table(found), folder / "curves.csv"))
-        if table:
-            written.append(_csv([e.to_dict() for e in table], folder / "exponents.csv"))
-        page = folder / "index.html"
-        part = folder / f".index.{os.getpid()}.part"
-        part.write_text(render(table, figures, about), "utf-8")
-        os.replace(part, page)
-    except OSError as error:
-        raise ResultsError(f"expected a folder that can be written, got {folder} ({error.strerror}); choose another") from None
-    return [page, *written]
-
-
-def curve_table(found: Sequence[Curve]) -> list[dict[str, Any]]:
-    """A row per curve and length: geometric means over samples and extremes, of L and of the scripts' number, and R."""
-    rows = []
-    for c in found:
-        name = {"study": c.study, "subject": c.subject, "masking": c.masking, "layer": c.layer, "map": c.map}
-        for n in c.lengths:
-            points = [p for p in c.points if p.n == n]
-            values, scripts = [p.value for p in points], [p.scripts for p in points]
-            rows.append(
-                name
-                | {"n": n, "samples": len(points), "L": _mean(values), "L_min": min(values), "L_max": max(values)}
-                | {"L_upper": max(p.upper for p in points), "scripts": _mean(scripts), "R": c.radius(n)}
-            )
-    return [{k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-
-
-def _mean(values: Sequence[float]) -> float:
-    product = 1.0
-    for v in values:
-        product *= v ** (1 / len(values))
-    return product
-
-
-def _csv(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(part, path)
-    return path
-
-
-def render(table: Sequence[Exponent], figures: Sequence[Path], about: About) -> str:
+def render(table: Sequence[Row], figures: Sequence[Path], result: Reproduced) -> str:
     """The page as text. Everything that comes from outside is escaped."""
     there = {path.stem: path for path in figures}
     parts = []
@@ -130,15 +72,15 @@ def render(table: Sequence[Exponent], figures: Sequence[Path], about: About) -> 
         parts.append(f'<section id="numbers"><h2>Exponents</h2><div class="scroll">{_html_table(table)}</div></section>')
         contents += '<a href="#numbers">Numbers</a>'
     failures = "".join(
-        f'<div class="finding">{count} tasks failed: {escape(why)}</div>' for why, count in about.failures.items()
+        f'<div class="finding">{count} tasks failed: {escape(why)}</div>' for why, count in result.failures.items()
     )
     methods = {
-        "models": ", ".join(about.models),
+        "models": ", ".join(result.models),
         "text": "Alice in Wonderland",
-        "samples a length": str(about.samples),
-        "seed": str(about.seed),
-        "tasks": str(about.tasks),
-        "software": ", ".join(f"{k} {v}" for k, v in about.versions.items()),
+        "samples a length": str(result.samples),
+        "seed": str(result.seed),
+        "tasks": str(result.tasks),
+        "software": ", ".join(f"{k} {v}" for k, v in result.versions.items()),
         "files": "results.sqlite and results.csv: all measurements, curves.csv: what is drawn, exponents.csv: what is fitted",
     }
     listed = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in methods.items() if v)
@@ -149,55 +91,52 @@ def render(table: Sequence[Exponent], figures: Sequence[Path], about: About) -> 
         contents=contents,
         sections="".join(parts),
         methods=listed,
-        command=escape(about.command),
-        version=escape(about.versions.get("howsmooth", "")),
+        command=escape(result.command),
+        version=escape(result.versions.get("howsmooth", "")),
     )
 
 
-def answer(table: Sequence[Exponent]) -> list[str]:
+def answer(table: Sequence[Row]) -> list[str]:
     """What the exponents say, in a sentence for each experiment that was made."""
     said = []
     names = {"real": "On text", "random": "With random weights", "adversarial": "At the paper's adversarial tokens"}
     for study, start in names.items():
-        part = [e for e in table if e.study == study and e.map != "worst configuration"]
+        part = [e for e in table if e["study"] == study and e["map"] != "worst configuration"]
         if part:
-            low, high = min(e.exponent for e in part), max(e.exponent for e in part)
-            scripts = [e.scripts for e in part]
+            constants, scripts = [e["exponent"] for e in part], [e["scripts"] for e in part]
             said.append(
-                f"{start} L grows like n to the power {low:.2f} to {high:.2f} over {len(part)} curves; "
+                f"{start} L grows like n to the power {min(constants):.2f} to {max(constants):.2f} over {len(part)} curves; "
                 f"what the public scripts print there, {min(scripts):.2f} to {max(scripts):.2f}."
             )
     return said or ["Mean-field constants and mass splitting."]
 
 
-def _html_table(table: Sequence[Exponent]) -> str:
-    heads = (
-        "model",
-        "mask",
-        "layer",
-        "tokens",
-        "lengths",
-        "samples",
-        "L",
-        "95 %",
-        "scripts",
-        "95 %",
-        "L, n ≥ 49",
-        "L, all lengths",
-        "paper",
-    )
-    rows = []
-    for e in table:
-        cells = [e.subject, e.masking, e.layer, e.map, f"{e.shortest} … {e.longest}", e.samples, f"{e.exponent:.3f}"]
-        cells += [_ends(e.low, e.high), f"{e.scripts:.3f}", _ends(e.scripts_low, e.scripts_high)]
-        cells += ["" if v is None else f"{v:.{digits}f}" for v, digits in ((e.tail, 3), (e.longer, 3), (e.printed, 2))]
-        rows.append("".join(f"<td{_text(i)}>{escape(str(c))}</td>" for i, c in enumerate(cells)))
-    first = "".join(f"<th{_text(i)}>{escape(h)}</th>" for i, h in enumerate(heads))
-    return f"<table><thead><tr>{first}</tr></thead><tbody>{''.join(f'<tr>{r}</tr>' for r in rows)}</tbody></table>"
+def _html_table(table: Sequence[Row]) -> str:
+    rows = [
+        {
+            "model": e["subject"],
+            "mask": e["masking"],
+            "layer": e["layer"],
+            "tokens": e["map"],
+            "lengths": f"{e['shortest']} … {e['longest']}",
+            "samples": e["samples"],
+            "L": f"{e['exponent']:.3f}",
+            "L, 95 %": _ends(e["low"], e["high"]),
+            "scripts": f"{e['scripts']:.3f}",
+            "scripts, 95 %": _ends(e["scripts_low"], e["scripts_high"]),
+            "L, n ≥ 49": "" if e["tail"] is None else f"{e['tail']:.3f}",
+            "L, all lengths": "" if e["longer"] is None else f"{e['longer']:.3f}",
+            "paper": "" if e["printed"] is None else f"{e['printed']:.2f}",
+        }
+        for e in table
+    ]
 
+    def cells(tag: str, values: dict[str, object]) -> str:
+        words = {name: ' class="text"' if name in ("model", "mask", "tokens") else "" for name in values}
+        return "<tr>" + "".join(f"<{tag}{words[name]}>{escape(str(v))}</{tag}>" for name, v in values.items()) + "</tr>"
 
-def _text(column: int) -> str:
-    return ' class="text"' if column in (0, 1, 3) else ""
+    body = "".join(cells("td", row) for row in rows)
+    return f"<table><thead>{cells('th', {name: name for name in rows[0]})}</thead><tbody>{body}</tbody></table>"
 
 
 def _ends(low: float | None, high: float | None) -> str:

@@ -1,13 +1,16 @@
-"""Which measurements each experiment takes: the paper's protocol, or a quick look at the same curves."""
+"""Which measurements each experiment takes, the paper's protocol or a quick look at the same curves, and the run of it."""
 
-from collections.abc import Sequence
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, final, get_args
 
 from howsmooth.errors import BadInputError
 from howsmooth.paper import tasks
 from howsmooth.paper.subjects import RANDOM, RANDOM_LAYERS, describe
-from howsmooth.run.plan import Plan
+from howsmooth.run import Engine, Plan, Progress, check_folder, claim_folder, read, sweep
 
 Part = Literal["real", "random", "adversarial", "meanfield", "splitting", "trap"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -148,7 +151,7 @@ def _splitting(protocol: Protocol, seed: int) -> Plan:
 def _trap(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     """Every measurement on text carries both numbers; beside them the iteration itself, and the module the scripts read."""
     start = {"name": "random:gpt2", "masking": "masked", "layer": 6, "n": 32, "steps": 8, "seed": seed}
-    found = Plan.of(tasks.iteration, [start | {"start": k} for k in range(3)])
+    alone = Plan.of(tasks.iteration, [start | {"start": k} for k in range(3)])
     modules = []
     for name in models:
         about = describe(name)
@@ -160,5 +163,65 @@ def _trap(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
                 for s in range(min(protocol.samples, 3))
             ]
     if modules:
-        found = found + Plan.of(tasks.whole_module, modules)
-    return _real(models, replace(protocol, long=()), seed) + _random(protocol, seed) + found
+        alone = alone + Plan.of(tasks.whole_module, modules)
+    return _real(models, replace(protocol, long=()), seed) + _random(protocol, seed) + alone
+
+
+@final
+@dataclass(frozen=True)
+class Reproduced:
+    """What was asked for and measured, with what a reader needs to make it again.
+
+    rows: of every task of the plan that is done.  failures: reasons, and how many tasks.  samples: windows of text a length.
+    """
+
+    path: Path
+    rows: tuple[dict[str, Any], ...]
+    tasks: int
+    skipped: int
+    failures: Mapping[str, int]
+    versions: Mapping[str, str]
+    models: Sequence[str]
+    samples: int
+    seed: int
+    command: str
+
+
+def reproduce(
+    parts: Sequence[Part],
+    models: Sequence[str],
+    folder: Path,
+    *,
+    protocol: Protocol,
+    seed: int = 0,
+    resume: bool = False,
+    force: bool = False,
+    engine: Engine | None = None,
+    progress: Progress | None = None,
+    command: str = "",
+) -> Reproduced:
+    """Measure what the parts need and the folder does not have yet; each result is kept as it arrives.
+
+    models: pretrained ones beside the random models, by name or folder.  resume: continue what is in the folder.
+    force: begin again, or write into a folder that holds other files.
+    """
+    check_folder(folder, "reproduction", resume=resume, force=force)
+    # plans first: an unknown model is refused before anything is written
+    whole = functools.reduce(Plan.__add__, (plan(part, models, protocol, seed) for part in parts))
+    path = claim_folder(folder, "reproduction", resume=resume, force=force)
+    ended = sweep(whole, path, engine=engine, resume=resume, progress=progress, command=command or None)
+    asked = {task.key for task in whole.tasks}
+    kept = [row for row in read(path) if row.key in asked]
+    done = [row for row in kept if row.status == "done"]
+    return Reproduced(
+        path,
+        rows=tuple(value for row in done for value in (row.value if isinstance(row.value, list) else [row.value])),
+        tasks=len(whole.tasks),
+        skipped=ended.skipped,
+        failures=Counter(str(row.reason) for row in kept if row.status == "failed"),
+        versions=done[-1].versions if done else {},
+        models=models,
+        samples=protocol.samples,
+        seed=seed,
+        command=command,
+    )

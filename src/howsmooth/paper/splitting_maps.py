@@ -1,44 +1,27 @@
 """Where splitting pays: the map of two atoms on a line, and how often it does on layers and their inputs."""
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
-from howsmooth.measures.measure import Measure
+from howsmooth.measures import Measure
+from howsmooth.paper.drawing import new_figure, save_both
 from howsmooth.paper.meanfield import two_diracs
+from howsmooth.report import COLOURS
 from howsmooth.verbs import splitting
-
-
-@final
-@dataclass(frozen=True)
-class MapPoint:
-    """Two atoms at `x` (mass `mass`) and `y` on a line: what splitting does in units of moving."""
-
-    alpha: float
-    mass: float
-    x: float
-    y: float
-    moved: float
-    split: float
-
-    @property
-    def gain(self) -> float:
-        return self.split / self.moved if self.moved else math.inf
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"gain": self.gain}
 
 
 def splitting_map(
     alphas: Sequence[float] = (-1.0, 1.0), masses: Sequence[float] = (0.5, 0.9, 0.99), extent: float = 12.0, points: int = 121
-) -> list[MapPoint]:
-    """Two atoms on a grid, for every `A = α`, `V = 1` and every mass of the first.
+) -> list[dict[str, Any]]:
+    """Two atoms at `x` and `y` on a grid, for every `A = α`, `V = 1` and every mass of the first: what splitting and moving do.
 
     In dimension one `A = α` at `x` is `A = ±1` at `√|α| x`, so the sign of α is what matters.
     """
@@ -53,63 +36,75 @@ def splitting_map(
     rows = []
     for alpha in alphas:
         for mass in masses:
-            found = two_diracs(alpha, x, y, torch.full_like(x, math.log(mass / (1 - mass))))
-            columns = (x, y, found.moved, found.split.amax(0))
-            rows += [MapPoint(alpha, mass, *row) for row in zip(*(c.flatten().tolist() for c in columns), strict=True)]
+            pairs = two_diracs(alpha, x, y, torch.full_like(x, math.log(mass / (1 - mass))))
+            columns = {"x": x, "y": y, "moved": pairs.moved, "split": pairs.split.amax(0)}
+            for point in zip(*(c.flatten().tolist() for c in columns.values()), strict=True):
+                row = {"alpha": alpha, "mass": mass, **dict(zip(columns, point, strict=True))}
+                rows.append(row | {"gain": row["split"] / row["moved"] if row["moved"] else math.inf})
     return rows
 
 
-@final
-@dataclass(frozen=True)
-class Case:
-    """One layer at one input."""
-
-    label: str
-    n: int
-    width: int
-    moved: float
-    split: float
-    gain: float
-    pays: bool
-    certain: bool
-    token: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+def map_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For every `A` and mass: on how many points splitting pays, and where most."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(f"A = {row['alpha']:g}, mass {row['mass']:g}", []).append(row)
+    table = []
+    for case, part in groups.items():
+        best = max(part, key=lambda p: p["gain"])
+        counts = {"case": case, "points": len(part), "pays": sum(p["gain"] > 1 for p in part)}
+        table.append(counts | {"largest gain": best["gain"], "x": best["x"], "y": best["y"]})
+    return table
 
 
-@final
-@dataclass(frozen=True)
-class Share:
-    """How often splitting pays among the cases of one label."""
+def draw_map(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
+    """One panel per sign of A and mass: the gain of splitting over the plane of two points; the line is gain 1."""
+    import numpy as np
 
-    label: str
-    cases: int
-    share: float
-    largest: float
-    median: float
+    alphas, masses = list(dict.fromkeys(r["alpha"] for r in rows)), list(dict.fromkeys(r["mass"] for r in rows))
+    figure = new_figure(2.7 * len(masses) + 0.9, 2.5 * len(alphas) + 0.4)
+    grid = figure.subplots(len(alphas), len(masses), squeeze=False)
+    image: Any = None
+    for axes, (alpha, mass) in zip(grid.flat, itertools.product(alphas, masses), strict=True):
+        part = [r for r in rows if r["alpha"] == alpha and r["mass"] == mass]
+        x = np.array(sorted({r["x"] for r in part}))
+        gain = np.array([r["gain"] for r in part]).reshape(len(x), len(x)).T
+        log = np.log2(np.maximum(gain, 2.0**-4))
+        image = axes.pcolormesh(x, x, log, cmap="cividis", vmin=-4, vmax=3.4, shading="nearest", rasterized=True)
+        if gain.min() < 1 < gain.max():
+            axes.contour(x, x, gain, levels=[1.0], colors="white", linewidths=0.9)
+        axes.set_title(f"A = {alpha:g}, mass {mass:g} at x\nlargest gain {gain.max():.4g}", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.set_xlabel("x", fontsize=8)
+        axes.set_ylabel("y", fontsize=8)
+    bar = figure.colorbar(image, ax=grid, ticks=[-4, -3, -2, -1, 0, 1, 2, 3], shrink=0.8)
+    bar.ax.set_yticklabels(["≤1/16", "1/8", "1/4", "1/2", "1", "2", "4", "8"], fontsize=7)
+    bar.set_label("splitting / moving", fontsize=8)
+    return save_both(figure, out / "splitting-map")
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def frequency(problems: Iterable[tuple[str, Map, Tensor | Measure]]) -> list[Case]:
+def frequency(problems: Iterable[tuple[str, Map, Tensor | Measure]]) -> list[dict[str, Any]]:
     """Does splitting pay? One row for every labelled map and input: of random layers, or of a model's."""
     rows = []
     for label, f, x in problems:
         s = splitting(f, x)
-        rows.append(Case(label, len(x), f.width, s.moved.value, s.split.value, s.gain, s.pays, s.certain, s.token))
+        numbers = {"moved": s.moved.value, "split": s.split.value, "gain": s.gain}
+        rows.append(
+            {"label": label, "n": len(x), "width": f.width, **numbers, "pays": s.pays, "certain": s.certain, "token": s.token}
+        )
     return rows
 
 
-def shares(cases: Sequence[Case]) -> list[Share]:
-    """Cases counted by label, in order of appearance."""
-    rows = []
-    for label in dict.fromkeys(c.label for c in cases):
-        gains = sorted(c.gain for c in cases if c.label == label)
-        pays = sum(c.pays for c in cases if c.label == label)
-        rows.append(Share(label, len(gains), pays / len(gains), gains[-1], gains[len(gains) // 2]))
-    return rows
+def shares(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How often splitting pays among the rows of one label, in order of appearance."""
+    table = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        gains = sorted(row["gain"] for row in rows if row["label"] == label)
+        share = sum(row["pays"] for row in rows if row["label"] == label) / len(gains)
+        table.append(
+            {"label": label, "cases": len(gains), "share": share, "largest": gains[-1], "median": gains[len(gains) // 2]}
+        )
+    return table
 
 
 def random_layers(
@@ -140,3 +135,20 @@ def random_layers(
                 w_q, w_k, w_v, w_o = (gaussian(width, width) / width**0.5 for _ in range(4))
                 layer = Attention(size * w_q, w_k, w_v, w_o, heads=heads, causal=causal)
                 yield f"n={n}, logits={size:g}", layer, gaussian(n, width)
+
+
+def draw_frequency(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
+    """How often splitting pays, and by how much at most, label by label."""
+    figure = new_figure(max(4.0, 0.34 * len(rows) + 1.5), 4.6)
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    places = range(len(rows))
+    top.bar(places, [100 * r["share"] for r in rows], color=COLOURS[0])
+    top.set_ylabel("splitting pays (%)")
+    top.set_title(f"{sum(r['cases'] for r in rows)} inputs", fontsize=10)
+    bottom.plot(places, [r["largest"] for r in rows], "v", color=COLOURS[1], label="largest gain")
+    bottom.plot(places, [r["median"] for r in rows], "o", color=COLOURS[2], label="median gain")
+    bottom.axhline(1, color="0.6", lw=0.8)
+    bottom.set_ylabel("splitting / moving")
+    bottom.set_xticks(list(places), [r["label"] for r in rows], rotation=90, fontsize=7)
+    bottom.legend(fontsize=8)
+    return save_both(figure, out / "splitting-frequency")

@@ -6,25 +6,21 @@ the layers needed.
 """
 
 import functools
+import warnings
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Literal, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
-from howsmooth.models.capture import Capture
-from howsmooth.models.closed import as_attention
-from howsmooth.models.loading import load
-from howsmooth.models.model import Model
-from howsmooth.models.tokens import Text, Window
+from howsmooth.models import Capture, FallbackWarning, Model, Text, Window, load
+from howsmooth.study import alice
 
 Masking = Literal["masked", "unmasked"]
 RANDOM = ("random:bert-base", "random:gpt2")
 RANDOM_LAYERS = (0, 6)
-_WHOLE_MODULE = "BertAttention"
 _TOKENS = 98  # of the window at which weights are read
 
 
@@ -62,14 +58,19 @@ class Subject:
     def capture(self, n: int, sample: int, seed: int) -> Capture:
         return self.model.capture(ids=self.window(n, sample, seed))
 
+    @property
+    def whole_modules(self) -> list[nn.Module]:
+        """Attention with residual and LayerNorm, layer by layer; only BERT has that as a module."""
+        return [module for module in self.model.module.modules() if type(module).__name__ == "BertAttention"]
+
 
 @final
 @dataclass(frozen=True)
 class Description:
     """What a plan has to know of a pretrained model: its layers, the lengths it reads, and how it can be masked.
 
-    plain: whether its weights are those of a plain layer, so that tokens can be built from them.  whole_module: whether its
-    blocks have the module `attention` of BERT, with residual and LayerNorm.
+    plain: whether its weights are those of a plain layer, so that tokens can be built from them.  whole_module: whether it has
+    BERT's modules with residual and LayerNorm.
     """
 
     layers: int
@@ -86,11 +87,6 @@ class Description:
         return ["unmasked", "masked"] if self.own == "unmasked" and self.maskable else [self.own]
 
 
-def alice() -> str:
-    """*Alice in Wonderland*, the text of the experiments."""
-    return resources.files("howsmooth").joinpath("data", "alice.txt").read_text("utf-8")
-
-
 @functools.lru_cache(maxsize=2)
 def subject(name: str, masking: Masking, seed: int) -> Subject:
     """The subject of a task, kept for the next one. seed: of random weights."""
@@ -102,36 +98,28 @@ def subject(name: str, masking: Masking, seed: int) -> Subject:
     else:
         model = load(name)
         text, special = model.text(alice()), True
-    found = Subject(name, masking, model, text, special)
-    if _own_masking(found) != masking:
+    whole = Subject(name, masking, model, text, special)
+    if _own_masking(whole) != masking:
         _set_masking(model.module, masking)
-        if _own_masking(found) != masking:
+        if _own_masking(whole) != masking:
             raise BadInputError(f"expected a model that can be {masking}, got {name}, whose configuration cannot; leave it out")
-    return found
+    return whole
 
 
 @functools.lru_cache(maxsize=16)
 def describe(name: str) -> Description:
     """A pretrained model as a plan sees it."""
     model = load(name)
-    found = Subject(name, "unmasked", model, model.text(alice()), True)
-    captured = found.capture(max(8, found.shortest), 0, 0)
-    layers, own = captured.num_layers, _own_masking(found)
+    whole = Subject(name, "unmasked", model, model.text(alice()), True)
+    layers, own = whole.capture(max(8, whole.shortest), 0, 0).num_layers, _own_masking(whole)
     try:
-        attention_of(found, 0)
+        attention_of(whole, 0)
         plain = True
     except BadInputError:
         plain = False
-    parts = dict(captured.trace.layers[0].block.module.named_children())
-    maskable = own == "masked"
-    if not maskable:
-        kept = _flags(model.module)
-        _set_masking(model.module, "masked")
-        maskable = _own_masking(found) == "masked"
-        _restore(model.module, kept)
-    longest = found.longest
-    whole = type(parts.get("attention")).__name__ == _WHOLE_MODULE
-    return Description(layers, found.shortest, longest, own, maskable, plain, whole)
+    _set_masking(model.module, "masked")  # the last thing that is asked of this copy of the model
+    maskable = own == "masked" or _own_masking(whole) == "masked"
+    return Description(layers, whole.shortest, whole.longest, own, maskable, plain, bool(whole.whole_modules))
 
 
 def _random(name: str, masking: Masking, seed: int) -> nn.Module:
@@ -149,27 +137,21 @@ def _random(name: str, masking: Masking, seed: int) -> nn.Module:
         return AutoModel.from_config(config).eval()
 
 
-def _own_masking(found: Subject) -> Masking:
-    """Whether the first token of a sequence ignores a later one."""
-    ids = list(found.window(max(8, found.shortest), 0, 0).ids)
+def _own_masking(whole: Subject) -> Masking:
+    """Whether in the last layer the first token of a sequence ignores a later one."""
+    ids = list(whole.window(max(8, whole.shortest), 0, 0).ids)
     other = list(ids)
-    other[-2] = next(i for i in found.text.ids if i != ids[-2])
-    first, second = (found.model.capture(ids=i).trace.output.reshape(len(i), -1)[0] for i in (ids, other))
+    other[-2] = next(i for i in whole.text.ids if i != ids[-2])
+    first, second = (_last_attention(whole.model.capture(ids=i))[0] for i in (ids, other))
     return "masked" if torch.allclose(first, second, rtol=0, atol=1e-5 * float(first.abs().max())) else "unmasked"
 
 
-def _flags(module: nn.Module) -> dict[Any, Any]:
-    config: Any = module.config
-    found: dict[Any, Any] = {m: m.is_causal for m in module.modules() if isinstance(getattr(m, "is_causal", None), bool)}
-    return found | {k: getattr(config, k) for k in ("is_decoder", "is_causal") if getattr(config, k, None) is not None}
-
-
-def _restore(module: nn.Module, kept: dict[Any, Any]) -> None:
-    for key, value in kept.items():
-        setattr(*((module.config, key) if isinstance(key, str) else (key, "is_causal")), value)
-    for key in ("is_decoder", "is_causal"):
-        if key not in kept and key in vars(module.config):
-            delattr(module.config, key)
+@torch.no_grad()
+def _last_attention(captured: Capture) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        last = captured.map(captured.num_layers - 1)
+        return last(last.start)
 
 
 def _set_masking(module: nn.Module, masking: Masking) -> None:
@@ -181,10 +163,10 @@ def _set_masking(module: nn.Module, masking: Masking) -> None:
             setattr(part, "is_causal", masking == "masked")  # noqa: B010, no attribute that torch declares
 
 
-def attention_of(found: Subject, layer: int) -> Attention:
+def attention_of(whole: Subject, layer: int) -> Attention:
     """The weights of a layer, from which bad tokens are built and which take any number of them; measuring needs none."""
     # weights are read off as many unit vectors at a time as there are tokens
-    attn = as_attention(found.capture(min(_TOKENS, found.longest), 0, 0).map(layer)).to(torch.float32)
+    attn = whole.capture(min(_TOKENS, whole.longest), 0, 0).attention(layer).to(torch.float32)
     if attn.bias is not None:
         raise BadInputError(f"expected a layer for any number of tokens, got layer {layer} with a bias for some; leave it out")
     return attn

@@ -1,28 +1,73 @@
-"""The experiments as tasks: functions of plain arguments that return rows, so that a sweep can stop and go on."""
+"""The experiments as tasks: functions of plain arguments that return rows, so that a sweep can stop and go on.
+
+Beside the constant they give the number that the paper's public scripts print. With `y, t = torch.func.jvp(f, (x,), (u,))`,
+`y = f(x)` and `t = J u`. The scripts go on with element 0, `y`; power iteration needs element 1. docs/reproduction.md §6 says
+in two lines what either gives.
+"""
 
 import math
 import time
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps import Attention
+from howsmooth.maps import Attention, Map
 from howsmooth.models import FallbackWarning
 from howsmooth.paper import meanfield
 from howsmooth.paper import splitting_maps as splitting
-from howsmooth.paper.configurations import grow
-from howsmooth.paper.scripts import power_iteration, scripts_value
+from howsmooth.paper.ball import grow
 from howsmooth.paper.subjects import Masking, attention_of, subject
-from howsmooth.search.families import worst_configuration
+from howsmooth.search import worst_configuration
 from howsmooth.spectral import Estimate
 from howsmooth.verbs import lipschitz
 
 ONE_HEAD = "one head, A = −I"
 WHOLE_MODULE = "attention + residual + LayerNorm"
-_TOKENS_FOR_RADIUS = 98
+_TOKENS_FOR_RADIUS = 98  # the longest window of the paper's curves
+
+
+def power_iteration(
+    f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"], *, element: Literal[0, 1], steps: int = 10, seed: int = 0
+) -> list[float]:
+    """What is printed after each step: `√|Jᵀ w|` with `w` an element of what `torch.func.jvp` returns, then `u ← Jᵀw/|Jᵀw|`.
+
+    element: 0 as in the scripts, where the answer is `√|Jᵀ f(x)|` from the first step on; 1 for power iteration on `JᵀJ`, which
+    tends to `‖J‖₂`.
+
+    >>> f = lambda x: 2 * x + 1
+    >>> x = torch.tensor([[3.0, 4.0]])
+    >>> [round(v, 6) for v in power_iteration(f, x, element=1, steps=2)]  # ‖J‖ = 2
+    [2.0, 2.0]
+    >>> [round(v * v, 5) for v in power_iteration(f, x, element=0, steps=2)]  # |Jᵀ f(x)| = 2 |(7, 9)|
+    [22.80351, 22.80351]
+    """
+    x = x.detach()
+    u = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+    u = u / u.norm()
+    printed = []
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # the one that has forward mode
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, on first use of forward mode
+        for _ in range(steps):
+            w = torch.func.jvp(f, (x,), (u,))[element]
+            (back,) = torch.func.vjp(f, x)[1](w)
+            size = back.norm()
+            printed.append(float(size.detach().sqrt()))
+            u = (back / size).detach()
+    return printed
+
+
+@torch.no_grad()
+def scripts_value(f: Map, x: Float[Tensor, "n d"]) -> float:
+    """`√|Jᵀ f(x)|`, the fixed point of that iteration with element 0, from one product."""
+    x = f.prepare(x)
+    output, jacobian = f.linearize(x[None])
+    return float(jacobian.vjp(output[None])[0, 0].double().norm().sqrt())
 
 
 def text(name: str, masking: Masking, layers: list[int], n: int, sample: int, seed: int) -> list[dict[str, Any]]:
@@ -46,12 +91,11 @@ def text(name: str, masking: Masking, layers: list[int], n: int, sample: int, se
 
 def whole_module(name: str, layers: list[int], n: int, sample: int, seed: int) -> list[dict[str, Any]]:
     """The module that the scripts read for BERT: attention, projection, residual and LayerNorm, without a mask."""
-    captured = subject(name, "unmasked", seed).capture(n, sample, seed)
+    whole = subject(name, "unmasked", seed)
+    captured = whole.capture(n, sample, seed)
     rows = []
     for layer in layers:
-        found = captured.trace.layers[layer]
-        x = found.x.float()
-        f = _Whole(dict(found.block.module.named_modules())["attention"])
+        x, f = captured.tokens(layer).float(), _Whole(whole.whole_modules[layer])
         estimate = lipschitz(f, x, seed=seed)
         printed = power_iteration(f, x, element=0, steps=2, seed=seed)
         rows.append(
@@ -75,10 +119,9 @@ class _Whole(nn.Module):
 
 def iteration(name: str, masking: Masking, layer: int, n: int, start: int, steps: int, seed: int) -> list[dict[str, Any]]:
     """The iteration step by step from one random start, with either element of what `torch.func.jvp` returns."""
-    found = subject(name, masking, seed)
-    captured = found.capture(n, 0, seed)
-    attn = attention_of(found, layer).to(torch.float64)
-    x = captured.tokens(layer).double()
+    whole = subject(name, masking, seed)
+    attn = attention_of(whole, layer).to(torch.float64)
+    x = whole.capture(n, 0, seed).tokens(layer).double()
     truth, limit = lipschitz(attn, x, tol=1e-8).value, scripts_value(attn, x)
     printed = {k: power_iteration(attn, x, element=k, steps=steps, seed=start) for k in (0, 1)}
     return [
@@ -91,59 +134,55 @@ def iteration(name: str, masking: Masking, layer: int, n: int, start: int, steps
 def adversarial(name: str, masking: Masking, layer: int, lengths: list[int], seed: int) -> list[dict[str, Any]]:
     """The paper's eigenvector tokens at every length, the whole layer measured; R is that of the text at this layer."""
     attn, radius = _layer(name, masking, layer, seed)
-    found = grow(attn, radius, lengths, seed=seed)
-    about = str(found.configuration)
+    growth = grow(attn, radius, lengths, seed=seed)
+    about = str(growth.configuration)
     return [
         _row("adversarial", name, masking, layer, "eigenvector tokens", row.n, 0)
         | _constant(row.estimate)
         | {"scripts": scripts_value(attn, row.tokens), "radius": radius, "configuration": about, "bound_B7": _exp(log)}
-        for row, log in zip(found.rows, found.log_bounds, strict=True)
+        for row, log in zip(growth.rows, growth.log_bounds, strict=True)
     ]
 
 
 def worst_tokens(name: str, masking: Masking, layer: int, n: int, seed: int) -> list[dict[str, Any]]:
     """The worst of all the package's configurations in the same ball."""
     attn, radius = _layer(name, masking, layer, seed)
-    found = worst_configuration(attn, n, radius, seed=seed)
-    scripts, about = scripts_value(attn, found.tokens), str(found.configuration)
-    row = _row("adversarial", name, masking, layer, "worst configuration", n, 0) | _constant(found.estimate)
+    worst = worst_configuration(attn, n, radius, seed=seed)
+    scripts, about = scripts_value(attn, worst.tokens), str(worst.configuration)
+    row = _row("adversarial", name, masking, layer, "worst configuration", n, 0) | _constant(worst.estimate)
     return [row | {"scripts": scripts, "radius": radius, "configuration": about}]
 
 
 def worst_measure(alpha: float, radius: float) -> list[dict[str, Any]]:
     """The worst two Diracs in a ball beside the mean-field bounds."""
-    return [{"study": "meanfield", "kind": "growth"} | row.to_dict() for row in meanfield.growth(alpha, [radius])]
+    return [{"study": "meanfield", "kind": "growth"} | row.to_dict() for row in meanfield.worst_measures(alpha, [radius])]
 
 
 def many_tokens(alpha: float, radius: float, lengths: list[int], seeds: int) -> list[dict[str, Any]]:
     """Constants of n tokens beside the mean-field constant: of a Gaussian cut to the ball."""
-    one = torch.ones(1, 1, dtype=torch.float64)
-    attn = Attention.from_matrices(alpha * one, one)
-    fine = max(1024, 4 * max(lengths))
-    rows = meanfield.convergence(attn, lambda x: torch.exp(-x[:, 0].square() / 2), radius, lengths, seeds, fine)
-    return [{"study": "meanfield", "alpha": alpha, "radius": radius} | row.to_dict() for row in rows]
+    rows = meanfield.gaussian_convergence(alpha, radius, lengths, seeds)
+    return [{"study": "meanfield", "alpha": alpha, "radius": radius} | row for row in rows]
 
 
 def worst_clusters(alpha: float, radius: float, lengths: list[int]) -> list[dict[str, Any]]:
     """The worst two clusters of n equal tokens beside the worst measure."""
     rows = meanfield.worst_clusters(alpha, radius, lengths)
-    return [{"study": "meanfield", "alpha": alpha, "radius": radius} | row.to_dict() for row in rows]
+    return [{"study": "meanfield", "alpha": alpha, "radius": radius} | row for row in rows]
 
 
 def splitting_map(alpha: float, mass: float, extent: float, points: int) -> dict[str, Any]:
     """Two atoms on a line, on a grid of places: how often splitting pays, and where most."""
-    grid = splitting.splitting_map([alpha], [mass], extent, points)
-    best = max(grid, key=lambda p: p.gain)
+    best = splitting.map_table(splitting.splitting_map([alpha], [mass], extent, points))[0]
     row = {"study": "splitting", "kind": "map", "alpha": alpha, "mass": mass, "extent": extent, "points": points}
-    pays = sum(p.gain > 1 for p in grid) / len(grid)
-    return row | {"pays": pays, "largest_gain": best.gain, "x": best.x, "y": best.y}
+    share = best["pays"] / best["points"]
+    return row | {"pays": share, "largest_gain": best["largest gain"], "x": best["x"], "y": best["y"]}
 
 
 def splitting_frequency(n: int, logits: float, count: int, causal: bool, seed: int) -> dict[str, Any]:
     """How often splitting pays among random layers and Gaussian inputs."""
     cases = splitting.frequency(splitting.random_layers(count, [n], [logits], causal=causal, seed=seed))
-    found = splitting.shares(cases)[0]
-    return {"study": "splitting", "kind": "frequency", "n": n, "logits": logits, "causal": causal} | found.to_dict()
+    share = splitting.shares(cases)[0]
+    return {"study": "splitting", "kind": "frequency", "n": n, "logits": logits, "causal": causal} | share
 
 
 def _layer(name: str, masking: Masking, layer: int, seed: int) -> tuple[Attention, float]:
@@ -151,11 +190,11 @@ def _layer(name: str, masking: Masking, layer: int, seed: int) -> tuple[Attentio
     if name == ONE_HEAD:
         eye = torch.eye(2, dtype=torch.float64)
         return Attention.from_matrices(-eye, eye, causal=masking == "masked"), 3.0
-    found = subject(name, masking, seed)
-    captured = found.capture(min(_TOKENS_FOR_RADIUS, found.longest), 0, seed)
+    whole = subject(name, masking, seed)
+    captured = whole.capture(min(_TOKENS_FOR_RADIUS, whole.longest), 0, seed)
     if not 0 <= layer < captured.num_layers:
         raise BadInputError(f"expected a layer from 0 to {captured.num_layers - 1}, got {layer}; {name} has no other")
-    return attention_of(found, layer), _radius(captured.tokens(layer))
+    return attention_of(whole, layer), _radius(captured.tokens(layer))
 
 
 def _row(study: str, name: str, masking: str, layer: int, tokens: str, n: int, sample: int) -> dict[str, Any]:
@@ -163,8 +202,8 @@ def _row(study: str, name: str, masking: str, layer: int, tokens: str, n: int, s
 
 
 def _constant(estimate: Estimate) -> dict[str, Any]:
-    found = estimate.to_dict()
-    return {k: found[k] for k in ("value", "lower", "upper", "confidence", "status", "steps", "seed")}
+    numbers = estimate.to_dict()
+    return {k: numbers[k] for k in ("value", "lower", "upper", "confidence", "status", "steps", "seed")}
 
 
 def _radius(x: Tensor) -> float:

@@ -1,19 +1,30 @@
 """Worst inputs: configurations, ascent over sets, and attacks."""
 
-from howsmooth.search.attacks import Attack, Attacks, attack
-from howsmooth.search.families import configurations, worst_configuration
-from howsmooth.search.sets import Ball, BallAround, Ellipsoid
-from howsmooth.search.worst import WorstCase, worst_case
+from howsmooth.search.attacks import METHODS, Attack, Attacks, attack
+from howsmooth.search.families import (
+    Configuration,
+    Configured,
+    configurations,
+    eigenvector_configuration,
+    worst_configuration,
+)
+from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet
+from howsmooth.search.worst import WorstCase, find_worst
 
 __all__ = [
+    "METHODS",
     "Attack",
     "Attacks",
     "Ball",
     "BallAround",
+    "Configuration",
+    "Configured",
     "Ellipsoid",
+    "TokenSet",
     "WorstCase",
     "attack",
     "configurations",
-    "worst_case",
+    "eigenvector_configuration",
+    "find_worst",
     "worst_configuration",
 ]

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.search.gradient import Function, Pairs, steepest, top_pairs
+from howsmooth.search.gradient import Pairs, steepest, top_pairs
 from howsmooth.search.sets import TokenSet
+from howsmooth.solve import Function
 
 _FIRST = 0.1  # first step, in units of the set's size for each token that moves
 _LONGER, _SHORTER = 1.6, 0.35  # what a step that gained, and one that did not, make of the longest step allowed
@@ -62,20 +63,19 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
         scale = radius / length
         scale = torch.where(learned, scale.clamp_max(1.0), scale)
         trial = space.project(z + scale[:, None, None] * move)
-        found = top_pairs(f, space.tokens(trial), pairs.right[0], seed)
-        gained = found.value > pairs.value * (1 + 4 * torch.finfo(z.dtype).eps)
+        ahead = top_pairs(f, space.tokens(trial), pairs.right[0], seed)
+        gained = ahead.value > pairs.value * (1 + 4 * torch.finfo(z.dtype).eps)
         taken = scale * length
         radius = torch.where(gained, torch.maximum(radius, _LONGER * taken), _SHORTER * taken)
         radius = torch.where(radius < _LEAST * space.size, _AGAIN * space.size, radius)
         losses = torch.where(gained, 0, losses + 1)
         items = torch.nonzero(gained)[:, 0]
         if len(items):
-            new = found.select(items)
-            ahead = _slope(f, space, trial[items], new)
-            memory.learn(items, trial[items] - z[items], slope[items] - ahead)
+            pairs = pairs.put(items, ahead.select(items))
+            new = _slope(f, space, trial[items], ahead.select(items))
+            memory.learn(items, trial[items] - z[items], slope[items] - new)
             z, slope = z.clone(), slope.clone()
-            z[items], slope[items] = trial[items], ahead
-            pairs = pairs.put(items, new)
+            z[items], slope[items] = trial[items], new
         memory.forget(losses >= _PATIENCE)
         value[active], reached[active] = pairs.value, z
         trace.append(float(value.max()))

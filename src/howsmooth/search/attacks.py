@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
-from howsmooth.maps.base import Map
-from howsmooth.search.gradient import Function
+from howsmooth.maps import Map
 from howsmooth.search.sets import check_length
-from howsmooth.solve import Options, solve
+from howsmooth.solve import Function, Options, solve
 from howsmooth.spectral import Estimate, GolubKahan
 
 METHODS = ("noise", "one step", "projected gradient", "singular", "relinearised", "splitting")
@@ -146,16 +145,13 @@ def attack(
         check_length(epsilon, "budget epsilon")
         if epsilon < least:
             raise BadInputError(f"expected epsilon ≥ {least:.1e}, got {epsilon:g}; below it {x.dtype} rounds the change away")
-    split = (
-        _Splitting.find(f if doubled is None else _precise(doubled, x)[0], x, y, estimate.value, seed)
-        if "splitting" in methods
-        else None
-    )
+    split: _Splitting | str = ""
+    if "splitting" in methods:
+        split = _Splitting.find(f if doubled is None else _precise(doubled, x)[0], x, y, estimate.value, seed)
     rows = []
     for epsilon in chosen:
         run = _Run(f, x, y, float(epsilon), estimate, steps, seed)
-        for method in methods:
-            rows.append(run.split(split) if method == "splitting" and split is not None else run.attack(method))
+        rows += [run.split(split) if method == "splitting" else run.attack(method) for method in methods]
     return Attacks(estimate, tuple(rows))
 
 
@@ -179,9 +175,9 @@ class _Run:
         delta, calls = way[method]()
         return self._row(method, delta, self._change(delta), self.estimate.value, calls, "")
 
-    def split(self, split: "_Splitting") -> Attack:
-        if split.direction is None:
-            return Attack("splitting", self.epsilon, self.epsilon, None, 0.0, 0, split.note, None)
+    def split(self, split: "_Splitting | str") -> Attack:
+        if isinstance(split, str):
+            return Attack("splitting", self.epsilon, self.epsilon, None, 0.0, 0, split, None)
         delta = self.epsilon * split.direction
         return self._row("splitting", delta, split.change(delta), split.gain, split.calls, split.note)
 
@@ -256,32 +252,27 @@ class _Splitting:
     doubled: Tensor
     base: Tensor
     weight: float
-    direction: Tensor | None
+    direction: Tensor
     gain: float
     calls: int
     note: str
 
     @classmethod
-    def find(cls, f: Function, x: Tensor, y: Tensor, constant: float, seed: int) -> "_Splitting":
-        nothing = cls(f, x, y, 1.0, None, 0.0, 0, "")
+    def find(cls, f: Function, x: Tensor, y: Tensor, constant: float, seed: int) -> "_Splitting | str":
+        """The best splitting, or why there is none."""
         if x.ndim != 2:
-            return _with_note(nothing, "a sequence of tokens (n, d) is needed to split one")
+            return "a sequence of tokens (n, d) is needed to split one"
         doubled = x.repeat_interleave(2, 0)
         try:
             base = _value(f, doubled)
         except (HowSmoothError, RuntimeError, ValueError, IndexError):
-            return _with_note(nothing, "the function does not take twice as many tokens")
+            return "the function does not take twice as many tokens"
         token_wise = base.shape[0] == 2 * y.shape[0] and y.shape[0] == len(x)
         if not token_wise and base.shape != y.shape:
-            return _with_note(nothing, "the output of the doubled input cannot be compared")
+            return "the output of the doubled input cannot be compared"
         weight = 0.5**0.5 if token_wise else 1.0
         same = y.repeat_interleave(2, 0) if token_wise else y
         drift = float((base - same).norm() / same.norm().clamp_min(torch.finfo(y.dtype).tiny))
-        note = (
-            ""
-            if drift < 1e-6
-            else f"doubling alone moves the output by {drift:.1%}: order matters, gains are of the doubled input"
-        )
 
         def halves(delta: Tensor) -> Tensor:
             return weight * f(doubled + _apart(delta))
@@ -292,19 +283,17 @@ class _Splitting:
             at = torch.nn.functional.one_hot(torch.tensor(token), len(x)).to(x)[:, None]
             one = solve(lambda e: halves(at * e), torch.zeros_like(x[0]), Options(_TOL, None, seed))[0]
         except BadFunctionError:
-            return _with_note(nothing, "the output does not depend on how tokens are split")
+            return "the output does not depend on how tokens are split"
         if one.value <= 1e-9 * constant:
-            return _with_note(nothing, "splitting a token moves nothing to first order")
-        direction = at * one.direction.to(x)
-        note = "; ".join(part for part in (f"token {token}", note) if part)
-        return cls(f, doubled, base, weight, direction, one.value, 2 * (whole.steps + one.steps), note)
+            return "splitting a token moves nothing to first order"
+        note = f"token {token}"
+        if drift >= 1e-6:  # far above float64's rounding
+            note += f"; doubling alone moves the output by {drift:.1%}: order matters, gains are of the doubled input"
+        calls = 2 * (whole.steps + one.steps)
+        return cls(f, doubled, base, weight, at * one.direction.to(x), one.value, calls, note)
 
     def change(self, delta: Tensor) -> float:
         return self.weight * _length(_value(self.f, self.doubled + _apart(delta)) - self.base)
-
-
-def _with_note(split: _Splitting, note: str) -> _Splitting:
-    return _Splitting(split.f, split.doubled, split.base, 1.0, None, 0.0, 0, note)
 
 
 def _apart(delta: Float[Tensor, "n d"]) -> Float[Tensor, "2n d"]:

@@ -14,6 +14,7 @@ every other token's output swings by `|y − y'|` when `y` and `y'` move a littl
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -27,7 +28,11 @@ from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate, GolubKahan
 
 _MEASURED = 4  # candidates, best by their two places, that are measured at full length
+_REAL = 1e-9  # an eigenvalue is real if its imaginary part is this small beside the largest one: rounding of a float64 solver
 _PLACES = 2  # pairs of places kept for each head
+_CLIMB, _STEP = 200, 0.25  # steps to places far apart, in units of 1/‖A‖: half of 1/(2‖A‖), safe where |∇²δ| = ‖A + Aᵀ‖
+_POWER = 30  # steps of the power iteration for the direction that V stretches most; a good direction is enough
+_RANKING = 1e-2  # relative accuracy of the constants that candidates are ranked by
 _ANGLES = (20, 40, 60, 75, 85)  # degrees between the two sides of a tie and what decides it
 
 
@@ -48,10 +53,10 @@ class Configuration:
 
     def counts(self, n: int) -> list[int]:
         """How many of `n` tokens are at each place; the last takes what is left."""
-        found: list[int] = []
+        counts: list[int] = []
         for _ in self.coordinates[1:]:
-            found.append(min(self.few, n - sum(found)))
-        return [*found, n - sum(found)]
+            counts.append(min(self.few, n - sum(counts)))
+        return [*counts, n - sum(counts)]
 
     def place(self, n: int) -> Float[Tensor, "n d"]:
         """The coordinates of `n` tokens, the few first."""
@@ -77,16 +82,8 @@ class Configured:
     estimate: Estimate
 
     def to_dict(self) -> dict[str, Any]:
-        c = self.configuration
-        return {
-            "n": self.n,
-            "radius": self.reach,
-            "family": c.family,
-            "head": c.head,
-            "few": c.few,
-            "gamma": c.gamma,
-            **self.estimate.to_dict(),
-        }
+        built = {name: getattr(self.configuration, name) for name in ("family", "head", "few", "gamma")}
+        return {"n": self.n, "radius": self.reach, **built, **self.estimate.to_dict()}
 
 
 @torch.no_grad()
@@ -100,18 +97,16 @@ def configurations(attn: Attention, n: int, within: TokenSet | float, *, head: i
     ['clusters', 'half', 'opposite', 'tie']
     """
     space = _space(attn, n, within)
-    if head is not None:
-        _check_head(attn, head)
-    found = []
-    for h in range(attn.heads) if head is None else [head]:
-        q, k, shift = _head(attn, h)
-        found += _eigenvector_families(q, k, h, space)
-        for places in _far_apart(q, k, shift, space):
-            found += [Configuration("clusters", h, few, None, places) for few in _counts(n)]
+    candidates = []
+    for one in _heads(attn, head):
+        candidates += _eigenvector_families(one, space)
+        for places in _far_apart(one, space):
+            candidates += [Configuration("clusters", one.index, few, None, places) for few in _counts(n)]
             if n > 2 and attn.width > (2 if isinstance(space, Ellipsoid) else 1):
-                for tie in _ties(attn, h, k.mT @ (q @ space.tokens(places[None])[0, 1]) + shift, places[1], space):
-                    found += [Configuration("tie", h, few, None, tie) for few in _counts(n) if 2 * few < n and few <= 4]
-    return found
+                for tie in _ties(one, places[1], space):
+                    few_enough = [few for few in _counts(n) if 2 * few < n and few <= 4]
+                    candidates += [Configuration("tie", one.index, few, None, tie) for few in few_enough]
+    return candidates
 
 
 @torch.no_grad()
@@ -128,7 +123,7 @@ def worst_configuration(
     4.01
     """
     space = _space(attn, n, within)
-    order = _ranked(attn, n, space, configurations(attn, n, space, head=head))
+    order = ranked(attn, n, space, head=head)
     x = space.tokens(torch.stack([c.place(n) for c in order[:_MEASURED]]))
     x = x.to(torch.promote_types(attn.dtype, torch.float32))
     estimates = solve_batch(attn, x, Options(seed=seed))[0]
@@ -139,9 +134,27 @@ def worst_configuration(
 
 @torch.no_grad()
 def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | None = None) -> list[Configuration]:
-    """All candidates, the worst first, by their places as a measure."""
+    """All candidates, the worst first, by the measure `Σ (count/n) δ_place` without the mask.
+
+    Tokens that coincide act as one of their joint weight: logits get the logarithms of the counts, and the Jacobian is
+    `D^{½} J D^{−½}` (docs/worst-inputs.md §1). Two or three tokens stand for `n`.
+    """
     space = _space(attn, n, within)
-    return _ranked(attn, n, space, configurations(attn, n, space, head=head))
+    layer = replace(attn, causal=False, window=None, bias=None)
+    dtype = torch.promote_types(attn.dtype, torch.float32)
+    groups: dict[tuple[int, ...], list[Configuration]] = {}
+    for c in configurations(attn, n, space, head=head):
+        groups.setdefault(tuple(c.counts(n)), []).append(c)
+    scored: list[tuple[float, Configuration]] = []
+    for counts, group in groups.items():
+        here = [i for i, count in enumerate(counts) if count]
+        weights = torch.tensor([counts[i] for i in here], dtype=dtype, device=attn.w_q.device)
+        x = space.tokens(torch.stack([c.coordinates[here] for c in group])).to(dtype)
+        root = weights.sqrt()[None, :, None]
+        operator = Weighted(replace(layer, bias=weights.log()[None, None, None]).linearize(x)[1], root, 1 / root)
+        solutions = GolubKahan().solve(operator, _RANKING, None, 0)
+        scored += [(s.value if math.isfinite(s.value) else 0.0, c) for s, c in zip(solutions, group, strict=True)]
+    return [c for _, c in sorted(scored, key=lambda pair: -pair[0])]
 
 
 @torch.no_grad()
@@ -154,10 +167,8 @@ def eigenvector_configuration(attn: Attention, within: TokenSet | float, *, head
     opposite: 1 against the rest (head 0, eigenvalue -1)
     """
     space = _space(attn, 2, within)
-    _check_head(attn, head)
-    q, k, _ = _head(attn, head)
-    found = {c.family: c for c in _eigenvector_families(q, k, head, space)}
-    opposite, half = found.get("opposite"), found.get("half")
+    families = {c.family: c for c in _eigenvector_families(_heads(attn, head)[0], space)}
+    opposite, half = families.get("opposite"), families.get("half")
     if opposite is None or half is None or opposite.gamma is None or half.gamma is None:
         return opposite
     return half if half.gamma > -8 * opposite.gamma else opposite
@@ -187,60 +198,65 @@ def check_layer(attn: Attention, n: int) -> None:
         raise BadInputError(f"expected a bias for one sequence of {n} tokens, got {tuple(attn.bias.shape)}; give n its length")
 
 
-def _check_head(attn: Attention, head: int) -> None:
-    if not isinstance(head, int) or not 0 <= head < attn.heads:
+@final
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """`τ W_q` and `W_k` of a head, (width, d), `c = τ W_kᵀ b_q`, and `W_v`, `W_o`, float64: `A = W_kᵀ (τ W_q)`."""
+
+    index: int
+    q: Float[Tensor, "r d"]
+    k: Float[Tensor, "r d"]
+    shift: Float[Tensor, " d"]
+    v: Float[Tensor, "s d"]
+    o: Float[Tensor, "d_out s"]
+
+    @cached_property
+    def _matrix(self) -> Tensor | None:
+        """`A` itself where it is no larger than its factors."""
+        return self.k.mT @ self.q if len(self.q) >= self.q.shape[1] else None
+
+    def logits(self, x: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
+        """`A x + c`."""
+        return (x @ self._matrix.mT if self._matrix is not None else (x @ self.q.mT) @ self.k) + self.shift
+
+    def pull(self, g: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
+        """`Aᵀ g`."""
+        return g @ self._matrix if self._matrix is not None else (g @ self.k.mT) @ self.q
+
+
+def _heads(attn: Attention, head: int | None) -> list[_Head]:
+    """One head, or all of them."""
+    if head is not None and (not isinstance(head, int) or not 0 <= head < attn.heads):
         raise BadInputError(f"expected a head between 0 and {attn.heads - 1}, got {head!r}; heads are counted from 0")
+    w = attn.by_head()
+    chosen = range(attn.heads) if head is None else [head]
+    return [_Head(h, attn.scale * w.q[h], w.k[h], attn.scale * (w.k[h].mT @ w.b_q[h]), w.v[h], w.o[h]) for h in chosen]
 
 
-def _head(attn: Attention, h: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`τ W_q` and `W_k` of a head, (width, d), and `c = τ W_kᵀ b_q`, float64: `A = W_kᵀ (τ W_q)`."""
-    rows = attn.w_q.shape[0] // attn.heads
-    group = h // (attn.heads // attn.kv_heads)
-    q = attn.scale * attn.w_q.double()[h * rows : (h + 1) * rows]
-    if attn.w_k is None:
-        k = torch.eye(attn.width, dtype=torch.float64, device=q.device)[group * rows : (group + 1) * rows]
-    else:
-        k = attn.w_k.double()[group * rows : (group + 1) * rows]
-    shift = q.new_zeros(attn.width)
-    if attn.b_q is not None:
-        shift = attn.scale * (k.mT @ attn.b_q.double()[h * rows : (h + 1) * rows])
-    return q, k, shift
-
-
-def _eigenvector_families(q: Tensor, k: Tensor, h: int, space: TokenSet) -> list[Configuration]:
+def _eigenvector_families(head: _Head, space: TokenSet) -> list[Configuration]:
     """`opposite` and `half`; nothing where `A` has no real eigenvalue.
 
     Eigenvectors of `A = W_kᵀ τW_q` are `W_kᵀ` times those of `τW_q W_kᵀ`.
     """
-    values, vectors = torch.linalg.eig(q @ k.mT)
-    real = values.imag.abs() <= 1e-9 * values.abs().max()
-    if not bool(real.any()):
-        return []
-    gamma, u = values.real[real], k.mT @ vectors.real[:, real]
+    values, vectors = torch.linalg.eig(head.q @ head.k.mT)
+    real = values.imag.abs() <= _REAL * values.abs().max()
+    gamma, u = values.real[real], head.k.mT @ vectors.real[:, real]
     length = u.norm(dim=0)
     gamma, u = gamma[length > 0], (u / length)[:, length > 0]
     if len(gamma) == 0:
         return []
     low, high = int(gamma.argmin()), int(gamma.argmax())
     far = _furthest(space, torch.stack([-u[:, low], u[:, low], u[:, high]]))
-    found = [Configuration("opposite", h, 1, float(gamma[low]), far[:2])]
+    families = [Configuration("opposite", head.index, 1, float(gamma[low]), far[:2])]
     if isinstance(space, Ball):
-        found.append(Configuration("half", h, 1, float(gamma[high]), torch.stack([far[2], far[2] / 2])))
-    return found
+        families.append(Configuration("half", head.index, 1, float(gamma[high]), torch.stack([far[2], far[2] / 2])))
+    return families
 
 
-def _far_apart(q: Tensor, k: Tensor, shift: Tensor, space: TokenSet) -> list[Float[Tensor, "2 d"]]:
+def _far_apart(head: _Head, space: TokenSet) -> list[Float[Tensor, "2 d"]]:
     """Places `y` (few) and `x` (rest) where `δ = ⟨A x + c, y − x⟩` is large: `y` the furthest along `A x + c`, `x` climbs."""
-    matrix = k.mT @ q if len(q) >= q.shape[1] else None  # A itself where it is no larger than its factors
-
-    def logits(x: Tensor) -> Tensor:
-        return (x @ matrix.mT if matrix is not None else (x @ q.mT) @ k) + shift
-
-    def pull(g: Tensor) -> Tensor:
-        return g @ matrix if matrix is not None else (g @ k.mT) @ q
-
-    _, size, right = torch.linalg.svd(q @ k.mT)
-    directions = torch.cat([right[:2], torch.linalg.eigh((q @ k.mT + k @ q.mT) / 2)[1].mT[[0, -1]]]) @ k
+    q, k = head.q, head.k
+    directions = torch.cat([torch.linalg.svd(q @ k.mT)[2][:2], torch.linalg.eigh((q @ k.mT + k @ q.mT) / 2)[1].mT[[0, -1]]]) @ k
     directions = directions / directions.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     z = torch.cat([_furthest(space, sign * directions) for sign in (1.0, -1.0)])
     z = torch.cat([z, 0.5 * z]) if isinstance(space, Ball) else z
@@ -248,15 +264,15 @@ def _far_apart(q: Tensor, k: Tensor, shift: Tensor, space: TokenSet) -> list[Flo
     a = float(torch.linalg.matrix_norm(triangles[0] @ triangles[1].mT, 2))
     if a == 0:
         return [torch.stack([z[0], z[len(directions)]])]
-    for _ in range(200):
+    for _ in range(_CLIMB):
         x = space.tokens(z[:, None])[:, 0]
-        y = space.tokens(_furthest(space, logits(x))[:, None])[:, 0]
-        slope = pull(y - x) - logits(x)  # of δ in x, `y` held
+        y = space.tokens(_furthest(space, head.logits(x))[:, None])[:, 0]
+        slope = head.pull(y - x) - head.logits(x)  # of δ in x, `y` held
         slope = slope * (space.norm.weight.to(z) if isinstance(space, Ellipsoid) else 1.0)
-        z = space.project((z + 0.25 / a * slope)[:, None])[:, 0]
+        z = space.project((z + _STEP / a * slope)[:, None])[:, 0]
     x = space.tokens(z[:, None])[:, 0]
-    far = _furthest(space, logits(x))
-    gap = (logits(x) * (space.tokens(far[:, None])[:, 0] - x)).sum(-1)
+    far = _furthest(space, head.logits(x))
+    gap = (head.logits(x) * (space.tokens(far[:, None])[:, 0] - x)).sum(-1)
     kept: list[int] = []
     for i in gap.argsort(descending=True).tolist():
         apart = all(float((z[i] - z[j]).norm()) > 1e-3 * space.size for j in kept)
@@ -264,35 +280,24 @@ def _far_apart(q: Tensor, k: Tensor, shift: Tensor, space: TokenSet) -> list[Flo
     return [torch.stack([far[i], z[i]]) for i in kept]
 
 
-def _ties(attn: Attention, h: int, g: Float[Tensor, " d"], rest: Float[Tensor, " d"], space: TokenSet) -> list[Tensor]:
-    """Places `y, y'` symmetric about `g = A x + c`, at several angles to it, and the rest at `x`; (3, d) each.
+def _ties(head: _Head, rest: Float[Tensor, " d"], space: TokenSet) -> list[Float[Tensor, "3 d"]]:
+    """Places `y, y'` symmetric about `g = A x + c`, at several angles to it, and the rest at `x`.
 
-    They lie apart along the `p ⟂ g` that `V` stretches most.
+    They lie apart along the `p ⟂ g` that `V = W_o W_v` stretches most.
     """
-    v = _values(attn, h)
+    v = torch.linalg.qr(head.o, mode="r")[1] @ head.v  # stretches every vector as V does
+    g = head.logits(space.tokens(rest[None, None])[0])[0]
     g = g / g.norm().clamp_min(torch.finfo(g.dtype).tiny)
     p = torch.linspace(1, 2, len(g), dtype=g.dtype, device=g.device)
-    for _ in range(30):
+    for _ in range(_POWER):
         p = v.mT @ (v @ p)
         p = p - g * (g @ p)
         p = p / p.norm().clamp_min(torch.finfo(p.dtype).tiny)
-    found = []
-    for degrees in _ANGLES:
-        angle = math.radians(degrees)
+    ties = []
+    for angle in map(math.radians, _ANGLES):
         sides = torch.stack([math.cos(angle) * g + sign * math.sin(angle) * p for sign in (1.0, -1.0)])
-        found.append(torch.cat([_furthest(space, sides), rest[None]]))
-    return found
-
-
-def _values(attn: Attention, h: int) -> Float[Tensor, "r d"]:
-    """A matrix, float64, that stretches every vector as a head's `V = W_o W_v` does."""
-    rows = attn.w_v.shape[0] // attn.kv_heads
-    group = h // (attn.heads // attn.kv_heads)
-    w_v = attn.w_v.double()[group * rows : (group + 1) * rows]
-    if attn.w_o is None:
-        return w_v
-    w_o = attn.w_o.double()[:, h * rows : (h + 1) * rows]
-    return torch.linalg.qr(w_o, mode="r")[1] @ w_v
+        ties.append(torch.cat([_furthest(space, sides), rest[None]]))
+    return ties
 
 
 def _furthest(space: TokenSet, direction: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
@@ -310,26 +315,3 @@ def _counts(n: int) -> list[int]:
     """Sizes of the small cluster: 1, 2, 3, 4, 8, … up to half of the tokens, and their complements where n is small."""
     few = {k for k in {3} | {2**k for k in range(n.bit_length())} if k <= max(1, n // 2)}
     return sorted(few | ({n - k for k in few} if n <= 16 else set()))
-
-
-def _ranked(attn: Attention, n: int, space: TokenSet, found: list[Configuration]) -> list[Configuration]:
-    """Candidates, the worst first, by the measure `Σ (count/n) δ_place` without the mask.
-
-    Tokens that coincide act as one of their joint weight: logits get the logarithms of the counts, and the Jacobian is
-    `D^{½} J D^{−½}` (docs/worst-inputs.md §1). Two or three tokens stand for `n`.
-    """
-    layer = replace(attn, causal=False, window=None, bias=None)
-    dtype = torch.promote_types(attn.dtype, torch.float32)
-    groups: dict[tuple[int, ...], list[Configuration]] = {}
-    for c in found:
-        groups.setdefault(tuple(c.counts(n)), []).append(c)
-    scored: list[tuple[float, Configuration]] = []
-    for counts, group in groups.items():
-        here = [i for i, count in enumerate(counts) if count]
-        weights = torch.tensor([counts[i] for i in here], dtype=dtype, device=attn.w_q.device)
-        x = space.tokens(torch.stack([c.coordinates[here] for c in group])).to(dtype)
-        root = weights.sqrt()[None, :, None]
-        operator = Weighted(replace(layer, bias=weights.log()[None, None, None]).linearize(x)[1], root, 1 / root)
-        solutions = GolubKahan().solve(operator, 1e-2, None, 0)
-        scored += [(s.value if math.isfinite(s.value) else 0.0, c) for s, c in zip(solutions, group, strict=True)]
-    return [c for _, c in sorted(scored, key=lambda pair: -pair[0])]

@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import NoConvergenceError
-from howsmooth.maps import AutodiffJacobian, Operator
-from howsmooth.maps.base import Map
+from howsmooth.maps import AutodiffJacobian, Map, Operator
+from howsmooth.solve import Function
 from howsmooth.spectral import GolubKahan
-
-Function = Map | Callable[[Tensor], Tensor]
 
 DENSE_SIZE = 256  # rows and columns up to which a batch of Jacobians is decomposed outright
 _CLUSTER = 3  # top pairs that a cluster is looked for among
@@ -50,18 +48,13 @@ class Pairs:
         return Pairs(self.value[items], self.left[:, items], self.right[:, items], self.near[:, items])
 
 
-def jacobian(f: Function, x: Float[Tensor, "batch n d"]) -> Operator:
-    """`D_x f`, item by item."""
-    return f.linearize(x)[1] if isinstance(f, Map) else AutodiffJacobian(f, x, batched=True)
-
-
 @torch.no_grad()
 def top_pairs(f: Function, x: Float[Tensor, "batch n d"], guess: Float[Tensor, "batch n d"] | None, seed: int) -> Pairs:
     """The top pairs at every input of a batch; `value` is attained by the first.
 
     guess: directions to start the solver from where the Jacobian is too large to be decomposed.
     """
-    operator = jacobian(f, x)
+    operator = f.linearize(x)[1] if isinstance(f, Map) else AutodiffJacobian(f, x, batched=True)
     if max(operator.in_size, operator.out_size) <= DENSE_SIZE:
         matrices = operator.dense()
         if not bool(matrices.isfinite().all()):

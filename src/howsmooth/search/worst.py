@@ -9,16 +9,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps import Attention
-from howsmooth.maps.base import Map
+from howsmooth.maps import Attention, Map
 from howsmooth.search.ascent import Climb, ascend
 from howsmooth.search.families import check_layer, ranked
-from howsmooth.search.gradient import DENSE_SIZE, Function
-from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_width
-from howsmooth.solve import Options, solve_batch
+from howsmooth.search.gradient import DENSE_SIZE
+from howsmooth.search.sets import BallAround, Ellipsoid, TokenSet, check_width
+from howsmooth.solve import Function, Options, solve_batch
 from howsmooth.spectral import Estimate
-from howsmooth.theory.ball import ball_bounds
-from howsmooth.theory.bound import Bound, Bounds
+from howsmooth.theory import Bound, Bounds, ball_bounds
 
 _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the set's size
 
@@ -56,19 +54,16 @@ class WorstCase:
         """Plain numbers and strings, and the tokens as lists."""
         return {
             **self.estimate.to_dict(),
-            "status": self.status,
             "estimate_status": self.estimate.status,
-            "start": self.start,
-            "began": self.began,
-            "best_configuration": self.best_configuration,
+            **{
+                name: getattr(self, name)
+                for name in ("status", "start", "began", "best_configuration", "ratio", "note", "seed")
+            },
             "bound": None if self.bound is None else self.bound.id,
             "log_bound": None if self.bound is None else self.bound.log_value,
-            "ratio": self.ratio,
-            "note": self.note,
             "unimproved": list(self.unimproved),
             "trace": list(self.trace),
             "tokens": self.tokens.tolist(),
-            "seed": self.seed,
         }
 
     def __str__(self) -> str:
@@ -78,42 +73,27 @@ class WorstCase:
     __repr__ = __str__
 
 
-def worst_case(
-    attn: Function,
+def find_worst(
+    f: Function,
+    space: TokenSet,
     n: int | None = None,
-    radius: float | None = None,
     *,
-    within: TokenSet | None = None,
     steps: int | None = None,
     restarts: int | None = None,
     certify: float = 0.02,
     seed: int = 0,
 ) -> WorstCase:
-    """The largest local Lipschitz constant found over a set of inputs, with the input.
-
-    Starts from configurations of the layer's heads, the same shaken, and random points; climbs `L` by its own gradient from all
-    of them at once (`ascend`); certifies `L` at the best. It is a search: the constant over the set is at least `value`, and at
-    most `bound`.
-
-    attn: an attention layer, a composition of maps, or a function that treats a batch of inputs item by item.
-    n, radius: `n` tokens in the ball of that radius.  within: another set: `Ellipsoid(norm)` with `n`, or
-    `BallAround(x, radius)` alone.
-    steps, restarts: measurements of every start, and starts; by default 100 and 32 where `n·d ≤ 256`, fewer above.
-
-    >>> result = worst_case(Attention.from_matrices(-torch.eye(1), torch.eye(1)), n=4, radius=1.0, steps=20)
-    >>> print(f"{result.value:.3f}, {result.ratio:.2f} of {result.bound.id}")
-    2.208, 0.58 of B7
-    """
-    space, n, d = _where(attn, n, radius, within)
+    """The worst sequence of `n` tokens found in a set; the search behind `howsmooth.worst_case`, which says what is what."""
+    n, d = _shape(f, space, n)
     steps, restarts = _budget(n * d, steps, restarts)
     random = torch.Generator().manual_seed(_whole(seed, "seed", 0))
-    z, labels, designed = _starts(attn, space, n, d, restarts, random)
-    dtype = torch.float64 if n * d <= DENSE_SIZE else _precision(attn)
-    climb = ascend(attn, space, z.to(dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
+    z, labels, designed = _starts(f, space, n, d, restarts, random)
+    dtype = torch.float64 if n * d <= DENSE_SIZE else _precision(f)
+    climb = ascend(f, space, z.to(dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
     best = int(climb.value.argmax())
     tokens = space.tokens(climb.z[best : best + 1])[0].detach()
-    estimate = solve_batch(attn, tokens[None], Options(certify=certify, seed=seed))[0][0]
-    bound = Bounds(tuple(ball_bounds(attn, n, space.reach)), "over the set").upper if isinstance(attn, Attention) else None
+    estimate = solve_batch(f, tokens[None], Options(certify=certify, seed=seed))[0][0]
+    bound = Bounds(tuple(ball_bounds(f, n, space.reach)), "over the set").upper if isinstance(f, Attention) else None
     ratio = None
     if bound is not None and bound.log_value is not None and estimate.value > 0:
         ratio = math.exp(min(math.log(estimate.value) - bound.log_value, 700.0))
@@ -134,38 +114,29 @@ def worst_case(
     )
 
 
-def _where(attn: Function, n: int | None, radius: float | None, within: TokenSet | None) -> tuple[TokenSet, int, int]:
-    """The set, the number of tokens and their width."""
-    if (radius is None) == (within is None):
-        raise BadInputError("expected either radius or within, got both or neither; radius=4.0 asks for the ball of radius 4")
-    space = Ball(radius) if radius is not None else within
-    if not isinstance(space, TokenSet):
-        raise BadInputError(
-            f"expected a Ball, Ellipsoid or BallAround, got {type(space).__name__}; they are in howsmooth.search.sets"
-        )
+def _shape(f: Function, space: TokenSet, n: int | None) -> tuple[int, int]:
+    """The number of tokens and their width."""
     if isinstance(space, BallAround):
         if n not in (None, len(space.x)):
             raise BadInputError(f"expected n = {len(space.x)} like the input to search around, got {n}; leave n out")
         n, d = space.x.shape
-    elif isinstance(attn, Map):
-        d = attn.width
     elif isinstance(space, Ellipsoid):
         d = space.norm.width
+    elif isinstance(f, Map):
+        d = f.width
     else:
         raise BadInputError(
             "expected a map of the package for a ball, got a function; search within=BallAround(x, radius) instead"
         )
-    if n is None or isinstance(n, bool) or not isinstance(n, int) or n < 1:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
-    if isinstance(attn, Map):
-        check_width(d, attn.width)
-        if isinstance(space, Ellipsoid):
-            check_width(space.norm.width, attn.width)
-    elif not callable(attn):
-        raise BadInputError(f"expected a map or a function of one tensor, got {type(attn).__name__}; pass a callable")
-    if isinstance(attn, Attention):
-        check_layer(attn, n)
-    return space, n, d
+    if isinstance(f, Map):
+        check_width(d, f.width)
+    elif not callable(f):
+        raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
+    if isinstance(f, Attention):
+        check_layer(f, n)
+    return n, d
 
 
 def _budget(size: int, steps: int | None, restarts: int | None) -> tuple[int, int]:
@@ -181,17 +152,17 @@ def _whole(value: int, what: str, least: int) -> int:
 
 
 def _starts(
-    attn: Function, space: TokenSet, n: int, d: int, restarts: int, random: torch.Generator
+    f: Function, space: TokenSet, n: int, d: int, restarts: int, random: torch.Generator
 ) -> tuple[Float[Tensor, "starts n d"], list[str], int]:
     """Coordinates to start from, what each is, and how many are configurations."""
     if isinstance(space, BallAround):
         z = torch.cat([space.x.detach().double()[None], space.sample(restarts - 1, n, d, random)])
         return z, ["the input itself"] + [f"random start {i}" for i in range(restarts - 1)], 0
     designed, labels = torch.empty(0, n, d, dtype=torch.float64), []
-    if isinstance(attn, Attention):
-        found = ranked(attn, n, space)[: max(restarts // 4, min(4, restarts))]
-        designed = torch.stack([c.place(n) for c in found]).cpu()
-        labels = [str(c) for c in found]
+    if isinstance(f, Attention):
+        candidates = ranked(f, n, space)[: max(restarts // 4, min(4, restarts))]
+        designed = torch.stack([c.place(n) for c in candidates]).cpu()
+        labels = [str(c) for c in candidates]
     shaken = designed[: max(0, restarts - 2 * len(designed))]
     noise = torch.randn(shaken.shape, generator=random, dtype=torch.float64) * (_SHAKE * space.size / d**0.5)
     rest = max(0, restarts - len(designed) - len(shaken))

@@ -1,5 +1,8 @@
 """Questions turned into rows and numbers."""
 
+from howsmooth.study.fit import GrowthFit, fit_growth
 from howsmooth.study.lengths import Growth, growth
+from howsmooth.study.reader import alice, read_text
+from howsmooth.study.words import WAYS, TokenAttack, attack_tokens
 
-__all__ = ["Growth", "growth"]
+__all__ = ["WAYS", "Growth", "GrowthFit", "TokenAttack", "alice", "attack_tokens", "fit_growth", "growth", "read_text"]

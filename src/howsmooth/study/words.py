@@ -6,7 +6,6 @@ for all words and places at once: `|J_i Δ|² = E ⟨J_iᵀu, Δ⟩²` for Gauss
 the model.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from howsmooth.models.trace import evaluating, first_tensor
 Goal = Literal["output", "constant"]
 WAYS = ("nearest embedding", "gradient", "duplicate")
 
+_BEGINS = ("Ġ", "▁")  # how vocabularies mark the beginning of a word: byte-level BPE, and SentencePiece
 _SKETCH = 12  # random output directions
 _BATCH = 32  # sequences scored together
 _REFINEMENTS = 2  # gradients taken at a changed sentence, for each word
@@ -72,19 +72,13 @@ class TokenAttack:
         return self.score > self.random_best
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "way": self.way,
-            "goal": self.goal,
+        edit = {
             "changes": [str(c) for c in self.changes],
             "positions": [c.position for c in self.changes],
             "ids": list(self.ids),
-            "score": self.score,
-            "scored": self.scored,
-            "random_mean": self.random_mean,
-            "random_best": self.random_best,
-            "wins": self.wins,
-            "note": self.note,
         }
+        names = ("way", "goal", "score", "scored", "random_mean", "random_best", "wins", "note")
+        return {name: getattr(self, name) for name in names} | edit
 
 
 def attack_tokens(
@@ -115,14 +109,12 @@ def attack_tokens(
     _check(model, window, layer, map, words, goal, ways, scored)
     run = _Runner(model, window, layer, map, goal)
     choice = _Choice.of(model, window, run.table, forbid, whole_words)
-    found = []
+    rows = []
     for way in ways:
-        random = torch.Generator().manual_seed(seed)
-        if way == "duplicate":
-            found.append(_duplicate(run, choice, words, random))
-        else:
-            found.append(_substitute(run, choice, words, scored, way, random))
-    return tuple(found)
+        random = torch.Generator().manual_seed(seed)  # a way's answer does not depend on those before it
+        args = (run, choice, words, random)
+        rows.append(_duplicate(*args) if way == "duplicate" else _substitute(*args, scored, way))
+    return tuple(rows)
 
 
 @final
@@ -144,13 +136,13 @@ class _Choice:
             raise BadInputError(
                 "expected a token that may be replaced, got special tokens and parts of words only; whole_words=False"
             )
-        marked = any(str(t).startswith(("Ġ", "▁")) for t in tokens)
-        words = [_plain(t) for t in tokens]
-        good = [w.isalpha() and (not whole or _begins(str(t), marked)) for t, w in zip(tokens, words, strict=True)]
+        words, banned = [_plain(t) for t in tokens], {w.lower() for w in forbid}
+        begins = [str(t).startswith(_BEGINS) for t in tokens]  # a word, in a vocabulary that marks those that do
+        if not any(begins):
+            begins = [not str(t).startswith("##") for t in tokens]
+        good = [w.isalpha() and w.lower() not in banned and (b or not whole) for w, b in zip(words, begins, strict=True)]
         allowed = torch.tensor(good, device=table.device)
         allowed[[i for i in tokenizer.all_special_ids if i < size]] = False
-        banned = {w.lower() for w in forbid}
-        allowed &= torch.tensor([w.lower() not in banned for w in words], device=table.device)
         if not bool(allowed.any()):
             raise BadInputError(f"expected words to substitute, got {len(banned)} forbidden ones that leave none; forbid fewer")
         return cls(window, places, allowed, lambda i: words[i])
@@ -160,43 +152,37 @@ class _Runner:
     """The model at many edits of one window."""
 
     def __init__(self, model: Model, window: Window, layer: int | None, map: MapName, goal: Goal):
-        self.model, self.module, self.window = model, model.module, window
+        self.model, self.module, self.layer = model, model.module, 0 if layer is None else layer
         self.map: MapName = map
         self.goal: Goal = goal
-        self.layer = 0 if layer is None else layer
         captured = model.capture(ids=window)
         if not 0 <= self.layer < captured.num_layers:
             raise BadInputError(f"expected a layer from 0 to {captured.num_layers - 1}, got {layer}; {model.name} has no other")
-        found = captured.trace.layers[self.layer]
-        inside = found.projection if found.projection is not None else found.module
-        self.spot = None if layer is None else inside if map == "attention" else found.block.module
+        traced = captured.trace.layers[self.layer]
+        self.entry = traced.module if map == "attention" else traced.block.module
+        inside = traced.projection if map == "attention" and traced.projection is not None else self.entry
+        self.exit = None if layer is None else inside
         embedding = getattr(self.module, "get_input_embeddings", lambda: None)()
-        if not isinstance(embedding, nn.Module) or not isinstance(getattr(embedding, "weight", None), Tensor):
+        weight = getattr(embedding, "weight", None)
+        if not isinstance(embedding, nn.Module) or not isinstance(weight, Tensor):
             raise BadInputError(
                 f"expected a model with token embeddings, got {type(self.module).__name__}; attack its features instead"
             )
-        self.embedding = embedding
+        self.embedding, self.table = embedding, weight.detach()  # (vocabulary, d)
         self.ids = torch.tensor(window.ids, device=self.table.device)
         self.base = self.outputs(self.ids[None])[0]
         self.constant = self._constant(captured) if goal == "constant" else 0.0
         if goal == "output" and not float(self.base.norm()) > 0:
             raise BadInputError("expected an output that is not zero, got zeros; pick another layer")
 
-    @property
-    def table(self) -> Float[Tensor, "vocabulary d"]:
-        return self.embedding.weight.detach()  # type: ignore[union-attr]
-
     def outputs(self, ids: Int[Tensor, "batch n"], hook: Callable[..., Any] | None = None) -> Float[Tensor, "batch n d"]:
         """What leaves the layer, or the model."""
         seen: list[Tensor] = []
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.module))
-            if self.spot is not None:
-                stack.enter_context(self.spot.register_forward_hook(lambda m, a, out: seen.append(first_tensor(out))))
-            if hook is not None:
-                stack.enter_context(self.embedding.register_forward_hook(hook))
-            else:
-                stack.enter_context(torch.no_grad())
+            if self.exit is not None:
+                stack.enter_context(self.exit.register_forward_hook(lambda m, a, out: seen.append(first_tensor(out))))
+            stack.enter_context(torch.no_grad() if hook is None else self.embedding.register_forward_hook(hook))
             out = first_tensor(self.module(input_ids=ids))
         y = seen[0] if seen else out
         return y.reshape(len(ids), -1, y.shape[-1])
@@ -208,13 +194,13 @@ class _Runner:
         """
         if self.goal == "constant":
             return torch.tensor([self._constant(self.model.capture(ids=e)) / self.constant for e in edits])
-        found = []
+        moved = []
         for start in range(0, len(edits), _BATCH):
             y = self.outputs(edits[start : start + _BATCH])
             if keep is not None:
                 y = torch.stack([item[k] for item, k in zip(y, keep[start : start + _BATCH], strict=True)])
-            found.append((y - self.base).flatten(1).norm(dim=-1))
-        return torch.cat(found).cpu() / self.base.norm().cpu()
+            moved.append((y - self.base).flatten(1).norm(dim=-1))
+        return torch.cat(moved).cpu() / self.base.norm().cpu()
 
     def _constant(self, captured: Capture) -> float:
         return captured.measure(self.layer, self.map, tol=1e-2).value
@@ -232,10 +218,8 @@ class _Runner:
                 target, probes = self._constant_slope(ids, hook)
             else:
                 target = self.outputs(ids[None], hook)
-                if random is None:
-                    probes = (target - self.base).detach()[None]
-                else:
-                    probes = torch.randn(_SKETCH, *target.shape, generator=random).to(target)
+                change = (target - self.base).detach()[None]
+                probes = change if random is None else torch.randn(_SKETCH, *target.shape, generator=random).to(target)
             return torch.stack([torch.autograd.grad(target, held[0], u, retain_graph=True)[0][0] for u in probes])
 
     def _constant_slope(self, ids: Tensor, hook: Callable[..., Any]) -> tuple[Tensor, Tensor]:
@@ -250,18 +234,16 @@ class _Runner:
         ahead, behind = (cut.linearize((x + s * h * v)[None])[1].vjp(u)[0] for s in (1.0, -1.0))
         g = (ahead - behind) / (2 * h)
         held: list[Tensor] = []
-        found = captured.trace.layers[self.layer]
-        start = found.module if self.map == "attention" else found.block.module
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             held.append(next(t for t in (kwargs.get("hidden_states"), *args) if isinstance(t, Tensor)))
 
-        with start.register_forward_pre_hook(before, with_kwargs=True):
+        with self.entry.register_forward_pre_hook(before, with_kwargs=True):
             self.outputs(ids[None], hook)
         return held[0], g.reshape(1, *held[0].shape).to(held[0])
 
 
-def _substitute(run: _Runner, choice: _Choice, words: int, scored: int, way: str, random: torch.Generator) -> TokenAttack:
+def _substitute(run: _Runner, choice: _Choice, words: int, random: torch.Generator, scored: int, way: str) -> TokenAttack:
     """Word after word: candidates by first order at what has been changed so far, the best by exact score."""
     ids, spent, best, note = run.ids.clone(), 0, 1.0 if run.goal == "constant" else 0.0, ""
     places = list(choice.places)
@@ -280,8 +262,6 @@ def _substitute(run: _Runner, choice: _Choice, words: int, scored: int, way: str
             best, ids, more = _refined(run, choice, edits, scores, scored - share)
             spent += more
         places = [i for i in places if int(ids[i]) == int(run.ids[i])]
-        if not places:
-            break
     changed = [i for i in choice.places if int(ids[i]) != int(run.ids[i])]
     if not changed:
         note = f"no substitution {'raised the constant' if run.goal == 'constant' else 'moved the output'}"
@@ -329,10 +309,10 @@ def _refined(run: _Runner, choice: _Choice, edits: Tensor, scores: Tensor, count
             if not fresh:
                 break
             tried |= {tuple(e.tolist()) for e in fresh}
-            found = run.scores(torch.stack(fresh))
+            again = run.scores(torch.stack(fresh))
             spent += len(fresh)
-            if float(found.max()) > mine:
-                mine, ids = float(found.max()), fresh[int(found.argmax())]
+            if float(again.max()) > mine:
+                mine, ids = float(again.max()), fresh[int(again.argmax())]
         if mine > best:
             best, winner = mine, ids
     return best, winner, spent
@@ -350,16 +330,15 @@ def _near_attack(
     weight = direction.norm(dim=-1)
     order = sorted(places, key=lambda i: -float(weight[i]))[: max(1, count // (2 * len(_STRIDES)))]
     typical = float((table[::97] - table[ids[order[0]]]).norm(dim=-1).median())
-    found: list[tuple[int, int]] = []
+    swaps: dict[tuple[int, int], None] = {}
     for i in order:
         unit = direction[i] / weight[i].clamp_min(torch.finfo(weight.dtype).tiny)
-        for stride in _STRIDES:
-            for sign in (1.0, -1.0):
-                target = table[ids[i]] + sign * stride * typical * unit
-                far = torch.cdist(target[None], table)[0].masked_fill(~choice.allowed, torch.inf)
-                far[[int(ids[i]), int(run.ids[i])]] = torch.inf
-                found.append((i, int(far.argmin())))
-    return _edits(ids, list(dict.fromkeys(found))[:count])
+        for stride in (sign * stride for stride in _STRIDES for sign in (1.0, -1.0)):
+            far = torch.cdist((table[ids[i]] + stride * typical * unit)[None], table)[0]
+            far = far.masked_fill(~choice.allowed, torch.inf)
+            far[[int(ids[i]), int(run.ids[i])]] = torch.inf
+            swaps[i, int(far.argmin())] = None
+    return _edits(ids, list(swaps)[:count])
 
 
 def _duplicate(run: _Runner, choice: _Choice, words: int, random: torch.Generator) -> TokenAttack:
@@ -415,28 +394,17 @@ def _edits(ids: Tensor, swaps: list[tuple[int, int]]) -> Int[Tensor, "edits n"]:
     return edits
 
 
-@functools.cache
 def _plain(token: str | None) -> str:
     """A vocabulary entry as it reads."""
     return str(token).removeprefix("##").removeprefix("Ġ").removeprefix("▁").strip()
 
 
-def _begins(token: str, marked: bool) -> bool:
-    """Whether a vocabulary entry begins a word; `marked` where the vocabulary marks those that do."""
-    return token.startswith(("Ġ", "▁")) if marked else not token.startswith("##")
-
-
 def _is_word(window: Window, i: int) -> bool:
-    """A token that is a whole word of letters."""
-    piece, pieces = window.pieces[i], window.pieces
-    before = i == 0 or pieces[i - 1].special or bool(piece.gap) or not _joins(pieces[i - 1].text[-1:])
-    after = i + 1 == len(pieces) or pieces[i + 1].special or bool(pieces[i + 1].gap) or not _joins(pieces[i + 1].text[:1])
-    return piece.text.strip().isalpha() and before and after
-
-
-def _joins(letter: str) -> bool:
-    """Whether a character beside a word makes it part of a longer one."""
-    return letter.isalnum() or (letter != "" and letter in "'’-_")
+    """A token that is a whole word of letters: neither neighbour touches it with a character that makes a longer word."""
+    piece, last = window.pieces[i], len(window.pieces) - 1
+    before = "" if i == 0 or window.pieces[i - 1].special or piece.gap else window.pieces[i - 1].text[-1:]
+    after = "" if i == last or window.pieces[i + 1].special or window.pieces[i + 1].gap else window.pieces[i + 1].text[:1]
+    return piece.text.strip().isalpha() and not any(c.isalnum() or c in "'’-_" for c in before + after)
 
 
 def _check(

@@ -2,8 +2,10 @@
 
 from howsmooth.theory.ball import ball_bounds
 from howsmooth.theory.bound import Bound, Bounds
+from howsmooth.theory.constants import constants as constants_of
 from howsmooth.theory.constants import norm_radius
+from howsmooth.theory.ours import tokens as sqrt_bound
 from howsmooth.theory.point import point_bounds
 from howsmooth.theory.splitting import Splitting
 
-__all__ = ["Bound", "Bounds", "Splitting", "ball_bounds", "norm_radius", "point_bounds"]
+__all__ = ["Bound", "Bounds", "Splitting", "ball_bounds", "constants_of", "norm_radius", "point_bounds", "sqrt_bound"]

@@ -8,10 +8,8 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.models import Model
-from howsmooth.models.tokens import Window
-from howsmooth.paper.robustness import Robustness, robustness, spearman
-from howsmooth.study.words import WAYS, attack_tokens
+from howsmooth.models import Model, Window
+from howsmooth.study import attack_tokens
 
 ALICE = Path(hs.__file__).parent / "data" / "alice.txt"
 
@@ -108,43 +106,3 @@ def test_refusals(model, windows):
         attack_tokens(hs.load(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)), window)
     with pytest.raises(BadInputError, match="padding"):
         attack_tokens(model, Window(window.ids, window.pieces, (False,) * len(window)))
-
-
-@pytest.fixture(scope="module")
-def found(model, windows) -> Robustness:
-    return robustness(model, windows[:1], layers=[0, 3, 5], budgets=[1e-4, 0.1], steps=6, ways=WAYS[1:2], scored=4)
-
-
-def test_robustness(found):
-    assert [case.layer for case in found.cases] == [0, 3, 5]
-    for case in found.cases:
-        small = [row for row in case.attacks if row.epsilon == pytest.approx(1e-4 * case.length)]
-        shares = {row.method: row.share or 0.0 for row in small}
-        assert shares["singular"] >= 0.98
-        assert shares["splitting"] >= 0.98
-        assert max(shares.values()) <= 1.01
-        assert not [row.note for row in case.attacks if "twice" in row.note]
-    assert found.correlations["singular"][1e-4] == 1.0
-    assert found.guided_wins[0.1][1] > 0.95
-    assert set(found.word_wins) == {"gradient"}
-    assert found.to_dict()["cases"][0]["words"]
-
-
-def test_robustness_refuses(model, windows):
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"budgets": [0.0]}, "between 0 and 10"),
-        ({"budgets": []}, "between 0 and 10"),
-        ({"words": -1}, "whole number of words"),
-    ]
-    for options, sentence in refused:
-        with pytest.raises(BadInputError, match=sentence):
-            robustness(model, windows, **options)
-    with pytest.raises(BadInputError, match="window of text"):
-        robustness(model, [])
-
-
-def test_ranks():
-    assert spearman([1.0, 2.0, 2.0, 4.0], [1.0, 2.0, 2.0, 4.0]) == 1.0
-    assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == -1.0
-    assert spearman([1.0, 1.0, 1.0], [3.0, 2.0, 1.0]) is None
-    assert spearman([1.0], [1.0]) is None

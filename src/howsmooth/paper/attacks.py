@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
 
 from howsmooth.errors import BadInputError
-from howsmooth.models.cut import MapName
-from howsmooth.models.model import Model
-from howsmooth.models.tokens import Window
-from howsmooth.search.attacks import METHODS, Attacks, attack
-from howsmooth.study.words import TokenAttack, attack_tokens
+from howsmooth.models import MapName, Model, Window
+from howsmooth.paper.drawing import check_figure, new_figure, save_figure
+from howsmooth.report import COLOURS
+from howsmooth.search import METHODS, Attacks, attack
+from howsmooth.study import TokenAttack, attack_tokens
 
 GUIDED, BASELINE = "relinearised", "projected gradient"
 
@@ -30,6 +31,10 @@ class Case:
     @property
     def constant(self) -> float:
         return self.attacks.estimate.value
+
+    def to_dict(self) -> dict[str, Any]:
+        place = {"window": self.window, "layer": self.layer, "length": self.length}
+        return place | self.attacks.to_dict() | {"words": [row.to_dict() for row in self.words]}
 
 
 @final
@@ -51,11 +56,8 @@ class Robustness:
     def gains(self, method: str, budget: float) -> list[float]:
         """Gains of a method, case by case; zero where there is none."""
         index = self.budgets.index(budget)
-        found = []
-        for case in self.cases:
-            rows = [row for row in case.attacks if row.method == method]
-            found.append((rows[index].gain or 0.0) if rows else 0.0)
-        return found
+        rows = [[row for row in case.attacks if row.method == method] for case in self.cases]
+        return [(part[index].gain or 0.0) if part else 0.0 for part in rows]
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -68,22 +70,21 @@ class Robustness:
 
     @property
     def guided_wins(self) -> dict[float, tuple[float, float]]:
-        found = {}
+        wins = {}
         for budget in self.budgets if {GUIDED, BASELINE} <= set(self.methods) else ():
             pairs = [(a, b) for a, b in zip(self.gains(GUIDED, budget), self.gains(BASELINE, budget), strict=True) if b > 0]
             if pairs:
-                found[budget] = (_mean([float(a > b) for a, b in pairs]), _mean([a / b for a, b in pairs]))
-        return found
+                wins[budget] = (_mean([float(a > b) for a, b in pairs]), _mean([a / b for a, b in pairs]))
+        return wins
 
     @property
     def word_wins(self) -> dict[str, tuple[float, float]]:
-        found: dict[str, list[TokenAttack]] = {}
-        for case in self.cases:
-            for row in case.words:
-                found.setdefault(row.way, []).append(row)
+        edits: dict[str, list[TokenAttack]] = {}
+        for row in (row for case in self.cases for row in case.words):
+            edits.setdefault(row.way, []).append(row)
         return {
             way: (_mean([float(r.score > r.random_mean) for r in rows]), _mean([float(r.wins) for r in rows]))
-            for way, rows in found.items()
+            for way, rows in edits.items()
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,16 +95,7 @@ class Robustness:
             "correlations": {m: {str(b): r for b, r in row.items()} for m, row in self.correlations.items()},
             "guided_wins": {str(b): list(v) for b, v in self.guided_wins.items()},
             "word_wins": {way: list(v) for way, v in self.word_wins.items()},
-            "cases": [
-                {
-                    "window": case.window,
-                    "layer": case.layer,
-                    "length": case.length,
-                    **case.attacks.to_dict(),
-                    "words": [row.to_dict() for row in case.words],
-                }
-                for case in self.cases
-            ],
+            "cases": [case.to_dict() for case in self.cases],
         }
 
 
@@ -134,7 +126,7 @@ def robustness(
         raise BadInputError(f"expected budgets between 0 and 10 times the input's length, got {list(budgets)}; 0.03 is 3 %")
     if isinstance(words, bool) or not isinstance(words, int) or words < 0:
         raise BadInputError(f"expected a whole number of words, 0 for none, got {words!r}; correct it")
-    cases, done = [], 0
+    cases = []
     for w, window in enumerate(windows):
         captured = model.capture(ids=window)
         chosen = range(captured.num_layers) if layers is None else layers
@@ -143,17 +135,56 @@ def robustness(
             x = cut.start
             length = float(x.double().norm())
             twice = model.capture(ids=[i for i in window.ids for _ in "ab"]).map(layer, map) if "splitting" in methods else None
-            found = attack(cut, x, [b * length for b in budgets], methods=methods, steps=steps, doubled=twice, seed=seed)
+            attacks = attack(cut, x, [b * length for b in budgets], methods=methods, steps=steps, doubled=twice, seed=seed)
             edits: tuple[TokenAttack, ...] = ()
             if words and map in ("attention", "block"):
                 edits = attack_tokens(
                     model, window, layer=layer, map=map, words=words, ways=ways, scored=scored, forbid=forbid, seed=seed
                 )
-            cases.append(Case(w, layer, length, found, edits))
-            done += 1
+            cases.append(Case(w, layer, length, attacks, edits))
             if progress is not None:
-                progress(done, len(windows) * len(chosen))
+                progress(len(cases), len(windows) * len(chosen))
     return Robustness(model.name, map, tuple(float(b) for b in budgets), tuple(cases))
+
+
+def draw_attacks(path: Path, attacks: Attacks) -> Path:
+    """Gain of every attack against its budget, as a share of `L`."""
+    check_figure(path)
+    figure = new_figure(4.2, 3.8)
+    axes = figure.subplots()
+    constant = attacks.estimate.value
+    for k, method in enumerate(dict.fromkeys(row.method for row in attacks)):
+        points = [(row.epsilon, row.gain / constant) for row in attacks if row.method == method and row.gain is not None]
+        if points and constant > 0:
+            axes.plot(*zip(*sorted(points), strict=True), "o-", ms=3, lw=1.4, color=COLOURS[k], label=method)
+    axes.axhline(1.0, color="0.6", lw=0.8)
+    axes.set(xscale="log", xlabel="budget ε", ylabel="gain / L", title=f"Attacks at L = {constant:.4g}")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7)
+    return save_figure(figure, path)
+
+
+def draw_robustness(path: Path, results: Robustness) -> Path:
+    """For every budget, gains by layer (the mean over windows) beside the constant."""
+    check_figure(path)
+    figure = new_figure(4.2 * len(results.budgets), 3.8)
+    panels = figure.subplots(1, len(results.budgets), squeeze=False)[0]
+    layers = sorted({case.layer for case in results.cases})
+
+    def by_layer(values: list[float]) -> list[float]:
+        pairs = list(zip((case.layer for case in results.cases), values, strict=True))
+        return [_mean([v for at, v in pairs if at == i]) for i in layers]
+
+    constants = by_layer([case.constant for case in results.cases])
+    for axes, budget in zip(panels, results.budgets, strict=True):
+        axes.plot(layers, constants, "k--", lw=1.2, label="L")
+        for k, method in enumerate(results.methods):
+            axes.plot(layers, by_layer(results.gains(method, budget)), "o-", ms=3, lw=1.4, color=COLOURS[k], label=method)
+        axes.set(xlabel="layer", ylabel="gain", title=f"budget {budget:g} of the input")
+        axes.set_xticks(layers)
+        axes.set_ylim(bottom=0)
+    panels[0].legend(fontsize=7)
+    return save_figure(figure, path)
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:

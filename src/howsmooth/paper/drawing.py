@@ -1,0 +1,59 @@
+"""What the figures of all experiments share: where they go, and the table beside them."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from howsmooth.errors import BadInputError
+from howsmooth.run import writing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure, in inches; it belongs to no window."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def check_figure(path: Path) -> None:
+    """Refuse a name that no figure can have."""
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise BadInputError(f"expected a figure named .png, .pdf or .svg, got {path.name}; change its ending")
+
+
+def save_figure(figure: "Figure", path: Path) -> Path:
+    """Whole or not at all."""
+    with writing(path) as part:
+        figure.savefig(part, dpi=160)
+    return path
+
+
+def save_both(figure: "Figure", stem: Path) -> list[Path]:
+    """As PNG and PDF."""
+    return [save_figure(figure, stem.with_suffix(ending)) for ending in (".png", ".pdf")]
+
+
+def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Rows as CSV, whole or not at all."""
+    with writing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def make_folder(path: Path) -> Path:
+    """The folder, made if it is not there."""
+    if path.exists() and not path.is_dir():
+        raise BadInputError(f"expected a folder for the results, got the file {path}; choose another --out")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(
+            f"expected a folder that can be made, got {path} ({error.strerror}); choose another --out"
+        ) from None
+    return path
