@@ -23,12 +23,13 @@ from howsmooth.kernels import SoftmaxAttention, attention_and_kernel
 from howsmooth.kernels.base import Precision
 from howsmooth.maps import AutodiffJacobian, Operator, inner
 from howsmooth.maps.base import Map
-from howsmooth.models.intercept import Call, Intercept, implementation
+from howsmooth.models.intercept import IMPLEMENTATION, Call, Intercept, implementation
 from howsmooth.models.precision import KeepDouble
 from howsmooth.models.trace import (
     Invocation,
     Layer,
     Trace,
+    Watch,
     evaluating,
     find_hidden,
     first_tensor,
@@ -174,7 +175,7 @@ class Cut(Map):
             kernels.append(kernel)
             return out
 
-        intercept = Intercept(on_call, lambda: None, dict(self.trace.masks))
+        intercept = Intercept(on_call, dict(self.trace.masks))
         span = self.span
         root = span.root
         convert = _converter(self.work, set(intercept.masks))
@@ -189,6 +190,8 @@ class Cut(Map):
                 stack.enter_context(implementation(self.owner, self.code))
             if self.kernels:
                 stack.enter_context(intercept.active())
+                if self.code != IMPLEMENTATION:  # calls that do not come through the library's interface
+                    stack.enter_context(Watch())
             if self.work == torch.float64:
                 stack.enter_context(KeepDouble())
             for module in root.module.modules():

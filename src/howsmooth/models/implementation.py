@@ -63,4 +63,4 @@ def register() -> None:
     torch.Size([1, 4, 8])
     """
     intercept.announce()
-    intercept.stand_in(Intercept(on_call=_attend, on_softmax=lambda: None, masks=_Recent(), refuse=_refuse))
+    intercept.stand_in(Intercept(on_call=_attend, masks=_Recent(), refuse=_refuse))

@@ -6,7 +6,7 @@ Within `Intercept`, whoever calls the attention interface (with the implementati
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,15 +14,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels import Mask, Scores
 from howsmooth.models import masks
 
 IMPLEMENTATION = "howsmooth"
-_TORCH_ATTENTION = torch.nn.functional.scaled_dot_product_attention
-_SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
 
 
 class UncuttableError(HowSmoothError):
@@ -46,13 +43,11 @@ Listener = Callable[[Call], Tensor]
 class Intercept:
     """What answers attention calls while it is active.
 
-    on_call: answers a call with its output, (batch, heads, n, d_v).  on_softmax: hears of every softmax over a square of
-    logits that the model's own code takes.  masks: what each mask handed out stands for, by the storage that carries it.
-    refuse: the error for a call that the kernels do not express.
+    on_call: answers a call with its output, (batch, heads, n, d_v).  masks: what each mask handed out stands for, by the
+    storage that carries it.  refuse: the error for a call that the kernels do not express.
     """
 
     on_call: Listener
-    on_softmax: Callable[[], None]
     masks: dict[int, tuple[Tensor, Mask]] = field(default_factory=dict)
     refuse: Callable[[str], HowSmoothError] = UncuttableError
 
@@ -60,9 +55,7 @@ class Intercept:
     def active(self) -> Iterator[None]:
         token = _ACTIVE.set(self)
         try:
-            with ExitStack() as stack:
-                stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _torch_attention))
-                stack.enter_context(_Watch(self))
+            with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", torch_attention):
                 yield
         finally:
             _ACTIVE.reset(token)
@@ -116,24 +109,7 @@ def _storage(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
-class _Watch(TorchFunctionMode):
-    """Catches names bound before we came, and hears softmax."""
-
-    def __init__(self, intercept: Intercept):
-        super().__init__()
-        self._intercept = intercept
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is _TORCH_ATTENTION:
-            return _torch_attention(*args, **kwargs)
-        out = func(*args, **kwargs)
-        if func in _SOFTMAX and out.ndim in (3, 4) and out.shape[-1] - out.shape[-2] in (0, 1):  # one more: a learned sink
-            self._intercept.on_softmax()
-        return out
-
-
-def _torch_attention(
+def torch_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

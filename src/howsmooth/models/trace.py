@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, attention
-from howsmooth.models.intercept import Call, Intercept
+from howsmooth.models.intercept import Call, Intercept, torch_attention
 
+_TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
+_SOFTMAX = (torch.softmax, Tensor.softmax, nn.functional.softmax)
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _OTHER_SIDE = ("key_value_states", "encoder_hidden_states")
 
@@ -148,6 +151,27 @@ def without_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return args, kwargs
 
 
+class Watch(TorchFunctionMode):
+    """Catches names of torch's attention that were bound before it was patched, and hears softmax.
+
+    on_softmax: told of every softmax over a square of logits that the model's own code takes.
+    """
+
+    def __init__(self, on_softmax: Callable[[], None] | None = None):
+        super().__init__()
+        self._on_softmax = on_softmax
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _TORCH_ATTENTION:
+            return torch_attention(*args, **kwargs)
+        out = func(*args, **kwargs)
+        # one key more than queries: a learned sink
+        if func in _SOFTMAX and self._on_softmax and out.ndim in (3, 4) and out.shape[-1] - out.shape[-2] in (0, 1):
+            self._on_softmax()
+        return out
+
+
 @torch.no_grad()
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Run `model(*args, **kwargs)` and write down every self-attention layer, in the order they ran."""
@@ -167,13 +191,14 @@ class _Tracer:
         self.counts: Counter[nn.Module] = Counter()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-        intercept = Intercept(self._on_call, self._on_softmax)
+        intercept = Intercept(self._on_call)
         with ExitStack() as stack:
             for module in self.names:
                 stack.enter_context(module.register_forward_pre_hook(self._before, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(self._after, with_kwargs=True))
             stack.enter_context(evaluating(self.model))
             stack.enter_context(intercept.active())
+            stack.enter_context(Watch(self._on_softmax))
             output = self.model(*args, **kwargs)
         hidden = find_hidden(args, kwargs)
         whole = Invocation(self.model, "", args, kwargs, torch.empty(0, 0) if hidden is None else hidden, 0)
@@ -215,7 +240,8 @@ class _Tracer:
     def _on_call(self, call: Call) -> Tensor:
         if call.q.shape[2] == call.k.shape[2]:
             self._note(call.q.shape[1], softcap=call.scores.softcap is not None, cut=True)
-        return attention(call.q, call.k, call.v, call.scores)
+        with torch._C.DisableTorchFunction():  # what the kernels do is not the model's
+            return attention(call.q, call.k, call.v, call.scores)
 
     def _on_softmax(self) -> None:
         self._note(0, softcap=False, cut=False)
