@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import final, overload
+from typing import TypedDict, Unpack, final, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate
 
 _LOCK_STEP = 512  # tokens of windows that are solved together; longer ones gain nothing from company
+
+
+class How(TypedDict, total=False):
+    """What `Capture.measure` takes by name."""
+
+    head: int | None
+    heads: bool
+    factor: float
+    closed: bool | None
+    tol: float
+    certify: float | None
+    seed: int
 
 
 @final
@@ -105,33 +117,9 @@ class Capture:
         return self.forms.of(self.sample, layer)
 
     @overload
-    def measure(
-        self,
-        layer: int,
-        map: MapName = ...,
-        *,
-        head: int | None = ...,
-        heads: bool = ...,
-        factor: float = ...,
-        closed: bool | None = ...,
-        tol: float = ...,
-        certify: float | None = ...,
-        seed: int = ...,
-    ) -> Measurement: ...
+    def measure(self, layer: int, map: MapName = ..., **how: Unpack[How]) -> Measurement: ...
     @overload
-    def measure(
-        self,
-        layer: Sequence[int] | None = ...,
-        map: MapName = ...,
-        *,
-        head: int | None = ...,
-        heads: bool = ...,
-        factor: float = ...,
-        closed: bool | None = ...,
-        tol: float = ...,
-        certify: float | None = ...,
-        seed: int = ...,
-    ) -> Measurements: ...
+    def measure(self, layer: Sequence[int] | None = ..., map: MapName = ..., **how: Unpack[How]) -> Measurements: ...
     def measure(
         self,
         layer: int | Sequence[int] | None = None,

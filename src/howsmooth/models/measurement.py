@@ -1,7 +1,7 @@
 """What a measurement of a model says, and many of them as a table."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, final, overload
 
 from torch import Tensor
@@ -121,29 +121,10 @@ class Measurement:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON; the direction is left out."""
-        return {
-            "model": self.model,
-            "layer": self.layer,
-            "module": self.module,
-            "map": self.map,
-            "head": self.head,
-            "n": self.n,
-            **self.estimate.to_dict(),
-            "radius_rms": self.radius_rms,
-            "radius_max": self.radius_max,
-            "logits": None if self.logits is None else list(self.logits),
-            "tokens": list(self.tokens),
-            "input_share": list(self.input_share),
-            "output_share": list(self.output_share),
-            "received": None if self.received is None else list(self.received),
-            "effective_inputs": self.effective_inputs,
-            "effective_outputs": self.effective_outputs,
-            "sink": self.sink,
-            "remark": self.remark,
-            "cut": self.cut,
-            "notes": list(self.notes),
-            "heads": [e.to_dict() for e in self.heads],
-        }
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("estimate", "heads")}
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
+        said = {name: getattr(self, name) for name in ("effective_inputs", "effective_outputs", "sink", "remark")}
+        return plain | self.estimate.to_dict() | said | {"heads": [e.to_dict() for e in self.heads]}
 
     def __str__(self) -> str:
         head = "" if self.head is None else f", head {self.head}"

@@ -129,40 +129,10 @@ class Model:
 
     @overload
     def measure(
-        self,
-        *,
-        layer: int,
-        map: MapName = ...,
-        head: int | None = ...,
-        heads: bool = ...,
-        tol: float = ...,
-        certify: float | None = ...,
-        seed: int = ...,
-        text: str | None = ...,
-        ids: Ids | None = ...,
-        inputs: Inputs | None = ...,
-        mask: Sequence[bool] | Tensor | None = ...,
-        n: int | None = ...,
-        **forward: Any,
+        self, *, layer: int, map: MapName = ..., text: str | None = ..., ids: Ids | None = ..., n: int | None = ..., **more: Any
     ) -> Measurement: ...
     @overload
-    def measure(
-        self,
-        *,
-        layer: Sequence[int] | None = ...,
-        map: MapName = ...,
-        head: int | None = ...,
-        heads: bool = ...,
-        tol: float = ...,
-        certify: float | None = ...,
-        seed: int = ...,
-        text: str | None = ...,
-        ids: Ids | None = ...,
-        inputs: Inputs | None = ...,
-        mask: Sequence[bool] | Tensor | None = ...,
-        n: int | None = ...,
-        **forward: Any,
-    ) -> Measurements: ...
+    def measure(self, *, layer: Sequence[int] | None = ..., map: MapName = ..., **more: Any) -> Measurements: ...
     def measure(
         self,
         *,
