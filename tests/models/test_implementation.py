@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
-from howsmooth.models import intercept
-from howsmooth.models.implementation import register
+from howsmooth.models import intercept, register
 from problems.layers import gaussian
 
 N, WIDTH = 11, 16
@@ -92,11 +91,4 @@ def test_masks_are_forgotten_in_the_end():
     model = pair("mistral")[1]
     for _ in range(50):
         model(torch.arange(5)[None], use_cache=False)
-    assert len(intercept._STAND_IN[0].masks) <= 64
-
-
-def test_unregistered(monkeypatch):
-    model = pair("llama")[1]
-    monkeypatch.setattr(intercept, "_STAND_IN", [])
-    with pytest.raises(BadInputError, match=r"call howsmooth\.models\.implementation\.register"):
-        model(torch.arange(5)[None], use_cache=False)
+    assert len(intercept._BY_ITSELF.masks) <= 64

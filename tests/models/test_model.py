@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.models import Model
-from howsmooth.models.precision import KeepDouble
 from howsmooth.models.tokens import Text
+from howsmooth.models.trace import KeepDouble
 from problems.zoo import GROUPED, PLAIN, TOKENS, VOCABULARY, ids, randomize
 
 ALICE = resources.files("howsmooth").joinpath("data/alice.txt").read_text("utf-8")[:4000]

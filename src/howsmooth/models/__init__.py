@@ -2,6 +2,7 @@
 
 from howsmooth.models.capture import Capture
 from howsmooth.models.cut import MAPS, Cut, MapName
+from howsmooth.models.intercept import register
 from howsmooth.models.loading import load
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model import Model
@@ -20,4 +21,5 @@ __all__ = [
     "Text",
     "Window",
     "load",
+    "register",
 ]

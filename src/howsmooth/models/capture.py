@@ -157,7 +157,10 @@ class Capture:
         for k in layers:
             for sample in self.samples:
                 sample.check(k, map, head)
-            measured += self._closed_layer(k, asked) if closed and map == "attention" else self._cut_layer(k, asked)
+            if closed and map == "attention":
+                measured += self._closed_layer(k, asked)
+            else:
+                measured += [self._of_cut(sample, k, asked) for sample in self.samples]
         return measured[0] if one else Measurements(tuple(measured))
 
     def _closed_layer(self, layer: int, asked: "_Asked") -> list[Measurement]:
@@ -174,9 +177,6 @@ class Capture:
                 else:
                     measured += self._of_closed(some, layer, attn, asked)
         return measured
-
-    def _cut_layer(self, layer: int, asked: "_Asked") -> list[Measurement]:
-        return [self._of_cut(sample, layer, asked) for sample in self.samples]
 
     def _of_cut(self, sample: Sample, layer: int, asked: "_Asked") -> Measurement:
         """Through the model's graph, the attention calls in it on the kernels."""

@@ -24,9 +24,9 @@ from howsmooth.kernels.base import Precision
 from howsmooth.maps import AutodiffJacobian, Operator, inner
 from howsmooth.maps.base import Map
 from howsmooth.models.intercept import IMPLEMENTATION, Call, Intercept, implementation
-from howsmooth.models.precision import KeepDouble
 from howsmooth.models.trace import (
     Invocation,
+    KeepDouble,
     Layer,
     Trace,
     Watch,

@@ -5,6 +5,7 @@ Within `Intercept`, whoever calls the attention interface (with the implementati
 """
 
 import importlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
-from howsmooth.kernels import Mask, Scores
+from howsmooth.kernels import Mask, Scores, attention
 from howsmooth.models import masks
 
 IMPLEMENTATION = "howsmooth"
+_REMEMBERED = 64  # masks handed out and not forgotten; a forward pass makes a few
 
 
 class UncuttableError(HowSmoothError):
@@ -83,22 +85,8 @@ class Intercept:
 _ACTIVE: ContextVar[Intercept] = ContextVar("intercept")
 
 
-_STAND_IN: list[Intercept] = []
-
-
-def stand_in(intercept: Intercept) -> None:
-    """What answers calls of the implementation `howsmooth` while no other is active."""
-    _STAND_IN[:] = [intercept]
-
-
 def _active() -> Intercept:
-    found = _ACTIVE.get(None) or next(iter(_STAND_IN), None)
-    if found is None:
-        raise BadInputError(
-            "expected a measurement around this call, got a model set to attn_implementation='howsmooth' by itself; "
-            "call howsmooth.models.implementation.register() first"
-        )
-    return found
+    return _ACTIVE.get(None) or _BY_ITSELF
 
 
 def _storage(t: Tensor) -> int:
@@ -213,8 +201,51 @@ def _library_mask(
     return _active().tag(mask, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
-def announce() -> None:
-    """Make the implementation `howsmooth` known to the library."""
+class _Recent(OrderedDict[int, tuple[Tensor, Mask]]):
+    """Remembers the last few entries."""
+
+    def __setitem__(self, key: int, value: tuple[Tensor, Mask]) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        while len(self) > _REMEMBERED:
+            self.popitem(last=False)
+
+
+def _refuse(reason: str) -> BadInputError:
+    return BadInputError(
+        f"expected attention over whole sequences with a fixed mask, got {reason}; "
+        "call model.eval() and pass use_cache=False, or take attn_implementation='eager'"
+    )
+
+
+# what answers calls of the implementation `howsmooth` while no other is active
+_BY_ITSELF = Intercept(lambda call: attention(call.q, call.k, call.v, call.scores), _Recent(), _refuse)
+
+
+def register() -> None:
+    """Make `attn_implementation="howsmooth"` known to transformers.
+
+    Every model of the library that asks for it by name runs on the kernels, forwards, backwards and in forward mode, in
+    O(n · d) memory. For whole sequences in eval mode; a cache or dropout is refused.
+
+    >>> register()
+    >>> import torch
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> config = GPT2Config(
+    ...     n_layer=1,
+    ...     n_embd=8,
+    ...     n_head=2,
+    ...     vocab_size=5,
+    ...     n_positions=4,
+    ...     attn_implementation="howsmooth",
+    ...     bos_token_id=0,
+    ...     eos_token_id=0,
+    ... )
+    >>> model = GPT2Model(config).eval()
+    >>> x = torch.randn(1, 4, 8)
+    >>> torch.func.jvp(lambda x: model(inputs_embeds=x, use_cache=False).last_hidden_state, (x,), (x,))[1].shape
+    torch.Size([1, 4, 8])
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, _library_attention)

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName
-from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, announce, implementation
-from howsmooth.models.precision import KeepDouble
+from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
 from howsmooth.models.tokens import Window
-from howsmooth.models.trace import Trace, trace
+from howsmooth.models.trace import KeepDouble, Trace, trace
 from howsmooth.solve import Options, Solved, solve
 
 _MOST_LOGITS = 2**26  # 512 MiB in float64
@@ -66,7 +65,7 @@ class Sample:
         """The first attention code whose calls reach the kernels, and the model run with it."""
         codes: tuple[str | None, ...] = (None,)
         if self._chooses:
-            announce()
+            register()
             codes = (IMPLEMENTATION, "sdpa") if getattr(self.owner, "_supports_sdpa", False) else (IMPLEMENTATION,)
         for code in codes:
             try:

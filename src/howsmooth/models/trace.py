@@ -17,6 +17,9 @@ from howsmooth.models.intercept import Call, Intercept, torch_attention
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
 _SOFTMAX = (torch.softmax, Tensor.softmax, nn.functional.softmax)
+_SINGLE = torch.float32
+_CASTS = (Tensor.to, Tensor.type)
+_REDUCTIONS = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax, torch.mean, Tensor.mean, torch.sum, Tensor.sum)
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _OTHER_SIDE = ("key_value_states", "encoder_hidden_states")
 
@@ -170,6 +173,28 @@ class Watch(TorchFunctionMode):
         if func in _SOFTMAX and self._on_softmax and out.ndim in (3, 4) and out.shape[-1] - out.shape[-2] in (0, 1):
             self._on_softmax()
         return out
+
+
+class KeepDouble(TorchFunctionMode):
+    """Inside it, a request for float32 gives float64.
+
+    Model code casts to float32 in norms, softmax and rotary phases so that half precision survives them; in a float64 model
+    the same casts throw digits away. With this mode the model is the function its formulas say.
+
+    >>> with KeepDouble():
+    ...     print(torch.ones(1, dtype=torch.float64).float().dtype)
+    torch.float64
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.float:
+            func = Tensor.double
+        elif func in _CASTS:
+            args = tuple(torch.float64 if a is _SINGLE else a for a in args)
+        if kwargs.get("dtype") is _SINGLE and (func in _CASTS or func in _REDUCTIONS):
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
 
 
 @torch.no_grad()
