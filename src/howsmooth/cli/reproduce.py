@@ -3,19 +3,19 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from howsmooth.cli.root import Debug, Json, app, one_sentence
-from howsmooth.cli.shared import print_json
+from howsmooth.cli import options
+from howsmooth.cli.root import command, print_json, show_table
 from howsmooth.errors import BadInputError
 from howsmooth.paper import PAPER, PARTS, QUICK, Part, curves_of, exponents, write_reproduction
 from howsmooth.paper import reproduce as run
 from howsmooth.run import Local, progress_bar, write_table
 
 
-@app.command()
+@command()
 def reproduce(
     part: Annotated[str, typer.Argument(help=f"all, or one of {', '.join(PARTS)}")] = "all",
     model: Annotated[
@@ -25,13 +25,12 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="folder for results, tables, figures and the page")] = Path("reproduction"),
     samples: Annotated[int | None, typer.Option(help="windows of text a length; 10 as in the paper, 1 with --quick")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="few lengths: a look at every curve in about a minute")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="continue what the folder holds")] = False,
-    force: Annotated[bool, typer.Option("--force", help="begin again, or write into a folder that holds other files")] = False,
+    resume: options.Resume = False,
+    force: options.Force = False,
     workers: Annotated[int, typer.Option(help="processes that share out the work")] = 1,
-    seed: Annotated[int, typer.Option(help="of windows, random weights and solvers")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress and no table")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    seed: options.Seed = 0,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure the experiments of "How Smooth Is Attention?" again: figures (PDF, PNG), tables (CSV) and a page.
 
@@ -40,26 +39,25 @@ def reproduce(
     Example: howsmooth reproduce all --quick --out reproduction
     Example: howsmooth reproduce real --model bert-base-uncased --model gpt2
     """
-    with one_sentence(debug):
-        parts: list[Part] = [p for p in PARTS if part in ("all", p)]
-        if not parts:
-            raise BadInputError(f"expected all or one of {', '.join(PARTS)}, got {part!r}; pick one of them")
-        result = run(
-            parts,
-            ["demo", *(name for name in dict.fromkeys(model or []) if name != "demo")],
-            out,
-            protocol=(QUICK if quick else PAPER).with_samples(samples),
-            seed=seed,
-            resume=resume,
-            force=force,
-            engine=Local(workers=workers),
-            progress=progress_bar("measuring", quiet=quiet),
-            command=shlex.join(["howsmooth", *sys.argv[1:]]),
-        )
-        if not result.rows:
-            why = next(iter(result.failures))
-            raise BadInputError(f"expected results, got {result.tasks} failed tasks ({why}); see {result.path}")
-        files = [*write_reproduction(result, out), write_table(result.path, out / "results.csv", force=True)]
+    parts: list[Part] = [p for p in PARTS if part in ("all", p)]
+    if not parts:
+        raise BadInputError(f"expected all or one of {', '.join(PARTS)}, got {part!r}; pick one of them")
+    result = run(
+        parts,
+        ["demo", *(name for name in dict.fromkeys(model or []) if name != "demo")],
+        out,
+        protocol=(QUICK if quick else PAPER).with_samples(samples),
+        seed=seed,
+        resume=resume,
+        force=force,
+        engine=Local(workers=workers),
+        progress=progress_bar("measuring", quiet=quiet),
+        command=shlex.join(["howsmooth", *sys.argv[1:]]),
+    )
+    if not result.rows:
+        why = next(iter(result.failures))
+        raise BadInputError(f"expected results, got {result.tasks} failed tasks ({why}); see {result.path}")
+    files = [*write_reproduction(result, out), write_table(result.path, out / "results.csv", force=True)]
     table = exponents(curves_of(result.rows))
     for why, count in result.failures.items():
         typer.echo(f"howsmooth: {count} tasks failed: {why}", err=True)
@@ -67,19 +65,19 @@ def reproduce(
         numbers = {"tasks": result.tasks, "skipped": result.skipped, "failures": result.failures}
         print_json({"exponents": table, "files": [str(f) for f in files], **numbers})
         return
-    if not quiet:
-        _show(table)
+    if table and not quiet:
+        lines = [
+            {
+                "curve": f"{e['subject']}, {e['masking']}, layer {e['layer']}, {e['map']}",
+                "L": _digits(e["exponent"], 3),
+                "95 %": None if e["low"] is None or e["high"] is None else f"{_digits(e['low'])} … {_digits(e['high'])}",
+                "scripts": _digits(e["scripts"], 3),
+                "paper": None if e["printed"] is None else _digits(e["printed"]),
+            }
+            for e in table
+        ]
+        show_table("exponent of every curve", lines, words=("curve",))
     print(files[0])
-
-
-def _show(table: list[dict[str, Any]]) -> None:
-    if table:
-        print(f"{'exponent of':<58} {'L':>6} {'95 %':>14} {'scripts':>8} {'paper':>6}")
-    for e in table:
-        name = f"{e['subject']}, {e['masking']}, layer {e['layer']}{'' if e['map'] == 'attention' else ', ' + e['map']}"
-        ends = "" if e["low"] is None or e["high"] is None else f"{_digits(e['low'])} … {_digits(e['high'])}"
-        printed = "" if e["printed"] is None else _digits(e["printed"])
-        print(f"{name[:58]:<58} {_digits(e['exponent'], 3):>6} {ends:>14} {_digits(e['scripts'], 3):>8} {printed:>6}")
 
 
 def _digits(value: float, count: int = 2) -> str:

@@ -1,9 +1,13 @@
-"""The application every command registers with, and what the commands share."""
+"""The application that every command registers with, and how commands print."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,8 +15,12 @@ from howsmooth.errors import HowSmoothError
 
 app = typer.Typer(add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
-Debug = Annotated[bool, typer.Option("--debug", help="show a traceback on errors")]
+_DEBUG = inspect.Parameter(
+    "debug",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--debug", help="show a traceback on errors")],
+)
 
 
 def _version(asked: bool) -> None:
@@ -30,13 +38,68 @@ def root(
     """How smooth is attention? Lipschitz constants of attention layers, with certificates."""
 
 
-@contextmanager
-def one_sentence(debug: bool) -> Iterator[None]:
-    """Bad input ends the command with one sentence on stderr and exit code 2; with `debug`, with a traceback."""
-    try:
-        yield
-    except HowSmoothError as error:
-        if debug:
-            raise
-        typer.echo(f"howsmooth: {error}", err=True)
-        raise typer.Exit(2) from None
+def command(name: str | None = None, of: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a command with the option `--debug`.
+
+    Bad input ends it with one sentence on stderr and exit code 2; with `--debug`, with a traceback.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def guarded(debug: bool, **options: Any) -> None:
+            try:
+                function(**options)
+            except HowSmoothError as error:
+                if debug:
+                    raise
+                typer.echo(f"howsmooth: {error}", err=True)
+                raise typer.Exit(2) from None
+
+        signature = inspect.signature(function)
+        guarded.__signature__ = signature.replace(parameters=[*signature.parameters.values(), _DEBUG])  # pyright: ignore
+        of.command(name)(guarded)
+        return function
+
+    return register
+
+
+def show_table(title: str, rows: Sequence[dict[str, Any]], *, words: Collection[str] = (), digits: int = 4) -> None:
+    """A table: rich in a terminal, plain when piped. words: columns set to the left.  digits: of floats."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [[_cell(row.get(name), digits) for name in names] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for name in names:
+            table.add_column(name, justify="left" if name in words else "right")
+        for line in lines:
+            table.add_row(*map(Text, line))
+        Console().print(table)
+        return
+    print(title)
+    sides = [str.ljust if name in words else str.rjust for name in names]
+    widths = [max(map(len, column)) for column in zip(names, *lines, strict=True)]
+    for line in (names, *lines):
+        print("  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True)).rstrip())
+
+
+def _cell(value: Any, digits: int) -> str:
+    if value is None:
+        return ""
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object; what is not finite is null."""
+    print(json.dumps(_finite(value), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
