@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli import options
-from howsmooth.cli.root import command, print_json, show_table
+from howsmooth.cli.root import command, finish, show_table
 from howsmooth.models import load
 from howsmooth.paper import Robustness, check_figure, draw_robustness, robustness
 from howsmooth.study import read_text
@@ -53,14 +53,7 @@ def attack(
         seed=seed,
         progress=lambda done, of: typer.echo(f"\rcase {done} of {of}", err=True, nl=done == of),
     )
-    if as_json:
-        print_json(results.to_dict())
-    else:
-        _show(results)
-    if figure is not None:
-        path = draw_robustness(figure, results)
-        if not as_json:
-            print(path)
+    finish(results.to_dict(), as_json, lambda: _show(results), figure, lambda path: draw_robustness(path, results))
 
 
 def _show(results: Robustness) -> None:
@@ -72,7 +65,7 @@ def _show(results: Robustness) -> None:
             for i, case in enumerate(results.cases)
         ]
         ranks = {m: results.correlations[m][budget] for m in gains}
-        lines.append({"L": "rank"} | {m: None if rank is None else f"{rank:.2f}" for m, rank in ranks.items()})
+        lines.append({"L": "rank"} | {m: "–" if rank is None else f"{rank:.2f}" for m, rank in ranks.items()})
         moved = f"attacks that move the input of the {results.map} map by {budget:g} of its length"
         show_table(f"gain of {moved}, its share of L, and its rank correlation with L", lines)
         if budget in results.guided_wins:

@@ -9,7 +9,7 @@ import typer
 
 from howsmooth import verbs
 from howsmooth.cli import options
-from howsmooth.cli.root import command, print_json, show_table
+from howsmooth.cli.root import command, finish, show_table
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.paper import TokenGrowth, check_figure, draw_ladder, draw_worst, grow, scan
@@ -47,14 +47,7 @@ def bounds(
         check_figure(figure)
     attn = _layer(gamma, width, heads, weights, random, causal, seed)
     table = verbs.bounds(attn, n=n, radius=radius)
-    if as_json:
-        print_json(table.to_dict())
-    else:
-        print(table)
-    if figure is not None:
-        path = draw_ladder(figure, attn, radius)
-        if not as_json:
-            print(path)
+    finish(table.to_dict(), as_json, lambda: print(table), figure, lambda path: draw_ladder(path, attn, radius))
 
 
 @command()
@@ -91,15 +84,8 @@ def worst(
     growth = grow(attn, radius, counts, head=head, seed=seed) if counts else None
     others = scan(attn, [radius], counts, seed=seed) if best and counts else []
     case = verbs.worst_case(attn, n, radius, steps=steps, restarts=restarts, seed=seed) if n else None
-    if as_json:
-        parts = {"growth": growth and growth.to_dict(), "worst": case and case.to_dict()}
-        print_json(parts | {"best": [row.to_dict() for row in others]})
-    else:
-        _show(growth, others, case)
-    if figure is not None:
-        path = draw_worst(figure, growth, case)
-        if not as_json:
-            print(path)
+    parts = {"growth": growth and growth.to_dict(), "worst": case and case.to_dict(), "best": [row.to_dict() for row in others]}
+    finish(parts, as_json, lambda: _show(growth, others, case), figure, lambda path: draw_worst(path, growth, case))
 
 
 def _show(growth: TokenGrowth | None, others: list[Configured], worst: WorstCase | None) -> None:

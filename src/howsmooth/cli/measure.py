@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from howsmooth.cli import options
-from howsmooth.cli.root import command, print_json, show_table
+from howsmooth.cli.root import command, finish, show_table
 from howsmooth.errors import BadInputError
 from howsmooth.models import Measurement, load
 from howsmooth.study import read_text
@@ -44,10 +44,7 @@ def measure(
         )
     for remark in {str(w.message) for w in caught if issubclass(w.category, UserWarning)}:
         typer.echo(f"howsmooth: {remark}", err=True)
-    if as_json:
-        print_json(measurement.to_dict())
-    else:
-        _show(measurement)
+    finish(measurement.to_dict(), as_json, lambda: _show(measurement))
 
 
 def _given(text: str | None, ids: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli import options
-from howsmooth.cli.root import command, print_json, show_table
+from howsmooth.cli.root import command, print_json, show_table, typed
 from howsmooth.report.assemble import inspect_into
 from howsmooth.run import check_folder, progress_bar
 from howsmooth.study.layers import Question, settle
@@ -51,6 +51,7 @@ def report(
         reader,
         settle(reader, question),
         out,
+        typed(),
         engine=options.engine_of(engine, address, workers, reader.model),
         resume=resume,
         force=force,

@@ -1,14 +1,12 @@
 """`howsmooth reproduce`."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from howsmooth.cli import options
-from howsmooth.cli.root import command, print_json, show_table
+from howsmooth.cli.root import command, print_json, show_table, typed
 from howsmooth.errors import BadInputError
 from howsmooth.paper import PAPER, PARTS, QUICK, Part, curves_of, exponents, write_reproduction
 from howsmooth.paper import reproduce as run
@@ -52,7 +50,7 @@ def reproduce(
         force=force,
         engine=Local(workers=workers),
         progress=progress_bar("measuring", quiet=quiet),
-        command=shlex.join(["howsmooth", *sys.argv[1:]]),
+        command=typed(),
     )
     if not result.rows:
         why = next(iter(result.failures))

@@ -2,16 +2,18 @@
 
 import inspect
 import json
-import math
+import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from howsmooth.errors import HowSmoothError
+from howsmooth.report import finite
 
 app = typer.Typer(add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -94,12 +96,27 @@ def _cell(value: Any, digits: int) -> str:
 
 def print_json(value: Any) -> None:
     """One JSON object; what is not finite is null."""
-    print(json.dumps(_finite(value), indent=1, allow_nan=False))
+    print(json.dumps(finite(value), indent=1, allow_nan=False))
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+def finish(
+    value: Any,
+    as_json: bool,
+    show: Callable[[], None],
+    figure: Path | None = None,
+    draw: Callable[[Path], Path] = lambda path: path,
+) -> None:
+    """Print a result as JSON, or `show` it; then draw the figure, where one is asked for, and say where it is."""
+    if as_json:
+        print_json(value)
+    else:
+        show()
+    if figure is not None:
+        path = draw(figure)
+        if not as_json:
+            print(path)
+
+
+def typed() -> str:
+    """The command as it was typed."""
+    return shlex.join(["howsmooth", *sys.argv[1:]])

@@ -8,7 +8,7 @@ import typer
 
 from howsmooth import paper
 from howsmooth.cli import options
-from howsmooth.cli.root import app, command, print_json, show_table
+from howsmooth.cli.root import app, command, finish, print_json, show_table
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.measures import Measure
@@ -37,10 +37,7 @@ def ask(
     attn = Attention.from_matrices(tensors["A"].double(), tensors["V"].double(), causal=causal)
     mu = Measure(tensors["points"].double(), tensors.get("masses"), tensors.get("positions"))
     answer = splitting(attn, mu)
-    if as_json:
-        print_json(answer.to_dict())
-    else:
-        print(answer)
+    finish(answer.to_dict(), as_json, lambda: print(answer))
 
 
 @command("map", split)

@@ -1,7 +1,5 @@
 """From a model and a text to a report: measure, assemble, save."""
 
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,10 +61,6 @@ class Report:
         frame = to_frame([row | fit_columns(fits.get(row["layer"])) for row in rows])
         return frame.assign(**{f"version_{k}": v for k, v in self.data.methods.versions.items()})
 
-    def bounds_frame(self) -> "pandas.DataFrame":
-        """Every bound, one row each."""
-        return to_frame(self.data.bounds)
-
     def save(self, folder: str | Path, *, force: bool = False, figures: bool = True) -> Path:
         """Write `index.html`, `measurements.csv`, `bounds.csv` and, with `figures`, `figures/`; the path of the page.
 
@@ -79,7 +73,7 @@ class Report:
             self.to_frame().to_csv(part, index=False)
         if self.data.bounds:
             with writing(page.with_name("bounds.csv")) as part:
-                self.bounds_frame().to_csv(part, index=False)
+                to_frame(self.data.bounds).to_csv(part, index=False)
         return page
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,25 +126,23 @@ def inspect_into(
     reader: Reader,
     setting: Setting,
     folder: str | Path,
+    command: str,
     *,
     engine: Engine | None = None,
     resume: bool = False,
     force: bool = False,
     figures: bool = True,
     progress: Progress | None = None,
-    command: str | None = None,
 ) -> tuple[Report, Path]:
     """The same as a sweep that keeps its results in `folder/results.sqlite`, saved in that folder; the page's path beside it.
 
-    reader: from `Reader.by_name`.  resume, force: go on in a folder that holds results, or start anew there; it is refused
-    otherwise.
+    reader: from `Reader.by_name`.  command: what makes the report again.  resume, force: go on in a folder that holds results,
+    or start anew there; it is refused otherwise.
     """
     if reader.source is None:
         raise BadInputError("expected a model and a text by name, got ones built in memory; use howsmooth.inspect")
     results = claim_folder(folder, "report", resume=resume, force=force)
-    command = command or shlex.join(["howsmooth", *sys.argv[1:]])
-    began = time.perf_counter()
-    jobs = report_jobs(setting)
+    began, jobs = time.perf_counter(), report_jobs(setting)
     measured = run_sweep(reader, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
     named = ALICE if reader.source.text is None else Path(reader.source.text).name
     report = assemble(reader, setting, measured, text=named, command=command, seconds=time.perf_counter() - began)
