@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli import options
-from howsmooth.cli.root import command, finish, show_table
+from howsmooth.cli.root import Told, command, show_table
 from howsmooth.models import load
 from howsmooth.paper import Robustness, check_figure, draw_robustness, robustness
 from howsmooth.study import read_text
@@ -28,8 +28,7 @@ def attack(
     forbid: Annotated[str | None, typer.Option(help="a file of words that may not be used, one a line")] = None,
     seed: options.Seed = 0,
     figure: Annotated[Path | None, typer.Option(help="also draw gains by layer (.png, .pdf or .svg)")] = None,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """Attack a model's layers and words, and set what was reached beside the Lipschitz constants.
 
     Example: howsmooth attack demo --samples 2 --figure attack.png
@@ -53,7 +52,7 @@ def attack(
         seed=seed,
         progress=lambda done, of: typer.echo(f"\rcase {done} of {of}", err=True, nl=done == of),
     )
-    finish(results.to_dict(), as_json, lambda: _show(results), figure, lambda path: draw_robustness(path, results))
+    return Told(results.to_dict(), lambda: _show(results), figure and (lambda: draw_robustness(figure, results)))
 
 
 def _show(results: Robustness) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from howsmooth import verbs
 from howsmooth.cli import options
-from howsmooth.cli.root import command, finish, show_table
+from howsmooth.cli.root import Told, command, show_table
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.paper import TokenGrowth, check_figure, draw_ladder, draw_worst, grow, scan
@@ -37,8 +37,7 @@ def bounds(
     causal: options.Causal = False,
     seed: options.Seed = 0,
     figure: Annotated[Path | None, typer.Option(help="also draw the ladder n = 1 … 10⁹ (.png, .pdf or .svg)")] = None,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """Print every bound on the Lipschitz constant over a ball of tokens.
 
     Example: howsmooth bounds --gamma -1 --radius 2 --n 1024 --figure ladder.png
@@ -47,7 +46,7 @@ def bounds(
         check_figure(figure)
     attn = _layer(gamma, width, heads, weights, random, causal, seed)
     table = verbs.bounds(attn, n=n, radius=radius)
-    finish(table.to_dict(), as_json, lambda: print(table), figure, lambda path: draw_ladder(path, attn, radius))
+    return Told(table.to_dict(), lambda: print(table), figure and (lambda: draw_ladder(figure, attn, radius)))
 
 
 @command()
@@ -69,8 +68,7 @@ def worst(
     restarts: Annotated[int | None, typer.Option(help="starts of the search")] = None,
     seed: options.Seed = 0,
     figure: Annotated[Path | None, typer.Option(help="also draw growth, tokens and climb (.png, .pdf or .svg)")] = None,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """Find bad inputs: how far the paper's configurations grow, and the worst tokens that gradient ascent finds.
 
     Example: howsmooth worst --gamma -1 --radius 2 --n 8 --figure worst.png
@@ -85,7 +83,7 @@ def worst(
     others = scan(attn, [radius], counts, seed=seed) if best and counts else []
     case = verbs.worst_case(attn, n, radius, steps=steps, restarts=restarts, seed=seed) if n else None
     parts = {"growth": growth and growth.to_dict(), "worst": case and case.to_dict(), "best": [row.to_dict() for row in others]}
-    finish(parts, as_json, lambda: _show(growth, others, case), figure, lambda path: draw_worst(path, growth, case))
+    return Told(parts, lambda: _show(growth, others, case), figure and (lambda: draw_worst(figure, growth, case)))
 
 
 def _show(growth: TokenGrowth | None, others: list[Configured], worst: WorstCase | None) -> None:

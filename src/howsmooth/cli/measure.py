@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from howsmooth.cli import options
-from howsmooth.cli.root import command, finish, show_table
+from howsmooth.cli.root import Told, command, show_table
 from howsmooth.errors import BadInputError
 from howsmooth.models import Measurement, load
 from howsmooth.study import read_text
@@ -30,8 +30,7 @@ def measure(
     tol: options.Tol = 1e-3,
     certify: options.Certify = None,
     seed: options.Seed = 0,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """Measure how smooth one layer of a model is at one input, and which words carry the worst direction.
 
     Example: howsmooth measure demo --layer 3 --text alice.txt --n 128
@@ -44,7 +43,7 @@ def measure(
         )
     for remark in {str(w.message) for w in caught if issubclass(w.category, UserWarning)}:
         typer.echo(f"howsmooth: {remark}", err=True)
-    finish(measurement.to_dict(), as_json, lambda: _show(measurement))
+    return Told(measurement.to_dict(), lambda: _show(measurement))
 
 
 def _given(text: str | None, ids: str | None) -> dict[str, Any]:

@@ -32,7 +32,6 @@ Workers = Annotated[
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results that are there")]
 Force = Annotated[bool, typer.Option("--force", help="start anew in a folder that holds results or other files")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but the result's path")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 
 _LARGE = 1e9  # bytes of weights that are not held several times over
 _Number = TypeVar("_Number", int, float)

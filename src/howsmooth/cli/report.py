@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli import options
-from howsmooth.cli.root import command, print_json, show_table, typed
+from howsmooth.cli.root import Told, command, show_table, typed
 from howsmooth.report.assemble import inspect_into
 from howsmooth.run import check_folder, progress_bar
 from howsmooth.study.layers import Question, settle
@@ -37,8 +37,7 @@ def report(
     certify: options.Certify = None,
     seed: options.Seed = 0,
     quiet: options.Quiet = False,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """Measure every layer and head of a model on a text, and write a page about it.
 
     Example: howsmooth report demo --text alice.txt --lengths 16,32,64,128 --out report
@@ -56,15 +55,16 @@ def report(
         resume=resume,
         force=force,
         figures=figures,
-        progress=progress_bar("measuring", quiet=quiet or as_json),
+        progress=progress_bar("measuring", quiet=quiet),
     )
-    if as_json:
-        print_json({"page": str(page.resolve()), **made.to_dict()})
-        return
-    if not quiet:
-        show_table("L, geometric mean over samples", made.data.growth.table(), words=("breaks",))
-        print("", *made.answer, *made.findings, "", sep="\n")
-    print(page.resolve())
+
+    def show() -> None:
+        if not quiet:
+            show_table("L, geometric mean over samples", made.data.growth.table(), words=("breaks",))
+            print("", *made.answer, *made.findings, "", sep="\n")
+        print(page.resolve())
+
+    return Told({"page": str(page.resolve()), **made.to_dict()}, show)
 
 
 @command()
@@ -75,10 +75,9 @@ def demo(
     force: options.Force = False,
     figures: Figures = True,
     quiet: options.Quiet = False,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """The report of a small BERT that comes with the package, on Alice in Wonderland.
 
     Example: howsmooth demo --out demo-report
     """
-    report("demo", out=out, workers=workers, resume=resume, force=force, figures=figures, quiet=quiet, as_json=as_json)
+    return report("demo", out=out, workers=workers, resume=resume, force=force, figures=figures, quiet=quiet)

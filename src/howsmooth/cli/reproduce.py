@@ -1,12 +1,12 @@
 """`howsmooth reproduce`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from howsmooth.cli import options
-from howsmooth.cli.root import command, print_json, show_table, typed
+from howsmooth.cli.root import Told, command, show_table, typed
 from howsmooth.errors import BadInputError
 from howsmooth.paper import PAPER, PARTS, QUICK, Part, curves_of, exponents, write_reproduction
 from howsmooth.paper import reproduce as run
@@ -28,8 +28,7 @@ def reproduce(
     workers: Annotated[int, typer.Option(help="processes that share out the work")] = 1,
     seed: options.Seed = 0,
     quiet: options.Quiet = False,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """Measure the experiments of "How Smooth Is Attention?" again: figures (PDF, PNG), tables (CSV) and a page.
 
     It can be stopped at any moment and continued with --resume. Pretrained models other than the demo are read only if named.
@@ -59,25 +58,17 @@ def reproduce(
     table = exponents(curves_of(result.rows))
     for why, count in result.failures.items():
         typer.echo(f"howsmooth: {count} tasks failed: {why}", err=True)
-    if as_json:
-        numbers = {"tasks": result.tasks, "skipped": result.skipped, "failures": result.failures}
-        print_json({"exponents": table, "files": [str(f) for f in files], **numbers})
-        return
-    if table and not quiet:
-        lines = [
-            {
-                "curve": f"{e['subject']}, {e['masking']}, layer {e['layer']}, {e['map']}",
-                "L": _digits(e["exponent"], 3),
-                "95 %": None if e["low"] is None or e["high"] is None else f"{_digits(e['low'])} … {_digits(e['high'])}",
-                "scripts": _digits(e["scripts"], 3),
-                "paper": None if e["printed"] is None else _digits(e["printed"]),
-            }
-            for e in table
-        ]
-        show_table("exponent of every curve", lines, words=("curve",))
-    print(files[0])
+
+    def show() -> None:
+        if table and not quiet:
+            show_table("exponent of every curve", [_line(row) for row in table], words=("curve",), digits=3)
+        print(files[0])
+
+    numbers = {"tasks": result.tasks, "skipped": result.skipped, "failures": result.failures}
+    return Told({"exponents": table, "files": [str(f) for f in files], **numbers}, show)
 
 
-def _digits(value: float, count: int = 2) -> str:
-    """Without a minus before nought."""
-    return f"{round(value, count) + 0.0:.{count}f}"
+def _line(row: dict[str, Any]) -> dict[str, Any]:
+    names = {"L": "exponent", "from": "low", "to": "high", "scripts": "scripts", "paper": "printed"}
+    curve = f"{row['subject']}, {row['masking']}, layer {row['layer']}, {row['map']}"
+    return {"curve": curve} | {name: row[key] for name, key in names.items()}

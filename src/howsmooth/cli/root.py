@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -17,12 +17,12 @@ from howsmooth.report import finite
 
 app = typer.Typer(add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-_DEBUG = inspect.Parameter(
-    "debug",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[bool, typer.Option("--debug", help="show a traceback on errors")],
-)
+_FLAGS = [
+    inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, typer.Option(f"--{name}", help=text)]
+    )
+    for name, text in {"json": "print one JSON object and nothing else", "debug": "show a traceback on errors"}.items()
+]
 
 
 def _version(asked: bool) -> None:
@@ -40,17 +40,25 @@ def root(
     """How smooth is attention? Lipschitz constants of attention layers, with certificates."""
 
 
-def command(name: str | None = None, of: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command with the option `--debug`.
+class Told(NamedTuple):
+    """What a command found: `value` for JSON, `show` to print it for a person, and `draw` where a figure is asked for."""
+
+    value: Any
+    show: Callable[[], None]
+    draw: Callable[[], Path] | None = None
+
+
+def command(name: str | None = None, of: typer.Typer = app) -> Callable[[Callable[..., Told]], Callable[..., Told]]:
+    """Register a function as a command that prints what it returns, with the options `--json` and `--debug`.
 
     Bad input ends it with one sentence on stderr and exit code 2; with `--debug`, with a traceback.
     """
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
+    def register(function: Callable[..., Told]) -> Callable[..., Told]:
         @wraps(function)
-        def guarded(debug: bool, **options: Any) -> None:
+        def run(json: bool, debug: bool, **options: Any) -> None:
             try:
-                function(**options)
+                _print(function(**options), json)
             except HowSmoothError as error:
                 if debug:
                     raise
@@ -58,63 +66,46 @@ def command(name: str | None = None, of: typer.Typer = app) -> Callable[[Callabl
                 raise typer.Exit(2) from None
 
         signature = inspect.signature(function)
-        guarded.__signature__ = signature.replace(parameters=[*signature.parameters.values(), _DEBUG])  # pyright: ignore
-        of.command(name)(guarded)
+        run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *_FLAGS])  # pyright: ignore
+        of.command(name)(run)
         return function
 
     return register
 
 
-def show_table(title: str, rows: Sequence[dict[str, Any]], *, words: Collection[str] = (), digits: int = 4) -> None:
-    """A table: rich in a terminal, plain when piped. words: columns set to the left.  digits: of floats."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [[_cell(row.get(name), digits) for name in names] for row in rows]
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+def _print(told: Told, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(finite(told.value), indent=1, allow_nan=False))
+    else:
+        told.show()
+    if told.draw is not None:
+        path = told.draw()
+        if not as_json:
+            print(path)
 
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for name in names:
-            table.add_column(name, justify="left" if name in words else "right")
-        for line in lines:
-            table.add_row(*map(Text, line))
-        Console().print(table)
-        return
-    print(title)
-    sides = [str.ljust if name in words else str.rjust for name in names]
-    widths = [max(map(len, column)) for column in zip(names, *lines, strict=True)]
-    for line in (names, *lines):
-        print("  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True)).rstrip())
+
+def show_table(title: str, rows: Sequence[dict[str, Any]], *, words: Collection[str] = (), digits: int = 4) -> None:
+    """A table, with lines around it in a terminal, bare when piped. words: columns set to the left.  digits: of floats."""
+    from rich.box import HEAVY_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    watched = sys.stdout.isatty()
+    console = Console(width=None if watched else 10_000)  # what is piped is never folded
+    table = Table(box=HEAVY_HEAD if watched else None, pad_edge=watched)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
+        table.add_column(name, justify="left" if name in words else "right")
+    for row in rows:
+        table.add_row(*(Text(_cell(row.get(name), digits)) for name in names))
+    console.print(Text(title, style="bold"), table, sep="\n")
 
 
 def _cell(value: Any, digits: int) -> str:
     if value is None:
         return ""
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
-
-
-def print_json(value: Any) -> None:
-    """One JSON object; what is not finite is null."""
-    print(json.dumps(finite(value), indent=1, allow_nan=False))
-
-
-def finish(
-    value: Any,
-    as_json: bool,
-    show: Callable[[], None],
-    figure: Path | None = None,
-    draw: Callable[[Path], Path] = lambda path: path,
-) -> None:
-    """Print a result as JSON, or `show` it; then draw the figure, where one is asked for, and say where it is."""
-    if as_json:
-        print_json(value)
-    else:
-        show()
-    if figure is not None:
-        path = draw(figure)
-        if not as_json:
-            print(path)
 
 
 def typed() -> str:

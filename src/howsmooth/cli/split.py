@@ -8,7 +8,7 @@ import typer
 
 from howsmooth import paper
 from howsmooth.cli import options
-from howsmooth.cli.root import app, command, finish, print_json, show_table
+from howsmooth.cli.root import Told, app, command, show_table
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.measures import Measure
@@ -27,8 +27,7 @@ OUT = Path("split-report")
 def ask(
     weights: Annotated[Path, typer.Option(help="a safetensors file with A, V, points, and perhaps masses and positions")],
     causal: Annotated[bool, typer.Option(help="masked attention; needs positions")] = False,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """Does splitting pay for one head at one measure? Prints the gain, the token and both constants.
 
     Example: howsmooth split ask --weights head.safetensors
@@ -37,7 +36,7 @@ def ask(
     attn = Attention.from_matrices(tensors["A"].double(), tensors["V"].double(), causal=causal)
     mu = Measure(tensors["points"].double(), tensors.get("masses"), tensors.get("positions"))
     answer = splitting(attn, mu)
-    finish(answer.to_dict(), as_json, lambda: print(answer))
+    return Told(answer.to_dict(), lambda: print(answer))
 
 
 @command("map", split)
@@ -47,15 +46,14 @@ def draw_map(
     extent: Annotated[float, typer.Option(help="half the side of the map")] = 12.0,
     points: Annotated[int, typer.Option(help="grid points along a side")] = 121,
     out: Out = OUT,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """Map where two atoms on a line split, for several A.
 
     Example: howsmooth split map --alphas=-1,1 --out figures
     """
     numbers, shares = options.numbers_of(alphas, "--alphas", "-1,1"), options.numbers_of(masses, "--masses", "0.5,0.9")
     rows = paper.splitting_map(numbers, shares, extent, points)
-    _finish(rows, paper.map_table(rows), out, "splitting-map", paper.draw_map, as_json)
+    return _write(rows, paper.map_table(rows), out, "splitting-map", paper.draw_map)
 
 
 @command("growth", split)
@@ -65,14 +63,13 @@ def growth(
         str, typer.Option(help="radii, separated by commas")
     ] = "0.5,0.75,1,1.25,1.5,1.75,2,2.25,2.5,2.75,3,3.25,3.5",
     out: Out = OUT,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """The worst two Diracs against the radius, beside the mean-field bounds.
 
     Example: howsmooth split growth --alpha=-1 --out figures
     """
     rows = [r.to_dict() for r in paper.worst_measures(alpha, options.numbers_of(radii, "--radii", "0.5,1,2"))]
-    _finish(rows, rows, out, "meanfield-growth", paper.draw_worst_measures, as_json)
+    return _write(rows, rows, out, "meanfield-growth", paper.draw_worst_measures)
 
 
 @command("convergence", split)
@@ -82,8 +79,7 @@ def convergence(
     longest: Annotated[int, typer.Option(help="most atoms; powers of two up to it")] = 512,
     seeds: Annotated[int, typer.Option(help="samples of every length")] = 8,
     out: Out = OUT,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """How constants of n tokens reach the mean-field constant, for a density and in the worst case.
 
     Example: howsmooth split convergence --radius 2 --out figures
@@ -95,7 +91,7 @@ def convergence(
     lengths = [2**k for k in range(2, longest.bit_length())]
     rows = paper.gaussian_convergence(alpha, radius, lengths, seeds)
     rows += paper.worst_clusters(alpha, radius, [2**k for k in range(1, 21)])
-    _finish(rows, paper.convergence_table(rows), out, "meanfield-convergence", paper.draw_convergence, as_json)
+    return _write(rows, paper.convergence_table(rows), out, "meanfield-convergence", paper.draw_convergence)
 
 
 @command("frequency", split)
@@ -108,8 +104,7 @@ def frequency(
     logits: Annotated[str, typer.Option(help="sizes of logits, separated by commas")] = "0.5,1,2,4,8",
     seed: options.Seed = 0,
     out: Out = OUT,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """How often inputs of random layers split.
 
     Example: howsmooth split frequency --count 100 --out figures
@@ -120,15 +115,16 @@ def frequency(
     sizes = options.numbers_of(logits, "--logits", "0.5,1,2")
     cases = paper.frequency(paper.random_layers(count, counts, sizes, width, heads, causal, seed))
     table = paper.shares(cases)
-    _finish(cases, table, out, "splitting-frequency", lambda _, place: paper.draw_frequency(table, place), as_json)
+    return _write(cases, table, out, "splitting-frequency", lambda _, place: paper.draw_frequency(table, place))
 
 
-def _finish(rows: Rows, table: Rows, out: Path, name: str, draw: Callable[[Rows, Path], list[Path]], as_json: bool) -> None:
-    """Everything is computed by now: write the table and the figure, print."""
+def _write(rows: Rows, table: Rows, out: Path, name: str, draw: Callable[[Rows, Path], list[Path]]) -> Told:
+    """Everything is computed by now: write the table and the figure."""
     place = paper.make_folder(out)
     files = [paper.save_rows(rows, place / f"{name}.csv"), *draw(rows, place)]
-    if as_json:
-        print_json({"rows": table, "files": [str(f) for f in files]})
-        return
-    show_table(name, table, digits=6)
-    print(*files, sep="\n")
+
+    def show() -> None:
+        show_table(name, table, digits=6)
+        print(*files, sep="\n")
+
+    return Told({"rows": table, "files": [str(f) for f in files]}, show)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli import options
-from howsmooth.cli.root import command, print_json, show_table
+from howsmooth.cli.root import Told, command, show_table
 from howsmooth.errors import BadInputError
 from howsmooth.run import progress_bar, write_table
 from howsmooth.study.beside_theory import bound_jobs, splitting_jobs, worst_jobs
@@ -49,8 +49,7 @@ def study(
     certify: options.Certify = None,
     seed: options.Seed = 0,
     quiet: options.Quiet = False,
-    as_json: options.Json = False,
-) -> None:
+) -> Told:
     """Ask one question of a model.
 
     growth: L against n, fitted. layers: every layer and head at one length. radius: L against the size of the tokens.
@@ -74,19 +73,20 @@ def study(
     if not jobs:
         raise BadInputError(f"expected the map attention for the study {name}, got {map_name!r}; leave --map out")
     hands = options.engine_of(engine, address, workers, reader.model)
-    bar = progress_bar(name, quiet=quiet or as_json)
+    bar = progress_bar(name, quiet=quiet)
     measured = run_sweep(reader, jobs, results, engine=hands, resume=resume, progress=bar)
     if table is not None:
         write_table(results, table)
-    if as_json:
-        print_json({"results": str(results.resolve()), "rows": measured.rows, "failures": measured.failures})
-        return
-    if not quiet:
-        title, lines = TABLES[name]
-        show_table(title, lines(measured), words=("breaks", "how"))
-        for reason in measured.failures[:3]:
-            typer.echo(f"howsmooth: a task gave nothing: {reason}", err=True)
-    print(results.resolve())
+
+    def show() -> None:
+        if not quiet:
+            title, lines = TABLES[name]
+            show_table(title, lines(measured), words=("breaks", "how"))
+            for reason in measured.failures[:3]:
+                typer.echo(f"howsmooth: a task gave nothing: {reason}", err=True)
+        print(results.resolve())
+
+    return Told({"results": str(results.resolve()), "rows": measured.rows, "failures": measured.failures}, show)
 
 
 def _jobs(name: str, setting: Setting, factors: Sequence[float], steps: int) -> list[Job]:
