@@ -83,8 +83,8 @@ def _jump(data: ReportData, layer: int, jump: Break) -> str:
     at = dict(zip(fit.lengths, fit.means, strict=True))
     more = jump.after - jump.before
     return (
-        f"**A jump.** Layer {layer} goes from L = {number(at[jump.before])} at n = {jump.before} to {number(at[jump.after])} at "
-        f"n = {jump.after}: {more} more token{'s' * (more > 1)} multiply it by {number(jump.change.value)} beyond its slope"
+        f"**A jump.** Layer {layer} goes from L = {number(at[jump.before])} at n = {jump.before} to {number(at[jump.after])} "
+        f"at n = {jump.after}: {more} more token{'s' * (more > 1)} multiply it by {number(jump.change.value)} beyond its slope"
         f"{_interval(jump.change)}. {_carrier(data, layer, jump)}{_new_positions(data, layer, jump)}"
         f"One slope through everything would read n^{fit.exponent.value:.2f}; "
         f"with the jump apart it is n^{fit.exponent_apart.value:.2f}."

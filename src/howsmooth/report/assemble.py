@@ -1,7 +1,7 @@
 """From a model and a text to a report: measure, assemble, save."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -116,10 +116,8 @@ def inspect(
     reader = Reader.of(model, text)
     chosen = fitting_lengths(reader, samples) if lengths is None else tuple(lengths)
     setting = settle(reader, Question(chosen, samples, None if layers is None else tuple(layers), map, tol, certify, seed))
-    began = time.perf_counter()
-    measured = run_here(reader, report_jobs(setting), progress)
     named = ALICE if text is None else "a text"
-    return assemble(reader, setting, measured, text=named, command="howsmooth.inspect", seconds=time.perf_counter() - began)
+    return _report(reader, setting, named, "howsmooth.inspect", lambda jobs: run_here(reader, jobs, progress))
 
 
 def inspect_into(
@@ -142,10 +140,12 @@ def inspect_into(
     if reader.source is None:
         raise BadInputError("expected a model and a text by name, got ones built in memory; use howsmooth.inspect")
     results = claim_folder(folder, "report", resume=resume, force=force)
-    began, jobs = time.perf_counter(), report_jobs(setting)
-    measured = run_sweep(reader, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
     named = ALICE if reader.source.text is None else Path(reader.source.text).name
-    report = assemble(reader, setting, measured, text=named, command=command, seconds=time.perf_counter() - began)
+
+    def run(jobs: list[Job]) -> Measured:
+        return run_sweep(reader, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
+
+    report = _report(reader, setting, named, command, run)
     return report, report.save(folder, force=True, figures=figures)
 
 
@@ -160,10 +160,10 @@ def report_jobs(setting: Setting) -> list[Job]:
     return jobs + worst_jobs(setting, short)
 
 
-def assemble(
-    reader: Reader, setting: Setting, measured: Measured, *, text: str, command: str, seconds: float | None = None
-) -> Report:
-    """The report in what a study measured."""
+def _report(reader: Reader, setting: Setting, text: str, command: str, run: Callable[[list[Job]], Measured]) -> Report:
+    """The report in what `run` measures."""
+    began = time.perf_counter()
+    measured = run(report_jobs(setting))
     if not measured.of("layer"):
         raise BadInputError(measured.failures[0] if measured.failures else "expected measurements, got none; ask for a layer")
     methods = Methods(
@@ -175,7 +175,7 @@ def assemble(
         seed=setting.question.seed,
         tol=setting.question.tol,
         date=time.strftime("%Y-%m-%d"),
-        seconds=seconds,
+        seconds=time.perf_counter() - began,
     )
     data = ReportData(measured.rows, methods)
     texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, data, measured.failures)
