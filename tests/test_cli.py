@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from howsmooth.cli import app
+from howsmooth.errors import BadInputError
 
 
 def run(*arguments: str):
@@ -61,6 +62,24 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, tmp_path, monkeypatch)
     assert len(lines) == 1
     assert "expected" in lines[0]
     assert not list(tmp_path.iterdir())
+
+
+def test_debug_shows_the_traceback():
+    result = run("bounds", "--radius", "-1", "--gamma", "1", "--debug")
+    assert isinstance(result.exception, BadInputError)
+
+
+def test_bounds_of_a_random_layer():
+    result = run("bounds", "--random", "--width", "6", "--heads", "2", "--radius", "9", "--json")
+    rows = {row["id"]: row for row in json.loads(result.stdout)["bounds"]}
+    assert "2" in rows["B1"]["reason"]  # proved for one head
+    assert rows["B7"]["value"] > 0
+
+
+@pytest.mark.parametrize("command", ["measure", "report", "study", "attack"])
+def test_commands_that_load_a_model_share_their_options(command):
+    told = run(command, "--help").stdout
+    assert all(option in told for option in ("--text", "--map", "--side", "--seed", "--json", "--debug"))
 
 
 def test_weights_without_the_right_names(tmp_path):

@@ -5,75 +5,68 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.root import Debug, Json, app, one_sentence
-from howsmooth.cli.shared import Layers, MapOption, TextFile, layers_of, numbers_of, print_json
+from howsmooth.cli import options
+from howsmooth.cli.root import Told, command, show_table
 from howsmooth.models import load
 from howsmooth.paper import Robustness, check_figure, draw_robustness, robustness
 from howsmooth.study import read_text
 
 
-@app.command()
+@command()
 def attack(
-    model: Annotated[str, typer.Argument(help="demo, a folder, or a hub name")],
-    text: TextFile = None,
+    model: options.ModelName,
+    text: options.Text = None,
     n: Annotated[int, typer.Option(help="tokens in a window")] = 24,
-    samples: Annotated[int, typer.Option(help="windows of the text")] = 2,
-    layers: Layers = "all",
-    map: MapOption = "attention",
+    samples: options.Samples = 2,
+    layers: options.Layers = "all",
+    map_name: options.Map = "attention",
+    side: options.Side = None,
     budgets: Annotated[str, typer.Option(help="lengths of the change, as shares of the input's length")] = "1e-4,0.03,0.3",
     steps: Annotated[int, typer.Option(help="re-linearisations")] = 10,
     words: Annotated[int, typer.Option(help="words that may change; 0 for none")] = 1,
     scored: Annotated[int, typer.Option(help="edits scored exactly, for each word")] = 32,
     forbid: Annotated[str | None, typer.Option(help="a file of words that may not be used, one a line")] = None,
-    seed: Annotated[int, typer.Option(help="of the windows and of random attacks")] = 0,
+    seed: options.Seed = 0,
     figure: Annotated[Path | None, typer.Option(help="also draw gains by layer (.png, .pdf or .svg)")] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+) -> Told:
     """Attack a model's layers and words, and set what was reached beside the Lipschitz constants.
 
     Example: howsmooth attack demo --samples 2 --figure attack.png
     """
-    with one_sentence(debug):
-        if figure is not None:
-            check_figure(figure)
-        chosen, shares = layers_of(layers), numbers_of(budgets, "--budgets", "1e-4,0.03")
-        passage, banned = read_text(text), [] if forbid is None else read_text(forbid).split()
-        loaded = load(model)
-        results = robustness(
-            loaded,
-            loaded.text(passage).windows(n, samples, seed),
-            layers=chosen,
-            map=map,  # type: ignore[arg-type]
-            budgets=shares,
-            steps=steps,
-            words=words,
-            scored=scored,
-            forbid=banned,
-            seed=seed,
-            progress=lambda done, of: typer.echo(f"\rcase {done} of {of}", err=True, nl=done == of),
-        )
-        if as_json:
-            print_json(results.to_dict())
-        else:
-            _show(results)
-        if figure is not None:
-            path = draw_robustness(figure, results)
-            if not as_json:
-                print(path)
+    if figure is not None:
+        check_figure(figure)
+    chosen, where = options.layers_of(layers), options.map_of(map_name)
+    shares = options.numbers_of(budgets, "--budgets", "1e-4,0.03")
+    passage, banned = read_text(text), [] if forbid is None else read_text(forbid).split()
+    loaded = load(model, side=side)
+    results = robustness(
+        loaded,
+        loaded.text(passage).windows(n, samples, seed),
+        layers=chosen,
+        map=where,
+        budgets=shares,
+        steps=steps,
+        words=words,
+        scored=scored,
+        forbid=banned,
+        seed=seed,
+        progress=lambda done, of: typer.echo(f"\rcase {done} of {of}", err=True, nl=done == of),
+    )
+    return Told(results.to_dict(), lambda: _show(results), figure and (lambda: draw_robustness(figure, results)))
 
 
 def _show(results: Robustness) -> None:
     for budget in results.budgets:
-        print(f"gain of attacks that move the input of the {results.map} map by {budget:g} of its length")
-        print(f"{'window':>7}{'layer':>6}{'L':>9}" + "".join(f"{m:>20}" for m in results.methods))
-        columns = {m: results.gains(m, budget) for m in results.methods}
-        for i, case in enumerate(results.cases):
-            cells = "".join(f"{columns[m][i]:>11.4g}{columns[m][i] / case.constant:>9.1%}" for m in results.methods)
-            print(f"{case.window:>7}{case.layer:>6}{case.constant:>9.4g}{cells}")
-        ranks = {m: results.correlations[m][budget] for m in results.methods}
-        cells = "".join("–".rjust(20) if r is None else f"{r:>20.2f}" for r in ranks.values())
-        print(f"{'rank correlation of gain with L':>22}{cells[9:]}")
+        gains = {m: results.gains(m, budget) for m in results.methods}
+        lines = [
+            {"window": case.window, "layer": case.layer, "L": case.constant}
+            | {m: f"{gains[m][i]:.4g} {gains[m][i] / case.constant:>6.1%}" for m in gains}
+            for i, case in enumerate(results.cases)
+        ]
+        ranks = {m: results.correlations[m][budget] for m in gains}
+        lines.append({"L": "rank"} | {m: "–" if rank is None else f"{rank:.2f}" for m, rank in ranks.items()})
+        moved = f"attacks that move the input of the {results.map} map by {budget:g} of its length"
+        show_table(f"gain of {moved}, its share of L, and its rank correlation with L", lines)
         if budget in results.guided_wins:
             share, ratio = results.guided_wins[budget]
             print(

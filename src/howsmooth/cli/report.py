@@ -5,116 +5,79 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.root import Debug, Json, app, one_sentence
-from howsmooth.cli.shared import (
-    Address,
-    EngineName,
-    Layers,
-    Lengths,
-    MapOption,
-    Quiet,
-    Samples,
-    Seed,
-    TextFile,
-    Tol,
-    Workers,
-    engine_of,
-    layers_of,
-    lengths_of,
-    map_of,
-    print_json,
-    show_table,
-)
+from howsmooth.cli import options
+from howsmooth.cli.root import Told, command, show_table, typed
+from howsmooth.report.assemble import inspect_into
+from howsmooth.run import check_folder, progress_bar
+from howsmooth.study.layers import Question, settle
+from howsmooth.study.lengths import fitting_lengths
+from howsmooth.study.reader import Reader
 
 Out = Annotated[Path, typer.Option(help="folder for the page, figures, tables and results")]
-Resume = Annotated[bool, typer.Option("--resume", help="go on with the results in the folder")]
-Force = Annotated[bool, typer.Option("--force", help="start anew in a folder that holds a report")]
 Figures = Annotated[bool, typer.Option(help="also draw the figures as PDF and PNG")]
-Side = Annotated[str | None, typer.Option(help="encoder or decoder, text or vision, of a model with two")]
-Certify = Annotated[float | None, typer.Option(help="go on until upper/lower is at most 1 + this")]
 
 
-@app.command()
+@command()
 def report(
-    model: Annotated[str, typer.Argument(help="demo, a folder with config.json and safetensors, or a hub name")],
-    text: TextFile = None,
-    lengths: Lengths = None,
-    layers: Layers = "all",
-    samples: Samples = 8,
-    map_name: MapOption = "attention",
-    engine: EngineName = "local",
-    address: Address = None,
-    workers: Workers = None,
+    model: options.ModelName,
+    text: options.Text = None,
+    lengths: options.Lengths = None,
+    layers: options.Layers = "all",
+    samples: options.Samples = 8,
+    map_name: options.Map = "attention",
+    engine: options.EngineName = "local",
+    address: options.Address = None,
+    workers: options.Workers = None,
     out: Out = Path("report"),
-    resume: Resume = False,
-    force: Force = False,
+    resume: options.Resume = False,
+    force: options.Force = False,
     figures: Figures = True,
-    side: Side = None,
-    tol: Tol = 1e-3,
-    certify: Certify = None,
-    seed: Seed = 0,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+    side: options.Side = None,
+    tol: options.Tol = 1e-3,
+    certify: options.Certify = None,
+    seed: options.Seed = 0,
+    quiet: options.Quiet = False,
+) -> Told:
     """Measure every layer and head of a model on a text, and write a page about it.
 
     Example: howsmooth report demo --text alice.txt --lengths 16,32,64,128 --out report
     """
-    with one_sentence(debug):
-        from howsmooth.report.assemble import inspect_into
-        from howsmooth.run import check_folder, progress_bar
-        from howsmooth.study.layers import Question, settle
-        from howsmooth.study.lengths import fitting_lengths
-        from howsmooth.study.reader import Reader
+    asked, chosen, where = options.lengths_of(lengths), options.layers_of(layers), options.map_of(map_name)
+    check_folder(out, "report", resume=resume, force=force)  # before the model is loaded
+    reader = Reader.by_name(model, text, side)
+    question = Question(asked or fitting_lengths(reader, samples), samples, chosen, where, tol, certify, seed)
+    made, page = inspect_into(
+        reader,
+        settle(reader, question),
+        out,
+        typed(),
+        engine=options.engine_of(engine, address, workers, reader.model),
+        resume=resume,
+        force=force,
+        figures=figures,
+        progress=progress_bar("measuring", quiet=quiet),
+    )
 
-        asked, chosen = lengths_of(lengths), layers_of(layers)
-        check_folder(out, "report", resume=resume, force=force)  # before the model is loaded
-        reader = Reader.by_name(model, text, side)
-        question = Question(asked or fitting_lengths(reader, samples), samples, chosen, map_of(map_name), tol, certify, seed)
-        setting = settle(reader, question)
-        made, page = inspect_into(
-            reader,
-            setting,
-            out,
-            engine=engine_of(engine, address, workers, reader.model),
-            resume=resume,
-            force=force,
-            figures=figures,
-            progress=progress_bar("measuring", quiet=quiet or as_json),
-        )
-        if as_json:
-            print_json({"page": str(page.resolve()), **made.to_dict()})
-            return
+    def show() -> None:
         if not quiet:
-            show_table("L, geometric mean over samples", made.data.growth.table())
+            show_table("L, geometric mean over samples", made.data.growth.table(), words=("breaks",))
             print("", *made.answer, *made.findings, "", sep="\n")
         print(page.resolve())
 
+    return Told({"page": str(page.resolve()), **made.to_dict()}, show)
 
-@app.command()
+
+@command()
 def demo(
     out: Out = Path("demo-report"),
-    workers: Workers = None,
-    resume: Resume = False,
-    force: Force = False,
+    workers: options.Workers = None,
+    resume: options.Resume = False,
+    force: options.Force = False,
     figures: Figures = True,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+    quiet: options.Quiet = False,
+) -> Told:
     """The report of a small BERT that comes with the package, on Alice in Wonderland.
 
     Example: howsmooth demo --out demo-report
     """
-    report(
-        "demo",
-        workers=workers,
-        out=out,
-        resume=resume,
-        force=force,
-        figures=figures,
-        quiet=quiet,
-        as_json=as_json,
-        debug=debug,
-    )
+    return report("demo", out=out, workers=workers, resume=resume, force=force, figures=figures, quiet=quiet)

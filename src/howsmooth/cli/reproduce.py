@@ -1,21 +1,19 @@
 """`howsmooth reproduce`."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from howsmooth.cli.root import Debug, Json, app, one_sentence
-from howsmooth.cli.shared import print_json
+from howsmooth.cli import options
+from howsmooth.cli.root import Told, command, show_table, typed
 from howsmooth.errors import BadInputError
 from howsmooth.paper import PAPER, PARTS, QUICK, Part, curves_of, exponents, write_reproduction
 from howsmooth.paper import reproduce as run
 from howsmooth.run import Local, progress_bar, write_table
 
 
-@app.command()
+@command()
 def reproduce(
     part: Annotated[str, typer.Argument(help=f"all, or one of {', '.join(PARTS)}")] = "all",
     model: Annotated[
@@ -25,14 +23,12 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="folder for results, tables, figures and the page")] = Path("reproduction"),
     samples: Annotated[int | None, typer.Option(help="windows of text a length; 10 as in the paper, 1 with --quick")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="few lengths: a look at every curve in about a minute")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="continue what the folder holds")] = False,
-    force: Annotated[bool, typer.Option("--force", help="begin again, or write into a folder that holds other files")] = False,
+    resume: options.Resume = False,
+    force: options.Force = False,
     workers: Annotated[int, typer.Option(help="processes that share out the work")] = 1,
-    seed: Annotated[int, typer.Option(help="of windows, random weights and solvers")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress and no table")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+    seed: options.Seed = 0,
+    quiet: options.Quiet = False,
+) -> Told:
     """Measure the experiments of "How Smooth Is Attention?" again: figures (PDF, PNG), tables (CSV) and a page.
 
     It can be stopped at any moment and continued with --resume. Pretrained models other than the demo are read only if named.
@@ -40,48 +36,39 @@ def reproduce(
     Example: howsmooth reproduce all --quick --out reproduction
     Example: howsmooth reproduce real --model bert-base-uncased --model gpt2
     """
-    with one_sentence(debug):
-        parts: list[Part] = [p for p in PARTS if part in ("all", p)]
-        if not parts:
-            raise BadInputError(f"expected all or one of {', '.join(PARTS)}, got {part!r}; pick one of them")
-        result = run(
-            parts,
-            ["demo", *(name for name in dict.fromkeys(model or []) if name != "demo")],
-            out,
-            protocol=(QUICK if quick else PAPER).with_samples(samples),
-            seed=seed,
-            resume=resume,
-            force=force,
-            engine=Local(workers=workers),
-            progress=progress_bar("measuring", quiet=quiet),
-            command=shlex.join(["howsmooth", *sys.argv[1:]]),
-        )
-        if not result.rows:
-            why = next(iter(result.failures))
-            raise BadInputError(f"expected results, got {result.tasks} failed tasks ({why}); see {result.path}")
-        files = [*write_reproduction(result, out), write_table(result.path, out / "results.csv", force=True)]
+    parts: list[Part] = [p for p in PARTS if part in ("all", p)]
+    if not parts:
+        raise BadInputError(f"expected all or one of {', '.join(PARTS)}, got {part!r}; pick one of them")
+    result = run(
+        parts,
+        ["demo", *(name for name in dict.fromkeys(model or []) if name != "demo")],
+        out,
+        protocol=(QUICK if quick else PAPER).with_samples(samples),
+        seed=seed,
+        resume=resume,
+        force=force,
+        engine=Local(workers=workers),
+        progress=progress_bar("measuring", quiet=quiet),
+        command=typed(),
+    )
+    if not result.rows:
+        why = next(iter(result.failures))
+        raise BadInputError(f"expected results, got {result.tasks} failed tasks ({why}); see {result.path}")
+    files = [*write_reproduction(result, out), write_table(result.path, out / "results.csv", force=True)]
     table = exponents(curves_of(result.rows))
     for why, count in result.failures.items():
         typer.echo(f"howsmooth: {count} tasks failed: {why}", err=True)
-    if as_json:
-        numbers = {"tasks": result.tasks, "skipped": result.skipped, "failures": result.failures}
-        print_json({"exponents": table, "files": [str(f) for f in files], **numbers})
-        return
-    if not quiet:
-        _show(table)
-    print(files[0])
+
+    def show() -> None:
+        if table and not quiet:
+            show_table("exponent of every curve", [_line(row) for row in table], words=("curve",), digits=3)
+        print(files[0])
+
+    numbers = {"tasks": result.tasks, "skipped": result.skipped, "failures": result.failures}
+    return Told({"exponents": table, "files": [str(f) for f in files], **numbers}, show)
 
 
-def _show(table: list[dict[str, Any]]) -> None:
-    if table:
-        print(f"{'exponent of':<58} {'L':>6} {'95 %':>14} {'scripts':>8} {'paper':>6}")
-    for e in table:
-        name = f"{e['subject']}, {e['masking']}, layer {e['layer']}{'' if e['map'] == 'attention' else ', ' + e['map']}"
-        ends = "" if e["low"] is None or e["high"] is None else f"{_digits(e['low'])} … {_digits(e['high'])}"
-        printed = "" if e["printed"] is None else _digits(e["printed"])
-        print(f"{name[:58]:<58} {_digits(e['exponent'], 3):>6} {ends:>14} {_digits(e['scripts'], 3):>8} {printed:>6}")
-
-
-def _digits(value: float, count: int = 2) -> str:
-    """Without a minus before nought."""
-    return f"{round(value, count) + 0.0:.{count}f}"
+def _line(row: dict[str, Any]) -> dict[str, Any]:
+    names = {"L": "exponent", "from": "low", "to": "high", "scripts": "scripts", "paper": "printed"}
+    curve = f"{row['subject']}, {row['masking']}, layer {row['layer']}, {row['map']}"
+    return {"curve": curve} | {name: row[key] for name, key in names.items()}

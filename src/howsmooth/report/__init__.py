@@ -3,7 +3,7 @@
 from howsmooth.report.assemble import Report, inspect
 from howsmooth.report.data import Methods, ReportData
 from howsmooth.report.figures import COLOURS, MARKERS, draw_figures, figure_style, plain_numbers
-from howsmooth.report.page import asset, write_page
+from howsmooth.report.page import asset, finite, write_page
 
 __all__ = [
     "COLOURS",
@@ -14,6 +14,7 @@ __all__ = [
     "asset",
     "draw_figures",
     "figure_style",
+    "finite",
     "inspect",
     "plain_numbers",
     "write_page",

@@ -1,111 +1,94 @@
-"""The answer in three sentences, and the findings below it, in words made from the numbers."""
+"""The answer in three sentences, and the findings below it, in words made from the numbers.
+
+A sentence is text with two marks, `**strong**` and `n^0.25`; how each is set is for the page to decide.
+"""
 
 import math
-from typing import Literal
+import re
 
 from howsmooth.report.data import ReportData
 from howsmooth.study.fit import Break, Interval
 from howsmooth.study.jobs import Row
 
-# A sentence is a list of pieces; how each is set is for the page to decide.
-Piece = tuple[str, Literal["", "strong", "sup"]]
-Sentence = list[Piece]
+STRONG = re.compile(r"\*\*(.+?)\*\*")
 
 
-def plain(sentence: Sentence) -> str:
-    """A sentence as text."""
-    return "".join(f"^{text}" if kind == "sup" else text for text, kind in sentence)
+def plain(sentence: str) -> str:
+    """A sentence for a terminal: powers as they are, nothing strong."""
+    return STRONG.sub(r"\1", sentence)
 
 
-def answer(data: ReportData) -> list[Sentence]:
+def answer(data: ReportData) -> list[str]:
     """Which layer is least smooth, how it grows with n, how far it is from the ceiling."""
     worst = data.least_smooth()
     return [_least_smooth(data, worst), _growth(data, worst), _ceiling(data, worst)]
 
 
-def _least_smooth(data: ReportData, worst: Row) -> Sentence:
+def _least_smooth(data: ReportData, worst: Row) -> str:
     over = f", in the mean of {worst['samples']} samples" if worst["samples"] > 1 else ""
     best = min((row for row in data.summary if row["n"] == worst["n"]), key=lambda row: row["mean"])
     beside = f"; in the smoothest, layer {best['layer']}, {number(best['mean'])} times" if best is not worst else ""
-    return [
-        (f"Layer {worst['layer']} is the least smooth:", "strong"),
-        (
-            f" at n = {worst['n']} tokens a small change of what enters its attention can come out "
-            f"{number(worst['mean'])} times as large{over}{beside}.",
-            "",
-        ),
-    ]
+    return (
+        f"**Layer {worst['layer']} is the least smooth:** at n = {worst['n']} tokens a small change of what enters its "
+        f"attention can come out {number(worst['mean'])} times as large{over}{beside}."
+    )
 
 
-def _growth(data: ReportData, worst: Row) -> Sentence:
+def _growth(data: ReportData, worst: Row) -> str:
     fit = data.fits.get(worst["layer"])
     if fit is None:
         reason = "Only one length was measured" if len(data.lengths) == 1 else "Fewer than two lengths gave a positive constant"
-        return [(f"{reason}, so nothing can be said of growth.", "")]
+        return f"{reason}, so nothing can be said of growth."
+    text = f"From {fit.lengths[0]} to {fit.lengths[-1]} tokens its constant **grows about like n**^{fit.exponent.value:.2f}"
+    text += _interval(fit.exponent)
     exponents = [f.exponent.value for f in data.fits.values()]
-    pieces: Sentence = [
-        (f"From {fit.lengths[0]} to {fit.lengths[-1]} tokens its constant ", ""),
-        ("grows about like n", "strong"),
-        (f"{fit.exponent.value:.2f}", "sup"),
-    ]
-    sure = interval(fit.exponent)
-    others = (
-        f"; over all layers the exponent goes from {min(exponents):.2f} to {max(exponents):.2f}" if len(exponents) > 1 else ""
-    )
-    pieces.append((f"{f' (95 % interval {sure})' if sure else ''}{others}", ""))
+    if len(exponents) > 1:
+        text += f"; over all layers the exponent goes from {min(exponents):.2f} to {max(exponents):.2f}"
     if data.jumps:
         layer, jump = data.jumps[0]
-        pieces.append((", but ", ""))
-        pieces.append((f"layer {layer} jumps {times(jump.change.value)} between n = {jump.before} and {jump.after}", "strong"))
-    pieces.append((".", ""))
-    return pieces
+        change = jump.change.value
+        times = f"{number(change)}-fold" if change >= 1 else f"down {number(1 / change)}-fold"
+        text += f", but **layer {layer} jumps {times} between n = {jump.before} and {jump.after}**"
+    return f"{text}."
 
 
-def _ceiling(data: ReportData, worst: Row) -> Sentence:
+def _ceiling(data: ReportData, worst: Row) -> str:
     rows = [bound for bound in data.bounds if bound["side"] == "upper" and bound["log_value"] is not None]
     if not rows:
-        return [("No bound was computed, so the distance from the ceiling is not known.", "")]
+        return "No bound was computed, so the distance from the ceiling is not known."
     layer = data.least_smooth({bound["layer"] for bound in rows})["layer"]
     rows = [bound for bound in rows if bound["layer"] == layer]
-    which = "" if layer == worst["layer"] else f" for layer {layer}"
     n = min({bound["n"] for bound in rows}, key=lambda k: abs(k - worst["n"]))
     at, over = (
         min((b for b in rows if (b["n"], b["where"]) == (n, where)), key=lambda b: b["log_value"], default=None)
         for where in ("point", "ball")
     )
-    pieces: Sentence = [("The ceiling is higher:", "strong"), (which, "")]
+    text = "**The ceiling is higher:**" + ("" if layer == worst["layer"] else f" for layer {layer}")
     if at is not None:
-        text = f" at n = {n} theory certifies at most {huge(at['log_value'])} at the first sample"
-        pieces.append((f"{text}, {_far(at)} what was measured there", ""))
+        text += f" at n = {n} theory certifies at most {_huge(at['log_value'])} at the first sample, "
+        text += f"{_far(at)} what was measured there"
     if over is not None:
-        start = ", and" if at is not None else f" at n = {n} theory allows"
-        pieces.append((f"{start} {huge(over['log_value'])}, {_far(over)}, over all inputs whose tokens are no longer", ""))
-    pieces.append((".", ""))
-    return pieces
+        text += ", and" if at is not None else f" at n = {n} theory allows"
+        text += f" {_huge(over['log_value'])}, {_far(over)}, over all inputs whose tokens are no longer"
+    return f"{text}."
 
 
-def findings(data: ReportData) -> list[Sentence]:
+def findings(data: ReportData) -> list[str]:
     """One paragraph per jump, largest first, then the notes that came with the data."""
-    return [_jump(data, layer, jump) for layer, jump in data.jumps] + [[(note, "")] for note in data.notes]
+    return [_jump(data, layer, jump) for layer, jump in data.jumps] + list(data.notes)
 
 
-def _jump(data: ReportData, layer: int, jump: Break) -> Sentence:
+def _jump(data: ReportData, layer: int, jump: Break) -> str:
     fit = data.fits[layer]
     at = dict(zip(fit.lengths, fit.means, strict=True))
-    sure = interval(jump.change)
     more = jump.after - jump.before
-    text = (
-        f" Layer {layer} goes from L = {number(at[jump.before])} at n = {jump.before} to {number(at[jump.after])} at "
-        f"n = {jump.after}: {more} more token{'s' * (more > 1)} multiply it by {number(jump.change.value)} beyond its slope"
-        f"{f' (95 % interval {sure})' if sure else ''}. "
-    )
-    text += _carrier(data, layer, jump)
-    text += _new_positions(data, layer, jump)
-    text += (
+    return (
+        f"**A jump.** Layer {layer} goes from L = {number(at[jump.before])} at n = {jump.before} to {number(at[jump.after])} "
+        f"at n = {jump.after}: {more} more token{'s' * (more > 1)} multiply it by {number(jump.change.value)} beyond its slope"
+        f"{_interval(jump.change)}. {_carrier(data, layer, jump)}{_new_positions(data, layer, jump)}"
         f"One slope through everything would read n^{fit.exponent.value:.2f}; "
         f"with the jump apart it is n^{fit.exponent_apart.value:.2f}."
     )
-    return [("A jump.", "strong"), (text, "")]
 
 
 def _carrier(data: ReportData, layer: int, jump: Break) -> str:
@@ -117,11 +100,11 @@ def _carrier(data: ReportData, layer: int, jump: Break) -> str:
     ratios = {h: after[h] / before[h] for h in before.keys() & after.keys() if before[h] > 0 and after[h] > 0}
     if len(ratios) < 2:
         return ""
-    order = sorted(ratios, key=lambda h: -abs(math.log(ratios[h])))
-    top, others = order[0], order[1:]
-    rest = max(abs(math.log(ratios[h])) for h in others)
+    sizes = {h: abs(math.log(ratio)) for h, ratio in ratios.items()}
+    top = max(sizes, key=lambda h: sizes[h])
+    rest = max(size for h, size in sizes.items() if h != top)
     change = f"head {top} goes from {number(before[top])} to {number(after[top])}"
-    if rest < abs(math.log(ratios[top])) / 4:  # a quarter, on the log scale: one head stands out at a glance
+    if rest < sizes[top] / 4:  # a quarter, on the log scale: one head stands out at a glance
         still = f"no other changes by more than {100 * math.expm1(rest):.0f} %" if rest >= 0.005 else "no other changes"
         return f"One head carries it: {change}, while {still}. "
     return f"Most of it in one head: {change}. "
@@ -143,19 +126,15 @@ def number(value: float) -> str:
     return f"{digits}·10^{int(power)}"
 
 
-def times(factor: float) -> str:
-    return f"{number(factor)}-fold" if factor >= 1 else f"down {number(1 / factor)}-fold"
+def _interval(ends: Interval) -> str:
+    return "" if ends.low is None or ends.high is None else f" (95 % interval {ends.low:.2f} to {ends.high:.2f})"
 
 
-def interval(ends: Interval) -> str:
-    return "" if ends.low is None or ends.high is None else f"{ends.low:.2f} to {ends.high:.2f}"
-
-
-def huge(log: float) -> str:
+def _huge(log: float) -> str:
     """`exp(log)`, as a power of ten where it is large."""
     return number(math.exp(log)) if log < 50 else f"10^{log / math.log(10):.0f}"
 
 
 def _far(bound: Row) -> str:
     """How many times what was measured."""
-    return f"{huge(bound['log_value'] - math.log(bound['value']))} times" if bound["value"] > 0 else "any number of times"
+    return f"{_huge(bound['log_value'] - math.log(bound['value']))} times" if bound["value"] > 0 else "any number of times"

@@ -1,9 +1,7 @@
 """From a model and a text to a report: measure, assemble, save."""
 
-import shlex
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -63,10 +61,6 @@ class Report:
         frame = to_frame([row | fit_columns(fits.get(row["layer"])) for row in rows])
         return frame.assign(**{f"version_{k}": v for k, v in self.data.methods.versions.items()})
 
-    def bounds_frame(self) -> "pandas.DataFrame":
-        """Every bound, one row each."""
-        return to_frame(self.data.bounds)
-
     def save(self, folder: str | Path, *, force: bool = False, figures: bool = True) -> Path:
         """Write `index.html`, `measurements.csv`, `bounds.csv` and, with `figures`, `figures/`; the path of the page.
 
@@ -79,7 +73,7 @@ class Report:
             self.to_frame().to_csv(part, index=False)
         if self.data.bounds:
             with writing(page.with_name("bounds.csv")) as part:
-                self.bounds_frame().to_csv(part, index=False)
+                to_frame(self.data.bounds).to_csv(part, index=False)
         return page
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,38 +116,36 @@ def inspect(
     reader = Reader.of(model, text)
     chosen = fitting_lengths(reader, samples) if lengths is None else tuple(lengths)
     setting = settle(reader, Question(chosen, samples, None if layers is None else tuple(layers), map, tol, certify, seed))
-    began = time.perf_counter()
-    measured = run_here(reader, report_jobs(setting), progress)
     named = ALICE if text is None else "a text"
-    return assemble(reader, setting, measured, text=named, command="howsmooth.inspect", seconds=time.perf_counter() - began)
+    return _report(reader, setting, named, "howsmooth.inspect", lambda jobs: run_here(reader, jobs, progress))
 
 
 def inspect_into(
     reader: Reader,
     setting: Setting,
     folder: str | Path,
+    command: str,
     *,
     engine: Engine | None = None,
     resume: bool = False,
     force: bool = False,
     figures: bool = True,
     progress: Progress | None = None,
-    command: str | None = None,
 ) -> tuple[Report, Path]:
     """The same as a sweep that keeps its results in `folder/results.sqlite`, saved in that folder; the page's path beside it.
 
-    reader: from `Reader.by_name`.  resume, force: go on in a folder that holds results, or start anew there; it is refused
-    otherwise.
+    reader: from `Reader.by_name`.  command: what makes the report again.  resume, force: go on in a folder that holds results,
+    or start anew there; it is refused otherwise.
     """
     if reader.source is None:
         raise BadInputError("expected a model and a text by name, got ones built in memory; use howsmooth.inspect")
     results = claim_folder(folder, "report", resume=resume, force=force)
-    command = command or shlex.join(["howsmooth", *sys.argv[1:]])
-    began = time.perf_counter()
-    jobs = report_jobs(setting)
-    measured = run_sweep(reader, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
     named = ALICE if reader.source.text is None else Path(reader.source.text).name
-    report = assemble(reader, setting, measured, text=named, command=command, seconds=time.perf_counter() - began)
+
+    def run(jobs: list[Job]) -> Measured:
+        return run_sweep(reader, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
+
+    report = _report(reader, setting, named, command, run)
     return report, report.save(folder, force=True, figures=figures)
 
 
@@ -168,10 +160,10 @@ def report_jobs(setting: Setting) -> list[Job]:
     return jobs + worst_jobs(setting, short)
 
 
-def assemble(
-    reader: Reader, setting: Setting, measured: Measured, *, text: str, command: str, seconds: float | None = None
-) -> Report:
-    """The report in what a study measured."""
+def _report(reader: Reader, setting: Setting, text: str, command: str, run: Callable[[list[Job]], Measured]) -> Report:
+    """The report in what `run` measures."""
+    began = time.perf_counter()
+    measured = run(report_jobs(setting))
     if not measured.of("layer"):
         raise BadInputError(measured.failures[0] if measured.failures else "expected measurements, got none; ask for a layer")
     methods = Methods(
@@ -183,7 +175,7 @@ def assemble(
         seed=setting.question.seed,
         tol=setting.question.tol,
         date=time.strftime("%Y-%m-%d"),
-        seconds=seconds,
+        seconds=time.perf_counter() - began,
     )
     data = ReportData(measured.rows, methods)
     texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, data, measured.failures)

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import geometric_mean
 from typing import final
 
 from howsmooth.errors import BadInputError
@@ -148,7 +149,7 @@ def _summary(layer: int, n: int, rows: list[Row]) -> Row:
     return {
         "layer": layer,
         "n": n,
-        "mean": math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0,
+        "mean": geometric_mean(values) if min(values) > 0 else 0.0,
         "low": min(values),
         "high": max(values),
         "upper": max(row["upper"] for row in rows),

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from howsmooth.errors import BadInputError, ResultsError
+from howsmooth.errors import BadInputError
 from howsmooth.report.data import ReportData
+from howsmooth.run import writing
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -44,17 +45,14 @@ def draw_figures(data: ReportData, folder: str | Path, *, formats: Sequence[str]
     wrong = [f for f in formats if f not in FORMATS]
     if wrong:
         raise BadInputError(f"expected formats among {', '.join(FORMATS)}, got {wrong[0]!r}; choose from these")
-    folder, written = Path(folder), []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with figure_style():
-            for name, draw in [(name, draw) for name, (there, draw) in FIGURES.items() if there(data)]:
-                figure = draw(data)
-                for ending in formats:
-                    written.append(folder / f"{name}.{ending}")
-                    figure.savefig(written[-1])
-    except OSError as error:
-        raise ResultsError(f"expected a folder that can be written, got {folder} ({error.strerror}); choose another") from None
+    written = []
+    with figure_style():
+        for name, draw in [(name, draw) for name, (there, draw) in FIGURES.items() if there(data)]:
+            figure = draw(data)
+            for ending in formats:
+                written.append(Path(folder) / f"{name}.{ending}")
+                with writing(written[-1], parents=True) as part:
+                    figure.savefig(part)
     return written
 
 

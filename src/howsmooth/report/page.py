@@ -16,7 +16,7 @@ from string import Template
 from typing import Any
 
 from howsmooth.errors import BadInputError
-from howsmooth.report.answer import Sentence, answer, findings, number, plain
+from howsmooth.report.answer import STRONG, answer, findings, number, plain
 from howsmooth.report.data import KEYS, ReportData
 from howsmooth.run import check_folder, writing
 
@@ -75,21 +75,17 @@ def embed(value: Any) -> str:
     >>> embed("</script>\\u2028")
     '"\\\\u003c/script\\\\u003e\\\\u2028"'
     """
-    text = json.dumps(_rounded(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(finite(value, digits=6), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _rounded(value: Any) -> Any:
-    """Six digits are more than a page shows; what is not finite has no JSON."""
-    if isinstance(value, bool):
-        return value
+def finite(value: Any, digits: int = 17) -> Any:
+    """What is not finite has no JSON and becomes None. digits: of floats; 17 leave them as they are."""
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(k): _rounded(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(v) for v in value]
-    return value
+        return {str(k): finite(v, digits) for k, v in value.items()}
+    return [finite(v, digits) for v in value] if isinstance(value, list | tuple) else value
 
 
 def payload(data: ReportData) -> dict[str, Any]:
@@ -126,11 +122,9 @@ def asset(name: str) -> str:
     return resources.files("howsmooth.report").joinpath("assets", name).read_text("utf-8")
 
 
-def _html(sentence: Sentence) -> str:
-    """A sentence as it is read, powers such as n^0.25 raised."""
-    marks = {"": "{}", "strong": "<b>{}</b>", "sup": "<sup>{}</sup>"}
-    text = "".join(marks[kind].format(escape(text)) for text, kind in sentence)
-    return re.sub(r"\^((?:\d|[−.-](?=\d))+)", r"<sup>\1</sup>", text)
+def _html(sentence: str) -> str:
+    """A sentence as it is read: what is strong in bold, powers such as n^0.25 raised."""
+    return re.sub(r"\^((?:\d|[−.-](?=\d))+)", r"<sup>\1</sup>", STRONG.sub(r"<b>\1</b>", escape(sentence)))
 
 
 def _meta(data: ReportData) -> str:

@@ -1,0 +1,132 @@
+"""`howsmooth bounds` and `howsmooth worst`: what tokens in a ball can do to one layer, in theory and in a search."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from howsmooth import verbs
+from howsmooth.cli import options
+from howsmooth.cli.root import Told, command, show_table
+from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention
+from howsmooth.paper import TokenGrowth, check_figure, draw_ladder, draw_worst, grow, scan
+from howsmooth.search import Configured, WorstCase
+
+Radius = Annotated[float, typer.Option(help="radius of the ball the tokens live in")]
+Gamma = Annotated[float | None, typer.Option(help="one head with A = gamma · I and V = I")]
+Width = Annotated[int, typer.Option("--width", "--dim", help="width of the tokens for --gamma and of a random layer")]
+Heads = Annotated[int, typer.Option(help="heads of a random layer, or of the layer in --weights")]
+Weights = Annotated[Path | None, typer.Option(help="a safetensors file with A and V, or with w_q, w_k, w_v, w_o")]
+Random = Annotated[bool, typer.Option("--random", help="a random layer: normal weights of deviation 0.02, as in GPT-2")]
+
+_LAYER = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
+
+
+@command()
+def bounds(
+    radius: Radius,
+    n: Annotated[int, typer.Option(help="number of tokens")] = 1024,
+    gamma: Gamma = None,
+    width: Width = 1,
+    heads: Heads = 1,
+    weights: Weights = None,
+    random: Random = False,
+    causal: options.Causal = False,
+    seed: options.Seed = 0,
+    figure: Annotated[Path | None, typer.Option(help="also draw the ladder n = 1 … 10⁹ (.png, .pdf or .svg)")] = None,
+) -> Told:
+    """Print every bound on the Lipschitz constant over a ball of tokens.
+
+    Example: howsmooth bounds --gamma -1 --radius 2 --n 1024 --figure ladder.png
+    """
+    if figure is not None:
+        check_figure(figure)
+    attn = _layer(gamma, width, heads, weights, random, causal, seed)
+    table = verbs.bounds(attn, n=n, radius=radius)
+    return Told(table.to_dict(), lambda: print(table), figure and (lambda: draw_ladder(figure, attn, radius)))
+
+
+@command()
+def worst(
+    radius: Radius,
+    n: Annotated[int, typer.Option(help="number of tokens for the search; 0 for none")] = 8,
+    lengths: Annotated[str, typer.Option(help="lengths of the growth curve, as in 8,16,32; empty for none")] = "8,16,32,64,128",
+    gamma: Gamma = None,
+    width: Width = 2,
+    heads: Heads = 1,
+    weights: Weights = None,
+    random: Random = False,
+    causal: options.Causal = False,
+    head: Annotated[
+        int | None, typer.Option(help="the head that builds the growth curve's tokens; the worst by default")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="beside them, the worst configuration of any family and head")] = False,
+    steps: Annotated[int | None, typer.Option(help="measurements of every start")] = None,
+    restarts: Annotated[int | None, typer.Option(help="starts of the search")] = None,
+    seed: options.Seed = 0,
+    figure: Annotated[Path | None, typer.Option(help="also draw growth, tokens and climb (.png, .pdf or .svg)")] = None,
+) -> Told:
+    """Find bad inputs: how far the paper's configurations grow, and the worst tokens that gradient ascent finds.
+
+    Example: howsmooth worst --gamma -1 --radius 2 --n 8 --figure worst.png
+    """
+    if figure is not None:
+        check_figure(figure)
+    attn = _layer(gamma, width, heads, weights, random, causal, seed)
+    counts = options.lengths_of(lengths or None)
+    if counts is None and n == 0:
+        raise BadInputError("expected --n or --lengths, got neither; ask for a search, a growth curve or both")
+    growth = grow(attn, radius, counts, head=head, seed=seed) if counts else None
+    others = scan(attn, [radius], counts, seed=seed) if best and counts else []
+    case = verbs.worst_case(attn, n, radius, steps=steps, restarts=restarts, seed=seed) if n else None
+    parts = {"growth": growth and growth.to_dict(), "worst": case and case.to_dict(), "best": [row.to_dict() for row in others]}
+    return Told(parts, lambda: _show(growth, others, case), figure and (lambda: draw_worst(figure, growth, case)))
+
+
+def _show(growth: TokenGrowth | None, others: list[Configured], worst: WorstCase | None) -> None:
+    if growth is not None:
+        lines = [
+            {
+                "n": row.n,
+                "L": row.estimate.value,
+                "at most": row.estimate.upper,
+                "bound B7": math.exp(min(log, 700.0)),  # exp overflows a little further on
+                "L / B7": math.exp(math.log(row.estimate.value) - log),
+            }
+            for row, log in zip(growth.rows, growth.log_bounds, strict=True)
+        ]
+        show_table(f"{growth.configuration}: L grows like n^{growth.exponent:.3f}", lines, digits=5)
+    for row in others:
+        print(f"worst configuration of {row.n} tokens: L = {row.estimate.value:.5g}, {row.configuration}")
+    if worst is not None:
+        print(f"worst of {len(worst.tokens)} tokens: {worst}")
+        print(f"certified: {worst.estimate}")
+
+
+def _layer(
+    gamma: float | None, width: int, heads: int, weights: Path | None, random: bool, causal: bool, seed: int
+) -> Attention:
+    if (gamma is not None) + (weights is not None) + random != 1:
+        raise BadInputError("expected one of --gamma, --weights and --random, got none or several; give one of them")
+    if width < 1 or heads < 1:
+        raise BadInputError(f"expected --width and --heads of at least 1, got {width} and {heads}; correct them")
+    if gamma is not None:
+        eye = torch.eye(width, dtype=torch.float64)
+        return Attention.from_matrices(gamma * eye, eye, causal=causal)
+    if weights is not None:
+        return _from_file(weights, heads, causal)
+    draw = torch.Generator().manual_seed(seed)
+    w_q, w_k, w_v, w_o = (0.02 * torch.randn(width, width, generator=draw) for _ in range(4))
+    return Attention(w_q, w_k, w_v, w_o, heads=heads, causal=causal)
+
+
+def _from_file(path: Path, heads: int, causal: bool) -> Attention:
+    tensors = options.read_matrices(path, ("A", "V"), ("w_q", "w_k", "w_v"))
+    if {"A", "V"} <= set(tensors):
+        return Attention.from_matrices(tensors["A"].double(), tensors["V"].double(), causal=causal)
+    if not set(tensors) <= set(_LAYER):
+        raise BadInputError(f"expected tensors among {', '.join(_LAYER)}, got {', '.join(sorted(tensors))}; name them so")
+    return Attention(**tensors, heads=heads, causal=causal)  # pyright: ignore[reportArgumentType]  named as its fields

@@ -1,0 +1,93 @@
+"""Options that several commands take, each with one name and one meaning, and what becomes of their text."""
+
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.models import MAPS, MapName, Model
+from howsmooth.run import Engine, Local, Ray
+from howsmooth.run.pool import cores
+
+ModelName = Annotated[str, typer.Argument(help="demo, a folder with config.json and safetensors, or a hub name")]
+Side = Annotated[str | None, typer.Option(help="encoder or decoder, text or vision, of a model with two")]
+Map = Annotated[str, typer.Option("--map", help=f"one of {', '.join(MAPS)}")]
+Layers = Annotated[str, typer.Option(help="all, or layers as in 0,3,5")]
+Text = Annotated[str | None, typer.Option(help="a text file; Alice in Wonderland by default")]
+Samples = Annotated[int, typer.Option(help="windows of the text at each length")]
+Lengths = Annotated[
+    str | None, typer.Option(help="numbers of tokens, as in 16,32,64; by default from 8 to 512 as model and text allow")
+]
+Tol = Annotated[float, typer.Option(help="relative accuracy of every value")]
+Certify = Annotated[float | None, typer.Option(help="go on until upper/lower is at most 1 + this")]
+Seed = Annotated[int, typer.Option(help="of everything random: samples of text, weights, starts of solvers and searches")]
+Causal = Annotated[bool, typer.Option(help="masked attention")]
+EngineName = Annotated[str, typer.Option("--engine", help="local or ray")]
+Address = Annotated[str | None, typer.Option(help="of a Ray cluster, auto for the one this machine belongs to")]
+Workers = Annotated[
+    int | None, typer.Option(help="processes; by default the cores, four at most, and one for a model above 1 GB")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="go on with the results that are there")]
+Force = Annotated[bool, typer.Option("--force", help="start anew in a folder that holds results or other files")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but the result's path")]
+
+_LARGE = 1e9  # bytes of weights that are not held several times over
+_Number = TypeVar("_Number", int, float)
+
+
+def engine_of(name: str, address: str | None, workers: int | None, model: Model) -> Engine:
+    """The engine that is asked for."""
+    if name not in ("local", "ray"):
+        raise BadInputError(f"expected --engine local or ray, got {name!r}; pick one of them")
+    if name == "ray":
+        return Ray(address=address, workers=workers)
+    if address is not None:
+        raise BadInputError("expected --address with --engine ray, got it with local; add --engine ray")
+    size = sum(p.numel() * p.element_size() for p in model.module.parameters())
+    return Local(workers=(min(cores(), 4) if size < _LARGE else 1) if workers is None else workers)
+
+
+def map_of(name: str) -> MapName:
+    """A map by its name, refused before a model is loaded."""
+    for known in MAPS:
+        if name == known:
+            return known
+    raise BadInputError(f"expected a map among {', '.join(MAPS)}, got {name!r}; pick one of them")
+
+
+def lengths_of(text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else numbers_of(text, "--lengths", "16,32,64", int)
+
+
+def layers_of(text: str) -> tuple[int, ...] | None:
+    return None if text == "all" else numbers_of(text, "--layers", "all or 0,3,5", int)
+
+
+def numbers_of(text: str, option: str, example: str, kind: type[_Number] = float) -> tuple[_Number, ...]:
+    """Numbers with commas between them, one at least."""
+    try:
+        numbers = tuple(kind(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        numbers = ()
+    if not numbers:
+        whole = "whole " if kind is int else ""
+        raise BadInputError(f"expected {option} like {example}, got {text!r}; give {whole}numbers with commas")
+    return numbers
+
+
+def read_matrices(path: Path, *choices: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, which must hold all the names of one of the choices."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    wanted = ", or ".join(" and ".join(names) for names in choices)
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise BadInputError(f"expected a safetensors file, got {path} ({error}); save {wanted} with safetensors") from None
+    if not any(set(names) <= set(tensors) for names in choices):
+        got = ", ".join(sorted(tensors)) or "none"
+        raise BadInputError(f"expected tensors {wanted} in {path}, got {got}; name them so")
+    return tensors
