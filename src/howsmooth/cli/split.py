@@ -75,7 +75,7 @@ def growth(
     Example: howsmooth split growth --alpha=-1 --out figures
     """
     with one_sentence(debug):
-        rows = [r.to_dict() for r in paper.worst_measures(alpha, _numbers(radii))]
+        rows = paper.worst_measures(alpha, _numbers(radii))
         _finish(rows, rows, out, "meanfield-growth", paper.draw_worst_measures, as_json)
 
 

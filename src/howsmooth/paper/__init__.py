@@ -3,7 +3,7 @@
 Everything here is written with public names alone: those that `howsmooth` or one of its packages exports.
 """
 
-from howsmooth.paper.attacks import Robustness, draw_attacks, draw_robustness, robustness
+from howsmooth.paper.attacks import Robustness, draw_robustness, robustness
 from howsmooth.paper.ball import TokenGrowth, draw_ladder, draw_worst, grow, ladder, scan
 from howsmooth.paper.curves import curves_of, exponents
 from howsmooth.paper.drawing import check_figure, make_folder, save_rows
@@ -32,7 +32,6 @@ __all__ = [
     "check_figure",
     "convergence_table",
     "curves_of",
-    "draw_attacks",
     "draw_convergence",
     "draw_frequency",
     "draw_ladder",

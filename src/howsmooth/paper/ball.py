@@ -196,9 +196,7 @@ def _tokens(axes: Any, worst: WorstCase) -> None:
 
 def in_plane(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and directions in two coordinates: their own, padded with zero, or the two main axes of the tokens."""
-    if x.shape[1] <= 2:
-        pad = torch.zeros(len(x), 2 - x.shape[1], dtype=x.dtype)
-        return torch.cat([x, pad], 1), torch.cat([v, pad], 1)
-    axes = torch.linalg.svd(x, full_matrices=False)[2][:2]
-    axes = torch.cat([axes, torch.zeros(2 - len(axes), x.shape[1], dtype=x.dtype)])
+    d = x.shape[1]
+    axes = torch.eye(d).to(x) if d <= 2 else torch.linalg.svd(x, full_matrices=False)[2][:2]
+    axes = torch.cat([axes, axes.new_zeros(2 - len(axes), d)])
     return x @ axes.mT, v @ axes.mT

@@ -1,9 +1,10 @@
 """Mean-field constants: the worst two Diracs against the radius, the limit of many tokens, and transport itself."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, final
 
 import torch
@@ -22,35 +23,16 @@ BOUNDS = ("B4", "B5", "B8m", "B12m")
 KINDS = ("grid", "samples", "worst")  # of tokens beside the measure they stand for
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class TwoDiracs:
-    """Constants of `μ = a δ_x + (1−a) δ_y` in dimension one, `A = α`, `V = 1` (Proposition 5.8), any shape.
-
-    moved: `‖D^½ J D^{−½}‖`.  split: (2, …), `|S_x|` and `|S_y|`.
-    """
-
-    moved: Tensor
-    split: Tensor
-
-    @property
-    def value(self) -> Tensor:
-        """The local Wasserstein-2 constant."""
-        return torch.maximum(self.moved, self.split.amax(0))
-
-    @property
-    def gain(self) -> Tensor:
-        """What splitting does, in units of what moving does."""
-        return self.split.amax(0) / self.moved
-
-
 def two_diracs(
     alpha: float, x: Float[Tensor, "*shape"], y: Float[Tensor, "*shape"], log_odds: Float[Tensor, "*shape"]
-) -> TwoDiracs:
-    """The closed form M2 (Proposition 5.8), with masses by `log_odds = log(a/(1−a))`, so that tiny ones lose nothing.
+) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+    """What moving and splitting do to `μ = a δ_x + (1−a) δ_y` in dimension one, `A = α`, `V = 1`; the larger is its constant.
+
+    The closed form M2 (Proposition 5.8): `‖D^½ J D^{−½}‖`, and the larger of `|S_x|` and `|S_y|`. Masses are given by
+    `log_odds = log(a/(1−a))`, so that tiny ones lose nothing.
 
     >>> one = torch.ones(()).double()
-    >>> round(float(two_diracs(-1.0, -one, one, math.log(0.25) * one).moved), 6)  # a = 1/5
+    >>> round(float(two_diracs(-1.0, -one, one, math.log(0.25) * one)[0]), 6)  # a = 1/5
     2.458405
     """
     gap = y - x
@@ -62,36 +44,20 @@ def two_diracs(
     m21 = q * (1 - q_c * gap * alpha * y) * (-log_odds / 2).exp()
     m22 = q_c * (1 + q * gap * alpha * y) + split[1]
     moved = (torch.hypot(m11 + m22, m21 - m12) + torch.hypot(m11 - m22, m12 + m21)) / 2
-    return TwoDiracs(moved, split.abs())
+    return moved, split.abs().amax(0)
 
 
-@final
-@dataclass(frozen=True)
-class WorstMeasure:
-    """The worst two Diracs in the ball of radius R, beside bounds by their row names (infinite where they overflow)."""
-
-    alpha: float
-    radius: float
-    value: float
-    split: bool
-    x: float
-    y: float
-    log_odds: float
-    bounds: dict[str, float | None]
-
-    @property
-    def measure(self) -> Measure:
-        """The measure itself."""
-        odds = torch.tensor([self.log_odds, 0.0], dtype=torch.float64)
-        return Measure(torch.tensor([[self.x], [self.y]], dtype=torch.float64), torch.softmax(odds, 0))
-
-    def to_dict(self) -> dict[str, Any]:
-        row = {k: v for k, v in asdict(self).items() if k != "bounds"}
-        return row | self.bounds
+def _on_a_line(alpha: float) -> Attention:
+    """`A = α`, `V = 1`."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    return Attention.from_matrices(alpha * one, one)
 
 
-def worst_measures(alpha: float, radii: Sequence[float]) -> list[WorstMeasure]:
-    """The worst two-Dirac measure for every radius, beside B4, B5, B8 and B12 in their mean-field forms."""
+def worst_measures(alpha: float, radii: Sequence[float]) -> list[dict[str, Any]]:
+    """A row for every radius: the worst two Diracs in that ball, beside B4, B5, B8 and B12 in their mean-field forms.
+
+    split: whether splitting an atom is what gives the constant.  Bounds go by their row names, infinite where they overflow.
+    """
     if not radii or not all(isinstance(r, int | float) and 0 < r < math.inf for r in radii):
         raise BadInputError(f"expected positive radii, got {list(radii)!r}; try 1, 1.5, 2")
     if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
@@ -99,31 +65,29 @@ def worst_measures(alpha: float, radii: Sequence[float]) -> list[WorstMeasure]:
     rows = []
     for radius in radii:
         value, x, y, log_odds = worst_two_diracs(alpha, radius)
-        pair = two_diracs(alpha, *(torch.tensor(t, dtype=torch.float64) for t in (x, y, log_odds)))
-        one = torch.ones(1, 1, dtype=torch.float64)
-        table = {b.id: b.value for b in ball_bounds(Attention.from_matrices(alpha * one, one), 2, radius)}
-        rows.append(WorstMeasure(alpha, radius, value, bool(pair.gain > 1), x, y, log_odds, {k: table[k] for k in BOUNDS}))
+        moved, split = two_diracs(alpha, *torch.tensor([x, y, log_odds], dtype=torch.float64))
+        table = {b.id: b.value for b in ball_bounds(_on_a_line(alpha), 2, radius)}
+        row = {"alpha": alpha, "radius": radius, "value": value, "split": bool(split > moved), "x": x, "y": y}
+        rows.append(row | {"log_odds": log_odds} | {k: table[k] for k in BOUNDS})
     return rows
 
 
-def worst_two_diracs(alpha: float, radius: float, points: int = 41, rounds: int = 12) -> tuple[float, float, float, float]:
+def worst_two_diracs(alpha: float, radius: float, points: int = 41, rounds: int = 12) -> tuple[float, ...]:
     """The largest constant over two Diracs in `[−R, R]`: value, x, y, log odds. A grid, refined around its best point."""
-    reach = 2 * abs(alpha) * radius**2 + 6  # best odds are of the order e^{2|α|R²}
-    centre = [0.0, 0.0, 0.0]
-    span = [radius, radius, reach]
-    best = (-math.inf, 0.0, 0.0, 0.0)
+    limits = (radius, radius, 2 * abs(alpha) * radius**2 + 6)  # best odds are of the order e^{2|α|R²}
+    best: tuple[float, ...] = (-math.inf, 0.0, 0.0, 0.0)
+    share = 1.0
     for _ in range(rounds):
         # both ends of the range are on every grid that reaches them
         axes = [
-            torch.linspace(max(-limit, c - s), min(limit, c + s), points, dtype=torch.float64)
-            for c, s, limit in zip(centre, span, (radius, radius, reach), strict=True)
+            torch.linspace(max(-limit, c - share * limit), min(limit, c + share * limit), points, dtype=torch.float64)
+            for c, limit in zip(best[1:], limits, strict=True)
         ]
-        x, y, odds = torch.meshgrid(*axes, indexing="ij")
-        value = two_diracs(alpha, x, y, odds).value
+        grid = torch.meshgrid(*axes, indexing="ij")
+        value = torch.maximum(*two_diracs(alpha, *grid))
         i = int(value.argmax())
-        best = max(best, (float(value.flatten()[i]), float(x.flatten()[i]), float(y.flatten()[i]), float(odds.flatten()[i])))
-        centre = list(best[1:])
-        span = [s * 0.3 for s in span]
+        best = max(best, tuple(float(t.flatten()[i]) for t in (value, *grid)))
+        share *= 0.3
     return best
 
 
@@ -138,49 +102,34 @@ def _row(kind: str, n: int, seed: int, moved: float, split: float, limit: float)
     return about | {"limit": limit, "error": abs(value / limit - 1)}
 
 
-def convergence(
-    attn: Attention,
-    density: Callable[[Float[Tensor, "m d"]], Float[Tensor, " m"]],
-    radius: float,
-    lengths: Sequence[int] = (4, 8, 16, 32, 64, 128, 256),
-    seeds: int = 8,
-    fine: int = 1024,
-) -> list[dict[str, Any]]:
-    """How the discrete constant reaches the mean-field one: attention on a line, a density on `[−R, R]`.
+def gaussian_convergence(alpha: float, radius: float, lengths: Sequence[int], seeds: int) -> list[dict[str, Any]]:
+    """How the discrete constant reaches the mean-field one: `A = α`, `V = 1`, and a Gaussian cut to `[−R, R]`.
 
-    The limit is the constant on a grid of `fine` points; a measure without atoms has nothing to split (Corollary 5.5).
+    The limit is the constant on a fine grid; a measure without atoms has nothing to split (Corollary 5.5).
     """
-    if attn.width != 1:
-        raise BadInputError(f"expected attention on tokens of width 1, got {attn.width}; densities are laid on a line here")
-    if not lengths or min(lengths) < 2 or fine < 2 * max(lengths):
-        raise BadInputError(f"expected lengths from 2 to {fine // 2}, got {list(lengths)}; raise fine for longer ones")
+    if not lengths or min(lengths) < 2:
+        raise BadInputError(f"expected lengths of 2 or more, got {list(lengths)}; count atoms")
 
     def grid(n: int) -> Measure:
-        return Measure.from_density(density, [torch.linspace(-radius, radius, n, dtype=torch.float64)])
+        axis = torch.linspace(-radius, radius, n, dtype=torch.float64)
+        return Measure.from_density(lambda x: torch.exp(-x[:, 0].square() / 2), [axis])
 
-    limit_measure = grid(fine)
+    attn, fine = _on_a_line(alpha), max(1024, 4 * max(lengths))
+    limit_measure, cell = grid(fine), 2 * radius / (fine - 1)
     limit = lipschitz(attn, limit_measure, tol=1e-6).value
     rows = []
     for n in lengths:
         cases = [("grid", 0, grid(n))]
         for seed in range(seeds):
             random = torch.Generator().manual_seed(seed)
-            step = 2 * radius / (fine - 1)
             pick = torch.multinomial(limit_measure.mass, n, replacement=True, generator=random)
             # uniform within a cell of the grid, so that samples are distinct
-            jitter = (torch.rand(n, 1, generator=random, dtype=torch.float64) - 0.5) * step
+            jitter = (torch.rand(n, 1, generator=random, dtype=torch.float64) - 0.5) * cell
             cases.append(("samples", seed, Measure(limit_measure.points[pick] + jitter)))
         for kind, seed, mu in cases:
             s = splitting(attn, mu, tol=1e-6)
             rows.append(_row(kind, n, seed, s.moved.value, s.split.value, limit))
     return rows
-
-
-def gaussian_convergence(alpha: float, radius: float, lengths: Sequence[int], seeds: int) -> list[dict[str, Any]]:
-    """`convergence` with `A = α`, `V = 1` and a Gaussian cut to `[−R, R]`."""
-    one = torch.ones(1, 1, dtype=torch.float64)
-    attn = Attention.from_matrices(alpha * one, one)
-    return convergence(attn, lambda x: torch.exp(-x[:, 0].square() / 2), radius, lengths, seeds, max(1024, 4 * max(lengths)))
 
 
 def worst_clusters(alpha: float, radius: float, lengths: Sequence[int]) -> list[dict[str, Any]]:
@@ -198,22 +147,19 @@ def worst_clusters(alpha: float, radius: float, lengths: Sequence[int]) -> list[
         counts = sorted(k for k in {*range(1, 33), *halves} if 1 <= k < n)
         k = torch.tensor(counts, dtype=torch.float64)
         at, other, share = torch.meshgrid(axis, axis, (k / (n - k)).log(), indexing="ij")
-        pairs = two_diracs(alpha, at, other, share)
-        i = int(pairs.value.argmax())
-        moved, split = (float(t.flatten()[i]) for t in (pairs.moved, pairs.split.amax(0)))
-        rows.append(_row("worst", n, 0, moved, split, limit))
+        moved, split = two_diracs(alpha, at, other, share)
+        i = int(torch.maximum(moved, split).argmax())
+        rows.append(_row("worst", n, 0, float(moved.flatten()[i]), float(split.flatten()[i]), limit))
     return rows
 
 
 def convergence_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The mean error for every kind and length."""
-    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["kind"], row["n"]), []).append(row)
-    return [
-        {"kind": kind, "n": n, "mean error": sum(r["error"] for r in part) / len(part), "limit": part[0]["limit"]}
-        for (kind, n), part in sorted(groups.items(), key=lambda item: KINDS.index(item[0][0]))
-    ]
+    table = []
+    for kind, n in sorted(dict.fromkeys((row["kind"], row["n"]) for row in rows), key=lambda group: KINDS.index(group[0])):
+        part = [row for row in rows if (row["kind"], row["n"]) == (kind, n)]
+        table.append({"kind": kind, "n": n, "mean error": fmean(r["error"] for r in part), "limit": part[0]["limit"]})
+    return table
 
 
 def draw_worst_measures(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:

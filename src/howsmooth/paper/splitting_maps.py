@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -34,25 +35,21 @@ def splitting_map(
     axis = extent * (2 * torch.arange(points, dtype=torch.float64) - (points - 1)) / (points - 1)  # symmetric, so 0 is 0
     x, y = torch.meshgrid(axis, axis, indexing="ij")
     rows = []
-    for alpha in alphas:
-        for mass in masses:
-            pairs = two_diracs(alpha, x, y, torch.full_like(x, math.log(mass / (1 - mass))))
-            columns = {"x": x, "y": y, "moved": pairs.moved, "split": pairs.split.amax(0)}
-            for point in zip(*(c.flatten().tolist() for c in columns.values()), strict=True):
-                row = {"alpha": alpha, "mass": mass, **dict(zip(columns, point, strict=True))}
-                rows.append(row | {"gain": row["split"] / row["moved"] if row["moved"] else math.inf})
+    for alpha, mass in itertools.product(alphas, masses):
+        moved, split = two_diracs(alpha, x, y, torch.full_like(x, math.log(mass / (1 - mass))))
+        gain = torch.where(moved == 0, math.inf, split / moved)
+        for point in torch.stack([x, y, moved, split, gain], -1).flatten(0, 1).tolist():
+            rows.append({"alpha": alpha, "mass": mass} | dict(zip(("x", "y", "moved", "split", "gain"), point, strict=True)))
     return rows
 
 
 def map_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For every `A` and mass: on how many points splitting pays, and where most."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(f"A = {row['alpha']:g}, mass {row['mass']:g}", []).append(row)
     table = []
-    for case, part in groups.items():
+    for (alpha, mass), points in itertools.groupby(rows, lambda row: (row["alpha"], row["mass"])):
+        part = list(points)
         best = max(part, key=lambda p: p["gain"])
-        counts = {"case": case, "points": len(part), "pays": sum(p["gain"] > 1 for p in part)}
+        counts = {"case": f"A = {alpha:g}, mass {mass:g}", "points": len(part), "pays": sum(p["gain"] > 1 for p in part)}
         table.append(counts | {"largest gain": best["gain"], "x": best["x"], "y": best["y"]})
     return table
 
@@ -89,9 +86,8 @@ def frequency(problems: Iterable[tuple[str, Map, Tensor | Measure]]) -> list[dic
     for label, f, x in problems:
         s = splitting(f, x)
         numbers = {"moved": s.moved.value, "split": s.split.value, "gain": s.gain}
-        rows.append(
-            {"label": label, "n": len(x), "width": f.width, **numbers, "pays": s.pays, "certain": s.certain, "token": s.token}
-        )
+        about = {"label": label, "n": len(x), "width": f.width}
+        rows.append(about | numbers | {"pays": s.pays, "certain": s.certain, "token": s.token})
     return rows
 
 
@@ -99,11 +95,10 @@ def shares(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How often splitting pays among the rows of one label, in order of appearance."""
     table = []
     for label in dict.fromkeys(row["label"] for row in rows):
-        gains = sorted(row["gain"] for row in rows if row["label"] == label)
-        share = sum(row["pays"] for row in rows if row["label"] == label) / len(gains)
-        table.append(
-            {"label": label, "cases": len(gains), "share": share, "largest": gains[-1], "median": gains[len(gains) // 2]}
-        )
+        part = [row for row in rows if row["label"] == label]
+        gains, share = sorted(row["gain"] for row in part), fmean(row["pays"] for row in part)
+        counts = {"label": label, "cases": len(part), "share": share}
+        table.append(counts | {"largest": gains[-1], "median": gains[len(gains) // 2]})
     return table
 
 
@@ -129,12 +124,10 @@ def random_layers(
     def gaussian(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
-    for n in lengths:
-        for size in logits:
-            for _ in range(count):
-                w_q, w_k, w_v, w_o = (gaussian(width, width) / width**0.5 for _ in range(4))
-                layer = Attention(size * w_q, w_k, w_v, w_o, heads=heads, causal=causal)
-                yield f"n={n}, logits={size:g}", layer, gaussian(n, width)
+    for n, size, _ in itertools.product(lengths, logits, range(count)):
+        w_q, w_k, w_v, w_o = (gaussian(width, width) / width**0.5 for _ in range(4))
+        layer = Attention(size * w_q, w_k, w_v, w_o, heads=heads, causal=causal)
+        yield f"n={n}, logits={size:g}", layer, gaussian(n, width)
 
 
 def draw_frequency(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:

@@ -6,7 +6,6 @@ in two lines what either gives.
 """
 
 import math
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -73,20 +72,16 @@ def scripts_value(f: Map, x: Float[Tensor, "n d"]) -> float:
 def text(name: str, masking: Masking, layers: list[int], n: int, sample: int, seed: int) -> list[dict[str, Any]]:
     """One window of text through a model: for every layer `L`, what the scripts print, and `R`."""
     captured = subject(name, masking, seed).capture(n, sample, seed)
-    rows = []
-    for layer in layers:
-        started = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            cut = captured.map(layer)
-        x = cut.start.to(cut.dtype)
-        estimate = lipschitz(cut, x, seed=seed)
-        rows.append(
-            _row("random" if name.startswith("random:") else "real", name, masking, layer, "attention", n, sample)
-            | _constant(estimate)
-            | {"scripts": scripts_value(cut, x), "radius": _radius(x), "seconds": time.perf_counter() - started}
-        )
-    return rows
+    study = "random" if name.startswith("random:") else "real"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        measured = [(m, captured.map(m.layer)) for m in captured.measure(layers, closed=False, seed=seed)]
+    return [
+        _row(study, name, masking, m.layer, "attention", n, sample)
+        | _constant(m.estimate)
+        | {"scripts": scripts_value(cut, cut.start), "radius": m.radius_rms}
+        for m, cut in measured
+    ]
 
 
 def whole_module(name: str, layers: list[int], n: int, sample: int, seed: int) -> list[dict[str, Any]]:
@@ -96,13 +91,9 @@ def whole_module(name: str, layers: list[int], n: int, sample: int, seed: int) -
     rows = []
     for layer in layers:
         x, f = captured.tokens(layer).float(), _Whole(whole.whole_modules[layer])
-        estimate = lipschitz(f, x, seed=seed)
+        row = _row("trap", name, "unmasked", layer, WHOLE_MODULE, n, sample) | _constant(lipschitz(f, x, seed=seed))
         printed = power_iteration(f, x, element=0, steps=2, seed=seed)
-        rows.append(
-            _row("trap", name, "unmasked", layer, WHOLE_MODULE, n, sample)
-            | _constant(estimate)
-            | {"scripts": printed[-1], "radius": _radius(x)}
-        )
+        rows.append(row | {"scripts": printed[-1], "radius": _radius(x)})
     return rows
 
 
@@ -139,7 +130,8 @@ def adversarial(name: str, masking: Masking, layer: int, lengths: list[int], see
     return [
         _row("adversarial", name, masking, layer, "eigenvector tokens", row.n, 0)
         | _constant(row.estimate)
-        | {"scripts": scripts_value(attn, row.tokens), "radius": radius, "configuration": about, "bound_B7": _exp(log)}
+        | {"scripts": scripts_value(attn, row.tokens), "radius": radius, "configuration": about}
+        | {"bound_B7": math.exp(log) if log < 700 else None}  # the largest logarithm of a float64, rounded down
         for row, log in zip(growth.rows, growth.log_bounds, strict=True)
     ]
 
@@ -155,7 +147,7 @@ def worst_tokens(name: str, masking: Masking, layer: int, n: int, seed: int) -> 
 
 def worst_measure(alpha: float, radius: float) -> list[dict[str, Any]]:
     """The worst two Diracs in a ball beside the mean-field bounds."""
-    return [{"study": "meanfield", "kind": "growth"} | row.to_dict() for row in meanfield.worst_measures(alpha, [radius])]
+    return [{"study": "meanfield", "kind": "growth"} | row for row in meanfield.worst_measures(alpha, [radius])]
 
 
 def many_tokens(alpha: float, radius: float, lengths: list[int], seeds: int) -> list[dict[str, Any]]:
@@ -202,14 +194,9 @@ def _row(study: str, name: str, masking: str, layer: int, tokens: str, n: int, s
 
 
 def _constant(estimate: Estimate) -> dict[str, Any]:
-    numbers = estimate.to_dict()
-    return {k: numbers[k] for k in ("value", "lower", "upper", "confidence", "status", "steps", "seed")}
+    return {k: getattr(estimate, k) for k in ("value", "lower", "upper", "confidence", "status", "steps", "seed")}
 
 
 def _radius(x: Tensor) -> float:
     """R, the root mean square norm of the tokens."""
     return float(x.double().square().sum(-1).mean().sqrt())
-
-
-def _exp(log: float) -> float | None:
-    return math.exp(log) if log < 700 else None
