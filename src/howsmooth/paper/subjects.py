@@ -70,7 +70,7 @@ class Description:
     """What a plan has to know of a pretrained model: its layers, the lengths it reads, and how it can be masked.
 
     maskings: its own, and masked where it can be: the paper's BERT is measured both ways.  plain: whether its weights are those
-    of a plain layer, so that tokens can be built from them.  whole_module: whether it has BERT's modules with residual and norm.
+    of a plain layer, so that tokens can be built from them.  whole_module: whether it has BERT's modules.
     """
 
     layers: int
