@@ -10,15 +10,20 @@ from howsmooth.paper.drawing import check_figure, make_folder, save_rows
 from howsmooth.paper.meanfield import (
     convergence_table,
     draw_convergence,
+    draw_frequency,
+    draw_map,
     draw_worst_measures,
+    frequency,
     gaussian_convergence,
-    verify,
+    map_table,
+    random_layers,
+    shares,
+    splitting_map,
     worst_clusters,
     worst_measures,
 )
 from howsmooth.paper.page import write_reproduction
 from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Part, Protocol, Reproduced, reproduce
-from howsmooth.paper.splitting_maps import draw_frequency, draw_map, frequency, map_table, random_layers, shares, splitting_map
 
 __all__ = [
     "PAPER",
@@ -53,7 +58,6 @@ __all__ = [
     "scan",
     "shares",
     "splitting_map",
-    "verify",
     "worst_clusters",
     "worst_measures",
     "write_reproduction",

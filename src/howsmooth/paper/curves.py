@@ -9,8 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, final
 
 from howsmooth.paper.drawing import make_folder, new_figure, save_both
-from howsmooth.paper.meanfield import KINDS, draw_convergence, draw_worst_measures
-from howsmooth.paper.splitting_maps import draw_frequency, draw_map, splitting_map
+from howsmooth.paper.meanfield import KINDS, draw_convergence, draw_frequency, draw_map, draw_worst_measures, splitting_map
 from howsmooth.report import COLOURS, MARKERS, figure_style, plain_numbers
 from howsmooth.study import GrowthFit, fit_growth
 

@@ -1,11 +1,11 @@
-"""Mean-field constants: the worst two Diracs against the radius, the limit of many tokens, and transport itself."""
+"""Mean-field constants: the worst two Diracs against the radius, the limit of many tokens, and where splitting pays."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, final
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
-from howsmooth.measures import Measure, wasserstein
+from howsmooth.measures import Measure
 from howsmooth.paper.drawing import new_figure, save_both
 from howsmooth.report import COLOURS
 from howsmooth.theory import ball_bounds
@@ -204,70 +204,129 @@ def draw_convergence(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]
     return save_both(figure, out / "meanfield-convergence")
 
 
-@final
-@dataclass(frozen=True)
-class Check:
-    """One size of perturbation.
+def splitting_map(
+    alphas: Sequence[float] = (-1.0, 1.0), masses: Sequence[float] = (0.5, 0.9, 0.99), extent: float = 12.0, points: int = 121
+) -> list[dict[str, Any]]:
+    """Two atoms at `x` and `y` on a grid, for every `A = α`, `V = 1` and every mass of the first: what splitting and moving do.
 
-    predicted: the local constant.  ratio: `W₂(F(μ), F(ν))/W₂(μ, ν)` with ν moved by ε along the direction found.
-    random: the largest such ratio over random perturbations of the same size, splitting included.
+    In dimension one `A = α` at `x` is `A = ±1` at `√|α| x`, so the sign of α is what matters.
     """
+    if not all(0 < m < 1 for m in masses) or not masses:
+        raise BadInputError(f"expected masses between 0 and 1, got {list(masses)}; each is the first atom's")
+    if not alphas or not all(math.isfinite(a) and a != 0 for a in alphas):
+        raise BadInputError(f"expected finite A other than 0, got {list(alphas)}; try -1 and 1")
+    if not 0 < extent < math.inf or points < 2:
+        raise BadInputError(f"expected a positive extent and two points or more, got {extent} and {points}; correct them")
+    axis = extent * (2 * torch.arange(points, dtype=torch.float64) - (points - 1)) / (points - 1)  # symmetric, so 0 is 0
+    x, y = torch.meshgrid(axis, axis, indexing="ij")
+    rows = []
+    for alpha, mass in itertools.product(alphas, masses):
+        moved, split = two_diracs(alpha, x, y, torch.full_like(x, math.log(mass / (1 - mass))))
+        gain = torch.where(moved == 0, math.inf, split / moved)
+        for point in torch.stack([x, y, moved, split, gain], -1).flatten(0, 1).tolist():
+            rows.append({"alpha": alpha, "mass": mass} | dict(zip(("x", "y", "moved", "split", "gain"), point, strict=True)))
+    return rows
 
-    epsilon: float
-    predicted: float
-    ratio: float
-    random: float
-    split: bool
 
-    @property
-    def error(self) -> float:
-        """How far the ratio is from the prediction, relative to it."""
-        return abs(self.ratio - self.predicted) / self.predicted if self.predicted else abs(self.ratio)
+def map_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For every `A` and mass: on how many points splitting pays, and where most."""
+    table = []
+    for (alpha, mass), points in itertools.groupby(rows, lambda row: (row["alpha"], row["mass"])):
+        part = list(points)
+        best = max(part, key=lambda p: p["gain"])
+        counts = {"case": f"A = {alpha:g}, mass {mass:g}", "points": len(part), "pays": sum(p["gain"] > 1 for p in part)}
+        table.append(counts | {"largest gain": best["gain"], "x": best["x"], "y": best["y"]})
+    return table
 
 
-def verify(
-    f: Map, measure: Measure, epsilons: Sequence[float] = (1e-2, 1e-3, 1e-4), *, trials: int = 10, seed: int = 0
-) -> list[Check]:
-    """Perturbations of size ε of a measure, along the direction found and along random ones (docs/meanfield.md, Theorem 5.2).
+def draw_map(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
+    """One panel per sign of A and mass: the gain of splitting over the plane of two points; the line is gain 1."""
+    import numpy as np
 
-    The ratio along the direction found agrees with the prediction to O(ε), and no random one exceeds it by more. Atoms are
-    merged first, distances are exact (the conditional one where there are positions), work is done in float64.
+    alphas, masses = list(dict.fromkeys(r["alpha"] for r in rows)), list(dict.fromkeys(r["mass"] for r in rows))
+    figure = new_figure(2.7 * len(masses) + 0.9, 2.5 * len(alphas) + 0.4)
+    grid = figure.subplots(len(alphas), len(masses), squeeze=False)
+    image: Any = None
+    for axes, (alpha, mass) in zip(grid.flat, itertools.product(alphas, masses), strict=True):
+        part = [r for r in rows if r["alpha"] == alpha and r["mass"] == mass]
+        x = np.array(sorted({r["x"] for r in part}))
+        gain = np.array([r["gain"] for r in part]).reshape(len(x), len(x)).T
+        log = np.log2(np.maximum(gain, 2.0**-4))
+        image = axes.pcolormesh(x, x, log, cmap="cividis", vmin=-4, vmax=3.4, shading="nearest", rasterized=True)
+        if gain.min() < 1 < gain.max():
+            axes.contour(x, x, gain, levels=[1.0], colors="white", linewidths=0.9)
+        axes.set_title(f"A = {alpha:g}, mass {mass:g} at x\nlargest gain {gain.max():.4g}", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.set_xlabel("x", fontsize=8)
+        axes.set_ylabel("y", fontsize=8)
+    bar = figure.colorbar(image, ax=grid, ticks=[-4, -3, -2, -1, 0, 1, 2, 3], shrink=0.8)
+    bar.ax.set_yticklabels(["≤1/16", "1/8", "1/4", "1/2", "1", "2", "4", "8"], fontsize=7)
+    bar.set_label("splitting / moving", fontsize=8)
+    return save_both(figure, out / "splitting-map")
+
+
+def frequency(problems: Iterable[tuple[str, Map, Tensor | Measure]]) -> list[dict[str, Any]]:
+    """Does splitting pay? One row for every labelled map and input: of random layers, or of a model's."""
+    rows = []
+    for label, f, x in problems:
+        s = splitting(f, x)
+        numbers = {"moved": s.moved.value, "split": s.split.value, "gain": s.gain}
+        about = {"label": label, "n": len(x), "width": f.width}
+        rows.append(about | numbers | {"pays": s.pays, "certain": s.certain, "token": s.token})
+    return rows
+
+
+def shares(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How often splitting pays among the rows of one label, in order of appearance."""
+    table = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        part = [row for row in rows if row["label"] == label]
+        gains, share = sorted(row["gain"] for row in part), fmean(row["pays"] for row in part)
+        counts = {"label": label, "cases": len(part), "share": share}
+        table.append(counts | {"largest": gains[-1], "median": gains[len(gains) // 2]})
+    return table
+
+
+def random_layers(
+    count: int,
+    lengths: Sequence[int] = (2, 4, 8, 16),
+    logits: Sequence[float] = (0.5, 1.0, 2.0, 4.0, 8.0),
+    width: int = 4,
+    heads: int = 1,
+    causal: bool = False,
+    seed: int = 0,
+) -> Iterator[tuple[str, Attention, Tensor]]:
+    """`count` random layers and Gaussian inputs for each length and size of logits, labelled `n=…, logits=…`.
+
+    logits: the standard deviation of `q·k/√d_h` on Gaussian tokens.
     """
-    if not epsilons or not all(isinstance(e, float) and 0 < e < 1 for e in epsilons):
-        raise BadInputError(f"expected sizes of perturbation between 0 and 1, got {list(epsilons)!r}; try 1e-2, 1e-3, 1e-4")
-    mu = measure.to(torch.float64).merge()
-    estimate = lipschitz(f, mu, tol=1e-9)
-    generator = torch.Generator().manual_seed(seed)
-    checks = []
-    for epsilon in epsilons:
-        best = _ratio(f, mu, along(mu, estimate.direction, epsilon, estimate.split))
-        tried = [_ratio(f, mu, scattered(mu, epsilon, generator)) for _ in range(trials)]
-        checks.append(Check(epsilon, estimate.value, best, max(tried, default=0.0), estimate.split))
-    return checks
+    if count < 1 or width < 1 or heads < 1 or width % heads:
+        raise BadInputError(
+            f"expected count ≥ 1 and heads that divide the width, got {count}, {heads} and {width}; correct them"
+        )
+    random = torch.Generator().manual_seed(seed)
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    for n, size, _ in itertools.product(lengths, logits, range(count)):
+        w_q, w_k, w_v, w_o = (gaussian(width, width) / width**0.5 for _ in range(4))
+        layer = Attention(size * w_q, w_k, w_v, w_o, heads=heads, causal=causal)
+        yield f"n={n}, logits={size:g}", layer, gaussian(n, width)
 
 
-def along(mu: Measure, direction: Tensor, epsilon: float, split: bool) -> Measure:
-    """Atoms moved by ε along a displacement whose longest row is one, or half of each along it and half against it."""
-    step = epsilon * direction / direction.norm(dim=-1).max().clamp_min(torch.finfo(direction.dtype).tiny)
-    if not split:
-        return mu.moved(mu.points + step)
-    doubled = mu.split(parts=2)
-    signs = torch.tensor([1.0, -1.0], dtype=step.dtype, device=step.device).repeat(len(mu))[:, None]
-    return doubled.moved(doubled.points + signs * step.repeat_interleave(2, 0))
-
-
-def scattered(mu: Measure, epsilon: float, generator: torch.Generator) -> Measure:
-    """Every atom cut into one to three unequal parts that move by up to ε in random directions: a random coupling."""
-    parts = torch.randint(1, 4, (len(mu),), generator=generator)
-    index = torch.repeat_interleave(torch.arange(len(mu)), parts).to(mu.points.device)
-    share = torch.rand(len(index), generator=generator, dtype=torch.float64).add_(0.05).to(mu.points.device)
-    total = torch.zeros(len(mu), dtype=torch.float64, device=share.device).index_add_(0, index, share)
-    step = torch.randn(len(index), mu.width, generator=generator, dtype=torch.float64).to(mu.points)
-    step = epsilon * step / step.norm(dim=-1).max()
-    positions = None if mu.positions is None else mu.positions[index]
-    return Measure(mu.points[index] + step, (mu.mass / total)[index] * share, positions)
-
-
-def _ratio(f: Map, mu: Measure, nu: Measure) -> float:
-    before = wasserstein(mu, nu).upper
-    return wasserstein(f(mu), f(nu)).upper / before if before else 0.0
+def draw_frequency(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
+    """How often splitting pays, and by how much at most, label by label."""
+    figure = new_figure(max(4.0, 0.34 * len(rows) + 1.5), 4.6)
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    places = range(len(rows))
+    top.bar(places, [100 * r["share"] for r in rows], color=COLOURS[0])
+    top.set_ylabel("splitting pays (%)")
+    top.set_title(f"{sum(r['cases'] for r in rows)} inputs", fontsize=10)
+    bottom.plot(places, [r["largest"] for r in rows], "v", color=COLOURS[1], label="largest gain")
+    bottom.plot(places, [r["median"] for r in rows], "o", color=COLOURS[2], label="median gain")
+    bottom.axhline(1, color="0.6", lw=0.8)
+    bottom.set_ylabel("splitting / moving")
+    bottom.set_xticks(list(places), [r["label"] for r in rows], rotation=90, fontsize=7)
+    bottom.legend(fontsize=8)
+    return save_both(figure, out / "splitting-frequency")

@@ -7,7 +7,7 @@ the layers needed.
 
 import functools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
@@ -33,12 +33,11 @@ class Subject:
     masking: Masking
     model: Model
     text: Text
-    special: bool  # whether windows keep the tokenizer's special tokens
 
     @property
     def shortest(self) -> int:
         """The least number of tokens of a window."""
-        return max(2, 1 + len(self.text.prefix) + len(self.text.suffix)) if self.special else 2
+        return max(2, 1 + len(self.text.prefix) + len(self.text.suffix))
 
     @property
     def longest(self) -> int:
@@ -48,12 +47,7 @@ class Subject:
 
     def window(self, n: int, sample: int, seed: int) -> Window:
         """Sample number `sample` of `n` tokens; the same whatever the number of samples."""
-        if self.special:
-            return self.text.windows(n, sample + 1, seed)[sample]
-        extra = len(self.text.prefix) + len(self.text.suffix)
-        whole = self.text.windows(n + extra, sample + 1, seed)[sample]
-        inner = slice(len(self.text.prefix), n + len(self.text.prefix))
-        return Window(whole.ids[inner], whole.pieces[inner])
+        return self.text.windows(n, sample + 1, seed)[sample]
 
     def capture(self, n: int, sample: int, seed: int) -> Capture:
         return self.model.capture(ids=self.window(n, sample, seed))
@@ -86,13 +80,14 @@ def subject(name: str, masking: Masking, seed: int) -> Subject:
     """The subject of a task, kept for the next one. seed: of random weights."""
     if name in RANDOM:
         # embeddings of a random model are independent draws, so of the ids only the repetitions matter: any tokenizer will do
-        model, text, special = load(_random(name, masking, seed)), load("demo").text(alice()), name == "random:bert-base"
+        model, text = load(_random(name, masking, seed)), load("demo").text(alice())
+        text = text if name == "random:bert-base" else replace(text, prefix=(), suffix=())  # GPT-2 has no special tokens
     elif name.startswith("random:"):
         raise BadInputError(f"expected {' or '.join(RANDOM)}, got {name!r}; pick one of them")
     else:
         model = load(name)
-        text, special = model.text(alice()), True
-    whole = Subject(name, masking, model, text, special)
+        text = model.text(alice())
+    whole = Subject(name, masking, model, text)
     if _masking(whole) != masking:
         _set_masking(model.module, masking)
         if _masking(whole) != masking:
@@ -104,7 +99,7 @@ def subject(name: str, masking: Masking, seed: int) -> Subject:
 def describe(name: str) -> Description:
     """A pretrained model as a plan sees it."""
     model = load(name)
-    whole = Subject(name, "unmasked", model, model.text(alice()), True)
+    whole = Subject(name, "unmasked", model, model.text(alice()))
     layers, own = whole.capture(max(8, whole.shortest), 0, 0).num_layers, _masking(whole)
     try:
         attention_of(whole, 0)

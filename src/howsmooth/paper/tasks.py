@@ -19,7 +19,6 @@ from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
 from howsmooth.models import FallbackWarning
 from howsmooth.paper import meanfield
-from howsmooth.paper import splitting_maps as splitting
 from howsmooth.paper.ball import grow
 from howsmooth.paper.subjects import Masking, attention_of, subject
 from howsmooth.search import worst_configuration
@@ -164,7 +163,7 @@ def worst_clusters(alpha: float, radius: float, lengths: list[int]) -> list[dict
 
 def splitting_map(alpha: float, mass: float, extent: float, points: int) -> dict[str, Any]:
     """Two atoms on a line, on a grid of places: how often splitting pays, and where most."""
-    best = splitting.map_table(splitting.splitting_map([alpha], [mass], extent, points))[0]
+    best = meanfield.map_table(meanfield.splitting_map([alpha], [mass], extent, points))[0]
     row = {"study": "splitting", "kind": "map", "alpha": alpha, "mass": mass, "extent": extent, "points": points}
     share = best["pays"] / best["points"]
     return row | {"pays": share, "largest_gain": best["largest gain"], "x": best["x"], "y": best["y"]}
@@ -172,8 +171,8 @@ def splitting_map(alpha: float, mass: float, extent: float, points: int) -> dict
 
 def splitting_frequency(n: int, logits: float, count: int, causal: bool, seed: int) -> dict[str, Any]:
     """How often splitting pays among random layers and Gaussian inputs."""
-    cases = splitting.frequency(splitting.random_layers(count, [n], [logits], causal=causal, seed=seed))
-    share = splitting.shares(cases)[0]
+    cases = meanfield.frequency(meanfield.random_layers(count, [n], [logits], causal=causal, seed=seed))
+    share = meanfield.shares(cases)[0]
     return {"study": "splitting", "kind": "frequency", "n": n, "logits": logits, "causal": causal} | share
 
 
