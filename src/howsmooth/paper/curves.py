@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from howsmooth.paper.drawing import make_folder, new_figure, save_both
 from howsmooth.paper.meanfield import KINDS, draw_convergence, draw_frequency, draw_map, draw_worst_measures, splitting_map
+from howsmooth.paper.subjects import LONGEST
 from howsmooth.report import COLOURS, MARKERS, figure_style, plain_numbers
 from howsmooth.study import GrowthFit, fit_growth
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 L_COLOUR, SCRIPTS_COLOUR = COLOURS[0], COLOURS[1]
-
-PAPER_LENGTHS = 98  # the longest window of the paper's growth curves
 
 # exponents drawn on the paper's plots, by our curve of the same layer; of a subject's name, the last part
 PRINTED: dict[tuple[str, str, int, str], float] = {
@@ -84,9 +83,9 @@ class Curve:
     @cached_property
     def long_fit(self) -> GrowthFit | None:
         """Of `L` over all lengths, where some go past the paper's."""
-        return self.fitted("value", 10**9) if self.lengths[-1] > PAPER_LENGTHS else None
+        return self.fitted("value", 10**9) if self.lengths[-1] > LONGEST else None
 
-    def fitted(self, quantity: str, longest: int = PAPER_LENGTHS) -> GrowthFit | None:
+    def fitted(self, quantity: str, longest: int = LONGEST) -> GrowthFit | None:
         points = [p for p in self.points if p["n"] <= longest and p[quantity] > 0]
         if len({p["n"] for p in points}) < 2:
             return None
@@ -239,7 +238,7 @@ def trap(lines: Sequence[Curve]) -> "Figure":
             panel.plot(fit.lengths, fit.means, marker, color=colour, ms=1.8, label=_power(fit, sure=False))
             panel.plot(fit.lengths, fit.fitted, "-", color=colour, lw=0.9)
         _log(panel, "")
-        _lengths(panel, [n for n in c.lengths if n <= PAPER_LENGTHS])
+        _lengths(panel, [n for n in c.lengths if n <= LONGEST])
         whole = "\nwith residual and norm" if c.study == "trap" else ""
         panel.set_title(f"{c.subject}, {c.masking},\nlayer {c.layer}{whole}", loc="left", fontsize=7)
         panel.legend(fontsize=6, handlelength=1)

@@ -48,12 +48,8 @@ def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 def make_folder(path: Path) -> Path:
     """The folder, made if it is not there."""
-    if path.exists() and not path.is_dir():
-        raise BadInputError(f"expected a folder for the results, got the file {path}; choose another --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInputError(
-            f"expected a folder that can be made, got {path} ({error.strerror}); choose another --out"
-        ) from None
+        raise BadInputError(f"expected a folder for the results, got {path} ({error.strerror}); choose another --out") from None
     return path

@@ -21,7 +21,7 @@ from howsmooth.study import alice
 Masking = Literal["masked", "unmasked"]
 RANDOM = ("random:bert-base", "random:gpt2")
 RANDOM_LAYERS = (0, 6)
-_TOKENS = 98  # of the window at which weights are read
+LONGEST = 98  # window of the paper's growth curves; weights are read at one of that length
 
 
 @final
@@ -147,7 +147,7 @@ def _set_masking(module: nn.Module, masking: Masking) -> None:
 def attention_of(whole: Subject, layer: int) -> Attention:
     """The weights of a layer, from which bad tokens are built and which take any number of them; measuring needs none."""
     # weights are read off as many unit vectors at a time as there are tokens
-    attn = whole.capture(min(_TOKENS, whole.longest), 0, 0).attention(layer).to(torch.float32)
+    attn = whole.capture(min(LONGEST, whole.longest), 0, 0).attention(layer).to(torch.float32)
     if attn.bias is not None:
         raise BadInputError(f"expected a layer for any number of tokens, got layer {layer} with a bias for some; leave it out")
     return attn

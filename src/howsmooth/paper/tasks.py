@@ -15,19 +15,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
 from howsmooth.models import FallbackWarning
 from howsmooth.paper import meanfield
 from howsmooth.paper.ball import grow
-from howsmooth.paper.subjects import Masking, attention_of, subject
+from howsmooth.paper.subjects import LONGEST, Masking, attention_of, subject
 from howsmooth.search import worst_configuration
 from howsmooth.spectral import Estimate
 from howsmooth.verbs import lipschitz
 
 ONE_HEAD = "one head, A = −I"
 WHOLE_MODULE = "attention + residual + LayerNorm"
-_TOKENS_FOR_RADIUS = 98  # the longest window of the paper's curves
 
 
 def power_iteration(
@@ -86,8 +84,7 @@ def text(name: str, masking: Masking, layers: list[int], n: int, sample: int, se
 def whole_module(name: str, layers: list[int], n: int, sample: int, seed: int) -> list[dict[str, Any]]:
     """The module that the scripts read for BERT: attention, projection, residual and LayerNorm, without a mask."""
     whole = subject(name, "unmasked", seed)
-    captured = whole.capture(n, sample, seed)
-    rows = []
+    captured, rows = whole.capture(n, sample, seed), []
     for layer in layers:
         x, f = captured.tokens(layer).float(), _Whole(whole.whole_modules[layer])
         row = _row("trap", name, "unmasked", layer, WHOLE_MODULE, n, sample) | _constant(lipschitz(f, x, seed=seed))
@@ -113,11 +110,11 @@ def iteration(name: str, masking: Masking, layer: int, n: int, start: int, steps
     attn = attention_of(whole, layer).to(torch.float64)
     x = whole.capture(n, 0, seed).tokens(layer).double()
     truth, limit = lipschitz(attn, x, tol=1e-8).value, scripts_value(attn, x)
-    printed = {k: power_iteration(attn, x, element=k, steps=steps, seed=start) for k in (0, 1)}
+    output, tangent = (power_iteration(attn, x, element=k, steps=steps, seed=start) for k in (0, 1))
     return [
         _row("iteration", name, masking, layer, "attention", n, 0)
-        | {"start": start, "step": k + 1, "element_0": a, "element_1": b, "value": truth, "scripts": limit}
-        for k, (a, b) in enumerate(zip(printed[0], printed[1], strict=True))
+        | {"start": start, "step": k, "element_0": a, "element_1": b, "value": truth, "scripts": limit}
+        for k, (a, b) in enumerate(zip(output, tangent, strict=True), start=1)
     ]
 
 
@@ -125,11 +122,10 @@ def adversarial(name: str, masking: Masking, layer: int, lengths: list[int], see
     """The paper's eigenvector tokens at every length, the whole layer measured; R is that of the text at this layer."""
     attn, radius = _layer(name, masking, layer, seed)
     growth = grow(attn, radius, lengths, seed=seed)
-    about = str(growth.configuration)
     return [
         _row("adversarial", name, masking, layer, "eigenvector tokens", row.n, 0)
         | _constant(row.estimate)
-        | {"scripts": scripts_value(attn, row.tokens), "radius": radius, "configuration": about}
+        | {"scripts": scripts_value(attn, row.tokens), "radius": radius, "configuration": str(row.configuration)}
         | {"bound_B7": math.exp(log) if log < 700 else None}  # the largest logarithm of a float64, rounded down
         for row, log in zip(growth.rows, growth.log_bounds, strict=True)
     ]
@@ -182,10 +178,8 @@ def _layer(name: str, masking: Masking, layer: int, seed: int) -> tuple[Attentio
         eye = torch.eye(2, dtype=torch.float64)
         return Attention.from_matrices(-eye, eye, causal=masking == "masked"), 3.0
     whole = subject(name, masking, seed)
-    captured = whole.capture(min(_TOKENS_FOR_RADIUS, whole.longest), 0, seed)
-    if not 0 <= layer < captured.num_layers:
-        raise BadInputError(f"expected a layer from 0 to {captured.num_layers - 1}, got {layer}; {name} has no other")
-    return attention_of(whole, layer), _radius(captured.tokens(layer))
+    radius = _radius(whole.capture(min(LONGEST, whole.longest), 0, seed).tokens(layer))
+    return attention_of(whole, layer), radius
 
 
 def _row(study: str, name: str, masking: str, layer: int, tokens: str, n: int, sample: int) -> dict[str, Any]:
