@@ -148,8 +148,7 @@ def robustness(
 def draw_robustness(path: Path, results: Robustness) -> Path:
     """For every budget, gains by layer (the mean over windows) beside the constant."""
     check_figure(path)
-    figure = new_figure(4.2 * len(results.budgets), 3.8)
-    panels = figure.subplots(1, len(results.budgets), squeeze=False)[0]
+    figure, (panels,) = new_figure(4.2 * len(results.budgets), 3.8, 1, len(results.budgets), squeeze=False)
     layers = sorted({case.layer for case in results.cases})
 
     def by_layer(values: list[float]) -> list[float]:

@@ -179,8 +179,9 @@ def growth(lines: Sequence[Curve]) -> "Figure":
     for c in lines:
         groups[f"{c.subject}, {c.masking}"].append(c)
     title = "On text" if lines[0].study == "real" else "Random weights"
-    figure = new_figure(2.9 * len(groups) + 0.2, 4.0)
-    axes = figure.subplots(2, len(groups), squeeze=False, sharex="col", sharey="row", height_ratios=[2.6, 1])
+    figure, axes = new_figure(
+        2.9 * len(groups) + 0.2, 4.0, 2, len(groups), squeeze=False, sharex="col", sharey="row", height_ratios=[2.6, 1]
+    )
     for column, (name, group) in enumerate(groups.items()):
         top, bottom = axes[0][column], axes[1][column]
         for i, c in enumerate(group):
@@ -205,8 +206,7 @@ def growth(lines: Sequence[Curve]) -> "Figure":
 
 def adversarial(lines: Sequence[Curve]) -> "Figure":
     """Eigenvector tokens with their exponents, and the worst configuration of any kind beside them."""
-    figure = new_figure(6.4, 3.6)
-    axes = figure.subplots()
+    figure, axes = new_figure(6.4, 3.6)
     labels = [c.label + (", masked" if c.label == c.subject and c.masking == "masked" else "") for c in lines]
     for c, label in zip(lines, labels, strict=True):
         colour, marker = _look(list(dict.fromkeys(labels)).index(label))
@@ -230,8 +230,8 @@ def trap(lines: Sequence[Curve]) -> "Figure":
     """The constant and what the scripts print, on the same inputs, a panel for each layer."""
     columns = min(4, len(lines))
     rows = -(-len(lines) // columns)
-    figure = new_figure(2.35 * columns, 2.1 * rows + 0.5)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    figure, grid = new_figure(2.35 * columns, 2.1 * rows + 0.5, rows, columns, squeeze=False)
+    panels = list(grid.flat)
     for panel, c in zip(panels, lines, strict=False):
         for fit, colour, marker in ((c.fit, L_COLOUR, "o"), (c.scripts_fit, SCRIPTS_COLOUR, "s")):
             assert fit is not None
@@ -253,8 +253,7 @@ def trap(lines: Sequence[Curve]) -> "Figure":
 
 def iteration(rows: Sequence[Row]) -> "Figure":
     """The power iteration step by step, from several starts, with either element of what `torch.func.jvp` returns."""
-    figure = new_figure(4.6, 2.7)
-    axes = figure.subplots()
+    figure, axes = new_figure(4.6, 2.7)
     for start in dict.fromkeys(r["start"] for r in rows):
         part = [r for r in rows if r["start"] == start]
         for key, colour, style, name in (
@@ -274,8 +273,7 @@ def iteration(rows: Sequence[Row]) -> "Figure":
 
 def exponent_chart(table: Sequence[Row]) -> "Figure":
     """Exponents of every curve: of L, of what the scripts print, and the paper's where it drew one."""
-    figure = new_figure(6.2, 0.9 + 0.19 * len(table))
-    axes = figure.subplots()
+    figure, axes = new_figure(6.2, 0.9 + 0.19 * len(table))
     for i, e in enumerate(table):
         for value, low, high, colour, marker, shift in (
             (e["exponent"], e["low"], e["high"], L_COLOUR, "o", -0.12),

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, in inches; it belongs to no window."""
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> "tuple[Figure, Any]":
+    """A figure, in inches, that belongs to no window, and its axes. options: as in matplotlib's `Figure.subplots`."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
 
 
 def check_figure(path: Path) -> None:

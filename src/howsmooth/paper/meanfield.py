@@ -164,8 +164,7 @@ def convergence_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 def draw_worst_measures(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
     """The worst two Diracs against R², beside the mean-field bounds."""
-    figure = new_figure(6, 4)
-    axes = figure.subplots()
+    figure, axes = new_figure(6, 4)
     squared = [r["radius"] ** 2 for r in rows]
     axes.semilogy(squared, [r["value"] for r in rows], "o-", color=COLOURS[6], ms=4, label="best two Diracs")
     names = ("B4 (upper)", "B5 (lower)", "B8 (upper)", "B12 (upper)")
@@ -182,8 +181,7 @@ def draw_worst_measures(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Pa
 
 def draw_convergence(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
     """Constants of n tokens divided by the mean-field one: drawn from a density on the left, the worst ones on the right."""
-    figure = new_figure(8, 3.6)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = new_figure(8, 3.6, 1, 2)
     for kind, style, size, colour in (("samples", "o", 3.0, COLOURS[0]), ("grid", "s-", 4.0, COLOURS[1])):
         points = [(r["n"], max(r["error"], 1e-9)) for r in rows if r["kind"] == kind]
         left.loglog(*(zip(*points, strict=True) if points else ((), ())), style, ms=size, color=colour, label=kind)
@@ -244,8 +242,7 @@ def draw_map(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
     import numpy as np
 
     alphas, masses = list(dict.fromkeys(r["alpha"] for r in rows)), list(dict.fromkeys(r["mass"] for r in rows))
-    figure = new_figure(2.7 * len(masses) + 0.9, 2.5 * len(alphas) + 0.4)
-    grid = figure.subplots(len(alphas), len(masses), squeeze=False)
+    figure, grid = new_figure(2.7 * len(masses) + 0.9, 2.5 * len(alphas) + 0.4, len(alphas), len(masses), squeeze=False)
     image: Any = None
     for axes, (alpha, mass) in zip(grid.flat, itertools.product(alphas, masses), strict=True):
         part = [r for r in rows if r["alpha"] == alpha and r["mass"] == mass]
@@ -317,8 +314,7 @@ def random_layers(
 
 def draw_frequency(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
     """How often splitting pays, and by how much at most, label by label."""
-    figure = new_figure(max(4.0, 0.34 * len(rows) + 1.5), 4.6)
-    top, bottom = figure.subplots(2, 1, sharex=True)
+    figure, (top, bottom) = new_figure(max(4.0, 0.34 * len(rows) + 1.5), 4.6, 2, 1, sharex=True)
     places = range(len(rows))
     top.bar(places, [100 * r["share"] for r in rows], color=COLOURS[0])
     top.set_ylabel("splitting pays (%)")
