@@ -107,21 +107,20 @@ def test_a_masked_encoder_sees_nothing_that_comes_later():
 def test_describing_a_model_leaves_it_as_it_was():
     about = describe("demo")
     assert (about.layers, about.shortest, about.longest) == (6, 3, 512)
-    assert about.maskings == ["unmasked", "masked"]
+    assert about.maskings == ("unmasked", "masked")
     assert about.plain
     assert about.whole_module
 
 
-TINY: dict[str, tuple[Any, str, bool, bool]] = {
-    "electra": ({"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}, "unmasked", True, True),
-    "distilbert": ({"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}, "unmasked", False, True),
+TINY: dict[str, tuple[Any, tuple[str, ...], bool]] = {
+    "electra": ({"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}, ("unmasked", "masked"), True),
+    "distilbert": ({"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}, ("unmasked",), True),
     "llama": (
         {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
-        "masked",
-        True,
+        ("masked",),
         False,
     ),
-    "gpt2": ({"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}, "masked", True, True),
+    "gpt2": ({"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}, ("masked",), True),
 }
 
 
@@ -129,7 +128,7 @@ TINY: dict[str, tuple[Any, str, bool, bool]] = {
 def test_any_model_in_a_folder(kind, tmp_path):
     from transformers import AutoConfig, AutoModel
 
-    size, own, maskable, plain = TINY[kind]
+    size, maskings, plain = TINY[kind]
     demo = load("demo")
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(kind, vocab_size=demo.tokenizer.vocab_size, **special, **size)
@@ -137,13 +136,13 @@ def test_any_model_in_a_folder(kind, tmp_path):
     AutoModel.from_config(config).save_pretrained(folder)
     demo.tokenizer.save_pretrained(folder)
     about = describe(str(folder))
-    assert (about.own, about.maskable, about.plain, about.whole_module) == (own, maskable, plain, False)
+    assert (about.maskings, about.plain, about.whole_module) == (maskings, plain, False)
     rows = [row for m in about.maskings for row in tasks.text(str(folder), m, layers_of(about.layers), 9, 0, 0)]
     assert len({row["value"] for row in rows}) == len(about.maskings) * len(layers_of(about.layers))
     cases = [task.kwargs()["name"] for task in plan("adversarial", [str(folder)], QUICK, 0).tasks]
     assert (str(folder) in cases) == plain
     if plain:
-        assert len(tasks.adversarial(str(folder), about.own, 0, [2, 7], 0)) == 2
+        assert len(tasks.adversarial(str(folder), about.maskings[0], 0, [2, 7], 0)) == 2
 
 
 @pytest.mark.slow

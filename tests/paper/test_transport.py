@@ -6,8 +6,8 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Map
-from howsmooth.paper.meanfield import along, scattered, verify
 from problems.measures import KINDS, Bare, make, random_measure
+from problems.transport import along, scattered, verify
 
 
 def split_case(kind: str) -> tuple[hs.Attention, hs.Measure]:

@@ -8,9 +8,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from howsmooth.cli import app
-from howsmooth.paper.attacks import draw_attacks
 from howsmooth.paper.ball import draw_worst, in_plane
-from howsmooth.search import BallAround, attack
+from howsmooth.search import BallAround
 from howsmooth.verbs import worst_case
 from problems.layers import gaussian
 
@@ -93,8 +92,6 @@ def test_figures_of_results(tmp_path):
     attn_in = gaussian(4, 3, seed=1)
     found = worst_case(lambda t: torch.tanh(t @ t.mT) @ t, within=BallAround(attn_in, 0.2), steps=2, restarts=2)
     assert draw_worst(tmp_path / "around.pdf", None, found).exists()
-    table = attack(lambda t: torch.tanh(t @ t.mT) @ t, attn_in, [1e-3, 1e-1], steps=2)
-    assert draw_attacks(tmp_path / "attacks.png", table).exists()
     flat, _ = in_plane(gaussian(3, 1, seed=0), gaussian(3, 1, seed=1))
     assert flat.shape == (3, 2)
     wide, _ = in_plane(gaussian(3, 9, seed=0), gaussian(3, 9, seed=1))

@@ -68,7 +68,7 @@ def growth(
 
     Example: howsmooth split growth --alpha=-1 --out figures
     """
-    rows = [r.to_dict() for r in paper.worst_measures(alpha, options.numbers_of(radii, "--radii", "0.5,1,2"))]
+    rows = paper.worst_measures(alpha, options.numbers_of(radii, "--radii", "0.5,1,2"))
     return _write(rows, rows, out, "meanfield-growth", paper.draw_worst_measures)
 
 

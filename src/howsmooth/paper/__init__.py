@@ -3,22 +3,27 @@
 Everything here is written with public names alone: those that `howsmooth` or one of its packages exports.
 """
 
-from howsmooth.paper.attacks import Robustness, draw_attacks, draw_robustness, robustness
+from howsmooth.paper.attacks import Robustness, draw_robustness, robustness
 from howsmooth.paper.ball import TokenGrowth, draw_ladder, draw_worst, grow, ladder, scan
 from howsmooth.paper.curves import curves_of, exponents
 from howsmooth.paper.drawing import check_figure, make_folder, save_rows
 from howsmooth.paper.meanfield import (
     convergence_table,
     draw_convergence,
+    draw_frequency,
+    draw_map,
     draw_worst_measures,
+    frequency,
     gaussian_convergence,
-    verify,
+    map_table,
+    random_layers,
+    shares,
+    splitting_map,
     worst_clusters,
     worst_measures,
 )
 from howsmooth.paper.page import write_reproduction
 from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Part, Protocol, Reproduced, reproduce
-from howsmooth.paper.splitting_maps import draw_frequency, draw_map, frequency, map_table, random_layers, shares, splitting_map
 
 __all__ = [
     "PAPER",
@@ -32,7 +37,6 @@ __all__ = [
     "check_figure",
     "convergence_table",
     "curves_of",
-    "draw_attacks",
     "draw_convergence",
     "draw_frequency",
     "draw_ladder",
@@ -54,7 +58,6 @@ __all__ = [
     "scan",
     "shares",
     "splitting_map",
-    "verify",
     "worst_clusters",
     "worst_measures",
     "write_reproduction",

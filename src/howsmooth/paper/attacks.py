@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, final
-
-import torch
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import MapName, Model, Window
@@ -74,18 +73,17 @@ class Robustness:
         for budget in self.budgets if {GUIDED, BASELINE} <= set(self.methods) else ():
             pairs = [(a, b) for a, b in zip(self.gains(GUIDED, budget), self.gains(BASELINE, budget), strict=True) if b > 0]
             if pairs:
-                wins[budget] = (_mean([float(a > b) for a, b in pairs]), _mean([a / b for a, b in pairs]))
+                wins[budget] = (fmean(a > b for a, b in pairs), fmean(a / b for a, b in pairs))
         return wins
 
     @property
     def word_wins(self) -> dict[str, tuple[float, float]]:
-        edits: dict[str, list[TokenAttack]] = {}
-        for row in (row for case in self.cases for row in case.words):
-            edits.setdefault(row.way, []).append(row)
-        return {
-            way: (_mean([float(r.score > r.random_mean) for r in rows]), _mean([float(r.wins) for r in rows]))
-            for way, rows in edits.items()
-        }
+        edits = [row for case in self.cases for row in case.words]
+        wins = {}
+        for way in dict.fromkeys(row.way for row in edits):
+            rows = [row for row in edits if row.way == way]
+            wins[way] = (fmean(r.score > r.random_mean for r in rows), fmean(r.wins for r in rows))
+        return wins
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -147,33 +145,15 @@ def robustness(
     return Robustness(model.name, map, tuple(float(b) for b in budgets), tuple(cases))
 
 
-def draw_attacks(path: Path, attacks: Attacks) -> Path:
-    """Gain of every attack against its budget, as a share of `L`."""
-    check_figure(path)
-    figure = new_figure(4.2, 3.8)
-    axes = figure.subplots()
-    constant = attacks.estimate.value
-    for k, method in enumerate(dict.fromkeys(row.method for row in attacks)):
-        points = [(row.epsilon, row.gain / constant) for row in attacks if row.method == method and row.gain is not None]
-        if points and constant > 0:
-            axes.plot(*zip(*sorted(points), strict=True), "o-", ms=3, lw=1.4, color=COLOURS[k], label=method)
-    axes.axhline(1.0, color="0.6", lw=0.8)
-    axes.set(xscale="log", xlabel="budget ε", ylabel="gain / L", title=f"Attacks at L = {constant:.4g}")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
-    return save_figure(figure, path)
-
-
 def draw_robustness(path: Path, results: Robustness) -> Path:
     """For every budget, gains by layer (the mean over windows) beside the constant."""
     check_figure(path)
-    figure = new_figure(4.2 * len(results.budgets), 3.8)
-    panels = figure.subplots(1, len(results.budgets), squeeze=False)[0]
+    figure, (panels,) = new_figure(4.2 * len(results.budgets), 3.8, 1, len(results.budgets), squeeze=False)
     layers = sorted({case.layer for case in results.cases})
 
     def by_layer(values: list[float]) -> list[float]:
         pairs = list(zip((case.layer for case in results.cases), values, strict=True))
-        return [_mean([v for at, v in pairs if at == i]) for i in layers]
+        return [fmean(v for at, v in pairs if at == i) for i in layers]
 
     constants = by_layer([case.constant for case in results.cases])
     for axes, budget in zip(panels, results.budgets, strict=True):
@@ -193,19 +173,8 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     >>> spearman([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 40.0, 30.0])
     0.8
     """
-    if len(a) != len(b) or len(a) < 3:
+    import pandas
+
+    if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
         return None
-    x, y = (_ranks(torch.tensor(t, dtype=torch.float64)) for t in (a, b))
-    x, y = x - x.mean(), y - y.mean()
-    size = float(x.norm() * y.norm())
-    return None if size == 0 else round(float(x @ y) / size, 12)
-
-
-def _ranks(t: torch.Tensor) -> torch.Tensor:
-    _, where, counts = t.unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts - 1) / 2)[where]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    return round(float(pandas.Series(a).rank().corr(pandas.Series(b).rank())), 12)

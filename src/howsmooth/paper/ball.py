@@ -67,8 +67,7 @@ def draw_ladder(path: Path, attn: Attention, radius: float) -> Path:
     """The ladder as a figure: upper bounds solid, lower bounds dashed (dotted for some n), measured constants as points."""
     check_figure(path)
     rows = ladder(attn, radius)
-    figure = new_figure(7, 4.5)
-    axes = figure.subplots()
+    figure, axes = new_figure(7, 4.5)
     for k, id in enumerate(dict.fromkeys(row["id"] for row in rows)):
         mine = [row for row in rows if row["id"] == id]
         points = [(row["n"], row["log_value"] / math.log(10)) for row in mine]
@@ -155,8 +154,8 @@ def draw_worst(path: Path, growth: TokenGrowth | None, worst: WorstCase | None) 
     """Growth of the configurations, the worst tokens found, and the climb that led there; what is not given is left out."""
     check_figure(path)
     count = max(1, (growth is not None) + 2 * (worst is not None))
-    figure = new_figure(4.2 * count, 3.8)
-    panels = list(figure.subplots(1, count, squeeze=False)[0])
+    figure, (axes,) = new_figure(4.2 * count, 3.8, 1, count, squeeze=False)
+    panels = list(axes)
     if growth is not None:
         _growth(panels.pop(0), growth)
     if worst is not None:
@@ -196,9 +195,7 @@ def _tokens(axes: Any, worst: WorstCase) -> None:
 
 def in_plane(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and directions in two coordinates: their own, padded with zero, or the two main axes of the tokens."""
-    if x.shape[1] <= 2:
-        pad = torch.zeros(len(x), 2 - x.shape[1], dtype=x.dtype)
-        return torch.cat([x, pad], 1), torch.cat([v, pad], 1)
-    axes = torch.linalg.svd(x, full_matrices=False)[2][:2]
-    axes = torch.cat([axes, torch.zeros(2 - len(axes), x.shape[1], dtype=x.dtype)])
+    d = x.shape[1]
+    axes = torch.eye(d).to(x) if d <= 2 else torch.linalg.svd(x, full_matrices=False)[2][:2]
+    axes = torch.cat([axes, axes.new_zeros(2 - len(axes), d)])
     return x @ axes.mT, v @ axes.mT

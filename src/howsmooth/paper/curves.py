@@ -8,10 +8,9 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, final
 
-from howsmooth.errors import ResultsError
-from howsmooth.paper.drawing import new_figure, save_both
-from howsmooth.paper.meanfield import KINDS, draw_convergence, draw_worst_measures
-from howsmooth.paper.splitting_maps import draw_frequency, draw_map, splitting_map
+from howsmooth.paper.drawing import make_folder, new_figure, save_both
+from howsmooth.paper.meanfield import KINDS, draw_convergence, draw_frequency, draw_map, draw_worst_measures, splitting_map
+from howsmooth.paper.subjects import LONGEST
 from howsmooth.report import COLOURS, MARKERS, figure_style, plain_numbers
 from howsmooth.study import GrowthFit, fit_growth
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 L_COLOUR, SCRIPTS_COLOUR = COLOURS[0], COLOURS[1]
-
-PAPER_LENGTHS = 98  # the longest window of the paper's growth curves
 
 # exponents drawn on the paper's plots, by our curve of the same layer; of a subject's name, the last part
 PRINTED: dict[tuple[str, str, int, str], float] = {
@@ -86,9 +83,9 @@ class Curve:
     @cached_property
     def long_fit(self) -> GrowthFit | None:
         """Of `L` over all lengths, where some go past the paper's."""
-        return self.fitted("value", 10**9) if self.lengths[-1] > PAPER_LENGTHS else None
+        return self.fitted("value", 10**9) if self.lengths[-1] > LONGEST else None
 
-    def fitted(self, quantity: str, longest: int = PAPER_LENGTHS) -> GrowthFit | None:
+    def fitted(self, quantity: str, longest: int = LONGEST) -> GrowthFit | None:
         points = [p for p in self.points if p["n"] <= longest and p[quantity] > 0]
         if len({p["n"] for p in points}) < 2:
             return None
@@ -150,48 +147,45 @@ def _tail(fit: GrowthFit) -> float | None:
 def draw_reproduction(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Every figure that the rows allow, as PDF and PNG; the PNGs' paths, in the order of the page."""
     lines = curves_of(rows)
-    drawings: dict[str, Callable[[], Figure | None]] = {
-        "real": lambda: growth([c for c in lines if c.study == "real"], "On text"),
-        "random": lambda: growth([c for c in lines if c.study == "random"], "Random weights"),
-        "adversarial": lambda: adversarial([c for c in lines if c.study == "adversarial"]),
-        "trap": lambda: trap([c for c in lines if c.study in ("real", "random", "trap")]),
-        "iteration": lambda: iteration([r for r in rows if r.get("study") == "iteration"]),
-        "exponents": lambda: exponent_chart(exponents(lines)),
+
+    def of(*studies: str) -> list[Curve]:
+        return [c for c in lines if c.study in studies]
+
+    def kinds(*names: str) -> list[Row]:
+        return [r for r in rows if r.get("kind") in names]
+
+    figures: dict[str, tuple[Callable[[Any], Figure], Sequence[Any]]] = {
+        "real": (growth, of("real")),
+        "random": (growth, of("random")),
+        "adversarial": (adversarial, of("adversarial")),
+        "trap": (trap, [c for c in of("real", "random", "trap") if c.fit is not None and c.scripts_fit is not None]),
+        "iteration": (iteration, [r for r in rows if r.get("study") == "iteration"]),
+        "exponents": (exponent_chart, exponents(lines)),
     }
-    written = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with figure_style():
-            for name, draw in drawings.items():
-                figure = draw()
-                written += [] if figure is None else save_both(figure, folder / name)
-        for kind, draw_rows in (("growth", draw_worst_measures), ("frequency", draw_frequency)):
-            part = [r for r in rows if r.get("kind") == kind]
-            written += draw_rows(part, folder) if part else []
-        many = [r for r in rows if r.get("kind") in KINDS]
-        written += draw_convergence(many, folder) if many else []
-        # a closed form: the grid is evaluated again, the rows keep what it amounts to
-        grids = [r for r in rows if r.get("kind") == "map"]
-        points = [p for r in grids for p in splitting_map([r["alpha"]], [r["mass"]], r["extent"], r["points"])]
-        written += draw_map(points, folder) if points else []
-    except OSError as error:
-        raise ResultsError(f"expected a folder that can be written, got {folder} ({error.strerror}); choose another") from None
+    # a closed form: the grid is evaluated again, the rows keep what it amounts to
+    points = [p for r in kinds("map") for p in splitting_map([r["alpha"]], [r["mass"]], r["extent"], r["points"])]
+    others = {draw_worst_measures: kinds("growth"), draw_frequency: kinds("frequency")}
+    others |= {draw_convergence: kinds(*KINDS), draw_map: points}
+    make_folder(folder)
+    with figure_style():
+        written = [path for name, (draw, part) in figures.items() if part for path in save_both(draw(part), folder / name)]
+    written += [path for draw, part in others.items() if part for path in draw(part, folder)]
     return [path for path in written if path.suffix == ".png"]
 
 
-def growth(lines: Sequence[Curve], title: str) -> "Figure | None":
+def growth(lines: Sequence[Curve]) -> "Figure":
     """L against n, a panel for each subject and mask with a curve for each layer, and R below."""
-    groups: dict[str, list[Curve]] = {}
+    groups: dict[str, list[Curve]] = defaultdict(list)
     for c in lines:
-        groups.setdefault(f"{c.subject}, {c.masking}", []).append(c)
-    if not groups:
-        return None
-    figure = new_figure(2.9 * len(groups) + 0.2, 4.0)
-    axes = figure.subplots(2, len(groups), squeeze=False, sharex="col", sharey="row", height_ratios=[2.6, 1])
+        groups[f"{c.subject}, {c.masking}"].append(c)
+    title = "On text" if lines[0].study == "real" else "Random weights"
+    figure, axes = new_figure(
+        2.9 * len(groups) + 0.2, 4.0, 2, len(groups), squeeze=False, sharex="col", sharey="row", height_ratios=[2.6, 1]
+    )
     for column, (name, group) in enumerate(groups.items()):
         top, bottom = axes[0][column], axes[1][column]
         for i, c in enumerate(group):
-            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+            colour, marker = _look(i)
             fit = c.long_fit or c.fit
             if fit is None or c.fit is None:
                 continue
@@ -210,16 +204,12 @@ def growth(lines: Sequence[Curve], title: str) -> "Figure | None":
     return figure
 
 
-def adversarial(lines: Sequence[Curve]) -> "Figure | None":
+def adversarial(lines: Sequence[Curve]) -> "Figure":
     """Eigenvector tokens with their exponents, and the worst configuration of any kind beside them."""
-    if not lines:
-        return None
-    figure = new_figure(6.4, 3.6)
-    axes = figure.subplots()
+    figure, axes = new_figure(6.4, 3.6)
     labels = [c.label + (", masked" if c.label == c.subject and c.masking == "masked" else "") for c in lines]
     for c, label in zip(lines, labels, strict=True):
-        i = list(dict.fromkeys(labels)).index(label)
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        colour, marker = _look(list(dict.fromkeys(labels)).index(label))
         points = [(p["n"], p["value"]) for p in c.points]
         if c.map == "eigenvector tokens":
             text = label if c.fit is None else f"{label}: {_power(c.fit, sure=False)}"
@@ -236,25 +226,23 @@ def adversarial(lines: Sequence[Curve]) -> "Figure | None":
     return figure
 
 
-def trap(lines: Sequence[Curve]) -> "Figure | None":
+def trap(lines: Sequence[Curve]) -> "Figure":
     """The constant and what the scripts print, on the same inputs, a panel for each layer."""
-    shown = [(c, c.fit, c.scripts_fit) for c in lines if c.fit is not None and c.scripts_fit is not None]
-    if not shown:
-        return None
-    columns = min(4, len(shown))
-    rows = -(-len(shown) // columns)
-    figure = new_figure(2.35 * columns, 2.1 * rows + 0.5)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel, (c, *fits) in zip(panels, shown, strict=False):
-        for fit, colour, marker in zip(fits, (L_COLOUR, SCRIPTS_COLOUR), "os", strict=True):
+    columns = min(4, len(lines))
+    rows = -(-len(lines) // columns)
+    figure, grid = new_figure(2.35 * columns, 2.1 * rows + 0.5, rows, columns, squeeze=False)
+    panels = list(grid.flat)
+    for panel, c in zip(panels, lines, strict=False):
+        for fit, colour, marker in ((c.fit, L_COLOUR, "o"), (c.scripts_fit, SCRIPTS_COLOUR, "s")):
+            assert fit is not None
             panel.plot(fit.lengths, fit.means, marker, color=colour, ms=1.8, label=_power(fit, sure=False))
             panel.plot(fit.lengths, fit.fitted, "-", color=colour, lw=0.9)
         _log(panel, "")
-        _lengths(panel, fits[0].lengths)
+        _lengths(panel, [n for n in c.lengths if n <= LONGEST])
         whole = "\nwith residual and norm" if c.study == "trap" else ""
         panel.set_title(f"{c.subject}, {c.masking},\nlayer {c.layer}{whole}", loc="left", fontsize=7)
         panel.legend(fontsize=6, handlelength=1)
-    for panel in panels[len(shown) :]:
+    for panel in panels[len(lines) :]:
         panel.axis("off")
     handles = [panels[0].plot([], [], s, color=k, ms=3)[0] for s, k in (("o-", L_COLOUR), ("s-", SCRIPTS_COLOUR))]
     names = ["L = ‖J‖₂", "what the public scripts print, √‖Jᵀ f(X)‖"]
@@ -263,12 +251,9 @@ def trap(lines: Sequence[Curve]) -> "Figure | None":
     return figure
 
 
-def iteration(rows: Sequence[Row]) -> "Figure | None":
+def iteration(rows: Sequence[Row]) -> "Figure":
     """The power iteration step by step, from several starts, with either element of what `torch.func.jvp` returns."""
-    if not rows:
-        return None
-    figure = new_figure(4.6, 2.7)
-    axes = figure.subplots()
+    figure, axes = new_figure(4.6, 2.7)
     for start in dict.fromkeys(r["start"] for r in rows):
         part = [r for r in rows if r["start"] == start]
         for key, colour, style, name in (
@@ -286,12 +271,9 @@ def iteration(rows: Sequence[Row]) -> "Figure | None":
     return figure
 
 
-def exponent_chart(table: Sequence[Row]) -> "Figure | None":
+def exponent_chart(table: Sequence[Row]) -> "Figure":
     """Exponents of every curve: of L, of what the scripts print, and the paper's where it drew one."""
-    if not table:
-        return None
-    figure = new_figure(6.2, 0.9 + 0.19 * len(table))
-    axes = figure.subplots()
+    figure, axes = new_figure(6.2, 0.9 + 0.19 * len(table))
     for i, e in enumerate(table):
         for value, low, high, colour, marker, shift in (
             (e["exponent"], e["low"], e["high"], L_COLOUR, "o", -0.12),
@@ -311,6 +293,11 @@ def exponent_chart(table: Sequence[Row]) -> "Figure | None":
         axes.plot([], [], marker, color=colour, label=name, ls="none")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return figure
+
+
+def _look(i: int) -> tuple[str, str]:
+    """The colour and marker of curve number i."""
+    return COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
 
 
 def _name(e: Row) -> str:

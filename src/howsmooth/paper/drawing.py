@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, in inches; it belongs to no window."""
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> "tuple[Figure, Any]":
+    """A figure, in inches, that belongs to no window, and its axes. options: as in matplotlib's `Figure.subplots`."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
 
 
 def check_figure(path: Path) -> None:
@@ -48,12 +49,8 @@ def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 def make_folder(path: Path) -> Path:
     """The folder, made if it is not there."""
-    if path.exists() and not path.is_dir():
-        raise BadInputError(f"expected a folder for the results, got the file {path}; choose another --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInputError(
-            f"expected a folder that can be made, got {path} ({error.strerror}); choose another --out"
-        ) from None
+        raise BadInputError(f"expected a folder for the results, got {path} ({error.strerror}); choose another --out") from None
     return path

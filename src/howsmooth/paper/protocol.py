@@ -62,17 +62,10 @@ QUICK = Protocol(
 
 def plan(part: Part, models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     """The tasks of one experiment. models: pretrained ones, by name or folder; each is looked at once to know its layers."""
-    makers = {
-        "real": lambda: _real(models, protocol, seed),
-        "random": lambda: _random(protocol, seed),
-        "adversarial": lambda: _adversarial(models, protocol, seed),
-        "meanfield": lambda: _meanfield(protocol),
-        "splitting": lambda: _splitting(protocol, seed),
-        "trap": lambda: _trap(models, protocol, seed),
-    }
-    if part not in makers:
+    plans = dict(zip(PARTS, (_real, _random, _adversarial, _meanfield, _splitting, _trap), strict=True))
+    if part not in plans:
         raise BadInputError(f"expected one of {', '.join(PARTS)} or all, got {part!r}; pick one of them")
-    return makers[part]()
+    return plans[part](models, protocol, seed)
 
 
 def layers_of(count: int) -> list[int]:
@@ -102,7 +95,7 @@ def _real(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     return Plan.of(tasks.text, arguments)
 
 
-def _random(protocol: Protocol, seed: int) -> Plan:
+def _random(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     return Plan.of(
         tasks.text,
         [
@@ -118,11 +111,8 @@ def _random(protocol: Protocol, seed: int) -> Plan:
 
 def _adversarial(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     cases: list[tuple[str, str, int]] = [(tasks.ONE_HEAD, m, 0) for m in ("unmasked", "masked")]
-    for name in models:
-        about = describe(name)
-        if not about.plain:
-            continue
-        cases += [(name, m, k) for m in about.maskings for k in layers_of(about.layers)[:2]]
+    for name, about in ((name, describe(name)) for name in models):
+        cases += [(name, m, k) for m in about.maskings for k in layers_of(about.layers)[:2] if about.plain]
     cases += [(name, m, 0) for name, m in zip(RANDOM, ("unmasked", "masked"), strict=True)]
     lengths = list(protocol.adversarial)
     named = [{"name": name, "masking": m, "layer": k, "seed": seed} for name, m, k in cases]
@@ -131,14 +121,14 @@ def _adversarial(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     return eigenvector + Plan.of(tasks.worst_tokens, [about | {"n": n} for about in shown for n in protocol.worst])
 
 
-def _meanfield(protocol: Protocol) -> Plan:
+def _meanfield(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     worst = Plan.of(tasks.worst_measure, [{"alpha": -1.0, "radius": r} for r in protocol.radii])
     density = {"alpha": -1.0, "radius": 2.0, "lengths": list(protocol.tokens), "seeds": protocol.seeds}
     clusters = {"alpha": -1.0, "radius": 2.0, "lengths": [2**k for k in range(1, 21)]}
     return worst + Plan.of(tasks.many_tokens, [density]) + Plan.of(tasks.worst_clusters, [clusters])
 
 
-def _splitting(protocol: Protocol, seed: int) -> Plan:
+def _splitting(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     grids = [{"alpha": a, "mass": m, "extent": 12.0, "points": protocol.grid} for a in (-1.0, 1.0) for m in (0.5, 0.9, 0.99)]
     counts = [
         {"n": n, "logits": size, "count": protocol.cases, "causal": False, "seed": seed}
@@ -152,19 +142,16 @@ def _trap(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     """Every measurement on text carries both numbers; beside them the iteration itself, and the module the scripts read."""
     start = {"name": "random:gpt2", "masking": "masked", "layer": 6, "n": 32, "steps": 8, "seed": seed}
     alone = Plan.of(tasks.iteration, [start | {"start": k} for k in range(3)])
-    modules = []
-    for name in models:
-        about = describe(name)
-        if about.whole_module:
-            modules += [
-                {"name": name, "layers": layers_of(about.layers)[:2], "n": n, "sample": s, "seed": seed}
-                for n in protocol.lengths
-                if about.shortest <= n and n % 4 == 2
-                for s in range(min(protocol.samples, 3))
-            ]
-    if modules:
-        alone = alone + Plan.of(tasks.whole_module, modules)
-    return _real(models, replace(protocol, long=()), seed) + _random(protocol, seed) + alone
+    modules = [
+        {"name": name, "layers": layers_of(about.layers)[:2], "n": n, "sample": s, "seed": seed}
+        for name, about in ((name, describe(name)) for name in models)
+        if about.whole_module
+        for n in protocol.lengths
+        if about.shortest <= n and n % 4 == 2
+        for s in range(min(protocol.samples, 3))
+    ]
+    alone += Plan.of(tasks.whole_module, modules)
+    return _real(models, replace(protocol, long=()), seed) + _random(models, protocol, seed) + alone
 
 
 @final

@@ -7,11 +7,11 @@ the layers needed.
 
 import functools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
@@ -21,7 +21,7 @@ from howsmooth.study import alice
 Masking = Literal["masked", "unmasked"]
 RANDOM = ("random:bert-base", "random:gpt2")
 RANDOM_LAYERS = (0, 6)
-_TOKENS = 98  # of the window at which weights are read
+LONGEST = 98  # window of the paper's growth curves; weights are read at one of that length
 
 
 @final
@@ -33,12 +33,11 @@ class Subject:
     masking: Masking
     model: Model
     text: Text
-    special: bool  # whether windows keep the tokenizer's special tokens
 
     @property
     def shortest(self) -> int:
         """The least number of tokens of a window."""
-        return max(2, 1 + len(self.text.prefix) + len(self.text.suffix)) if self.special else 2
+        return max(2, 1 + len(self.text.prefix) + len(self.text.suffix))
 
     @property
     def longest(self) -> int:
@@ -48,12 +47,7 @@ class Subject:
 
     def window(self, n: int, sample: int, seed: int) -> Window:
         """Sample number `sample` of `n` tokens; the same whatever the number of samples."""
-        if self.special:
-            return self.text.windows(n, sample + 1, seed)[sample]
-        extra = len(self.text.prefix) + len(self.text.suffix)
-        whole = self.text.windows(n + extra, sample + 1, seed)[sample]
-        inner = slice(len(self.text.prefix), n + len(self.text.prefix))
-        return Window(whole.ids[inner], whole.pieces[inner])
+        return self.text.windows(n, sample + 1, seed)[sample]
 
     def capture(self, n: int, sample: int, seed: int) -> Capture:
         return self.model.capture(ids=self.window(n, sample, seed))
@@ -69,22 +63,16 @@ class Subject:
 class Description:
     """What a plan has to know of a pretrained model: its layers, the lengths it reads, and how it can be masked.
 
-    plain: whether its weights are those of a plain layer, so that tokens can be built from them.  whole_module: whether it has
-    BERT's modules with residual and LayerNorm.
+    maskings: its own, and masked where it can be: the paper's BERT is measured both ways.  plain: whether its weights are those
+    of a plain layer, so that tokens can be built from them.  whole_module: whether it has BERT's modules.
     """
 
     layers: int
     shortest: int
     longest: int
-    own: Masking
-    maskable: bool
+    maskings: tuple[Masking, ...]
     plain: bool
     whole_module: bool
-
-    @property
-    def maskings(self) -> list[Masking]:
-        """Its own, and masked where it can be: the paper's BERT is measured both ways."""
-        return ["unmasked", "masked"] if self.own == "unmasked" and self.maskable else [self.own]
 
 
 @functools.lru_cache(maxsize=2)
@@ -92,16 +80,17 @@ def subject(name: str, masking: Masking, seed: int) -> Subject:
     """The subject of a task, kept for the next one. seed: of random weights."""
     if name in RANDOM:
         # embeddings of a random model are independent draws, so of the ids only the repetitions matter: any tokenizer will do
-        model, text, special = load(_random(name, masking, seed)), load("demo").text(alice()), name == "random:bert-base"
+        model, text = load(_random(name, masking, seed)), load("demo").text(alice())
+        text = text if name == "random:bert-base" else replace(text, prefix=(), suffix=())  # GPT-2 has no special tokens
     elif name.startswith("random:"):
         raise BadInputError(f"expected {' or '.join(RANDOM)}, got {name!r}; pick one of them")
     else:
         model = load(name)
-        text, special = model.text(alice()), True
-    whole = Subject(name, masking, model, text, special)
-    if _own_masking(whole) != masking:
+        text = model.text(alice())
+    whole = Subject(name, masking, model, text)
+    if _masking(whole) != masking:
         _set_masking(model.module, masking)
-        if _own_masking(whole) != masking:
+        if _masking(whole) != masking:
             raise BadInputError(f"expected a model that can be {masking}, got {name}, whose configuration cannot; leave it out")
     return whole
 
@@ -110,48 +99,40 @@ def subject(name: str, masking: Masking, seed: int) -> Subject:
 def describe(name: str) -> Description:
     """A pretrained model as a plan sees it."""
     model = load(name)
-    whole = Subject(name, "unmasked", model, model.text(alice()), True)
-    layers, own = whole.capture(max(8, whole.shortest), 0, 0).num_layers, _own_masking(whole)
+    whole = Subject(name, "unmasked", model, model.text(alice()))
+    layers, own = whole.capture(max(8, whole.shortest), 0, 0).num_layers, _masking(whole)
     try:
         attention_of(whole, 0)
         plain = True
     except BadInputError:
         plain = False
     _set_masking(model.module, "masked")  # the last thing that is asked of this copy of the model
-    maskable = own == "masked" or _own_masking(whole) == "masked"
-    return Description(layers, whole.shortest, whole.longest, own, maskable, plain, bool(whole.whole_modules))
+    maskings = tuple(dict.fromkeys((own, _masking(whole))))
+    return Description(layers, whole.shortest, whole.longest, maskings, plain, bool(whole.whole_modules))
 
 
 def _random(name: str, masking: Masking, seed: int) -> nn.Module:
     """A fresh model from the library's configuration: width 768, 12 heads, dropout off."""
     from transformers import AutoModel, BertConfig, GPT2Config
 
-    count = max(RANDOM_LAYERS) + 1
-    config: Any
-    if name == "random:bert-base":
-        config = BertConfig(num_hidden_layers=count, is_decoder=masking == "masked")
-    else:
-        config = GPT2Config(n_layer=count)
+    count, masked = max(RANDOM_LAYERS) + 1, masking == "masked"
+    bert = name == "random:bert-base"
+    config: Any = BertConfig(num_hidden_layers=count, is_decoder=masked) if bert else GPT2Config(n_layer=count)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModel.from_config(config).eval()
 
 
-def _own_masking(whole: Subject) -> Masking:
-    """Whether in the last layer the first token of a sequence ignores a later one."""
+def _masking(whole: Subject) -> Masking:
+    """As it is now: whether in the last layer the first token of a sequence ignores a later one."""
     ids = list(whole.window(max(8, whole.shortest), 0, 0).ids)
     other = list(ids)
     other[-2] = next(i for i in whole.text.ids if i != ids[-2])
-    first, second = (_last_attention(whole.model.capture(ids=i))[0] for i in (ids, other))
-    return "masked" if torch.allclose(first, second, rtol=0, atol=1e-5 * float(first.abs().max())) else "unmasked"
-
-
-@torch.no_grad()
-def _last_attention(captured: Capture) -> Tensor:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", FallbackWarning)
-        last = captured.map(captured.num_layers - 1)
-        return last(last.start)
+        captures = [whole.model.capture(ids=i) for i in (ids, other)]
+        first, second = (last(last.start)[0] for last in (c.map(c.num_layers - 1) for c in captures))
+    return "masked" if torch.allclose(first, second, rtol=0, atol=1e-5 * float(first.abs().max())) else "unmasked"
 
 
 def _set_masking(module: nn.Module, masking: Masking) -> None:
@@ -166,7 +147,7 @@ def _set_masking(module: nn.Module, masking: Masking) -> None:
 def attention_of(whole: Subject, layer: int) -> Attention:
     """The weights of a layer, from which bad tokens are built and which take any number of them; measuring needs none."""
     # weights are read off as many unit vectors at a time as there are tokens
-    attn = whole.capture(min(_TOKENS, whole.longest), 0, 0).attention(layer).to(torch.float32)
+    attn = whole.capture(min(LONGEST, whole.longest), 0, 0).attention(layer).to(torch.float32)
     if attn.bias is not None:
         raise BadInputError(f"expected a layer for any number of tokens, got layer {layer} with a bias for some; leave it out")
     return attn

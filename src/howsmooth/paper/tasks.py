@@ -6,7 +6,6 @@ in two lines what either gives.
 """
 
 import math
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,20 +15,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
 from howsmooth.models import FallbackWarning
 from howsmooth.paper import meanfield
-from howsmooth.paper import splitting_maps as splitting
 from howsmooth.paper.ball import grow
-from howsmooth.paper.subjects import Masking, attention_of, subject
+from howsmooth.paper.subjects import LONGEST, Masking, attention_of, subject
 from howsmooth.search import worst_configuration
 from howsmooth.spectral import Estimate
 from howsmooth.verbs import lipschitz
 
 ONE_HEAD = "one head, A = −I"
 WHOLE_MODULE = "attention + residual + LayerNorm"
-_TOKENS_FOR_RADIUS = 98  # the longest window of the paper's curves
 
 
 def power_iteration(
@@ -73,36 +69,27 @@ def scripts_value(f: Map, x: Float[Tensor, "n d"]) -> float:
 def text(name: str, masking: Masking, layers: list[int], n: int, sample: int, seed: int) -> list[dict[str, Any]]:
     """One window of text through a model: for every layer `L`, what the scripts print, and `R`."""
     captured = subject(name, masking, seed).capture(n, sample, seed)
-    rows = []
-    for layer in layers:
-        started = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            cut = captured.map(layer)
-        x = cut.start.to(cut.dtype)
-        estimate = lipschitz(cut, x, seed=seed)
-        rows.append(
-            _row("random" if name.startswith("random:") else "real", name, masking, layer, "attention", n, sample)
-            | _constant(estimate)
-            | {"scripts": scripts_value(cut, x), "radius": _radius(x), "seconds": time.perf_counter() - started}
-        )
-    return rows
+    study = "random" if name.startswith("random:") else "real"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        measured = [(m, captured.map(m.layer)) for m in captured.measure(layers, closed=False, seed=seed)]
+    return [
+        _row(study, name, masking, m.layer, "attention", n, sample)
+        | _constant(m.estimate)
+        | {"scripts": scripts_value(cut, cut.start), "radius": m.radius_rms}
+        for m, cut in measured
+    ]
 
 
 def whole_module(name: str, layers: list[int], n: int, sample: int, seed: int) -> list[dict[str, Any]]:
     """The module that the scripts read for BERT: attention, projection, residual and LayerNorm, without a mask."""
     whole = subject(name, "unmasked", seed)
-    captured = whole.capture(n, sample, seed)
-    rows = []
+    captured, rows = whole.capture(n, sample, seed), []
     for layer in layers:
         x, f = captured.tokens(layer).float(), _Whole(whole.whole_modules[layer])
-        estimate = lipschitz(f, x, seed=seed)
+        row = _row("trap", name, "unmasked", layer, WHOLE_MODULE, n, sample) | _constant(lipschitz(f, x, seed=seed))
         printed = power_iteration(f, x, element=0, steps=2, seed=seed)
-        rows.append(
-            _row("trap", name, "unmasked", layer, WHOLE_MODULE, n, sample)
-            | _constant(estimate)
-            | {"scripts": printed[-1], "radius": _radius(x)}
-        )
+        rows.append(row | {"scripts": printed[-1], "radius": _radius(x)})
     return rows
 
 
@@ -123,11 +110,11 @@ def iteration(name: str, masking: Masking, layer: int, n: int, start: int, steps
     attn = attention_of(whole, layer).to(torch.float64)
     x = whole.capture(n, 0, seed).tokens(layer).double()
     truth, limit = lipschitz(attn, x, tol=1e-8).value, scripts_value(attn, x)
-    printed = {k: power_iteration(attn, x, element=k, steps=steps, seed=start) for k in (0, 1)}
+    output, tangent = (power_iteration(attn, x, element=k, steps=steps, seed=start) for k in (0, 1))
     return [
         _row("iteration", name, masking, layer, "attention", n, 0)
-        | {"start": start, "step": k + 1, "element_0": a, "element_1": b, "value": truth, "scripts": limit}
-        for k, (a, b) in enumerate(zip(printed[0], printed[1], strict=True))
+        | {"start": start, "step": k, "element_0": a, "element_1": b, "value": truth, "scripts": limit}
+        for k, (a, b) in enumerate(zip(output, tangent, strict=True), start=1)
     ]
 
 
@@ -135,11 +122,11 @@ def adversarial(name: str, masking: Masking, layer: int, lengths: list[int], see
     """The paper's eigenvector tokens at every length, the whole layer measured; R is that of the text at this layer."""
     attn, radius = _layer(name, masking, layer, seed)
     growth = grow(attn, radius, lengths, seed=seed)
-    about = str(growth.configuration)
     return [
         _row("adversarial", name, masking, layer, "eigenvector tokens", row.n, 0)
         | _constant(row.estimate)
-        | {"scripts": scripts_value(attn, row.tokens), "radius": radius, "configuration": about, "bound_B7": _exp(log)}
+        | {"scripts": scripts_value(attn, row.tokens), "radius": radius, "configuration": str(row.configuration)}
+        | {"bound_B7": math.exp(log) if log < 700 else None}  # the largest logarithm of a float64, rounded down
         for row, log in zip(growth.rows, growth.log_bounds, strict=True)
     ]
 
@@ -155,7 +142,7 @@ def worst_tokens(name: str, masking: Masking, layer: int, n: int, seed: int) -> 
 
 def worst_measure(alpha: float, radius: float) -> list[dict[str, Any]]:
     """The worst two Diracs in a ball beside the mean-field bounds."""
-    return [{"study": "meanfield", "kind": "growth"} | row.to_dict() for row in meanfield.worst_measures(alpha, [radius])]
+    return [{"study": "meanfield", "kind": "growth"} | row for row in meanfield.worst_measures(alpha, [radius])]
 
 
 def many_tokens(alpha: float, radius: float, lengths: list[int], seeds: int) -> list[dict[str, Any]]:
@@ -172,7 +159,7 @@ def worst_clusters(alpha: float, radius: float, lengths: list[int]) -> list[dict
 
 def splitting_map(alpha: float, mass: float, extent: float, points: int) -> dict[str, Any]:
     """Two atoms on a line, on a grid of places: how often splitting pays, and where most."""
-    best = splitting.map_table(splitting.splitting_map([alpha], [mass], extent, points))[0]
+    best = meanfield.map_table(meanfield.splitting_map([alpha], [mass], extent, points))[0]
     row = {"study": "splitting", "kind": "map", "alpha": alpha, "mass": mass, "extent": extent, "points": points}
     share = best["pays"] / best["points"]
     return row | {"pays": share, "largest_gain": best["largest gain"], "x": best["x"], "y": best["y"]}
@@ -180,8 +167,8 @@ def splitting_map(alpha: float, mass: float, extent: float, points: int) -> dict
 
 def splitting_frequency(n: int, logits: float, count: int, causal: bool, seed: int) -> dict[str, Any]:
     """How often splitting pays among random layers and Gaussian inputs."""
-    cases = splitting.frequency(splitting.random_layers(count, [n], [logits], causal=causal, seed=seed))
-    share = splitting.shares(cases)[0]
+    cases = meanfield.frequency(meanfield.random_layers(count, [n], [logits], causal=causal, seed=seed))
+    share = meanfield.shares(cases)[0]
     return {"study": "splitting", "kind": "frequency", "n": n, "logits": logits, "causal": causal} | share
 
 
@@ -191,10 +178,8 @@ def _layer(name: str, masking: Masking, layer: int, seed: int) -> tuple[Attentio
         eye = torch.eye(2, dtype=torch.float64)
         return Attention.from_matrices(-eye, eye, causal=masking == "masked"), 3.0
     whole = subject(name, masking, seed)
-    captured = whole.capture(min(_TOKENS_FOR_RADIUS, whole.longest), 0, seed)
-    if not 0 <= layer < captured.num_layers:
-        raise BadInputError(f"expected a layer from 0 to {captured.num_layers - 1}, got {layer}; {name} has no other")
-    return attention_of(whole, layer), _radius(captured.tokens(layer))
+    radius = _radius(whole.capture(min(LONGEST, whole.longest), 0, seed).tokens(layer))
+    return attention_of(whole, layer), radius
 
 
 def _row(study: str, name: str, masking: str, layer: int, tokens: str, n: int, sample: int) -> dict[str, Any]:
@@ -202,14 +187,9 @@ def _row(study: str, name: str, masking: str, layer: int, tokens: str, n: int, s
 
 
 def _constant(estimate: Estimate) -> dict[str, Any]:
-    numbers = estimate.to_dict()
-    return {k: numbers[k] for k in ("value", "lower", "upper", "confidence", "status", "steps", "seed")}
+    return {k: getattr(estimate, k) for k in ("value", "lower", "upper", "confidence", "status", "steps", "seed")}
 
 
 def _radius(x: Tensor) -> float:
     """R, the root mean square norm of the tokens."""
     return float(x.double().square().sum(-1).mean().sqrt())
-
-
-def _exp(log: float) -> float | None:
-    return math.exp(log) if log < 700 else None

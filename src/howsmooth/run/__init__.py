@@ -3,10 +3,9 @@
 from howsmooth.run.files import check_folder, claim_folder, to_frame, write_table, writing
 from howsmooth.run.plan import Plan, Task
 from howsmooth.run.pool import Engine, Local
-from howsmooth.run.progress import Progress, Silent, progress_bar
 from howsmooth.run.ray import Ray
 from howsmooth.run.store import Record, read
-from howsmooth.run.sweeping import Sweep, sweep, versions
+from howsmooth.run.sweeping import Progress, Sweep, progress_bar, sweep, versions
 
 __all__ = [
     "Engine",
@@ -15,7 +14,6 @@ __all__ = [
     "Progress",
     "Ray",
     "Record",
-    "Silent",
     "Sweep",
     "Task",
     "check_folder",

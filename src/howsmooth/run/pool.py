@@ -115,10 +115,8 @@ def _outcome(call: Callable[[], Any]) -> Outcome:
 
 
 def _check_ready(prepared: Outcome) -> None:
-    if prepared.ending == "refused":
-        raise WorkerError(prepared.reason)
     if prepared.ending != "done":
-        raise WorkerError(f"the workers cannot start: {prepared.reason}")
+        raise WorkerError(prepared.reason if prepared.ending == "refused" else f"the workers cannot start: {prepared.reason}")
 
 
 def _here(plan: Plan, context: Any) -> Outcomes:

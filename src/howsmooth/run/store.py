@@ -67,7 +67,7 @@ class Record:
 
 
 @final
-class Store:
+class Store(contextlib.AbstractContextManager["Store"]):
     """The one writer of a results file. Use as a context manager; reading needs no `Store`, see `read`.
 
     path: created if missing.  resume: whether a file that has results may be continued.
@@ -76,13 +76,8 @@ class Store:
     def __init__(self, path: str | Path, *, resume: bool = False):
         self.path, self._run, self._positions = Path(path), 0, {}
         with contextlib.ExitStack() as stack, _sentence(self.path):
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_alone(self.path))
-            except OSError as error:
-                raise ResultsError(
-                    f"expected a results file that can be written, got {self.path} ({error.strerror}); choose another folder"
-                ) from None
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_alone(self.path))
             connection = sqlite3.connect(self.path, timeout=30, isolation_level=None)
             self._connection = stack.enter_context(contextlib.closing(connection))
             self._open(resume)
@@ -93,7 +88,8 @@ class Store:
         tables, owner = _number(db, "SELECT count(*) FROM sqlite_master"), _number(db, "PRAGMA application_id")
         if tables == owner == 0:
             db.execute("PRAGMA journal_mode=WAL")
-            with self._transaction():
+            with db:
+                db.execute("BEGIN IMMEDIATE")
                 for table in _TABLES:
                     db.execute(table)
                 db.execute(f"PRAGMA application_id={_APPLICATION}")
@@ -110,7 +106,8 @@ class Store:
     def begin(self, plan: Plan, engine: str, command: str, versions: Mapping[str, str]) -> dict[str, Status]:
         """Start a run: note who writes, and return what the file already knows of the plan, by key."""
         self._positions = {task.key: i for i, task in enumerate(plan.tasks)}
-        with _sentence(self.path), self._transaction() as db:
+        with _sentence(self.path), self._connection as db:
+            db.execute("BEGIN IMMEDIATE")
             self._run = db.execute(
                 "INSERT INTO runs (started, pid, engine, command, versions) VALUES (?, ?, ?, ?, ?)",
                 (time.time(), os.getpid(), engine, command, json.dumps(dict(versions), sort_keys=True)),
@@ -125,19 +122,8 @@ class Store:
         setup = None if task.setup is None else json.dumps({"function": task.setup.function, **task.setup.kwargs()})
         row = (task.key, self._positions[task.key], task.function, task.arguments, setup)
         row += (outcome.status, outcome.value, outcome.reason, outcome.tries, outcome.seconds, time.time(), self._run)
-        with _sentence(self.path), self._transaction() as db:
-            db.execute(f"INSERT OR REPLACE INTO results VALUES ({','.join('?' * len(row))})", row)
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._connection
-            self._connection.execute("COMMIT")
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):  # a full disk has rolled back already
-                self._connection.execute("ROLLBACK")
-            raise
+        with _sentence(self.path):
+            self._connection.execute(f"INSERT OR REPLACE INTO results VALUES ({','.join('?' * len(row))})", row)
 
     def close(self) -> None:
         """Leave one plain file behind, and let the next writer in."""
@@ -145,9 +131,6 @@ class Store:
             self._connection.execute("PRAGMA busy_timeout=0")
             self._connection.execute("PRAGMA journal_mode=DELETE")
         self._held.close()
-
-    def __enter__(self) -> "Store":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -199,9 +182,13 @@ def _check_version(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextlib.contextmanager
 def _sentence(path: Path) -> Iterator[None]:
-    """SQLite's errors, each as one sentence."""
+    """Errors of SQLite and of the system, each as one sentence."""
     try:
         yield
+    except OSError as error:
+        raise ResultsError(
+            f"expected a results file that can be written, got {path} ({error.strerror}); choose another folder"
+        ) from None
     except sqlite3.DatabaseError as error:
         text = str(error)
         if "not a database" in text or "malformed" in text:

@@ -10,6 +10,7 @@ dependence between the lengths of one sample. With fewer, the residuals of the f
 as independent noise.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
@@ -38,6 +39,11 @@ class Interval:
     value: float
     low: float | None
     high: float | None
+
+    def exp(self) -> "Interval":
+        """Of a factor, where this one is of its logarithm."""
+        low, high = (None if end is None else math.exp(end) for end in (self.low, self.high))
+        return Interval(math.exp(self.value), low, high)
 
 
 @final
@@ -139,32 +145,31 @@ def fit_growth(
 
     line = np.stack([np.ones_like(x), x], axis=1)
     level_and_slope = _solve(line, y)
-    design, found = _find_breaks(line, y, n, random)
+    design, places = _find_breaks(line, y, random)
     breaks = []
-    for column, (kind, k, chance) in enumerate(found, start=2):
-        change = interval(design, column)
-        change = _exponential(change) if kind == "jump" else change
-        breaks.append(Break(kind, int(n[k]), int(n[k + 1] if kind == "jump" else n[k]), change, chance))
+    for column, (kind, k, chance) in enumerate(places, start=2):
+        change, jump = interval(design, column), kind == "jump"
+        breaks.append(Break(kind, int(n[k]), int(n[k + jump]), change.exp() if jump else change, chance))
     fitted, apart = line @ level_and_slope, design @ _solve(design, y)
     slopes = np.diff(y) / np.diff(x)
     top = int(np.argmax(slopes))
     return GrowthFit(
-        lengths=tuple(int(k) for k in n),
-        means=_floats(np.exp(y)),
-        lows=_floats(np.exp(np.nanmin(whole, axis=0))),
-        highs=_floats(np.exp(np.nanmax(whole, axis=0))),
+        lengths=tuple(n.astype(int).tolist()),
+        means=tuple(np.exp(y).tolist()),
+        lows=tuple(np.exp(np.nanmin(whole, axis=0)).tolist()),
+        highs=tuple(np.exp(np.nanmax(whole, axis=0)).tolist()),
         samples=len(whole),
         level=level,
         method=method,
         exponent=interval(line, 1),
         scale=float(np.exp(level_and_slope[0])),
-        fitted=_floats(np.exp(fitted)),
-        residuals=_floats(np.exp(y - fitted)),
+        fitted=tuple(np.exp(fitted).tolist()),
+        residuals=tuple(np.exp(y - fitted).tolist()),
         scatter=float(np.sqrt(np.mean((y - fitted) ** 2))),
         breaks=tuple(sorted(breaks, key=lambda b: b.before)),
         exponent_apart=interval(design, 1),
-        fitted_apart=_floats(np.exp(apart)),
-        residuals_apart=_floats(np.exp(y - apart)),
+        fitted_apart=tuple(np.exp(apart).tolist()),
+        residuals_apart=tuple(np.exp(y - apart).tolist()),
         steepest=Step(int(n[top]), int(n[top + 1]), float(np.exp(y[top + 1] - y[top])), float(slopes[top])),
     )
 
@@ -231,15 +236,13 @@ def _over_residuals(
 
 
 def _find_breaks(
-    line: Float[Array, "m 2"], y: Array, n: Array, random: np.random.Generator
+    line: Float[Array, "m 2"], y: Array, random: np.random.Generator
 ) -> tuple[Array, list[tuple[Kind, int, float]]]:
     """The design with a column per break, and the breaks: kind, index of the length before, chance."""
     m, x = len(y), line[:, 1]
-    jumps: list[tuple[Kind, int]] = [("jump", k) for k in range(1, m - 2)]
-    bends: list[tuple[Kind, int]] = [("bend", k) for k in range(2, m - 2)]
-    places = jumps + bends
-    design, found = line, []
-    while places and m - design.shape[1] - 1 >= 2 and len(found) < _MOST_BREAKS:
+    places: list[tuple[Kind, int]] = [*(("jump", k) for k in range(1, m - 2)), *(("bend", k) for k in range(2, m - 2))]
+    design, breaks = line, []
+    while places and m - design.shape[1] - 1 >= 2 and len(breaks) < _MOST_BREAKS:
         columns = np.stack([_column(kind, k, x) for kind, k in places], axis=1)
         gain = _f_statistics(design, columns, y[None])[0]
         order = [j for j in np.argsort(-gain) if _worthwhile(design, columns[:, j], y, *places[j])]
@@ -250,10 +253,10 @@ def _find_breaks(
         chance = float((1 + (null >= gain[best]).sum()) / (_SIMULATIONS + 1))
         if chance > _SIGNIFICANT:
             break
-        found.append((*places[best], chance))
+        breaks.append((*places[best], chance))
         design = np.column_stack([design, columns[:, best]])
         places.pop(best)
-    return design, found
+    return design, breaks
 
 
 def _column(kind: str, k: int, x: Array) -> Array:
@@ -274,20 +277,8 @@ def _f_statistics(design: Array, columns: Array, y: Float[Array, "many m"]) -> F
 
 def _worthwhile(design: Array, column: Array, y: Array, kind: str, k: int) -> bool:
     """Large enough to matter; and a jump must be seen between its two lengths, not spread over many by curvature."""
-    more = np.column_stack([design, column])
-    coefficients = _solve(more, y)
-    change = float(coefficients[-1])
+    *others, change = _solve(np.column_stack([design, column]), y)
     if kind == "bend":
         return abs(change) >= _LEAST_BEND
-    without = more[:, :-1] @ coefficients[:-1]
-    seen = float(np.diff(y - without)[k])
+    seen = np.diff(y - design @ others)[k]
     return abs(change) >= np.log(_LEAST_JUMP) and seen * np.sign(change) >= abs(change) / 2
-
-
-def _exponential(interval: Interval) -> Interval:
-    ends = (None if end is None else float(np.exp(end)) for end in (interval.low, interval.high))
-    return Interval(float(np.exp(interval.value)), *ends)
-
-
-def _floats(values: Array) -> tuple[float, ...]:
-    return tuple(float(v) for v in values)

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from howsmooth.errors import BadInputError
-from howsmooth.run import Engine, Plan, read, sweep
-from howsmooth.run.progress import Progress, Silent
-from howsmooth.run.sweeping import versions
+from howsmooth.run import Engine, Plan, Progress, read, sweep, versions
 from howsmooth.study.reader import Reader, Source, prepare
 
 if TYPE_CHECKING:
@@ -54,7 +52,7 @@ def plan(source: Source, jobs: Sequence[Job]) -> Plan:
 def run_here(reader: Reader, jobs: Sequence[Job], progress: Progress | None = None) -> Measured:
     """The jobs one after the other in this process; the first that fails ends it."""
     rows: list[Row] = []
-    with progress or Silent() as shown:
+    with progress or Progress() as shown:
         shown.begin(len(jobs), 0)
         for job in jobs:
             rows += job.function(reader, **job.arguments)

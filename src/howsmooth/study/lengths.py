@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from howsmooth.models import MapName, Model
-from howsmooth.run.progress import Progress
+from howsmooth.run import Progress
 from howsmooth.study.fit import GrowthFit, fit_growth
 from howsmooth.study.jobs import Measured, Row, run_here, to_frame
 from howsmooth.study.layers import Question, layer_jobs, settle

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
@@ -72,12 +72,9 @@ class TokenAttack:
         return self.score > self.random_best
 
     def to_dict(self) -> dict[str, Any]:
-        edit = {
-            "changes": [str(c) for c in self.changes],
-            "positions": [c.position for c in self.changes],
-            "ids": list(self.ids),
-        }
         names = ("way", "goal", "score", "scored", "random_mean", "random_best", "wins", "note")
+        changes, positions = [str(c) for c in self.changes], [c.position for c in self.changes]
+        edit = {"changes": changes, "positions": positions, "ids": list(self.ids)}
         return {name: getattr(self, name) for name in names} | edit
 
 
@@ -107,57 +104,30 @@ def attack_tokens(
     `whole_words` replaces whole words by whole words only.
     """
     _check(model, window, layer, map, words, goal, ways, scored)
-    run = _Runner(model, window, layer, map, goal)
-    choice = _Choice.of(model, window, run.table, forbid, whole_words)
+    run = _Runner(model, window, layer, map, goal, forbid, whole_words)
     rows = []
     for way in ways:
         random = torch.Generator().manual_seed(seed)  # a way's answer does not depend on those before it
-        args = (run, choice, words, random)
-        rows.append(_duplicate(*args) if way == "duplicate" else _substitute(*args, scored, way))
+        rows.append(_duplicate(run, words, random) if way == "duplicate" else _substitute(run, words, random, scored, way))
     return tuple(rows)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class _Choice:
-    """What may be changed, and into what."""
-
-    window: Window
-    places: tuple[int, ...]
-    allowed: Bool[Tensor, " vocabulary"]
-    names: Callable[[int], str]
-
-    @classmethod
-    def of(cls, model: Model, window: Window, table: Tensor, forbid: Sequence[str], whole: bool) -> "_Choice":
-        size, tokenizer = len(table), model.tokenizer
-        tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
-        places = tuple(i for i, piece in enumerate(window.pieces) if not piece.special and (not whole or _is_word(window, i)))
-        if not places:
-            raise BadInputError(
-                "expected a token that may be replaced, got special tokens and parts of words only; whole_words=False"
-            )
-        words, banned = [_plain(t) for t in tokens], {w.lower() for w in forbid}
-        begins = [str(t).startswith(_BEGINS) for t in tokens]  # a word, in a vocabulary that marks those that do
-        if not any(begins):
-            begins = [not str(t).startswith("##") for t in tokens]
-        good = [w.isalpha() and w.lower() not in banned and (b or not whole) for w, b in zip(words, begins, strict=True)]
-        allowed = torch.tensor(good, device=table.device)
-        allowed[[i for i in tokenizer.all_special_ids if i < size]] = False
-        if not bool(allowed.any()):
-            raise BadInputError(f"expected words to substitute, got {len(banned)} forbidden ones that leave none; forbid fewer")
-        return cls(window, places, allowed, lambda i: words[i])
-
-
 class _Runner:
-    """The model at many edits of one window."""
+    """The model at many edits of one window: what may be changed, into what, and what a change does.
 
-    def __init__(self, model: Model, window: Window, layer: int | None, map: MapName, goal: Goal):
-        self.model, self.module, self.layer = model, model.module, 0 if layer is None else layer
+    unedited: the score of the window itself.  places: the tokens that may be replaced.  words: the vocabulary as it reads.
+    allowed: which of it may replace them.
+    """
+
+    def __init__(
+        self, model: Model, window: Window, layer: int | None, map: MapName, goal: Goal, forbid: Sequence[str], whole: bool
+    ):
+        self.model, self.module, self.window, self.layer = model, model.module, window, 0 if layer is None else layer
         self.map: MapName = map
         self.goal: Goal = goal
+        self.unedited = 1.0 if goal == "constant" else 0.0
         captured = model.capture(ids=window)
-        if not 0 <= self.layer < captured.num_layers:
-            raise BadInputError(f"expected a layer from 0 to {captured.num_layers - 1}, got {layer}; {model.name} has no other")
+        captured.tokens(self.layer, map)  # refuses a layer that is not there
         traced = captured.trace.layers[self.layer]
         self.entry = traced.module if map == "attention" else traced.block.module
         inside = traced.projection if map == "attention" and traced.projection is not None else self.entry
@@ -174,6 +144,32 @@ class _Runner:
         self.constant = self._constant(captured) if goal == "constant" else 0.0
         if goal == "output" and not float(self.base.norm()) > 0:
             raise BadInputError("expected an output that is not zero, got zeros; pick another layer")
+        self.places = [i for i, p in enumerate(window.pieces) if not p.special and (not whole or _is_word(window, i))]
+        if not self.places:
+            raise BadInputError(
+                "expected a token that may be replaced, got special tokens and parts of words only; whole_words=False"
+            )
+        tokens = [str(token) for token in model.tokenizer.convert_ids_to_tokens(list(range(len(self.table))))]
+        self.words = [t.removeprefix("##").removeprefix("Ġ").removeprefix("▁").strip() for t in tokens]
+        begins = [t.startswith(_BEGINS) for t in tokens]  # a word, in a vocabulary that marks those that do
+        if not any(begins):
+            begins = [not t.startswith("##") for t in tokens]
+        banned = {w.lower() for w in forbid}
+        good = [w.isalpha() and w.lower() not in banned and (b or not whole) for w, b in zip(self.words, begins, strict=True)]
+        self.allowed = torch.tensor(good, device=self.table.device)
+        self.allowed[[i for i in model.tokenizer.all_special_ids if i < len(tokens)]] = False
+        if not bool(self.allowed.any()):
+            raise BadInputError(f"expected words to substitute, got {len(banned)} forbidden ones that leave none; forbid fewer")
+
+    def random(self, words: int, count: int, random: torch.Generator) -> tuple[float, float]:
+        """The mean and best score of `count` random substitutions of `words` words."""
+        vocabulary, places = torch.nonzero(self.allowed)[:, 0], torch.tensor(self.places)
+        edits = self.ids.repeat(max(1, count), 1)
+        for edit in edits:
+            where = places[torch.randperm(len(places), generator=random)[:words]].to(edit.device)
+            edit[where] = vocabulary[torch.randint(len(vocabulary), (len(where),), generator=random)].to(edit)
+        scores = self.scores(edits)
+        return float(scores.mean()), float(scores.max())
 
     def outputs(self, ids: Int[Tensor, "batch n"], hook: Callable[..., Any] | None = None) -> Float[Tensor, "batch n d"]:
         """What leaves the layer, or the model."""
@@ -243,14 +239,14 @@ class _Runner:
         return held[0], g.reshape(1, *held[0].shape).to(held[0])
 
 
-def _substitute(run: _Runner, choice: _Choice, words: int, random: torch.Generator, scored: int, way: str) -> TokenAttack:
+def _substitute(run: _Runner, words: int, random: torch.Generator, scored: int, way: str) -> TokenAttack:
     """Word after word: candidates by first order at what has been changed so far, the best by exact score."""
-    ids, spent, best, note = run.ids.clone(), 0, 1.0 if run.goal == "constant" else 0.0, ""
-    places = list(choice.places)
-    for _ in range(min(words, len(choice.places))):
+    ids, spent, best, note = run.ids, 0, run.unedited, ""
+    places = list(run.places)
+    for _ in range(min(words, len(run.places))):
         rank = _near_attack if way == "nearest embedding" else _by_gradient
         share = scored if way == "nearest embedding" or run.goal == "constant" else max(1, scored // 2)
-        edits = rank(run, choice, run.slopes(ids, random), ids, places, share)
+        edits = rank(run, run.slopes(ids, random), ids, places, share)
         scores = run.scores(edits)
         spent += len(edits)
         top = int(scores.argmax())
@@ -259,37 +255,36 @@ def _substitute(run: _Runner, choice: _Choice, words: int, random: torch.Generat
             break
         best, ids = float(scores[top]), edits[top]
         if share < scored:
-            best, ids, more = _refined(run, choice, edits, scores, scored - share)
+            best, ids, more = _refined(run, edits, scores, scored - share)
             spent += more
         places = [i for i in places if int(ids[i]) == int(run.ids[i])]
-    changed = [i for i in choice.places if int(ids[i]) != int(run.ids[i])]
+    changed = [i for i in run.places if int(ids[i]) != int(run.ids[i])]
     if not changed:
         note = f"no substitution {'raised the constant' if run.goal == 'constant' else 'moved the output'}"
-    changes = tuple(Change(i, choice.window.pieces[i].text, choice.names(int(ids[i]))) for i in changed)
-    mean, most = _random(run, choice, max(1, min(words, len(choice.places))), spent, random)
-    return TokenAttack(way, run.goal, tuple(ids.tolist()), changes, best, spent, mean, most, note)
+    changes = tuple(Change(i, run.window.pieces[i].text, run.words[int(ids[i])]) for i in changed)
+    beside = run.random(words, spent, random)
+    return TokenAttack(way, run.goal, tuple(ids.tolist()), changes, best, spent, *beside, note)
 
 
 def _by_gradient(
-    run: _Runner, choice: _Choice, slopes: Tensor, ids: Tensor, places: list[int], count: int, signed: bool = False
+    run: _Runner, slopes: Tensor, ids: Tensor, places: list[int], count: int, signed: bool = False
 ) -> Int[Tensor, "edits n"]:
     """The substitutions with the largest first-order effect; among many places, at most a quarter of them at one."""
     table = run.table.to(slopes.dtype)
-    signed = signed or run.goal == "constant"
     most = max(1, count // min(4, len(places)))
     best: list[tuple[float, int, int]] = []
     for i in places:
         g = slopes[:, i]  # (probes, d)
         effect = table @ g.T - table[ids[i]] @ g.T  # (vocabulary, probes)
-        effect = effect.sum(-1) if signed else effect.square().sum(-1)
-        effect = effect.masked_fill(~choice.allowed, -torch.inf)
+        effect = effect.sum(-1) if signed or run.goal == "constant" else effect.square().sum(-1)
+        effect = effect.masked_fill(~run.allowed, -torch.inf)
         effect[[int(ids[i]), int(run.ids[i])]] = -torch.inf
         values, which = effect.topk(min(most, len(effect)))
         best += [(float(e), i, int(w)) for e, w in zip(values, which, strict=True) if e > -torch.inf]
     return _edits(ids, [(i, w) for _, i, w in sorted(best, reverse=True)[:count]])
 
 
-def _refined(run: _Runner, choice: _Choice, edits: Tensor, scores: Tensor, count: int) -> tuple[float, Int[Tensor, " n"], int]:
+def _refined(run: _Runner, edits: Tensor, scores: Tensor, count: int) -> tuple[float, Int[Tensor, " n"], int]:
     """Better words where the best edits changed one, along the gradient of the change itself, which is there no longer zero.
 
     The two best edits that changed different places are carried on in turn.
@@ -300,11 +295,10 @@ def _refined(run: _Runner, choice: _Choice, edits: Tensor, scores: Tensor, count
     tried = {tuple(e.tolist()) for e in edits}
     for k in leaders:
         ids, mine = edits[k], float(scores[k])
-        changed = [i for i in choice.places if int(ids[i]) != int(run.ids[i])]
+        changed = [i for i in run.places if int(ids[i]) != int(run.ids[i])]
         for _ in range(_REFINEMENTS):
             share = max(1, count // (_REFINEMENTS * len(leaders)))
-            slopes = run.slopes(ids, None)
-            near = _by_gradient(run, choice, slopes, ids, changed, share + len(tried), signed=True)
+            near = _by_gradient(run, run.slopes(ids, None), ids, changed, share + len(tried), signed=True)
             fresh = [e for e in near if tuple(e.tolist()) not in tried][:share]
             if not fresh:
                 break
@@ -318,9 +312,7 @@ def _refined(run: _Runner, choice: _Choice, edits: Tensor, scores: Tensor, count
     return best, winner, spent
 
 
-def _near_attack(
-    run: _Runner, choice: _Choice, slopes: Tensor, ids: Tensor, places: list[int], count: int
-) -> Int[Tensor, "edits n"]:
+def _near_attack(run: _Runner, slopes: Tensor, ids: Tensor, places: list[int], count: int) -> Int[Tensor, "edits n"]:
     """Nearest embeddings to where the feature-space attack moves the tokens that carry most of it.
 
     Both signs and several lengths are tried. The attack is the top direction of the slopes: that of `JᵀJ` as far as they show.
@@ -335,22 +327,22 @@ def _near_attack(
         unit = direction[i] / weight[i].clamp_min(torch.finfo(weight.dtype).tiny)
         for stride in (sign * stride for stride in _STRIDES for sign in (1.0, -1.0)):
             far = torch.cdist((table[ids[i]] + stride * typical * unit)[None], table)[0]
-            far = far.masked_fill(~choice.allowed, torch.inf)
+            far = far.masked_fill(~run.allowed, torch.inf)
             far[[int(ids[i]), int(run.ids[i])]] = torch.inf
             swaps[i, int(far.argmin())] = None
     return _edits(ids, list(swaps)[:count])
 
 
-def _duplicate(run: _Runner, choice: _Choice, words: int, random: torch.Generator) -> TokenAttack:
+def _duplicate(run: _Runner, words: int, random: torch.Generator) -> TokenAttack:
     """A token written twice, up to `words` of them; the outputs of the old tokens are compared."""
     limit = getattr(getattr(run.module, "config", None), "max_position_embeddings", None)
     extra = words if not isinstance(limit, int) else min(words, limit - len(run.ids))
     if extra < 1:
         raise BadInputError(f"expected room for one more token, got {len(run.ids)} of {limit}; take a shorter window")
     doubled: list[int] = []
-    best, spent, note = 1.0 if run.goal == "constant" else 0.0, 0, ""
-    for _ in range(min(extra, len(choice.places))):
-        tries = [[*doubled, i] for i in choice.places if i not in doubled]
+    best, spent, note = run.unedited, 0, ""
+    for _ in range(min(extra, len(run.places))):
+        tries = [[*doubled, i] for i in run.places if i not in doubled]
         built = [_doubled(run.ids, t) for t in tries]
         scores = run.scores(torch.stack([b[0] for b in built]), [b[1] for b in built])
         spent += len(tries)
@@ -359,23 +351,10 @@ def _duplicate(run: _Runner, choice: _Choice, words: int, random: torch.Generato
             note = "no further duplicate helps"
             break
         best, doubled = float(scores[top]), tries[top]
-    ids = _doubled(run.ids, doubled)[0]
-    note = note if doubled else "no duplicate helps"
-    changes = tuple(Change(i, choice.window.pieces[i].text, choice.window.pieces[i].text, True) for i in doubled)
-    mean, most = _random(run, choice, max(1, words), spent, random)
-    return TokenAttack("duplicate", run.goal, tuple(ids.tolist()), changes, best, spent, mean, most, note)
-
-
-def _random(run: _Runner, choice: _Choice, words: int, count: int, random: torch.Generator) -> tuple[float, float]:
-    """The mean and best score of `count` random substitutions of `words` words."""
-    vocabulary = torch.nonzero(choice.allowed)[:, 0]
-    places = torch.tensor(choice.places)
-    edits = run.ids.repeat(max(1, count), 1)
-    for edit in edits:
-        where = places[torch.randperm(len(places), generator=random)[:words]].to(edit.device)
-        edit[where] = vocabulary[torch.randint(len(vocabulary), (len(where),), generator=random)].to(edit)
-    scores = run.scores(edits)
-    return float(scores.mean()), float(scores.max())
+    changes = tuple(Change(i, word, word, inserted=True) for i, word in ((i, run.window.pieces[i].text) for i in doubled))
+    ids, note = _doubled(run.ids, doubled)[0], note if doubled else "no duplicate helps"
+    beside = run.random(words, spent, random)
+    return TokenAttack("duplicate", run.goal, tuple(ids.tolist()), changes, best, spent, *beside, note)
 
 
 def _doubled(ids: Tensor, places: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -392,11 +371,6 @@ def _edits(ids: Tensor, swaps: list[tuple[int, int]]) -> Int[Tensor, "edits n"]:
     for row, (i, w) in zip(edits, swaps, strict=True):
         row[i] = w
     return edits
-
-
-def _plain(token: str | None) -> str:
-    """A vocabulary entry as it reads."""
-    return str(token).removeprefix("##").removeprefix("Ġ").removeprefix("▁").strip()
 
 
 def _is_word(window: Window, i: int) -> bool:
