@@ -15,6 +15,10 @@ class Tile:
     cols: slice
     partial: bool
 
+    @property
+    def area(self) -> int:
+        return (self.rows.stop - self.rows.start) * (self.cols.stop - self.cols.start)
+
 
 @dataclass(frozen=True)
 class TileSize:
