@@ -336,23 +336,18 @@ class Jacobian:
             raise BadInputError(
                 f"expected a floating-point tensor to multiply, got {getattr(v, 'dtype', type(v).__name__)}; convert it"
             )
-        if tuple(v.shape) == takes:
-            probes, answer = v.reshape(1, size), gives
-        elif tuple(v.shape) == (size,):
-            probes, answer = v[None], (self.shape[0],)
-        elif tuple(v.shape[1:]) == takes:
-            probes, answer = v.reshape(len(v), size), (len(v), *gives)
-        elif tuple(v.shape[1:]) == (size,):
-            probes, answer = v, (len(v), self.shape[0])
-        else:
+        fits = (takes, (size,))
+        leading = 0 if tuple(v.shape) in fits else 1  # axes of probes
+        item = tuple(v.shape[leading:])
+        if item not in fits:
             raise BadInputError(
                 f"expected a vector of shape {takes} or ({size},), or probes of such vectors along a first axis, got "
                 f"{tuple(v.shape)}; reshape it"
             )
-        probes = probes.to(self.device, self.dtype)
-        if self._transposed:
-            return self.operator.vjp(probes.reshape(-1, 1, *self.operator.out_shape)).reshape(answer)
-        return self.operator.jvp(probes.reshape(-1, 1, *self.operator.in_shape)).reshape(answer)
+        answer = (*v.shape[:leading], *(gives if item == takes else self.shape[:1]))
+        J = self.operator
+        product, shape = (J.vjp, J.out_shape) if self._transposed else (J.jvp, J.in_shape)
+        return product(v.to(self.device, self.dtype).reshape(-1, 1, *shape)).reshape(answer)
 
     def dense(self) -> Float[Tensor, "rows cols"]:
         """The matrix itself."""

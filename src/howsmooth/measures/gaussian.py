@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.tensors import check_finite, described
+from howsmooth.kernels.tensors import check_tensor
 
 
 @final
@@ -21,14 +21,9 @@ class Gaussian:
 
     def __post_init__(self):
         mean, cov = self.mean, self.cov
-        fits = all(isinstance(t, Tensor) and t.is_floating_point() for t in (mean, cov))
-        if not fits or cov.shape != (*mean.shape, *mean.shape):
-            raise BadInputError(
-                f"expected a floating-point mean (d,) and covariance (d, d), got {described(mean)} and {described(cov)}; "
-                "match them"
-            )
+        check_tensor(mean, "mean", ("d",), "give one number per dimension")
+        check_tensor(cov, "covariance", (len(mean), len(mean)), "match it to the mean")
         mean, cov = mean.detach().double(), cov.detach().double()
-        check_finite(torch.cat([mean, cov.flatten()]), "mean and covariance")
         size = float(cov.abs().max())
         if float((cov - cov.mT).abs().max()) > 1e-6 * size or float(torch.linalg.eigvalsh(cov)[0]) < -1e-6 * size:
             raise BadInputError("expected a symmetric positive semi-definite covariance, got one that is not; symmetrise it")

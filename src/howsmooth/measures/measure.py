@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.tensors import Place, check_finite, described, place
+from howsmooth.kernels.tensors import Place, check_tensor, described, place
 
 
 @final
@@ -33,7 +33,7 @@ class Measure:
 
     def __post_init__(self):
         points, weights, positions = self.points, self.weights, self.positions
-        _check_points(points)
+        check_tensor(points, "points", ("atoms", "d"), "give one atom per row")
         m, device = len(points), points.device
         mass = torch.full((m,), 1 / m, dtype=torch.float64, device=device) if weights is None else _mass(weights, m, device)
         keep = torch.nonzero(mass > 0)[:, 0]
@@ -53,14 +53,9 @@ class Measure:
         >>> Measure.from_tokens(torch.zeros(4, 2), causal=True).positions.tolist()
         [0.25, 0.5, 0.75, 1.0]
         """
-        _check_points(tokens)
+        check_tensor(tokens, "tokens", ("n", "d"), "tokens are rows")
         n = len(tokens)
         return cls(tokens, None, torch.arange(1, n + 1, dtype=torch.float64, device=tokens.device) / n if causal else None)
-
-    @classmethod
-    def from_samples(cls, samples: Float[Tensor, "n d"], positions: Float[Tensor, " n"] | None = None) -> "Measure":
-        """The empirical measure of samples, equal ones merged."""
-        return cls(samples, None, positions).merge()
 
     @classmethod
     def from_density(
@@ -87,9 +82,8 @@ class Measure:
         volume = math.prod(torch.meshgrid(*widths, indexing="ij"), start=torch.ones(())).flatten()
         values = density(points)
         if not isinstance(values, Tensor) or values.shape != (len(points),):
-            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise BadInputError(
-                f"expected one density per grid point, shape ({len(points)},), got {got}; reduce over the last axis"
+                f"expected one density per grid point, ({len(points)},), got {described(values)}; reduce over the last axis"
             )
         mass = values.detach().double() * volume.to(values.device)
         total = float(mass.sum())
@@ -136,8 +130,7 @@ class Measure:
     def moved(self, points: Float[Tensor, "m k"]) -> "Measure":
         """The same masses and positions at other points."""
         if not isinstance(points, Tensor) or len(points) != len(self):
-            got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
-            raise BadInputError(f"expected {len(self)} points, one per atom, got {got}; move every atom")
+            raise BadInputError(f"expected {len(self)} points, one per atom, got {described(points)}; move every atom")
         return Measure(points, self.weights, self.positions)
 
     def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Measure":
@@ -211,29 +204,15 @@ def _linked(mu: Measure, tol: float) -> Int[Tensor, " m"]:
     return torch.as_tensor(connected_components(graph, directed=False)[1]).long()
 
 
-def _check_points(points: Tensor) -> None:
-    if not isinstance(points, Tensor) or not points.is_floating_point() or points.ndim != 2:
-        got = described(points)
-        raise BadInputError(f"expected points as a floating-point tensor (atoms, d), got {got}; give one atom per row")
-    if points.numel() == 0:
-        raise BadInputError(
-            f"expected at least one atom, got points of shape {tuple(points.shape)}; a measure has mass somewhere"
-        )
-    check_finite(points, "points")
-
-
 def _per_atom(t: Tensor, what: str, m: int, device: torch.device) -> Float[Tensor, " m"]:
     """One number per atom, float64."""
-    if not isinstance(t, Tensor) or not t.is_floating_point() or tuple(t.shape) != (m,):
-        got = described(t)
-        raise BadInputError(f"expected floating-point {what}s of shape ({m},), got {got}; give one {what} per atom")
+    check_tensor(t, f"{what}s", (m,), f"give one {what} per atom")
     return t.detach().to(device, torch.float64)
 
 
 def _mass(weights: Tensor, m: int, device: torch.device) -> Float[Tensor, " m"]:
     """Weights checked and normalised to the last bit."""
     mass = _per_atom(weights, "weight", m, device)
-    check_finite(mass, "weights")
     if bool((mass < 0).any()):
         raise BadInputError(
             f"expected weights of 0 or more, got {int((mass < 0).sum())} negative ones, the least {float(mass.min()):g}; "
@@ -254,7 +233,5 @@ def _check_positions(positions: Tensor, m: int, device: torch.device) -> Float[T
     s = _per_atom(positions, "position", m, device)
     outside = int((~((s >= 0) & (s <= 1))).sum())
     if outside:
-        raise BadInputError(
-            f"expected positions in [0, 1], got {outside} outside it or NaN; divide token indices by their number"
-        )
+        raise BadInputError(f"expected positions in [0, 1], got {outside} outside it; divide token indices by their number")
     return s
