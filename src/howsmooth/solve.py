@@ -178,7 +178,7 @@ def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -
 
 def _solve(problem: _Problem, options: Options) -> SolvedBatch:
     """Both ends for every input of a problem."""
-    operator = _fine_enough(problem.operator, options)
+    operator = _finer(problem.operator, options.resolved_by)
     small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
     solver = options.solver or (DenseSVD() if small else GolubKahan())
     dense = isinstance(solver, DenseSVD)
@@ -209,13 +209,10 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
     return SolvedBatch(estimates, precise, images)
 
 
-def _fine_enough(operator: Operator, options: Options) -> Operator:
-    """The cheapest products that carry the digits that are asked for, or the finest there are."""
-    while not options.resolved_by(operator):
-        finer = operator.refined()
-        if finer is None:
-            break
-        operator = finer
+def _finer(operator: Operator, enough: Callable[[Operator], bool]) -> Operator:
+    """The cheapest products that are exact enough, or the finest there are short of float64."""
+    while not enough(operator) and (refined := operator.refined()) is not None:
+        operator = refined
     return operator
 
 
@@ -223,11 +220,7 @@ def _precise(operator: Operator, problem: _Problem) -> Operator:
     """What `lower` is evaluated with: float64, or the finest products short of it where float64 is out of proportion."""
     if operator.dtype == torch.float64:
         return operator
-    if not operator.heavy:
-        return problem.precise() or operator
-    while (finer := operator.refined()) is not None:
-        operator = finer
-    return operator
+    return _finer(operator, lambda _: False) if operator.heavy else problem.precise() or operator
 
 
 def _in_range(solver: Solver, operator: Operator, options: Options) -> list[Solution] | None:

@@ -9,8 +9,7 @@ from howsmooth.kernels.base import Scores, SoftmaxAttention
 from howsmooth.kernels.dispatch import linearize
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.naive import plain_attention
-from howsmooth.kernels.tiled import Blocked, Dense
-from howsmooth.kernels.tiles import TileSize
+from howsmooth.kernels.tiled import Blocked, Dense, TileSize
 
 __all__ = [
     "Blocked",

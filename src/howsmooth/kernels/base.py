@@ -77,9 +77,9 @@ class SoftmaxAttention(ABC):
     def attention_received(self) -> Float[Tensor, "batch m"]:
         """Column sums of `P`, averaged over heads: how much each key is attended to."""
 
-    @abstractmethod
     def logit_range(self) -> tuple[float, float]:
         """The least and the greatest logit that some query sees, soft-cap and bias included; two zeros where none does."""
+        return self.tiled().logit_range()
 
     @abstractmethod
     def select(self, items: Tensor) -> "SoftmaxAttention":

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.base import Keys, Precision, Queries, Scores, SoftmaxAttention, Values
-from howsmooth.kernels.tiled import Blocked, Dense
-from howsmooth.kernels.tiles import TileSize, cut
+from howsmooth.kernels.tiled import Blocked, Dense, TileSize, cut
 
 KEPT_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 

@@ -133,12 +133,13 @@ class Attention(Map):
                     f"expected attention_mask as a boolean or integer tensor (batch, n), got {described(mask)}; "
                     "give one row per sequence"
                 )
-            object.__setattr__(self, "attention_mask", mask.bool())
-            if not bool(mask.bool().any(-1).all()):
+            mask = mask.bool()
+            object.__setattr__(self, "attention_mask", mask)
+            if not bool(mask.any(-1).all()):
                 raise BadInputError(
                     "expected a real token in every sequence, got an attention_mask with an empty row; leave that sequence out"
                 )
-        Scores(self.scale, self.softcap, Mask(self.causal, self.window, None, self.bias))  # refuses what does not fit
+        self._scores()  # refuses what does not fit
 
     @classmethod
     def from_matrices(
@@ -216,18 +217,11 @@ class Attention(Map):
         return f"Attention({', '.join(said)}, {str(self.dtype).removeprefix('torch.')})"
 
     def moved(self, device, dtype):
-        there = {}
-        for f in fields(self):
-            t = getattr(self, f.name)
-            if isinstance(t, Tensor):
-                moved = t.to(device, dtype if t.is_floating_point() else t.dtype)
-            elif isinstance(t, LayerNorm | RMSNorm | Rotary):
-                moved = t.to(device, dtype)
-            else:
-                continue
-            if moved is not t:
-                there[f.name] = moved
-        return replace(self, **there) if there else self
+        here = {f.name: getattr(self, f.name) for f in fields(self)}
+        there = {k: t.to(device, dtype) for k, t in here.items() if isinstance(t, Tensor | LayerNorm | RMSNorm | Rotary)}
+        if self.attention_mask is not None:
+            there["attention_mask"] = self.attention_mask.to(device, torch.bool)
+        return self if all(t is here[k] for k, t in there.items()) else replace(self, **there)
 
     def head(self, index: int) -> "Attention":
         """One head alone: its queries, its group's keys and values, its columns of the output projection, no output bias.
@@ -278,8 +272,11 @@ class Attention(Map):
         bias = measure.mass.log()[None, None, None]
         return AtomAttention(self, Scores(self.scale, self.softcap, Mask(bias=bias, ends=ends)))
 
+    def _scores(self) -> Scores:
+        return Scores(self.scale, self.softcap, Mask(self.causal, self.window, self.attention_mask, self.bias))
+
     def value(self, x):
-        return self._value(x, self._scores(x))
+        return self._value(x, self._scores())
 
     def _value(self, x: Float[Tensor, "batch n d"], scores: Scores) -> Float[Tensor, "batch n d_out"]:
         q, k, v = self.project(x, with_bias=True)
@@ -289,7 +286,7 @@ class Attention(Map):
         return self._finish(plain_attention(q, k, v, scores))
 
     def linearize(self, x):
-        return self._linearize(x, self._scores(x))
+        return self._linearize(x, self._scores())
 
     @torch.no_grad()
     def _linearize(self, x: Float[Tensor, "batch n d"], scores: Scores) -> tuple[Tensor, "AttentionJacobian"]:
@@ -312,15 +309,6 @@ class Attention(Map):
             return q, k
         self.rotary.check(*x.shape[:2])
         return self.rotary.turn(q), self.rotary.turn(k)
-
-    def _scores(self, x: Float[Tensor, "batch n d"]) -> Scores:
-        if self.attention_mask is not None and self.attention_mask.shape != x.shape[:2]:
-            raise BadInputError(
-                f"expected an attention_mask of shape {tuple(x.shape[:2])}, got {tuple(self.attention_mask.shape)}; "
-                "give one row per sequence"
-            )
-        mask = Mask(self.causal, self.window, self.attention_mask, self.bias)
-        return Scores(self.scale, self.softcap, mask)
 
     def _finish(self, o: Float[Tensor, "batch heads n d_v"]) -> Float[Tensor, "batch n d_out"]:
         t = self.concat(o[None])[0]

@@ -1,4 +1,4 @@
-"""Probability measures with finitely many atoms, what attention sees when tokens carry mass."""
+"""Probability measures: with finitely many atoms, what attention sees when tokens carry mass, and Gaussian."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,6 +8,7 @@ from typing import final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import Place, check_tensor, described, place
@@ -74,10 +75,8 @@ class Measure:
         ):
             got = [len(t) if isinstance(t, Tensor) else type(t).__name__ for t in axes]
             raise BadInputError(f"expected axes that increase, two numbers or more each, got axes of {got}; use torch.linspace")
-        widths = []
-        for t in axes:
-            step = t.double().diff()
-            widths.append((torch.cat([step, step[-1:] * 0]) + torch.cat([step[:1] * 0, step])) / 2)
+        steps = [t.double().diff() for t in axes]
+        widths = [(pad(step, (0, 1)) + pad(step, (1, 0))) / 2 for step in steps]
         points = torch.stack([t.flatten() for t in torch.meshgrid(*axes, indexing="ij")], -1)
         volume = math.prod(torch.meshgrid(*widths, indexing="ij"), start=torch.ones(())).flatten()
         values = density(points)
@@ -159,12 +158,11 @@ class Measure:
         """
         if not isinstance(tol, int | float) or not 0 <= tol < math.inf:
             raise BadInputError(f"expected a finite tol of 0 or more, got {tol!r}; 0 merges equal points only")
-        keys = self.points.double()
-        if self.positions is not None:
-            keys = torch.cat([self.positions[:, None], keys], -1)
-        _, group = torch.unique(keys, dim=0, return_inverse=True)
         if tol > 0:
-            group = _linked(self, tol).to(group)
+            group = _linked(self, tol).to(self.points.device)
+        else:
+            places = () if self.positions is None else (self.positions[:, None],)
+            _, group = torch.unique(torch.cat([*places, self.points.double()], -1), dim=0, return_inverse=True)
         count = int(group.max()) + 1
         if count == len(self):
             return self
@@ -179,14 +177,46 @@ class Measure:
         points = self.points[first]
         if tol > 0:
             offset = (self.points - points[group]).double() * self.mass[:, None]
-            points = points + (torch.zeros_like(points, dtype=torch.float64).index_add_(0, group, offset) / mass[:, None]).to(
-                points
-            )
+            centre = torch.zeros_like(points, dtype=torch.float64).index_add_(0, group, offset) / mass[:, None]
+            points = points + centre.to(points)
         return Measure(points, mass, None if self.positions is None else self.positions[first])
 
     def __repr__(self) -> str:
         where = "" if self.positions is None else ", with positions"
         return f"Measure({len(self)} atoms in R^{self.width}{where})"
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Gaussian:
+    """The normal law of this mean and covariance, kept in float64. The covariance may be singular."""
+
+    mean: Float[Tensor, " d"]
+    cov: Float[Tensor, "d d"]
+
+    def __post_init__(self):
+        mean, cov = self.mean, self.cov
+        check_tensor(mean, "mean", ("d",), "give one number per dimension")
+        check_tensor(cov, "covariance", (len(mean), len(mean)), "match it to the mean")
+        mean, cov = mean.detach().double(), cov.detach().double()
+        size = float(cov.abs().max())
+        if float((cov - cov.mT).abs().max()) > 1e-6 * size or float(torch.linalg.eigvalsh(cov)[0]) < -1e-6 * size:
+            raise BadInputError("expected a symmetric positive semi-definite covariance, got one that is not; symmetrise it")
+        object.__setattr__(self, "mean", mean)
+        object.__setattr__(self, "cov", (cov + cov.mT) / 2)
+
+    def __repr__(self) -> str:
+        return f"Gaussian(in R^{len(self.mean)})"
+
+    def sample(self, n: int, seed: int = 0) -> Float[Tensor, "n d"]:
+        """`n` independent points."""
+        noise = torch.randn(n, len(self.mean), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return self.mean + noise.to(self.mean.device) @ self.root()
+
+    def root(self) -> Float[Tensor, "d d"]:
+        """The symmetric square root of the covariance."""
+        values, vectors = torch.linalg.eigh(self.cov)
+        return (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
 
 
 def _linked(mu: Measure, tol: float) -> Int[Tensor, " m"]:

@@ -47,7 +47,6 @@ class Fused(SoftmaxAttention):
         self._shape = (batch, heads, kv_heads, n, m, d, v.shape[-1])
         self._passes = 3 if precision == "strict" else 1
         self._s_passes = 1 if precision == "half" else 3
-        self._bias = _bias(self.scores, batch, heads, n, m)
         # one scale per tensor; the queries carry the logits' scale
         tau = scores.scale
         entries = [torch.linalg.vector_norm(t, torch.inf, dtype=torch.float32) for t in (q, k, v)]
@@ -61,6 +60,17 @@ class Fused(SoftmaxAttention):
         self._q = self._pack(q[None], tau * self._s_q, self._s_passes)
         self._k = self._pack(k[None], self._s_k, self._s_passes)
         self._v = self._pack(v[None], self._s_v, 3)
+        bias = _bias(self.scores, batch, heads, n, m)
+        # over items, heads and rows; without a bias another tensor stands in its place, never read
+        self._bias, self._strides = (self._q.hi, (0, 0, 0)) if bias is None else (bias, bias.stride()[:3])
+        self._options = {
+            "D": self._q.hi.shape[-1],
+            "DV": self._v.hi.shape[-1],
+            "CAUSAL": scores.mask.causal,
+            "WINDOW": scores.mask.window is not None,
+            "BIAS": bias is not None,
+            "CAP": scores.softcap is not None,
+        }
         self._o, self._lse = self._forward(step=1)
 
     def _pack(self, t: Tensor, scale: float, passes: int) -> Operand:
@@ -123,27 +133,6 @@ class Fused(SoftmaxAttention):
         """Whether sums are taken out of the matrix units block by block: they shrink by 2⁻²⁴ for every sixteen terms."""
         return self._passes == 3 or max(self._shape[3:5]) > _LONG
 
-    def logit_range(self):
-        return self.tiled().logit_range()
-
-    def _options(self) -> dict:
-        mask = self.scores.mask
-        return {
-            "D": self._q.hi.shape[-1],
-            "DV": self._v.hi.shape[-1],
-            "CAUSAL": mask.causal,
-            "WINDOW": mask.window is not None,
-            "BIAS": self._bias is not None,
-            "CAP": self.scores.softcap is not None,
-        }
-
-    def _masking(self) -> tuple[Tensor, tuple[int, int, int]]:
-        """The bias and its strides over items, heads and rows."""
-        if self._bias is None:
-            return self._q.hi, (0, 0, 0)  # never read
-        s = self._bias.stride()
-        return self._bias, (s[0], s[1], s[2])
-
     def _blocks(self, kernel: blocks.Name, two: bool = False) -> blocks.Blocks:
         width = max(self._q.hi.shape[-1], self._v.hi.shape[-1])
         return blocks.pick(kernel, width, max(self._passes, self._s_passes), two, self.scores.mask.causal)
@@ -155,13 +144,12 @@ class Fused(SoftmaxAttention):
         out = torch.empty(batch, n, heads, d_v, device=device).transpose(1, 2)
         lse = torch.empty(batch * heads, rows, device=device)
         b = self._blocks("forward")
-        bias, strides = self._masking()
         forward.forward[(triton.cdiv(rows // ROWS, step) * (ROWS // b.rows), batch * heads)](
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, bias, out, lse,
+            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, self._bias, out, lse,
             n, m, rows, cols, heads, heads // kv_heads, d_v, self.scores.mask.window or 0,
             1 / (self._s_q * self._s_k), 1 / self._s_v, self.scores.softcap or 1.0, 1.0,
-            *strides, *out.stride()[:3],
-            BM=b.rows, BN=b.cols, STEP=step, S_PASSES=self._s_passes, **self._options(),
+            *self._strides, *out.stride()[:3],
+            BM=b.rows, BN=b.cols, STEP=step, S_PASSES=self._s_passes, **self._options,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out, lse
@@ -184,15 +172,14 @@ class Fused(SoftmaxAttention):
             out.zero_()
         two = probes % 2 == 0 and self._passes == 1
         b = self._blocks("jvp", two)
-        bias, strides = self._masking()
         jvp.jvp[(triton.cdiv(rows // ROWS, step) * (ROWS // b.rows), batch * heads, probes // 2 if two else probes)](
             self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
-            p_dq.hi, p_dq.lo, p_dk.hi, p_dk.lo, p_dv.hi, p_dv.lo, bias, self._lse, self._o, undo, out,
+            p_dq.hi, p_dq.lo, p_dk.hi, p_dk.lo, p_dv.hi, p_dv.lo, self._bias, self._lse, self._o, undo, out,
             n, m, rows, cols, batch, heads, heads // kv_heads, d_v, self.scores.mask.window or 0,
             1 / (self._s_q * self._s_k), self.scores.softcap or 1.0, 1.0,
-            *strides, *self._o.stride()[:3], *out.stride()[:4],
+            *self._strides, *self._o.stride()[:3], *out.stride()[:4],
             BM=b.rows, BN=b.cols, STEP=step, PASSES=self._passes, S_PASSES=self._s_passes, TWO=two,
-            PROMOTE=self._promote, **self._options(),
+            PROMOTE=self._promote, **self._options,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
@@ -214,23 +201,23 @@ class Fused(SoftmaxAttention):
         dk = torch.empty(probes, batch, m, kv_heads, d, device=g.device).transpose(2, 3)
         dv = torch.empty(probes, batch, m, kv_heads, d_v, device=g.device).transpose(2, 3)
         two = probes % 2 == 0 and self._passes == 1
-        bias, strides = self._masking()
         inputs = (
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, p_g.hi, p_g.lo, bias, self._lse, delta, undo
+            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
+            p_g.hi, p_g.lo, self._bias, self._lse, delta, undo,
         )  # fmt: skip
         sizes = (n, m, rows, cols, batch, heads, heads // kv_heads)
         logits = (self.scores.mask.window or 0, 1 / (self._s_q * self._s_k), self._kappa_vjp, self.scores.softcap or 1.0, 1.0)
-        options = {"PASSES": self._passes, "S_PASSES": self._s_passes, "TWO": two, "PROMOTE": self._promote, **self._options()}
+        options = {"PASSES": self._passes, "S_PASSES": self._s_passes, "TWO": two, "PROMOTE": self._promote, **self._options}
         grid = probes // 2 if two else probes
         b = self._blocks("columns", two)
         vjp.vjp_columns[(cols // b.cols, batch * kv_heads, grid)](
-            *inputs, dk, dv, *sizes, d, d_v, *logits, *strides, *dk.stride()[:4], *dv.stride()[:4],
+            *inputs, dk, dv, *sizes, d, d_v, *logits, *self._strides, *dk.stride()[:4], *dv.stride()[:4],
             BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         if not columns_only:
             b = self._blocks("rows", two)
             vjp.vjp_rows[(rows // b.rows, batch * heads, grid)](
-                *inputs, dq, *sizes, d, *logits, *strides, *dq.stride()[:4],
+                *inputs, dq, *sizes, d, *logits, *self._strides, *dq.stride()[:4],
                 BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
             )  # fmt: skip
         return dq, dk, dv
