@@ -139,7 +139,7 @@ class Attention(Map):
                 raise BadInputError(
                     "expected a real token in every sequence, got an attention_mask with an empty row; leave that sequence out"
                 )
-        self._scores()  # refuses what does not fit
+        Scores(self.scale, self.softcap, Mask(self.causal, self.window, None, self.bias))  # refuses what does not fit
 
     @classmethod
     def from_matrices(

@@ -33,8 +33,8 @@ class Rotary:
     def __post_init__(self):
         batched = isinstance(self.cos, Tensor) and self.cos.ndim == 3
         axes = ("batch", "positions", "planes") if batched else ("positions", "planes")
-        check_tensor(self.cos, "rotary cos", axes, "Rotary.from_base makes a table, with an axis of sequences before or none")
-        check_tensor(self.sin, "rotary sin", tuple(self.cos.shape), "give one angle per position and plane, as in cos")
+        check_tensor(self.cos, "rotary cos", axes, "Rotary.from_base makes such a table")
+        check_tensor(self.sin, "rotary sin", tuple(self.cos.shape), "cos and sin have one shape")
 
     @classmethod
     def from_base(
