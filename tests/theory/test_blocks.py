@@ -65,7 +65,7 @@ def test_layers_of_every_kind(p):
 
         q, _, _ = frozen.project(p.x + e, with_bias=True)
         _, k, v = frozen.project(p.x, with_bias=True)
-        return frozen._finish(plain_attention(q, k, v, frozen._scores(p.x)))
+        return frozen._finish(plain_attention(q, k, v, frozen._scores()))
 
     whole = torch.func.jacrev(through_queries)(torch.zeros_like(p.x))
     assert isinstance(whole, torch.Tensor)
