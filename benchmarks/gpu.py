@@ -80,7 +80,7 @@ def _errors(
 ) -> tuple[float, ...]:
     truth: SoftmaxAttention | None
     if reference is not None:
-        q, k, v = (t.double() for t in ours._inputs)
+        q, k, v = (t.double() for t in ours.inputs)
         truth = reference(q, k, v, ours.scores)
     else:
         finer = ours.refined()

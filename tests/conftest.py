@@ -10,7 +10,7 @@ from jaxtyping import install_import_hook
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # fused kernels then run on the CPU, slowly
 
-KERNELS = ["base", "blocked", "dense", "dispatch", "autograd", "masks", "naive", "tiled", "tiles", "triton.fused"]
+KERNELS = ["base", "dispatch", "autograd", "masks", "naive", "tiled", "triton.fused"]
 CHECKED = [
     *(f"howsmooth.kernels.{name}" for name in KERNELS),
     "howsmooth.maps.operator",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError, NoConvergenceError
-from howsmooth.maps import Composed, Matrix, Weighted
-from problems.spectra import attention
+from howsmooth.maps import Composed, Weighted
+from problems.spectra import Matrix, attention
 
 EYE = torch.eye(4)
 X = torch.linspace(-1, 1, 12).reshape(3, 4)

@@ -8,7 +8,8 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 
 import checks
-from howsmooth.maps import Matrix, Operator, inner
+from howsmooth.maps import Operator, inner
+from problems.spectra import Matrix
 
 MATRIX = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Product = Callable[[Tensor], Tensor]

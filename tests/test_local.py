@@ -229,9 +229,9 @@ def test_estimates_as_a_sequence():
     ests = hs.lipschitz_batch(layer, randn(4, 8, 6))
     assert len(ests) == 4
     assert [e.lower for e in ests] == ests.lower.tolist() == ests.value.tolist()
-    assert ests[-1] is ests.items[3]
+    assert ests[-1] is ests[3]
     assert isinstance(ests[1:3], Estimates)
-    assert ests[1:3].items == ests.items[1:3]
+    assert list(ests[1:3]) == [ests[1], ests[2]]
     assert ests.upper.dtype == torch.float64
     assert ests.confidence.tolist() == [1.0] * 4
     assert ests.direction.shape == (4, 8, 6)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
-from howsmooth.maps.base import Map, check_finite
+from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic
 from howsmooth.maps.operator import Operator, Weighted
 from howsmooth.measures.measure import Measure
@@ -79,25 +79,18 @@ def solve(f: Function, x: Tensor | Measure, options: Options) -> Solved:
     if isinstance(x, Measure):
         moved, operator, image = solve_moving(f, x, options)
         return Solved(_with_splitting(moved, operator, x, options), operator, image)
-    _check_tensor(x)
-    problem = _MapProblem(f, x[None], x.shape) if isinstance(f, Map) else _FunctionProblem(f, x, batched=False)
-    estimates, operator, images = _solve(problem, options)
+    estimates, operator, images = _solve(_problem(f, x, batched=False), options)
     return Solved(estimates[0], operator, images[0])
 
 
 def solve_batch(f: Function, xs: Tensor, options: Options) -> SolvedBatch:
     """The constants at the inputs along the first axis of `xs`, in lock step."""
-    _check_tensor(xs)
-    if xs.ndim < 2:
-        raise BadInputError(f"expected a batch of inputs along the first axis, got shape {tuple(xs.shape)}; stack the inputs")
-    problem = _MapProblem(f, xs, xs.shape[1:]) if isinstance(f, Map) else _FunctionProblem(f, xs, batched=True)
-    return _solve(problem, options)
+    return _solve(_problem(f, xs, batched=True), options)
 
 
 def solve_moving(f: Function, measure: Measure, options: Options) -> Solved:
     """`‖D^½ J D^{−½}‖`, what moving whole atoms can do, and the operator it is the norm of, in float64."""
-    _check_tensor(measure.points)
-    estimates, operator, images = _solve(_MeasureProblem(f, measure), options)
+    estimates, operator, images = _solve(_measure_problem(f, measure), options)
     direction = estimates[0].direction.double()
     root = measure.mass.sqrt()[:, None].to(direction.device)
     return Solved(replace(estimates[0], direction=direction / root), operator, images[0])
@@ -105,110 +98,104 @@ def solve_moving(f: Function, measure: Measure, options: Options) -> Solved:
 
 def linear(f: Function, x: Tensor) -> Operator:
     """The Jacobian of `f` at one input, in the precision of `x` and `f`, as an operator with a batch of one."""
-    _check_tensor(x)
-    problem = _MapProblem(f, x[None], x.shape) if isinstance(f, Map) else _FunctionProblem(f, x, batched=False)
-    return problem.operator()
+    return _problem(f, x, batched=False).operator
 
 
-class _MapProblem:
+class _Problem(NamedTuple):
+    """A Jacobian in the working precision, a way to the same in float64 where there is one, the shape of one input."""
+
+    operator: Operator
+    precise: Callable[[], Operator | None]
+    shape: torch.Size
+
+
+def _problem(f: Function, x: Tensor, batched: bool) -> _Problem:
+    check_input(x)
+    if batched and x.ndim < 2:
+        raise BadInputError(f"expected a batch of inputs along the first axis, got shape {tuple(x.shape)}; stack the inputs")
+    return _map_problem(f, x, batched) if isinstance(f, Map) else _function_problem(f, x, batched)
+
+
+def _map_problem(f: Map, x: Tensor, batched: bool) -> _Problem:
     """A map of ours at `x`: closed-form products."""
+    xs = x if batched else x[None]
+    if xs.ndim != 3:
+        raise BadInputError(
+            f"expected tokens of shape (n, d), got {tuple(xs.shape[1:])}; tokens are rows, lipschitz_batch takes many"
+        )
+    check_finite(x, "tokens")
+    xs = f.prepare(xs).detach()
 
-    def __init__(self, f: Map, xs: Tensor, shape: torch.Size):
-        check_finite(xs, "tokens")
-        if len(shape) != 2:
-            raise BadInputError(
-                f"expected tokens of shape (n, d), got {tuple(shape)}; tokens are rows, lipschitz_batch takes many"
-            )
-        self._f, self._x, self.shape = f, f.prepare(xs).detach(), shape
-
-    def operator(self) -> Operator:
-        return self._f.linearize(self._x)[1]
-
-    def precise(self) -> Operator | None:
+    def precise() -> Operator | None:
         try:
-            return self._f.linearize(self._x.double())[1]
+            return f.linearize(xs.double())[1]
         except BadFunctionError:  # a map made of someone else's code, which may know no float64
             return None
 
+    return _Problem(f.linearize(xs)[1], precise, xs.shape[1:])
 
-class _MeasureProblem:
+
+def _measure_problem(f: Function, measure: Measure) -> _Problem:
     """A map of ours at a measure: `D^½ J D^{−½}`, the Jacobian on `L²(μ)`."""
+    if not isinstance(f, Map):
+        raise BadInputError(
+            f"expected a map of this package for a measure, got {type(f).__name__}; a function takes tokens, not masses"
+        )
+    x, root = f.prepare(measure.points).detach()[None], measure.mass.sqrt()[None, :, None]
 
-    def __init__(self, f: Function, measure: Measure):
-        if not isinstance(f, Map):
-            raise BadInputError(
-                f"expected a map of this package for a measure, got {type(f).__name__}; a function takes tokens, not masses"
-            )
-        self._f, self._measure, self.shape = f, measure, measure.points.shape
-        self._x = f.prepare(measure.points).detach()[None]
+    def at(x: Tensor) -> Operator:
+        return Weighted(f.on(measure).linearize(x)[1], root.to(x), (1 / root).to(x))
 
-    def operator(self) -> Operator:
-        return self._at(self._x)
-
-    def precise(self) -> Operator:
-        return self._at(self._x.double())
-
-    def _at(self, x: Tensor) -> Operator:
-        root = self._measure.mass.sqrt()[None, :, None]
-        jacobian = self._f.on(self._measure).linearize(x)[1]
-        return Weighted(jacobian, root.to(x), (1 / root).to(x))
+    return _Problem(at(x), lambda: at(x.double()), measure.points.shape)
 
 
-class _FunctionProblem:
+def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -> _Problem:
     """Any torch function at `x`: products by automatic differentiation."""
+    if not callable(f):
+        raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise BadInputError(f"expected float32 or float64 input, got {x.dtype}; pass x.float() and f in float32")
+    check_finite(x, "input")
+    jacobian = AutodiffJacobian(f, x, batched)
+    check_deterministic(f, x, jacobian.output)
+    if not batched and x.ndim > 2 and len(x) > 1 and jacobian.items_apart():
+        raise BadInputError(
+            f"expected one input, got {len(x)} of them that the function treats apart, shape {tuple(x.shape)}; "
+            "call lipschitz_batch(f, x), or pass one of them"
+        )
 
-    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, batched: bool):
-        if not callable(f):
-            raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
-        if x.dtype not in (torch.float32, torch.float64):
-            raise BadInputError(f"expected float32 or float64 input, got {x.dtype}; pass x.float() and f in float32")
-        check_finite(x, "input")
-        self._f, self._x, self._batched, self.shape = f, x.detach(), batched, x.shape[1:] if batched else x.shape
-
-    def operator(self) -> Operator:
-        jacobian = AutodiffJacobian(self._f, self._x, self._batched)
-        check_deterministic(self._f, self._x, jacobian.output)
-        if not self._batched and self._x.ndim > 2 and len(self._x) > 1 and jacobian.items_apart():
-            raise BadInputError(
-                f"expected one input, got {len(self._x)} of them that the function treats apart, shape {tuple(self._x.shape)}; "
-                "call lipschitz_batch(f, x), or pass one of them"
-            )
-        return jacobian
-
-    def precise(self) -> Operator | None:
+    def precise() -> Operator | None:
         """In float64, where the function can be: a module is copied, anything else must take float64 as it is."""
-        f = copy.deepcopy(self._f).double() if isinstance(self._f, nn.Module) else self._f
+        g = copy.deepcopy(f).double() if isinstance(f, nn.Module) else f
         try:
-            jacobian = AutodiffJacobian(f, self._x.double(), self._batched)
+            finer = AutodiffJacobian(g, x.detach().double(), batched)
         except (RuntimeError, TypeError, BadFunctionError):
             return None
-        return jacobian if jacobian.output.dtype == torch.float64 else None
+        return finer if finer.output.dtype == torch.float64 else None
+
+    return _Problem(jacobian, precise, x.shape[1:] if batched else x.shape)
 
 
-Problem = _MapProblem | _MeasureProblem | _FunctionProblem
-
-
-def _solve(problem: Problem, options: Options) -> SolvedBatch:
+def _solve(problem: _Problem, options: Options) -> SolvedBatch:
     """Both ends for every input of a problem."""
-    operator = _fine_enough(problem.operator(), options)
+    operator = _finer(problem.operator, options.resolved_by)
     small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
     solver = options.solver or (DenseSVD() if small else GolubKahan())
-    solutions = None
-    if not isinstance(solver, DenseSVD) and options.resolved_by(operator):
-        solutions = _in_range(solver, operator, options)
+    dense = isinstance(solver, DenseSVD)
+    solutions = _in_range(solver, operator, options) if not dense and options.resolved_by(operator) else None
     precise = _precise(operator, problem)
     if solutions is None:
         operator, solutions = precise, _in_double(solver, precise, options)
     lowers, images = _attained(precise, solutions)
-    noise = 0.0 if isinstance(solver, DenseSVD) else operator.noise
+    noise = 0.0 if dense else operator.noise
     uppers, certain = _uppers(solutions, lowers, noise, precise)
     delta = solver.delta if isinstance(solver, GolubKahan) else 0.0
-    estimates = [
+    estimates = Estimates(
         Estimate(
             lower=lower,
             upper=upper,
             confidence=1.0 if sure else 1 - delta,
-            status="dense" if isinstance(solver, DenseSVD) else _status(solution.converged, lower, upper, options),
+            status="dense" if dense else _status(solution.converged, lower, upper, options),
             direction=solution.direction.reshape(problem.shape),
             steps=solution.steps,
             precision=str(precise.dtype).removeprefix("torch."),
@@ -218,29 +205,22 @@ def _solve(problem: Problem, options: Options) -> SolvedBatch:
             noise=noise,
         )
         for solution, lower, upper, sure in zip(solutions, lowers, uppers, certain, strict=True)
-    ]
-    return SolvedBatch(Estimates(tuple(estimates)), precise, images)
+    )
+    return SolvedBatch(estimates, precise, images)
 
 
-def _fine_enough(operator: Operator, options: Options) -> Operator:
-    """The cheapest products that carry the digits that are asked for, or the finest there are."""
-    while not options.resolved_by(operator):
-        finer = operator.refined()
-        if finer is None:
-            break
-        operator = finer
+def _finer(operator: Operator, enough: Callable[[Operator], bool]) -> Operator:
+    """The cheapest products that are exact enough, or the finest there are short of float64."""
+    while not enough(operator) and (refined := operator.refined()) is not None:
+        operator = refined
     return operator
 
 
-def _precise(operator: Operator, problem: Problem) -> Operator:
+def _precise(operator: Operator, problem: _Problem) -> Operator:
     """What `lower` is evaluated with: float64, or the finest products short of it where float64 is out of proportion."""
     if operator.dtype == torch.float64:
         return operator
-    if not operator.heavy:
-        return problem.precise() or operator
-    while (finer := operator.refined()) is not None:
-        operator = finer
-    return operator
+    return _finer(operator, lambda _: False) if operator.heavy else problem.precise() or operator
 
 
 def _in_range(solver: Solver, operator: Operator, options: Options) -> list[Solution] | None:
@@ -323,12 +303,3 @@ def _status(settled: bool, lower: float, upper: float, options: Options) -> Stat
     if upper <= lower * (1 + (options.tol if options.certify is None else options.certify)):
         return "certified"
     return "converged" if settled and options.certify is None else "step limit"
-
-
-def _check_tensor(x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise BadInputError(f"expected a torch tensor, got {type(x).__name__}; use torch.as_tensor(x)")
-    if not x.is_floating_point():
-        raise BadInputError(f"expected a floating-point tensor, got {x.dtype}; pass embeddings, not token ids")
-    if x.numel() == 0:
-        raise BadInputError(f"expected at least one token, got shape {tuple(x.shape)}; pass a longer input")

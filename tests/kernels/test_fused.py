@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from checks import assert_close
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Blocked, Dense, Mask, dispatch, linearize
 from howsmooth.kernels.autograd import attention
@@ -56,9 +55,6 @@ def check(p: Problem, precision: fused.Precision, probes: int = 1) -> None:
         assert got.shape == want.shape
         error = relative(got, want, size if i in (2, 3) else 0.0)
         assert error <= allowed(precision, want, logit), f"{precision}: error {error:.1e}"
-    seen = truth.logsumexp > -torch.inf
-    assert_close(kernel.logsumexp.cpu()[seen], truth.logsumexp[seen], torch.float16 if precision == "half" else torch.float32)
-    assert bool((kernel.logsumexp.cpu()[~seen] == -torch.inf).all())
 
 
 @pytest.mark.parametrize("precision", ["half", "mixed", "strict"])

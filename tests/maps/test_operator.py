@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from checks import assert_close, check_batch_equals_loop, check_operator
 from howsmooth.errors import BadInputError
-from howsmooth.maps import AutodiffJacobian, Composed, Matrix, Operator, Weighted, inner
+from howsmooth.maps import AutodiffJacobian, Composed, Operator, Weighted, inner
 from howsmooth.maps.operator import Selected
 from problems.layers import gaussian
+from problems.spectra import Matrix
 
 sizes = st.integers(1, 6)
 

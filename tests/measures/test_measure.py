@@ -73,7 +73,7 @@ def test_merging_near_atoms_keeps_their_centre():
 
 
 def test_samples_that_are_equal_are_one_atom():
-    mu = hs.Measure.from_samples(X[[0, 1, 0, 0]])
+    mu = hs.Measure(X[[0, 1, 0, 0]]).merge()
     assert mu.mass.tolist() == pytest.approx([0.75, 0.25])
 
 

@@ -3,10 +3,31 @@
 from typing import Any, final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.maps import Matrix, Operator
+from howsmooth.maps import Operator
+
+
+@final
+class Matrix(Operator):
+    """Given matrices as an operator on vectors."""
+
+    def __init__(self, matrix: Float[Tensor, "batch rows cols"]):
+        self.matrix = matrix
+        self.batch, rows, cols = matrix.shape
+        self.in_shape, self.out_shape = (cols,), (rows,)
+        self.dtype, self.device = matrix.dtype, matrix.device
+
+    def jvp(self, v):
+        return torch.einsum("bij,pbj->pbi", self.matrix, v)
+
+    def vjp(self, u):
+        return torch.einsum("bij,pbi->pbj", self.matrix, u)
+
+    def select(self, items):
+        return Matrix(self.matrix[items])
 
 
 def _isolated(n: int) -> Tensor:

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.maps import Matrix
 from howsmooth.spectral import DenseSVD, GolubKahan
-from problems.spectra import SPECTRA, attention, norm_of, rotated, spectrum
+from problems.spectra import SPECTRA, Matrix, attention, norm_of, rotated, spectrum
 
 EPS = torch.finfo(torch.float64).eps
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.maps import Matrix, Operator
+from howsmooth.maps import Operator
 from howsmooth.spectral import GolubKahan, Solution, golub_kahan
-from problems.spectra import SPECTRA, Diagonal, attention, norm_of, orthogonal, rotated, shuffled, spectrum
+from problems.spectra import SPECTRA, Diagonal, Matrix, attention, norm_of, orthogonal, rotated, shuffled, spectrum
 
 NOISE = 32 * torch.finfo(torch.float64).eps
 

@@ -7,11 +7,12 @@ from hypothesis import given
 import howsmooth as hs
 from checks import assert_close, check_operator
 from howsmooth.errors import BadInputError, NoConvergenceError
-from howsmooth.maps import Matrix, Weighted
+from howsmooth.maps import Weighted
 from howsmooth.theory import blocks as module
 from howsmooth.theory.blocks import block_direction, block_norms, block_sizes, splitting_blocks
 from problems.layers import gaussian, layers
 from problems.measures import KINDS, layer, make, random_measure
+from problems.spectra import Matrix
 
 
 def antisymmetric(f, mu: hs.Measure) -> torch.Tensor:
@@ -64,7 +65,7 @@ def test_layers_of_every_kind(p):
 
         q, _, _ = frozen.project(p.x + e, with_bias=True)
         _, k, v = frozen.project(p.x, with_bias=True)
-        return frozen._finish(plain_attention(q, k, v, frozen._scores(p.x)))
+        return frozen._finish(plain_attention(q, k, v, frozen._scores()))
 
     whole = torch.func.jacrev(through_queries)(torch.zeros_like(p.x))
     assert isinstance(whole, torch.Tensor)

@@ -6,12 +6,10 @@
 
 from howsmooth.kernels.autograd import attention, attention_and_kernel
 from howsmooth.kernels.base import Scores, SoftmaxAttention
-from howsmooth.kernels.blocked import Blocked
-from howsmooth.kernels.dense import Dense
 from howsmooth.kernels.dispatch import linearize
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.naive import plain_attention
-from howsmooth.kernels.tiles import TileSize
+from howsmooth.kernels.tiled import Blocked, Dense, TileSize
 
 __all__ = [
     "Blocked",

@@ -10,24 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.base import Precision, Scores, SoftmaxAttention
+from howsmooth.kernels.base import Keys, Outputs, Precision, Queries, Scores, SoftmaxAttention, Values
 from howsmooth.kernels.dispatch import Kernel, linearize
 
 _ONCE = "expected first derivatives only, got a derivative of a derivative; use kernels.plain_attention for those"
 
 
-def attention(
-    q: Float[Tensor, "batch heads n d"],
-    k: Float[Tensor, "batch kv_heads m d"],
-    v: Float[Tensor, "batch kv_heads m d_v"],
-    scores: Scores,
-    kernel: Kernel = "auto",
-) -> Float[Tensor, "batch heads n d_v"]:
+def attention(q: Queries, k: Keys, v: Values, scores: Scores, kernel: Kernel = "auto") -> Outputs:
     """`softmax(s) v` on the kernels: `torch.func.jvp`, `torch.func.vjp` and `backward()` go through their products.
 
     First derivatives only, in the precision of the inputs; masks and biases are constants. A second derivative raises.
@@ -42,12 +35,8 @@ def attention(
 
 
 def attention_and_kernel(
-    q: Float[Tensor, "batch heads n d"],
-    k: Float[Tensor, "batch kv_heads m d"],
-    v: Float[Tensor, "batch kv_heads m d_v"],
-    scores: Scores,
-    precision: Precision = "half",
-) -> tuple[Float[Tensor, "batch heads n d_v"], SoftmaxAttention]:
+    q: Queries, k: Keys, v: Values, scores: Scores, precision: Precision = "half"
+) -> tuple[Outputs, SoftmaxAttention]:
     """`attention`, and the kernel that serves it: for whoever puts it inside a model and must know how exact it is.
 
     >>> x = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)

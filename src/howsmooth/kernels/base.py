@@ -1,7 +1,7 @@
 """What a kernel gives: softmax attention linearised at `q, k, v`."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from howsmooth.kernels.tiled import Tiled
 
 Precision = Literal["half", "mixed", "strict"]  # of the fused kernels' products: docs/performance.md
-FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
+
+# tensors by head; directions along them have an axis more, one row per probe
+Queries = Float[Tensor, "*probes batch heads n d"]
+Keys = Float[Tensor, "*probes batch kv_heads m d"]
+Values = Float[Tensor, "*probes batch kv_heads m d_v"]
+Outputs = Float[Tensor, "*probes batch heads n d_v"]
 
 
 @dataclass(frozen=True)
@@ -32,53 +37,49 @@ class Scores:
 
 
 class SoftmaxAttention(ABC):
-    """Softmax attention linearised at `q, k, v`: its output and products with its Jacobian."""
+    """Softmax attention linearised at `q, k, v`: its output and products with its Jacobian.
 
-    scores: Scores
-    largest_logit: float  # a bound on every logit before masks
-    _inputs: tuple[Tensor, Tensor, Tensor]  # q, k, v as they came
+    inputs: `q, k, v` as they came, keys and values not repeated.  largest_logit: a bound on every logit before masks.
+    """
 
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`q, k, v`, keys and values not repeated."""
-        return self._inputs
+    def __init__(self, q: Queries, k: Keys, v: Values, scores: Scores, dtype: torch.dtype):
+        """dtype: of the products."""
+        (batch, heads, n, _), (kv_heads, m) = q.shape, k.shape[1:3]
+        if heads % kv_heads:
+            raise BadInputError(
+                f"expected key/value heads that divide the {heads} query heads, got {kv_heads}; change kv_heads"
+            )
+        scores.mask.check(batch, heads, n, m)
+        self.inputs = (q, k, v)
+        self.scores = replace(scores, mask=scores.mask.to(q.device, dtype))
+        longest_q, longest_k = (t.double().square().sum(-1).max().sqrt().item() for t in (q, k))
+        self.largest_logit = abs(scores.scale) * longest_q * longest_k
+        if not self.largest_logit < 0.25 * torch.finfo(dtype).max:
+            raise BadInputError(
+                f"expected logits within the range of {dtype}, got up to {self.largest_logit:.1e}; "
+                "use float64 or smaller weights"
+            )
 
     @property
     @abstractmethod
-    def output(self) -> Float[Tensor, "batch heads n d_v"]:
+    def output(self) -> Outputs:
         """`o = P v`."""
 
-    @property
     @abstractmethod
-    def logsumexp(self) -> Float[Tensor, "batch heads n"]:
-        """Log of each row's sum of exponentials; −inf where nothing is seen."""
+    def jvp(self, dq: Queries, dk: Keys, dv: Values) -> Outputs:
+        """Derivative of the output along `dq, dk, dv`."""
 
     @abstractmethod
-    def jvp(
-        self,
-        dq: Float[Tensor, "probes batch heads n d"],
-        dk: Float[Tensor, "probes batch kv_heads m d"],
-        dv: Float[Tensor, "probes batch kv_heads m d_v"],
-    ) -> Float[Tensor, "probes batch heads n d_v"]:
-        """Derivative of the output along `dq, dk, dv`, one row of the leading axis per probe."""
-
-    @abstractmethod
-    def vjp(
-        self, g: Float[Tensor, "probes batch heads n d_v"]
-    ) -> tuple[
-        Float[Tensor, "probes batch heads n d"],
-        Float[Tensor, "probes batch kv_heads m d"],
-        Float[Tensor, "probes batch kv_heads m d_v"],
-    ]:
-        """Transposed product: gradients of `⟨g, o⟩` in `q, k, v`, one row of the leading axis per probe."""
+    def vjp(self, g: Outputs) -> tuple[Queries, Keys, Values]:
+        """Transposed product: gradients of `⟨g, o⟩` in `q, k, v`."""
 
     @abstractmethod
     def attention_received(self) -> Float[Tensor, "batch m"]:
         """Column sums of `P`, averaged over heads: how much each key is attended to."""
 
-    @abstractmethod
     def logit_range(self) -> tuple[float, float]:
         """The least and the greatest logit that some query sees, soft-cap and bias included; two zeros where none does."""
+        return self.tiled().logit_range()
 
     @abstractmethod
     def select(self, items: Tensor) -> "SoftmaxAttention":
@@ -106,20 +107,3 @@ class SoftmaxAttention(ABC):
     def heavy(self) -> bool:
         """Whether products in float64 would cost far more than all the others together."""
         return False
-
-
-def check_heads(heads: int, kv_heads: int) -> None:
-    """Refuse key/value heads that cannot be shared out among the query heads."""
-    if heads % kv_heads:
-        raise BadInputError(f"expected key/value heads that divide the {heads} query heads, got {kv_heads}; change kv_heads")
-
-
-def bound_logits(q: Tensor, k: Tensor, scale: float) -> float:
-    """A bound on every logit before masks: `|scale| max|q_i| max|k_j|`."""
-    length = [t.double().square().sum(-1).max().sqrt().item() for t in (q, k)]
-    bound = abs(scale) * length[0] * length[1]
-    if not bound < 0.25 * torch.finfo(q.dtype).max:
-        raise BadInputError(
-            f"expected logits within the range of {q.dtype}, got up to {bound:.1e}; use float64 or smaller weights"
-        )
-    return bound

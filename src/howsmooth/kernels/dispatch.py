@@ -5,14 +5,11 @@ import warnings
 from typing import Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.base import Precision, Scores, SoftmaxAttention
-from howsmooth.kernels.blocked import Blocked
-from howsmooth.kernels.dense import Dense
-from howsmooth.kernels.tiles import TileSize, cut
+from howsmooth.kernels.base import Keys, Precision, Queries, Scores, SoftmaxAttention, Values
+from howsmooth.kernels.tiled import Blocked, Dense, TileSize, cut
 
 KEPT_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 
@@ -20,12 +17,7 @@ Kernel = Literal["auto", "dense", "blocked", "triton"]
 
 
 def linearize(
-    q: Float[Tensor, "batch heads n d"],
-    k: Float[Tensor, "batch kv_heads m d"],
-    v: Float[Tensor, "batch kv_heads m d_v"],
-    scores: Scores,
-    kernel: Kernel = "auto",
-    precision: Precision = "half",
+    q: Queries, k: Keys, v: Values, scores: Scores, kernel: Kernel = "auto", precision: Precision = "half"
 ) -> SoftmaxAttention:
     """Softmax attention at `q, k, v`.
 
@@ -52,8 +44,7 @@ def linearize(
 
 
 def _kept_bytes(q: Tensor, k: Tensor, scores: Scores) -> int:
-    tiles = cut(q.shape[2], k.shape[2], scores.mask, TileSize.on(q.device))
-    area = sum((t.rows.stop - t.rows.start) * (t.cols.stop - t.cols.start) for t in tiles)
+    area = sum(tile.area for tile in cut(q.shape[2], k.shape[2], scores.mask, TileSize.on(q.device)))
     return q.shape[0] * q.shape[1] * area * q.element_size() * (1 if scores.softcap is None else 2)
 
 

@@ -49,7 +49,7 @@ class Mask:
             )
         if self.keys is not None and tuple(self.keys.shape) != (batch, m):
             raise BadInputError(
-                f"expected a key mask of shape ({batch}, {m}), got {tuple(self.keys.shape)}; give one row per sequence"
+                f"expected an attention mask of shape ({batch}, {m}), got {tuple(self.keys.shape)}; give one row per sequence"
             )
         if self.bias is not None and not (
             all(got in (1, want) for got, want in zip(self.bias.shape[:3], (batch, heads, n), strict=True))

@@ -1,19 +1,11 @@
 """The plain reference: softmax attention as one would write it, for autograd and for checking the kernels."""
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from howsmooth.kernels.base import Scores
+from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
 
 
-def plain_attention(
-    q: Float[Tensor, "batch heads n d"],
-    k: Float[Tensor, "batch kv_heads m d"],
-    v: Float[Tensor, "batch kv_heads m d_v"],
-    scores: Scores,
-    rows: int = 1024,
-) -> Float[Tensor, "batch heads n d_v"]:
+def plain_attention(q: Queries, k: Keys, v: Values, scores: Scores, rows: int = 1024) -> Outputs:
     """`softmax(s) v`, `rows` queries at a time; queries that see no key give zero.
 
     Only out-of-place operations, so every derivative and transform of torch works through it.

@@ -1,5 +1,7 @@
 """Tensors that come from outside: where `.to` sends them, and what a refusal says of them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,16 @@ def described(t: object) -> str:
     ('torch.float32 of shape (2, 3)', 'list')
     """
     return f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+
+
+def check_tensor(t: Any, what: str, axes: tuple[str | int, ...], fix: str, *, finite: bool = True) -> None:
+    """Refuse what is not a floating-point tensor with entries and with these axes: names for any length, or the length."""
+    fits = isinstance(t, Tensor) and t.is_floating_point() and t.numel() > 0 and t.ndim == len(axes)
+    if not fits or any(want != got for want, got in zip(axes, t.shape, strict=True) if isinstance(want, int)):
+        expected = ", ".join(str(axis) for axis in axes)
+        raise BadInputError(f"expected {what} as a floating-point tensor ({expected}), got {described(t)}; {fix}")
+    if finite:
+        check_finite(t, what)
 
 
 def check_finite(t: Tensor, what: str) -> None:

@@ -7,18 +7,84 @@ With `P̂ = exp(s − max s)`, `z` its row sums, `P = P̂/z`, `o = P v` and a ro
 
 A soft-cap `c·tanh(s/c)` multiplies `P̂` by its slope `1 − tanh²` wherever it meets dS. The row scale `1/z` is applied to
 n × d matrices, never to n × m ones, and `max s` and `z` are kept apart, so rows sum to one for logits of any size.
+What no query sees is skipped, not masked.
 """
 
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.base import Scores, SoftmaxAttention, bound_logits, check_heads
-from howsmooth.kernels.tiles import Tile, TileSize, cut
+from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, SoftmaxAttention, Values
+from howsmooth.kernels.masks import Mask
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of logits. `partial`: the causal or window band cuts through it."""
+
+    rows: slice
+    cols: slice
+    partial: bool
+
+    @property
+    def area(self) -> int:
+        return (self.rows.stop - self.rows.start) * (self.cols.stop - self.cols.start)
+
+
+@dataclass(frozen=True)
+class TileSize:
+    """Largest tile, the size at which a cut tile is masked rather than divided, and the elements worked on at once."""
+
+    rows: int = 512
+    cols: int = 1024
+    leaf: int = 128
+    elements: int = 2**20
+
+    @classmethod
+    def on(cls, device: torch.device) -> "TileSize":
+        """Sizes that keep a tile in a CPU's cache, or fill a GPU."""
+        return cls() if device.type == "cpu" else cls(rows=4096, cols=8192, leaf=512, elements=2**26)
+
+
+def cut(n: int, m: int, mask: Mask, size: TileSize) -> tuple[Tile, ...]:
+    """Tiles that cover every visible logit once.
+
+    A tile wholly outside the band is dropped, one wholly inside is kept at the largest size, one on the edge is halved
+    along its longer side until it reaches `leaf`.
+
+    >>> [(t.rows.start, t.cols.start, t.partial) for t in cut(4, 4, Mask(causal=True), TileSize(4, 4, leaf=2))]
+    [(0, 0, True), (2, 0, False), (2, 2, True)]
+    """
+    tiles: list[Tile] = []
+
+    def divide(rows: slice, cols: slice) -> None:
+        inside = mask.band(rows, cols)
+        height, width = rows.stop - rows.start, cols.stop - cols.start
+        if inside is False:
+            return
+        if height <= size.rows and width <= size.cols and (inside or max(height, width) <= size.leaf):
+            tiles.append(Tile(rows, cols, partial=inside is None))
+        elif height >= width or (width <= size.cols and height > size.rows):
+            middle = rows.start + _half(height)
+            divide(slice(rows.start, middle), cols)
+            divide(slice(middle, rows.stop), cols)
+        else:
+            middle = cols.start + _half(width)
+            divide(rows, slice(cols.start, middle))
+            divide(rows, slice(middle, cols.stop))
+
+    divide(slice(0, n), slice(0, m))
+    return tuple(tiles)
+
+
+def _half(length: int) -> int:
+    """The largest power of two below `length`, so that tiles of long and odd lengths line up."""
+    return 1 << ((length - 1).bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -41,61 +107,42 @@ class Tiled(SoftmaxAttention):
     for the query heads that share them.  largest: (g, n), row maxima of the logits.  inverse: (g, n, 1), `1/z`, 0 where `z` is.
     """
 
-    def __init__(
-        self,
-        q: Float[Tensor, "batch heads n d"],
-        k: Float[Tensor, "batch kv_heads m d"],
-        v: Float[Tensor, "batch kv_heads m d_v"],
-        scores: Scores,
-        size: TileSize | None = None,
-    ):
-        batch, heads, n, d = q.shape
-        kv_heads, m = k.shape[1:3]
-        check_heads(heads, kv_heads)
-        scores.mask.check(batch, heads, n, m)
-        self._inputs = (q, k, v)
-        self.scores = replace(scores, mask=scores.mask.to(q.dtype, q.device))
+    def __init__(self, q: Queries, k: Keys, v: Values, scores: Scores, size: TileSize | None = None):
+        super().__init__(q, k, v, scores, q.dtype)
+        batch, heads, n, _ = q.shape
         self._size = size or TileSize.on(q.device)
-        self._group = heads // kv_heads
-        self.shape = (batch, heads, n, m)
-        self.q = _flat(q[None])[:, 0]
-        self.k = _flat(self._expand(k[None]))[:, 0]
-        self.v = _flat(self._expand(v[None]))[:, 0]
-        self.largest_logit = bound_logits(self.q, self.k, scores.scale)
-        self._tiles = cut(n, m, scores.mask, self._size)
-        self.largest, self._total, self.o = self._forward()  # of shapes (g, n), (g, n), (g, n, d_v)
-        self.inverse = torch.where(self._total > 0, 1 / self._total, 0.0)[..., None]
+        self._group = heads // k.shape[1]
+        self.shape = (batch, heads, n, k.shape[2])
+        self.q, self.k, self.v = (t.flatten(0, 1) for t in (q, self._expand(k), self._expand(v)))
+        tiles = cut(n, k.shape[2], scores.mask, self._size)
+        self._parts = [(heads, tile) for tile in tiles for heads in self._head_slices(tile)]
+        self.largest = self.q.new_full((batch * heads, n), -torch.inf)
+        self.o = self.q.new_zeros(batch * heads, n, v.shape[-1])
+        total = self._forward()
+        self.o.div_(total.clamp_min(torch.finfo(total.dtype).tiny)[..., None])
+        self.inverse = torch.where(total > 0, 1 / total, 0.0)[..., None]
 
     @abstractmethod
-    def _forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Row maxima (0 where nothing is seen), row sums of `P̂`, and the output, heads flattened."""
+    def _forward(self) -> Float[Tensor, "g n"]:
+        """Write the row maxima to `largest`, 0 where nothing is seen, and `P̂ v` to `o`; gives the row sums of `P̂`."""
 
     @abstractmethod
     def blocks(self) -> Iterator[Block]:
         """Every tile of `P̂`, once."""
 
     @property
-    def output(self) -> Float[Tensor, "batch heads n d_v"]:
+    def output(self) -> Outputs:
         return self.o.unflatten(0, self.shape[:2])
-
-    @property
-    def logsumexp(self) -> Float[Tensor, "batch heads n"]:
-        return (self.largest + self._total.log()).unflatten(0, self.shape[:2])
 
     def tiled(self) -> "Tiled":
         return self
 
     def select(self, items: Tensor) -> "Tiled":
-        q, k, v = (t[items] for t in self._inputs)
+        q, k, v = (t[items] for t in self.inputs)
         return type(self)(q, k, v, replace(self.scores, mask=self.scores.mask.select(items)), self._size)
 
-    def jvp(
-        self,
-        dq: Float[Tensor, "probes batch heads n d"],
-        dk: Float[Tensor, "probes batch kv_heads m d"],
-        dv: Float[Tensor, "probes batch kv_heads m d_v"],
-    ) -> Float[Tensor, "probes batch heads n d_v"]:
-        batch, heads, n, m = self.shape
+    def jvp(self, dq: Queries, dk: Keys, dv: Values) -> Outputs:
+        batch, heads, n, _ = self.shape
         probes = dq.shape[0]
         left = torch.cat([_flat(dq), self.q[:, None].expand(-1, probes, -1, -1)], -1)  # (g, probes, n, 2d)
         left *= self.scores.scale
@@ -111,16 +158,9 @@ class Tiled(SoftmaxAttention):
             row_sum[g, :, i] += t.sum(-1, keepdim=True)
             by_probe[g, :, i] += torch.bmm(t.flatten(1, 2), self.v[g, j]).unflatten(1, (probes, -1))
             total[g, i] += torch.bmm(b.weights, dv_wide[g, j])
-        out = by_probe.addcmul_(row_sum, self.o[:, None], value=-1).mul_(self.inverse[:, None])
-        return out.transpose(0, 1).unflatten(1, (batch, heads))
+        return self._unflat(by_probe.addcmul_(row_sum, self.o[:, None], value=-1).mul_(self.inverse[:, None]))
 
-    def vjp(
-        self, g: Float[Tensor, "probes batch heads n d_v"]
-    ) -> tuple[
-        Float[Tensor, "probes batch heads n d"],
-        Float[Tensor, "probes batch kv_heads m d"],
-        Float[Tensor, "probes batch kv_heads m d_v"],
-    ]:
+    def vjp(self, g: Outputs) -> tuple[Queries, Keys, Values]:
         batch, heads, n, m = self.shape
         probes = g.shape[0]
         g_hat = _flat(g) * self.inverse[:, None]  # (g, probes, n, d_v)
@@ -151,24 +191,26 @@ class Tiled(SoftmaxAttention):
 
     def logit_range(self) -> tuple[float, float]:
         low, high = torch.inf, -torch.inf
-        for tile in self._tiles:
-            for heads in self._head_slices(tile):
-                s, _ = self._logits(heads, tile)
-                high = max(high, float(s.max()))
-                low = min(low, float(s.masked_fill(s == -torch.inf, torch.inf).min()))
+        for heads, tile in self._parts:
+            s, _ = self._logits(heads, tile)
+            high = max(high, float(s.max()))
+            low = min(low, float(s.masked_fill(s == -torch.inf, torch.inf).min()))
         return (low, high) if low <= high else (0.0, 0.0)
 
     def row_slopes(self, g: int, rows: slice) -> Float[Tensor, "rows m"]:
         """Whole rows of `P̂` of one head, times the soft-cap's slope."""
-        s, slope = self._logits(slice(g, g + 1), Tile(rows, slice(0, self.shape[3]), partial=True))
-        weights = s.sub_(self.largest[g : g + 1, rows, None]).exp_()
-        return (weights if slope is None else weights * slope)[0]
+        heads, tile = slice(g, g + 1), Tile(rows, slice(0, self.shape[3]), partial=True)
+        return self._block(heads, tile, *self._logits(heads, tile)).slope[0]
+
+    def _block(self, heads: slice, tile: Tile, s: Tensor, slope: Tensor | None) -> Block:
+        """A tile of `P̂` from its logits and their slope, written over them."""
+        weights = s.sub_(self.largest[heads, tile.rows, None]).exp_()
+        return Block(heads, tile.rows, tile.cols, weights, weights if slope is None else slope.mul_(weights))
 
     def _head_slices(self, tile: Tile) -> Iterator[slice]:
         """Runs of heads whose tiles together stay near the element budget."""
-        area = (tile.rows.stop - tile.rows.start) * (tile.cols.stop - tile.cols.start)
         count = self.shape[0] * self.shape[1]
-        step = max(2, self._size.elements // area)
+        step = max(2, self._size.elements // tile.area)
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def _logits(self, heads: slice, tile: Tile) -> tuple[Tensor, Tensor | None]:
@@ -196,13 +238,59 @@ class Tiled(SoftmaxAttention):
 
     def _expand(self, t: Tensor) -> Tensor:
         """Key/value heads repeated for the query heads that share them."""
-        return t if self._group == 1 else t.repeat_interleave(self._group, dim=2)
+        return t if self._group == 1 else t.repeat_interleave(self._group, dim=-3)
 
     def _sum_groups(self, t: Tensor) -> Tensor:
         return t if self._group == 1 else t.unflatten(2, (-1, self._group)).sum(3)
 
     def _unflat(self, t: Tensor) -> Tensor:
         return t.transpose(0, 1).unflatten(1, self.shape[:2])
+
+
+@final
+class Dense(Tiled):
+    """Softmax attention with its weights kept, tile by tile: made once, read by every product. O(heads · visible logits)."""
+
+    def _forward(self) -> Float[Tensor, "g n"]:
+        logits = [self._logits(*part) for part in self._parts]
+        for (heads, tile), (s, _) in zip(self._parts, logits, strict=True):
+            torch.maximum(self.largest[heads, tile.rows], s.amax(-1), out=self.largest[heads, tile.rows])
+        self.largest.masked_fill_(self.largest == -torch.inf, 0.0)
+        self._kept = [self._block(*part, *tensors) for part, tensors in zip(self._parts, logits, strict=True)]
+        total = torch.zeros_like(self.largest)
+        for b in self._kept:
+            total[b.heads, b.rows] += b.weights.sum(-1)
+            self.o[b.heads, b.rows] += torch.bmm(b.weights, self.v[b.heads, b.cols])
+        return total
+
+    def blocks(self) -> Iterator[Block]:
+        return iter(self._kept)
+
+
+@final
+class Blocked(Tiled):
+    """Softmax attention in O(n · d) memory, which keeps two numbers per row instead of its weights: each product makes them
+    again. The tiles are the same in every pass, so the logits are the same to the last bit and the saved maxima fit exactly.
+    """
+
+    def _forward(self) -> Float[Tensor, "g n"]:
+        largest, o, total = self.largest, self.o, torch.zeros_like(self.largest)
+        for heads, tile in self._parts:
+            at = heads, tile.rows
+            s, _ = self._logits(heads, tile)
+            raised = torch.maximum(largest[at], s.amax(-1))
+            base = raised.masked_fill(raised == -torch.inf, 0.0)
+            shrink = torch.exp(largest[at] - base)
+            weights = s.sub_(base[..., None]).exp_()
+            total[at] = total[at] * shrink + weights.sum(-1)
+            o[at] *= shrink[..., None]
+            o[at] += torch.bmm(weights, self.v[heads, tile.cols])
+            largest[at] = raised
+        largest.masked_fill_(largest == -torch.inf, 0.0)
+        return total
+
+    def blocks(self) -> Iterator[Block]:
+        return (self._block(*part, *self._logits(*part)) for part in self._parts)
 
 
 def _flat(t: Tensor) -> Tensor:

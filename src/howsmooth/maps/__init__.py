@@ -4,7 +4,7 @@ from howsmooth.maps.attention import Attention
 from howsmooth.maps.base import Composition, Map
 from howsmooth.maps.jacobian import AttentionJacobian, AutodiffJacobian, Jacobian, NormJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
-from howsmooth.maps.operator import Composed, Matrix, Operator, Weighted, inner
+from howsmooth.maps.operator import Composed, Operator, Weighted, inner
 from howsmooth.maps.rotary import Rotary
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Jacobian",
     "LayerNorm",
     "Map",
-    "Matrix",
     "NormJacobian",
     "Operator",
     "RMSNorm",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
-from howsmooth.kernels.tensors import check_finite, described
+from howsmooth.kernels.tensors import check_tensor, described
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AttentionJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
@@ -71,74 +71,71 @@ class Attention(Map):
     def __post_init__(self):
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
-        kv_heads = self.kv_heads
-        if not all(isinstance(h, int) and h >= 1 for h in (self.heads, kv_heads)) or self.heads % kv_heads:
+        heads, kv_heads = self.heads, self.kv_heads
+        if not all(isinstance(h, int) and h >= 1 for h in (heads, kv_heads)) or heads % kv_heads:
             raise BadInputError(
-                f"expected whole numbers heads ≥ 1 and kv_heads that divide them, got heads={self.heads}, kv_heads={kv_heads}; "
+                f"expected whole numbers heads ≥ 1 and kv_heads that divide them, got heads={heads}, kv_heads={kv_heads}; "
                 "take both from the model's configuration"
             )
-        for name in ("w_q", "w_k", "w_v", "w_o"):
-            self._check_weight(name)
-        k_width = self.width if self.w_k is None else self.w_k.shape[0]
-        for name, rows, parts in (
-            ("w_q", self.w_q.shape[0], self.heads),
-            ("w_k", k_width, kv_heads),
-            ("w_v", self.w_v.shape[0], kv_heads),
-        ):
+        self._check("w_q", "out", "in")
+        self._check("w_k", "out", self.width)
+        self._check("w_v", "out", self.width)
+        q_rows, k_rows, v_rows = self.w_q.shape[0], self.width if self.w_k is None else self.w_k.shape[0], self.w_v.shape[0]
+        for name, rows, parts in (("w_q", q_rows, heads), ("w_k", k_rows, kv_heads), ("w_v", v_rows, kv_heads)):
             if rows % parts:
                 raise BadInputError(
                     f"expected heads that divide the rows of {name}, got {parts} heads and {rows} rows; change heads or {name}"
                 )
-        if self.head_width != k_width // kv_heads:
+        if self.head_width != k_rows // kv_heads:
             raise BadInputError(
-                f"expected queries and keys of one head width, got {self.head_width} and {k_width // kv_heads}; "
+                f"expected queries and keys of one head width, got {self.head_width} and {k_rows // kv_heads}; "
                 "check heads and kv_heads"
             )
-        o_width = self.w_v.shape[0] // kv_heads * self.heads
-        if self.w_o is not None and self.w_o.shape[1] != o_width:
-            raise BadInputError(f"expected w_o of shape (out, {o_width}), got {tuple(self.w_o.shape)}; weights are (out, in)")
-        sizes = (self.w_q.shape[0], k_width, self.w_v.shape[0], self.out_width)
-        for name, size in zip(("b_q", "b_k", "b_v", "b_o"), sizes, strict=True):
-            self._check_bias(name, size)
+        self._check("w_o", "out", v_rows // kv_heads * heads)
+        for name, size in (("b_q", q_rows), ("b_k", k_rows), ("b_v", v_rows), ("b_o", self.out_width)):
+            self._check(name, size)
         object.__setattr__(self, "scale", self.head_width**-0.5 if self.scale is None else float(self.scale))
         if not math.isfinite(self.scale):
             raise BadInputError(f"expected a finite scale, got {self.scale}; the usual value is 1/√(head width)")
         self._check_masks()
         self._check_turn()
 
+    def _check(self, name: str, *axes: str | int) -> None:
+        """Refuse a weight or bias that does not fit; queries and values must have their weights."""
+        t = getattr(self, name)
+        if t is not None or name in ("w_q", "w_v"):
+            fix = "pass nn.Linear's weight, (out, in)" if len(axes) == 2 else "pass nn.Linear's bias"
+            check_tensor(t, name, axes, fix)
+
     def _check_turn(self) -> None:
         """Norms and phases must fit the width of a head."""
         head = self.head_width
-        for name in ("q_norm", "k_norm"):
-            norm = getattr(self, name)
-            if norm is not None and not isinstance(norm, LayerNorm | RMSNorm):
-                raise BadInputError(f"expected {name} as a LayerNorm or RMSNorm, got {type(norm).__name__}; build one of them")
-            if norm is not None and norm.width != head:
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None and not (isinstance(norm, LayerNorm | RMSNorm) and norm.width == head):
                 raise BadInputError(
-                    f"expected {name} over the head width {head}, got {norm.width}; it normalises every head by itself"
+                    f"expected {name} as a LayerNorm or RMSNorm of howsmooth over the head width {head}, got {_named(norm)}; "
+                    "it normalises every head by itself"
                 )
-        if self.rotary is not None and not isinstance(self.rotary, Rotary):
-            raise BadInputError(f"expected rotary as a Rotary, got {type(self.rotary).__name__}; use Rotary.from_base")
-        if self.rotary is not None and self.rotary.width > head:
+        if self.rotary is not None and not (isinstance(self.rotary, Rotary) and self.rotary.width <= head):
             raise BadInputError(
-                f"expected rotary tables that turn at most the head width {head}, got {self.rotary.width}; "
+                f"expected rotary as a Rotary that turns at most the head width {head}, got {_named(self.rotary)}; "
                 "cos and sin have one column per plane, not per entry"
             )
 
     def _check_masks(self) -> None:
-        for name, axes, kinds in (
-            ("bias", "(batch, heads, n, m)", (torch.float16, torch.bfloat16, torch.float32, torch.float64)),
-            ("attention_mask", "(batch, n)", (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)),
-        ):
-            t = getattr(self, name)
-            if t is not None and not (isinstance(t, Tensor) and t.ndim == axes.count(",") + 1 and t.dtype in kinds):
-                kind = "a floating-point" if name == "bias" else "a boolean or integer"
+        if self.bias is not None:
+            fix = "use 1 for an axis it does not depend on"
+            check_tensor(self.bias, "bias", ("batch", "heads", "n", "m"), fix, finite=False)
+        mask = self.attention_mask
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point() or mask.is_complex():
                 raise BadInputError(
-                    f"expected {name} as {kind} tensor {axes}, got {described(t)}; give it these axes, 1 where it broadcasts"
+                    f"expected attention_mask as a boolean or integer tensor (batch, n), got {described(mask)}; "
+                    "give one row per sequence"
                 )
-        if self.attention_mask is not None:
-            object.__setattr__(self, "attention_mask", self.attention_mask.bool())
-            if not bool(self.attention_mask.any(-1).all()):
+            mask = mask.bool()
+            object.__setattr__(self, "attention_mask", mask)
+            if not bool(mask.any(-1).all()):
                 raise BadInputError(
                     "expected a real token in every sequence, got an attention_mask with an empty row; leave that sequence out"
                 )
@@ -157,17 +154,9 @@ class Attention(Map):
 
         Stacks of matrices, (heads, d, d), give the sum over heads.
         """
-        for name, matrix in (("A", A), ("V", V)):
-            if not isinstance(matrix, Tensor):
-                raise BadInputError(
-                    f"expected {name} as a torch tensor, got {type(matrix).__name__}; use torch.as_tensor({name})"
-                )
-        if A.ndim not in (2, 3) or A.shape[-1] != A.shape[-2]:
-            raise BadInputError(f"expected a square A, (d, d) or (heads, d, d), got {tuple(A.shape)}; A acts on one token")
-        if V.ndim != A.ndim or V.shape[-1] != A.shape[-1] or V.shape[:-2] != A.shape[:-2]:
-            raise BadInputError(
-                f"expected V with one (d_out, d) matrix per A of {tuple(A.shape)}, got {tuple(V.shape)}; match their widths"
-            )
+        if not isinstance(A, Tensor) or A.ndim not in (2, 3) or A.shape[-1] != A.shape[-2]:
+            raise BadInputError(f"expected a square A, (d, d) or (heads, d, d), got {described(A)}; A acts on one token")
+        check_tensor(V, "V", (*A.shape[:-2], "d_out", A.shape[-1]), "give one matrix per A, of its width", finite=False)
         if A.ndim == 2:
             return cls(A, None, V, scale=1.0, causal=causal, window=window)
         heads, d = A.shape[:2]
@@ -228,18 +217,11 @@ class Attention(Map):
         return f"Attention({', '.join(said)}, {str(self.dtype).removeprefix('torch.')})"
 
     def moved(self, device, dtype):
-        there = {}
-        for f in fields(self):
-            t = getattr(self, f.name)
-            if isinstance(t, Tensor):
-                moved = t.to(device, dtype if t.is_floating_point() else t.dtype)
-            elif isinstance(t, LayerNorm | RMSNorm | Rotary):
-                moved = t.to(device, dtype)
-            else:
-                continue
-            if moved is not t:
-                there[f.name] = moved
-        return replace(self, **there) if there else self
+        here = {f.name: getattr(self, f.name) for f in fields(self)}
+        there = {k: t.to(device, dtype) for k, t in here.items() if isinstance(t, Tensor | LayerNorm | RMSNorm | Rotary)}
+        if self.attention_mask is not None:
+            there["attention_mask"] = self.attention_mask.to(device, torch.bool)
+        return self if all(t is here[k] for k, t in there.items()) else replace(self, **there)
 
     def head(self, index: int) -> "Attention":
         """One head alone: its queries, its group's keys and values, its columns of the output projection, no output bias.
@@ -290,8 +272,11 @@ class Attention(Map):
         bias = measure.mass.log()[None, None, None]
         return AtomAttention(self, Scores(self.scale, self.softcap, Mask(bias=bias, ends=ends)))
 
+    def _scores(self) -> Scores:
+        return Scores(self.scale, self.softcap, Mask(self.causal, self.window, self.attention_mask, self.bias))
+
     def value(self, x):
-        return self._value(x, self._scores(x))
+        return self._value(x, self._scores())
 
     def _value(self, x: Float[Tensor, "batch n d"], scores: Scores) -> Float[Tensor, "batch n d_out"]:
         q, k, v = self.project(x, with_bias=True)
@@ -301,7 +286,7 @@ class Attention(Map):
         return self._finish(plain_attention(q, k, v, scores))
 
     def linearize(self, x):
-        return self._linearize(x, self._scores(x))
+        return self._linearize(x, self._scores())
 
     @torch.no_grad()
     def _linearize(self, x: Float[Tensor, "batch n d"], scores: Scores) -> tuple[Tensor, "AttentionJacobian"]:
@@ -324,15 +309,6 @@ class Attention(Map):
             return q, k
         self.rotary.check(*x.shape[:2])
         return self.rotary.turn(q), self.rotary.turn(k)
-
-    def _scores(self, x: Float[Tensor, "batch n d"]) -> Scores:
-        if self.attention_mask is not None and self.attention_mask.shape != x.shape[:2]:
-            raise BadInputError(
-                f"expected an attention_mask of shape {tuple(x.shape[:2])}, got {tuple(self.attention_mask.shape)}; "
-                "give one row per sequence"
-            )
-        mask = Mask(self.causal, self.window, self.attention_mask, self.bias)
-        return Scores(self.scale, self.softcap, mask)
 
     def _finish(self, o: Float[Tensor, "batch heads n d_v"]) -> Float[Tensor, "batch n d_out"]:
         t = self.concat(o[None])[0]
@@ -371,29 +347,10 @@ class Attention(Map):
         total += dv @ self.w_v
         return total
 
-    def _check_weight(self, name: str) -> None:
-        w = getattr(self, name)
-        if w is None:
-            return
-        if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 2:
-            raise BadInputError(
-                f"expected {name} as a floating-point matrix (out, in), got {described(w)}; pass nn.Linear's weight"
-            )
-        if name != "w_o" and w.shape[1] != self.width:
-            raise BadInputError(
-                f"expected {name} to take tokens of width {self.width} like w_q, got {w.shape[1]}; weights are (out, in)"
-            )
-        check_finite(w, name)
 
-    def _check_bias(self, name: str, size: int) -> None:
-        b = getattr(self, name)
-        if b is None:
-            return
-        if not isinstance(b, Tensor) or not b.is_floating_point() or tuple(b.shape) != (size,):
-            raise BadInputError(
-                f"expected {name} as a floating-point vector of shape ({size},), got {described(b)}; pass nn.Linear's bias"
-            )
-        check_finite(b, name)
+def _named(part: object) -> str:
+    """A norm or phases of ours as they show themselves, anything else by its type."""
+    return repr(part) if isinstance(part, Map | Rotary) else type(part).__name__
 
 
 @final

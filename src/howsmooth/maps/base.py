@@ -138,13 +138,18 @@ class Composition(Map):
         return value, Composed(outer, inner)
 
 
-def check_tokens(x: Tensor) -> None:
-    """Refuse what is not a sequence of real, floating-point tokens."""
+def check_input(x: Tensor) -> None:
+    """Refuse what is not a tensor of real numbers."""
     if not isinstance(x, Tensor):
-        raise BadInputError(f"expected a torch tensor of tokens, got {type(x).__name__}; use torch.as_tensor(x)")
+        raise BadInputError(f"expected a torch tensor, got {type(x).__name__}; use torch.as_tensor(x)")
     if not x.is_floating_point():
-        raise BadInputError(f"expected floating-point tokens, got {x.dtype}; pass embeddings, not token ids")
-    if x.ndim < 2:
-        raise BadInputError(f"expected tokens of shape (n, d) or (batch, n, d), got {tuple(x.shape)}; tokens are rows")
+        raise BadInputError(f"expected a floating-point tensor, got {x.dtype}; pass embeddings, not token ids")
     if x.numel() == 0:
         raise BadInputError(f"expected at least one token, got shape {tuple(x.shape)}; pass a longer input")
+
+
+def check_tokens(x: Tensor) -> None:
+    """Refuse what is not a sequence of real, floating-point tokens."""
+    check_input(x)
+    if x.ndim < 2:
+        raise BadInputError(f"expected tokens of shape (n, d) or (batch, n, d), got {tuple(x.shape)}; tokens are rows")

@@ -29,11 +29,7 @@ class AttentionJacobian(Operator):
     """
 
     def __init__(
-        self,
-        layer: "Attention",
-        kernel: SoftmaxAttention,
-        q_slope: Operator | None = None,
-        k_slope: Operator | None = None,
+        self, layer: "Attention", kernel: SoftmaxAttention, q_slope: Operator | None = None, k_slope: Operator | None = None
     ):
         self.layer, self.kernel, self.q_slope, self.k_slope = layer, kernel, q_slope, k_slope
         self.batch, _, n, _ = kernel.output.shape
@@ -59,18 +55,19 @@ class AttentionJacobian(Operator):
     def _with(self, kernel: SoftmaxAttention) -> "AttentionJacobian":
         return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope)
 
-    def _push(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens' directions → those of queries, keys and values."""
+    def _push(self, v: Tensor) -> Tensor:
+        """Directions of the tokens → those of the heads' outputs, side by side."""
         dq, dk, dv = self.layer.project(v, with_bias=False)
         dq = dq if self.q_slope is None else self.q_slope.jvp(dq)
         dk = dk if self.k_slope is None else self.k_slope.jvp(dk)
-        rotary = self.layer.rotary
-        return (dq, dk, dv) if rotary is None else (rotary.turn(dq), rotary.turn(dk), dv)
+        if (rotary := self.layer.rotary) is not None:
+            dq, dk = rotary.turn(dq), rotary.turn(dk)
+        return self.layer.concat(self.kernel.jvp(dq, dk, dv))
 
-    def _pull(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+    def _pull(self, t: Tensor) -> Tensor:
         """The transpose of `_push`."""
-        rotary = self.layer.rotary
-        if rotary is not None:
+        dq, dk, dv = self.kernel.vjp(self.layer.unconcat(t))
+        if (rotary := self.layer.rotary) is not None:
             dq, dk = rotary.turn(dq, back=True), rotary.turn(dk, back=True)
         dq = dq if self.q_slope is None else self.q_slope.vjp(dq)
         dk = dk if self.k_slope is None else self.k_slope.vjp(dk)
@@ -78,15 +75,13 @@ class AttentionJacobian(Operator):
 
     @torch.no_grad()
     def jvp(self, v):
-        layer = self.layer
-        o = layer.concat(self.kernel.jvp(*self._push(v)))
-        return o if layer.w_o is None else o @ layer.w_o.mT
+        o, w_o = self._push(v), self.layer.w_o
+        return o if w_o is None else o @ w_o.mT
 
     @torch.no_grad()
     def vjp(self, u):
-        layer = self.layer
-        t = u if layer.w_o is None else u @ layer.w_o
-        return self._pull(*self.kernel.vjp(layer.unconcat(t)))
+        w_o = self.layer.w_o
+        return self._pull(u if w_o is None else u @ w_o)
 
     @functools.cached_property
     def _gram_o(self) -> Tensor | None:
@@ -98,10 +93,9 @@ class AttentionJacobian(Operator):
     def gram(self, v):
         if self._gram_o is None:
             return super().gram(v)
-        layer, kernel = self.layer, self.kernel
-        o = layer.concat(kernel.jvp(*self._push(v)))
+        o = self._push(v)
         weighted = o @ self._gram_o
-        return self._pull(*kernel.vjp(layer.unconcat(weighted))), inner(o, weighted)
+        return self._pull(weighted), inner(o, weighted)
 
     @torch.no_grad()
     def guess(self):
@@ -336,23 +330,18 @@ class Jacobian:
             raise BadInputError(
                 f"expected a floating-point tensor to multiply, got {getattr(v, 'dtype', type(v).__name__)}; convert it"
             )
-        if tuple(v.shape) == takes:
-            probes, answer = v.reshape(1, size), gives
-        elif tuple(v.shape) == (size,):
-            probes, answer = v[None], (self.shape[0],)
-        elif tuple(v.shape[1:]) == takes:
-            probes, answer = v.reshape(len(v), size), (len(v), *gives)
-        elif tuple(v.shape[1:]) == (size,):
-            probes, answer = v, (len(v), self.shape[0])
-        else:
+        fits = (takes, (size,))
+        leading = 0 if tuple(v.shape) in fits else 1  # axes of probes
+        item = tuple(v.shape[leading:])
+        if item not in fits:
             raise BadInputError(
                 f"expected a vector of shape {takes} or ({size},), or probes of such vectors along a first axis, got "
                 f"{tuple(v.shape)}; reshape it"
             )
-        probes = probes.to(self.device, self.dtype)
-        if self._transposed:
-            return self.operator.vjp(probes.reshape(-1, 1, *self.operator.out_shape)).reshape(answer)
-        return self.operator.jvp(probes.reshape(-1, 1, *self.operator.in_shape)).reshape(answer)
+        answer = (*v.shape[:leading], *(gives if item == takes else self.shape[:1]))
+        J = self.operator
+        product, shape = (J.vjp, J.out_shape) if self._transposed else (J.jvp, J.in_shape)
+        return product(v.to(self.device, self.dtype).reshape(-1, 1, *shape)).reshape(answer)
 
     def dense(self) -> Float[Tensor, "rows cols"]:
         """The matrix itself."""

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.tensors import check_finite, described
+from howsmooth.kernels.tensors import check_tensor
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import NormJacobian
 from howsmooth.measures.measure import Measure
@@ -24,21 +24,9 @@ class _Norm(Map):
     eps: float = 1e-5
 
     def __post_init__(self):
-        for name in ("weight", "bias"):
-            t = getattr(self, name)
-            if t is None and name == "bias":
-                continue
-            if not isinstance(t, Tensor) or t.ndim != 1 or not t.is_floating_point():
-                raise BadInputError(
-                    f"expected the norm's {name} as a floating-point vector, got {described(t)}; pass the module's own"
-                )
-        check_finite(self.weight, "norm weights")
+        check_tensor(self.weight, "norm weight", ("d",), "pass the module's own")
         if self.bias is not None:
-            if self.bias.shape != self.weight.shape:
-                raise BadInputError(
-                    f"expected a bias of shape {tuple(self.weight.shape)}, got {tuple(self.bias.shape)}; match the weight"
-                )
-            check_finite(self.bias, "norm biases")
+            check_tensor(self.bias, "norm bias", (self.width,), "match the weight")
         if not 0 <= self.eps < math.inf:
             raise BadInputError(f"expected a finite eps ≥ 0, got {self.eps}; the usual value is 1e-5")
 

@@ -114,30 +114,6 @@ class Selected(Operator):
 
 
 @final
-class Matrix(Operator):
-    """Given matrices as an operator on vectors.
-
-    >>> Matrix(torch.eye(3)[None]).jvp(torch.ones(1, 1, 3)).tolist()
-    [[[1.0, 1.0, 1.0]]]
-    """
-
-    def __init__(self, matrix: Float[Tensor, "batch rows cols"]):
-        self.matrix = matrix
-        self.batch, rows, cols = matrix.shape
-        self.in_shape, self.out_shape = (cols,), (rows,)
-        self.dtype, self.device = matrix.dtype, matrix.device
-
-    def jvp(self, v):
-        return torch.einsum("bij,pbj->pbi", self.matrix, v)
-
-    def vjp(self, u):
-        return torch.einsum("bij,pbi->pbj", self.matrix, u)
-
-    def select(self, items):
-        return Matrix(self.matrix[items])
-
-
-@final
 class Composed(Operator):
     """`outer ∘ inner`: the chain rule."""
 

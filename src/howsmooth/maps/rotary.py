@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.tensors import Place, check_finite, described, place
+from howsmooth.kernels.tensors import Place, check_tensor, place
 
 
 @final
@@ -31,19 +31,10 @@ class Rotary:
     interleaved: bool = False
 
     def __post_init__(self):
-        for name in ("cos", "sin"):
-            t = getattr(self, name)
-            if not isinstance(t, Tensor) or not t.is_floating_point() or t.ndim not in (2, 3) or t.numel() == 0:
-                raise BadInputError(
-                    f"expected {name} as a floating-point table (positions, planes) or (batch, positions, planes), got "
-                    f"{described(t)}; Rotary.from_base makes one"
-                )
-            check_finite(t, f"rotary {name}")
-        if self.cos.shape != self.sin.shape:
-            raise BadInputError(
-                f"expected cos and sin of one shape, got {tuple(self.cos.shape)} and {tuple(self.sin.shape)}; "
-                "give one angle per position and plane"
-            )
+        batched = isinstance(self.cos, Tensor) and self.cos.ndim == 3
+        axes = ("batch", "positions", "planes") if batched else ("positions", "planes")
+        check_tensor(self.cos, "rotary cos", axes, "Rotary.from_base makes such a table")
+        check_tensor(self.sin, "rotary sin", tuple(self.cos.shape), "cos and sin have one shape")
 
     @classmethod
     def from_base(

@@ -1,7 +1,6 @@
 """Probability measures and the distances between them."""
 
-from howsmooth.measures.gaussian import Gaussian
-from howsmooth.measures.measure import Measure
+from howsmooth.measures.measure import Gaussian, Measure
 from howsmooth.measures.transport import Distance, wasserstein
 
 __all__ = ["Distance", "Gaussian", "Measure", "wasserstein"]

@@ -41,12 +41,7 @@ def distances(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[Tensor,
 
 @torch.no_grad()
 def entropic_ends(
-    x: Float[Tensor, "n d"],
-    a: Float[Tensor, " n"],
-    y: Float[Tensor, "m d"],
-    b: Float[Tensor, " m"],
-    p: float,
-    tol: float,
+    x: Float[Tensor, "n d"], a: Float[Tensor, " n"], y: Float[Tensor, "m d"], b: Float[Tensor, " m"], p: float, tol: float
 ) -> tuple[float, float]:
     """A lower and an upper end of `W_p^p`, float64, the work stopped when they are within `tol` of each other."""
     costs = _Costs(x, y, p)

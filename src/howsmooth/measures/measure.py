@@ -1,4 +1,4 @@
-"""Probability measures with finitely many atoms, what attention sees when tokens carry mass."""
+"""Probability measures: with finitely many atoms, what attention sees when tokens carry mass, and Gaussian."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,9 +8,10 @@ from typing import final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.tensors import Place, check_finite, described, place
+from howsmooth.kernels.tensors import Place, check_tensor, described, place
 
 
 @final
@@ -33,7 +34,7 @@ class Measure:
 
     def __post_init__(self):
         points, weights, positions = self.points, self.weights, self.positions
-        _check_points(points)
+        check_tensor(points, "points", ("atoms", "d"), "give one atom per row")
         m, device = len(points), points.device
         mass = torch.full((m,), 1 / m, dtype=torch.float64, device=device) if weights is None else _mass(weights, m, device)
         keep = torch.nonzero(mass > 0)[:, 0]
@@ -53,14 +54,9 @@ class Measure:
         >>> Measure.from_tokens(torch.zeros(4, 2), causal=True).positions.tolist()
         [0.25, 0.5, 0.75, 1.0]
         """
-        _check_points(tokens)
+        check_tensor(tokens, "tokens", ("n", "d"), "tokens are rows")
         n = len(tokens)
         return cls(tokens, None, torch.arange(1, n + 1, dtype=torch.float64, device=tokens.device) / n if causal else None)
-
-    @classmethod
-    def from_samples(cls, samples: Float[Tensor, "n d"], positions: Float[Tensor, " n"] | None = None) -> "Measure":
-        """The empirical measure of samples, equal ones merged."""
-        return cls(samples, None, positions).merge()
 
     @classmethod
     def from_density(
@@ -79,17 +75,14 @@ class Measure:
         ):
             got = [len(t) if isinstance(t, Tensor) else type(t).__name__ for t in axes]
             raise BadInputError(f"expected axes that increase, two numbers or more each, got axes of {got}; use torch.linspace")
-        widths = []
-        for t in axes:
-            step = t.double().diff()
-            widths.append((torch.cat([step, step[-1:] * 0]) + torch.cat([step[:1] * 0, step])) / 2)
+        steps = [t.double().diff() for t in axes]
+        widths = [(pad(step, (0, 1)) + pad(step, (1, 0))) / 2 for step in steps]
         points = torch.stack([t.flatten() for t in torch.meshgrid(*axes, indexing="ij")], -1)
         volume = math.prod(torch.meshgrid(*widths, indexing="ij"), start=torch.ones(())).flatten()
         values = density(points)
         if not isinstance(values, Tensor) or values.shape != (len(points),):
-            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise BadInputError(
-                f"expected one density per grid point, shape ({len(points)},), got {got}; reduce over the last axis"
+                f"expected one density per grid point, ({len(points)},), got {described(values)}; reduce over the last axis"
             )
         mass = values.detach().double() * volume.to(values.device)
         total = float(mass.sum())
@@ -136,8 +129,7 @@ class Measure:
     def moved(self, points: Float[Tensor, "m k"]) -> "Measure":
         """The same masses and positions at other points."""
         if not isinstance(points, Tensor) or len(points) != len(self):
-            got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
-            raise BadInputError(f"expected {len(self)} points, one per atom, got {got}; move every atom")
+            raise BadInputError(f"expected {len(self)} points, one per atom, got {described(points)}; move every atom")
         return Measure(points, self.weights, self.positions)
 
     def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Measure":
@@ -166,12 +158,11 @@ class Measure:
         """
         if not isinstance(tol, int | float) or not 0 <= tol < math.inf:
             raise BadInputError(f"expected a finite tol of 0 or more, got {tol!r}; 0 merges equal points only")
-        keys = self.points.double()
-        if self.positions is not None:
-            keys = torch.cat([self.positions[:, None], keys], -1)
-        _, group = torch.unique(keys, dim=0, return_inverse=True)
         if tol > 0:
-            group = _linked(self, tol).to(group)
+            group = _linked(self, tol).to(self.points.device)
+        else:
+            places = () if self.positions is None else (self.positions[:, None],)
+            _, group = torch.unique(torch.cat([*places, self.points.double()], -1), dim=0, return_inverse=True)
         count = int(group.max()) + 1
         if count == len(self):
             return self
@@ -186,14 +177,46 @@ class Measure:
         points = self.points[first]
         if tol > 0:
             offset = (self.points - points[group]).double() * self.mass[:, None]
-            points = points + (torch.zeros_like(points, dtype=torch.float64).index_add_(0, group, offset) / mass[:, None]).to(
-                points
-            )
+            centre = torch.zeros_like(points, dtype=torch.float64).index_add_(0, group, offset) / mass[:, None]
+            points = points + centre.to(points)
         return Measure(points, mass, None if self.positions is None else self.positions[first])
 
     def __repr__(self) -> str:
         where = "" if self.positions is None else ", with positions"
         return f"Measure({len(self)} atoms in R^{self.width}{where})"
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Gaussian:
+    """The normal law of this mean and covariance, kept in float64. The covariance may be singular."""
+
+    mean: Float[Tensor, " d"]
+    cov: Float[Tensor, "d d"]
+
+    def __post_init__(self):
+        mean, cov = self.mean, self.cov
+        check_tensor(mean, "mean", ("d",), "give one number per dimension")
+        check_tensor(cov, "covariance", (len(mean), len(mean)), "match it to the mean")
+        mean, cov = mean.detach().double(), cov.detach().double()
+        size = float(cov.abs().max())
+        if float((cov - cov.mT).abs().max()) > 1e-6 * size or float(torch.linalg.eigvalsh(cov)[0]) < -1e-6 * size:
+            raise BadInputError("expected a symmetric positive semi-definite covariance, got one that is not; symmetrise it")
+        object.__setattr__(self, "mean", mean)
+        object.__setattr__(self, "cov", (cov + cov.mT) / 2)
+
+    def __repr__(self) -> str:
+        return f"Gaussian(in R^{len(self.mean)})"
+
+    def sample(self, n: int, seed: int = 0) -> Float[Tensor, "n d"]:
+        """`n` independent points."""
+        noise = torch.randn(n, len(self.mean), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return self.mean + noise.to(self.mean.device) @ self.root()
+
+    def root(self) -> Float[Tensor, "d d"]:
+        """The symmetric square root of the covariance."""
+        values, vectors = torch.linalg.eigh(self.cov)
+        return (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
 
 
 def _linked(mu: Measure, tol: float) -> Int[Tensor, " m"]:
@@ -211,29 +234,15 @@ def _linked(mu: Measure, tol: float) -> Int[Tensor, " m"]:
     return torch.as_tensor(connected_components(graph, directed=False)[1]).long()
 
 
-def _check_points(points: Tensor) -> None:
-    if not isinstance(points, Tensor) or not points.is_floating_point() or points.ndim != 2:
-        got = described(points)
-        raise BadInputError(f"expected points as a floating-point tensor (atoms, d), got {got}; give one atom per row")
-    if points.numel() == 0:
-        raise BadInputError(
-            f"expected at least one atom, got points of shape {tuple(points.shape)}; a measure has mass somewhere"
-        )
-    check_finite(points, "points")
-
-
 def _per_atom(t: Tensor, what: str, m: int, device: torch.device) -> Float[Tensor, " m"]:
     """One number per atom, float64."""
-    if not isinstance(t, Tensor) or not t.is_floating_point() or tuple(t.shape) != (m,):
-        got = described(t)
-        raise BadInputError(f"expected floating-point {what}s of shape ({m},), got {got}; give one {what} per atom")
+    check_tensor(t, f"{what}s", (m,), f"give one {what} per atom")
     return t.detach().to(device, torch.float64)
 
 
 def _mass(weights: Tensor, m: int, device: torch.device) -> Float[Tensor, " m"]:
     """Weights checked and normalised to the last bit."""
     mass = _per_atom(weights, "weight", m, device)
-    check_finite(mass, "weights")
     if bool((mass < 0).any()):
         raise BadInputError(
             f"expected weights of 0 or more, got {int((mass < 0).sum())} negative ones, the least {float(mass.min()):g}; "
@@ -254,7 +263,5 @@ def _check_positions(positions: Tensor, m: int, device: torch.device) -> Float[T
     s = _per_atom(positions, "position", m, device)
     outside = int((~((s >= 0) & (s <= 1))).sum())
     if outside:
-        raise BadInputError(
-            f"expected positions in [0, 1], got {outside} outside it or NaN; divide token indices by their number"
-        )
+        raise BadInputError(f"expected positions in [0, 1], got {outside} outside it; divide token indices by their number")
     return s

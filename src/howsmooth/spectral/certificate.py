@@ -5,6 +5,7 @@ Ritz values `θ_1 ≥ … ≥ θ_k` and off-diagonals `β_1 … β_k`. Proofs: d
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -28,10 +29,7 @@ def log_rarity(starts: Float[Tensor, " batch"], size: int, delta: float) -> Floa
     True
     """
     low, high = torch.zeros_like(starts), 2 * starts - 4 * math.log(delta)
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        likely = torch.special.gammaincc(starts, middle) > delta
-        low, high = torch.where(likely, middle, low), torch.where(likely, high, middle)
+    high = _bisect(low, high, lambda at: torch.special.gammaincc(starts, at) <= delta)
     return high + starts * (0.5 * math.log(2 * size / math.pi))
 
 
@@ -56,8 +54,13 @@ def upper_end(
     # bisect on s = log(λ − θ_1): every factor of the product is at least e^s/β_i, so the root is below `high`
     high = (beta.log().sum(-1) + rarity) / ritz.shape[-1]
     low = (top.abs().clamp_min(torch.finfo(top.dtype).tiny) * torch.finfo(top.dtype).eps).log().minimum(high - 1)
+    return top + _bisect(low, high, lambda at: log_growth(top + at.exp(), ritz, beta) >= rarity).exp()
+
+
+def _bisect(low: Tensor, high: Tensor, above: Callable[[Tensor], Tensor]) -> Tensor:
+    """From above, where a condition begins to hold: sixty halvings, past the last bit."""
     for _ in range(60):
         middle = 0.5 * (low + high)
-        above = log_growth(top + middle.exp(), ritz, beta) >= rarity
-        high, low = torch.where(above, middle, high), torch.where(above, low, middle)
-    return top + high.exp()
+        past = above(middle)
+        low, high = torch.where(past, low, middle), torch.where(past, middle, high)
+    return high

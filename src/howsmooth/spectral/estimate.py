@@ -1,8 +1,7 @@
 """What a solver hands back, and the answer made of it: a two-sided estimate of a Jacobian's norm."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, final, overload
+from typing import Any, Literal, Protocol, SupportsIndex, final, overload
 
 import torch
 from jaxtyping import Float
@@ -101,24 +100,15 @@ class Estimate:
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class Estimates(Sequence[Estimate]):
+class Estimates(tuple[Estimate, ...]):
     """One `Estimate` per input of a batch, in order, with the numbers also as tensors."""
 
-    items: tuple[Estimate, ...]
-
     @overload
-    def __getitem__(self, index: int) -> Estimate: ...
+    def __getitem__(self, index: SupportsIndex) -> Estimate: ...
     @overload
     def __getitem__(self, index: slice) -> "Estimates": ...
-    def __getitem__(self, index: int | slice) -> "Estimate | Estimates":
-        return Estimates(self.items[index]) if isinstance(index, slice) else self.items[index]
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __iter__(self) -> Iterator[Estimate]:
-        return iter(self.items)
+    def __getitem__(self, index: SupportsIndex | slice) -> "Estimate | Estimates":
+        return Estimates(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
 
     @property
     def value(self) -> Float[Tensor, " batch"]:
@@ -126,33 +116,33 @@ class Estimates(Sequence[Estimate]):
 
     @property
     def lower(self) -> Float[Tensor, " batch"]:
-        return torch.tensor([e.lower for e in self.items], dtype=torch.float64)
+        return torch.tensor([e.lower for e in self], dtype=torch.float64)
 
     @property
     def upper(self) -> Float[Tensor, " batch"]:
-        return torch.tensor([e.upper for e in self.items], dtype=torch.float64)
+        return torch.tensor([e.upper for e in self], dtype=torch.float64)
 
     @property
     def confidence(self) -> Float[Tensor, " batch"]:
-        return torch.tensor([e.confidence for e in self.items], dtype=torch.float64)
+        return torch.tensor([e.confidence for e in self], dtype=torch.float64)
 
     @property
     def status(self) -> tuple[Status, ...]:
-        return tuple(e.status for e in self.items)
+        return tuple(e.status for e in self)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        return tuple(e.steps for e in self.items)
+        return tuple(e.steps for e in self)
 
     @property
     def direction(self) -> Float[Tensor, "batch ..."]:
-        return torch.stack([e.direction for e in self.items])
+        return torch.stack([e.direction for e in self])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, one list entry per input."""
-        return {"items": [e.to_dict() for e in self.items]}
+        return {"items": [e.to_dict() for e in self]}
 
     def __str__(self) -> str:
-        return "\n".join(str(e) for e in self.items)
+        return "\n".join(str(e) for e in self)
 
     __repr__ = __str__

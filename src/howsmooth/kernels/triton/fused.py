@@ -8,12 +8,11 @@ from typing import final
 
 import torch
 import triton
-from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.base import FINER, Precision, Scores, SoftmaxAttention, bound_logits, check_heads
-from howsmooth.kernels.blocked import Blocked
+from howsmooth.kernels.base import Keys, Outputs, Precision, Queries, Scores, SoftmaxAttention, Values
+from howsmooth.kernels.tiled import Blocked
 from howsmooth.kernels.triton import blocks, forward, jvp, operands, vjp
 from howsmooth.kernels.triton.operands import ROWS, TOP, Operand, pack, padded_length, padded_width, power
 
@@ -21,6 +20,7 @@ WIDEST = 256
 _HEAVY = 2**32  # visible logits past which float64 costs more than all other products
 SHIFT = 14  # weights are kept as 2¹⁴ P, so that half precision reaches down to 2⁻³⁸
 _LONG = 2**15
+_FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
 _SAMPLE = 8  # the error of products is measured on every eighth block of rows
 
 
@@ -37,28 +37,16 @@ class Fused(SoftmaxAttention):
     products, the rest in one; `strict`, three products everywhere, as exact as float32.
     """
 
-    def __init__(
-        self,
-        q: Float[Tensor, "batch heads n d"],
-        k: Float[Tensor, "batch kv_heads m d"],
-        v: Float[Tensor, "batch kv_heads m d_v"],
-        scores: Scores,
-        precision: Precision = "half",
-    ):
-        batch, heads, n, d = q.shape
-        kv_heads, m = k.shape[1:3]
-        check_heads(heads, kv_heads)
-        scores.mask.check(batch, heads, n, m)
+    def __init__(self, q: Queries, k: Keys, v: Values, scores: Scores, precision: Precision = "half"):
         if scores.mask.ends is not None:
             raise BadInputError("expected a mask by order for the fused kernels, got one by positions; use kernel='blocked'")
-        self._inputs = (q, k, v)
+        super().__init__(q, k, v, scores, torch.float32)
+        batch, heads, n, d = q.shape
+        kv_heads, m = k.shape[1:3]
         self.precision: Precision = precision
-        self.scores = replace(scores, mask=scores.mask.to(q.device, torch.float32))
-        self.largest_logit = bound_logits(q.float(), k.float(), scores.scale)
         self._shape = (batch, heads, kv_heads, n, m, d, v.shape[-1])
         self._passes = 3 if precision == "strict" else 1
         self._s_passes = 1 if precision == "half" else 3
-        self._bias = _bias(self.scores, batch, heads, n, m)
         # one scale per tensor; the queries carry the logits' scale
         tau = scores.scale
         entries = [torch.linalg.vector_norm(t, torch.inf, dtype=torch.float32) for t in (q, k, v)]
@@ -72,6 +60,17 @@ class Fused(SoftmaxAttention):
         self._q = self._pack(q[None], tau * self._s_q, self._s_passes)
         self._k = self._pack(k[None], self._s_k, self._s_passes)
         self._v = self._pack(v[None], self._s_v, 3)
+        bias = _bias(self.scores, batch, heads, n, m)
+        # over items, heads and rows; without a bias another tensor stands in its place, never read
+        self._bias, self._strides = (self._q.hi, (0, 0, 0)) if bias is None else (bias, bias.stride()[:3])
+        self._options = {
+            "D": self._q.hi.shape[-1],
+            "DV": self._v.hi.shape[-1],
+            "CAUSAL": scores.mask.causal,
+            "WINDOW": scores.mask.window is not None,
+            "BIAS": bias is not None,
+            "CAP": scores.softcap is not None,
+        }
         self._o, self._lse = self._forward(step=1)
 
     def _pack(self, t: Tensor, scale: float, passes: int) -> Operand:
@@ -81,26 +80,20 @@ class Fused(SoftmaxAttention):
     def output(self):
         return self._o
 
-    @property
-    def logsumexp(self):
-        batch, heads, _, n = self._shape[:4]
-        lse = self._lse[:, :n].unflatten(0, (batch, heads))
-        return torch.where(lse == torch.inf, -torch.inf, lse * 0.6931471805599453)
-
     def tiled(self) -> Blocked:
-        q, k, v = (t.float() for t in self._inputs)
+        q, k, v = (t.float() for t in self.inputs)
         return Blocked(q, k, v, self.scores)
 
     def select(self, items: Tensor) -> "Fused":
-        q, k, v = (t[items] for t in self._inputs)
+        q, k, v = (t[items] for t in self.inputs)
         return Fused(q, k, v, replace(self.scores, mask=self.scores.mask.select(items)), self.precision)
 
     @property
     def finer(self) -> Precision | None:
-        return FINER.get(self.precision)
+        return _FINER.get(self.precision)
 
     def refined(self) -> "Fused | None":
-        return None if self.finer is None else Fused(*self._inputs, self.scores, self.finer)
+        return None if self.finer is None else Fused(*self.inputs, self.scores, self.finer)
 
     @property
     def heavy(self) -> bool:
@@ -117,55 +110,28 @@ class Fused(SoftmaxAttention):
             return torch.finfo(torch.float32).eps * (128 + 2 * self.largest_logit)
         random = torch.Generator(self._o.device).manual_seed(0)
         tangent = [
-            torch.randn(1, *t.shape, generator=random, device=t.device) * t.float().square().mean().sqrt() for t in self._inputs
+            torch.randn(1, *t.shape, generator=random, device=t.device) * t.float().square().mean().sqrt() for t in self.inputs
         ]
         strict = copy.copy(self)
         strict.precision, strict._passes, strict._s_passes = "strict", 3, 3
-        q, k, _ = self._inputs
+        q, k, _ = self.inputs
         strict._q = self._pack(q[None], self.scores.scale * self._s_q, 3)
         strict._k = self._pack(k[None], self._s_k, 3)
         strict._o, strict._lse = strict._forward(step=_SAMPLE)
-        coarse, true = (f._jvp(*tangent, step=_SAMPLE).flatten(1) for f in (self, strict))
+        coarse, true = (f.jvp(*tangent, step=_SAMPLE).flatten(1) for f in (self, strict))
         size = true.norm()
         return float((coarse - true).norm() / size) if bool(size > 0) else 0.0
-
-    def jvp(self, dq, dk, dv):
-        return self._jvp(dq, dk, dv, step=1)
-
-    def vjp(self, g):
-        return self._vjp(g)
 
     def attention_received(self):
         batch, heads, kv_heads, n, m, _, d_v = self._shape
         g = torch.zeros(1, batch, heads, n, d_v, device=self._o.device)
         g[..., 0] = 1.0
-        return self._vjp(g, columns_only=True)[2][0, ..., 0].sum(1) / heads
+        return self.vjp(g, columns_only=True)[2][0, ..., 0].sum(1) / heads
 
     @property
     def _promote(self) -> bool:
         """Whether sums are taken out of the matrix units block by block: they shrink by 2⁻²⁴ for every sixteen terms."""
         return self._passes == 3 or max(self._shape[3:5]) > _LONG
-
-    def logit_range(self):
-        return self.tiled().logit_range()
-
-    def _options(self) -> dict:
-        mask = self.scores.mask
-        return {
-            "D": self._q.hi.shape[-1],
-            "DV": self._v.hi.shape[-1],
-            "CAUSAL": mask.causal,
-            "WINDOW": mask.window is not None,
-            "BIAS": self._bias is not None,
-            "CAP": self.scores.softcap is not None,
-        }
-
-    def _masking(self) -> tuple[Tensor, tuple[int, int, int]]:
-        """The bias and its strides over items, heads and rows."""
-        if self._bias is None:
-            return self._q.hi, (0, 0, 0)  # never read
-        s = self._bias.stride()
-        return self._bias, (s[0], s[1], s[2])
 
     def _blocks(self, kernel: blocks.Name, two: bool = False) -> blocks.Blocks:
         width = max(self._q.hi.shape[-1], self._v.hi.shape[-1])
@@ -178,18 +144,18 @@ class Fused(SoftmaxAttention):
         out = torch.empty(batch, n, heads, d_v, device=device).transpose(1, 2)
         lse = torch.empty(batch * heads, rows, device=device)
         b = self._blocks("forward")
-        bias, strides = self._masking()
         forward.forward[(triton.cdiv(rows // ROWS, step) * (ROWS // b.rows), batch * heads)](
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, bias, out, lse,
+            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, self._bias, out, lse,
             n, m, rows, cols, heads, heads // kv_heads, d_v, self.scores.mask.window or 0,
             1 / (self._s_q * self._s_k), 1 / self._s_v, self.scores.softcap or 1.0, 1.0,
-            *strides, *out.stride()[:3],
-            BM=b.rows, BN=b.cols, STEP=step, S_PASSES=self._s_passes, **self._options(),
+            *self._strides, *out.stride()[:3],
+            BM=b.rows, BN=b.cols, STEP=step, S_PASSES=self._s_passes, **self._options,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out, lse
 
-    def _jvp(self, dq: Tensor, dk: Tensor, dv: Tensor, step: int) -> Tensor:
+    def jvp(self, dq: Queries, dk: Keys, dv: Values, *, step: int = 1) -> Outputs:
+        """step: one block of rows in so many, the others are zero."""
         batch, heads, kv_heads, n, m, _, d_v = self._shape
         probes = dq.shape[0]
         rows, cols = padded_length(n), padded_length(m)
@@ -206,20 +172,20 @@ class Fused(SoftmaxAttention):
             out.zero_()
         two = probes % 2 == 0 and self._passes == 1
         b = self._blocks("jvp", two)
-        bias, strides = self._masking()
         jvp.jvp[(triton.cdiv(rows // ROWS, step) * (ROWS // b.rows), batch * heads, probes // 2 if two else probes)](
             self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
-            p_dq.hi, p_dq.lo, p_dk.hi, p_dk.lo, p_dv.hi, p_dv.lo, bias, self._lse, self._o, undo, out,
+            p_dq.hi, p_dq.lo, p_dk.hi, p_dk.lo, p_dv.hi, p_dv.lo, self._bias, self._lse, self._o, undo, out,
             n, m, rows, cols, batch, heads, heads // kv_heads, d_v, self.scores.mask.window or 0,
             1 / (self._s_q * self._s_k), self.scores.softcap or 1.0, 1.0,
-            *strides, *self._o.stride()[:3], *out.stride()[:4],
+            *self._strides, *self._o.stride()[:3], *out.stride()[:4],
             BM=b.rows, BN=b.cols, STEP=step, PASSES=self._passes, S_PASSES=self._s_passes, TWO=two,
-            PROMOTE=self._promote, **self._options(),
+            PROMOTE=self._promote, **self._options,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
 
-    def _vjp(self, g: Tensor, columns_only: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def vjp(self, g: Outputs, *, columns_only: bool = False) -> tuple[Queries, Keys, Values]:
+        """columns_only: only `dk` and `dv` are made; `dq` is left as it came from memory."""
         batch, heads, kv_heads, n, m, d, d_v = self._shape
         probes = g.shape[0]
         rows, cols = padded_length(n), padded_length(m)
@@ -235,23 +201,23 @@ class Fused(SoftmaxAttention):
         dk = torch.empty(probes, batch, m, kv_heads, d, device=g.device).transpose(2, 3)
         dv = torch.empty(probes, batch, m, kv_heads, d_v, device=g.device).transpose(2, 3)
         two = probes % 2 == 0 and self._passes == 1
-        bias, strides = self._masking()
         inputs = (
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, p_g.hi, p_g.lo, bias, self._lse, delta, undo
+            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
+            p_g.hi, p_g.lo, self._bias, self._lse, delta, undo,
         )  # fmt: skip
         sizes = (n, m, rows, cols, batch, heads, heads // kv_heads)
         logits = (self.scores.mask.window or 0, 1 / (self._s_q * self._s_k), self._kappa_vjp, self.scores.softcap or 1.0, 1.0)
-        options = {"PASSES": self._passes, "S_PASSES": self._s_passes, "TWO": two, "PROMOTE": self._promote, **self._options()}
+        options = {"PASSES": self._passes, "S_PASSES": self._s_passes, "TWO": two, "PROMOTE": self._promote, **self._options}
         grid = probes // 2 if two else probes
         b = self._blocks("columns", two)
         vjp.vjp_columns[(cols // b.cols, batch * kv_heads, grid)](
-            *inputs, dk, dv, *sizes, d, d_v, *logits, *strides, *dk.stride()[:4], *dv.stride()[:4],
+            *inputs, dk, dv, *sizes, d, d_v, *logits, *self._strides, *dk.stride()[:4], *dv.stride()[:4],
             BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         if not columns_only:
             b = self._blocks("rows", two)
             vjp.vjp_rows[(rows // b.rows, batch * heads, grid)](
-                *inputs, dq, *sizes, d, *logits, *strides, *dq.stride()[:4],
+                *inputs, dq, *sizes, d, *logits, *self._strides, *dq.stride()[:4],
                 BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
             )  # fmt: skip
         return dq, dk, dv
