@@ -158,13 +158,14 @@ class AutodiffJacobian(Operator):
     again.
 
     batched: `f` treats the leading axis of `x` item by item; otherwise `x` is one input, whatever its shape.
+    checked: whether the two products fit together is tried now; `check` does it later.
 
     >>> J = AutodiffJacobian(lambda x: x**2, torch.tensor([1.0, 2.0]), batched=False)
     >>> J.jvp(torch.ones(1, 1, 2)).tolist()
     [[[2.0, 4.0]]]
     """
 
-    def __init__(self, f: Callable[[Tensor], Tensor], x: Float[Tensor, "..."], batched: bool):
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Float[Tensor, "..."], batched: bool, checked: bool = True):
         self._f, self._batched = f, batched
         with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             self._x = x.detach().clone().requires_grad_()
@@ -176,13 +177,8 @@ class AutodiffJacobian(Operator):
         self.in_shape = tuple(x.shape[1:] if batched else x.shape) or (1,)
         self.out_shape = tuple(self._y.shape[1:] if batched else self._y.shape) or (1,)
         self.dtype, self.device = x.dtype, x.device
-        if not self._consistent():
-            self._transposed = None
-            if not self._consistent():
-                raise BadFunctionError(
-                    "expected a function with derivatives in both modes, got one whose J v and Jᵀ u disagree or are missing; "
-                    "look for custom backward passes or operations without double backward"
-                )
+        if checked:
+            self.check()
         if batched and self.batch > 1 and not self.items_apart():
             raise BadFunctionError(
                 "expected a function that treats the items of the batch apart, got one that mixes them; "
@@ -193,6 +189,16 @@ class AutodiffJacobian(Operator):
     def output(self) -> Tensor:
         """`f(x)`."""
         return self._y.detach()
+
+    def check(self) -> None:
+        """Make sure that `J v` and `Jᵀ u` fit together: by forward mode where double backward loses something, or refused."""
+        if not self._consistent():
+            self._transposed = None
+            if not self._consistent():
+                raise BadFunctionError(
+                    "expected a function with derivatives in both modes, got one whose J v and Jᵀ u disagree or are missing; "
+                    "look for custom backward passes or operations without double backward"
+                )
 
     def jvp(self, v):
         probes = v.reshape(len(v), *self._x.shape)

@@ -15,13 +15,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention, attention_and_kernel
 from howsmooth.kernels.base import Precision
-from howsmooth.maps import AutodiffJacobian, Operator, inner
+from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
 from howsmooth.models.intercept import IMPLEMENTATION, Call, Intercept, implementation
 from howsmooth.models.trace import (
@@ -213,11 +212,9 @@ class Cut(Map):
 
 @final
 class CutJacobian(Operator):
-    """The Jacobian of a cut map: torch's graph with the kernels inside, the map evaluated once.
+    """The Jacobian of a cut map: torch's graph with the kernels inside, the map evaluated once, as in `AutodiffJacobian`.
 
-    `Jᵀu` is a backward pass, `Jv` the backward pass of that, as in `AutodiffJacobian`. Whether the two fit together is read off
-    the first product with `JᵀJ`, which needs both; where they do not, `AutodiffJacobian` finds another way or says that there
-    is none.
+    Whether its two products fit together is read off the first one with `JᵀJ`, which needs both.
     """
 
     def __init__(
@@ -227,28 +224,11 @@ class CutJacobian(Operator):
         kernels: list[SoftmaxAttention],
         refine: "Callable[[], CutJacobian | None]" = lambda: None,
     ):
-        self._f, self.kernels, self._refine = f, kernels, refine
-        self.batch, self.in_shape, self.dtype, self.device = 1, tuple(x.shape[1:]), x.dtype, x.device
-        self._checked: AutodiffJacobian | None = None
-        if x.numel() <= _SMALL:  # decomposed whole, so no product with JᵀJ would come
-            self._checked = AutodiffJacobian(f, x, batched=True)
-            self.output = self._checked.output
-        else:
-            with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                self._x = x.detach().clone().requires_grad_()
-                self._y = f(self._x)
-            self.output = self._y.detach()
-            self._trusted = False
-        self.out_shape = tuple(self.output.shape[1:])
-        if not bool(self.output.isfinite().all()):
-            raise BadInputError(f"expected outputs within the range of {x.dtype}, got NaN or infinity; use dtype=torch.float64")
-
-    @functools.cached_property
-    def _second(self) -> tuple[Tensor, Tensor]:
-        """`u ↦ Jᵀu` as a graph: its argument and its value."""
-        with torch.inference_mode(False), torch.enable_grad():
-            u = torch.zeros_like(self._y, requires_grad=True)
-            return u, torch.autograd.grad(self._y, self._x, u, create_graph=True, materialize_grads=True)[0]
+        small = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come
+        self._graph, self._trusted = AutodiffJacobian(f, x, batched=True, checked=small), small
+        self.kernels, self.refined, self.output = kernels, refine, self._graph.output
+        self.batch, self.in_shape, self.out_shape = 1, self._graph.in_shape, self._graph.out_shape
+        self.dtype, self.device = x.dtype, x.device
 
     @property
     def noise(self) -> float:
@@ -259,38 +239,27 @@ class CutJacobian(Operator):
     def heavy(self) -> bool:
         return any(k.heavy for k in self.kernels)
 
-    def refined(self):
-        return self._refine()
-
     def jvp(self, v):
-        if self._checked is not None:
-            return self._checked.jvp(v)
-        u, transposed = self._second
-        probes = v[:, 0].reshape(len(v), *self._x.shape)
-        return torch.stack([torch.autograd.grad(transposed, u, p, True, materialize_grads=True)[0] for p in probes])
+        return self._graph.jvp(v)
 
     def vjp(self, u):
-        if self._checked is not None:
-            return self._checked.vjp(u)
-        probes = u[:, 0].reshape(len(u), *self._y.shape)
-        return torch.stack([torch.autograd.grad(self._y, self._x, p, True, materialize_grads=True)[0] for p in probes])
+        return self._graph.vjp(u)
 
     def gram(self, v):
-        if self._checked is None and not self._trusted:
+        if not self._trusted:
+            self._trusted = True
             try:
-                image = self.jvp(v)
-                product = self.vjp(image)
+                product, energy = super().gram(v)
+                if self._fits(v, product, energy):
+                    return product, energy
             except RuntimeError:
-                image = product = None
-            if image is not None and product is not None and self._fits(v, image, product):
-                self._trusted = True
-                return product, inner(image, image)
-            self._checked = AutodiffJacobian(self._f, self._x.detach(), batched=True)
+                pass
+            self._graph.check()
         return super().gram(v)
 
-    def _fits(self, v: Tensor, image: Tensor, product: Tensor) -> bool:
+    def _fits(self, v: Tensor, product: Tensor, energy: Tensor) -> bool:
         """`|J v|² = ⟨v, JᵀJ v⟩`."""
-        left, right = image.double().square().sum(), (v.double() * product.double()).sum()
+        left, right = energy.double().diagonal(dim1=1, dim2=2).sum(), (v.double() * product.double()).sum()
         return bool((left - right).abs() <= min(1e3 * self.noise, 0.02) * left) or not bool(left.isfinite())
 
 
