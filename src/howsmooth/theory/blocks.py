@@ -23,7 +23,7 @@ _FEATURES = 2**23  # products of values and keys kept at once
 _DENSE = 256  # widths up to which every block is decomposed
 _NUMBERS = 2**21  # entries of blocks worked on at once
 _BASIS = 256  # vectors kept for a block that goes through products
-_WIDTH = 0.02  # interval asked for where blocks are too wide to decompose
+_WIDTH, _DELTA = 0.02, 1e-6  # where blocks are too wide to decompose: the interval asked for, and how likely one is missed
 _ROUNDINGS = 16  # units of rounding per square root of the number of terms in a sum
 
 
@@ -39,11 +39,10 @@ class BlockNorms(NamedTuple):
 
 
 @torch.no_grad()
-def block_norms(operator: Operator, above: float = 0.0, delta: float = 1e-6) -> BlockNorms:
+def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
     """The norms of all blocks of a linearised map, from below and from above.
 
-    Blocks of width up to 256 are decomposed, so both ends are exact to rounding; wider ones go through products, and all
-    upper ends hold together with probability `1 − delta`.
+    Blocks of width up to 256 are decomposed, so both ends are exact to rounding; wider ones go through products.
     above: tokens whose cheap bound (Proposition 5.6) is not larger are left at `[0, that bound]`.
     """
     sizes = block_sizes(operator)
@@ -66,13 +65,12 @@ def block_norms(operator: Operator, above: float = 0.0, delta: float = 1e-6) -> 
                 raise NoConvergenceError("expected finite splitting blocks, got NaN or infinity; rescale the map")
             low = high = spectral_norm(matrices).unflatten(0, (batch, -1))
         else:
-            solutions = GolubKahan(delta=delta / (batch * n)).solve(blocks, 0.1 * _WIDTH, _WIDTH, 0)
-            low = size.new_tensor([s.value for s in solutions]).unflatten(0, (batch, -1))
-            high = size.new_tensor([s.upper for s in solutions]).unflatten(0, (batch, -1))
+            solutions = GolubKahan(delta=_DELTA / (batch * n)).solve(blocks, 0.1 * _WIDTH, _WIDTH, 0)
+            low, high = size.new_tensor([(s.value, s.upper) for s in solutions]).T.unflatten(1, (batch, -1))
             used = True
         lower[:, rows] = low
         upper[:, rows] = torch.minimum(torch.maximum(high + slack, low), torch.maximum(size, low))
-    return BlockNorms(lower, upper, 1 - delta if used else 1.0)
+    return BlockNorms(lower, upper, 1 - _DELTA if used else 1.0)
 
 
 @torch.no_grad()

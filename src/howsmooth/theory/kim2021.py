@@ -10,21 +10,17 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps.base import check_finite
+from howsmooth.theory.ball import check_count
 from howsmooth.theory.bound import Bound, at_most, log_of, slack, spectral_norm
 
 
 def l2_bounds(
-    w_q: Float[Tensor, "heads k d"],
-    w_v: Float[Tensor, "heads k d"],
-    w_o: Float[Tensor, "d_out width"],
-    n: int,
+    w_q: Float[Tensor, "heads k d"], w_v: Float[Tensor, "heads k d"], w_o: Float[Tensor, "d_out width"], n: int
 ) -> list[Bound]:
     """Bounds on the Lipschitz constant of L2 multi-head attention with tied queries and keys, on the whole space.
 
     `F(X) = [f_1 … f_H] W_oᵀ`, `f_h = P_h X A_h W_vᵀ`, `A_h = W_qᵀ W_q/√k`, `P_h = softmax(−|W_q x_i − W_q x_j|²/√k)`.
     Theorem 3.17 in docs/bounds.md. The map is another one than dot-product attention, so it has a table of its own.
-
-    w_q, w_v: (heads, k, d).  w_o: (out, heads·k).  n: tokens, at least 1.
 
     >>> import torch
     >>> eye = torch.eye(2)[None]
@@ -33,8 +29,7 @@ def l2_bounds(
     >>> [(b.id, round(b.value, 1)) for b in l2_bounds(eye, eye, torch.eye(2), n=1024)]
     [('K2', 424.5), ('K3', 79.2)]
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadInputError(f"expected a whole number of tokens, at least one token, got n = {n!r}; count the tokens")
+    check_count(n)
     if w_q.ndim != 3 or w_v.shape != w_q.shape or w_o.ndim != 2 or w_o.shape[-1] != w_q.shape[0] * w_q.shape[1]:
         raise BadInputError(
             f"expected w_q and w_v of one shape (heads, k, d) and w_o of shape (out, heads·k), "

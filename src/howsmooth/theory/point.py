@@ -35,10 +35,7 @@ def point_bounds(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     >>> round(point_bounds(attn, torch.zeros(3, 2))[-1].value, 4)
     1.0
     """
-    check_tokens(x)
-    check_finite(x, "tokens")
-    if x.ndim != 2:
-        raise BadInputError(f"expected tokens of shape (n, d), got {tuple(x.shape)}; pass one input at a time")
+    x = one_sequence(x)
     operator = attn.linearize(attn.prepare(x)[None])[1]
     assert isinstance(operator, AttentionJacobian)
     forms = trace_forms(operator)
@@ -48,13 +45,18 @@ def point_bounds(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
         ("D6", "coupled heads", forms.coupled, "the parts of D3, heads through the input and output directions they share"),
         ("D", "best at a point", forms.best, "min(D3, D5, D6)"),
     ]
-    return [
-        yudin_bound(attn, x),
-        *(
-            at_most(id, f"{name}, trace form", statement, _SOURCE, _ASSUMES, log_of(float(value)))
-            for id, name, value, statement in rows
-        ),
+    return [yudin_bound(attn, x)] + [
+        at_most(id, name, statement, _SOURCE, _ASSUMES, log_of(float(value))) for id, name, value, statement in rows
     ]
+
+
+def one_sequence(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    """Tokens of one input, checked, without a graph."""
+    check_tokens(x)
+    check_finite(x, "tokens")
+    if x.ndim != 2:
+        raise BadInputError(f"expected one input of shape (n, d), got {tuple(x.shape)}; pass one at a time")
+    return x.detach()
 
 
 @torch.no_grad()
