@@ -184,4 +184,4 @@ def worst_case(
     space = Ball(radius) if radius is not None else within
     if not isinstance(space, TokenSet):
         raise BadInputError(f"expected a Ball, Ellipsoid or BallAround, got {type(space).__name__}; import them from howsmooth")
-    return find_worst(f, space, n, steps=steps, restarts=restarts, certify=certify, seed=seed)
+    return find_worst(f, space, n, steps, restarts, certify, seed)

@@ -26,6 +26,7 @@ from howsmooth.maps import Attention, Weighted
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_width
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate, GolubKahan
+from howsmooth.theory.ball import check_count
 
 _MEASURED = 4  # candidates, best by their two places, that are measured at full length
 _REAL = 1e-9  # an eigenvalue is real if its imaginary part is this small beside the largest one: rounding of a float64 solver
@@ -184,14 +185,11 @@ def _space(attn: Attention, n: int, within: TokenSet | float) -> TokenSet:
     return space
 
 
-def check_layer(attn: Attention, n: int) -> None:
+def check_layer(attn: Attention, n: int | None) -> None:
     """Refuse what is no layer on `n` tokens."""
     if not isinstance(attn, Attention):
-        raise BadInputError(
-            f"expected an Attention layer, got {type(attn).__name__}; configurations are built from its weights"
-        )
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
+        raise BadInputError(f"expected an Attention layer, got {type(attn).__name__}; configurations need its weights")
+    check_count(n)
     if attn.attention_mask is not None:
         raise BadInputError("expected a layer without padding, got an attention_mask; count real tokens only and leave it out")
     if attn.bias is not None and (attn.bias.shape[0] != 1 or attn.bias.shape[3] != n or attn.bias.shape[2] not in (1, n)):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm
-from howsmooth.maps.base import check_finite, check_tokens
 from howsmooth.theory.constants import norm_radius
+from howsmooth.theory.point import one_sequence
 
 _EDGE = 1e-6  # coordinates this close to the boundary, relatively, are on it
 
@@ -42,18 +42,45 @@ class TokenSet(ABC):
     def tangent(self, z: Float[Tensor, "batch n d"], g: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
         """`g` without what would leave the set at `z` to first order."""
 
-    @abstractmethod
     def tokens(self, z: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
-        """The tokens at `z`, differentiable."""
+        """The tokens at `z`, differentiable; by default `z` itself."""
+        return z
 
     @abstractmethod
     def sample(self, count: int, n: int, d: int, random: torch.Generator) -> Float[Tensor, "count n d"]:
         """Random coordinates in the set, float64."""
 
 
+class _Round(TokenSet):
+    """All that is at most `radius` away from a centre; `_axes`: over which lengths are taken."""
+
+    radius: float
+    _axes: tuple[int, ...]
+
+    def _centre(self, z: Tensor) -> Tensor | float:
+        return 0.0
+
+    @property
+    def size(self) -> float:
+        return float(self.radius)
+
+    def project(self, z):
+        centre = self._centre(z)
+        inside = self.radius * (1 - 4 * torch.finfo(z.dtype).eps)
+        length = torch.linalg.vector_norm(z - centre, dim=self._axes, keepdim=True)
+        nearest = centre + (z - centre) * (inside / length.clamp_min(torch.finfo(z.dtype).tiny))
+        return torch.where(length > inside, nearest, z)
+
+    def tangent(self, z, g):
+        step = z - self._centre(z)
+        square, outward = (step * step).sum(self._axes, keepdim=True), (step * g).sum(self._axes, keepdim=True)
+        leaves = (square >= (self.radius * (1 - _EDGE)) ** 2) & (outward > 0)
+        return torch.where(leaves, g - step * (outward / square), g)
+
+
 @final
 @dataclass(frozen=True)
-class Ball(TokenSet):
+class Ball(_Round):
     """Tokens of length at most `radius`, each for itself: `B_R^n`.
 
     >>> z = Ball(1.0).project(torch.tensor([[[3.0, 4.0]]]))
@@ -62,6 +89,7 @@ class Ball(TokenSet):
     """
 
     radius: float
+    _axes = (2,)
 
     def __post_init__(self):
         check_length(self.radius, "radius")
@@ -69,23 +97,6 @@ class Ball(TokenSet):
     @property
     def reach(self) -> float:
         return float(self.radius)
-
-    @property
-    def size(self) -> float:
-        return float(self.radius)
-
-    def project(self, z):
-        inside = self.radius * (1 - 4 * torch.finfo(z.dtype).eps)
-        length = z.norm(dim=-1, keepdim=True)
-        return torch.where(length > inside, z * (inside / length.clamp_min(torch.finfo(z.dtype).tiny)), z)
-
-    def tangent(self, z, g):
-        square, outward = (z * z).sum(-1, keepdim=True), (z * g).sum(-1, keepdim=True)
-        leaves = (square >= (self.radius * (1 - _EDGE)) ** 2) & (outward > 0)
-        return torch.where(leaves, g - z * (outward / square), g)
-
-    def tokens(self, z):
-        return z
 
     def sample(self, count, n, d, random):
         """Uniform directions; half of the sequences on the sphere, half uniform in the ball."""
@@ -132,9 +143,10 @@ class Ellipsoid(TokenSet):
 
     def project(self, z):
         z = z - z.mean(-1, keepdim=True) if self._centred else z
-        length = z.norm(dim=-1, keepdim=True)
-        z = torch.where(length > 0, z, self._any_point(z))
-        return z * (math.sqrt(self.norm.width) / z.norm(dim=-1, keepdim=True))
+        anywhere = torch.zeros_like(z)  # where the centre goes: on the first channel against the last
+        anywhere[..., 0], anywhere[..., -1] = 1.0, -1.0
+        z = torch.where(z.norm(dim=-1, keepdim=True) > 0, z, anywhere)
+        return z * (self.size / z.norm(dim=-1, keepdim=True))
 
     def tangent(self, z, g):
         g = g - g.mean(-1, keepdim=True) if self._centred else g
@@ -148,16 +160,10 @@ class Ellipsoid(TokenSet):
         check_width(d, self.norm.width)
         return self.project(torch.randn(count, n, d, generator=random, dtype=torch.float64))
 
-    def _any_point(self, z: Tensor) -> Tensor:
-        """The centre projects anywhere: on the first channel against the last."""
-        point = torch.zeros_like(z)
-        point[..., 0], point[..., -1] = 1.0, -1.0
-        return point
-
 
 @final
 @dataclass(frozen=True, eq=False)
-class BallAround(TokenSet):
+class BallAround(_Round):
     """Inputs at most `radius` away from `x`, (n, d), all tokens together (Frobenius norm).
 
     >>> [round(t, 6) for t in BallAround(torch.zeros(1, 2), 1.0).project(torch.tensor([[[0.0, 7.0]]])).flatten().tolist()]
@@ -166,39 +172,18 @@ class BallAround(TokenSet):
 
     x: Float[Tensor, "n d"]
     radius: float
+    _axes = (1, 2)
 
     def __post_init__(self):
         check_length(self.radius, "radius")
-        check_tokens(self.x)
-        check_finite(self.x, "tokens")
-        if self.x.ndim != 2:
-            raise BadInputError(
-                f"expected one input (n, d) to search around, got shape {tuple(self.x.shape)}; pass one at a time"
-            )
+        one_sequence(self.x)
+
+    def _centre(self, z):
+        return self.x.detach().to(z)
 
     @property
     def reach(self) -> float:
         return float(self.x.double().norm(dim=-1).max()) + self.radius
-
-    @property
-    def size(self) -> float:
-        return float(self.radius)
-
-    def project(self, z):
-        centre = self.x.detach().to(z)
-        step = z - centre
-        inside = self.radius * (1 - 4 * torch.finfo(z.dtype).eps)
-        length = step.flatten(1).norm(dim=-1)[:, None, None]
-        return torch.where(length > inside, centre + step * (inside / length.clamp_min(torch.finfo(z.dtype).tiny)), z)
-
-    def tangent(self, z, g):
-        step = z - self.x.detach().to(z)
-        square, outward = (step * step).sum((1, 2), keepdim=True), (step * g).sum((1, 2), keepdim=True)
-        leaves = (square >= (self.radius * (1 - _EDGE)) ** 2) & (outward > 0)
-        return torch.where(leaves, g - step * (outward / square), g)
-
-    def tokens(self, z):
-        return z
 
     def sample(self, count, n, d, random):
         """Gaussian directions, on the boundary."""
@@ -211,8 +196,7 @@ class BallAround(TokenSet):
 
 def check_length(value: float, what: str) -> None:
     """Refuse a length that is not a positive finite number."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    if not good:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise BadInputError(f"expected a finite {what} > 0, got {value!r}; give it as a length in token space")
 
 

@@ -52,7 +52,8 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
     ]
 
 
-def check_count(n: int) -> None:
-    """Refuse what is not a number of tokens."""
+def check_count(n: int | None) -> int:
+    """A number of tokens, checked."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
+    return n
