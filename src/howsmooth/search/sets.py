@@ -124,14 +124,10 @@ class Ellipsoid(TokenSet):
     def __post_init__(self):
         if not isinstance(self.norm, LayerNorm | RMSNorm):
             raise BadInputError(f"expected a LayerNorm or RMSNorm, got {type(self.norm).__name__}; use Ball(radius) for a ball")
-        if self.norm.width < (3 if self._centred else 2):
+        if self.norm.width < (3 if isinstance(self.norm, LayerNorm) else 2):
             raise BadInputError(
                 f"expected a norm of more than {self.norm.width} channels, got one whose outputs are a few points; use Ball"
             )
-
-    @property
-    def _centred(self) -> bool:
-        return isinstance(self.norm, LayerNorm)
 
     @property
     def reach(self) -> float:
@@ -142,14 +138,14 @@ class Ellipsoid(TokenSet):
         return math.sqrt(self.norm.width)
 
     def project(self, z):
-        z = z - z.mean(-1, keepdim=True) if self._centred else z
+        z = self.norm.center(z)
         anywhere = torch.zeros_like(z)  # where the centre goes: on the first channel against the last
         anywhere[..., 0], anywhere[..., -1] = 1.0, -1.0
         z = torch.where(z.norm(dim=-1, keepdim=True) > 0, z, anywhere)
         return z * (self.size / z.norm(dim=-1, keepdim=True))
 
     def tangent(self, z, g):
-        g = g - g.mean(-1, keepdim=True) if self._centred else g
+        g = self.norm.center(g)
         return g - z * ((z * g).sum(-1, keepdim=True) / self.norm.width)
 
     def tokens(self, z):

@@ -16,7 +16,7 @@ from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
 from howsmooth.spectral import DenseSVD, GolubKahan
-from howsmooth.theory.bound import spectral_norm
+from howsmooth.theory.bound import ROUNDINGS, spectral_norm
 from howsmooth.theory.perron import inverse_rows
 
 _FEATURES = 2**23  # products of values and keys kept at once
@@ -24,7 +24,6 @@ _DENSE = 256  # widths up to which every block is decomposed
 _NUMBERS = 2**21  # entries of blocks worked on at once
 _BASIS = 256  # vectors kept for a block that goes through products
 _WIDTH, _DELTA = 0.02, 1e-6  # where blocks are too wide to decompose: the interval asked for, and how likely one is missed
-_ROUNDINGS = 16  # units of rounding per square root of the number of terms in a sum
 
 
 class BlockNorms(NamedTuple):
@@ -58,7 +57,7 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
         if bool((size <= above).all()):
             continue
         blocks = splitting_blocks(operator, rows)
-        slack = (_ROUNDINGS * torch.finfo(operator.dtype).eps * (d + n) ** 0.5 + operator.noise) * sizes.terms[:, rows]
+        slack = (ROUNDINGS * torch.finfo(operator.dtype).eps * (d + n) ** 0.5 + operator.noise) * sizes.terms[:, rows]
         if dense:
             matrices = blocks.dense().double()
             if not bool(matrices.isfinite().all()):
@@ -188,7 +187,7 @@ def _spreads(operator: AttentionJacobian) -> BlockSizes:
     o = o.double()
     # Σ Q |v − o|² = Σ Q |v|² − 2 o·Σ Q v + |o|² Σ Q, with what rounding may hide of it
     near = moments[..., 0] - 2 * (o * moments[..., 2:]).sum(-1) + o.square().sum(-1) * total
-    noise = _ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(layer.width + m)
+    noise = ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(layer.width + m)
     far = (moments[..., 0].sqrt() + o.norm(dim=-1) * total.sqrt()).square()
     near = near.clamp_min(0) + noise * far
     w = layer.by_head()

@@ -20,6 +20,8 @@ Side = Literal["upper", "lower"]
 
 # Relative slack that covers the rounding of the few dozen float64 operations behind a bound.
 _OUTWARD = 1e-12
+# Units of rounding per square root of the number of terms, in what is summed up at a token (docs/point-bounds.md 4.9).
+ROUNDINGS = 16
 
 
 @final

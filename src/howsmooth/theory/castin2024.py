@@ -30,12 +30,11 @@ def upper(layer: Constants, n: int, radius: float) -> Bound:
 
 def lower(layer: Constants, n: int, radius: float) -> Bound:
     """B2: what one token among equal ones does."""
-    gamma = _gamma(layer)
-    if isinstance(gamma, float):
-        alone = "one token has no other to attend to"
-        answer = alone if n < 2 else 0.5 * math.log(n - 1) - log_add(0.0, math.log(n - 1) - 2 * radius**2 * gamma)
-    else:
-        answer = gamma
+    answer = _gamma(layer)
+    if isinstance(answer, float) and n < 2:
+        answer = "one token has no other to attend to"
+    elif isinstance(answer, float):
+        answer = 0.5 * math.log(n - 1) - log_add(0.0, math.log(n - 1) - 2 * radius**2 * answer)
     return at_least(
         "B2",
         "√n from below",

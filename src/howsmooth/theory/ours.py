@@ -44,9 +44,9 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
     reason = reason or layer.unbounded(radius) or (_hidden_keys(layer) if n is None else None)
     cap = math.log(_seen_by(layer, n))
     return at_most(
-        "B8" if n is not None else "B8m",
-        "bounded logits" if n is not None else "bounded logits, mean field",
-        "Lip ≤ ‖V‖[" + ("min(√n, e^{‖A‖R²})" if n is not None else "e^{‖A‖R²}") + "(1 + ‖A‖²R⁴)^½ + ‖A‖R²]",
+        "B8m" if n is None else "B8",
+        "bounded logits, mean field" if n is None else "bounded logits",
+        f"Lip ≤ ‖V‖[{'e^{‖A‖R²}' if n is None else 'min(√n, e^{‖A‖R²})'}(1 + ‖A‖²R⁴)^½ + ‖A‖R²]",
         f"{SOURCE} Corollary 3.6",
         f"not causal; {_LAYER}",
         reason or _by_columns(layer, radius, lambda h: min(cap, layer.log_spread(h, radius) + math.log(ratio))),
@@ -58,13 +58,18 @@ def causal(layer: Constants, n: int, radius: float) -> Bound:
     """B9: under a causal mask `P_ij ≤ E/i`, which bounds the sums of columns (Corollary 3.7)."""
     reason = layer.unbounded(radius) if layer.layer.causal else "for causal attention"
     seen = math.log(_seen_by(layer, n))
+
+    def column(h: int) -> float:
+        log_e = layer.log_spread(h, radius)
+        return seen if log_e >= seen else min(seen, log_e + math.log1p(seen - log_e))
+
     return at_most(
         "B9",
         "causal",
         "Lip ≤ ‖V‖[(E(1 + log⁺(n/E)))^½(1 + ‖A‖²R⁴)^½ + ‖A‖R²], E = e^{2‖A‖R²}; a window w puts min(n, w) for n",
         f"{SOURCE} Corollary 3.7",
         f"causal; {_LAYER}",
-        reason or _by_columns(layer, radius, lambda h: _harmonic(layer.log_spread(h, radius), seen)),
+        reason or _by_columns(layer, radius, column),
     )
 
 
@@ -271,11 +276,6 @@ def _by_heads(layer: Constants, radius: float, first_term: Callable[[int], float
     return top + log_of(least)
 
 
-def _harmonic(log_e: float, log_n: float) -> float:
-    """log of `E(1 + log⁺(n/E))`, at most log n."""
-    return log_n if log_e >= log_n else min(log_n, log_e + math.log1p(log_n - log_e))
-
-
 def _least(f: Callable[[float], float]) -> float:
     """The least of `f` on (0, 1), up to a grid: every value is a bound."""
     grid = [0.5] + [10 ** (-k / 16) for k in range(5, 96)] + [1 - 10 ** (-k / 16) for k in range(5, 48)]
@@ -349,11 +349,13 @@ def _clusters(gap: float, n: int | None) -> float:
     if n is None:
         ratios = [math.exp(k / 50) for k in range(-200, 101)]
         return gap / 2 + max(0.5 * math.log(t) - math.log1p(t) + math.log1p(gap / (1 + t)) for t in ratios)
-    counts, k = [], 1
+    logs, k = [], 1
     while k < n:
-        counts.append(k)
+        log_ratio = math.log(n - k) - math.log(k)
+        x = log_ratio - gap  # 1/q = 1 + e^x
+        logs.append(-log_add(0.0, x) + log_add(0.0, log_of(gap) - log_add(0.0, -x)) + 0.5 * log_ratio)
         k = max(k + 1, k * 21 // 20)
-    return max(_attended(math.log(n - k) - math.log(k), gap) + 0.5 * (math.log(n - k) - math.log(k)) for k in counts)
+    return max(logs)
 
 
 def _causal_clusters(gap: float, n: int | None) -> float:
@@ -367,9 +369,3 @@ def _causal_clusters(gap: float, n: int | None) -> float:
         logs.append(math.log(stop - i) + 2 * (q_low + log_add(0.0, one_less_high)))
         i = stop
     return 0.5 * log_add(*logs)
-
-
-def _attended(log_ratio: float, gap: float) -> float:
-    """log of `q(1 + (1−q)δ)` with `1/q = 1 + e^{log_ratio − δ}`."""
-    x = log_ratio - gap
-    return -log_add(0.0, x) + log_add(0.0, log_of(gap) - log_add(0.0, -x))

@@ -14,8 +14,8 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator
 from howsmooth.maps.base import check_finite, check_tokens
-from howsmooth.theory.bound import Bound, at_most, log_of
-from howsmooth.theory.heads import ROUNDINGS, Geometry, Tokens
+from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of
+from howsmooth.theory.heads import Geometry, Tokens
 from howsmooth.theory.trace import trace_sizes
 from howsmooth.theory.yudin2025 import yudin_bound
 
@@ -63,10 +63,9 @@ def one_sequence(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
 def operator_bound(operator: Operator) -> Float[Tensor, " batch"] | None:
     """Upper bounds on the norms of a linearised map, (batch,) float64; nothing for operators that theory says nothing of.
 
-    For attention the smallest of the trace forms D3, D5, D6, at the cost of about two products with `JᵀJ`. Work is done in the
-    precision of the operator on the tiles its kernel makes, in O(n · d) memory beyond the kernel's own. The result covers the
-    rounding of that precision, counted as in docs/point-bounds.md 4.9: with `η = 16 ε √(d + n)`, weights off by a factor
-    `e^{η max|τ||q_i||k_j|}`, sums by `e^η`. For a norm Proposition 4.8, for a composition the product.
+    For attention the smallest of D3, D5, D6, at the cost of about two products with `JᵀJ`. Work is done in the precision of the
+    operator on the tiles its kernel makes, in O(n · d) memory beyond the kernel's own, and the result covers the rounding of
+    that precision (docs/point-bounds.md 4.9). For a norm Proposition 4.8, for a composition the product.
     """
     if isinstance(operator, AttentionJacobian):
         return trace_forms(operator, every=False).best

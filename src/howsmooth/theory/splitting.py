@@ -63,15 +63,9 @@ class Splitting:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON; an infinite gain is None."""
-        return {
-            "gain": self.gain if math.isfinite(self.gain) else None,
-            "pays": self.pays,
-            "certain": self.certain,
-            "confidence": self.confidence,
-            "token": self.token,
-            "moved": self.moved.to_dict(),
-            "split": self.split.to_dict(),
-        }
+        plain = {name: getattr(self, name) for name in ("pays", "certain", "confidence", "token")}
+        gain = self.gain if math.isfinite(self.gain) else None
+        return {"gain": gain, **plain, "moved": self.moved.to_dict(), "split": self.split.to_dict()}
 
     def __str__(self) -> str:
         verdict = "pays" if self.pays else "does not pay"
