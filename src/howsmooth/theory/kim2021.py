@@ -45,23 +45,15 @@ def l2_bounds(
     c = _inverse_phi(n - 1)
     kernel = math.sqrt(n) + 2 * c + 2 * math.sqrt(c * _inverse_phi(1) * (n - 1))
     share = log_of(float(out)) - 0.5 * math.log(w_q.shape[1])
+    printed = share + 0.5 * math.log(n) + math.log1p(4 * c) + log_of(float(apart))
+    sharper = share + math.log(kernel) + log_of(float(joint))
+    proof, assumes = "howsmooth, docs/bounds.md Theorem 3.17", "L2 attention with tied queries and keys"
+    source = f"Kim, Papamakarios & Mnih 2021, Theorem 3.2; proved in {proof}"
+    first = "Lip ≤ √(n/k)(4φ⁻¹(n−1) + 1)(Σ_h ‖W_q^h‖⁴‖W_v^h‖²)^½‖W_o‖, φ(x) = x exp(x+1)"
+    second = "Lip ≤ k^{−½}(√n + 2c + 2(c φ⁻¹(1)(n−1))^½)(Σ_h ‖W_v^hW_q^hᵀ‖²‖W_q^h‖²)^½‖W_o‖, c = φ⁻¹(n−1)"
     return [
-        at_most(
-            "K2",
-            "L2 attention",
-            "Lip ≤ √(n/k)(4φ⁻¹(n−1) + 1)(Σ_h ‖W_q^h‖⁴‖W_v^h‖²)^½‖W_o‖, φ(x) = x exp(x+1)",
-            "Kim, Papamakarios & Mnih 2021, Theorem 3.2; proved in howsmooth, docs/bounds.md Theorem 3.17",
-            "L2 attention with tied queries and keys",
-            share + 0.5 * math.log(n) + math.log1p(4 * c) + log_of(float(apart)),
-        ),
-        at_most(
-            "K3",
-            "L2 attention, sharper",
-            "Lip ≤ k^{−½}(√n + 2c + 2(c φ⁻¹(1)(n−1))^½)(Σ_h ‖W_v^hW_q^hᵀ‖²‖W_q^h‖²)^½‖W_o‖, c = φ⁻¹(n−1)",
-            "howsmooth, docs/bounds.md Theorem 3.17",
-            "L2 attention with tied queries and keys",
-            share + math.log(kernel) + log_of(float(joint)),
-        ),
+        at_most("K2", "L2 attention", first, source, assumes, printed),
+        at_most("K3", "L2 attention, sharper", second, proof, assumes, sharper),
     ]
 
 

@@ -25,14 +25,9 @@ _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and k
 
 def tokens(layer: Constants, n: int, radius: float) -> Bound:
     """B7: no column of `P` sums to more than the number of queries that see it (Corollary 3.5)."""
-    return at_most(
-        "B7",
-        "√n, sharper",
-        "Lip ≤ ‖V‖[√N(1 + ‖A‖²R⁴)^½ + ‖A‖R²], N = n, or what a window lets see a token",
-        f"{SOURCE} Corollary 3.5",
-        f"every mask; {_LAYER}",
-        layer.unbounded(radius) or _by_columns(layer, radius, lambda h: math.log(_seen_by(layer, n))),
-    )
+    statement = "Lip ≤ ‖V‖[√N(1 + ‖A‖²R⁴)^½ + ‖A‖R²], N = n, or what a window lets see a token"
+    answer = layer.unbounded(radius) or _by_columns(layer, radius, lambda h: math.log(_seen_by(layer, n)))
+    return at_most("B7", "√n, sharper", statement, f"{SOURCE} Corollary 3.5", f"every mask; {_LAYER}", answer)
 
 
 def spread(layer: Constants, n: int | None, radius: float) -> Bound:
@@ -43,34 +38,25 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
     reason, ratio = _unmasked(layer, n, window=True)
     reason = reason or layer.unbounded(radius) or (_hidden_keys(layer) if n is None else None)
     cap = math.log(_seen_by(layer, n))
-    return at_most(
-        "B8m" if n is None else "B8",
-        "bounded logits, mean field" if n is None else "bounded logits",
-        f"Lip ≤ ‖V‖[{'e^{‖A‖R²}' if n is None else 'min(√n, e^{‖A‖R²})'}(1 + ‖A‖²R⁴)^½ + ‖A‖R²]",
-        f"{SOURCE} Corollary 3.6",
-        f"not causal; {_LAYER}",
-        reason or _by_columns(layer, radius, lambda h: min(cap, layer.log_spread(h, radius) + math.log(ratio))),
-        mean_field=n is None,
-    )
+    answer = reason or _by_columns(layer, radius, lambda h: min(cap, layer.log_spread(h, radius) + math.log(ratio)))
+    columns = "e^{‖A‖R²}" if n is None else "min(√n, e^{‖A‖R²})"
+    statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²]"
+    id, name = ("B8m", "bounded logits, mean field") if n is None else ("B8", "bounded logits")
+    return at_most(id, name, statement, f"{SOURCE} Corollary 3.6", f"not causal; {_LAYER}", answer, mean_field=n is None)
 
 
 def causal(layer: Constants, n: int, radius: float) -> Bound:
     """B9: under a causal mask `P_ij ≤ E/i`, which bounds the sums of columns (Corollary 3.7)."""
-    reason = layer.unbounded(radius) if layer.layer.causal else "for causal attention"
     seen = math.log(_seen_by(layer, n))
 
     def column(h: int) -> float:
         log_e = layer.log_spread(h, radius)
         return seen if log_e >= seen else min(seen, log_e + math.log1p(seen - log_e))
 
-    return at_most(
-        "B9",
-        "causal",
-        "Lip ≤ ‖V‖[(E(1 + log⁺(n/E)))^½(1 + ‖A‖²R⁴)^½ + ‖A‖R²], E = e^{2‖A‖R²}; a window w puts min(n, w) for n",
-        f"{SOURCE} Corollary 3.7",
-        f"causal; {_LAYER}",
-        reason or _by_columns(layer, radius, column),
-    )
+    statement = "Lip ≤ ‖V‖[(E(1 + log⁺(n/E)))^½(1 + ‖A‖²R⁴)^½ + ‖A‖R²], E = e^{2‖A‖R²}; a window w puts min(n, w) for n"
+    reason = layer.unbounded(radius) if layer.layer.causal else "for causal attention"
+    answer = reason or _by_columns(layer, radius, column)
+    return at_most("B9", "causal", statement, f"{SOURCE} Corollary 3.7", f"causal; {_LAYER}", answer)
 
 
 def causal_mean_field(layer: Constants, radius: float) -> Bound:
@@ -80,15 +66,10 @@ def causal_mean_field(layer: Constants, radius: float) -> Bound:
         log_e, log_gr = layer.log_spread(h, radius), log_of(layer.reach(h, radius) * radius)
         return _least(lambda s: 0.5 * ((1 + s) * log_e - math.log(s * (1 - s))) + log_add(0.0, s * math.log(2) + log_gr))
 
-    return at_most(
-        "B10",
-        "causal mean field",
-        "Lip ≤ ‖V‖[min_s (E^{1+s}/(s(1−s)))^½(1 + 2^s‖A‖R²) + ‖A‖R²], E = e^{2‖A‖R²}, any number of tokens",
-        f"{SOURCE} Theorem 3.8",
-        f"causal, no window; {_LAYER}",
-        _causal_mean_field(layer) or layer.unbounded(radius) or _by_heads(layer, radius, first_term),
-        mean_field=True,
-    )
+    statement = "Lip ≤ ‖V‖[min_s (E^{1+s}/(s(1−s)))^½(1 + 2^s‖A‖R²) + ‖A‖R²], E = e^{2‖A‖R²}, any number of tokens"
+    source, assumes = f"{SOURCE} Theorem 3.8", f"causal, no window; {_LAYER}"
+    answer = _causal_mean_field(layer) or layer.unbounded(radius) or _by_heads(layer, radius, first_term)
+    return at_most("B10", "causal mean field", statement, source, assumes, answer, mean_field=True)
 
 
 def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
@@ -103,16 +84,12 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
     def column(h: int) -> float:
         return min(cap, exponents[h] * radius**2 + 2 * layer.query_shift[h] * radius + layer.bias_range)
 
-    return at_most(
-        "B12" if n is not None else "B12m",
-        "exact column sums" if n is not None else "exact column sums, mean field",
-        "Lip ≤ ‖V‖[" + ("min(√n, e^{ΛR²/2})" if n is not None else "e^{ΛR²/2}") + "(1 + ‖A‖²R⁴)^½ + ‖A‖R²], "
-        "Λ = max_{|x|,|y|≤1} ⟨Ax, y − x⟩",
-        f"{SOURCE} Theorem 3.9",
-        "no mask, no soft-cap; biases and grouped heads allowed",
-        reason or _by_columns(layer, radius, column),
-        mean_field=n is None,
-    )
+    columns = "e^{ΛR²/2}" if n is None else "min(√n, e^{ΛR²/2})"
+    statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²], Λ = max_{{|x|,|y|≤1}} ⟨Ax, y − x⟩"
+    source, assumes = f"{SOURCE} Theorem 3.9", "no mask, no soft-cap; biases and grouped heads allowed"
+    id, name = ("B12m", "exact column sums, mean field") if n is None else ("B12", "exact column sums")
+    answer = reason or _by_columns(layer, radius, column)
+    return at_most(id, name, statement, source, assumes, answer, mean_field=n is None)
 
 
 def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
@@ -129,20 +106,16 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
     def first_term(h: int) -> float:
         return min(_positive_part(layer, h, n, radius, *part) for part in _positive_parts(layer.core.matrix[h]))
 
-    return at_most(
-        "B13" if n is not None else "B14",
-        "causal, A ⪰ 0" if n is not None else "causal mean field, A ⪰ 0",
-        "A ⪰ 0 of rank r, ρ² = ‖A‖R²: "
-        + (
-            "Lip ≤ ‖V‖[√C(1 + ρ⁴)^½ + ρ²], C = 2^{r/2}e^{ρ²/4}(1 + log n + 2ρ² + 2ρ√r)"
-            if n is not None
-            else "‖P‖² ≤ min_s 2^{r/2}e^{ρ²/4}(1+1/s)e^{s(4ρ² + 2ρ√r + 2sρ²)}/(1−s), any number of tokens"
-        ),
-        f"{SOURCE} Theorem {'3.10' if n is not None else '3.11'}",
-        "causal, no window, no soft-cap; A = S + T costs e^{2‖T‖R²}; query bias and grouped heads allowed",
-        reason or _not_affine(layer) or _by_heads(layer, radius, first_term),
-        mean_field=n is None,
-    )
+    if n is None:
+        id, name, theorem = "B14", "causal mean field, A ⪰ 0", "3.11"
+        claim = "‖P‖² ≤ min_s 2^{r/2}e^{ρ²/4}(1+1/s)e^{s(4ρ² + 2ρ√r + 2sρ²)}/(1−s), any number of tokens"
+    else:
+        id, name, theorem = "B13", "causal, A ⪰ 0", "3.10"
+        claim = "Lip ≤ ‖V‖[√C(1 + ρ⁴)^½ + ρ²], C = 2^{r/2}e^{ρ²/4}(1 + log n + 2ρ² + 2ρ√r)"
+    statement = f"A ⪰ 0 of rank r, ρ² = ‖A‖R²: {claim}"
+    assumes = "causal, no window, no soft-cap; A = S + T costs e^{2‖T‖R²}; query bias and grouped heads allowed"
+    answer = reason or _not_affine(layer) or _by_heads(layer, radius, first_term)
+    return at_most(id, name, statement, f"{SOURCE} Theorem {theorem}", assumes, answer, mean_field=n is None)
 
 
 def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
@@ -162,19 +135,18 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
     )
     attained = _causal_clusters if attn.causal else _clusters
     size = layer.a[0] * radius**2 + layer.query_shift[0] * radius
-    return at_least(
-        "B15" if n is not None else "B16",
-        "two clusters" if n is not None else "two clusters, mean field",
-        "Lip ≥ |Vp| max_k √((n−k)/k) q(1 + (1−q)δ), q = 1/(1 + (n−k)e^{−δ}/k), δ ≈ ΛR²"
-        if n is not None
-        else "Lip ≥ |Vp| max_t e^{δ/2} √t/(1+t) (1 + δ/(1+t)), δ ≈ ΛR², any number of tokens",
-        f"{SOURCE} Proposition 3.12",
-        "one head, unmasked or causal, no soft-cap; biases allowed",
-        reason
-        or not_bilinear(attn)
-        or max(log_of(gain) + attained(gap, n) - 1e-11 * (1 + gap) * (1 + size) for gap, gain in _places(layer, radius)),
-        mean_field=n is None,
+    if n is None:
+        id, name = "B16", "two clusters, mean field"
+        statement = "Lip ≥ |Vp| max_t e^{δ/2} √t/(1+t) (1 + δ/(1+t)), δ ≈ ΛR², any number of tokens"
+    else:
+        id, name = "B15", "two clusters"
+        statement = "Lip ≥ |Vp| max_k √((n−k)/k) q(1 + (1−q)δ), q = 1/(1 + (n−k)e^{−δ}/k), δ ≈ ΛR²"
+    source, assumes = f"{SOURCE} Proposition 3.12", "one head, unmasked or causal, no soft-cap; biases allowed"
+    answer = reason or not_bilinear(attn)
+    answer = answer or max(
+        log_of(gain) + attained(gap, n) - 1e-11 * (1 + gap) * (1 + size) for gap, gain in _places(layer, radius)
     )
+    return at_least(id, name, statement, source, assumes, answer, mean_field=n is None)
 
 
 @torch.no_grad()

@@ -25,14 +25,10 @@ def yudin_bound(attn: Attention, x: Float[Tensor, "n d"]) -> Bound:
         (biases, "stated for queries and keys linear in the tokens, this layer adds biases"),
         (attn.softcap is not None, "stated without a soft-cap"),
     )
-    return at_most(
-        "D2",
-        "Yudin et al. at a point",
-        "‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i p₍₁₎(1 − p₍₁₎ + p₍₂₎))",
-        "Yudin et al. 2025, arXiv 2507.07814",
-        "one head, q = W_q x and k = W_k x without biases, no soft-cap; A = τ W_kᵀ W_q, V = W_o W_v",
-        reason or not_bilinear(attn) or log_of(_value(attn, x.double())),
-    )
+    statement = "‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i p₍₁₎(1 − p₍₁₎ + p₍₂₎))"
+    assumes = "one head, q = W_q x and k = W_k x without biases, no soft-cap; A = τ W_kᵀ W_q, V = W_o W_v"
+    answer = reason or not_bilinear(attn) or log_of(_value(attn, x.double()))
+    return at_most("D2", "Yudin et al. at a point", statement, "Yudin et al. 2025, arXiv 2507.07814", assumes, answer)
 
 
 def _value(attn: Attention, x: Float[Tensor, "n d"]) -> float:
