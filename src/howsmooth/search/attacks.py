@@ -77,13 +77,6 @@ class Attacks(Sequence[Attack]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def find(self, method: str, epsilon: float) -> Attack:
-        """The row of a method at a budget."""
-        for row in self.rows:
-            if row.method == method and row.epsilon == epsilon:
-                return row
-        raise BadInputError(f"expected a method and budget of this table, got {method!r} at {epsilon}; look at its rows")
-
     def to_dict(self) -> dict[str, Any]:
         return {"estimate": self.estimate.to_dict(), "attacks": [row.to_dict() for row in self.rows]}
 
@@ -126,8 +119,8 @@ def attack(
 
     >>> from howsmooth.maps import Attention
     >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
-    >>> rows = attack(attn, torch.tensor([[1.0, 0.0], [-1.0, 0.5], [-1.0, 0.0]]), 1e-4)
-    >>> rows.find("singular", 1e-4).share > 0.98
+    >>> rows = attack(attn, torch.tensor([[1.0, 0.0], [-1.0, 0.5], [-1.0, 0.0]]), 1e-4, methods=["singular"])
+    >>> rows[0].share > 0.98
     True
     """
     _check(x, methods, steps, seed)

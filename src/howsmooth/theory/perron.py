@@ -13,7 +13,6 @@ from howsmooth.maps import AttentionJacobian
 STEPS = 6
 # Weights below this share of the largest one are raised to it: they stay positive whatever underflows.
 _FLOOR = 1e-12
-
 # A bound on `‖N‖²` this close to the Rayleigh quotient of its weights has nothing left to gain.
 _TOL = 2e-3
 
@@ -25,10 +24,10 @@ def perron_bound(
 ) -> tuple[Float[Tensor, " g"], Float[Tensor, "g m"]]:
     """Upper bounds on the norms of `g` non-negative matrices `N`, and the weights they came from.
 
-        ‖N‖₂² ≤ max_j (NᵀN w)_j / w_j     for every w > 0
+        ‖N‖₂² ≤ max_j (NᵀN w)_j / w_j     for every w > 0     (Proposition 4.1)
 
-    Proposition 4.1 in docs/point-bounds.md. Each step takes `w ← NᵀN w`; the smallest bound seen is returned, in float64. The
-    products sum non-negative terms, so that rounding makes a relative error of a few units at most: the caller adds it.
+    Each step takes `w ← NᵀN w`; the smallest bound seen is returned, in float64. The products sum non-negative terms, so that
+    rounding makes a relative error of a few units at most: the caller adds it.
 
     forward: `w ↦ N w`, (g, m) → (g, n).  backward: `z ↦ Nᵀ z`, (g, n) → (g, m).
     start: first weights, non-negative.  steps: products with `NᵀN`, fewer where every bound is within 0.1 %.
@@ -40,8 +39,7 @@ def perron_bound(
     >>> bool(exact <= bound * (1 + 1e-15)), bool(bound < 1.001 * exact)
     (True, True)
     """
-    best = start.new_full(start.shape[:1], torch.inf, dtype=torch.float64)
-    w = _positive(start)
+    best, w = start.new_full(start.shape[:1], torch.inf, dtype=torch.float64), _positive(start)
     for _ in range(steps):
         image = backward(forward(w))
         best = torch.minimum(best, (image.double() / w.double()).amax(-1))

@@ -89,19 +89,11 @@ def of_blocks(moved: Estimate, operator: Operator, mu: Measure, above: float = 0
     direction = torch.zeros_like(moved.direction)
     direction[token] = along / float(mu.mass[token]) ** 0.5
     upper = max(lower, float(norms.upper.max()))
-    width = moved.certify or moved.tol
-    split = replace(
-        moved,
-        lower=lower,
-        upper=upper,
-        confidence=norms.confidence,
-        status="dense" if norms.confidence == 1 else "certified" if upper <= lower * (1 + width) else "converged",
-        direction=direction,
-        steps=0,  # blocks are formed, not multiplied
-        precision="float64",
-        noise=0.0,
-        split=True,
-    )
+    narrow = "certified" if upper <= lower * (1 + (moved.certify or moved.tol)) else "converged"
+    status = "dense" if norms.confidence == 1 else narrow
+    # blocks are formed, not multiplied: no steps
+    split = replace(moved, status=status, direction=direction, steps=0, precision="float64", noise=0.0, split=True)
+    split = replace(split, lower=lower, upper=upper, confidence=norms.confidence)
     return Splitting(moved, split, token, along, norms.lower[0])
 
 
@@ -180,10 +172,8 @@ def _check_equivariant(f: Function, x: Float[Tensor, "n d"], seed: int) -> None:
             raise BadFunctionError(
                 f"expected one output row per token, ({2 * n}, d_out), got {got}; splitting needs a map of tokens"
             )
-        exchange = torch.arange(2 * n)
-        exchange[:2] = torch.tensor([1, 0])
-        for order in (torch.arange(2 * n).roll(1), exchange):
-            order = order.to(x.device)
+        shift, exchange = torch.arange(2 * n).roll(1), torch.tensor([1, 0, *range(2, 2 * n)])
+        for order in (shift.to(x.device), exchange.to(x.device)):
             off = float((f(z[order]) - y[order]).norm() / y.norm().clamp_min(torch.finfo(y.dtype).tiny))
             if not off <= 1e4 * torch.finfo(y.dtype).eps:
                 raise BadFunctionError(

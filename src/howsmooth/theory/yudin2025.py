@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.theory.bound import Bound, at_most, first_reason, log_of, spectral_norm
 from howsmooth.theory.castin2024 import not_bilinear
@@ -39,19 +38,12 @@ def _value(attn: Attention, x: Float[Tensor, "n d"]) -> float:
     v = float(spectral_norm(layer.w_v if layer.w_o is None else layer.w_o @ layer.w_v))
     tokens = x if layer.attention_mask is None else x[layer.attention_mask[0]]
     # more power steps than our own rows take: a published bound is shown at its best
-    p = float(weights_norm(kernel, kernel.inverse[..., 0], steps=30)[0])
-    value = v * (p + 2 * float(spectral_norm(tokens)) ** 2 * a * _concentration(kernel))
-    # matrix norms by LAPACK: a few roundings of their size
-    slack = 1 + 64 * torch.finfo(torch.float64).eps * math.sqrt(x.numel())
-    return value * slack
-
-
-def _concentration(kernel: Tiled) -> float:
-    """`max_i p₍₁₎(1 − p₍₁₎ + p₍₂₎)` over the rows of `P`."""
-    inverse = kernel.inverse
-    top = torch.zeros(*inverse.shape[:2], 2, dtype=inverse.dtype, device=inverse.device)
+    p_norm = float(weights_norm(kernel, kernel.inverse[..., 0], steps=30)[0])
+    top = kernel.inverse.new_zeros(*kernel.inverse.shape[:2], 2)  # the two largest weights of every row
     for b in kernel.blocks():
-        seen = torch.cat([top[b.heads, b.rows], b.weights], -1)
-        top[b.heads, b.rows] = seen.topk(2, -1).values
-    p = top * inverse
-    return float((p[..., 0] * (1 - p[..., 0] + p[..., 1])).max())
+        top[b.heads, b.rows] = torch.cat([top[b.heads, b.rows], b.weights], -1).topk(2, -1).values
+    p = top * kernel.inverse
+    concentration = float((p[..., 0] * (1 - p[..., 0] + p[..., 1])).max())
+    value = v * (p_norm + 2 * float(spectral_norm(tokens)) ** 2 * a * concentration)
+    # matrix norms by LAPACK: a few roundings of their size
+    return value * (1 + 64 * torch.finfo(torch.float64).eps * math.sqrt(x.numel()))
