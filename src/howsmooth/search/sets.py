@@ -35,14 +35,14 @@ class TokenSet(ABC):
         """A length in `z` that is large for one token of the set: the scale of first steps."""
 
     @abstractmethod
-    def project(self, z: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
+    def project(self, z: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The nearest coordinates of the set."""
 
     @abstractmethod
     def tangent(self, z: Float[Tensor, "batch n d"], g: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
         """`g` without what would leave the set at `z` to first order."""
 
-    def tokens(self, z: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
+    def tokens(self, z: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The tokens at `z`, differentiable; by default `z` itself."""
         return z
 
@@ -89,7 +89,7 @@ class Ball(_Round):
     """
 
     radius: float
-    _axes = (2,)
+    _axes = (-1,)
 
     def __post_init__(self):
         check_length(self.radius, "radius")
@@ -153,7 +153,6 @@ class Ellipsoid(TokenSet):
         return t if self.norm.bias is None else t + self.norm.bias.to(z)
 
     def sample(self, count, n, d, random):
-        check_width(d, self.norm.width)
         return self.project(torch.randn(count, n, d, generator=random, dtype=torch.float64))
 
 
@@ -168,7 +167,7 @@ class BallAround(_Round):
 
     x: Float[Tensor, "n d"]
     radius: float
-    _axes = (1, 2)
+    _axes = (-2, -1)
 
     def __post_init__(self):
         check_length(self.radius, "radius")
@@ -183,8 +182,6 @@ class BallAround(_Round):
 
     def sample(self, count, n, d, random):
         """Gaussian directions, on the boundary."""
-        if (n, d) != tuple(self.x.shape):
-            raise BadInputError(f"expected inputs of shape {tuple(self.x.shape)}, got ({n}, {d}); search around that input")
         step = torch.randn(count, n, d, generator=random, dtype=torch.float64)
         step *= self.radius / step.flatten(1).norm(dim=-1)[:, None, None]
         return self.project(self.x.detach().double() + step)

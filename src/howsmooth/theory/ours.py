@@ -35,10 +35,16 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `n=None` for the mean-field form.
     """
-    reason, ratio = _unmasked(layer, n, window=True)
+    windowed = _windowed(layer, n)
+    reason = first_reason(
+        (layer.layer.causal, "for attention that is not causal"),
+        (windowed and layer.layer.attention_mask is not None, "not proved for a window over padded sequences; see B7"),
+    )
     reason = reason or layer.unbounded(radius) or (_hidden_keys(layer) if n is None else None)
-    cap = math.log(_seen_by(layer, n))
-    answer = reason or _by_columns(layer, radius, lambda h: min(cap, layer.log_spread(h, radius) + math.log(ratio)))
+    seen = _seen_by(layer, n)
+    # how many more queries see a key than keys a query
+    more = math.log(seen / layer.layer.window) if windowed and layer.layer.window else 0.0
+    answer = reason or _by_columns(layer, radius, lambda h: min(math.log(seen), layer.log_spread(h, radius) + more))
     columns = "e^{‖A‖R²}" if n is None else "min(√n, e^{‖A‖R²})"
     statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²]"
     id, name = ("B8m", "bounded logits, mean field") if n is None else ("B8", "bounded logits")
@@ -77,7 +83,11 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `Λ` is `a/4` for `A ⪰ 0`, `2a` for `A = −aI`, in between otherwise. `n=None` for the mean-field form.
     """
-    reason = _unmasked(layer, n, window=False)[0] or _not_affine(layer) or (_hidden_keys(layer) if n is None else None)
+    reason = first_reason(
+        (layer.layer.causal, "for attention that is not causal"),
+        (_windowed(layer, n), "not proved for a window; see B8"),
+    )
+    reason = reason or _not_affine(layer) or (_hidden_keys(layer) if n is None else None)
     exponents = () if reason else column_exponents(layer)
     cap = math.inf if n is None else math.log(n)
 
@@ -171,15 +181,12 @@ def column_exponents(layer: Constants) -> tuple[float, ...]:
     # Convex in μ. With ‖A‖ = 1 the value is at most 2 at μ = 1/2, and above μ + 1/(4μ) − 1, which exceeds 2 below μ = 1/12.
     low, high = torch.full_like(a, math.log(1 / 64)), torch.full_like(a, math.log(2.0))
     ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    f_left, f_right = value(left), value(right)
     best = torch.minimum(value(torch.full_like(a, math.log(0.25))), value(torch.full_like(a, math.log(0.5))))
-    for _ in range(36):
-        smaller = f_left < f_right
-        low, high = torch.where(smaller, low, left), torch.where(smaller, right, high)
+    for _ in range(37):
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         f_left, f_right = value(left), value(right)
         best = torch.minimum(best, torch.minimum(f_left, f_right))
+        low, high = torch.where(f_left < f_right, low, left), torch.where(f_left < f_right, right, high)
     slack = 64 * torch.finfo(torch.float64).eps * (core.shape[-1] + 16)
     return tuple(float(x) * y + slack * y for x, y in zip(best, layer.a, strict=True))
 
@@ -192,24 +199,16 @@ def _seen_by(layer: Constants, n: int | None) -> float:
     return min(tokens, window if layer.layer.causal else 2 * window - 1)
 
 
-def _unmasked(layer: Constants, n: int | None, *, window: bool) -> tuple[str | None, float]:
-    """Why a layer is not unmasked, or how many more queries see a key than keys a query (1 without a window)."""
-    width = layer.layer.window
-    if layer.layer.causal:
-        return "for attention that is not causal", 1.0
-    if width is None or (n is not None and n <= width):
-        return None, 1.0
-    if not window:
-        return "not proved for a window; see B8", 1.0
-    if layer.layer.attention_mask is not None:
-        return "not proved for a window over padded sequences; see B7", 1.0
-    return None, (2 * width - 1 if n is None else min(n, 2 * width - 1)) / width
+def _windowed(layer: Constants, n: int | None) -> bool:
+    """Whether the window hides anything."""
+    return layer.layer.window is not None and (n is None or n > layer.layer.window)
 
 
 def _causal_mean_field(layer: Constants) -> str | None:
-    if not layer.layer.causal:
-        return "for causal attention"
-    return _hidden_keys(layer) if layer.layer.window is None else "not proved for a window; B9 is free of n there"
+    return first_reason(
+        (not layer.layer.causal, "for causal attention"),
+        (layer.layer.window is not None, "not proved for a window; B9 is free of n there"),
+    ) or _hidden_keys(layer)
 
 
 def _hidden_keys(layer: Constants) -> str | None:

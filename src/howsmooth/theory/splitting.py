@@ -91,9 +91,8 @@ def of_blocks(moved: Estimate, operator: Operator, mu: Measure, above: float = 0
     upper = max(lower, float(norms.upper.max()))
     narrow = "certified" if upper <= lower * (1 + (moved.certify or moved.tol)) else "converged"
     status = "dense" if norms.confidence == 1 else narrow
-    # blocks are formed, not multiplied: no steps
-    split = replace(moved, status=status, direction=direction, steps=0, precision="float64", noise=0.0, split=True)
-    split = replace(split, lower=lower, upper=upper, confidence=norms.confidence)
+    split = replace(moved, lower=lower, upper=upper, confidence=norms.confidence, status=status, direction=direction)
+    split = replace(split, steps=0, precision="float64", noise=0.0, split=True)  # blocks are formed, not multiplied
     return Splitting(moved, split, token, along, norms.lower[0])
 
 
