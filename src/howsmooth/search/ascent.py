@@ -34,10 +34,9 @@ class Climb(NamedTuple):
 def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *, steps: int, keep: int, seed: int = 0) -> Climb:
     """Move every start uphill, the top pair re-solved at every step.
 
-    Projected quasi-Newton (L-BFGS) on `log L`: the gradient is `∂_X ⟨u, J(X)v⟩/L` less what leaves the set, the step is no
-    longer than a radius that grows with every gain and shrinks with every loss, and a trial that does not gain is taken back:
-    `L` never falls. `L` has kinks where singular values cross, so two losses in a row clear the memory. After a third and two
-    thirds of the steps only the better starts go on, at last `keep` of them.
+    Projected quasi-Newton (L-BFGS) on `log L` in a radius that grows with every gain and shrinks with every loss; a trial that
+    does not gain is taken back, so `L` never falls (docs/worst-inputs.md §2). After a third and two thirds of the steps only the
+    better starts go on, at last `keep` of them.
 
     f: a map or a batched function.  space: the set.  starts: coordinates, projected first.  steps: measurements of each start.
     """

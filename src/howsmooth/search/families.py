@@ -7,9 +7,8 @@ One head builds the tokens, the whole layer is measured. With the head's logits 
     clusters   k tokens at y, the rest at x, where ⟨A x + c, y − x⟩ is as large as it gets
     tie        k tokens at y, k at y', the rest at x and undecided between them: ⟨A x + c, y − y'⟩ = 0
 
-The first two are those of Castin, Ablin & Peyré 2024, the third is the two-cluster measure of docs/bounds.md 3.12. In a tie
-every other token's output swings by `|y − y'|` when `y` and `y'` move a little: `L` grows like `√(n/2)·‖A‖R²`, not `√n`
-(docs/worst-inputs.md §1).
+The first two are those of Castin, Ablin & Peyré 2024, the third is the two-cluster measure of docs/bounds.md 3.12. In a tie `L`
+grows like `√(n/2)·‖A‖R²`, not `√n` (docs/worst-inputs.md §1).
 """
 
 import math
@@ -54,9 +53,7 @@ class Configuration:
 
     def counts(self, n: int) -> list[int]:
         """How many of `n` tokens are at each place; the last takes what is left."""
-        counts: list[int] = []
-        for _ in self.coordinates[1:]:
-            counts.append(min(self.few, n - sum(counts)))
+        counts = [max(0, min(self.few, n - k * self.few)) for k in range(len(self.coordinates) - 1)]
         return [*counts, n - sum(counts)]
 
     def place(self, n: int) -> Float[Tensor, "n d"]:

@@ -1,9 +1,7 @@
 """The gradient of the constant itself: how `σ(X) = ‖D_X f‖₂` changes when the tokens move.
 
-With the top pair `(u, v)` held fixed, `∇σ = ∂_X ⟨u, J(X) v⟩ = ∂_X ⟨J(X)ᵀu, v⟩`: a backward pass through a backward pass. Where
-several singular values are equal, `σ` is the largest of smooth functions `⟨U a, J(X) V a⟩`, `|a| = 1`. To climb, one of them is
-enough: `σ` lies above it and touches it, so it grows at least as fast. The steepest is the one whose gradient is longest
-(docs/worst-inputs.md §2).
+With the top pair `(u, v)` held fixed, `∇σ = ∂_X ⟨J(X)ᵀu, v⟩`: a backward pass through a backward pass. Where several singular
+values are equal, `σ` is the largest of smooth functions and the steepest of them is followed (docs/worst-inputs.md §2).
 """
 
 from collections.abc import Callable

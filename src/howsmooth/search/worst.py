@@ -77,12 +77,13 @@ def find_worst(
 ) -> WorstCase:
     """The worst sequence of `n` tokens found in a set; the search behind `howsmooth.worst_case`, which says what is what."""
     n, d = _shape(f, space, n)
-    steps, restarts = _budget(n * d, steps, restarts)
+    small, medium = n * d <= DENSE_SIZE, n * d <= 16 * DENSE_SIZE
+    steps = _whole((100 if small else 30) if steps is None else steps, "steps", 0)
+    restarts = _whole((32 if small else 8 if medium else 4) if restarts is None else restarts, "restarts", 1)
     random = torch.Generator().manual_seed(_whole(seed, "seed", 0))
     z, labels, designed = _starts(f, space, n, d, restarts, random)
     dtype = torch.promote_types(f.dtype, torch.float32) if isinstance(f, Map) else torch.get_default_dtype()
-    dtype = torch.float64 if n * d <= DENSE_SIZE else dtype
-    climb = ascend(f, space, z.to(dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
+    climb = ascend(f, space, z.to(torch.float64 if small else dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
     best = int(climb.value.argmax())
     tokens = space.tokens(climb.z[best : best + 1])[0].detach()
     estimate = solve_batch(f, tokens[None], Options(certify=certify, seed=seed))[0][0]
@@ -128,12 +129,6 @@ def _shape(f: Function, space: TokenSet, n: int | None) -> tuple[int, int]:
     if isinstance(f, Attention):
         check_layer(f, n)
     return check_count(n), d
-
-
-def _budget(size: int, steps: int | None, restarts: int | None) -> tuple[int, int]:
-    small, medium = size <= DENSE_SIZE, size <= 16 * DENSE_SIZE
-    steps = (100 if small else 30) if steps is None else _whole(steps, "steps", 0)
-    return steps, (32 if small else 8 if medium else 4) if restarts is None else _whole(restarts, "restarts", 1)
 
 
 def _whole(value: int, what: str, least: int) -> int:

@@ -84,10 +84,7 @@ def block_direction(operator: Operator, token: int) -> tuple[Float[Tensor, " d"]
 
 @torch.no_grad()
 def splitting_blocks(operator: Operator, rows: slice) -> Operator:
-    """The blocks `S_i` of the tokens in `rows`, as a batch of maps from (1, d) to (1, d_out), items before tokens.
-
-    operator: what `linearize` gives. Weights on tokens do not change the blocks.
-    """
+    """The blocks of the tokens in `rows`: a batch of maps from (1, d) to (1, d_out), items before tokens, whatever the weights."""
     if isinstance(operator, Weighted):
         return splitting_blocks(operator.operator, rows)
     if isinstance(operator, Composed):
@@ -107,11 +104,7 @@ class BlockSizes(NamedTuple):
 
 @torch.no_grad()
 def block_sizes(operator: Operator) -> BlockSizes:
-    """Upper bounds on `‖S_i‖` at the cost of a product (Proposition 5.6).
-
-    `Σ_h |τ| ‖W_o^h‖ ‖W_q^h‖ (Σ_j Q_ij |v_j − o_i|² · Σ_j Q_ij |k_j − κ|²)^½` for attention, `max|α|/s_i` for a norm, the
-    product for a composition.
-    """
+    """Upper bounds on `‖S_i‖` at the cost of a product: Proposition 5.6, for a norm `max|α|/s_i`, for a composition products."""
     if isinstance(operator, Weighted):
         return block_sizes(operator.operator)
     if isinstance(operator, Composed):

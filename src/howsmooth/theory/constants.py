@@ -1,9 +1,8 @@
 """What a layer contributes to a bound over a ball: norms of its weights, rounded up, and the radius that a norm fixes.
 
-Queries and keys may be normalised and turned by their positions. A query is `q_i = R_i N(W x_i + b)`, `N` a norm or nothing,
-`R_i` rotary phases or nothing, a key likewise. Logits and their slopes are then products of a length on one side and a length
-or a slope on the other. Factors `f`, equal on the two entries of a plane, commute with phases and may be moved from one side to
-the other, `q·k = (q/f)·(f k)`: each choice gives a bound (docs/bounds.md §3.16).
+A query may be normalised and turned by its position, `q_i = R_i N(W x_i + b)`, a key likewise. Logits and their slopes are then
+products of a length on one side and a length or a slope on the other. Factors `f`, equal on the two entries of a plane, may be
+moved from one side to the other, `q·k = (q/f)·(f k)`: each choice gives a bound (docs/bounds.md §3.16).
 """
 
 import math
@@ -156,11 +155,6 @@ def constants(layer: Attention) -> Constants:
 
     >>> constants(Attention.from_matrices(3 * torch.eye(2), torch.eye(2))).a[0]  # doctest: +ELLIPSIS
     3.00000000000...
-    >>> from howsmooth.maps import Rotary
-    >>> eye = torch.eye(2, dtype=torch.float64)
-    >>> turned = constants(Attention(3 * eye, eye, eye, scale=1.0, rotary=Rotary.from_base(2, 5)))
-    >>> round(turned.reach(0, radius=2.0), 9)
-    6.0
     """
     w, scale, width = layer.by_head(), layer.scale, layer.width
     # ‖τ W_kᵀ W_q‖ = |τ| ‖R_k R_qᵀ‖ with W_kᵀ = Q_k R_k: nothing d × d is formed unless a head is that wide
@@ -287,13 +281,7 @@ def _scaled(
 
 @torch.no_grad()
 def norm_radius(norm: LayerNorm | RMSNorm) -> float:
-    """The largest length of a token that leaves a LayerNorm or RMSNorm, rounded up (docs/bounds.md §3.14).
-
-    `α ⊙ u + β` with `|u|² ≤ d` (and `1·u = 0` after LayerNorm, which the multiplier `η` stands for) is at most
-
-        |·|² ≤ λ d + |β|² + Σ_k (α_k β_k − η)²/(λ − α_k²)
-
-    for every `λ` at which the quadratic form `λ − α²` is positive on these `u`, and equal to the least of these.
+    """The largest length of a token that leaves a LayerNorm or RMSNorm, rounded up: the least of docs/bounds.md §3.14 over `λ`.
 
     >>> round(norm_radius(RMSNorm(torch.full((4,), 2.0))), 9)
     4.0

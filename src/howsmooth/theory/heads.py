@@ -168,11 +168,7 @@ class Tokens:
 
 
 class Slopes(NamedTuple):
-    """Keys and queries, (batch·heads, tokens, head width), and `‖∂q_i/∂x_i‖`, `‖∂k_j/∂x_j‖`, (batch·heads, tokens), from above.
-
-    Factors have been moved between them: the keys are `k_j/f` where query slopes are of `f q_i`, the queries `q_i/f` where key
-    slopes are of `f k_j`.
-    """
+    """Keys `k_j/f` and `‖∂(f q_i)/∂x_i‖` from above, and queries and key slopes with another `f` likewise, head by head."""
 
     k: Tensor
     query: Tensor
@@ -183,10 +179,7 @@ class Slopes(NamedTuple):
 def token_slopes(
     operator: AttentionJacobian, r_q: Float[Tensor, "heads r head"], r_k: Float[Tensor, "heads r head"]
 ) -> Slopes | None:
-    """The slopes at the operator's tokens (4.13); nothing where queries and keys are affine in the tokens.
-
-    r_q, r_k: `R` of `W_qᵀ = Q R` and of `W_kᵀ`, for every head, float64.
-    """
+    """The slopes at the operator's tokens (4.13), from `R` of `W_qᵀ = Q R` and of `W_kᵀ`; nothing where both are affine."""
     layer, kernel = operator.layer, operator.kernel.tiled()
     if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
         return None
@@ -205,7 +198,10 @@ def _moving(
     normed = slope if isinstance(slope, NormJacobian) else None
     ones = torch.ones(heads, head, dtype=torch.float64, device=w.device)
     rows = w.norm(dim=-1) if normed is None else normed.norm.weight.double().abs().expand(heads, -1)
-    gain = _gains(layer, batch, n).to(w.device)  # (batch, n)
+    gain = torch.ones(batch, n, dtype=torch.float64, device=w.device)  # of each token's phases: 1 up to their rounding
+    if layer.rotary is not None:
+        cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
+        gain = gain * (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0).to(w.device) * (1 + 1e-15)
     choices = []
     for f in (ones, 1 / plane_factors(layer, rows)):
         size = spectral_norm(w * f[..., None])[None, :, None] if normed is None else _normed(normed, w, f)
@@ -232,12 +228,3 @@ def _normed(slope: NormJacobian, w: Float[Tensor, "heads head r"], f: Tensor) ->
     # the token's own numbers carry the rounding of the working precision
     noise = ROUNDINGS * torch.finfo(slope.dtype).eps * math.sqrt(head)
     return torch.minimum(contraction, rank_one) / scale * (1 + noise)
-
-
-def _gains(layer: Attention, batch: int, n: int) -> Float[Tensor, "batch n"]:
-    """By how much the phases of each token stretch: 1 up to the rounding of their tables."""
-    if layer.rotary is None:
-        return torch.ones(batch, n, dtype=torch.float64)
-    cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
-    size = (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0) * (1 + 1e-15)
-    return size.expand(batch, n)

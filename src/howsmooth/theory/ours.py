@@ -1,10 +1,7 @@
 """Bounds over the ball of radius R that are proved in docs/bounds.md, for the layers of real models.
 
-Per head, with `G = sup |A x + c|`, `K` its counterpart on the key side and `C` a bound on the column sums of `P`,
-
-    ℓ_h = √C (1 + G²R²)^½ + K R                          (docs/bounds.md, Theorem 3.3)
-
-and heads are put together through the norms of `V_hᵀ V_k` (Theorem 3.4). The bounds differ in `C`.
+Per head `ℓ_h = √C (1 + G²R²)^½ + K R` (Theorem 3.3) with `G = sup |A x + c|`, `K` its counterpart on the key side and `C` a
+bound on the column sums of `P`, in which they differ. Heads are put together through the norms of `V_hᵀ V_k` (Theorem 3.4).
 Rotary phases and norms on queries and keys enter through `G` and `K`, and put `1 + GR` for the root (Theorem 3.16).
 """
 
