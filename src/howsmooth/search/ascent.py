@@ -35,8 +35,8 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
     """Move every start uphill, the top pair re-solved at every step.
 
     Projected quasi-Newton (L-BFGS) on `log L` in a radius that grows with every gain and shrinks with every loss; a trial that
-    does not gain is taken back, so `L` never falls (docs/worst-inputs.md §2). After a third and two thirds of the steps only the
-    better starts go on, at last `keep` of them.
+    does not gain is taken back, so `L` never falls (docs/worst-inputs.md §2). After a third and two thirds of the steps only
+    the better starts go on, at last `keep` of them.
 
     f: a map or a batched function.  space: the set.  starts: coordinates, projected first.  steps: measurements of each start.
     """
@@ -52,7 +52,7 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
     for k in range(steps):
         move = space.tangent(z, memory.newton(slope))
         uphill = _dot(move, slope) > 1e-6 * _length(move) * _length(slope)
-        learned = memory.any() & uphill
+        learned = (memory.inverse > 0).any(0) & uphill
         move = torch.where(learned[:, None, None], move, slope)
         length = _length(move).clamp_min(torch.finfo(z.dtype).tiny)
         scale = torch.where(learned, (radius / length).clamp_max(1.0), radius / length)
@@ -70,7 +70,7 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
             memory.learn(items, trial[items] - z[items], slope[items] - new)
             z, slope = z.clone(), slope.clone()
             z[items], slope[items] = trial[items], new
-        memory.forget(losses >= _PATIENCE)
+        memory.inverse[:, losses >= _PATIENCE] = 0.0
         value[active], reached[active] = pairs.value, z
         trace.append(float(value.max()))
         on = torch.nonzero(losses < _REST)[:, 0]
@@ -116,9 +116,6 @@ class _Memory(NamedTuple):
     def empty(cls, z: Float[Tensor, "batch n d"]) -> "_Memory":
         return cls(z.new_zeros(_MEMORY, *z.shape), z.new_zeros(_MEMORY, *z.shape), z.new_zeros(_MEMORY, len(z)))
 
-    def any(self) -> Tensor:
-        return (self.inverse > 0).any(0)
-
     def learn(self, items: Tensor, s: Tensor, y: Tensor) -> None:
         """Remember what bends down; the rest is no curvature of a hilltop."""
         down = _dot(s, y) > 1e-8 * _length(s) * _length(y)
@@ -126,9 +123,6 @@ class _Memory(NamedTuple):
         for store, new in zip(self, (s, y, 1 / _dot(s, y)), strict=True):
             store[1:, items] = store[:-1, items].clone()
             store[0, items] = new
-
-    def forget(self, which: Tensor) -> None:
-        self.inverse[:, which] = 0.0
 
     def newton(self, slope: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
         """The inverse curvature times the slope (two-loop recursion, Nocedal 1980); the slope itself where nothing is known."""

@@ -107,11 +107,10 @@ def attack(
 ) -> Attacks:
     """Attack `f` at `x` within every budget, in every way, in float64 where `f` can be.
 
-    noise: the best of random directions.  one step: along the gradient of the output's change at a random point.  projected
-    gradient: many such steps from there, projected on the budget.  singular: the top singular direction of the Jacobian at `x`,
-    either sign.  relinearised: from there, `steps` times to the direction that the Jacobian at the perturbed input makes best.
-    splitting: every token counted as two halves, the halves of one token pushed apart. Noise, projected gradient and
-    relinearised may spend the same calls.
+    noise: the best of random directions.  one step: along the gradient at a random point.  projected gradient: many such steps.
+    singular: the top singular direction, either sign.  relinearised: from there, `steps` times to what the Jacobian at the
+    perturbed input makes best.  splitting: the halves of one token pushed apart. Noise, projected gradient and relinearised may
+    spend the same calls.
 
     f: a map, or a function of one input, which must be deterministic.  x: one input, (n, d) or for a function any shape.
     epsilons: budgets, by default 10⁻⁴, 10⁻² and 10⁻¹ of the length of `x`.  steps: re-linearisations.

@@ -27,10 +27,7 @@ _WIDTH, _DELTA = 0.02, 1e-6  # where blocks are too wide to decompose: the inter
 
 
 class BlockNorms(NamedTuple):
-    """`lower_i ≤ ‖S_i‖ ≤ upper_i`, (batch, n) float64.
-
-    confidence: with which all upper ends hold together; 1 where blocks are decomposed.
-    """
+    """`lower_i ≤ ‖S_i‖ ≤ upper_i`, float64; confidence: with which all upper ends hold together, 1 where decomposed."""
 
     lower: Float[Tensor, "batch n"]
     upper: Float[Tensor, "batch n"]
@@ -84,7 +81,7 @@ def block_direction(operator: Operator, token: int) -> tuple[Float[Tensor, " d"]
 
 @torch.no_grad()
 def splitting_blocks(operator: Operator, rows: slice) -> Operator:
-    """The blocks of the tokens in `rows`: a batch of maps from (1, d) to (1, d_out), items before tokens, whatever the weights."""
+    """The blocks of the tokens in `rows`: a batch of maps from (1, d) to (1, d_out), items before tokens."""
     if isinstance(operator, Weighted):
         return splitting_blocks(operator.operator, rows)
     if isinstance(operator, Composed):
@@ -104,7 +101,7 @@ class BlockSizes(NamedTuple):
 
 @torch.no_grad()
 def block_sizes(operator: Operator) -> BlockSizes:
-    """Upper bounds on `‖S_i‖` at the cost of a product: Proposition 5.6, for a norm `max|α|/s_i`, for a composition products."""
+    """Upper bounds on `‖S_i‖` by one product: Proposition 5.6; `max|α|/s_i` for a norm, the product for a composition."""
     if isinstance(operator, Weighted):
         return block_sizes(operator.operator)
     if isinstance(operator, Composed):

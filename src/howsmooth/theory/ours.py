@@ -149,9 +149,10 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
         id, name = "B15", "two clusters"
         statement = "Lip ≥ |Vp| max_k √((n−k)/k) q(1 + (1−q)δ), q = 1/(1 + (n−k)e^{−δ}/k), δ ≈ ΛR²"
     source, assumes = f"{SOURCE} Proposition 3.12", "one head, unmasked or causal, no soft-cap; biases allowed"
-    answer = reason or not_bilinear(attn)
-    answer = answer or max(
-        log_of(gain) + attained(gap, n) - 1e-11 * (1 + gap) * (1 + size) for gap, gain in _places(layer, radius)
+    answer = (
+        reason
+        or not_bilinear(attn)
+        or max(log_of(gain) + attained(gap, n) - 1e-11 * (1 + gap) * (1 + size) for gap, gain in _places(layer, radius))
     )
     return at_least(id, name, statement, source, assumes, answer, mean_field=n is None)
 
