@@ -17,7 +17,8 @@ _FLOOR = 1e-12
 _TOL = 2e-3
 
 Product = Callable[[Tensor], Tensor]
-PerQuery, PerKey = Float[Tensor, "g n"], Float[Tensor, "g m"]
+PerQuery = Float[Tensor, "g n"]
+PerKey = Float[Tensor, "g m"]
 
 
 def perron_bound(forward: Product, backward: Product, start: PerKey, steps: int = STEPS) -> tuple[Float[Tensor, " g"], PerKey]:
