@@ -16,8 +16,8 @@ from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic
 from howsmooth.maps.operator import Operator, Weighted
 from howsmooth.measures.measure import Measure
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
-from howsmooth.theory.blocks import block_direction, block_norms
 from howsmooth.theory.point import operator_bound
+from howsmooth.theory.splitting import of_blocks
 
 _LOOSE = 5.0  # upper/lower past which a deterministic bound may do better
 _DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the quicker way too
@@ -283,20 +283,20 @@ def _uppers(solutions: list[Solution], lowers: list[float], noise: float, precis
 
 def _with_splitting(moved: Estimate, operator: Operator, measure: Measure, options: Options) -> Estimate:
     """The larger of moving atoms and of splitting one, Theorem 5.2. Directions are displacements of length one in `L²(μ)`."""
-    norms = block_norms(operator, above=moved.lower)
-    best = float(norms.lower.max())
-    lower, direction, split = moved.lower, moved.direction, False
-    if best > moved.lower:
-        token = int(norms.lower[0].argmax())
-        along, lower = block_direction(operator, token)
-        direction, split = torch.zeros_like(direction), True
-        direction[token] = along / float(measure.mass[token]) ** 0.5
-    upper = max(lower, moved.upper, float(norms.upper.max()))
-    status = moved.status
-    if status != "dense" or norms.confidence < 1:
-        status = _status(status != "step limit", lower, upper, options)
-    confidence = moved.confidence - (1 - norms.confidence)
-    return replace(moved, lower=lower, upper=upper, confidence=confidence, status=status, direction=direction, split=split)
+    both = of_blocks(moved, operator, measure, above=moved.lower)
+    best = both.split if float(both.norms.max()) > moved.lower else moved
+    upper, status = max(best.lower, moved.upper, both.split.upper), moved.status
+    if status != "dense" or both.split.confidence < 1:
+        status = _status(status != "step limit", best.lower, upper, options)
+    return replace(
+        moved,
+        lower=best.lower,
+        upper=upper,
+        confidence=both.confidence,
+        status=status,
+        direction=best.direction,
+        split=best.split,
+    )
 
 
 def _status(settled: bool, lower: float, upper: float, options: Options) -> Status:

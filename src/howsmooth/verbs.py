@@ -16,8 +16,8 @@ from howsmooth.solve import Options, linear, solve, solve_batch, solve_moving
 from howsmooth.spectral import Estimate, Estimates, Solver
 from howsmooth.theory.ball import ball_bounds
 from howsmooth.theory.bound import Bounds
-from howsmooth.theory.point import point_bounds
-from howsmooth.theory.splitting import Splitting, halves, of_blocks, of_halves, one_sequence
+from howsmooth.theory.point import one_sequence, point_bounds
+from howsmooth.theory.splitting import Splitting, halves, of_blocks, of_halves
 
 __all__ = ["bounds", "jacobian", "lipschitz", "lipschitz_batch", "splitting", "worst_case"]
 
@@ -184,4 +184,4 @@ def worst_case(
     space = Ball(radius) if radius is not None else within
     if not isinstance(space, TokenSet):
         raise BadInputError(f"expected a Ball, Ellipsoid or BallAround, got {type(space).__name__}; import them from howsmooth")
-    return find_worst(f, space, n, steps=steps, restarts=restarts, certify=certify, seed=seed)
+    return find_worst(f, space, n, steps, restarts, certify, seed)

@@ -311,7 +311,7 @@ def test_norm_radius(kind):
 def test_l2_attention_refuses():
     w = torch.zeros(1, 2, 2)
     for n in (0, 2.0, True):
-        with pytest.raises(BadInputError, match="at least one token"):
+        with pytest.raises(BadInputError, match="whole number of tokens"):
             kim2021.l2_bounds(w, w, torch.zeros(2, 2), n)  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadInputError, match="one shape"):
         kim2021.l2_bounds(w, w, torch.zeros(2, 3), 2)

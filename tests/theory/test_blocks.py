@@ -127,8 +127,8 @@ def test_decomposed(kind, numbers, monkeypatch):
 def test_through_products(kind, monkeypatch):
     monkeypatch.setattr(module, "_DENSE", 0)
     operator, truth = problem(kind, 1)
-    found = block_norms(operator, delta=1e-3)
-    assert found.confidence == 1 - 1e-3
+    found = block_norms(operator)
+    assert found.confidence == 1 - 1e-6
     assert bool((found.lower <= truth * (1 + 1e-12)).all())
     assert bool((truth <= found.upper * (1 + 1e-12)).all())
     assert bool((found.upper <= found.lower * 1.03).all())

@@ -12,8 +12,7 @@ from howsmooth.kernels import Blocked
 from howsmooth.maps import Attention, AttentionJacobian, LayerNorm, RMSNorm
 from howsmooth.theory.heads import Geometry, Tokens, largest_eigenvalue
 from howsmooth.theory.perron import perron_bound
-from howsmooth.theory.point import operator_bound, point_bounds, trace_forms
-from howsmooth.theory.trace import trace_sizes
+from howsmooth.theory.point import operator_bound, point_bounds, trace_forms, trace_sizes
 from howsmooth.theory.yudin2025 import yudin_bound
 from problems.layers import LayerProblem, gaussian, layers
 from problems.spectra import Matrix

@@ -1,13 +1,7 @@
 """Worst inputs: configurations, ascent over sets, and attacks."""
 
 from howsmooth.search.attacks import METHODS, Attack, Attacks, attack
-from howsmooth.search.families import (
-    Configuration,
-    Configured,
-    configurations,
-    eigenvector_configuration,
-    worst_configuration,
-)
+from howsmooth.search.families import Configuration, Configured, configurations, eigenvector_configuration, worst_configuration
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet
 from howsmooth.search.worst import WorstCase, find_worst
 

@@ -1,7 +1,6 @@
 """Ascent on `L(X)` over a set: many starts in one batch, curvature learned on the way, no step that loses."""
 
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,9 +18,7 @@ _REST = 24  # losses in a row after which a start has arrived
 _MEMORY = 5
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Climb:
+class Climb(NamedTuple):
     """What became of every start.
 
     z: coordinates reached, (starts, n, d).  value: `L` there.  began: `L` at the starts.  trace: the best `L` of all, at the
@@ -37,10 +34,9 @@ class Climb:
 def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *, steps: int, keep: int, seed: int = 0) -> Climb:
     """Move every start uphill, the top pair re-solved at every step.
 
-    Projected quasi-Newton (L-BFGS) on `log L`: the gradient is `∂_X ⟨u, J(X)v⟩/L` less what leaves the set, the step is no
-    longer than a radius that grows with every gain and shrinks with every loss, and a trial that does not gain is taken back:
-    `L` never falls. `L` has kinks where singular values cross, so two losses in a row clear the memory. After a third and two
-    thirds of the steps only the better starts go on, at last `keep` of them.
+    Projected quasi-Newton (L-BFGS) on `log L` in a radius that grows with every gain and shrinks with every loss; a trial that
+    does not gain is taken back, so `L` never falls (docs/worst-inputs.md §2). After a third and two thirds of the steps only
+    the better starts go on, at last `keep` of them.
 
     f: a map or a batched function.  space: the set.  starts: coordinates, projected first.  steps: measurements of each start.
     """
@@ -51,17 +47,15 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
     radius = torch.full_like(began, _FIRST * space.size * z.shape[1] ** 0.5)
     losses = torch.zeros_like(active)
     slope = _slope(f, space, z, pairs)
-    memory = _Memory(z)
+    memory = _Memory.empty(z)
     trace = [float(value.max())]
     for k in range(steps):
-        move = memory.newton(slope)
-        move = space.tangent(z, move)
+        move = space.tangent(z, memory.newton(slope))
         uphill = _dot(move, slope) > 1e-6 * _length(move) * _length(slope)
-        learned = memory.any() & uphill
+        learned = (memory.inverse > 0).any(0) & uphill
         move = torch.where(learned[:, None, None], move, slope)
         length = _length(move).clamp_min(torch.finfo(z.dtype).tiny)
-        scale = radius / length
-        scale = torch.where(learned, scale.clamp_max(1.0), scale)
+        scale = torch.where(learned, (radius / length).clamp_max(1.0), radius / length)
         trial = space.project(z + scale[:, None, None] * move)
         ahead = top_pairs(f, space.tokens(trial), pairs.right[0], seed)
         gained = ahead.value > pairs.value * (1 + 4 * torch.finfo(z.dtype).eps)
@@ -76,7 +70,7 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
             memory.learn(items, trial[items] - z[items], slope[items] - new)
             z, slope = z.clone(), slope.clone()
             z[items], slope[items] = trial[items], new
-        memory.forget(losses >= _PATIENCE)
+        memory.inverse[:, losses >= _PATIENCE] = 0.0
         value[active], reached[active] = pairs.value, z
         trace.append(float(value.max()))
         on = torch.nonzero(losses < _REST)[:, 0]
@@ -111,42 +105,38 @@ def _length(a: Tensor) -> Float[Tensor, " batch"]:
     return a.flatten(1).norm(dim=-1)
 
 
-class _Memory:
+class _Memory(NamedTuple):
     """The last moves `s` and falls of the slope `y` of every start, the newest first, and what they say of the curvature."""
 
-    def __init__(self, z: Float[Tensor, "batch n d"]):
-        self._s, self._y = z.new_zeros(_MEMORY, *z.shape), z.new_zeros(_MEMORY, *z.shape)
-        self._inverse = z.new_zeros(_MEMORY, len(z))  # 1/⟨s, y⟩, zero where there is nothing
+    s: Float[Tensor, "memory batch n d"]
+    y: Float[Tensor, "memory batch n d"]
+    inverse: Float[Tensor, "memory batch"]  # 1/⟨s, y⟩, zero where there is nothing
 
-    def any(self) -> Tensor:
-        return (self._inverse > 0).any(0)
+    @classmethod
+    def empty(cls, z: Float[Tensor, "batch n d"]) -> "_Memory":
+        return cls(z.new_zeros(_MEMORY, *z.shape), z.new_zeros(_MEMORY, *z.shape), z.new_zeros(_MEMORY, len(z)))
 
     def learn(self, items: Tensor, s: Tensor, y: Tensor) -> None:
         """Remember what bends down; the rest is no curvature of a hilltop."""
         down = _dot(s, y) > 1e-8 * _length(s) * _length(y)
         items, s, y = items[down], s[down], y[down]
-        for store, new in ((self._s, s), (self._y, y), (self._inverse, 1 / _dot(s, y))):
+        for store, new in zip(self, (s, y, 1 / _dot(s, y)), strict=True):
             store[1:, items] = store[:-1, items].clone()
             store[0, items] = new
-
-    def forget(self, which: Tensor) -> None:
-        self._inverse[:, which] = 0.0
 
     def newton(self, slope: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
         """The inverse curvature times the slope (two-loop recursion, Nocedal 1980); the slope itself where nothing is known."""
         q, weights = slope.clone(), []
-        for s, y, inverse in zip(self._s, self._y, self._inverse, strict=True):
+        for s, y, inverse in zip(*self, strict=True):
             weights.append(inverse * _dot(s, q))
             q -= weights[-1][:, None, None] * y
-        square = _dot(self._y[0], self._y[0])
-        known = (self._inverse[0] > 0) & (square > 0)
-        q *= torch.where(known, 1 / (self._inverse[0] * square), 1.0)[:, None, None]
+        square = _dot(self.y[0], self.y[0])
+        known = (self.inverse[0] > 0) & (square > 0)
+        q *= torch.where(known, 1 / (self.inverse[0] * square), 1.0)[:, None, None]
         for k in reversed(range(_MEMORY)):
-            back = self._inverse[k] * _dot(self._y[k], q)
-            q += torch.where(self._inverse[k] > 0, weights[k] - back, 0.0)[:, None, None] * self._s[k]
+            back = self.inverse[k] * _dot(self.y[k], q)
+            q += torch.where(self.inverse[k] > 0, weights[k] - back, 0.0)[:, None, None] * self.s[k]
         return q
 
     def select(self, items: Tensor) -> "_Memory":
-        some = object.__new__(_Memory)
-        some._s, some._y, some._inverse = self._s[:, items], self._y[:, items], self._inverse[:, items]
-        return some
+        return _Memory(*(t[:, items] for t in self))

@@ -4,22 +4,21 @@ The budget is the Frobenius norm of the change of the input; the gain of an atta
 input). To first order no attack gains more than `L`, and the top singular direction gains `L`; docs/worst-inputs.md §3.
 """
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
-from howsmooth.maps import Map
 from howsmooth.search.sets import check_length
 from howsmooth.solve import Function, Options, solve
 from howsmooth.spectral import Estimate, GolubKahan
+from howsmooth.theory.splitting import in_double
 
 METHODS = ("noise", "one step", "projected gradient", "singular", "relinearised", "splitting")
 
@@ -34,11 +33,9 @@ class Attack:
     """One attack at one budget.
 
     moved: length of the change of the input, at most `epsilon`.  change: length of the change of the output, None where there
-    is none to report and `note` says why.  gain: `change/moved`.  predicted: the gain to first order of the best attack of its
-    kind.
+    is none to report and `note` says why.  predicted: the gain to first order of the best attack of its kind.
     calls: evaluations with a derivative and products with the Jacobian that it took; for noise, evaluations.
-    perturbation: the change of the input, the input's shape; for splitting, what one half of each token is moved by, the other
-    by its opposite.
+    perturbation: the change of the input; for splitting, what one half of each token is moved by, the other by its opposite.
     """
 
     method: str
@@ -52,6 +49,7 @@ class Attack:
 
     @property
     def gain(self) -> float | None:
+        """Change of the output over change of the input."""
         return None if self.change is None or self.moved == 0 else self.change / self.moved
 
     @property
@@ -78,13 +76,6 @@ class Attacks(Sequence[Attack]):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def find(self, method: str, epsilon: float) -> Attack:
-        """The row of a method at a budget."""
-        for row in self.rows:
-            if row.method == method and row.epsilon == epsilon:
-                return row
-        raise BadInputError(f"expected a method and budget of this table, got {method!r} at {epsilon}; look at its rows")
 
     def to_dict(self) -> dict[str, Any]:
         return {"estimate": self.estimate.to_dict(), "attacks": [row.to_dict() for row in self.rows]}
@@ -116,11 +107,10 @@ def attack(
 ) -> Attacks:
     """Attack `f` at `x` within every budget, in every way, in float64 where `f` can be.
 
-    noise: the best of random directions.  one step: along the gradient of the output's change at a random point.  projected
-    gradient: many such steps from there, projected on the budget.  singular: the top singular direction of the Jacobian at `x`,
-    either sign.  relinearised: from there, `steps` times to the direction that the Jacobian at the perturbed input makes best.
-    splitting: every token counted as two halves, the halves of one token pushed apart. Noise, projected gradient and
-    relinearised may spend the same calls.
+    noise: the best of random directions.  one step: along the gradient at a random point.  projected gradient: many such steps.
+    singular: the top singular direction, either sign.  relinearised: from there, `steps` times to what the Jacobian at the
+    perturbed input makes best.  splitting: the halves of one token pushed apart. Noise, projected gradient and relinearised may
+    spend the same calls.
 
     f: a map, or a function of one input, which must be deterministic.  x: one input, (n, d) or for a function any shape.
     epsilons: budgets, by default 10⁻⁴, 10⁻² and 10⁻¹ of the length of `x`.  steps: re-linearisations.
@@ -128,43 +118,50 @@ def attack(
 
     >>> from howsmooth.maps import Attention
     >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
-    >>> rows = attack(attn, torch.tensor([[1.0, 0.0], [-1.0, 0.5], [-1.0, 0.0]]), 1e-4)
-    >>> rows.find("singular", 1e-4).share > 0.98
+    >>> rows = attack(attn, torch.tensor([[1.0, 0.0], [-1.0, 0.5], [-1.0, 0.0]]), 1e-4, methods=["singular"])
+    >>> rows[0].share > 0.98
     True
     """
     _check(x, methods, steps, seed)
-    f, x = _precise(f, x.detach())
+    f, x = in_double(f, x.detach())
     y = _value(f, x)
     if not bool(y.isfinite().all()):
         raise BadFunctionError("expected a finite output, got NaN or infinity; check the function at this x")
     estimate = solve(f, x, Options(_TOL, None, seed, GolubKahan()))[0]
-    length, least = float(x.norm()) or 1.0, _least_budget(x, y, estimate.value)
-    chosen = [max(s * length, 2 * least) for s in (1e-4, 1e-2, 1e-1)] if epsilons is None else epsilons
-    chosen = [chosen] if isinstance(chosen, int | float) else list(chosen)
-    for epsilon in chosen:
+    budgets = _budgets(epsilons, x, y, estimate.value)
+    split: _Splitting | str = ""
+    if "splitting" in methods:
+        split = _best_splitting(f if doubled is None else in_double(doubled, x)[0], x, y, estimate.value, seed)
+    rows = []
+    for epsilon in budgets:
+        run = _Run(f, x, y, epsilon, estimate, steps, seed)
+        rows += [run.split(split) if method == "splitting" else run.attack(method) for method in methods]
+    return Attacks(estimate, tuple(rows))
+
+
+def _budgets(epsilons: Sequence[float] | float | None, x: Tensor, y: Tensor, constant: float) -> list[float]:
+    """The budgets asked for, none so small that input or output round the change away."""
+    size = max(float(x.norm()), _length(y) / constant if constant > 0 else 0.0)
+    least = _ROUNDING * torch.finfo(x.dtype).eps * size
+    if epsilons is None:
+        length = float(x.norm()) or 1.0
+        return [max(s * length, 2 * least) for s in (1e-4, 1e-2, 1e-1)]
+    budgets = [epsilons] if isinstance(epsilons, int | float) else list(epsilons)
+    for epsilon in budgets:
         check_length(epsilon, "budget epsilon")
         if epsilon < least:
             raise BadInputError(f"expected epsilon ≥ {least:.1e}, got {epsilon:g}; below it {x.dtype} rounds the change away")
-    split: _Splitting | str = ""
-    if "splitting" in methods:
-        split = _Splitting.find(f if doubled is None else _precise(doubled, x)[0], x, y, estimate.value, seed)
-    rows = []
-    for epsilon in chosen:
-        run = _Run(f, x, y, float(epsilon), estimate, steps, seed)
-        rows += [run.split(split) if method == "splitting" else run.attack(method) for method in methods]
-    return Attacks(estimate, tuple(rows))
+    return [float(epsilon) for epsilon in budgets]
 
 
 class _Run:
     """The attacks of one budget."""
 
     def __init__(self, f: Function, x: Tensor, y: Tensor, epsilon: float, estimate: Estimate, steps: int, seed: int):
-        self.f, self.x, self.y, self.epsilon, self.estimate, self.steps = f, x, y, epsilon, estimate, steps
+        self.f, self.x, self.y, self.epsilon, self.estimate, self.steps, self.seed = f, x, y, epsilon, estimate, steps, seed
         self.calls = 2 * estimate.steps + steps  # what the relinearised attack may spend
-        self.seed, self.random = seed, torch.Generator()
 
     def attack(self, method: str) -> Attack:
-        self.random.manual_seed(self.seed)  # so that a method's result does not depend on those before it
         way: dict[str, Callable[[], tuple[Tensor, int]]] = {
             "noise": self._noise,
             "one step": lambda: self._gradient(1),
@@ -181,31 +178,29 @@ class _Run:
         delta = self.epsilon * split.direction
         return self._row("splitting", delta, split.change(delta), split.gain, split.calls, split.note)
 
-    def _row(self, method: str, delta: Tensor, change: float, predicted: float, calls: int, note: str) -> Attack:
-        if not math.isfinite(change):
-            note = f"the output is not finite at this budget{'; ' + note if note else ''}"
-        reported = change if math.isfinite(change) else None
-        return Attack(method, self.epsilon, float(delta.norm()), reported, predicted, calls, note, delta)
+    def _row(self, method: str, delta: Tensor, change: float | None, predicted: float, calls: int, note: str) -> Attack:
+        if change == -math.inf:
+            change, note = None, f"the output is not finite at this budget{'; ' + note if note else ''}"
+        return Attack(method, self.epsilon, float(delta.norm()), change, predicted, calls, note, delta)
 
     def _noise(self) -> tuple[Tensor, int]:
-        tries = [self._on_sphere(self._gaussian()) for _ in range(self.calls)]
-        return max(tries, key=lambda d: _rank(self._change(d))), self.calls
+        return max(self._random(self.calls), key=self._change), self.calls
 
     def _gradient(self, calls: int) -> tuple[Tensor, int]:
         """`δ ← Π(δ + α ∇/|∇|)`, `∇ = J(x + δ)ᵀ(f(x + δ) − f(x))`, from a random point; one step goes all the way."""
-        delta = self._on_sphere(self._gaussian())
+        (delta,) = self._random(1)
         best, most = delta, -math.inf
         length = self.epsilon * (_STEP / calls if calls > 1 else 1e6)
         for _ in range(calls):
             change, g = self._slope(delta)
-            if calls > 1 and _rank(change) > most:
-                best, most = delta, _rank(change)
+            if calls > 1 and change > most:
+                best, most = delta, change
             delta = self._on_sphere(delta + length * _unit(g))
-        return (delta if _rank(self._change(delta)) > most else best), calls
+        return (delta if self._change(delta) > most else best), calls
 
     def _singular(self) -> tuple[Tensor, int]:
         v = self._on_sphere(self.estimate.direction.to(self.x))
-        return max((v, -v), key=lambda d: _rank(self._change(d))), 2 * self.estimate.steps
+        return max((v, -v), key=self._change), 2 * self.estimate.steps
 
     def _relinearised(self) -> tuple[Tensor, int]:
         """`δ ← ε ∇/|∇|`, all the way from the singular direction; a step that loses is taken back, the next is half as far."""
@@ -213,13 +208,12 @@ class _Run:
         share, trial, most, g = 1.0, delta, -math.inf, torch.zeros_like(delta)
         for _ in range(self.steps):
             change, slope = self._slope(trial)
-            if _rank(change) > most:
-                delta, most, g, share = trial, _rank(change), slope, min(1.0, 2 * share)
+            if change > most:
+                delta, most, g, share = trial, change, slope, min(1.0, 2 * share)
             else:
                 share /= 2
             trial = self._on_sphere((1 - share) * delta + share * self.epsilon * _unit(g))
-        delta = trial if _rank(self._change(trial)) > most else delta
-        return delta, calls + self.steps
+        return (trial if self._change(trial) > most else delta), calls + self.steps
 
     def _slope(self, delta: Tensor) -> tuple[float, Tensor]:
         """The change at `x + delta`, and the gradient of half its square."""
@@ -232,73 +226,68 @@ class _Run:
     def _change(self, delta: Tensor) -> float:
         return _length(_value(self.f, self.x + delta) - self.y)
 
-    def _gaussian(self) -> Tensor:
-        return torch.randn(self.x.shape, generator=self.random, dtype=torch.float64).to(self.x)
+    def _random(self, count: int) -> list[Tensor]:
+        """Random points of the sphere, the same for every method."""
+        draw = torch.Generator().manual_seed(self.seed)
+        points = (torch.randn(self.x.shape, generator=draw, dtype=torch.float64) for _ in range(count))
+        return [self._on_sphere(point.to(self.x)) for point in points]
 
     def _on_sphere(self, delta: Tensor) -> Tensor:
         return self.epsilon * _unit(delta)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class _Splitting:
-    """How one token is best split: every token doubled, the two halves of token `token` moved by `±direction`.
+class _Splitting(NamedTuple):
+    """How one token is best split: every token doubled, the halves of one moved by `±direction`.
 
     Each half carries half the mass of a token, so moving both by `±e` costs `(½|e|² + ½|e|²)^½ = |e|` and the output's change
     is weighted in the same way: `W₂` between the measures, times √n.
     """
 
-    f: Function
-    doubled: Tensor
-    base: Tensor
-    weight: float
+    change: Callable[[Tensor], float]
     direction: Tensor
     gain: float
     calls: int
     note: str
 
-    @classmethod
-    def find(cls, f: Function, x: Tensor, y: Tensor, constant: float, seed: int) -> "_Splitting | str":
-        """The best splitting, or why there is none."""
-        if x.ndim != 2:
-            return "a sequence of tokens (n, d) is needed to split one"
-        doubled = x.repeat_interleave(2, 0)
-        try:
-            base = _value(f, doubled)
-        except (HowSmoothError, RuntimeError, ValueError, IndexError):
-            return "the function does not take twice as many tokens"
-        token_wise = base.shape[0] == 2 * y.shape[0] and y.shape[0] == len(x)
-        if not token_wise and base.shape != y.shape:
-            return "the output of the doubled input cannot be compared"
-        weight = 0.5**0.5 if token_wise else 1.0
-        same = y.repeat_interleave(2, 0) if token_wise else y
-        drift = float((base - same).norm() / same.norm().clamp_min(torch.finfo(y.dtype).tiny))
 
-        def halves(delta: Tensor) -> Tensor:
-            return weight * f(doubled + _apart(delta))
+def _best_splitting(f: Function, x: Tensor, y: Tensor, constant: float, seed: int) -> _Splitting | str:
+    """The best splitting, or why there is none."""
+    if x.ndim != 2:
+        return "a sequence of tokens (n, d) is needed to split one"
+    doubled = x.repeat_interleave(2, 0)
+    try:
+        base = _value(f, doubled)
+    except (HowSmoothError, RuntimeError, ValueError, IndexError):
+        return "the function does not take twice as many tokens"
+    token_wise = base.shape[0] == 2 * y.shape[0] and y.shape[0] == len(x)
+    if not token_wise and base.shape != y.shape:
+        return "the output of the doubled input cannot be compared"
+    weight = 0.5**0.5 if token_wise else 1.0
+    same = y.repeat_interleave(2, 0) if token_wise else y
+    drift = float((base - same).norm() / same.norm().clamp_min(torch.finfo(y.dtype).tiny))
 
-        try:
-            whole = solve(halves, torch.zeros_like(x), Options(_TOL, None, seed, GolubKahan()))[0]
-            token = int(whole.direction.square().sum(-1).argmax())
-            at = torch.nn.functional.one_hot(torch.tensor(token), len(x)).to(x)[:, None]
-            one = solve(lambda e: halves(at * e), torch.zeros_like(x[0]), Options(_TOL, None, seed))[0]
-        except BadFunctionError:
-            return "the output does not depend on how tokens are split"
-        if one.value <= 1e-9 * constant:
-            return "splitting a token moves nothing to first order"
-        note = f"token {token}"
-        if drift >= 1e-6:  # far above float64's rounding
-            note += f"; doubling alone moves the output by {drift:.1%}: order matters, gains are of the doubled input"
-        calls = 2 * (whole.steps + one.steps)
-        return cls(f, doubled, base, weight, at * one.direction.to(x), one.value, calls, note)
+    def halves(delta: Tensor) -> Tensor:
+        return f(doubled + torch.stack([delta, -delta], 1).flatten(0, 1))
 
-    def change(self, delta: Tensor) -> float:
-        return self.weight * _length(_value(self.f, self.doubled + _apart(delta)) - self.base)
-
-
-def _apart(delta: Float[Tensor, "n d"]) -> Float[Tensor, "2n d"]:
-    """What moves the two halves of every token apart."""
-    return torch.stack([delta, -delta], 1).flatten(0, 1)
+    try:
+        whole = solve(halves, torch.zeros_like(x), Options(_TOL, None, seed, GolubKahan()))[0]
+        token = int(whole.direction.square().sum(-1).argmax())
+        at = torch.nn.functional.one_hot(torch.tensor(token), len(x)).to(x)[:, None]
+        one = solve(lambda e: halves(at * e), torch.zeros_like(x[0]), Options(_TOL, None, seed))[0]
+    except BadFunctionError:
+        return "the output does not depend on how tokens are split"
+    if weight * one.value <= 1e-9 * constant:
+        return "splitting a token moves nothing to first order"
+    note = f"token {token}"
+    if drift >= 1e-6:  # far above float64's rounding
+        note += f"; doubling alone moves the output by {drift:.1%}: order matters, gains are of the doubled input"
+    return _Splitting(
+        change=lambda delta: weight * _length(_value(halves, delta) - base),
+        direction=at * one.direction.to(x),
+        gain=weight * one.value,
+        calls=2 * (whole.steps + one.steps),
+        note=note,
+    )
 
 
 @torch.no_grad()
@@ -307,37 +296,15 @@ def _value(f: Function, x: Tensor) -> Tensor:
         return f(x.clone())
 
 
-def _precise(f: Function, x: Tensor) -> tuple[Function, Tensor]:
-    """The function and the input in float64, where the function can be: a module is copied."""
-    if isinstance(f, Map):
-        return f, x.double()
-    g = copy.deepcopy(f).double() if isinstance(f, nn.Module) else f
-    try:
-        with torch.no_grad():
-            double = g(x.double()).dtype == torch.float64
-    except (RuntimeError, TypeError, HowSmoothError):
-        double = False
-    return (g, x.double()) if double else (f, x)
-
-
-def _least_budget(x: Tensor, y: Tensor, constant: float) -> float:
-    eps = torch.finfo(x.dtype).eps
-    output = _length(y) / constant if constant > 0 else 0.0
-    return _ROUNDING * eps * max(float(x.norm()), output)
-
-
 def _length(t: Tensor) -> float:
-    """The norm, its squares kept in range; infinite or NaN where an entry is."""
+    """The norm, its squares kept in range; −inf where it is not finite, so that no attack chooses that."""
     size = float(t.abs().max())
-    return size * float((t / size).norm()) if 0 < size < math.inf else size
+    length = size * float((t / size).norm()) if 0 < size < math.inf else size
+    return length if math.isfinite(length) else -math.inf
 
 
 def _unit(g: Tensor) -> Tensor:
     return g / g.norm().clamp_min(torch.finfo(g.dtype).tiny)
-
-
-def _rank(change: float) -> float:
-    return change if math.isfinite(change) else -math.inf
 
 
 def _check(x: Tensor, methods: Sequence[str], steps: int, seed: int) -> None:

@@ -7,9 +7,8 @@ One head builds the tokens, the whole layer is measured. With the head's logits 
     clusters   k tokens at y, the rest at x, where ⟨A x + c, y − x⟩ is as large as it gets
     tie        k tokens at y, k at y', the rest at x and undecided between them: ⟨A x + c, y − y'⟩ = 0
 
-The first two are those of Castin, Ablin & Peyré 2024, the third is the two-cluster measure of docs/bounds.md 3.12. In a tie
-every other token's output swings by `|y − y'|` when `y` and `y'` move a little: `L` grows like `√(n/2)·‖A‖R²`, not `√n`
-(docs/worst-inputs.md §1).
+The first two are those of Castin, Ablin & Peyré 2024, the third is the two-cluster measure of docs/bounds.md 3.12. In a tie `L`
+grows like `√(n/2)·‖A‖R²`, not `√n` (docs/worst-inputs.md §1).
 """
 
 import math
@@ -26,6 +25,7 @@ from howsmooth.maps import Attention, Weighted
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_width
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate, GolubKahan
+from howsmooth.theory.ball import check_count
 
 _MEASURED = 4  # candidates, best by their two places, that are measured at full length
 _REAL = 1e-9  # an eigenvalue is real if its imaginary part is this small beside the largest one: rounding of a float64 solver
@@ -53,9 +53,7 @@ class Configuration:
 
     def counts(self, n: int) -> list[int]:
         """How many of `n` tokens are at each place; the last takes what is left."""
-        counts: list[int] = []
-        for _ in self.coordinates[1:]:
-            counts.append(min(self.few, n - sum(counts)))
+        counts = [max(0, min(self.few, n - k * self.few)) for k in range(len(self.coordinates) - 1)]
         return [*counts, n - sum(counts)]
 
     def place(self, n: int) -> Float[Tensor, "n d"]:
@@ -96,16 +94,14 @@ def configurations(attn: Attention, n: int, within: TokenSet | float, *, head: i
     >>> sorted({c.family for c in configurations(attn, 4, 1.0)})
     ['clusters', 'half', 'opposite', 'tie']
     """
-    space = _space(attn, n, within)
-    candidates = []
+    space, counts, candidates = _space(attn, n, within), _counts(n), []
+    room_for_ties = n > 2 and attn.width > (2 if isinstance(space, Ellipsoid) else 1)
     for one in _heads(attn, head):
         candidates += _eigenvector_families(one, space)
         for places in _far_apart(one, space):
-            candidates += [Configuration("clusters", one.index, few, None, places) for few in _counts(n)]
-            if n > 2 and attn.width > (2 if isinstance(space, Ellipsoid) else 1):
-                for tie in _ties(one, places[1], space):
-                    few_enough = [few for few in _counts(n) if 2 * few < n and few <= 4]
-                    candidates += [Configuration("tie", one.index, few, None, tie) for few in few_enough]
+            candidates += [Configuration("clusters", one.index, few, None, places) for few in counts]
+            for tie in _ties(one, places[1], space) if room_for_ties else []:
+                candidates += [Configuration("tie", one.index, few, None, tie) for few in counts if 2 * few < n and few <= 4]
     return candidates
 
 
@@ -184,14 +180,11 @@ def _space(attn: Attention, n: int, within: TokenSet | float) -> TokenSet:
     return space
 
 
-def check_layer(attn: Attention, n: int) -> None:
+def check_layer(attn: Attention, n: int | None) -> None:
     """Refuse what is no layer on `n` tokens."""
     if not isinstance(attn, Attention):
-        raise BadInputError(
-            f"expected an Attention layer, got {type(attn).__name__}; configurations are built from its weights"
-        )
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
+        raise BadInputError(f"expected an Attention layer, got {type(attn).__name__}; configurations need its weights")
+    check_count(n)
     if attn.attention_mask is not None:
         raise BadInputError("expected a layer without padding, got an attention_mask; count real tokens only and leave it out")
     if attn.bias is not None and (attn.bias.shape[0] != 1 or attn.bias.shape[3] != n or attn.bias.shape[2] not in (1, n)):
@@ -265,14 +258,14 @@ def _far_apart(head: _Head, space: TokenSet) -> list[Float[Tensor, "2 d"]]:
     if a == 0:
         return [torch.stack([z[0], z[len(directions)]])]
     for _ in range(_CLIMB):
-        x = space.tokens(z[:, None])[:, 0]
-        y = space.tokens(_furthest(space, head.logits(x))[:, None])[:, 0]
+        x = space.tokens(z)
+        y = space.tokens(_furthest(space, head.logits(x)))
         slope = head.pull(y - x) - head.logits(x)  # of δ in x, `y` held
         slope = slope * (space.norm.weight.to(z) if isinstance(space, Ellipsoid) else 1.0)
-        z = space.project((z + _STEP / a * slope)[:, None])[:, 0]
-    x = space.tokens(z[:, None])[:, 0]
+        z = space.project(z + _STEP / a * slope)
+    x = space.tokens(z)
     far = _furthest(space, head.logits(x))
-    gap = (head.logits(x) * (space.tokens(far[:, None])[:, 0] - x)).sum(-1)
+    gap = (head.logits(x) * (space.tokens(far) - x)).sum(-1)
     kept: list[int] = []
     for i in gap.argsort(descending=True).tolist():
         apart = all(float((z[i] - z[j]).norm()) > 1e-3 * space.size for j in kept)
@@ -286,29 +279,25 @@ def _ties(head: _Head, rest: Float[Tensor, " d"], space: TokenSet) -> list[Float
     They lie apart along the `p ⟂ g` that `V = W_o W_v` stretches most.
     """
     v = torch.linalg.qr(head.o, mode="r")[1] @ head.v  # stretches every vector as V does
-    g = head.logits(space.tokens(rest[None, None])[0])[0]
+    g = head.logits(space.tokens(rest[None]))[0]
     g = g / g.norm().clamp_min(torch.finfo(g.dtype).tiny)
     p = torch.linspace(1, 2, len(g), dtype=g.dtype, device=g.device)
     for _ in range(_POWER):
         p = v.mT @ (v @ p)
         p = p - g * (g @ p)
         p = p / p.norm().clamp_min(torch.finfo(p.dtype).tiny)
-    ties = []
-    for angle in map(math.radians, _ANGLES):
-        sides = torch.stack([math.cos(angle) * g + sign * math.sin(angle) * p for sign in (1.0, -1.0)])
-        ties.append(torch.cat([_furthest(space, sides), rest[None]]))
-    return ties
+    angles = [math.radians(degrees) for degrees in _ANGLES]
+    sides = [torch.stack([math.cos(t) * g + math.sin(t) * p, math.cos(t) * g - math.sin(t) * p]) for t in angles]
+    return [torch.cat([_furthest(space, side), rest[None]]) for side in sides]
 
 
 def _furthest(space: TokenSet, direction: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
     """Coordinates of the token that is furthest along each direction."""
     if isinstance(space, Ellipsoid):
-        return space.project((space.norm.weight.to(direction) * direction)[:, None])[:, 0]
-    length = direction.norm(dim=-1, keepdim=True)
-    first = torch.zeros_like(direction)
-    first[:, 0] = 1.0
+        return space.project(space.norm.weight.to(direction) * direction)
+    length, first = direction.norm(dim=-1, keepdim=True), torch.eye(1, direction.shape[-1]).to(direction)
     unit = torch.where(length > 0, direction / length.clamp_min(torch.finfo(direction.dtype).tiny), first)
-    return space.project((2 * space.size * unit)[:, None])[:, 0]
+    return space.project(2 * space.size * unit)
 
 
 def _counts(n: int) -> list[int]:

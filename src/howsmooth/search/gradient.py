@@ -1,14 +1,11 @@
 """The gradient of the constant itself: how `σ(X) = ‖D_X f‖₂` changes when the tokens move.
 
-With the top pair `(u, v)` held fixed, `∇σ = ∂_X ⟨u, J(X) v⟩ = ∂_X ⟨J(X)ᵀu, v⟩`: a backward pass through a backward pass. Where
-several singular values are equal, `σ` is the largest of smooth functions `⟨U a, J(X) V a⟩`, `|a| = 1`. To climb, one of them is
-enough: `σ` lies above it and touches it, so it grows at least as fast. The steepest is the one whose gradient is longest
-(docs/worst-inputs.md §2).
+With the top pair `(u, v)` held fixed, `∇σ = ∂_X ⟨J(X)ᵀu, v⟩`: a backward pass through a backward pass. Where several singular
+values are equal, `σ` is the largest of smooth functions and the steepest of them is followed (docs/worst-inputs.md §2).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float
@@ -26,9 +23,7 @@ _NEAR = 1e-3  # singular values this close to the top belong to its cluster
 _TOL = 1e-3  # of the solver, where Jacobians are not decomposed
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Pairs:
+class Pairs(NamedTuple):
     """The top singular pairs of a batch of Jacobians, the largest first; `near` where one belongs to the top's cluster."""
 
     value: Float[Tensor, " batch"]
@@ -38,14 +33,14 @@ class Pairs:
 
     def put(self, items: Tensor, other: "Pairs") -> "Pairs":
         """These pairs, with those of `items` replaced."""
-        value, near = self.value.clone(), self.near.clone()
-        left, right = self.left.clone(), self.right.clone()
-        value[items], near[:, items] = other.value, other.near
-        left[:, items], right[:, items] = other.left, other.right
-        return Pairs(value, left, right, near)
+        pairs = Pairs(*(t.clone() for t in self))
+        pairs.value[items] = other.value
+        for mine, theirs in zip(pairs[1:], other[1:], strict=True):
+            mine[:, items] = theirs
+        return pairs
 
     def select(self, items: Tensor) -> "Pairs":
-        return Pairs(self.value[items], self.left[:, items], self.right[:, items], self.near[:, items])
+        return Pairs(self.value[items], *(t[:, items] for t in self[1:]))
 
 
 @torch.no_grad()
@@ -60,11 +55,9 @@ def top_pairs(f: Function, x: Float[Tensor, "batch n d"], guess: Float[Tensor, "
         if not bool(matrices.isfinite().all()):
             raise NoConvergenceError("expected a finite Jacobian, got NaN or infinity; search a smaller set")
         u, sigma, vh = torch.linalg.svd(matrices, full_matrices=False)
-        count = min(_CLUSTER, sigma.shape[-1])
-        left = u[..., :count].permute(2, 0, 1).unflatten(-1, operator.out_shape)
-        right = vh[:, :count].transpose(0, 1).unflatten(-1, operator.in_shape)
-        top = sigma[:, :1]
-        return Pairs(sigma[:, 0], left, right, (sigma[:, :count] >= (1 - _NEAR) * top).T)
+        left = u[..., :_CLUSTER].permute(2, 0, 1).unflatten(-1, operator.out_shape)
+        right = vh[:, :_CLUSTER].transpose(0, 1).unflatten(-1, operator.in_shape)
+        return Pairs(sigma[:, 0], left, right, (sigma[:, :_CLUSTER] >= (1 - _NEAR) * sigma[:, :1]).T)
     solutions = GolubKahan().solve(operator if guess is None else _Warm(operator, guess), _TOL, None, seed)
     right = torch.stack([s.direction for s in solutions]).to(x)
     right = right / right.flatten(1).norm(dim=-1)[:, None, None]
@@ -91,9 +84,8 @@ def steepest(
     parts = z.new_zeros(count, count, len(items), *z.shape[1:])
     for i in range(count):
         for j in range(i, count):
-            left = pairs.left[[i, j]][:, items]
-            right = pairs.right[[j, i]][:, items]
-            both = 0.5 * sum(_gradient(f, embed, z[items], a, b) for a, b in zip(left, right, strict=True))
+            ways = ((pairs.left[a, items], pairs.right[b, items]) for a, b in ((i, j), (j, i)))
+            both = 0.5 * sum(_gradient(f, embed, z[items], *way) for way in ways)
             parts[i, j] = parts[j, i] = both * (near[i] & near[j])[:, None, None]
     flat = parts.flatten(3)  # (count, count, items, n·d)
     longest = flat[0, 0]

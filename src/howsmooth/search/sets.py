@@ -15,8 +15,8 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm
-from howsmooth.maps.base import check_finite, check_tokens
 from howsmooth.theory.constants import norm_radius
+from howsmooth.theory.point import one_sequence
 
 _EDGE = 1e-6  # coordinates this close to the boundary, relatively, are on it
 
@@ -35,25 +35,52 @@ class TokenSet(ABC):
         """A length in `z` that is large for one token of the set: the scale of first steps."""
 
     @abstractmethod
-    def project(self, z: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
+    def project(self, z: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The nearest coordinates of the set."""
 
     @abstractmethod
     def tangent(self, z: Float[Tensor, "batch n d"], g: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
         """`g` without what would leave the set at `z` to first order."""
 
-    @abstractmethod
-    def tokens(self, z: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
-        """The tokens at `z`, differentiable."""
+    def tokens(self, z: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """The tokens at `z`, differentiable; by default `z` itself."""
+        return z
 
     @abstractmethod
     def sample(self, count: int, n: int, d: int, random: torch.Generator) -> Float[Tensor, "count n d"]:
         """Random coordinates in the set, float64."""
 
 
+class _Round(TokenSet):
+    """All that is at most `radius` away from a centre; `_axes`: over which lengths are taken."""
+
+    radius: float
+    _axes: tuple[int, ...]
+
+    def _centre(self, z: Tensor) -> Tensor | float:
+        return 0.0
+
+    @property
+    def size(self) -> float:
+        return float(self.radius)
+
+    def project(self, z):
+        centre = self._centre(z)
+        inside = self.radius * (1 - 4 * torch.finfo(z.dtype).eps)
+        length = torch.linalg.vector_norm(z - centre, dim=self._axes, keepdim=True)
+        nearest = centre + (z - centre) * (inside / length.clamp_min(torch.finfo(z.dtype).tiny))
+        return torch.where(length > inside, nearest, z)
+
+    def tangent(self, z, g):
+        step = z - self._centre(z)
+        square, outward = (step * step).sum(self._axes, keepdim=True), (step * g).sum(self._axes, keepdim=True)
+        leaves = (square >= (self.radius * (1 - _EDGE)) ** 2) & (outward > 0)
+        return torch.where(leaves, g - step * (outward / square), g)
+
+
 @final
 @dataclass(frozen=True)
-class Ball(TokenSet):
+class Ball(_Round):
     """Tokens of length at most `radius`, each for itself: `B_R^n`.
 
     >>> z = Ball(1.0).project(torch.tensor([[[3.0, 4.0]]]))
@@ -62,6 +89,7 @@ class Ball(TokenSet):
     """
 
     radius: float
+    _axes = (-1,)
 
     def __post_init__(self):
         check_length(self.radius, "radius")
@@ -69,23 +97,6 @@ class Ball(TokenSet):
     @property
     def reach(self) -> float:
         return float(self.radius)
-
-    @property
-    def size(self) -> float:
-        return float(self.radius)
-
-    def project(self, z):
-        inside = self.radius * (1 - 4 * torch.finfo(z.dtype).eps)
-        length = z.norm(dim=-1, keepdim=True)
-        return torch.where(length > inside, z * (inside / length.clamp_min(torch.finfo(z.dtype).tiny)), z)
-
-    def tangent(self, z, g):
-        square, outward = (z * z).sum(-1, keepdim=True), (z * g).sum(-1, keepdim=True)
-        leaves = (square >= (self.radius * (1 - _EDGE)) ** 2) & (outward > 0)
-        return torch.where(leaves, g - z * (outward / square), g)
-
-    def tokens(self, z):
-        return z
 
     def sample(self, count, n, d, random):
         """Uniform directions; half of the sequences on the sphere, half uniform in the ball."""
@@ -113,14 +124,10 @@ class Ellipsoid(TokenSet):
     def __post_init__(self):
         if not isinstance(self.norm, LayerNorm | RMSNorm):
             raise BadInputError(f"expected a LayerNorm or RMSNorm, got {type(self.norm).__name__}; use Ball(radius) for a ball")
-        if self.norm.width < (3 if self._centred else 2):
+        if self.norm.width < (3 if isinstance(self.norm, LayerNorm) else 2):
             raise BadInputError(
                 f"expected a norm of more than {self.norm.width} channels, got one whose outputs are a few points; use Ball"
             )
-
-    @property
-    def _centred(self) -> bool:
-        return isinstance(self.norm, LayerNorm)
 
     @property
     def reach(self) -> float:
@@ -131,13 +138,14 @@ class Ellipsoid(TokenSet):
         return math.sqrt(self.norm.width)
 
     def project(self, z):
-        z = z - z.mean(-1, keepdim=True) if self._centred else z
-        length = z.norm(dim=-1, keepdim=True)
-        z = torch.where(length > 0, z, self._any_point(z))
-        return z * (math.sqrt(self.norm.width) / z.norm(dim=-1, keepdim=True))
+        z = self.norm.center(z)
+        anywhere = torch.zeros_like(z)  # where the centre goes: on the first channel against the last
+        anywhere[..., 0], anywhere[..., -1] = 1.0, -1.0
+        z = torch.where(z.norm(dim=-1, keepdim=True) > 0, z, anywhere)
+        return z * (self.size / z.norm(dim=-1, keepdim=True))
 
     def tangent(self, z, g):
-        g = g - g.mean(-1, keepdim=True) if self._centred else g
+        g = self.norm.center(g)
         return g - z * ((z * g).sum(-1, keepdim=True) / self.norm.width)
 
     def tokens(self, z):
@@ -145,19 +153,12 @@ class Ellipsoid(TokenSet):
         return t if self.norm.bias is None else t + self.norm.bias.to(z)
 
     def sample(self, count, n, d, random):
-        check_width(d, self.norm.width)
         return self.project(torch.randn(count, n, d, generator=random, dtype=torch.float64))
-
-    def _any_point(self, z: Tensor) -> Tensor:
-        """The centre projects anywhere: on the first channel against the last."""
-        point = torch.zeros_like(z)
-        point[..., 0], point[..., -1] = 1.0, -1.0
-        return point
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class BallAround(TokenSet):
+class BallAround(_Round):
     """Inputs at most `radius` away from `x`, (n, d), all tokens together (Frobenius norm).
 
     >>> [round(t, 6) for t in BallAround(torch.zeros(1, 2), 1.0).project(torch.tensor([[[0.0, 7.0]]])).flatten().tolist()]
@@ -166,44 +167,21 @@ class BallAround(TokenSet):
 
     x: Float[Tensor, "n d"]
     radius: float
+    _axes = (-2, -1)
 
     def __post_init__(self):
         check_length(self.radius, "radius")
-        check_tokens(self.x)
-        check_finite(self.x, "tokens")
-        if self.x.ndim != 2:
-            raise BadInputError(
-                f"expected one input (n, d) to search around, got shape {tuple(self.x.shape)}; pass one at a time"
-            )
+        one_sequence(self.x)
+
+    def _centre(self, z):
+        return self.x.detach().to(z)
 
     @property
     def reach(self) -> float:
         return float(self.x.double().norm(dim=-1).max()) + self.radius
 
-    @property
-    def size(self) -> float:
-        return float(self.radius)
-
-    def project(self, z):
-        centre = self.x.detach().to(z)
-        step = z - centre
-        inside = self.radius * (1 - 4 * torch.finfo(z.dtype).eps)
-        length = step.flatten(1).norm(dim=-1)[:, None, None]
-        return torch.where(length > inside, centre + step * (inside / length.clamp_min(torch.finfo(z.dtype).tiny)), z)
-
-    def tangent(self, z, g):
-        step = z - self.x.detach().to(z)
-        square, outward = (step * step).sum((1, 2), keepdim=True), (step * g).sum((1, 2), keepdim=True)
-        leaves = (square >= (self.radius * (1 - _EDGE)) ** 2) & (outward > 0)
-        return torch.where(leaves, g - step * (outward / square), g)
-
-    def tokens(self, z):
-        return z
-
     def sample(self, count, n, d, random):
         """Gaussian directions, on the boundary."""
-        if (n, d) != tuple(self.x.shape):
-            raise BadInputError(f"expected inputs of shape {tuple(self.x.shape)}, got ({n}, {d}); search around that input")
         step = torch.randn(count, n, d, generator=random, dtype=torch.float64)
         step *= self.radius / step.flatten(1).norm(dim=-1)[:, None, None]
         return self.project(self.x.detach().double() + step)
@@ -211,8 +189,7 @@ class BallAround(TokenSet):
 
 def check_length(value: float, what: str) -> None:
     """Refuse a length that is not a positive finite number."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    if not good:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise BadInputError(f"expected a finite {what} > 0, got {value!r}; give it as a length in token space")
 
 

@@ -17,6 +17,7 @@ from howsmooth.search.sets import BallAround, Ellipsoid, TokenSet, check_width
 from howsmooth.solve import Function, Options, solve_batch
 from howsmooth.spectral import Estimate
 from howsmooth.theory import Bound, Bounds, ball_bounds
+from howsmooth.theory.ball import check_count
 
 _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the set's size
 
@@ -52,13 +53,11 @@ class WorstCase:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, and the tokens as lists."""
+        names = ("status", "start", "began", "best_configuration", "ratio", "note", "seed")
         return {
             **self.estimate.to_dict(),
             "estimate_status": self.estimate.status,
-            **{
-                name: getattr(self, name)
-                for name in ("status", "start", "began", "best_configuration", "ratio", "note", "seed")
-            },
+            **{name: getattr(self, name) for name in names},
             "bound": None if self.bound is None else self.bound.id,
             "log_bound": None if self.bound is None else self.bound.log_value,
             "unimproved": list(self.unimproved),
@@ -74,22 +73,17 @@ class WorstCase:
 
 
 def find_worst(
-    f: Function,
-    space: TokenSet,
-    n: int | None = None,
-    *,
-    steps: int | None = None,
-    restarts: int | None = None,
-    certify: float = 0.02,
-    seed: int = 0,
+    f: Function, space: TokenSet, n: int | None, steps: int | None, restarts: int | None, certify: float, seed: int
 ) -> WorstCase:
     """The worst sequence of `n` tokens found in a set; the search behind `howsmooth.worst_case`, which says what is what."""
     n, d = _shape(f, space, n)
-    steps, restarts = _budget(n * d, steps, restarts)
+    small, medium = n * d <= DENSE_SIZE, n * d <= 16 * DENSE_SIZE
+    steps = _whole((100 if small else 30) if steps is None else steps, "steps", 0)
+    restarts = _whole((32 if small else 8 if medium else 4) if restarts is None else restarts, "restarts", 1)
     random = torch.Generator().manual_seed(_whole(seed, "seed", 0))
     z, labels, designed = _starts(f, space, n, d, restarts, random)
-    dtype = torch.float64 if n * d <= DENSE_SIZE else _precision(f)
-    climb = ascend(f, space, z.to(dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
+    dtype = torch.promote_types(f.dtype, torch.float32) if isinstance(f, Map) else torch.get_default_dtype()
+    climb = ascend(f, space, z.to(torch.float64 if small else dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
     best = int(climb.value.argmax())
     tokens = space.tokens(climb.z[best : best + 1])[0].detach()
     estimate = solve_batch(f, tokens[None], Options(certify=certify, seed=seed))[0][0]
@@ -125,24 +119,14 @@ def _shape(f: Function, space: TokenSet, n: int | None) -> tuple[int, int]:
     elif isinstance(f, Map):
         d = f.width
     else:
-        raise BadInputError(
-            "expected a map of the package for a ball, got a function; search within=BallAround(x, radius) instead"
-        )
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
+        raise BadInputError("expected a map of the package for a ball, got a function; search within=BallAround(x, radius)")
     if isinstance(f, Map):
         check_width(d, f.width)
     elif not callable(f):
         raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
     if isinstance(f, Attention):
         check_layer(f, n)
-    return n, d
-
-
-def _budget(size: int, steps: int | None, restarts: int | None) -> tuple[int, int]:
-    small, medium = size <= DENSE_SIZE, size <= 16 * DENSE_SIZE
-    steps = (100 if small else 30) if steps is None else _whole(steps, "steps", 0)
-    return steps, (32 if small else 8 if medium else 4) if restarts is None else _whole(restarts, "restarts", 1)
+    return check_count(n), d
 
 
 def _whole(value: int, what: str, least: int) -> int:
@@ -169,10 +153,6 @@ def _starts(
     z = torch.cat([designed, space.project(shaken + noise), space.sample(rest, n, d, random)])
     labels += [f"{label}, shaken" for label in labels[: len(shaken)]] + [f"random start {i}" for i in range(rest)]
     return z, labels, len(designed)
-
-
-def _precision(f: Function) -> torch.dtype:
-    return torch.promote_types(f.dtype, torch.float32) if isinstance(f, Map) else torch.get_default_dtype()
 
 
 def _note(climb: Climb, improved: bool, steps: int) -> str:

@@ -16,8 +16,6 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
     the lower ones (B5, B16) are reached once there are enough of them, about `e^{2‖A‖R²}`. Statements and proofs:
     docs/bounds.md. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
 
-    attn: the layer.  n: number of tokens, at least 1.  radius: length of the longest token, at least 0.
-
     >>> import torch
     >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
     >>> [(b.id, round(b.value, 2)) for b in ball_bounds(attn, n=100, radius=1.0) if b.applies and b.id in ("B1", "B8", "B15")]
@@ -28,8 +26,7 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
             f"expected an Attention layer, got {type(attn).__name__}; for attention after a norm pass the layer alone, "
             "with radius=norm_radius(norm)"
         )
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
+    check_count(n)
     if not isinstance(radius, int | float) or not math.isfinite(radius) or radius < 0:
         raise BadInputError(
             f"expected a finite radius, at least 0, got radius = {radius!r}; give the length of the longest token"
@@ -53,3 +50,10 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
         ours.two_clusters(layer, n, radius),
         ours.two_clusters(layer, None, radius),
     ]
+
+
+def check_count(n: int | None) -> int:
+    """A number of tokens, checked."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
+    return n

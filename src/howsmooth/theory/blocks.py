@@ -16,22 +16,18 @@ from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
 from howsmooth.spectral import DenseSVD, GolubKahan
-from howsmooth.theory.bound import spectral_norm
+from howsmooth.theory.bound import ROUNDINGS, spectral_norm
 from howsmooth.theory.perron import inverse_rows
 
 _FEATURES = 2**23  # products of values and keys kept at once
 _DENSE = 256  # widths up to which every block is decomposed
 _NUMBERS = 2**21  # entries of blocks worked on at once
 _BASIS = 256  # vectors kept for a block that goes through products
-_WIDTH = 0.02  # interval asked for where blocks are too wide to decompose
-_ROUNDINGS = 16  # units of rounding per square root of the number of terms in a sum
+_WIDTH, _DELTA = 0.02, 1e-6  # where blocks are too wide to decompose: the interval asked for, and how likely one is missed
 
 
 class BlockNorms(NamedTuple):
-    """`lower_i ≤ ‖S_i‖ ≤ upper_i`, (batch, n) float64.
-
-    confidence: with which all upper ends hold together; 1 where blocks are decomposed.
-    """
+    """`lower_i ≤ ‖S_i‖ ≤ upper_i`, float64; confidence: with which all upper ends hold together, 1 where decomposed."""
 
     lower: Float[Tensor, "batch n"]
     upper: Float[Tensor, "batch n"]
@@ -39,11 +35,10 @@ class BlockNorms(NamedTuple):
 
 
 @torch.no_grad()
-def block_norms(operator: Operator, above: float = 0.0, delta: float = 1e-6) -> BlockNorms:
+def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
     """The norms of all blocks of a linearised map, from below and from above.
 
-    Blocks of width up to 256 are decomposed, so both ends are exact to rounding; wider ones go through products, and all
-    upper ends hold together with probability `1 − delta`.
+    Blocks of width up to 256 are decomposed, so both ends are exact to rounding; wider ones go through products.
     above: tokens whose cheap bound (Proposition 5.6) is not larger are left at `[0, that bound]`.
     """
     sizes = block_sizes(operator)
@@ -59,20 +54,19 @@ def block_norms(operator: Operator, above: float = 0.0, delta: float = 1e-6) -> 
         if bool((size <= above).all()):
             continue
         blocks = splitting_blocks(operator, rows)
-        slack = (_ROUNDINGS * torch.finfo(operator.dtype).eps * (d + n) ** 0.5 + operator.noise) * sizes.terms[:, rows]
+        slack = (ROUNDINGS * torch.finfo(operator.dtype).eps * (d + n) ** 0.5 + operator.noise) * sizes.terms[:, rows]
         if dense:
             matrices = blocks.dense().double()
             if not bool(matrices.isfinite().all()):
                 raise NoConvergenceError("expected finite splitting blocks, got NaN or infinity; rescale the map")
             low = high = spectral_norm(matrices).unflatten(0, (batch, -1))
         else:
-            solutions = GolubKahan(delta=delta / (batch * n)).solve(blocks, 0.1 * _WIDTH, _WIDTH, 0)
-            low = size.new_tensor([s.value for s in solutions]).unflatten(0, (batch, -1))
-            high = size.new_tensor([s.upper for s in solutions]).unflatten(0, (batch, -1))
+            solutions = GolubKahan(delta=_DELTA / (batch * n)).solve(blocks, 0.1 * _WIDTH, _WIDTH, 0)
+            low, high = size.new_tensor([(s.value, s.upper) for s in solutions]).T.unflatten(1, (batch, -1))
             used = True
         lower[:, rows] = low
         upper[:, rows] = torch.minimum(torch.maximum(high + slack, low), torch.maximum(size, low))
-    return BlockNorms(lower, upper, 1 - delta if used else 1.0)
+    return BlockNorms(lower, upper, 1 - _DELTA if used else 1.0)
 
 
 @torch.no_grad()
@@ -87,10 +81,7 @@ def block_direction(operator: Operator, token: int) -> tuple[Float[Tensor, " d"]
 
 @torch.no_grad()
 def splitting_blocks(operator: Operator, rows: slice) -> Operator:
-    """The blocks `S_i` of the tokens in `rows`, as a batch of maps from (1, d) to (1, d_out), items before tokens.
-
-    operator: what `linearize` gives. Weights on tokens do not change the blocks.
-    """
+    """The blocks of the tokens in `rows`: a batch of maps from (1, d) to (1, d_out), items before tokens."""
     if isinstance(operator, Weighted):
         return splitting_blocks(operator.operator, rows)
     if isinstance(operator, Composed):
@@ -110,11 +101,7 @@ class BlockSizes(NamedTuple):
 
 @torch.no_grad()
 def block_sizes(operator: Operator) -> BlockSizes:
-    """Upper bounds on `‖S_i‖` at the cost of a product (Proposition 5.6).
-
-    `Σ_h |τ| ‖W_o^h‖ ‖W_q^h‖ (Σ_j Q_ij |v_j − o_i|² · Σ_j Q_ij |k_j − κ|²)^½` for attention, `max|α|/s_i` for a norm, the
-    product for a composition.
-    """
+    """Upper bounds on `‖S_i‖` by one product: Proposition 5.6; `max|α|/s_i` for a norm, the product for a composition."""
     if isinstance(operator, Weighted):
         return block_sizes(operator.operator)
     if isinstance(operator, Composed):
@@ -190,7 +177,7 @@ def _spreads(operator: AttentionJacobian) -> BlockSizes:
     o = o.double()
     # Σ Q |v − o|² = Σ Q |v|² − 2 o·Σ Q v + |o|² Σ Q, with what rounding may hide of it
     near = moments[..., 0] - 2 * (o * moments[..., 2:]).sum(-1) + o.square().sum(-1) * total
-    noise = _ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(layer.width + m)
+    noise = ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(layer.width + m)
     far = (moments[..., 0].sqrt() + o.norm(dim=-1) * total.sqrt()).square()
     near = near.clamp_min(0) + noise * far
     w = layer.by_head()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal, final, overload
 
 import torch
@@ -19,6 +20,8 @@ Side = Literal["upper", "lower"]
 
 # Relative slack that covers the rounding of the few dozen float64 operations behind a bound.
 _OUTWARD = 1e-12
+# Units of rounding per square root of the number of terms, in what is summed up at a token (docs/point-bounds.md 4.9).
+ROUNDINGS = 16
 
 
 @final
@@ -51,9 +54,9 @@ class Bound:
             return None
         return _exp(self.log_value) * (1 + _OUTWARD if self.side == "upper" else 1 - _OUTWARD)
 
-    def ratio(self, measured: float) -> float | None:
-        """bound / measured, possibly infinite."""
-        if self.log_value is None or not measured > 0:
+    def ratio(self, measured: float | None) -> float | None:
+        """bound / measured, possibly infinite; nothing where either is missing."""
+        if self.log_value is None or measured is None or not measured > 0:
             return None
         return _exp(self.log_value - math.log(measured))
 
@@ -74,8 +77,11 @@ def _row(
     mean_field: bool = False,
 ) -> Bound:
     """The bound with the logarithm `answer`, moved outward; or, where `answer` is a sentence, why it does not apply."""
-    log_value, reason = (None, answer) if isinstance(answer, str) else (outward_log(answer, side), None)
-    return Bound(id, name, side, log_value, statement, source, assumptions, reason, mean_field)
+    if isinstance(answer, str):
+        return Bound(id, name, side, None, statement, source, assumptions, answer, mean_field)
+    slack = 0.0 if math.isinf(answer) else _OUTWARD * (1 + abs(answer))
+    log_value = answer + (slack if side == "upper" else -slack)
+    return Bound(id, name, side, log_value, statement, source, assumptions, None, mean_field)
 
 
 at_most, at_least = partial(_row, "upper"), partial(_row, "lower")
@@ -118,21 +124,17 @@ class Bounds(Sequence[Bound]):
     @property
     def upper(self) -> Bound | None:
         """The smallest upper bound that applies."""
-        rows = [(r.log_value, r) for r in self.rows if r.side == "upper" and r.log_value is not None]
-        return min(rows, key=lambda pair: pair[0], default=(None, None))[1]
+        return min((r for r in self.rows if r.side == "upper" and r.applies), key=attrgetter("log_value"), default=None)
 
     @property
     def lower(self) -> Bound | None:
         """The largest lower bound that applies to this number of tokens."""
-        rows = [(r.log_value, r) for r in self.rows if r.side == "lower" and r.log_value is not None and not r.mean_field]
-        return max(rows, key=lambda pair: pair[0], default=(None, None))[1]
+        rows = (r for r in self.rows if r.side == "lower" and r.applies and not r.mean_field)
+        return max(rows, key=attrgetter("log_value"), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings; infinite values are None, their logarithm is there."""
-        rows = []
-        for r in self.rows:
-            ratio = None if self.measured is None else r.ratio(self.measured)
-            rows.append(r.to_dict() | {"value": _finite(r.value), "ratio": _finite(ratio)})
+        rows = [r.to_dict() | {"value": _finite(r.value), "ratio": _finite(r.ratio(self.measured))} for r in self.rows]
         return {"where": self.where, "measured": self.measured, "bounds": rows}
 
     def __str__(self) -> str:
@@ -147,7 +149,7 @@ class Bounds(Sequence[Bound]):
                 continue
             # values near the ends of float64 are shown as powers of ten
             value = f"{r.value:.4g}" if abs(r.log_value) < 600 else f"10^{r.log_value / math.log(10):.1f}"
-            ratio = r.ratio(self.measured) if self.measured else None
+            ratio = r.ratio(self.measured)
             far = "" if ratio is None else f"  {ratio:.4g} × L"
             lines.append(f"{row}  {value:>10}{far}  [{r.source}]")
         return "\n".join(lines)
@@ -164,14 +166,6 @@ def _exp(log: float) -> float:
 
 def _finite(value: float | None) -> float | None:
     return value if value is None or math.isfinite(value) else None
-
-
-def outward_log(log_value: float, side: Side) -> float:
-    """A float64 logarithm moved outward by its rounding error."""
-    if math.isinf(log_value):
-        return log_value
-    slack = _OUTWARD * (1 + abs(log_value))
-    return log_value + slack if side == "upper" else log_value - slack
 
 
 def log_add(*logs: float) -> float:

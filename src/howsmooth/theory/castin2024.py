@@ -18,75 +18,49 @@ _BELOW = "one head, no mask, V = I, a real eigenvalue of A, no query bias, no so
 
 def upper(layer: Constants, n: int, radius: float) -> Bound:
     """B1: one head."""
-    return at_most(
-        "B1",
-        "√n",
-        "Lip ≤ √3‖V‖(‖A‖²R⁴(4n+1) + n)^½",
-        SOURCE,
-        "one head, unmasked or causal, no query bias, no soft-cap",
-        plain(layer, one_head=True, causal=True) or log_of(layer.v[0]) + _discrete(layer.a[0], n, radius),
-    )
+    statement = "Lip ≤ √3‖V‖(‖A‖²R⁴(4n+1) + n)^½"
+    assumes = "one head, unmasked or causal, no query bias, no soft-cap"
+    answer = plain(layer, one_head=True, causal=True) or log_of(layer.v[0]) + _discrete(layer.a[0], n, radius)
+    return at_most("B1", "√n", statement, SOURCE, assumes, answer)
 
 
 def lower(layer: Constants, n: int, radius: float) -> Bound:
     """B2: what one token among equal ones does."""
-    gamma = _gamma(layer)
-    if isinstance(gamma, float):
-        alone = "one token has no other to attend to"
-        answer = alone if n < 2 else 0.5 * math.log(n - 1) - log_add(0.0, math.log(n - 1) - 2 * radius**2 * gamma)
-    else:
-        answer = gamma
-    return at_least(
-        "B2",
-        "√n from below",
-        "Lip ≥ √(n−1)/(1 + (n−1)exp(−2γR²)), γ = max(−γ_min, γ_max/8)",
-        SOURCE,
-        _BELOW,
-        answer,
-    )
+    statement = "Lip ≥ √(n−1)/(1 + (n−1)exp(−2γR²)), γ = max(−γ_min, γ_max/8)"
+    answer = _gamma(layer)
+    if isinstance(answer, float) and n < 2:
+        answer = "one token has no other to attend to"
+    elif isinstance(answer, float):
+        answer = 0.5 * math.log(n - 1) - log_add(0.0, math.log(n - 1) - 2 * radius**2 * answer)
+    return at_least("B2", "√n from below", statement, SOURCE, _BELOW, answer)
 
 
 def multi_head(layer: Constants, n: int, radius: float) -> Bound:
     """B3: the heads of B1 added up."""
+    statement = "Lip ≤ Σ_h ‖W_o^h‖ √3‖W_v^h‖(‖A_h‖²R⁴(4n+1) + n)^½"
     heads = zip(layer.a, layer.w_v, layer.w_o, strict=True)
-    return at_most(
-        "B3",
-        "sum of heads",
-        "Lip ≤ Σ_h ‖W_o^h‖ √3‖W_v^h‖(‖A_h‖²R⁴(4n+1) + n)^½",
-        SOURCE,
-        "unmasked or causal, no query bias, no soft-cap",
-        plain(layer, one_head=False, causal=True)
-        or log_add(*(log_of(w) + log_of(v) + _discrete(a, n, radius) for a, v, w in heads)),
+    answer = plain(layer, one_head=False, causal=True) or log_add(
+        *(log_of(w) + log_of(v) + _discrete(a, n, radius) for a, v, w in heads)
     )
+    return at_most("B3", "sum of heads", statement, SOURCE, "unmasked or causal, no query bias, no soft-cap", answer)
 
 
 def mean_field(layer: Constants, radius: float) -> Bound:
     """B4: the Wasserstein-2 constant on measures in the ball."""
+    statement = "Lip ≤ ‖V‖(1 + 3‖A‖R²)exp(2‖A‖R²), any number of tokens"
+    source, assumes = "Geshkovski et al. 2023, as in Castin et al. 2024", "one head, no mask, no query bias, no soft-cap"
     square = layer.a[0] * radius**2
-    return at_most(
-        "B4",
-        "mean field",
-        "Lip ≤ ‖V‖(1 + 3‖A‖R²)exp(2‖A‖R²), any number of tokens",
-        "Geshkovski et al. 2023, as in Castin et al. 2024",
-        "one head, no mask, no query bias, no soft-cap",
-        plain(layer, one_head=True, causal=False)
-        or log_of(layer.v[0]) + log_add(0.0, math.log(3) + log_of(square)) + 2 * square,
-        mean_field=True,
-    )
+    value = log_of(layer.v[0]) + log_add(0.0, math.log(3) + log_of(square)) + 2 * square
+    answer = plain(layer, one_head=True, causal=False) or value
+    return at_most("B4", "mean field", statement, source, assumes, answer, mean_field=True)
 
 
 def mean_field_lower(layer: Constants, radius: float) -> Bound:
     """B5: of the constant of B4. Printed as an asymptotic statement; two Diracs reach it at every radius (§3.12)."""
+    statement = "Lip ≥ (γ/2)R² exp(γR²), any number of tokens, γ = max(−γ_min, γ_max/8)"
     gamma = _gamma(layer)
-    return at_least(
-        "B5",
-        "mean field from below",
-        "Lip ≥ (γ/2)R² exp(γR²), any number of tokens, γ = max(−γ_min, γ_max/8)",
-        SOURCE,
-        _BELOW,
-        log_of(gamma / 2 * radius**2) + gamma * radius**2 if isinstance(gamma, float) else gamma,
-        mean_field=True,
-    )
+    answer = log_of(gamma / 2 * radius**2) + gamma * radius**2 if isinstance(gamma, float) else gamma
+    return at_least("B5", "mean field from below", statement, SOURCE, _BELOW, answer, mean_field=True)
 
 
 def plain(layer: Constants, *, one_head: bool, causal: bool) -> str | None:

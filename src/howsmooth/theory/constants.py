@@ -1,9 +1,8 @@
 """What a layer contributes to a bound over a ball: norms of its weights, rounded up, and the radius that a norm fixes.
 
-Queries and keys may be normalised and turned by their positions. A query is `q_i = R_i N(W x_i + b)`, `N` a norm or nothing,
-`R_i` rotary phases or nothing, a key likewise. Logits and their slopes are then products of a length on one side and a length
-or a slope on the other. Factors `f`, equal on the two entries of a plane, commute with phases and may be moved from one side to
-the other, `q·k = (q/f)·(f k)`: each choice gives a bound (docs/bounds.md §3.16).
+A query may be normalised and turned by its position, `q_i = R_i N(W x_i + b)`, a key likewise. Logits and their slopes are then
+products of a length on one side and a length or a slope on the other. Factors `f`, equal on the two entries of a plane, may be
+moved from one side to the other, `q·k = (q/f)·(f k)`: each choice gives a bound (docs/bounds.md §3.16).
 """
 
 import math
@@ -129,10 +128,8 @@ class Constants:
 
     def unbounded(self, radius: float) -> str | None:
         """Why no slope is bounded in the ball, if so."""
-        reaches = [reach(h, radius) for reach in (self.reach, self.key_reach) for h in range(self.heads)]
-        if self.pairs and math.inf in reaches:
-            return "a norm on queries or keys with eps = 0 has no bounded slope where they vanish"
-        return None
+        steep = self.pairs and math.inf in [r(h, radius) for r in (self.reach, self.key_reach) for h in range(self.heads)]
+        return "a norm on queries or keys with eps = 0 has no bounded slope where they vanish" if steep else None
 
     @cached_property
     def core(self) -> Core:
@@ -158,11 +155,6 @@ def constants(layer: Attention) -> Constants:
 
     >>> constants(Attention.from_matrices(3 * torch.eye(2), torch.eye(2))).a[0]  # doctest: +ELLIPSIS
     3.00000000000...
-    >>> from howsmooth.maps import Rotary
-    >>> eye = torch.eye(2, dtype=torch.float64)
-    >>> turned = constants(Attention(3 * eye, eye, eye, scale=1.0, rotary=Rotary.from_base(2, 5)))
-    >>> round(turned.reach(0, radius=2.0), 9)
-    6.0
     """
     w, scale, width = layer.by_head(), layer.scale, layer.width
     # ‖τ W_kᵀ W_q‖ = |τ| ‖R_k R_qᵀ‖ with W_kᵀ = Q_k R_k: nothing d × d is formed unless a head is that wide
@@ -211,15 +203,22 @@ def _bias_range(layer: Attention) -> float:
 
 
 def _pairs(layer: Attention, w: HeadWeights) -> tuple[tuple[Scaled, Scaled], ...]:
-    """The sizes of a layer's queries and keys, nothing where they are affine in the tokens."""
+    """Queries times `1/f` and keys times `f`; nothing where they are affine in the tokens.
+
+    Factors worth trying: none, the weights of either norm, what balances the two sides.
+    """
     if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
         return ()
-    gain = 1.0 if layer.rotary is None else layer.rotary.gain
     w_q, w_k = _triangle(w.q), _triangle(w.k)
-    return tuple(
-        (_scaled(w_q, w.b_q, layer.q_norm, gain, 1 / f), _scaled(w_k, w.b_k, layer.k_norm, gain, f))
-        for f in _factors(layer, w_q, w_k)
+    r_q, r_k = (
+        plane_factors(layer, w.norm(dim=-1) if n is None else n.weight.double().abs().expand(len(w), -1).to(w.device))
+        for w, n in ((w_q, layer.q_norm), (w_k, layer.k_norm))
     )
+    factors = [torch.ones_like(r_q), 1 / r_k, r_q, (r_q / r_k).sqrt()]
+    if layer.q_norm is None and layer.k_norm is None:
+        factors.append(_balanced(layer, w_q, w_k, factors))
+    gain = 1.0 if layer.rotary is None else layer.rotary.gain
+    return tuple((_scaled(w_q, w.b_q, layer.q_norm, gain, 1 / f), _scaled(w_k, w.b_k, layer.k_norm, gain, f)) for f in factors)
 
 
 def _planes(layer: Attention, sizes: Float[Tensor, "*heads head"]) -> Tensor:
@@ -235,21 +234,6 @@ def plane_factors(layer: Attention, sizes: Float[Tensor, "*heads head"]) -> Floa
     top = torch.zeros_like(sizes).scatter_reduce_(-1, plane, sizes, "amax").gather(-1, plane)
     largest = top.amax(-1, keepdim=True)
     return torch.where(largest > 0, top.clamp_min(_EVEN * largest), 1.0)
-
-
-def _factors(
-    layer: Attention, w_q: Float[Tensor, "heads head r"], w_k: Float[Tensor, "heads head r"]
-) -> list[Float[Tensor, "heads head"]]:
-    """Factors worth trying: none, the weights of either norm, what balances the two sides."""
-    ones = torch.ones(w_q.shape[:2], dtype=torch.float64, device=w_q.device)
-    r_q, r_k = (
-        plane_factors(layer, w.norm(dim=-1) if n is None else n.weight.double().abs().expand(len(w), -1).to(w.device))
-        for w, n in ((w_q, layer.q_norm), (w_k, layer.k_norm))
-    )
-    factors = [ones, 1 / r_k, r_q, (r_q / r_k).sqrt()]
-    if layer.q_norm is None and layer.k_norm is None:
-        factors.append(_balanced(layer, w_q, w_k, factors))
-    return factors
 
 
 def _balanced(layer: Attention, w_q: Tensor, w_k: Tensor, starts: list[Tensor]) -> Float[Tensor, "heads head"]:
@@ -275,18 +259,13 @@ def _balanced(layer: Attention, w_q: Tensor, w_k: Tensor, starts: list[Tensor]) 
 
 
 def _scaled(
-    w: Float[Tensor, "heads head r"],
-    b: Float[Tensor, "heads head"],
-    norm: LayerNorm | RMSNorm | None,
-    gain: float,
-    f: Float[Tensor, "heads head"],
+    w: Float[Tensor, "heads head r"], b: Tensor, norm: LayerNorm | RMSNorm | None, gain: float, f: Float[Tensor, "heads head"]
 ) -> Scaled:
     size = max(w.shape[1:])
     if norm is None:
         return Scaled(rounded_up(spectral_norm(w * f[..., None]), size), rounded_up((b * f).norm(dim=-1), size), gain)
     norm = norm.to(f.device, torch.float64)
-    mean = 1 if isinstance(norm, LayerNorm) else 0
-    centred, shift = w - mean * w.mean(1, keepdim=True), b - mean * b.mean(1, keepdim=True)
+    centred, shift = norm.center(w.mT).mT, norm.center(b)
     beta = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
     return Scaled(
         rounded_up(spectral_norm(centred), size),
@@ -302,13 +281,7 @@ def _scaled(
 
 @torch.no_grad()
 def norm_radius(norm: LayerNorm | RMSNorm) -> float:
-    """The largest length of a token that leaves a LayerNorm or RMSNorm, rounded up (docs/bounds.md §3.14).
-
-    `α ⊙ u + β` with `|u|² ≤ d` (and `1·u = 0` after LayerNorm, which the multiplier `η` stands for) is at most
-
-        |·|² ≤ λ d + |β|² + Σ_k (α_k β_k − η)²/(λ − α_k²)
-
-    for every `λ` at which the quadratic form `λ − α²` is positive on these `u`, and equal to the least of these.
+    """The largest length of a token that leaves a LayerNorm or RMSNorm, rounded up: the least of docs/bounds.md §3.14 over `λ`.
 
     >>> round(norm_radius(RMSNorm(torch.full((4,), 2.0))), 9)
     4.0

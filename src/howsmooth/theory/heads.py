@@ -11,12 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.maps import Attention, AttentionJacobian, LayerNorm, NormJacobian, Operator
-from howsmooth.theory.bound import slack, spectral_norm
+from howsmooth.maps import Attention, AttentionJacobian, NormJacobian, Operator
+from howsmooth.theory.bound import ROUNDINGS, slack, spectral_norm
 from howsmooth.theory.constants import plane_factors
 from howsmooth.theory.perron import inverse_rows
 
-ROUNDINGS = 16  # units of rounding per square root of the number of terms, in what is summed up at a token (4.9)
 PerHead = Float[Tensor, "batch heads"]
 
 
@@ -68,17 +67,14 @@ def _shared_norm(terms: list[tuple[Float[Tensor, "heads d r"], PerHead]], dtype:
 
     One matrix serves the batch: with the weights `m_kh` of its average item, item `b` is at most `max_kh t_kh/m_kh` times it.
     """
-    columns, ratio = [], None
-    for directions, t in terms:
-        mean = t.mean(0)
-        # a head that is zero in every item drops out
-        share = torch.where(mean > 0, t / mean.clamp_min(torch.finfo(mean.dtype).tiny), 0.0).amax(-1)
-        ratio = share if ratio is None else torch.maximum(ratio, share)
-        columns.append((directions, mean))
-    assert ratio is not None
+    columns = [(directions, t.mean(0)) for directions, t in terms]
+    tiny = torch.finfo(torch.float64).tiny
+    # a head that is zero in every item drops out
+    shares = [torch.where(m > 0, t / m.clamp_min(tiny), 0.0) for (_, t), (_, m) in zip(terms, columns, strict=True)]
+    ratio = torch.cat(shares, -1).amax(-1)
     # sizes are taken out, so that squares stay in the range of `dtype`
     size = torch.stack([mean.amax() * directions.abs().amax() ** 2 for directions, mean in columns]).amax()
-    size = size.clamp_min(torch.finfo(size.dtype).tiny).sqrt()
+    size = size.clamp_min(tiny).sqrt()
     root = torch.cat(
         [(e.to(dtype) * (mean.sqrt() / size).to(dtype)[:, None, None]).transpose(0, 1).flatten(1) for e, mean in columns], 1
     )  # (d, heads·r)
@@ -172,11 +168,7 @@ class Tokens:
 
 
 class Slopes(NamedTuple):
-    """Keys and queries, (batch·heads, tokens, head width), and `‖∂q_i/∂x_i‖`, `‖∂k_j/∂x_j‖`, (batch·heads, tokens), from above.
-
-    Factors have been moved between them: the keys are `k_j/f` where query slopes are of `f q_i`, the queries `q_i/f` where key
-    slopes are of `f k_j`.
-    """
+    """Keys `k_j/f` and `‖∂(f q_i)/∂x_i‖` from above, and queries and key slopes with another `f` likewise, head by head."""
 
     k: Tensor
     query: Tensor
@@ -187,24 +179,18 @@ class Slopes(NamedTuple):
 def token_slopes(
     operator: AttentionJacobian, r_q: Float[Tensor, "heads r head"], r_k: Float[Tensor, "heads r head"]
 ) -> Slopes | None:
-    """The slopes at the operator's tokens (4.13); nothing where queries and keys are affine in the tokens.
-
-    r_q, r_k: `R` of `W_qᵀ = Q R` and of `W_kᵀ`, for every head, float64.
-    """
+    """The slopes at the operator's tokens (4.13), from `R` of `W_qᵀ = Q R` and of `W_kᵀ`; nothing where both are affine."""
     layer, kernel = operator.layer, operator.kernel.tiled()
     if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
         return None
-    query = _moving(layer, operator.q_slope, r_q.mT, kernel.k, operator.batch)
-    key = _moving(layer, operator.k_slope, r_k.mT, kernel.q, operator.batch)
-    return Slopes(*query, *key)
+    return Slopes(
+        *_moving(layer, operator.q_slope, r_q.mT, kernel.k, operator.batch),
+        *_moving(layer, operator.k_slope, r_k.mT, kernel.q, operator.batch),
+    )
 
 
 def _moving(
-    layer: Attention,
-    slope: Operator | None,
-    w: Float[Tensor, "heads head r"],
-    other: Float[Tensor, "g n head"],
-    batch: int,
+    layer: Attention, slope: Operator | None, w: Float[Tensor, "heads head r"], other: Float[Tensor, "g n head"], batch: int
 ) -> tuple[Float[Tensor, "g n head"], Float[Tensor, "g n"]]:
     """The other side's vectors divided by `f`, and the slopes of this side times `f`, the better of two `f` for each head."""
     heads, head, _ = w.shape
@@ -212,19 +198,20 @@ def _moving(
     normed = slope if isinstance(slope, NormJacobian) else None
     ones = torch.ones(heads, head, dtype=torch.float64, device=w.device)
     rows = w.norm(dim=-1) if normed is None else normed.norm.weight.double().abs().expand(heads, -1)
-    gain = _gains(layer, batch, n).to(w.device)  # (batch, n)
+    gain = torch.ones(batch, n, dtype=torch.float64, device=w.device)  # of each token's phases: 1 up to their rounding
+    if layer.rotary is not None:
+        cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
+        gain = gain * (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0).to(w.device) * (1 + 1e-15)
     choices = []
     for f in (ones, 1 / plane_factors(layer, rows)):
         size = spectral_norm(w * f[..., None])[None, :, None] if normed is None else _normed(normed, w, f)
         size = (size * gain[:, None] * slack(layer.width)).flatten(0, 1)  # (g, n)
-        vectors = other.double().unflatten(0, (batch, heads)) / f[:, None]
-        choices.append((vectors.flatten(0, 1), size))
-    (plain, size), (scaled, other_size) = choices
-    better = (
-        scaled.square().sum((-2, -1)) * other_size.square().amax(-1) < plain.square().sum((-2, -1)) * size.square().amax(-1)
-    )[:, None]
+        vectors = (other.double().unflatten(0, (batch, heads)) / f[:, None]).flatten(0, 1)
+        choices.append((vectors, size, vectors.square().sum((-2, -1)) * size.square().amax(-1)))
+    (plain, size, worth), (scaled, scaled_size, scaled_worth) = choices
+    better = (scaled_worth < worth)[:, None]
     vectors = torch.where(better[..., None], scaled, plain)
-    return vectors.to(other.dtype), torch.where(better, other_size, size).to(other.dtype)
+    return vectors.to(other.dtype), torch.where(better, scaled_size, size).to(other.dtype)
 
 
 def _normed(slope: NormJacobian, w: Float[Tensor, "heads head r"], f: Tensor) -> Float[Tensor, "batch heads n"]:
@@ -233,21 +220,11 @@ def _normed(slope: NormJacobian, w: Float[Tensor, "heads head r"], f: Tensor) ->
     norm, unit, scale = slope.norm, slope.unit.double(), slope.scale.double()[..., 0]  # (batch, kv heads, n, …)
     group = heads // unit.shape[1]
     unit, scale = unit.repeat_interleave(group, 1), scale.repeat_interleave(group, 1)
-    centred = w - w.mean(1, keepdim=True) if isinstance(norm, LayerNorm) else w
     alpha = norm.weight.double() * f  # (heads, head)
-    triangle = torch.linalg.qr(centred.mT, mode="r")[1]  # (heads, r, head): C W up to an isometry
+    triangle = torch.linalg.qr(norm.center(w.mT), mode="r")[1]  # (heads, r, head): C W up to an isometry
     contraction = (alpha.abs().amax(-1) * spectral_norm(triangle))[None, :, None]
     along = (unit @ triangle.mT).norm(dim=-1) * (alpha[:, None] * unit).norm(dim=-1) / head
     rank_one = spectral_norm(triangle * alpha[:, None])[None, :, None] + along
     # the token's own numbers carry the rounding of the working precision
     noise = ROUNDINGS * torch.finfo(slope.dtype).eps * math.sqrt(head)
     return torch.minimum(contraction, rank_one) / scale * (1 + noise)
-
-
-def _gains(layer: Attention, batch: int, n: int) -> Float[Tensor, "batch n"]:
-    """By how much the phases of each token stretch: 1 up to the rounding of their tables."""
-    if layer.rotary is None:
-        return torch.ones(batch, n, dtype=torch.float64)
-    cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
-    size = (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0) * (1 + 1e-15)
-    return size.expand(batch, n)

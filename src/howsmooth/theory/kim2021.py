@@ -10,21 +10,17 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps.base import check_finite
+from howsmooth.theory.ball import check_count
 from howsmooth.theory.bound import Bound, at_most, log_of, slack, spectral_norm
 
 
 def l2_bounds(
-    w_q: Float[Tensor, "heads k d"],
-    w_v: Float[Tensor, "heads k d"],
-    w_o: Float[Tensor, "d_out width"],
-    n: int,
+    w_q: Float[Tensor, "heads k d"], w_v: Float[Tensor, "heads k d"], w_o: Float[Tensor, "d_out width"], n: int
 ) -> list[Bound]:
     """Bounds on the Lipschitz constant of L2 multi-head attention with tied queries and keys, on the whole space.
 
     `F(X) = [f_1 … f_H] W_oᵀ`, `f_h = P_h X A_h W_vᵀ`, `A_h = W_qᵀ W_q/√k`, `P_h = softmax(−|W_q x_i − W_q x_j|²/√k)`.
     Theorem 3.17 in docs/bounds.md. The map is another one than dot-product attention, so it has a table of its own.
-
-    w_q, w_v: (heads, k, d).  w_o: (out, heads·k).  n: tokens, at least 1.
 
     >>> import torch
     >>> eye = torch.eye(2)[None]
@@ -33,8 +29,7 @@ def l2_bounds(
     >>> [(b.id, round(b.value, 1)) for b in l2_bounds(eye, eye, torch.eye(2), n=1024)]
     [('K2', 424.5), ('K3', 79.2)]
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadInputError(f"expected a whole number of tokens, at least one token, got n = {n!r}; count the tokens")
+    check_count(n)
     if w_q.ndim != 3 or w_v.shape != w_q.shape or w_o.ndim != 2 or w_o.shape[-1] != w_q.shape[0] * w_q.shape[1]:
         raise BadInputError(
             f"expected w_q and w_v of one shape (heads, k, d) and w_o of shape (out, heads·k), "
@@ -50,23 +45,15 @@ def l2_bounds(
     c = _inverse_phi(n - 1)
     kernel = math.sqrt(n) + 2 * c + 2 * math.sqrt(c * _inverse_phi(1) * (n - 1))
     share = log_of(float(out)) - 0.5 * math.log(w_q.shape[1])
+    printed = share + 0.5 * math.log(n) + math.log1p(4 * c) + log_of(float(apart))
+    sharper = share + math.log(kernel) + log_of(float(joint))
+    proof, assumes = "howsmooth, docs/bounds.md Theorem 3.17", "L2 attention with tied queries and keys"
+    source = f"Kim, Papamakarios & Mnih 2021, Theorem 3.2; proved in {proof}"
+    first = "Lip ≤ √(n/k)(4φ⁻¹(n−1) + 1)(Σ_h ‖W_q^h‖⁴‖W_v^h‖²)^½‖W_o‖, φ(x) = x exp(x+1)"
+    second = "Lip ≤ k^{−½}(√n + 2c + 2(c φ⁻¹(1)(n−1))^½)(Σ_h ‖W_v^hW_q^hᵀ‖²‖W_q^h‖²)^½‖W_o‖, c = φ⁻¹(n−1)"
     return [
-        at_most(
-            "K2",
-            "L2 attention",
-            "Lip ≤ √(n/k)(4φ⁻¹(n−1) + 1)(Σ_h ‖W_q^h‖⁴‖W_v^h‖²)^½‖W_o‖, φ(x) = x exp(x+1)",
-            "Kim, Papamakarios & Mnih 2021, Theorem 3.2; proved in howsmooth, docs/bounds.md Theorem 3.17",
-            "L2 attention with tied queries and keys",
-            share + 0.5 * math.log(n) + math.log1p(4 * c) + log_of(float(apart)),
-        ),
-        at_most(
-            "K3",
-            "L2 attention, sharper",
-            "Lip ≤ k^{−½}(√n + 2c + 2(c φ⁻¹(1)(n−1))^½)(Σ_h ‖W_v^hW_q^hᵀ‖²‖W_q^h‖²)^½‖W_o‖, c = φ⁻¹(n−1)",
-            "howsmooth, docs/bounds.md Theorem 3.17",
-            "L2 attention with tied queries and keys",
-            share + math.log(kernel) + log_of(float(joint)),
-        ),
+        at_most("K2", "L2 attention", first, source, assumes, printed),
+        at_most("K3", "L2 attention, sharper", second, proof, assumes, sharper),
     ]
 
 

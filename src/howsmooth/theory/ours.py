@@ -1,10 +1,7 @@
 """Bounds over the ball of radius R that are proved in docs/bounds.md, for the layers of real models.
 
-Per head, with `G = sup |A x + c|`, `K` its counterpart on the key side and `C` a bound on the column sums of `P`,
-
-    ℓ_h = √C (1 + G²R²)^½ + K R                          (docs/bounds.md, Theorem 3.3)
-
-and heads are put together through the norms of `V_hᵀ V_k` (Theorem 3.4). The bounds differ in `C`.
+Per head `ℓ_h = √C (1 + G²R²)^½ + K R` (Theorem 3.3) with `G = sup |A x + c|`, `K` its counterpart on the key side and `C` a
+bound on the column sums of `P`, in which they differ. Heads are put together through the norms of `V_hᵀ V_k` (Theorem 3.4).
 Rotary phases and norms on queries and keys enter through `G` and `K`, and put `1 + GR` for the root (Theorem 3.16).
 """
 
@@ -25,14 +22,9 @@ _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and k
 
 def tokens(layer: Constants, n: int, radius: float) -> Bound:
     """B7: no column of `P` sums to more than the number of queries that see it (Corollary 3.5)."""
-    return at_most(
-        "B7",
-        "√n, sharper",
-        "Lip ≤ ‖V‖[√N(1 + ‖A‖²R⁴)^½ + ‖A‖R²], N = n, or what a window lets see a token",
-        f"{SOURCE} Corollary 3.5",
-        f"every mask; {_LAYER}",
-        layer.unbounded(radius) or _by_columns(layer, radius, lambda h: math.log(_seen_by(layer, n))),
-    )
+    statement = "Lip ≤ ‖V‖[√N(1 + ‖A‖²R⁴)^½ + ‖A‖R²], N = n, or what a window lets see a token"
+    answer = layer.unbounded(radius) or _by_columns(layer, radius, lambda h: math.log(_seen_by(layer, n)))
+    return at_most("B7", "√n, sharper", statement, f"{SOURCE} Corollary 3.5", f"every mask; {_LAYER}", answer)
 
 
 def spread(layer: Constants, n: int | None, radius: float) -> Bound:
@@ -40,32 +32,34 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `n=None` for the mean-field form.
     """
-    reason, ratio = _unmasked(layer, n, window=True)
-    reason = reason or layer.unbounded(radius) or (_hidden_keys(layer) if n is None else None)
-    cap = math.log(_seen_by(layer, n))
-    return at_most(
-        "B8" if n is not None else "B8m",
-        "bounded logits" if n is not None else "bounded logits, mean field",
-        "Lip ≤ ‖V‖[" + ("min(√n, e^{‖A‖R²})" if n is not None else "e^{‖A‖R²}") + "(1 + ‖A‖²R⁴)^½ + ‖A‖R²]",
-        f"{SOURCE} Corollary 3.6",
-        f"not causal; {_LAYER}",
-        reason or _by_columns(layer, radius, lambda h: min(cap, layer.log_spread(h, radius) + math.log(ratio))),
-        mean_field=n is None,
+    windowed = _windowed(layer, n)
+    reason = first_reason(
+        (layer.layer.causal, "for attention that is not causal"),
+        (windowed and layer.layer.attention_mask is not None, "not proved for a window over padded sequences; see B7"),
     )
+    reason = reason or layer.unbounded(radius) or (_hidden_keys(layer) if n is None else None)
+    seen = _seen_by(layer, n)
+    # how many more queries see a key than keys a query
+    more = math.log(seen / layer.layer.window) if windowed and layer.layer.window else 0.0
+    answer = reason or _by_columns(layer, radius, lambda h: min(math.log(seen), layer.log_spread(h, radius) + more))
+    columns = "e^{‖A‖R²}" if n is None else "min(√n, e^{‖A‖R²})"
+    statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²]"
+    id, name = ("B8m", "bounded logits, mean field") if n is None else ("B8", "bounded logits")
+    return at_most(id, name, statement, f"{SOURCE} Corollary 3.6", f"not causal; {_LAYER}", answer, mean_field=n is None)
 
 
 def causal(layer: Constants, n: int, radius: float) -> Bound:
     """B9: under a causal mask `P_ij ≤ E/i`, which bounds the sums of columns (Corollary 3.7)."""
-    reason = layer.unbounded(radius) if layer.layer.causal else "for causal attention"
     seen = math.log(_seen_by(layer, n))
-    return at_most(
-        "B9",
-        "causal",
-        "Lip ≤ ‖V‖[(E(1 + log⁺(n/E)))^½(1 + ‖A‖²R⁴)^½ + ‖A‖R²], E = e^{2‖A‖R²}; a window w puts min(n, w) for n",
-        f"{SOURCE} Corollary 3.7",
-        f"causal; {_LAYER}",
-        reason or _by_columns(layer, radius, lambda h: _harmonic(layer.log_spread(h, radius), seen)),
-    )
+
+    def column(h: int) -> float:
+        log_e = layer.log_spread(h, radius)
+        return seen if log_e >= seen else min(seen, log_e + math.log1p(seen - log_e))
+
+    statement = "Lip ≤ ‖V‖[(E(1 + log⁺(n/E)))^½(1 + ‖A‖²R⁴)^½ + ‖A‖R²], E = e^{2‖A‖R²}; a window w puts min(n, w) for n"
+    reason = layer.unbounded(radius) if layer.layer.causal else "for causal attention"
+    answer = reason or _by_columns(layer, radius, column)
+    return at_most("B9", "causal", statement, f"{SOURCE} Corollary 3.7", f"causal; {_LAYER}", answer)
 
 
 def causal_mean_field(layer: Constants, radius: float) -> Bound:
@@ -75,15 +69,10 @@ def causal_mean_field(layer: Constants, radius: float) -> Bound:
         log_e, log_gr = layer.log_spread(h, radius), log_of(layer.reach(h, radius) * radius)
         return _least(lambda s: 0.5 * ((1 + s) * log_e - math.log(s * (1 - s))) + log_add(0.0, s * math.log(2) + log_gr))
 
-    return at_most(
-        "B10",
-        "causal mean field",
-        "Lip ≤ ‖V‖[min_s (E^{1+s}/(s(1−s)))^½(1 + 2^s‖A‖R²) + ‖A‖R²], E = e^{2‖A‖R²}, any number of tokens",
-        f"{SOURCE} Theorem 3.8",
-        f"causal, no window; {_LAYER}",
-        _causal_mean_field(layer) or layer.unbounded(radius) or _by_heads(layer, radius, first_term),
-        mean_field=True,
-    )
+    statement = "Lip ≤ ‖V‖[min_s (E^{1+s}/(s(1−s)))^½(1 + 2^s‖A‖R²) + ‖A‖R²], E = e^{2‖A‖R²}, any number of tokens"
+    source, assumes = f"{SOURCE} Theorem 3.8", f"causal, no window; {_LAYER}"
+    answer = _causal_mean_field(layer) or layer.unbounded(radius) or _by_heads(layer, radius, first_term)
+    return at_most("B10", "causal mean field", statement, source, assumes, answer, mean_field=True)
 
 
 def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
@@ -91,23 +80,23 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `Λ` is `a/4` for `A ⪰ 0`, `2a` for `A = −aI`, in between otherwise. `n=None` for the mean-field form.
     """
-    reason = _unmasked(layer, n, window=False)[0] or _not_affine(layer) or (_hidden_keys(layer) if n is None else None)
+    reason = first_reason(
+        (layer.layer.causal, "for attention that is not causal"),
+        (_windowed(layer, n), "not proved for a window; see B8"),
+    )
+    reason = reason or _not_affine(layer) or (_hidden_keys(layer) if n is None else None)
     exponents = () if reason else column_exponents(layer)
     cap = math.inf if n is None else math.log(n)
 
     def column(h: int) -> float:
         return min(cap, exponents[h] * radius**2 + 2 * layer.query_shift[h] * radius + layer.bias_range)
 
-    return at_most(
-        "B12" if n is not None else "B12m",
-        "exact column sums" if n is not None else "exact column sums, mean field",
-        "Lip ≤ ‖V‖[" + ("min(√n, e^{ΛR²/2})" if n is not None else "e^{ΛR²/2}") + "(1 + ‖A‖²R⁴)^½ + ‖A‖R²], "
-        "Λ = max_{|x|,|y|≤1} ⟨Ax, y − x⟩",
-        f"{SOURCE} Theorem 3.9",
-        "no mask, no soft-cap; biases and grouped heads allowed",
-        reason or _by_columns(layer, radius, column),
-        mean_field=n is None,
-    )
+    columns = "e^{ΛR²/2}" if n is None else "min(√n, e^{ΛR²/2})"
+    statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²], Λ = max_{{|x|,|y|≤1}} ⟨Ax, y − x⟩"
+    source, assumes = f"{SOURCE} Theorem 3.9", "no mask, no soft-cap; biases and grouped heads allowed"
+    id, name = ("B12m", "exact column sums, mean field") if n is None else ("B12", "exact column sums")
+    answer = reason or _by_columns(layer, radius, column)
+    return at_most(id, name, statement, source, assumes, answer, mean_field=n is None)
 
 
 def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
@@ -124,20 +113,16 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
     def first_term(h: int) -> float:
         return min(_positive_part(layer, h, n, radius, *part) for part in _positive_parts(layer.core.matrix[h]))
 
-    return at_most(
-        "B13" if n is not None else "B14",
-        "causal, A ⪰ 0" if n is not None else "causal mean field, A ⪰ 0",
-        "A ⪰ 0 of rank r, ρ² = ‖A‖R²: "
-        + (
-            "Lip ≤ ‖V‖[√C(1 + ρ⁴)^½ + ρ²], C = 2^{r/2}e^{ρ²/4}(1 + log n + 2ρ² + 2ρ√r)"
-            if n is not None
-            else "‖P‖² ≤ min_s 2^{r/2}e^{ρ²/4}(1+1/s)e^{s(4ρ² + 2ρ√r + 2sρ²)}/(1−s), any number of tokens"
-        ),
-        f"{SOURCE} Theorem {'3.10' if n is not None else '3.11'}",
-        "causal, no window, no soft-cap; A = S + T costs e^{2‖T‖R²}; query bias and grouped heads allowed",
-        reason or _not_affine(layer) or _by_heads(layer, radius, first_term),
-        mean_field=n is None,
-    )
+    if n is None:
+        id, name, theorem = "B14", "causal mean field, A ⪰ 0", "3.11"
+        claim = "‖P‖² ≤ min_s 2^{r/2}e^{ρ²/4}(1+1/s)e^{s(4ρ² + 2ρ√r + 2sρ²)}/(1−s), any number of tokens"
+    else:
+        id, name, theorem = "B13", "causal, A ⪰ 0", "3.10"
+        claim = "Lip ≤ ‖V‖[√C(1 + ρ⁴)^½ + ρ²], C = 2^{r/2}e^{ρ²/4}(1 + log n + 2ρ² + 2ρ√r)"
+    statement = f"A ⪰ 0 of rank r, ρ² = ‖A‖R²: {claim}"
+    assumes = "causal, no window, no soft-cap; A = S + T costs e^{2‖T‖R²}; query bias and grouped heads allowed"
+    answer = reason or _not_affine(layer) or _by_heads(layer, radius, first_term)
+    return at_most(id, name, statement, f"{SOURCE} Theorem {theorem}", assumes, answer, mean_field=n is None)
 
 
 def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
@@ -157,19 +142,19 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
     )
     attained = _causal_clusters if attn.causal else _clusters
     size = layer.a[0] * radius**2 + layer.query_shift[0] * radius
-    return at_least(
-        "B15" if n is not None else "B16",
-        "two clusters" if n is not None else "two clusters, mean field",
-        "Lip ≥ |Vp| max_k √((n−k)/k) q(1 + (1−q)δ), q = 1/(1 + (n−k)e^{−δ}/k), δ ≈ ΛR²"
-        if n is not None
-        else "Lip ≥ |Vp| max_t e^{δ/2} √t/(1+t) (1 + δ/(1+t)), δ ≈ ΛR², any number of tokens",
-        f"{SOURCE} Proposition 3.12",
-        "one head, unmasked or causal, no soft-cap; biases allowed",
+    if n is None:
+        id, name = "B16", "two clusters, mean field"
+        statement = "Lip ≥ |Vp| max_t e^{δ/2} √t/(1+t) (1 + δ/(1+t)), δ ≈ ΛR², any number of tokens"
+    else:
+        id, name = "B15", "two clusters"
+        statement = "Lip ≥ |Vp| max_k √((n−k)/k) q(1 + (1−q)δ), q = 1/(1 + (n−k)e^{−δ}/k), δ ≈ ΛR²"
+    source, assumes = f"{SOURCE} Proposition 3.12", "one head, unmasked or causal, no soft-cap; biases allowed"
+    answer = (
         reason
         or not_bilinear(attn)
-        or max(log_of(gain) + attained(gap, n) - 1e-11 * (1 + gap) * (1 + size) for gap, gain in _places(layer, radius)),
-        mean_field=n is None,
+        or max(log_of(gain) + attained(gap, n) - 1e-11 * (1 + gap) * (1 + size) for gap, gain in _places(layer, radius))
     )
+    return at_least(id, name, statement, source, assumes, answer, mean_field=n is None)
 
 
 @torch.no_grad()
@@ -194,15 +179,12 @@ def column_exponents(layer: Constants) -> tuple[float, ...]:
     # Convex in μ. With ‖A‖ = 1 the value is at most 2 at μ = 1/2, and above μ + 1/(4μ) − 1, which exceeds 2 below μ = 1/12.
     low, high = torch.full_like(a, math.log(1 / 64)), torch.full_like(a, math.log(2.0))
     ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    f_left, f_right = value(left), value(right)
     best = torch.minimum(value(torch.full_like(a, math.log(0.25))), value(torch.full_like(a, math.log(0.5))))
-    for _ in range(36):
-        smaller = f_left < f_right
-        low, high = torch.where(smaller, low, left), torch.where(smaller, right, high)
+    for _ in range(37):
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         f_left, f_right = value(left), value(right)
         best = torch.minimum(best, torch.minimum(f_left, f_right))
+        low, high = torch.where(f_left < f_right, low, left), torch.where(f_left < f_right, right, high)
     slack = 64 * torch.finfo(torch.float64).eps * (core.shape[-1] + 16)
     return tuple(float(x) * y + slack * y for x, y in zip(best, layer.a, strict=True))
 
@@ -215,24 +197,16 @@ def _seen_by(layer: Constants, n: int | None) -> float:
     return min(tokens, window if layer.layer.causal else 2 * window - 1)
 
 
-def _unmasked(layer: Constants, n: int | None, *, window: bool) -> tuple[str | None, float]:
-    """Why a layer is not unmasked, or how many more queries see a key than keys a query (1 without a window)."""
-    width = layer.layer.window
-    if layer.layer.causal:
-        return "for attention that is not causal", 1.0
-    if width is None or (n is not None and n <= width):
-        return None, 1.0
-    if not window:
-        return "not proved for a window; see B8", 1.0
-    if layer.layer.attention_mask is not None:
-        return "not proved for a window over padded sequences; see B7", 1.0
-    return None, (2 * width - 1 if n is None else min(n, 2 * width - 1)) / width
+def _windowed(layer: Constants, n: int | None) -> bool:
+    """Whether the window hides anything."""
+    return layer.layer.window is not None and (n is None or n > layer.layer.window)
 
 
 def _causal_mean_field(layer: Constants) -> str | None:
-    if not layer.layer.causal:
-        return "for causal attention"
-    return _hidden_keys(layer) if layer.layer.window is None else "not proved for a window; B9 is free of n there"
+    return first_reason(
+        (not layer.layer.causal, "for causal attention"),
+        (layer.layer.window is not None, "not proved for a window; B9 is free of n there"),
+    ) or _hidden_keys(layer)
 
 
 def _hidden_keys(layer: Constants) -> str | None:
@@ -269,11 +243,6 @@ def _by_heads(layer: Constants, radius: float, first_term: Callable[[int], float
         layer.stacked[1] * float((v * ell).norm()),
     )
     return top + log_of(least)
-
-
-def _harmonic(log_e: float, log_n: float) -> float:
-    """log of `E(1 + log⁺(n/E))`, at most log n."""
-    return log_n if log_e >= log_n else min(log_n, log_e + math.log1p(log_n - log_e))
 
 
 def _least(f: Callable[[float], float]) -> float:
@@ -349,11 +318,13 @@ def _clusters(gap: float, n: int | None) -> float:
     if n is None:
         ratios = [math.exp(k / 50) for k in range(-200, 101)]
         return gap / 2 + max(0.5 * math.log(t) - math.log1p(t) + math.log1p(gap / (1 + t)) for t in ratios)
-    counts, k = [], 1
+    logs, k = [], 1
     while k < n:
-        counts.append(k)
+        log_ratio = math.log(n - k) - math.log(k)
+        x = log_ratio - gap  # 1/q = 1 + e^x
+        logs.append(-log_add(0.0, x) + log_add(0.0, log_of(gap) - log_add(0.0, -x)) + 0.5 * log_ratio)
         k = max(k + 1, k * 21 // 20)
-    return max(_attended(math.log(n - k) - math.log(k), gap) + 0.5 * (math.log(n - k) - math.log(k)) for k in counts)
+    return max(logs)
 
 
 def _causal_clusters(gap: float, n: int | None) -> float:
@@ -367,9 +338,3 @@ def _causal_clusters(gap: float, n: int | None) -> float:
         logs.append(math.log(stop - i) + 2 * (q_low + log_add(0.0, one_less_high)))
         i = stop
     return 0.5 * log_add(*logs)
-
-
-def _attended(log_ratio: float, gap: float) -> float:
-    """log of `q(1 + (1−q)δ)` with `1/q = 1 + e^{log_ratio − δ}`."""
-    x = log_ratio - gap
-    return -log_add(0.0, x) + log_add(0.0, log_of(gap) - log_add(0.0, -x))

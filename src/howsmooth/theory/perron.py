@@ -13,22 +13,21 @@ from howsmooth.maps import AttentionJacobian
 STEPS = 6
 # Weights below this share of the largest one are raised to it: they stay positive whatever underflows.
 _FLOOR = 1e-12
-
 # A bound on `‖N‖²` this close to the Rayleigh quotient of its weights has nothing left to gain.
 _TOL = 2e-3
 
 Product = Callable[[Tensor], Tensor]
+PerQuery = Float[Tensor, "g n"]
+PerKey = Float[Tensor, "g m"]
 
 
-def perron_bound(
-    forward: Product, backward: Product, start: Float[Tensor, "g m"], steps: int = STEPS
-) -> tuple[Float[Tensor, " g"], Float[Tensor, "g m"]]:
+def perron_bound(forward: Product, backward: Product, start: PerKey, steps: int = STEPS) -> tuple[Float[Tensor, " g"], PerKey]:
     """Upper bounds on the norms of `g` non-negative matrices `N`, and the weights they came from.
 
-        ‖N‖₂² ≤ max_j (NᵀN w)_j / w_j     for every w > 0
+        ‖N‖₂² ≤ max_j (NᵀN w)_j / w_j     for every w > 0     (Proposition 4.1)
 
-    Proposition 4.1 in docs/point-bounds.md. Each step takes `w ← NᵀN w`; the smallest bound seen is returned, in float64. The
-    products sum non-negative terms, so that rounding makes a relative error of a few units at most: the caller adds it.
+    Each step takes `w ← NᵀN w`; the smallest bound seen is returned, in float64. The products sum non-negative terms, so that
+    rounding makes a relative error of a few units at most: the caller adds it.
 
     forward: `w ↦ N w`, (g, m) → (g, n).  backward: `z ↦ Nᵀ z`, (g, n) → (g, m).
     start: first weights, non-negative.  steps: products with `NᵀN`, fewer where every bound is within 0.1 %.
@@ -40,8 +39,7 @@ def perron_bound(
     >>> bool(exact <= bound * (1 + 1e-15)), bool(bound < 1.001 * exact)
     (True, True)
     """
-    best = start.new_full(start.shape[:1], torch.inf, dtype=torch.float64)
-    w = _positive(start)
+    best, w = start.new_full(start.shape[:1], torch.inf, dtype=torch.float64), _positive(start)
     for _ in range(steps):
         image = backward(forward(w))
         best = torch.minimum(best, (image.double() / w.double()).amax(-1))
@@ -52,20 +50,15 @@ def perron_bound(
     return best.sqrt(), w
 
 
-def _positive(w: Float[Tensor, "g m"]) -> Float[Tensor, "g m"]:
+def _positive(w: PerKey) -> PerKey:
     """Weights scaled to a largest entry of 1 and kept away from zero."""
     top = w.amax(-1, keepdim=True)
     return (w / torch.where(top > 0, top, torch.ones_like(top))).clamp_min(_FLOOR)
 
 
 def tiled_bound(
-    kernel: Tiled,
-    tile: Callable[[Block], Tensor],
-    rows: Float[Tensor, "g n"],
-    diagonal: Float[Tensor, "g n"],
-    start: Float[Tensor, "g m"],
-    steps: int,
-) -> tuple[Float[Tensor, " g"], Float[Tensor, "g m"]]:
+    kernel: Tiled, tile: Callable[[Block], Tensor], rows: PerQuery, diagonal: PerQuery, start: PerKey, steps: int
+) -> tuple[Float[Tensor, " g"], PerKey]:
     """`perron_bound` of `diag(rows) T + diag(diagonal)`, `T` made tile by tile from those of `P̂`."""
 
     def forward(w: Tensor) -> Tensor:
@@ -83,22 +76,19 @@ def tiled_bound(
     return perron_bound(forward, backward, start, steps)
 
 
-def weights_norm(kernel: Tiled, inverse: Float[Tensor, "g n"], steps: int) -> tuple[Tensor, Tensor]:
-    """`‖P‖₂` of every head from above, (g,), and weights near its top right singular vector, (g, m).
-
-    inverse: `inverse_rows` of its Jacobian.
-    """
+def weights_norm(kernel: Tiled, inverse: PerQuery, steps: int) -> tuple[Float[Tensor, " g"], PerKey]:
+    """`‖P‖₂` of every head from above, (g,), and weights near its top right singular vector, (g, m), from `inverse_rows`."""
     start = received(kernel, inverse, torch.ones_like(inverse))
     return tiled_bound(kernel, lambda b: b.weights, inverse, torch.zeros_like(inverse), start, steps)
 
 
-def inverse_rows(operator: AttentionJacobian) -> Float[Tensor, "g n"]:
+def inverse_rows(operator: AttentionJacobian) -> PerQuery:
     """`1/z_i`, which turns `P̂` into `P`; zero for queries that see nothing or that are padding."""
     inverse, mask = operator.kernel.tiled().inverse[..., 0], operator.layer.attention_mask
     return inverse if mask is None else inverse * mask.to(inverse.dtype).repeat_interleave(operator.layer.heads, 0)
 
 
-def received(kernel: Tiled, inverse: Float[Tensor, "g n"], z: Float[Tensor, "g n"], *, capped: bool = False) -> Tensor:
+def received(kernel: Tiled, inverse: PerQuery, z: PerQuery, *, capped: bool = False) -> PerKey:
     """`Pᵀ z` for one vector per head, (g, m); `capped`: with `P` times the soft-cap's slope."""
     z_hat, back = z * inverse, z.new_zeros(z.shape[0], kernel.shape[-1])
     for b in kernel.blocks():

@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from howsmooth.errors import BadFunctionError, BadInputError
-from howsmooth.maps.base import check_finite, check_tokens
+from howsmooth.errors import BadFunctionError, HowSmoothError
 from howsmooth.maps.operator import Operator
 from howsmooth.measures.measure import Measure
 from howsmooth.spectral import Estimate
@@ -64,15 +63,9 @@ class Splitting:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON; an infinite gain is None."""
-        return {
-            "gain": self.gain if math.isfinite(self.gain) else None,
-            "pays": self.pays,
-            "certain": self.certain,
-            "confidence": self.confidence,
-            "token": self.token,
-            "moved": self.moved.to_dict(),
-            "split": self.split.to_dict(),
-        }
+        plain = {name: getattr(self, name) for name in ("pays", "certain", "confidence", "token")}
+        gain = self.gain if math.isfinite(self.gain) else None
+        return {"gain": gain, **plain, "moved": self.moved.to_dict(), "split": self.split.to_dict()}
 
     def __str__(self) -> str:
         verdict = "pays" if self.pays else "does not pay"
@@ -85,36 +78,21 @@ class Splitting:
     __repr__ = __str__
 
 
-def one_sequence(x: Tensor) -> Tensor:
-    """Tokens (n, d), checked."""
-    check_tokens(x)
-    check_finite(x, "tokens")
-    if x.ndim != 2:
-        raise BadInputError(f"expected tokens of shape (n, d), got {tuple(x.shape)}; ask about one input at a time")
-    return x.detach()
+def of_blocks(moved: Estimate, operator: Operator, mu: Measure, above: float = 0.0) -> Splitting:
+    """The answer for a map.
 
-
-def of_blocks(moved: Estimate, operator: Operator, mu: Measure) -> Splitting:
-    """The answer for a map. moved: the constant of moving the atoms of `mu`.  operator: what it is the norm of."""
-    norms = block_norms(operator)
+    moved: the constant of moving the atoms of `mu`.  operator: what it is the norm of.  above: as for `block_norms`.
+    """
+    norms = block_norms(operator, above)
     token = int(norms.lower[0].argmax())
     along, lower = block_direction(operator, token)
     direction = torch.zeros_like(moved.direction)
     direction[token] = along / float(mu.mass[token]) ** 0.5
     upper = max(lower, float(norms.upper.max()))
-    width = moved.certify or moved.tol
-    split = replace(
-        moved,
-        lower=lower,
-        upper=upper,
-        confidence=norms.confidence,
-        status="dense" if norms.confidence == 1 else "certified" if upper <= lower * (1 + width) else "converged",
-        direction=direction,
-        steps=0,  # blocks are formed, not multiplied
-        precision="float64",
-        noise=0.0,
-        split=True,
-    )
+    narrow = "certified" if upper <= lower * (1 + (moved.certify or moved.tol)) else "converged"
+    status = "dense" if norms.confidence == 1 else narrow
+    split = replace(moved, lower=lower, upper=upper, confidence=norms.confidence, status=status, direction=direction)
+    split = replace(split, steps=0, precision="float64", noise=0.0, split=True)  # blocks are formed, not multiplied
     return Splitting(moved, split, token, along, norms.lower[0])
 
 
@@ -123,9 +101,9 @@ Function = Callable[[Tensor], Tensor]
 
 def halves(f: Function, x: Float[Tensor, "n d"], seed: int) -> tuple[Function, Function, Tensor]:
     """On tokens written twice: the functions of moving both copies together and of moving them apart, and `x` in float64."""
-    f, x = _in_double(f, x)
+    f, x = in_double(f, x)
     n = len(x)
-    check_equivariant(f, x, seed)
+    _check_equivariant(f, x, seed)
 
     def together(t: Tensor) -> Tensor:
         return f(torch.cat([t, t]))[:n]
@@ -147,16 +125,15 @@ def of_halves(moved: Estimate, split: Estimate, jacobian: Operator) -> Splitting
     return Splitting(moved, split, token, directions[token], norms)
 
 
-def _in_double(f: Function, x: Tensor) -> tuple[Function, Tensor]:
-    """Function and tokens in float64, where the function can be: a module is copied, anything else must take them as it is."""
-    if isinstance(f, nn.Module):
-        return copy.deepcopy(f).double(), x.double()
+def in_double(f: Function, x: Tensor) -> tuple[Function, Tensor]:
+    """Function and input in float64, where the function can be: a module is copied, anything else must take it as it is."""
+    g = copy.deepcopy(f).double() if isinstance(f, nn.Module) else f
     try:
         with torch.no_grad():
-            y = f(x.double())
-    except (RuntimeError, TypeError):
+            y = g(x.double())
+    except (RuntimeError, TypeError, HowSmoothError):
         return f, x
-    return f, x.double() if isinstance(y, Tensor) and y.dtype == torch.float64 else x
+    return (g, x.double()) if isinstance(y, Tensor) and y.dtype == torch.float64 else (f, x)
 
 
 def _blocks(jacobian: Operator, direction: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +155,7 @@ def _blocks(jacobian: Operator, direction: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(length > 1e-6 * length.max(), norms, 0.0).double(), (v / length[:, None]).double()
 
 
-def check_equivariant(f: Function, x: Float[Tensor, "n d"], seed: int = 0) -> None:
+def _check_equivariant(f: Function, x: Float[Tensor, "n d"], seed: int) -> None:
     """Refuse a function that does not commute with permutations of tokens.
 
     Tried near the tokens written twice, with a shift and an exchange, which generate all permutations.
@@ -194,10 +171,8 @@ def check_equivariant(f: Function, x: Float[Tensor, "n d"], seed: int = 0) -> No
             raise BadFunctionError(
                 f"expected one output row per token, ({2 * n}, d_out), got {got}; splitting needs a map of tokens"
             )
-        exchange = torch.arange(2 * n)
-        exchange[:2] = torch.tensor([1, 0])
-        for order in (torch.arange(2 * n).roll(1), exchange):
-            order = order.to(x.device)
+        shift, exchange = torch.arange(2 * n).roll(1), torch.tensor([1, 0, *range(2, 2 * n)])
+        for order in (shift.to(x.device), exchange.to(x.device)):
             off = float((f(z[order]) - y[order]).norm() / y.norm().clamp_min(torch.finfo(y.dtype).tiny))
             if not off <= 1e4 * torch.finfo(y.dtype).eps:
                 raise BadFunctionError(

@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.theory.bound import Bound, at_most, first_reason, log_of, spectral_norm
 from howsmooth.theory.castin2024 import not_bilinear
@@ -25,14 +24,10 @@ def yudin_bound(attn: Attention, x: Float[Tensor, "n d"]) -> Bound:
         (biases, "stated for queries and keys linear in the tokens, this layer adds biases"),
         (attn.softcap is not None, "stated without a soft-cap"),
     )
-    return at_most(
-        "D2",
-        "Yudin et al. at a point",
-        "‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i p₍₁₎(1 − p₍₁₎ + p₍₂₎))",
-        "Yudin et al. 2025, arXiv 2507.07814",
-        "one head, q = W_q x and k = W_k x without biases, no soft-cap; A = τ W_kᵀ W_q, V = W_o W_v",
-        reason or not_bilinear(attn) or log_of(_value(attn, x.double())),
-    )
+    statement = "‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i p₍₁₎(1 − p₍₁₎ + p₍₂₎))"
+    assumes = "one head, q = W_q x and k = W_k x without biases, no soft-cap; A = τ W_kᵀ W_q, V = W_o W_v"
+    answer = reason or not_bilinear(attn) or log_of(_value(attn, x.double()))
+    return at_most("D2", "Yudin et al. at a point", statement, "Yudin et al. 2025, arXiv 2507.07814", assumes, answer)
 
 
 def _value(attn: Attention, x: Float[Tensor, "n d"]) -> float:
@@ -43,19 +38,12 @@ def _value(attn: Attention, x: Float[Tensor, "n d"]) -> float:
     v = float(spectral_norm(layer.w_v if layer.w_o is None else layer.w_o @ layer.w_v))
     tokens = x if layer.attention_mask is None else x[layer.attention_mask[0]]
     # more power steps than our own rows take: a published bound is shown at its best
-    p = float(weights_norm(kernel, kernel.inverse[..., 0], steps=30)[0])
-    value = v * (p + 2 * float(spectral_norm(tokens)) ** 2 * a * _concentration(kernel))
-    # matrix norms by LAPACK: a few roundings of their size
-    slack = 1 + 64 * torch.finfo(torch.float64).eps * math.sqrt(x.numel())
-    return value * slack
-
-
-def _concentration(kernel: Tiled) -> float:
-    """`max_i p₍₁₎(1 − p₍₁₎ + p₍₂₎)` over the rows of `P`."""
-    inverse = kernel.inverse
-    top = torch.zeros(*inverse.shape[:2], 2, dtype=inverse.dtype, device=inverse.device)
+    p_norm = float(weights_norm(kernel, kernel.inverse[..., 0], steps=30)[0])
+    top = kernel.inverse.new_zeros(*kernel.inverse.shape[:2], 2)  # the two largest weights of every row
     for b in kernel.blocks():
-        seen = torch.cat([top[b.heads, b.rows], b.weights], -1)
-        top[b.heads, b.rows] = seen.topk(2, -1).values
-    p = top * inverse
-    return float((p[..., 0] * (1 - p[..., 0] + p[..., 1])).max())
+        top[b.heads, b.rows] = torch.cat([top[b.heads, b.rows], b.weights], -1).topk(2, -1).values
+    p = top * kernel.inverse
+    concentration = float((p[..., 0] * (1 - p[..., 0] + p[..., 1])).max())
+    value = v * (p_norm + 2 * float(spectral_norm(tokens)) ** 2 * a * concentration)
+    # matrix norms by LAPACK: a few roundings of their size
+    return value * (1 + 64 * torch.finfo(torch.float64).eps * math.sqrt(x.numel()))
