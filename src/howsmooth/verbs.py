@@ -19,8 +19,6 @@ from howsmooth.theory.bound import Bounds
 from howsmooth.theory.point import one_sequence, point_bounds
 from howsmooth.theory.splitting import Splitting, halves, of_blocks, of_halves
 
-__all__ = ["bounds", "jacobian", "lipschitz", "lipschitz_batch", "splitting", "worst_case"]
-
 
 def lipschitz(
     f: Map | Callable[[Tensor], Tensor],

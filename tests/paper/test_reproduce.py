@@ -19,20 +19,10 @@ from howsmooth.cli import app
 from howsmooth.cli import reproduce as cli
 from howsmooth.errors import ResultsError
 from howsmooth.models import load
-from howsmooth.paper import (
-    PAPER,
-    PARTS,
-    QUICK,
-    Protocol,
-    Reproduced,
-    curves_of,
-    exponents,
-    protocol,
-    reproduce,
-    tasks,
-    write_reproduction,
-)
-from howsmooth.paper.protocol import layers_of, plan
+from howsmooth.paper import protocol, reproduce, tasks
+from howsmooth.paper.curves import curves_of, exponents
+from howsmooth.paper.page import write_reproduction
+from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Protocol, Reproduced, layers_of, plan
 from howsmooth.paper.subjects import attention_of, describe, subject
 from howsmooth.paper.tasks import power_iteration, scripts_value
 from howsmooth.run import Plan

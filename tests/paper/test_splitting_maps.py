@@ -7,7 +7,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.paper import frequency, map_table, random_layers, shares, splitting_map
+from howsmooth.paper.meanfield import frequency, map_table, random_layers, shares, splitting_map
 
 
 def test_the_map_is_what_splitting_says():

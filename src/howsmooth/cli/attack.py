@@ -8,7 +8,8 @@ import typer
 from howsmooth.cli import options
 from howsmooth.cli.root import Told, command, show_table
 from howsmooth.models import load
-from howsmooth.paper import Robustness, check_figure, draw_robustness, robustness
+from howsmooth.paper.attacks import Robustness, draw_robustness, robustness
+from howsmooth.paper.drawing import check_figure
 from howsmooth.study import read_text
 
 

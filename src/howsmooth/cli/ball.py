@@ -12,7 +12,8 @@ from howsmooth.cli import options
 from howsmooth.cli.root import Told, command, show_table
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
-from howsmooth.paper import TokenGrowth, check_figure, draw_ladder, draw_worst, grow, scan
+from howsmooth.paper.ball import TokenGrowth, draw_ladder, draw_worst, grow, scan
+from howsmooth.paper.drawing import check_figure
 from howsmooth.search import Configured, WorstCase
 
 Radius = Annotated[float, typer.Option(help="radius of the ball the tokens live in")]

@@ -8,8 +8,10 @@ import typer
 from howsmooth.cli import options
 from howsmooth.cli.root import Told, command, show_table, typed
 from howsmooth.errors import BadInputError
-from howsmooth.paper import PAPER, PARTS, QUICK, Part, curves_of, exponents, write_reproduction
-from howsmooth.paper import reproduce as run
+from howsmooth.paper.curves import curves_of, exponents
+from howsmooth.paper.page import write_reproduction
+from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Part
+from howsmooth.paper.protocol import reproduce as run
 from howsmooth.run import Local, progress_bar, write_table
 
 

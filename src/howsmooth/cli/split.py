@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from howsmooth import paper
 from howsmooth.cli import options
 from howsmooth.cli.root import Told, app, command, show_table
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.measures import Measure
+from howsmooth.paper import drawing, meanfield
 from howsmooth.verbs import splitting
 
 split = typer.Typer(no_args_is_help=True, help="Does splitting a token do more than moving it? The mean-field experiments.")
@@ -52,8 +52,8 @@ def draw_map(
     Example: howsmooth split map --alphas=-1,1 --out figures
     """
     numbers, shares = options.numbers_of(alphas, "--alphas", "-1,1"), options.numbers_of(masses, "--masses", "0.5,0.9")
-    rows = paper.splitting_map(numbers, shares, extent, points)
-    return _write(rows, paper.map_table(rows), out, "splitting-map", paper.draw_map)
+    rows = meanfield.splitting_map(numbers, shares, extent, points)
+    return _write(rows, meanfield.map_table(rows), out, "splitting-map", meanfield.draw_map)
 
 
 @command("growth", split)
@@ -68,8 +68,8 @@ def growth(
 
     Example: howsmooth split growth --alpha=-1 --out figures
     """
-    rows = paper.worst_measures(alpha, options.numbers_of(radii, "--radii", "0.5,1,2"))
-    return _write(rows, rows, out, "meanfield-growth", paper.draw_worst_measures)
+    rows = meanfield.worst_measures(alpha, options.numbers_of(radii, "--radii", "0.5,1,2"))
+    return _write(rows, rows, out, "meanfield-growth", meanfield.draw_worst_measures)
 
 
 @command("convergence", split)
@@ -89,9 +89,9 @@ def convergence(
             f"expected longest ≥ 4, seeds ≥ 1 and a radius up to 1000, got {longest}, {seeds} and {radius}; correct them"
         )
     lengths = [2**k for k in range(2, longest.bit_length())]
-    rows = paper.gaussian_convergence(alpha, radius, lengths, seeds)
-    rows += paper.worst_clusters(alpha, radius, [2**k for k in range(1, 21)])
-    return _write(rows, paper.convergence_table(rows), out, "meanfield-convergence", paper.draw_convergence)
+    rows = meanfield.gaussian_convergence(alpha, radius, lengths, seeds)
+    rows += meanfield.worst_clusters(alpha, radius, [2**k for k in range(1, 21)])
+    return _write(rows, meanfield.convergence_table(rows), out, "meanfield-convergence", meanfield.draw_convergence)
 
 
 @command("frequency", split)
@@ -113,15 +113,15 @@ def frequency(
     if min(counts) < 1:
         raise BadInputError(f"expected lengths of at least 1, got {lengths}; count tokens")
     sizes = options.numbers_of(logits, "--logits", "0.5,1,2")
-    cases = paper.frequency(paper.random_layers(count, counts, sizes, width, heads, causal, seed))
-    table = paper.shares(cases)
-    return _write(cases, table, out, "splitting-frequency", lambda _, place: paper.draw_frequency(table, place))
+    cases = meanfield.frequency(meanfield.random_layers(count, counts, sizes, width, heads, causal, seed))
+    table = meanfield.shares(cases)
+    return _write(cases, table, out, "splitting-frequency", lambda _, place: meanfield.draw_frequency(table, place))
 
 
 def _write(rows: Rows, table: Rows, out: Path, name: str, draw: Callable[[Rows, Path], list[Path]]) -> Told:
     """Everything is computed by now: write the table and the figure."""
-    place = paper.make_folder(out)
-    files = [paper.save_rows(rows, place / f"{name}.csv"), *draw(rows, place)]
+    place = drawing.make_folder(out)
+    files = [drawing.save_rows(rows, place / f"{name}.csv"), *draw(rows, place)]
 
     def show() -> None:
         show_table(name, table, digits=6)

@@ -60,8 +60,8 @@ class Capture:
 
     def __repr__(self) -> str:
         lengths = sorted({len(s.trace.layers[0].x) for s in self.samples})
-        span = f"{lengths[0]} tokens" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} tokens"
-        return f"Capture({self.model}, {self.num_layers} layers, {len(self)} × {span})"
+        span = " to ".join(map(str, dict.fromkeys((lengths[0], lengths[-1]))))
+        return f"Capture({self.model}, {self.num_layers} layers, {len(self)} × {span} tokens)"
 
     @property
     def sample(self) -> Sample:
@@ -161,7 +161,7 @@ class Capture:
                 measured += self._closed_layer(k, asked)
             else:
                 measured += [self._of_cut(sample, k, asked) for sample in self.samples]
-        return measured[0] if one else Measurements(tuple(measured))
+        return measured[0] if one else Measurements(measured)
 
     def _closed_layer(self, layer: int, asked: "_Asked") -> list[Measurement]:
         """A layer at every window, in closed form where it has one."""

@@ -231,16 +231,8 @@ def register() -> None:
     >>> register()
     >>> import torch
     >>> from transformers import GPT2Config, GPT2Model
-    >>> config = GPT2Config(
-    ...     n_layer=1,
-    ...     n_embd=8,
-    ...     n_head=2,
-    ...     vocab_size=5,
-    ...     n_positions=4,
-    ...     attn_implementation="howsmooth",
-    ...     bos_token_id=0,
-    ...     eos_token_id=0,
-    ... )
+    >>> size = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 4, "vocab_size": 5}
+    >>> config = GPT2Config(**size, bos_token_id=0, eos_token_id=0, attn_implementation="howsmooth")
     >>> model = GPT2Model(config).eval()
     >>> x = torch.randn(1, 4, 8)
     >>> torch.func.jvp(lambda x: model(inputs_embeds=x, use_cache=False).last_hidden_state, (x,), (x,))[1].shape

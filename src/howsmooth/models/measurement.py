@@ -1,8 +1,7 @@
 """What a measurement of a model says, and many of them as a table."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, final, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, final, overload
 
 from torch import Tensor
 
@@ -26,8 +25,6 @@ class Measurement:
     input_share, output_share: how much of the worst direction and of its image falls on each token; each sums to one.
     received: how much of all attention each token gets, averaged over heads and queries.
     heads: one estimate per head, if asked for.  notes: what was widened, what fell back.
-
-    `str()` is a short summary; `to_dict()` plain numbers.
     """
 
     model: str
@@ -134,48 +131,39 @@ class Measurement:
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class Measurements(Sequence[Measurement]):
+class Measurements(tuple[Measurement, ...]):
     """Measurements by layer, and within a layer by window. Prints as a table; `to_frame` gives a pandas data frame."""
 
-    items: tuple[Measurement, ...]
-
     @overload
-    def __getitem__(self, index: int) -> Measurement: ...
+    def __getitem__(self, index: SupportsIndex) -> Measurement: ...
     @overload
     def __getitem__(self, index: slice) -> "Measurements": ...
-    def __getitem__(self, index: int | slice) -> "Measurement | Measurements":
-        return Measurements(self.items[index]) if isinstance(index, slice) else self.items[index]
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __iter__(self) -> Iterator[Measurement]:
-        return iter(self.items)
+    def __getitem__(self, index: SupportsIndex | slice) -> "Measurement | Measurements":
+        return Measurements(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
 
     def to_frame(self) -> "pandas.DataFrame":
         """One row each: layer, map, n, value, both ends, radius, and the token that carries most of the worst direction."""
         import pandas
 
         rows = []
-        for m in self.items:
+        for m in self:
             (place, word, share), *_ = m.top_tokens(1)
             rows.append(m.row() | {"top_token": place, "top_word": word, "top_share": share})
         return pandas.DataFrame.from_records(rows).drop(columns="kind", errors="ignore")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, one list entry per measurement."""
-        return {"items": [m.to_dict() for m in self.items]}
+        return {"items": [m.to_dict() for m in self]}
 
     def __str__(self) -> str:
-        if not self.items:
+        if not self:
             return "no measurements"
-        first = self.items[0]
+        first = self[0]
         lines = [
             f"{first.model}, {first.map}",
             f"{'layer':>5} {'n':>6} {'L':>10} {'at most':>10} {'status':<10} worst direction",
         ]
-        lines += [f"{m.layer:>5} {m.n:>6} {m.value:>10.5g} {m.upper:>10.5g} {m.status:<10} {m.remark}" for m in self.items]
+        lines += [f"{m.layer:>5} {m.n:>6} {m.value:>10.5g} {m.upper:>10.5g} {m.status:<10} {m.remark}" for m in self]
         return "\n".join(lines)
 
     __repr__ = __str__

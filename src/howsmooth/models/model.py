@@ -258,14 +258,10 @@ class Model:
 
 def check_device(device: torch.device | None) -> None:
     """Refuse a device that is not there, or that knows no float64."""
-    if device is None or device.type in ("cpu", "meta"):
-        return
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if not count or (device.index or 0) >= count:
-            raise BadInputError(f"expected a CUDA device that is there, got {device} with {count} found; use device='cpu'")
-        return
-    if device.type == "mps":
+    count = torch.cuda.device_count()
+    if device is not None and device.type == "cuda" and (device.index or 0) >= count:
+        raise BadInputError(f"expected a CUDA device that is there, got {device} with {count} found; use device='cpu'")
+    if device is not None and device.type == "mps":
         raise BadInputError(f"expected a device that knows float64, got {device}; use device='cpu'")
 
 

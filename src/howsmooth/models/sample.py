@@ -206,9 +206,8 @@ class Sample:
         return same(value, own.value(cut.start.to(value.dtype)[None]))
 
     def _fallback(self, layer: int, map: MapName, head: int | None) -> Cut:
-        plain = Cut(
-            self.owner, self._plain_code, self._plain, self._plain.layers[layer], map, None, self.real, False, self.work
-        )
+        run = self._plain
+        plain = Cut(self.owner, self._plain_code, run, run.layers[layer], map, None, self.real, False, self.work)
         kind = type(plain.layer.module).__name__
         if head is not None:
             raise BadInputError(

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from torch import nn
+
 from howsmooth.errors import BadInputError
 from howsmooth.models import MapName, Model
 from howsmooth.report.answer import answer, findings, number, plain
@@ -15,8 +17,8 @@ from howsmooth.report.page import write_page
 from howsmooth.run import Engine, Progress, claim_folder, writing
 from howsmooth.study.beside_theory import bound_jobs, splitting_jobs, worst_jobs
 from howsmooth.study.jobs import Job, Measured, Row, run_here, run_sweep, to_frame
-from howsmooth.study.layers import Question, Setting, head_jobs, layer_jobs, settle
-from howsmooth.study.lengths import fit_columns, fitting_lengths
+from howsmooth.study.layers import Setting, head_jobs, layer_jobs
+from howsmooth.study.lengths import asked, fit_columns
 from howsmooth.study.positions import position_break
 from howsmooth.study.reader import ALICE, Reader
 
@@ -92,7 +94,7 @@ class Report:
 
 
 def inspect(
-    model: Model | str | Path,
+    model: Model | nn.Module | str | Path,
     text: str | Sequence[int] | None = None,
     *,
     lengths: Sequence[int] | None = None,
@@ -113,9 +115,7 @@ def inspect(
         >>> howsmooth.inspect("demo").save("report")  # doctest: +SKIP
         PosixPath('report/index.html')
     """
-    reader = Reader.of(model, text)
-    chosen = fitting_lengths(reader, samples) if lengths is None else tuple(lengths)
-    setting = settle(reader, Question(chosen, samples, None if layers is None else tuple(layers), map, tol, certify, seed))
+    reader, setting = asked(model, text, lengths, samples, layers, map=map, tol=tol, certify=certify, seed=seed)
     named = ALICE if text is None else "a text"
     return _report(reader, setting, named, "howsmooth.inspect", lambda jobs: run_here(reader, jobs, progress))
 

@@ -1,5 +1,6 @@
 """Run the jobs of a study: here and now in memory, or as a sweep that survives and may use many processes."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,10 +44,8 @@ def plan(source: Source, jobs: Sequence[Job]) -> Plan:
     """The jobs as a plan for workers that load the source once."""
     if not jobs:
         raise BadInputError("expected a study with something to measure, got nothing; ask for a layer and a length")
-    whole = Plan.of(jobs[0].function, [], setup=prepare, setup_arguments=source.to_dict())
-    for job in jobs:
-        whole += Plan.of(job.function, [job.arguments], setup=prepare, setup_arguments=source.to_dict())
-    return whole
+    setup: dict[str, Any] = {"setup": prepare, "setup_arguments": source.to_dict()}
+    return functools.reduce(Plan.__add__, (Plan.of(job.function, [job.arguments], **setup) for job in jobs))
 
 
 def run_here(reader: Reader, jobs: Sequence[Job], progress: Progress | None = None) -> Measured:

@@ -1,17 +1,20 @@
 """How the constants of a model grow with the length of its input."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from torch import nn
+
 from howsmooth.models import MapName, Model
 from howsmooth.run import Progress
 from howsmooth.study.fit import GrowthFit, fit_growth
 from howsmooth.study.jobs import Measured, Row, run_here, to_frame
-from howsmooth.study.layers import Question, layer_jobs, settle
+from howsmooth.study.layers import Question, Setting, layer_jobs, settle
 from howsmooth.study.reader import Reader
 
 if TYPE_CHECKING:
@@ -35,7 +38,12 @@ class Growth:
     @cached_property
     def fits(self) -> dict[int, GrowthFit]:
         """By layer, where two lengths or more have a positive constant."""
-        return fits(self.rows)
+        by_layer = {}
+        for layer in sorted({row["layer"] for row in self.rows}):
+            own = [row for row in self.rows if row["layer"] == layer and row["value"] > 0]
+            if len({row["n"] for row in own}) >= 2:
+                by_layer[layer] = fit_growth(*([row[name] for row in own] for name in ("n", "value", "sample")))
+        return by_layer
 
     def to_frame(self) -> "pandas.DataFrame":
         """The rows, with the exponent of their layer beside them."""
@@ -63,14 +71,14 @@ class Growth:
         return lines
 
     def __str__(self) -> str:
-        lines = [f"layer {layer}: L ~ n^{_with_interval(fit)}" + _breaks(fit) for layer, fit in self.fits.items()]
-        return "\n".join(lines)
+        breaks = {layer: "".join(f", {_break(b)}" for b in fit.breaks) for layer, fit in self.fits.items()}
+        return "\n".join(f"layer {layer}: L ~ n^{_with_interval(fit)}{breaks[layer]}" for layer, fit in self.fits.items())
 
     __repr__ = __str__
 
 
 def growth(
-    model: Model | str | Path,
+    model: Model | nn.Module | str | Path,
     text: str | Sequence[int] | None = None,
     *,
     lengths: Sequence[int] | None = None,
@@ -91,41 +99,34 @@ def growth(
     >>> import torch
     >>> from transformers import BertConfig, BertModel
     >>> _ = torch.manual_seed(0)
-    >>> tiny = BertModel(
-    ...     BertConfig(
-    ...         vocab_size=40,
-    ...         hidden_size=16,
-    ...         num_hidden_layers=1,
-    ...         num_attention_heads=2,
-    ...         intermediate_size=16,
-    ...         max_position_embeddings=32,
-    ...     )
-    ... )
-    >>> from howsmooth.models import load
-    >>> found = growth(load(tiny), [i % 37 for i in range(60)], samples=2)
-    >>> sorted({row["n"] for row in found.rows}), list(found.fits)
+    >>> shape = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> tiny = BertModel(BertConfig(**shape, intermediate_size=16, max_position_embeddings=32))
+    >>> grown = growth(tiny, [i % 37 for i in range(60)], samples=2)
+    >>> sorted({row["n"] for row in grown.rows}), list(grown.fits)
     ([8, 16, 32], [0])
     """
+    reader, setting = asked(model, text, lengths, samples, layers, map=map, tol=tol, certify=certify, seed=seed)
+    return of(run_here(reader, layer_jobs(setting), progress))
+
+
+def asked(
+    model: Model | nn.Module | str | Path,
+    text: str | Sequence[int] | None,
+    lengths: Sequence[int] | None,
+    samples: int,
+    layers: Sequence[int] | None,
+    **options: Any,
+) -> tuple[Reader, Setting]:
+    """A model and a text, and a question of them that can be answered, its lengths and layers filled in."""
     reader = Reader.of(model, text)
     chosen = fitting_lengths(reader, samples) if lengths is None else tuple(lengths)
-    question = Question(chosen, samples, None if layers is None else tuple(layers), map, tol, certify, seed)
-    return of(run_here(reader, layer_jobs(settle(reader, question)), progress))
+    return reader, settle(reader, Question(chosen, samples, None if layers is None else tuple(layers), **options))
 
 
-def of(found: Measured) -> Growth:
-    """The growth in what a study found."""
-    order = sorted(found.of("layer"), key=lambda row: (row["layer"], row["n"], row["sample"]))
-    return Growth(tuple(order), found.failures)
-
-
-def fits(rows: Sequence[Row]) -> dict[int, GrowthFit]:
-    """By layer, where two lengths or more have a positive constant."""
-    found = {}
-    for layer in sorted({row["layer"] for row in rows}):
-        own = [row for row in rows if row["layer"] == layer and row["value"] > 0]
-        if len({row["n"] for row in own}) >= 2:
-            found[layer] = fit_growth(*([row[name] for row in own] for name in ("n", "value", "sample")))
-    return found
+def of(measured: Measured) -> Growth:
+    """The growth in what a study measured."""
+    order = sorted(measured.of("layer"), key=lambda row: (row["layer"], row["n"], row["sample"]))
+    return Growth(tuple(order), measured.failures)
 
 
 def fit_columns(fit: GrowthFit | None) -> dict[str, float | None]:
@@ -146,16 +147,12 @@ def fitting_lengths(reader: Reader, samples: int) -> tuple[int, ...]:
 
 
 def _mean(values: list[float]) -> float:
-    return math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0
+    return statistics.geometric_mean(values) if min(values) > 0 else 0.0
 
 
 def _with_interval(fit: GrowthFit) -> str:
     sure = "" if fit.exponent.low is None else f" [{fit.exponent.low:.2f}, {fit.exponent.high:.2f}]"
     return f"{fit.exponent.value:.2f}{sure}"
-
-
-def _breaks(fit: GrowthFit) -> str:
-    return "".join(f", {_break(b)}" for b in fit.breaks)
 
 
 def _break(b: Any) -> str:

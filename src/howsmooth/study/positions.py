@@ -37,8 +37,8 @@ def position_break(model: Model, before: int, after: int) -> PositionBreak | Non
         return None
     top = first + int(steps[first:last].argmax())
     typical = float(steps.median())
-    found = PositionBreak(top + 2, float(steps[top]), typical)
-    return found if found.step > _CLEAR * typical > 0 else None
+    step = float(steps[top])
+    return PositionBreak(top + 2, step, typical) if step > _CLEAR * typical > 0 else None
 
 
 def _holds_positions(name: str, module: nn.Embedding, limit: object) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import Capture, Model, Text, Window, load
@@ -44,7 +45,7 @@ class Reader:
         self._held: tuple[tuple[int, tuple[int, ...]], Capture] | None = None
 
     @classmethod
-    def of(cls, model: Model | str | Path, text: str | Sequence[int] | None = None) -> "Reader":
+    def of(cls, model: Model | nn.Module | str | Path, text: str | Sequence[int] | None = None) -> "Reader":
         """model: loaded, or what `load` takes.  text: the text itself, or token ids; Alice in Wonderland by default."""
         loaded = model if isinstance(model, Model) else load(model)
         if text is None:
