@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from howsmooth.maps import LayerNorm, Map, RMSNorm
 from howsmooth.models import Capture
+from howsmooth.models.intercept import implementation
 from howsmooth.models.measurement import estimate_columns
 from howsmooth.models.sample import same
 from howsmooth.models.trace import evaluating
@@ -64,6 +65,7 @@ def norm_calls(captured: Capture) -> list[Call]:
 
     with ExitStack() as stack:
         stack.enter_context(evaluating(captured.sample.owner))
+        stack.enter_context(implementation(captured.sample.owner, "eager"))  # some others leave a soft-cap out
         for module in captured.sample.owner.modules():
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor) and weight.ndim == 1:
