@@ -1,7 +1,6 @@
 """Shapes are checked as the tests run, in the inner packages whose input the outer ones have validated."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,12 +30,3 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def pytest_configure(config: pytest.Config) -> None:
     # torch's own first use of forward mode says this of itself
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests listed in slow.txt are slow, so that `-m "not slow"` is a suite for in between: under a minute on two cores."""
-    listed = set((Path(__file__).parent / "slow.txt").read_text("utf-8").splitlines())
-    for item in items:
-        if item.nodeid.split("[")[0] in listed:
-            item.add_marker("slow")

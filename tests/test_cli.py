@@ -36,6 +36,7 @@ def test_bounds_of_given_matrices(tmp_path):
     assert json.loads(result.stdout)["bounds"]
 
 
+@pytest.mark.slow
 def test_figure(tmp_path):
     path = tmp_path / "ladder.png"
     result = run("bounds", "--gamma", "-1", "--radius", "1.5", "--figure", str(path))
@@ -90,6 +91,7 @@ def test_weights_without_the_right_names(tmp_path):
     assert "got B" in result.stderr
 
 
+@pytest.mark.slow
 def test_measure_table_and_json(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The cat sat on the mat and looked at the rabbit.")

@@ -98,6 +98,7 @@ def test_a_report_that_exists_is_kept_resumed_or_replaced(place, tmp_path):
     assert [r["seconds"] for r in fresh] != [r["seconds"] for r in again]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [("--resume",), ("--force",)])
 def test_results_of_another_version_are_refused_and_left_alone(place, tmp_path, extra):
     out = tmp_path / "r"
@@ -112,6 +113,7 @@ def test_results_of_another_version_are_refused_and_left_alone(place, tmp_path, 
     assert contents(out) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -160,6 +162,7 @@ def test_folders_that_are_no_place_for_a_report(place, tmp_path):
     assert contents(tmp_path / "full")["thesis.tex"] == b"years of work"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_prints_a_table_and_keeps_its_rows(place, tmp_path, name):
     results, table = tmp_path / "rows.sqlite", tmp_path / "rows.csv"

@@ -27,6 +27,7 @@ def run(*arguments: str):
     return CliRunner().invoke(app, ["split", *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_experiments_write_a_table_and_a_figure(name, tmp_path):
     result = run(name, *SMALL[name], "--out", str(tmp_path / "deep" / "out"))
@@ -41,6 +42,7 @@ def test_experiments_write_a_table_and_a_figure(name, tmp_path):
     assert NAMES[name] in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["growth", "map"])
 def test_json_is_all_there_is_on_stdout(name, tmp_path):
     result = run(name, *SMALL[name], "--out", str(tmp_path), "--json")

@@ -20,6 +20,7 @@ def blocks(page: str) -> list[str]:
     return [code for code in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if ">>>" not in code]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_give_what_they_say(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -28,6 +29,7 @@ def test_examples_give_what_they_say(name, tmp_path, monkeypatch):
     assert failed == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks(page)])
 def test_plain_blocks_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

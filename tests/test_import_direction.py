@@ -115,6 +115,7 @@ def test_checker_accepts(path: str, source: str):
     assert violations(source, Path(path)) == []
 
 
+@pytest.mark.slow
 def test_import_is_light():
     code = f"import sys, howsmooth; print(*(m for m in {HEAVY!r} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=SRC.parent, capture_output=True, text=True, check=True)

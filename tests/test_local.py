@@ -148,6 +148,7 @@ def test_scaling_the_output_scales_the_norm(factor: float, solver: Solver):
     assert scaled.steps == base.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "dtype"),
     [

@@ -19,6 +19,7 @@ UNMASKED = [k for k in KINDS if k not in ("causal", "rms norm")]
 SHAPES = [(n, d) for n in (1, 2, 3, 4) for d in (2, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", UNMASKED)
 def test_theorem_against_duplicated_sequences(kind):
     """Token i written 2k_i times, by autodiff, against masses k_i: 8 shapes × 125 inputs × 5 kinds = 5 000 cases."""
@@ -42,6 +43,7 @@ def test_theorem_against_duplicated_sequences(kind):
     assert paid > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("copies", [2, 3, 8])
 def test_more_copies_add_nothing(kind, copies):
@@ -52,6 +54,7 @@ def test_more_copies_add_nothing(kind, copies):
         assert norm(weighted_jacobian(f, mu.split(parts=copies))) == pytest.approx(value, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_splitting_and_merging_change_nothing(kind):
     f, mu = make(kind, 0), random_measure(4, 0)
@@ -78,6 +81,7 @@ def test_unequal_halves_do_as_much(share):
         assert ratio == pytest.approx(value, rel=5 * epsilon)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [-2.0, -1.0, 0.3, 1.5])
 def test_two_diracs_in_closed_form(alpha):
     attn = hs.Attention.from_matrices(torch.full((1, 1), alpha, dtype=torch.float64), torch.ones(1, 1).double())
@@ -108,6 +112,7 @@ def test_the_gain_grows_without_bound(radius):
     assert s.gain == pytest.approx((radius**2 - 1) ** 1.5 / radius**2, rel=2 * radius**2 * math.exp(-(radius**2)) + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_solvers_agree(kind):
     f, mu = make(kind, 0), random_measure(30, 0)
@@ -205,6 +210,7 @@ def peak(n: int, monkeypatch) -> int:
     return max(accumulate(e.nbytes() for e in events))  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 def test_memory_is_linear(monkeypatch):
     """Four times the atoms take less than five times the memory, and far less than n × n numbers."""
     small, large = peak(1024, monkeypatch), peak(4096, monkeypatch)

@@ -1,18 +1,17 @@
 """The norm of a Jacobian from a map and an input: choose a precision and a solver, solve, evaluate the lower end, widen the
 upper one. Everything the package says of a constant comes through here."""
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.maps.base import Map, check_finite, check_input
-from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic
+from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic, doubled
 from howsmooth.maps.operator import Operator, Weighted
 from howsmooth.measures.measure import Measure
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
@@ -165,8 +164,8 @@ def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -
         )
 
     def precise() -> Operator | None:
-        """In float64, where the function can be: a module is copied, anything else must take float64 as it is."""
-        g = copy.deepcopy(f).double() if isinstance(f, nn.Module) else f
+        """In float64, where the function can be."""
+        g = doubled(f)
         try:
             finer = AutodiffJacobian(g, x.detach().double(), batched)
         except (RuntimeError, TypeError, BadFunctionError):

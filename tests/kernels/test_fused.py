@@ -57,6 +57,7 @@ def check(p: Problem, precision: fused.Precision, probes: int = 1) -> None:
         assert error <= allowed(precision, want, logit), f"{precision}: error {error:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["half", "mixed", "strict"])
 @pytest.mark.parametrize("name", [name for name in MASK_NAMES if "ties" not in name])
 def test_every_mask(name, precision):
@@ -72,6 +73,7 @@ def test_masks_by_positions_are_refused_or_go_elsewhere():
     assert not isinstance(linearize(*p.qkv, p.scores), Fused)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["half", "strict"])
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(causal=True, window=50), Mask(window=70)])
 def test_several_blocks(mask, precision):
@@ -88,17 +90,20 @@ def test_head_widths(d, d_v):
     check(problem(batch=1, heads=1, n=17, d=d, d_v=d_v), "half")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probes", [1, 2, 3, 4])
 def test_probes_share_a_launch(probes):
     check(problem(batch=2, heads=2, n=33, d=16, d_v=8, mask=Mask(causal=True)), "half", probes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["half", "strict"])
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
 def test_softcap(softcap, precision):
     check(problem(batch=1, heads=2, n=40, d=16, d_v=16, softcap=softcap, logit=10.0, mask=Mask(causal=True)), precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [2, 4])
 def test_grouped_heads(group):
     check(problem(batch=2, heads=4, kv_heads=4 // group, n=30, d=16, d_v=16, mask=Mask(causal=True)), "half", 2)
@@ -139,6 +144,7 @@ def test_every_entry_is_written(monkeypatch):
     check(problem(batch=2, heads=2, n=45, d=16, d_v=16, mask=masks(2, 2, 45)["everything"]), "half", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "logit"), [("half", 1.0), ("half", 40.0), ("mixed", 40.0)])
 def test_noise_is_the_error_of_products(precision, logit):
     p = problem(batch=1, heads=2, n=200, d=16, d_v=16, logit=logit).to(torch.float32).to(torch.float64)
@@ -153,6 +159,7 @@ def test_noise_is_the_error_of_products(precision, logit):
     assert 0.5 * max(errors) <= kernel.noise <= 2 * max(errors)
 
 
+@pytest.mark.slow
 def test_refinement_ends_with_strict():
     kernel = make(problem(n=9, d=16, d_v=16))
     finer = kernel.refined()

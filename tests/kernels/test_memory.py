@@ -42,6 +42,7 @@ def peak_bytes(kind: type[Dense] | type[Blocked], n: int, heads: int = 1) -> int
     return max(accumulate(e.nbytes() for e in events))  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "heads"), [(4096, 1), (512, 64)], ids=["long", "many heads"])
 def test_blocked_never_holds_the_weights(n, heads):
     weights = heads * n * n * 4

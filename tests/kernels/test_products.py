@@ -52,6 +52,7 @@ def truth(p: Problem) -> torch.Tensor:
     return torch.cat([b.reshape(len(index), -1, len(index), b.shape[5:].numel())[index, :, index] for b in blocks], -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("size", [TINY, SMALL, None], ids=["tiny tiles", "small tiles", "default tiles"])
 @pytest.mark.parametrize("name", MASK_NAMES)
@@ -60,6 +61,7 @@ def test_every_mask(kind, size, name):
     check_kernel(p, p.kernel(kind, size))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(problems(), st.sampled_from([TINY, SMALL, None]), st.sampled_from(KERNELS))
 def test_contract(p, size, kind):
@@ -69,6 +71,7 @@ def test_contract(p, size, kind):
     check_operator(op, truth(p), growth=(1 + largest_logit(p)) * (1 + scale))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("name", ["full", "causal", "window", "everything"])
 @pytest.mark.parametrize(("n", "d", "d_v"), [(1, 1, 1), (1, 5, 3), (63, 1, 1), (63, 7, 5), (111, 5, 1)])
@@ -146,6 +149,7 @@ def test_a_query_that_sees_nothing_gives_zero(kind, size, softcap):
     assert not any(bool(t.any()) for t in kernel.vjp(g))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASK_NAMES)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_kernels_agree_to_rounding(name, softcap):

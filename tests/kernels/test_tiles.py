@@ -28,12 +28,14 @@ def check_cut(n: int, m: int, mask: Mask, size: TileSize) -> None:
     assert int(covered.max()) == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(lengths, bands, sizes)
 def test_square(n, mask, size):
     check_cut(n, n, mask, size)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(lengths, lengths, sizes)
 def test_rectangular(n, m, size):

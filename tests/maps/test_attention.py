@@ -47,6 +47,7 @@ def test_blocked_kernel_gives_the_same(case):
         dispatch.KEPT_BYTES["cpu"] = kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 2}, {"causal": True, "window": 3}], ids=str)
 @pytest.mark.parametrize("heads", [None, 1, 3])
 @pytest.mark.parametrize(("n", "d", "d_out"), [(1, 1, 1), (1, 4, 2), (5, 1, 3), (6, 3, 3), (4, 2, 5)])

@@ -39,6 +39,7 @@ def test_definition(causal):
         assert_close(image[i], total / mass, growth=30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", [2, 3])
 def test_splitting_an_atom_leaves_the_image_alone(kind, parts):

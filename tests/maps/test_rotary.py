@@ -64,6 +64,7 @@ def check_layer(case: LayerProblem) -> None:
     check_operator(op, jacobians(case.layer, case.x), growth=growth, scale=float(case.x.norm()))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(turned_layers())
 def test_closed_form_equals_autodiff_equals_dense(case):

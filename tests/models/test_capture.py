@@ -26,6 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 WINDOWS = [readers.ids(9, seed=s) for s in range(3)] + [readers.ids(6, seed=3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [readers.bert, readers.gpt2, ZOO["llama"].build])
 def test_many_windows_are_each_window(build):
     """In lock step on closed forms, or one by one: every number is that of its own capture."""
@@ -48,6 +49,7 @@ def test_many_windows_are_each_window(build):
         assert sum(got.output_share) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_layers_by_name_are_layers(model: Model):
     captured = model.capture(ids=WINDOWS[0])
     everything = captured.measure()
@@ -76,6 +78,7 @@ def test_measurements_are_a_table(model: Model):
     assert len(measured.to_dict()["items"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["attention", "block"])
 def test_a_factor_scales_what_enters(model: Model, kind):
     captured = model.capture(ids=WINDOWS[0])
@@ -89,6 +92,7 @@ def test_a_factor_scales_what_enters(model: Model, kind):
             captured.measure(1, factor=factor)
 
 
+@pytest.mark.slow
 def test_what_a_tokenizer_gives_goes_in_as_it_is(folder):
     model, tokenizer = hs.load(folder), AutoTokenizer.from_pretrained(folder)
     text = "the cat sat on a mat"
@@ -108,6 +112,21 @@ def test_what_a_tokenizer_gives_goes_in_as_it_is(folder):
         model.measure(**given, layr=1)
     with pytest.raises(BadInputError, match="exactly one"):
         model.measure(**given, text=text, layer=1)
+
+
+def test_a_wrapper_takes_what_it_hands_on():
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = readers.bert()
+
+        def forward(self, **given):
+            return self.inner(**given)
+
+    ids = torch.tensor([WINDOWS[0]])
+    truth = hs.load(readers.bert()).measure(input_ids=ids, layer=1).value
+    assert hs.load(Wrapper()).measure(input_ids=ids, layer=1).value == pytest.approx(truth, rel=1e-6)
+    assert hs.load(Wrapper()).measure(inputs={"input_ids": ids}, layer=1).value == pytest.approx(truth, rel=1e-6)
 
 
 def test_a_device_is_where_the_weights_are():

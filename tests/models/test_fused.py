@@ -20,6 +20,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(autograd, "linearize", below_float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tol", "coarse"), [(1e-2, True), (1e-5, False)])
 def test_products_as_fine_as_asked(fused, tol, coarse):
     torch.manual_seed(0)

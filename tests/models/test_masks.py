@@ -71,6 +71,7 @@ def gemma(**options) -> t.Gemma2Model:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "layer"),
     [({"sliding_window": 64}, 0), ({"attn_logit_softcapping": None}, 0), ({"attn_logit_softcapping": None}, 1)],
@@ -91,6 +92,7 @@ def test_a_padding_mask_changes_the_number():
     assert abs(hs.lipschitz(with_it, inner).value / rest.value - 1) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["window", "keys", "softcap"])
 def test_a_lost_mask_is_noticed(loss: str, monkeypatch: pytest.MonkeyPatch):
     """With one part of the mask thrown away on the way to the kernels, the model's own code takes over and is right."""

@@ -40,6 +40,7 @@ def folder(bert: t.BertModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_demo_layer_is_the_attention_layer_it_says_it_is(demo: Model):
     got = demo.measure(text=ALICE, n=12, layer=2, heads=True, certify=0.02)
     layer = demo.module.get_submodule("encoder.layer.2.attention")

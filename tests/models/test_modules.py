@@ -74,6 +74,7 @@ def norm_of(f, x: Tensor) -> float:
     return float(torch.linalg.matrix_norm(jacobian.reshape(-1, x[0].numel()), 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "early name", "mask", "grouped", "twice", "three axes", "gate", "residual"])
 def test_modules_that_call_torchs_attention(kind: str):
     module = randomize(Stack(kind)).double()
@@ -126,6 +127,7 @@ def test_multihead_attention(batch_first: bool, mask: str | None):
     assert got.value == pytest.approx(norm_of(f, tokens()), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_encoder_layers(norm_first: bool, depth: int):

@@ -45,6 +45,7 @@ def measured(name: str, captured: Capture, kind: MapName) -> Measurement:
     return got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize("kind", ["attention", "block"])
 def test_equals_the_dense_jacobian(name: str, kind: MapName):
@@ -59,6 +60,7 @@ def test_equals_the_dense_jacobian(name: str, kind: MapName):
     assert got.value == pytest.approx(truth, rel=PARITY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ZOO if ZOO[name].pads])
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_padding_is_no_part_of_the_input(name: str, left: bool):
@@ -77,6 +79,7 @@ def test_padding_is_no_part_of_the_input(name: str, left: bool):
     assert got.value == pytest.approx(truth, rel=PARITY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama", "t5 encoder", "gemma2 local"])
 def test_padding_on_the_right_changes_nothing(name: str):
     row = torch.cat([ids(), torch.zeros(1, 4, dtype=torch.long)], 1)
@@ -85,6 +88,7 @@ def test_padding_on_the_right_changes_nothing(name: str):
     assert padded.value == pytest.approx(alone.value, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma2 local", "vit", "t5 encoder"])
 def test_other_maps_equal_the_dense_jacobian(name: str):
     """`heads` ends where the projection begins, `normed` begins where the block does, `model` spans all blocks."""
@@ -121,6 +125,7 @@ def test_other_maps_equal_the_dense_jacobian(name: str):
         assert captured.measure(layer, kind).value == pytest.approx(truth, rel=casts * PARITY), kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "heads"), [("bert", 2), ("llama", 4), ("gpt2", 2), ("t5 encoder", 2)])
 def test_one_head_is_the_layer_with_the_others_cut_off(name: str, heads: int):
     animal, model = ZOO[name], model_of(name)
@@ -157,6 +162,7 @@ AFFINE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2 local", "mpnet", *AFFINE])
 @pytest.mark.filterwarnings("ignore::howsmooth.models.FallbackWarning")
 def test_a_layer_as_attention(name: str):

@@ -16,6 +16,7 @@ def rows():
     return ladder(ATTENTION, 1.5)
 
 
+@pytest.mark.slow
 def test_upper_bounds_never_cross_lower_ones_at_the_same_n(rows):
     for n in {row["n"] for row in rows}:
         upper = min(row["log_value"] for row in rows if row["n"] == n and row["side"] == "upper")
@@ -36,6 +37,7 @@ def test_the_square_root_regime_ends_where_theory_says(rows):
     assert 20 <= cross <= 400
 
 
+@pytest.mark.slow
 def test_what_is_seen_lies_below_every_upper_bound_and_grows_like_the_square_root():
     measured = seen(ATTENTION, 3.0)
     rows = ladder(ATTENTION, 3.0, list(measured))

@@ -84,6 +84,7 @@ def test_text_gives_what_measure_gives():
         assert row["scripts"] == pytest.approx(by_hand, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_masked_encoder_sees_nothing_that_comes_later():
     masked = subject("demo", "masked", 0)
     ids = list(masked.window(9, 0, 0).ids)
@@ -114,6 +115,7 @@ TINY: dict[str, tuple[Any, tuple[str, ...], bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 def test_any_model_in_a_folder(kind, tmp_path):
     from transformers import AutoConfig, AutoModel
@@ -161,6 +163,7 @@ def test_adversarial_tokens_grow_like_the_root():
     assert worst["value"] > rows[2]["value"]
 
 
+@pytest.mark.slow
 def test_the_module_that_the_scripts_read():
     row = tasks.whole_module("demo", [0], 4, 0, 0)[0]
     whole = subject("demo", "unmasked", 0)
@@ -225,6 +228,7 @@ def test_exponents_are_those_of_the_curves():
     assert e["longer"] == pytest.approx(0.3, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_page_shows_names_as_text_and_asks_for_nothing(tmp_path):
     hostile = '<script>alert(1)</script>" onerror="x'
     rows, command = tuple(rows_of(0.3, 0.4, hostile)), f"howsmooth {hostile}"

@@ -22,6 +22,7 @@ def split_case(kind: str) -> tuple[hs.Attention, hs.Measure]:
     return attn, hs.Measure(points, torch.tensor([15 / 16, 1 / 16]), positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ratio_is_the_prediction_to_first_order(kind):
     f, mu = make(kind, 0), random_measure(5, 1)

@@ -85,6 +85,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(reports.full(), tmp_path_factory.mktemp("full"))
 
 
+@pytest.mark.slow
 def test_a_page_with_errors_and_requests_is_not_calm(browser, tmp_path):
     bad = tmp_path / "index.html"
     bad.write_text("<html data-ready='yes'><script>throw new Error('x')</script>")
@@ -98,6 +99,7 @@ def test_a_page_with_errors_and_requests_is_not_calm(browser, tmp_path):
         calm(seen, bad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1100, 390, 320])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_chart_draws_at_every_width_without_errors_or_requests(browser, full, width, scheme):
@@ -146,6 +148,7 @@ def column(page: Any, name: str, index: int) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_tables_sort_by_number_both_ways_and_by_text(browser, full):
     with visit(browser, full) as seen:
         page = seen.page
@@ -175,6 +178,7 @@ def hover(page: Any, selector: str, index: int = 0) -> None:
     target.hover()
 
 
+@pytest.mark.slow
 def test_hovering_shows_the_numbers(browser, full):
     with visit(browser, full) as seen:
         page = seen.page
@@ -191,6 +195,7 @@ def test_hovering_shows_the_numbers(browser, full):
         calm(seen, full)
 
 
+@pytest.mark.slow
 def test_the_jump_is_marked_and_another_layer_can_be_put_in_focus(browser, full):
     with visit(browser, full) as seen:
         page = seen.page
@@ -221,6 +226,7 @@ def test_heads_and_bounds_follow_their_selectors(browser, full):
         calm(seen, full)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHARTS)
 def test_every_chart_downloads_as_numbers(browser, full, name):
     with visit(browser, full, scheme="dark") as seen:
@@ -232,6 +238,7 @@ def test_every_chart_downloads_as_numbers(browser, full, name):
         calm(seen, full)
 
 
+@pytest.mark.slow
 def test_downloaded_numbers_are_those_of_the_report(browser, full):
     with visit(browser, full) as seen:
         with seen.page.expect_download() as caught:
@@ -241,6 +248,7 @@ def test_downloaded_numbers_are_those_of_the_report(browser, full):
         assert saved == {(h["layer"], h["head"], h["n"]): h["value"] for h in reports.heads()}
 
 
+@pytest.mark.slow
 def test_the_theme_can_be_turned(browser, full):
     with visit(browser, full) as seen:
         page, paper = seen.page, "getComputedStyle(document.body).backgroundColor"
@@ -273,6 +281,7 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
         calm(seen, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one number", "zeros", "two lengths", "many layers"])
 def test_odd_reports_draw_what_they_have(browser, tmp_path, kind):
     data = {

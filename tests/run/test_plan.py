@@ -32,6 +32,7 @@ def test_a_key_depends_on_the_function_and_on_the_setup():
     assert len(keys) == 4
 
 
+@pytest.mark.slow
 def test_a_key_is_the_same_in_another_process():
     code = "import math; from howsmooth.run import Plan; print(Plan.of(math.comb, [{'n': 4, 'k': 2.5}]).tasks[0].key)"
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)

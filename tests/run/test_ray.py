@@ -87,6 +87,7 @@ def test_killing_a_worker_loses_no_task(cluster, tmp_path):
     assert max(r.tries for r in rows) == 2  # what it was at was tried on another
 
 
+@pytest.mark.slow
 @needs_ray
 def test_failures_are_tried_on_another_actor_and_then_recorded(cluster, tmp_path):
     moody = Plan.of(sweeps.moody, [{"i": i, "folder": str(tmp_path), "times": 1 + 8 * (i == 3)} for i in range(5)])
@@ -99,6 +100,7 @@ def test_failures_are_tried_on_another_actor_and_then_recorded(cluster, tmp_path
         assert len(set((tmp_path / f"moody-{i}").read_text().splitlines())) == 2
 
 
+@pytest.mark.slow
 @needs_ray
 def test_actors_that_cannot_be_prepared_end_the_sweep(cluster, tmp_path):
     wanted = Plan.of(sweeps.shifted, [{"i": 0}], setup=sweeps.refuse_to_build)
@@ -118,6 +120,7 @@ def test_a_missing_ray_is_one_sentence(tmp_path, monkeypatch):
         sweep(Plan.of(sweeps.value, [{"i": 0}]), tmp_path / "r.sqlite", engine=Ray())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"workers": 0}, {"workers": -1}, {"tries": 0}, {"cpus": 0}, {"gpus": -1.0}])
 def test_bad_options_are_refused(options):
     with pytest.raises(BadInputError, match="expected"):

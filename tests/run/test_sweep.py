@@ -144,6 +144,7 @@ def test_failures_are_recorded_with_their_reason_and_do_not_stop_the_rest(one_wo
     assert "not JSON serializable" in one_worker[3].reason
 
 
+@pytest.mark.slow
 def test_processes_give_the_rows_that_one_gives_and_keep_off_standard_output(one_worker, tmp_path, capfd):
     path = tmp_path / "r.sqlite"
     ended = sweep(Plan.of(sweeps.fussy, [{"i": i} for i in range(20)]), path, engine=Local(workers=2))
@@ -165,6 +166,7 @@ def test_failures_are_tried_again_on_resume_and_what_is_done_is_not(tmp_path):
     assert tried == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_tasks_that_kill_their_worker_are_tried_on_another_and_then_given_up(tmp_path):
     arguments = [{"i": i, "folder": str(tmp_path), "times": times} for i, times in enumerate((0, 1, 0, 9, 0))]
     ended = sweep(Plan.of(sweeps.die, arguments), tmp_path / "r.sqlite", engine=Local(workers=2, tries=2))
@@ -174,6 +176,7 @@ def test_tasks_that_kill_their_worker_are_tried_on_another_and_then_given_up(tmp
     assert rows[3].reason == "a worker process that died (SIGKILL), 2 times"
 
 
+@pytest.mark.slow
 def test_the_state_is_built_once_a_worker_and_the_cores_are_shared_out(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("howsmooth.run.pool.cores", lambda: 6)
@@ -186,6 +189,7 @@ def test_the_state_is_built_once_a_worker_and_the_cores_are_shared_out(tmp_path,
     assert set(built) == {"3"}
 
 
+@pytest.mark.slow
 def test_this_process_uses_the_context_it_is_given_and_other_processes_build_their_own(tmp_path):
     arguments = {"base": 100, "folder": str(tmp_path)}
     wanted = Plan.of(sweeps.shifted, [{"i": i} for i in range(4)], setup=sweeps.build, setup_arguments=arguments)
@@ -203,6 +207,7 @@ def test_this_process_uses_the_context_it_is_given_and_other_processes_build_the
     assert not (tmp_path / "none.sqlite").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "setup", "match"),
     [
@@ -218,6 +223,7 @@ def test_workers_that_cannot_be_prepared_end_the_sweep(tmp_path, workers, setup,
     assert read(tmp_path / "r.sqlite") == []
 
 
+@pytest.mark.slow
 def test_workers_that_die_while_they_start_end_the_sweep(tmp_path):
     wanted = Plan.of(sweeps.shifted, [{"i": 0}, {"i": 1}], setup=sweeps.die_to_build)
     with pytest.raises(WorkerError, match=r"expected workers that start, got a worker process that died \(exit code 3"):

@@ -20,6 +20,7 @@ def run(*arguments: str):
     return CliRunner().invoke(app, list(arguments))
 
 
+@pytest.mark.slow
 def test_worst_table_and_figure(tmp_path):
     path = tmp_path / "worst.png"
     result = run("worst", "--gamma", "-1", "--radius", "2", "--n", "4", "--best", "--figure", str(path), *QUICK)
@@ -77,6 +78,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_attack_command(tmp_path):
     path, text = tmp_path / "attack.svg", tmp_path / "text.txt"
     text.write_text("The cat sat on the mat while the dog slept under the old table near the warm kitchen stove.")

@@ -60,6 +60,7 @@ def test_no_real_eigenvalue():
         grow(turn, 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attn", "radius"),
     [
@@ -95,6 +96,7 @@ def test_exponent_can_be_wrong():
         grow(random_head(3, d=3), 1.0, [8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_atoms_stand_for_tokens(seed):
     """Coinciding tokens act as one atom of a measure: the ranking's order is the order of the measured constants."""
@@ -106,6 +108,7 @@ def test_atoms_stand_for_tokens(seed):
     assert float(splitting_aside) > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [5, 40])
 def test_a_tie_reaches_its_lower_bound(n, causal):
@@ -135,6 +138,7 @@ def test_ties_come_within_a_factor_two_of_b7():
     assert worst.estimate.value > 0.5 * bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 2}])
 def test_never_above_the_bound(n, options):
@@ -148,6 +152,7 @@ def test_never_above_the_bound(n, options):
             assert math.log(max(worst.estimate.value, 1e-300)) <= upper.log_value
 
 
+@pytest.mark.slow
 def test_layers_with_everything():
     attn = hs.Attention(
         gaussian(8, 6, seed=1),

@@ -22,6 +22,7 @@ def random_head(seed: int, d: int = 4, **options) -> hs.Attention:
     return hs.Attention.from_matrices(A, V, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_beats_configurations_and_random_inputs(seed):
     """All fifty seeds and the longer search: `python -m benchmarks worst`."""
@@ -38,6 +39,7 @@ def test_beats_configurations_and_random_inputs(seed):
     assert found.trace[-1] == pytest.approx(found.value, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "points"), [(2, 401), (3, 81)])
 @pytest.mark.parametrize("radius", [1.0, 2.0])
 @pytest.mark.parametrize("causal", [False, True])

@@ -28,6 +28,7 @@ def mixed(n: int = 60, names: tuple[str, ...] = tuple(SPECTRA)) -> Matrix:
     return Matrix(torch.cat([rotated(spectrum(name, n), n, n, seed=10 * i).matrix for i, name in enumerate(names)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(60, 60), (50, 90), (90, 50), (1, 40), (40, 1), (7, 5)])
 @pytest.mark.parametrize("name", SPECTRA)
 def test_value_is_the_norm(name: str, shape: tuple[int, int]):
@@ -165,6 +166,7 @@ def test_looser_tolerances_stop_earlier():
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_batch_equals_loop(seed: int):
     """Items leave one after the other; what one does to its own basis is no concern of the next."""
@@ -267,6 +269,7 @@ def big(name: str) -> Diagonal:
     return Diagonal(spectrum(name, BIG).float()[torch.randperm(BIG, generator=torch.Generator().manual_seed(0))][None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "certify", "most"),
     [

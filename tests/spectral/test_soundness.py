@@ -36,6 +36,7 @@ def allowed(trials: int, delta: float) -> float:
     return trials * delta + 4 * math.sqrt(trials * delta * (1 - delta))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", SPECTRA)
 def test_interval_holds_every_time(name: str, dtype: torch.dtype):
@@ -47,6 +48,7 @@ def test_interval_holds_every_time(name: str, dtype: torch.dtype):
         assert misses(operator, sigma, GolubKahan(), stop, seed) == 0, (n, stop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(40, 90), (90, 40), (64, 64)])
 @pytest.mark.parametrize("name", SPECTRA)
 def test_interval_holds_between_random_bases(name: str, shape: tuple[int, int]):
@@ -56,6 +58,7 @@ def test_interval_holds_between_random_bases(name: str, shape: tuple[int, int]):
         assert misses(operator, float(values[0]), GolubKahan(), stop, seed) == 0, stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["isolated", "clustered", "flat", "slow", "square root"])
 def test_interval_fails_no_more_often_than_it_says(name: str):
     """δ = 0.1 over 5 stops × 2 seeds × 60 orders of one spectrum."""
@@ -65,6 +68,7 @@ def test_interval_fails_no_more_often_than_it_says(name: str):
     assert sum(failed) <= allowed(60 * len(runs), 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["second", "orthogonal", "opposite", "zero", "exact"])
 def test_a_bad_guess_never_costs_the_certificate(kind: str, dtype: torch.dtype):

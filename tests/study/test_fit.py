@@ -44,6 +44,7 @@ def covered(fits: list[GrowthFit], truth: float) -> float:
     return float(np.mean([(f.exponent.low or 0) <= truth <= (f.exponent.high or 0) for f in fits]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "samples", "kind", "method"),
     [

@@ -22,6 +22,7 @@ def ordered(rows):
     return sorted(without_time(rows), key=lambda r: (r["kind"], r["layer"], r["n"], r["sample"], r.get("head", -1)))
 
 
+@pytest.mark.slow
 def test_growth_is_complete_and_repeatable():
     model = hs.load(readers.bert())
     found = hs.growth(model, readers.ids(), lengths=(6, 12, 24, 40), samples=5)
@@ -54,6 +55,7 @@ def test_one_length_has_no_fit():
     assert found.table()[0]["exponent"] == "–"
 
 
+@pytest.mark.slow
 def test_a_sweep_gives_the_rows_of_a_run_here_and_resumes(tmp_path):
     folder, text = readers.save(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text(readers.text())
@@ -91,6 +93,7 @@ def test_a_task_that_fails_is_told_and_the_others_count(tmp_path):
         plan(reader.source, [])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")  # ray's own
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_same_on_ray(tmp_path):
@@ -104,6 +107,7 @@ def test_the_same_on_ray(tmp_path):
     assert ordered(found.rows) == ordered(run_here(reader, jobs).rows)
 
 
+@pytest.mark.slow
 def test_the_demo_jumps_past_128_through_one_head():
     """The page must let a reader find it: where, by how much, which head, and that positions break there."""
     found = hs.inspect("demo", lengths=(32, 64, 96, 128, 136, 160, 192), samples=1, layers=[0])

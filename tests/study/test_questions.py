@@ -22,6 +22,7 @@ def asked(reader: Reader, *lengths: int, samples: int = 1, map: MapName = "atten
     return settle(reader, Question(lengths or (10,), samples, map=map, tol=tol))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["attention", "block"])
 def test_radius_is_the_map_at_scaled_tokens(kind):
     reader = readers.reader()
@@ -54,6 +55,7 @@ def test_the_norm_in_front_of_a_pre_norm_block_is_its_own():
         assert normed["value"] == pytest.approx(captured.measure(layer, "normed", tol=1e-6).value, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama", "gemma2 global"])
 def test_norms_of_every_kind_are_found_and_multiply(name):
     build = readers.bert if name == "bert" else ZOO[name].build
@@ -96,6 +98,7 @@ def test_splitting_is_that_of_the_closed_form():
     assert row["pays"] == truth.pays
 
 
+@pytest.mark.slow
 def test_worst_inputs_stay_below_the_ceiling():
     reader = readers.reader()
     rows = run_here(reader, worst_jobs(asked(reader), 10)).rows

@@ -29,6 +29,7 @@ def output(model: Model, ids) -> torch.Tensor:
         return model.module(input_ids=torch.tensor([ids])).last_hidden_state[0]
 
 
+@pytest.mark.slow
 def test_scores_are_what_the_model_says(model, windows):
     window = windows[0]
     base = output(model, window.ids)
@@ -58,12 +59,14 @@ def test_a_layer_of_its_own(model, windows):
     assert row.score == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_guided_words_beat_random_ones(model, windows):
     rows = [attack_tokens(model, w, layer=3, ways=["gradient"], scored=16)[0] for w in windows]
     assert all(row.score > row.random_mean for row in rows)
     assert sum(row.wins for row in rows) >= 2
 
 
+@pytest.mark.slow
 def test_two_words_and_what_is_forbidden(model, windows):
     first = attack_tokens(model, windows[2], words=2, ways=["gradient"], scored=8)[0]
     assert 1 <= len(first.changes) <= 2
@@ -75,6 +78,7 @@ def test_two_words_and_what_is_forbidden(model, windows):
         assert all(c.old.isalpha() for c in row.changes)
 
 
+@pytest.mark.slow
 def test_raising_the_constant(model, windows):
     row = attack_tokens(model, windows[3], layer=1, goal="constant", ways=["gradient"], scored=3)[0]
     before, after = (model.measure(ids=list(ids), layer=1, tol=1e-2).value for ids in (windows[3].ids, row.ids))

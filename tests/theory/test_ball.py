@@ -74,6 +74,7 @@ def test_mean_field_rows_do_not_depend_on_n():
         assert all(few[i] == many[i] for i, b in few.items() if b.mean_field)
 
 
+@pytest.mark.slow
 def test_every_row_has_a_number_or_a_reason():
     w = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     layers = [
@@ -143,6 +144,7 @@ def test_hardy():
     assert value(rows(scalar(0.0, causal=True), 7, 1.0)["B10"]) == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [-1.0, 1.0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sharper_than_the_paper(alpha: float, causal: bool):
@@ -193,6 +195,7 @@ def test_mean_field_bound_against_the_measure_that_is_reported(square: float):
         assert value(found["B16"]) <= value(found["B12m"]) <= factor * value(found["B16"])
 
 
+@pytest.mark.slow
 def test_ours_beat_every_published_row():
     """Random heads, full and causal: no published bound is better than the best of ours that speaks of the same thing."""
     compared = 0
@@ -216,6 +219,7 @@ def test_ours_beat_every_published_row():
     assert compared > 60
 
 
+@pytest.mark.slow
 def test_column_exponent():
     """Λ against random search; exact where it is known."""
     r = torch.Generator().manual_seed(0)
@@ -290,6 +294,7 @@ def test_constants_match_dense_norms():
     assert float(found.cross[0, 3]) == pytest.approx(float(cross))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 def test_norm_radius(kind):
     """Never below what the norm gives, and reached."""

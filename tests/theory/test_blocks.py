@@ -42,6 +42,7 @@ def test_blocks_are_what_halves_moving_apart_do(kind, seed):
     check_operator(op, truth[1:4], growth=100, scale=float(truth.norm()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_bound_the_blocks(kind):
     for seed in range(20):

@@ -118,6 +118,7 @@ def test_d3_without_its_key_part_would_be_caught():
     assert caught > 0
 
 
+@pytest.mark.slow
 def test_sound_on_real_layers():
     for case in range(330):
         layer, x = real_layer(case)
@@ -129,6 +130,7 @@ def test_sound_on_real_layers():
             assert_sound(bound, norms(single, x.float()))
 
 
+@pytest.mark.slow
 def test_sound_on_adversarial_inputs():
     for name, layer, x in adversarial():
         truth = norms(layer, x)
@@ -149,6 +151,7 @@ def test_sound_on_any_layer(problem: LayerProblem):
         assert_sound(bound, truth)
 
 
+@pytest.mark.slow
 def test_tightness_on_random_single_heads():
     """Recorded geometric means of bound/L: D2 5.66, D3 1.92, the smallest of ours 1.32."""
     ratios: dict[str, list[float]] = {"D2": [], "D3": [], "D": []}
@@ -191,6 +194,7 @@ def test_bounds_do_not_depend_on_the_kernel():
     torch.testing.assert_close(operator_bound(blocked), operator_bound(operator), rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
 def test_composition_with_a_norm(norm):
     for case in range(0, 60, 2):

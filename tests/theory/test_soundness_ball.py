@@ -120,6 +120,7 @@ def finite(bounds: list[Bound]) -> list[Bound]:
     return [b for b in bounds if not (b.side == "lower" and b.mean_field)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_head(kind: str, causal: bool):
@@ -157,6 +158,7 @@ def layer(seed: int, **options) -> Attention:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -242,6 +244,7 @@ def test_weighted_jacobian_is_the_layer_where_weights_are_equal(causal: bool):
     assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["gaussian", "positive", "negative", "skew", "nearly positive"])
 def test_gradient_ascent(kind: str, causal: bool):
@@ -264,6 +267,7 @@ def test_gradient_ascent(kind: str, causal: bool):
     assert wrong([b for b in bounds if causal or b.mean_field], best, lower=False) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_measures(kind: str):
     """Mean-field rows against unbalanced measures, masses from e^{-15} on."""

@@ -61,6 +61,7 @@ def refuted(bounds: list[Bound], best: float) -> list[str]:
     return [f"{id}: {value} < {best}" for id, value in upper if value < best * (1 - 1e-9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_sound_over_the_ball(kinds):
     """About 10 000 sequences altogether."""
@@ -95,6 +96,7 @@ def test_gradient_ascent(kinds, causal):
     assert refuted(ball_bounds(attn, n, radius), best) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_sound_at_a_point(kinds):
     for i, options in enumerate(MASKS):

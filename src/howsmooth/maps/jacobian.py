@@ -1,5 +1,6 @@
 """Jacobians of maps: of attention and of norms in closed form, of any torch function by automatic differentiation."""
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, BadInputError
@@ -284,6 +285,11 @@ class AutodiffJacobian(Operator):
                 if bool((self._jvp(v * moved.reshape(-1, *[1] * (v.ndim - 1)))[~moved] != 0).any()):
                     return False
         return True
+
+
+def doubled(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function for float64: a module is copied, anything else must take it as it is."""
+    return copy.deepcopy(f).double() if isinstance(f, nn.Module) else f
 
 
 def check_deterministic(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:

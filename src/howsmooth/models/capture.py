@@ -20,7 +20,7 @@ from howsmooth.models.trace import Trace
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate
 
-_LOCK_STEP = 512  # tokens of windows that are solved together; longer ones gain nothing from company
+LOCK_STEP = 512  # tokens of windows that are solved together; longer ones gain nothing from company
 
 
 class How(TypedDict, total=False):
@@ -168,7 +168,7 @@ class Capture:
         measured: list[Measurement] = []
         for length, run in groupby(self.samples, lambda s: len(s.trace.layers[layer].x)):
             together = list(run)
-            size = max(1, _LOCK_STEP // length)
+            size = max(1, LOCK_STEP // length)
             for first in range(0, len(together), size):
                 some = together[first : first + size]
                 attn = self.forms.of(some[0], layer)

@@ -1,6 +1,7 @@
 """Layers of a model as `howsmooth.Attention`, where they are that: affine queries, keys and values, one projection behind."""
 
 import warnings
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class ClosedForms:
 
     def __init__(self):
         self._kept: dict[int, tuple[int, Attention | None]] = {}  # by layer, with the length it was read off at
+        self._tried: WeakKeyDictionary[Sample, dict[int, Attention | None]] = WeakKeyDictionary()  # what an input was given
 
     def of(self, sample: Sample, layer: int) -> Attention | None:
         """A layer in the precision of the measurement, or nothing where it is not of this form."""
@@ -32,11 +34,14 @@ class ClosedForms:
         if x.shape[-1] > _WIDEST or sample.real is not None:
             return None
         n, attn = self._kept.get(layer, (0, None))
-        if n < len(x) or (attn is not None and n > len(x) and not _fits(attn, sample, layer)):
+        tried = self._tried.setdefault(sample, {})
+        untried = n > len(x) and tried.get(layer) is not attn
+        if n < len(x) or (attn is not None and untried and not _fits(attn, sample, layer)):
             n, attn = len(x), self._read(sample, layer)
             if len(self._kept) >= _MOST:
                 self._kept.clear()
             self._kept[layer] = n, attn
+        tried[layer] = attn
         return attn
 
     def _read(self, sample: Sample, layer: int) -> Attention | None:

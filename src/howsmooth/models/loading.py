@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps.base import place
+from howsmooth.kernels.tensors import place
 from howsmooth.models.library import first_line, quiet
 from howsmooth.models.model import Model, check_device
 

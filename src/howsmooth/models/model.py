@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps.base import Place, place
+from howsmooth.kernels.tensors import Place, place
 from howsmooth.models.capture import Capture
 from howsmooth.models.closed import ClosedForms
 from howsmooth.models.cut import MapName
@@ -106,14 +106,13 @@ class Model:
         """
         if sum(value is not None for value in (windows, text, ids, inputs, forward or None)) != 1:
             raise BadInputError(
-                "expected one of windows, text, ids, inputs or inputs by name, got none or several; pass exactly one"
+                "expected exactly one of windows, text, ids, inputs or inputs by name, got none or several; pass one"
             )
         if text is None and n is not None:
             raise BadInputError("expected n together with text, got it otherwise; cut the input yourself")
         if ids is None and mask is not None:
-            raise BadInputError(
-                "expected mask together with ids, got it otherwise; name it among the inputs, as attention_mask"
-            )
+            raise BadInputError("expected mask together with ids, got it otherwise; name it attention_mask among the inputs")
+        self._check_names(forward)
         if inputs is not None or forward:
             samples = self._of_inputs(forward if inputs is None else inputs)
         elif windows is not None:
@@ -191,13 +190,6 @@ class Model:
             args, kwargs = (), dict(inputs)
         else:
             args, kwargs = ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
-        accepted = inspect.signature(self.module.forward).parameters
-        unknown = [name for name in kwargs if name not in accepted]
-        if unknown:
-            raise BadInputError(
-                f"expected inputs that {type(self.module).__name__} takes ({', '.join(accepted)}), got {unknown[0]!r}; "
-                "check the name"
-            )
         kind = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
 
         def fit(t: Any) -> Any:
@@ -220,6 +212,17 @@ class Model:
             self._check_ids(window)
             samples.append(self._sample(args, one, window))
         return samples
+
+    def _check_names(self, forward: Mapping[str, Any]) -> None:
+        """Refuse a name that the module does not list; one that lists none, as a wrapper does, takes any."""
+        signature = inspect.signature(self.module.forward).parameters.values()
+        listed = [p.name for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        unknown = [name for name in forward if listed and name not in listed]
+        if unknown:
+            raise BadInputError(
+                f"expected inputs that {type(self.module).__name__} takes ({', '.join(listed)}), got {unknown[0]!r}; "
+                "check the name"
+            )
 
     def _sample(self, args: tuple[Any, ...], kwargs: dict[str, Any], window: Window) -> Sample:
         if "use_cache" in inspect.signature(self.module.forward).parameters:

@@ -8,11 +8,11 @@ from typing import Any, final
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import MAPS, Capture, FallbackWarning, MapName, Measurement
+from howsmooth.models.capture import LOCK_STEP
 from howsmooth.study.jobs import Job, Row
 from howsmooth.study.reader import Reader
 
 FACTORS = (0.125, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 8.0)
-_TOKENS = 512  # in the windows of one part; longer windows gain nothing from company
 _LAYERS = 8  # of one part
 
 
@@ -91,7 +91,7 @@ def parts(
     starts = setting.starts[:samples]
     cut = []
     for n in sorted(set(q.lengths if lengths is None else lengths), reverse=True):
-        size = max(1, _TOKENS // n)
+        size = max(1, LOCK_STEP // n)
         for first in range(0, len(starts), size):
             for k in range(0, len(setting.layers), layers):
                 some = setting.layers[k : k + layers]

@@ -89,14 +89,11 @@ class Reader:
 def prepare(**source: Any) -> Reader:
     """The reader of a source, in a worker; refused where the model or the text is not what the study was planned with."""
     planned = Source(**source)
-    found = Reader.by_name(planned.model, planned.text, planned.side)
-    for what, now, then in (
-        ("model", found.source and found.source.weights, planned.weights),
-        ("text", found.source and found.source.digest, planned.digest),
-    ):
-        if now != then:
+    reader = Reader.by_name(planned.model, planned.text, planned.side)
+    for mark, what in (("weights", "model"), ("digest", "text")):
+        if getattr(reader.source, mark) != getattr(planned, mark):
             raise BadInputError(f"expected the {what} that the study was planned with, got another; start it anew")
-    return found
+    return reader
 
 
 def alice() -> str:

@@ -1,6 +1,5 @@
 """Moving tokens against splitting one, for the maps of this package and for any permutation-equivariant function."""
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,9 +7,10 @@ from typing import Any, final
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from howsmooth.errors import BadFunctionError, HowSmoothError
+from howsmooth.maps.jacobian import doubled
 from howsmooth.maps.operator import Operator
 from howsmooth.measures.measure import Measure
 from howsmooth.spectral import Estimate
@@ -126,8 +126,8 @@ def of_halves(moved: Estimate, split: Estimate, jacobian: Operator) -> Splitting
 
 
 def in_double(f: Function, x: Tensor) -> tuple[Function, Tensor]:
-    """Function and input in float64, where the function can be: a module is copied, anything else must take it as it is."""
-    g = copy.deepcopy(f).double() if isinstance(f, nn.Module) else f
+    """Function and input in float64, where the function can be."""
+    g = doubled(f)
     try:
         with torch.no_grad():
             y = g(x.double())
