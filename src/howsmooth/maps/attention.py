@@ -13,9 +13,8 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
 from howsmooth.kernels.tensors import check_tensor, described
 from howsmooth.maps.base import Map
-from howsmooth.maps.jacobian import AttentionJacobian
+from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
-from howsmooth.maps.operator import Operator
 from howsmooth.maps.rotary import Rotary
 from howsmooth.measures.measure import Measure
 
@@ -292,7 +291,7 @@ class Attention(Map):
     def _linearize(self, x: Float[Tensor, "batch n d"], scores: Scores) -> tuple[Tensor, "AttentionJacobian"]:
         layer = self.to(x.device, x.dtype)
         q, k, v = layer.project(x, with_bias=True)
-        slopes: list[Operator | None] = [None, None]  # of the norms of queries and keys
+        slopes: list[NormJacobian | None] = [None, None]  # of the norms of queries and keys
         if layer.q_norm is not None:
             q, slopes[0] = layer.q_norm.linearize(q)
         if layer.k_norm is not None:
@@ -302,7 +301,7 @@ class Attention(Map):
         value = layer._finish(kernel.output)
         if not bool(value.isfinite().all()):
             raise BadInputError(f"expected outputs within the range of {x.dtype}, got infinity; use float64 or smaller weights")
-        return value, AttentionJacobian(layer, kernel, slopes[0], slopes[1])
+        return value, AttentionJacobian(layer, kernel, slopes[0], slopes[1], x.norm(dim=-1).max())
 
     def _turn(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.rotary is None:
