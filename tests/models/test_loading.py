@@ -167,6 +167,7 @@ def test_the_watch_sees_what_it_looks_for(folder: Path, watch: Watch, truth: flo
         "model.ckpt",
         "model.safetensors.bin",
         "model.safetensors\0.bin",
+        "\0.safetensors",
         "",
         3,
         None,
@@ -184,6 +185,13 @@ def test_an_absolute_name_is_refused(folder: Path):
     point_to(folder, str(folder.parent / "secret" / SINGLE))
     with pytest.raises(BadInputError, match="expected plain names"):
         hs.load(folder)
+
+
+def test_a_name_too_long_is_refused(folder: Path):
+    point_to(folder, "x" * 5000 + ".safetensors")
+    with pytest.raises(BadInputError, match="expected") as caught:
+        hs.load(folder)
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe"])
@@ -216,6 +224,17 @@ def test_an_honest_index_and_links_into_a_cache_are_read(folder: Path, truth: fl
     (folder / SINGLE).unlink()
     (folder / INDEX).write_text(json.dumps({"weight_map": names}))
     assert value(folder) == truth
+
+
+def test_a_hole_before_the_attention_is_seen_whatever_it_is_called(tmp_path: Path):
+    """The library would fill it with random numbers."""
+    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    randomize(t.ViTModel(t.ViTConfig(**shape, image_size=8, patch_size=4))).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / SINGLE)
+    hole = next(key for key in weights if "projection" in key)
+    save_file({key: tensor for key, tensor in weights.items() if key != hole}, tmp_path / SINGLE, {"format": "pt"})
+    with pytest.raises(BadInputError, match=r"^expected every weight of ViTModel .*, got none for .*projection"):
+        hs.load(tmp_path)
 
 
 CODE = "import os\nos.mkdir({!r})\n"
@@ -435,6 +454,12 @@ def test_a_tokenizer_is_made_of_the_files_beside_it(folder: Path, entries: dict[
     model = hs.load(folder)
     assert model.text("the cat").ids == (5, 6)
     assert model.tokenizer.name_or_path == str(folder)
+
+
+def test_a_tokenizer_is_read_also_where_the_model_is_not(folder: Path):
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq"}, dtype="int4")
+    model = hs.load(readers.bert(), tokenizer=str(folder))
+    assert model.text("the cat").ids == (5, 6)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"added_tokens_decoder": 3}', '{"tokenizer_class": ["x"]}'])

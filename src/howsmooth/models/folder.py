@@ -25,6 +25,7 @@ _LEAD_ELSEWHERE = frozenset(
     | {"use_kernels", "kernel_config", "allow_all_kernels", "distributed_config", "adapter_kwargs"}
     | {f"{a}{b}_implementation{c}" for a in ("", "_") for b in ("attn", "experts") for c in ("", "_internal", "_autoset")}
 )
+_NOT_A_TOKENIZERS = _LEAD_ELSEWHERE | {"init_inputs", "name_or_path", "fast_tokenizer_files", "quantization_config"}
 _NAMES = ("backbone", "architecture")  # of a part that is looked up by name: on the hub, or in a folder
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _WIDENED = ("fp8", "mxfp8", "mxfp4", "bitsandbytes", "compressed-tensors")  # ways to quantise that the library can undo
@@ -60,15 +61,9 @@ def tokenizer_room(folder: Path) -> Iterator[Path]:
     files: dict[str, Mapping[str, Any] | Path] = {
         path.name: path for path in folder.iterdir() if path.suffix in _TOKENIZER_FILES and path.is_file()
     }
-    for name in ("config.json", "tokenizer_config.json"):
-        if name in files:
-            content = read_json(folder / name)
-            inner = {"init_inputs", "auto_map", "name_or_path", "fast_tokenizer_files"}
-            files[name] = (
-                _config(content, folder / name)
-                if name == "config.json"
-                else {key: value for key, value in content.items() if key not in inner and not key.endswith("_file")}
-            )
+    for name in {"config.json", "tokenizer_config.json"} & files.keys():
+        content = read_json(folder / name).items()
+        files[name] = {key: value for key, value in content if key not in _NOT_A_TOKENIZERS and not key.endswith("_file")}
     with _room(folder, files) as room:
         yield room
 

@@ -56,8 +56,11 @@ def tokenizer_of(where: str) -> Any:
         return _tokenizer(where, where)
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):  # the library would make an empty one
         raise BadInputError(f"expected a tokenizer beside the model, got none in {where!r}; save it there or pass ids")
-    with tokenizer_room(folder) as room, offline():
-        return _tokenizer(str(room), where)
+    try:
+        with tokenizer_room(folder) as room, offline():
+            return _tokenizer(str(room), where)
+    except OSError as error:
+        raise BadInputError(f"expected a tokenizer that can be read, got {where!r} ({error.strerror}); pass ids") from None
 
 
 def _tokenizer(where: str, name: str) -> Any:

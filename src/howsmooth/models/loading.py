@@ -145,7 +145,9 @@ def _from_folder(folder: Path, dtype: torch.dtype | None, name: str) -> nn.Modul
         with model_room(folder) as room, offline():
             return _read(str(room), dtype, name)
     except OSError as error:
-        raise BadInputError(f"expected a model folder that can be read, got {name!r} ({error}); check the files") from None
+        raise BadInputError(
+            f"expected a model folder that can be read, got {name!r} ({error.strerror}); check the files"
+        ) from None
 
 
 def _check_code(config: Path) -> None:
@@ -181,6 +183,7 @@ def _read(where: str, dtype: torch.dtype | None, name: str) -> nn.Module:
             raise BadInputError(
                 f"expected a folder that transformers can read, got {name!r} ({reason(error)}); check the files in it"
             ) from None
+    module.config.name_or_path = name
     holes = sorted(key for key in info["missing_keys"] if not _BEHIND.intersection(key.split(".")))
     if holes:
         raise BadInputError(

@@ -5,7 +5,6 @@ A cluster that no longer answers ends the sweep with a sentence, and what Ray ha
 
 import contextlib
 import importlib
-import io
 import sys
 import threading
 from collections.abc import Iterator
@@ -113,8 +112,9 @@ def _lost(how: str) -> str:
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
     """Lines that Ray's own threads print go to standard error: standard output is the command's own."""
-    before = sys.stdout
-    sys.stdout = aside = _Aside(before)
+    before: Any = sys.stdout
+    aside: Any = _Aside(before)
+    sys.stdout = aside
     try:
         yield
     finally:
@@ -123,30 +123,14 @@ def _aside() -> Iterator[None]:
 
 
 @final
-class _Aside(io.TextIOBase):
+class _Aside:
     """Standard output for all threads but Ray's."""
 
     def __init__(self, stream: Any):
         self._stream = stream
 
-    def _here(self) -> Any:
-        return sys.stderr if threading.current_thread().name.startswith("ray_") else self._stream
-
-    def write(self, text: str, /) -> int:
-        return self._here().write(text)
-
-    def flush(self) -> None:
-        self._here().flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._stream.encoding
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr if threading.current_thread().name.startswith("ray_") else self._stream, name)
 
 
 @final
