@@ -1,14 +1,12 @@
 """Hostile folders: nothing outside is read, no pickle, no code, no kernel, no network; each refusal is one sentence."""
 
 import contextlib
-import importlib
 import json
 import os
 import pickle
 import random
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,10 @@ from safetensors.torch import load_file, save_file
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from problems import readers
+from problems.hostile import CONFIGURATIONS, INDEX, SINGLE, TRAPS, Mark, Watch, code, edit, pickles, point_to
 from problems.zoo import randomize
 
 IDS = [2, 5, 6, 7, 3]
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def value(where: Path | str, **options: Any) -> float:
@@ -46,73 +44,12 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return readers.save(tmp_path_factory.mktemp("other") / "model", seed=1)
 
 
-class Mark:
-    """Pickled, a program that leaves a mark."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.path),))
-
-
-_opened: list[str] = []  # the weights are opened by a library that Python does not see
-_watching = False
-
-
-def _look(event: str, args: tuple[Any, ...]) -> None:
-    if _watching and event == "open" and isinstance(args[0], str):
-        _opened.append(os.path.realpath(args[0]))
-
-
-sys.addaudithook(_look)
-
-
-class Watch:
-    """What was done that must not be: pickles, kernels, the network, and files opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        modeling_utils: Any = importlib.import_module("transformers.modeling_utils")
-        hub_kernels = importlib.import_module("transformers.integrations.hub_kernels")
-        self.reached: list[str] = []
-        safe_open = modeling_utils.safe_open
-
-        def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
-            _opened.append(os.path.realpath(path))
-            return safe_open(path, *args, **kwargs)
-
-        monkeypatch.setattr(modeling_utils, "safe_open", opened)
-        monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", self.trap("flash attention"))
-        monkeypatch.setattr(torch, "load", self.trap("torch.load"))
-        monkeypatch.setattr(pickle, "load", self.trap("pickle.load"))
-        monkeypatch.setattr("socket.socket.connect", self.trap("the network"))
-        for name in ("get_kernel", "load_and_register_attn_kernel", "lazy_load_kernel"):
-            monkeypatch.setattr(hub_kernels, name, self.trap(name))
-        self.forget()
-
-    def trap(self, name: str) -> Callable[..., Any]:
-        def reach(*args: Any, **kwargs: Any) -> Any:
-            self.reached.append(name)
-            raise AssertionError(name)
-
-        return reach
-
-    def forget(self) -> None:
-        _opened.clear()
-        self.reached.clear()
-
-    def seen(self, folder: Path) -> list[str]:
-        """Names of the files of a folder that were opened, also through links."""
-        return [path.name for path in map(Path, _opened) if path.is_relative_to(folder.resolve())]
-
-
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Watch]:
     """Fails a test that does what must not be done, or sees the folder `secret`."""
-    global _watching
-    watch, _watching = Watch(monkeypatch), True
+    watch = Watch(monkeypatch)
     yield watch
-    _watching = False
+    watch.end()
     monkeypatch.undo()
     assert watch.reached == []
     assert watch.seen(tmp_path / "secret") == []
@@ -126,18 +63,6 @@ def folder(source: Path, other: Path, tmp_path: Path, watch: Watch) -> Path:
     shutil.copytree(other, tmp_path / "secret")
     watch.forget()
     return tmp_path / "model"
-
-
-def edit(path: Path, **entries: Any) -> None:
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(content | entries))
-
-
-def point_to(folder: Path, name: Any, decoy: bool = True) -> None:
-    """Weights by an index that names something else, beside a file that looks right."""
-    keys = load_file(folder / SINGLE)
-    (folder / SINGLE).rename(folder / "decoy.safetensors") if decoy else (folder / SINGLE).unlink()
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(keys, name)}))
 
 
 def test_the_watch_sees_what_it_looks_for(folder: Path, watch: Watch, truth: float):
@@ -237,60 +162,6 @@ def test_a_hole_before_the_attention_is_seen_whatever_it_is_called(tmp_path: Pat
         hs.load(tmp_path)
 
 
-CODE = "import os\nos.mkdir({!r})\n"
-
-
-def pickles(folder: Path) -> None:
-    for name in ("pytorch_model.bin", "adapter_model.bin", "model.pt", "model.ckpt", "adapter.eng.bin", "spk_dict.pt"):
-        (folder / name).write_bytes(pickle.dumps(Mark(folder.parent / "mark")))
-
-
-def code(folder: Path) -> None:
-    for name in ("modeling.py", "configuration.py", "tokenization.py", "__init__.py", "setup.py"):
-        (folder / name).write_text(CODE.format(str(folder.parent / "mark")))
-    maps = {"AutoModel": "modeling.Mine", "AutoConfig": "configuration.Mine", "AutoTokenizer": ["tokenization.Mine", None]}
-    edit(folder / "config.json", auto_map=maps)
-    edit(folder / "tokenizer_config.json", auto_map=maps)
-    edit(folder / "processor_config.json", auto_map=maps)
-
-
-def adapters(folder: Path) -> None:
-    pickles(folder)
-    edit(folder / "adapter_config.json", base_model_name_or_path="../secret", peft_type="LORA", auto_mapping={"x": "y"})
-
-
-def another_file(folder: Path) -> None:
-    pickles(folder)
-    edit(folder / "config.json", transformers_weights="adapter_model.bin")
-
-
-def another_configuration(folder: Path) -> None:
-    edit(folder / "config.json", configuration_files=["config.4.0.0.json"])
-    shutil.copy(folder.parent / "secret" / "config.json", folder / "config.4.0.0.json")
-    edit(folder / "config.4.0.0.json", num_attention_heads=1)
-
-
-def another_index(folder: Path) -> None:
-    keys = load_file(folder / SINGLE)
-    for name in (INDEX, "pytorch_model.bin.index.json", "model.safetensors.index.fp16.json"):
-        (folder / name).write_text(
-            json.dumps({"metadata": {}, "weight_map": dict.fromkeys(keys, "../secret/model.safetensors")})
-        )
-
-
-def parts_of_a_cluster(folder: Path) -> None:
-    shutil.copy(folder.parent / "secret" / SINGLE, folder / "shard-00000-model-00001-of-00001.safetensors")
-
-
-def names_elsewhere(folder: Path) -> None:
-    edit(folder / "config.json", _name_or_path="../secret", name_or_path="../secret", gguf_file="../secret/x", use_kernels=True)
-    edit(folder / "config.json", kernel_config={"kernel_mapping": {"RMSNorm": "org/kernel:Layer"}}, fusion_config={"a": True})
-    edit(folder / "generation_config.json", auto_map={"x": "y"}, custom_generate="../secret")
-
-
-TRAPS = [pickles, code, adapters, another_file, another_configuration, another_index, parts_of_a_cluster, names_elsewhere]
-
-
 @pytest.mark.parametrize("trap", TRAPS, ids=[trap.__name__ for trap in TRAPS])
 def test_what_lies_beside_the_weights_does_not_matter(folder: Path, truth: float, watch: Watch, trap: Callable[[Path], None]):
     trap(folder)
@@ -329,41 +200,6 @@ def test_nor_does_that_of_a_part(tmp_path: Path):
         edited = {part: parts[part] | saved for part in ("text_config", "vision_config")}
         edit(tmp_path / "config.json", **edited, **saved)
         assert value(tmp_path, side="text") == before
-
-
-LONG = {"a": 0}
-for _ in range(100):
-    LONG = {"a": LONG}
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "no heads": {"num_attention_heads": 0},
-    "fewer than no heads": {"num_attention_heads": -2},
-    "heads that do not fit": {"num_attention_heads": 3},
-    "text for a number": {"hidden_size": "16"},
-    "a list for a number": {"num_hidden_layers": [2]},
-    "nothing for a number": {"num_attention_heads": None},
-    "too many layers": {"num_hidden_layers": 10**9},
-    "too wide": {"hidden_size": 10**12},
-    "another width": {"hidden_size": 32},
-    "more words than numbers": {"vocab_size": 2**70},
-    "an unknown function": {"hidden_act": "no-such"},
-    "an unknown precision": {"dtype": "float7"},
-    "a function for a precision": {"torch_dtype": "load"},
-    "whole numbers": {"dtype": "int8"},
-    "a list for a precision": {"dtype": ["float32"]},
-    "deep": {"more": LONG},
-    "no number": {"hidden_dropout_prob": float("nan")},
-    "an unknown type": {"model_type": "no-such"},
-    "no type": {"model_type": None},
-    "a list for a type": {"model_type": ["bert"]},
-    "a name of the library": {"to_dict": 1, "get_text_config": 2},
-    "a map of names": {"attribute_map": {"hidden_size": "vocab_size"}},
-    "weights quantised with a script": {"quantization_config": {"quant_method": "gptq", "dataset": "../secret"}},
-    "an unknown quantisation": {"quantization_config": {"quant_method": "no-such"}},
-    "text for a quantisation": {"quantization_config": "fp8"},
-    "a quantised part": {"text_config": {"quantization_config": {"quant_method": "vptq"}}},
-    "a part by name": {"backbone": "org/model"},
-    "a part in another folder": {"backbone_config": {"architecture": "local-dir:../secret"}},
-}
 
 
 @pytest.mark.parametrize("entries", CONFIGURATIONS.values(), ids=list(CONFIGURATIONS))
