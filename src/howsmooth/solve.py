@@ -13,7 +13,7 @@ from torch import Tensor
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic, doubled
-from howsmooth.maps.operator import Operator, Weighted, stream
+from howsmooth.maps.operator import Operator, Restricted, Weighted, stream
 from howsmooth.measures.measure import Measure
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
 from howsmooth.theory.point import operator_bound
@@ -37,12 +37,14 @@ class Options:
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
     default made from the input and the output, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where input and output have at most 256 entries.
+    tokens: positions that may move, in order; all by default.
     """
 
     tol: float = 1e-3
     certify: float | None = None
     seed: int | None = None
     solver: Solver | None = None
+    tokens: tuple[int, ...] | None = None
 
     def __post_init__(self):
         tol, certify, seed = self.tol, self.certify, self.seed
@@ -126,6 +128,15 @@ class _Problem(NamedTuple):
     inputs: Tensor
     outputs: Tensor
     foreign: bool = False
+
+    def restricted(self, tokens: tuple[int, ...]) -> "_Problem":
+        """The same where some tokens alone may move."""
+
+        def precise() -> Operator | None:
+            whole = self.precise()
+            return None if whole is None else Restricted(whole, tokens)
+
+        return self._replace(operator=Restricted(self.operator, tokens), precise=precise)
 
     def seeds(self, seed: int | None) -> list[int]:
         """Of every item: the one that is given, or a mark of its input and output."""
@@ -218,6 +229,8 @@ def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -
 
 def _solve(problem: _Problem, options: Options) -> SolvedBatch:
     """Both ends for every input of a problem."""
+    if options.tokens is not None:
+        problem = problem.restricted(options.tokens)
     operator = _finer(problem.operator, options.resolved_by)
     small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
     solver = options.solver or (DenseSVD() if small else GolubKahan())
@@ -244,7 +257,7 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
             upper=upper,
             confidence=1.0 if sure else 1 - delta,
             status="dense" if dense else _status(solution.converged, lower, upper, options),
-            direction=solution.direction.reshape(problem.shape),
+            direction=_everywhere(operator, solution.direction).reshape(problem.shape),
             steps=solution.steps,
             precision=str(precise.dtype).removeprefix("torch."),
             tol=options.tol,
@@ -255,7 +268,12 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
         )
         for solution, lower, upper, sure, seed in zip(solutions, lowers, uppers, certain, seeds, strict=True)
     )
-    return SolvedBatch(estimates, precise, images)
+    return SolvedBatch(estimates, precise.whole if isinstance(precise, Restricted) else precise, images)
+
+
+def _everywhere(operator: Operator, direction: Tensor) -> Tensor:
+    """A direction of all tokens, zero for those that are held."""
+    return operator.spread(direction) if isinstance(operator, Restricted) else direction
 
 
 def _finer(operator: Operator, enough: Callable[[Operator], bool]) -> Operator:
@@ -344,7 +362,7 @@ def _uppers(
     ]
     likely = [up if up >= low else math.inf for up, low in zip(likely, lowers, strict=True)]  # nan is no bound
     loose = any(up > _LOOSE * low for up, low in zip(likely, lowers, strict=True))
-    bound = operator_bound(precise) if loose else None
+    bound = operator_bound(precise.whole if isinstance(precise, Restricted) else precise) if loose else None
     sure = [math.inf] * len(likely) if bound is None else bound.tolist()
     uppers = [max(low, min(a, b)) for low, a, b in zip(lowers, likely, sure, strict=True)]
     return uppers, [b < a for a, b in zip(likely, sure, strict=True)]

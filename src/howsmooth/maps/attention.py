@@ -282,7 +282,7 @@ class Attention(Map):
         q = q if self.q_norm is None else self.q_norm.value(q)
         k = k if self.k_norm is None else self.k_norm.value(k)
         q, k = self._turn(x, q, k)
-        return self._finish(plain_attention(q, k, v, scores))
+        return self.finish(plain_attention(q, k, v, scores))
 
     def linearize(self, x):
         return self._linearize(x, self._scores())
@@ -298,7 +298,7 @@ class Attention(Map):
             k, slopes[1] = layer.k_norm.linearize(k)
         q, k = layer._turn(x, q, k)
         kernel = linearize(q, k, v, scores)
-        value = layer._finish(kernel.output)
+        value = layer.finish(kernel.output)
         if not bool(value.isfinite().all()):
             raise BadInputError(f"expected outputs within the range of {x.dtype}, got infinity; use float64 or smaller weights")
         return value, AttentionJacobian(layer, kernel, slopes[0], slopes[1], x.norm(dim=-1).max())
@@ -309,7 +309,8 @@ class Attention(Map):
         self.rotary.check(*x.shape[:2])
         return self.rotary.turn(q), self.rotary.turn(k)
 
-    def _finish(self, o: Float[Tensor, "batch heads n d_v"]) -> Float[Tensor, "batch n d_out"]:
+    def finish(self, o: Float[Tensor, "batch heads n d_v"]) -> Float[Tensor, "batch n d_out"]:
+        """Heads' outputs → the layer's: side by side, through the output projection."""
         t = self.concat(o[None])[0]
         t = t if self.w_o is None else t @ self.w_o.mT
         return t if self.b_o is None else t + self.b_o

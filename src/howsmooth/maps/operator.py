@@ -247,3 +247,57 @@ class Weighted(Operator):
 
     def select(self, items):
         return Weighted(self.operator.select(items), self._rows[items], self._cols[items])
+
+
+@final
+class Restricted(Operator):
+    """`J` for perturbations of some tokens alone, the others held fixed: its columns there, from `(tokens, …)`.
+
+    Its own inputs are those tokens, so a random start is uniform among the perturbations that are allowed.
+    """
+
+    def __init__(self, whole: Operator, tokens: Sequence[int]):
+        self.whole, self.tokens = whole, torch.as_tensor(tokens, device=whole.device)
+        self.batch, self.in_shape, self.out_shape = whole.batch, (len(tokens), *whole.in_shape[1:]), whole.out_shape
+        self.dtype, self.device = whole.dtype, whole.device
+
+    @property
+    def noise(self) -> float:
+        return self.whole.noise
+
+    @property
+    def heavy(self) -> bool:
+        return self.whole.heavy
+
+    def refined(self):
+        whole = self.whole.refined()
+        return None if whole is None else Restricted(whole, self.tokens)
+
+    def spread(self, v: Float[Tensor, "*axes tokens d"]) -> Float[Tensor, "*axes n d"]:
+        """A perturbation of all tokens: zero where they are held."""
+        axis = v.ndim - len(self.in_shape)
+        full = v.new_zeros(*v.shape[:axis], *self.whole.in_shape)
+        return full.index_copy_(axis, self.tokens.to(v.device), v)
+
+    def _gather(self, v: Tensor) -> Tensor:
+        return v.index_select(2, self.tokens)
+
+    def jvp(self, v):
+        return self.whole.jvp(self.spread(v))
+
+    def vjp(self, u):
+        return self._gather(self.whole.vjp(u))
+
+    def gram(self, v):
+        product, energy = self.whole.gram(self.spread(v))
+        return self._gather(product), energy
+
+    def guess(self, seeds):
+        guess = self.whole.guess(seeds)
+        return None if guess is None else guess.index_select(1, self.tokens)
+
+    def rounding(self):
+        return self.whole.rounding()
+
+    def select(self, items):
+        return Restricted(self.whole.select(items), self.tokens)

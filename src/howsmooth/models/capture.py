@@ -13,7 +13,7 @@ from howsmooth.kernels import SoftmaxAttention
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.models.closed import ClosedForms, as_attention
 from howsmooth.models.cut import Cut, CutJacobian, MapName, Span
-from howsmooth.models.measurement import Measurement, Measurements, shares
+from howsmooth.models.measurement import Measurement, Measurements, Positions, moving, shares
 from howsmooth.models.sample import Sample
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import Trace
@@ -29,6 +29,7 @@ class How(TypedDict, total=False):
     head: int | None
     heads: bool
     factor: float
+    tokens: Positions | None
     closed: bool | None
     tol: float
     certify: float | None
@@ -128,6 +129,7 @@ class Capture:
         head: int | None = None,
         heads: bool = False,
         factor: float = 1.0,
+        tokens: Positions | None = None,
         closed: bool | None = None,
         tol: float = 1e-3,
         certify: float | None = None,
@@ -137,6 +139,8 @@ class Capture:
 
         head: that head alone, through its part of the output projection.  heads: also one estimate per head.
         factor: what the tokens that enter are multiplied by.
+        tokens: the positions that may move, as `Measurement.tokens` counts them, or a mask that is true there; the others are
+        held fixed, all outputs count.
         closed: measure a layer's closed form, read off once and kept, where it has one, short windows in lock step; by default
         where there are several windows.
         tol, certify, seed: as in `howsmooth.lipschitz`.
@@ -152,11 +156,14 @@ class Capture:
             raise BadInputError(f"expected a positive factor, got {factor!r}; 1 leaves the tokens as they are")
         layers = [layer] if isinstance(layer, int) else range(self.num_layers) if layer is None else list(layer)
         closed = len(self) > 1 if closed is None else closed
-        asked = _Asked(map, head, heads, factor, options)
         measured: list[Measurement] = []
         for k in layers:
             for sample in self.samples:
                 sample.check(k, map, head)
+            if tokens is not None:
+                for window in self:  # a mask fits one length alone, positions are the same at all
+                    options = replace(options, tokens=moving(tokens, len(window.tokens(k, map))))
+            asked = _Asked(map, head, heads, factor, options)
             if closed and map == "attention":
                 measured += self._closed_layer(k, asked)
             else:
@@ -187,7 +194,8 @@ class Capture:
             count = sample.trace.layers[layer].heads
             x = asked.factor * cut.start
             alone = tuple(solve(replace(cut, head=h), x, asked.options).estimate for h in range(count))
-        return self._measurement(sample, layer, asked, cut, solved.estimate, solved.image, kernels, alone)
+        output = solved.operator.output if isinstance(solved.operator, CutJacobian) else None
+        return self._measurement(sample, layer, asked, cut, solved.estimate, solved.image, output, kernels, alone)
 
     def _of_closed(self, samples: list[Sample], layer: int, attn: Attention, asked: "_Asked") -> list[Measurement]:
         """In closed form, several windows in lock step."""
@@ -196,13 +204,13 @@ class Capture:
         assert isinstance(operator, AttentionJacobian)
         count = attn.heads if asked.heads else 0
         alone = [solve_batch(attn.head(h), x, asked.options).estimates for h in range(count)]
-        measured = []
+        measured, outputs = [], operator.layer.finish(operator.kernel.output)
         for i, (sample, estimate) in enumerate(zip(samples, estimates, strict=True)):
             cut = sample.cut(layer, "attention")
             assert cut is not None
             kernel = operator.kernel if len(samples) == 1 else operator.kernel.select(torch.tensor([i], device=x.device))
             heads = tuple(head[i] for head in alone)
-            measured.append(self._measurement(sample, layer, asked, cut, estimate, images[i], [kernel], heads))
+            measured.append(self._measurement(sample, layer, asked, cut, estimate, images[i], outputs[i], [kernel], heads))
         return measured
 
     def _measurement(
@@ -213,6 +221,7 @@ class Capture:
         cut: Cut,
         estimate: Estimate,
         image: Tensor,
+        output: Tensor | None,
         kernels: Sequence[SoftmaxAttention],
         heads: tuple[Estimate, ...],
     ) -> Measurement:
@@ -235,6 +244,9 @@ class Capture:
             input_share=shares(estimate.direction),
             output_share=shares(image),
             received=_received(kernels, len(sample.window) or n, sample.real),
+            # a head alone has no output that all ways to it agree on: the bias belongs to all of them
+            output_rms=None if output is None or asked.head is not None else float(output.double().norm()) / n**0.5,
+            moving=asked.options.tokens,
             cut=cut.kernels,
             notes=self.notes,
             heads=heads,

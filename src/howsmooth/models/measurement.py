@@ -1,10 +1,13 @@
 """What a measurement of a model says, and many of them as a table."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, SupportsIndex, final, overload
 
+import torch
 from torch import Tensor
 
+from howsmooth.errors import BadInputError
 from howsmooth.spectral import Estimate, Status
 
 if TYPE_CHECKING:
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
 
 _MOST = 0.5  # share above which one token carries a direction
 _SINK = 0.25  # share of all attention above which a token is a sink
+
+Positions = Iterable[int] | Iterable[bool] | Tensor
 
 
 @final
@@ -24,6 +29,8 @@ class Measurement:
     logits: least and greatest visible logit, nothing where the attention could not be cut out.
     input_share, output_share: how much of the worst direction and of its image falls on each token; each sums to one.
     received: how much of all attention each token gets, averaged over heads and queries.
+    output_rms: root mean square norm of the tokens that leave, nothing for a head alone.
+    moving: positions that may move, nothing where all may.
     heads: one estimate per head, if asked for.  notes: what was widened, what fell back.
     """
 
@@ -42,6 +49,8 @@ class Measurement:
     output_share: tuple[float, ...]
     received: tuple[float, ...] | None
     cut: bool
+    output_rms: float | None = None
+    moving: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
     heads: tuple[Estimate, ...] = ()
 
@@ -69,6 +78,11 @@ class Measurement:
     def direction(self) -> Tensor:
         """The worst direction, (n, d)."""
         return self.estimate.direction
+
+    @property
+    def relative(self) -> float | None:
+        """`L·|x|/|f(x)|`: how much larger, relative to the output, a change comes out than it went in, relative to the input."""
+        return self.value * self.radius_rms / self.output_rms if self.output_rms else None
 
     @property
     def effective_inputs(self) -> float:
@@ -116,16 +130,24 @@ class Measurement:
         row |= estimate_columns(self.estimate)
         return row | {"radius": self.radius_rms, "radius_max": self.radius_max, "cut": self.cut} | more
 
+    def about(self) -> dict[str, Any]:
+        """More columns: the relative constant, and the token that carries most of the worst direction."""
+        (place, word, share), *_ = self.top_tokens(1)
+        received = None if self.received is None else self.received[place]
+        top = {"top_token": place, "top_word": word, "top_share": share, "top_received": received}
+        return {"relative": self.relative} | top
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON; the direction is left out."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("estimate", "heads")}
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
-        said = {name: getattr(self, name) for name in ("effective_inputs", "effective_outputs", "sink", "remark")}
+        said = {name: getattr(self, name) for name in ("relative", "effective_inputs", "effective_outputs", "sink", "remark")}
         return plain | self.estimate.to_dict() | said | {"heads": [e.to_dict() for e in self.heads]}
 
     def __str__(self) -> str:
         head = "" if self.head is None else f", head {self.head}"
-        return f"{self.model} layer {self.layer} {self.map}{head}, n = {self.n}: {self.estimate}; {self.remark}"
+        held = "" if self.moving is None else f", {len(self.moving)} of them moving"
+        return f"{self.model} layer {self.layer} {self.map}{head}, n = {self.n}{held}: {self.estimate}; {self.remark}"
 
     __repr__ = __str__
 
@@ -142,13 +164,10 @@ class Measurements(tuple[Measurement, ...]):
         return Measurements(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
 
     def to_frame(self) -> "pandas.DataFrame":
-        """One row each: layer, map, n, value, both ends, radius, and the token that carries most of the worst direction."""
+        """One row each: layer, map, n, value, both ends, radius, and what `Measurement.about` says."""
         import pandas
 
-        rows = []
-        for m in self:
-            (place, word, share), *_ = m.top_tokens(1)
-            rows.append(m.row() | {"top_token": place, "top_word": word, "top_share": share})
+        rows = [m.row() | m.about() for m in self]
         return pandas.DataFrame.from_records(rows).drop(columns="kind", errors="ignore")
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,6 +192,24 @@ def estimate_columns(estimate: Estimate) -> dict[str, Any]:
     """What every row says of its number."""
     names = ("value", "lower", "upper", "confidence", "status", "steps", "seed")
     return {name: getattr(estimate, name) for name in names}
+
+
+def moving(tokens: Positions, n: int) -> tuple[int, ...]:
+    """Positions that may move among `n`, in order, from a list of them or from a mask that is true there."""
+    fix = f"give positions from 0 to {n - 1}, or a mask with {n} entries"
+    try:
+        given = torch.as_tensor(tokens if isinstance(tokens, Tensor) else list(tokens))
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInputError(f"expected tokens as a list of positions or a mask, got {tokens!r}; {fix}") from None
+    if given.dtype == torch.bool:
+        if given.shape != (n,):
+            raise BadInputError(f"expected a mask with one entry for each of {n} tokens, got {tuple(given.shape)}; {fix}")
+        given = torch.nonzero(given)[:, 0]
+    if given.numel() == 0:
+        raise BadInputError(f"expected a token or more that may move, got none; {fix}")
+    if given.ndim != 1 or given.is_floating_point() or given.is_complex() or given.min() < 0 or given.max() >= n:
+        raise BadInputError(f"expected tokens that are positions from 0 to {n - 1}, got {given.tolist()}; {fix}")
+    return tuple(sorted(set(given.tolist())))
 
 
 def shares(v: Tensor) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from howsmooth.models.capture import Capture
 from howsmooth.models.closed import ClosedForms
 from howsmooth.models.cut import MapName
 from howsmooth.models.library import tokenizer_of
-from howsmooth.models.measurement import Measurement, Measurements
+from howsmooth.models.measurement import Measurement, Measurements, Positions
 from howsmooth.models.sample import Sample
 from howsmooth.models.tokens import Text, Window, of_ids
 
@@ -139,6 +139,7 @@ class Model:
         map: MapName = "attention",
         head: int | None = None,
         heads: bool = False,
+        tokens: Positions | None = None,
         tol: float = 1e-3,
         certify: float | None = None,
         seed: int | None = None,
@@ -148,11 +149,12 @@ class Model:
 
         map: `attention` (what enters the attention sub-layer → output projection), `heads` (before that projection),
         `normed` (the block's own norm first), `block` (the whole layer), `model` (first block → last hidden state).
-        head: one head alone.  heads: one estimate per head beside the whole.  tol, certify, seed: as in `howsmooth.lipschitz`.
+        head: one head alone.  heads: one estimate per head beside the whole.
+        tokens: the positions that may move, or a mask that is true there; all by default.  tol, certify, seed: as in `howsmooth.lipschitz`.
         input: text, ids, inputs, or the model's own arguments by name, as for `capture`.
         """
         captured = self.capture(**input)
-        return captured.measure(layer, map, head=head, heads=heads, tol=tol, certify=certify, seed=seed)
+        return captured.measure(layer, map, head=head, heads=heads, tokens=tokens, tol=tol, certify=certify, seed=seed)
 
     def _window(self, ids: Ids | str, mask: Sequence[bool] | Tensor | None = None) -> Window:
         if isinstance(ids, Window):
