@@ -9,13 +9,14 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.maps.operator import Restricted
+from howsmooth.models import MapName, Model
 from problems import readers
 from problems.zoo import ZOO, randomize
 
 IDS, N = [7, 3, 11, 5, 19, 8, 2, 9], 8
 
 
-def double(build) -> hs.models.Model:
+def double(build) -> Model:
     return hs.load(randomize(build()).double())
 
 
@@ -45,7 +46,8 @@ def test_causal_rotary_and_uncut_layers_and_single_heads(name):
     captured = double(ZOO[name].build).capture(ids=IDS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for map, head in (("attention", None), ("normed", None), ("attention", 1)):
+        cases: tuple[tuple[MapName, int | None], ...] = (("attention", None), ("normed", None), ("attention", 1))
+        for map, head in cases:
             if name == "mpnet" and (map == "normed" or head is not None):  # it has neither
                 continue
             m = captured.measure(0, map, head=head, tokens=range(1, N), tol=1e-8)

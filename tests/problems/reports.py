@@ -66,7 +66,8 @@ def layers(count: int = 4, samples: int = 6, lengths: tuple[int, ...] = LENGTHS)
                     "status": "converged",
                     "radius": 9.0 + layer,
                 }
-                rows.append(row("layer", layer, n, L, **rest, seconds=0.25, seed=7, model="a model", map="attention"))
+                more = {"seconds": 0.25, "seed": 7, "model": "a model", "map": "attention", "relative": 2.0 + layer}
+                rows.append(row("layer", layer, n, L, **rest, **more))
     return rows
 
 
@@ -127,15 +128,40 @@ def worst(count: int = 4) -> list[Row]:
     ]
 
 
+def held(count: int = 4, n: int = 512, sink: bool = False) -> list[Row]:
+    """The token that leads in layer k is token k, with half of the direction; of a sink, token 0 with nearly all of it."""
+    top = {"share": 0.97, "received": 0.6, "word": "[CLS]"} if sink else {"share": 0.5, "received": 0.1, "word": "word"}
+    return [
+        row("held", k, n, value(k, n) / (20 if sink else 1.25), token=0 if sink else k, whole=value(k, n), **top)
+        for k in range(count)
+    ]
+
+
+def maps(count: int = 4, n: int = 512) -> list[Row]:
+    """Normed attention and blocks; a block is 50 times as smooth as its attention in layer 1, 5 times elsewhere."""
+    gains = {"normed": 2, "block": 5}
+    return [
+        row("map", k, n, value(k, n) / (50 if (name, k) == ("block", 1) else gain), map=name, relative=1.0 + k)
+        for k in range(count)
+        for name, gain in gains.items()
+    ]
+
+
+def influence(n: int = 136, layer: int = 0, accuracy: float = 0.0) -> list[Row]:
+    """Causal, and token j reaches the token d places behind it with `1/(1 + d)`."""
+    norms = [[1 / (1 + i - j) if j <= i else 0.0 for j in range(n)] for i in range(n)]
+    return [{"kind": "influence", "layer": layer, "n": n, "norms": norms, "accuracy": accuracy}]
+
+
 def report(rows: list[Row], **more) -> ReportData:
     return ReportData(rows, METHODS, **more)
 
 
 def full(measured: list[Row] | None = None, *others: list[Row]) -> ReportData:
-    """Every part of a report; others: in place of heads, bounds, splitting and worst inputs."""
+    """Every part of a report; others: in place of all rows but those of layers."""
     words = tuple(f"word{i}" for i in range(136))
     measured = with_shares(layers(), (128, 136)) if measured is None else measured
-    rest = others or (heads(), bounds(), splits(), worst())
+    rest = others or (held(), maps(), heads(), bounds(), splits(), worst(), influence())
     texts = {n: tokens(words[:n]) for n in (128, 136)}
     return report([*measured, *(r for rows in rest for r in rows)], texts=texts, notes=(NOTE,))
 
@@ -148,4 +174,6 @@ def harmful() -> ReportData:
     rows = [r | {"status": bad, "confidence": 0.5} for r in with_shares(layers(2, 1, (8, n)), (n,))]
     rows.append(row("bounds", 0, 8, 3.0, bounds=parts))
     rows.append(row("worst", 0, 8, 3.0, radius_max=1.0, text=2.0, log_ceiling=4.0, how=bad))
+    rows += [r | {"word": bad + "**^2", "received": None} for r in held(2, n, sink=True)]
+    rows += [r | {"map": bad} for r in maps(2, n)] + influence(n)
     return ReportData(rows, methods, {n: tokens(HOSTILE)}, (bad,), bad)

@@ -24,7 +24,7 @@ def test_every_figure_is_written_in_every_format_and_growth_names_exponents_and_
 
 def test_what_was_not_measured_is_not_drawn(tmp_path):
     data = reports.report(reports.layers(1, 1, (8,)))
-    assert [p.name for p in draw_figures(data, tmp_path, formats=("svg",))] == ["layers-by-length.svg"]
+    assert [p.name for p in draw_figures(data, tmp_path, formats=("svg",))] == ["layers-by-length.svg", "maps.svg"]
     assert len(draw_figures(reports.report(reports.zeros()), tmp_path / "zeros", formats=("png",))) == 2
 
 
@@ -48,7 +48,8 @@ def test_what_cannot_be_drawn_is_one_sentence(tmp_path):
 def test_many_layers_stay_readable_and_nothing_is_printed(tmp_path, capfd, layers):
     """Warnings are errors here, so a layout that collapses fails."""
     parts = (reports.heads(layers, 32), reports.bounds(layers), reports.splits(layers), reports.worst(layers))
-    data = reports.full(reports.layers(layers, 2), *parts)
+    more = (reports.held(layers), reports.maps(layers), reports.influence(300))
+    data = reports.full(reports.layers(layers, 2), *parts, *more)
     written = draw_figures(data, tmp_path, formats=("svg",))
     assert {p.stem for p in written} == set(FIGURES)
     assert capfd.readouterr() == ("", "")

@@ -1,8 +1,10 @@
 """The page as text: its answer, its data, what it refuses to write."""
 
+import base64
 import json
 import re
 
+import numpy as np
 import pytest
 
 from howsmooth.errors import BadInputError, ResultsError
@@ -32,6 +34,62 @@ def test_the_jump_is_found_in_words_with_the_head_that_carries_it():
     assert "One head carries it: head 2 goes from 3 to 12, while no other changes." in jump
     assert "The positions past 128 carry" in jump
     assert note == "Position embeddings past 128 were never tuned."
+
+
+def test_a_sink_is_named_in_the_first_sentences_with_what_it_carries():
+    rows = [r | {"value": r["n"] ** 0.5 * (1 + r["layer"])} for r in reports.layers(6, 1)]
+    data = reports.report([*rows, *reports.held(6, sink=True)[1:4], *reports.held(6)[4:]])
+    sentences = [plain(s) for s in answer(data)]
+    assert len(sentences) == 4
+    assert sentences[1] == (
+        "The first token, “[CLS]”, is a sink: at n = 512 it carries 97 % of the worst direction in 3 of 6 layers (1–3) and "
+        "draws 60 % of all attention there; they grow about like n^0.50, and one token that all others see alike gives n^0.50. "
+        "With it held fixed, layer 3 falls from 17.4 to 0.871."
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "layers", "named"), [(1, 6, False), (2, 6, True), (5, 32, False), (7, 32, True), (1, 1, True)]
+)
+def test_one_layer_is_no_sink_and_many_are(count, layers, named):
+    data = reports.report(reports.layers(layers, 1, (8, 16)) + reports.held(layers, 16, sink=True)[:count])
+    assert (data.sink is not None) == named
+    assert len(answer(data)) == 3 + named
+
+
+def test_a_leading_token_that_draws_little_attention_is_not_called_a_sink():
+    rows = [r | {"received": 0.03} for r in reports.held(2, 16, sink=True)]
+    said = plain(answer(reports.report(reports.layers(2, 1, (8, 16)) + rows))[1])
+    assert said.startswith("The first token, “[CLS]”, stands out: at n = 16 it carries 97 % of")
+
+
+def test_the_words_of_a_token_are_no_marks():
+    rows = [r | {"word": " **a**^2\n" + "x" * 99, "token": 4} for r in reports.held(2, 16, sink=True)]
+    said = answer(reports.report(reports.layers(2, 1, (8, 16)) + rows))[1]
+    assert said.count("**") == 2
+    assert re.search(r"\^\d", said.split("”")[0]) is None
+    assert plain(said).startswith("Token 5, “*\u2060*a*\u2060*^\u20602 xxx")
+    assert "x…”" in said
+
+
+def test_the_picture_comes_back_from_its_codes():
+    known = reports.influence(20)[0]
+    (picture,) = payload(reports.report([*reports.layers(1, 1, (20,)), known]))["influence"]
+    codes = np.frombuffer(base64.b64decode(picture["codes"]), "<u2").reshape(20, 20).astype(float)
+    back = picture["low"] * (picture["high"] / picture["low"]) ** ((codes - 1) / 65534)
+    np.testing.assert_allclose(np.where(codes > 0, back, 0), known["norms"], rtol=1e-3)
+    for norms in ([[0.0, 0.0], [0.0, 0.0]], [[1.0, float("nan")], [float("inf"), 0.0]], [[3.0]]):
+        rows = [*reports.layers(1, 1, (len(norms),)), known | {"n": len(norms), "norms": norms}]
+        assert "NaN" not in embed(payload(reports.report(rows)))
+
+
+def test_what_is_set_beside_a_measurement_is_said_in_a_sentence():
+    text = render(reports.full())
+    assert re.search(r"in layer 1: its block is (4[7-9]|5[0-3])(\.\d)? times smoother than its attention", text)
+    assert "with token 1 held fixed L is 1.25 times smaller" in text
+    assert "Every number is exact to rounding." in text
+    estimated = reports.full(None, reports.influence(accuracy=0.25))
+    assert "typically within 25 %" in render(estimated)
 
 
 def test_without_a_jump_nothing_is_said_of_one():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import howsmooth as hs
@@ -23,9 +24,13 @@ CHARTS = {
     "layers-by-length": 4 * 8,
     "growth": 4 * 8,
     "residuals": 4 * 8,
+    "token-share": 4,
+    "held": 2 * 4,
+    "maps": 3 * 4,
     "layers-by-heads": 4 * 5,
     "bound-ladder": 4,
     "token-shares": 100,
+    "influence": 44,
     "splitting": 8,
     "worst-inputs": 4 + 4,
 }
@@ -188,6 +193,10 @@ def test_hovering_shows_the_numbers(browser, full):
         assert "L = " in page.inner_text(".tip")
         hover(page, "[data-chart=bound-ladder] .row")
         assert "bound" in page.inner_text(".tip")
+        hover(page, "[data-chart=held] .net")
+        assert "held fixed: " in page.inner_text(".tip")
+        hover(page, "[data-chart=maps] .net")
+        assert "relative: " in page.inner_text(".tip")
         hover(page, "#text-body .token", 4)
         assert page.inner_text(".tip").startswith("token 5 of 136")
         page.mouse.move(2, 2)
@@ -209,6 +218,39 @@ def test_the_jump_is_marked_and_another_layer_can_be_put_in_focus(browser, full)
         assert label.count() == 1
         page.select_option("[data-pick=quantity]", "R")
         assert page.locator("[data-chart=growth] .chart-title").inner_text() == "R against n"
+        calm(seen, full)
+
+
+@pytest.mark.slow
+def test_the_picture_shows_which_token_moves_which(browser, full):
+    """Its middle, below and above the diagonal, and its pixels."""
+    with visit(browser, full) as seen:
+        page = seen.page
+        net = page.locator("[data-chart=influence] .net")
+        net.evaluate("node => node.scrollIntoView({ block: 'center', behavior: 'instant' })")
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        box = net.bounding_box()
+        cell = box["width"] / 136
+        for i, j, said in ((40, 37, "‖J‖ = 0.25"), (136 - 1, 0, f"‖J‖ = {1 / 136:.3g}"), (3, 90, "no influence")):
+            page.mouse.move(box["x"] + (j + 0.5) * cell, box["y"] + (i + 0.5) * cell)
+            assert page.inner_text(".tip") == f"token {j + 1} “word{j}” → token {i + 1} “word{i}”\n{said}"
+        drawn = "[...document.querySelector('.picture canvas').getContext('2d').getImageData(0, 0, 136, 136).data]"
+        pixels = np.array(page.evaluate(drawn)).reshape(136, 136, 4)
+        assert pixels[3, 90, 3] == 0  # nothing is drawn where there is nothing
+        assert pixels[40, 40].tolist() == [0x8C, 0x1C, 0x33, 255]  # the strongest shade
+        assert pixels[135, 0].tolist() == [0xFB, 0xF4, 0xE9, 255]  # the faintest
+        calm(seen, full)
+
+
+@pytest.mark.slow
+def test_maps_can_be_shown_relative_to_input_and_output(browser, full):
+    with visit(browser, full) as seen:
+        title = seen.page.locator("[data-chart=maps] .chart-title")
+        assert title.inner_text() == "L of each map, n = 512"
+        assert seen.page.inner_text("#maps-names").split() == ["attention", "normed", "block"]
+        seen.page.select_option("[data-pick=maps-quantity]", "relative")
+        assert title.inner_text() == "Relative constant of each map, n = 512"
+        assert "They differ most in layer 1" in seen.page.inner_text("#maps")
         calm(seen, full)
 
 
@@ -288,7 +330,9 @@ def test_odd_reports_draw_what_they_have(browser, tmp_path, kind):
         "one number": reports.report(reports.layers(1, 1, (8,))),
         "zeros": reports.report([row | {"radius": 0.0} for row in reports.zeros()]),
         "two lengths": reports.report(reports.layers(2, 1, (8, 16))),
-        "many layers": reports.full(reports.layers(40, 2), reports.heads(40, 24), reports.bounds()),
+        "many layers": reports.full(
+            reports.layers(40, 2), reports.heads(40, 24), reports.bounds(), reports.held(40), reports.maps(40)
+        ),
     }[kind]
     path = write_page(data, tmp_path / "page")
     with visit(browser, path, 800) as seen:
@@ -296,6 +340,8 @@ def test_odd_reports_draw_what_they_have(browser, tmp_path, kind):
         assert "layers-by-length" in charts
         assert ("growth" in charts) == (kind in ("two lengths", "many layers"))
         assert ("layers-by-heads" in charts) == (kind == "many layers")
+        assert ("held" in charts) == (kind == "many layers")
+        assert "influence" not in charts
         assert all(chart["bad"] == [] for chart in charts.values())
         links = seen.page.eval_on_selector_all(
             "nav a", "links => links.every(a => document.querySelector(a.getAttribute('href')))"

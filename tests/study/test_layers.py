@@ -10,7 +10,7 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.models import closed
 from howsmooth.study.jobs import run_here
-from howsmooth.study.layers import Question, head_jobs, layer_jobs, settle
+from howsmooth.study.layers import Question, head_jobs, layer_jobs, map_jobs, settle
 from howsmooth.study.reader import Reader, fingerprint, prepare, read_text
 from problems import readers
 from problems.zoo import ZOO, randomize
@@ -61,6 +61,39 @@ def test_rows_hold_for_every_kind_of_layer(build):
     heads = captured.trace.layers[1].heads
     assert sum(row["kind"] == "head" for row in rows) == 2 * heads
     assert {row["cut"] for row in rows if row["kind"] == "layer"} == {heads > 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [readers.gpt2, ZOO["llama"].build, ZOO["mpnet"].build])
+def test_the_token_that_is_held_and_the_maps_beside_are_what_the_model_says(build):
+    reader = Reader.of(hs.load(randomize(build())), readers.ids())
+    setting = settle(reader, Question((5, 9), samples=2, tol=1e-6))
+    rows = run_here(reader, layer_jobs(setting, held=True) + map_jobs(setting)).rows
+    captured, count = reader.model.capture(ids=reader.window(9, 0)), len(setting.layers)
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in ("layer", "held", "map")}
+    whole = {row["layer"]: row for row in kinds["layer"] if (row["n"], row["sample"]) == (9, 0)}
+    assert [row["layer"] for row in kinds["held"]] == list(range(count))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for row in kinds["held"]:
+            beside, others = whole[row["layer"]], [i for i in range(9) if i != row["token"]]
+            assert (row["n"], row["sample"]) == (9, 0)
+            assert row["whole"] == beside["value"]
+            assert (row["token"], row["share"]) == (beside["top_token"], beside["top_share"])
+            assert row["value"] == pytest.approx(captured.measure(row["layer"], tokens=others, tol=1e-6).value, rel=1e-2)
+            assert row["value"] < row["whole"]
+        for row in kinds["map"]:
+            truth = captured.measure(row["layer"], row["map"], tol=1e-6)
+            assert row["value"] == pytest.approx(truth.value, rel=1e-2)
+            assert row["relative"] == pytest.approx(truth.relative, rel=1e-2)
+    maps = ["normed", "block"] if build is not ZOO["mpnet"].build else ["block"]  # it normalises behind its attention
+    assert [(row["map"], row["layer"]) for row in kinds["map"]] == [(name, k) for name in maps for k in range(count)]
+
+
+def test_nothing_is_held_where_there_is_one_token():
+    reader = readers.reader()
+    rows = run_here(reader, layer_jobs(settle(reader, Question((1,), samples=1)), held=True)).rows
+    assert {row["kind"] for row in rows} == {"layer"}
 
 
 def test_heads_add_up_to_the_layer():

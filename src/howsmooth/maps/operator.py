@@ -256,7 +256,7 @@ class Restricted(Operator):
     Its own inputs are those tokens, so a random start is uniform among the perturbations that are allowed.
     """
 
-    def __init__(self, whole: Operator, tokens: Sequence[int]):
+    def __init__(self, whole: Operator, tokens: Sequence[int] | Tensor):
         self.whole, self.tokens = whole, torch.as_tensor(tokens, device=whole.device)
         self.batch, self.in_shape, self.out_shape = whole.batch, (len(tokens), *whole.in_shape[1:]), whole.out_shape
         self.dtype, self.device = whole.dtype, whole.device

@@ -81,7 +81,7 @@ class Measurement:
 
     @property
     def relative(self) -> float | None:
-        """`L·|x|/|f(x)|`: how much larger, relative to the output, a change comes out than it went in, relative to the input."""
+        """`L·|x|/|f(x)|`: what a small change is of the output, over what it is of the input; nothing where `f(x)` is zero."""
         return self.value * self.radius_rms / self.output_rms if self.output_rms else None
 
     @property

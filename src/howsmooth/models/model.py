@@ -150,7 +150,8 @@ class Model:
         map: `attention` (what enters the attention sub-layer → output projection), `heads` (before that projection),
         `normed` (the block's own norm first), `block` (the whole layer), `model` (first block → last hidden state).
         head: one head alone.  heads: one estimate per head beside the whole.
-        tokens: the positions that may move, or a mask that is true there; all by default.  tol, certify, seed: as in `howsmooth.lipschitz`.
+        tokens: the positions that may move, or a mask that is true there; all by default.
+        tol, certify, seed: as in `howsmooth.lipschitz`.
         input: text, ids, inputs, or the model's own arguments by name, as for `capture`.
         """
         captured = self.capture(**input)

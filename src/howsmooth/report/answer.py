@@ -1,16 +1,20 @@
-"""The answer in three sentences, and the findings below it, in words made from the numbers.
+"""The answer in three sentences or four, and the findings below it, in words made from the numbers.
 
 A sentence is text with two marks, `**strong**` and `n^0.25`; how each is set is for the page to decide.
 """
 
 import math
 import re
+from statistics import median
 
-from howsmooth.report.data import ReportData
+from howsmooth.report.data import ReportData, Sink
 from howsmooth.study.fit import Break, Interval
 from howsmooth.study.jobs import Row
 
 STRONG = re.compile(r"\*\*(.+?)\*\*")
+_MARKS = re.compile(r"(?<=\*)(?=\*)|(?<=\^)")
+_DRAWN = 0.25  # share of all attention above which a token is a sink
+_LONGEST = 24  # letters of a token that a sentence shows
 
 
 def plain(sentence: str) -> str:
@@ -19,9 +23,10 @@ def plain(sentence: str) -> str:
 
 
 def answer(data: ReportData) -> list[str]:
-    """Which layer is least smooth, how it grows with n, how far it is from the ceiling."""
+    """Which layer is least smooth, which token is behind it if one is, how it grows with n, how far it is from the ceiling."""
     worst = data.least_smooth()
-    return [_least_smooth(data, worst), _growth(data, worst), _ceiling(data, worst)]
+    sink = [] if data.sink is None else [_sink(data, data.sink)]
+    return [_least_smooth(data, worst), *sink, _growth(data, worst), _ceiling(data, worst)]
 
 
 def _least_smooth(data: ReportData, worst: Row) -> str:
@@ -32,6 +37,27 @@ def _least_smooth(data: ReportData, worst: Row) -> str:
         f"**Layer {worst['layer']} is the least smooth:** at n = {worst['n']} tokens a small change of what enters its "
         f"attention can come out {number(worst['mean'])} times as large{over}{beside}."
     )
+
+
+def _sink(data: ReportData, sink: Sink) -> str:
+    rows = sink.rows
+    named = f"The first token, {_quoted(sink.word)}," if sink.token == 0 else f"Token {sink.token + 1}, {_quoted(sink.word)},"
+    received = [row["received"] for row in rows if row.get("received") is not None]
+    seen = len(received) == len(rows)
+    is_sink = not seen or median(received) > _DRAWN
+    text = f"**{named} {'is a sink' if is_sink else 'stands out'}:** at n = {rows[0]['n']} it carries "
+    text += f"{_percent([row['share'] for row in rows])} of the worst direction in {len(rows)} of {len(data.layers)} layers "
+    text += f"({_ranges([row['layer'] for row in rows])})"
+    if seen:
+        text += f" and draws {_percent(received)} of all attention there"
+    exponents = [data.fits[row["layer"]].exponent.value for row in rows if row["layer"] in data.fits]
+    if exponents:
+        ends = dict.fromkeys(f"n^{end:.2f}" for end in (min(exponents), max(exponents)))
+        text += f"; they grow about like {' to '.join(ends)}"
+        if min(exponents) >= 0.4 and max(exponents) <= 0.6:
+            text += ", and one token that all others see alike gives n^0.50"
+    most = max(rows, key=lambda row: row["whole"])
+    return f"{text}. With it held fixed, layer {most['layer']} falls from {number(most['whole'])} to {number(most['value'])}."
 
 
 def _growth(data: ReportData, worst: Row) -> str:
@@ -124,6 +150,34 @@ def number(value: float) -> str:
         return f"{float(f'{value:.3g}'):,.0f}".replace(",", "\u202f") if abs(value) >= 100 else f"{value:.3g}"
     digits, power = f"{value:.1e}".split("e")
     return f"{digits}·10^{int(power)}"
+
+
+def _percent(shares: list[float]) -> str:
+    """From the least to the greatest, in percent."""
+    low, high = (f"{100 * end:.0f}" for end in (min(shares), max(shares)))
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def _ranges(layers: list[int]) -> str:
+    """Runs of neighbours.
+
+    >>> _ranges([1, 2, 3, 7, 9, 10])
+    '1–3, 7, 9–10'
+    """
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def _quoted(word: str) -> str:
+    """A token of the text in a sentence: short, on one line, its own stars and carets no marks."""
+    word = " ".join(word.encode("utf-8", "replace").decode().split())
+    word = word if len(word) <= _LONGEST else word[: _LONGEST - 1] + "…"
+    return f"“{_MARKS.sub(chr(0x2060), word)}”"
 
 
 def _interval(ends: Interval) -> str:

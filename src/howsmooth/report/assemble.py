@@ -1,6 +1,7 @@
 """From a model and a text to a report: measure, assemble, save."""
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,16 +9,17 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
-from howsmooth.errors import BadInputError
-from howsmooth.models import MapName, Model
+from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.models import FallbackWarning, MapName, Model
 from howsmooth.report.answer import answer, findings, number, plain
 from howsmooth.report.data import Methods, ReportData, Token
 from howsmooth.report.figures import draw_figures
 from howsmooth.report.page import write_page
 from howsmooth.run import Engine, Progress, claim_folder, writing
 from howsmooth.study.beside_theory import bound_jobs, splitting_jobs, worst_jobs
+from howsmooth.study.influence import measure_influence
 from howsmooth.study.jobs import Job, Measured, Row, run_here, run_sweep, to_frame
-from howsmooth.study.layers import Setting, head_jobs, layer_jobs
+from howsmooth.study.layers import Setting, head_jobs, layer_jobs, map_jobs, parts
 from howsmooth.study.lengths import asked, fit_columns
 from howsmooth.study.positions import position_break
 from howsmooth.study.reader import ALICE, Reader
@@ -48,7 +50,7 @@ class Report:
 
     @property
     def answer(self) -> list[str]:
-        """Which layer is least smooth, how it grows, how far it is from the ceiling."""
+        """Which layer is least smooth, the sink behind it if there is one, how it grows, how far it is from the ceiling."""
         return [plain(sentence) for sentence in answer(self.data)]
 
     @property
@@ -57,14 +59,15 @@ class Report:
         return [plain(sentence) for sentence in findings(self.data)]
 
     def to_frame(self) -> "pandas.DataFrame":
-        """Measurements of layers and heads, with the exponent of their layer beside them."""
+        """Measurements of layers and heads, with the exponent of their layer beside them; those with a token held fixed and
+        those of other maps, by `kind`."""
         fits = self.data.fits
-        rows = [row for row in self.rows if row["kind"] in ("layer", "head")]
-        frame = to_frame([row | fit_columns(fits.get(row["layer"])) for row in rows])
+        rows = [row | fit_columns(fits.get(row["layer"])) for row in self.rows if row["kind"] in ("layer", "head")]
+        frame = to_frame(rows + [row | fit_columns(None) for row in self.rows if row["kind"] in ("held", "map")])
         return frame.assign(**{f"version_{k}": v for k, v in self.data.methods.versions.items()})
 
     def save(self, folder: str | Path, *, force: bool = False, figures: bool = True) -> Path:
-        """Write `index.html`, `measurements.csv`, `bounds.csv` and, with `figures`, `figures/`; the path of the page.
+        """Write `index.html`, `measurements.csv`, `bounds.csv`, `influence.csv` and, with `figures`, `figures/`; the page.
 
         A folder that holds something is refused unless `force`, which replaces these and leaves everything else alone.
         """
@@ -76,6 +79,9 @@ class Report:
         if self.data.bounds:
             with writing(page.with_name("bounds.csv")) as part:
                 to_frame(self.data.bounds).to_csv(part, index=False)
+        for picture in self.data.of("influence")[:1]:
+            with writing(page.with_name("influence.csv")) as part:
+                to_frame(influence_rows(picture)).to_csv(part, index=False)
         return page
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,7 +159,8 @@ def report_jobs(setting: Setting) -> list[Job]:
     """Everything a page shows, the long work first."""
     lengths = sorted(set(setting.question.lengths))
     middle, short = _nearest(lengths, 128), _nearest(lengths, 32)  # where each costs seconds
-    jobs = layer_jobs(setting, shares=True)
+    jobs = layer_jobs(setting, shares=True, held=True)
+    jobs += map_jobs(setting)
     jobs += bound_jobs(setting, [middle, lengths[-1]])
     jobs += head_jobs(setting, [n for n in lengths if n <= _HEADS] or lengths[:1])
     jobs += splitting_jobs(setting, [middle], samples=1)
@@ -175,11 +182,32 @@ def _report(reader: Reader, setting: Setting, text: str, command: str, run: Call
         seed=setting.question.seed,
         tol=setting.question.tol,
         date=time.strftime("%Y-%m-%d"),
-        seconds=time.perf_counter() - began,
     )
     data = ReportData(measured.rows, methods)
-    texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, data, measured.failures)
-    return Report(replace(data, texts=texts, notes=notes), measured.failures)
+    picture, failures = _influence(reader, setting, data)
+    failures = measured.failures + failures
+    data = replace(data, rows=(*measured.rows, *picture))
+    data = replace(data, methods=replace(methods, seconds=time.perf_counter() - began))
+    texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, data, failures)
+    return Report(replace(data, texts=texts, notes=notes), failures)
+
+
+def _influence(reader: Reader, setting: Setting, data: ReportData) -> tuple[list[Row], tuple[str, ...]]:
+    """Which token moves which in the least smooth layer, on the first sample; measured here, once that layer is known."""
+    if setting.question.map == "model":
+        return [], ()
+    part = replace(parts(setting, samples=1, layers=1)[0], layers=(data.least_smooth()["layer"],))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            return measure_influence(reader, part, data.lengths), ()
+    except HowSmoothError as error:  # a page without it is still a page
+        return [], (str(error),)
+
+
+def influence_rows(picture: Row) -> list[Row]:
+    """One row for each output token of a picture, one column for each input token."""
+    return [{"to": i} | {f"from_{j}": v for j, v in enumerate(row)} for i, row in enumerate(picture["norms"])]
 
 
 def _texts(reader: Reader, start: int, data: ReportData) -> dict[int, list[Token]]:

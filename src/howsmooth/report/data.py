@@ -12,17 +12,23 @@ from howsmooth.errors import BadInputError
 from howsmooth.study import Growth
 from howsmooth.study.fit import Break, GrowthFit
 from howsmooth.study.jobs import Row
+from howsmooth.study.layers import SIDE_BY_SIDE
 
 Token = tuple[str, str, bool]  # what stands before it, the token itself, whether the tokenizer added it
 
 # What the report reads in the rows of each kind; other kinds and other keys are left alone.
 KEYS: dict[str, tuple[str, ...]] = {
     "layer": ("layer", "n", "sample", "value", "upper", "confidence", "status", "radius"),
+    "held": ("layer", "n", "token", "word", "share", "whole", "value"),
+    "map": ("layer", "n", "map", "value", "relative"),
     "head": ("layer", "head", "n", "value"),
     "bounds": ("layer", "n", "value", "bounds"),
     "splitting": ("layer", "n", "moved", "value"),
     "worst": ("layer", "n", "radius_max", "text", "value", "log_ceiling", "how"),
+    "influence": ("layer", "n", "norms", "accuracy"),
 }
+_MOST = 0.5  # share above which one token carries a direction
+_LAYERS = 5  # one layer out of so many with the same such token, and two at least, make it a sink
 
 
 @final
@@ -43,12 +49,24 @@ class Methods:
 
 @final
 @dataclass(frozen=True)
+class Sink:
+    """The token that carries most of the worst direction in many layers. rows: of kind `held`, those layers."""
+
+    token: int
+    word: str
+    rows: Sequence[Row]
+
+
+@final
+@dataclass(frozen=True)
 class ReportData:
     """A whole report. Only rows of kind `layer` and methods are needed; a part that is empty is left out.
 
     rows: as the studies make them, with at least the keys in `KEYS`. A row of kind `layer` may hold `shares`, every token's
     share `|v_i|²` of the unit direction that the layer stretches most; one of kind `bounds` holds a list of bounds, each with
-    where (point or ball), id, name, side, log_value (None where it does not apply), statement, source and reason.
+    where (point or ball), id, name, side, log_value (None where it does not apply), statement, source and reason. One of kind
+    `held` is a layer whose leading `token` is held fixed, `whole` its constant where that may move too; one of kind `map` is
+    another map of the layer; one of kind `influence` holds `norms`, a list for each output token, and their relative accuracy.
     texts: by length, the tokens that the shares belong to.  notes: findings in words, shown under the answer.
     """
 
@@ -78,7 +96,7 @@ class ReportData:
                 )
 
     def of(self, kind: str) -> list[Row]:
-        """The rows of one kind: `layer`, `head`, `bounds`, `splitting` or `worst`, in the order of layer, length and sample."""
+        """The rows of one kind, one of `KEYS`, in the order of layer, length and sample."""
         return self._kinds.get(kind, [])
 
     @cached_property
@@ -124,6 +142,32 @@ class ReportData:
         """Every jump with its layer, the largest first."""
         jumps = [(layer, b) for layer, fit in self.fits.items() for b in fit.breaks if b.kind == "jump"]
         return sorted(jumps, key=lambda jump: -abs(math.log(jump[1].change.value)))
+
+    @cached_property
+    def sink(self) -> Sink | None:
+        """The token that carries more than half of the worst direction in many layers, if there is one."""
+        carried: dict[int, list[Row]] = defaultdict(list)
+        for row in self.of("held"):
+            if row["share"] > _MOST:
+                carried[row["token"]].append(row)
+        layers = len(self.layers)
+        token = max(carried, key=lambda t: len(carried[t]), default=None)
+        if token is None or len(carried[token]) < max(min(2, layers), math.ceil(layers / _LAYERS)):
+            return None
+        return Sink(token, carried[token][0]["word"], carried[token])
+
+    @cached_property
+    def maps(self) -> list[Row]:
+        """Maps of the layers side by side: the one asked for, on the first sample at the longest length, and others."""
+        n = self.lengths[-1]
+        first: dict[int, Row] = {}
+        for row in self.of("layer"):
+            if row["n"] == n and row.get("relative") is not None:
+                first.setdefault(row["layer"], row)
+        asked = [row | {"map": self.methods.map} for row in first.values()]
+        rows = [{key: row[key] for key in KEYS["map"]} for row in asked + self.of("map")]
+        order = (*SIDE_BY_SIDE, self.methods.map)
+        return sorted(rows, key=lambda row: order.index(row["map"]) if row["map"] in order else len(order))
 
     @cached_property
     def bounds(self) -> list[Row]:

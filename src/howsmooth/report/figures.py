@@ -20,6 +20,7 @@ MARKERS = "osD^vPX*"
 FORMATS = ("pdf", "png", "svg")
 _DECADES = 7  # a bound further off is an arrow at the edge
 _NAMED = 36  # rows of a chart that have room for a name each, and for numbers
+_FAINT = 1e-4  # of the largest norm of a picture; smaller ones are drawn as this
 _NOTES = 6  # jumps that are named; more notes would cover each other
 _BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 
@@ -205,6 +206,60 @@ def worst_inputs(data: ReportData) -> "Figure":
     return figure
 
 
+def held(data: ReportData) -> "Figure":
+    """Above, the largest share of one token in every layer; below, L where that token may move and where it is held fixed."""
+    rows = data.of("held")
+    figure, (top, bottom) = _axes(5.4, 3.8, 2, height_ratios=[1, 2], sharex=True)
+    layers = [row["layer"] for row in rows]
+    top.bar(layers, [row["share"] for row in rows], color=COLOURS[1], width=0.8)
+    top.set(ylim=(0, 1), ylabel="share", title=f"What one token carries, n = {rows[0]['n']}")
+    curves = {"all may move": "whole", "held fixed": "value"}
+    _by_layer(bottom, {name: [(row["layer"], row[key]) for row in rows] for name, key in curves.items()})
+    bottom.set(ylabel="L")
+    return figure
+
+
+def maps(data: ReportData) -> "Figure":
+    """L of attention, normed attention and block, layer by layer, and the same relative to input and output."""
+    figure, (top, bottom) = _axes(5.4, 4.6, 2, sharex=True)
+    names = dict.fromkeys(row["map"] for row in data.maps)
+    for axes, key in ((top, "value"), (bottom, "relative")):
+        _by_layer(axes, {name: [(r["layer"], r[key]) for r in data.maps if r["map"] == name] for name in names})
+    top.set(ylabel="L", xlabel="", title=f"Maps of each layer, n = {data.maps[0]['n']}")
+    bottom.set(ylabel="L·|x| / |f(x)|")
+    return figure
+
+
+def influence(data: ReportData) -> "Figure":
+    """The norm of the derivative of every output token by every input token."""
+    from matplotlib.colors import LogNorm
+
+    row = data.of("influence")[0]
+    norms = [[value if value > 0 else math.nan for value in line] for line in row["norms"]]
+    high = max((v for line in norms for v in line if v == v), default=1.0)
+    low = min((v for line in norms for v in line if v == v), default=high)
+    figure, axes = _axes(5.0, 4.4)
+    scale = LogNorm(max(low, high * _FAINT) * 0.999, high, clip=True)
+    image = axes.imshow(norms, cmap="cividis", norm=scale, interpolation="nearest")
+    axes.set(xlabel="input token", ylabel="output token", title=f"From token to token, layer {row['layer']}, n = {row['n']}")
+    figure.colorbar(image, ax=axes, label="norm of the derivative", pad=0.02)
+    return figure
+
+
+def _by_layer(axes: Any, curves: dict[str, list[tuple[int, float | None]]]) -> None:
+    """Positive values over the layers on a logarithmic axis, one curve for each name."""
+    from matplotlib.ticker import MaxNLocator
+
+    for k, (name, points) in enumerate(curves.items()):
+        there = [(layer, value) for layer, value in points if value is not None and 0 < value < math.inf]
+        axes.plot(*(zip(*sorted(there), strict=True) if there else ((), ())), color=COLOURS[k], marker=MARKERS[k], label=name)
+    axes.set(yscale="log", xlabel="layer")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if any(line.get_xdata().size for line in axes.lines):
+        plain_numbers(axes.yaxis)
+    axes.legend(**_BESIDE)
+
+
 def _axes(width: float, height: float, panels: int = 1, **options: Any) -> tuple["Figure", Any]:
     from matplotlib.figure import Figure
 
@@ -251,4 +306,7 @@ FIGURES: dict[str, tuple[Callable[[ReportData], bool], Callable[[ReportData], "F
     "layers-by-heads": (lambda data: bool(data.of("head")), heads),
     "bound-ladder": (lambda data: any(bound["log_value"] is not None for bound in data.bounds), bound_ladder),
     "worst-inputs": (lambda data: bool(data.of("worst")), worst_inputs),
+    "held": (lambda data: bool(data.of("held")), held),
+    "maps": (lambda data: bool(data.maps), maps),
+    "influence": (lambda data: bool(data.of("influence")), influence),
 }

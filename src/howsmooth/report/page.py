@@ -15,14 +15,18 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import numpy as np
+
 from howsmooth.errors import BadInputError
 from howsmooth.report.answer import STRONG, answer, findings, number, plain
 from howsmooth.report.data import KEYS, ReportData
 from howsmooth.run import check_folder, writing
+from howsmooth.study.jobs import Row
 
 LARGEST = 6_000_000  # bytes
 _MOST_ROWS = 20_000  # of the table of all measurements; what is drawn is always whole
-_COLUMNS = (*KEYS["layer"], "seconds", "seed")
+_COLUMNS = (*KEYS["layer"], "relative", "top_share", "seconds", "seed")
+_FAINTEST = 1e-4  # of the largest norm of a picture; smaller ones are shown as this
 _BOUND = ("layer", "n", "value", "where", "id", "name", "side", "log_value", "statement", "source", "reason")
 
 
@@ -43,6 +47,9 @@ def render(data: ReportData) -> str:
         map=escape(m.map),
         jumped=" An outlined cell is where a layer has just jumped." if data.jumps else "",
         intervals=_intervals(data),
+        token=_token(data),
+        maps=_maps(data),
+        influence=_influence(data),
         splitting=_splitting(data),
         worst=_worst(data),
         confidence=escape(str(min(row["confidence"] for row in rows))),
@@ -93,8 +100,11 @@ def payload(data: ReportData) -> dict[str, Any]:
     worst = data.least_smooth()["layer"]
     focus, after = (data.jumps[0][0], data.jumps[0][1].after) if data.jumps else (worst, 0)
     shown = [n for n in data.shares if n in data.texts]
-    parts = {kind: [{key: row[key] for key in KEYS[kind]} for row in data.of(kind)] for kind in ("head", "splitting", "worst")}
+    kinds = ("held", "head", "splitting", "worst")
+    parts = {kind: [{key: row[key] for key in KEYS[kind]} for row in data.of(kind)] for kind in kinds}
     return parts | {
+        "maps": data.maps,
+        "influence": [_picture(row, shown) for row in data.of("influence")[:1]],
         "layers": data.layers,
         "lengths": data.lengths,
         "summary": data.summary,
@@ -110,6 +120,21 @@ def payload(data: ReportData) -> dict[str, Any]:
         "heads_at": after,
         "worst_layer": worst,
     }
+
+
+def _picture(row: Row, shown: list[int]) -> dict[str, Any]:
+    """A matrix of norms as 16-bit numbers on a logarithmic scale from `low` (1) to `high` (65535), 0 for zero; by rows."""
+    norms = np.nan_to_num(np.asarray(row["norms"], float), nan=0.0, posinf=0.0)
+    high = float(norms.max(initial=0.0)) or 1.0
+    least = float(norms[norms > 0].min(initial=high))
+    low = max(least, _FAINTEST * high)
+    scale = math.log(high / low) or 1.0
+    codes = 1 + np.rint(65534 * np.log(np.maximum(norms, low) / low) / scale)
+    codes = np.where(norms > 0, codes, 0).astype("<u2")
+    text = shown.index(row["n"]) if row["n"] in shown else None
+    about = {key: row[key] for key in ("layer", "n", "accuracy")}
+    about |= {"low": low, "high": high, "faint": least < low, "text": text}
+    return about | {"codes": base64.b64encode(codes.tobytes()).decode()}
 
 
 def _exact(value: Any) -> Any:
@@ -141,6 +166,37 @@ def _intervals(data: ReportData) -> str:
     if "residuals" in methods:
         return "Intervals come from resampling the residuals, since fewer than five samples were measured."
     return "Too few lengths were measured for intervals."
+
+
+def _token(data: ReportData) -> str:
+    rows = [row for row in data.of("held") if row["value"] > 0]
+    if not rows:
+        return ""
+    most = max(rows, key=lambda row: row["whole"] / row["value"])
+    gain = most["whole"] / most["value"]
+    if gain < 1.05:  # what is told apart in a picture
+        return "Here no layer owes much of its constant to one token."
+    named = f"layer {most['layer']}: with token {most['token'] + 1} held fixed"
+    return f"It matters most in {named} L is {number(gain)} times smaller."
+
+
+def _maps(data: ReportData) -> str:
+    at = {(row["map"], row["layer"]): row["value"] for row in data.maps}
+    both = [k for k in data.layers if at.get(("attention", k), 0) > 0 and at.get(("block", k), 0) > 0]
+    if not both:
+        return ""
+    most = max(both, key=lambda k: abs(math.log(at["attention", k] / at["block", k])))
+    ratio = at["attention", most] / at["block", most]
+    return f"They differ most in layer {most}: its block is {number(max(ratio, 1 / ratio))} times " + (
+        "smoother than its attention." if ratio >= 1 else "less smooth than its attention."
+    )
+
+
+def _influence(data: ReportData) -> str:
+    rows = data.of("influence")
+    if not rows or not rows[0]["accuracy"]:
+        return "Every number is exact to rounding."
+    return f"The numbers are estimates from random probes, typically within {100 * rows[0]['accuracy']:.0f} %."
 
 
 def _splitting(data: ReportData) -> str:

@@ -14,6 +14,8 @@ from howsmooth.study.reader import Reader
 
 FACTORS = (0.125, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 8.0)
 _LAYERS = 8  # of one part
+_BESIDE = 1e-2  # least relative accuracy of what is only set beside a measurement
+SIDE_BY_SIDE: tuple[MapName, ...] = ("attention", "normed", "block")
 
 
 @final
@@ -124,22 +126,71 @@ def settle(reader: Reader, question: Question) -> Setting:
     return setting
 
 
-def layer_jobs(setting: Setting, shares: bool = False) -> list[Job]:
+def layer_jobs(setting: Setting, shares: bool = False, held: bool = False) -> list[Job]:
     """Every layer at every length on every sample.
 
     shares: also how much of the worst direction falls on each token, for the first sample.
+    held: also the constant at the longest length, for the first sample, while the token that carries most is held fixed.
     """
-    return [Job(measure_layers, {"part": asdict(part), "shares": shares and part.first == 0}) for part in parts(setting)]
+    longest = max(setting.question.lengths)
+
+    def job(part: Part) -> Job:
+        first = part.first == 0
+        more = {"shares": shares and first, "held": held and first and part.n == longest}
+        return Job(measure_layers, {"part": asdict(part), **more})
+
+    return [job(part) for part in parts(setting)]
 
 
-def measure_layers(reader: Reader, part: dict[str, Any], shares: bool) -> list[Row]:
-    """A row for every layer and window."""
-    rows = []
-    for m, window in Part.of(part).measure(reader):
-        row = m.row("layer", **window)
-        if shares and row["sample"] == 0:
+def measure_layers(reader: Reader, part: dict[str, Any], shares: bool, held: bool) -> list[Row]:
+    """A row for every layer and window, and one for every token that is held."""
+    rows, whole = [], Part.of(part)
+    for m, window in whole.measure(reader):
+        row = m.row("layer", **window, **m.about())
+        first = row["sample"] == 0
+        if shares and first:
             row["shares"] = [round(s, 7) for s in m.input_share]
         rows.append(row)
+        if held and first and m.n > 1:
+            rows.append(_held(whole.capture(reader)[0], m, whole, window))
+    return rows
+
+
+def _held(captured: Capture, m: Measurement, part: Part, window: Row) -> Row:
+    """A row for a layer whose leading token is held fixed: `value` there, `whole` where it may move too."""
+    began, ((token, word, share), *_) = time.perf_counter(), m.top_tokens(1)
+    others = [i for i in range(m.n) if i != token]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        rest = captured.measure(
+            m.layer, part.map, tokens=others, closed=True, tol=max(part.tol, _BESIDE), certify=part.certify, seed=part.seed
+        )
+    received = None if m.received is None else m.received[token]
+    top = {"token": token, "word": word, "share": share, "received": received, "whole": m.value}
+    return rest.row("held", **top, **(window | {"seconds": time.perf_counter() - began}))
+
+
+def map_jobs(setting: Setting) -> list[Job]:
+    """Attention, normed and block of every layer, but for the map that is asked for: the longest length, the first sample."""
+    q = setting.question
+    rough = replace(setting, question=replace(q, tol=max(q.tol, _BESIDE), certify=None))
+    return [
+        Job(measure_maps, {"part": asdict(replace(part, map=name))})
+        for name in SIDE_BY_SIDE
+        if name != q.map
+        for part in parts(rough, [max(q.lengths)], samples=1)
+    ]
+
+
+def measure_maps(reader: Reader, part: dict[str, Any]) -> list[Row]:
+    """A row for every layer that has the map."""
+    whole, rows = Part.of(part), []
+    for layer in whole.layers:
+        try:
+            measured = replace(whole, layers=(layer,)).measure(reader)
+        except BadInputError:  # a block that normalises after it attends has no normed attention
+            continue
+        rows += [m.row("map", **window, **m.about()) for m, window in measured]
     return rows
 
 

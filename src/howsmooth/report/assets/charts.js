@@ -84,6 +84,10 @@ function logScale([low, high], [from, to]) {
   return (value) => from + ((to - from) * Math.log(value / low)) / span;
 }
 
+function linearScale([low, high], [from, to]) {
+  return (value) => from + ((to - from) * (value - low)) / (high - low || 1);
+}
+
 function logTicks(low, high, most = 9) {
   const ticks = [];
   const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high)), decades = last - first;
@@ -175,9 +179,9 @@ function frame(host, { name, title, unit, render, rows, below = null }) {
     redraw() {
       drawn = Math.floor(canvas.clientWidth);
       label.textContent = titleText();
-      const picture = render(Math.max(drawn, 240));
-      picture.setAttribute("aria-label", titleText());
-      canvas.replaceChildren(picture);
+      const drawing = render(Math.max(drawn, 240));
+      (drawing.querySelector("svg") ?? drawing).setAttribute("aria-label", titleText());
+      canvas.replaceChildren(drawing);
     },
   };
   frames.push(self);
@@ -195,8 +199,9 @@ function sheetOf(width, height) {
 // ---- heat map: rows × columns of numbers on one logarithmic colour scale
 
 function heatMap({ width, rows, columns, value, range, rowLabel, columnLabel, axis, lines, mark = () => false }) {
-  const narrow = width < 520, left = narrow ? 54 : 74, top = 26, bottom = 46;
-  const cell = (width - left - 2) / columns.length, tall = Math.max(15, Math.min(narrow ? 30 : 34, 420 / rows.length));
+  const longest = rows.reduce((most, r) => Math.max(most, rowLabel(r).length), 0);
+  const narrow = width < 520, left = narrow ? 10 + 6.5 * longest : 74, top = 26, bottom = 46;
+  const cell = (width - left - 2) / columns.length, tall = Math.max(17, Math.min(narrow ? 30 : 34, 420 / rows.length));
   const height = top + tall * rows.length + bottom;
   const sheet = sheetOf(width, height), [low, high] = range, span = Math.log(high / low) || 1;
   const across = (c) => left + cell * (columns.indexOf(c) + 0.5);
@@ -206,7 +211,7 @@ function heatMap({ width, rows, columns, value, range, rowLabel, columnLabel, ax
   }
   rows.forEach((r, i) => {
     const y = top + tall * i;
-    if (tall >= 12) draw(sheet, "text", { x: left - 8, y: y + tall / 2 + 4, class: "tick", "text-anchor": "end" }, rowLabel(r));
+    draw(sheet, "text", { x: left - 8, y: y + tall / 2 + 4, class: "tick", "text-anchor": "end" }, rowLabel(r));
     for (const c of columns) {
       const v = value(r, c), x = left + cell * columns.indexOf(c);
       if (v === null) continue;
@@ -215,31 +220,35 @@ function heatMap({ width, rows, columns, value, range, rowLabel, columnLabel, ax
       box.style.fill = rgb(colour);
       if (mark(r, c)) box.classList.add("marked");
       hover(box, () => lines(r, c));
-      if (cell >= 33 && tall >= 18) {
+      if (cell >= 33) {
         const text = draw(sheet, "text", { x: x + cell / 2, y: y + tall / 2 + 4, class: "inside", "text-anchor": "middle" }, format(v));
         text.style.fill = isLight(colour) ? "#1a1d26" : "#ffffff";
       }
     }
   });
-  const barWidth = Math.min(220, width - left - 60), barY = height - 26;
+  colourBar(sheet, left, height, Math.min(220, width - left - 60), low, high);
+  return sheet;
+}
+
+function colourBar(sheet, left, height, width, low, high) {
   for (let i = 0; i < 44; i++) {
-    const part = draw(sheet, "rect", { x: left + (barWidth * i) / 44, y: barY, width: barWidth / 44 + 0.6, height: 8 });
+    const part = draw(sheet, "rect", { x: left + (width * i) / 44, y: height - 26, width: width / 44 + 0.6, height: 8 });
     part.style.fill = rgb(heatColour(i / 43));
   }
   draw(sheet, "text", { x: left, y: height - 4, class: "tick" }, format(low));
-  draw(sheet, "text", { x: left + barWidth, y: height - 4, class: "tick", "text-anchor": "end" }, format(high));
-  draw(sheet, "text", { x: left + barWidth / 2, y: height - 4, class: "tick", "text-anchor": "middle" }, "log scale");
-  return sheet;
+  draw(sheet, "text", { x: left + width, y: height - 4, class: "tick", "text-anchor": "end" }, format(high));
+  draw(sheet, "text", { x: left + width / 2, y: height - 4, class: "tick", "text-anchor": "middle" }, "log scale");
 }
 
 let clips = 0;
 
 // ---- lines on logarithmic axes; `over` draws what goes on top, given the scales
 
-function lineChart({ width, height, xs, xLabel, yLabel, range, series, keep = [], under = null, over = null, ends = true, unity = null }) {
-  const wide = width >= 560 && ends, left = 52, right = wide ? 66 : 12, top = 14, bottom = 42;
+function lineChart({ width, height, xs, xLabel, yLabel, range, series, keep = [], under = null, over = null, ends = true, unity = null, scale = logScale }) {
+  const longest = series.reduce((most, s) => Math.max(most, s.name.length), 0);
+  const wide = width >= 560 && ends, left = 52, right = wide ? 14 + 7 * longest : 12, top = 14, bottom = 42;
   const sheet = sheetOf(width, height);
-  const px = logScale([xs[0], xs[xs.length - 1]], [left + 8, width - right - 6]);
+  const px = scale([xs[0], xs[xs.length - 1]], [left + 8, width - right - 6]);
   const py = logScale(range, [height - bottom, top]);
   for (const t of logTicks(...range)) {
     draw(sheet, "line", { x1: left, x2: width - right, y1: py(t), y2: py(t), class: "grid" });
@@ -302,7 +311,8 @@ function lineChart({ width, height, xs, xLabel, yLabel, range, series, keep = []
 
 function ladder({ width, rows, unit, base = null, baseLabel = "", room = 1e7 }) {
   const longest = rows.reduce((most, r) => Math.max(most, r.label.length), 0);
-  const narrow = width < 560, left = narrow ? 8 : Math.min(20 + 6.6 * longest, width * 0.4), right = narrow ? 70 : 96, tall = narrow ? 42 : 28, top = 30;
+  const narrow = width < 560, left = narrow ? 8 : Math.min(20 + 6.6 * longest, width * 0.4), right = narrow ? 70 : 96, top = 30;
+  const tall = narrow ? (rows.length > 16 ? 36 : 42) : rows.length > 16 ? 21 : 28;
   const logs = rows.flatMap((r) => r.marks.map((m) => m.log)).concat(base ? [Math.log(base)] : []);
   const least = Math.min(...logs), most = Math.min(Math.max(...logs), least + Math.log(room));
   const pad = Math.max((most - least) * 0.04, 0.05), low = Math.max(least - pad, -600), high = Math.max(most + pad, low + 0.1);
@@ -342,8 +352,8 @@ function ladder({ width, rows, unit, base = null, baseLabel = "", room = 1e7 }) 
 
 // ---- a strip of bars, one per position
 
-function strip({ width, values, colour, lines, label }) {
-  const height = 84, left = 8, bottom = 20, sheet = sheetOf(width, height), top = values.reduce((a, b) => Math.max(a, b), 0) || 1;
+function strip({ width, values, colour, lines, label, most = 0, name = (i) => String(i + 1) }) {
+  const height = 84, left = 8, bottom = 20, sheet = sheetOf(width, height), top = most || values.reduce((a, b) => Math.max(a, b), 0) || 1;
   const step = (width - 2 * left) / values.length;
   draw(sheet, "line", { x1: left, x2: width - left, y1: height - bottom, y2: height - bottom, class: "grid" });
   values.forEach((v, i) => {
@@ -361,10 +371,45 @@ function strip({ width, values, colour, lines, label }) {
   net.addEventListener("pointerdown", over);
   net.addEventListener("pointerleave", () => tip.hide());
   for (const i of [0, values.length - 1]) {
-    draw(sheet, "text", { x: left + step * (i + 0.5), y: height - 5, class: "tick", "text-anchor": i ? "end" : "start" }, String(i + 1));
+    draw(sheet, "text", { x: left + step * (i + 0.5), y: height - 5, class: "tick", "text-anchor": i ? "end" : "start" }, name(i));
   }
   draw(sheet, "text", { x: width / 2, y: height - 5, class: "tick", "text-anchor": "middle" }, label);
   return sheet;
+}
+
+// ---- a picture: n × n numbers from 0 (zero), 1 (low) to 65535 (high) on a logarithmic scale, a pixel each
+
+function picture({ width, n, codes, low, high, across, down, lines }) {
+  const left = 34, top = 26, bottom = 40, side = Math.max(Math.min(width - left - 2, 620), 120), height = top + side + bottom;
+  const sheet = sheetOf(width, height), host = el("div", { class: "picture" });
+  const canvas = el("canvas", { width: n, height: n });
+  Object.assign(canvas.style, { left: `${left}px`, top: `${top}px`, width: `${side}px`, height: `${side}px` });
+  const shades = Array.from({ length: 256 }, (_, i) => heatColour(i / 255)), brush = canvas.getContext("2d"), image = brush.createImageData(n, n);
+  codes.forEach((code, k) => image.data.set(code ? [...shades[code >> 8], 255] : [0, 0, 0, 0], 4 * k));
+  brush.putImageData(image, 0, 0);
+  draw(sheet, "rect", { x: left - 0.5, y: top - 0.5, width: side + 1, height: side + 1, class: "frame" });
+  draw(sheet, "text", { x: left + side / 2, y: 16, class: "axis", "text-anchor": "middle" }, across);
+  draw(sheet, "text", { transform: `translate(12 ${top + side / 2}) rotate(-90)`, class: "axis", "text-anchor": "middle" }, down);
+  for (const i of n > 1 ? [0, n - 1] : [0]) {
+    const at = (side * (i + 0.5)) / n;
+    draw(sheet, "text", { x: left + (i ? side : 0), y: 16, class: "tick", "text-anchor": i ? "end" : "start" }, String(i + 1));
+    draw(sheet, "text", { x: left - 5, y: top + Math.min(Math.max(at + 4, 10), side), class: "tick", "text-anchor": "end" }, String(i + 1));
+  }
+  colourBar(sheet, left, height, Math.min(220, side), low, high);
+  const ring = draw(sheet, "rect", { class: "ring", visibility: "hidden" });
+  const net = draw(sheet, "rect", { x: left, y: top, width: side, height: side, class: "net" });
+  const over = (event) => {
+    const box = net.getBoundingClientRect(), place = (v) => Math.min(Math.max(Math.floor((n * v) / side), 0), n - 1);
+    const j = place(event.clientX - box.left), i = place(event.clientY - box.top), cell = Math.max(side / n, 5);
+    const at = { x: left + (side * (j + 0.5)) / n - cell / 2, y: top + (side * (i + 0.5)) / n - cell / 2, width: cell, height: cell, visibility: "visible" };
+    for (const [name, value] of Object.entries(at)) ring.setAttribute(name, value);
+    tip.show(event, lines(i, j));
+  };
+  net.addEventListener("pointermove", over);
+  net.addEventListener("pointerdown", over);
+  net.addEventListener("pointerleave", () => (tip.hide(), ring.setAttribute("visibility", "hidden")));
+  host.append(canvas, sheet);
+  return host;
 }
 
 // ---- a table that sorts by the column clicked

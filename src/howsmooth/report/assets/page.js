@@ -20,6 +20,23 @@ function choose(host, label, options, name, chosen, change) {
 
 const drop = (id) => $(id)?.remove();
 
+// Lines over the layers, one for each thing compared; points without a positive value are left out.
+function byLayer(host, { series, yLabel, ...about }) {
+  const label = () => (typeof yLabel === "function" ? yLabel() : yLabel);
+  return frame(host, {
+    ...about,
+    render: (width) => {
+      const drawn = series().map((s) => ({
+        name: s.name, colour: s.colour, faded: false,
+        points: s.points.filter((p) => p.value > 0).sort((a, b) => a.layer - b.layer).map((p) => ({ x: p.layer, y: p.value, low: p.value, high: p.value, lines: p.lines })),
+      })).filter((s) => s.points.length);
+      const values = drawn.flatMap((s) => s.points.map((p) => p.y)), low = Math.min(...values, Infinity), high = Math.max(...values, 0);
+      const pad = Math.max((high / low) ** 0.05, 1.03), range = values.length ? [low / pad, high * pad] : [1, 2];
+      return lineChart({ width, height: width < 560 ? 260 : 300, xs: data.layers, xLabel: "layer", yLabel: label(), range, series: drawn, scale: linearScale });
+    },
+  });
+}
+
 const sections = {
   heat() {
     const values = data.summary.map((c) => c.mean).filter((v) => v > 0);
@@ -157,8 +174,45 @@ const sections = {
         { title: "steepest step", name: "steepest_ratio", value: (r) => r.fit.steepest.ratio, show: (v, r) => `×${v.toFixed(2)} from ${r.fit.steepest.before} to ${r.fit.steepest.after}` },
       ],
       rows: data.layers.filter((l) => data.fits[l]).map((layer) => ({ layer, fit: data.fits[layer] })),
-      most: 60,
+      most: 16,
     });
+  },
+
+  token() {
+    const rows = data.held;
+    if (!rows.length) return drop("token");
+    const n = rows[0].n, table = () => rows.map((r) => ({ ...r, token: r.token + 1 })), name = (r) => `token ${r.token + 1} “${r.word.slice(0, 24)}”`;
+    frame($("share-chart"), {
+      name: "token-share", title: `Largest share of one token, n = ${n}`, unit: "of the worst direction; a full bar is 100 %", rows: table,
+      render: (width) => strip({
+        width, values: rows.map((r) => r.share), colour: "rgb(var(--hot))", label: "layer", most: 1, name: (i) => String(rows[i].layer),
+        lines: (i) => [`layer ${rows[i].layer}`, `${name(rows[i])} carries ${percent(rows[i].share)}`],
+      }),
+    });
+    byLayer($("held-chart"), {
+      name: "held", title: `L with that token held fixed, n = ${n}`, unit: "log scale", yLabel: "L, times", rows: table,
+      series: () => [["all move", "var(--point)", "whole"], ["one held", "rgb(var(--hot))", "value"]].map(([title, colour, key]) => ({
+        name: title, colour,
+        points: rows.map((r) => ({ layer: r.layer, value: r[key], lines: [`layer ${r.layer}`, `all tokens may move: L = ${format(r.whole)}`, `${name(r)} held fixed: ${format(r.value)}`] })),
+      })),
+    });
+  },
+
+  maps() {
+    const rows = data.maps, names = [...new Set(rows.map((r) => r.map))];
+    if (!rows.length) return drop("maps");
+    const kinds = ["", "ball", "hot", "ink"], colours = ["var(--point)", "var(--ball)", "rgb(var(--hot))", "var(--ink)"];
+    let key = "value";
+    $("maps-names").append(...names.map((m, k) => el("li", {}, el("i", { class: kinds[k % 4] }), m)));
+    const chart = byLayer($("maps-chart"), {
+      name: "maps", title: () => (key === "value" ? `L of each map, n = ${rows[0].n}` : `Relative constant of each map, n = ${rows[0].n}`),
+      unit: "first sample, log scale", yLabel: () => (key === "value" ? "L, times" : "L·|x| / |f(x)|"), rows: () => rows,
+      series: () => names.map((m, k) => ({
+        name: m, colour: colours[k % 4],
+        points: rows.filter((r) => r.map === m).map((r) => ({ layer: r.layer, value: r[key], lines: [`layer ${r.layer}, ${m}`, `L = ${format(r.value)}`, `relative: ${format(r.relative)}`] })),
+      })),
+    });
+    choose($("maps-controls"), "Show", [["value", "L, the constant"], ["relative", "L·|x| / |f(x)|, the relative constant"]], "maps-quantity", key, (v) => ((key = v), chart.redraw()));
   },
 
   heads() {
@@ -268,6 +322,23 @@ const sections = {
         chart.redraw();
       });
     }
+  },
+
+  influence() {
+    const [p] = data.influence;
+    if (!p) return drop("influence");
+    const bytes = Uint8Array.from(atob(p.codes), (c) => c.charCodeAt(0)), view = new DataView(bytes.buffer);
+    const codes = Array.from({ length: p.n * p.n }, (_, k) => view.getUint16(2 * k, true)), tokens = p.text === null ? null : data.texts[p.text].tokens;
+    const norm = (i, j) => { const c = codes[i * p.n + j]; return c ? p.low * (p.high / p.low) ** ((c - 1) / 65534) : 0; };
+    const named = (i) => `token ${i + 1}` + (tokens ? ` “${tokens[i][1].slice(0, 24)}”` : "");
+    frame($("influence-chart"), {
+      name: "influence", title: `From token to token, layer ${p.layer}, n = ${p.n}`, unit: "‖Jᵢⱼ‖, log scale",
+      rows: () => Array.from({ length: p.n }, (_, i) => Object.fromEntries([["to", i + 1], ...Array.from({ length: p.n }, (_, j) => [`from_${j + 1}`, Number(norm(i, j).toPrecision(4))])])),
+      render: (width) => picture({
+        width, n: p.n, codes, low: p.low, high: p.high, across: "input token j", down: "output token i",
+        lines: (i, j) => [`${named(j)} → ${named(i)}`, codes[i * p.n + j] === 0 ? "no influence" : `${p.faint && codes[i * p.n + j] === 1 ? "at most" : "‖J‖ ="} ${format(norm(i, j))}`],
+      }),
+    });
   },
 
   splitting() {
