@@ -13,7 +13,8 @@ from howsmooth.study.jobs import Row
 
 STRONG = re.compile(r"\*\*(.+?)\*\*")
 _MARKS = re.compile(r"(?<=\*)(?=\*)|(?<=\^)")
-_DRAWN = 0.25  # share of all attention above which a token is a sink
+_DRAWN = 0.25  # share of all attention above which a token is a sink,
+_EVEN = 20  # or times an even share; under a causal mask the first of 1 024 tokens has 7.5 of them from uniform weights
 _LONGEST = 24  # letters of a token that a sentence shows
 
 
@@ -44,7 +45,7 @@ def _sink(data: ReportData, sink: Sink) -> str:
     named = f"The first token, {_quoted(sink.word)}," if sink.token == 0 else f"Token {sink.token + 1}, {_quoted(sink.word)},"
     received = [row["received"] for row in rows if row.get("received") is not None]
     seen = len(received) == len(rows)
-    is_sink = not seen or median(received) > _DRAWN
+    is_sink = not seen or median(received) > min(_DRAWN, _EVEN / rows[0]["n"])
     text = f"**{named} {'is a sink' if is_sink else 'stands out'}:** at n = {rows[0]['n']} it carries "
     text += f"{_percent([row['share'] for row in rows])} of the worst direction in {len(rows)} of {len(data.layers)} layers "
     text += f"({_ranges([row['layer'] for row in rows])})"
