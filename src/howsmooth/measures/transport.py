@@ -3,7 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from jaxtyping import Float
@@ -12,6 +12,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.measures.entropic import ROUNDING, distances, entropic_ends
 from howsmooth.measures.measure import Gaussian, Measure
+from howsmooth.settings import choice, number
 
 Method = Literal["auto", "exact", "entropic", "line", "gaussian", "conditional"]
 
@@ -61,8 +62,8 @@ def wasserstein(mu: Measure | Gaussian, nu: Measure | Gaussian, p: float = 2.0, 
     >>> round(wasserstein(mu, nu).value, 6)  # one atom stays, the other moves by 2
     1.414214
     """
-    if not isinstance(p, int | float) or not 1 <= p < math.inf:
-        raise BadInputError(f"expected a finite p of 1 or more, got {p!r}; 2 is the usual one")
+    p = number(p, "a finite p of 1 or more", "2 is the usual one", least=1.0)
+    method = choice(method, "a method", get_args(Method))
     if isinstance(mu, Gaussian) and isinstance(nu, Gaussian):
         if p != 2 or method not in ("auto", "gaussian"):
             raise BadInputError(f"expected p = 2 between Gaussians, got p = {p} and method {method!r}; sample them for another")
