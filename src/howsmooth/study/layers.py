@@ -187,7 +187,10 @@ def measure_heads(reader: Reader, part: dict[str, Any]) -> list[Row]:
 def radius_jobs(setting: Setting, factors: Sequence[float] = FACTORS) -> list[Job]:
     """`L` against the size of the tokens: the text's own tokens, all multiplied by one factor after the other."""
     fix = "1 leaves the tokens as they are"
-    factors = [number(f, "positive factors below 1e6", fix, above=0.0, below=1e6) for f in factors]
+    expected = "positive factors below 1e6"
+    factors = [number(f, expected, fix, above=0.0, below=1e6) for f in items(factors, expected, fix)]
+    if not factors:
+        raise BadInputError(f"expected {expected}, got none; {fix}")
     return [Job(measure_radius, {"part": asdict(part), "factors": factors}) for part in parts(setting)]
 
 
