@@ -16,6 +16,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm
 from howsmooth.settings import number
+from howsmooth.theory.ball import LARGEST
 from howsmooth.theory.constants import norm_radius
 from howsmooth.theory.point import one_sequence
 
@@ -189,8 +190,9 @@ class BallAround(_Round):
 
 
 def length_of(value: float, what: str) -> float:
-    """A length in token space, which is a positive finite number."""
-    return number(value, f"a finite {what} > 0", "give it as a length in token space", above=0.0)
+    """A length in token space, a positive number whose square is finite."""
+    expected = f"a finite {what} > 0 and below {LARGEST:g}"
+    return number(value, expected, "give it as a length in token space", above=0.0, below=LARGEST)
 
 
 def check_width(got: int, width: int) -> None:

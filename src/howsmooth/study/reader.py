@@ -106,7 +106,7 @@ def read_text(path: str | None) -> str:
         return alice()
     try:
         return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # of a name that no file has, or of what is in it
         said = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise BadInputError(f"expected a text file, got {path} ({said}); check the path") from None
 

@@ -7,7 +7,7 @@ from howsmooth.theory import castin2024, ours
 from howsmooth.theory.bound import Bound
 from howsmooth.theory.constants import constants
 
-_LARGEST = 1e150  # its square fits float64
+LARGEST = 1e150  # lengths of tokens below it have squares in float64
 
 
 def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
@@ -28,8 +28,8 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
             "with radius=norm_radius(norm)"
         )
     n = check_count(n)
-    expected = f"a finite radius, at least 0 and below {_LARGEST:g}"
-    radius = number(radius, expected, "give the length of the longest token", least=0.0, below=_LARGEST)
+    expected = f"a finite radius, at least 0 and below {LARGEST:g}"
+    radius = number(radius, expected, "give the length of the longest token", least=0.0, below=LARGEST)
     layer = constants(attn)
     return [
         castin2024.upper(layer, n, radius),
