@@ -81,7 +81,7 @@ def items(value: Any, expected: str, fix: str) -> list[Any]:
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
         try:
             return value.tolist() if isinstance(value, Tensor) and value.ndim else list(value)
-        except (TypeError, RuntimeError):  # a single number in an array, a tensor that is not dense
+        except (TypeError, ValueError, RuntimeError):  # a single number in an array, a tensor that is not dense
             pass
     raise BadInputError(f"expected {expected}, got {shown(value)}; {fix}")
 

@@ -107,7 +107,8 @@ def bounds(attn: Attention, x: Tensor | None = None, *, n: int | None = None, ra
         return Bounds(tuple(rows), f"at an input of {x.shape[0]} tokens", lipschitz(attn, x).value)
     if n is None or radius is None:
         raise BadInputError(f"expected n and radius, or an input x, got n={shown(n)}, radius={shown(radius)}; give both")
-    return Bounds(tuple(ball_bounds(attn, n, radius)), f"over {n} tokens in the ball of radius {radius:g}")
+    rows = ball_bounds(attn, n, radius)
+    return Bounds(tuple(rows), f"over {n} tokens in the ball of radius {float(radius):g}")
 
 
 def splitting(

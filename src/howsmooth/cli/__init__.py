@@ -19,21 +19,17 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show becomes a question mark
     try:
-        app()
-    finally:
-        _flush()
-
-
-def _flush() -> None:
-    """Write out what was printed. Where that fails the answer is lost: say so, unless the reader has left."""
-    try:
-        sys.stdout.flush()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except OSError as error:
-        with contextlib.suppress(OSError):  # or Python itself tries again, and complains
+        if error.filename is not None:  # files have names, standard output has none
+            raise
+        with contextlib.suppress(OSError):  # or Python itself tries again when it ends, and complains
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough
             sys.exit(1)
-        sys.stderr.write(
-            f"howsmooth: expected a standard output that takes the answer, got {error.strerror}; send it elsewhere\n"
-        )
+        said = f"expected a standard output that takes the answer, got {error.strerror}; send it elsewhere"
+        sys.stderr.write(f"howsmooth: {said}\n")
         sys.exit(2)

@@ -63,11 +63,11 @@ def _unreadable(t: Tensor) -> str | None:
         return type(t).__name__
     if t.layout is not torch.strided:
         return str(t.layout).removeprefix("torch.").removeprefix("_")
-    return "meta" if t.is_meta else None
+    return "meta" if t.is_meta else "quantised" if t.is_quantized else None
 
 
 def check_dense(t: object, what: str) -> None:
-    """Refuse a tensor whose numbers cannot be read: sparse, nested, meta, lazy, or a wrapper around something else."""
+    """Refuse a tensor whose numbers cannot be read: sparse, nested, meta, quantised, lazy, or a wrapper of something else."""
     if isinstance(t, Tensor) and _unreadable(t) is not None:
         raise BadInputError(f"expected {what} in a dense tensor with numbers in it, got {described(t)}; pass an ordinary one")
 

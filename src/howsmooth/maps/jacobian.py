@@ -289,16 +289,21 @@ class AutodiffJacobian(Operator):
 
 
 def _applied(f: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """`f(x)`. What goes wrong inside `f` is its own to say, but for a module in another precision than its input."""
+    """`f(x)`. What `f` raises is its own to say; what torch raises in it is that `f` does not take `x`."""
     try:
         return f(x)
-    except RuntimeError:
-        kinds = sorted({str(p.dtype) for p in f.parameters()}) if isinstance(f, nn.Module) else []
-        if not kinds or str(x.dtype) in kinds:
+    except RuntimeError as error:
+        if type(error) not in (RuntimeError, NotImplementedError):  # of someone else's, or memory that ran out
             raise
+        kinds = sorted({str(p.dtype) for p in f.parameters()}) if isinstance(f, nn.Module) else []
+        if kinds and str(x.dtype) not in kinds:
+            raise BadFunctionError(
+                f"expected a module and an input of one precision, got {', '.join(kinds)} and {x.dtype}; convert one of them"
+            ) from None
+        said = next(iter(str(error).strip().splitlines()), "no word")[:120]
         raise BadFunctionError(
-            f"expected a module and an input of one precision, got {', '.join(kinds)} and {x.dtype}; convert one of them"
-        ) from None
+            f"expected a function that takes {x.dtype} of shape {tuple(x.shape)}, got an error from it ({said}); check both"
+        ) from error
 
 
 def doubled(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -349,7 +354,7 @@ class Jacobian:
         """The transpose: `J.T @ u` is the vector–Jacobian product."""
         return Jacobian(self.operator, self._in, transposed=not self._transposed)
 
-    def __matmul__(self, v: Tensor) -> Tensor:
+    def __matmul__(self, v: Tensor | Any) -> Tensor:  # what comes is checked here, not by types
         takes, gives = (self._out, self._in) if self._transposed else (self._in, self._out)
         size = self.shape[1]
         check_dense(v, "the vector")

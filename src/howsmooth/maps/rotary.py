@@ -11,7 +11,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import Place, check_dense, check_tensor, described, place
 from howsmooth.settings import flag, number, whole
 
-_MOST = 2**32  # positions of a table
+_WIDEST, _MOST = 2**16, 2**30  # of the width of a head, and of the entries of a table
 
 
 @final
@@ -54,8 +54,8 @@ class Rotary:
 
         width: entries of a head that are turned, even.  positions: of every token, or how many from 0 on.
         """
-        expected, fix = "an even rotated width of at least 2", "planes have two entries each"
-        width = whole(width, expected, fix, least=2)
+        expected, fix = f"an even rotated width from 2 to {_WIDEST}", "planes have two entries each"
+        width = whole(width, expected, fix, least=2, below=_WIDEST + 1)
         if width % 2:
             raise BadInputError(f"expected {expected}, got {width}; {fix}")
         base = number(base, "a positive base", "the usual value is 10000", above=0.0)
@@ -66,7 +66,8 @@ class Rotary:
                     f"expected positions as a tensor (n,) or (batch, n), got {described(positions)}; one for each token"
                 )
         else:
-            positions = torch.arange(whole(positions, "at least one position", "count the tokens", least=1, below=_MOST))
+            expected = f"a whole number of positions from 1 to {_MOST // width}"
+            positions = torch.arange(whole(positions, expected, "count the tokens", least=1, below=_MOST // width + 1))
         place(None, dtype)  # refuses what is no dtype of numbers
         speed = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width)
         angle = positions.double()[..., None] * speed

@@ -15,6 +15,7 @@ from howsmooth.kernels.tensors import Place, check_dense, check_tensor, describe
 from howsmooth.settings import flag, items, number, seed_of, whole
 
 _PARTS = 1_000_000  # of one atom
+_NUMBERS = 2**28  # drawn at once
 
 
 @final
@@ -217,7 +218,8 @@ class Gaussian:
 
     def sample(self, n: int, seed: int = 0) -> Float[Tensor, "n d"]:
         """`n` independent points."""
-        n = whole(n, "a whole number of points, at least 1", "ask for more", least=1, below=2**40 // len(self.mean))
+        most = _NUMBERS // len(self.mean)
+        n = whole(n, f"a whole number of points from 1 to {most}", "draw them in parts", least=1, below=most + 1)
         random = torch.Generator().manual_seed(seed_of(seed))
         noise = torch.randn(n, len(self.mean), generator=random, dtype=torch.float64)
         return self.mean + noise.to(self.mean.device) @ self.root()

@@ -152,6 +152,8 @@ class Capture:
             )
         expected, fix = "a layer, a list of layers, or None for all", "count from 0"
         layers: Sequence[Any] = [layer] if one else range(self.num_layers) if layer is None else items(layer, expected, fix)
+        if not layers:
+            raise BadInputError(f"expected {expected}, got an empty list; {fix}")
         closed = len(self) > 1 if closed is None else flag(closed, "closed")
         for k in layers:
             for sample in self.samples:

@@ -18,7 +18,7 @@ from howsmooth.models.library import first_line, tokenizer_of
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.sample import Sample
 from howsmooth.models.tokens import Text, Window, of_ids
-from howsmooth.settings import items, whole, words
+from howsmooth.settings import items, shown, whole, words
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Ids = Sequence[int] | Tensor | Window
@@ -300,11 +300,13 @@ def _side(module: nn.Module, side: str | None) -> nn.Module:
         side = words(side, "the name of a side", "encoder or decoder, text or vision")
     if not towers:
         if side is not None:
-            raise BadInputError(f"expected no side for {type(module).__name__}, which has one only, got {side!r}; leave it out")
+            raise BadInputError(
+                f"expected no side for {type(module).__name__}, which has one only, got {shown(side)}; leave it out"
+            )
         return module
     if side not in towers:
         raise BadInputError(
-            f"expected side to be {' or '.join(map(repr, towers))} for {type(module).__name__}, got {side!r}; name one of them"
+            f"expected side to be {' or '.join(map(repr, towers))} for {type(module).__name__}, got {shown(side)}; name one"
         )
     return towers[side]
 

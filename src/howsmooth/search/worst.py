@@ -21,6 +21,7 @@ from howsmooth.theory import Bound, Bounds, ball_bounds
 from howsmooth.theory.ball import check_count
 from howsmooth.theory.splitting import in_double
 
+_MOST = 2**26  # numbers of one input, of which a search holds hundreds
 _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the set's size
 
 
@@ -130,7 +131,10 @@ def _shape(f: Function, space: TokenSet, n: int | None) -> tuple[int, int]:
         raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
     if isinstance(f, Attention):
         check_layer(f, n)
-    return check_count(n), d
+    n = check_count(n)
+    if n * d > _MOST:
+        raise BadInputError(f"expected n·d of at most {_MOST}, got {n}·{d}; search fewer tokens")
+    return n, d
 
 
 def _precision(f: Function, space: TokenSet, z: Tensor, small: bool) -> tuple[Function, torch.dtype]:
