@@ -264,8 +264,8 @@ CALLS_OF: dict[str, Call] = {
     "Capture.heads": Call(lambda layer: captured().heads(layer), {"layer": lambda: 1}, anything, 0.5),
     "Capture.tokens": Call(lambda layer, map: captured().tokens(layer, map), optional(layer=1, map="attention"), finite, 0.5),
     "Capture.attention": Call(lambda layer: captured().attention(layer), {"layer": lambda: 1}, works, 0.5),
-    "growth": Call(hs.growth, STUDY | optional(map="attention", seed=0), grown, 1.0),
-    "inspect": Call(hs.inspect, STUDY | optional(map="attention", seed=0), grown, 0.5),
+    "growth": Call(hs.growth, STUDY | optional(map="attention", seed=0), grown, 0.5),
+    "inspect": Call(hs.inspect, STUDY | optional(map="attention", seed=0), grown, 0.25),
 }
 ANSWERS = {
     "Bound",
