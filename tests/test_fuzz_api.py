@@ -242,7 +242,7 @@ CALLS_OF: dict[str, Call] = {
         {"f": lambda: nn.Linear(4, 4), "within": lambda: hs.BallAround(tokens(), 0.1), "steps": lambda: 1},
         a_worst,
     ),
-    "load": Call(hs.load, {"source": readers.bert} | optional(device=None, dtype=None, side=None), anything, 0.5),
+    "load": Call(hs.load, {"source": readers.bert} | optional(device=None, dtype=None, side=None, tokenizer=None), anything),
     "Model.measure": Call(method(reads, "measure"), MODEL | optional(map="attention", head=None, heads=False), constants, 2.0),
     "Model.measure masked": Call(method(reads, "measure"), MODEL | {"mask": lambda: [1, 1, 1, 0]}, constants),
     "Model.measure inputs": Call(

@@ -48,6 +48,10 @@ class Model:
             raise BadInputError(
                 f"expected weights that can be widened, got a quantised {type(module).__name__}; pass model.dequantize()"
             )
+        if tokenizer is not None and not isinstance(tokenizer, str) and not callable(tokenizer):
+            raise BadInputError(
+                f"expected a tokenizer of transformers, its folder or its name, got {type(tokenizer).__name__}; pass one"
+            )
         chosen = _side(module, side)
         kinds = {p.dtype for p in chosen.parameters() if p.is_floating_point()}
         small = sorted(str(k).removeprefix("torch.") for k in kinds if torch.finfo(k).bits < 32)
