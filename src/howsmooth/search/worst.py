@@ -21,7 +21,7 @@ from howsmooth.theory import Bound, Bounds, ball_bounds
 from howsmooth.theory.ball import check_count
 from howsmooth.theory.splitting import in_double
 
-_MOST = 2**26  # numbers of one input, of which a search holds hundreds
+_MOST = 2**28  # numbers in all starts together, which a search holds several times over
 _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the set's size
 
 
@@ -83,6 +83,10 @@ def find_worst(
     small, medium = n * d <= DENSE_SIZE, n * d <= 16 * DENSE_SIZE
     steps = _count((100 if small else 30) if steps is None else steps, "steps", 0)
     restarts = _count((32 if small else 8 if medium else 4) if restarts is None else restarts, "restarts", 1)
+    if restarts * n * d > _MOST:
+        raise BadInputError(
+            f"expected n·d·restarts of at most {_MOST}, got {n}·{d}·{restarts}; search fewer tokens from fewer starts"
+        )
     seed = seed_of(seed)
     options = Options(certify=certify, seed=seed)
     random = torch.Generator().manual_seed(seed)
@@ -131,10 +135,7 @@ def _shape(f: Function, space: TokenSet, n: int | None) -> tuple[int, int]:
         raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
     if isinstance(f, Attention):
         check_layer(f, n)
-    n = check_count(n)
-    if n * d > _MOST:
-        raise BadInputError(f"expected n·d of at most {_MOST}, got {n}·{d}; search fewer tokens")
-    return n, d
+    return check_count(n), d
 
 
 def _precision(f: Function, space: TokenSet, z: Tensor, small: bool) -> tuple[Function, torch.dtype]:
