@@ -12,6 +12,7 @@ from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import Jacobian
 from howsmooth.measures.measure import Measure
 from howsmooth.search import Ball, TokenSet, WorstCase, find_worst
+from howsmooth.settings import shown
 from howsmooth.solve import Options, linear, solve, solve_batch, solve_moving
 from howsmooth.spectral import Estimate, Estimates, Solver
 from howsmooth.theory.ball import ball_bounds
@@ -106,8 +107,9 @@ def bounds(attn: Attention, x: Tensor | None = None, *, n: int | None = None, ra
         rows = point_bounds(attn, x)
         return Bounds(tuple(rows), f"at an input of {x.shape[0]} tokens", lipschitz(attn, x).value)
     if n is None or radius is None:
-        raise BadInputError(f"expected n and radius, or an input x, got n={n}, radius={radius}; give both")
-    return Bounds(tuple(ball_bounds(attn, n, radius)), f"over {n} tokens in the ball of radius {radius:g}")
+        raise BadInputError(f"expected n and radius, or an input x, got n={shown(n)}, radius={shown(radius)}; give both")
+    rows = ball_bounds(attn, n, radius)
+    return Bounds(tuple(rows), f"over {n} tokens in the ball of radius {float(radius):g}")
 
 
 def splitting(

@@ -210,7 +210,7 @@ def test_refuses(name):
         (lambda: Rotary(torch.ones(3, 2), torch.ones(2, 3)), "one shape"),
         (lambda: Rotary(torch.ones(3, 2), torch.full((3, 2), torch.nan)), "finite"),
         (lambda: Rotary.from_base(3, 4), "even"),
-        (lambda: Rotary.from_base(4, 0), "at least one position"),
+        (lambda: Rotary.from_base(4, 0), "positions from 1"),
         (lambda: Rotary.from_base(4, 2, base=-1.0), "positive base"),
         (lambda: Attention(W, W, W, heads=2, rotary=Rotary.from_base(4, 2))(torch.zeros(3, 4)), "at least 3 positions"),
         (

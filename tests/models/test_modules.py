@@ -177,9 +177,10 @@ def test_training_mode_and_settings_come_back():
 
 def test_a_module_is_left_alone_by_an_error():
     module = randomize(Mine()).double()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(BadInputError, match="got RuntimeError from it") as caught:
         hs.load(module).measure(inputs=torch.ones(1, 3, WIDTH + 1), layer=0)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 @pytest.mark.parametrize(

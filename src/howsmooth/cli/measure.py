@@ -1,7 +1,6 @@
 """`howsmooth measure`."""
 
 import json
-import sys
 import warnings
 from typing import Annotated, Any
 
@@ -51,12 +50,12 @@ def _given(text: str | None, ids: str | None) -> dict[str, Any]:
     if (text is None) == (ids is None):
         raise BadInputError("expected either --text or --ids, got both or neither; give one of them")
     source = ids if text is None else text
-    words = sys.stdin.read() if source == "-" else read_text(source)
+    words = options.read_stdin() if source == "-" else read_text(source)
     if text is not None:
         return {"text": words}
     try:
         numbers = json.loads(words)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"expected a JSON list of token ids, got {ids} ({error}); write it as [101, 2023, 102]") from None
     if not isinstance(numbers, list):
         raise BadInputError(f"expected a JSON list of token ids, got {type(numbers).__name__}; write it as [101, 2023, 102]")

@@ -1,5 +1,6 @@
 """Options that several commands take, each with one name and one meaning, and what becomes of their text."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -75,6 +76,15 @@ def numbers_of(text: str, option: str, example: str, kind: type[_Number] = float
         whole = "whole " if kind is int else ""
         raise BadInputError(f"expected {option} like {example}, got {text!r}; give {whole}numbers with commas")
     return numbers
+
+
+def read_stdin() -> str:
+    """What is piped in, as text."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except (AttributeError, ValueError, OSError) as error:  # closed from the start, closed since, or not to be read
+        said = "no UTF-8 text" if isinstance(error, UnicodeDecodeError) else "a closed one"
+        raise BadInputError(f"expected a text on standard input, got {said}; pipe one in, or name a file") from None
 
 
 def read_matrices(path: Path, *choices: tuple[str, ...]) -> dict[str, Tensor]:

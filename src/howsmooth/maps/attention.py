@@ -1,9 +1,8 @@
 """Multi-head softmax self-attention as a map with a closed-form Jacobian."""
 
 import functools
-import math
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,12 +10,13 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
-from howsmooth.kernels.tensors import check_tensor, described
+from howsmooth.kernels.tensors import check_dense, check_tensor, described
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
 from howsmooth.maps.rotary import Rotary
 from howsmooth.measures.measure import Measure
+from howsmooth.settings import flag, number, whole
 
 
 class HeadWeights(NamedTuple):
@@ -68,14 +68,13 @@ class Attention(Map):
     rotary: Rotary | None = None
 
     def __post_init__(self):
-        if self.kv_heads is None:
-            object.__setattr__(self, "kv_heads", self.heads)
-        heads, kv_heads = self.heads, self.kv_heads
-        if not all(isinstance(h, int) and h >= 1 for h in (heads, kv_heads)) or heads % kv_heads:
-            raise BadInputError(
-                f"expected whole numbers heads ≥ 1 and kv_heads that divide them, got heads={heads}, kv_heads={kv_heads}; "
-                "take both from the model's configuration"
-            )
+        fix = "take it from the model's configuration"
+        heads = whole(self.heads, "a whole number of heads, at least 1", fix, least=1)
+        kv_heads = heads if self.kv_heads is None else self.kv_heads
+        kv_heads = whole(kv_heads, "a whole number of kv_heads, at least 1", fix, least=1)
+        if heads % kv_heads:
+            raise BadInputError(f"expected kv_heads that divide the {heads} heads, got {kv_heads}; {fix}")
+        self._fill(heads=heads, kv_heads=kv_heads)
         self._check("w_q", "out", "in")
         self._check("w_k", "out", self.width)
         self._check("w_v", "out", self.width)
@@ -93,11 +92,21 @@ class Attention(Map):
         self._check("w_o", "out", v_rows // kv_heads * heads)
         for name, size in (("b_q", q_rows), ("b_k", k_rows), ("b_v", v_rows), ("b_o", self.out_width)):
             self._check(name, size)
-        object.__setattr__(self, "scale", self.head_width**-0.5 if self.scale is None else float(self.scale))
-        if not math.isfinite(self.scale):
-            raise BadInputError(f"expected a finite scale, got {self.scale}; the usual value is 1/√(head width)")
+        scale, cap, window = self.head_width**-0.5 if self.scale is None else self.scale, self.softcap, self.window
+        none = "leave it out for none"
+        self._fill(
+            scale=number(scale, "a finite scale", "the usual value is 1/√(head width)"),
+            softcap=None if cap is None else number(cap, "a finite, positive soft-cap", none, above=0.0),
+            causal=flag(self.causal, "causal"),
+            window=None if window is None else whole(window, "a window of 1 or more whole tokens", none, least=1),
+        )
         self._check_masks()
         self._check_turn()
+
+    def _fill(self, **values: Any) -> None:
+        """Settings as the gate hands them on."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def _check(self, name: str, *axes: str | int) -> None:
         """Refuse a weight or bias that does not fit; queries and values must have their weights."""
@@ -127,6 +136,7 @@ class Attention(Map):
             check_tensor(self.bias, "bias", ("batch", "heads", "n", "m"), fix, finite=False)
         mask = self.attention_mask
         if mask is not None:
+            check_dense(mask, "attention_mask")
             if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point() or mask.is_complex():
                 raise BadInputError(
                     f"expected attention_mask as a boolean or integer tensor (batch, n), got {described(mask)}; "
@@ -153,8 +163,10 @@ class Attention(Map):
 
         Stacks of matrices, (heads, d, d), give the sum over heads.
         """
+        check_dense(A, "A")
         if not isinstance(A, Tensor) or A.ndim not in (2, 3) or A.shape[-1] != A.shape[-2]:
             raise BadInputError(f"expected a square A, (d, d) or (heads, d, d), got {described(A)}; A acts on one token")
+        check_tensor(A, "A", tuple(A.shape), "A acts on one token", finite=False)
         check_tensor(V, "V", (*A.shape[:-2], "d_out", A.shape[-1]), "give one matrix per A, of its width", finite=False)
         if A.ndim == 2:
             return cls(A, None, V, scale=1.0, causal=causal, window=window)
@@ -228,14 +240,13 @@ class Attention(Map):
         >>> Attention(torch.eye(4), torch.eye(4), torch.eye(4), torch.eye(4), heads=2).head(1)
         Attention(4 → 4, 1 head of 2, float32)
         """
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.heads:
-            raise BadInputError(f"expected a head from 0 to {self.heads - 1}, got {index!r}; this layer has no other")
+        index = whole(index, f"a head from 0 to {self.heads - 1}", "this layer has no other", below=self.heads)
         group = index // (self.heads // self.kv_heads)
         changed: dict[str, Tensor | None] = {}
         for name, parts, part in (("q", self.heads, index), ("k", self.kv_heads, group), ("v", self.kv_heads, group)):
             for t in (f"w_{name}", f"b_{name}"):
-                whole = getattr(self, t)
-                changed[t] = None if whole is None else whole.unflatten(0, (parts, -1))[part]
+                rows = getattr(self, t)
+                changed[t] = None if rows is None else rows.unflatten(0, (parts, -1))[part]
         w_o = None if self.w_o is None else self.w_o.unflatten(1, (self.heads, -1))[:, index]
         bias = self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, index : index + 1]
         return replace(self, **changed, w_o=w_o, b_o=None, heads=1, kv_heads=1, bias=bias)

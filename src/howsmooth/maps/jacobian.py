@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention
+from howsmooth.kernels.tensors import REAL, check_dense, described
 from howsmooth.maps.operator import Operator, inner, stream
 from howsmooth.maps.rounding import attention_rounding, norm_rounding
 
@@ -202,7 +203,7 @@ class AutodiffJacobian(Operator):
         self._f, self._batched = f, batched
         with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             self._x = x.detach().clone().requires_grad_()
-            self._y = f(self._x.clone())  # a clone, so that f may work in place
+            self._y = _applied(f, self._x.clone())  # a clone, so that f may work in place
             self._check_output()
             self._u = torch.zeros_like(self._y, requires_grad=True)
             self._transposed = self._second_graph()
@@ -319,6 +320,24 @@ class AutodiffJacobian(Operator):
         return True
 
 
+def _applied(f: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """`f(x)`. What `f` raises is its own to say; what torch raises in it is that `f` does not take `x`."""
+    try:
+        return f(x)
+    except RuntimeError as error:
+        if type(error) not in (RuntimeError, NotImplementedError):  # of someone else's, or memory that ran out
+            raise
+        kinds = sorted({str(p.dtype) for p in f.parameters()}) if isinstance(f, nn.Module) else []
+        if kinds and str(x.dtype) not in kinds:
+            raise BadFunctionError(
+                f"expected a module and an input of one precision, got {', '.join(kinds)} and {x.dtype}; convert one of them"
+            ) from None
+        said = next(iter(str(error).strip().splitlines()), "no word")[:120]
+        raise BadFunctionError(
+            f"expected a function that takes {x.dtype} of shape {tuple(x.shape)}, got an error from it ({said}); check both"
+        ) from error
+
+
 def doubled(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A function for float64: a module is copied, anything else must take it as it is."""
     return copy.deepcopy(f).double() if isinstance(f, nn.Module) else f
@@ -367,13 +386,12 @@ class Jacobian:
         """The transpose: `J.T @ u` is the vector–Jacobian product."""
         return Jacobian(self.operator, self._in, transposed=not self._transposed)
 
-    def __matmul__(self, v: Tensor) -> Tensor:
+    def __matmul__(self, v: Tensor | Any) -> Tensor:  # what comes is checked here, not by types
         takes, gives = (self._out, self._in) if self._transposed else (self._in, self._out)
         size = self.shape[1]
-        if not isinstance(v, Tensor) or not v.is_floating_point():
-            raise BadInputError(
-                f"expected a floating-point tensor to multiply, got {getattr(v, 'dtype', type(v).__name__)}; convert it"
-            )
+        check_dense(v, "the vector")
+        if not isinstance(v, Tensor) or v.dtype not in REAL:
+            raise BadInputError(f"expected a floating-point tensor to multiply, got {described(v)}; convert it")
         fits = (takes, (size,))
         leading = 0 if tuple(v.shape) in fits else 1  # axes of probes
         item = tuple(v.shape[leading:])

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TypedDict, Unpack, final, overload
+from numbers import Integral
+from typing import Any, TypedDict, Unpack, final, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from howsmooth.models.measurement import Measurement, Measurements, shares
 from howsmooth.models.sample import Sample
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import Trace
+from howsmooth.settings import flag, items, number
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate
 
@@ -142,21 +144,29 @@ class Capture:
         tol, certify, seed: as in `howsmooth.lipschitz`.
         """
         options = Options(tol, certify, seed)
-        one = isinstance(layer, int)
+        one = isinstance(layer, Integral)
         if one and len(self) > 1:
             raise BadInputError(
                 f"expected a list of layers for a capture of {len(self)} windows, got {layer}; pass [{layer}], or take one "
                 "window, as in capture[0]"
             )
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1e6:
-            raise BadInputError(f"expected a positive factor, got {factor!r}; 1 leaves the tokens as they are")
-        layers = [layer] if isinstance(layer, int) else range(self.num_layers) if layer is None else list(layer)
-        closed = len(self) > 1 if closed is None else closed
-        asked = _Asked(map, head, heads, factor, options)
-        measured: list[Measurement] = []
+        expected, fix = "a layer, a list of layers, or None for all", "count from 0"
+        layers: Sequence[Any] = [layer] if one else range(self.num_layers) if layer is None else items(layer, expected, fix)
+        if not layers:
+            raise BadInputError(f"expected {expected}, got an empty list; {fix}")
+        closed = len(self) > 1 if closed is None else flag(closed, "closed")
         for k in layers:
             for sample in self.samples:
                 sample.check(k, map, head)
+        asked = _Asked(
+            map=map,
+            head=None if head is None else int(head),
+            heads=flag(heads, "heads"),
+            factor=number(factor, "a positive factor below 1e6", "1 leaves the tokens as they are", above=0.0, below=1e6),
+            options=options,
+        )
+        measured: list[Measurement] = []
+        for k in (int(k) for k in layers):
             if closed and map == "attention":
                 measured += self._closed_layer(k, asked)
             else:

@@ -46,8 +46,9 @@ def load(
     >>> round(model.measure(inputs=torch.eye(8)[None, :4], layer=0).radius_rms, 6)
     1.0
     """
-    if dtype is not None and dtype not in _DTYPES:
-        raise BadInputError(f"expected dtype float16, bfloat16, float32 or float64 of torch, got {dtype}; pass one of them")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _DTYPES):
+        got = dtype if isinstance(dtype, torch.dtype) else type(dtype).__name__
+        raise BadInputError(f"expected dtype float16, bfloat16, float32 or float64 of torch, got {got}; pass one of them")
     if isinstance(device, str) and device == "auto":
         device = "cuda" if torch.cuda.is_available() else None
     there, _ = place(device, None)

@@ -9,18 +9,20 @@ from typing import Any, final, overload
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import BadInputError
-from howsmooth.kernels.tensors import Place, place
+from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.kernels.tensors import Place, check_dense, place
 from howsmooth.models.capture import Capture
 from howsmooth.models.closed import ClosedForms
 from howsmooth.models.cut import MapName
-from howsmooth.models.library import tokenizer_of
+from howsmooth.models.library import reason, tokenizer_of
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.sample import Sample
 from howsmooth.models.tokens import Text, Window, of_ids
+from howsmooth.settings import items, shown, whole, words
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Ids = Sequence[int] | Tensor | Window
+_IDS = 2**31  # tokenizers count no further
 
 
 @final
@@ -45,6 +47,10 @@ class Model:
         if getattr(module, "is_quantized", False):
             raise BadInputError(
                 f"expected weights that can be widened, got a quantised {type(module).__name__}; pass model.dequantize()"
+            )
+        if tokenizer is not None and not isinstance(tokenizer, str) and not callable(tokenizer):
+            raise BadInputError(
+                f"expected a tokenizer of transformers, its folder or its name, got {type(tokenizer).__name__}; pass one"
             )
         chosen = _side(module, side)
         kinds = {p.dtype for p in chosen.parameters() if p.is_floating_point()}
@@ -116,7 +122,8 @@ class Model:
         if inputs is not None or forward:
             samples = self._of_inputs(forward if inputs is None else inputs)
         elif windows is not None:
-            samples = [self._of_window(self._window(w)) for w in windows]
+            several = items(windows, "a list of windows, of lists of ids or of texts", "cut some from a text")
+            samples = [self._of_window(self._window(w)) for w in several]
         elif text is not None:
             samples = [self._of_window(self.text(text).window(n))]
         else:
@@ -159,7 +166,12 @@ class Model:
             return ids
         if isinstance(ids, str):
             return self.text(ids).window()
-        return of_ids(_whole_numbers(ids), self._tokenizer_if_any(), _flags(mask))
+        return self._of_ids(_whole_numbers(ids), _flags(mask))
+
+    def _of_ids(self, ids: list[int], mask: list[bool] | None) -> Window:
+        """Ids that the model has, in the tokenizer's words."""
+        self._check_ids(ids, mask)
+        return of_ids(ids, self._tokenizer_if_any(), mask)
 
     def _tokenizer_if_any(self) -> Any | None:
         try:
@@ -168,7 +180,7 @@ class Model:
             return None
 
     def _of_window(self, window: Window) -> Sample:
-        self._check_ids(window)
+        self._check_ids(window.ids, window.mask)
         ids = torch.tensor([window.ids], device=self.device)
         accepted = inspect.signature(self.module.forward).parameters
         if "input_ids" not in accepted:
@@ -189,7 +201,10 @@ class Model:
         if isinstance(inputs, Mapping):
             args, kwargs = (), dict(inputs)
         else:
-            args, kwargs = ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
+            fix = "pass a tensor, a list of them or a dictionary"
+            args, kwargs = (inputs,) if isinstance(inputs, Tensor) else tuple(items(inputs, "the module's inputs", fix)), {}
+        for t in (*args, *kwargs.values()):
+            check_dense(t, "the inputs")
         kind = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
 
         def fit(t: Any) -> Any:
@@ -208,9 +223,7 @@ class Model:
             }
             mask = one.get("attention_mask")
             flags = _flags(mask) if isinstance(mask, Tensor) and mask.ndim == 2 else None
-            window = of_ids(_whole_numbers(one["input_ids"]), self._tokenizer_if_any(), flags)
-            self._check_ids(window)
-            samples.append(self._sample(args, one, window))
+            samples.append(self._sample(args, one, self._of_ids(_whole_numbers(one["input_ids"]), flags)))
         return samples
 
     def _check_names(self, forward: Mapping[str, Any]) -> None:
@@ -235,17 +248,21 @@ class Model:
                 f"expected ids within the vocabulary and no more tokens than {self.name} has positions, got {len(window)}; "
                 "give fewer tokens"
             ) from None
+        except (HowSmoothError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError) as error:
+            raise BadInputError(
+                f"expected inputs that {type(self.module).__name__} runs on, got {type(error).__name__} from it "
+                f"({reason(error)[:160]}); check their shapes and kinds"
+            ) from error  # where in the module it happened is worth knowing
         return sample
 
-    def _check_ids(self, window: Window) -> None:
-        ids = window.ids
+    def _check_ids(self, ids: Sequence[int], mask: Sequence[bool] | None) -> None:
         if not ids:
             raise BadInputError("expected at least one token id, got none; pass a list of whole numbers")
-        if window.mask is not None and len(window.mask) != len(ids):
-            raise BadInputError(
-                f"expected a mask of {len(ids)} entries, one per id, got {len(window.mask)}; match their lengths"
-            )
-        if window.mask is not None and not any(window.mask):
+        if mask is not None and len(mask) != len(ids):
+            raise BadInputError(f"expected a mask of {len(ids)} entries, one per id, got {len(mask)}; match their lengths")
+        if mask is not None and not any(mask):
             raise BadInputError("expected a token that is not padding, got a mask without one; leave the mask out")
         config = getattr(self.module, "config", None)
         size = getattr(config, "vocab_size", None)
@@ -283,30 +300,36 @@ def _side(module: nn.Module, side: str | None) -> nn.Module:
             if isinstance(part, nn.Module):
                 towers[name] = part
         towers = towers if len(towers) == 2 else {}
+    if side is not None:
+        side = words(side, "the name of a side", "encoder or decoder, text or vision")
     if not towers:
         if side is not None:
-            raise BadInputError(f"expected no side for {type(module).__name__}, which has one only, got {side!r}; leave it out")
+            raise BadInputError(
+                f"expected no side for {type(module).__name__}, which has one only, got {shown(side)}; leave it out"
+            )
         return module
     if side not in towers:
         raise BadInputError(
-            f"expected side to be {' or '.join(map(repr, towers))} for {type(module).__name__}, got {side!r}; name one of them"
+            f"expected side to be {' or '.join(map(repr, towers))} for {type(module).__name__}, got {shown(side)}; name one"
         )
     return towers[side]
 
 
 def _whole_numbers(ids: Sequence[int] | Tensor) -> list[int]:
     """One sequence of token ids."""
-    numbers = _one_row(ids)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in numbers):
-        raise BadInputError("expected one list of whole token ids, got something else in it; pass one sequence at a time")
-    return numbers
+    expected, fix = "one list of whole token ids from 0", "pass one sequence at a time"
+    return [whole(i, expected, fix, below=_IDS) for i in _one_row(ids, expected, fix)]
 
 
 def _flags(mask: Sequence[bool] | Tensor | None) -> list[bool] | None:
-    return None if mask is None else [bool(m) for m in _one_row(mask)]
+    if mask is None:
+        return None
+    fix = "give True or 1 for a token, False or 0 for padding"
+    row = _one_row(mask, "a mask with one entry per id", fix)
+    return [bool(m) if type(m).__name__ == "bool" else bool(whole(m, "a mask of flags", fix, below=2)) for m in row]
 
 
-def _one_row(values: Sequence[Any] | Tensor) -> list[Any]:
+def _one_row(values: Sequence[Any] | Tensor, expected: str, fix: str) -> list[Any]:
     """A sequence, or the only row of a batch of one, as a list."""
-    row = values.tolist() if isinstance(values, Tensor) else list(values)
-    return list(row[0]) if len(row) == 1 and isinstance(row[0], list | tuple) else row
+    row = items(values, expected, fix)
+    return items(row[0], expected, fix) if len(row) == 1 and isinstance(row[0], list | tuple) else row

@@ -17,6 +17,7 @@ from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName
 from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import KeepDouble, Trace, trace
+from howsmooth.settings import choice, whole
 from howsmooth.solve import Options, Solved, solve
 
 _MOST_LOGITS = 2**26  # 512 MiB in float64
@@ -130,17 +131,15 @@ class Sample:
 
     def check(self, layer: int, map: str, head: int | None) -> None:
         """Refuse a layer, map or head that is not there."""
-        if map not in MAPS:
-            raise BadInputError(f"expected a map among {', '.join(MAPS)}, got {map!r}; pick one of them")
+        map = choice(map, "a map", MAPS)
         layers = self.trace.layers
-        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(layers):
-            raise BadInputError(f"expected a layer from 0 to {len(layers) - 1}, got {layer!r}; {self.name} has no other")
+        layer = whole(layer, f"a layer from 0 to {len(layers) - 1}", f"{self.name} has no other", below=len(layers))
         heads = layers[layer].heads
         if head is not None:
             if map not in ("attention", "heads", "normed"):
                 raise BadInputError(f"expected map attention, heads or normed for a single head, got {map!r}; leave head out")
-            if heads and not (isinstance(head, int) and 0 <= head < heads):
-                raise BadInputError(f"expected a head from 0 to {heads - 1}, got {head!r}; layer {layer} has no other")
+            if heads:
+                whole(head, f"a head from 0 to {heads - 1}", f"layer {layer} has no other", below=heads)
         if map == "normed":
             entering, x = layers[layer].block.tokens, layers[layer].x
             if entering.shape == x.shape and torch.equal(entering, x):

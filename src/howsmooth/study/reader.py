@@ -12,6 +12,7 @@ from torch import nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import Capture, Model, Text, Window, load
+from howsmooth.settings import items, whole
 
 ALICE = "Alice in Wonderland"
 
@@ -64,8 +65,6 @@ class Reader:
         of one sample differ by what follows alone."""
         extra = len(self.text.prefix) + len(self.text.suffix)
         places = len(self.text) - (longest - extra) + 1
-        if samples < 1:
-            raise BadInputError(f"expected one sample or more, got {samples}; ask for at least one")
         if places < samples:
             raise BadInputError(
                 f"expected a text with {samples} windows of {longest} tokens, got {len(self.text) + extra} tokens; "
@@ -107,15 +106,17 @@ def read_text(path: str | None) -> str:
         return alice()
     try:
         return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # of a name that no file has, or of what is in it
         said = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise BadInputError(f"expected a text file, got {path} ({said}); check the path") from None
 
 
 def text_of_ids(ids: Sequence[int]) -> Text:
     """Token ids as a text to cut windows from; nothing is put around them."""
-    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise BadInputError("expected a text or a list of whole token ids, got neither; pass a string or ids")
+    expected, fix = "a text or a list of whole token ids", "pass a string or ids"
+    ids = [whole(i, expected, fix) for i in items(ids, expected, fix)]
+    if not ids:
+        raise BadInputError(f"expected {expected}, got an empty list; {fix}")
     words, offsets, at = [str(i) for i in ids], [], 0
     for word in words:
         offsets.append((at, at + len(word)))
