@@ -118,7 +118,8 @@ class Cut(Map):
     @property
     def start(self) -> Tensor:
         """The tokens the map takes in the trace, (n, d), padding left out."""
-        return self.span.tokens if self.real is None else self.span.tokens[self.real]
+        tokens = self.span.tokens if self.real is None else self.span.tokens[self.real]
+        return tokens.to(self.trace.output.device)
 
     @property
     def width(self) -> int:
@@ -177,10 +178,10 @@ class Cut(Map):
         intercept = Intercept(on_call, dict(self.trace.masks))
         span = self.span
         root = span.root
-        convert = _converter(self.work, set(intercept.masks))
-        x = tokens if self.real is None else span.tokens.to(tokens.dtype).index_copy(0, self.real, tokens)
+        convert = _converter(tokens.device, self.work, set(intercept.masks))
+        x = tokens if self.real is None else span.tokens.to(tokens).index_copy(0, self.real.to(tokens.device), tokens)
         state = {
-            k: t.detach().to(self.work) if t.is_floating_point() else t
+            k: t.detach().to(tokens.device, self.work if t.is_floating_point() else None)
             for k, t in (*root.module.named_parameters(), *root.module.named_buffers())
         }
         with ExitStack() as stack:
@@ -206,7 +207,7 @@ class Cut(Map):
         if self.real is not None:
             if len(y) != len(span.tokens):
                 raise BadInputError(f"expected as many outputs as tokens under a padding mask, got {len(y)}; leave it out")
-            y = y[self.real]
+            y = y[self.real.to(y.device)]
         return y, kernels
 
 
@@ -327,8 +328,8 @@ def _stop_at(stack: ExitStack, end: nn.Module, before: bool, counted: nn.Module,
     stack.enter_context(end.register_forward_pre_hook(taken) if before else end.register_forward_hook(given))
 
 
-def _converter(dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
-    """Floating-point tensors in another precision; storages in `keep`, which only stand for something, as they are.
+def _converter(device: torch.device, dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
+    """Floating-point tensors where and as they are needed; storages in `keep`, which only stand for something, as they are.
 
     A tensor that occurs twice stays one tensor.
     """
@@ -338,7 +339,7 @@ def _converter(dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.untyped_storage().data_ptr() in keep:
             return leaf
         if id(leaf) not in done:
-            done[id(leaf)] = leaf.detach().to(dtype)
+            done[id(leaf)] = leaf.detach().to(device, dtype)
         return done[id(leaf)]
 
     return convert
