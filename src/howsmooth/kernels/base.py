@@ -95,6 +95,11 @@ class SoftmaxAttention(ABC):
         return torch.finfo(self.output.dtype).eps * (32 + self.largest_logit)
 
     @property
+    def coarse(self) -> bool:
+        """Whether operands of every product keep eleven bits only, so that those around attention may."""
+        return False
+
+    @property
     def finer(self) -> Precision | None:
         """The next precision above this kernel's, where there is one short of float64."""
         return None

@@ -4,6 +4,7 @@ The block runs once with the tokens put in where the map begins, and stops where
 graph; the attention calls in between are nodes of that graph whose products run on the kernels.
 """
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention, attention_and_kernel
 from howsmooth.kernels.base import Precision
+from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
 from howsmooth.models.intercept import IMPLEMENTATION, Call, Intercept, implementation
@@ -137,6 +139,7 @@ class Cut(Map):
     def moved(self, device, dtype):
         return self if dtype in (None, self.work) else replace(self, work=dtype)
 
+    @float32_products()
     def value(self, x):
         return torch.stack([self.run(item)[0] for item in x])
 
@@ -156,7 +159,8 @@ class Cut(Map):
             return None if finer is None else replace(cut, precision=finer).linearize(x)[1]
 
         try:
-            jacobian = CutJacobian(f, x, kernels, refine)
+            with float32_products():
+                jacobian = CutJacobian(f, x, kernels, refine)
         except (RuntimeError, TypeError) as error:
             if x.dtype == torch.float64 and self.work != torch.float64:  # code that knows no float64
                 raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
@@ -215,7 +219,8 @@ class Cut(Map):
 class CutJacobian(Operator):
     """The Jacobian of a cut map: torch's graph with the kernels inside, the map evaluated once, as in `AutodiffJacobian`.
 
-    Whether its two products fit together is read off the first one with `JᵀJ`, which needs both.
+    Whether its two products fit together is read off the first one with `JᵀJ`, which needs both. Where the kernels' operands
+    keep eleven bits, those of all matrix products do, until it is refined.
     """
 
     def __init__(
@@ -227,24 +232,44 @@ class CutJacobian(Operator):
     ):
         small = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come
         self._graph, self._trusted = AutodiffJacobian(f, x, batched=True, checked=small), small
-        self.kernels, self.refined, self.output = kernels, refine, self._graph.output
+        self.kernels, self._refine, self.output = kernels, refine, self._graph.output
+        self.coarse = bool(kernels) and all(k.coarse for k in kernels)
         self.batch, self.in_shape, self.out_shape = 1, self._graph.in_shape, self._graph.out_shape
         self.dtype, self.device = x.dtype, x.device
 
     @property
     def noise(self) -> float:
         """Rounding, and what it makes of logits, as for an attention layer of our own."""
-        return max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+        kernels = max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+        return kernels + (self._coarse_noise if self.coarse else 0.0)
+
+    @functools.cached_property
+    def _coarse_noise(self) -> float:
+        """The relative error that eleven-bit operands around the kernels make of a product with a random vector."""
+        v = torch.randn(1, 1, *self.in_shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device)
+        with float32_products():
+            true = self._graph.jvp(v)
+        size = float(true.norm())
+        return float((self.jvp(v) - true).norm()) / size if size > 0 else 0.0
+
+    def refined(self):
+        if not self.coarse:
+            return self._refine()
+        exact = copy.copy(self)  # the same graph
+        exact.coarse = False
+        return exact
 
     @property
     def heavy(self) -> bool:
         return any(k.heavy for k in self.kernels)
 
     def jvp(self, v):
-        return self._graph.jvp(v)
+        with float32_products(coarse=self.coarse):
+            return self._graph.jvp(v)
 
     def vjp(self, u):
-        return self._graph.vjp(u)
+        with float32_products(coarse=self.coarse):
+            return self._graph.vjp(u)
 
     def gram(self, v):
         if not self._trusted:

@@ -91,6 +91,10 @@ class Fused(SoftmaxAttention):
         return Fused(q, k, v, replace(self.scores, mask=self.scores.mask.select(items)), self.precision)
 
     @property
+    def coarse(self) -> bool:
+        return self.precision == "half"
+
+    @property
     def finer(self) -> Precision | None:
         return _FINER.get(self.precision)
 
