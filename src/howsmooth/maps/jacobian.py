@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from howsmooth.maps.norms import LayerNorm, RMSNorm
 
 
+_MANY = 2**22
 _TOKENS = 512  # random ones on which the error of projections is measured
 
 
@@ -50,7 +52,7 @@ class AttentionJacobian(Operator):
 
     @property
     def noise(self) -> float:
-        return self.kernel.noise + (self._projection_noise if self.coarse else 0.0)
+        return math.hypot(self.kernel.noise, self._projection_noise) if self.coarse else self.kernel.noise  # independent
 
     @functools.cached_property
     @torch.no_grad()
@@ -68,7 +70,7 @@ class AttentionJacobian(Operator):
             true = projected()
         with float32_products(coarse=True):
             coarse = projected()
-        return sum(float((a - b).norm() / b.norm()) for a, b in zip(coarse, true, strict=True) if float(b.norm()) > 0)
+        return math.hypot(*(float((a - b).norm() / b.norm()) for a, b in zip(coarse, true, strict=True) if float(b.norm()) > 0))
 
     @property
     def heavy(self) -> bool:
@@ -259,7 +261,8 @@ class AutodiffJacobian(Operator):
 
     def _second_graph(self) -> Tensor | None:
         try:
-            g = torch.autograd.grad(self._y, self._x, self._u, create_graph=True, materialize_grads=True)[0]
+            with torch.autograd.graph.saved_tensors_hooks(_without_zeros, lambda t: t):
+                g = torch.autograd.grad(self._y, self._x, self._u, create_graph=True, materialize_grads=True)[0]
         except RuntimeError:
             return None
         return g if g.requires_grad else None
@@ -321,6 +324,12 @@ class AutodiffJacobian(Operator):
                 if bool((self._jvp(v * moved.reshape(-1, *[1] * (v.ndim - 1)))[~moved] != 0).any()):
                     return False
         return True
+
+
+def _without_zeros(t: Tensor) -> Tensor:
+    """What a graph keeps of a tensor: of many zeros, one. The graph of `u ↦ Jᵀu` is made at `u = 0`, so it is full of them."""
+    many = t.numel() >= _MANY and t.device.type == "cuda"  # elsewhere looking costs more than keeping
+    return t if not many or bool(t.any()) else t.new_zeros(()).expand(t.shape)
 
 
 def doubled(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -86,6 +86,8 @@ class Operator(ABC):
 
 def inner(a: Float[Tensor, "probes batch *shape"], b: Float[Tensor, "probes batch *shape"]) -> Tensor:
     """Inner products of the probes of every item, (batch, probes, probes)."""
+    if len(a) == len(b) == 1 and a.device.type != "cpu":  # the batched product is many times as slow there
+        return torch.linalg.vecdot(a.flatten(2), b.flatten(2)).mT[..., None]
     with float32_products():
         return torch.bmm(a.flatten(2).transpose(0, 1), b.flatten(2).transpose(0, 1).mT)
 

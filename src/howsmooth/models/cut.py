@@ -4,9 +4,10 @@ The block runs once with the tokens put in where the map begins, and stops where
 graph; the attention calls in between are nodes of that graph whose products run on the kernels.
 """
 
-import copy
 import functools
 import itertools
+import math
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention, attention_and_kernel
-from howsmooth.kernels.base import Precision
+from howsmooth.kernels.base import FINER, Precision
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
@@ -146,26 +147,17 @@ class Cut(Map):
     def linearize(self, x):
         if len(x) != 1:
             raise BadInputError(f"expected one input at a time for a map of a model, got {len(x)}; loop over them")
-        cut = self.to(x.dtype)
-        kernels: list[SoftmaxAttention] = []
-
-        def f(t: Tensor) -> Tensor:
-            y, seen = cut.run(t[0])
-            kernels.extend(seen)
-            return y[None]
-
-        def refine() -> CutJacobian | None:
-            finer = next((k.finer for k in kernels if k.finer is not None), None)
-            return None if finer is None else replace(cut, precision=finer).linearize(x)[1]
-
+        last = vars(self).get("_last", lambda: None)()
+        if last is not None:  # one graph at a time: the old one is made again should it be asked
+            last.release()
+        jacobian = CutJacobian(self.to(x.dtype), x)
+        vars(self)["_last"] = weakref.ref(jacobian)
         try:
-            with float32_products():
-                jacobian = CutJacobian(f, x, kernels, refine)
+            return jacobian.output, jacobian
         except (RuntimeError, TypeError) as error:
             if x.dtype == torch.float64 and self.work != torch.float64:  # code that knows no float64
                 raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
             raise
-        return jacobian.output, jacobian
 
     def run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
         """The map at tokens (n, d), and the attention calls on the way."""
@@ -217,33 +209,59 @@ class Cut(Map):
 
 @final
 class CutJacobian(Operator):
-    """The Jacobian of a cut map: torch's graph with the kernels inside, the map evaluated once, as in `AutodiffJacobian`.
+    """The Jacobian of a cut map at `x`, (1, n, d): torch's graph with the kernels inside, as in `AutodiffJacobian`.
 
     Whether its two products fit together is read off the first one with `JᵀJ`, which needs both. Where the kernels' operands
-    keep eleven bits, those of all matrix products do, until it is refined.
+    keep eleven bits, those of all matrix products do, until it is refined. The graph is made when it is asked for, and let go
+    of when a finer one is.
     """
 
-    def __init__(
-        self,
-        f: Callable[[Tensor], Tensor],
-        x: Float[Tensor, "1 n d"],
-        kernels: list[SoftmaxAttention],
-        refine: "Callable[[], CutJacobian | None]" = lambda: None,
-    ):
-        small = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come
-        self._graph, self._trusted = AutodiffJacobian(f, x, batched=True, checked=small), small
-        self.kernels, self._refine, self.output = kernels, refine, self._graph.output
-        self.coarse = bool(kernels) and all(k.coarse for k in kernels)
-        self.batch, self.in_shape, self.out_shape = 1, self._graph.in_shape, self._graph.out_shape
-        self.dtype, self.device = x.dtype, x.device
+    def __init__(self, cut: "Cut", x: Float[Tensor, "1 n d"], made: "_Made | None" = None, exact: bool = False):
+        self._cut, self._x, self._exact = cut, x, exact
+        self._made = _Made(cut, x) if made is None else made
+        self.batch, self.in_shape, self.dtype, self.device = 1, tuple(x.shape[1:]), x.dtype, x.device
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]  known once the map has run
+        return tuple(self.output.shape[1:])
+
+    @property
+    def output(self) -> Tensor:
+        """The map at `x`, (1, n, d_out)."""
+        return self._graph.output
+
+    @property
+    def kernels(self) -> list[SoftmaxAttention]:
+        """The attention calls on the way."""
+        return self._made.get()[1]
+
+    @property
+    def _graph(self) -> AutodiffJacobian:
+        return self._made.get()[0]
+
+    def release(self) -> None:
+        """Let go of the graph, after a last look at what is asked for without it."""
+        if self._made.graph is not None:
+            _ = self.coarse, self.heavy
+            self._made.graph = None
+
+    @functools.cached_property
+    def coarse(self) -> bool:
+        """Whether matrix products around the kernels take operands of eleven bits."""
+        if self._exact or self._cut.precision != "half":
+            return False
+        return bool(self.kernels) and all(k.coarse for k in self.kernels)
 
     @property
     def noise(self) -> float:
-        """Rounding, and what it makes of logits, as for an attention layer of our own."""
-        kernels = max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
-        return kernels + (self._coarse_noise if self.coarse else 0.0)
+        return self._noise
 
     @functools.cached_property
+    def _noise(self) -> float:
+        """Rounding, and what it makes of logits, as for an attention layer of our own."""
+        kernels = max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+        return math.hypot(kernels, self._coarse_noise()) if self.coarse else kernels  # independent errors
+
     def _coarse_noise(self) -> float:
         """The relative error that eleven-bit operands around the kernels make of a product with a random vector."""
         v = torch.randn(1, 1, *self.in_shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device)
@@ -252,16 +270,24 @@ class CutJacobian(Operator):
         size = float(true.norm())
         return float((self.jvp(v) - true).norm()) / size if size > 0 else 0.0
 
-    def refined(self):
-        if not self.coarse:
-            return self._refine()
-        exact = copy.copy(self)  # the same graph
-        exact.coarse = False
-        return exact
-
     @property
     def heavy(self) -> bool:
+        return self._heavy
+
+    @functools.cached_property
+    def _heavy(self) -> bool:
         return any(k.heavy for k in self.kernels)
+
+    def refined(self):
+        if self.coarse:
+            return CutJacobian(self._cut, self._x, self._made, exact=True)
+        finer = FINER.get(self._cut.precision)
+        if self._made.graph is not None:  # else some kernel of a coarser one has it
+            finer = next((k.finer for k in self.kernels if k.finer is not None), None)
+        if finer is None:
+            return None
+        self.release()
+        return CutJacobian(replace(self._cut, precision=finer), self._x)
 
     def jvp(self, v):
         with float32_products(coarse=self.coarse):
@@ -272,8 +298,8 @@ class CutJacobian(Operator):
             return self._graph.vjp(u)
 
     def gram(self, v):
-        if not self._trusted:
-            self._trusted = True
+        if not self._made.trusted:
+            self._made.trusted = True
             try:
                 product, energy = super().gram(v)
                 if self._fits(v, product, energy):
@@ -287,6 +313,28 @@ class CutJacobian(Operator):
         """`|J v|² = ⟨v, JᵀJ v⟩`."""
         left, right = energy.double().diagonal(dim1=1, dim2=2).sum(), (v.double() * product.double()).sum()
         return bool((left - right).abs() <= min(1e3 * self.noise, 0.02) * left) or not bool(left.isfinite())
+
+
+class _Made:
+    """The graph of a cut map and its attention calls, made when asked for; `trusted` once its products were checked."""
+
+    def __init__(self, cut: Cut, x: Float[Tensor, "1 n d"]):
+        self._cut, self._x = cut, x
+        self.trusted = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come: checked as it is made
+        self.graph: tuple[AutodiffJacobian, list[SoftmaxAttention]] | None = None
+
+    @float32_products()
+    def get(self) -> tuple[AutodiffJacobian, list[SoftmaxAttention]]:
+        if self.graph is None:
+            kernels: list[SoftmaxAttention] = []
+
+            def f(t: Tensor) -> Tensor:
+                y, seen = self._cut.run(t[0])
+                kernels.extend(seen)
+                return y[None]
+
+            self.graph = AutodiffJacobian(f, self._x, batched=True, checked=self._x.numel() <= _SMALL), list(kernels)
+        return self.graph
 
 
 def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, SoftmaxAttention]:

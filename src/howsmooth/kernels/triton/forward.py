@@ -6,7 +6,7 @@ import triton.language as tl
 from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finish, first_row, load, split
 
 
-@triton.jit(do_not_specialize=ANY)
+@triton.jit(do_not_specialize=[*ANY, "group"])
 def forward(
     Q, Q_LO, K, K_LO, V, V_LO, BIAS_P, OUT, LSE, LOW, HIGH,
     n, m, n_rows, m_rows, heads, group, d_v, window, step, scale, out_scale, cap, one,
