@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_models import module
+from howsmooth.cli.options import engine_of
 from howsmooth.report.assemble import inspect_into
 from howsmooth.study import alice
 from howsmooth.study.layers import Question, settle
@@ -25,10 +26,11 @@ def run(quick: bool) -> list[dict[str, Any]]:
         start = time.perf_counter()
         reader = Reader.by_name(f"{folder}/model", device="cuda")
         setting = settle(reader, Question(tuple(lengths), samples))
-        report, page = inspect_into(reader, setting, f"{folder}/report", "howsmooth report")
+        engine = engine_of("local", None, None, reader.model, "cuda")
+        report, page = inspect_into(reader, setting, f"{folder}/report", "howsmooth report", engine=engine)
         seconds = time.perf_counter() - start
         kinds = Counter(row["kind"] for row in report.data.rows)
-        row = {"layers": layers, "lengths": len(lengths), "samples": samples, **kinds}
+        row = {"layers": layers, "lengths": len(lengths), "samples": samples, **kinds, "workers": engine.name}
         return [row | {"failures": len(report.failures), "page MB": page.stat().st_size / 1e6, "seconds": seconds}]
 
 

@@ -42,3 +42,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_configure(config: pytest.Config) -> None:
     # torch's own first use of forward mode says this of itself
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+    # torch's own too, on a GPU: of its backward thread's first product, and of its profiler
+    config.addinivalue_line("filterwarnings", "ignore:Attempting to run cuBLAS, but there was no current:UserWarning")
+    config.addinivalue_line("filterwarnings", "ignore:Warning. Profiler clears events:UserWarning")

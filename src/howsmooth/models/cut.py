@@ -26,6 +26,7 @@ from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
 from howsmooth.models.intercept import IMPLEMENTATION, Call, Intercept, implementation
+from howsmooth.models.room import unhooked, weights_of
 from howsmooth.models.trace import (
     Invocation,
     KeepDouble,
@@ -178,10 +179,11 @@ class Cut(Map):
         x = tokens if self.real is None else span.tokens.to(tokens).index_copy(0, self.real.to(tokens.device), tokens)
         state = {
             k: t.detach().to(tokens.device, self.work if t.is_floating_point() else None)
-            for k, t in (*root.module.named_parameters(), *root.module.named_buffers())
+            for k, t in weights_of(root.module).items()
         }
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.owner))
+            stack.enter_context(unhooked(root.module))
             if self.code is not None:
                 stack.enter_context(implementation(self.owner, self.code))
             if self.kernels:
@@ -326,10 +328,10 @@ class _Made:
     @float32_products()
     def get(self) -> tuple[AutodiffJacobian, list[SoftmaxAttention]]:
         if self.graph is None:
-            kernels: list[SoftmaxAttention] = []
+            cut, kernels = self._cut, list[SoftmaxAttention]()
 
-            def f(t: Tensor) -> Tensor:
-                y, seen = self._cut.run(t[0])
+            def f(t: Tensor) -> Tensor:  # knows nothing of what holds it, so that all goes when that does
+                y, seen = cut.run(t[0])
                 kernels.extend(seen)
                 return y[None]
 

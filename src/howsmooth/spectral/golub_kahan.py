@@ -204,14 +204,14 @@ class _Basis:
     def orthogonal(self, w: Float[Tensor, "batch N"]) -> Float[Tensor, "batch N"]:
         """`w` made orthogonal to the basis; a second pass where the first took most of it away.
 
-        On a GPU always: asking whether it did would cost more than doing it. There a batch of one is spared the batched
-        product, which takes a long row against a few of them forty times as long as reading them does.
+        On a GPU always: asking whether it did would cost more than doing it. There, matrix products of one long row are
+        forty times as slow as reading it, so vectors that fill a chunk are taken one by one.
         """
-        if len(w) == 1 and w.device.type != "cpu":
+        if len(w) == 1 and self.room == 1 and w.device.type != "cpu":
             v = w[0].clone()
             for _ in range(2):
                 for chunk in self.chunks:
-                    v.addmv_(chunk[0].mT, torch.mv(chunk[0], v), alpha=-1)
+                    v.addcmul_(chunk[0, 0], torch.dot(chunk[0, 0], v), value=-1)
             return v[None]
         w = w[:, None]
         before = w.norm(dim=-1) if w.device.type == "cpu" else None

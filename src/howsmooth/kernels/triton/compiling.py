@@ -1,9 +1,9 @@
 """Launching kernels, and compiling several of them at once before they are needed."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from threading import Thread
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ def in_parallel(work: Callable[[], None]) -> None:
         _compiling.reset(token)
 
 
-def soon(work: Callable[[], None]) -> None:
+def soon(work: Callable[[], None]) -> Thread:
     """The same in a thread of its own, while others go on."""
-    threading.Thread(target=in_parallel, args=(work,), daemon=True).start()
+    thread = Thread(target=in_parallel, args=(work,), daemon=True)
+    thread.start()
+    return thread

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import final
 
 import torch
@@ -61,9 +62,9 @@ class Fused(SoftmaxAttention):
         # κ keeps P̂ ∘ dS in range: |dq̂| ≤ √d 2¹², |dk̂| ≤ √d 2¹², and |ĝ·(v̂ − ô)| ≤ 2 √d_v 2¹² max|v̂|
         self._kappa_jvp = power(padded_width(d) ** 0.5 * 2.0**TOP * (q_row + k_row), top=1)
         self._kappa_vjp = power(padded_width(v.shape[-1]) ** 0.5 * 2.0**TOP * 2 * v_row, top=1)
-        self._q = self._pack(q[None], tau * self._s_q, self._s_passes)
-        self._k = self._pack(k[None], self._s_k, self._s_passes)
-        self._v = self._pack(v[None], self._s_v, 3)
+        self._q = self._pack(q[None], tau * self._s_q)
+        self._k = self._pack(k[None], self._s_k)
+        self._v = self._pack(v[None], self._s_v)
         bias = _bias(self.scores, batch, heads, n, m)
         # over items, heads and rows; without a bias another tensor stands in its place, never read
         self._bias, self._strides = (self._q.hi, (0, 0, 0)) if bias is None else (bias, bias.stride()[:3])
@@ -79,6 +80,9 @@ class Fused(SoftmaxAttention):
         if q.is_cuda and not compiling():
             self._compile_ahead()
         self._o, self._lse, self._low, self._high = self._forward()
+        # what the products do not read
+        self._q, self._k = (t if self._s_passes == 3 else Operand(t.hi, t.hi) for t in (self._q, self._k))
+        self._v = self._v if self._passes == 3 else Operand(self._v.hi, self._v.hi)
 
     def _compile_ahead(self) -> None:
         """Compile what the products of this problem will take, side by side; what its lower end will take, meanwhile."""
@@ -93,16 +97,16 @@ class Fused(SoftmaxAttention):
             promote=self._promote,
         )
         if signature not in _COMPILED:
-            _COMPILED.add(signature)
+            _COMPILED[signature] = None
             in_parallel(signature.try_out)
-        if self.heavy and self.precision == "half":
-            finest = replace(signature, precision="strict", promote=True)
-            if finest not in _COMPILED:
-                _COMPILED.add(finest)
-                soon(finest.try_out)
+        elif (under_way := _COMPILED[signature]) is not None:
+            under_way.join()
+        finest = replace(signature, precision="strict", promote=True)
+        if self.heavy and finest not in _COMPILED:
+            _COMPILED[finest] = soon(finest.try_out)
 
-    def _pack(self, t: Tensor, scale: float, passes: int) -> Operand:
-        return pack(t, torch.full(t.shape[:2], scale, device=t.device), passes)[0]
+    def _pack(self, t: Tensor, scale: float) -> Operand:
+        return pack(t, torch.full(t.shape[:2], scale, device=t.device), 3)[0]
 
     @property
     def output(self):
@@ -209,14 +213,14 @@ class Fused(SoftmaxAttention):
         device = self._q.hi.device
         out = torch.empty(batch, n, heads, d_v, device=device).transpose(1, 2)
         lse, low, high = (torch.empty(batch * heads, rows, device=device) for _ in range(3))
-        b = self._blocks("forward")
+        b = blocks.pick("forward", max(self._q.hi.shape[-1], self._v.hi.shape[-1]), 3, False, self.scores.mask.causal)
         launch(
             forward.forward, (rows // b.rows, batch * heads),
             self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, self._bias, out, lse, low, high,
             n, m, rows, cols, heads, heads // kv_heads, d_v, self.scores.mask.window or 0, 1,
             1 / (self._s_q * self._s_k), 1 / self._s_v, self.scores.softcap or 1.0, 1.0,
             *self._strides, *out.stride()[:3],
-            BM=b.rows, BN=b.cols, S_PASSES=self._s_passes, **self._options,
+            BM=b.rows, BN=b.cols, COARSE=self._s_passes == 1, **self._options,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out, lse, low, high
@@ -337,4 +341,4 @@ class _Signature:
             kernel.vjp(v.float().expand(1, heads, 1, d_v)[None])
 
 
-_COMPILED: set[_Signature] = set()
+_COMPILED: dict[_Signature, Thread | None] = {}  # with the thread that compiles it, where one does
