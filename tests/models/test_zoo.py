@@ -175,3 +175,21 @@ def test_a_layer_as_attention(name: str):
     attn = captured.attention(layer)
     assert hs.lipschitz(attn, captured.tokens(layer)).value == pytest.approx(captured.measure(layer).value, rel=1e-9)
     assert attn.bias is None or name == "t5 encoder"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("kind", ["attention", "block"])
+def test_a_gpu_finds_the_same(name: str, kind: MapName):
+    """In single precision on the fused kernels, against the dense Jacobian in double precision."""
+    animal, inputs = ZOO[name], {k: v.double() if v.is_floating_point() else v for k, v in ZOO[name].inputs().items()}
+    _, truth = truth_of(name, kind, inputs)
+    model = hs.load(randomize(animal.build(), scale=animal.scale), "cuda", side=animal.side)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # falls back where it does elsewhere
+        got = model.capture(inputs=inputs).measure(animal.layer, kind)
+    assert got.direction.is_cuda
+    assert got.cut == animal.cut
+    assert abs(got.value - truth) <= 1e-3 * truth
+    assert got.upper >= truth * (1 - PARITY)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention
+from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import REAL, check_dense, described
 from howsmooth.maps.operator import Operator, inner, stream
 from howsmooth.maps.rounding import attention_rounding, norm_rounding
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 
 _GUESS_STEPS = 40  # products with `Wₒ W_v` that a guess may take: little beside one product with the Jacobian
+_MANY = 2**22
+_TOKENS = 512  # random ones on which the error of projections is measured
 
 
 @final
@@ -32,6 +36,7 @@ class AttentionJacobian(Operator):
 
     layer: the weights, in the precision of the tokens.  kernel: softmax attention at their queries, keys and values.
     q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them.  longest: token, its length.
+    exact: projections keep all bits of their operands; else only eleven where the kernel's products do.
     """
 
     def __init__(
@@ -41,21 +46,43 @@ class AttentionJacobian(Operator):
         q_slope: "NormJacobian | None" = None,
         k_slope: "NormJacobian | None" = None,
         longest: Tensor | None = None,
+        exact: bool = False,
     ):
         self.layer, self.kernel, self.q_slope, self.k_slope, self.longest = layer, kernel, q_slope, k_slope, longest
+        self.coarse = not exact and kernel.coarse
         self.batch, _, n, _ = kernel.output.shape
         self.in_shape, self.out_shape = (n, layer.width), (n, layer.out_width)
         self.dtype, self.device = kernel.output.dtype, kernel.output.device
 
     @property
     def noise(self) -> float:
-        return self.kernel.noise
+        return math.hypot(self.kernel.noise, self._projection_noise) if self.coarse else self.kernel.noise  # independent
+
+    @functools.cached_property
+    @torch.no_grad()
+    def _projection_noise(self) -> float:
+        """The relative error of projections with eleven-bit operands, in and out, measured on some random tokens."""
+        layer, random = self.layer, torch.Generator().manual_seed(0)
+        x = torch.randn(_TOKENS, layer.width, generator=random).to(self.device, self.dtype)
+        o = torch.randn(_TOKENS, layer.heads * self.kernel.output.shape[-1], generator=random).to(x)
+
+        def projected() -> list[Tensor]:
+            inward = torch.cat([t.flatten() for t in layer.project(x, with_bias=False)])
+            return [inward] if layer.w_o is None else [inward, o @ layer.w_o.mT]
+
+        with float32_products():
+            true = projected()
+        with float32_products(coarse=True):
+            coarse = projected()
+        return math.hypot(*(float((a - b).norm() / b.norm()) for a, b in zip(coarse, true, strict=True) if float(b.norm()) > 0))
 
     @property
     def heavy(self) -> bool:
         return self.kernel.heavy
 
     def refined(self):
+        if self.coarse:
+            return AttentionJacobian(self.layer, self.kernel, self.q_slope, self.k_slope, exact=True)
         kernel = self.kernel.refined()
         return None if kernel is None else self._with(kernel)
 
@@ -86,27 +113,32 @@ class AttentionJacobian(Operator):
 
     @torch.no_grad()
     def jvp(self, v):
-        o, w_o = self._push(v), self.layer.w_o
-        return o if w_o is None else o @ w_o.mT
+        w_o = self.layer.w_o
+        with float32_products(coarse=self.coarse):
+            o = self._push(v)
+            return o if w_o is None else o @ w_o.mT
 
     @torch.no_grad()
     def vjp(self, u):
         w_o = self.layer.w_o
-        return self._pull(u if w_o is None else u @ w_o)
+        with float32_products(coarse=self.coarse):
+            return self._pull(u if w_o is None else u @ w_o)
 
     @functools.cached_property
     def _gram_o(self) -> Tensor | None:
         """`WₒᵀWₒ`, which stands for `Wₒ` and then `Wₒᵀ` in products with `JᵀJ`; nothing where `Wₒ` is the cheaper one."""
         w_o = self.layer.w_o
-        return w_o.mT @ w_o if w_o is not None and w_o.shape[1] < 2 * w_o.shape[0] else None
+        with float32_products():
+            return w_o.mT @ w_o if w_o is not None and w_o.shape[1] < 2 * w_o.shape[0] else None
 
     @torch.no_grad()
     def gram(self, v):
         if self._gram_o is None:
             return super().gram(v)
-        o = self._push(v)
-        weighted = o @ self._gram_o
-        return self._pull(weighted), inner(o, weighted)
+        with float32_products(coarse=self.coarse):
+            o = self._push(v)
+            weighted = o @ self._gram_o
+            return self._pull(weighted), inner(o, weighted)
 
     @torch.no_grad()
     def guess(self, seeds: Sequence[int]):
@@ -129,7 +161,7 @@ class AttentionJacobian(Operator):
         if layer.rotary is not None:
             layer = replace(layer, rotary=layer.rotary.select(items))
         slopes = [None if s is None else s.select(items) for s in (self.q_slope, self.k_slope)]
-        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], self.longest)
+        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], self.longest, not self.coarse)
 
 
 def _top_input(w: Float[Tensor, "out d"], u: Float[Tensor, "batch d"]) -> Float[Tensor, "batch d"]:
@@ -256,7 +288,8 @@ class AutodiffJacobian(Operator):
 
     def _second_graph(self) -> Tensor | None:
         try:
-            g = torch.autograd.grad(self._y, self._x, self._u, create_graph=True, materialize_grads=True)[0]
+            with torch.autograd.graph.saved_tensors_hooks(_without_zeros, lambda t: t):
+                g = torch.autograd.grad(self._y, self._x, self._u, create_graph=True, materialize_grads=True)[0]
         except RuntimeError:
             return None
         return g if g.requires_grad else None
@@ -336,6 +369,12 @@ def _applied(f: Callable[[Tensor], Any], x: Tensor) -> Any:
         raise BadFunctionError(
             f"expected a function that takes {x.dtype} of shape {tuple(x.shape)}, got an error from it ({said}); check both"
         ) from error
+
+
+def _without_zeros(t: Tensor) -> Tensor:
+    """What a graph keeps of a tensor: of many zeros, one. The graph of `u ↦ Jᵀu` is made at `u = 0`, so it is full of them."""
+    many = t.numel() >= _MANY and t.device.type == "cuda"  # elsewhere looking costs more than keeping
+    return t if not many or bool(t.any()) else t.new_zeros(()).expand(t.shape)
 
 
 def doubled(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

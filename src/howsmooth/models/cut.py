@@ -6,6 +6,8 @@ graph; the attention calls in between are nodes of that graph whose products run
 
 import functools
 import itertools
+import math
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,10 +21,12 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention, attention_and_kernel
-from howsmooth.kernels.base import Precision
+from howsmooth.kernels.base import FINER, Precision
+from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
 from howsmooth.models.intercept import IMPLEMENTATION, Call, Intercept, implementation
+from howsmooth.models.room import unhooked, weights_of
 from howsmooth.models.trace import (
     Invocation,
     KeepDouble,
@@ -118,7 +122,8 @@ class Cut(Map):
     @property
     def start(self) -> Tensor:
         """The tokens the map takes in the trace, (n, d), padding left out."""
-        return self.span.tokens if self.real is None else self.span.tokens[self.real]
+        tokens = self.span.tokens if self.real is None else self.span.tokens[self.real]
+        return tokens.to(self.trace.output.device)
 
     @property
     def width(self) -> int:
@@ -136,31 +141,24 @@ class Cut(Map):
     def moved(self, device, dtype):
         return self if dtype in (None, self.work) else replace(self, work=dtype)
 
+    @float32_products()
     def value(self, x):
         return torch.stack([self.run(item)[0] for item in x])
 
     def linearize(self, x):
         if len(x) != 1:
             raise BadInputError(f"expected one input at a time for a map of a model, got {len(x)}; loop over them")
-        cut = self.to(x.dtype)
-        kernels: list[SoftmaxAttention] = []
-
-        def f(t: Tensor) -> Tensor:
-            y, seen = cut.run(t[0])
-            kernels.extend(seen)
-            return y[None]
-
-        def refine() -> CutJacobian | None:
-            finer = next((k.finer for k in kernels if k.finer is not None), None)
-            return None if finer is None else replace(cut, precision=finer).linearize(x)[1]
-
+        last = vars(self).get("_last", lambda: None)()
+        if last is not None:  # one graph at a time: the old one is made again should it be asked
+            last.release()
+        jacobian = CutJacobian(self.to(x.dtype), x)
+        vars(self)["_last"] = weakref.ref(jacobian)
         try:
-            jacobian = CutJacobian(f, x, kernels, refine)
+            return jacobian.output, jacobian
         except (RuntimeError, TypeError) as error:
             if x.dtype == torch.float64 and self.work != torch.float64:  # code that knows no float64
                 raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
             raise
-        return jacobian.output, jacobian
 
     def run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
         """The map at tokens (n, d), and the attention calls on the way."""
@@ -177,14 +175,15 @@ class Cut(Map):
         intercept = Intercept(on_call, dict(self.trace.masks))
         span = self.span
         root = span.root
-        convert = _converter(self.work, set(intercept.masks))
-        x = tokens if self.real is None else span.tokens.to(tokens.dtype).index_copy(0, self.real, tokens)
+        convert = _converter(tokens.device, self.work, set(intercept.masks))
+        x = tokens if self.real is None else span.tokens.to(tokens).index_copy(0, self.real.to(tokens.device), tokens)
         state = {
-            k: t.detach().to(self.work) if t.is_floating_point() else t
-            for k, t in (*root.module.named_parameters(), *root.module.named_buffers())
+            k: t.detach().to(tokens.device, self.work if t.is_floating_point() else None)
+            for k, t in weights_of(root.module).items()
         }
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.owner))
+            stack.enter_context(unhooked(root.module))
             if self.code is not None:
                 stack.enter_context(implementation(self.owner, self.code))
             if self.kernels:
@@ -206,48 +205,103 @@ class Cut(Map):
         if self.real is not None:
             if len(y) != len(span.tokens):
                 raise BadInputError(f"expected as many outputs as tokens under a padding mask, got {len(y)}; leave it out")
-            y = y[self.real]
+            y = y[self.real.to(y.device)]
         return y, kernels
 
 
 @final
 class CutJacobian(Operator):
-    """The Jacobian of a cut map: torch's graph with the kernels inside, the map evaluated once, as in `AutodiffJacobian`.
+    """The Jacobian of a cut map at `x`, (1, n, d): torch's graph with the kernels inside, as in `AutodiffJacobian`.
 
-    Whether its two products fit together is read off the first one with `JᵀJ`, which needs both.
+    Whether its two products fit together is read off the first one with `JᵀJ`, which needs both. Where the kernels' operands
+    keep eleven bits, those of all matrix products do, until it is refined. The graph is made when it is asked for, and let go
+    of when a finer one is.
     """
 
-    def __init__(
-        self,
-        f: Callable[[Tensor], Tensor],
-        x: Float[Tensor, "1 n d"],
-        kernels: list[SoftmaxAttention],
-        refine: "Callable[[], CutJacobian | None]" = lambda: None,
-    ):
-        small = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come
-        self._graph, self._trusted = AutodiffJacobian(f, x, batched=True, checked=small), small
-        self.kernels, self.refined, self.output = kernels, refine, self._graph.output
-        self.batch, self.in_shape, self.out_shape = 1, self._graph.in_shape, self._graph.out_shape
-        self.dtype, self.device = x.dtype, x.device
+    def __init__(self, cut: "Cut", x: Float[Tensor, "1 n d"], made: "_Made | None" = None, exact: bool = False):
+        self._cut, self._x, self._exact = cut, x, exact
+        self._made = _Made(cut, x) if made is None else made
+        self.batch, self.in_shape, self.dtype, self.device = 1, tuple(x.shape[1:]), x.dtype, x.device
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]  known once the map has run
+        return tuple(self.output.shape[1:])
+
+    @property
+    def output(self) -> Tensor:
+        """The map at `x`, (1, n, d_out)."""
+        return self._graph.output
+
+    @property
+    def kernels(self) -> list[SoftmaxAttention]:
+        """The attention calls on the way."""
+        return self._made.get()[1]
+
+    @property
+    def _graph(self) -> AutodiffJacobian:
+        return self._made.get()[0]
+
+    def release(self) -> None:
+        """Let go of the graph, after a last look at what is asked for without it."""
+        if self._made.graph is not None:
+            _ = self.coarse, self.heavy
+            self._made.graph = None
+
+    @functools.cached_property
+    def coarse(self) -> bool:
+        """Whether matrix products around the kernels take operands of eleven bits."""
+        if self._exact or self._cut.precision != "half":
+            return False
+        return bool(self.kernels) and all(k.coarse for k in self.kernels)
 
     @property
     def noise(self) -> float:
+        return self._noise
+
+    @functools.cached_property
+    def _noise(self) -> float:
         """Rounding, and what it makes of logits, as for an attention layer of our own."""
-        return max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+        kernels = max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+        return math.hypot(kernels, self._coarse_noise()) if self.coarse else kernels  # independent errors
+
+    def _coarse_noise(self) -> float:
+        """The relative error that eleven-bit operands around the kernels make of a product with a random vector."""
+        v = torch.randn(1, 1, *self.in_shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device)
+        with float32_products():
+            true = self._graph.jvp(v)
+        size = float(true.norm())
+        return float((self.jvp(v) - true).norm()) / size if size > 0 else 0.0
 
     @property
     def heavy(self) -> bool:
+        return self._heavy
+
+    @functools.cached_property
+    def _heavy(self) -> bool:
         return any(k.heavy for k in self.kernels)
 
+    def refined(self):
+        if self.coarse:
+            return CutJacobian(self._cut, self._x, self._made, exact=True)
+        finer = FINER.get(self._cut.precision)
+        if self._made.graph is not None:  # else some kernel of a coarser one has it
+            finer = next((k.finer for k in self.kernels if k.finer is not None), None)
+        if finer is None:
+            return None
+        self.release()
+        return CutJacobian(replace(self._cut, precision=finer), self._x)
+
     def jvp(self, v):
-        return self._graph.jvp(v)
+        with float32_products(coarse=self.coarse):
+            return self._graph.jvp(v)
 
     def vjp(self, u):
-        return self._graph.vjp(u)
+        with float32_products(coarse=self.coarse):
+            return self._graph.vjp(u)
 
     def gram(self, v):
-        if not self._trusted:
-            self._trusted = True
+        if not self._made.trusted:
+            self._made.trusted = True
             try:
                 product, energy = super().gram(v)
                 if self._fits(v, product, energy):
@@ -261,6 +315,28 @@ class CutJacobian(Operator):
         """`|J v|² = ⟨v, JᵀJ v⟩`."""
         left, right = energy.double().diagonal(dim1=1, dim2=2).sum(), (v.double() * product.double()).sum()
         return bool((left - right).abs() <= min(1e3 * self.noise, 0.02) * left) or not bool(left.isfinite())
+
+
+class _Made:
+    """The graph of a cut map and its attention calls, made when asked for; `trusted` once its products were checked."""
+
+    def __init__(self, cut: Cut, x: Float[Tensor, "1 n d"]):
+        self._cut, self._x = cut, x
+        self.trusted = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come: checked as it is made
+        self.graph: tuple[AutodiffJacobian, list[SoftmaxAttention]] | None = None
+
+    @float32_products()
+    def get(self) -> tuple[AutodiffJacobian, list[SoftmaxAttention]]:
+        if self.graph is None:
+            cut, kernels = self._cut, list[SoftmaxAttention]()
+
+            def f(t: Tensor) -> Tensor:  # knows nothing of what holds it, so that all goes when that does
+                y, seen = cut.run(t[0])
+                kernels.extend(seen)
+                return y[None]
+
+            self.graph = AutodiffJacobian(f, self._x, batched=True, checked=self._x.numel() <= _SMALL), list(kernels)
+        return self.graph
 
 
 def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, SoftmaxAttention]:
@@ -327,8 +403,8 @@ def _stop_at(stack: ExitStack, end: nn.Module, before: bool, counted: nn.Module,
     stack.enter_context(end.register_forward_pre_hook(taken) if before else end.register_forward_hook(given))
 
 
-def _converter(dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
-    """Floating-point tensors in another precision; storages in `keep`, which only stand for something, as they are.
+def _converter(device: torch.device, dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
+    """Floating-point tensors where and as they are needed; storages in `keep`, which only stand for something, as they are.
 
     A tensor that occurs twice stays one tensor.
     """
@@ -338,7 +414,7 @@ def _converter(dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.untyped_storage().data_ptr() in keep:
             return leaf
         if id(leaf) not in done:
-            done[id(leaf)] = leaf.detach().to(dtype)
+            done[id(leaf)] = leaf.detach().to(device, dtype)
         return done[id(leaf)]
 
     return convert
