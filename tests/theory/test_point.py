@@ -113,7 +113,7 @@ def test_d3_without_its_key_part_would_be_caught():
     for layer, x in single_heads(60):
         operator = layer.linearize(x)[1]
         geometry = Geometry.of(operator.layer)
-        sizes = trace_sizes(operator, geometry, Tokens.of(operator, geometry))
+        sizes = trace_sizes(operator, Tokens.of(operator, geometry))
         caught += int((geometry.nu[0] * sizes.p + sizes.beta < norms(layer, x)).sum())
     assert caught > 0
 

@@ -16,7 +16,7 @@ from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
 from howsmooth.spectral import DenseSVD, GolubKahan
-from howsmooth.theory.bound import ROUNDINGS, spectral_norm
+from howsmooth.theory.bound import ROUNDINGS, largest_entry, no_nan, spectral_norm
 from howsmooth.theory.perron import inverse_rows
 
 _FEATURES = 2**23  # products of values and keys kept at once
@@ -65,8 +65,8 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
             low, high = size.new_tensor([(s.value, s.upper) for s in solutions]).T.unflatten(1, (batch, -1))
             used = True
         lower[:, rows] = low
-        upper[:, rows] = torch.minimum(torch.maximum(high + slack, low), torch.maximum(size, low))
-    return BlockNorms(lower, upper, 1 - _DELTA if used else 1.0)
+        upper[:, rows] = torch.fmin(torch.maximum(high + slack, low), torch.maximum(size, low))
+    return BlockNorms(lower, no_nan(upper), 1 - _DELTA if used else 1.0)
 
 
 @torch.no_grad()
@@ -106,7 +106,8 @@ def block_sizes(operator: Operator) -> BlockSizes:
         return block_sizes(operator.operator)
     if isinstance(operator, Composed):
         outer, inner = block_sizes(operator.outer), block_sizes(operator.inner)
-        return BlockSizes(outer.bound * inner.bound, outer.terms * inner.bound + outer.bound * inner.terms)
+        terms = outer.terms * inner.bound + outer.bound * inner.terms
+        return BlockSizes(no_nan(outer.bound * inner.bound), no_nan(terms))
     if isinstance(operator, NormJacobian):
         bound = operator.norm.weight.double().abs().max() / operator.scale.double()[..., 0]
         return BlockSizes(bound, bound)
@@ -167,6 +168,8 @@ def _spreads(operator: AttentionJacobian) -> BlockSizes:
     layer, kernel, inverse = operator.layer, operator.kernel.tiled(), inverse_rows(operator)
     batch, heads, n, m = kernel.shape
     v, k, o = _centred(kernel)
+    v_size, k_size = (largest_entry(t) for t in (v, k))  # taken out, so that squares stay in range
+    v, k, o = v / v_size, k / k_size, o / v_size
     moments = v.new_zeros(len(v), n, 2 + v.shape[-1])
     columns = torch.cat([v.square().sum(-1, keepdim=True), k.square().sum(-1, keepdim=True), v], -1)
     total = torch.zeros_like(inverse)
@@ -181,9 +184,9 @@ def _spreads(operator: AttentionJacobian) -> BlockSizes:
     far = (moments[..., 0].sqrt() + o.norm(dim=-1) * total.sqrt()).square()
     near = near.clamp_min(0) + noise * far
     w = layer.by_head()
-    gain = spectral_norm(w.q) * spectral_norm(w.o)
+    gain = abs(layer.scale) * (spectral_norm(w.q) * k_size) * (spectral_norm(w.o) * v_size)
     bound, terms = (
-        (abs(layer.scale) * (spread * moments[..., 1]).sqrt().unflatten(0, (batch, heads)) * gain[:, None]).sum(1)
+        no_nan(((spread * moments[..., 1]).sqrt().unflatten(0, (batch, heads)) * gain[:, None]).sum(1))
         for spread in (near, far)
     )
     return BlockSizes(bound * (1 + noise), terms)

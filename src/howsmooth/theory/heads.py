@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian, Operator
-from howsmooth.theory.bound import ROUNDINGS, slack, spectral_norm
+from howsmooth.theory.bound import ROUNDINGS, TINY, largest_entry, lengths, no_less, no_nan, slack, spectral_norm
 from howsmooth.theory.constants import plane_factors
 from howsmooth.theory.perron import inverse_rows
 
@@ -23,7 +23,8 @@ PerHead = Float[Tensor, "batch heads"]
 class Geometry:
     """The weights of each head cut into orthonormal directions and small square factors (4.2), float64.
 
-    `W_o^h = O_h R_o`, `W_q^hᵀ = Q_h R_q`, `W_k^hᵀ = K_h R_k`, `W_o^h W_v^h = O_h U S Zᵀ`.
+    `W_o^h = O_h R_o`, `W_q^hᵀ = Q_h R_q`, `W_k^hᵀ = K_h R_k`, `W_o^h W_v^h = O_h U S Zᵀ`. Sizes are taken out of what is
+    multiplied, so that no product leaves the range: `r_o` is divided by `out_size`, `inner` by `out_size` and `value_size`.
     """
 
     out: Float[Tensor, "heads d_out r"]
@@ -35,51 +36,56 @@ class Geometry:
     inner: Float[Tensor, "heads r d"]  # R_o W_v
     nu: Float[Tensor, " heads"]  # ‖W_o W_v‖
     values: tuple[Tensor, Tensor] | None  # O U S^½, (heads, d_out, r), and Z S^½, (heads, d, r); nothing for one head
+    out_size: float
+    value_size: float
 
     @classmethod
     def of(cls, layer: Attention) -> "Geometry":
         w = layer.by_head()
-        (out, r_o), (query, r_q), (key, r_k) = (torch.linalg.qr(t) for t in (w.o, w.q.mT, w.k.mT))
-        inner = r_o @ w.v
+        sizes = out_size, value_size = largest_entry(w.o), largest_entry(w.v)
+        (out, r_o), (query, r_q), (key, r_k) = (torch.linalg.qr(t) for t in (w.o / out_size, w.q.mT, w.k.mT))
+        inner = r_o @ (w.v / value_size)
         if layer.heads == 1:
-            small = inner[0] @ inner[0].mT if inner.shape[1] <= inner.shape[2] else inner[0].mT @ inner[0]
-            nu = inner.new_tensor([largest_eigenvalue(small, 1e-13, 1e-6) ** 0.5])
-            return cls(out, r_o, query, r_q, key, r_k, inner, nu, None)
-        value, r_v = torch.linalg.qr(w.v.mT)  # (heads, d, r), (heads, r, d_v)
+            top = largest_entry(inner)
+            even = inner[0] / top
+            small = even @ even.mT if even.shape[0] <= even.shape[1] else even.mT @ even
+            share = inner.new_tensor([largest_eigenvalue(small, 1e-13, 1e-6) ** 0.5])
+            nu = no_less(share, share * top * out_size * value_size)
+            return cls(out, r_o, query, r_q, key, r_k, inner, nu, None, *sizes)
+        value, r_v = torch.linalg.qr(w.v.mT / value_size)  # (heads, d, r), (heads, r, d_v)
         u, s, zt = torch.linalg.svd(r_o @ r_v.mT, full_matrices=False)
-        root = s.sqrt()[:, None]
-        return cls(out, r_o, query, r_q, key, r_k, inner, s[:, 0], (out @ u * root, value @ zt.mT * root))
+        root = s.sqrt()[:, None] * (out_size**0.5 * value_size**0.5)
+        nu = no_less(s[:, 0], s[:, 0] * out_size * value_size)
+        return cls(out, r_o, query, r_q, key, r_k, inner, nu, (out @ u * root, value @ zt.mT * root), *sizes)
 
     def blocks(self, t: PerHead, dtype: torch.dtype) -> Float[Tensor, " batch"]:
         """D5, Theorem 4.5: heads of norm `t_h` through the output directions they share."""
-        return (_shared_norm([(self.out, t)], dtype) * t.sum(-1)).sqrt()
+        return no_nan(_shared_root([(self.out, t)], dtype) * t.sum(-1).sqrt())
 
     def coupled(self, p: PerHead, beta: PerHead, key: PerHead, dtype: torch.dtype) -> Float[Tensor, " batch"]:
         """D6, Theorem 4.5: the parts of all heads through the input and output directions they share."""
         assert self.values is not None
         left = [(self.out, beta + key), (self.values[0], p)]
         right = [(self.query, beta), (self.key, key), (self.values[1], p)]
-        return (_shared_norm(left, dtype) * _shared_norm(right, dtype)).sqrt()
+        return no_nan(_shared_root(left, dtype) * _shared_root(right, dtype))
 
 
-def _shared_norm(terms: list[tuple[Float[Tensor, "heads d r"], PerHead]], dtype: torch.dtype) -> Float[Tensor, " batch"]:
-    """`‖Σ_k Σ_h t_kh E_kh E_khᵀ‖₂` from above, (batch,); the sum is made in `dtype`.
+def _shared_root(terms: list[tuple[Float[Tensor, "heads d r"], PerHead]], dtype: torch.dtype) -> Float[Tensor, " batch"]:
+    """`‖Σ_k Σ_h t_kh E_kh E_khᵀ‖₂^½` from above, (batch,); the sum is made in `dtype`. No `t` is NaN.
 
     One matrix serves the batch: with the weights `m_kh` of its average item, item `b` is at most `max_kh t_kh/m_kh` times it.
     """
-    columns = [(directions, t.mean(0)) for directions, t in terms]
-    tiny = torch.finfo(torch.float64).tiny
+    columns = [(directions, torch.where(t.isfinite(), t, 0.0).mean(0)) for directions, t in terms]
     # a head that is zero in every item drops out
-    shares = [torch.where(m > 0, t / m.clamp_min(tiny), 0.0) for (_, t), (_, m) in zip(terms, columns, strict=True)]
+    shares = [torch.where(t > 0, t / m.clamp_min(TINY), 0.0) for (_, t), (_, m) in zip(terms, columns, strict=True)]
     ratio = torch.cat(shares, -1).amax(-1)
     # sizes are taken out, so that squares stay in the range of `dtype`
-    size = torch.stack([mean.amax() * directions.abs().amax() ** 2 for directions, mean in columns]).amax()
-    size = size.clamp_min(tiny).sqrt()
+    size = torch.stack([mean.amax().sqrt() * directions.abs().amax() for directions, mean in columns]).amax().clamp_min(TINY)
     root = torch.cat(
-        [(e.to(dtype) * (mean.sqrt() / size).to(dtype)[:, None, None]).transpose(0, 1).flatten(1) for e, mean in columns], 1
+        [(e * (mean.sqrt() / size)[:, None, None]).to(dtype).transpose(0, 1).flatten(1) for e, mean in columns], 1
     )  # (d, heads·r)
     noise = 4 * torch.finfo(dtype).eps * math.sqrt(root.shape[1])
-    return ratio * size**2 * largest_eigenvalue((root @ root.mT).double(), noise)
+    return ratio.sqrt() * size * largest_eigenvalue((root @ root.mT).double(), noise) ** 0.5
 
 
 def largest_eigenvalue(m: Float[Tensor, "d d"], noise: float, step: float = 0.01) -> float:
@@ -87,21 +93,28 @@ def largest_eigenvalue(m: Float[Tensor, "d d"], noise: float, step: float = 0.01
 
     noise: error of `m`, as a share of its trace.  step: by how much Lanczos's value is raised first.
     """
-    trace = float(m.diagonal().sum())
-    bound = _ritz_value(m)
+    if not bool(m.isfinite().all()):
+        return math.inf
+    trace, d = float(m.diagonal().sum()), len(m)
+    bound = _ritz_value(m) if trace > 0 else 0.0
     while bound < trace:
         bound *= 1 + step
         if int(torch.linalg.cholesky_ex((-m).diagonal_scatter(bound - m.diagonal())).info) == 0:
             break
         step *= 2
-    return min(bound, trace) + noise * trace
+    return min(bound, trace) * (1 + 2 * d * (d + 1) * torch.finfo(m.dtype).eps) + noise * trace
 
 
 def _ritz_value(m: Float[Tensor, "d d"], steps: int = 16) -> float:
-    """The largest eigenvalue of a positive semi-definite matrix from below, by Lanczos's method."""
-    basis = [m.abs().sum(0)]
-    basis[0] = basis[0] / basis[0].norm().clamp_min(torch.finfo(m.dtype).tiny)
-    images: list[Tensor] = []
+    """The largest eigenvalue of a positive semi-definite `m ≠ 0` from below, by Lanczos's method; never less than its diagonal.
+
+    The start `m(z ± e_k)`, `z` any vector and `m_kk` the largest diagonal entry, is no vector of the kernel: with the sign of
+    `⟨m z, m e_k⟩` its length is at least `|m e_k| ≥ m_kk`.
+    """
+    column = m[:, int(m.diagonal().argmax())]
+    image = m @ torch.randn(len(m), generator=torch.Generator().manual_seed(0), dtype=m.dtype).to(m.device)
+    start = image + torch.copysign(torch.ones_like(image[0]), image @ column) * column
+    basis, images = [start / start.norm()], []
     for _ in range(min(steps, len(m))):
         images.append(m @ basis[-1])
         known = torch.stack(basis)
@@ -112,7 +125,23 @@ def _ritz_value(m: Float[Tensor, "d d"], steps: int = 16) -> float:
             break
         basis.append(rest / size)
     small = torch.stack(basis[: len(images)]) @ torch.stack(images).mT
-    return max(0.0, float(torch.linalg.eigvalsh((small + small.mT) / 2)[-1]))
+    return max(float(m.diagonal().max()), float(torch.linalg.eigvalsh((small + small.mT) / 2)[-1]))
+
+
+def rounding(operator: AttentionJacobian) -> Float[Tensor, " g"]:
+    """What rounding may have taken from a bound on a head, as a factor (4.9), float64; infinite for huge logits."""
+    kernel, scores = operator.kernel.tiled(), operator.kernel.scores
+    logit = abs(scores.scale) * lengths(kernel.q.double()).amax(-1) * lengths(kernel.k.double()).amax(-1)
+    logit = logit if scores.softcap is None else logit.clamp_max(scores.softcap)
+    if scores.mask.bias is not None:
+        bias = scores.mask.bias.double().abs()
+        logit = logit + torch.where(bias.isfinite(), bias, 0.0).max()
+    return torch.exp(_noise(operator) * (1 + logit))
+
+
+def _noise(operator: AttentionJacobian) -> float:
+    """The relative error of a sum over tokens (4.9)."""
+    return ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(sum(operator.in_shape))
 
 
 @dataclass(frozen=True)
@@ -123,8 +152,11 @@ class Tokens:
     a: `τ |W_kᵀ q_i|`.  y: `R_o W_v` applied to the unit vector along `W_kᵀ q_i`, times `a`; for one plain head.
     chi, kappa: what `k` and `a` are to be multiplied by at query `i` and at key `j`, 1 in plain layers. Where queries and keys
     are normalised or turned they are the slopes of 4.13, `k` and `a` are lengths, and there is no `y`.
+    tau, nu: (g, 1), `|τ|` and `‖W_o W_v‖`.
+    Every head has units of its own: `v`, `o`, `k`, `chi`, `kappa` are divided by their largest entries, and `nu`, `a`, `tau`,
+    `y` made to fit, so that a bound on the head comes out in units of `unit`, (g,) float64, the largest of its parts (4.9).
+    blur_v, blur_k: (g, 1), the error of one `v` or `o` and of one `k`.
     inverse: `1/z_i`, zero for queries that are not part of the output.  noise: relative error of a sum over tokens.
-    slack: (batch·heads,) float64, what rounding may have taken from a bound on a head, as a factor (4.9).
     """
 
     v: Tensor
@@ -134,37 +166,60 @@ class Tokens:
     y: Tensor | None
     chi: Tensor
     kappa: Tensor
+    tau: Tensor
+    nu: Tensor
+    unit: Tensor
+    blur_v: Tensor
+    blur_k: Tensor
     inverse: Tensor
-    slack: Tensor
     noise: float
 
     @classmethod
     def of(cls, operator: AttentionJacobian, geometry: Geometry) -> "Tokens":
         layer, kernel = operator.layer, operator.kernel.tiled()
-        batch, heads, n, _ = kernel.shape
-        dtype, capped = operator.dtype, kernel.scores.softcap
+        batch, heads, _, _ = kernel.shape
+        dtype, capped, noise = operator.dtype, kernel.scores.softcap, _noise(operator)
 
         def apply(t: Tensor, factor: Tensor) -> Tensor:
-            """`factor_h t_i` for every head."""
-            return (t.unflatten(0, (batch, heads)) @ factor.mT.to(dtype)).flatten(0, 1)
+            """`factor_h t_i` for every head, float64."""
+            return (t.double().unflatten(0, (batch, heads)) @ factor.mT).flatten(0, 1)
 
         v, o = apply(kernel.v, geometry.r_o), apply(kernel.o, geometry.r_o)
-        centre = v.mean(1, keepdim=True)
-        inverse, y = inverse_rows(operator), None
-        slopes = token_slopes(operator, geometry.r_q, geometry.r_k)
+        inverse, slopes = inverse_rows(operator), token_slopes(operator, geometry.r_q, geometry.r_k)
         if slopes is None:
-            k, q = apply(kernel.k, geometry.r_q), apply(kernel.q, geometry.r_k) * abs(layer.scale)
-            chi = kappa = torch.ones_like(inverse)
-            if heads == 1:
-                y = apply(q, geometry.inner @ geometry.key) * math.copysign(1.0, layer.scale)
+            k, q = apply(kernel.k, geometry.r_q), apply(kernel.q, geometry.r_k)
+            chi = kappa = torch.ones_like(inverse, dtype=torch.float64)
         else:
             k, chi, q, kappa = slopes
-            q = q * abs(layer.scale)
+        blur_v, blur_k = (noise * lengths(t).amax(-1, keepdim=True) for t in (v, k))  # (g, 1)
+        centre = v.mean(1, keepdim=True)
+        v, o = v - centre, o - centre
         k = k - k.mean(1, keepdim=True) if capped is None else k
-        noise = ROUNDINGS * torch.finfo(dtype).eps * math.sqrt(layer.width + n)
-        logit = abs(layer.scale) * (kernel.q.norm(dim=-1).amax(-1) * kernel.k.norm(dim=-1).amax(-1)).double()
-        logit = logit if capped is None else logit.clamp_max(capped)
-        return cls(v - centre, o - centre, k, q.norm(dim=-1), y, chi, kappa, inverse, torch.exp(noise * (1 + logit)), noise)
+        (v, o, blur_v), v_size = _even(v, o, blur_v)
+        (k, blur_k), k_size = _even(k, blur_k)
+        (q,), q_size = _even(q * abs(layer.scale))
+        (chi,), chi_size = _even(chi)
+        (kappa,), kappa_size = _even(kappa)
+        # the three parts of a head, at most, each (g, 1)
+        nu, v_size = geometry.nu.repeat(batch)[:, None], v_size * geometry.out_size
+        by_query, by_key = abs(layer.scale) * v_size * k_size * chi_size, q_size * v_size * kappa_size
+        unit = torch.stack([nu, by_query, by_key]).amax(0)
+        unit = torch.where(unit == 0, 1.0, unit)
+        q = q * (by_key / unit)[..., None]
+        y = None
+        if slopes is None and heads == 1:
+            turned = apply(q, geometry.inner @ geometry.key) * math.copysign(1.0, layer.scale)
+            y = (turned * (geometry.out_size * geometry.value_size / unit)[..., None]).to(dtype)
+        parts = v, o, k, q.norm(dim=-1), chi, kappa, by_query / unit, nu / unit, blur_v, blur_k
+        v, o, k, a, chi, kappa, tau, nu, blur_v, blur_k = (t.to(dtype) for t in parts)
+        return cls(v, o, k, a, y, chi, kappa, tau, nu, unit[:, 0], blur_v, blur_k, inverse, noise)
+
+
+def _even(*parts: Float[Tensor, "g *n"]) -> tuple[tuple[Tensor, ...], Float[Tensor, "g 1"]]:
+    """Numbers of every head divided by the largest of them, and that; nothing is divided by zero."""
+    size = torch.stack([t.abs().flatten(1).amax(-1) for t in parts]).amax(0)
+    by = torch.where(size == 0, 1.0, size)
+    return tuple(t / by.reshape(-1, *[1] * (t.ndim - 1)) for t in parts), size[:, None]
 
 
 class Slopes(NamedTuple):
@@ -211,7 +266,7 @@ def _moving(
     (plain, size, worth), (scaled, scaled_size, scaled_worth) = choices
     better = (scaled_worth < worth)[:, None]
     vectors = torch.where(better[..., None], scaled, plain)
-    return vectors.to(other.dtype), torch.where(better, scaled_size, size).to(other.dtype)
+    return vectors, torch.where(better, scaled_size, size)
 
 
 def _normed(slope: NormJacobian, w: Float[Tensor, "heads head r"], f: Tensor) -> Float[Tensor, "batch heads n"]:
