@@ -27,12 +27,18 @@ class AttentionJacobian(Operator):
 
     layer: the weights, in the precision of the tokens.  kernel: softmax attention at their queries, keys and values.
     q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them.
+    tokens: (batch, n, d), where it is taken, for those who ask what rounding took from queries, keys and values.
     """
 
     def __init__(
-        self, layer: "Attention", kernel: SoftmaxAttention, q_slope: Operator | None = None, k_slope: Operator | None = None
+        self,
+        layer: "Attention",
+        kernel: SoftmaxAttention,
+        q_slope: Operator | None = None,
+        k_slope: Operator | None = None,
+        tokens: Tensor | None = None,
     ):
-        self.layer, self.kernel, self.q_slope, self.k_slope = layer, kernel, q_slope, k_slope
+        self.layer, self.kernel, self.q_slope, self.k_slope, self.tokens = layer, kernel, q_slope, k_slope, tokens
         self.batch, _, n, _ = kernel.output.shape
         self.in_shape, self.out_shape = (n, layer.width), (n, layer.out_width)
         self.dtype, self.device = kernel.output.dtype, kernel.output.device
@@ -54,7 +60,7 @@ class AttentionJacobian(Operator):
         return self._with(self.kernel.tiled())
 
     def _with(self, kernel: SoftmaxAttention) -> "AttentionJacobian":
-        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope)
+        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, tokens=self.tokens)
 
     def _push(self, v: Tensor) -> Tensor:
         """Directions of the tokens → those of the heads' outputs, side by side."""
@@ -118,7 +124,8 @@ class AttentionJacobian(Operator):
         if layer.rotary is not None:
             layer = replace(layer, rotary=layer.rotary.select(items))
         slopes = [None if s is None else s.select(items) for s in (self.q_slope, self.k_slope)]
-        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1])
+        tokens = None if self.tokens is None else self.tokens[items]
+        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], tokens=tokens)
 
 
 @final

@@ -78,19 +78,10 @@ def wasserstein(mu: Measure | Gaussian, nu: Measure | Gaussian, p: float = 2.0, 
     if (mu.positions is None) != (nu.positions is None):
         raise BadInputError("expected positions on both measures or on neither, got one of each; drop them or add them")
     chosen = _choose(mu, nu, method)
-    # sizes are taken out, so that powers of distances neither vanish nor overflow
-    size = _power_of_two(max(float(m.points.double().abs().max()) for m in (mu, nu)))
-    mu, nu = (m.moved(m.points.double() / size) for m in (mu, nu))
     if chosen == "conditional":
-        lower, upper = _conditional(mu, nu, p)
-    else:
-        lower, upper = _ends(mu.points, mu.mass, nu.points, nu.mass, p, chosen)
-    return Distance(lower ** (1 / p) * size, upper ** (1 / p) * size, p, chosen)
-
-
-def _power_of_two(size: float) -> float:
-    """The power of two next to a size, so that dividing by it rounds nothing; 1 for zero."""
-    return math.ldexp(1.0, max(-1000, min(1000, math.frexp(size)[1]))) if size > 0 else 1.0
+        return _conditional(mu, nu, p)
+    lower, upper = _ends(mu.points, mu.mass, nu.points, nu.mass, p, chosen)
+    return Distance(lower ** (1 / p), upper ** (1 / p), p, chosen)
 
 
 def bures(mu: Gaussian, nu: Gaussian) -> float:
@@ -106,12 +97,10 @@ def bures(mu: Gaussian, nu: Gaussian) -> float:
         raise BadInputError(
             f"expected measures of one dimension, got {len(mu.mean)} and {len(nu.mean)}; compare like with like"
         )
-    first, second, apart = mu.root(), nu.root(), mu.mean - nu.mean
-    size = _power_of_two(max(float(t.abs().max()) for t in (first, second, apart)))
-    first, second, apart = first / size, second / size, apart / size
+    first, second = mu.root(), nu.root()
     u, _, vh = torch.linalg.svd(second @ first)  # tr(first second U) is largest at U = u vh
     shape = first - second @ (u @ vh)
-    return float((shape.square().sum() + apart.square().sum()).sqrt()) * size
+    return float((shape.square().sum() + (mu.mean - nu.mean).square().sum()).sqrt())
 
 
 def _choose(mu: Measure, nu: Measure, method: Method) -> Method:
@@ -136,14 +125,14 @@ def _by_size(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Method:
     return "line" if x.shape[1] == 1 else "exact" if len(x) * len(y) <= _EXACT else "entropic"
 
 
-def _conditional(mu: Measure, nu: Measure, p: float) -> tuple[float, float]:
-    """Both ends of `d_p^p`: distances of the conditional laws at each position, averaged over the law θ of the positions."""
+def _conditional(mu: Measure, nu: Measure, p: float) -> Distance:
+    """`d_p`: the distances of the conditional laws at each position, averaged over the law θ of the positions."""
     assert mu.positions is not None
     assert nu.positions is not None
     (s, index_mu, count_mu), (t, index_nu, count_nu) = (
         torch.unique_consecutive(m.positions, return_inverse=True, return_counts=True) for m in (mu, nu)
     )
-    far = math.inf, math.inf
+    far = Distance(math.inf, math.inf, p, "conditional")
     if not torch.equal(s, t):
         return far
     theta, other = (
@@ -163,7 +152,7 @@ def _conditional(mu: Measure, nu: Measure, p: float) -> tuple[float, float]:
         x, a, y, b = mu.points[rows_mu], mu.mass[rows_mu], nu.points[rows_nu], nu.mass[rows_nu]
         low, high = _ends(x, a / a.sum(), y, b / b.sum(), p, _by_size(x, y))
         lower, upper = lower + float(theta[k]) * low, upper + float(theta[k]) * high
-    return lower, upper
+    return Distance(lower ** (1 / p), upper ** (1 / p), p, "conditional")
 
 
 def _ends(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float, method: Method) -> tuple[float, float]:

@@ -16,7 +16,8 @@ from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
 from howsmooth.spectral import DenseSVD, GolubKahan
-from howsmooth.theory.bound import ROUNDINGS, largest_entry, no_nan, spectral_norm
+from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan, spectral_norm
+from howsmooth.theory.heads import lost
 from howsmooth.theory.perron import inverse_rows
 
 _FEATURES = 2**23  # products of values and keys kept at once
@@ -182,14 +183,20 @@ def _spreads(operator: AttentionJacobian) -> BlockSizes:
     near = moments[..., 0] - 2 * (o * moments[..., 2:]).sum(-1) + o.square().sum(-1) * total
     noise = ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(layer.width + m)
     far = (moments[..., 0].sqrt() + o.norm(dim=-1) * total.sqrt()).square()
-    near = near.clamp_min(0) + noise * far
+    near, far, keys = (near.clamp_min(0) + noise * far).sqrt(), far.sqrt(), moments[..., 1].sqrt()
+    # values and keys were rounded before their means were taken off, and a soft-cap's slope where it is near zero
+    gone, parts = lost(operator), ((kernel.v, v_size), (kernel.k, k_size))
+    long_v, long_k = (lengths(t.double()).amax(-1, keepdim=True) / size for t, size in parts)
+    long_v, long_k = long_v + gone.v[:, None] / (noise * v_size), long_k + gone.k[:, None] / (noise * k_size)
+    cut = (noise if kernel.scores.softcap is None else 1.0) * long_v * long_k
+    bound = (near + 2 * noise * long_v) * (keys + noise * long_k) + 2 * noise * cut
+    terms = far * keys + 2 * long_v * keys + far * long_k + 2 * cut
     w = layer.by_head()
     gain = abs(layer.scale) * (spectral_norm(w.q) * k_size) * (spectral_norm(w.o) * v_size)
     bound, terms = (
-        no_nan(((spread * moments[..., 1]).sqrt().unflatten(0, (batch, heads)) * gain[:, None]).sum(1))
-        for spread in (near, far)
+        (torch.where(inverse > 0, t, 0.0).unflatten(0, (batch, heads)) * gain[:, None]).sum(1) for t in (bound, terms)
     )
-    return BlockSizes(bound * (1 + noise), terms)
+    return BlockSizes(no_nan(bound * (1 + noise)), no_nan(terms))
 
 
 def _centred(kernel: Tiled) -> tuple[Tensor, Tensor, Tensor]:

@@ -218,10 +218,15 @@ def largest_entry(m: Tensor) -> float:
 def product_norm(
     left: Float[Tensor, "*heads p r"], right: Float[Tensor, "*heads r q"], scale: float = 1.0
 ) -> Float[Tensor, "*heads"]:
-    """`|scale| ‖left right‖₂`, formed in range."""
+    """`|scale| ‖left right‖₂`, formed in range, with what rounding may hide where the product cancels."""
     p, q = largest_entry(left), largest_entry(right)
-    share = spectral_norm((left / p) @ (right / q))
+    share = spectral_norm((left / p) @ (right / q)) + product_blur(left / p, right / q)
     return no_less(share * abs(scale), share * p * abs(scale) * q)
+
+
+def product_blur(left: Float[Tensor, "*heads _ _"], right: Float[Tensor, "*heads _ _"]) -> Float[Tensor, "*heads"]:
+    """The norm of the error of a product of float64 matrices, either of them transposed or not."""
+    return ROUNDINGS * torch.finfo(torch.float64).eps * lengths(left.flatten(-2)) * lengths(right.flatten(-2))
 
 
 def no_less(share: Tensor, norm: Tensor) -> Tensor:

@@ -109,6 +109,6 @@ def _gamma(layer: Constants) -> float | str:
         return 0.0 if layer.layer.width > len(core) else "A has no real eigenvalue"
     # An eigenvalue moves by at most its condition number times the rounding of A.
     condition = vectors.norm(dim=0) * torch.linalg.pinv(vectors).norm(dim=1)
-    slack = 64 * torch.finfo(torch.float64).eps * len(core) * layer.a[0] * condition
+    slack = (64 * torch.finfo(torch.float64).eps * len(core) * layer.a[0] + layer.blur[0][0]) * condition
     low, high = (values.real + slack)[real].min(), (values.real - slack)[real].max()
     return max(0.0, -float(low), float(high) / 8)

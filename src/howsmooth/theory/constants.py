@@ -17,7 +17,17 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
 from howsmooth.maps.attention import HeadWeights
-from howsmooth.theory.bound import TINY, largest_entry, lengths, no_less, product_norm, rounded_up, slack, spectral_norm
+from howsmooth.theory.bound import (
+    TINY,
+    largest_entry,
+    lengths,
+    no_less,
+    product_blur,
+    product_norm,
+    rounded_up,
+    slack,
+    spectral_norm,
+)
 
 # Gram matrices past this width are not diagonalised: the bound that needs them is left out.
 _LARGEST_GRAM = 2048
@@ -82,7 +92,8 @@ class Constants:
     query_shift: `|c_h|`, `c_h = τ W_kᵀ b_q`.  key_shift: `|τ W_qᵀ b_k|`, which matters under a soft-cap only.
     v: `‖V_h‖₂`, `V_h = W_o^h W_v^h`.  w_v, w_o: `‖W_v^h‖₂`, `‖W_o^h‖₂`.
     cross: `‖V_hᵀ V_k‖₂/(‖V_h‖‖V_k‖)`, 0 for heads without values.  stacked: `‖[V_1 … V_H]‖₂`, and the same with every `V_h`
-    divided by its norm; infinite when too large to compute.  bias_range: the most a logit bias varies over the keys of a query.
+    divided by its norm; infinite when too large to compute.  blur: the errors of the products `A_h` and `V_h`, which matter
+    where these cancel.  bias_range: the most a logit bias varies over the keys of a query.
     pairs: where norms or phases act on queries and keys, queries times `1/f` and keys times `f` for several `f` (§3.16); `a`
     and the shifts then speak of the weights alone.
     """
@@ -97,6 +108,7 @@ class Constants:
     w_o: tuple[float, ...]
     cross: Float[Tensor, "heads heads"]
     stacked: tuple[float, float]
+    blur: tuple[tuple[float, float], ...]
     bias_range: float
 
     @property
@@ -159,15 +171,18 @@ def constants(layer: Attention) -> Constants:
     w, scale, width = layer.by_head(), layer.scale, layer.width
     # ‖τ W_kᵀ W_q‖ = |τ| ‖R_k R_qᵀ‖ with W_kᵀ = Q_k R_k: nothing d × d is formed unless a head is that wide
     a = product_norm(_triangle(w.k).mT, _triangle(w.q), scale)
-    outputs = w.o / largest_entry(w.o) @ (_triangle(w.v) / largest_entry(w.v))  # (heads, d_out, r)
     unit = largest_entry(w.o) * largest_entry(w.v)
-    v_norm = spectral_norm(outputs)
-    even = outputs / torch.where(v_norm > 0, v_norm, 1.0)[:, None, None]
+    left, right = w.o / largest_entry(w.o), _triangle(w.v) / largest_entry(w.v)
+    outputs, blur = left @ right, product_blur(left, right)  # (heads, d_out, r), (heads,)
+    v_norm = spectral_norm(outputs) + blur
+    by = torch.where(v_norm > 0, v_norm, 1.0)
+    even, share = outputs / by[:, None, None], blur / by
     cross = torch.diag((v_norm > 0).double())
     if layer.heads > 1:
         i, j = torch.triu_indices(layer.heads, layer.heads, 1)
-        cross[i, j] = cross[j, i] = spectral_norm(even[i].mT @ even[j])
+        cross[i, j] = cross[j, i] = spectral_norm(even[i].mT @ even[j]) + share[i] + share[j]
     top = largest_entry(outputs)
+    logit_blur = product_blur(w.k * abs(scale), w.q)
     found = Constants(
         layer,
         _pairs(layer, w),
@@ -178,7 +193,11 @@ def constants(layer: Attention) -> Constants:
         w_v=rounded_up(spectral_norm(w.v), width),
         w_o=rounded_up(spectral_norm(w.o), width),
         cross=cross.cpu() * slack(width),
-        stacked=(max(_stacked(outputs / top) * top * unit, TINY), _stacked(even)),
+        stacked=(
+            max((_stacked(outputs / top) * top + float(blur.norm())) * unit, TINY),
+            _stacked(even) + float(share.norm()),
+        ),
+        blur=tuple(zip(logit_blur.tolist(), (blur * unit).tolist(), strict=True)),
         bias_range=_bias_range(layer),
     )
     numbers = [*found.a, *found.query_shift, *found.key_shift, *found.v, *found.w_v, *found.w_o]

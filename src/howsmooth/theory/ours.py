@@ -111,7 +111,8 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
     )
 
     def first_term(h: int) -> float:
-        return least_of(*(_positive_part(layer, h, n, radius, *part) for part in _positive_parts(layer.core.matrix[h])))
+        parts = _positive_parts(layer.core.matrix[h], layer.blur[h][0])
+        return least_of(*(_positive_part(layer, h, n, radius, *part) for part in parts))
 
     if n is None:
         id, name, theorem = "B14", "causal mean field, A ⪰ 0", "3.11"
@@ -186,7 +187,7 @@ def column_exponents(layer: Constants) -> tuple[float, ...]:
         best = torch.minimum(best, torch.minimum(f_left, f_right))
         low, high = torch.where(f_left < f_right, low, left), torch.where(f_left < f_right, right, high)
     slack = 64 * torch.finfo(torch.float64).eps * (core.shape[-1] + 16)
-    return tuple(float(x) * y + slack * y for x, y in zip(best, layer.a, strict=True))
+    return tuple(float(x) * y + slack * y + 2 * e for x, y, (e, _) in zip(best, layer.a, layer.blur, strict=True))
 
 
 def _seen_by(layer: Constants, n: int | None) -> float:
@@ -254,8 +255,8 @@ def _least(f: Callable[[float], float]) -> float:
     return least_of(*(f(s) for s in [best * (0.9 + 0.01 * k) for k in range(21)] if 0 < s < 1))
 
 
-def _positive_parts(core: Float[Tensor, "m m"]) -> list[tuple[int, float, float]]:
-    """Candidates `S ⪰ 0` from the top eigenvectors of the symmetric part: rank, norm, and `‖A − S‖`."""
+def _positive_parts(core: Float[Tensor, "m m"], blur: float) -> list[tuple[int, float, float]]:
+    """Candidates `S ⪰ 0` from the top eigenvectors of the symmetric part: rank, norm, and `‖A − S‖`. blur: the error of A."""
     values, vectors = torch.linalg.eigh((core + core.mT) / 2)
     positive = int((values > 1e-12 * values.abs().max()).sum())
     parts = []
@@ -264,9 +265,9 @@ def _positive_parts(core: Float[Tensor, "m m"]) -> list[tuple[int, float, float]
         rest = core - (u * values[-rank:]) @ u.mT
         slack = 64 * torch.finfo(torch.float64).eps * len(core) * float(values[-1])
         norm = float(torch.linalg.matrix_norm(rest, ord=2))
-        parts.append((rank, float(values[-1]) + slack, norm * (1 + 1e-12) + slack))
+        parts.append((rank, float(values[-1]) + slack, norm * (1 + 1e-12) + slack + blur))
     rest = float(torch.linalg.matrix_norm(core, ord=2))
-    return [*parts, (0, 0.0, rest * (1 + 1e-10))]
+    return [*parts, (0, 0.0, rest * (1 + 1e-10) + blur)]
 
 
 def _positive_part(layer: Constants, h: int, n: int | None, radius: float, rank: int, norm: float, rest: float) -> float:
@@ -311,9 +312,10 @@ def _places(layer: Constants, radius: float) -> list[tuple[float, float]]:
     length = g.norm(dim=-1, keepdim=True)
     y = torch.where(length > 0, (1 - 1e-15) * g / length.clamp_min(tiny), right[:1])
     p = y - x
-    gap = (g * p).sum(-1)
+    logit_blur, value_blur = layer.blur[0]
+    gap = (g * p).sum(-1) - 4 * logit_blur * radius * radius
     unit = p / p.norm(dim=-1, keepdim=True).clamp_min(tiny)
-    gain = lengths(unit @ layer.core.basis[0].mT @ values.mT) * (1 - 1e-12)
+    gain = (lengths(unit @ layer.core.basis[0].mT @ values.mT) * (1 - 1e-12) - value_blur).clamp_min(0.0)
     order = (gap / 2 + gain.log()).argsort(descending=True).tolist()
     apart = {(round(float(gap[i]), 9), round(float(gain[i]), 9)): i for i in reversed(order)}  # starts that met count once
     best = sorted(apart.values(), key=order.index)[:4]

@@ -18,7 +18,7 @@ from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator
 from howsmooth.maps.base import check_finite, check_tokens
 from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of, no_nan
-from howsmooth.theory.heads import Geometry, Tokens, rounding
+from howsmooth.theory.heads import Geometry, Tokens, lost, rounding
 from howsmooth.theory.perron import STEPS, along, down, perron_bound, received, tiled_bound, weights_norm
 from howsmooth.theory.yudin2025 import yudin_bound
 
@@ -106,8 +106,10 @@ def trace_forms(operator: AttentionJacobian, *, every: bool = True) -> TraceForm
     operator = operator.tiled()
     batch, heads, dtype = operator.batch, operator.layer.heads, operator.dtype
     geometry = Geometry.of(operator.layer)
-    slack = rounding(operator).unflatten(0, (batch, heads))
-    p, beta, key, block = (t.unflatten(0, (batch, heads)) for t in trace_sizes(operator, Tokens.of(operator, geometry)))
+    gone = lost(operator)
+    slack = rounding(operator, gone).unflatten(0, (batch, heads))
+    tokens = Tokens.of(operator, geometry, gone)
+    p, beta, key, block = (t.unflatten(0, (batch, heads)) for t in trace_sizes(operator, tokens))
     parts = geometry.nu * p + beta + key
     p, beta, key, parts, block = (no_nan(t * slack) for t in (p, beta, key, parts, torch.fmin(parts, block)))
     plain = parts.sum(-1)
@@ -150,7 +152,7 @@ def trace_sizes(operator: AttentionJacobian, t: Tokens) -> Sizes:
         whole, keys_alone = _many_heads(kernel, t, beta, start)
         key = torch.fmin(key, keys_alone)
     else:
-        whole = _one_head(kernel, t, t.y, beta, start)
+        whole = _one_head(kernel, t, *t.y, beta, start)
     return Sizes(p, beta.amax(-1).double() * t.unit, key * t.unit, whole * t.unit)
 
 
@@ -169,11 +171,13 @@ def _spread(second: Tensor, mean: Tensor, t: Tokens, blur: Tensor) -> Tensor:
     return torch.where(t.inverse > 0, deviation.square(), 0.0)
 
 
-def _one_head(kernel: Tiled, t: Tokens, y: Tensor, beta: Tensor, start: Tensor) -> Tensor:
+def _one_head(kernel: Tiled, t: Tokens, unit: Tensor, y: Tensor, beta: Tensor, start: Tensor) -> Tensor:
     """`‖N‖₂` of the matrix of block norms, each the smaller of two bounds (Theorem 4.4)."""
     nu = t.nu[..., None]  # (g, 1, 1)
-    unit = y / t.a.clamp_min(torch.finfo(t.a.dtype).tiny)[..., None]
     base = unit.square().sum(-1, keepdim=True) + nu.square() + 4 * y.norm(dim=-1, keepdim=True) * t.blur_v[..., None]
+    # the second bound for the `a` and `R_o W_v` that are known, and what may be missing from these
+    blur = t.blur_w[..., None]
+    missing = (t.blur_a / t.a.clamp_min(torch.finfo(t.a.dtype).tiny))[..., None]  # (g, n, 1)
     shift = (t.o * y).sum(-1, keepdim=True)
     distance = _distances(t)
     capped = kernel.scores.softcap is not None
@@ -183,8 +187,10 @@ def _one_head(kernel: Tiled, t: Tokens, y: Tensor, beta: Tensor, start: Tensor) 
         cross = torch.bmm(y[b.heads, b.rows], t.v[b.heads, b.cols].mT).sub_(shift[b.heads, b.rows]).mul_(2)
         if capped:
             apart = b.weights.square() * base[b.heads, b.rows] + b.weights * b.slope * cross + (b.slope * e).square()
-            return torch.minimum(apart.clamp_min_(0).sqrt_(), b.weights * nu[b.heads] + b.slope * e)
+            apart = apart.clamp_min_(0).sqrt_().add_(b.slope * e * missing[b.heads, b.rows]).add_(b.weights * blur[b.heads])
+            return torch.minimum(apart, b.weights * nu[b.heads] + b.slope * e)
         apart = cross.addcmul_(e, e).add_(base[b.heads, b.rows]).clamp_min_(0).sqrt_()
+        apart.addcmul_(e, missing[b.heads, b.rows]).add_(blur[b.heads])
         return torch.minimum(apart, e.add_(nu[b.heads])).mul_(b.weights)
 
     steps = _SHORT_STEPS if beta.shape[1] <= _SHORT else _BLOCK_STEPS

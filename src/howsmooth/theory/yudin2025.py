@@ -7,7 +7,7 @@ from torch import Tensor
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.theory.bound import Bound, at_most, first_reason, log_of, product_norm, slack, spectral_norm
 from howsmooth.theory.castin2024 import not_bilinear
-from howsmooth.theory.heads import rounding
+from howsmooth.theory.heads import lost, rounding
 from howsmooth.theory.perron import weights_norm
 
 
@@ -46,4 +46,4 @@ def _value(attn: Attention, x: Float[Tensor, "n d"]) -> float:
     size = float(spectral_norm(tokens))
     value = v * (p_norm + 2 * (a * size) * size * concentration)
     # matrix norms by LAPACK: a few roundings of their size
-    return value * float(rounding(operator)[0]) * slack(x.numel())
+    return value * float(rounding(operator, lost(operator))[0]) * slack(x.numel())
