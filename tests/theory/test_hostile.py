@@ -39,6 +39,23 @@ def test_no_bound_is_refuted(part: int):
     assert ball.lower > 0
 
 
+@pytest.mark.parametrize(
+    ("seed", "what"),
+    [
+        (153, "a head without values and with huge logits"),
+        (196, "values that are all equal and tiny"),
+        (1760, "values whose bias hides them"),
+        (3726, "tokens in the kernel of large weights, float32"),
+        (6976, "an output projection that takes the values away up to rounding"),
+    ],
+)
+def test_cases_that_refuted_a_bound(seed: int, what: str):
+    tally = Tally()
+    case = hostile(seed)
+    over_ball(case, at_points(case, tally), tally)
+    assert tally.wrong == [], what
+
+
 def test_the_tally_catches_a_wrong_bound():
     case, tally = hostile(0), Tally()
     tally.above("right", 0.0, -1e-3, case)

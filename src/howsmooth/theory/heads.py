@@ -271,8 +271,8 @@ class Tokens:
         a, blur_a = (a + blur_a) * (by_key / unit), blur_a * (by_key / unit)
         blur_w = geometry.blur.repeat(batch)[:, None] / unit
         parts = v, o, k, a, chi, kappa, by_query / unit, nu / unit, blur_v, blur_k, blur_a, blur_w
-        v, o, k, a, chi, kappa, tau, nu, *blurs = (t.to(dtype) for t in parts)
-        return cls(v, o, k, a, y, chi, kappa, tau, nu, unit[:, 0], *blurs, inverse, noise)
+        v, o, k, a, chi, kappa, tau, nu, blur_v, blur_k, blur_a, blur_w = (t.to(dtype) for t in parts)
+        return cls(v, o, k, a, y, chi, kappa, tau, nu, unit[:, 0], blur_v, blur_k, blur_a, blur_w, inverse, noise)
 
 
 def _even(*parts: Float[Tensor, "g *n"]) -> tuple[tuple[Tensor, ...], Float[Tensor, "g 1"]]:
