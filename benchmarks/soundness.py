@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from tests.problems.hostile import Tally, at_points, hostile, over_ball
+from tests.problems.hostile_layers import Tally, at_points, hostile, over_ball
 
 from benchmarks.harness import WrongAnswerError
 

@@ -15,7 +15,7 @@ from howsmooth.maps import Attention
 from howsmooth.theory.bound import at_least, at_most, least_of, lengths, log_add, log_of, no_nan, product_norm, spectral_norm
 from howsmooth.theory.heads import largest_eigenvalue
 from howsmooth.theory.point import point_bounds, trace_forms
-from problems.hostile import Tally, at_points, hostile, jacobians, largest_singular_value, over_ball
+from problems.hostile_layers import Tally, at_points, hostile, jacobians, largest_singular_value, over_ball
 from problems.layers import LayerProblem, gaussian, turned_layers
 
 F64 = torch.float64
