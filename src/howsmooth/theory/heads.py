@@ -16,6 +16,8 @@ from howsmooth.theory.bound import ROUNDINGS, TINY, largest_entry, lengths, no_l
 from howsmooth.theory.constants import plane_factors
 from howsmooth.theory.perron import inverse_rows
 
+_TOKENS = 4096  # worked on at once in float64
+
 PerHead = Float[Tensor, "batch heads"]
 
 
@@ -151,14 +153,13 @@ def lost(operator: AttentionJacobian) -> Lost:
     if x is None:
         none = torch.zeros(operator.batch * operator.layer.heads, dtype=torch.float64, device=operator.device)
         return Lost(none, none, none, none)
-    far = largest_entry(x.double())
-    squares = (x.double() / far).square()  # (batch, n, d)
-    parts = []
+    far, parts = largest_entry(x), []
     for m in (w.q, w.k, w.v):
         columns = lengths(m.mT)  # (heads, d)
         top = largest_entry(columns)
-        longest = (squares @ (columns / top).square().mT).amax(1).sqrt().flatten()  # (g,)
-        parts.append(ROUNDINGS * eps * longest * far * top)
+        squares = (columns / top).square().mT  # (d, heads)
+        longest = [((t.double() / far).square() @ squares).amax(1) for t in x.split(_TOKENS, 1)]  # (batch, heads) each
+        parts.append(ROUNDINGS * eps * torch.stack(longest).amax(0).sqrt().flatten() * far * top)
     q, k, v = parts
     slopes = torch.zeros_like(q)
     if isinstance(operator.q_slope, NormJacobian):
