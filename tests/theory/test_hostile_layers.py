@@ -47,6 +47,7 @@ def test_no_bound_is_refuted(part: int):
         (1760, "values whose bias hides them"),
         (3726, "tokens in the kernel of large weights, float32"),
         (6976, "an output projection that takes the values away up to rounding"),
+        (10720, "a head without values whose logits rounding spoils"),
     ],
 )
 def test_cases_that_refuted_a_bound(seed: int, what: str):

@@ -84,8 +84,8 @@ def _shared_root(terms: list[tuple[Float[Tensor, "heads d r"], PerHead]], dtype:
     # a head that is zero in every item drops out
     shares = [torch.where(t > 0, t / m.clamp_min(TINY), 0.0) for (_, t), (_, m) in zip(terms, columns, strict=True)]
     ratio = torch.cat(shares, -1).amax(-1)
-    # sizes are taken out, so that squares stay in the range of `dtype`
-    size = torch.stack([mean.amax().sqrt() * directions.abs().amax() for directions, mean in columns]).amax().clamp_min(TINY)
+    # sizes are taken out, so that squares stay in the range of `dtype`: those of the terms themselves, head by head
+    size = torch.cat([mean.sqrt() * directions.abs().amax((-2, -1)) for directions, mean in columns]).amax().clamp_min(TINY)
     root = torch.cat(
         [(e.to(dtype) * (mean.sqrt() / size).to(dtype)[:, None, None]).transpose(0, 1).flatten(1) for e, mean in columns], 1
     )  # (d, heads·r)
