@@ -176,7 +176,7 @@ BAD_FUNCTIONS: dict[str, Callable[[], Any]] = {
 }
 
 BAD_OPTIONS: dict[str, Callable[[], Any]] = {
-    **{f"radius {r!r}": lambda r=r: ask.bounds(layer(), n=3, radius=r) for r in (1e200, NAN, INF, -1, "1", True, [1.0])},
+    **{f"radius {r!r}": lambda r=r: ask.bounds(layer(), n=3, radius=r) for r in (NAN, INF, -1, "1", True, [1.0])},
     **{f"ball {r!r}": lambda r=r: ask.Ball(r) for r in (1e200, NAN, INF, 0, -1, "1", True, None)},
     **{f"n {n!r}": lambda n=n: ask.bounds(layer(), n=n, radius=1.0) for n in (0, -1, 2.0, "3", True, NAN)},
     **{f"steps {k!r}": lambda k=k: ask.worst_case(layer(), 2, 1.0, steps=k) for k in (-1, 1.5, "3", True)},

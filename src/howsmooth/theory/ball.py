@@ -29,7 +29,7 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
         )
     n = check_count(n)
     expected = f"a finite radius, at least 0 and below {LARGEST:g}"
-    radius = number(radius, expected, "give the length of the longest token", least=0.0, below=LARGEST)
+    radius = number(radius, expected, "give the length of the longest token", least=0.0)
     layer = constants(attn)
     return [
         castin2024.upper(layer, n, radius),
