@@ -24,7 +24,8 @@ _SAMPLES = 1_000_000  # windows of one text
 class Question:
     """What is asked of a model: lengths, samples of text, layers, and the map.
 
-    layers: all where None.  tol, certify, seed: as in `howsmooth.lipschitz`; the seed also places the samples.
+    layers: all where None.  tol, certify: as in `howsmooth.lipschitz`.  seed: places the samples; every
+    measurement has a random start of its own, made from its input.
     """
 
     lengths: tuple[int, ...]
@@ -79,7 +80,6 @@ class Part:
     map: MapName
     tol: float
     certify: float | None
-    seed: int
 
     @classmethod
     def of(cls, part: dict[str, Any]) -> "Part":
@@ -98,7 +98,7 @@ class Part:
         """Every layer at every window, each with the columns that say which window, and how long it took."""
         captured = self.capture(reader)
         began = time.perf_counter()
-        options = {"closed": True, "tol": self.tol, "certify": self.certify, "seed": self.seed} | options
+        options = {"closed": True, "tol": self.tol, "certify": self.certify} | options
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)
             measured = captured.measure(self.layers, self.map, **options)
@@ -119,7 +119,7 @@ def parts(
         for first in range(0, len(starts), size):
             for k in range(0, len(setting.layers), layers):
                 some = setting.layers[k : k + layers]
-                cut.append(Part(n, starts[first : first + size], first, some, q.map, q.tol, q.certify, q.seed))
+                cut.append(Part(n, starts[first : first + size], first, some, q.map, q.tol, q.certify))
     return cut
 
 

@@ -94,7 +94,7 @@ def growth(
 
     model: loaded, or what `load` takes.  text: the text itself or token ids; Alice in Wonderland by default.
     lengths: by default those of 8 … 512 that the model and the text allow.  samples: windows of the text at each length.
-    layers: all by default.  map: as in `Model.measure`.  tol, certify, seed: as in `howsmooth.lipschitz`.
+    layers: all by default.  map: as in `Model.measure`.  tol, certify: as in `howsmooth.lipschitz`.  seed: places the samples.
 
     >>> import torch
     >>> from transformers import BertConfig, BertModel
