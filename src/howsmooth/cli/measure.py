@@ -29,7 +29,7 @@ def measure(
     device: options.Device = "auto",
     tol: options.Tol = 1e-3,
     certify: options.Certify = None,
-    seed: options.Seed | None = None,
+    seed: options.Start = None,
 ) -> Told:
     """Measure how smooth one layer of a model is at one input, and which words carry the worst direction.
 

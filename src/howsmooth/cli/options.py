@@ -26,6 +26,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU if 
 Tol = Annotated[float, typer.Option(help="relative accuracy of every value")]
 Certify = Annotated[float | None, typer.Option(help="go on until upper/lower is at most 1 + this")]
 Seed = Annotated[int, typer.Option(help="of everything random: samples of text, weights, starts of solvers and searches")]
+Start = Annotated[int | None, typer.Option("--seed", help="of the random start; made from the input by default")]
 Causal = Annotated[bool, typer.Option(help="masked attention")]
 EngineName = Annotated[str, typer.Option("--engine", help="local or ray")]
 Address = Annotated[str | None, typer.Option(help="of a Ray cluster, auto for the one this machine belongs to")]
