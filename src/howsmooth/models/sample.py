@@ -27,7 +27,7 @@ _PREFIX = 256  # tokens of a longer input that the model's plain code sees whole
 _ROWS = 16, 64  # at least and at most so many queries of a longer input are compared
 # Relative to the largest entry: what float32 constants inside a model explain, and no lost key, window or soft-cap.
 _SAME = {torch.float64: 1e-5, torch.float32: 1e-3}
-HEAVY = 2**33  # logits past which a value in float64 costs more than a measurement
+HEAVY = 2**29  # logits past which a value in float64 costs more than a measurement
 FORMULA = 1e-9  # agreement in float64 that only the same formula, evaluated another way, gives
 
 
@@ -209,7 +209,7 @@ class Sample:
 
     def _value(self, cut: Cut) -> Tensor:
         """The map at its own tokens, in float64 where the model can; in the finest products below it where those are many."""
-        work = self.work if cut.layer.heads * len(cut.start) ** 2 > HEAVY else torch.float64
+        work = self.work if cut.start.is_cuda and cut.layer.heads * len(cut.start) ** 2 > HEAVY else torch.float64
         try:
             return replace(cut, work=work, precision="strict").value(cut.start.to(work)[None])
         except (RuntimeError, TypeError):
