@@ -89,9 +89,7 @@ def test_commands_that_load_a_model_share_their_options(command):
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta"])
-@pytest.mark.parametrize(
-    "command", [("measure", "demo", "--layer", "0", "--text", "in.txt"), ("report", "demo"), ("attack", "demo")]
-)
+@pytest.mark.parametrize("command", ["measure demo --layer 0 --text in.txt", "report demo", "study growth demo", "attack demo"])
 def test_a_device_that_is_not_there_is_refused_in_one_line(command, device, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.txt").write_text("some words")
