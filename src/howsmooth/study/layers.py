@@ -100,7 +100,7 @@ def parts(
 
 
 def settle(reader: Reader, question: Question) -> Setting:
-    """Check a question before any work: the longest sample is run once, one layer of the shortest measured."""
+    """Check a question before any work: the longest sample is run once and must fit, one layer of the shortest measured."""
     lengths = question.lengths
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
         raise BadInputError(f"expected lengths of at least one token, got {list(lengths)}; give whole numbers")
@@ -118,6 +118,7 @@ def settle(reader: Reader, question: Question) -> Setting:
         raise BadInputError(
             f"expected layers from 0 to {captured.num_layers - 1}, got {outside[0]!r}; {captured.model} has no other"
         )
+    captured.sample.check_room(layers[0], question.map)
     setting = Setting(question, layers, tuple(starts))
     first = parts(setting, [min(lengths)], samples=1)[0]
     replace(first, layers=layers[:1]).measure(reader, closed=False)  # refuses a map that the model lacks, and bad options
