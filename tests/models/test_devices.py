@@ -69,6 +69,16 @@ def test_what_the_library_offloads():
         hs.load(own, "cuda")
 
 
+def test_room_is_counted_before_any_work(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(room, "free", lambda device: 100_000)
+    tokens, block, device = torch.zeros(100, 8), nn.Sequential(nn.Linear(8, 40), nn.Linear(40, 8)), torch.device("cuda", 0)
+    room.check_room(tokens, None, torch.float32, device, "attention")  # 12 · 8 numbers a token: 38 400 bytes
+    room.check_room(tokens, block, torch.float32, torch.device("cpu"), "a block elsewhere")
+    room.check_room(tokens, block, torch.float32, device, "a block")  # 3 · 48 more
+    with pytest.raises(BadInputError, match=r"for a longer block, got 0\.0 GiB free; give fewer tokens"):
+        room.check_room(tokens.repeat(2, 1), block, torch.float32, device, "a longer block")
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_too_little_memory_is_said_first(monkeypatch: pytest.MonkeyPatch):

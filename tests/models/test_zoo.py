@@ -192,4 +192,4 @@ def test_a_gpu_finds_the_same(name: str, kind: MapName):
     assert got.direction.is_cuda
     assert got.cut == animal.cut
     assert abs(got.value - truth) <= 1e-3 * truth
-    assert got.upper >= truth * (1 - PARITY)
+    assert got.upper >= truth * (1 - 1e-4)  # its tokens come from a forward pass in single precision

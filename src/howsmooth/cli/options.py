@@ -9,7 +9,6 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import MAPS, MapName, Model
-from howsmooth.models.room import free
 from howsmooth.run import Engine, Local, Ray
 from howsmooth.run.pool import cores
 
@@ -30,13 +29,15 @@ Start = Annotated[int | None, typer.Option("--seed", help="of the random start; 
 Causal = Annotated[bool, typer.Option(help="masked attention")]
 EngineName = Annotated[str, typer.Option("--engine", help="local or ray")]
 Address = Annotated[str | None, typer.Option(help="of a Ray cluster, auto for the one this machine belongs to")]
-Workers = Annotated[int | None, typer.Option(help="processes; by default the cores, four at most, fewer where memory is short")]
+Workers = Annotated[
+    int | None,
+    typer.Option(help="processes; by default the cores, four at most, and one on a GPU or for a model above 1 GB"),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results that are there")]
 Force = Annotated[bool, typer.Option("--force", help="start anew in a folder that holds results or other files")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but the result's path")]
 
 _LARGE = 1e9  # bytes of weights that are not held several times over
-_BESIDE = 8 * 2**30  # bytes on a GPU that a process may want beside its weights
 _Number = TypeVar("_Number", int, float)
 
 
@@ -56,11 +57,9 @@ def engine_of(name: str, address: str | None, workers: int | None, model: Model,
 
 
 def _workers(model: Model) -> int:
-    """As many as there are cores and copies of the model fit, four at most."""
+    """As many as there are cores, four at most; one on a GPU, which takes turns between processes, and for a large model."""
     size = sum(p.numel() * p.element_size() for p in model.module.parameters())
-    if model.device.type == "cuda":
-        return max(1, min(cores(), 4, int(free(model.device) // (4 * size + _BESIDE))))
-    return min(cores(), 4) if size < _LARGE else 1
+    return min(cores(), 4) if size < _LARGE and model.device.type == "cpu" else 1
 
 
 def map_of(name: str) -> MapName:

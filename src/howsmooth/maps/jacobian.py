@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _GUESS_STEPS = 40  # products with `Wₒ W_v` that a guess may take: little beside one product with the Jacobian
-_MANY = 2**22
+_MANY, _LOOKS = 2**22, "cuda"  # where so many numbers are looked at; elsewhere that costs more than keeping them
 _TOKENS = 512  # random ones on which the error of projections is measured
 
 
@@ -375,8 +375,8 @@ def _applied(f: Callable[[Tensor], Any], x: Tensor) -> Any:
 
 def _without_zeros(t: Tensor) -> Tensor:
     """What a graph keeps of a tensor: of many zeros, one. The graph of `u ↦ Jᵀu` is made at `u = 0`, so it is full of them."""
-    many = t.numel() >= _MANY and t.device.type == "cuda"  # elsewhere looking costs more than keeping
-    return t if not many or bool(t.any()) else t.new_zeros(()).expand(t.shape)
+    many = t.numel() >= _MANY and t.device.type == _LOOKS
+    return t.detach() if not many or bool(t.any()) else t.new_zeros(()).expand(t.shape)  # detached: no graph holds itself
 
 
 def doubled(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -12,6 +12,7 @@ from howsmooth.errors import BadInputError
 _GIB = 2**30
 _WEIGHTS = 0.8  # of the free memory that weights may take; the rest is for the measurement
 _VECTORS = 12  # (n, d) that the shortest solve holds at once: tokens, a few steps of the basis, a product on its way
+_SAVED = 3  # outputs of every matrix of a block that its graph keeps at least: about half of what was measured on a Llama's
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -29,12 +30,18 @@ def fits(module: nn.Module, device: torch.device) -> bool:
     return sum(t.numel() * t.element_size() for t in elsewhere) <= _WEIGHTS * free(device)
 
 
-def check_room(tokens: Tensor, work: torch.dtype, device: torch.device, what: str) -> None:
-    """Refuse a measurement that cannot fit whatever happens, before any of it is done."""
-    if device.type == "cuda":
-        needed, there = _VECTORS * tokens.numel() * work.itemsize, free(device)
-        if needed > there:
-            raise too_little(what, f"at least {needed / _GIB:.1f} GiB", there)
+def check_room(tokens: Tensor, block: nn.Module | None, work: torch.dtype, device: torch.device, what: str) -> None:
+    """Refuse a measurement that cannot fit whatever happens, before any of it is done.
+
+    tokens: (n, d), what enters.  block: what is run whole, where the map ends behind attention.
+    """
+    if device.type != "cuda":
+        return
+    matrices = () if block is None else (m.weight for m in block.modules() if isinstance(m, nn.Linear))
+    width = _VECTORS * tokens.shape[1] + _SAVED * sum(w.shape[0] for w in matrices)
+    needed, there = len(tokens) * width * work.itemsize, free(device)
+    if needed > there:
+        raise too_little(what, f"at least {needed / _GIB:.1f} GiB", there)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName
+from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName, Span
 from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
 from howsmooth.models.room import check_room, enough
 from howsmooth.models.rows import OwnRows, sample_rows
@@ -28,7 +28,7 @@ _PREFIX = 256  # tokens of a longer input that the model's plain code sees whole
 _ROWS = 16, 64  # at least and at most so many queries of a longer input are compared
 # Relative to the largest entry: what float32 constants inside a model explain, and no lost key, window or soft-cap.
 _SAME = {torch.float64: 1e-5, torch.float32: 1e-3}
-HEAVY = 2**33  # logits past which a value in float64 costs more than a measurement
+HEAVY = 2**29  # logits past which a value in float64 costs more than a measurement
 FORMULA = 1e-9  # agreement in float64 that only the same formula, evaluated another way, gives
 
 
@@ -178,10 +178,8 @@ class Sample:
     def solve(self, layer: int, map: MapName, head: int | None, factor: float, options: Options) -> tuple[Cut, Solved]:
         """A map, its tokens multiplied by `factor`, and its constant there."""
         cut = self.cut(layer, map)
-        what = f"map {map!r} of layer {layer}"
+        what = self.check_room(layer, map)
         if cut is not None:
-            what += f" at {len(cut.start)} tokens"
-            check_room(cut.start, self.work, cut.start.device, what)
             seen = head is None and factor == 1  # then the solver's own value is one that the model's code can be asked for
             try:
                 with enough(what, cut.start.device):
@@ -197,6 +195,14 @@ class Sample:
         with enough(f"{what} through the model's own code", plain.start.device):
             return plain, solve(plain, factor * plain.start, options)
 
+    def check_room(self, layer: int, map: MapName) -> str:
+        """Refuse a map that cannot fit on the device; what was asked for, in words."""
+        span = Span.of(map, self.trace, self.trace.layers[layer])
+        what = f"map {map!r} of layer {layer} at {len(span.tokens)} tokens"
+        whole = span.root.module if map in ("block", "model") else None
+        check_room(span.tokens, whole, self.work, self.trace.output.device, what)
+        return what
+
     def cut(self, layer: int, map: MapName) -> Cut | None:
         """The map on the kernels, not yet compared with the model's own code; nothing where it cannot be cut."""
         if self._on_kernels is None:
@@ -208,7 +214,7 @@ class Sample:
 
     def _value(self, cut: Cut) -> Tensor:
         """The map at its own tokens, in float64 where the model can; in the finest products below it where those are many."""
-        work = self.work if cut.layer.heads * len(cut.start) ** 2 > HEAVY else torch.float64
+        work = self.work if cut.start.is_cuda and cut.layer.heads * len(cut.start) ** 2 > HEAVY else torch.float64
         try:
             return replace(cut, work=work, precision="strict").value(cut.start.to(work)[None])
         except (RuntimeError, TypeError):

@@ -124,7 +124,7 @@ def parts(
 
 
 def settle(reader: Reader, question: Question) -> Setting:
-    """Check a question before any work: the longest sample is run once, one layer of the shortest measured."""
+    """Check a question before any work: the longest sample is run once and must fit, one layer of the shortest measured."""
     lengths = question.lengths
     longest = max(lengths)
     starts = reader.starts(question.samples, longest, question.seed)
@@ -138,6 +138,7 @@ def settle(reader: Reader, question: Question) -> Setting:
         raise BadInputError(
             f"expected layers from 0 to {captured.num_layers - 1}, got {outside[0]!r}; {captured.model} has no other"
         )
+    captured.sample.check_room(layers[0], question.map)
     setting = Setting(question, layers, tuple(starts))
     first = parts(setting, [min(lengths)], samples=1)[0]
     replace(first, layers=layers[:1]).measure(reader, closed=False)  # refuses a map that the model lacks, and bad options

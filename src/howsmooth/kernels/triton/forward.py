@@ -8,7 +8,7 @@ from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finis
 
 @triton.jit(do_not_specialize=[*ANY, "group"])
 def forward(
-    Q, Q_LO, K, K_LO, V, V_LO, BIAS_P, OUT, LSE, LOW, HIGH,
+    Q, Q_LO, K, K_LO, V, V_LO, BIAS_P, OUT, LSE, COARSE_LSE, LOW, HIGH,
     n, m, n_rows, m_rows, heads, group, d_v, window, step, scale, out_scale, cap, one,
     bias_item, bias_head, bias_row, out_item, out_head, out_row,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -17,7 +17,7 @@ def forward(
 ):  # fmt: skip
     """One block of rows of one head: the online softmax, and the range of logits, in three passes: this runs once.
 
-    COARSE: the log-sum-exp is that of logits in one pass, so that the rows of `P` which products make of it sum to one.
+    COARSE: beside it the log-sum-exp of logits in one pass, so that the rows of `P` which products make of those sum to one.
     """
     i_g = tl.program_id(1).to(tl.int64)
     i_head = i_g % heads
@@ -70,11 +70,11 @@ def forward(
     b_sum = tl.where(seen, b_sum, 1.0)
     b_acc = tl.where(seen[:, None], b_acc * out_scale / b_sum[:, None], 0.0)
     # rows without a visible key, and padding, get P = exp2(s − ∞) = 0
-    b_lse = b_max + tl.log2(b_sum) - 14
+    seen = seen & (i < n)
+    tl.store(LSE + i_g * n_rows + i, tl.where(seen, b_max + tl.log2(b_sum) - 14, float("inf")))
     if COARSE:
         b_lse = b_coarse_max + tl.log2(tl.where(seen, b_coarse_sum, 1.0))
-    b_lse = tl.where(seen & (i < n), b_lse, float("inf"))
-    tl.store(LSE + i_g * n_rows + i, b_lse)
+        tl.store(COARSE_LSE + i_g * n_rows + i, tl.where(seen, b_lse, float("inf")))
     tl.store(LOW + i_g * n_rows + i, tl.where(i < n, b_low, float("inf")))
     tl.store(HIGH + i_g * n_rows + i, tl.where(i < n, b_max, float("-inf")))
     p_out = OUT + i_item * out_item + i_head * out_head + i[:, None].to(tl.int64) * out_row + c_v[None, :]

@@ -1,5 +1,6 @@
 """Softmax attention on fused kernels: O(n · d) memory, every product one pass over the logits."""
 
+import copy
 import functools
 import math
 import os
@@ -21,7 +22,7 @@ from howsmooth.kernels.triton.compiling import compiling, in_parallel, launch, s
 from howsmooth.kernels.triton.operands import ROWS, TOP, Operand, pack, padded_length, padded_width, power
 
 WIDEST = 256
-_HEAVY = 2**32  # visible logits past which float64 costs more than all other products
+_HEAVY = 2**28  # visible logits past which float64 costs more than all other products: about 0.1 s on an H200
 SHIFT = 14  # weights are kept as 2¹⁴ P, so that half precision reaches down to 2⁻³⁸
 _LONG = 2**15
 _SAMPLE = 16, 512  # at most so many blocks of rows, and about so many rows, on which the error of products is measured
@@ -79,7 +80,7 @@ class Fused(SoftmaxAttention):
         self._promote = self._passes == 3 or max(n, m) > _LONG
         if q.is_cuda and not compiling():
             self._compile_ahead()
-        self._o, self._lse, self._low, self._high = self._forward()
+        self._o, self._fine_lse, self._lse, self._low, self._high = self._forward()
         # what the products do not read
         self._q, self._k = (t if self._s_passes == 3 else Operand(t.hi, t.hi) for t in (self._q, self._k))
         self._v = self._v if self._passes == 3 else Operand(self._v.hi, self._v.hi)
@@ -129,7 +130,18 @@ class Fused(SoftmaxAttention):
         return FINER.get(self.precision)
 
     def refined(self) -> "Fused | None":
-        return None if self.finer is None else Fused(*self.inputs, self.scores, self.finer)
+        if self.finer is None:
+            return None
+        finer = copy.copy(self)  # outputs are exact in every precision; only operands of products have more bits
+        vars(finer).pop("noise", None)
+        q, k, v = self.inputs
+        finer.precision, finer._s_passes, finer._lse = self.finer, 3, self._fine_lse
+        finer._q, finer._k = self._pack(q[None], self.scores.scale * self._s_q), self._pack(k[None], self._s_k)
+        if finer.precision == "strict":
+            finer._passes, finer._promote, finer._v = 3, True, self._pack(v[None], self._s_v)
+        if q.is_cuda:
+            finer._compile_ahead()
+        return finer
 
     @property
     def heavy(self) -> bool:
@@ -206,24 +218,25 @@ class Fused(SoftmaxAttention):
         width = max(self._q.hi.shape[-1], self._v.hi.shape[-1])
         return blocks.pick(kernel, width, max(self._passes, self._s_passes), two, self.scores.mask.causal)
 
-    def _forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Outputs, log-sum-exp, least and greatest logit of every row."""
+    def _forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Outputs; of every row the log-sum-exp, that of the products' own logits, the least and the greatest logit."""
         batch, heads, kv_heads, n, m, _, d_v = self._shape
         rows, cols = padded_length(n), padded_length(m)
         device = self._q.hi.device
         out = torch.empty(batch, n, heads, d_v, device=device).transpose(1, 2)
         lse, low, high = (torch.empty(batch * heads, rows, device=device) for _ in range(3))
+        coarse = torch.empty_like(lse) if self._s_passes == 1 else lse
         b = blocks.pick("forward", max(self._q.hi.shape[-1], self._v.hi.shape[-1]), 3, False, self.scores.mask.causal)
         launch(
             forward.forward, (rows // b.rows, batch * heads),
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, self._bias, out, lse, low, high,
+            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, self._bias, out, lse, coarse, low, high,
             n, m, rows, cols, heads, heads // kv_heads, d_v, self.scores.mask.window or 0, 1,
             1 / (self._s_q * self._s_k), 1 / self._s_v, self.scores.softcap or 1.0, 1.0,
             *self._strides, *out.stride()[:3],
             BM=b.rows, BN=b.cols, COARSE=self._s_passes == 1, **self._options,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
-        return out, lse, low, high
+        return out, lse, coarse, low, high
 
     def jvp(self, dq: Queries, dk: Keys, dv: Values, *, step: int = 1) -> Outputs:
         """step: one block of rows in so many, the others are zero."""
