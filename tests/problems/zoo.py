@@ -227,6 +227,12 @@ ZOO: dict[str, Animal] = {
         "layers.{}.self_attn",
         "layers.{}.self_attn.o_proj",
     ),
+    "olmo2": Animal(
+        lambda: t.Olmo2Model(t.Olmo2Config(**GROUPED, **TOKENS)),
+        "layers.{}",
+        "layers.{}.self_attn",
+        "layers.{}.self_attn.o_proj",
+    ),
     **{
         f"gemma2 {kind}": Animal(
             lambda: t.Gemma2Model(

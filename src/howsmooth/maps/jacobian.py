@@ -21,16 +21,28 @@ if TYPE_CHECKING:
     from howsmooth.maps.norms import LayerNorm, RMSNorm
 
 
+def over_heads(f: Callable[[Tensor], Tensor], t: Float[Tensor, "*axes heads n d_h"], width: int) -> Tensor:
+    """`f` of what a norm of that width takes: every head by itself, or all heads of a token side by side."""
+    if width == t.shape[-1]:
+        return f(t)
+    return f(t.transpose(-3, -2).flatten(-2)).unflatten(-1, (t.shape[-3], -1)).transpose(-3, -2)
+
+
 @final
 class AttentionJacobian(Operator):
     """`D_x f = Wₒ ∘ concat ∘ D(softmax attention) ∘ turn ∘ D(norms) ∘ project`.
 
     layer: the weights, in the precision of the tokens.  kernel: softmax attention at their queries, keys and values.
-    q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them.
+    q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them, on (heads, n, head width), or on
+    (n, all heads) where a norm goes over all of them.
     """
 
     def __init__(
-        self, layer: "Attention", kernel: SoftmaxAttention, q_slope: Operator | None = None, k_slope: Operator | None = None
+        self,
+        layer: "Attention",
+        kernel: SoftmaxAttention,
+        q_slope: "NormJacobian | None" = None,
+        k_slope: "NormJacobian | None" = None,
     ):
         self.layer, self.kernel, self.q_slope, self.k_slope = layer, kernel, q_slope, k_slope
         self.batch, _, n, _ = kernel.output.shape
@@ -59,8 +71,8 @@ class AttentionJacobian(Operator):
     def _push(self, v: Tensor) -> Tensor:
         """Directions of the tokens → those of the heads' outputs, side by side."""
         dq, dk, dv = self.layer.project(v, with_bias=False)
-        dq = dq if self.q_slope is None else self.q_slope.jvp(dq)
-        dk = dk if self.k_slope is None else self.k_slope.jvp(dk)
+        dq = dq if self.q_slope is None else over_heads(self.q_slope.jvp, dq, self.q_slope.in_shape[-1])
+        dk = dk if self.k_slope is None else over_heads(self.k_slope.jvp, dk, self.k_slope.in_shape[-1])
         if (rotary := self.layer.rotary) is not None:
             dq, dk = rotary.turn(dq), rotary.turn(dk)
         return self.layer.concat(self.kernel.jvp(dq, dk, dv))
@@ -70,8 +82,8 @@ class AttentionJacobian(Operator):
         dq, dk, dv = self.kernel.vjp(self.layer.unconcat(t))
         if (rotary := self.layer.rotary) is not None:
             dq, dk = rotary.turn(dq, back=True), rotary.turn(dk, back=True)
-        dq = dq if self.q_slope is None else self.q_slope.vjp(dq)
-        dk = dk if self.k_slope is None else self.k_slope.vjp(dk)
+        dq = dq if self.q_slope is None else over_heads(self.q_slope.vjp, dq, self.q_slope.in_shape[-1])
+        dk = dk if self.k_slope is None else over_heads(self.k_slope.vjp, dk, self.k_slope.in_shape[-1])
         return self.layer.unproject(dq, dk, dv)
 
     @torch.no_grad()

@@ -6,8 +6,8 @@ graph; the attention calls in between are nodes of that graph whose products run
 
 import functools
 import itertools
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final, get_args
 
@@ -40,8 +40,8 @@ MAPS: tuple[MapName, ...] = get_args(MapName)
 _SMALL = 4096  # entries up to which the graph is checked with a product each way of its own
 
 
-class _Stop(Exception):
-    """The end of the map is reached; nothing behind it is run."""
+class Stop(Exception):
+    """The end of a map, or all that was asked for, is reached; nothing behind it is run."""
 
     def __init__(self, value: Tensor):
         super().__init__()
@@ -174,32 +174,20 @@ class Cut(Map):
             kernels.append(kernel)
             return out
 
-        intercept = Intercept(on_call, dict(self.trace.masks))
+        return self.through(tokens, on_call), kernels
+
+    def through(self, tokens: Tensor, on_call: Callable[[Call], Tensor]) -> Tensor:
+        """The map at tokens (n, d), its attention calls answered by `on_call`, which may end the run with `Stop`."""
         span = self.span
         root = span.root
-        convert = _converter(self.work, set(intercept.masks))
+        convert = _converter(self.work, set(self.trace.masks))
         x = tokens if self.real is None else span.tokens.to(tokens.dtype).index_copy(0, self.real, tokens)
-        state = {
-            k: t.detach().to(self.work) if t.is_floating_point() else t
-            for k, t in (*root.module.named_parameters(), *root.module.named_buffers())
-        }
         with ExitStack() as stack:
-            stack.enter_context(evaluating(self.owner))
-            if self.code is not None:
-                stack.enter_context(implementation(self.owner, self.code))
-            if self.kernels:
-                stack.enter_context(intercept.active())
-                if self.code != IMPLEMENTATION:  # calls that do not come through the library's interface
-                    stack.enter_context(Watch())
-            if self.work == torch.float64:
-                stack.enter_context(KeepDouble())
-            for module in root.module.modules():
-                if isinstance(module, nn.MultiheadAttention):
-                    stack.enter_context(module.register_forward_pre_hook(without_weights, with_kwargs=True))
+            stack.enter_context(self.running(on_call))
             args, kwargs = _enter(stack, span, x, convert)
             try:
-                output = functional_call(root.module, state, args, kwargs)
-            except _Stop as stop:
+                output = functional_call(root.module, self.state(root.module), args, kwargs)
+            except Stop as stop:
                 output = stop.value
         y = first_tensor(output)
         y = y.reshape(-1, y.shape[-1])
@@ -207,7 +195,32 @@ class Cut(Map):
             if len(y) != len(span.tokens):
                 raise BadInputError(f"expected as many outputs as tokens under a padding mask, got {len(y)}; leave it out")
             y = y[self.real]
-        return y, kernels
+        return y
+
+    def state(self, module: nn.Module) -> dict[str, Tensor]:
+        """A module's parameters and buffers in the precision of this map."""
+        return {
+            k: t.detach().to(self.work) if t.is_floating_point() else t
+            for k, t in (*module.named_parameters(), *module.named_buffers())
+        }
+
+    @contextmanager
+    def running(self, on_call: Callable[[Call], Tensor]) -> Iterator[None]:
+        """Inside it the model's modules run as this map runs them, attention calls answered by `on_call`."""
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self.owner))
+            if self.code is not None:
+                stack.enter_context(implementation(self.owner, self.code))
+            if self.kernels:
+                stack.enter_context(Intercept(on_call, dict(self.trace.masks)).active())
+                if self.code != IMPLEMENTATION:  # calls that do not come through the library's interface
+                    stack.enter_context(Watch())
+            if self.work == torch.float64:
+                stack.enter_context(KeepDouble())
+            for module in self.span.root.module.modules():
+                if isinstance(module, nn.MultiheadAttention):
+                    stack.enter_context(module.register_forward_pre_hook(without_weights, with_kwargs=True))
+            yield
 
 
 @final
@@ -317,11 +330,11 @@ def _stop_at(stack: ExitStack, end: nn.Module, before: bool, counted: nn.Module,
 
     def taken(_: nn.Module, args: tuple[Any, ...]) -> None:
         if last == index:
-            raise _Stop(args[0])
+            raise Stop(args[0])
 
     def given(_: nn.Module, args: Any, output: Any) -> None:
         if last == index:
-            raise _Stop(first_tensor(output))
+            raise Stop(first_tensor(output))
 
     stack.enter_context(counted.register_forward_pre_hook(count))
     stack.enter_context(end.register_forward_pre_hook(taken) if before else end.register_forward_hook(given))

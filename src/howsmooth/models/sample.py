@@ -22,7 +22,6 @@ from howsmooth.solve import Options, Solved, solve
 _MOST_LOGITS = 2**26  # 512 MiB in float64
 # Relative to the largest entry: what float32 constants inside a model explain, and no lost key, window or soft-cap.
 _SAME = {torch.float64: 1e-5, torch.float32: 1e-3}
-FORMULA = 1e-9  # agreement in float64 that only the same formula, evaluated another way, gives
 
 
 def same(ours: Tensor, theirs: Tensor, tolerance: float | None = None) -> bool:

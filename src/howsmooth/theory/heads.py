@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.maps import Attention, AttentionJacobian, NormJacobian, Operator
+from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.theory.bound import ROUNDINGS, slack, spectral_norm
-from howsmooth.theory.constants import plane_factors
+from howsmooth.theory.constants import by_heads, plane_factors
 from howsmooth.theory.perron import inverse_rows
 
 PerHead = Float[Tensor, "batch heads"]
@@ -184,34 +184,84 @@ def token_slopes(
     if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
         return None
     return Slopes(
-        *_moving(layer, operator.q_slope, r_q.mT, kernel.k, operator.batch),
-        *_moving(layer, operator.k_slope, r_k.mT, kernel.q, operator.batch),
+        *_moving(layer, operator.q_slope, r_q.mT, kernel.k, operator.batch, layer.w_q),
+        *_moving(layer, operator.k_slope, r_k.mT, kernel.q, operator.batch, layer.w_k),
     )
 
 
 def _moving(
-    layer: Attention, slope: Operator | None, w: Float[Tensor, "heads head r"], other: Float[Tensor, "g n head"], batch: int
+    layer: Attention,
+    slope: NormJacobian | None,
+    w: Float[Tensor, "heads head r"],
+    other: Float[Tensor, "g n head"],
+    batch: int,
+    whole: Tensor | None,
 ) -> tuple[Float[Tensor, "g n head"], Float[Tensor, "g n"]]:
     """The other side's vectors divided by `f`, and the slopes of this side times `f`, the better of two `f` for each head."""
     heads, head, _ = w.shape
     n = other.shape[1]
-    normed = slope if isinstance(slope, NormJacobian) else None
     ones = torch.ones(heads, head, dtype=torch.float64, device=w.device)
-    rows = w.norm(dim=-1) if normed is None else normed.norm.weight.double().abs().expand(heads, -1)
-    gain = torch.ones(batch, n, dtype=torch.float64, device=w.device)  # of each token's phases: 1 up to their rounding
-    if layer.rotary is not None:
-        cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
-        gain = gain * (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0).to(w.device) * (1 + 1e-15)
+    rows = w.norm(dim=-1) if slope is None else by_heads(slope.norm.weight.double().abs(), heads, head)
     choices = []
     for f in (ones, 1 / plane_factors(layer, rows)):
-        size = spectral_norm(w * f[..., None])[None, :, None] if normed is None else _normed(normed, w, f)
-        size = (size * gain[:, None] * slack(layer.width)).flatten(0, 1)  # (g, n)
+        size = _slopes(layer, slope, w, f, batch, n, whole).flatten(0, 1)  # (g, n)
         vectors = (other.double().unflatten(0, (batch, heads)) / f[:, None]).flatten(0, 1)
         choices.append((vectors, size, vectors.square().sum((-2, -1)) * size.square().amax(-1)))
     (plain, size, worth), (scaled, scaled_size, scaled_worth) = choices
     better = (scaled_worth < worth)[:, None]
     vectors = torch.where(better[..., None], scaled, plain)
     return vectors.to(other.dtype), torch.where(better, scaled_size, size).to(other.dtype)
+
+
+def query_slopes(operator: AttentionJacobian) -> Float[Tensor, "batch heads n"]:
+    """`‖∂q_i/∂x_i‖` from above, head by head and token by token."""
+    layer = operator.layer
+    w = torch.linalg.qr(layer.by_head().q.mT, mode="r")[1].mT
+    ones = torch.ones(w.shape[:2], dtype=torch.float64, device=w.device)
+    return _slopes(layer, operator.q_slope, w, ones, operator.batch, operator.in_shape[0], layer.w_q)
+
+
+def _slopes(
+    layer: Attention,
+    slope: NormJacobian | None,
+    w: Float[Tensor, "heads head r"],
+    f: Float[Tensor, "heads head"],
+    batch: int,
+    n: int,
+    whole: Float[Tensor, "rows d"] | None,
+) -> Float[Tensor, "batch heads n"]:
+    """`‖∂(f q_i)/∂x_i‖` from above (4.13): `w` the weights of queries, or of keys, up to an isometry of their input.
+
+    whole: the weights of all heads, nothing for the identity.
+    """
+    gain = torch.ones(batch, n, dtype=torch.float64, device=w.device)  # of each token's phases: 1 up to their rounding
+    if layer.rotary is not None:
+        cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
+        gain = gain * (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0).to(w.device) * (1 + 1e-15)
+    if slope is None:
+        size = spectral_norm(w * f[..., None])[None, :, None]
+    elif slope.norm.width == w.shape[1]:
+        size = _normed(slope, w, f)
+    else:
+        size = _normed_together(slope, torch.eye(layer.width).to(w) if whole is None else whole.double(), f)
+    return size * gain[:, None] * slack(layer.width)
+
+
+def _normed_together(
+    slope: NormJacobian, w: Float[Tensor, "rows d"], f: Float[Tensor, "heads head"]
+) -> Float[Tensor, "batch heads n"]:
+    """`‖f_h α_h ((I − uuᵀ/m) C W)_h‖/s` of every token and head, for a norm over all heads (4.14)."""
+    heads, head = f.shape
+    norm, unit, scale = slope.norm, slope.unit.double(), slope.scale.double()[..., 0]  # (batch, n, rows), (batch, n)
+    centred = norm.center(w.mT).mT  # C W
+    alpha = by_heads(norm.weight.double(), heads, head) * f
+    group = heads * head // norm.width
+    own = centred.unflatten(0, (-1, head)).repeat_interleave(group, 0) * alpha[..., None]  # (heads, head, d)
+    part = unit.unflatten(-1, (-1, head)).repeat_interleave(group, 2)  # (batch, n, heads, head)
+    along = (unit @ centred).norm(dim=-1) / norm.width
+    size = spectral_norm(own)[None, :, None] + ((alpha * part).norm(dim=-1) * along[..., None]).transpose(1, 2)
+    noise = ROUNDINGS * torch.finfo(slope.dtype).eps * math.sqrt(norm.width)
+    return size / scale[:, None] * (1 + noise)
 
 
 def _normed(slope: NormJacobian, w: Float[Tensor, "heads head r"], f: Tensor) -> Float[Tensor, "batch heads n"]:
