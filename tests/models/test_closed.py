@@ -45,7 +45,6 @@ MORE = {
     "glm": lambda: t.GlmModel(t.GlmConfig(**{**BIG, **SHAPES}, partial_rotary_factor=0.4)),
     "granite": lambda: t.GraniteModel(t.GraniteConfig(**BIG, num_key_value_heads=1, attention_multiplier=0.3)),
     "olmo2, one key head": lambda: t.Olmo2Model(t.Olmo2Config(**BIG, num_key_value_heads=1)),
-    "mixtral": lambda: t.MixtralModel(t.MixtralConfig(**{**BIG, **GROUPED}, num_local_experts=4, num_experts_per_tok=2)),
 }
 
 

@@ -30,6 +30,8 @@ def truth_of(name: str, kind: str, inputs: dict[str, Any], real: Tensor | None =
     end = (animal.projection if kind == "attention" else animal.block).replace("{}", str(animal.layer))
     before = module.config._attn_implementation
     module.set_attn_implementation("eager")
+    if hasattr(module, "set_experts_implementation"):
+        module.set_experts_implementation("eager")  # the only one that knows float64
     x, jacobian = reference(module, inputs, start, end, real)
     module.set_attn_implementation(before)
     return x, float(torch.linalg.matrix_norm(jacobian, 2))
@@ -144,3 +146,12 @@ def test_one_head_is_the_layer_with_the_others_cut_off(name: str, heads: int):
         weight.data.copy_(kept)
         assert got.heads[h].value == pytest.approx(truth, rel=PARITY)
         assert captured.measure(animal.layer, head=h).value == pytest.approx(truth, rel=PARITY)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "llama"])
+def test_experts_are_held_fixed_and_the_note_says_so(name: str):
+    captured = model_of(name).capture(ids=ids())
+    routed = [
+        any("routing is held fixed" in note for note in captured.measure(1, kind).notes) for kind in ("attention", "block")
+    ]
+    assert routed == [False, name != "llama"]

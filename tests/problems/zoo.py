@@ -233,6 +233,28 @@ ZOO: dict[str, Animal] = {
         "layers.{}.self_attn",
         "layers.{}.self_attn.o_proj",
     ),
+    "mixtral": Animal(
+        lambda: t.MixtralModel(t.MixtralConfig(**GROUPED, **TOKENS, num_local_experts=4, num_experts_per_tok=2)),
+        "layers.{}",
+        "layers.{}.self_attn",
+        "layers.{}.self_attn.o_proj",
+    ),
+    "qwen2-moe": Animal(
+        lambda: t.Qwen2MoeModel(
+            t.Qwen2MoeConfig(
+                **{k: v for k, v in GROUPED.items() if k != "head_dim"},
+                **TOKENS,
+                num_experts=5,
+                num_experts_per_tok=2,
+                moe_intermediate_size=12,
+                shared_expert_intermediate_size=12,
+                decoder_sparse_step=1,
+            )
+        ),
+        "layers.{}",
+        "layers.{}.self_attn",
+        "layers.{}.self_attn.o_proj",
+    ),
     **{
         f"gemma2 {kind}": Animal(
             lambda: t.Gemma2Model(

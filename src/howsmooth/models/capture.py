@@ -182,12 +182,14 @@ class Capture:
         """Through the model's graph, the attention calls in it on the kernels."""
         cut, solved = sample.solve(layer, asked.map, asked.head, asked.factor, asked.options)
         kernels = solved.operator.kernels if isinstance(solved.operator, CutJacobian) else []
+        notes = solved.operator.notes if isinstance(solved.operator, CutJacobian) else ()
         alone: tuple[Estimate, ...] = ()
         if asked.heads and cut.kernels:
             count = sample.trace.layers[layer].heads
             x = asked.factor * cut.start
             alone = tuple(solve(replace(cut, head=h), x, asked.options).estimate for h in range(count))
-        return self._measurement(sample, layer, asked, cut, solved.estimate, solved.image, kernels, alone)
+        measured = self._measurement(sample, layer, asked, cut, solved.estimate, solved.image, kernels, alone)
+        return replace(measured, notes=measured.notes + notes)
 
     def _of_closed(self, samples: list[Sample], layer: int, attn: Attention, asked: "_Asked") -> list[Measurement]:
         """In closed form, several windows in lock step."""

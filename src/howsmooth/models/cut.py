@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadFunctionError, BadInputError
@@ -37,6 +38,8 @@ from howsmooth.models.trace import (
 
 MapName = Literal["attention", "heads", "normed", "block", "model"]
 MAPS: tuple[MapName, ...] = get_args(MapName)
+ROUTED = "experts are those chosen at this input: routing is held fixed"
+_PICKS = (torch.topk, Tensor.topk, torch.argmax, Tensor.argmax, torch.sort, Tensor.sort, torch.argsort, Tensor.argsort)
 _SMALL = 4096  # entries up to which the graph is checked with a product each way of its own
 
 
@@ -144,9 +147,11 @@ class Cut(Map):
             raise BadInputError(f"expected one input at a time for a map of a model, got {len(x)}; loop over them")
         cut = self.to(x.dtype)
         kernels: list[SoftmaxAttention] = []
+        choices = _Choices()
 
         def f(t: Tensor) -> Tensor:
-            y, seen = cut.run(t[0])
+            with choices:
+                y, seen = cut.run(t[0])
             kernels.extend(seen)
             return y[None]
 
@@ -155,7 +160,7 @@ class Cut(Map):
             return None if finer is None else replace(cut, precision=finer).linearize(x)[1]
 
         try:
-            jacobian = CutJacobian(f, x, kernels, refine)
+            jacobian = CutJacobian(f, x, kernels, refine, choices)
         except (RuntimeError, TypeError) as error:
             if x.dtype == torch.float64 and self.work != torch.float64:  # code that knows no float64
                 raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
@@ -236,12 +241,14 @@ class CutJacobian(Operator):
         x: Float[Tensor, "1 n d"],
         kernels: list[SoftmaxAttention],
         refine: "Callable[[], CutJacobian | None]" = lambda: None,
+        choices: "_Choices | None" = None,
     ):
         small = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come
         self._graph, self._trusted = AutodiffJacobian(f, x, batched=True, checked=small), small
         self.kernels, self.refined, self.output = kernels, refine, self._graph.output
         self.batch, self.in_shape, self.out_shape = 1, self._graph.in_shape, self._graph.out_shape
         self.dtype, self.device = x.dtype, x.device
+        self.notes = (ROUTED,) if choices is not None and choices.made else ()
 
     @property
     def noise(self) -> float:
@@ -274,6 +281,19 @@ class CutJacobian(Operator):
         """`|J v|² = ⟨v, JᵀJ v⟩`."""
         left, right = energy.double().diagonal(dim1=1, dim2=2).sum(), (v.double() * product.double()).sum()
         return bool((left - right).abs() <= min(1e3 * self.noise, 0.02) * left) or not bool(left.isfinite())
+
+
+class _Choices(TorchFunctionMode):
+    """Hears whether a map picks by the size of something that depends on its tokens, as a router picks experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _PICKS:
+            self.made |= any(isinstance(t, Tensor) and t.requires_grad for t in (*args, *(kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
 
 
 def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, SoftmaxAttention]:

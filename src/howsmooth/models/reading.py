@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from jaxtyping import Float
@@ -115,7 +116,7 @@ class Stage:
                 widths = [self._took[part].shape[-1] for part in self.parts]
                 for part, own in zip(self.parts, z.split(widths, -1), strict=True):
                     value = own.reshape(self._took[part].shape)
-                    stack.enter_context(part.register_forward_hook(functools.partial(_instead, value)))
+                    stack.enter_context(mock.patch.object(part, "forward", functools.partial(_instead, value)))
             else:
                 hidden = find_hidden(args, kwargs)
                 assert hidden is not None
@@ -149,7 +150,7 @@ def read_projection(stage: Stage) -> Matrix:
     return Matrix((whole[1:] - whole[0]).mT.contiguous(), whole[0])
 
 
-def _instead(value: Tensor, *_: Any) -> Tensor:
+def _instead(value: Tensor, *_: Any, **__: Any) -> Tensor:
     return value
 
 
@@ -276,7 +277,10 @@ class _Reader:
         once, twice = self.answer(z), self.answer(2 * z)
         if agree(twice, 2 * once):
             factor, rotary = self._turned(self.answer)
-            return Side(heads, Matrix(w * factor.flatten()[:, None], b * factor.flatten()), None, rotary)
+            factor = factor.flatten()
+            return Side(
+                heads, Matrix(w, b) if bool((factor == 1).all()) else Matrix(w * factor[:, None], b * factor), None, rotary
+            )
         return Side(heads, Matrix(w, b), *self._normed(z, once))
 
     def _normed(self, z: Tensor, once: Tensor) -> tuple[LayerNorm | RMSNorm, Rotary | None]:
