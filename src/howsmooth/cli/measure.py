@@ -27,6 +27,7 @@ def measure(
     head: Annotated[int | None, typer.Option(help="one head alone")] = None,
     heads: Annotated[bool, typer.Option("--heads", help="also each head by itself")] = False,
     side: options.Side = None,
+    device: options.Device = "auto",
     tol: options.Tol = 1e-3,
     certify: options.Certify = None,
     seed: options.Seed = 0,
@@ -38,7 +39,7 @@ def measure(
     where, given = options.map_of(map_name), _given(text, ids)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        measurement = load(model, side=side).measure(
+        measurement = load(model, device, side=side).measure(
             **given, n=n, layer=layer, map=where, head=head, heads=heads, tol=tol, certify=certify, seed=seed
         )
     for remark in {str(w.message) for w in caught if issubclass(w.category, UserWarning)}:

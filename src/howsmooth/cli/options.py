@@ -20,6 +20,7 @@ Samples = Annotated[int, typer.Option(help="windows of the text at each length")
 Lengths = Annotated[
     str | None, typer.Option(help="numbers of tokens, as in 16,32,64; by default from 8 to 512 as model and text allow")
 ]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU if there is one")]
 Tol = Annotated[float, typer.Option(help="relative accuracy of every value")]
 Certify = Annotated[float | None, typer.Option(help="go on until upper/lower is at most 1 + this")]
 Seed = Annotated[int, typer.Option(help="of everything random: samples of text, weights, starts of solvers and searches")]
@@ -27,7 +28,7 @@ Causal = Annotated[bool, typer.Option(help="masked attention")]
 EngineName = Annotated[str, typer.Option("--engine", help="local or ray")]
 Address = Annotated[str | None, typer.Option(help="of a Ray cluster, auto for the one this machine belongs to")]
 Workers = Annotated[
-    int | None, typer.Option(help="processes; by default the cores, four at most, and one for a model above 1 GB")
+    int | None, typer.Option(help="processes; by default the cores, four at most, and one on a GPU or for a model above 1 GB")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results that are there")]
 Force = Annotated[bool, typer.Option("--force", help="start anew in a folder that holds results or other files")]
@@ -37,16 +38,21 @@ _LARGE = 1e9  # bytes of weights that are not held several times over
 _Number = TypeVar("_Number", int, float)
 
 
-def engine_of(name: str, address: str | None, workers: int | None, model: Model) -> Engine:
-    """The engine that is asked for."""
+def engine_of(name: str, address: str | None, workers: int | None, model: Model, device: str) -> Engine:
+    """The engine that is asked for; workers on Ray take a GPU each where the model is on one."""
     if name not in ("local", "ray"):
         raise BadInputError(f"expected --engine local or ray, got {name!r}; pick one of them")
     if name == "ray":
-        return Ray(address=address, workers=workers)
+        if device not in ("auto", "cpu", "cuda"):
+            raise BadInputError(
+                f"expected --device auto, cpu or cuda with --engine ray, got {device!r}; Ray gives each worker a GPU of its own"
+            )
+        return Ray(address=address, workers=workers, gpus=float(model.device.type == "cuda"))
     if address is not None:
         raise BadInputError("expected --address with --engine ray, got it with local; add --engine ray")
     size = sum(p.numel() * p.element_size() for p in model.module.parameters())
-    return Local(workers=(min(cores(), 4) if size < _LARGE else 1) if workers is None else workers)
+    many = size < _LARGE and model.device.type == "cpu"  # one process keeps a GPU busy
+    return Local(workers=(min(cores(), 4) if many else 1) if workers is None else workers)
 
 
 def map_of(name: str) -> MapName:

@@ -45,6 +45,7 @@ def study(
     address: options.Address = None,
     workers: options.Workers = None,
     side: options.Side = None,
+    device: options.Device = "auto",
     tol: options.Tol = 1e-3,
     certify: options.Certify = None,
     seed: options.Seed = 0,
@@ -65,14 +66,14 @@ def study(
         raise BadInputError(f"expected a new file named .csv or .parquet, got {table}; choose another name")
     asked, chosen, where = options.lengths_of(lengths), options.layers_of(layers), options.map_of(map_name)
     scales = FACTORS if factors is None else options.numbers_of(factors, "--factors", "0.5,1,2")
-    reader = Reader.by_name(model, text, side)
+    reader = Reader.by_name(model, text, side, device)
     usual = fitting_lengths(reader, samples)
     default = usual if name == "growth" else (max([n for n in usual if n <= 128], default=usual[0]),)
     setting = settle(reader, Question(asked or default, samples, chosen, where, tol, certify, seed))
     jobs = _jobs(name, setting, scales, steps)
     if not jobs:
         raise BadInputError(f"expected the map attention for the study {name}, got {map_name!r}; leave --map out")
-    hands = options.engine_of(engine, address, workers, reader.model)
+    hands = options.engine_of(engine, address, workers, reader.model, device)
     bar = progress_bar(name, quiet=quiet)
     measured = run_sweep(reader, jobs, results, engine=hands, resume=resume, progress=bar)
     if table is not None:

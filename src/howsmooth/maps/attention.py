@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
+from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import check_tensor, described
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian, over_heads
@@ -309,6 +310,7 @@ class Attention(Map):
         return self._linearize(x, self._scores())
 
     @torch.no_grad()
+    @float32_products()
     def _linearize(self, x: Float[Tensor, "batch n d"], scores: Scores) -> tuple[Tensor, "AttentionJacobian"]:
         layer = self.to(x.device, x.dtype)
         q, k, v = layer.project(x, with_bias=True)

@@ -14,11 +14,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention
+from howsmooth.kernels.products import float32_products
 from howsmooth.maps.operator import Operator, inner
 
 if TYPE_CHECKING:
     from howsmooth.maps.attention import Attention
     from howsmooth.maps.norms import LayerNorm, RMSNorm
+
+
+_TOKENS = 512  # random ones on which the error of projections is measured
 
 
 def over_heads(f: Callable[[Tensor], Tensor], t: Float[Tensor, "*axes heads n d_h"], width: int) -> Tensor:
@@ -35,6 +39,7 @@ class AttentionJacobian(Operator):
     layer: the weights, in the precision of the tokens.  kernel: softmax attention at their queries, keys and values.
     q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them, on (heads, n, head width), or on
     (n, all heads) where a norm goes over all of them.
+    exact: projections keep all bits of their operands; else only eleven where the kernel's products do.
     """
 
     def __init__(
@@ -43,21 +48,43 @@ class AttentionJacobian(Operator):
         kernel: SoftmaxAttention,
         q_slope: "NormJacobian | None" = None,
         k_slope: "NormJacobian | None" = None,
+        exact: bool = False,
     ):
         self.layer, self.kernel, self.q_slope, self.k_slope = layer, kernel, q_slope, k_slope
+        self.coarse = not exact and kernel.coarse
         self.batch, _, n, _ = kernel.output.shape
         self.in_shape, self.out_shape = (n, layer.width), (n, layer.out_width)
         self.dtype, self.device = kernel.output.dtype, kernel.output.device
 
     @property
     def noise(self) -> float:
-        return self.kernel.noise
+        return self.kernel.noise + (self._projection_noise if self.coarse else 0.0)
+
+    @functools.cached_property
+    @torch.no_grad()
+    def _projection_noise(self) -> float:
+        """The relative error of projections with eleven-bit operands, in and out, measured on some random tokens."""
+        layer, random = self.layer, torch.Generator().manual_seed(0)
+        x = torch.randn(_TOKENS, layer.width, generator=random).to(self.device, self.dtype)
+        o = torch.randn(_TOKENS, layer.heads * self.kernel.output.shape[-1], generator=random).to(x)
+
+        def projected() -> list[Tensor]:
+            inward = torch.cat([t.flatten() for t in layer.project(x, with_bias=False)])
+            return [inward] if layer.w_o is None else [inward, o @ layer.w_o.mT]
+
+        with float32_products():
+            true = projected()
+        with float32_products(coarse=True):
+            coarse = projected()
+        return sum(float((a - b).norm() / b.norm()) for a, b in zip(coarse, true, strict=True) if float(b.norm()) > 0)
 
     @property
     def heavy(self) -> bool:
         return self.kernel.heavy
 
     def refined(self):
+        if self.coarse:
+            return AttentionJacobian(self.layer, self.kernel, self.q_slope, self.k_slope, exact=True)
         kernel = self.kernel.refined()
         return None if kernel is None else self._with(kernel)
 
@@ -88,27 +115,32 @@ class AttentionJacobian(Operator):
 
     @torch.no_grad()
     def jvp(self, v):
-        o, w_o = self._push(v), self.layer.w_o
-        return o if w_o is None else o @ w_o.mT
+        w_o = self.layer.w_o
+        with float32_products(coarse=self.coarse):
+            o = self._push(v)
+            return o if w_o is None else o @ w_o.mT
 
     @torch.no_grad()
     def vjp(self, u):
         w_o = self.layer.w_o
-        return self._pull(u if w_o is None else u @ w_o)
+        with float32_products(coarse=self.coarse):
+            return self._pull(u if w_o is None else u @ w_o)
 
     @functools.cached_property
     def _gram_o(self) -> Tensor | None:
         """`WₒᵀWₒ`, which stands for `Wₒ` and then `Wₒᵀ` in products with `JᵀJ`; nothing where `Wₒ` is the cheaper one."""
         w_o = self.layer.w_o
-        return w_o.mT @ w_o if w_o is not None and w_o.shape[1] < 2 * w_o.shape[0] else None
+        with float32_products():
+            return w_o.mT @ w_o if w_o is not None and w_o.shape[1] < 2 * w_o.shape[0] else None
 
     @torch.no_grad()
     def gram(self, v):
         if self._gram_o is None:
             return super().gram(v)
-        o = self._push(v)
-        weighted = o @ self._gram_o
-        return self._pull(weighted), inner(o, weighted)
+        with float32_products(coarse=self.coarse):
+            o = self._push(v)
+            weighted = o @ self._gram_o
+            return self._pull(weighted), inner(o, weighted)
 
     @torch.no_grad()
     def guess(self):
@@ -130,7 +162,7 @@ class AttentionJacobian(Operator):
         if layer.rotary is not None:
             layer = replace(layer, rotary=layer.rotary.select(items))
         slopes = [None if s is None else s.select(items) for s in (self.q_slope, self.k_slope)]
-        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1])
+        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], exact=not self.coarse)
 
 
 @final

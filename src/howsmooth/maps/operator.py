@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.products import float32_products
 
 
 class Operator(ABC):
@@ -85,7 +86,8 @@ class Operator(ABC):
 
 def inner(a: Float[Tensor, "probes batch *shape"], b: Float[Tensor, "probes batch *shape"]) -> Tensor:
     """Inner products of the probes of every item, (batch, probes, probes)."""
-    return torch.bmm(a.flatten(2).transpose(0, 1), b.flatten(2).transpose(0, 1).mT)
+    with float32_products():
+        return torch.bmm(a.flatten(2).transpose(0, 1), b.flatten(2).transpose(0, 1).mT)
 
 
 @final

@@ -98,7 +98,7 @@ class Capture:
         """What enters a map of the only input, (n, d), padding left out."""
         self.sample.check(layer, map, None)
         tokens, real = Span.of(map, self.trace, self.trace.layers[layer]).tokens, self.sample.real
-        return tokens if real is None else tokens[real]
+        return (tokens if real is None else tokens[real]).to(self.trace.output.device)
 
     def map(self, layer: int, map: MapName = "attention", head: int | None = None) -> Cut:
         """A map of a layer at the only input, to be called or measured like any other map."""
@@ -193,7 +193,7 @@ class Capture:
 
     def _of_closed(self, samples: list[Sample], layer: int, attn: Attention, asked: "_Asked") -> list[Measurement]:
         """In closed form, several windows in lock step."""
-        x = asked.factor * torch.stack([s.trace.layers[layer].x for s in samples])
+        x = asked.factor * torch.stack([s.trace.layers[layer].x.to(s.trace.output.device) for s in samples])
         estimates, operator, images = solve_batch(attn if asked.head is None else attn.head(asked.head), x, asked.options)
         assert isinstance(operator, AttentionJacobian)
         count = attn.heads if asked.heads else 0

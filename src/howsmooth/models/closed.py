@@ -1,7 +1,8 @@
 """Layers of a model as `howsmooth.Attention`, where they are that: one attention call, one projection behind."""
 
 import warnings
-from weakref import WeakKeyDictionary
+from collections.abc import Callable
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -23,7 +24,8 @@ class ClosedForms:
 
     def __init__(self):
         self._kept: dict[int, tuple[int, Attention | None]] = {}  # by layer, with the length it was read off at
-        self._tried: WeakKeyDictionary[Sample, dict[int, Attention | None]] = WeakKeyDictionary()  # what an input was given
+        # by layer, what an input was given, in references that keep no weights
+        self._tried: WeakKeyDictionary[Sample, dict[int, Callable[[], Attention | None]]] = WeakKeyDictionary()
 
     def of(self, sample: Sample, layer: int) -> Attention | None:
         """A layer in the precision of the measurement, or nothing where it is not of this form."""
@@ -32,14 +34,14 @@ class ClosedForms:
             return None
         n, attn = self._kept.get(layer, (0, None))
         tried = self._tried.setdefault(sample, {})
-        untried = n > len(x) and tried.get(layer) is not attn
+        untried = n > len(x) and attn is not None and tried.get(layer, _nothing)() is not attn
         if n < len(x) or (attn is not None and untried and not _fits(attn, sample, layer)):
             n, attn = len(x), self._read(sample, layer)
             self._kept.pop(layer, None)
             self._kept[layer] = n, attn
             while len(self._kept) > 1 and sum(a.nbytes for _, a in self._kept.values() if a is not None) > _MOST:
                 del self._kept[next(iter(self._kept))]
-        tried[layer] = attn
+        tried[layer] = _nothing if attn is None else ref(attn)
         return attn
 
     def _read(self, sample: Sample, layer: int) -> Attention | None:
@@ -49,6 +51,10 @@ class ClosedForms:
                 return as_attention(sample.map(layer)).to(sample.work)
             except BadInputError:
                 return None
+
+
+def _nothing() -> None:
+    """A reference to no layer."""
 
 
 @torch.no_grad()

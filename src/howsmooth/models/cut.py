@@ -4,6 +4,7 @@ The block runs once with the tokens put in where the map begins, and stops where
 graph; the attention calls in between are nodes of that graph whose products run on the kernels.
 """
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention, attention_and_kernel
 from howsmooth.kernels.base import Precision
+from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
 from howsmooth.models.intercept import IMPLEMENTATION, Call, Intercept, implementation
@@ -121,7 +123,8 @@ class Cut(Map):
     @property
     def start(self) -> Tensor:
         """The tokens the map takes in the trace, (n, d), padding left out."""
-        return self.span.tokens if self.real is None else self.span.tokens[self.real]
+        tokens = self.span.tokens if self.real is None else self.span.tokens[self.real]
+        return tokens.to(self.trace.output.device)
 
     @property
     def width(self) -> int:
@@ -139,6 +142,7 @@ class Cut(Map):
     def moved(self, device, dtype):
         return self if dtype in (None, self.work) else replace(self, work=dtype)
 
+    @float32_products()
     def value(self, x):
         return torch.stack([self.run(item)[0] for item in x])
 
@@ -160,7 +164,8 @@ class Cut(Map):
             return None if finer is None else replace(cut, precision=finer).linearize(x)[1]
 
         try:
-            jacobian = CutJacobian(f, x, kernels, refine, choices)
+            with float32_products():
+                jacobian = CutJacobian(f, x, kernels, refine, choices)
         except (RuntimeError, TypeError) as error:
             if x.dtype == torch.float64 and self.work != torch.float64:  # code that knows no float64
                 raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
@@ -185,13 +190,13 @@ class Cut(Map):
         """The map at tokens (n, d), its attention calls answered by `on_call`, which may end the run with `Stop`."""
         span = self.span
         root = span.root
-        convert = _converter(self.work, set(self.trace.masks))
-        x = tokens if self.real is None else span.tokens.to(tokens.dtype).index_copy(0, self.real, tokens)
+        convert = _converter(tokens.device, self.work, set(self.trace.masks))
+        x = tokens if self.real is None else span.tokens.to(tokens).index_copy(0, self.real.to(tokens.device), tokens)
         with ExitStack() as stack:
             stack.enter_context(self.running(on_call))
             args, kwargs = _enter(stack, span, x, convert)
             try:
-                output = functional_call(root.module, self.state(root.module), args, kwargs)
+                output = functional_call(root.module, self.state(root.module, tokens.device), args, kwargs)
             except Stop as stop:
                 output = stop.value
         y = first_tensor(output)
@@ -199,13 +204,13 @@ class Cut(Map):
         if self.real is not None:
             if len(y) != len(span.tokens):
                 raise BadInputError(f"expected as many outputs as tokens under a padding mask, got {len(y)}; leave it out")
-            y = y[self.real]
+            y = y[self.real.to(y.device)]
         return y
 
-    def state(self, module: nn.Module) -> dict[str, Tensor]:
-        """A module's parameters and buffers in the precision of this map."""
+    def state(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+        """A module's parameters and buffers there, in the precision of this map."""
         return {
-            k: t.detach().to(self.work) if t.is_floating_point() else t
+            k: t.detach().to(device, self.work if t.is_floating_point() else None)
             for k, t in (*module.named_parameters(), *module.named_buffers())
         }
 
@@ -232,7 +237,8 @@ class Cut(Map):
 class CutJacobian(Operator):
     """The Jacobian of a cut map: torch's graph with the kernels inside, the map evaluated once, as in `AutodiffJacobian`.
 
-    Whether its two products fit together is read off the first one with `JᵀJ`, which needs both.
+    Whether its two products fit together is read off the first one with `JᵀJ`, which needs both. Where the kernels' operands
+    keep eleven bits, those of all matrix products do, until it is refined.
     """
 
     def __init__(
@@ -245,7 +251,8 @@ class CutJacobian(Operator):
     ):
         small = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come
         self._graph, self._trusted = AutodiffJacobian(f, x, batched=True, checked=small), small
-        self.kernels, self.refined, self.output = kernels, refine, self._graph.output
+        self.kernels, self._refine, self.output = kernels, refine, self._graph.output
+        self.coarse = bool(kernels) and all(k.coarse for k in kernels)
         self.batch, self.in_shape, self.out_shape = 1, self._graph.in_shape, self._graph.out_shape
         self.dtype, self.device = x.dtype, x.device
         self.notes = (ROUTED,) if choices is not None and choices.made else ()
@@ -253,17 +260,36 @@ class CutJacobian(Operator):
     @property
     def noise(self) -> float:
         """Rounding, and what it makes of logits, as for an attention layer of our own."""
-        return max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+        kernels = max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+        return kernels + (self._coarse_noise if self.coarse else 0.0)
+
+    @functools.cached_property
+    def _coarse_noise(self) -> float:
+        """The relative error that eleven-bit operands around the kernels make of a product with a random vector."""
+        v = torch.randn(1, 1, *self.in_shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device)
+        with float32_products():
+            true = self._graph.jvp(v)
+        size = float(true.norm())
+        return float((self.jvp(v) - true).norm()) / size if size > 0 else 0.0
+
+    def refined(self):
+        if not self.coarse:
+            return self._refine()
+        exact = copy.copy(self)  # the same graph
+        exact.coarse = False
+        return exact
 
     @property
     def heavy(self) -> bool:
         return any(k.heavy for k in self.kernels)
 
     def jvp(self, v):
-        return self._graph.jvp(v)
+        with float32_products(coarse=self.coarse):
+            return self._graph.jvp(v)
 
     def vjp(self, u):
-        return self._graph.vjp(u)
+        with float32_products(coarse=self.coarse):
+            return self._graph.vjp(u)
 
     def gram(self, v):
         if not self._trusted:
@@ -360,8 +386,8 @@ def _stop_at(stack: ExitStack, end: nn.Module, before: bool, counted: nn.Module,
     stack.enter_context(end.register_forward_pre_hook(taken) if before else end.register_forward_hook(given))
 
 
-def _converter(dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
-    """Floating-point tensors in another precision; storages in `keep`, which only stand for something, as they are.
+def _converter(device: torch.device, dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
+    """Floating-point tensors where and as they are needed; storages in `keep`, which only stand for something, as they are.
 
     A tensor that occurs twice stays one tensor.
     """
@@ -371,7 +397,7 @@ def _converter(dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.untyped_storage().data_ptr() in keep:
             return leaf
         if id(leaf) not in done:
-            done[id(leaf)] = leaf.detach().to(dtype)
+            done[id(leaf)] = leaf.detach().to(device, dtype)
         return done[id(leaf)]
 
     return convert

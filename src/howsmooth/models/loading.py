@@ -35,7 +35,8 @@ def load(
     source: `"demo"`, a folder with config.json and safetensors, a hub name (the only case that may use the network), or a
     module that is already built: a `transformers` model or any `torch.nn.Module`.
     device: where it is measured. `None` leaves a module where it is and loads a name on the CPU, `"auto"` takes a GPU if there
-    is one. Devices without float64 are refused.
+    is one. Weights that do not fit on a GPU stay in the host's memory and are lent to it one block at a time. Devices without
+    float64 are refused.
     dtype: the precision the weights are read in; as stored by default. Half precision is widened to float32 for the
     measurement, one block at a time.
     tokenizer: of a module that is already built, where it has one; otherwise that beside the weights.
@@ -52,8 +53,7 @@ def load(
     there, _ = place(device, None)
     check_device(there)
     module, name, beside = _module_of(source, dtype)
-    module = module if there is None else module.to(there)
-    return Model.of(module, name, side, beside if tokenizer is None else tokenizer)
+    return Model.of(module, name, side, beside if tokenizer is None else tokenizer, there)
 
 
 def _module_of(source: object, dtype: torch.dtype | None) -> tuple[nn.Module, str, str | None]:

@@ -16,6 +16,7 @@ from howsmooth.models.closed import ClosedForms
 from howsmooth.models.cut import MapName
 from howsmooth.models.library import tokenizer_of
 from howsmooth.models.measurement import Measurement, Measurements
+from howsmooth.models.room import fits
 from howsmooth.models.sample import Sample
 from howsmooth.models.tokens import Text, Window, of_ids
 
@@ -38,19 +39,34 @@ class Model:
     tokenizer_source: Any = None  # the tokenizer, or where to load it from
     notes: tuple[str, ...] = ()
     forms: ClosedForms = field(default_factory=ClosedForms)
+    where: torch.device | None = None  # the device of the measurement, where weights stay elsewhere
 
     @classmethod
-    def of(cls, module: nn.Module, name: str, side: str | None, tokenizer: Any) -> "Model":
-        """`module`, or the side of it that is named. tokenizer: itself, where to load it from, or nothing."""
+    def of(cls, module: nn.Module, name: str, side: str | None, tokenizer: Any, device: torch.device | None = None) -> "Model":
+        """`module`, or the side of it that is named. tokenizer: itself, where to load it from, or nothing.
+
+        device: where it goes; weights that do not fit there stay where they are and are lent to it block by block.
+        """
         if getattr(module, "is_quantized", False):
             raise BadInputError(
                 f"expected weights that can be widened, got a quantised {type(module).__name__}; pass model.dequantize()"
             )
+        if any(p.device.type == "meta" for p in module.parameters()):
+            raise BadInputError(
+                f"expected weights in memory, got a {type(module).__name__} whose weights are elsewhere (device meta); load it "
+                "without device_map and pass device="
+            )
         chosen = _side(module, side)
+        there = device if device is None or device.type != "cuda" or device.index is not None else torch.device("cuda", 0)
+        lends = there is not None and not fits(chosen, there)
+        if there is not None and not lends:
+            chosen = chosen.to(there)
         kinds = {p.dtype for p in chosen.parameters() if p.is_floating_point()}
         small = sorted(str(k).removeprefix("torch.") for k in kinds if torch.finfo(k).bits < 32)
         notes = (f"weights in {', '.join(small)} widened to float32 for the measurement",) if small else ()
-        return cls(name, chosen, side, tokenizer, notes)
+        if lends:
+            notes += (f"weights larger than the memory of {there}, lent to it one block at a time",)
+        return cls(name, chosen, side, tokenizer, notes, where=there if lends else None)
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.module.parameters())
@@ -64,14 +80,16 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
-        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        """Where it is measured: where its weights are, unless they are lent to another device block by block."""
+        return self.where or next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Model":
         """The same model elsewhere or in another precision, named as for a torch module, which is moved in place."""
         device, dtype = place(device, dtype)
         check_device(device)
-        return Model.of(self.module.to(device, dtype), self.name, None, self.tokenizer_source) if device or dtype else self
+        if device is None and dtype is None:
+            return self
+        return Model.of(self.module.to(dtype=dtype), self.name, None, self.tokenizer_source, device or self.where)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -264,8 +282,8 @@ def check_device(device: torch.device | None) -> None:
     count = torch.cuda.device_count()
     if device is not None and device.type == "cuda" and (device.index or 0) >= count:
         raise BadInputError(f"expected a CUDA device that is there, got {device} with {count} found; use device='cpu'")
-    if device is not None and device.type == "mps":
-        raise BadInputError(f"expected a device that knows float64, got {device}; use device='cpu'")
+    if device is not None and device.type not in ("cpu", "cuda"):
+        raise BadInputError(f"expected a device that knows float64, cpu or cuda, got {device}; use device='cpu'")
 
 
 def _side(module: nn.Module, side: str | None) -> nn.Module:

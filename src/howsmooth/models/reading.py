@@ -57,7 +57,7 @@ class Stage:
     def __init__(self, cut: Cut):
         self.cut, self.module = cut, cut.layer.module
         self.x = cut.start.double()
-        self._state = cut.state(self.module)
+        self._state = cut.state(self.module, self.x.device)
         self._calls: list[Call] = []
         self._entered: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._took: dict[nn.Module, Tensor] = {}  # with what each gave, outermost last
@@ -130,7 +130,7 @@ class Stage:
     def matrices(self) -> Matrix:
         """All parts' matrices, one below the other."""
         with self.cut.running(self._reached):
-            found = [matrix_of(part, self.cut.state(part), self.x.shape[1]) for part in self.parts]
+            found = [matrix_of(part, self.cut.state(part, self.x.device), self.x.shape[1]) for part in self.parts]
         return Matrix(torch.cat([m.weight for m in found]), torch.cat([m.bias for m in found]))
 
 
@@ -140,7 +140,7 @@ def read_projection(stage: Stage) -> Matrix:
     projection = stage.cut.layer.projection
     if projection is not None:
         with stage.cut.running(lambda call: call.q):
-            return matrix_of(projection, stage.cut.state(projection), heads * width)
+            return matrix_of(projection, stage.cut.state(projection, stage.x.device), heads * width)
     units = torch.cat([torch.zeros(1, heads * width), torch.eye(heads * width)]).to(stage.x)
     answers = []
     for own in units.split(n):

@@ -11,17 +11,23 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName
 from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
+from howsmooth.models.room import check_room, enough
+from howsmooth.models.rows import OwnRows, sample_rows
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import KeepDouble, Trace, trace
 from howsmooth.solve import Options, Solved, solve
 
-_MOST_LOGITS = 2**26  # 512 MiB in float64
+_MOST_LOGITS = 2**26  # 512 MiB in float64: what the model's own code may hold at once
+_PREFIX = 256  # tokens of a longer input that the model's plain code sees whole
+_ROWS = 16, 64  # at least and at most so many queries of a longer input are compared
 # Relative to the largest entry: what float32 constants inside a model explain, and no lost key, window or soft-cap.
 _SAME = {torch.float64: 1e-5, torch.float32: 1e-3}
+HEAVY = 2**33  # logits past which a value in float64 costs more than a measurement
 
 
 def same(ours: Tensor, theirs: Tensor, tolerance: float | None = None) -> bool:
@@ -81,17 +87,30 @@ class Sample:
         return self._run(self._plain_code)
 
     @functools.cached_property
-    def _judge(self) -> tuple[str | None, Trace]:
-        """The model's own code that ours is compared with: the plain one, or torch's attention where logits would not fit.
+    def _long(self) -> bool:
+        """Whether the model's own code would hold too many logits at once."""
+        return max(layer.heads * len(layer.x) ** 2 for layer in self.trace.layers) > _MOST_LOGITS
 
-        Torch's attention knows no soft-cap, and some versions of the library leave it out in silence.
-        """
-        layers = self.trace.layers
-        fits = max(layer.heads * len(layer.x) ** 2 for layer in layers) <= _MOST_LOGITS
-        able = self._chooses and getattr(self.owner, "_supports_sdpa", False)
-        if fits or not able or any(layer.softcap for layer in layers):
-            return self._plain_code, self._plain
-        return "sdpa", self._run("sdpa")
+    @functools.cached_property
+    def _short(self) -> "Sample | None":
+        """Some tokens of a long input, those around the first padding if there is any; nothing where they cannot be cut out."""
+        n = len(self.trace.layers[0].x)
+        given = [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+        if not self._long or n <= _PREFIX or any(t.shape[:2] != (1, n) or t.ndim > 3 for t in given):
+            return None
+        mask = self.window.mask or ()
+        edge = next((i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), 0)
+        some = slice(start := max(0, min(edge - _PREFIX // 2, n - _PREFIX)), start + _PREFIX)
+        args, kwargs = tree_map(lambda t: t[:, some] if isinstance(t, Tensor) else t, (self.args, self.kwargs))
+        window = replace(
+            self.window, ids=self.window.ids[some], pieces=self.window.pieces[some], mask=self.window.mask and mask[some]
+        )
+        return replace(self, args=args, kwargs=kwargs, window=window)
+
+    @functools.cached_property
+    def _verdicts(self) -> dict[tuple[int, MapName], bool]:
+        """By layer and map, whether the map on the kernels was found to be the model's own."""
+        return {}
 
     def _run(self, code: str | None) -> Trace:
         with ExitStack() as stack:
@@ -152,32 +171,31 @@ class Sample:
         """A map of a layer at this input, cut where it can be; the model's own code stands in where the two disagree."""
         self.check(layer, map, head)
         cut = self.cut(layer, map)
-        if cut is not None:
-            try:
-                with torch.no_grad():
-                    value = self._value(cut)
-                if self._is_own(cut, value):
-                    return replace(cut, head=head)
-            except UncuttableError:
-                pass
+        if cut is not None and self._is_own(cut):
+            return replace(cut, head=head)
         return self._fallback(layer, map, head)
 
     def solve(self, layer: int, map: MapName, head: int | None, factor: float, options: Options) -> tuple[Cut, Solved]:
         """A map, its tokens multiplied by `factor`, and its constant there."""
         cut = self.cut(layer, map)
+        what = f"map {map!r} of layer {layer}"
         if cut is not None:
+            what += f" at {len(cut.start)} tokens"
+            check_room(cut.start, self.work, cut.start.device, what)
+            seen = head is None and factor == 1  # then the solver's own value is one that the model's code can be asked for
             try:
-                if head is not None or factor != 1:  # no value that the model's own code has seen
-                    self.map(layer, map)
-                chosen = replace(cut, head=head)
-                solved = solve(chosen, factor * cut.start, options)
-                assert isinstance(solved.operator, CutJacobian)
-                if head is not None or factor != 1 or self._is_own(cut, solved.operator.output):
-                    return chosen, solved
+                with enough(what, cut.start.device):
+                    if self._looks_own(cut) if seen else self._is_own(cut):
+                        chosen = replace(cut, head=head)
+                        solved = solve(chosen, factor * cut.start, options)
+                        assert isinstance(solved.operator, CutJacobian)
+                        if not seen or self._is_own(cut, solved.operator.output):
+                            return chosen, solved
             except UncuttableError:
                 pass
         plain = self._fallback(layer, map, head)
-        return plain, solve(plain, factor * plain.start, options)
+        with enough(f"{what} through the model's own code", plain.start.device):
+            return plain, solve(plain, factor * plain.start, options)
 
     def cut(self, layer: int, map: MapName) -> Cut | None:
         """The map on the kernels, not yet compared with the model's own code; nothing where it cannot be cut."""
@@ -189,20 +207,60 @@ class Sample:
         return Cut(self.owner, code, run, run.layers[layer], map, None, self.real, True, self.work)
 
     def _value(self, cut: Cut) -> Tensor:
-        """The map at its own tokens, in float64 where the model can."""
+        """The map at its own tokens, in float64 where the model can; in the finest products below it where those are many."""
+        work = self.work if cut.layer.heads * len(cut.start) ** 2 > HEAVY else torch.float64
         try:
-            return cut.to(torch.float64).value(cut.start.double()[None])
+            return replace(cut, work=work, precision="strict").value(cut.start.to(work)[None])
         except (RuntimeError, TypeError):
             return cut.value(cut.start.to(self.work)[None])
 
     @torch.no_grad()
-    def _is_own(self, cut: Cut, value: Tensor) -> bool:
-        """Whether `value`, the map on the kernels, is what the model's own code gives in the same precision."""
-        code, run = self._judge
-        own = replace(cut, code=code, kernels=False, work=value.dtype)
+    def _is_own(self, cut: Cut, value: Tensor | None = None) -> bool:
+        """Whether the map on the kernels, `value` at its own tokens, is what the model's own code gives in the same precision.
+
+        A long input is compared at a sample of queries, against all keys, and a short part of it whole.
+        """
+        at = cut.layer.index, cut.name
+        if at not in self._verdicts:
+            try:
+                own = self._looks_own(cut)
+                if own and self._long and cut.name == "model":  # layers differ from the model's own in their attention alone
+                    own = all(self._is_own(replace(cut, layer=k, name="attention")) for k in cut.trace.layers)
+                elif own:
+                    value = self._value(cut) if value is None else value
+                    own = (self._agrees_in_rows if self._long else self._agrees)(cut, value)
+            except UncuttableError:
+                own = False
+            self._verdicts[at] = own
+        return self._verdicts[at]
+
+    def _looks_own(self, cut: Cut) -> bool:
+        """Whether a short part of a long input finds the model's own layer; true where there is no such part."""
+        short = None if cut.name == "model" else self._short
+        if short is None:
+            return True
+        try:
+            part = short.cut(cut.layer.index, cut.name)
+        except (RuntimeError, ValueError, IndexError):  # a model that takes no part of its input
+            return True
+        return part is not None and short._is_own(part)
+
+    def _agrees(self, cut: Cut, value: Tensor) -> bool:
+        own = replace(cut, code=self._plain_code, kernels=False, work=value.dtype)
         if cut.code is not None and (cut.trace.masks or cut.code != IMPLEMENTATION):  # each code has masks of its own
-            own = replace(own, trace=run, layer=run.layers[cut.layer.index])
+            own = replace(own, trace=self._plain, layer=self._plain.layers[cut.layer.index])
         return same(value, own.value(cut.start.to(value.dtype)[None]))
+
+    def _agrees_in_rows(self, cut: Cut, value: Tensor) -> bool:
+        n, count = len(cut.span.tokens), len(cut.start)
+        least, most = _ROWS
+        some = sample_rows(count, max(least, min(most, _MOST_LOGITS // (n * max(1, cut.layer.heads))))).to(value.device)
+        rows = some if self.real is None else self.real.to(some.device)[some]
+        own = OwnRows(n, rows, cut.trace.masks)
+        code = self._plain_code if cut.code == IMPLEMENTATION else cut.code
+        with own.active():
+            theirs = replace(cut, code=code, kernels=False, work=value.dtype).value(cut.start.to(value.dtype)[None])
+        return own.answered > 0 and same(value[:, some], theirs[:, some])
 
     def _fallback(self, layer: int, map: MapName, head: int | None) -> Cut:
         run = self._plain

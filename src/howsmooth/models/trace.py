@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Mask, attention
-from howsmooth.models.intercept import Call, Intercept, torch_attention
+from howsmooth.kernels import attention
+from howsmooth.models.intercept import Call, Intercept, Tagged, torch_attention
+from howsmooth.models.room import lent
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
 _SOFTMAX = (torch.softmax, Tensor.softmax, nn.functional.softmax)
@@ -22,6 +23,7 @@ _CASTS = (Tensor.to, Tensor.type)
 _REDUCTIONS = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax, torch.mean, Tensor.mean, torch.sum, Tensor.sum)
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _OTHER_SIDE = ("key_value_states", "encoder_hidden_states")
+_KEPT = 8  # a trace keeps tokens on a GPU up to this part of its memory, and in the host's beyond
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +71,12 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A forward pass. `masks` gives the meaning of the mask tensors among the arguments."""
+    """A forward pass. `masks` gives the meaning of the mask tensors among the arguments. Tokens may be kept on the host."""
 
     whole: Invocation
     layers: tuple[Layer, ...]
     invocations: dict[tuple[nn.Module, int], Invocation]
-    masks: dict[int, tuple[Tensor, Mask]]
+    masks: dict[int, Tagged]
     output: Tensor
 
 
@@ -89,11 +91,11 @@ class _Frame:
     nth: int
     calls: Counter[nn.Module] = field(default_factory=Counter)  # of the modules inside
 
-    def invocation(self) -> Invocation | None:
+    def invocation(self, keep: Callable[[Tensor], Tensor]) -> Invocation | None:
         hidden = find_hidden(self.args, self.kwargs)
         if hidden is None:
             return None
-        kept = hidden.detach().clone()  # models may go on to write into it
+        kept = keep(hidden)
         args, kwargs = tree_map(lambda t: kept if t is hidden else t, (self.args, self.kwargs))
         return Invocation(self.module, self.name, args, kwargs, kept, self.nth)
 
@@ -214,6 +216,13 @@ class _Tracer:
         self.events: list[_Event] = []
         self.invocations: dict[tuple[nn.Module, int], Invocation] = {}
         self.counts: Counter[nn.Module] = Counter()
+        self.kept = 0  # bytes
+
+    def keep(self, t: Tensor) -> Tensor:
+        """A copy, since models may go on to write into it."""
+        self.kept += t.numel() * t.element_size()
+        long = t.is_cuda and self.kept > torch.cuda.get_device_properties(t.device).total_memory // _KEPT
+        return t.detach().cpu() if long else t.detach().clone()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         intercept = Intercept(self._on_call)
@@ -222,6 +231,9 @@ class _Tracer:
                 stack.enter_context(module.register_forward_pre_hook(self._before, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(self._after, with_kwargs=True))
             stack.enter_context(evaluating(self.model))
+            given = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+            if given is not None:
+                stack.enter_context(lent(self.model, given.device))
             stack.enter_context(intercept.active())
             stack.enter_context(Watch(self._on_softmax))
             output = self.model(*args, **kwargs)
@@ -238,7 +250,7 @@ class _Tracer:
         self.counts[module] += 1
         self.stack.append(frame)
         if module in self.elements or len(self.stack) == 1:
-            invocation = frame.invocation()
+            invocation = frame.invocation(self.keep)
             if invocation is not None:
                 self.invocations[module, frame.nth] = invocation
         return args, kwargs
@@ -287,13 +299,13 @@ class _Tracer:
             known.cut, known.softcap = known.cut and cut, known.softcap or softcap
             known.heads = 0
             return
-        x = hidden.detach().clone().reshape(-1, hidden.shape[-1])
+        x = self.keep(hidden).reshape(-1, hidden.shape[-1])
         self.events.append(_Event(frames, x, heads, softcap, cut))
 
     def _layer(self, index: int, event: _Event) -> Layer:
         own = event.frames[-1]
         block = self._block(event)
-        invocation = self.invocations.get((block.module, block.nth)) or block.invocation()
+        invocation = self.invocations.get((block.module, block.nth)) or block.invocation(self.keep)
         assert invocation is not None
         call = sum(1 for e in self.events[:index] if block in e.frames and e.frames[-1].module is own.module)
         return Layer(

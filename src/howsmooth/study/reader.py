@@ -23,7 +23,7 @@ class Source:
 
     model: `demo`, a folder or a hub name.  text: a file, Alice in Wonderland by default.  side: of a model with two.
     weights, digest: marks of the model's parameters and of the text when the study was planned; a worker that finds others
-    refuses to work.
+    refuses to work.  device: where every worker puts the model, as for `load`.
     """
 
     model: str
@@ -31,9 +31,11 @@ class Source:
     side: str | None
     weights: str
     digest: str
+    device: str = "auto"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without the device where it is a worker's own choice, so that a study goes on under the same names elsewhere."""
+        return {name: value for name, value in asdict(self).items() if name != "device" or value != "auto"}
 
 
 @final
@@ -53,10 +55,10 @@ class Reader:
         return cls(loaded, loaded.text(text) if isinstance(text, str) else text_of_ids(text))
 
     @classmethod
-    def by_name(cls, model: str, text: str | None = None, side: str | None = None) -> "Reader":
+    def by_name(cls, model: str, text: str | None = None, side: str | None = None, device: str = "auto") -> "Reader":
         """The same from a model's name and a text file, with its `source`, so that other processes can load it too."""
-        words, loaded = read_text(text), load(model, side=side)
-        source = Source(model, text, side, fingerprint(loaded), _digest(words))
+        words, loaded = read_text(text), load(model, device, side=side)
+        source = Source(model, text, side, fingerprint(loaded), _digest(words), device)
         return cls(loaded, loaded.text(words), source)
 
     def starts(self, samples: int, longest: int, seed: int) -> list[int]:
@@ -89,7 +91,7 @@ class Reader:
 def prepare(**source: Any) -> Reader:
     """The reader of a source, in a worker; refused where the model or the text is not what the study was planned with."""
     planned = Source(**source)
-    reader = Reader.by_name(planned.model, planned.text, planned.side)
+    reader = Reader.by_name(planned.model, planned.text, planned.side, planned.device)
     for mark, what in (("weights", "model"), ("digest", "text")):
         if getattr(reader.source, mark) != getattr(planned, mark):
             raise BadInputError(f"expected the {what} that the study was planned with, got another; start it anew")

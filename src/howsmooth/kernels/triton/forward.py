@@ -3,30 +3,31 @@
 import triton
 import triton.language as tl
 
-from howsmooth.kernels.triton.logits import accumulate, columns, dot, finish, first_row, load, split
+from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finish, first_row, load, split
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY)
 def forward(
-    Q, Q_LO, K, K_LO, V, V_LO, BIAS_P, OUT, LSE,
-    n, m, n_rows, m_rows, heads, group, d_v, window, scale, out_scale, cap, one,
+    Q, Q_LO, K, K_LO, V, V_LO, BIAS_P, OUT, LSE, LOW, HIGH,
+    n, m, n_rows, m_rows, heads, group, d_v, window, step, scale, out_scale, cap, one,
     bias_item, bias_head, bias_row, out_item, out_head, out_row,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STEP: tl.constexpr, S_PASSES: tl.constexpr,
+    S_PASSES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one head: the online softmax. Values take three passes always: this runs once."""
+    """One block of rows of one head: the online softmax, and the range of logits. Values take three passes: this runs once."""
     i_g = tl.program_id(1).to(tl.int64)
     i_head = i_g % heads
     i_item = i_g // heads
     i_kv = i_item * (heads // group) + i_head // group
-    i0 = first_row(BM, STEP)
+    i0 = first_row(step, BM)
     i = i0 + tl.arange(0, BM)
     c = tl.arange(0, D)
     c_v = tl.arange(0, DV)
     p_bias = BIAS_P + i_item * bias_item + i_head * bias_head
     b_q, b_q_lo = load(Q, Q_LO, i_g * n_rows * D + i[:, None] * D + c[None, :], S_PASSES)
     b_max = tl.full([BM], float("-inf"), tl.float32)
+    b_low = tl.full([BM], float("inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, DV], tl.float32)
     start, whole_start, whole_end, end = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
@@ -42,6 +43,7 @@ def forward(
                 CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
             )  # fmt: skip
             b_new = tl.maximum(b_max, tl.max(b_s, 1))
+            b_low = tl.minimum(b_low, tl.min(tl.where(b_s == float("-inf"), float("inf"), b_s), 1))
             b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_shrink = tl.exp2(b_max - b_base)
             b_p = tl.exp2(b_s - b_base[:, None] + 14)
@@ -56,5 +58,7 @@ def forward(
     # rows without a visible key, and padding, get P = exp2(s − ∞) = 0
     b_lse = tl.where(seen & (i < n), b_max + tl.log2(b_sum) - 14, float("inf"))
     tl.store(LSE + i_g * n_rows + i, b_lse)
+    tl.store(LOW + i_g * n_rows + i, tl.where(i < n, b_low, float("inf")))
+    tl.store(HIGH + i_g * n_rows + i, tl.where(i < n, b_max, float("-inf")))
     p_out = OUT + i_item * out_item + i_head * out_head + i[:, None].to(tl.int64) * out_row + c_v[None, :]
     tl.store(p_out, b_acc, mask=(i[:, None] < n) & (c_v[None, :] < d_v))

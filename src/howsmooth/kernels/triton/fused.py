@@ -1,8 +1,9 @@
 """Softmax attention on fused kernels: O(n · d) memory, every product one pass over the logits."""
 
-import copy
 import functools
+import math
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
 
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.base import Keys, Outputs, Precision, Queries, Scores, SoftmaxAttention, Values
+from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.tiled import Blocked
-from howsmooth.kernels.triton import blocks, forward, jvp, operands, vjp
+from howsmooth.kernels.triton import blocks, forward, jvp, operands, received, vjp
 from howsmooth.kernels.triton.operands import ROWS, TOP, Operand, pack, padded_length, padded_width, power
 
 WIDEST = 256
@@ -21,7 +23,7 @@ _HEAVY = 2**32  # visible logits past which float64 costs more than all other pr
 SHIFT = 14  # weights are kept as 2¹⁴ P, so that half precision reaches down to 2⁻³⁸
 _LONG = 2**15
 _FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
-_SAMPLE = 8  # the error of products is measured on every eighth block of rows
+_SAMPLE = 16, 512  # at most so many blocks of rows, and about so many rows, on which the error of products is measured
 
 
 def interpreted() -> bool:
@@ -71,7 +73,7 @@ class Fused(SoftmaxAttention):
             "BIAS": bias is not None,
             "CAP": scores.softcap is not None,
         }
-        self._o, self._lse = self._forward(step=1)
+        self._o, self._lse, self._low, self._high = self._forward()
 
     def _pack(self, t: Tensor, scale: float, passes: int) -> Operand:
         return pack(t, torch.full(t.shape[:2], scale, device=t.device), passes)[0]
@@ -89,6 +91,10 @@ class Fused(SoftmaxAttention):
         return Fused(q, k, v, replace(self.scores, mask=self.scores.mask.select(items)), self.precision)
 
     @property
+    def coarse(self) -> bool:
+        return self.precision == "half"
+
+    @property
     def finer(self) -> Precision | None:
         return _FINER.get(self.precision)
 
@@ -104,7 +110,7 @@ class Fused(SoftmaxAttention):
 
     @functools.cached_property
     def noise(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]  a property that is kept
-        """The relative error of products, measured against strict ones on a sample of rows; of strict ones, float32's."""
+        """The relative error of products, measured against float64 on a sample of rows; of strict ones, float32's."""
         if self.precision == "strict":
             # sums on the chip are cut short, not rounded
             return torch.finfo(torch.float32).eps * (128 + 2 * self.largest_logit)
@@ -112,21 +118,55 @@ class Fused(SoftmaxAttention):
         tangent = [
             torch.randn(1, *t.shape, generator=random, device=t.device) * t.float().square().mean().sqrt() for t in self.inputs
         ]
-        strict = copy.copy(self)
-        strict.precision, strict._passes, strict._s_passes = "strict", 3, 3
-        q, k, _ = self.inputs
-        strict._q = self._pack(q[None], self.scores.scale * self._s_q, 3)
-        strict._k = self._pack(k[None], self._s_k, 3)
-        strict._o, strict._lse = strict._forward(step=_SAMPLE)
-        coarse, true = (f.jvp(*tangent, step=_SAMPLE).flatten(1) for f in (self, strict))
-        size = true.norm()
-        return float((coarse - true).norm() / size) if bool(size > 0) else 0.0
+        n = self._shape[3]
+        step = math.ceil(padded_length(n) // ROWS / _SAMPLE[0])
+        starts = range(0, n, ROWS * step)
+        size = min(ROWS, _SAMPLE[1] // len(starts))
+        runs = [slice(start, min(start + size, n)) for start in starts]
+        coarse = self.jvp(*tangent, step=step)[0]
+        coarse = torch.cat([coarse[:, :, run] for run in runs], 2)
+        error, whole = 0.0, 0.0
+        for group, true in self._exact_rows(tangent, runs):
+            error += float((coarse[:, group] - true).square().sum())
+            whole += float(true.square().sum())
+        return math.sqrt(error / whole) if whole > 0 else 0.0
+
+    def _exact_rows(self, tangent: list[Tensor], runs: list[slice]) -> Iterator[tuple[slice, Tensor]]:
+        """Runs of rows of `jvp(*tangent)` in float64, the query heads of one key head at a time."""
+        batch, heads, kv_heads, n, m, _, _ = self._shape
+        mask = self.scores.mask
+        rows = torch.cat([torch.arange(run.start, run.stop, device=self._o.device) for run in runs])
+        seen = torch.cat([mask.visible(run, slice(0, m), rows.device) for run in runs])
+        hidden = torch.zeros(seen.shape, dtype=torch.float64, device=seen.device).masked_fill_(~seen, -torch.inf)[None, None]
+        (q, k, v), (dq, dk, dv) = self.inputs, (t[0] for t in tangent)
+        for h in range(kv_heads):
+            group, own = slice(h * heads // kv_heads, (h + 1) * heads // kv_heads), slice(h, h + 1)
+            bias = hidden
+            if mask.bias is not None:
+                added = mask.bias[:, group if mask.bias.shape[1] > 1 else slice(None)]
+                bias = bias + (added[:, :, rows] if mask.bias.shape[2] > 1 else added)
+            scores = replace(self.scores, mask=Mask(keys=mask.keys, bias=bias))
+            at = (t.double() for t in (q[:, group, rows], k[:, own], v[:, own]))
+            along = (t.double()[None] for t in (dq[:, group, rows], dk[:, own], dv[:, own]))
+            yield group, Blocked(*at, scores).jvp(*along)[0]
 
     def attention_received(self):
-        batch, heads, kv_heads, n, m, _, d_v = self._shape
-        g = torch.zeros(1, batch, heads, n, d_v, device=self._o.device)
-        g[..., 0] = 1.0
-        return self.vjp(g, columns_only=True)[2][0, ..., 0].sum(1) / heads
+        batch, heads, kv_heads, n, m, _, _ = self._shape
+        rows, cols = padded_length(n), padded_length(m)
+        sums = torch.empty(batch * kv_heads, cols, device=self._o.device)
+        options = {k: v for k, v in self._options.items() if k != "DV"}
+        b = blocks.pick_received(self._q.hi.shape[-1], self._s_passes)
+        received.received[(cols // b.cols, batch * kv_heads)](
+            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._bias, self._lse, sums,
+            n, m, rows, cols, heads, heads // kv_heads, self.scores.mask.window or 0,
+            1 / (self._s_q * self._s_k), self.scores.softcap or 1.0, *self._strides,
+            BM=b.rows, BN=b.cols, S_PASSES=self._s_passes, **options, num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
+        return sums[:, :m].unflatten(0, (batch, kv_heads)).sum(1) / heads
+
+    def logit_range(self):
+        low, high = math.log(2) * float(self._low.min()), math.log(2) * float(self._high.max())
+        return (low, high) if low <= high else (0.0, 0.0)
 
     @property
     def _promote(self) -> bool:
@@ -137,22 +177,23 @@ class Fused(SoftmaxAttention):
         width = max(self._q.hi.shape[-1], self._v.hi.shape[-1])
         return blocks.pick(kernel, width, max(self._passes, self._s_passes), two, self.scores.mask.causal)
 
-    def _forward(self, step: int) -> tuple[Tensor, Tensor]:
+    def _forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Outputs, log-sum-exp, least and greatest logit of every row."""
         batch, heads, kv_heads, n, m, _, d_v = self._shape
         rows, cols = padded_length(n), padded_length(m)
         device = self._q.hi.device
         out = torch.empty(batch, n, heads, d_v, device=device).transpose(1, 2)
-        lse = torch.empty(batch * heads, rows, device=device)
+        lse, low, high = (torch.empty(batch * heads, rows, device=device) for _ in range(3))
         b = self._blocks("forward")
-        forward.forward[(triton.cdiv(rows // ROWS, step) * (ROWS // b.rows), batch * heads)](
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, self._bias, out, lse,
-            n, m, rows, cols, heads, heads // kv_heads, d_v, self.scores.mask.window or 0,
+        forward.forward[(rows // b.rows, batch * heads)](
+            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, self._bias, out, lse, low, high,
+            n, m, rows, cols, heads, heads // kv_heads, d_v, self.scores.mask.window or 0, 1,
             1 / (self._s_q * self._s_k), 1 / self._s_v, self.scores.softcap or 1.0, 1.0,
             *self._strides, *out.stride()[:3],
-            BM=b.rows, BN=b.cols, STEP=step, S_PASSES=self._s_passes, **self._options,
+            BM=b.rows, BN=b.cols, S_PASSES=self._s_passes, **self._options,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
-        return out, lse
+        return out, lse, low, high
 
     def jvp(self, dq: Queries, dk: Keys, dv: Values, *, step: int = 1) -> Outputs:
         """step: one block of rows in so many, the others are zero."""
@@ -175,17 +216,16 @@ class Fused(SoftmaxAttention):
         jvp.jvp[(triton.cdiv(rows // ROWS, step) * (ROWS // b.rows), batch * heads, probes // 2 if two else probes)](
             self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
             p_dq.hi, p_dq.lo, p_dk.hi, p_dk.lo, p_dv.hi, p_dv.lo, self._bias, self._lse, self._o, undo, out,
-            n, m, rows, cols, batch, heads, heads // kv_heads, d_v, self.scores.mask.window or 0,
+            n, m, rows, cols, batch, heads, heads // kv_heads, d_v, self.scores.mask.window or 0, step,
             1 / (self._s_q * self._s_k), self.scores.softcap or 1.0, 1.0,
             *self._strides, *self._o.stride()[:3], *out.stride()[:4],
-            BM=b.rows, BN=b.cols, STEP=step, PASSES=self._passes, S_PASSES=self._s_passes, TWO=two,
+            BM=b.rows, BN=b.cols, PASSES=self._passes, S_PASSES=self._s_passes, TWO=two,
             PROMOTE=self._promote, **self._options,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
 
-    def vjp(self, g: Outputs, *, columns_only: bool = False) -> tuple[Queries, Keys, Values]:
-        """columns_only: only `dk` and `dv` are made; `dq` is left as it came from memory."""
+    def vjp(self, g: Outputs) -> tuple[Queries, Keys, Values]:
         batch, heads, kv_heads, n, m, d, d_v = self._shape
         probes = g.shape[0]
         rows, cols = padded_length(n), padded_length(m)
@@ -214,12 +254,11 @@ class Fused(SoftmaxAttention):
             *inputs, dk, dv, *sizes, d, d_v, *logits, *self._strides, *dk.stride()[:4], *dv.stride()[:4],
             BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
-        if not columns_only:
-            b = self._blocks("rows", two)
-            vjp.vjp_rows[(rows // b.rows, batch * heads, grid)](
-                *inputs, dq, *sizes, d, *logits, *self._strides, *dq.stride()[:4],
-                BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
-            )  # fmt: skip
+        b = self._blocks("rows", two)
+        vjp.vjp_rows[(rows // b.rows, batch * heads, grid)](
+            *inputs, dq, *sizes, d, *logits, *self._strides, *dq.stride()[:4],
+            BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
         return dq, dk, dv
 
 

@@ -13,6 +13,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.kernels.triton.logits import ANY
+
 TOP = 12  # scaled operands stay below 2¹²
 ROWS = 128  # lengths are padded to a multiple of this, so every block of rows or columns is whole
 
@@ -71,7 +73,7 @@ def pack(
     return Operand(hi, lo), sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*ANY, "rows"])
 def _pack(
     T, OTHER, SCALE, HI, LO, SUMS,
     t_probe, t_item, t_head, t_row, o_item, o_head, o_row,
