@@ -185,7 +185,7 @@ class Capture:
         notes = solved.operator.notes if isinstance(solved.operator, CutJacobian) else ()
         alone: tuple[Estimate, ...] = ()
         if asked.heads and cut.kernels:
-            count = sample.trace.layers[layer].heads
+            count = cut.attends.heads
             x = asked.factor * cut.start
             alone = tuple(solve(replace(cut, head=h), x, asked.options).estimate for h in range(count))
         measured = self._measurement(sample, layer, asked, cut, solved.estimate, solved.image, kernels, alone)
@@ -220,7 +220,8 @@ class Capture:
     ) -> Measurement:
         lengths = (asked.factor * cut.start.double()).norm(dim=-1)
         n = len(lengths)
-        words = sample.words if len(sample.words) == n else tuple(map(str, range(n)))
+        own = len(sample.words) == n and asked.map != "context"  # a context has tokens of its own
+        words = sample.words if own else tuple(map(str, range(n)))
         ranges = [kernel.logit_range() for kernel in kernels]
         return Measurement(
             model=self.model,
@@ -236,7 +237,9 @@ class Capture:
             tokens=words,
             input_share=shares(estimate.direction),
             output_share=shares(image),
-            received=_received(kernels, len(sample.window) or n, sample.real),
+            received=None
+            if asked.map == "cross"
+            else _received(kernels, len(sample.window) if own else n, sample.real if own else None),
             cut=cut.kernels,
             notes=self.notes,
             heads=heads,

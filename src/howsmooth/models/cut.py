@@ -33,12 +33,13 @@ from howsmooth.models.trace import (
     Trace,
     Watch,
     evaluating,
+    find_context,
     find_hidden,
     first_tensor,
     without_weights,
 )
 
-MapName = Literal["attention", "heads", "normed", "block", "model"]
+MapName = Literal["attention", "heads", "normed", "block", "cross", "context", "model"]
 MAPS: tuple[MapName, ...] = get_args(MapName)
 ROUTED = "experts are those chosen at this input: routing is held fixed"
 _PICKS = (torch.topk, Tensor.topk, torch.argmax, Tensor.argmax, torch.sort, Tensor.sort, torch.argsort, Tensor.argsort)
@@ -61,6 +62,7 @@ class Span:
     root's own.  leave: the module at which the run stops once `counted` has been called that often, before it where `before`;
     nothing where the root runs to its end.  tokens: what entered in the trace, (n, d).  place: a name for people.
     everywhere: the tokens are also those of whoever else holds them, as a residual around the module does.
+    aside: they are the context of a cross-attention.
     """
 
     root: Invocation
@@ -71,10 +73,13 @@ class Span:
     counted: tuple[nn.Module, int] | None = None
     leave: nn.Module | None = None
     before: bool = False
+    aside: bool = False
 
     @classmethod
     def of(cls, name: MapName, trace: Trace, layer: Layer) -> "Span":
-        """The span of a map: `attention`, `heads`, `normed`, `block` or `model`."""
+        """The span of one of the `MAPS`."""
+        if name in ("cross", "context"):
+            return cls._across(layer, aside=name == "context")
         block, call = layer.block, (layer.module, layer.call)
         place, end = layer.name or type(layer.module).__name__, layer.projection or layer.module
         outer = block.name or type(layer.module).__name__
@@ -92,6 +97,19 @@ class Span:
         first, whole = trace.layers[0].block, trace.whole
         enter = None if whole.module is first.module else (first.module, 0)
         return cls(whole, first.tokens, type(whole.module).__name__, enter, everywhere=True)
+
+    @classmethod
+    def _across(cls, layer: Layer, aside: bool) -> "Span":
+        """Cross-attention, in its queries' tokens or, `aside`, in its context."""
+        cross = layer.crossing
+        if cross is None or cross.context is None:
+            raise BadInputError(
+                f"expected a block with cross-attention, got layer {layer.index} ({layer.name}), which looks at nothing else; "
+                "take a decoder and pass encoder_hidden_states="
+            )
+        call, end = (cross.module, cross.call), cross.projection or cross.module
+        place = cross.name or type(cross.module).__name__
+        return cls(cross.block, cross.context if aside else cross.x, place, call, counted=call, leave=end, aside=aside)
 
 
 @final
@@ -119,6 +137,11 @@ class Cut(Map):
     @functools.cached_property
     def span(self) -> Span:
         return Span.of(self.name, self.trace, self.layer)
+
+    @property
+    def attends(self) -> Layer:
+        """The attention that the map is, or is made around."""
+        return (self.layer.crossing or self.layer) if self.name in ("cross", "context") else self.layer
 
     @property
     def start(self) -> Tensor:
@@ -175,16 +198,23 @@ class Cut(Map):
     def run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
         """The map at tokens (n, d), and the attention calls on the way."""
         kernels: list[SoftmaxAttention] = []
+        inside = self.name not in ("cross", "context")  # what a block does before its cross-attention is no part of those
 
         def on_call(call: Call) -> Tensor:
-            if self.head is None:
+            if self.head is None or not inside:
                 out, kernel = attention_and_kernel(call.q, call.k, call.v, call.scores, self.precision)
             else:
                 out, kernel = _one_head(call, self.head, self.precision)
-            kernels.append(kernel)
+            if inside:
+                kernels.append(kernel)
             return out
 
-        return self.through(tokens, on_call), kernels
+        def enter(*_: Any) -> None:
+            nonlocal inside
+            inside = True
+
+        with self.attends.module.register_forward_pre_hook(enter):
+            return self.through(tokens, on_call), kernels
 
     def through(self, tokens: Tensor, on_call: Callable[[Call], Tensor]) -> Tensor:
         """The map at tokens (n, d), its attention calls answered by `on_call`, which may end the run with `Stop`."""
@@ -337,7 +367,7 @@ def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, Soft
 def _enter(stack: ExitStack, span: Span, x: Tensor, convert: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arrange for `x` to enter where a map begins and for the run to stop where it ends; the root's arguments."""
     if span.enter is not None:
-        _put_in(stack, *span.enter, x, span.everywhere)
+        _put_in(stack, span, *span.enter, x)
     if span.leave is not None and span.counted is not None:
         _stop_at(stack, span.leave, span.before, *span.counted)
     if span.enter is None:
@@ -348,20 +378,22 @@ def _enter(stack: ExitStack, span: Span, x: Tensor, convert: Callable[[Any], Any
     return args, kwargs
 
 
-def _put_in(stack: ExitStack, module: nn.Module, index: int, x: Tensor, everywhere: bool) -> None:
+def _put_in(stack: ExitStack, span: Span, module: nn.Module, index: int, x: Tensor) -> None:
     """Put `x` in at one call of a module."""
     calls = itertools.count()
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if next(calls) != index:
             return None
-        hidden = find_hidden(args, kwargs)
-        assert hidden is not None
-        value = x.reshape(hidden.shape)
-        if everywhere:
-            hidden.copy_(value)
+        old = find_hidden(args, kwargs)
+        if span.aside and old is not None:
+            old = find_context(args, kwargs, old, len(x))
+        assert old is not None
+        value = x.reshape(old.shape)
+        if span.everywhere:
+            old.copy_(value)
             return None
-        return tree_map(lambda t: value if t is hidden else t, (args, kwargs))
+        return tree_map(lambda t: value if t is old else t, (args, kwargs))
 
     stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
 

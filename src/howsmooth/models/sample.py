@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName
+from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName, Span
 from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
 from howsmooth.models.room import check_room, enough
 from howsmooth.models.rows import OwnRows, sample_rows
@@ -154,9 +154,14 @@ class Sample:
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(layers):
             raise BadInputError(f"expected a layer from 0 to {len(layers) - 1}, got {layer!r}; {self.name} has no other")
         heads = layers[layer].heads
+        if map in ("cross", "context"):
+            Span.of(map, self.trace, layers[layer])  # refuses a block without
+            heads = (layers[layer].crossing or layers[layer]).heads
+            if map == "context" and self.real is not None:
+                raise BadInputError("expected an input without padding for map 'context', got a padded one; leave it out")
         if head is not None:
-            if map not in ("attention", "heads", "normed"):
-                raise BadInputError(f"expected map attention, heads or normed for a single head, got {map!r}; leave head out")
+            if map in ("block", "model"):
+                raise BadInputError(f"expected a map that is attention alone for a single head, got {map!r}; leave head out")
             if heads and not (isinstance(head, int) and 0 <= head < heads):
                 raise BadInputError(f"expected a head from 0 to {heads - 1}, got {head!r}; layer {layer} has no other")
         if map == "normed":
@@ -202,9 +207,8 @@ class Sample:
         if self._on_kernels is None:
             return None
         code, run = self._on_kernels
-        if map != "model" and not run.layers[layer].cut:
-            return None
-        return Cut(self.owner, code, run, run.layers[layer], map, None, self.real, True, self.work)
+        cut = Cut(self.owner, code, run, run.layers[layer], map, None, self.real, True, self.work)
+        return cut if map == "model" or cut.attends.cut else None
 
     def _value(self, cut: Cut) -> Tensor:
         """The map at its own tokens, in float64 where the model can; in the finest products below it where those are many."""
@@ -228,7 +232,8 @@ class Sample:
                     own = all(self._is_own(replace(cut, layer=k, name="attention")) for k in cut.trace.layers)
                 elif own:
                     value = self._value(cut) if value is None else value
-                    own = (self._agrees_in_rows if self._long else self._agrees)(cut, value)
+                    in_rows = self._long and cut.name not in ("cross", "context")  # whose keys are few, or are the tokens
+                    own = (self._agrees_in_rows if in_rows else self._agrees)(cut, value)
             except UncuttableError:
                 own = False
             self._verdicts[at] = own
