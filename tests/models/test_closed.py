@@ -136,13 +136,15 @@ class Gated(nn.Module):
             q = q * torch.linspace(1, 2, x.shape[1])[:, None]
         if self.what == "shifted values":
             v = v.roll(1, -2)
-        o = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        bias = self.gate(x)[:, None, :, :1].expand(-1, -1, -1, x.shape[1]).mT if self.what == "biased by its tokens" else None
+        o = nn.functional.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2)
         if self.what == "gated":
             o = o * torch.sigmoid(self.gate(x))
         return self.o(o)
 
 
-@pytest.mark.parametrize("what", ["plain", "clipped", "temperature", "shifted values", "gated"])
+@pytest.mark.parametrize("what", ["plain", "clipped", "temperature", "shifted values", "gated", "biased by its tokens"])
+@pytest.mark.filterwarnings("ignore::howsmooth.models.FallbackWarning")
 def test_what_is_no_formula_is_refused(what: str):
     torch.manual_seed(0)
     model = hs.load(nn.Sequential(Gated(what)).double())

@@ -9,6 +9,7 @@ import torch
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Rotary
 from howsmooth.models.cut import Cut
+from howsmooth.models.intercept import UncuttableError
 from howsmooth.models.reading import FORMULA, Stage, agree, off, read_projection, read_sides
 from howsmooth.models.sample import FallbackWarning, Sample, same
 
@@ -81,7 +82,10 @@ def as_attention(cut: Cut) -> Attention:
     if cut.real is not None:
         raise BadInputError("expected an input without padding, got a padded one; leave the padding out")
     cut = cut.to(torch.float64)
-    stage = Stage(cut)
+    try:
+        stage = Stage(cut)
+    except UncuttableError as error:
+        raise BadInputError(f"expected logits that are products of queries and keys, got {error}; measure it instead") from None
     attn = _formula(stage)
     error = max(*_off_before(attn, stage), _off_behind(attn, stage))
     if not error <= FORMULA:

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -66,7 +67,8 @@ class Stage:
             for inside in self.module.modules():
                 if inside is not self.module:
                     stack.enter_context(inside.register_forward_hook(self._note))
-            cut.through(self.x, self._reached)
+            with torch.enable_grad():  # with a graph, in which a bias that depends on the tokens is seen and refused
+                cut.through(self.x.clone().requires_grad_(), self._reached)
         if len(self._calls) != 1 or len(self._entered) <= cut.layer.call or self.call.q.shape[0] != 1:
             raise BadInputError(
                 f"expected a layer with one attention call over all tokens, got {type(self.module).__name__}; "
@@ -86,7 +88,10 @@ class Stage:
         return sum(self._took[part].shape[-1] for part in self.parts) or self.x.shape[1]
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._entered.append((args, kwargs))
+        plain: dict[int, Tensor] = {}  # a tensor that occurs twice stays one
+        self._entered.append(
+            tree_map(lambda t: plain.setdefault(id(t), t.detach()) if isinstance(t, Tensor) else t, (args, kwargs))
+        )
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         given = next((t for t in args if isinstance(t, Tensor)), None)
@@ -95,10 +100,10 @@ class Stage:
         alike = given.numel() == self.x.numel() and output.numel() == len(self.x) * output.shape[-1]
         if alike and torch.equal(given.reshape(self.x.shape), self.x):
             self._took.pop(module, None)
-            self._took[module] = output
+            self._took[module] = output.detach()
 
     def _reached(self, call: Call) -> Tensor:
-        self._calls.append(call)
+        self._calls.append(replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach()))
         raise Stop(call.q)
 
     def lift(self, z: Float[Tensor, "n width"]) -> tuple[Tensor, Tensor, Tensor]:
