@@ -17,7 +17,7 @@ from howsmooth.models.capture import Capture
 from problems.zoo import GROUPED, SMALL, TOKENS, ZOO, ids, randomize
 
 t: Any = transformers
-REFUSED = ("mpnet", "deberta-v2", "bloom")  # attention of their own
+REFUSED = ("deberta-v2",)  # attention of its own
 BIG = {**SMALL, "hidden_size": 24, "max_position_embeddings": 64, **TOKENS}
 SHAPES: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
@@ -39,6 +39,9 @@ MORE = {
     "qwen3, wide heads": lambda: t.Qwen3Model(t.Qwen3Config(**{**BIG, **SHAPES})),
     "phi, biases": lambda: t.PhiModel(t.PhiConfig(**{**BIG, "hidden_size": 40}, partial_rotary_factor=0.5)),
     "gpt-neox, wide": lambda: t.GPTNeoXModel(t.GPTNeoXConfig(**BIG, rotary_pct=0.5)),
+    "gptj": lambda: t.GPTJModel(
+        t.GPTJConfig(n_embd=24, n_layer=2, n_head=2, n_inner=24, vocab_size=40, n_positions=64, rotary_dim=6, **TOKENS)
+    ),
     "cohere": lambda: t.CohereModel(t.CohereConfig(**BIG, num_key_value_heads=1)),
     "phi3": lambda: t.Phi3Model(t.Phi3Config(**BIG, num_key_value_heads=1)),
     "stablelm": lambda: t.StableLmModel(t.StableLmConfig(**BIG, num_key_value_heads=1, partial_rotary_factor=0.5)),

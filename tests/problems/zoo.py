@@ -108,7 +108,6 @@ ZOO: dict[str, Animal] = {
         "encoder.layer.{}",
         "encoder.layer.{}.attention.attn",
         "encoder.layer.{}.attention.attn.o",
-        cut=False,
     ),
     **{
         f"modernbert {kind}": Animal(
@@ -189,7 +188,6 @@ ZOO: dict[str, Animal] = {
         "h.{}",
         "h.{}.self_attention",
         "h.{}.self_attention.dense",
-        cut=False,
     ),
     "phi": Animal(
         lambda: t.PhiModel(t.PhiConfig(**{**SMALL, "hidden_size": 32}, max_position_embeddings=32, **TOKENS)),

@@ -25,7 +25,8 @@ from howsmooth.kernels.base import Precision
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
-from howsmooth.models.intercept import IMPLEMENTATION, Call, Intercept, implementation
+from howsmooth.models.by_hand import ByHand
+from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, Call, Intercept, implementation
 from howsmooth.models.trace import (
     Invocation,
     KeepDouble,
@@ -255,6 +256,8 @@ class Cut(Map):
                 stack.enter_context(Intercept(on_call, dict(self.trace.masks)).active())
                 if self.code != IMPLEMENTATION:  # calls that do not come through the library's interface
                     stack.enter_context(Watch())
+                if self.code == WRITTEN_OUT:
+                    stack.enter_context(ByHand())
             if self.work == torch.float64:
                 stack.enter_context(KeepDouble())
             for module in self.span.root.module.modules():

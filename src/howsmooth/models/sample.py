@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
+from howsmooth.models.by_hand import ByHand
 from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName, Span
-from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
+from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, UncuttableError, implementation, register
 from howsmooth.models.room import check_room, enough
 from howsmooth.models.rows import OwnRows, sample_rows
 from howsmooth.models.tokens import Window
@@ -72,11 +73,15 @@ class Sample:
         if self._chooses:
             register()
             codes = (IMPLEMENTATION, "sdpa") if getattr(self.owner, "_supports_sdpa", False) else (IMPLEMENTATION,)
-        for code in codes:
+        for code in (*codes, WRITTEN_OUT):
             try:
                 run = self._run(code)
             except (UncuttableError, KeyError):  # a model that looks its implementation up in a table of its own
                 continue
+            except (RuntimeError, TypeError, AttributeError):
+                if code != WRITTEN_OUT:
+                    raise
+                continue  # code that does something else with its logits
             if bool(run.output.isfinite().all()) and any(layer.cut for layer in run.layers):
                 return code, run
         return None
@@ -116,7 +121,9 @@ class Sample:
         with ExitStack() as stack:
             if code is not None:
                 stack.enter_context(implementation(self.owner, code))
-            if self.work == torch.float64 and code == "eager":  # a float64 mask overflows in its float32 softmax
+            if code == WRITTEN_OUT:
+                stack.enter_context(ByHand())
+            if self.work == torch.float64 and code in ("eager", WRITTEN_OUT):  # a float64 mask overflows in its float32 softmax
                 stack.enter_context(KeepDouble())
             return trace(self.owner, self.args, self.kwargs)
 
@@ -213,10 +220,18 @@ class Sample:
     def _value(self, cut: Cut) -> Tensor:
         """The map at its own tokens, in float64 where the model can; in the finest products below it where those are many."""
         work = self.work if cut.layer.heads * len(cut.start) ** 2 > HEAVY else torch.float64
+
+        def at(cut: Cut) -> Tensor:
+            x = cut.start.to(cut.work)[None]
+            if cut.code != WRITTEN_OUT:
+                return cut.value(x)
+            with torch.enable_grad():  # with a graph, in which a bias that depends on the tokens is seen and refused
+                return cut.value(x.clone().requires_grad_()).detach()
+
         try:
-            return replace(cut, work=work, precision="strict").value(cut.start.to(work)[None])
+            return at(replace(cut, work=work, precision="strict"))
         except (RuntimeError, TypeError):
-            return cut.value(cut.start.to(self.work)[None])
+            return at(cut)
 
     @torch.no_grad()
     def _is_own(self, cut: Cut, value: Tensor | None = None) -> bool:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import attention
+from howsmooth.models.by_hand import Logits
 from howsmooth.models.intercept import Call, Intercept, Tagged, torch_attention
 from howsmooth.models.room import lent
 
@@ -201,7 +202,7 @@ class Watch(TorchFunctionMode):
         if func is _TORCH_ATTENTION:
             return torch_attention(*args, **kwargs)
         out = func(*args, **kwargs)
-        if func in _SOFTMAX and self._on_softmax and out.ndim in (3, 4):
+        if func in _SOFTMAX and self._on_softmax and out.ndim in (3, 4) and not isinstance(out, Logits):
             self._on_softmax(out.shape[-1] - out.shape[-2] in (0, 1))  # one key more than queries: a learned sink
         return out
 
