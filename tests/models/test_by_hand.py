@@ -42,6 +42,13 @@ class Written(nn.Module):
         s = torch.where(CAUSAL, q @ k.mT, torch.tensor(-1e30, dtype=q.dtype)) * 0.5
         return s.softmax(3).type_as(q) @ v
 
+    def floored(self, q, k, v):
+        s = q @ k.mT + torch.zeros(N, N).to(q).masked_fill(~CAUSAL, torch.finfo(torch.float32).min)
+        return torch.softmax(torch.max(s, torch.tensor(torch.finfo(torch.float32).min)), -1) @ v
+
+    def raised(self, q, k, v):
+        return torch.softmax(torch.max(q @ k.mT, torch.tensor(-0.1)), -1) @ v
+
     def alibi(self, q, k, v):
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
         s = SLOPES.to(q).baddbmm(q, k.mT, beta=1.0, alpha=0.5).view(1, HEADS, N, N)
@@ -68,8 +75,8 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize(
     ("way", "cut"),
-    [("plain", True), ("masked", True), ("chosen", True), ("alibi", True), ("twice", True)]
-    + [(way, False) for way in ("inputs_bias", "capped", "over_queries", "reweighted")],
+    [("plain", True), ("masked", True), ("chosen", True), ("alibi", True), ("twice", True), ("floored", True)]
+    + [(way, False) for way in ("inputs_bias", "raised", "capped", "over_queries", "reweighted")],
 )
 def test_followed_or_refused(way: str, cut: bool):
     torch.manual_seed(0)

@@ -136,6 +136,14 @@ def _fill(logits: Any, mask: Tensor, value: Any) -> Logits:
     return _add(logits, hidden)
 
 
+def _floor(logits: Any, least: Any) -> Logits:
+    """A floor under all numbers that a mask writes is none."""
+    _before(logits)
+    if not isinstance(least, Tensor) or least.numel() != 1 or not float(least) <= 0.5 * torch.finfo(torch.float32).min:
+        raise UncuttableError("logits with a floor")
+    return logits
+
+
 def _where(mask: Tensor, logits: Any, value: Any) -> Logits:
     return _fill(logits, ~mask.bool(), value)
 
@@ -204,6 +212,7 @@ _TABLE: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
     (_subtract, (torch.sub, Tensor.sub, Tensor.__sub__, Tensor.__isub__)),
     (_fill, (torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)),
     (_where, (torch.where,)),
+    (_floor, (torch.max, torch.maximum, Tensor.maximum)),
     (_softmax, (torch.softmax, Tensor.softmax, nn.functional.softmax)),
     (_dropout, (nn.functional.dropout,)),
     (_shaped, (Tensor.view, Tensor.reshape, torch.reshape)),
