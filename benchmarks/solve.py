@@ -25,7 +25,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
 def _oracle_pairs(operator: Operator, truth: float) -> int:
     """Steps after which our solver is within the accuracy, as an oracle would stop it."""
     for steps in range(1, 100):
-        (solution,) = hs.GolubKahan(max_steps=steps).solve(operator, 1e-9, None, 0)
+        (solution,) = hs.GolubKahan(max_steps=steps).solve(operator, 1e-9, None, [0])
         if abs(solution.value - truth) <= ACCURACY * truth:
             return steps
     raise WrongAnswerError("expected convergence within 100 steps; no time is reported")
@@ -47,7 +47,7 @@ def _case(n: int, causal: bool, seed: int) -> dict[str, Any]:
     after = seconds(lambda: hs.lipschitz(layer, x), repeat=3)
     steps_by_oracle = _oracle_pairs(layer.linearize(x[None])[1], truth.value)
     solver = hs.GolubKahan(max_steps=steps_by_oracle)
-    by_oracle = seconds(lambda: solver.solve(layer.linearize(x[None])[1], 1e-9, None, 0), repeat=3)
+    by_oracle = seconds(lambda: solver.solve(layer.linearize(x[None])[1], 1e-9, None, [0]), repeat=3)
     arpack, products = math.nan, 0
     if n == 256 or seed == 0:
         start = time.perf_counter()

@@ -1,23 +1,109 @@
-"""The documentation runs: examples give what they say, plain blocks raise nothing, and the list of names is complete."""
+"""The documentation runs: examples give what they say, plain blocks raise nothing, commands end well, the names are complete.
+
+A block of commands that is not run says why on the line above: `<!-- not run: … -->`. Its commands are read all the same, and
+`pytest -rs` lists them.
+"""
 
 import doctest
+import json
 import re
 import runpy
+import shlex
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 import howsmooth
+from howsmooth.cli import app
+from howsmooth.study import alice
+from problems import readers
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {"index": 5, "models": 15, "quickstart": 5, "sweeps": 8}  # how many at least; no page loses them unseen
 PAGES = {path.stem: path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+SHELL = ("bash", "sh", "console")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
 def blocks(page: str) -> list[str]:
     """The Python blocks of a page that show no output."""
-    return [code for code in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if ">>>" not in code]
+    return [code for language, code in FENCE.findall(page) if language == "python" and ">>>" not in code]
+
+
+def commands(page: str) -> dict[str, str | None]:
+    """The commands of a page, and why they are not run where they are not."""
+    found: dict[str, str | None] = {}
+    reason = None
+    for block in re.split(r"\n\s*\n", FENCE.sub(_indented, page)):
+        lines = [line[4:].removeprefix("$ ") for line in block.splitlines() if line.startswith("    ")]
+        found |= {shlex.join(shlex.split(line, comments=True)): reason for line in lines if line.startswith("howsmooth ")}
+        mark = re.search(r"<!-- not run: (.+) -->$", block)
+        reason = None if mark is None else mark[1]
+    return found
+
+
+def _indented(fence: re.Match[str]) -> str:
+    """A block of the shell as the other way to write it; nothing of other blocks."""
+    return textwrap.indent(fence[2], "    ").rstrip() if fence[1] in SHELL else ""
+
+
+def check(command: str, whole: bool = True) -> None:
+    """Refuse a command that the command line would not take; where it is not `whole`, only names of options are looked at."""
+    words = shlex.split(command)[1:]
+    found: Any = typer.main.get_command(app)
+    while words and hasattr(found, "commands"):
+        found = found.commands[words.pop(0)]
+    if whole:
+        found.make_context("howsmooth", words)
+    assert {w for w in words if w.startswith("--")} <= {name for option in found.params for name in option.opts}
+
+
+TEXTS = [*PAGES.values(), (ROOT / "README.md").read_text("utf-8")]
+COMMANDS = {command: reason for text in TEXTS for command, reason in commands(text).items()}
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the commands name."""
+    folder = tmp_path_factory.mktemp("desk")
+    readers.save(folder / "path" / "to" / "model")
+    (folder / "my.txt").write_text(readers.text())
+    (folder / "ids.json").write_text(json.dumps(readers.ids(8)))
+    for name in ("alice.txt", "book.txt"):
+        (folder / name).write_text(alice(), "utf-8")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_end_well(command, desk, monkeypatch):
+    check(command)
+    if COMMANDS[command] is not None:
+        pytest.skip(f"{command}: {COMMANDS[command]}; run it by hand")
+    monkeypatch.chdir(desk)
+    ended = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert ended.exit_code == 0, ended.output
+    assert ended.stdout
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_in_a_sentence_name_what_there_is(name):
+    for command in re.findall(r"`(howsmooth [^`]*)`", FENCE.sub("", PAGES[name])):
+        check(command, whole=False)
+    for benchmark in re.findall(r"python -m benchmarks (\w+)", PAGES[name]):
+        assert (ROOT / "benchmarks" / f"{benchmark}.py").is_file()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_python_stands_in_blocks_that_are_run(name):
+    rest = FENCE.sub("", PAGES[name])
+    assert not re.search(r"^ {4}(>>> |import |from \w[\w.]* import )", rest, re.M)
+    assert {language for language, _ in FENCE.findall(PAGES[name])} <= {"python", "text", "json", "", *SHELL}
 
 
 @pytest.mark.slow
@@ -54,3 +140,14 @@ def test_pages_are_looked_at():
     assert set(EXAMPLES) == {name for name, page in PAGES.items() if ">>>" in page}
     assert {"api", "meanfield", "page", "worst-inputs"} <= {name for name, page in PAGES.items() if blocks(page)}
     assert blocks("```python\n1 / 0\n```\n```python\n>>> 1\n1\n```\n") == ["1 / 0\n"]
+    page = "Text\n\n    howsmooth a  # b\n\n<!-- not run: hours -->\n\n    howsmooth c\n    other\n\n    howsmooth d\n"
+    assert commands(page) == {"howsmooth a": None, "howsmooth c": "hours", "howsmooth d": None}
+    fenced = "```bash\nhowsmooth a\n```\n\n<!-- not run: hours -->\n\n```console\n$ howsmooth b\n```\n"
+    assert commands(fenced) == {"howsmooth a": None, "howsmooth b": "hours"}
+    assert sum(reason is None for reason in COMMANDS.values()) >= 6
+    with pytest.raises(AssertionError):
+        check("howsmooth worst --no-such", whole=False)
+    with pytest.raises(KeyError):
+        check("howsmooth no-such", whole=False)
+    with pytest.raises(Exception, match="Missing"):
+        check("howsmooth measure")

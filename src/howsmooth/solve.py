@@ -1,10 +1,11 @@
 """The norm of a Jacobian from a map and an input: choose a precision and a solver, solve, evaluate the lower end, widen the
 upper one. Everything the package says of a constant comes through here."""
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic, doubled
-from howsmooth.maps.operator import Operator, Weighted
+from howsmooth.maps.operator import Operator, Weighted, stream
 from howsmooth.measures.measure import Measure
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
 from howsmooth.theory.point import operator_bound
@@ -20,6 +21,10 @@ from howsmooth.theory.splitting import of_blocks
 
 _LOOSE = 5.0  # upper/lower past which a deterministic bound may do better
 _DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the quicker way too
+_APART = 0.1  # share of the accuracy asked for that two precisions of a function may differ by
+_MODERATE = 1e8  # squares of products between its inverse and this leave float32 no trouble
+_SAMPLED = 2**20  # entries of an input that its mark is made of
+_BLIND = "rounding errors that do not depend on the random start"
 
 Function = Map | Callable[[Tensor], Tensor]
 
@@ -29,21 +34,25 @@ Function = Map | Callable[[Tensor], Tensor]
 class Options:
     """How a constant is asked for.
 
-    tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start.
+    tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
+    default made from the input and the output, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where input and output have at most 256 entries.
     """
 
     tol: float = 1e-3
     certify: float | None = None
-    seed: int = 0
+    seed: int | None = None
     solver: Solver | None = None
 
     def __post_init__(self):
         tol, certify, seed = self.tol, self.certify, self.seed
-        if not all(isinstance(t, int | float) for t in (tol, certify or 1.0)) or not isinstance(seed, int):
+        numbers = [tol] if certify is None else [tol, certify]
+        if not all(_is(t, int | float) for t in numbers) or not (seed is None or _is(seed, int)):
             raise BadInputError(
                 f"expected numbers tol and certify and a whole seed, got {tol!r}, {certify!r} and {seed!r}; correct them"
             )
+        if self.solver is not None and not callable(getattr(self.solver, "solve", None)):
+            raise BadInputError(f"expected GolubKahan(...) or DenseSVD() as solver, got {self.solver!r}; or leave it out")
         if not 0 < tol < 1:
             raise BadInputError(f"expected 0 < tol < 1, got {tol}; the default is 1e-3")
         if certify is not None and not 0 < certify < math.inf:
@@ -100,12 +109,40 @@ def linear(f: Function, x: Tensor) -> Operator:
     return _problem(f, x, batched=False).operator
 
 
+def _is(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 class _Problem(NamedTuple):
-    """A Jacobian in the working precision, a way to the same in float64 where there is one, the shape of one input."""
+    """A Jacobian in the working precision, a way to the same in float64 where there is one, the shape of one input.
+
+    inputs, outputs: of every item, along the first axis.  foreign: whether the two precisions are someone else's code, which
+    may compute different functions in them.
+    """
 
     operator: Operator
     precise: Callable[[], Operator | None]
     shape: torch.Size
+    inputs: Tensor
+    outputs: Tensor
+    foreign: bool = False
+
+    def seeds(self, seed: int | None) -> list[int]:
+        """Of every item: the one that is given, or a mark of its input and output."""
+        if seed is not None:
+            return [seed] * len(self.inputs)
+        return [_mark(x, y) for x, y in zip(self.inputs, self.outputs, strict=True)]
+
+
+def _mark(x: Tensor, y: Tensor) -> int:
+    """A number made of an input, to the bit, and of an output, roughly, so that a batch and a loop find the same one."""
+    flat = x.detach().flatten()
+    exact = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu().numpy().tobytes()
+    parts = y.detach().flatten().tensor_split(8)
+    sizes = torch.stack([p.double().square().mean() if p.numel() else y.new_zeros((), dtype=torch.float64) for p in parts])
+    rough = [round(math.log2(size)) if size > 0 else None for size in sizes.tolist()]
+    mark = hashlib.blake2b(exact + repr(rough).encode(), digest_size=6)
+    return int.from_bytes(mark.digest(), "big")
 
 
 def _problem(f: Function, x: Tensor, batched: bool) -> _Problem:
@@ -131,7 +168,8 @@ def _map_problem(f: Map, x: Tensor, batched: bool) -> _Problem:
         except BadFunctionError:  # a map made of someone else's code, which may know no float64
             return None
 
-    return _Problem(f.linearize(xs)[1], precise, xs.shape[1:])
+    value, operator = f.linearize(xs)
+    return _Problem(operator, precise, xs.shape[1:], xs, value)
 
 
 def _measure_problem(f: Function, measure: Measure) -> _Problem:
@@ -142,10 +180,12 @@ def _measure_problem(f: Function, measure: Measure) -> _Problem:
         )
     x, root = f.prepare(measure.points).detach()[None], measure.mass.sqrt()[None, :, None]
 
-    def at(x: Tensor) -> Operator:
-        return Weighted(f.on(measure).linearize(x)[1], root.to(x), (1 / root).to(x))
+    def at(x: Tensor) -> tuple[Tensor, Operator]:
+        value, operator = f.on(measure).linearize(x)
+        return value, Weighted(operator, root.to(x), (1 / root).to(x))
 
-    return _Problem(at(x), lambda: at(x.double()), measure.points.shape)
+    value, operator = at(x)
+    return _Problem(operator, lambda: at(x.double())[1], measure.points.shape, x, value)
 
 
 def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -> _Problem:
@@ -172,7 +212,8 @@ def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -
             return None
         return finer if finer.output.dtype == torch.float64 else None
 
-    return _Problem(jacobian, precise, x.shape[1:] if batched else x.shape)
+    inputs, outputs = (x, jacobian.output) if batched else (x[None], jacobian.output[None])
+    return _Problem(jacobian, precise, x.shape[1:] if batched else x.shape, inputs, outputs, foreign=True)
 
 
 def _solve(problem: _Problem, options: Options) -> SolvedBatch:
@@ -180,14 +221,22 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
     operator = _finer(problem.operator, options.resolved_by)
     small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
     solver = options.solver or (DenseSVD() if small else GolubKahan())
-    dense = isinstance(solver, DenseSVD)
-    solutions = _in_range(solver, operator, options) if not dense and options.resolved_by(operator) else None
-    precise = _precise(operator, problem)
+    dense, rigorous = isinstance(solver, DenseSVD), isinstance(solver, GolubKahan) and solver.rigorous
+    seeds = problem.seeds(options.seed)
+    working = not dense and not rigorous and options.resolved_by(operator)
+    solutions = _in_range(solver, operator, options, seeds) if working else None
+    precise = (problem.precise() or operator) if rigorous else _precise(operator, problem)
+    apart = [0.0] * len(seeds)
+    if solutions is not None and problem.foreign and precise is not operator:
+        apart = _apart(operator, precise, seeds)
+        asked = _APART * (options.tol if options.certify is None else options.certify)
+        if not all(a <= asked * s.value for a, s in zip(apart, solutions, strict=True)):
+            solutions, apart = None, [0.0] * len(seeds)  # two functions: the float64 one is meant
     if solutions is None:
-        operator, solutions = precise, _in_double(solver, precise, options)
-    lowers, images = _attained(precise, solutions)
-    noise = 0.0 if dense else operator.noise
-    uppers, certain = _uppers(solutions, lowers, noise, precise)
+        operator, solutions = precise, _in_double(solver, precise, options, seeds)
+    lowers, images = _attained(precise, solutions, rigorous)
+    noise = 0.0 if dense or rigorous else operator.noise
+    uppers, certain = _uppers(solutions, lowers, noise, apart, precise)
     delta = solver.delta if isinstance(solver, GolubKahan) else 0.0
     estimates = Estimates(
         Estimate(
@@ -200,10 +249,11 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
             precision=str(precise.dtype).removeprefix("torch."),
             tol=options.tol,
             certify=options.certify,
-            seed=options.seed,
+            seed=seed,
             noise=noise,
+            assumes="" if dense or rigorous or sure else _BLIND,
         )
-        for solution, lower, upper, sure in zip(solutions, lowers, uppers, certain, strict=True)
+        for solution, lower, upper, sure, seed in zip(solutions, lowers, uppers, certain, seeds, strict=True)
     )
     return SolvedBatch(estimates, precise, images)
 
@@ -222,38 +272,51 @@ def _precise(operator: Operator, problem: _Problem) -> Operator:
     return _finer(operator, lambda _: False) if operator.heavy else problem.precise() or operator
 
 
-def _in_range(solver: Solver, operator: Operator, options: Options) -> list[Solution] | None:
+@torch.no_grad()
+def _apart(operator: Operator, precise: Operator, seeds: Sequence[int]) -> list[float]:
+    """How far the Jacobians of a function in two precisions are apart in Frobenius norm, as a random probe each way shows."""
+    apart = torch.zeros(operator.batch, dtype=torch.float64)
+    for shape, name in ((operator.in_shape, "jvp"), (operator.out_shape, "vjp")):
+        probe = torch.stack([torch.randn(shape, generator=stream(s, f"probe {name}")) for s in seeds])[None]
+        coarse, fine = (getattr(J, name)(probe.to(J.device, J.dtype))[0].double().flatten(1) for J in (operator, precise))
+        apart = apart.maximum((fine - coarse).norm(dim=-1).cpu())
+    return [a if math.isfinite(a) else math.inf for a in apart.tolist()]
+
+
+def _in_range(solver: Solver, operator: Operator, options: Options, seeds: Sequence[int]) -> list[Solution] | None:
     """Solutions in the working precision; nothing where fourth powers of the norm leave its range."""
     safe = torch.finfo(operator.dtype).max ** 0.23
     try:
-        solutions = solver.solve(operator, options.tol, options.certify, options.seed)
+        solutions = solver.solve(operator, options.tol, options.certify, seeds)
     except NoConvergenceError:
         return None
-    return solutions if all(1 / safe < s.value < safe for s in solutions) else None
+    short = operator.dtype != torch.float64  # where small products were squared, a value may be too small to be seen to be
+    fits = [1 / safe < s.value < safe and (not short or 1 / _MODERATE < s.energy < _MODERATE) for s in solutions]
+    return solutions if all(fits) else None
 
 
-def _in_double(solver: Solver, operator: Operator, options: Options) -> list[Solution]:
+def _in_double(solver: Solver, operator: Operator, options: Options, seeds: Sequence[int]) -> list[Solution]:
     """Solutions of the precise maps; for products, of the maps divided by a size they attain, whatever that is."""
-    tol, certify, seed = options.tol, options.certify, options.seed
+    tol, certify = options.tol, options.certify
     if not options.resolved_by(operator):
         raise BadInputError(
             f"expected tol ≥ {operator.noise:.1e} and certify ≥ {8 * operator.noise:.1e}, got tol={tol}, "
             f"certify={certify}; the products of this map at this x carry no more digits in {operator.dtype}"
         )
-    if isinstance(solver, DenseSVD):
-        return solver.solve(operator, tol, certify, seed)
-    random = torch.Generator().manual_seed(seed)
-    v = torch.randn(1, operator.batch, *operator.in_shape, generator=random).to(operator.device, operator.dtype)
+    if isinstance(solver, DenseSVD) or (isinstance(solver, GolubKahan) and solver.rigorous):
+        return solver.solve(operator, tol, certify, seeds)
+    v = torch.stack([torch.randn(operator.in_shape, generator=stream(seed, "size")) for seed in seeds])[None]
+    v = v.to(operator.device, operator.dtype)
     size = operator.jvp(v)[0].flatten(1).abs().amax(-1)
     size = torch.where(size > 0, size, 1.0)
     rows = (1 / size).reshape(-1, *[1] * len(operator.out_shape))
-    solutions = solver.solve(Weighted(operator, rows, torch.ones_like(v[0])), tol, certify, seed)
+    solutions = solver.solve(Weighted(operator, rows, torch.ones_like(v[0])), tol, certify, seeds)
     return [replace(s, value=s.value * c, upper=s.upper * c) for s, c in zip(solutions, size.tolist(), strict=True)]
 
 
 @torch.no_grad()
-def _attained(operator: Operator, solutions: list[Solution]) -> tuple[list[float], Tensor]:
-    """`|J v|/|v|` for the directions `v`, short of float64 less the error that products may have; and `J v`."""
+def _attained(operator: Operator, solutions: list[Solution], rigorous: bool) -> tuple[list[float], Tensor]:
+    """`|J v|/|v|` for the directions `v`, short of float64 or if rigorous less the error that products may have; and `J v`."""
     v = torch.stack([s.direction for s in solutions])[None].to(operator.device, operator.dtype)
     images = operator.jvp(v)
     image = images.flatten(2)
@@ -261,18 +324,25 @@ def _attained(operator: Operator, solutions: list[Solution]) -> tuple[list[float
     size = torch.where(size > 0, size, 1.0)
     exact = 1.0 if operator.dtype == torch.float64 else 1 - operator.noise
     lengths = (image / size).norm(dim=-1) / v.flatten(2).norm(dim=-1) * size[..., 0]
-    return (exact * lengths[0].double()).tolist(), images[0]
+    lowers = exact * lengths[0].double()
+    if rigorous and (known := operator.rounding()) is not None:
+        sums = 1 - 4 * (operator.in_size + operator.out_size) * torch.finfo(operator.dtype).eps
+        lowers = (lowers * sums - known.error - known.fixed).clamp_min(0.0)
+    return lowers.tolist(), images[0]
 
 
-def _uppers(solutions: list[Solution], lowers: list[float], noise: float, precise: Operator) -> tuple[list[float], list[bool]]:
-    """Upper ends widened by what rounding explains, and which of them are certain.
+def _uppers(
+    solutions: list[Solution], lowers: list[float], noise: float, apart: list[float], precise: Operator
+) -> tuple[list[float], list[bool]]:
+    """Upper ends widened by what rounding explains and by what precisions are apart, and which of them are certain.
 
     Where the certificate leaves an interval wide, the deterministic bound at a point stands in if it is smaller.
     """
     likely = [
-        max(low, s.upper * (1 + noise + 2 * (abs(s.value - low) / low if low else 0.0)))
-        for s, low in zip(solutions, lowers, strict=True)
+        max(low, s.upper * (1 + noise + (2 * abs(s.value - low) / low if noise and low else 0.0)) + more)
+        for s, low, more in zip(solutions, lowers, apart, strict=True)
     ]
+    likely = [up if up >= low else math.inf for up, low in zip(likely, lowers, strict=True)]  # nan is no bound
     loose = any(up > _LOOSE * low for up, low in zip(likely, lowers, strict=True))
     bound = operator_bound(precise) if loose else None
     sure = [math.inf] * len(likely) if bound is None else bound.tolist()

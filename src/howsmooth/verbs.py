@@ -27,7 +27,7 @@ def lipschitz(
     *,
     tol: float = 1e-3,
     certify: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     solver: Solver | None = None,
 ) -> Estimate:
     """The local Lipschitz constant `‖D_x f‖₂` of `f` at `x`, from below and from above.
@@ -35,7 +35,8 @@ def lipschitz(
     f: an attention layer, a norm, a composition of them, or any torch function of one tensor.
     x: tokens (n, d); for a function, one input of any shape; or a `Measure`, at which the local Wasserstein-2 constant is
     measured: that of moving atoms and of splitting them (docs/meanfield.md, Theorem 5.2). `lipschitz_batch` takes many inputs.
-    tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start.
+    tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
+    default made from `x` and `f(x)`, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
 
     Work is done in the precision of `x` and `f`, `lower` is evaluated again in float64. Where the certificate leaves the
@@ -60,7 +61,7 @@ def lipschitz_batch(
     *,
     tol: float = 1e-3,
     certify: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     solver: Solver | None = None,
 ) -> Estimates:
     """The constants of `f` at many inputs, (batch, …), in lock step; arguments as for `lipschitz`.
@@ -116,7 +117,7 @@ def splitting(
     *,
     tol: float = 1e-3,
     certify: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     solver: Solver | None = None,
 ) -> Splitting:
     """Does it pay to split a token into halves that move apart, rather than to move tokens whole? (docs/meanfield.md §5)
@@ -149,7 +150,7 @@ def splitting(
         raise BadInputError(f"expected a map of this package for a measure, got {type(f).__name__}; pass tokens to a function")
     if not callable(f):
         raise BadInputError(f"expected a map or a function of tokens, got {type(f).__name__}; pass a callable")
-    together, apart, at = halves(f, one_sequence(x), seed)
+    together, apart, at = halves(f, one_sequence(x), seed or 0)
     moved = solve(together, at, options).estimate
     split, operator, _ = solve(apart, torch.zeros_like(at), options)
     return of_halves(moved, split, operator)

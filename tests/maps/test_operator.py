@@ -50,16 +50,16 @@ class Guessing(Operator):
     def vjp(self, u):
         return self._matrix.vjp(u)
 
-    def guess(self):
+    def guess(self, seeds):
         return self._guess
 
 
 def test_composed_pulls_the_outer_guess_back():
     outer, inside, guess = gaussian(2, 3, 4, seed=1), gaussian(2, 4, 5, seed=2), gaussian(2, 4, seed=3)
-    pulled = Composed(Guessing(outer, guess), Matrix(inside)).guess()
+    pulled = Composed(Guessing(outer, guess), Matrix(inside)).guess([0])
     assert pulled is not None
     assert_close(pulled, (inside.mT @ guess[..., None])[..., 0])
-    assert Composed(Matrix(outer), Matrix(inside)).guess() is None
+    assert Composed(Matrix(outer), Matrix(inside)).guess([0]) is None
 
 
 @pytest.mark.parametrize("other", [gaussian(2, 3, 5, seed=0), gaussian(1, 3, 4, seed=0)], ids=["size", "batch"])

@@ -122,7 +122,7 @@ class Diagonal(Operator):
     def vjp(self, u):
         return self.values * u
 
-    def guess(self):
+    def guess(self, seeds):
         return self.guesses
 
     def select(self, items):

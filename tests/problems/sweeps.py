@@ -86,10 +86,10 @@ def fussy(i: int) -> dict[str, Any]:
     return {"i": i, "nan": float("nan")}
 
 
-def located(i: int, folder: str) -> dict[str, Any]:
-    """Leaves its worker's process id behind."""
-    Path(folder, f"pid-{os.getpid()}").touch()
-    time.sleep(0.02)
+def located(i: int, folder: str, pause: float = 0.02) -> dict[str, Any]:
+    """Leaves its worker's process id behind, and what it is at."""
+    Path(folder, f"pid-{os.getpid()}").write_text(str(i))
+    time.sleep(pause)
     Path(folder, f"did-{i}").touch()
     return {"i": i}
 

@@ -1,17 +1,23 @@
 """The Ray engine: the rows of a local sweep, also when workers die."""
 
+import contextlib
 import importlib.util
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from howsmooth.errors import BadInputError, WorkerError
 from howsmooth.run import Plan, Ray, read, sweep
-from howsmooth.run.ray import load
+from howsmooth.run.ray import _aside, load
 from problems import sweeps
 
 missing = importlib.util.find_spec("ray") is None
@@ -61,19 +67,22 @@ def gone(pid: int) -> bool:
 @needs_ray
 @pytest.mark.slow
 def test_killing_a_worker_loses_no_task(cluster, tmp_path):
-    wanted = Plan.of(sweeps.located, [{"i": i, "folder": str(tmp_path)} for i in range(120)])
-
+    wanted = Plan.of(sweeps.located, [{"i": i, "folder": str(tmp_path), "pause": 0.1} for i in range(40)])
     killed: list[int] = []
 
     def kill() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            pids = [int(p.name.removeprefix("pid-")) for p in tmp_path.glob("pid-*")]
-            if len(list(tmp_path.glob("did-*"))) > 20 and pids:
-                os.kill(pids[0], signal.SIGKILL)
-                killed.append(pids[0])
-                return
+        """The worker of a task that has begun and not ended, as soon as a few are done."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not killed:
             time.sleep(0.005)
+            if len(list(tmp_path.glob("did-*"))) < 5:
+                continue
+            for pid in (int(p.name.removeprefix("pid-")) for p in tmp_path.glob("pid-*")):
+                at = (tmp_path / f"pid-{pid}").read_text()
+                if at and not (tmp_path / f"did-{at}").exists():
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+                    return
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -81,10 +90,95 @@ def test_killing_a_worker_loses_no_task(cluster, tmp_path):
     killer.join()
     assert len(killed) == 1
     assert gone(killed[0])
-    assert (ended.done, ended.failed) == (120, 0)
-    rows = read(tmp_path / "r.sqlite")
-    assert [r.value["i"] for r in rows] == list(range(120))
-    assert max(r.tries for r in rows) == 2  # what it was at was tried on another
+    assert (ended.done, ended.failed) == (40, 0)
+    assert [r.value["i"] for r in read(tmp_path / "r.sqlite")] == list(range(40))
+
+
+SCRIPT = """
+import sys
+from howsmooth.errors import WorkerError
+from howsmooth.run import Plan, Ray, ray, sweep
+from problems import sweeps
+ray._QUIET, ray._ANSWER = 1.0, 20.0
+plan = Plan.of(sweeps.located, [{"i": i, "folder": sys.argv[1], "pause": 0.5} for i in range(400)])
+try:
+    sweep(plan, sys.argv[1] + "/r.sqlite", engine=Ray(workers=1))
+except WorkerError as error:
+    print(f"REFUSED {error}")
+"""
+
+
+def processes(folder: str, name: str) -> list[int]:
+    """Processes of the cluster that works in a folder, by what they are called."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (path / "cmdline").read_bytes().decode("utf-8", "replace")
+            if name in command.partition("\0")[0] and folder in command:
+                found.append(int(path.name))
+    return found
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks up processes under /proc")
+def test_a_cluster_that_is_lost_ends_the_sweep_with_a_sentence_and_nothing_else_on_standard_output(tmp_path):
+    folder = tempfile.mkdtemp(prefix="ray")  # a short name, which sockets need
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_TMPDIR": folder}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("did-*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (raylet,) = processes(folder, "raylet/raylet")
+        os.kill(raylet, signal.SIGKILL)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    assert process.returncode == 0
+    assert out.startswith("REFUSED expected a Ray cluster that answers, got: ")
+    assert out.count("\n") == 1
+    assert len(read(tmp_path / "r.sqlite")) >= 1
+
+
+class Stub:
+    """A library that starts as it is told to."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **options: Any) -> None:
+        print("what Ray says")
+        raise self.error
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("error", [Exception("The current node timed out.\nMore."), OSError(), TypeError("x")])
+def test_a_cluster_that_does_not_start_is_one_sentence(tmp_path, monkeypatch, capsys, error):
+    monkeypatch.setattr("howsmooth.run.ray.load", lambda: Stub(error))
+    with pytest.raises(
+        WorkerError, match=r"^expected a Ray cluster at this machine, got: [^\n]+; start one with `ray start --head`$"
+    ):
+        sweep(Plan.of(sweeps.value, [{"i": 0}]), tmp_path / "r.sqlite", engine=Ray())
+    assert capsys.readouterr().out == ""
+
+
+def test_what_rays_threads_print_goes_to_standard_error(capsys):
+    with _aside():
+        thread = threading.Thread(target=print, args=("theirs",), name="ray_listen_error_messages")
+        thread.start()
+        thread.join()
+        print("ours")
+    print("afterwards")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("ours\nafterwards\n", "theirs\n")
 
 
 @pytest.mark.slow

@@ -2,16 +2,19 @@
 
 import json
 import os
+import random
 import resource
 import shutil
 import sqlite3
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from howsmooth.errors import ResultsError
-from howsmooth.run import Plan, Task, read, sweep
+from howsmooth.run import Plan, Record, Task, read, sweep
 from howsmooth.run.store import VERSION, Outcome, Status, Store
 from problems import sweeps
 
@@ -97,17 +100,23 @@ def test_what_a_kill_during_creation_leaves_is_taken_over(tmp_path):
     assert sweep(plan(2), path).done == 2
 
 
+def edit(path: Path, *commands: str) -> None:
+    with sqlite3.connect(path) as db:
+        for command in commands:
+            db.execute(command)
+    db.close()
+
+
 def foreign(path: Path) -> None:
-    with sqlite3.connect(path) as db:
-        db.execute("CREATE TABLE theirs (x)")
-    db.close()
+    edit(path, "CREATE TABLE theirs (x)")
 
 
-def newer(path: Path) -> None:
-    sweep(plan(1), path)
-    with sqlite3.connect(path) as db:
-        db.execute(f"PRAGMA user_version={VERSION + 1}")
-    db.close()
+def of_version(version: int) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        sweep(plan(1), path)
+        edit(path, f"PRAGMA user_version={version}")
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -115,9 +124,10 @@ def newer(path: Path) -> None:
     [
         (lambda p: p.write_text("a letter, not a database, and long enough to be sure of it " * 20), "not a database"),
         (foreign, "another program's database"),
-        (newer, f"of version {VERSION + 1}"),
+        (of_version(VERSION + 1), f"of version {VERSION + 1}.* or read it with the howsmooth that wrote it$"),
+        (of_version(1), "of version 1; choose another name, or read it with the howsmooth that wrote it$"),
     ],
-    ids=["text", "foreign", "newer"],
+    ids=["text", "foreign", "newer", "older"],
 )
 def test_other_files_are_refused_in_one_sentence_and_left_alone(tmp_path, make, match):
     path = tmp_path / "r.sqlite"
@@ -174,3 +184,98 @@ def test_a_copy_can_be_read_where_nothing_can_be_written(tmp_path):
     shutil.copy(path, tmp_path / "copy.sqlite")
     (tmp_path / "copy.sqlite").chmod(0o444)
     assert len(read(tmp_path / "copy.sqlite")) == 3
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of two runs, with a failure and a row that was moved."""
+    path = tmp_path_factory.mktemp("whole") / "r.sqlite"
+    sweep(plan(30), path)
+    sweep(plan(2) + Plan.of(sweeps.fussy, [{"i": 1}]) + plan(40), path, resume=True)
+    return path
+
+
+def damages(path: Path, bytes_: bytes, truth: list[Record]) -> str:
+    """What becomes of a file with other content: `equal`, `refused`, or something that must not be."""
+    path.write_bytes(bytes_)
+    try:
+        return "equal" if read(path) == truth else "other rows"
+    except ResultsError as error:
+        return "refused" if "\n" not in str(error) else "lines"
+
+
+def test_a_bit_that_flips_anywhere_changes_nothing_or_is_noticed(whole: Path, tmp_path: Path):
+    choose, content, truth = random.Random(0), whole.read_bytes(), read(whole)
+    ended: Counter[str] = Counter()
+    for i in range(300):
+        flipped = bytearray(content)
+        flipped[choose.randrange(100 if i < 50 else len(content))] ^= 1 << choose.randrange(8)  # the header is 100 bytes
+        ended[damages(tmp_path / "r.sqlite", bytes(flipped), truth)] += 1
+    assert set(ended) == {"equal", "refused"}
+    assert ended["refused"] > 50
+
+
+def test_a_file_that_is_cut_off_or_overwritten_is_refused(whole: Path, tmp_path: Path):
+    choose, content, truth = random.Random(0), whole.read_bytes(), read(whole)
+    path = tmp_path / "r.sqlite"
+    for length in (1, 50, 100, 4096, 5000, len(content) // 2, len(content) - 1, len(content) - 4096):
+        assert damages(path, content[:length], truth) == "refused"
+    ended: Counter[str] = Counter()
+    for _ in range(40):
+        start = choose.randrange(len(content))
+        ended[damages(path, content[:start] + choose.randbytes(400) + content[start + 400 :], truth)] += 1
+        ended[damages(path, content[:start] + bytes(400) + content[start + 400 :], truth)] += 1
+    assert set(ended) <= {"equal", "refused"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "DELETE FROM results WHERE position = 3",
+        "DELETE FROM results",
+        "DELETE FROM runs WHERE id = 1",
+        "DELETE FROM tally",
+        "INSERT INTO tally VALUES (1, 1)",
+        "UPDATE results SET value = replace(value, '16', '17')",
+        "UPDATE results SET position = 50 WHERE position = 3",
+        "UPDATE results SET tries = 2 WHERE position = 3",
+        "UPDATE results SET run = 2 WHERE position = 0",
+        "UPDATE results SET checksum = checksum + 1 WHERE position = 3",
+        "UPDATE runs SET versions = '{}'",
+        "INSERT OR REPLACE INTO results SELECT 'x', 99, function, arguments, setup, status, value, reason, tries, seconds, "
+        "finished, run, checksum FROM results WHERE position = 3",
+        "ALTER TABLE results RENAME COLUMN value TO answer",
+        "DROP TABLE runs",
+    ],
+)
+def test_rows_that_were_changed_moved_lost_or_added_are_refused_and_not_resumed(whole: Path, tmp_path: Path, command: str):
+    path = tmp_path / "r.sqlite"
+    shutil.copy(whole, path)
+    edit(path, command)
+    for attempt in (lambda: read(path), lambda: sweep(plan(40), path, resume=True)):
+        with pytest.raises(ResultsError, match=r"^expected a results file as it was written, .* restore a copy of it, or"):
+            attempt()
+
+
+def test_a_file_that_another_program_holds_is_said_to_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "r.sqlite"
+    sweep(plan(2), path)
+    monkeypatch.setattr("howsmooth.run.store._PATIENCE", 0.05)
+    db = sqlite3.connect(path, isolation_level=None)
+    try:
+        db.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(ResultsError, match="another program holds it locked; end that program first"):
+            sweep(plan(2), path, resume=True)
+        with pytest.raises(ResultsError, match="another program holds it locked; end that program first"):
+            read(path)
+    finally:
+        db.close()
+    assert len(read(path)) == 2
+
+
+def test_a_reason_with_half_a_character_is_kept(tmp_path: Path):
+    path, wanted = tmp_path / "r.sqlite", plan(1)
+    with Store(path) as store:
+        store.begin(wanted, "test", "a command \udcff", {})
+        store.add(wanted.tasks[0], Outcome("failed", None, "why \ud800\0 not", 1, 0))
+    assert read(path)[0].reason == "why \\ud800\0 not"

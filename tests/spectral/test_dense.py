@@ -16,7 +16,7 @@ def test_exact(name: str, shape: tuple[int, int]):
     count = min(shape)
     values = spectrum(name, count) if count > 5 else spectrum(name, 20)[:count]
     operator = rotated(values, *shape, seed=0, batch=3)
-    solutions = DenseSVD().solve(operator, 1e-3, None, 0)
+    solutions = DenseSVD().solve(operator, 1e-3, None, [0])
     for solution, matrix in zip(solutions, operator.matrix, strict=True):
         sigma = float(torch.linalg.svdvals(matrix)[0])
         # two decompositions of one matrix, each backward stable
@@ -27,7 +27,7 @@ def test_exact(name: str, shape: tuple[int, int]):
 
 def test_many_columns_go_in_slices():
     matrix = torch.randn(1, 300, 280, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    (solution,) = DenseSVD().solve(Matrix(matrix), 1e-3, None, 0)
+    (solution,) = DenseSVD().solve(Matrix(matrix), 1e-3, None, [0])
     assert solution.value == pytest.approx(float(torch.linalg.matrix_norm(matrix, 2)), rel=1e-13)
 
 
@@ -35,7 +35,7 @@ def test_what_it_says_of_itself():
     layer, x = attention(8, 4, seed=0)
     est = hs.lipschitz(layer, x, solver=DenseSVD())
     assert (est.status, est.confidence, est.precision) == ("dense", 1.0, "float64")
-    assert est.lower <= est.upper <= est.lower * (1 + 1e-12)
+    assert est.lower <= est.upper <= est.lower * (1 + 1e-10)
     assert est.steps == 32
 
 

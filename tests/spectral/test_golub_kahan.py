@@ -20,7 +20,7 @@ def attained(operator: Operator, solution: Solution, item: int = 0) -> float:
 
 
 def solve(operator: Operator, solver: GolubKahan | None = None, tol: float = 1e-8, certify: float | None = None, seed: int = 0):
-    return (solver or GolubKahan()).solve(operator, tol, certify, seed)
+    return (solver or GolubKahan()).solve(operator, tol, certify, [seed] * operator.batch)
 
 
 def mixed(n: int = 60, names: tuple[str, ...] = tuple(SPECTRA)) -> Matrix:

@@ -17,7 +17,7 @@ EARLY = [(0.3, None), (0.1, None), (1e-2, None), (1e-3, 0.5), (1e-3, 0.2)]
 
 def ends(operator: Operator, solver: GolubKahan, stop: tuple[float, float | None], seed: int) -> tuple[Tensor, Tensor]:
     """Both ends for every item, widened by what the precision of the products allows; `lower` is attained."""
-    solutions = solver.solve(operator, stop[0], stop[1], seed)
+    solutions = solver.solve(operator, stop[0], stop[1], [seed] * operator.batch)
     upper = torch.tensor([s.upper for s in solutions], dtype=torch.float64)
     image = operator.jvp(torch.stack([s.direction for s in solutions])[None])[0]
     noise = operator.noise

@@ -3,7 +3,7 @@
 import copy
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,13 +15,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.kernels.products import float32_products
-from howsmooth.maps.operator import Operator, inner
+from howsmooth.maps.operator import Operator, inner, stream
+from howsmooth.maps.rounding import attention_rounding, norm_rounding
 
 if TYPE_CHECKING:
     from howsmooth.maps.attention import Attention
     from howsmooth.maps.norms import LayerNorm, RMSNorm
 
 
+_GUESS_STEPS = 40  # products with `Wₒ W_v` that a guess may take: little beside one product with the Jacobian
 _TOKENS = 512  # random ones on which the error of projections is measured
 
 
@@ -38,7 +40,7 @@ class AttentionJacobian(Operator):
 
     layer: the weights, in the precision of the tokens.  kernel: softmax attention at their queries, keys and values.
     q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them, on (heads, n, head width), or on
-    (n, all heads) where a norm goes over all of them.
+    (n, all heads) where a norm goes over all of them.  longest: token, its length.
     exact: projections keep all bits of their operands; else only eleven where the kernel's products do.
     """
 
@@ -48,9 +50,10 @@ class AttentionJacobian(Operator):
         kernel: SoftmaxAttention,
         q_slope: "NormJacobian | None" = None,
         k_slope: "NormJacobian | None" = None,
+        longest: Tensor | None = None,
         exact: bool = False,
     ):
-        self.layer, self.kernel, self.q_slope, self.k_slope = layer, kernel, q_slope, k_slope
+        self.layer, self.kernel, self.q_slope, self.k_slope, self.longest = layer, kernel, q_slope, k_slope, longest
         self.coarse = not exact and kernel.coarse
         self.batch, _, n, _ = kernel.output.shape
         self.in_shape, self.out_shape = (n, layer.width), (n, layer.out_width)
@@ -84,7 +87,7 @@ class AttentionJacobian(Operator):
 
     def refined(self):
         if self.coarse:
-            return AttentionJacobian(self.layer, self.kernel, self.q_slope, self.k_slope, exact=True)
+            return AttentionJacobian(self.layer, self.kernel, self.q_slope, self.k_slope, self.longest, exact=True)
         kernel = self.kernel.refined()
         return None if kernel is None else self._with(kernel)
 
@@ -93,7 +96,7 @@ class AttentionJacobian(Operator):
         return self._with(self.kernel.tiled())
 
     def _with(self, kernel: SoftmaxAttention) -> "AttentionJacobian":
-        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope)
+        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, self.longest)
 
     def _push(self, v: Tensor) -> Tensor:
         """Directions of the tokens → those of the heads' outputs, side by side."""
@@ -143,17 +146,18 @@ class AttentionJacobian(Operator):
             return self._pull(weighted), inner(o, weighted)
 
     @torch.no_grad()
-    def guess(self):
+    def guess(self, seeds: Sequence[int]):
         """Exact when all heads share one rank-one `P`: the attention each token receives, times the top input of `Wₒ W_v`."""
         layer = self.layer
         w = layer.w_v.unflatten(0, (layer.kv_heads, -1))
         w = w.repeat_interleave(layer.heads // layer.kv_heads, 0).flatten(0, 1)
         w = w if layer.w_o is None else layer.w_o @ w
-        u = torch.randn(layer.width, 1, generator=torch.Generator().manual_seed(0)).to(w)
-        for _ in range(20):
-            u = w.mT @ (w @ u)
-            u = u / u.norm().clamp_min(torch.finfo(u.dtype).tiny)
-        return self.kernel.attention_received()[..., None] * u[:, 0]
+        starts = torch.stack([torch.randn(layer.width, generator=stream(seed, "guess")) for seed in seeds])
+        return self.kernel.attention_received()[..., None] * _top_input(w, starts.to(w))[:, None]
+
+    @torch.no_grad()
+    def rounding(self):
+        return attention_rounding(self)
 
     def select(self, items):
         layer = self.layer
@@ -162,20 +166,39 @@ class AttentionJacobian(Operator):
         if layer.rotary is not None:
             layer = replace(layer, rotary=layer.rotary.select(items))
         slopes = [None if s is None else s.select(items) for s in (self.q_slope, self.k_slope)]
-        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], exact=not self.coarse)
+        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], self.longest, exact=not self.coarse)
+
+
+def _top_input(w: Float[Tensor, "out d"], u: Float[Tensor, "batch d"]) -> Float[Tensor, "batch d"]:
+    """Unit vectors that `w` stretches nearly most, one from each start: Lanczos on `wᵀw`."""
+    basis = u.new_zeros(len(u), 0, u.shape[1])
+    for _ in range(min(_GUESS_STEPS, u.shape[1])):
+        for _ in range(2):
+            u = u - ((u[:, None] @ basis.mT) @ basis)[:, 0]
+        length = u.norm(dim=-1, keepdim=True)
+        u = u / torch.where(length > 0, length, 1.0)
+        basis = torch.cat([basis, u[:, None]], 1)
+        u = (u @ w.mT) @ w
+    images = basis @ w.mT
+    _, vectors = torch.linalg.eigh(images @ images.mT)
+    return (vectors[:, :, -1:].mT @ basis)[:, 0]
 
 
 @final
 class NormJacobian(Operator):
     """`diag(α) (I − u uᵀ/d) C / s` token by token, `u` the normalised token, `C` the centring.
 
-    `u` is centred, so `C` may come last in the product and first in its transpose.
+    `u` is centred, so `C` may come last in the product and first in its transpose. `offset` is the largest `|mean x|/s`.
     """
 
     def __init__(
-        self, norm: "LayerNorm | RMSNorm", unit: Float[Tensor, "batch *axes d"], scale: Float[Tensor, "batch *axes 1"]
+        self,
+        norm: "LayerNorm | RMSNorm",
+        unit: Float[Tensor, "batch *axes d"],
+        scale: Float[Tensor, "batch *axes 1"],
+        offset: Float[Tensor, ""],
     ):
-        self.norm, self.unit, self.scale = norm, unit, scale
+        self.norm, self.unit, self.scale, self.offset = norm, unit, scale, offset
         self.batch = unit.shape[0]
         self.in_shape = self.out_shape = tuple(unit.shape[1:])
         self.dtype, self.device = unit.dtype, unit.device
@@ -186,8 +209,11 @@ class NormJacobian(Operator):
     def vjp(self, u):
         return self._project(self.norm.weight * u)
 
+    def rounding(self):
+        return norm_rounding(self)
+
     def select(self, items):
-        return NormJacobian(self.norm, self.unit[items], self.scale[items])
+        return NormJacobian(self.norm, self.unit[items], self.scale[items], self.offset)
 
     def _project(self, v: Tensor) -> Tensor:
         along = (self.unit * v).mean(-1, keepdim=True)

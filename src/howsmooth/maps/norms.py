@@ -70,7 +70,9 @@ class _Norm(Map):
         if bool((scale == 0).any()):
             raise BadInputError("expected tokens the norm can divide by, got a token of zero spread with eps = 0; set eps")
         unit = centered / scale
-        return norm.value(x), NormJacobian(norm, unit, scale)  # pyright: ignore[reportArgumentType]  a LayerNorm or an RMSNorm
+        offset = ((x - centered).abs().amax(-1, keepdim=True) / scale).max()
+        jacobian = NormJacobian(norm, unit, scale, offset)  # pyright: ignore[reportArgumentType]  a LayerNorm or an RMSNorm
+        return norm.value(x), jacobian
 
 
 @final

@@ -1,8 +1,10 @@
 """What a Jacobian is to a solver: two products, for several probes and several inputs at once."""
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
-from typing import final
+from collections.abc import Sequence
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -10,6 +12,20 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.products import float32_products
+
+
+class Rounding(NamedTuple):
+    """What is proved of the arithmetic of all items of a batch (docs/theory.md, Proposition 2.6).
+
+    Weights, means and slopes are computed once, so products are those of a fixed map `J̃` beside `J`, up to rounding.
+
+    size: bounds `|J|` and `|J̃|`.  error: how far a computed product with a unit vector is off that of `J̃`, either way.
+    fixed: `|J̃ − J|`.
+    """
+
+    size: float
+    error: float
+    fixed: float
 
 
 class Operator(ABC):
@@ -39,8 +55,15 @@ class Operator(ABC):
         image = self.jvp(v)
         return self.vjp(image), inner(image, image)
 
-    def guess(self) -> Float[Tensor, "batch *in_shape"] | None:
-        """Inputs that the maps may stretch most, or nothing. A wrong guess costs a solver a step, never its certificate."""
+    def guess(self, seeds: Sequence[int]) -> Float[Tensor, "batch *in_shape"] | None:
+        """Inputs that the maps may stretch most, or nothing. A wrong guess costs a solver a step, never its certificate.
+
+        seeds: of every item; what is drawn comes from `stream(seed, "guess")`, apart from a solver's own draws.
+        """
+        return None
+
+    def rounding(self) -> Rounding | None:
+        """What is proved of the rounding of products, or nothing."""
         return None
 
     def select(self, items: Tensor) -> "Operator":
@@ -82,6 +105,12 @@ class Operator(ABC):
             columns.append((self.jvp(probes) if forward else self.vjp(probes)).flatten(2))
         rows = torch.cat(columns).transpose(0, 1)  # (batch, side, other side)
         return rows.mT if forward else rows
+
+
+def stream(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    """Random numbers of a run. Each thing that is drawn has a name and a stream of its own, independent of the others."""
+    mark = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(mark, "big") >> 1)
 
 
 def inner(a: Float[Tensor, "probes batch *shape"], b: Float[Tensor, "probes batch *shape"]) -> Tensor:
@@ -151,9 +180,16 @@ class Composed(Operator):
         w, energy = self.outer.gram(self.inner.jvp(v))
         return self.inner.vjp(w), energy
 
-    def guess(self):
-        outer = self.outer.guess()
+    def guess(self, seeds):
+        outer = self.outer.guess(seeds)
         return None if outer is None else self.inner.vjp(outer[None])[0]
+
+    def rounding(self):
+        outer, inner = self.outer.rounding(), self.inner.rounding()
+        if outer is None or inner is None:
+            return None
+        error = outer.size * inner.error + outer.error * inner.size + outer.error * inner.error
+        return Rounding(outer.size * inner.size, error, outer.size * inner.fixed + outer.fixed * inner.size)
 
     def select(self, items):
         return Composed(self.outer.select(items), self.inner.select(items))
@@ -198,9 +234,17 @@ class Weighted(Operator):
     def vjp(self, u):
         return self._cols * self.operator.vjp(self._rows * u)
 
-    def guess(self):
+    def rounding(self):
+        own = self.operator.rounding()
+        if own is None:
+            return None
+        gain = float(self._rows.abs().max()) * float(self._cols.abs().max())
+        error = own.error + 2 * torch.finfo(self.dtype).eps * (own.size + own.error)
+        return Rounding(gain * own.size, gain * error, gain * own.fixed)
+
+    def guess(self, seeds):
         """The operator's own, weighted: exact too where the operator has rank one."""
-        guess = self.operator.guess()
+        guess = self.operator.guess(seeds)
         return None if guess is None else self._cols * guess
 
     def select(self, items):

@@ -32,7 +32,7 @@ class How(TypedDict, total=False):
     closed: bool | None
     tol: float
     certify: float | None
-    seed: int
+    seed: int | None
 
 
 @final
@@ -131,7 +131,7 @@ class Capture:
         closed: bool | None = None,
         tol: float = 1e-3,
         certify: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> Measurement | Measurements:
         """The constants of a map: of one layer at one input, or of several layers (all where none is named) at every window.
 

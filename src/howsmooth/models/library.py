@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import BadInputError
+from howsmooth.models.folder import tokenizer_room
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
 
@@ -29,23 +30,48 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+@contextmanager
+def offline() -> Iterator[None]:
+    """No network, whatever a folder asks for."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in one short line: its type and the first line of its text."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0][:300]}" if said else type(error).__name__
 
 
 def tokenizer_of(where: str) -> Any:
     """The tokenizer beside a model's weights."""
+    folder = Path(where)
+    if not folder.is_dir():
+        return _tokenizer(where, where)
+    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):  # the library would make an empty one
+        raise BadInputError(f"expected a tokenizer beside the model, got none in {where!r}; save it there or pass ids")
+    try:
+        with tokenizer_room(folder) as room, offline():
+            return _tokenizer(str(room), where)
+    except OSError as error:
+        raise BadInputError(f"expected a tokenizer that can be read, got {where!r} ({error.strerror}); pass ids") from None
+
+
+def _tokenizer(where: str, name: str) -> Any:
     from transformers import AutoTokenizer
 
-    folder = Path(where)
-    local = folder.is_dir()
-    if local and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):  # the library would make an empty one
-        raise BadInputError(f"expected a tokenizer beside the model, got none in {where!r}; save it there or pass ids")
     with quiet():
         try:
-            return AutoTokenizer.from_pretrained(where, local_files_only=local, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        except Exception as error:  # its files may make the library raise anything
             raise BadInputError(
-                f"expected a tokenizer beside the model, got none in {where!r} ({first_line(error)}); pass ids"
+                f"expected a tokenizer beside the model, got none in {name!r} ({reason(error)}); pass ids"
             ) from None
+    tokenizer.name_or_path = name
+    return tokenizer

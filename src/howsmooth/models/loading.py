@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import json
 import os
 import re
 from pathlib import Path
@@ -13,13 +12,14 @@ from torch import nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import place
-from howsmooth.models.library import first_line, quiet
+from howsmooth.models.folder import INDEX, PICKLES, SINGLE, model_room, read_json, shards
+from howsmooth.models.library import offline, quiet, reason
 from howsmooth.models.model import Model, check_device
 
 DEMO_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
-_BEHIND = ("pooler", "classifier", "lm_head", "logit_scale", "projection")  # behind the last hidden state
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{,95}(/[\w.-]{1,96})?")  # at most 96 characters each
+_BEHIND = {"pooler", "classifier", "lm_head", "logit_scale", "logit_bias"}  # behind the last hidden state
+_BEHIND |= {"text_projection", "visual_projection"}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -33,7 +33,8 @@ def load(
     """A model ready to be measured.
 
     source: `"demo"`, a folder with config.json and safetensors, a hub name (the only case that may use the network), or a
-    module that is already built: a `transformers` model or any `torch.nn.Module`.
+    module that is already built: a `transformers` model or any `torch.nn.Module`. Of a folder nothing else is read, and nothing
+    that it points to; the saved implementation of attention does not matter.
     device: where it is measured. `None` leaves a module where it is and loads a name on the CPU, `"auto"` takes a GPU if there
     is one. Weights that do not fit on a GPU stay in the host's memory and are lent to it one block at a time. Devices without
     float64 are refused.
@@ -66,14 +67,29 @@ def _module_of(source: object, dtype: torch.dtype | None) -> tuple[nn.Module, st
         )
     if source == "demo":
         folder = _demo_folder()
-        return _from_folder(folder, dtype), "demo", str(folder)
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return _from_folder(folder, dtype), str(source), str(folder)
-    name = os.fspath(source)
-    if not isinstance(source, str) or not _HUB_NAME.fullmatch(name) or name.endswith(_PICKLES):
-        raise BadInputError(f"expected 'demo', a folder or a hub name such as org/model, got {name!r}; no such folder exists")
-    return _read(name, dtype, local=False), name, name
+        return _from_folder(folder, dtype, "demo"), "demo", str(folder)
+    name = str(source)
+    folder = _folder(name)
+    if folder is not None:
+        return _from_folder(folder, dtype, name), name, str(folder)
+    if not isinstance(source, str) or not _HUB_NAME.fullmatch(name) or name.endswith(PICKLES):
+        raise BadInputError(
+            f"expected 'demo', a folder or a hub name such as org/model, got {_short(name)}; no such folder exists"
+        )
+    return _from_folder(_download(name), dtype, name), name, name
+
+
+def _folder(name: str) -> Path | None:
+    """The folder of that name, if there is one."""
+    try:
+        folder = Path(name).expanduser()
+        return folder if name and folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
+        return None
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 200 else f"{name[:200]}…")
 
 
 def _same_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -101,60 +117,77 @@ def _demo_folder() -> Path:
     return folder
 
 
-def _from_folder(folder: Path, dtype: torch.dtype | None) -> nn.Module:
-    config = folder / "config.json"
-    if not config.is_file():
-        raise BadInputError(f"expected a model folder with config.json, got {folder} without one; save_pretrained writes it")
-    _check_code(config)
-    if not any(folder.glob("*.safetensors")):
-        pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLES)
-        if pickles:
+def _download(name: str) -> Path:
+    """A model of the hub as a folder on this machine: its configuration, then the weights that `_from_folder` will let in."""
+    from huggingface_hub import snapshot_download
+
+    with quiet():
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=["config.json", INDEX]))
+            files = set(shards(folder / INDEX).values()) if (folder / INDEX).is_file() else {SINGLE}
+            return Path(snapshot_download(name, revision=folder.name, allow_patterns=sorted(files)))
+        except BadInputError:
+            raise
+        except Exception as error:
             raise BadInputError(
-                f"expected weights in safetensors, got only {pickles[0]} in {folder}, which may run code when read; "
-                "convert them where you trust them: AutoModel.from_pretrained(folder).save_pretrained(other_folder)"
+                f"expected the name of a model on the hub or a folder, got {name!r} ({reason(error)}); check the name"
+            ) from None
+
+
+def _from_folder(folder: Path, dtype: torch.dtype | None, name: str) -> nn.Module:
+    try:
+        config = folder / "config.json"
+        if not config.is_file():
+            raise BadInputError(
+                f"expected a model folder with config.json, got {folder} without one; save_pretrained writes it"
             )
-        raise BadInputError(f"expected weights in safetensors, got none in {folder}; save_pretrained writes them")
-    return _read(str(folder), dtype, local=True)
+        _check_code(config)
+        with model_room(folder) as room, offline():
+            return _read(str(room), dtype, name)
+    except OSError as error:
+        raise BadInputError(
+            f"expected a model folder that can be read, got {name!r} ({error.strerror}); check the files"
+        ) from None
 
 
 def _check_code(config: Path) -> None:
     """Refuse a model that is defined by code of its own."""
     from transformers import CONFIG_MAPPING
 
-    try:
-        content = json.loads(config.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"expected config.json to be JSON, got {config} ({error}); save the model again") from None
-    kind = content.get("model_type") if isinstance(content, dict) else None
-    if kind not in CONFIG_MAPPING.keys():  # noqa: SIM118, a lazy mapping
-        own = " that brings code of its own" if isinstance(content, dict) and content.get("auto_map") else ""
+    content = read_json(config)
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING.keys():  # noqa: SIM118, a lazy mapping
+        own = " that brings code of its own" if content.get("auto_map") else ""
         raise BadInputError(
-            f"expected a model type that transformers knows, got {kind!r}{own} in {config}; "
+            f"expected a model type that transformers knows, got {_short(str(kind))}{own} in {config}; "
             "remote code is never run: build the model yourself and pass it to load"
         )
 
 
-def _read(where: str, dtype: torch.dtype | None, local: bool) -> nn.Module:
-    from safetensors import SafetensorError
+def _read(where: str, dtype: torch.dtype | None, name: str) -> nn.Module:
+    """The model in a folder that was made for it. name: what to call it."""
     from transformers import AutoModel
 
     with quiet():
         try:
             module, info = AutoModel.from_pretrained(
                 where,
-                local_files_only=local,
+                local_files_only=True,
                 use_safetensors=True,
+                weights_only=True,
                 trust_remote_code=False,
                 dtype="auto" if dtype is None else dtype,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            what = "a folder that transformers can read" if local else "the name of a model on the hub or a folder"
-            raise BadInputError(f"expected {what}, got {where!r} ({first_line(error)}); check the name and the files") from None
-    holes = sorted(key for key in info["missing_keys"] if not any(part in key for part in _BEHIND))
+        except Exception as error:  # a configuration may make the library raise anything
+            raise BadInputError(
+                f"expected a folder that transformers can read, got {name!r} ({reason(error)}); check the files in it"
+            ) from None
+    module.config.name_or_path = name
+    holes = sorted(key for key in info["missing_keys"] if not _BEHIND.intersection(key.split(".")))
     if holes:
         raise BadInputError(
-            f"expected every weight of {type(module).__name__} in {where!r}, got none for {holes[0]} "
+            f"expected every weight of {type(module).__name__} in {name!r}, got none for {holes[0]} "
             f"and {len(holes) - 1} others; save the whole model"
         )
     if getattr(module, "is_quantized", False):
@@ -162,6 +195,6 @@ def _read(where: str, dtype: torch.dtype | None, local: bool) -> nn.Module:
             module = module.dequantize()
         except (AttributeError, ValueError, NotImplementedError, RuntimeError):
             raise BadInputError(
-                f"expected weights that can be widened, got a quantised model in {where!r}; save a dequantised copy"
+                f"expected weights that can be widened, got a quantised model in {name!r}; save a dequantised copy"
             ) from None
     return module.eval()

@@ -159,7 +159,7 @@ class Model:
         heads: bool = False,
         tol: float = 1e-3,
         certify: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         **input: Any,
     ) -> Measurement | Measurements:
         """The local Lipschitz constants of a map at one input: of one layer, of several, or of all where none is named.

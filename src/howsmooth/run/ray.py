@@ -1,6 +1,13 @@
-"""Ray actors: the same sweep on a cluster. Each holds the context it built once; one that is lost is replaced."""
+"""Ray actors: the same sweep on a cluster. Each holds the context it built once; one that is lost is replaced.
 
+A cluster that no longer answers ends the sweep with a sentence, and what Ray has to say goes to standard error.
+"""
+
+import contextlib
 import importlib
+import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -8,6 +15,9 @@ from howsmooth.errors import BadInputError, WorkerError
 from howsmooth.run.plan import Plan, Task
 from howsmooth.run.pool import Outcomes, Worker, check_counts, schedule, surroundings
 from howsmooth.run.store import Outcome
+
+_QUIET = 10.0  # seconds without a result after which the cluster is asked whether it is there
+_ANSWER = 60.0  # seconds it has to answer: time to start a process on a busy machine
 
 
 @final
@@ -40,14 +50,16 @@ class Ray:
             return
         ray = load()
         ours = not ray.is_initialized()
-        if ours:
-            self._connect(ray)
-        try:
-            room = self._room(ray)
-            yield from schedule(_Actors(ray, plan.setup, self), plan, min(self.workers or room, room), self.tries)
-        finally:
-            if ours:
-                ray.shutdown()
+        with _aside():
+            try:
+                if ours:
+                    self._connect(ray)
+                room = self.room(ray)
+                yield from schedule(_Actors(ray, plan.setup, self), plan, min(self.workers or room, room), self.tries)
+            finally:
+                if ours:
+                    with contextlib.redirect_stdout(sys.stderr):
+                        ray.shutdown()
 
     def _connect(self, ray: Any) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
@@ -55,16 +67,20 @@ class Ray:
             cpus = self.workers and self.workers * self.cpus
             options |= {"num_cpus": cpus, "include_dashboard": False}
         try:
-            ray.init(address=self.address or "local", **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            with contextlib.redirect_stdout(sys.stderr):
+                ray.init(address=self.address or "local", **options)
+        except Exception as error:  # Ray raises plain ones too
             raise WorkerError(
-                f"expected a Ray cluster at {self.address or 'this machine'}, got: {said}; start one with `ray start --head`"
+                f"expected a Ray cluster at {self.address or 'this machine'}, got: {_said(error)}; "
+                "start one with `ray start --head`"
             ) from None
 
-    def _room(self, ray: Any) -> int:
+    def room(self, ray: Any) -> int:
         """How many actors the cluster holds."""
-        have = ray.cluster_resources()
+        try:
+            have = ray.cluster_resources()
+        except Exception as error:
+            raise WorkerError(_lost(_said(error))) from None
         cpus, gpus = have.get("CPU", 0), have.get("GPU", 0)
         room = int(min(cpus // self.cpus, gpus // self.gpus if self.gpus else cpus))
         if room < 1:
@@ -83,12 +99,46 @@ def load() -> Any:
         raise WorkerError("expected the package ray for --engine ray, which is missing; pip install 'howsmooth[ray]'") from None
 
 
+def _said(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:300]
+
+
+def _lost(how: str) -> str:
+    return (
+        f"expected a Ray cluster that answers, got: {how}; what was done is kept, look at the cluster (`ray status`) and resume"
+    )
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Lines that Ray's own threads print go to standard error: standard output is the command's own."""
+    before: Any = sys.stdout
+    aside: Any = _Aside(before)
+    sys.stdout = aside
+    try:
+        yield
+    finally:
+        if sys.stdout is aside:
+            sys.stdout = before
+
+
+@final
+class _Aside:
+    """Standard output for all threads but Ray's."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr if threading.current_thread().name.startswith("ray_") else self._stream, name)
+
+
 @final
 class _Actors:
     """A crew of actors. Ray's own restarts are off: the schedule decides who tries what again."""
 
     def __init__(self, ray: Any, setup: Task | None, engine: Ray):
-        self._ray, self._setup = ray, setup
+        self._ray, self._setup, self._engine = ray, setup, engine
         variables = surroundings(engine.cpus)
         if engine.address is not None:  # other machines have their own paths
             del variables["PYTHONPATH"]
@@ -107,17 +157,36 @@ class _Actors:
         self._pending[worker.perform.remote(task)] = worker
 
     def wait(self) -> list[tuple[Any, Outcome]]:
-        (reference,), _ = self._ray.wait(list(self._pending), num_returns=1)
-        actor = self._pending.pop(reference)
+        ready: list[Any] = []
+        while not ready:
+            ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_QUIET)
+            if not ready:
+                self._check_alive()
+        actor = self._pending.pop(ready[0])
         try:
-            return [(actor, self._ray.get(reference))]
+            return [(actor, self._ray.get(ready[0]))]
         except self._ray.exceptions.RayError as error:
             self._living.discard(actor)
-            said = (str(error).strip().splitlines() or [""])[0]
-            return [(actor, Outcome("died", reason=f"an actor that died ({type(error).__name__}: {said[:300]})"))]
+            how = f"{type(error).__name__}: {_said(error)}"
+            return [(actor, Outcome("died", reason=f"an actor that died ({how})"))]
+
+    def _check_alive(self) -> None:
+        """Long tasks are no reason to worry, a cluster that does nothing at all any more is one to stop."""
+        try:
+            self._ray.get(self._ray.remote(num_cpus=0)(_answer).remote(), timeout=_ANSWER)
+        except Exception as error:
+            self._living.clear()  # nobody is there to end them
+            how = f"no answer in {_ANSWER:g} s" if isinstance(error, TimeoutError) else _said(error)
+            raise WorkerError(_lost(how)) from None
+        self._engine.room(self._ray)  # refuses where no machine is left that holds an actor
 
     def stop(self) -> None:
         for actor in self._living:
-            self._ray.kill(actor)
+            with contextlib.suppress(Exception):  # it has gone with its machine
+                self._ray.kill(actor)
         self._living.clear()
         self._pending.clear()
+
+
+def _answer() -> None:
+    """What a cluster is asked to do to show that it can."""

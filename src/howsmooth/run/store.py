@@ -1,7 +1,14 @@
-"""Results in one SQLite file: each row committed as it arrives, one writer at a time."""
+"""Results in one SQLite file: each row committed as it arrives, one writer at a time.
+
+Every row carries a checksum of all that is in it, and the file a count of its rows and the exclusive or of their checksums, so
+a row that was damaged, moved or lost is seen when the file is read.
+"""
 
 import contextlib
+import functools
+import hashlib
 import json
+import operator
 import os
 import sqlite3
 import time
@@ -13,18 +20,25 @@ from typing import Any, Literal, final
 from howsmooth.errors import ResultsError
 from howsmooth.run.plan import Plan, Task
 
-VERSION = 1
+VERSION = 2
+_PATIENCE = 30.0  # seconds to wait for another program's lock
 _APPLICATION = 0x686F7773  # "hows", so that another program's SQLite file is not taken for ours
 
 _TABLES = (
     """CREATE TABLE runs (
     id INTEGER PRIMARY KEY, started REAL NOT NULL, pid INTEGER NOT NULL, engine TEXT NOT NULL, command TEXT NOT NULL,
-    versions TEXT NOT NULL)""",
+    versions TEXT NOT NULL, checksum INTEGER NOT NULL)""",
     """CREATE TABLE results (
     key TEXT PRIMARY KEY, position INTEGER NOT NULL, function TEXT NOT NULL, arguments TEXT NOT NULL, setup TEXT,
     status TEXT NOT NULL CHECK (status IN ('done', 'failed')), value TEXT, reason TEXT, tries INTEGER NOT NULL,
-    seconds REAL NOT NULL, finished REAL NOT NULL, run INTEGER NOT NULL REFERENCES runs(id)) WITHOUT ROWID""",
+    seconds REAL NOT NULL, finished REAL NOT NULL, run INTEGER NOT NULL REFERENCES runs(id), checksum INTEGER NOT NULL)
+    WITHOUT ROWID""",
+    "CREATE TABLE tally (rows INTEGER NOT NULL, checksum INTEGER NOT NULL)",  # one row: of the results
+    "INSERT INTO tally VALUES (0, 0)",
 )
+_RUN = ("id", "started", "pid", "engine", "command", "versions", "checksum")
+_RESULT = ("key", "position", "function", "arguments", "setup", "status", "value", "reason", "tries", "seconds", "finished")
+_RESULT += ("run", "checksum")
 
 Status = Literal["done", "failed"]
 
@@ -78,7 +92,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         with contextlib.ExitStack() as stack, _sentence(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_alone(self.path))
-            connection = sqlite3.connect(self.path, timeout=30, isolation_level=None)
+            connection = sqlite3.connect(self.path, timeout=_PATIENCE, isolation_level=None)
             self._connection = stack.enter_context(contextlib.closing(connection))
             self._open(resume)
             self._held = stack.pop_all()
@@ -108,22 +122,34 @@ class Store(contextlib.AbstractContextManager["Store"]):
         self._positions = {task.key: i for i, task in enumerate(plan.tasks)}
         with _sentence(self.path), self._connection as db:
             db.execute("BEGIN IMMEDIATE")
-            self._run = db.execute(
-                "INSERT INTO runs (started, pid, engine, command, versions) VALUES (?, ?, ?, ?, ?)",
-                (time.time(), os.getpid(), engine, command, json.dumps(dict(versions), sort_keys=True)),
-            ).lastrowid
-            known = [(k, status) for k, status in db.execute("SELECT key, status FROM results") if k in self._positions]
-            places = [(self._positions[key], key) for key, _ in known]
-            db.executemany("UPDATE results SET position = ? WHERE key = ?", places)
-        return dict(known)
+            results, runs = _rows(db, self.path)
+            self._run = max(runs, default=0) + 1
+            run = (self._run, time.time(), os.getpid(), engine, _text(command), json.dumps(dict(versions), sort_keys=True))
+            _insert(db, "runs", (*run, _checksum(run)))
+            for old in results:
+                key, position = old[0], self._positions.get(old[0])
+                if position is not None and position != old[1]:
+                    moved = (key, position, *old[2:-1])
+                    self._replace(db, (*moved, _checksum(moved)), old[-1])
+        return {row[0]: row[5] for row in results if row[0] in self._positions}
 
     def add(self, task: Task, outcome: Outcome) -> None:
         """Commit one result; a later one for the same task takes its place."""
         setup = None if task.setup is None else json.dumps({"function": task.setup.function, **task.setup.kwargs()})
-        row = (task.key, self._positions[task.key], task.function, task.arguments, setup)
-        row += (outcome.status, outcome.value, outcome.reason, outcome.tries, outcome.seconds, time.time(), self._run)
-        with _sentence(self.path):
-            self._connection.execute(f"INSERT OR REPLACE INTO results VALUES ({','.join('?' * len(row))})", row)
+        row = (task.key, self._positions[task.key], task.function, task.arguments, setup, outcome.status, outcome.value)
+        row += (None if outcome.reason is None else _text(outcome.reason), outcome.tries, float(outcome.seconds))
+        row += (time.time(), self._run)
+        with _sentence(self.path), self._connection as db:
+            db.execute("BEGIN IMMEDIATE")
+            old = db.execute("SELECT checksum FROM results WHERE key = ?", (task.key,)).fetchone()
+            self._replace(db, (*row, _checksum(row)), None if old is None else old[0])
+
+    @staticmethod
+    def _replace(db: sqlite3.Connection, row: tuple[Any, ...], old: int | None) -> None:
+        """Put a row in place of the one with the checksum `old`, and count it."""
+        rows, checksum = db.execute("SELECT rows, checksum FROM tally").fetchone()
+        _insert(db, "results", row)
+        db.execute("UPDATE tally SET rows = ?, checksum = ?", (rows + (old is None), checksum ^ row[-1] ^ (old or 0)))
 
     def close(self) -> None:
         """Leave one plain file behind, and let the next writer in."""
@@ -137,29 +163,63 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
 
 def read(path: str | Path) -> list[Record]:
-    """The records of a results file in the order of its last plan; also while a sweep is writing it."""
+    """The records of a results file in the order of its last plan; also while a sweep is writing it.
+
+    A file that was damaged since it was written is refused.
+    """
     path = Path(path)
     if not path.is_file():
         raise ResultsError(f"expected a results file, got {path}, which is not there; check the name")
-    names = [column.name for column in fields(Record)]
-    query = f"SELECT {', '.join(names)} FROM results JOIN runs ON run = id ORDER BY position, key"
     with _sentence(path), contextlib.closing(_reader(path)) as db:
         _check_version(db, path)
-        rows = [dict(zip(names, row, strict=True)) for row in db.execute(query)]
-    for row in rows:
-        row["setup"] = row["setup"] or "{}"
+        db.execute("BEGIN")  # one moment of a file that is being written
+        results, runs = _rows(db, path)
+    records = []
+    for values in sorted(results, key=lambda row: (row[1], row[0])):
+        row: dict[str, Any] = dict(zip(_RESULT, values, strict=True))
+        row |= {"versions": runs[row["run"]], "setup": row["setup"] or "{}"}
         row |= {k: json.loads(row[k]) for k in ("arguments", "setup", "value", "versions") if row[k] is not None}
-    return [Record(**row) for row in rows]
+        records.append(Record(**{column.name: row[column.name] for column in fields(Record)}))
+    return records
+
+
+def _rows(db: sqlite3.Connection, path: Path) -> tuple[list[tuple[Any, ...]], dict[int, str]]:
+    """The rows of both tables, results and versions by run, each as it was written; refused if any is not."""
+    runs = db.execute(f"SELECT {', '.join(_RUN)} FROM runs").fetchall()
+    results = db.execute(f"SELECT {', '.join(_RESULT)} FROM results").fetchall()
+    tally = db.execute("SELECT rows, checksum FROM tally").fetchall()
+    whole = all(row[-1] == _checksum(row[:-1]) for row in (*runs, *results))
+    total = functools.reduce(operator.xor, (row[-1] for row in results), 0) if whole else None
+    versions = {row[0]: row[5] for row in runs}
+    if tally != [(len(results), total)] or any(row[-2] not in versions for row in results):
+        raise ResultsError(_damaged(path, "its rows do not fit their checksums"))
+    return results, versions
+
+
+def _checksum(row: tuple[Any, ...]) -> int:
+    """63 bits of a hash of a row."""
+    return int.from_bytes(hashlib.sha256(repr(row).encode()).digest()[:8], "big") >> 1
+
+
+def _insert(db: sqlite3.Connection, table: str, row: tuple[Any, ...]) -> None:
+    db.execute(f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * len(row))})", row)
+
+
+def _text(text: str) -> str:
+    """Without the halves of characters that a file cannot hold."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _reader(path: Path) -> sqlite3.Connection:
     """A read-only connection; in a folder that cannot be written, a file nobody writes is read as it is."""
     where = path.resolve().as_uri()
-    connection = sqlite3.connect(f"{where}?mode=ro", uri=True, timeout=30)
+    connection = sqlite3.connect(f"{where}?mode=ro", uri=True, timeout=_PATIENCE)
     try:
         _number(connection, "SELECT count(*) FROM sqlite_master")
-    except sqlite3.OperationalError:
+    except sqlite3.Error as error:
         connection.close()
+        if "unable to open" not in str(error) and "readonly" not in str(error):
+            raise
         connection = sqlite3.connect(f"{where}?mode=ro&immutable=1", uri=True)
     return connection
 
@@ -189,15 +249,24 @@ def _sentence(path: Path) -> Iterator[None]:
         raise ResultsError(
             f"expected a results file that can be written, got {path} ({error.strerror}); choose another folder"
         ) from None
-    except sqlite3.DatabaseError as error:
-        text = str(error)
-        if "not a database" in text or "malformed" in text:
-            message = f"expected a results file, got {path} ({text}); choose another name"
-        elif "locked" in text:
+    except (
+        sqlite3.Error,
+        MemoryError,
+        UnicodeError,
+        TypeError,
+    ) as error:  # the last three from lengths and texts that were damaged
+        text = "".join(c if c.isprintable() else " " for c in str(error)[:200]) or type(error).__name__
+        if "locked" in text:
             message = f"expected {path} for ourselves, another program holds it locked; end that program first"
-        else:
+        elif any(sign in text for sign in ("disk is full", "disk I/O", "readonly", "unable to open")):
             message = f"expected room to write {path}, got: {text}; what was done is kept, make room and resume"
+        else:
+            message = _damaged(path, text)
         raise ResultsError(message) from None
+
+
+def _damaged(path: Path, how: str) -> str:
+    return f"expected a results file as it was written, got {path} ({how}); restore a copy of it, or choose another name"
 
 
 @contextlib.contextmanager

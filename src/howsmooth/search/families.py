@@ -148,7 +148,7 @@ def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | Non
         x = space.tokens(torch.stack([c.coordinates[here] for c in group])).to(dtype)
         root = weights.sqrt()[None, :, None]
         operator = Weighted(replace(layer, bias=weights.log()[None, None, None]).linearize(x)[1], root, 1 / root)
-        solutions = GolubKahan().solve(operator, _RANKING, None, 0)
+        solutions = GolubKahan().solve(operator, _RANKING, None, [0] * operator.batch)
         scored += [(s.value if math.isfinite(s.value) else 0.0, c) for s, c in zip(solutions, group, strict=True)]
     return [c for _, c in sorted(scored, key=lambda pair: -pair[0])]
 

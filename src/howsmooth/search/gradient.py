@@ -58,7 +58,7 @@ def top_pairs(f: Function, x: Float[Tensor, "batch n d"], guess: Float[Tensor, "
         left = u[..., :_CLUSTER].permute(2, 0, 1).unflatten(-1, operator.out_shape)
         right = vh[:, :_CLUSTER].transpose(0, 1).unflatten(-1, operator.in_shape)
         return Pairs(sigma[:, 0], left, right, (sigma[:, :_CLUSTER] >= (1 - _NEAR) * sigma[:, :1]).T)
-    solutions = GolubKahan().solve(operator if guess is None else _Warm(operator, guess), _TOL, None, seed)
+    solutions = GolubKahan().solve(operator if guess is None else _Warm(operator, guess), _TOL, None, [seed] * operator.batch)
     right = torch.stack([s.direction for s in solutions]).to(x)
     right = right / right.flatten(1).norm(dim=-1)[:, None, None]
     image = operator.jvp(right[None])[0]
@@ -135,7 +135,7 @@ class _Warm(Operator):
     def gram(self, v):
         return self._operator.gram(v)
 
-    def guess(self):
+    def guess(self, seeds):
         return self._direction
 
     def select(self, items):

@@ -1,5 +1,6 @@
 """What a solver hands back, and the answer made of it: a two-sided estimate of a Jacobian's norm."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, SupportsIndex, final, overload
 
@@ -21,12 +22,15 @@ class Solution:
     direction: Tensor
     steps: int
     converged: bool
+    energy: float = 1.0  # |J q|² of the start: tells whether squares stayed in the range of the working precision
 
 
 class Solver(Protocol):
     """Anything that finds top singular pairs of a batch of operators."""
 
-    def solve(self, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution]: ...
+    def solve(self, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int]) -> list[Solution]:
+        """seeds: one per item."""
+        ...
 
 
 @final
@@ -36,8 +40,11 @@ class Estimate:
 
     lower: `|J direction| / |direction|`, evaluated in `precision`: attained, so never above the norm.
     upper: holds with probability `confidence` over the random start (1.0 from a dense decomposition or a theorem).
-    status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (`lower` has settled to
-    `tol`, the interval may be wide), `step limit` (neither; `lower` and `upper` still hold).
+    assumes: what that rests on beside the start: nothing for a dense or a rigorous answer, else that rounding errors do not
+    know the start (docs/theory.md §2).
+    status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (the run has settled to
+    `tol`: a larger value was looked for and not seen, the interval may be wide), `step limit` (neither; `lower` and `upper`
+    still hold).
     direction: the input direction that is stretched most, the shape of one input.  steps: products with `J` and with `Jᵀ`.
     note: what happened, in a sentence.
     split: of a measure, whether the largest stretch takes splitting an atom: half of it moves along its row of `direction`,
@@ -56,6 +63,7 @@ class Estimate:
     certify: float | None = None
     noise: float = 0.0
     split: bool = False
+    assumes: str = ""
 
     @property
     def value(self) -> float:

@@ -5,8 +5,9 @@ With `M = JᵀJ` and `Q = (q_1 … q_k)`, `T = QᵀMQ` is tridiagonal, `α` on i
 are the squares of Golub–Kahan's singular values.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -14,16 +15,29 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.maps import Operator
+from howsmooth.maps.operator import stream
 from howsmooth.spectral import certificate
 from howsmooth.spectral.estimate import Solution
 
 _CHUNK = 16  # basis vectors allocated at a time, fewer where they take more than this
 _CHUNK_BYTES = 2**28
 _LONG = 2**24  # numbers past which a random vector is drawn where it is needed
-# Chosen by experiment: on 200 random layers they leave `value` within `tol` of the norm in 99 of 100 (tests/spectral).
-_DOUBT = 0.13  # without a guess, a value `tol` larger must need a start this rare; the reported upper end takes `delta`
-_REACH = 20  # with a guess, a value this many `tol` larger must need some luck
-_MARGIN = 0.97  # chosen too: 3 % of `certify` is room for the rounding that widens the reported interval
+_MARGIN = 0.97  # chosen: 3 % of `certify` is room for the rounding that widens the reported interval
+
+
+class _Doubt(NamedTuple):
+    """A run has settled when a value `reach · tol` larger would have needed a start of probability `risk`."""
+
+    reach: float
+    risk: float
+
+
+# Chosen by experiment, so that `value` is within `tol` of the norm on all but one of a thousand layers (benchmarks: settle).
+_FORESEEN = _Doubt(20, 0.3)  # the top direction is the one that was guessed
+_APART = _Doubt(10, 0.1)  # the top Ritz value stands alone
+_OTHERWISE = _Doubt(1, 0.05)
+_ALONE = 0.2  # gap to the next Ritz value, as a share of the top one
+_SHARE = 0.25  # entry of the top Ritz vector along the start
 
 
 @final
@@ -32,29 +46,36 @@ class GolubKahan:
     """Golub–Kahan with full reorthogonalisation.
 
     max_steps: products with `J` and with `Jᵀ`.  delta: the upper end's failure probability.
+    rigorous: work in float64 and count every rounding error, so that `upper` assumes nothing about them (Theorem 2.5). For
+    maps of this package, whose rounding is bounded in advance.
     """
 
     max_steps: int = 300
     delta: float = 1e-6
+    rigorous: bool = False
 
     def __post_init__(self):
-        if not (isinstance(self.max_steps, int) and self.max_steps >= 1) or not 0 < self.delta < 1:
+        whole = isinstance(self.max_steps, int) and not isinstance(self.max_steps, bool) and self.max_steps >= 1
+        if not whole or not isinstance(self.delta, int | float) or not 0 < self.delta < 1:
             raise BadInputError(
-                f"expected a whole number max_steps ≥ 1 and 0 < delta < 1, got max_steps={self.max_steps}, "
-                f"delta={self.delta}; the defaults are 300 and 1e-6"
+                f"expected a whole number max_steps ≥ 1 and 0 < delta < 1, got max_steps={self.max_steps!r}, "
+                f"delta={self.delta!r}; the defaults are 300 and 1e-6"
             )
+        if not isinstance(self.rigorous, bool):
+            raise BadInputError(f"expected rigorous as True or False, got {self.rigorous!r}; the default is False")
 
-    def solve(self, operator: Operator, tol: float, certify: float | None, seed: int) -> list[Solution]:
+    def solve(self, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int]) -> list[Solution]:
         """The top singular pair of every map of a batch, in lock step; each stops by itself."""
-        return _Run(self, operator, tol, certify, seed).finish()
+        return _Run(self, operator, tol, certify, seeds).finish()
 
 
 class _Run:
     """One batch on its way. Vectors stay on the operator's device, (batch, N); numbers are on the host, in float64."""
 
-    def __init__(self, solver: GolubKahan, operator: Operator, tol: float, certify: float | None, seed: int):
-        self.solver, self.operator, self.tol, self.certify, self.seed = solver, operator, tol, certify, seed
+    def __init__(self, solver: GolubKahan, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int]):
+        self.solver, self.operator, self.tol, self.certify, self.seeds = solver, operator, tol, certify, list(seeds)
         self.size, self.rounding = operator.in_size, operator.noise
+        self.error, self.fixed = self._errors() if solver.rigorous else (0.0, 0.0)
         self.basis = _Basis(operator)
         self.solutions: dict[int, Solution] = {}
         # of every item that is still served
@@ -63,22 +84,29 @@ class _Run:
         self.alpha = torch.zeros(operator.batch, 0, dtype=torch.float64)  # (batch, k)
         self.beta = torch.zeros(operator.batch, 0, dtype=torch.float64)  # (batch, k); the last couples to the next vector
         self.starts = torch.ones(operator.batch, dtype=torch.float64)  # fresh random vectors used
+        self.rest = torch.zeros(operator.batch, 0, dtype=torch.float64)  # (batch, k), what a step leaves over; if rigorous
         self.shift = torch.zeros(operator.batch, dtype=torch.float64)  # log of what a guess takes from the start
+        self.lost = torch.zeros(operator.batch, dtype=torch.bool)  # the Krylov space is invariant; if rigorous
         self.guessed = False
 
     def finish(self) -> list[Solution]:
         q, before, beta = self._start(), None, None
         while True:
             self.basis.append(q)
-            image, energy = self.operator.gram(q[None].unflatten(2, self.operator.in_shape))
-            w, alpha = image[0].flatten(1), energy[:, 0]  # M q and ⟨q, M q⟩: (batch, N), (batch, 1)
-            w = torch.addcmul(w, alpha, q, value=-1)
+            product = self._gram(q[None].unflatten(2, self.operator.in_shape))
+            image, alpha = product[0][0].flatten(1), product[1][:, 0]  # M q and ⟨q, M q⟩: (batch, N), (batch, 1)
+            w = torch.addcmul(image, alpha, q, value=-1)
             if before is not None and beta is not None:
                 w.addcmul_(beta, before, value=-1)
             w = self.basis.orthogonal(w)
             beta = w.norm(dim=-1, keepdim=True)
-            before, q = q, w / torch.where(beta > 0, beta, 1.0)
-            q = self._restart(q, self._read(alpha, beta))
+            last, before, q = before, q, w / torch.where(beta > 0, beta, 1.0)
+            lost = self._read(alpha, beta)
+            if self.solver.rigorous:
+                self._account(image, last, before, q)
+                self.lost |= lost
+            else:
+                q = self._restart(q, lost)
             self.active &= ~self._stop()
             if not bool(self.active.any()):
                 return [self.solutions[i] for i in range(len(self.solutions))]
@@ -87,14 +115,39 @@ class _Run:
                 q, before, beta = (t[keep.to(t.device)] for t in (q, before, beta))
                 self._shrink(keep)
 
+    def _errors(self) -> tuple[float, float]:
+        """The bounds on rounding that a rigorous run stands on: of products, and of the map that they are products with."""
+        known = self.operator.rounding()
+        if known is None or self.operator.dtype != torch.float64:
+            raise BadInputError(
+                f"expected a map whose rounding is bounded for rigorous=True, got {type(self.operator).__name__} in "
+                f"{self.operator.dtype}; pass an Attention, a norm or a composition of them, or leave rigorous out"
+            )
+        return known.error, known.fixed
+
+    def _gram(self, q: Float[Tensor, "1 batch *in_shape"]) -> tuple[Tensor, Tensor]:
+        """`JᵀJ q`; for a rigorous run by the two products whose rounding is bounded, and no shorter way."""
+        return Operator.gram(self.operator, q) if self.solver.rigorous else self.operator.gram(q)
+
+    def _account(self, image: Tensor, last: Tensor | None, q: Tensor, after: Tensor) -> None:
+        """Write down how far `M q = β₋ q₋ + α q + β q₊` is from holding for the computed product, rounded up."""
+        alpha, beta = self.alpha[:, -1:].to(q.device), self.beta[:, -1:].to(q.device)
+        rest, sizes = image - alpha * q - beta * after, image.norm(dim=-1) + (alpha + beta)[:, 0]
+        if last is not None:
+            earlier = self.beta[:, -2:-1].to(q.device)
+            rest, sizes = rest - earlier * last, sizes + earlier[:, 0]
+        unit = torch.finfo(torch.float64).eps
+        rest = (rest.norm(dim=-1) + 8 * unit * sizes) * (1 + self.size * unit)
+        self.rest = torch.cat([self.rest, rest[:, None].cpu()], 1)
+
     def _start(self) -> Float[Tensor, "batch N"]:
         """A random vector, and beside it the operator's own guess in equal parts.
 
         The guess cannot hide a direction from the certificate: it shifts `⟨v, q⟩`, which makes small values no likelier, and
         the sum's length, at most 2, is charged to the start's rarity (docs/theory.md, Proposition 2.3).
         """
-        q = self._gaussian().expand(self.operator.batch, -1)
-        guess = self.operator.guess() if self.size > 2 else None
+        q = self._gaussian()
+        guess = self.operator.guess(self.seeds) if self.size > 2 else None
         if guess is not None:
             q = q + _unit(guess.flatten(1).to(q))
             self.shift = q.norm(dim=-1).double().log().cpu()
@@ -102,11 +155,18 @@ class _Run:
             q = _unit(q)
         return q.contiguous()
 
-    def _gaussian(self) -> Float[Tensor, "1 N"]:
-        """A random direction for this step, the same for every item, so that a batch and a loop agree."""
+    def _gaussian(self) -> Float[Tensor, "batch N"]:
+        """A random direction for this step, every item's from its own seed, so that a batch and a loop agree."""
         device = self.operator.device if self.size >= _LONG else torch.device("cpu")  # short ones alike on every device
-        random = torch.Generator(device).manual_seed((self.seed * 1_000_003 + self.basis.count) % 2**63)
-        return _unit(torch.randn(1, self.size, generator=random, device=device).to(self.operator.device, self.operator.dtype))
+        dtype = torch.float64 if self.solver.rigorous else torch.float32
+
+        def drawn(seed: int) -> Tensor:
+            random = stream(seed, f"start {self.basis.count}", device)
+            return torch.randn(self.size, generator=random, device=device, dtype=dtype)
+
+        rows = {seed: drawn(seed) for seed in set(self.seeds)}
+        q = torch.stack([rows[seed] for seed in self.seeds])
+        return _unit(q.to(self.operator.device, self.operator.dtype))
 
     def _read(self, alpha: Float[Tensor, "batch 1"], beta: Float[Tensor, "batch 1"]) -> Tensor:
         """Write down `α` and `β`, the only numbers of a step that leave the device; where `β` is rounding."""
@@ -120,7 +180,7 @@ class _Run:
         """Where the Krylov space is invariant, go on from a fresh random vector orthogonal to it (Corollary 2.4)."""
         if self.basis.count >= self.size or not bool(lost.any()):
             return q
-        fresh = self._gaussian().expand_as(q)
+        fresh = self._gaussian()
         for _ in range(2):
             fresh = _unit(self.basis.orthogonal(fresh))
         self.starts = self.starts + lost.to(self.starts)
@@ -135,47 +195,67 @@ class _Run:
         beta = self.beta.maximum((self.rounding * theta)[:, None])  # not below what rounding makes of zero
         whole = self.basis.count >= self.size
         limit = whole or self.basis.count >= self.solver.max_steps
-        residual = self.beta[:, -1] * vectors[:, -1, -1].abs()
-        converged = (residual <= 2 * self.tol * theta) | torch.tensor(whole)
-        if not whole and bool(converged.any()):
-            converged &= self._confirmed(theta, ritz, beta)
+        if self.solver.rigorous:
+            limit, whole = limit or bool(self.lost.all()), False
+        converged = self._settled(ritz, vectors, beta) | torch.tensor(whole) | self.lost
         converged |= theta == 0
         stop = converged | torch.tensor(limit)
         upper = theta
         if not whole and (self.certify is not None or bool(stop.any())):
-            upper = certificate.upper_end(ritz, beta, self._rarity(self.solver.delta))
-            upper = torch.where(theta == 0, 0.0, upper)
+            upper = self._upper(theta, ritz, beta)
         if self.certify is not None:
             wanted = _MARGIN * self.certify - 2 * self.rounding  # rounding widens the interval afterwards
-            stop = (upper <= theta * (1 + wanted) ** 2) | torch.tensor(limit)
+            stop = (upper <= theta * (1 + wanted) ** 2) | torch.tensor(limit) | self.lost
         stop &= self.active
         for i in torch.nonzero(stop)[:, 0].tolist():
             self.solutions[int(self.items[i])] = Solution(
                 value=float(theta[i]) ** 0.5,
-                upper=float(upper[i]) ** 0.5,
+                upper=float(upper[i]) ** 0.5 + self.fixed,
                 direction=self.basis.combined(i, vectors[i, :, -1]).reshape(self.operator.in_shape),
                 steps=self.basis.count,
                 converged=bool(converged[i]),
+                energy=float(self.alpha[i, 0]),
             )
         return stop
 
-    def _confirmed(self, theta: Tensor, ritz: Tensor, beta: Tensor) -> Tensor:
-        """A small residual may belong to the second singular value: ask what a larger first one would take.
+    def _upper(self, theta: Tensor, ritz: Tensor, beta: Tensor) -> Tensor:
+        rarity = self._rarity(self.solver.delta)
+        if self.solver.rigorous:
+            slack = 16 * torch.finfo(torch.float64).eps
+            return certificate.inexact_end(self.alpha, self.beta, self.rest, self.error, rarity, slack)
+        return torch.where(theta == 0, 0.0, certificate.upper_end(ritz, beta, rarity))
 
-        From a random start, a value `tol` larger must need a start of probability `_DOUBT`. A guess has looked where the
-        largest value usually is: beside one, only a value `_REACH · tol` larger must need some luck.
+    def _settled(self, ritz: Tensor, vectors: Tensor, beta: Tensor) -> Tensor:
+        """Whether a singular value is near the top Ritz value, and a larger one would have shown.
+
+        The residual bounds the distance to some eigenvalue; its square over the gap does better where the gap is wide
+        (Kaniel, as in PROPACK). But that may be the second one, so the run also asks how rare a start would have to be that
+        hides a larger one: less where the top is the direction that was guessed, or stands alone, than otherwise.
         """
-        # 1 − 1e-9: all but certain, the least that can be asked of a start
-        reach, risk = (_REACH * self.tol, 1 - 1e-9) if self.guessed else (self.tol, _DOUBT)
-        return certificate.log_growth(theta * (1 + reach) ** 2, ritz, beta) >= self._rarity(risk)
+        theta = ritz[:, -1].clamp_min(0.0)
+        residual = self.beta[:, -1] * vectors[:, -1, -1].abs()
+        gap = theta - ritz[:, -2].clamp_min(0.0) if ritz.shape[1] > 1 else torch.zeros_like(theta)
+        alone = gap > _ALONE * theta
+        refined = torch.where(gap > residual, residual * (residual / (gap - residual)), residual)
+        close = torch.where(alone, residual.minimum(refined), residual) <= 2 * self.tol * theta
+        if not bool(close.any()):
+            return close
+        foreseen = (vectors[:, 0, -1].abs() >= _SHARE) & torch.tensor(self.guessed)
+        kinds = [(foreseen, _FORESEEN), (alone, _APART), (torch.ones_like(alone), _OTHERWISE)]
+        settled = torch.zeros_like(close)
+        for kind, doubt in kinds:
+            shown = certificate.log_growth(theta * (1 + doubt.reach * self.tol) ** 2, ritz, beta) >= self._rarity(doubt.risk)
+            settled |= kind & shown
+        return close & settled
 
     def _rarity(self, risk: float) -> Tensor:
         return certificate.log_rarity(self.starts, self.size, risk) + self.shift
 
     def _shrink(self, keep: Tensor) -> None:
         """Leave out items that have stopped: done when half of them have."""
-        for name in ("items", "active", "alpha", "beta", "starts", "shift"):
+        for name in ("items", "active", "alpha", "beta", "starts", "shift", "rest", "lost"):
             setattr(self, name, getattr(self, name)[keep])
+        self.seeds = [self.seeds[i] for i in keep.tolist()]
         index = keep.to(self.operator.device)
         self.basis.select(index)
         self.operator = self.operator.select(index)

@@ -63,7 +63,7 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
                 raise NoConvergenceError("expected finite splitting blocks, got NaN or infinity; rescale the map")
             low = high = spectral_norm(matrices).unflatten(0, (batch, -1))
         else:
-            solutions = GolubKahan(delta=_DELTA / (batch * n)).solve(blocks, 0.1 * _WIDTH, _WIDTH, 0)
+            solutions = GolubKahan(delta=_DELTA / (batch * n)).solve(blocks, 0.1 * _WIDTH, _WIDTH, [0] * blocks.batch)
             low, high = size.new_tensor([(s.value, s.upper) for s in solutions]).T.unflatten(1, (batch, -1))
             used = True
         lower[:, rows] = low
@@ -76,7 +76,7 @@ def block_direction(operator: Operator, token: int) -> tuple[Float[Tensor, " d"]
     """The unit direction that `S_token` stretches most, and by how much, for an operator of one input."""
     block = splitting_blocks(operator, slice(token, token + 1))
     solver = DenseSVD() if min(block.in_size, block.out_size) <= _DENSE else GolubKahan()
-    v = solver.solve(block, 1e-6, None, 0)[0].direction.reshape(1, 1, *block.in_shape).to(block.dtype)
+    v = solver.solve(block, 1e-6, None, [0])[0].direction.reshape(1, 1, *block.in_shape).to(block.dtype)
     v = v / v.norm()
     return v.flatten(), float(block.jvp(v).norm())
 
@@ -90,7 +90,7 @@ def splitting_blocks(operator: Operator, rows: slice) -> Operator:
         return Composed(splitting_blocks(operator.outer, rows), splitting_blocks(operator.inner, rows))
     if isinstance(operator, NormJacobian):
         unit, scale = (t[:, rows].flatten(0, 1)[:, None] for t in (operator.unit, operator.scale))
-        return NormJacobian(operator.norm, unit, scale)
+        return NormJacobian(operator.norm, unit, scale, operator.offset)
     attention = _attention(operator)
     return QueryBlocks(attention.layer, _through_queries(attention, rows).flatten(0, 1), _norm_at(attention, rows))
 
@@ -160,7 +160,7 @@ def _norm_at(operator: AttentionJacobian, rows: slice) -> NormJacobian | None:
         return None
     unit, scale = (t[:, None] if t.ndim == 3 else t for t in (slope.unit, slope.scale))  # (batch, heads or 1, n, ·)
     unit, scale = (t[:, :, rows].transpose(1, 2).flatten(0, 1)[:, None] for t in (unit, scale))
-    return NormJacobian(slope.norm, unit, scale)
+    return NormJacobian(slope.norm, unit, scale, slope.offset)
 
 
 def _through_queries(operator: AttentionJacobian, rows: slice) -> Float[Tensor, "batch rows heads d_v d_h"]:
