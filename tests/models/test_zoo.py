@@ -12,8 +12,8 @@ import howsmooth as hs
 from checks import PARITY
 from howsmooth.models import FallbackWarning, Model
 from howsmooth.models.capture import Capture
-from howsmooth.models.cut import MapName
 from howsmooth.models.measurement import Measurement
+from howsmooth.models.span import MapName
 from problems.zoo import LENGTH, ZOO, Animal, ids, randomize, reference
 
 
@@ -153,3 +153,21 @@ def test_experts_are_held_fixed_and_the_note_says_so(name: str):
         any("routing is held fixed" in note for note in captured.measure(1, kind).notes) for kind in ("attention", "block")
     ]
     assert routed == [False, name != "llama"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("kind", ["attention", "block"])
+def test_a_gpu_finds_the_same(name: str, kind: MapName):
+    """In single precision on the fused kernels, against the dense Jacobian in double precision."""
+    animal, inputs = ZOO[name], {k: v.double() if v.is_floating_point() else v for k, v in ZOO[name].inputs().items()}
+    _, truth = truth_of(name, kind, inputs)
+    model = hs.load(randomize(animal.build(), scale=animal.scale), "cuda", side=animal.side)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # falls back where it does elsewhere
+        got = model.capture(inputs=inputs).measure(animal.layer, kind)
+    assert got.direction.is_cuda
+    assert got.cut == animal.cut
+    assert abs(got.value - truth) <= 1e-3 * truth
+    assert got.upper >= truth * (1 - PARITY)

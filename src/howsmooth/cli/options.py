@@ -8,6 +8,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import MAPS, MapName, Model
+from howsmooth.models.room import free
 from howsmooth.run import Engine, Local, Ray
 from howsmooth.run.pool import cores
 
@@ -27,14 +28,13 @@ Seed = Annotated[int, typer.Option(help="of everything random: samples of text, 
 Causal = Annotated[bool, typer.Option(help="masked attention")]
 EngineName = Annotated[str, typer.Option("--engine", help="local or ray")]
 Address = Annotated[str | None, typer.Option(help="of a Ray cluster, auto for the one this machine belongs to")]
-Workers = Annotated[
-    int | None, typer.Option(help="processes; by default the cores, four at most, and one on a GPU or for a model above 1 GB")
-]
+Workers = Annotated[int | None, typer.Option(help="processes; by default the cores, four at most, fewer where memory is short")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results that are there")]
 Force = Annotated[bool, typer.Option("--force", help="start anew in a folder that holds results or other files")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but the result's path")]
 
 _LARGE = 1e9  # bytes of weights that are not held several times over
+_BESIDE = 8 * 2**30  # bytes on a GPU that a process may want beside its weights
 _Number = TypeVar("_Number", int, float)
 
 
@@ -50,9 +50,15 @@ def engine_of(name: str, address: str | None, workers: int | None, model: Model,
         return Ray(address=address, workers=workers, gpus=float(model.device.type == "cuda"))
     if address is not None:
         raise BadInputError("expected --address with --engine ray, got it with local; add --engine ray")
+    return Local(workers=_workers(model) if workers is None else workers)
+
+
+def _workers(model: Model) -> int:
+    """As many as there are cores and copies of the model fit, four at most."""
     size = sum(p.numel() * p.element_size() for p in model.module.parameters())
-    many = size < _LARGE and model.device.type == "cpu"  # one process keeps a GPU busy
-    return Local(workers=(min(cores(), 4) if many else 1) if workers is None else workers)
+    if model.device.type == "cuda":
+        return max(1, min(cores(), 4, int(free(model.device) // (4 * size + _BESIDE))))
+    return min(cores(), 4) if size < _LARGE else 1
 
 
 def map_of(name: str) -> MapName:

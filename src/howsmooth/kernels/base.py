@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Precision = Literal["half", "mixed", "strict"]  # of the fused kernels' products: docs/performance.md
 
+FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
+
 # tensors by head; directions along them have an axis more, one row per probe
 Queries = Float[Tensor, "*probes batch heads n d"]
 Keys = Float[Tensor, "*probes batch kv_heads m d"]

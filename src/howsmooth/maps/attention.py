@@ -14,8 +14,9 @@ from howsmooth.kernels import Mask, Scores, linearize, plain_attention
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import check_tensor, described
 from howsmooth.maps.base import Map
-from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian, over_heads
+from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
+from howsmooth.maps.operator import over_heads
 from howsmooth.maps.rotary import Rotary
 from howsmooth.measures.measure import Measure
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.kernels.products import float32_products
-from howsmooth.maps.operator import Operator, inner, stream
+from howsmooth.maps.operator import Operator, inner, over_heads, stream
 from howsmooth.maps.rounding import attention_rounding, norm_rounding
 
 if TYPE_CHECKING:
@@ -24,14 +25,8 @@ if TYPE_CHECKING:
 
 
 _GUESS_STEPS = 40  # products with `Wₒ W_v` that a guess may take: little beside one product with the Jacobian
+_MANY = 2**22
 _TOKENS = 512  # random ones on which the error of projections is measured
-
-
-def over_heads(f: Callable[[Tensor], Tensor], t: Float[Tensor, "*axes heads n d_h"], width: int) -> Tensor:
-    """`f` of what a norm of that width takes: every head by itself, or all heads of a token side by side."""
-    if width == t.shape[-1]:
-        return f(t)
-    return f(t.transpose(-3, -2).flatten(-2)).unflatten(-1, (t.shape[-3], -1)).transpose(-3, -2)
 
 
 @final
@@ -61,7 +56,7 @@ class AttentionJacobian(Operator):
 
     @property
     def noise(self) -> float:
-        return self.kernel.noise + (self._projection_noise if self.coarse else 0.0)
+        return math.hypot(self.kernel.noise, self._projection_noise) if self.coarse else self.kernel.noise  # independent
 
     @functools.cached_property
     @torch.no_grad()
@@ -79,7 +74,7 @@ class AttentionJacobian(Operator):
             true = projected()
         with float32_products(coarse=True):
             coarse = projected()
-        return sum(float((a - b).norm() / b.norm()) for a, b in zip(coarse, true, strict=True) if float(b.norm()) > 0)
+        return math.hypot(*(float((a - b).norm() / b.norm()) for a, b in zip(coarse, true, strict=True) if float(b.norm()) > 0))
 
     @property
     def heavy(self) -> bool:
@@ -293,7 +288,8 @@ class AutodiffJacobian(Operator):
 
     def _second_graph(self) -> Tensor | None:
         try:
-            g = torch.autograd.grad(self._y, self._x, self._u, create_graph=True, materialize_grads=True)[0]
+            with torch.autograd.graph.saved_tensors_hooks(_without_zeros, lambda t: t):
+                g = torch.autograd.grad(self._y, self._x, self._u, create_graph=True, materialize_grads=True)[0]
         except RuntimeError:
             return None
         return g if g.requires_grad else None
@@ -355,6 +351,12 @@ class AutodiffJacobian(Operator):
                 if bool((self._jvp(v * moved.reshape(-1, *[1] * (v.ndim - 1)))[~moved] != 0).any()):
                     return False
         return True
+
+
+def _without_zeros(t: Tensor) -> Tensor:
+    """What a graph keeps of a tensor: of many zeros, one. The graph of `u ↦ Jᵀu` is made at `u = 0`, so it is full of them."""
+    many = t.numel() >= _MANY and t.device.type == "cuda"  # elsewhere looking costs more than keeping
+    return t if not many or bool(t.any()) else t.new_zeros(()).expand(t.shape)
 
 
 def doubled(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -12,9 +12,10 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.models.closed import ClosedForms, as_attention
-from howsmooth.models.cut import Cut, CutJacobian, MapName, Span
+from howsmooth.models.cut import Cut, CutJacobian
 from howsmooth.models.measurement import Measurement, Measurements, shares
 from howsmooth.models.sample import Sample
+from howsmooth.models.span import MapName, Span
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import Trace
 from howsmooth.solve import Options, solve, solve_batch

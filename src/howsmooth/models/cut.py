@@ -4,13 +4,14 @@ The block runs once with the tokens put in where the map begins, and stops where
 graph; the attention calls in between are nodes of that graph whose products run on the kernels.
 """
 
-import copy
 import functools
 import itertools
+import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final, get_args
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -21,14 +22,15 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention, attention_and_kernel
-from howsmooth.kernels.base import Precision
+from howsmooth.kernels.base import FINER, Precision
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
 from howsmooth.models.by_hand import ByHand
 from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, Call, Intercept, implementation
+from howsmooth.models.room import unhooked, weights_of
+from howsmooth.models.span import MapName, Span
 from howsmooth.models.trace import (
-    Invocation,
     KeepDouble,
     Layer,
     Trace,
@@ -40,8 +42,6 @@ from howsmooth.models.trace import (
     without_weights,
 )
 
-MapName = Literal["attention", "heads", "normed", "block", "cross", "context", "model"]
-MAPS: tuple[MapName, ...] = get_args(MapName)
 ROUTED = "experts are those chosen at this input: routing is held fixed"
 _PICKS = (torch.topk, Tensor.topk, torch.argmax, Tensor.argmax, torch.sort, Tensor.sort, torch.argsort, Tensor.argsort)
 _SMALL = 4096  # entries up to which the graph is checked with a product each way of its own
@@ -53,64 +53,6 @@ class Stop(Exception):
     def __init__(self, value: Tensor):
         super().__init__()
         self.value = value
-
-
-@dataclass(frozen=True, eq=False)
-class Span:
-    """Where a map begins and ends.
-
-    root: what is called.  enter: the module, and which call of it, whose tokens are the map's; nothing where they are the
-    root's own.  leave: the module at which the run stops once `counted` has been called that often, before it where `before`;
-    nothing where the root runs to its end.  tokens: what entered in the trace, (n, d).  place: a name for people.
-    everywhere: the tokens are also those of whoever else holds them, as a residual around the module does.
-    aside: they are the context of a cross-attention.
-    """
-
-    root: Invocation
-    tokens: Tensor
-    place: str
-    enter: tuple[nn.Module, int] | None = None
-    everywhere: bool = False
-    counted: tuple[nn.Module, int] | None = None
-    leave: nn.Module | None = None
-    before: bool = False
-    aside: bool = False
-
-    @classmethod
-    def of(cls, name: MapName, trace: Trace, layer: Layer) -> "Span":
-        """The span of one of the `MAPS`."""
-        if name in ("cross", "context"):
-            return cls._across(layer, aside=name == "context")
-        block, call = layer.block, (layer.module, layer.call)
-        place, end = layer.name or type(layer.module).__name__, layer.projection or layer.module
-        outer = block.name or type(layer.module).__name__
-        if name == "heads" and layer.projection is None:
-            raise BadInputError(
-                f"expected an output projection that is a module of its own, got none behind {layer.name}; "
-                'measure map="attention"'
-            )
-        if name in ("attention", "heads"):
-            return cls(block, layer.x, place, call, counted=call, leave=end, before=name == "heads")
-        if name == "normed":
-            return cls(block, block.tokens, outer, counted=call, leave=end)
-        if name == "block":
-            return cls(block, block.tokens, outer)
-        first, whole = trace.layers[0].block, trace.whole
-        enter = None if whole.module is first.module else (first.module, 0)
-        return cls(whole, first.tokens, type(whole.module).__name__, enter, everywhere=True)
-
-    @classmethod
-    def _across(cls, layer: Layer, aside: bool) -> "Span":
-        """Cross-attention, in its queries' tokens or, `aside`, in its context."""
-        cross = layer.crossing
-        if cross is None or cross.context is None:
-            raise BadInputError(
-                f"expected a block with cross-attention, got layer {layer.index} ({layer.name}), which looks at nothing else; "
-                "take a decoder and pass encoder_hidden_states="
-            )
-        call, end = (cross.module, cross.call), cross.projection or cross.module
-        place = cross.name or type(cross.module).__name__
-        return cls(cross.block, cross.context if aside else cross.x, place, call, counted=call, leave=end, aside=aside)
 
 
 @final
@@ -173,28 +115,17 @@ class Cut(Map):
     def linearize(self, x):
         if len(x) != 1:
             raise BadInputError(f"expected one input at a time for a map of a model, got {len(x)}; loop over them")
-        cut = self.to(x.dtype)
-        kernels: list[SoftmaxAttention] = []
-        choices = _Choices()
-
-        def f(t: Tensor) -> Tensor:
-            with choices:
-                y, seen = cut.run(t[0])
-            kernels.extend(seen)
-            return y[None]
-
-        def refine() -> CutJacobian | None:
-            finer = next((k.finer for k in kernels if k.finer is not None), None)
-            return None if finer is None else replace(cut, precision=finer).linearize(x)[1]
-
+        last = vars(self).get("_last", lambda: None)()
+        if last is not None:  # one graph at a time: the old one is made again should it be asked
+            last.release()
+        jacobian = CutJacobian(self.to(x.dtype), x)
+        vars(self)["_last"] = weakref.ref(jacobian)
         try:
-            with float32_products():
-                jacobian = CutJacobian(f, x, kernels, refine, choices)
+            return jacobian.output, jacobian
         except (RuntimeError, TypeError) as error:
             if x.dtype == torch.float64 and self.work != torch.float64:  # code that knows no float64
                 raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
             raise
-        return jacobian.output, jacobian
 
     def run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
         """The map at tokens (n, d), and the attention calls on the way."""
@@ -240,16 +171,14 @@ class Cut(Map):
 
     def state(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
         """A module's parameters and buffers there, in the precision of this map."""
-        return {
-            k: t.detach().to(device, self.work if t.is_floating_point() else None)
-            for k, t in (*module.named_parameters(), *module.named_buffers())
-        }
+        return {k: t.detach().to(device, self.work if t.is_floating_point() else None) for k, t in weights_of(module).items()}
 
     @contextmanager
     def running(self, on_call: Callable[[Call], Tensor]) -> Iterator[None]:
         """Inside it the model's modules run as this map runs them, attention calls answered by `on_call`."""
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.owner))
+            stack.enter_context(unhooked(self.span.root.module))
             if self.code is not None:
                 stack.enter_context(implementation(self.owner, self.code))
             if self.kernels:
@@ -268,35 +197,65 @@ class Cut(Map):
 
 @final
 class CutJacobian(Operator):
-    """The Jacobian of a cut map: torch's graph with the kernels inside, the map evaluated once, as in `AutodiffJacobian`.
+    """The Jacobian of a cut map at `x`, (1, n, d): torch's graph with the kernels inside, as in `AutodiffJacobian`.
 
     Whether its two products fit together is read off the first one with `JᵀJ`, which needs both. Where the kernels' operands
-    keep eleven bits, those of all matrix products do, until it is refined.
+    keep eleven bits, those of all matrix products do, until it is refined. The graph is made when it is asked for, and let go
+    of when a finer one is.
     """
 
-    def __init__(
-        self,
-        f: Callable[[Tensor], Tensor],
-        x: Float[Tensor, "1 n d"],
-        kernels: list[SoftmaxAttention],
-        refine: "Callable[[], CutJacobian | None]" = lambda: None,
-        choices: "_Choices | None" = None,
-    ):
-        small = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come
-        self._graph, self._trusted = AutodiffJacobian(f, x, batched=True, checked=small), small
-        self.kernels, self._refine, self.output = kernels, refine, self._graph.output
-        self.coarse = bool(kernels) and all(k.coarse for k in kernels)
-        self.batch, self.in_shape, self.out_shape = 1, self._graph.in_shape, self._graph.out_shape
-        self.dtype, self.device = x.dtype, x.device
-        self.notes = (ROUTED,) if choices is not None and choices.made else ()
+    def __init__(self, cut: "Cut", x: Float[Tensor, "1 n d"], made: "_Made | None" = None, exact: bool = False):
+        self._cut, self._x, self._exact = cut, x, exact
+        self._made = _Made(cut, x) if made is None else made
+        self.batch, self.in_shape, self.dtype, self.device = 1, tuple(x.shape[1:]), x.dtype, x.device
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]  known once the map has run
+        return tuple(self.output.shape[1:])
+
+    @property
+    def output(self) -> Tensor:
+        """The map at `x`, (1, n, d_out)."""
+        return self._graph.output
+
+    @property
+    def kernels(self) -> list[SoftmaxAttention]:
+        """The attention calls on the way."""
+        return self._made.get()[1]
+
+    @property
+    def _graph(self) -> AutodiffJacobian:
+        return self._made.get()[0]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know of how the map was run."""
+        self._made.get()
+        return (ROUTED,) if self._made.routed else ()
+
+    def release(self) -> None:
+        """Let go of the graph, after a last look at what is asked for without it."""
+        if self._made.graph is not None:
+            _ = self.coarse, self.heavy
+            self._made.graph = None
+
+    @functools.cached_property
+    def coarse(self) -> bool:
+        """Whether matrix products around the kernels take operands of eleven bits."""
+        if self._exact or self._cut.precision != "half":
+            return False
+        return bool(self.kernels) and all(k.coarse for k in self.kernels)
 
     @property
     def noise(self) -> float:
-        """Rounding, and what it makes of logits, as for an attention layer of our own."""
-        kernels = max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
-        return kernels + (self._coarse_noise if self.coarse else 0.0)
+        return self._noise
 
     @functools.cached_property
+    def _noise(self) -> float:
+        """Rounding, and what it makes of logits, as for an attention layer of our own."""
+        kernels = max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+        return math.hypot(kernels, self._coarse_noise()) if self.coarse else kernels  # independent errors
+
     def _coarse_noise(self) -> float:
         """The relative error that eleven-bit operands around the kernels make of a product with a random vector."""
         v = torch.randn(1, 1, *self.in_shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device)
@@ -305,16 +264,24 @@ class CutJacobian(Operator):
         size = float(true.norm())
         return float((self.jvp(v) - true).norm()) / size if size > 0 else 0.0
 
-    def refined(self):
-        if not self.coarse:
-            return self._refine()
-        exact = copy.copy(self)  # the same graph
-        exact.coarse = False
-        return exact
-
     @property
     def heavy(self) -> bool:
+        return self._heavy
+
+    @functools.cached_property
+    def _heavy(self) -> bool:
         return any(k.heavy for k in self.kernels)
+
+    def refined(self):
+        if self.coarse:
+            return CutJacobian(self._cut, self._x, self._made, exact=True)
+        finer = FINER.get(self._cut.precision)
+        if self._made.graph is not None:  # else some kernel of a coarser one has it
+            finer = next((k.finer for k in self.kernels if k.finer is not None), None)
+        if finer is None:
+            return None
+        self.release()
+        return CutJacobian(replace(self._cut, precision=finer), self._x)
 
     def jvp(self, v):
         with float32_products(coarse=self.coarse):
@@ -325,8 +292,8 @@ class CutJacobian(Operator):
             return self._graph.vjp(u)
 
     def gram(self, v):
-        if not self._trusted:
-            self._trusted = True
+        if not self._made.trusted:
+            self._made.trusted = True
             try:
                 product, energy = super().gram(v)
                 if self._fits(v, product, energy):
@@ -353,6 +320,31 @@ class _Choices(TorchFunctionMode):
         if func in _PICKS:
             self.made |= any(isinstance(t, Tensor) and t.requires_grad for t in (*args, *(kwargs or {}).values()))
         return func(*args, **(kwargs or {}))
+
+
+class _Made:
+    """The graph of a cut map and its attention calls, made when asked for; `trusted` once its products were checked."""
+
+    def __init__(self, cut: Cut, x: Float[Tensor, "1 n d"]):
+        self._cut, self._x = cut, x
+        self.trusted = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come: checked as it is made
+        self.graph: tuple[AutodiffJacobian, list[SoftmaxAttention]] | None = None
+        self.routed = False
+
+    @float32_products()
+    def get(self) -> tuple[AutodiffJacobian, list[SoftmaxAttention]]:
+        if self.graph is None:
+            cut, kernels, choices = self._cut, list[SoftmaxAttention](), _Choices()
+
+            def f(t: Tensor) -> Tensor:  # knows nothing of what holds it, so that all goes when that does
+                with choices:
+                    y, seen = cut.run(t[0])
+                kernels.extend(seen)
+                return y[None]
+
+            self.graph = AutodiffJacobian(f, self._x, batched=True, checked=self._x.numel() <= _SMALL), list(kernels)
+            self.routed = choices.made
+        return self.graph
 
 
 def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, SoftmaxAttention]:

@@ -13,11 +13,11 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import Place, place
 from howsmooth.models.capture import Capture
 from howsmooth.models.closed import ClosedForms
-from howsmooth.models.cut import MapName
 from howsmooth.models.library import tokenizer_of
 from howsmooth.models.measurement import Measurement, Measurements
-from howsmooth.models.room import fits
+from howsmooth.models.room import device_of, fits, offloaded
 from howsmooth.models.sample import Sample
+from howsmooth.models.span import MapName
 from howsmooth.models.tokens import Text, Window, of_ids
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -51,12 +51,17 @@ class Model:
             raise BadInputError(
                 f"expected weights that can be widened, got a quantised {type(module).__name__}; pass model.dequantize()"
             )
-        if any(p.device.type == "meta" for p in module.parameters()):
+        if any(p.is_meta for p in module.parameters()) and not offloaded(module):
             raise BadInputError(
                 f"expected weights in memory, got a {type(module).__name__} whose weights are elsewhere (device meta); load it "
                 "without device_map and pass device="
             )
         chosen = _side(module, side)
+        if device is not None and offloaded(chosen):
+            raise BadInputError(
+                f"expected no device for a {type(module).__name__}, whose device_map says where it goes, got {device}; "
+                "leave it out"
+            )
         there = device if device is None or device.type != "cuda" or device.index is not None else torch.device("cuda", 0)
         lends = there is not None and not fits(chosen, there)
         if there is not None and not lends:
@@ -81,7 +86,7 @@ class Model:
     @property
     def device(self) -> torch.device:
         """Where it is measured: where its weights are, unless they are lent to another device block by block."""
-        return self.where or next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        return self.where or device_of(self.module)
 
     def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Model":
         """The same model elsewhere or in another precision, named as for a torch module, which is moved in place."""

@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.models.by_hand import ByHand
-from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName, Span
+from howsmooth.models.cut import Cut, CutJacobian
 from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, UncuttableError, implementation, register
 from howsmooth.models.room import check_room, enough
 from howsmooth.models.rows import OwnRows, sample_rows
+from howsmooth.models.span import MAPS, MapName, Span
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import KeepDouble, Trace, trace
 from howsmooth.solve import Options, Solved, solve

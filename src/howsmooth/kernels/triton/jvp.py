@@ -35,7 +35,7 @@ def _write(OUT, OLD, SCALES, i_item, i_head, b_acc, b_row, i, c_v, n, d_v, out_p
     tl.store(p_out, b_out, mask=inside)
 
 
-@triton.jit(do_not_specialize=ANY)
+@triton.jit(do_not_specialize=[*ANY, "group", "SCALES"])
 def jvp(
     Q, Q_LO, K, K_LO, V, V_LO, DQ, DQ_LO, DK, DK_LO, DV_P, DV_LO, BIAS_P, LSE, OLD, SCALES, OUT,
     n, m, n_rows, m_rows, batch, heads, group, d_v, window, step, scale, cap, one,

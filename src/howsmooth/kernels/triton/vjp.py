@@ -21,7 +21,7 @@ def _column_probe(
     return accumulate(b_ds, b_ds_lo, b_q, b_q_lo, b_dk, one, PASSES, PROMOTE), b_dv
 
 
-@triton.jit(do_not_specialize=ANY)
+@triton.jit(do_not_specialize=[*ANY, "SCALES"])
 def vjp_columns(
     Q, Q_LO, K, K_LO, V, V_LO, G, G_LO, BIAS_P, LSE, DELTA, SCALES, DK, DV_P,
     n, m, n_rows, m_rows, batch, heads, group, d, d_v, window, scale, kappa, cap, one,
@@ -103,7 +103,7 @@ def _row_probe(
     return accumulate(b_ds, b_ds_lo, tl.trans(b_k), tl.trans(b_k_lo), b_dq, one, PASSES, PROMOTE)
 
 
-@triton.jit(do_not_specialize=ANY)
+@triton.jit(do_not_specialize=[*ANY, "group", "SCALES"])
 def vjp_rows(
     Q, Q_LO, K, K_LO, V, V_LO, G, G_LO, BIAS_P, LSE, DELTA, SCALES, DQ,
     n, m, n_rows, m_rows, batch, heads, group, d, window, scale, kappa, cap, one,
