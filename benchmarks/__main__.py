@@ -15,6 +15,7 @@ ALL = [
     "certify",
     "point",
     "tightness",
+    "soundness",
     "models",
     "architectures",
     "measures",

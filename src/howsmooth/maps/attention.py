@@ -321,7 +321,7 @@ class Attention(Map):
         value = layer.finish(kernel.output)
         if not bool(value.isfinite().all()):
             raise BadInputError(f"expected outputs within the range of {x.dtype}, got infinity; use float64 or smaller weights")
-        return value, AttentionJacobian(layer, kernel, q_slope, k_slope, x.norm(dim=-1).max())
+        return value, AttentionJacobian(layer, kernel, q_slope, k_slope, x)
 
     def _turn(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.rotary is None:

@@ -35,7 +35,8 @@ class AttentionJacobian(Operator):
 
     layer: the weights, in the precision of the tokens.  kernel: softmax attention at their queries, keys and values.
     q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them, on (heads, n, head width), or on
-    (n, all heads) where a norm goes over all of them.  longest: token, its length.
+    (n, all heads) where a norm goes over all of them.
+    tokens: (batch, n, d), where it is taken, for those who ask what rounding took from queries, keys and values.
     exact: projections keep all bits of their operands; else only eleven where the kernel's products do.
     """
 
@@ -45,10 +46,10 @@ class AttentionJacobian(Operator):
         kernel: SoftmaxAttention,
         q_slope: "NormJacobian | None" = None,
         k_slope: "NormJacobian | None" = None,
-        longest: Tensor | None = None,
+        tokens: Tensor | None = None,
         exact: bool = False,
     ):
-        self.layer, self.kernel, self.q_slope, self.k_slope, self.longest = layer, kernel, q_slope, k_slope, longest
+        self.layer, self.kernel, self.q_slope, self.k_slope, self.tokens = layer, kernel, q_slope, k_slope, tokens
         self.coarse = not exact and kernel.coarse
         self.batch, _, n, _ = kernel.output.shape
         self.in_shape, self.out_shape = (n, layer.width), (n, layer.out_width)
@@ -82,7 +83,7 @@ class AttentionJacobian(Operator):
 
     def refined(self):
         if self.coarse:
-            return AttentionJacobian(self.layer, self.kernel, self.q_slope, self.k_slope, self.longest, exact=True)
+            return AttentionJacobian(self.layer, self.kernel, self.q_slope, self.k_slope, self.tokens, exact=True)
         kernel = self.kernel.refined()
         return None if kernel is None else self._with(kernel)
 
@@ -91,7 +92,7 @@ class AttentionJacobian(Operator):
         return self._with(self.kernel.tiled())
 
     def _with(self, kernel: SoftmaxAttention) -> "AttentionJacobian":
-        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, self.longest)
+        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, self.tokens)
 
     def _push(self, v: Tensor) -> Tensor:
         """Directions of the tokens → those of the heads' outputs, side by side."""
@@ -161,7 +162,8 @@ class AttentionJacobian(Operator):
         if layer.rotary is not None:
             layer = replace(layer, rotary=layer.rotary.select(items))
         slopes = [None if s is None else s.select(items) for s in (self.q_slope, self.k_slope)]
-        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], self.longest, exact=not self.coarse)
+        tokens = None if self.tokens is None else self.tokens[items]
+        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], tokens, exact=not self.coarse)
 
 
 def _top_input(w: Float[Tensor, "out d"], u: Float[Tensor, "batch d"]) -> Float[Tensor, "batch d"]:

@@ -69,6 +69,8 @@ class _Norm(Map):
         scale = (centered.square().mean(-1, keepdim=True) + norm.eps).sqrt()
         if bool((scale == 0).any()):
             raise BadInputError("expected tokens the norm can divide by, got a token of zero spread with eps = 0; set eps")
+        if not bool(scale.isfinite().all()):
+            raise BadInputError(f"expected tokens whose squares stay in the range of {x.dtype}, got larger ones; use float64")
         unit = centered / scale
         offset = ((x - centered).abs().amax(-1, keepdim=True) / scale).max()
         jacobian = NormJacobian(norm, unit, scale, offset)  # pyright: ignore[reportArgumentType]  a LayerNorm or an RMSNorm

@@ -22,6 +22,8 @@ class Measure:
     points: (m, d), one atom per row.  weights: (m,), positive, summing to one; equal if left out; kept in float64.
     positions: (m,) in [0, 1], for masked attention, which lets an atom see those at its own position and before.
     Atoms without mass are dropped, atoms with positions are put in their order.
+    `lipschitz(attn, mu)` is the constant of these atoms as they are. Where they sample a density it tends, as they get denser,
+    to the norm of the derivative on all fields, an upper bound on what W₂ sees of the density itself (Theorem 5.5).
 
     >>> mu = Measure(torch.tensor([[0.0], [1.0], [1.0]]), torch.tensor([0.5, 0.25, 0.25]))
     >>> len(mu), len(mu.merge())
@@ -64,6 +66,7 @@ class Measure:
     ) -> "Measure":
         """A density on the grid that the axes span, up to a factor: mass = density × volume of the grid cell, normalised.
 
+        The result has atoms; what its constants say of the density is in docs/meanfield.md, after Theorem 5.5.
         axes: increasing coordinates, one tensor per dimension, of two or more numbers each.
 
         >>> flat = Measure.from_density(lambda x: torch.ones(len(x)), [torch.linspace(0, 1, 3)])

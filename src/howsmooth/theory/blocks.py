@@ -17,8 +17,8 @@ from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
 from howsmooth.spectral import DenseSVD, GolubKahan
-from howsmooth.theory.bound import ROUNDINGS, spectral_norm
-from howsmooth.theory.heads import query_slopes
+from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan, spectral_norm
+from howsmooth.theory.heads import lost, query_slopes
 from howsmooth.theory.perron import inverse_rows
 
 _FEATURES = 2**23  # products of values and keys kept at once
@@ -67,8 +67,8 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
             low, high = size.new_tensor([(s.value, s.upper) for s in solutions]).T.unflatten(1, (batch, -1))
             used = True
         lower[:, rows] = low
-        upper[:, rows] = torch.minimum(torch.maximum(high + slack, low), torch.maximum(size, low))
-    return BlockNorms(lower, upper, 1 - _DELTA if used else 1.0)
+        upper[:, rows] = torch.fmin(torch.maximum(high + slack, low), torch.maximum(size, low))
+    return BlockNorms(lower, no_nan(upper), 1 - _DELTA if used else 1.0)
 
 
 @torch.no_grad()
@@ -109,7 +109,8 @@ def block_sizes(operator: Operator) -> BlockSizes:
         return block_sizes(operator.operator)
     if isinstance(operator, Composed):
         outer, inner = block_sizes(operator.outer), block_sizes(operator.inner)
-        return BlockSizes(outer.bound * inner.bound, outer.terms * inner.bound + outer.bound * inner.terms)
+        terms = outer.terms * inner.bound + outer.bound * inner.terms
+        return BlockSizes(no_nan(outer.bound * inner.bound), no_nan(terms))
     if isinstance(operator, NormJacobian):
         bound = operator.norm.weight.double().abs().max() / operator.scale.double()[..., 0]
         return BlockSizes(bound, bound)
@@ -190,6 +191,8 @@ def _spreads(operator: AttentionJacobian) -> BlockSizes:
     layer, kernel, inverse = operator.layer, operator.kernel.tiled(), inverse_rows(operator)
     batch, heads, n, m = kernel.shape
     v, k, o = _centred(kernel)
+    v_size, k_size = (largest_entry(t) for t in (v, k))  # taken out, so that squares stay in range
+    v, k, o = v / v_size, k / k_size, o / v_size
     moments = v.new_zeros(len(v), n, 2 + v.shape[-1])
     columns = torch.cat([v.square().sum(-1, keepdim=True), k.square().sum(-1, keepdim=True), v], -1)
     total = torch.zeros_like(inverse)
@@ -202,13 +205,18 @@ def _spreads(operator: AttentionJacobian) -> BlockSizes:
     near = moments[..., 0] - 2 * (o * moments[..., 2:]).sum(-1) + o.square().sum(-1) * total
     noise = ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(layer.width + m)
     far = (moments[..., 0].sqrt() + o.norm(dim=-1) * total.sqrt()).square()
-    near = near.clamp_min(0) + noise * far
-    gain = query_slopes(operator) * spectral_norm(layer.by_head().o)[:, None]  # (batch, heads, n)
-    bound, terms = (
-        (abs(layer.scale) * (spread * moments[..., 1]).sqrt().unflatten(0, (batch, heads)) * gain).sum(1)
-        for spread in (near, far)
-    )
-    return BlockSizes(bound * (1 + noise), terms)
+    near, far, keys = (near.clamp_min(0) + noise * far).sqrt(), far.sqrt(), moments[..., 1].sqrt()
+    # values and keys were rounded before their means were taken off, and a soft-cap's slope where it is near zero
+    gone, parts = lost(operator), ((kernel.v, v_size), (kernel.k, k_size))
+    long_v, long_k = (lengths(t.double()).amax(-1, keepdim=True) / size for t, size in parts)
+    long_v, long_k = long_v + gone.v[:, None] / (noise * v_size), long_k + gone.k[:, None] / (noise * k_size)
+    cut = (noise if kernel.scores.softcap is None else 1.0) * long_v * long_k
+    bound = (near + 2 * noise * long_v) * (keys + noise * long_k) + 2 * noise * cut
+    terms = far * keys + 2 * long_v * keys + far * long_k + 2 * cut
+    out = spectral_norm(layer.by_head().o)[:, None] * v_size
+    gain = abs(layer.scale) * (query_slopes(operator) * k_size) * out  # (batch, heads, n)
+    bound, terms = ((torch.where(inverse > 0, t, 0.0).unflatten(0, (batch, heads)) * gain).sum(1) for t in (bound, terms))
+    return BlockSizes(no_nan(bound * (1 + noise)), no_nan(terms))
 
 
 def _centred(kernel: Tiled) -> tuple[Tensor, Tensor, Tensor]:

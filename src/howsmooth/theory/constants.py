@@ -17,7 +17,17 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
 from howsmooth.maps.attention import HeadWeights
-from howsmooth.theory.bound import rounded_up, slack, spectral_norm
+from howsmooth.theory.bound import (
+    TINY,
+    largest_entry,
+    lengths,
+    no_less,
+    product_blur,
+    product_norm,
+    rounded_up,
+    slack,
+    spectral_norm,
+)
 
 # Gram matrices past this width are not diagonalised: the bound that needs them is left out.
 _LARGEST_GRAM = 2048
@@ -81,8 +91,9 @@ class Constants:
     a: `‖A_h‖₂` with `A_h = τ W_kᵀ W_q`, so that logits are `⟨A x_i + c, x_j⟩` up to a constant in j.
     query_shift: `|c_h|`, `c_h = τ W_kᵀ b_q`.  key_shift: `|τ W_qᵀ b_k|`, which matters under a soft-cap only.
     v: `‖V_h‖₂`, `V_h = W_o^h W_v^h`.  w_v, w_o: `‖W_v^h‖₂`, `‖W_o^h‖₂`.
-    cross: `‖V_hᵀ V_k‖₂`.  stacked: `‖[V_1 … V_H]‖₂`, and the same with every `V_h` divided by its norm; infinite when too
-    large to compute.  bias_range: the most a logit bias varies over the keys of one query.
+    cross: `‖V_hᵀ V_k‖₂/(‖V_h‖‖V_k‖)`, 0 for heads without values.  stacked: `‖[V_1 … V_H]‖₂`, and the same with every `V_h`
+    divided by its norm; infinite when too large to compute.  blur: the errors of the products `A_h` and `V_h`, which matter
+    where these cancel.  bias_range: the most a logit bias varies over the keys of a query.
     pairs: where norms or phases act on queries and keys, queries times `1/f` and keys times `f` for several `f` (§3.16); `a`
     and the shifts then speak of the weights alone.
     """
@@ -97,6 +108,7 @@ class Constants:
     w_o: tuple[float, ...]
     cross: Float[Tensor, "heads heads"]
     stacked: tuple[float, float]
+    blur: tuple[tuple[float, float], ...]
     bias_range: float
 
     @property
@@ -158,28 +170,43 @@ def constants(layer: Attention) -> Constants:
     """
     w, scale, width = layer.by_head(), layer.scale, layer.width
     # ‖τ W_kᵀ W_q‖ = |τ| ‖R_k R_qᵀ‖ with W_kᵀ = Q_k R_k: nothing d × d is formed unless a head is that wide
-    a = abs(scale) * spectral_norm(_triangle(w.k).mT @ _triangle(w.q))
-    outputs = w.o @ _triangle(w.v)  # (heads, d_out, r): V_h up to an isometry of its input
-    v_norm = spectral_norm(outputs)
-    cross = torch.diag(v_norm.square())
+    a = product_norm(_triangle(w.k).mT, _triangle(w.q), scale)
+    unit = largest_entry(w.o) * largest_entry(w.v)
+    left, right = w.o / largest_entry(w.o), _triangle(w.v) / largest_entry(w.v)
+    outputs, blur = left @ right, product_blur(left, right)  # (heads, d_out, r), (heads,)
+    v_norm = spectral_norm(outputs) + blur
+    by = torch.where(v_norm > 0, v_norm, 1.0)
+    even, share = outputs / by[:, None, None], blur / by
+    cross = torch.diag((v_norm > 0).double())
     if layer.heads > 1:
         i, j = torch.triu_indices(layer.heads, layer.heads, 1)
-        cross[i, j] = cross[j, i] = spectral_norm(outputs[i].mT @ outputs[j])
-    flat = outputs.transpose(0, 1).flatten(1)  # (d_out, heads·r)
-    unit = (outputs / v_norm.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]).transpose(0, 1).flatten(1)
-    return Constants(
+        cross[i, j] = cross[j, i] = spectral_norm(even[i].mT @ even[j]) + share[i] + share[j]
+    top = largest_entry(outputs)
+    logit_blur = product_blur(w.k * abs(scale), w.q)
+    found = Constants(
         layer,
         _pairs(layer, w),
         a=rounded_up(a, width),
-        query_shift=rounded_up((scale * w.k.mT @ w.b_q[..., None]).norm(dim=(-2, -1)), width),
-        key_shift=rounded_up((scale * w.q.mT @ w.b_k[..., None]).norm(dim=(-2, -1)), width),
-        v=rounded_up(v_norm, width),
+        query_shift=rounded_up(product_norm(w.k.mT, w.b_q[..., None], scale), width),
+        key_shift=rounded_up(product_norm(w.q.mT, w.b_k[..., None], scale), width),
+        v=rounded_up(no_less(v_norm, v_norm * unit), width),
         w_v=rounded_up(spectral_norm(w.v), width),
         w_o=rounded_up(spectral_norm(w.o), width),
         cross=cross.cpu() * slack(width),
-        stacked=(_stacked(flat), _stacked(unit)),
+        stacked=(
+            max((_stacked(outputs / top) * top + float(blur.norm())) * unit, TINY),
+            _stacked(even) + float(share.norm()),
+        ),
+        blur=tuple(zip(logit_blur.tolist(), (blur * unit).tolist(), strict=True)),
         bias_range=_bias_range(layer),
     )
+    numbers = [*found.a, *found.query_shift, *found.key_shift, *found.v, *found.w_v, *found.w_o]
+    if not (all(math.isfinite(x) for x in numbers) and bool(found.core.matrix.isfinite().all())):
+        raise BadInputError(
+            f"expected weights whose products stay in the range of float64, got ‖A‖ = {max(found.a):.3g} and "
+            f"‖V‖ = {max(found.v):.3g}; rescale the weights"
+        )
+    return found
 
 
 def _triangle(w: Float[Tensor, "heads r d"]) -> Float[Tensor, "heads r k"]:
@@ -187,7 +214,8 @@ def _triangle(w: Float[Tensor, "heads r d"]) -> Float[Tensor, "heads r k"]:
     return torch.linalg.qr(w.mT, mode="r")[1].mT
 
 
-def _stacked(flat: Float[Tensor, "d_out width"]) -> float:
+def _stacked(outputs: Float[Tensor, "heads d_out r"]) -> float:
+    flat = outputs.transpose(0, 1).flatten(1)  # (d_out, heads·r)
     if min(flat.shape) > _LARGEST_GRAM:
         return math.inf
     gram = flat @ flat.mT if flat.shape[0] <= flat.shape[1] else flat.mT @ flat
@@ -287,7 +315,7 @@ def _scaled(
     """whole: `‖C W‖` of all heads, for a norm over them."""
     size = max(w.shape[1:])
     if norm is None:
-        return Scaled(rounded_up(spectral_norm(w * f[..., None]), size), rounded_up((b * f).norm(dim=-1), size), gain)
+        return Scaled(rounded_up(spectral_norm(w * f[..., None]), size), rounded_up(lengths(b * f), size), gain)
     norm = norm.to(f.device, torch.float64)
     if whole is not None:
         return _scaled_together(b, norm, gain, f, whole)
@@ -295,10 +323,10 @@ def _scaled(
     beta = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
     return Scaled(
         rounded_up(spectral_norm(centred), size),
-        rounded_up(shift.norm(dim=-1), size),
+        rounded_up(lengths(shift), size),
         gain,
         alpha=rounded_up((norm.weight * f).abs().amax(-1), size),
-        beta=rounded_up((beta * f).norm(dim=-1), size),
+        beta=rounded_up(lengths(beta * f), size),
         radius=tuple(norm_radius(type(norm)(norm.weight * row, beta * row, norm.eps)) * slack(size) for row in f),
         eps=norm.eps,
         width=norm.width,
