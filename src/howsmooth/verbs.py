@@ -1,6 +1,7 @@
 """The public questions: how smooth is a map here, what does theory allow, does splitting pay, where is it worst?"""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -138,9 +139,14 @@ def splitting(
     """
     options = Options(tol, certify, seed, solver)
     if isinstance(f, Map):
-        # positions serve a causal layer, and no other looks at them
-        mu = x.merge() if isinstance(x, Measure) else Measure.from_tokens(one_sequence(x), causal=True)
-        moved, operator, _ = solve_moving(f, mu, options)
+        if isinstance(x, Measure):
+            mu = x.merge()
+            moved, operator, _ = solve_moving(f, mu, options)
+        else:
+            # atoms of one mass that keep their places, so that masks, biases and phases stay as they are
+            mu = Measure.from_tokens(one_sequence(x))
+            moved, operator, _ = solve(f, mu.points, options)
+            moved = replace(moved, direction=moved.direction.double() * len(mu) ** 0.5)
         return of_blocks(moved, operator, mu)
     if isinstance(x, Measure):
         raise BadInputError(f"expected a map of this package for a measure, got {type(f).__name__}; pass tokens to a function")

@@ -75,7 +75,9 @@ def norm_of(f, x: Tensor) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "early name", "mask", "grouped", "twice", "three axes", "gate", "residual"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "early name", "mask", "grouped", "twice", "three axes", "gate", "residual", "by hand"]
+)
 def test_modules_that_call_torchs_attention(kind: str):
     module = randomize(Stack(kind)).double()
     x = tokens()
@@ -94,9 +96,8 @@ def test_modules_that_call_torchs_attention(kind: str):
         assert captured.measure(1).value == pytest.approx(norm_of(plain.double(), second.detach()), rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["by hand", "bias of the input"])
-def test_attention_of_its_own_falls_back_and_is_right(kind: str):
-    module = randomize(Mine(kind)).double()
+def test_attention_of_its_own_falls_back_and_is_right():
+    module = randomize(Mine("bias of the input")).double()
     with pytest.warns(FallbackWarning, match="Mine"):
         got = hs.load(module).measure(inputs=tokens(), layer=0)
     assert not got.cut

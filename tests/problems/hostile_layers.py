@@ -185,8 +185,8 @@ def jacobians(layer: Attention, x: Tensor) -> np.ndarray:
     for h in range(heads):
         g = h * kv // heads  # the group whose keys and values head h shares
         W, value = _part(w_o.T, h, heads).T, _part(w_v, g, kv)
-        q, dq = _turned(layer, t, _part(w_q, h, heads), _part(layer.b_q, h, heads), layer.q_norm)
-        k, dk = _turned(layer, t, _part(w_k, g, kv), _part(layer.b_k, g, kv), layer.k_norm)
+        q, dq = _turned(layer, t, w_q, layer.b_q, layer.q_norm, h, heads)
+        k, dk = _turned(layer, t, w_k, layer.b_k, layer.k_norm, g, kv)
         s = Long(layer.scale) * np.einsum("bik,bjk->bij", q, k)
         slope = np.ones_like(s)
         if layer.softcap is not None:
@@ -225,11 +225,14 @@ def _part(w: np.ndarray | Tensor | None, index: int, parts: int) -> np.ndarray:
 
 
 def _turned(
-    layer: Attention, t: np.ndarray, w: np.ndarray, b: np.ndarray, norm: LayerNorm | RMSNorm | None
+    layer: Attention, t: np.ndarray, w: np.ndarray, b: Tensor | None, norm: LayerNorm | RMSNorm | None, index: int, parts: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Queries or keys of a head, (items, n, head), and their derivatives in the token, (items, n, head, d)."""
     items, n, _ = t.shape
-    p = t @ w.T + b
+    head = len(w) // parts
+    together = norm is not None and norm.width != head  # over all heads
+    w, shift = (_part(part, 0, 1) if together else _part(part, index, parts) for part in (w, b))
+    p = t @ w.T + shift
     dp = np.broadcast_to(w, (items, n, *w.shape))
     if norm is not None:
         size = w.shape[0]
@@ -240,8 +243,11 @@ def _turned(
         dp = np.einsum("kl,bnld->bnkd", C, dp)
         dp = (dp - np.einsum("bnk,bnl,bnld->bnkd", unit, unit, dp) / size) / s[..., None] * alpha[:, None]
         p = alpha * unit + (0 if norm.bias is None else _long(norm.bias))
+    if together:
+        own = slice(index * head, (index + 1) * head)
+        p, dp = p[..., own], dp[..., own, :]
     if layer.rotary is not None:
-        eye = layer.rotary.turn(torch.eye(w.shape[0], dtype=torch.float64)[:, None].expand(-1, n, -1))  # (from, n, to)
+        eye = layer.rotary.turn(torch.eye(head, dtype=torch.float64)[:, None].expand(-1, n, -1))  # (from, n, to)
         turn = eye.numpy().astype(Long)
         p, dp = np.einsum("lnk,bnl->bnk", turn, p), np.einsum("lnk,bnld->bnkd", turn, dp)
     return p, dp

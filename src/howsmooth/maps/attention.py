@@ -15,6 +15,7 @@ from howsmooth.kernels.tensors import check_dense, check_tensor, described
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
+from howsmooth.maps.operator import over_heads
 from howsmooth.maps.rotary import Rotary
 from howsmooth.measures.measure import Measure
 from howsmooth.settings import flag, number, whole
@@ -40,8 +41,9 @@ class Attention(Map):
     leaves the heads concatenated. `kv_heads` groups query heads that share keys and values, as many as `heads` by default;
     `scale` defaults to `1/√(head width)`. `causal` and `window` (`|i − j| < window`) bound what a token sees, `softcap` bounds
     logits to `softcap·tanh(s/softcap)`, `bias` is added after that. `attention_mask`, (batch, n), is true at real tokens: the
-    others are not part of the input, neither seen nor measured. `q_norm` and `k_norm` normalise the queries and keys of every
-    head (Qwen3, Gemma 3), then `rotary` turns them by their positions (Llama). Derivative: docs/theory.md §1.
+    others are not part of the input, neither seen nor measured. `q_norm` and `k_norm` normalise queries and keys, every head by
+    itself (Qwen3, Gemma 3) or all heads together where the norm is as wide as they are (OLMo 2), then `rotary` turns them by
+    their positions (Llama). Derivative: docs/theory.md §1.
 
     >>> attn = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
     >>> attn(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist()
@@ -117,13 +119,13 @@ class Attention(Map):
             check_tensor(t, name, axes, fix)
 
     def _check_turn(self) -> None:
-        """Norms and phases must fit the width of a head."""
+        """Norms and phases must fit the width of a head, or norms that of all heads."""
         head = self.head_width
-        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            if norm is not None and not (isinstance(norm, LayerNorm | RMSNorm) and norm.width == head):
+        for name, norm, full in (("q_norm", self.q_norm, self.heads * head), ("k_norm", self.k_norm, self.kv_heads * head)):
+            if norm is not None and not (isinstance(norm, LayerNorm | RMSNorm) and norm.width in (head, full)):
                 raise BadInputError(
-                    f"expected {name} as a LayerNorm or RMSNorm of howsmooth over the head width {head}, got {_named(norm)}; "
-                    "it normalises every head by itself"
+                    f"expected {name} as a LayerNorm or RMSNorm of howsmooth over the head width {head} or over all heads, "
+                    f"{full}, got {_named(norm)}; it normalises every head by itself or all of them together"
                 )
         if self.rotary is not None and not (isinstance(self.rotary, Rotary) and self.rotary.width <= head):
             raise BadInputError(
@@ -215,6 +217,16 @@ class Attention(Map):
         return functools.reduce(torch.promote_types, kinds)
 
     @property
+    def coupled(self) -> bool:
+        """Whether a norm on queries or keys goes over several heads together."""
+        return any(norm is not None and norm.width != self.head_width for norm in (self.q_norm, self.k_norm))
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that its weights take."""
+        return sum(w.nbytes for w in (self.w_q, self.w_k, self.w_v, self.w_o, self.bias) if w is not None)
+
+    @property
     def head_width(self) -> int:
         """The width of a query or key."""
         return self.w_q.shape[0] // self.heads
@@ -238,10 +250,17 @@ class Attention(Map):
     def head(self, index: int) -> "Attention":
         """One head alone: its queries, its group's keys and values, its columns of the output projection, no output bias.
 
+        Where a norm couples the heads they all stay, and the other columns of the output projection are zero.
+
         >>> Attention(torch.eye(4), torch.eye(4), torch.eye(4), torch.eye(4), heads=2).head(1)
         Attention(4 → 4, 1 head of 2, float32)
         """
         index = whole(index, f"a head from 0 to {self.heads - 1}", "this layer has no other", below=self.heads)
+        if self.coupled:
+            w_o = torch.eye(self.out_width).to(self.w_v) if self.w_o is None else self.w_o
+            own = torch.zeros_like(w_o).unflatten(1, (self.heads, -1))
+            own[:, index] = w_o.unflatten(1, (self.heads, -1))[:, index]
+            return replace(self, w_o=own.flatten(1), b_o=None)
         group = index // (self.heads // self.kv_heads)
         changed: dict[str, Tensor | None] = {}
         for name, parts, part in (("q", self.heads, index), ("k", self.kv_heads, group), ("v", self.kv_heads, group)):
@@ -290,11 +309,14 @@ class Attention(Map):
         return self._value(x, self._scores())
 
     def _value(self, x: Float[Tensor, "batch n d"], scores: Scores) -> Float[Tensor, "batch n d_out"]:
+        return self.finish(plain_attention(*self.vectors(x), scores))
+
+    def vectors(self, x: Float[Tensor, "batch n d"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as attention takes them, (batch, heads, n, ·): normalised and turned."""
         q, k, v = self.project(x, with_bias=True)
-        q = q if self.q_norm is None else self.q_norm.value(q)
-        k = k if self.k_norm is None else self.k_norm.value(k)
-        q, k = self._turn(x, q, k)
-        return self._finish(plain_attention(q, k, v, scores))
+        q = q if self.q_norm is None else over_heads(self.q_norm.value, q, self.q_norm.width)
+        k = k if self.k_norm is None else over_heads(self.k_norm.value, k, self.k_norm.width)
+        return *self._turn(x, q, k), v
 
     def linearize(self, x):
         return self._linearize(x, self._scores())
@@ -304,17 +326,13 @@ class Attention(Map):
     def _linearize(self, x: Float[Tensor, "batch n d"], scores: Scores) -> tuple[Tensor, "AttentionJacobian"]:
         layer = self.to(x.device, x.dtype)
         q, k, v = layer.project(x, with_bias=True)
-        slopes: list[NormJacobian | None] = [None, None]  # of the norms of queries and keys
-        if layer.q_norm is not None:
-            q, slopes[0] = layer.q_norm.linearize(q)
-        if layer.k_norm is not None:
-            k, slopes[1] = layer.k_norm.linearize(k)
+        (q, q_slope), (k, k_slope) = _normed(layer.q_norm, q), _normed(layer.k_norm, k)
         q, k = layer._turn(x, q, k)
         kernel = linearize(q, k, v, scores)
-        value = layer._finish(kernel.output)
+        value = layer.finish(kernel.output)
         if not bool(value.isfinite().all()):
             raise BadInputError(f"expected outputs within the range of {x.dtype}, got infinity; use float64 or smaller weights")
-        return value, AttentionJacobian(layer, kernel, slopes[0], slopes[1], tokens=x)
+        return value, AttentionJacobian(layer, kernel, q_slope, k_slope, x)
 
     def _turn(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.rotary is None:
@@ -322,7 +340,8 @@ class Attention(Map):
         self.rotary.check(*x.shape[:2])
         return self.rotary.turn(q), self.rotary.turn(k)
 
-    def _finish(self, o: Float[Tensor, "batch heads n d_v"]) -> Float[Tensor, "batch n d_out"]:
+    def finish(self, o: Float[Tensor, "batch heads n d_v"]) -> Float[Tensor, "batch n d_out"]:
+        """Heads' outputs → the layer's."""
         t = self.concat(o[None])[0]
         t = t if self.w_o is None else t @ self.w_o.mT
         return t if self.b_o is None else t + self.b_o
@@ -358,6 +377,22 @@ class Attention(Map):
         total += dk if self.w_k is None else dk @ self.w_k
         total += dv @ self.w_v
         return total
+
+
+def _normed(
+    norm: LayerNorm | RMSNorm | None, t: Float[Tensor, "batch heads n d_h"]
+) -> tuple[Float[Tensor, "batch heads n d_h"], NormJacobian | None]:
+    """Queries or keys behind their norm, and its Jacobian, over every head or over all of them, (batch, n, all heads)."""
+    if norm is None:
+        return t, None
+    slopes: list[NormJacobian] = []
+
+    def value(t: Tensor) -> Tensor:
+        y, slope = norm.linearize(t)
+        slopes.append(slope)
+        return y
+
+    return over_heads(value, t, norm.width), slopes[0]
 
 
 def _named(part: object) -> str:

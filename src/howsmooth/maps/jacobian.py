@@ -17,7 +17,7 @@ from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import REAL, check_dense, described
-from howsmooth.maps.operator import Operator, inner, stream
+from howsmooth.maps.operator import Operator, inner, over_heads, stream
 from howsmooth.maps.rounding import attention_rounding, norm_rounding
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class AttentionJacobian(Operator):
     """`D_x f = Wₒ ∘ concat ∘ D(softmax attention) ∘ turn ∘ D(norms) ∘ project`.
 
     layer: the weights, in the precision of the tokens.  kernel: softmax attention at their queries, keys and values.
-    q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them.
+    q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them, on (heads, n, head width), or on
+    (n, all heads) where a norm goes over all of them.
     tokens: (batch, n, d), where it is taken, for those who ask what rounding took from queries, keys and values.
     exact: projections keep all bits of their operands; else only eleven where the kernel's products do.
     """
@@ -92,13 +93,13 @@ class AttentionJacobian(Operator):
         return self._with(self.kernel.tiled())
 
     def _with(self, kernel: SoftmaxAttention) -> "AttentionJacobian":
-        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, tokens=self.tokens)
+        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, self.tokens)
 
     def _push(self, v: Tensor) -> Tensor:
         """Directions of the tokens → those of the heads' outputs, side by side."""
         dq, dk, dv = self.layer.project(v, with_bias=False)
-        dq = dq if self.q_slope is None else self.q_slope.jvp(dq)
-        dk = dk if self.k_slope is None else self.k_slope.jvp(dk)
+        dq = dq if self.q_slope is None else over_heads(self.q_slope.jvp, dq, self.q_slope.in_shape[-1])
+        dk = dk if self.k_slope is None else over_heads(self.k_slope.jvp, dk, self.k_slope.in_shape[-1])
         if (rotary := self.layer.rotary) is not None:
             dq, dk = rotary.turn(dq), rotary.turn(dk)
         return self.layer.concat(self.kernel.jvp(dq, dk, dv))
@@ -108,8 +109,8 @@ class AttentionJacobian(Operator):
         dq, dk, dv = self.kernel.vjp(self.layer.unconcat(t))
         if (rotary := self.layer.rotary) is not None:
             dq, dk = rotary.turn(dq, back=True), rotary.turn(dk, back=True)
-        dq = dq if self.q_slope is None else self.q_slope.vjp(dq)
-        dk = dk if self.k_slope is None else self.k_slope.vjp(dk)
+        dq = dq if self.q_slope is None else over_heads(self.q_slope.vjp, dq, self.q_slope.in_shape[-1])
+        dk = dk if self.k_slope is None else over_heads(self.k_slope.vjp, dk, self.k_slope.in_shape[-1])
         return self.layer.unproject(dq, dk, dv)
 
     @torch.no_grad()
@@ -163,7 +164,7 @@ class AttentionJacobian(Operator):
             layer = replace(layer, rotary=layer.rotary.select(items))
         slopes = [None if s is None else s.select(items) for s in (self.q_slope, self.k_slope)]
         tokens = None if self.tokens is None else self.tokens[items]
-        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], tokens, not self.coarse)
+        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], tokens, exact=not self.coarse)
 
 
 def _top_input(w: Float[Tensor, "out d"], u: Float[Tensor, "batch d"]) -> Float[Tensor, "batch d"]:

@@ -62,7 +62,7 @@ class _Norm(Map):
         return value if self.bias is None else value + self.bias
 
     @torch.no_grad()
-    def linearize(self, x):
+    def linearize(self, x: Float[Tensor, "batch *axes d"]) -> tuple[Tensor, NormJacobian]:
         norm = self.to(x.device, x.dtype)
         centered = norm.center(x)
         scale = (centered.square().mean(-1, keepdim=True) + norm.eps).sqrt()

@@ -111,6 +111,10 @@ class Rotary:
             return self
         return Rotary(self.cos[items], self.sin[items], self.interleaved)
 
+    def at(self, rows: slice) -> "Rotary":
+        """The tables of some tokens."""
+        return Rotary(self.cos[..., rows, :], self.sin[..., rows, :], self.interleaved)
+
     def turn(self, t: Float[Tensor, "*axes n d"], *, back: bool = False) -> Float[Tensor, "*axes n d"]:
         """Queries or keys turned, (…, heads, n, d) for tables with a batch axis. back: the transpose."""
         n, planes = t.shape[-2], self.cos.shape[-1]

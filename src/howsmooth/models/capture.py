@@ -13,9 +13,10 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.models.closed import ClosedForms, as_attention
-from howsmooth.models.cut import Cut, CutJacobian, MapName, Span
+from howsmooth.models.cut import Cut, CutJacobian
 from howsmooth.models.measurement import Measurement, Measurements, shares
 from howsmooth.models.sample import Sample
+from howsmooth.models.span import MapName, Span
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import Trace
 from howsmooth.settings import flag, items, number
@@ -192,12 +193,14 @@ class Capture:
         """Through the model's graph, the attention calls in it on the kernels."""
         cut, solved = sample.solve(layer, asked.map, asked.head, asked.factor, asked.options)
         kernels = solved.operator.kernels if isinstance(solved.operator, CutJacobian) else []
+        notes = solved.operator.notes if isinstance(solved.operator, CutJacobian) else ()
         alone: tuple[Estimate, ...] = ()
         if asked.heads and cut.kernels:
-            count = sample.trace.layers[layer].heads
+            count = cut.attends.heads
             x = asked.factor * cut.start
             alone = tuple(solve(replace(cut, head=h), x, asked.options).estimate for h in range(count))
-        return self._measurement(sample, layer, asked, cut, solved.estimate, solved.image, kernels, alone)
+        measured = self._measurement(sample, layer, asked, cut, solved.estimate, solved.image, kernels, alone)
+        return replace(measured, notes=measured.notes + notes)
 
     def _of_closed(self, samples: list[Sample], layer: int, attn: Attention, asked: "_Asked") -> list[Measurement]:
         """In closed form, several windows in lock step."""
@@ -228,7 +231,8 @@ class Capture:
     ) -> Measurement:
         lengths = (asked.factor * cut.start.double()).norm(dim=-1)
         n = len(lengths)
-        words = sample.words if len(sample.words) == n else tuple(map(str, range(n)))
+        own = len(sample.words) == n and asked.map != "context"  # a context has tokens of its own
+        words = sample.words if own else tuple(map(str, range(n)))
         ranges = [kernel.logit_range() for kernel in kernels]
         return Measurement(
             model=self.model,
@@ -244,7 +248,9 @@ class Capture:
             tokens=words,
             input_share=shares(estimate.direction),
             output_share=shares(image),
-            received=_received(kernels, len(sample.window) or n, sample.real),
+            received=None
+            if asked.map == "cross"
+            else _received(kernels, len(sample.window) if own else n, sample.real if own else None),
             cut=cut.kernels,
             notes=self.notes,
             heads=heads,

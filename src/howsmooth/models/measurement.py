@@ -24,7 +24,7 @@ class Measurement:
     logits: least and greatest visible logit, nothing where the attention could not be cut out.
     input_share, output_share: how much of the worst direction and of its image falls on each token; each sums to one.
     received: how much of all attention each token gets, averaged over heads and queries.
-    heads: one estimate per head, if asked for.  notes: what was widened, what fell back.
+    heads: one estimate per head, if asked for.  notes: what was widened, and that experts stay as chosen.
     """
 
     model: str

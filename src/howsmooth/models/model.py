@@ -13,11 +13,11 @@ from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels.tensors import Place, check_dense, place
 from howsmooth.models.capture import Capture
 from howsmooth.models.closed import ClosedForms
-from howsmooth.models.cut import MapName
 from howsmooth.models.library import reason, tokenizer_of
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.room import device_of, fits, offloaded
 from howsmooth.models.sample import Sample
+from howsmooth.models.span import MapName
 from howsmooth.models.tokens import Text, Window, of_ids
 from howsmooth.settings import items, shown, whole, words
 
@@ -177,7 +177,8 @@ class Model:
         """The local Lipschitz constants of a map at one input: of one layer, of several, or of all where none is named.
 
         map: `attention` (what enters the attention sub-layer → output projection), `heads` (before that projection),
-        `normed` (the block's own norm first), `block` (the whole layer), `model` (first block → last hidden state).
+        `normed` (the block's own norm first), `block` (the whole layer), `cross` and `context` (the block's cross-attention, in
+        its queries' tokens or in its context), `model` (first block → last hidden state).
         head: one head alone.  heads: one estimate per head beside the whole.  tol, certify, seed: as in `howsmooth.lipschitz`.
         input: text, ids, inputs, or the model's own arguments by name, as for `capture`.
         """

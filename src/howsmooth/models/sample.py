@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName, Span
-from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
+from howsmooth.models.by_hand import ByHand
+from howsmooth.models.cut import Cut, CutJacobian
+from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, UncuttableError, implementation, register
 from howsmooth.models.room import check_room, enough
 from howsmooth.models.rows import OwnRows, sample_rows
+from howsmooth.models.span import MAPS, MapName, Span
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import KeepDouble, Trace, trace
 from howsmooth.settings import choice, whole
@@ -74,11 +76,15 @@ class Sample:
         if self._chooses:
             register()
             codes = (IMPLEMENTATION, "sdpa") if getattr(self.owner, "_supports_sdpa", False) else (IMPLEMENTATION,)
-        for code in codes:
+        for code in (*codes, WRITTEN_OUT):
             try:
                 run = self._run(code)
             except (UncuttableError, KeyError):  # a model that looks its implementation up in a table of its own
                 continue
+            except (RuntimeError, TypeError, AttributeError):
+                if code != WRITTEN_OUT:
+                    raise
+                continue  # code that does something else with its logits
             if bool(run.output.isfinite().all()) and any(layer.cut for layer in run.layers):
                 return code, run
         return None
@@ -118,7 +124,9 @@ class Sample:
         with ExitStack() as stack:
             if code is not None:
                 stack.enter_context(implementation(self.owner, code))
-            if self.work == torch.float64 and code == "eager":  # a float64 mask overflows in its float32 softmax
+            if code == WRITTEN_OUT:
+                stack.enter_context(ByHand())
+            if self.work == torch.float64 and code in ("eager", WRITTEN_OUT):  # a float64 mask overflows in its float32 softmax
                 stack.enter_context(KeepDouble())
             return trace(self.owner, self.args, self.kwargs)
 
@@ -154,9 +162,14 @@ class Sample:
         layers = self.trace.layers
         layer = whole(layer, f"a layer from 0 to {len(layers) - 1}", f"{self.name} has no other", below=len(layers))
         heads = layers[layer].heads
+        if map in ("cross", "context"):
+            Span.of(map, self.trace, layers[layer])  # refuses a block without
+            heads = (layers[layer].crossing or layers[layer]).heads
+            if map == "context" and self.real is not None:
+                raise BadInputError("expected an input without padding for map 'context', got a padded one; leave it out")
         if head is not None:
-            if map not in ("attention", "heads", "normed"):
-                raise BadInputError(f"expected map attention, heads or normed for a single head, got {map!r}; leave head out")
+            if map in ("block", "model"):
+                raise BadInputError(f"expected a map that is attention alone for a single head, got {map!r}; leave head out")
             if heads:
                 whole(head, f"a head from 0 to {heads - 1}", f"layer {layer} has no other", below=heads)
         if map == "normed":
@@ -208,17 +221,24 @@ class Sample:
         if self._on_kernels is None:
             return None
         code, run = self._on_kernels
-        if map != "model" and not run.layers[layer].cut:
-            return None
-        return Cut(self.owner, code, run, run.layers[layer], map, None, self.real, True, self.work)
+        cut = Cut(self.owner, code, run, run.layers[layer], map, None, self.real, True, self.work)
+        return cut if map == "model" or cut.attends.cut else None
 
     def _value(self, cut: Cut) -> Tensor:
         """The map at its own tokens, in float64 where the model can; in the finest products below it where those are many."""
         work = self.work if cut.start.is_cuda and cut.layer.heads * len(cut.start) ** 2 > HEAVY else torch.float64
+
+        def at(cut: Cut) -> Tensor:
+            x = cut.start.to(cut.work)[None]
+            if cut.code != WRITTEN_OUT:
+                return cut.value(x)
+            with torch.enable_grad():  # with a graph, in which a bias that depends on the tokens is seen and refused
+                return cut.value(x.clone().requires_grad_()).detach()
+
         try:
-            return replace(cut, work=work, precision="strict").value(cut.start.to(work)[None])
+            return at(replace(cut, work=work, precision="strict"))
         except (RuntimeError, TypeError):
-            return cut.value(cut.start.to(self.work)[None])
+            return at(cut)
 
     @torch.no_grad()
     def _is_own(self, cut: Cut, value: Tensor | None = None) -> bool:
@@ -234,7 +254,8 @@ class Sample:
                     own = all(self._is_own(replace(cut, layer=k, name="attention")) for k in cut.trace.layers)
                 elif own:
                     value = self._value(cut) if value is None else value
-                    own = (self._agrees_in_rows if self._long else self._agrees)(cut, value)
+                    in_rows = self._long and cut.name not in ("cross", "context")  # whose keys are few, or are the tokens
+                    own = (self._agrees_in_rows if in_rows else self._agrees)(cut, value)
             except UncuttableError:
                 own = False
             self._verdicts[at] = own

@@ -208,9 +208,7 @@ def _notes(reader: Reader, data: ReportData, failures: tuple[str, ...]) -> tuple
         named = ", ".join(map(str, whole))
         notes.append(f"In layers {named} attention is the model's own code, differentiated as it is.")
     if data.methods.map == "attention" and not data.bounds:
-        notes.append(
-            "Bounds, splitting and worst inputs need layers of plain attention on tokens of width 1024 at most; none here is."
-        )
+        notes.append("Bounds, splitting and worst inputs need attention as a formula of its weights; no layer here is one.")
     if failures:
         notes.append(f"{len(failures)} tasks gave nothing; the first: {failures[0]}")
     return tuple(notes)

@@ -2,7 +2,8 @@
 
 `S_i = ∂f_i/∂x_i` through the query alone. It is the part of the Jacobian that survives when copies of token `i` move in
 opposite directions (docs/meanfield.md §5.3). For attention `S_i = Σ_h W_o^h B_i^h W_q^h` with
-`B_i^h = τ Σ_j Q_ij (v_j − o_i) k_jᵀ`; a norm contributes its derivative; blocks of a composition are multiplied.
+`B_i^h = τ Σ_j Q_ij (v_j − o_i) k_jᵀ`, and the slope of `q_i` for `W_q^h` where queries are normalised and turned; a norm
+contributes its derivative; blocks of a composition are multiplied.
 """
 
 import math
@@ -17,7 +18,7 @@ from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
 from howsmooth.spectral import DenseSVD, GolubKahan
 from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan, spectral_norm
-from howsmooth.theory.heads import lost
+from howsmooth.theory.heads import lost, query_slopes
 from howsmooth.theory.perron import inverse_rows
 
 _FEATURES = 2**23  # products of values and keys kept at once
@@ -90,7 +91,8 @@ def splitting_blocks(operator: Operator, rows: slice) -> Operator:
     if isinstance(operator, NormJacobian):
         unit, scale = (t[:, rows].flatten(0, 1)[:, None] for t in (operator.unit, operator.scale))
         return NormJacobian(operator.norm, unit, scale, operator.offset)
-    return QueryBlocks(_attention(operator).layer, _through_queries(_attention(operator), rows).flatten(0, 1))
+    attention = _attention(operator)
+    return QueryBlocks(attention.layer, _through_queries(attention, rows).flatten(0, 1), _norm_at(attention, rows))
 
 
 class BlockSizes(NamedTuple):
@@ -125,29 +127,45 @@ def _attention(operator: Operator) -> AttentionJacobian:
 
 @final
 class QueryBlocks(Operator):
-    """`W_o blockdiag_h(B_i^h) W_q`, a batch with one item per token."""
+    """`W_o blockdiag_h(B_i^h) D N_i W_q`, a batch with one item per token, `D N_i` the slope of a norm on queries."""
 
-    def __init__(self, layer: Attention, blocks: Float[Tensor, "tokens heads d_v d_h"]):
-        self._layer, self._blocks = layer, blocks
+    def __init__(self, layer: Attention, blocks: Float[Tensor, "tokens heads d_v d_h"], norm: NormJacobian | None = None):
+        self._layer, self._blocks, self._norm = layer, blocks, norm
         self.batch = len(blocks)
         self.in_shape, self.out_shape = (1, layer.width), (1, layer.out_width)
         self.dtype, self.device = blocks.dtype, blocks.device
 
     def jvp(self, v):
-        q = (v @ self._layer.w_q.mT).unflatten(-1, (self._layer.heads, -1))  # (probes, tokens, 1, heads, d_h)
+        q = v @ self._layer.w_q.mT  # (probes, tokens, 1, q_width)
+        if self._norm is not None:
+            q = self._norm.jvp(q.unflatten(-1, (-1, self._norm.in_shape[-1]))).flatten(-2)
+        q = q.unflatten(-1, (self._layer.heads, -1))  # (probes, tokens, 1, heads, d_h)
         o = torch.einsum("thvk,ptihk->ptihv", self._blocks, q).flatten(-2)
         return o if self._layer.w_o is None else o @ self._layer.w_o.mT
 
     def vjp(self, u):
         o = (u if self._layer.w_o is None else u @ self._layer.w_o).unflatten(-1, (self._layer.heads, -1))
-        return torch.einsum("thvk,ptihv->ptihk", self._blocks, o).flatten(-2) @ self._layer.w_q
+        q = torch.einsum("thvk,ptihv->ptihk", self._blocks, o).flatten(-2)
+        if self._norm is not None:
+            q = self._norm.vjp(q.unflatten(-1, (-1, self._norm.in_shape[-1]))).flatten(-2)
+        return q @ self._layer.w_q
 
     def select(self, items):
-        return QueryBlocks(self._layer, self._blocks[items])
+        return QueryBlocks(self._layer, self._blocks[items], None if self._norm is None else self._norm.select(items))
+
+
+def _norm_at(operator: AttentionJacobian, rows: slice) -> NormJacobian | None:
+    """The slope of the norm on queries at some tokens, one item each, (1, heads, head width) or (1, 1, all heads)."""
+    slope = operator.q_slope
+    if slope is None:
+        return None
+    unit, scale = (t[:, None] if t.ndim == 3 else t for t in (slope.unit, slope.scale))  # (batch, heads or 1, n, ·)
+    unit, scale = (t[:, :, rows].transpose(1, 2).flatten(0, 1)[:, None] for t in (unit, scale))
+    return NormJacobian(slope.norm, unit, scale, slope.offset)
 
 
 def _through_queries(operator: AttentionJacobian, rows: slice) -> Float[Tensor, "batch rows heads d_v d_h"]:
-    """`B_i^h` from moments of values and keys, measured from their means so that little cancels."""
+    """`B_i^h R_i` from moments of values and keys, measured from their means so that little cancels; `R_i` the phases."""
     kernel, inverse = operator.kernel.tiled(), inverse_rows(operator)
     batch, heads, _, m = kernel.shape
     v, k, o = _centred(kernel)
@@ -162,6 +180,10 @@ def _through_queries(operator: AttentionJacobian, rows: slice) -> Float[Tensor, 
             second += weights[:, cols] @ (v[g, cols, :, None] * k[g, cols, None, :]).flatten(1)
         first = weights @ k[g]
         blocks[g] = operator.layer.scale * (second.unflatten(1, (d_v, d_h)) - o[g, rows, :, None] * first[:, None])
+    if operator.layer.rotary is not None:  # every row of a block is a vector like a query
+        rotary = operator.layer.rotary.at(rows)
+        turned = blocks.unflatten(0, (batch, heads)).transpose(2, 3).flatten(1, 2)  # (batch, heads · d_v, rows, d_h)
+        blocks = rotary.turn(turned, back=True).unflatten(1, (heads, d_v)).transpose(2, 3).flatten(0, 1)
     return blocks.unflatten(0, (batch, heads)).transpose(1, 2)
 
 
@@ -191,11 +213,9 @@ def _spreads(operator: AttentionJacobian) -> BlockSizes:
     cut = (noise if kernel.scores.softcap is None else 1.0) * long_v * long_k
     bound = (near + 2 * noise * long_v) * (keys + noise * long_k) + 2 * noise * cut
     terms = far * keys + 2 * long_v * keys + far * long_k + 2 * cut
-    w = layer.by_head()
-    gain = abs(layer.scale) * (spectral_norm(w.q) * k_size) * (spectral_norm(w.o) * v_size)
-    bound, terms = (
-        (torch.where(inverse > 0, t, 0.0).unflatten(0, (batch, heads)) * gain[:, None]).sum(1) for t in (bound, terms)
-    )
+    out = spectral_norm(layer.by_head().o)[:, None] * v_size
+    gain = abs(layer.scale) * (query_slopes(operator) * k_size) * out  # (batch, heads, n)
+    bound, terms = ((torch.where(inverse > 0, t, 0.0).unflatten(0, (batch, heads)) * gain).sum(1) for t in (bound, terms))
     return BlockSizes(no_nan(bound * (1 + noise)), no_nan(terms))
 
 

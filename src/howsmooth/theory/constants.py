@@ -239,14 +239,32 @@ def _pairs(layer: Attention, w: HeadWeights) -> tuple[tuple[Scaled, Scaled], ...
         return ()
     w_q, w_k = _triangle(w.q), _triangle(w.k)
     r_q, r_k = (
-        plane_factors(layer, w.norm(dim=-1) if n is None else n.weight.double().abs().expand(len(w), -1).to(w.device))
+        plane_factors(layer, w.norm(dim=-1) if n is None else by_heads(n.weight.double().abs(), *w.shape[:2]).to(w.device))
         for w, n in ((w_q, layer.q_norm), (w_k, layer.k_norm))
     )
     factors = [torch.ones_like(r_q), 1 / r_k, r_q, (r_q / r_k).sqrt()]
     if layer.q_norm is None and layer.k_norm is None:
         factors.append(_balanced(layer, w_q, w_k, factors))
     gain = 1.0 if layer.rotary is None else layer.rotary.gain
-    return tuple((_scaled(w_q, w.b_q, layer.q_norm, gain, 1 / f), _scaled(w_k, w.b_k, layer.k_norm, gain, f)) for f in factors)
+    whole_q, whole_k = (_whole(t, layer.head_width, n) for t, n in ((w.q, layer.q_norm), (w.k, layer.k_norm)))
+    return tuple(
+        (_scaled(w_q, w.b_q, layer.q_norm, gain, 1 / f, whole_q), _scaled(w_k, w.b_k, layer.k_norm, gain, f, whole_k))
+        for f in factors
+    )
+
+
+def by_heads(t: Float[Tensor, " width"], heads: int, head: int) -> Float[Tensor, "heads head"]:
+    """A norm's vector as every query head sees it: one for all, or over all heads, those of a group alike."""
+    parts = t.numel() // head
+    return t.unflatten(0, (parts, head)).repeat_interleave(heads // parts, 0)
+
+
+def _whole(w: Float[Tensor, "heads head d"], head: int, norm: LayerNorm | RMSNorm | None) -> float | None:
+    """`‖C W‖` of all heads together, from above, where the norm goes over them; nothing otherwise."""
+    if norm is None or norm.width == head:
+        return None
+    centred = norm.to(w.device, torch.float64).center(w[:: len(w) * head // norm.width].flatten(0, 1).mT).mT
+    return min(_stacked(centred), float(centred.norm()) * slack(max(centred.shape)))
 
 
 def _planes(layer: Attention, sizes: Float[Tensor, "*heads head"]) -> Tensor:
@@ -287,12 +305,20 @@ def _balanced(layer: Attention, w_q: Tensor, w_k: Tensor, starts: list[Tensor]) 
 
 
 def _scaled(
-    w: Float[Tensor, "heads head r"], b: Tensor, norm: LayerNorm | RMSNorm | None, gain: float, f: Float[Tensor, "heads head"]
+    w: Float[Tensor, "heads head r"],
+    b: Float[Tensor, "heads head"],
+    norm: LayerNorm | RMSNorm | None,
+    gain: float,
+    f: Float[Tensor, "heads head"],
+    whole: float | None,
 ) -> Scaled:
+    """whole: `‖C W‖` of all heads, for a norm over them."""
     size = max(w.shape[1:])
     if norm is None:
         return Scaled(rounded_up(spectral_norm(w * f[..., None]), size), rounded_up(lengths(b * f), size), gain)
     norm = norm.to(f.device, torch.float64)
+    if whole is not None:
+        return _scaled_together(b, norm, gain, f, whole)
     centred, shift = norm.center(w.mT).mT, norm.center(b)
     beta = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
     return Scaled(
@@ -302,6 +328,33 @@ def _scaled(
         alpha=rounded_up((norm.weight * f).abs().amax(-1), size),
         beta=rounded_up(lengths(beta * f), size),
         radius=tuple(norm_radius(type(norm)(norm.weight * row, beta * row, norm.eps)) * slack(size) for row in f),
+        eps=norm.eps,
+        width=norm.width,
+    )
+
+
+def _scaled_together(
+    b: Float[Tensor, "heads head"], norm: LayerNorm | RMSNorm, gain: float, f: Float[Tensor, "heads head"], whole: float
+) -> Scaled:
+    """The same for a norm over all heads (§3.18)."""
+    heads, head = f.shape
+    group = heads * head // norm.width
+    alpha = by_heads(norm.weight, heads, head) * f
+    beta = torch.zeros_like(alpha) if norm.bias is None else by_heads(norm.bias, heads, head) * f
+    shift = float(norm.center(b[::group].flatten()).norm()) * slack(norm.width)
+    radius = []
+    for h in range(heads):
+        own = slice(h // group * head, (h // group + 1) * head)
+        weight, bias = torch.zeros_like(norm.weight), torch.zeros_like(norm.weight)
+        weight[own], bias[own] = alpha[h], beta[h]
+        radius.append(norm_radius(type(norm)(weight, bias, norm.eps)) * slack(norm.width))
+    return Scaled(
+        (whole,) * heads,
+        (shift,) * heads,
+        gain,
+        alpha=rounded_up(alpha.abs().amax(-1), head),
+        beta=rounded_up(beta.norm(dim=-1), head),
+        radius=tuple(radius),
         eps=norm.eps,
         width=norm.width,
     )

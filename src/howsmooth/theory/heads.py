@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.maps import Attention, AttentionJacobian, NormJacobian, Operator
+from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.theory.bound import ROUNDINGS, TINY, largest_entry, lengths, no_less, no_nan, product_blur, slack, spectral_norm
-from howsmooth.theory.constants import plane_factors
+from howsmooth.theory.constants import by_heads, plane_factors
 from howsmooth.theory.perron import inverse_rows
 
 _TOKENS = 4096  # worked on at once in float64
@@ -162,15 +162,18 @@ def lost(operator: AttentionJacobian) -> Lost:
         parts.append(ROUNDINGS * eps * torch.stack(longest).amax(0).sqrt().flatten() * far * top)
     q, k, v = parts
     slopes = torch.zeros_like(q)
-    if isinstance(operator.q_slope, NormJacobian):
+    if operator.q_slope is not None:
         q, slopes = _through_norm(operator.q_slope, q, slopes)
-    if isinstance(operator.k_slope, NormJacobian):
+    if operator.k_slope is not None:
         k, slopes = _through_norm(operator.k_slope, k, slopes)
     return Lost(q, k, v, slopes)
 
 
 def _through_norm(slope: NormJacobian, error: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """An error of what a norm takes, behind it, at its smallest divisor; and the share of its slopes that is lost with it."""
+    if slope.unit.ndim == 3:  # over all heads, whose errors add up
+        whole = error.unflatten(0, (slope.batch, -1)).square()
+        error = whole.sum(-1, keepdim=True).sqrt().expand_as(whole).flatten()
     error = error / slope.scale.double().min()
     return error * slope.norm.weight.double().abs().max(), slopes + 4 * error
 
@@ -302,29 +305,28 @@ def token_slopes(
     if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
         return None
     return Slopes(
-        *_moving(layer, operator.q_slope, r_q.mT, kernel.k, operator.batch),
-        *_moving(layer, operator.k_slope, r_k.mT, kernel.q, operator.batch),
+        *_moving(layer, operator.q_slope, r_q.mT, kernel.k, operator.batch, layer.w_q),
+        *_moving(layer, operator.k_slope, r_k.mT, kernel.q, operator.batch, layer.w_k),
     )
 
 
 def _moving(
-    layer: Attention, slope: Operator | None, w: Float[Tensor, "heads head r"], other: Float[Tensor, "g n head"], batch: int
+    layer: Attention,
+    slope: NormJacobian | None,
+    w: Float[Tensor, "heads head r"],
+    other: Float[Tensor, "g n head"],
+    batch: int,
+    whole: Tensor | None,
 ) -> tuple[Float[Tensor, "g n head"], Float[Tensor, "g n"], Float[Tensor, " g"]]:
     """The other side's vectors over `f`, the slopes of this side times `f`, `max 1/f`: the better of two `f` for each head."""
     heads, head, _ = w.shape
     n = other.shape[1]
-    normed = slope if isinstance(slope, NormJacobian) else None
     ones = torch.ones(heads, head, dtype=torch.float64, device=w.device)
-    rows = w.norm(dim=-1) if normed is None else normed.norm.weight.double().abs().expand(heads, -1)
-    gain = torch.ones(batch, n, dtype=torch.float64, device=w.device)  # of each token's phases: 1 up to their rounding
-    if layer.rotary is not None:
-        cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
-        gain = gain * (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0).to(w.device) * (1 + 1e-15)
+    rows = w.norm(dim=-1) if slope is None else by_heads(slope.norm.weight.double().abs(), heads, head)
     choices = []
     even = plane_factors(layer, rows)
     for f in (ones, 1 / even):
-        size = spectral_norm(w * f[..., None])[None, :, None] if normed is None else _normed(normed, w, f)
-        size = (size * gain[:, None] * slack(layer.width)).flatten(0, 1)  # (g, n)
+        size = _slopes(layer, slope, w, f, batch, n, whole).flatten(0, 1)  # (g, n)
         vectors = (other.double().unflatten(0, (batch, heads)) / f[:, None]).flatten(0, 1)
         choices.append((vectors, size, vectors.square().sum((-2, -1)) * size.square().amax(-1)))
     (plain, size, worth), (scaled, scaled_size, scaled_worth) = choices
@@ -332,6 +334,57 @@ def _moving(
     vectors = torch.where(better[..., None], scaled, plain)
     by = torch.where(better[:, 0], even.amax(-1).repeat(batch), 1.0)
     return vectors, torch.where(better, scaled_size, size), by
+
+
+def query_slopes(operator: AttentionJacobian) -> Float[Tensor, "batch heads n"]:
+    """`‖∂q_i/∂x_i‖` from above, head by head and token by token."""
+    layer = operator.layer
+    w = torch.linalg.qr(layer.by_head().q.mT, mode="r")[1].mT
+    ones = torch.ones(w.shape[:2], dtype=torch.float64, device=w.device)
+    return _slopes(layer, operator.q_slope, w, ones, operator.batch, operator.in_shape[0], layer.w_q)
+
+
+def _slopes(
+    layer: Attention,
+    slope: NormJacobian | None,
+    w: Float[Tensor, "heads head r"],
+    f: Float[Tensor, "heads head"],
+    batch: int,
+    n: int,
+    whole: Float[Tensor, "rows d"] | None,
+) -> Float[Tensor, "batch heads n"]:
+    """`‖∂(f q_i)/∂x_i‖` from above (4.13): `w` the weights of queries, or of keys, up to an isometry of their input.
+
+    whole: the weights of all heads, nothing for the identity.
+    """
+    gain = torch.ones(batch, n, dtype=torch.float64, device=w.device)  # of each token's phases: 1 up to their rounding
+    if layer.rotary is not None:
+        cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
+        gain = gain * (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0).to(w.device) * (1 + 1e-15)
+    if slope is None:
+        size = spectral_norm(w * f[..., None])[None, :, None]
+    elif slope.norm.width == w.shape[1]:
+        size = _normed(slope, w, f)
+    else:
+        size = _normed_together(slope, torch.eye(layer.width).to(w) if whole is None else whole.double(), f)
+    return size * gain[:, None] * slack(layer.width)
+
+
+def _normed_together(
+    slope: NormJacobian, w: Float[Tensor, "rows d"], f: Float[Tensor, "heads head"]
+) -> Float[Tensor, "batch heads n"]:
+    """`‖f_h α_h ((I − uuᵀ/m) C W)_h‖/s` of every token and head, for a norm over all heads (4.14)."""
+    heads, head = f.shape
+    norm, unit, scale = slope.norm, slope.unit.double(), slope.scale.double()[..., 0]  # (batch, n, rows), (batch, n)
+    centred = norm.center(w.mT).mT  # C W
+    alpha = by_heads(norm.weight.double(), heads, head) * f
+    group = heads * head // norm.width
+    own = centred.unflatten(0, (-1, head)).repeat_interleave(group, 0) * alpha[..., None]  # (heads, head, d)
+    part = unit.unflatten(-1, (-1, head)).repeat_interleave(group, 2)  # (batch, n, heads, head)
+    along = (unit @ centred).norm(dim=-1) / norm.width
+    size = spectral_norm(own)[None, :, None] + ((alpha * part).norm(dim=-1) * along[..., None]).transpose(1, 2)
+    noise = ROUNDINGS * torch.finfo(slope.dtype).eps * math.sqrt(norm.width)
+    return size / scale[:, None] * (1 + noise)
 
 
 def _normed(slope: NormJacobian, w: Float[Tensor, "heads head r"], f: Tensor) -> Float[Tensor, "batch heads n"]:
