@@ -10,7 +10,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps.attention import Attention
 from howsmooth.maps.base import Map
-from howsmooth.maps.jacobian import Jacobian
+from howsmooth.maps.products import Jacobian
 from howsmooth.measures.measure import Measure
 from howsmooth.search import Ball, TokenSet, WorstCase, find_worst
 from howsmooth.settings import shown
