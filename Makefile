@@ -5,13 +5,19 @@ PIP := $(PY) -m pip install -qq -c constraints.txt
 demo test: export OMP_WAIT_POLICY ?= PASSIVE
 test: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test oldest lint bench docs clean
+.PHONY: demo test test-gpu oldest lint bench docs clean
 
 demo: .venv/.package
 	@.venv/bin/howsmooth demo --force
 
 test: lint docs
 	$(PY) -m pytest -q -n auto
+
+# What depends on the device, on a GPU: kernels, maps, solvers and models. pytest-benchmark does not go with several processes.
+test-gpu: export OMP_NUM_THREADS ?= 1
+test-gpu: GPU_PY ?= $(PY)
+test-gpu:
+	$(GPU_PY) -m pytest -q -n 8 -p no:benchmark -p no:cacheprovider tests/kernels tests/maps tests/spectral tests/models tests/test_local.py
 
 # The quick tests with the lowest versions that pyproject.toml allows, in an environment of their own.
 oldest: export OMP_NUM_THREADS ?= 1

@@ -15,13 +15,14 @@ ALL = [
     "certify",
     "point",
     "tightness",
+    "soundness",
     "models",
     "architectures",
     "measures",
     "worst",
     "attack",
 ]
-ON_A_GPU = ["gpu", "gpu_solve"]
+ON_A_GPU = ["gpu", "gpu_solve", "gpu_models", "gpu_report"]
 
 if __name__ == "__main__":
     names = ALL + (ON_A_GPU if torch.cuda.is_available() else [])

@@ -52,6 +52,7 @@ def _row(name: str) -> dict[str, Any]:
         "attention": type(layer.module).__name__,
         "mask": _mask(kernels[0].scores) if kernels else "its own",
         "way": "kernels" if found["attention"].cut else "falls back",
+        "as `Attention`": "no" if captured.closed(animal.layer) is None else "yes",
         "error, attention": f"{errors['attention']:.0e}",
         "error, block": f"{errors['block']:.0e}",
     }

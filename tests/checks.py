@@ -56,8 +56,8 @@ def check_dense(op: Operator, reference: Tensor, *, growth: float = 1.0, scale: 
         assert_close(image.reshape(size, op.batch, -1).permute(1, 2, 0), matrix, op.dtype, growth=growth, scale=scale)
 
 
-def check_adjoint(op: Operator, *, growth: float = 1.0) -> None:
-    """`⟨Jv, u⟩ = ⟨v, Jᵀu⟩`, item by item."""
+def check_adjoint(op: Operator, *, growth: float = 1.0, scale: float = 0.0) -> None:
+    """`⟨Jv, u⟩ = ⟨v, Jᵀu⟩`, item by item. scale: the size of terms that cancel in the entries of `J`."""
     v, u = probes(op, op.in_shape, seed=1), probes(op, op.out_shape, seed=2)
     jv, jtu = op.jvp(v), op.vjp(u)
     assert jv.shape == u.shape, f"Jv has shape {tuple(jv.shape)}, expected {tuple(u.shape)}"
@@ -66,8 +66,9 @@ def check_adjoint(op: Operator, *, growth: float = 1.0) -> None:
     for p in range(len(v)):
         for b in range(op.batch):
             left, right = (jv[p, b] * u[p, b]).sum(), (v[p, b] * jtu[p, b]).sum()
-            scale = float(jv[p, b].norm() * u[p, b].norm() + v[p, b].norm() * jtu[p, b].norm())
-            assert_close(left, right, op.dtype, scale=scale, growth=growth)
+            size = float(jv[p, b].norm() * u[p, b].norm() + v[p, b].norm() * jtu[p, b].norm())
+            size += scale * float(u[p, b].norm() * v[p, b].norm())
+            assert_close(left, right, op.dtype, scale=size, growth=growth)
 
 
 def check_probes_equal_loop(op: Operator, *, growth: float = 1.0) -> None:
@@ -114,7 +115,7 @@ def check_batch_equals_loop(build: Callable[[Tensor], Operator], x: Tensor, *, g
 def check_operator(op: Operator, reference: Tensor, *, growth: float = 1.0, scale: float = 0.0) -> None:
     """The whole contract of an operator whose matrices are known."""
     check_dense(op, reference, growth=growth, scale=scale)
-    check_adjoint(op, growth=growth)
+    check_adjoint(op, growth=growth, scale=scale)
     check_probes_equal_loop(op, growth=growth)
     check_gram(op, growth=growth)
     check_select(op, growth=growth)

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError, NoConvergenceError
 from howsmooth.maps import Composed, Weighted
+from problems import hostile
 from problems.spectra import Matrix, attention
 
+UNREADABLE = ("sparse", "csr", "meta", "nested", "jagged", "fake", "masked", "mkldnn", "lazy", "float8", "quantised")
 EYE = torch.eye(4)
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 NAN, INF = float("nan"), float("inf")
+ask: Any = hs  # with arguments of types that it does not take
 
 
 def broken(t: Tensor, entry: float) -> Tensor:
@@ -56,10 +59,33 @@ BAD_TOKENS: dict[str, Callable[[], Any]] = {
     "call, other width": lambda: layer()(X[:, :3]),
     "call, integers": lambda: layer()(X.long()),
     "call, numpy": lambda: layer()(X.numpy()),  # pyright: ignore[reportCallIssue, reportArgumentType]
+    **{f"{kind} tokens": lambda kind=kind: measure(x=hostile.draw(kind)) for kind in UNREADABLE},
+    **{f"call, {kind} tokens": lambda kind=kind: layer()(hostile.draw(kind)) for kind in UNREADABLE},
+    **{f"a batch, {kind}": lambda kind=kind: hs.lipschitz_batch(layer(), hostile.draw(kind)) for kind in UNREADABLE},
+    **{f"bounds, {kind} tokens": lambda kind=kind: hs.bounds(layer(), hostile.draw(kind)) for kind in UNREADABLE},
+    **{f"splitting, {kind} tokens": lambda kind=kind: hs.splitting(layer(), hostile.draw(kind)) for kind in UNREADABLE},
+    **{f"jacobian, {kind} tokens": lambda kind=kind: hs.jacobian(layer(), hostile.draw(kind)) for kind in UNREADABLE},
+    **{f"product, {kind}": lambda kind=kind: hs.jacobian(layer(), X) @ hostile.draw(kind) for kind in UNREADABLE},
+    **{f"{kind} atoms": lambda kind=kind: hs.Measure(hostile.draw(kind)) for kind in UNREADABLE},
+    **{f"around {kind} tokens": lambda kind=kind: hs.BallAround(hostile.draw(kind), 1.0) for kind in UNREADABLE},
 }
 
 BAD_LAYERS: dict[str, Callable[[], Any]] = {
     **{f"nan {w}": lambda w=w: layer(**{w: broken(EYE, NAN)}) for w in ("w_q", "w_k", "w_v", "w_o")},
+    **{f"{kind} w_q": lambda kind=kind: layer(w_q=hostile.draw(kind)) for kind in UNREADABLE},
+    **{f"{kind} attention_mask": lambda kind=kind: layer(attention_mask=hostile.draw(kind)) for kind in UNREADABLE},
+    "no w_q": lambda: layer(w_q=None),
+    "no w_v": lambda: layer(w_v=None),
+    **{f"causal {word!r}": lambda word=word: layer(causal=word) for word in ("False", 0, 1, None)},
+    "causal matrices": lambda: hs.Attention.from_matrices(EYE, EYE, causal="False"),  # pyright: ignore[reportArgumentType]
+    "causal tokens": lambda: hs.Measure.from_tokens(X, causal="False"),  # pyright: ignore[reportArgumentType]
+    "interleaved": lambda: hs.Rotary(X, X, interleaved="no"),  # pyright: ignore[reportArgumentType]
+    **{
+        f"{name} {value!r}": lambda name=name, value=value: layer(**{name: value})
+        for name in ("heads", "kv_heads", "scale", "softcap", "window")
+        for value in ("1", [1], 1j, NAN, INF, True, 10**400)
+    },
+    **{f"eps {eps!r}": lambda eps=eps: ask.LayerNorm(torch.ones(4), eps=eps) for eps in ("1e-5", None, True, [1e-5])},
     "inf w_v": lambda: layer(w_v=broken(EYE, INF)),
     "nan b_q": lambda: layer(b_q=broken(torch.zeros(4), NAN)),
     "integer w_q": lambda: layer(w_q=EYE.long()),
@@ -138,6 +164,7 @@ BAD_FUNCTIONS: dict[str, Callable[[], Any]] = {
     "mixes items": lambda: hs.lipschitz_batch(lambda x: x - x.mean(0), torch.stack([X, 2 * X, 3 * X])),
     "sums over items": lambda: hs.lipschitz_batch(lambda x: x.sum(0), torch.stack([X, 2 * X])),
     "one output for a batch": lambda: hs.lipschitz_batch(lambda x: x.sum(), torch.stack([X, 2 * X])),
+    "a float32 module, float64 x": lambda: measure(nn.Linear(4, 4), X.double()),
     "half": lambda: measure(torch.sin, X.half()),
     "bfloat16": lambda: measure(torch.sin, X.bfloat16()),
     "complex": lambda: measure(torch.sin, X + 0j),
@@ -149,6 +176,17 @@ BAD_FUNCTIONS: dict[str, Callable[[], Any]] = {
 }
 
 BAD_OPTIONS: dict[str, Callable[[], Any]] = {
+    **{f"radius {r!r}": lambda r=r: ask.bounds(layer(), n=3, radius=r) for r in (NAN, INF, -1, "1", True, [1.0])},
+    **{f"ball {r!r}": lambda r=r: ask.Ball(r) for r in (1e200, NAN, INF, 0, -1, "1", True, None)},
+    **{f"n {n!r}": lambda n=n: ask.bounds(layer(), n=n, radius=1.0) for n in (0, -1, 2.0, "3", True, NAN)},
+    **{f"steps {k!r}": lambda k=k: ask.worst_case(layer(), 2, 1.0, steps=k) for k in (-1, 1.5, "3", True)},
+    **{f"worst seed {k!r}": lambda k=k: ask.worst_case(layer(), 2, 1.0, seed=k) for k in (-1, 1.5, "3", 2**64)},
+    **{f"p {p!r}": lambda p=p: ask.wasserstein(hs.Measure(X), hs.Measure(X), p=p) for p in (0.5, NAN, INF, "2", True)},
+    "method": lambda: hs.wasserstein(hs.Measure(X), hs.Measure(X), method=X),  # pyright: ignore[reportArgumentType]
+    "device": lambda: layer().to("meta"),
+    "device that is not there": lambda: layer().to("cuda:99"),
+    "float8": lambda: layer().to(torch.float8_e4m3fn),
+    "composed with a function": lambda: layer() @ torch.sin,  # pyright: ignore[reportOperatorIssue]
     **{f"tol {tol}": lambda tol=tol: measure(tol=tol) for tol in (0.0, -1e-3, 1.0, 2.0, NAN, INF)},
     **{f"certify {c}": lambda c=c: measure(certify=c) for c in (0.0, -0.02, NAN, INF)},
     "tol finer than any precision": lambda: loud(layer(), tol=1e-15),
@@ -231,6 +269,47 @@ def test_overflowing_weights_never_give_nan():
         f = hs.Attention(f.w_q, 1e30 * f.w_v, f.w_v, f.w_o)
         with pytest.raises(HowSmoothError, match=r"overflow|float64"):
             hs.lipschitz(f, x, solver=hs.GolubKahan())
+
+
+def test_numbers_of_numpy_are_numbers():
+    plain = layer(heads=2, scale=0.5, window=2, causal=True)
+    numpys = layer(heads=np.int64(2), scale=np.float32(0.5), window=np.uint8(2), causal=np.True_)
+    assert (numpys.heads, numpys.scale, numpys.window, numpys.causal) == (2, 0.5, 2, True)
+    assert {type(v) for v in (numpys.heads, numpys.scale, numpys.window, numpys.causal)} == {int, float, bool}
+    assert measure(numpys).value == measure(plain).value
+    assert hs.bounds(plain, n=np.int64(3), radius=np.float64(2.0)).to_dict() == hs.bounds(plain, n=3, radius=2.0).to_dict()  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_the_worst_input_of_a_module_in_its_own_precision(kind: torch.dtype):
+    """Small searches are in float64, which a module in float32 knows only as a copy."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(kind)
+    found = hs.worst_case(module, within=hs.BallAround(X.to(kind), 0.5), steps=3, restarts=2)
+    assert found.estimate.lower <= found.estimate.upper
+    assert found.value >= hs.lipschitz(module, X.to(kind)).value * (1 - 1e-6)
+    assert {p.dtype for p in module.parameters()} == {kind}
+
+
+def test_the_worst_input_of_a_function_that_knows_one_precision():
+    weight = torch.linspace(-1, 1, 16).reshape(4, 4)
+    found = hs.worst_case(lambda x: torch.tanh(x @ weight), within=hs.BallAround(X, 0.5), steps=2, restarts=2)
+    assert found.tokens.dtype == torch.float32
+    assert hs.worst_case(lambda x: 2 * x, within=hs.BallAround(X, 0.5), steps=2, restarts=2).value == pytest.approx(2.0)
+
+
+def test_what_a_function_raises_comes_through():
+    class Mine(RuntimeError):
+        pass
+
+    def f(x: Tensor) -> Tensor:
+        raise Mine("of my own")
+
+    with pytest.raises(Mine):
+        hs.lipschitz(f, X)
+    with pytest.raises(BadFunctionError, match=r"takes torch.float32 of shape \(3, 4\)") as caught:
+        hs.lipschitz(nn.Linear(5, 5), X)
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_nothing_is_left_behind_by_a_refusal():

@@ -1,6 +1,8 @@
 """The command line prints tables and JSON, and refuses with one line and exit code 2."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,10 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from howsmooth.cli import app
+from howsmooth.cli.options import engine_of
 from howsmooth.errors import BadInputError
+from howsmooth.run import Local, Ray
+from howsmooth.study.reader import Source
 
 
 def run(*arguments: str):
@@ -80,7 +85,39 @@ def test_bounds_of_a_random_layer():
 @pytest.mark.parametrize("command", ["measure", "report", "study", "attack"])
 def test_commands_that_load_a_model_share_their_options(command):
     told = run(command, "--help").stdout
-    assert all(option in told for option in ("--text", "--map", "--side", "--seed", "--json", "--debug"))
+    assert all(option in told for option in ("--text", "--map", "--side", "--device", "--seed", "--json", "--debug"))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta"])
+@pytest.mark.parametrize("command", ["measure demo --layer 0 --text in.txt", "report demo", "study growth demo", "attack demo"])
+def test_a_device_that_is_not_there_is_refused_in_one_line(command, device, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text("some words")
+    result = run(*command.split(), "--device", device)
+    assert result.exit_code == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert device in line
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_a_study_takes_its_device_along():
+    source = Source("demo", None, None, "weights", "digest")
+    assert "device" not in source.to_dict()  # a worker's own choice: the same tasks on another machine
+    assert Source(**source.to_dict()) == source
+    there = replace(source, device="cuda:1")
+    assert Source(**there.to_dict()) == there
+
+
+def test_workers_on_a_cluster_take_a_gpu_each():
+    class OnGpu:
+        device = torch.device("cuda", 0)
+        module = torch.nn.Linear(2, 2)
+
+    model: Any = OnGpu()
+    assert engine_of("local", None, None, model, "auto") == Local(workers=1)
+    assert engine_of("ray", None, 2, model, "auto") == Ray(workers=2, gpus=1.0)
+    with pytest.raises(BadInputError, match="Ray gives each worker a GPU"):
+        engine_of("ray", None, 2, model, "cuda:1")
 
 
 def test_weights_without_the_right_names(tmp_path):

@@ -166,7 +166,8 @@ def test_folders_that_are_no_place_for_a_report(place, tmp_path):
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_prints_a_table_and_keeps_its_rows(place, tmp_path, name):
     results, table = tmp_path / "rows.sqlite", tmp_path / "rows.csv"
-    inputs = ("study", name, place / "model", "--text", place / "text.txt", "--samples", "1", "--workers", "1", "--steps", "3")
+    inputs = ("study", name, place / "model", "--text", place / "text.txt", "--samples", "1", "--workers", "1")
+    inputs += ("--steps", "3") if name == "worst" else ()
     result = run(*inputs, "--lengths", "8,12", "--out", results, "--table", table)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -189,7 +190,11 @@ def test_every_study_prints_a_table_and_keeps_its_rows(place, tmp_path, name):
         (("radius", "model", "--factors", "big"), "--factors like"),
         (("radius", "model", "--factors", "-1"), "positive factors"),
         (("bounds", "model", "--map", "block"), "the map attention"),
+        (("growth", "model", "--factors", "1,2"), "--factors with the study radius alone, got it with growth"),
+        (("radius", "model", "--steps", "3"), "--steps with the study worst alone"),
         (("growth", "model", "--table", "rows.txt"), ".csv or .parquet"),
+        (("growth", "no model is loaded", "--table", "/proc/rows.csv"), "a file that can be written, got /proc/rows.csv"),
+        (("growth", "no model is loaded", "--table", "x" * 300 + ".csv"), "a file that can be written"),
         (("growth", "nowhere/at/all"), "got 'nowhere/at/all'"),
     ],
 )

@@ -52,8 +52,14 @@ def test_json_is_all_there_is_on_stdout(name, tmp_path):
 
 
 def test_overflowing_bounds_are_null(tmp_path):
-    result = run("growth", "--radii", "30", "--out", str(tmp_path), "--json")
-    assert json.loads(result.stdout, parse_constant=pytest.fail)["rows"][0]["B4"] is None
+    result = run("growth", "--radii", "24", "--out", str(tmp_path), "--json")
+    row = json.loads(result.stdout, parse_constant=pytest.fail)["rows"][0]
+    assert row["B4"] is None
+    assert row["B5"] < row["value"] < row["B8m"]
+    result = run("growth", "--radii", "30", "--out", str(tmp_path / "far"))
+    assert result.exit_code == 2
+    assert "leaves the range of float64" in result.stderr
+    assert not (tmp_path / "far").exists()
 
 
 def problem(tmp_path, **tensors: torch.Tensor) -> str:

@@ -12,6 +12,7 @@ SRC = Path(__file__).parents[1] / "src" / "howsmooth"
 
 FLOORS = (
     "errors",
+    "settings",
     "kernels",
     "measures",
     "maps",
@@ -27,7 +28,7 @@ FLOORS = (
     "paper",
     "cli",
 )
-NUMERICS = {"errors", "kernels", "maps", "spectral", "theory", "solve"}
+NUMERICS = {"errors", "settings", "kernels", "maps", "spectral", "theory", "solve"}
 NUMERICS_MAY_IMPORT = {"torch", "jaxtyping", "triton", "scipy"} | sys.stdlib_module_names
 HEAVY = ("triton", "transformers", "ot", "pandas", "matplotlib", "plotly", "ray", "scipy")
 

@@ -5,7 +5,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic, doubled
 from howsmooth.maps.operator import Operator, Restricted, Weighted, stream
 from howsmooth.measures.measure import Measure
+from howsmooth.settings import number, seed_of, shown
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
 from howsmooth.theory.point import operator_bound
 from howsmooth.theory.splitting import of_blocks
@@ -47,18 +48,15 @@ class Options:
     tokens: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        tol, certify, seed = self.tol, self.certify, self.seed
-        numbers = [tol] if certify is None else [tol, certify]
-        if not all(_is(t, int | float) for t in numbers) or not (seed is None or _is(seed, int)):
-            raise BadInputError(
-                f"expected numbers tol and certify and a whole seed, got {tol!r}, {certify!r} and {seed!r}; correct them"
-            )
-        if self.solver is not None and not callable(getattr(self.solver, "solve", None)):
-            raise BadInputError(f"expected GolubKahan(...) or DenseSVD() as solver, got {self.solver!r}; or leave it out")
-        if not 0 < tol < 1:
-            raise BadInputError(f"expected 0 < tol < 1, got {tol}; the default is 1e-3")
-        if certify is not None and not 0 < certify < math.inf:
-            raise BadInputError(f"expected certify > 0, got {certify}; 0.02 asks for an interval of 2 %")
+        checked = {"tol": number(self.tol, "0 < tol < 1", "the default is 1e-3", above=0, below=1)}
+        if self.certify is not None:
+            checked["certify"] = number(self.certify, "certify > 0", "0.02 asks for an interval of 2 %", above=0)
+        if self.seed is not None:
+            checked["seed"] = seed_of(self.seed)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.solver is not None and (isinstance(self.solver, type) or not callable(getattr(self.solver, "solve", None))):
+            raise BadInputError(f"expected GolubKahan(...) or DenseSVD() as solver, got {shown(self.solver)}; or leave it out")
 
     def resolved_by(self, operator: Operator) -> bool:
         """Whether products of this precision carry the digits that are asked for."""
@@ -109,10 +107,6 @@ def solve_moving(f: Function, measure: Measure, options: Options) -> Solved:
 def linear(f: Function, x: Tensor) -> Operator:
     """The Jacobian of `f` at one input, in the precision of `x` and `f`, as an operator with a batch of one."""
     return _problem(f, x, batched=False).operator
-
-
-def _is(value: object, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 class _Problem(NamedTuple):
@@ -247,7 +241,7 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
             solutions, apart = None, [0.0] * len(seeds)  # two functions: the float64 one is meant
     if solutions is None:
         operator, solutions = precise, _in_double(solver, precise, options, seeds)
-    lowers, images = _attained(precise, solutions, rigorous)
+    lowers, images = _attained(precise, solutions, exact=rigorous)
     noise = 0.0 if dense or rigorous else operator.noise
     uppers, certain = _uppers(solutions, lowers, noise, apart, precise)
     delta = solver.delta if isinstance(solver, GolubKahan) else 0.0
@@ -333,20 +327,23 @@ def _in_double(solver: Solver, operator: Operator, options: Options, seeds: Sequ
 
 
 @torch.no_grad()
-def _attained(operator: Operator, solutions: list[Solution], rigorous: bool) -> tuple[list[float], Tensor]:
-    """`|J v|/|v|` for the directions `v`, short of float64 or if rigorous less the error that products may have; and `J v`."""
+def _attained(operator: Operator, solutions: list[Solution], exact: bool) -> tuple[list[float], Tensor]:
+    """`|J v|/|v|` for the directions `v`, less the error that the product may have; and `J v`.
+
+    exact: less all that is proved of it, where something is.
+    """
     v = torch.stack([s.direction for s in solutions])[None].to(operator.device, operator.dtype)
     images = operator.jvp(v)
     image = images.flatten(2)
     size = image.abs().amax(-1, keepdim=True)  # taken out, so that squares stay in range
     size = torch.where(size > 0, size, 1.0)
-    exact = 1.0 if operator.dtype == torch.float64 else 1 - operator.noise
     lengths = (image / size).norm(dim=-1) / v.flatten(2).norm(dim=-1) * size[..., 0]
-    lowers = exact * lengths[0].double()
-    if rigorous and (known := operator.rounding()) is not None:
+    lowers = (1 - operator.noise) * lengths[0].double()
+    known = operator.rounding() if exact else None
+    if known is not None:
         sums = 1 - 4 * (operator.in_size + operator.out_size) * torch.finfo(operator.dtype).eps
-        lowers = (lowers * sums - known.error - known.fixed).clamp_min(0.0)
-    return lowers.tolist(), images[0]
+        lowers = lowers * sums - known.error - known.fixed
+    return lowers.clamp_min(0.0).tolist(), images[0]
 
 
 def _uppers(

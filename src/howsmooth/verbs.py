@@ -1,6 +1,7 @@
 """The public questions: how smooth is a map here, what does theory allow, does splitting pay, where is it worst?"""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -9,9 +10,10 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps.attention import Attention
 from howsmooth.maps.base import Map
-from howsmooth.maps.jacobian import Jacobian
+from howsmooth.maps.products import Jacobian
 from howsmooth.measures.measure import Measure
 from howsmooth.search import Ball, TokenSet, WorstCase, find_worst
+from howsmooth.settings import shown
 from howsmooth.solve import Options, linear, solve, solve_batch, solve_moving
 from howsmooth.spectral import Estimate, Estimates, Solver
 from howsmooth.theory.ball import ball_bounds
@@ -106,8 +108,9 @@ def bounds(attn: Attention, x: Tensor | None = None, *, n: int | None = None, ra
         rows = point_bounds(attn, x)
         return Bounds(tuple(rows), f"at an input of {x.shape[0]} tokens", lipschitz(attn, x).value)
     if n is None or radius is None:
-        raise BadInputError(f"expected n and radius, or an input x, got n={n}, radius={radius}; give both")
-    return Bounds(tuple(ball_bounds(attn, n, radius)), f"over {n} tokens in the ball of radius {radius:g}")
+        raise BadInputError(f"expected n and radius, or an input x, got n={shown(n)}, radius={shown(radius)}; give both")
+    rows = ball_bounds(attn, n, radius)
+    return Bounds(tuple(rows), f"over {n} tokens in the ball of radius {float(radius):g}")
 
 
 def splitting(
@@ -136,9 +139,14 @@ def splitting(
     """
     options = Options(tol, certify, seed, solver)
     if isinstance(f, Map):
-        # positions serve a causal layer, and no other looks at them
-        mu = x.merge() if isinstance(x, Measure) else Measure.from_tokens(one_sequence(x), causal=True)
-        moved, operator, _ = solve_moving(f, mu, options)
+        if isinstance(x, Measure):
+            mu = x.merge()
+            moved, operator, _ = solve_moving(f, mu, options)
+        else:
+            # atoms of one mass that keep their places, so that masks, biases and phases stay as they are
+            mu = Measure.from_tokens(one_sequence(x))
+            moved, operator, _ = solve(f, mu.points, options)
+            moved = replace(moved, direction=moved.direction.double() * len(mu) ** 0.5)
         return of_blocks(moved, operator, mu)
     if isinstance(x, Measure):
         raise BadInputError(f"expected a map of this package for a measure, got {type(f).__name__}; pass tokens to a function")

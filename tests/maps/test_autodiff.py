@@ -1,5 +1,8 @@
 """The Jacobian of any torch function: equal to jacrev, the function evaluated once."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from checks import assert_close, check_batch_equals_loop, check_operator, jacobians
 from howsmooth.errors import BadFunctionError
-from howsmooth.maps import AutodiffJacobian
+from howsmooth.maps import AutodiffJacobian, jacobian
 from howsmooth.maps.jacobian import check_deterministic
 from problems.layers import gaussian
 
@@ -248,3 +251,39 @@ def test_inference_mode_is_left():
         x = gaussian(5, 4, seed=1)
         op = AutodiffJacobian(torch.sin, x, batched=False)
     check_operator(op, torch.diag(x.flatten().cos())[None], growth=10)
+
+
+def test_zeros_are_kept_once(monkeypatch: pytest.MonkeyPatch):
+    """The graph of `u ↦ Jᵀu` keeps one number of a tensor of zeros, and its products are the same to the last bit."""
+    x, v = gaussian(1, 8, 6, seed=0), gaussian(1, 1, 8, 6, seed=1)
+
+    def f(t: Tensor) -> Tensor:
+        return torch.nn.functional.silu(t) * t.square().mean(-1, keepdim=True).rsqrt() * t.mean(1, keepdim=True)
+
+    plain = AutodiffJacobian(f, x, batched=True)
+    kept: list[int] = []
+    looked = jacobian._without_zeros
+
+    def counted(t: Tensor) -> Tensor:
+        kept.append(looked(t).untyped_storage().nbytes())
+        return looked(t)
+
+    monkeypatch.setattr(jacobian, "_MANY", 2)
+    monkeypatch.setattr(jacobian, "_LOOKS", "cpu")
+    monkeypatch.setattr(jacobian, "_without_zeros", counted)
+    sparing = AutodiffJacobian(f, x, batched=True)
+    assert 8 in kept  # one number
+    for a, b in zip(plain.gram(v), sparing.gram(v), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_graph_goes_with_what_held_it():
+    x = gaussian(1, 4, 3, seed=0)
+    jacobian_here = AutodiffJacobian(lambda t: t.exp(), x, batched=True)
+    seen = weakref.ref(jacobian_here)
+    gc.disable()
+    try:
+        del jacobian_here
+        assert seen() is None
+    finally:
+        gc.enable()

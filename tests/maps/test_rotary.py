@@ -84,10 +84,27 @@ def test_blocked_kernel_gives_the_same(case):
     assert_close(blocked, dense, growth=1e3 * (1 + float(dense.norm())), scale=1.0)
 
 
+def test_a_norm_over_all_heads_is_olmos():
+    """Queries side by side, normalised, then cut into heads; one head alone is the layer with the others cut off."""
+    w_q, w_k, w_v, w_o = (gaussian(rows, d, seed=i) for i, (rows, d) in enumerate([(8, 5), (4, 5), (4, 5), (3, 8)]))
+    norms = {"q_norm": LayerNorm(gaussian(8, seed=8), gaussian(8, seed=7), eps=0.1), "k_norm": RMSNorm(gaussian(4, seed=9))}
+    layer = Attention(w_q, w_k, w_v, w_o, heads=4, kv_heads=2, causal=True, **norms)
+    x = gaussian(6, 5, seed=4)
+    q = norms["q_norm"](x @ w_q.mT).unflatten(-1, (4, 2)).transpose(0, 1)
+    k = norms["k_norm"](x @ w_k.mT).unflatten(-1, (2, 2)).transpose(0, 1).repeat_interleave(2, 0)
+    v = (x @ w_v.mT).unflatten(-1, (2, 2)).transpose(0, 1).repeat_interleave(2, 0)
+    o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert_close(layer(x), o.transpose(0, 1).flatten(1) @ w_o.mT, growth=100)
+    assert layer.coupled
+    alone = [layer.head(h) for h in range(4)]
+    assert_close(sum((head(x) for head in alone), torch.zeros(())), layer(x), growth=100)
+    assert_close(alone[1](x), o[1] @ w_o[:, 2:4].mT, growth=100)
+
+
 def test_batch_with_its_own_positions_equals_loop():
     positions = torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8], [0, 0, 1, 2]])
     weights = [gaussian(8, 3, seed=i) for i in range(3)]
-    norms = {"q_norm": RMSNorm(gaussian(4, seed=8), eps=0.1), "k_norm": LayerNorm(gaussian(4, seed=9), eps=0.1)}
+    norms = {"q_norm": RMSNorm(gaussian(8, seed=8), eps=0.1), "k_norm": LayerNorm(gaussian(4, seed=9), eps=0.1)}
     layer = Attention(*weights, heads=2, rotary=Rotary.from_base(4, positions), **norms)
     x = gaussian(3, 4, 3, seed=4)
     whole = layer.linearize(x)[1].dense()
@@ -189,7 +206,7 @@ def test_equals_transformers(kind):
 
 W = torch.zeros(8, 4)
 REFUSED = {
-    "a norm of the whole width": ({"q_norm": RMSNorm(torch.ones(8))}, "head width 4"),
+    "a norm of another width": ({"q_norm": RMSNorm(torch.ones(6))}, "head width 4 or over all heads, 8"),
     "something else": ({"k_norm": torch.ones(4)}, "LayerNorm or RMSNorm"),
     "too wide": ({"rotary": Rotary.from_base(6, 3)}, "at most the head width 4"),
     "a table": ({"rotary": torch.ones(3, 2)}, "as a Rotary"),
@@ -210,7 +227,7 @@ def test_refuses(name):
         (lambda: Rotary(torch.ones(3, 2), torch.ones(2, 3)), "one shape"),
         (lambda: Rotary(torch.ones(3, 2), torch.full((3, 2), torch.nan)), "finite"),
         (lambda: Rotary.from_base(3, 4), "even"),
-        (lambda: Rotary.from_base(4, 0), "at least one position"),
+        (lambda: Rotary.from_base(4, 0), "positions from 1"),
         (lambda: Rotary.from_base(4, 2, base=-1.0), "positive base"),
         (lambda: Attention(W, W, W, heads=2, rotary=Rotary.from_base(4, 2))(torch.zeros(3, 4)), "at least 3 positions"),
         (

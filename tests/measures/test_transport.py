@@ -2,15 +2,16 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import howsmooth as hs
 from howsmooth.errors import NoConvergenceError
-from howsmooth.measures import Gaussian
+from howsmooth.measures import Gaussian, Measure
 from howsmooth.measures.entropic import entropic_ends
-from howsmooth.measures.transport import wasserstein
+from howsmooth.measures.transport import Distance, wasserstein
 from problems.layers import gaussian
 from problems.measures import random_measure
 
@@ -180,3 +181,36 @@ def test_splitting_an_atom_leaves_the_conditional_distance_alone():
 def test_distance_as_data():
     d = wasserstein(free(3, 0), free(3, 1))
     assert set(d.to_dict()) == {"value", "lower", "upper", "p", "method"}
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-200, 1e-100, 1e100, 1e200, 1e300])
+@pytest.mark.parametrize("method", ["exact", "entropic", "line", "conditional", "gaussian"])
+def test_a_distance_scales_with_its_points_at_any_size(method: Any, size: float):
+    """Squares of such distances leave the range of float64, the distances do not."""
+    random = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(4, 1 if method == "line" else 3, generator=random, dtype=torch.float64) for _ in range(2))
+
+    def distance(factor: float) -> Distance:
+        if method == "gaussian":
+            spread = torch.zeros(3, 3, dtype=torch.float64)
+            return wasserstein(Gaussian(factor * x[0], spread), Gaussian(factor * y[0], spread))
+        ordered = method == "conditional"
+        mu, nu = (Measure.from_tokens(factor * t, ordered) for t in (x, y))
+        return wasserstein(mu, nu, method=method)
+
+    one, other = distance(1.0), distance(size)
+    assert other.lower / size == pytest.approx(one.lower, rel=1e-12)
+    assert other.upper / size == pytest.approx(one.upper, rel=1e-12)
+
+
+@pytest.mark.parametrize("p", [1, 2, 10, 100, 1e4])
+@pytest.mark.parametrize("method", ["exact", "entropic", "line"])
+def test_powers_that_vanish_leave_the_upper_end_above(method: Any, p: float):
+    """Half the mass moves by 1e-4, beside a distance of 1: `(1e-4)^100` is no number of float64."""
+    mu, nu = (Measure(torch.tensor([[end], [1.0]], dtype=torch.float64)) for end in (0.0, 1e-4))
+    truth = 1e-4 * 0.5 ** (1 / p)
+    found = wasserstein(mu, nu, p=p, method=method)
+    assert found.lower <= truth * (1 + 1e-12)
+    assert found.upper >= truth * (1 - 1e-12)
+    if method != "entropic":
+        assert found.upper == pytest.approx(truth, rel=1e-9)

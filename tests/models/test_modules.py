@@ -75,7 +75,9 @@ def norm_of(f, x: Tensor) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "early name", "mask", "grouped", "twice", "three axes", "gate", "residual"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "early name", "mask", "grouped", "twice", "three axes", "gate", "residual", "by hand"]
+)
 def test_modules_that_call_torchs_attention(kind: str):
     module = randomize(Stack(kind)).double()
     x = tokens()
@@ -94,9 +96,8 @@ def test_modules_that_call_torchs_attention(kind: str):
         assert captured.measure(1).value == pytest.approx(norm_of(plain.double(), second.detach()), rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["by hand", "bias of the input"])
-def test_attention_of_its_own_falls_back_and_is_right(kind: str):
-    module = randomize(Mine(kind)).double()
+def test_attention_of_its_own_falls_back_and_is_right():
+    module = randomize(Mine("bias of the input")).double()
     with pytest.warns(FallbackWarning, match="Mine"):
         got = hs.load(module).measure(inputs=tokens(), layer=0)
     assert not got.cut
@@ -177,9 +178,10 @@ def test_training_mode_and_settings_come_back():
 
 def test_a_module_is_left_alone_by_an_error():
     module = randomize(Mine()).double()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(BadInputError, match="got RuntimeError from it") as caught:
         hs.load(module).measure(inputs=torch.ones(1, 3, WIDTH + 1), layer=0)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 @pytest.mark.parametrize(

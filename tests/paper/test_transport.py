@@ -1,5 +1,7 @@
 """Predictions against transport: exact distances before and after."""
 
+import math
+
 import pytest
 import torch
 
@@ -54,6 +56,52 @@ def test_without_splitting_the_prediction_is_out_of_reach():
     ratio = hs.wasserstein(f(mu), f(nu)).upper / hs.wasserstein(mu, nu).upper
     assert ratio == pytest.approx(s.moved.value, rel=1e-3)
     assert ratio < 0.5 * s.split.value
+
+
+def circle(n: int) -> tuple[hs.Attention, hs.Measure, torch.Tensor]:
+    """A layer, the uniform law on a circle as `n` atoms, and the tangent field that turns the circle in itself, (n, 2)."""
+    A = torch.tensor([[-1.5405, -0.2945], [1.2544, 2.1869]], dtype=torch.float64)
+    V = torch.tensor([[0.0939, 1.2381], [-1.3459, 0.5119]], dtype=torch.float64)
+    angle = 2 * math.pi * torch.arange(n, dtype=torch.float64) / n
+    points = 1.163 * torch.stack([angle.cos(), angle.sin()], -1)
+    return hs.Attention.from_matrices(A, V), hs.Measure(points), torch.stack([-angle.sin(), angle.cos()], -1)
+
+
+def without(field: torch.Tensor) -> torch.Tensor:
+    """The projection that takes a field off, (n·d, n·d)."""
+    unit = field.flatten() / field.norm()
+    return torch.eye(len(unit), dtype=unit.dtype) - torch.outer(unit, unit)
+
+
+def test_at_a_law_without_atoms_transport_sees_gradients_only():
+    """Theorem 5.5: normal fields are free, tangential ones are derivatives along the curve; one field is missing."""
+    f, mu, turning = circle(300)
+    image, operator = f.linearize(mu.points[None])
+    T = operator.dense()[0]
+    along_image = (T @ turning.flatten()).reshape(-1, 2)  # T of the turning field turns the image in itself
+    steps = image[0].roll(-1, 0) - image[0].roll(1, 0)
+    assert float((along_image * steps).sum() / (along_image.norm() * steps.norm())) > 1 - 1e-6
+    seen = without(along_image) @ T @ without(turning)
+    assert float(torch.linalg.matrix_norm(T, 2)) == pytest.approx(2.78779, abs=1e-5)
+    assert float(torch.linalg.matrix_norm(seen, 2)) == pytest.approx(2.57896, abs=1e-5)
+
+    def moved_by(matrix: torch.Tensor, step: float) -> float:
+        """The ratio of distances along a matrix's best field: `step` is large beside the distance of two atoms, 0.024."""
+        best = torch.linalg.svd(matrix)[2][0].reshape(-1, 2)
+        nu = mu.moved(mu.points + step * best * len(mu) ** 0.5)
+        return hs.wasserstein(f(mu), f(nu)).upper / hs.wasserstein(mu, nu).upper
+
+    assert moved_by(seen, 0.05) == pytest.approx(2.579, rel=1e-3)
+    assert moved_by(T, 0.05) < 2.3
+    # small beside that distance the atoms are atoms, and Theorem 5.2 rules
+    assert moved_by(T, 1e-4) == pytest.approx(2.7878, rel=1e-3)
+
+
+def test_the_constant_of_samples_of_a_density_is_that_of_all_fields():
+    few, many = (hs.lipschitz(*circle(n)[:2]) for n in (40, 160))
+    assert few.value == pytest.approx(many.value, rel=1e-4)
+    assert many.value == pytest.approx(2.78779, abs=1e-4)
+    assert not many.split
 
 
 def test_a_wrong_map_is_found_out():

@@ -1,181 +1,168 @@
-"""Hostile folders: what may lie in one, configurations that make no model, and a watch on what is done with them."""
+"""Arguments that nobody should pass: wrong types, numbers at the ends, tensors of every kind that torch has."""
 
-import importlib
-import json
-import os
-import pickle
-import shutil
-import sys
+import math
+import random
+import warnings
 from collections.abc import Callable
-from pathlib import Path
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
-import pytest
+import numpy as np
 import torch
-from safetensors.torch import load_file
+from torch import Tensor, nn
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+import howsmooth as hs
 
-
-class Mark:
-    """Pickled, a program that leaves a mark."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.path),))
+NAN, INF = math.nan, math.inf
 
 
-_opened: list[str] = []  # the weights are opened by a library that Python does not see
-_watches: list["Watch"] = []  # the one that is set, if any
+def tokens(dtype: torch.dtype = torch.float32) -> Tensor:
+    """Three tokens of width four."""
+    return torch.linspace(-1, 1, 12, dtype=dtype).reshape(3, 4)
 
 
-def _look(event: str, args: tuple[Any, ...]) -> None:
-    if _watches and event == "open" and isinstance(args[0], str):
-        _opened.append(os.path.realpath(args[0]))
+def _fake() -> Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(3, 4)
 
 
-sys.addaudithook(_look)
+def _with(entry: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    t = tokens(dtype)
+    t[0, 1] = entry
+    return t
 
 
-class Watch:
-    """What was done that must not be: pickles, kernels, the network, and files opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        modeling_utils: Any = importlib.import_module("transformers.modeling_utils")
-        hub_kernels = importlib.import_module("transformers.integrations.hub_kernels")
-        self.reached: list[str] = []
-        safe_open = modeling_utils.safe_open
-
-        def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
-            _opened.append(os.path.realpath(path))
-            return safe_open(path, *args, **kwargs)
-
-        monkeypatch.setattr(modeling_utils, "safe_open", opened)
-        monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", self.trap("flash attention"))
-        monkeypatch.setattr(torch, "load", self.trap("torch.load"))
-        monkeypatch.setattr(pickle, "load", self.trap("pickle.load"))
-        monkeypatch.setattr("socket.socket.connect", self.trap("the network"))
-        for name in ("get_kernel", "load_and_register_attn_kernel", "lazy_load_kernel"):
-            monkeypatch.setattr(hub_kernels, name, self.trap(name))
-        self.forget()
-        _watches.append(self)
-
-    def end(self) -> None:
-        _watches.remove(self)
-
-    def trap(self, name: str) -> Callable[..., Any]:
-        def reach(*args: Any, **kwargs: Any) -> Any:
-            self.reached.append(name)
-            raise AssertionError(name)
-
-        return reach
-
-    def forget(self) -> None:
-        _opened.clear()
-        self.reached.clear()
-
-    def seen(self, folder: Path) -> list[str]:
-        """Names of the files of a folder that were opened, also through links."""
-        return [path.name for path in map(Path, _opened) if path.is_relative_to(folder.resolve())]
-
-
-def edit(path: Path, **entries: Any) -> None:
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(content | entries))
-
-
-def point_to(folder: Path, name: Any, decoy: bool = True) -> None:
-    """Weights by an index that names something else, beside a file that looks right."""
-    keys = load_file(folder / SINGLE)
-    (folder / SINGLE).rename(folder / "decoy.safetensors") if decoy else (folder / SINGLE).unlink()
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(keys, name)}))
-
-
-CODE = "import os\nos.mkdir({!r})\n"
-
-
-def pickles(folder: Path) -> None:
-    for name in ("pytorch_model.bin", "adapter_model.bin", "model.pt", "model.ckpt", "adapter.eng.bin", "spk_dict.pt"):
-        (folder / name).write_bytes(pickle.dumps(Mark(folder.parent / "mark")))
-
-
-def code(folder: Path) -> None:
-    for name in ("modeling.py", "configuration.py", "tokenization.py", "__init__.py", "setup.py"):
-        (folder / name).write_text(CODE.format(str(folder.parent / "mark")))
-    maps = {"AutoModel": "modeling.Mine", "AutoConfig": "configuration.Mine", "AutoTokenizer": ["tokenization.Mine", None]}
-    edit(folder / "config.json", auto_map=maps)
-    edit(folder / "tokenizer_config.json", auto_map=maps)
-    edit(folder / "processor_config.json", auto_map=maps)
-
-
-def adapters(folder: Path) -> None:
-    pickles(folder)
-    edit(folder / "adapter_config.json", base_model_name_or_path="../secret", peft_type="LORA", auto_mapping={"x": "y"})
-
-
-def another_file(folder: Path) -> None:
-    pickles(folder)
-    edit(folder / "config.json", transformers_weights="adapter_model.bin")
-
-
-def another_configuration(folder: Path) -> None:
-    edit(folder / "config.json", configuration_files=["config.4.0.0.json"])
-    shutil.copy(folder.parent / "secret" / "config.json", folder / "config.4.0.0.json")
-    edit(folder / "config.4.0.0.json", num_attention_heads=1)
-
-
-def another_index(folder: Path) -> None:
-    keys = load_file(folder / SINGLE)
-    for name in (INDEX, "pytorch_model.bin.index.json", "model.safetensors.index.fp16.json"):
-        (folder / name).write_text(
-            json.dumps({"metadata": {}, "weight_map": dict.fromkeys(keys, "../secret/model.safetensors")})
-        )
-
-
-def parts_of_a_cluster(folder: Path) -> None:
-    shutil.copy(folder.parent / "secret" / SINGLE, folder / "shard-00000-model-00001-of-00001.safetensors")
-
-
-def names_elsewhere(folder: Path) -> None:
-    edit(folder / "config.json", _name_or_path="../secret", name_or_path="../secret", gguf_file="../secret/x", use_kernels=True)
-    edit(folder / "config.json", kernel_config={"kernel_mapping": {"RMSNorm": "org/kernel:Layer"}}, fusion_config={"a": True})
-    edit(folder / "generation_config.json", auto_map={"x": "y"}, custom_generate="../secret")
-
-
-TRAPS = [pickles, code, adapters, another_file, another_configuration, another_index, parts_of_a_cluster, names_elsewhere]
-
-LONG = {"a": 0}
-for _ in range(100):
-    LONG = {"a": LONG}
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "no heads": {"num_attention_heads": 0},
-    "fewer than no heads": {"num_attention_heads": -2},
-    "heads that do not fit": {"num_attention_heads": 3},
-    "text for a number": {"hidden_size": "16"},
-    "a list for a number": {"num_hidden_layers": [2]},
-    "nothing for a number": {"num_attention_heads": None},
-    "too many layers": {"num_hidden_layers": 10**9},
-    "too wide": {"hidden_size": 10**12},
-    "another width": {"hidden_size": 32},
-    "more words than numbers": {"vocab_size": 2**70},
-    "an unknown function": {"hidden_act": "no-such"},
-    "an unknown precision": {"dtype": "float7"},
-    "a function for a precision": {"torch_dtype": "load"},
-    "whole numbers": {"dtype": "int8"},
-    "a list for a precision": {"dtype": ["float32"]},
-    "deep": {"more": LONG},
-    "no number": {"hidden_dropout_prob": float("nan")},
-    "an unknown type": {"model_type": "no-such"},
-    "no type": {"model_type": None},
-    "a list for a type": {"model_type": ["bert"]},
-    "a name of the library": {"to_dict": 1, "get_text_config": 2},
-    "a map of names": {"attribute_map": {"hidden_size": "vocab_size"}},
-    "weights quantised with a script": {"quantization_config": {"quant_method": "gptq", "dataset": "../secret"}},
-    "an unknown quantisation": {"quantization_config": {"quant_method": "no-such"}},
-    "text for a quantisation": {"quantization_config": "fp8"},
-    "a quantised part": {"text_config": {"quantization_config": {"quant_method": "vptq"}}},
-    "a part by name": {"backbone": "org/model"},
-    "a part in another folder": {"backbone_config": {"architecture": "local-dir:../secret"}},
+VALUES: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    **{repr(b): lambda b=b: b for b in (True, False)},
+    **{str(k): lambda k=k: k for k in (0, 1, 2, 3, -1, -(10**30), 2**31, 2**63, 10**18)},
+    "10**400": lambda: 10**400,
+    "10**9999": lambda: 10**9999,
+    **{str(r): lambda r=r: r for r in (0.0, -0.0, 0.5, 2.5, -1.5, 3.0, 1e-3, 1e-320, 1e-16, 1e200, 1e308, NAN, INF, -INF)},
+    "complex": lambda: 1 + 1j,
+    "Fraction": lambda: Fraction(1, 3),
+    "Decimal": lambda: Decimal("0.1"),
+    "np.int64": lambda: np.int64(1),
+    "np.uint8": lambda: np.uint8(2),
+    "np.float32": lambda: np.float32(0.5),
+    "np.float64 nan": lambda: np.float64(NAN),
+    "np.bool": lambda: np.True_,
+    "np 0-d": lambda: np.array(1.0),
+    "np vector": lambda: np.array([1, 2]),
+    "np matrix": lambda: np.zeros((3, 4)),
+    "np strings": lambda: np.array(["a"]),
+    **{repr(s): lambda s=s: s for s in ("", "a", "False", "dense", "cpu", "cuda:99", "\0", "\n", "~nouser/x", "../..")},
+    "lone surrogate": lambda: "a \ud800 b",
+    "long text": lambda: "x" * 5000,
+    "bytes": lambda: b"text",
+    "[]": list,
+    "[1]": lambda: [1],
+    "[0, 1]": lambda: [0, 1],
+    "[-1, 2]": lambda: [-1, 2],
+    "[2.5]": lambda: [2.5],
+    "['a']": lambda: ["a"],
+    "[[1, [2]]]": lambda: [[1, [2]]],
+    "[None]": lambda: [None],
+    "[nan]": lambda: [NAN],
+    "[True]": lambda: [True],
+    "[huge]": lambda: [10**30],
+    "()": tuple,
+    "{}": dict,
+    "{'a': 1}": lambda: {"a": 1},
+    "set": lambda: {1, 2},
+    "range": lambda: range(3),
+    "iterator": lambda: iter([1]),
+    "object": object,
+    "type": lambda: hs.Measure,
+    "function": lambda: lambda x: x,
+    "dtype": lambda: torch.float32,
+    "int dtype": lambda: torch.int64,
+    "float8 dtype": lambda: torch.float8_e5m2,
+    "meta device": lambda: torch.device("meta"),
+    "module": lambda: nn.Linear(4, 4),
+    "Attention": lambda: hs.Attention(torch.eye(4), torch.eye(4), torch.eye(4)),
+    "Measure": lambda: hs.Measure(tokens()),
+    "LayerNorm": lambda: hs.LayerNorm(torch.ones(4)),
+    "Estimate": lambda: hs.lipschitz(torch.sin, torch.ones(2)),
 }
+
+TENSORS: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: tokens().to_sparse(),
+    "csr": lambda: tokens().to_sparse_csr(),
+    "csc": lambda: tokens().to_sparse_csc(),
+    "mkldnn": lambda: tokens().to_mkldnn(),
+    "meta": lambda: tokens().to("meta"),
+    "nested": lambda: torch.nested.nested_tensor([tokens()[0], tokens()[1, :2]]),
+    "jagged": lambda: torch.nested.nested_tensor([tokens(), tokens()[:2]], layout=torch.jagged),
+    "fake": _fake,
+    "masked": lambda: torch.masked.masked_tensor(tokens(), tokens() > 0),
+    "lazy": lambda: nn.LazyLinear(2).weight,
+    "float8": lambda: tokens().to(torch.float8_e4m3fn),
+    "quantised": lambda: torch.quantize_per_tensor(tokens(), 0.1, 0, torch.quint8),
+    "complex": lambda: tokens() + 0j,
+    "conjugate part": lambda: torch.complex(tokens(), tokens()).conj().imag,
+    "half": lambda: tokens().half(),
+    "bfloat16": lambda: tokens().bfloat16(),
+    "float64": lambda: tokens(torch.float64),
+    "integers": lambda: tokens().long(),
+    "bools": lambda: tokens() > 0,
+    "uint8": lambda: tokens().to(torch.uint8),
+    "parameter": lambda: nn.Parameter(tokens()),
+    "requires grad": lambda: tokens().requires_grad_(),
+    "of a graph": lambda: tokens().requires_grad_() * 2,
+    "expanded": lambda: torch.ones(1, 4).expand(3, 4),
+    "strided": lambda: torch.linspace(-1, 1, 48).reshape(6, 8)[::2, ::2],
+    "no rows": lambda: torch.zeros(0, 4),
+    "no columns": lambda: torch.zeros(3, 0),
+    "one number": lambda: torch.tensor(0.5),
+    "one whole number": lambda: torch.tensor(1),
+    "vector": lambda: torch.ones(4),
+    "three axes": lambda: tokens()[None],
+    "square": lambda: torch.eye(4),
+    "wide": lambda: torch.ones(3, 5),
+    "nan": lambda: _with(NAN),
+    "inf": lambda: _with(INF),
+    "huge": lambda: tokens(torch.float64) * 1e300,
+    "huge float32": lambda: tokens() * 1e38,
+    "tiny": lambda: tokens(torch.float64) * 1e-300,
+    "subnormal": lambda: tokens() * 1e-42,
+    "zero": lambda: torch.zeros(3, 4),
+    "one huge": lambda: _with(1e150, torch.float64),
+}
+
+
+def stretched(value: Any, choose: random.Random) -> Any:
+    """A value of the same kind that somebody might pass: another size, precision or layout, numpy's instead of Python's."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        dtype = choose.choice((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float64))
+        most = math.log10(torch.finfo(dtype).max) * choose.choice((0.02, 0.02, 0.2, 0.5, 0.95))
+        t = torch.randn(value.shape, generator=torch.Generator().manual_seed(choose.randrange(2**32)), dtype=torch.float64)
+        t = t * 10 ** choose.uniform(-most, most)
+        if choose.random() < 0.2:
+            t.view(-1)[choose.randrange(t.numel())] *= 10 ** choose.uniform(0, most)
+        if choose.random() < 0.1:
+            t = t[..., :1].expand(t.shape)
+        t = t.to(dtype)
+        return choose.choice((t, t, nn.Parameter(t), t.mT.contiguous().mT if t.ndim > 1 else t))
+    if isinstance(value, bool):
+        return choose.choice((True, False, np.True_, np.False_))
+    if isinstance(value, int):
+        return choose.choice((np.int64(value), np.uint8(value), value + 1, value + 2))
+    if isinstance(value, float):
+        return choose.choice((np.float32, np.float64, float))(value * 10 ** choose.uniform(-3, 3))
+    if isinstance(value, list) and all(isinstance(v, int) for v in value):
+        return choose.choice((tuple, np.array, iter, torch.tensor))(value)
+    return value
+
+
+def draw(name: str) -> Any:
+    """A fresh value by its name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, on kinds of tensors that it calls prototypes
+        return (VALUES | TENSORS)[name]()
+
+
+NAMES = (*VALUES, *TENSORS)

@@ -232,27 +232,31 @@ def layers(draw) -> LayerProblem:
 
 
 def turned(layer: Attention, n: int, *, q: int, k: int, phases: int, seed: int) -> Attention:
-    """The layer with norms on queries (`q`) and keys (`k`) and rotary phases: 0 none, 1 and 2 two kinds of each."""
+    """The layer with norms on queries (`q`) and keys (`k`) and rotary phases: 0 none, 1 and 2 two kinds of each.
+
+    3 and 4: those norms over all heads together.
+    """
     head = layer.w_q.shape[0] // layer.heads
     eps = (0.3, 1e-3)[seed % 2]
 
-    def norm(kind: int, seed: int) -> LayerNorm | RMSNorm | None:
+    def norm(kind: int, heads: int, seed: int) -> LayerNorm | RMSNorm | None:
         if kind == 0:
             return None
-        weight = gaussian(head, seed=seed)
-        return RMSNorm(weight, eps=eps) if kind == 1 else LayerNorm(weight, gaussian(head, seed=seed + 1), eps=eps)
+        width = head if kind < 3 else heads * head
+        weight = gaussian(width, seed=seed)
+        return RMSNorm(weight, eps=eps) if kind % 2 else LayerNorm(weight, gaussian(width, seed=seed + 1), eps=eps)
 
     rotary = None
     if phases and head >= 2:
         width = head // 2 * 2 if phases == 1 else 2  # the whole head, or two of its entries
         rotary = Rotary.from_base(width, n + seed % 2, base=(10.0, 10000.0)[seed % 2], interleaved=phases == 2)
-    return replace(layer, q_norm=norm(q, seed + 5), k_norm=norm(k, seed + 7), rotary=rotary)
+    return replace(layer, q_norm=norm(q, layer.heads, seed + 5), k_norm=norm(k, layer.kv_heads, seed + 7), rotary=rotary)
 
 
 @st.composite
 def turned_layers(draw) -> LayerProblem:
     """Any layer with any norms and phases on its queries and keys."""
     case = draw(layers())
-    kinds = [draw(st.integers(0, 2)) for _ in range(3)]
+    kinds = [draw(st.integers(0, most)) for most in (4, 4, 2)]
     seed = draw(st.integers(0, 99))
     return LayerProblem(turned(case.layer, case.x.shape[1], q=kinds[0], k=kinds[1], phases=kinds[2], seed=seed), case.x)

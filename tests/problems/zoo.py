@@ -108,7 +108,6 @@ ZOO: dict[str, Animal] = {
         "encoder.layer.{}",
         "encoder.layer.{}.attention.attn",
         "encoder.layer.{}.attention.attn.o",
-        cut=False,
     ),
     **{
         f"modernbert {kind}": Animal(
@@ -189,7 +188,6 @@ ZOO: dict[str, Animal] = {
         "h.{}",
         "h.{}.self_attention",
         "h.{}.self_attention.dense",
-        cut=False,
     ),
     "phi": Animal(
         lambda: t.PhiModel(t.PhiConfig(**{**SMALL, "hidden_size": 32}, max_position_embeddings=32, **TOKENS)),
@@ -223,6 +221,34 @@ ZOO: dict[str, Animal] = {
     ),
     "qwen3": Animal(
         lambda: t.Qwen3Model(t.Qwen3Config(**GROUPED, **TOKENS)),
+        "layers.{}",
+        "layers.{}.self_attn",
+        "layers.{}.self_attn.o_proj",
+    ),
+    "olmo2": Animal(
+        lambda: t.Olmo2Model(t.Olmo2Config(**GROUPED, **TOKENS)),
+        "layers.{}",
+        "layers.{}.self_attn",
+        "layers.{}.self_attn.o_proj",
+    ),
+    "mixtral": Animal(
+        lambda: t.MixtralModel(t.MixtralConfig(**GROUPED, **TOKENS, num_local_experts=4, num_experts_per_tok=2)),
+        "layers.{}",
+        "layers.{}.self_attn",
+        "layers.{}.self_attn.o_proj",
+    ),
+    "qwen2-moe": Animal(
+        lambda: t.Qwen2MoeModel(
+            t.Qwen2MoeConfig(
+                **{k: v for k, v in GROUPED.items() if k != "head_dim"},
+                **TOKENS,
+                num_experts=5,
+                num_experts_per_tok=2,
+                moe_intermediate_size=12,
+                shared_expert_intermediate_size=12,
+                decoder_sparse_step=1,
+            )
+        ),
         "layers.{}",
         "layers.{}.self_attn",
         "layers.{}.self_attn.o_proj",
@@ -357,6 +383,8 @@ def reference(
     entered: list[Tensor] = []
     left: list[Tensor] = []
     moved: list[Tensor] = []
+    if isinstance(model, t.PreTrainedModel) and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the only one that knows float64
 
     def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple:
         name = "hidden_states" if "hidden_states" in kwargs else None

@@ -1,12 +1,13 @@
 """Files and folders: whole or not at all, never over something without being asked to; results as tables."""
 
 import json
+from pathlib import Path
 
 import pandas
 import pytest
 
 from howsmooth.errors import BadInputError, ResultsError
-from howsmooth.run import Plan, check_folder, claim_folder, read, sweep, to_frame, write_table, writing
+from howsmooth.run import Plan, check_folder, check_writable, claim_folder, read, sweep, to_frame, write_table, writing
 from howsmooth.run.store import Store
 from problems import sweeps
 
@@ -115,3 +116,13 @@ def test_earlier_results_are_removed_only_by_force_and_only_when_they_are_ours(t
     with pytest.raises(ResultsError, match="not a database"):
         claim_folder(tmp_path, "reproduction", force=True)
     assert results.read_text().startswith("a letter")
+
+
+def test_a_file_that_cannot_be_written_is_refused_beforehand(tmp_path):
+    check_writable(tmp_path / "table.csv")
+    check_writable(tmp_path / "not" / "yet" / "table.csv")
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "table.csv", tmp_path / ("x" * 300), tmp_path / "a\0b", Path("/proc/table.csv")):
+        with pytest.raises(ResultsError, match="expected a file that can be written"):
+            check_writable(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

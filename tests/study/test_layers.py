@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,22 +128,34 @@ def test_samples_begin_at_the_opening_and_at_random_and_lengths_share_them():
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        (Question(()), "lengths of at least one"),
-        (Question((0,)), "lengths of at least one"),
-        (Question((8,), samples=0), "one sample"),
-        (Question((8,), layers=(2,)), "layers from 0 to 1, got 2"),
-        (Question((8,), layers=(-1,)), "layers from 0 to 1, got -1"),
-        (Question((8,), layers=()), "a layer or more"),
-        (Question((8,), map="mlp"), "a map among"),  # pyright: ignore[reportArgumentType]
-        (Question((8,), samples=1, map="normed"), "normalises before"),
-        (Question((readers.POSITIONS + 1,)), f"at most {readers.POSITIONS} tokens"),
-        (Question((81,), samples=1), "text with 1 windows of 81"),
-        (Question((40,), samples=60), "longer text, fewer samples"),
+        ({"lengths": ()}, "at least one token, got none"),
+        ({"lengths": (0,)}, "lengths of at least one token, got 0"),
+        ({"lengths": 8}, "a list of lengths, each of at least one token, got 8"),
+        ({"lengths": "8"}, "a list of lengths"),
+        ({"lengths": (8.0,)}, "lengths of at least one token, got 8.0"),
+        ({"samples": 0}, "one sample"),
+        ({"samples": 2.5}, "one sample or more, a whole number, got 2.5"),
+        ({"layers": (2,)}, "layers from 0 to 1, got 2"),
+        ({"layers": (-1,)}, "layers counted from 0, got -1"),
+        ({"layers": 1}, "a list of layers, got 1"),
+        ({"layers": ()}, "a layer or more"),
+        ({"map": "mlp"}, "a map among"),
+        ({"samples": 1, "map": "normed"}, "normalises before"),
+        ({"seed": -1}, "a whole seed, at least 0"),
+        ({"lengths": (readers.POSITIONS + 1,)}, f"at most {readers.POSITIONS} tokens"),
+        ({"lengths": (81,), "samples": 1}, "text with 1 windows of 81"),
+        ({"lengths": (40,), "samples": 60}, "longer text, fewer samples"),
     ],
 )
 def test_questions_that_cannot_be_answered(question, message):
     with pytest.raises(BadInputError, match=message):
-        settle(readers.reader(), question)
+        settle(readers.reader(), Question(**({"lengths": (8,)} | question)))
+
+
+def test_numbers_of_numpy_are_numbers():
+    question = Question(np.array([8, 16]), samples=np.int64(2), layers=[np.int64(1)], seed=np.int64(3))  # pyright: ignore
+    assert question == Question((8, 16), samples=2, layers=(1,), seed=3)
+    assert {type(n) for n in (*question.lengths, question.samples, question.seed)} == {int}
 
 
 def test_a_worker_refuses_another_text_or_model(tmp_path):

@@ -10,7 +10,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Blocked
 from howsmooth.maps import Attention, AttentionJacobian, LayerNorm, RMSNorm
-from howsmooth.theory.heads import Geometry, Tokens, largest_eigenvalue
+from howsmooth.theory.heads import Geometry, Tokens, largest_eigenvalue, lost
 from howsmooth.theory.perron import perron_bound
 from howsmooth.theory.point import operator_bound, point_bounds, trace_forms, trace_sizes
 from howsmooth.theory.yudin2025 import yudin_bound
@@ -113,7 +113,7 @@ def test_d3_without_its_key_part_would_be_caught():
     for layer, x in single_heads(60):
         operator = layer.linearize(x)[1]
         geometry = Geometry.of(operator.layer)
-        sizes = trace_sizes(operator, geometry, Tokens.of(operator, geometry))
+        sizes = trace_sizes(operator, Tokens.of(operator, geometry, lost(operator)))
         caught += int((geometry.nu[0] * sizes.p + sizes.beta < norms(layer, x)).sum())
     assert caught > 0
 

@@ -1,5 +1,6 @@
 """Moving against splitting, for maps and for any function of tokens."""
 
+import dataclasses
 import json
 import math
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.theory import splitting as decide
-from problems.layers import gaussian
+from problems.layers import gaussian, turned
 from problems.measures import KINDS, layer, make, random_measure
 
 UNMASKED = [k for k in KINDS if k not in ("causal", "rms norm")]
@@ -160,7 +161,8 @@ BAD = {
     "a batch": (layer(0), gaussian(2, 3, 3, seed=0)),
     "no function": ("attention", gaussian(3, 3, seed=0)),
     "a function and a measure": (torch.sin, random_measure(3, 0)),
-    "a window": (layer(0, window=2), gaussian(3, 3, seed=0)),
+    "a window and a measure": (layer(0, window=2), random_measure(3, 0)),
+    "phases and a measure": (layer(0, rotary=hs.Rotary.from_base(2, 3)), random_measure(3, 0)),
     "nan": (layer(0), float("nan") * gaussian(3, 3, seed=0)),
     "integers": (layer(0), torch.ones(3, 3).long()),
 }
@@ -177,6 +179,30 @@ def test_refused_in_one_sentence(name):
 def test_options_are_checked(f):
     with pytest.raises(BadInputError, match=r"^expected 0 < tol < 1, got -1"):
         hs.splitting(f, gaussian(3, 3, seed=0), tol=-1.0)
+
+
+@pytest.mark.parametrize("kinds", [(0, 0, 1), (1, 2, 0), (3, 3, 1)], ids=str)
+def test_tokens_of_a_sequence_keep_their_places(kinds):
+    """Two halves of one token at its own place, under the same mask and phases, on a sequence written out twice."""
+    n, d = 5, 3
+    plain = layer(4, d, heads=2, causal=True, window=3)
+    attn = turned(plain, n, q=kinds[0], k=kinds[1], phases=kinds[2], seed=0)
+    x = gaussian(n, d, seed=2)
+    s = hs.splitting(attn, x)
+    assert s.moved.value == pytest.approx(hs.lipschitz(attn, x).value, rel=1e-9)
+
+    # every token written twice, side by side; both copies see what one saw, as a bias that hides the rest says
+    near = torch.arange(n).repeat_interleave(2)
+    apart = near[:, None] - near[None]
+    bias = torch.zeros(1, 1, 2 * n, 2 * n).double().masked_fill((apart < 0) | (apart >= 3), -torch.inf)
+    rotary = None if attn.rotary is None else hs.Rotary(attn.rotary.cos[near], attn.rotary.sin[near])
+    doubled = dataclasses.replace(attn, causal=False, window=None, bias=bias, rotary=rotary)
+    signs = torch.tensor([1.0, -1.0]).double().repeat(n)[:, None]
+    J = torch.func.jacrev(lambda e: doubled(x[near] + signs * e[near])[::2])(torch.zeros_like(x))
+    assert isinstance(J, Tensor)
+    blocks = J[torch.arange(n), :, torch.arange(n)]  # (n, d_out, d)
+    assert float(J.norm()) == pytest.approx(float(blocks.norm()), rel=1e-12)
+    assert s.norms.tolist() == pytest.approx(torch.linalg.matrix_norm(blocks, 2).tolist(), rel=1e-9)
 
 
 def test_equivariance_is_what_is_refused():

@@ -20,6 +20,7 @@ from problems.layers import LayerProblem, gaussian, turned, turned_layers
 
 F64 = torch.float64
 KINDS = [kinds for kinds in itertools.product(range(3), repeat=3) if any(kinds)]  # norms of queries, of keys, phases
+KINDS += [(3, 3, 1), (4, 3, 0), (0, 4, 2), (3, 2, 1)]  # over all heads
 MASKS = [{}, {"causal": True}, {"softcap": 0.8, "causal": True}, {"window": 3}]
 OURS = ("B7", "B8", "B8m", "B9", "B10")
 
@@ -76,7 +77,7 @@ def test_sound_over_the_ball(kinds):
         assert {b.id for b in found if b.applies} <= set(OURS)
 
 
-@pytest.mark.parametrize("kinds", [(0, 0, 1), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("kinds", [(0, 0, 1), (2, 1, 2), (3, 4, 1)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradient_ascent(kinds, causal):
     """L climbed by its own gradient stays below."""

@@ -1,5 +1,10 @@
 """The command line, one file a question: parse, call, print; no logic."""
 
+import contextlib
+import io
+import os
+import sys
+
 from howsmooth.cli import attack, ball, measure, report, reproduce, split, study  # noqa: F401  importing a command registers it
 from howsmooth.cli.root import app
 
@@ -7,4 +12,24 @@ __all__ = ["app", "main"]
 
 
 def main() -> None:
-    app()
+    """The command line as a process, whatever its standard output is: closed, full, or of a few characters only."""
+    if sys.stdout is None:
+        sys.stderr.write("howsmooth: expected a standard output to write to, got a closed one; send it somewhere\n")
+        sys.exit(2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show becomes a question mark
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:  # files have names, standard output has none
+            raise
+        with contextlib.suppress(OSError):  # or Python itself tries again when it ends, and complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough
+            sys.exit(1)
+        said = f"expected a standard output that takes the answer, got {error.strerror}; send it elsewhere"
+        sys.stderr.write(f"howsmooth: {said}\n")
+        sys.exit(2)

@@ -22,6 +22,7 @@ def attack(
     layers: options.Layers = "all",
     map_name: options.Map = "attention",
     side: options.Side = None,
+    device: options.Device = "auto",
     budgets: Annotated[str, typer.Option(help="lengths of the change, as shares of the input's length")] = "1e-4,0.03,0.3",
     steps: Annotated[int, typer.Option(help="re-linearisations")] = 10,
     words: Annotated[int, typer.Option(help="words that may change; 0 for none")] = 1,
@@ -39,7 +40,7 @@ def attack(
     chosen, where = options.layers_of(layers), options.map_of(map_name)
     shares = options.numbers_of(budgets, "--budgets", "1e-4,0.03")
     passage, banned = read_text(text), [] if forbid is None else read_text(forbid).split()
-    loaded = load(model, side=side)
+    loaded = load(model, device, side=side)
     results = robustness(
         loaded,
         loaded.text(passage).windows(n, samples, seed),

@@ -15,6 +15,7 @@ from howsmooth.maps import Attention
 from howsmooth.paper.ball import TokenGrowth, draw_ladder, draw_worst, grow, scan
 from howsmooth.paper.drawing import check_figure
 from howsmooth.search import Configured, WorstCase
+from howsmooth.settings import whole
 
 Radius = Annotated[float, typer.Option(help="radius of the ball the tokens live in")]
 Gamma = Annotated[float | None, typer.Option(help="one head with A = gamma · I and V = I")]
@@ -23,6 +24,7 @@ Heads = Annotated[int, typer.Option(help="heads of a random layer, or of the lay
 Weights = Annotated[Path | None, typer.Option(help="a safetensors file with A and V, or with w_q, w_k, w_v, w_o")]
 Random = Annotated[bool, typer.Option("--random", help="a random layer: normal weights of deviation 0.02, as in GPT-2")]
 
+_WIDEST = 2**14  # of a layer made here: its weights take 2 GB
 _LAYER = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
 
 
@@ -112,8 +114,8 @@ def _layer(
 ) -> Attention:
     if (gamma is not None) + (weights is not None) + random != 1:
         raise BadInputError("expected one of --gamma, --weights and --random, got none or several; give one of them")
-    if width < 1 or heads < 1:
-        raise BadInputError(f"expected --width and --heads of at least 1, got {width} and {heads}; correct them")
+    width = whole(width, f"--width from 1 to {_WIDEST}", "correct it", least=1, below=_WIDEST + 1)
+    heads = whole(heads, "--heads of at least 1", "correct it", least=1)
     if gamma is not None:
         eye = torch.eye(width, dtype=torch.float64)
         return Attention.from_matrices(gamma * eye, eye, causal=causal)

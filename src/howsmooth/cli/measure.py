@@ -1,7 +1,6 @@
 """`howsmooth measure`."""
 
 import json
-import sys
 import warnings
 from typing import Annotated, Any
 
@@ -27,9 +26,10 @@ def measure(
     head: Annotated[int | None, typer.Option(help="one head alone")] = None,
     heads: Annotated[bool, typer.Option("--heads", help="also each head by itself")] = False,
     side: options.Side = None,
+    device: options.Device = "auto",
     tol: options.Tol = 1e-3,
     certify: options.Certify = None,
-    seed: options.Seed = 0,
+    seed: options.Start = None,
 ) -> Told:
     """Measure how smooth one layer of a model is at one input, and which words carry the worst direction.
 
@@ -38,7 +38,7 @@ def measure(
     where, given = options.map_of(map_name), _given(text, ids)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        measurement = load(model, side=side).measure(
+        measurement = load(model, device, side=side).measure(
             **given, n=n, layer=layer, map=where, head=head, heads=heads, tol=tol, certify=certify, seed=seed
         )
     for remark in {str(w.message) for w in caught if issubclass(w.category, UserWarning)}:
@@ -51,12 +51,12 @@ def _given(text: str | None, ids: str | None) -> dict[str, Any]:
     if (text is None) == (ids is None):
         raise BadInputError("expected either --text or --ids, got both or neither; give one of them")
     source = ids if text is None else text
-    words = sys.stdin.read() if source == "-" else read_text(source)
+    words = options.read_stdin() if source == "-" else read_text(source)
     if text is not None:
         return {"text": words}
     try:
         numbers = json.loads(words)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"expected a JSON list of token ids, got {ids} ({error}); write it as [101, 2023, 102]") from None
     if not isinstance(numbers, list):
         raise BadInputError(f"expected a JSON list of token ids, got {type(numbers).__name__}; write it as [101, 2023, 102]")

@@ -1,5 +1,6 @@
 """Options that several commands take, each with one name and one meaning, and what becomes of their text."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -20,14 +21,17 @@ Samples = Annotated[int, typer.Option(help="windows of the text at each length")
 Lengths = Annotated[
     str | None, typer.Option(help="numbers of tokens, as in 16,32,64; by default from 8 to 512 as model and text allow")
 ]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU if there is one")]
 Tol = Annotated[float, typer.Option(help="relative accuracy of every value")]
 Certify = Annotated[float | None, typer.Option(help="go on until upper/lower is at most 1 + this")]
 Seed = Annotated[int, typer.Option(help="of everything random: samples of text, weights, starts of solvers and searches")]
+Start = Annotated[int | None, typer.Option("--seed", help="of the random start; made from the input by default")]
 Causal = Annotated[bool, typer.Option(help="masked attention")]
 EngineName = Annotated[str, typer.Option("--engine", help="local or ray")]
 Address = Annotated[str | None, typer.Option(help="of a Ray cluster, auto for the one this machine belongs to")]
 Workers = Annotated[
-    int | None, typer.Option(help="processes; by default the cores, four at most, and one for a model above 1 GB")
+    int | None,
+    typer.Option(help="processes; by default the cores, four at most, and one on a GPU or for a model above 1 GB"),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results that are there")]
 Force = Annotated[bool, typer.Option("--force", help="start anew in a folder that holds results or other files")]
@@ -37,16 +41,25 @@ _LARGE = 1e9  # bytes of weights that are not held several times over
 _Number = TypeVar("_Number", int, float)
 
 
-def engine_of(name: str, address: str | None, workers: int | None, model: Model) -> Engine:
-    """The engine that is asked for."""
+def engine_of(name: str, address: str | None, workers: int | None, model: Model, device: str) -> Engine:
+    """The engine that is asked for; workers on Ray take a GPU each where the model is on one."""
     if name not in ("local", "ray"):
         raise BadInputError(f"expected --engine local or ray, got {name!r}; pick one of them")
     if name == "ray":
-        return Ray(address=address, workers=workers)
+        if device not in ("auto", "cpu", "cuda"):
+            raise BadInputError(
+                f"expected --device auto, cpu or cuda with --engine ray, got {device!r}; Ray gives each worker a GPU of its own"
+            )
+        return Ray(address=address, workers=workers, gpus=float(model.device.type == "cuda"))
     if address is not None:
         raise BadInputError("expected --address with --engine ray, got it with local; add --engine ray")
+    return Local(workers=_workers(model) if workers is None else workers)
+
+
+def _workers(model: Model) -> int:
+    """As many as there are cores, four at most; one on a GPU, which takes turns between processes, and for a large model."""
     size = sum(p.numel() * p.element_size() for p in model.module.parameters())
-    return Local(workers=(min(cores(), 4) if size < _LARGE else 1) if workers is None else workers)
+    return min(cores(), 4) if size < _LARGE and model.device.type == "cpu" else 1
 
 
 def map_of(name: str) -> MapName:
@@ -75,6 +88,15 @@ def numbers_of(text: str, option: str, example: str, kind: type[_Number] = float
         whole = "whole " if kind is int else ""
         raise BadInputError(f"expected {option} like {example}, got {text!r}; give {whole}numbers with commas")
     return numbers
+
+
+def read_stdin() -> str:
+    """What is piped in, as text."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except (AttributeError, ValueError, OSError) as error:  # closed from the start, closed since, or not to be read
+        said = "no UTF-8 text" if isinstance(error, UnicodeDecodeError) else "a closed one"
+        raise BadInputError(f"expected a text on standard input, got {said}; pipe one in, or name a file") from None
 
 
 def read_matrices(path: Path, *choices: tuple[str, ...]) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ def report(
     force: options.Force = False,
     figures: Figures = True,
     side: options.Side = None,
+    device: options.Device = "auto",
     tol: options.Tol = 1e-3,
     certify: options.Certify = None,
     seed: options.Seed = 0,
@@ -44,14 +45,14 @@ def report(
     """
     asked, chosen, where = options.lengths_of(lengths), options.layers_of(layers), options.map_of(map_name)
     check_folder(out, "report", resume=resume, force=force)  # before the model is loaded
-    reader = Reader.by_name(model, text, side)
+    reader = Reader.by_name(model, text, side, device)
     question = Question(asked or fitting_lengths(reader, samples), samples, chosen, where, tol, certify, seed)
     made, page = inspect_into(
         reader,
         settle(reader, question),
         out,
         typed(),
-        engine=options.engine_of(engine, address, workers, reader.model),
+        engine=options.engine_of(engine, address, workers, reader.model, device),
         resume=resume,
         force=force,
         figures=figures,
@@ -74,10 +75,11 @@ def demo(
     resume: options.Resume = False,
     force: options.Force = False,
     figures: Figures = True,
+    device: options.Device = "auto",
     quiet: options.Quiet = False,
 ) -> Told:
     """The report of a small BERT that comes with the package, on Alice in Wonderland.
 
     Example: howsmooth demo --out demo-report
     """
-    return report("demo", out=out, workers=workers, resume=resume, force=force, figures=figures, quiet=quiet)
+    return report("demo", out=out, workers=workers, resume=resume, force=force, figures=figures, device=device, quiet=quiet)

@@ -14,6 +14,7 @@ import typer
 
 from howsmooth.errors import HowSmoothError
 from howsmooth.report import finite
+from howsmooth.settings import seed_of
 
 app = typer.Typer(add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -51,19 +52,23 @@ class Told(NamedTuple):
 def command(name: str | None = None, of: typer.Typer = app) -> Callable[[Callable[..., Told]], Callable[..., Told]]:
     """Register a function as a command that prints what it returns, with the options `--json` and `--debug`.
 
-    Bad input ends it with one sentence on stderr and exit code 2; with `--debug`, with a traceback.
+    Bad input ends it with one sentence on stderr and exit code 2, Ctrl-C with one word and exit code 130; with `--debug`, both
+    show a traceback. In JSON a number that is not finite is null.
     """
 
     def register(function: Callable[..., Told]) -> Callable[..., Told]:
         @wraps(function)
         def run(json: bool, debug: bool, **options: Any) -> None:
             try:
+                if options.get("seed") is not None:
+                    seed_of(options["seed"])  # before a model is loaded
                 _print(function(**options), json)
-            except HowSmoothError as error:
+            except (HowSmoothError, KeyboardInterrupt) as error:
                 if debug:
                     raise
-                typer.echo(f"howsmooth: {error}", err=True)
-                raise typer.Exit(2) from None
+                stopped = isinstance(error, KeyboardInterrupt)
+                typer.echo(f"howsmooth: {'stopped' if stopped else error}", err=True)
+                raise typer.Exit(130 if stopped else 2) from None
 
         signature = inspect.signature(function)
         run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *_FLAGS])  # pyright: ignore

@@ -12,6 +12,8 @@ from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.measures import Measure
 from howsmooth.paper import drawing, meanfield
+from howsmooth.run import check_writable
+from howsmooth.settings import number, whole
 from howsmooth.verbs import splitting
 
 split = typer.Typer(no_args_is_help=True, help="Does splitting a token do more than moving it? The mean-field experiments.")
@@ -51,6 +53,7 @@ def draw_map(
 
     Example: howsmooth split map --alphas=-1,1 --out figures
     """
+    check_writable(out / "splitting-map.csv")
     numbers, shares = options.numbers_of(alphas, "--alphas", "-1,1"), options.numbers_of(masses, "--masses", "0.5,0.9")
     rows = meanfield.splitting_map(numbers, shares, extent, points)
     return _write(rows, meanfield.map_table(rows), out, "splitting-map", meanfield.draw_map)
@@ -68,6 +71,7 @@ def growth(
 
     Example: howsmooth split growth --alpha=-1 --out figures
     """
+    check_writable(out / "meanfield-growth.csv")
     rows = meanfield.worst_measures(alpha, options.numbers_of(radii, "--radii", "0.5,1,2"))
     return _write(rows, rows, out, "meanfield-growth", meanfield.draw_worst_measures)
 
@@ -84,10 +88,10 @@ def convergence(
 
     Example: howsmooth split convergence --radius 2 --out figures
     """
-    if longest < 4 or seeds < 1 or not 0 < radius < 1e3:
-        raise BadInputError(
-            f"expected longest ≥ 4, seeds ≥ 1 and a radius up to 1000, got {longest}, {seeds} and {radius}; correct them"
-        )
+    longest = whole(longest, "--longest from 4 to 65536", "correct it", least=4, below=2**16 + 1)
+    seeds = whole(seeds, "--seeds of at least 1", "correct it", least=1)
+    radius = number(radius, "a --radius above 0 and below 1000", "correct it", above=0.0, below=1e3)
+    check_writable(out / "meanfield-convergence.csv")
     lengths = [2**k for k in range(2, longest.bit_length())]
     rows = meanfield.gaussian_convergence(alpha, radius, lengths, seeds)
     rows += meanfield.worst_clusters(alpha, radius, [2**k for k in range(1, 21)])
@@ -112,6 +116,7 @@ def frequency(
     counts = options.numbers_of(lengths, "--lengths", "2,4,8", int)
     if min(counts) < 1:
         raise BadInputError(f"expected lengths of at least 1, got {lengths}; count tokens")
+    check_writable(out / "splitting-frequency.csv")
     sizes = options.numbers_of(logits, "--logits", "0.5,1,2")
     cases = meanfield.frequency(meanfield.random_layers(count, counts, sizes, width, heads, causal, seed))
     table = meanfield.shares(cases)

@@ -15,7 +15,8 @@ import typer
 from howsmooth.cli import options
 from howsmooth.cli.root import Told, command, show_table
 from howsmooth.errors import BadInputError
-from howsmooth.run import progress_bar, write_table
+from howsmooth.run import check_writable, progress_bar, write_table
+from howsmooth.settings import whole
 from howsmooth.study.beside_theory import bound_jobs, splitting_jobs, worst_jobs
 from howsmooth.study.jobs import Job, Measured, Row, run_sweep
 from howsmooth.study.layers import FACTORS, Question, Setting, head_jobs, layer_jobs, radius_jobs, settle
@@ -37,7 +38,7 @@ def study(
     samples: options.Samples = 8,
     map_name: options.Map = "attention",
     factors: Annotated[str | None, typer.Option(help="radius: what the tokens are multiplied by, as in 0.5,1,2")] = None,
-    steps: Annotated[int, typer.Option(help="worst: measurements of every start of the search")] = 30,
+    steps: Annotated[int | None, typer.Option(help="worst: measurements of every start of the search; 30 by default")] = None,
     out: Annotated[Path | None, typer.Option(help="results file, .sqlite; <study>-results.sqlite by default")] = None,
     table: Annotated[Path | None, typer.Option(help="also write the rows, .csv or .parquet")] = None,
     resume: options.Resume = False,
@@ -45,6 +46,7 @@ def study(
     address: options.Address = None,
     workers: options.Workers = None,
     side: options.Side = None,
+    device: options.Device = "auto",
     tol: options.Tol = 1e-3,
     certify: options.Certify = None,
     seed: options.Seed = 0,
@@ -60,19 +62,25 @@ def study(
     """
     if name not in STUDIES:
         raise BadInputError(f"expected a study among {', '.join(STUDIES)}, got {name!r}; pick one of them")
+    for option, given, study in (("--factors", factors, "radius"), ("--steps", steps, "worst")):
+        if given is not None and name != study:
+            raise BadInputError(f"expected {option} with the study {study} alone, got it with {name}; leave it out")
+    moves = whole(30 if steps is None else steps, "--steps of at least 0", "leave it out for 30")
     results = out or Path(f"{name}-results.sqlite")
-    if table is not None and (table.suffix not in (".csv", ".parquet") or table.exists()):
-        raise BadInputError(f"expected a new file named .csv or .parquet, got {table}; choose another name")
+    if table is not None:
+        check_writable(table)
+        if table.suffix not in (".csv", ".parquet") or table.exists():
+            raise BadInputError(f"expected a new file named .csv or .parquet, got {table}; choose another name")
     asked, chosen, where = options.lengths_of(lengths), options.layers_of(layers), options.map_of(map_name)
     scales = FACTORS if factors is None else options.numbers_of(factors, "--factors", "0.5,1,2")
-    reader = Reader.by_name(model, text, side)
+    reader = Reader.by_name(model, text, side, device)
     usual = fitting_lengths(reader, samples)
     default = usual if name == "growth" else (max([n for n in usual if n <= 128], default=usual[0]),)
     setting = settle(reader, Question(asked or default, samples, chosen, where, tol, certify, seed))
-    jobs = _jobs(name, setting, scales, steps)
+    jobs = _jobs(name, setting, scales, moves)
     if not jobs:
         raise BadInputError(f"expected the map attention for the study {name}, got {map_name!r}; leave --map out")
-    hands = options.engine_of(engine, address, workers, reader.model)
+    hands = options.engine_of(engine, address, workers, reader.model, device)
     bar = progress_bar(name, quiet=quiet)
     measured = run_sweep(reader, jobs, results, engine=hands, resume=resume, progress=bar)
     if table is not None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Precision = Literal["half", "mixed", "strict"]  # of the fused kernels' products: docs/performance.md
 
+FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
+
 # tensors by head; directions along them have an axis more, one row per probe
 Queries = Float[Tensor, "*probes batch heads n d"]
 Keys = Float[Tensor, "*probes batch kv_heads m d"]
@@ -52,7 +54,7 @@ class SoftmaxAttention(ABC):
         scores.mask.check(batch, heads, n, m)
         self.inputs = (q, k, v)
         self.scores = replace(scores, mask=scores.mask.to(q.device, dtype))
-        longest_q, longest_k = (t.double().square().sum(-1).max().sqrt().item() for t in (q, k))
+        longest_q, longest_k = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max().item() for t in (q, k))
         self.largest_logit = abs(scores.scale) * longest_q * longest_k
         if not self.largest_logit < 0.25 * torch.finfo(dtype).max:
             raise BadInputError(
@@ -93,6 +95,11 @@ class SoftmaxAttention(ABC):
     def noise(self) -> float:
         """Relative error of a product: rounding, and what it makes of logits, where one unit in s moves `P` by s units."""
         return torch.finfo(self.output.dtype).eps * (32 + self.largest_logit)
+
+    @property
+    def coarse(self) -> bool:
+        """Whether operands of every product keep eleven bits only, so that those around attention may."""
+        return False
 
     @property
     def finer(self) -> Precision | None:

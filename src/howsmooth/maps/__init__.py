@@ -2,9 +2,10 @@
 
 from howsmooth.maps.attention import Attention
 from howsmooth.maps.base import Composition, Map
-from howsmooth.maps.jacobian import AttentionJacobian, AutodiffJacobian, Jacobian, NormJacobian
+from howsmooth.maps.jacobian import AttentionJacobian, AutodiffJacobian, NormJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
 from howsmooth.maps.operator import Composed, Operator, Weighted, inner
+from howsmooth.maps.products import Jacobian
 from howsmooth.maps.rotary import Rotary
 
 __all__ = [

@@ -1,9 +1,8 @@
 """Multi-head softmax self-attention as a map with a closed-form Jacobian."""
 
 import functools
-import math
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,12 +10,15 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
-from howsmooth.kernels.tensors import check_tensor, described
+from howsmooth.kernels.products import float32_products
+from howsmooth.kernels.tensors import check_dense, check_tensor, described
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
+from howsmooth.maps.operator import over_heads
 from howsmooth.maps.rotary import Rotary
 from howsmooth.measures.measure import Measure
+from howsmooth.settings import flag, number, whole
 
 
 class HeadWeights(NamedTuple):
@@ -39,8 +41,9 @@ class Attention(Map):
     leaves the heads concatenated. `kv_heads` groups query heads that share keys and values, as many as `heads` by default;
     `scale` defaults to `1/√(head width)`. `causal` and `window` (`|i − j| < window`) bound what a token sees, `softcap` bounds
     logits to `softcap·tanh(s/softcap)`, `bias` is added after that. `attention_mask`, (batch, n), is true at real tokens: the
-    others are not part of the input, neither seen nor measured. `q_norm` and `k_norm` normalise the queries and keys of every
-    head (Qwen3, Gemma 3), then `rotary` turns them by their positions (Llama). Derivative: docs/theory.md §1.
+    others are not part of the input, neither seen nor measured. `q_norm` and `k_norm` normalise queries and keys, every head by
+    itself (Qwen3, Gemma 3) or all heads together where the norm is as wide as they are (OLMo 2), then `rotary` turns them by
+    their positions (Llama). Derivative: docs/theory.md §1.
 
     >>> attn = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
     >>> attn(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist()
@@ -68,14 +71,13 @@ class Attention(Map):
     rotary: Rotary | None = None
 
     def __post_init__(self):
-        if self.kv_heads is None:
-            object.__setattr__(self, "kv_heads", self.heads)
-        heads, kv_heads = self.heads, self.kv_heads
-        if not all(isinstance(h, int) and h >= 1 for h in (heads, kv_heads)) or heads % kv_heads:
-            raise BadInputError(
-                f"expected whole numbers heads ≥ 1 and kv_heads that divide them, got heads={heads}, kv_heads={kv_heads}; "
-                "take both from the model's configuration"
-            )
+        fix = "take it from the model's configuration"
+        heads = whole(self.heads, "a whole number of heads, at least 1", fix, least=1)
+        kv_heads = heads if self.kv_heads is None else self.kv_heads
+        kv_heads = whole(kv_heads, "a whole number of kv_heads, at least 1", fix, least=1)
+        if heads % kv_heads:
+            raise BadInputError(f"expected kv_heads that divide the {heads} heads, got {kv_heads}; {fix}")
+        self._fill(heads=heads, kv_heads=kv_heads)
         self._check("w_q", "out", "in")
         self._check("w_k", "out", self.width)
         self._check("w_v", "out", self.width)
@@ -93,11 +95,21 @@ class Attention(Map):
         self._check("w_o", "out", v_rows // kv_heads * heads)
         for name, size in (("b_q", q_rows), ("b_k", k_rows), ("b_v", v_rows), ("b_o", self.out_width)):
             self._check(name, size)
-        object.__setattr__(self, "scale", self.head_width**-0.5 if self.scale is None else float(self.scale))
-        if not math.isfinite(self.scale):
-            raise BadInputError(f"expected a finite scale, got {self.scale}; the usual value is 1/√(head width)")
+        scale, cap, window = self.head_width**-0.5 if self.scale is None else self.scale, self.softcap, self.window
+        none = "leave it out for none"
+        self._fill(
+            scale=number(scale, "a finite scale", "the usual value is 1/√(head width)"),
+            softcap=None if cap is None else number(cap, "a finite, positive soft-cap", none, above=0.0),
+            causal=flag(self.causal, "causal"),
+            window=None if window is None else whole(window, "a window of 1 or more whole tokens", none, least=1),
+        )
         self._check_masks()
         self._check_turn()
+
+    def _fill(self, **values: Any) -> None:
+        """Settings as the gate hands them on."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def _check(self, name: str, *axes: str | int) -> None:
         """Refuse a weight or bias that does not fit; queries and values must have their weights."""
@@ -107,13 +119,13 @@ class Attention(Map):
             check_tensor(t, name, axes, fix)
 
     def _check_turn(self) -> None:
-        """Norms and phases must fit the width of a head."""
+        """Norms and phases must fit the width of a head, or norms that of all heads."""
         head = self.head_width
-        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            if norm is not None and not (isinstance(norm, LayerNorm | RMSNorm) and norm.width == head):
+        for name, norm, full in (("q_norm", self.q_norm, self.heads * head), ("k_norm", self.k_norm, self.kv_heads * head)):
+            if norm is not None and not (isinstance(norm, LayerNorm | RMSNorm) and norm.width in (head, full)):
                 raise BadInputError(
-                    f"expected {name} as a LayerNorm or RMSNorm of howsmooth over the head width {head}, got {_named(norm)}; "
-                    "it normalises every head by itself"
+                    f"expected {name} as a LayerNorm or RMSNorm of howsmooth over the head width {head} or over all heads, "
+                    f"{full}, got {_named(norm)}; it normalises every head by itself or all of them together"
                 )
         if self.rotary is not None and not (isinstance(self.rotary, Rotary) and self.rotary.width <= head):
             raise BadInputError(
@@ -127,6 +139,7 @@ class Attention(Map):
             check_tensor(self.bias, "bias", ("batch", "heads", "n", "m"), fix, finite=False)
         mask = self.attention_mask
         if mask is not None:
+            check_dense(mask, "attention_mask")
             if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point() or mask.is_complex():
                 raise BadInputError(
                     f"expected attention_mask as a boolean or integer tensor (batch, n), got {described(mask)}; "
@@ -153,8 +166,10 @@ class Attention(Map):
 
         Stacks of matrices, (heads, d, d), give the sum over heads.
         """
+        check_dense(A, "A")
         if not isinstance(A, Tensor) or A.ndim not in (2, 3) or A.shape[-1] != A.shape[-2]:
             raise BadInputError(f"expected a square A, (d, d) or (heads, d, d), got {described(A)}; A acts on one token")
+        check_tensor(A, "A", tuple(A.shape), "A acts on one token", finite=False)
         check_tensor(V, "V", (*A.shape[:-2], "d_out", A.shape[-1]), "give one matrix per A, of its width", finite=False)
         if A.ndim == 2:
             return cls(A, None, V, scale=1.0, causal=causal, window=window)
@@ -202,6 +217,16 @@ class Attention(Map):
         return functools.reduce(torch.promote_types, kinds)
 
     @property
+    def coupled(self) -> bool:
+        """Whether a norm on queries or keys goes over several heads together."""
+        return any(norm is not None and norm.width != self.head_width for norm in (self.q_norm, self.k_norm))
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that its weights take."""
+        return sum(w.nbytes for w in (self.w_q, self.w_k, self.w_v, self.w_o, self.bias) if w is not None)
+
+    @property
     def head_width(self) -> int:
         """The width of a query or key."""
         return self.w_q.shape[0] // self.heads
@@ -225,17 +250,23 @@ class Attention(Map):
     def head(self, index: int) -> "Attention":
         """One head alone: its queries, its group's keys and values, its columns of the output projection, no output bias.
 
+        Where a norm couples the heads they all stay, and the other columns of the output projection are zero.
+
         >>> Attention(torch.eye(4), torch.eye(4), torch.eye(4), torch.eye(4), heads=2).head(1)
         Attention(4 → 4, 1 head of 2, float32)
         """
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.heads:
-            raise BadInputError(f"expected a head from 0 to {self.heads - 1}, got {index!r}; this layer has no other")
+        index = whole(index, f"a head from 0 to {self.heads - 1}", "this layer has no other", below=self.heads)
+        if self.coupled:
+            w_o = torch.eye(self.out_width).to(self.w_v) if self.w_o is None else self.w_o
+            own = torch.zeros_like(w_o).unflatten(1, (self.heads, -1))
+            own[:, index] = w_o.unflatten(1, (self.heads, -1))[:, index]
+            return replace(self, w_o=own.flatten(1), b_o=None)
         group = index // (self.heads // self.kv_heads)
         changed: dict[str, Tensor | None] = {}
         for name, parts, part in (("q", self.heads, index), ("k", self.kv_heads, group), ("v", self.kv_heads, group)):
             for t in (f"w_{name}", f"b_{name}"):
-                whole = getattr(self, t)
-                changed[t] = None if whole is None else whole.unflatten(0, (parts, -1))[part]
+                rows = getattr(self, t)
+                changed[t] = None if rows is None else rows.unflatten(0, (parts, -1))[part]
         w_o = None if self.w_o is None else self.w_o.unflatten(1, (self.heads, -1))[:, index]
         bias = self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, index : index + 1]
         return replace(self, **changed, w_o=w_o, b_o=None, heads=1, kv_heads=1, bias=bias)
@@ -278,30 +309,30 @@ class Attention(Map):
         return self._value(x, self._scores())
 
     def _value(self, x: Float[Tensor, "batch n d"], scores: Scores) -> Float[Tensor, "batch n d_out"]:
+        return self.finish(plain_attention(*self.vectors(x), scores))
+
+    def vectors(self, x: Float[Tensor, "batch n d"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as attention takes them, (batch, heads, n, ·): normalised and turned."""
         q, k, v = self.project(x, with_bias=True)
-        q = q if self.q_norm is None else self.q_norm.value(q)
-        k = k if self.k_norm is None else self.k_norm.value(k)
-        q, k = self._turn(x, q, k)
-        return self.finish(plain_attention(q, k, v, scores))
+        q = q if self.q_norm is None else over_heads(self.q_norm.value, q, self.q_norm.width)
+        k = k if self.k_norm is None else over_heads(self.k_norm.value, k, self.k_norm.width)
+        return *self._turn(x, q, k), v
 
     def linearize(self, x):
         return self._linearize(x, self._scores())
 
     @torch.no_grad()
+    @float32_products()
     def _linearize(self, x: Float[Tensor, "batch n d"], scores: Scores) -> tuple[Tensor, "AttentionJacobian"]:
         layer = self.to(x.device, x.dtype)
         q, k, v = layer.project(x, with_bias=True)
-        slopes: list[NormJacobian | None] = [None, None]  # of the norms of queries and keys
-        if layer.q_norm is not None:
-            q, slopes[0] = layer.q_norm.linearize(q)
-        if layer.k_norm is not None:
-            k, slopes[1] = layer.k_norm.linearize(k)
+        (q, q_slope), (k, k_slope) = _normed(layer.q_norm, q), _normed(layer.k_norm, k)
         q, k = layer._turn(x, q, k)
         kernel = linearize(q, k, v, scores)
         value = layer.finish(kernel.output)
         if not bool(value.isfinite().all()):
             raise BadInputError(f"expected outputs within the range of {x.dtype}, got infinity; use float64 or smaller weights")
-        return value, AttentionJacobian(layer, kernel, slopes[0], slopes[1], x.norm(dim=-1).max())
+        return value, AttentionJacobian(layer, kernel, q_slope, k_slope, x)
 
     def _turn(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.rotary is None:
@@ -310,7 +341,7 @@ class Attention(Map):
         return self.rotary.turn(q), self.rotary.turn(k)
 
     def finish(self, o: Float[Tensor, "batch heads n d_v"]) -> Float[Tensor, "batch n d_out"]:
-        """Heads' outputs → the layer's: side by side, through the output projection."""
+        """Heads' outputs → the layer's."""
         t = self.concat(o[None])[0]
         t = t if self.w_o is None else t @ self.w_o.mT
         return t if self.b_o is None else t + self.b_o
@@ -346,6 +377,22 @@ class Attention(Map):
         total += dk if self.w_k is None else dk @ self.w_k
         total += dv @ self.w_v
         return total
+
+
+def _normed(
+    norm: LayerNorm | RMSNorm | None, t: Float[Tensor, "batch heads n d_h"]
+) -> tuple[Float[Tensor, "batch heads n d_h"], NormJacobian | None]:
+    """Queries or keys behind their norm, and its Jacobian, over every head or over all of them, (batch, n, all heads)."""
+    if norm is None:
+        return t, None
+    slopes: list[NormJacobian] = []
+
+    def value(t: Tensor) -> Tensor:
+        y, slope = norm.linearize(t)
+        slopes.append(slope)
+        return y
+
+    return over_heads(value, t, norm.width), slopes[0]
 
 
 def _named(part: object) -> str:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.tensors import Place, place
+from howsmooth.kernels.tensors import REAL, Place, check_dense, place
 from howsmooth.kernels.tensors import check_finite as check_finite  # with check_tokens, what other rooms ask of their input
 from howsmooth.maps.operator import Composed, Operator
 from howsmooth.measures.measure import Measure
@@ -102,6 +102,11 @@ class Composition(Map):
     inner: Map
 
     def __post_init__(self):
+        for part in (self.outer, self.inner):
+            if not isinstance(part, Map):
+                raise BadInputError(
+                    f"expected two maps of this package to compose, got {type(part).__name__}; write a function for others"
+                )
         if self.inner.out_width != self.outer.width:
             raise BadInputError(
                 f"expected an inner map that gives tokens of width {self.outer.width}, got {self.inner.out_width}; "
@@ -139,11 +144,13 @@ class Composition(Map):
 
 
 def check_input(x: Tensor) -> None:
-    """Refuse what is not a tensor of real numbers."""
+    """Refuse what is not a dense tensor of real numbers."""
     if not isinstance(x, Tensor):
         raise BadInputError(f"expected a torch tensor, got {type(x).__name__}; use torch.as_tensor(x)")
-    if not x.is_floating_point():
-        raise BadInputError(f"expected a floating-point tensor, got {x.dtype}; pass embeddings, not token ids")
+    check_dense(x, "the input")
+    if x.dtype not in REAL:
+        fix = "pass x.float()" if x.is_floating_point() else "pass embeddings, not token ids"
+        raise BadInputError(f"expected a floating-point tensor of 16 bits or more, got {x.dtype}; {fix}")
     if x.numel() == 0:
         raise BadInputError(f"expected at least one token, got shape {tuple(x.shape)}; pass a longer input")
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,9 +13,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.errors import BadFunctionError
 from howsmooth.kernels import SoftmaxAttention
-from howsmooth.maps.operator import Operator, inner, stream
+from howsmooth.kernels.products import float32_products
+from howsmooth.maps.operator import Operator, inner, over_heads, stream
 from howsmooth.maps.rounding import attention_rounding, norm_rounding
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 
 _GUESS_STEPS = 40  # products with `Wₒ W_v` that a guess may take: little beside one product with the Jacobian
+_MANY, _LOOKS = 2**22, "cuda"  # where so many numbers are looked at; elsewhere that costs more than keeping them
+_TOKENS = 512  # random ones on which the error of projections is measured
 
 
 @final
@@ -30,7 +34,10 @@ class AttentionJacobian(Operator):
     """`D_x f = Wₒ ∘ concat ∘ D(softmax attention) ∘ turn ∘ D(norms) ∘ project`.
 
     layer: the weights, in the precision of the tokens.  kernel: softmax attention at their queries, keys and values.
-    q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them.  longest: token, its length.
+    q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them, on (heads, n, head width), or on
+    (n, all heads) where a norm goes over all of them.
+    tokens: (batch, n, d), where it is taken, for those who ask what rounding took from queries, keys and values.
+    exact: projections keep all bits of their operands; else only eleven where the kernel's products do.
     """
 
     def __init__(
@@ -39,22 +46,44 @@ class AttentionJacobian(Operator):
         kernel: SoftmaxAttention,
         q_slope: "NormJacobian | None" = None,
         k_slope: "NormJacobian | None" = None,
-        longest: Tensor | None = None,
+        tokens: Tensor | None = None,
+        exact: bool = False,
     ):
-        self.layer, self.kernel, self.q_slope, self.k_slope, self.longest = layer, kernel, q_slope, k_slope, longest
+        self.layer, self.kernel, self.q_slope, self.k_slope, self.tokens = layer, kernel, q_slope, k_slope, tokens
+        self.coarse = not exact and kernel.coarse
         self.batch, _, n, _ = kernel.output.shape
         self.in_shape, self.out_shape = (n, layer.width), (n, layer.out_width)
         self.dtype, self.device = kernel.output.dtype, kernel.output.device
 
     @property
     def noise(self) -> float:
-        return self.kernel.noise
+        return math.hypot(self.kernel.noise, self._projection_noise) if self.coarse else self.kernel.noise  # independent
+
+    @functools.cached_property
+    @torch.no_grad()
+    def _projection_noise(self) -> float:
+        """The relative error of projections with eleven-bit operands, in and out, measured on some random tokens."""
+        layer, random = self.layer, torch.Generator().manual_seed(0)
+        x = torch.randn(_TOKENS, layer.width, generator=random).to(self.device, self.dtype)
+        o = torch.randn(_TOKENS, layer.heads * self.kernel.output.shape[-1], generator=random).to(x)
+
+        def projected() -> list[Tensor]:
+            inward = torch.cat([t.flatten() for t in layer.project(x, with_bias=False)])
+            return [inward] if layer.w_o is None else [inward, o @ layer.w_o.mT]
+
+        with float32_products():
+            true = projected()
+        with float32_products(coarse=True):
+            coarse = projected()
+        return math.hypot(*(float((a - b).norm() / b.norm()) for a, b in zip(coarse, true, strict=True) if float(b.norm()) > 0))
 
     @property
     def heavy(self) -> bool:
         return self.kernel.heavy
 
     def refined(self):
+        if self.coarse:
+            return AttentionJacobian(self.layer, self.kernel, self.q_slope, self.k_slope, self.tokens, exact=True)
         kernel = self.kernel.refined()
         return None if kernel is None else self._with(kernel)
 
@@ -63,13 +92,13 @@ class AttentionJacobian(Operator):
         return self._with(self.kernel.tiled())
 
     def _with(self, kernel: SoftmaxAttention) -> "AttentionJacobian":
-        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, self.longest)
+        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, self.tokens)
 
     def _push(self, v: Tensor) -> Tensor:
         """Directions of the tokens → those of the heads' outputs, side by side."""
         dq, dk, dv = self.layer.project(v, with_bias=False)
-        dq = dq if self.q_slope is None else self.q_slope.jvp(dq)
-        dk = dk if self.k_slope is None else self.k_slope.jvp(dk)
+        dq = dq if self.q_slope is None else over_heads(self.q_slope.jvp, dq, self.q_slope.in_shape[-1])
+        dk = dk if self.k_slope is None else over_heads(self.k_slope.jvp, dk, self.k_slope.in_shape[-1])
         if (rotary := self.layer.rotary) is not None:
             dq, dk = rotary.turn(dq), rotary.turn(dk)
         return self.layer.concat(self.kernel.jvp(dq, dk, dv))
@@ -79,33 +108,38 @@ class AttentionJacobian(Operator):
         dq, dk, dv = self.kernel.vjp(self.layer.unconcat(t))
         if (rotary := self.layer.rotary) is not None:
             dq, dk = rotary.turn(dq, back=True), rotary.turn(dk, back=True)
-        dq = dq if self.q_slope is None else self.q_slope.vjp(dq)
-        dk = dk if self.k_slope is None else self.k_slope.vjp(dk)
+        dq = dq if self.q_slope is None else over_heads(self.q_slope.vjp, dq, self.q_slope.in_shape[-1])
+        dk = dk if self.k_slope is None else over_heads(self.k_slope.vjp, dk, self.k_slope.in_shape[-1])
         return self.layer.unproject(dq, dk, dv)
 
     @torch.no_grad()
     def jvp(self, v):
-        o, w_o = self._push(v), self.layer.w_o
-        return o if w_o is None else o @ w_o.mT
+        w_o = self.layer.w_o
+        with float32_products(coarse=self.coarse):
+            o = self._push(v)
+            return o if w_o is None else o @ w_o.mT
 
     @torch.no_grad()
     def vjp(self, u):
         w_o = self.layer.w_o
-        return self._pull(u if w_o is None else u @ w_o)
+        with float32_products(coarse=self.coarse):
+            return self._pull(u if w_o is None else u @ w_o)
 
     @functools.cached_property
     def _gram_o(self) -> Tensor | None:
         """`WₒᵀWₒ`, which stands for `Wₒ` and then `Wₒᵀ` in products with `JᵀJ`; nothing where `Wₒ` is the cheaper one."""
         w_o = self.layer.w_o
-        return w_o.mT @ w_o if w_o is not None and w_o.shape[1] < 2 * w_o.shape[0] else None
+        with float32_products():
+            return w_o.mT @ w_o if w_o is not None and w_o.shape[1] < 2 * w_o.shape[0] else None
 
     @torch.no_grad()
     def gram(self, v):
         if self._gram_o is None:
             return super().gram(v)
-        o = self._push(v)
-        weighted = o @ self._gram_o
-        return self._pull(weighted), inner(o, weighted)
+        with float32_products(coarse=self.coarse):
+            o = self._push(v)
+            weighted = o @ self._gram_o
+            return self._pull(weighted), inner(o, weighted)
 
     @torch.no_grad()
     def guess(self, seeds: Sequence[int]):
@@ -128,7 +162,8 @@ class AttentionJacobian(Operator):
         if layer.rotary is not None:
             layer = replace(layer, rotary=layer.rotary.select(items))
         slopes = [None if s is None else s.select(items) for s in (self.q_slope, self.k_slope)]
-        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], self.longest)
+        tokens = None if self.tokens is None else self.tokens[items]
+        return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], tokens, exact=not self.coarse)
 
 
 def _top_input(w: Float[Tensor, "out d"], u: Float[Tensor, "batch d"]) -> Float[Tensor, "batch d"]:
@@ -202,7 +237,7 @@ class AutodiffJacobian(Operator):
         self._f, self._batched = f, batched
         with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             self._x = x.detach().clone().requires_grad_()
-            self._y = f(self._x.clone())  # a clone, so that f may work in place
+            self._y = _applied(f, self._x.clone())  # a clone, so that f may work in place
             self._check_output()
             self._u = torch.zeros_like(self._y, requires_grad=True)
             self._transposed = self._second_graph()
@@ -255,7 +290,8 @@ class AutodiffJacobian(Operator):
 
     def _second_graph(self) -> Tensor | None:
         try:
-            g = torch.autograd.grad(self._y, self._x, self._u, create_graph=True, materialize_grads=True)[0]
+            with torch.autograd.graph.saved_tensors_hooks(_without_zeros, lambda t: t):
+                g = torch.autograd.grad(self._y, self._x, self._u, create_graph=True, materialize_grads=True)[0]
         except RuntimeError:
             return None
         return g if g.requires_grad else None
@@ -319,6 +355,30 @@ class AutodiffJacobian(Operator):
         return True
 
 
+def _applied(f: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """`f(x)`. What `f` raises is its own to say; what torch raises in it is that `f` does not take `x`."""
+    try:
+        return f(x)
+    except RuntimeError as error:
+        if type(error) not in (RuntimeError, NotImplementedError):  # of someone else's, or memory that ran out
+            raise
+        kinds = sorted({str(p.dtype) for p in f.parameters()}) if isinstance(f, nn.Module) else []
+        if kinds and str(x.dtype) not in kinds:
+            raise BadFunctionError(
+                f"expected a module and an input of one precision, got {', '.join(kinds)} and {x.dtype}; convert one of them"
+            ) from None
+        said = next(iter(str(error).strip().splitlines()), "no word")[:120]
+        raise BadFunctionError(
+            f"expected a function that takes {x.dtype} of shape {tuple(x.shape)}, got an error from it ({said}); check both"
+        ) from error
+
+
+def _without_zeros(t: Tensor) -> Tensor:
+    """What a graph keeps of a tensor: of many zeros, one. The graph of `u ↦ Jᵀu` is made at `u = 0`, so it is full of them."""
+    many = t.numel() >= _MANY and t.device.type == _LOOKS
+    return t.detach() if not many or bool(t.any()) else t.new_zeros(()).expand(t.shape)  # detached: no graph holds itself
+
+
 def doubled(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A function for float64: a module is copied, anything else must take it as it is."""
     return copy.deepcopy(f).double() if isinstance(f, nn.Module) else f
@@ -333,75 +393,3 @@ def check_deterministic(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> 
         raise BadFunctionError(
             f"expected the same output twice, got outputs {drift:.1e} apart; switch dropout off with module.eval()"
         )
-
-
-@final
-class Jacobian:
-    """`D_x f` of one input as a linear operator: products only, nothing is formed before `dense()`.
-
-    shape: `(f(x).numel(), x.numel())`.  `J @ v` takes `v` in the shape of `x`, flat, or with probes leading, and answers in
-    kind: the shape of `f(x)`, flat, or probes of that shape.
-    """
-
-    def __init__(self, operator: Operator, in_shape: tuple[int, ...], *, transposed: bool = False):
-        self.operator, self._transposed = operator, transposed
-        # of the map, whichever way this goes; an operator writes a single number as a vector
-        out = operator.output.shape if isinstance(operator, AutodiffJacobian) else operator.out_shape
-        self._in, self._out = tuple(in_shape), tuple(out)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, cols = self.operator.out_size, self.operator.in_size
-        return (cols, rows) if self._transposed else (rows, cols)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.operator.device
-
-    @property
-    def T(self) -> "Jacobian":
-        """The transpose: `J.T @ u` is the vector–Jacobian product."""
-        return Jacobian(self.operator, self._in, transposed=not self._transposed)
-
-    def __matmul__(self, v: Tensor) -> Tensor:
-        takes, gives = (self._out, self._in) if self._transposed else (self._in, self._out)
-        size = self.shape[1]
-        if not isinstance(v, Tensor) or not v.is_floating_point():
-            raise BadInputError(
-                f"expected a floating-point tensor to multiply, got {getattr(v, 'dtype', type(v).__name__)}; convert it"
-            )
-        fits = (takes, (size,))
-        leading = 0 if tuple(v.shape) in fits else 1  # axes of probes
-        item = tuple(v.shape[leading:])
-        if item not in fits:
-            raise BadInputError(
-                f"expected a vector of shape {takes} or ({size},), or probes of such vectors along a first axis, got "
-                f"{tuple(v.shape)}; reshape it"
-            )
-        answer = (*v.shape[:leading], *(gives if item == takes else self.shape[:1]))
-        J = self.operator
-        product, shape = (J.vjp, J.out_shape) if self._transposed else (J.jvp, J.in_shape)
-        return product(v.to(self.device, self.dtype).reshape(-1, 1, *shape)).reshape(answer)
-
-    def dense(self) -> Float[Tensor, "rows cols"]:
-        """The matrix itself."""
-        matrix = self.operator.dense()[0]
-        return matrix.mT if self._transposed else matrix
-
-    def to_scipy(self) -> Any:
-        """The same as a `scipy.sparse.linalg.LinearOperator` on float64 arrays."""
-        import scipy.sparse.linalg
-
-        def product(operator: "Jacobian") -> Callable[[Any], Any]:
-            return lambda v: (operator @ torch.as_tensor(v.ravel())).double().cpu().numpy()
-
-        make: Any = scipy.sparse.linalg.LinearOperator
-        return make(self.shape, matvec=product(self), rmatvec=product(self.T), dtype="float64")
-
-    def __repr__(self) -> str:
-        rows, cols = self.shape
-        return f"Jacobian({rows} × {cols}, {str(self.dtype).removeprefix('torch.')})"

@@ -1,6 +1,5 @@
 """LayerNorm and RMSNorm with closed-form derivatives."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -13,6 +12,7 @@ from howsmooth.kernels.tensors import check_tensor
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import NormJacobian
 from howsmooth.measures.measure import Measure
+from howsmooth.settings import number
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -27,8 +27,7 @@ class _Norm(Map):
         check_tensor(self.weight, "norm weight", ("d",), "pass the module's own")
         if self.bias is not None:
             check_tensor(self.bias, "norm bias", (self.width,), "match the weight")
-        if not 0 <= self.eps < math.inf:
-            raise BadInputError(f"expected a finite eps ≥ 0, got {self.eps}; the usual value is 1e-5")
+        object.__setattr__(self, "eps", number(self.eps, "a finite eps ≥ 0", "the usual value is 1e-5", least=0.0))
 
     @property
     def width(self) -> int:
@@ -63,12 +62,14 @@ class _Norm(Map):
         return value if self.bias is None else value + self.bias
 
     @torch.no_grad()
-    def linearize(self, x):
+    def linearize(self, x: Float[Tensor, "batch *axes d"]) -> tuple[Tensor, NormJacobian]:
         norm = self.to(x.device, x.dtype)
         centered = norm.center(x)
         scale = (centered.square().mean(-1, keepdim=True) + norm.eps).sqrt()
         if bool((scale == 0).any()):
             raise BadInputError("expected tokens the norm can divide by, got a token of zero spread with eps = 0; set eps")
+        if not bool(scale.isfinite().all()):
+            raise BadInputError(f"expected tokens whose squares stay in the range of {x.dtype}, got larger ones; use float64")
         unit = centered / scale
         offset = ((x - centered).abs().amax(-1, keepdim=True) / scale).max()
         jacobian = NormJacobian(norm, unit, scale, offset)  # pyright: ignore[reportArgumentType]  a LayerNorm or an RMSNorm

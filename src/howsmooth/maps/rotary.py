@@ -8,7 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.tensors import Place, check_tensor, place
+from howsmooth.kernels.tensors import Place, check_dense, check_tensor, described, place
+from howsmooth.settings import flag, number, whole
+
+_WIDEST, _MOST = 2**16, 2**30  # of the width of a head, and of the entries of a table
 
 
 @final
@@ -35,6 +38,7 @@ class Rotary:
         axes = ("batch", "positions", "planes") if batched else ("positions", "planes")
         check_tensor(self.cos, "rotary cos", axes, "Rotary.from_base makes such a table")
         check_tensor(self.sin, "rotary sin", tuple(self.cos.shape), "cos and sin have one shape")
+        object.__setattr__(self, "interleaved", flag(self.interleaved, "interleaved"))
 
     @classmethod
     def from_base(
@@ -50,15 +54,22 @@ class Rotary:
 
         width: entries of a head that are turned, even.  positions: of every token, or how many from 0 on.
         """
-        if isinstance(width, bool) or not isinstance(width, int) or width < 2 or width % 2:
-            raise BadInputError(f"expected an even rotated width of at least 2, got {width}; planes have two entries each")
-        if not base > 0:
-            raise BadInputError(f"expected a positive base, got {base}; the usual value is 10000")
-        if isinstance(positions, int):
-            if positions < 1:
-                raise BadInputError(f"expected at least one position, got {positions}; count the tokens")
-            positions = torch.arange(positions)
-        speed = float(base) ** (-torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width)
+        expected, fix = f"an even rotated width from 2 to {_WIDEST}", "planes have two entries each"
+        width = whole(width, expected, fix, least=2, below=_WIDEST + 1)
+        if width % 2:
+            raise BadInputError(f"expected {expected}, got {width}; {fix}")
+        base = number(base, "a positive base", "the usual value is 10000", above=0.0)
+        if isinstance(positions, Tensor):
+            check_dense(positions, "positions")
+            if positions.is_complex() or positions.ndim not in (1, 2):
+                raise BadInputError(
+                    f"expected positions as a tensor (n,) or (batch, n), got {described(positions)}; one for each token"
+                )
+        else:
+            expected = f"a whole number of positions from 1 to {_MOST // width}"
+            positions = torch.arange(whole(positions, expected, "count the tokens", least=1, below=_MOST // width + 1))
+        place(None, dtype)  # refuses what is no dtype of numbers
+        speed = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width)
         angle = positions.double()[..., None] * speed
         return cls(angle.cos().to(dtype), angle.sin().to(dtype), interleaved)
 
@@ -99,6 +110,10 @@ class Rotary:
         if self.cos.ndim == 2 or self.cos.shape[0] == 1:
             return self
         return Rotary(self.cos[items], self.sin[items], self.interleaved)
+
+    def at(self, rows: slice) -> "Rotary":
+        """The tables of some tokens."""
+        return Rotary(self.cos[..., rows, :], self.sin[..., rows, :], self.interleaved)
 
     def turn(self, t: Float[Tensor, "*axes n d"], *, back: bool = False) -> Float[Tensor, "*axes n d"]:
         """Queries or keys turned, (…, heads, n, d) for tables with a batch axis. back: the transpose."""

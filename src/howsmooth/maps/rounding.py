@@ -19,15 +19,18 @@ _LIBRARY = 4  # units in the last place by which exp, tanh and a square root may
 
 
 def attention_rounding(J: "AttentionJacobian") -> Rounding | None:
-    """Of an attention layer on tiles of weights; nothing for fused kernels, whose sums are not plain floating point."""
+    """Of an attention layer on tiles of weights; nothing for fused kernels, whose sums are not plain floating point.
+
+    Nothing either for a norm over all heads, of which it is not derived.
+    """
     layer, kernel = J.layer, J.kernel
     slopes = J.q_slope, J.k_slope
-    if not isinstance(kernel, Tiled) or J.longest is None:
+    if not isinstance(kernel, Tiled) or J.tokens is None or layer.coupled:
         return None
     _, heads, n, m = kernel.shape
     a, c, group = layer.head_width, kernel.v.shape[-1], heads // layer.kv_heads
     unit = torch.finfo(J.dtype).eps / 2
-    x, turn = float(J.longest), 1.0 if layer.rotary is None else layer.rotary.gain
+    x, turn = _longest(J.tokens), 1.0 if layer.rotary is None else layer.rotary.gain
     q = _reach(kernel.q, layer.w_q, layer.b_q, heads, slopes[0], x, turn, unit)
     k = _reach(kernel.k, layer.w_k, layer.b_k, layer.kv_heads, slopes[1], x, turn, unit)
     v = _reach(kernel.v, layer.w_v, layer.b_v, layer.kv_heads, None, x, 1.0, unit)

@@ -11,7 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.tensors import Place, check_tensor, described, place
+from howsmooth.kernels.tensors import Place, check_dense, check_tensor, described, place
+from howsmooth.settings import flag, items, number, seed_of, whole
+
+_PARTS = 1_000_000  # of one atom
+_NUMBERS = 2**28  # drawn at once
 
 
 @final
@@ -22,6 +26,8 @@ class Measure:
     points: (m, d), one atom per row.  weights: (m,), positive, summing to one; equal if left out; kept in float64.
     positions: (m,) in [0, 1], for masked attention, which lets an atom see those at its own position and before.
     Atoms without mass are dropped, atoms with positions are put in their order.
+    `lipschitz(attn, mu)` is the constant of these atoms as they are. Where they sample a density it tends, as they get denser,
+    to the norm of the derivative on all fields, an upper bound on what W₂ sees of the density itself (Theorem 5.5).
 
     >>> mu = Measure(torch.tensor([[0.0], [1.0], [1.0]]), torch.tensor([0.5, 0.25, 0.25]))
     >>> len(mu), len(mu.merge())
@@ -55,7 +61,7 @@ class Measure:
         [0.25, 0.5, 0.75, 1.0]
         """
         check_tensor(tokens, "tokens", ("n", "d"), "tokens are rows")
-        n = len(tokens)
+        n, causal = len(tokens), flag(causal, "causal")
         return cls(tokens, None, torch.arange(1, n + 1, dtype=torch.float64, device=tokens.device) / n if causal else None)
 
     @classmethod
@@ -64,23 +70,29 @@ class Measure:
     ) -> "Measure":
         """A density on the grid that the axes span, up to a factor: mass = density × volume of the grid cell, normalised.
 
+        The result has atoms; what its constants say of the density is in docs/meanfield.md, after Theorem 5.5.
         axes: increasing coordinates, one tensor per dimension, of two or more numbers each.
 
         >>> flat = Measure.from_density(lambda x: torch.ones(len(x)), [torch.linspace(0, 1, 3)])
         >>> flat.weights.tolist()  # the cells at the ends are half as wide
         [0.25, 0.5, 0.25]
         """
-        if not axes or not all(
-            isinstance(t, Tensor) and t.ndim == 1 and len(t) >= 2 and bool((t.diff() > 0).all()) for t in axes
-        ):
-            got = [len(t) if isinstance(t, Tensor) else type(t).__name__ for t in axes]
-            raise BadInputError(f"expected axes that increase, two numbers or more each, got axes of {got}; use torch.linspace")
+        fix = "use torch.linspace"
+        axes = list(axes) if isinstance(axes, list | tuple) else items(axes, "a list of axes, one tensor each", fix)
+        for t in axes:
+            check_tensor(t, "an axis", ("k",), fix)
+        if not axes or not all(len(t) >= 2 and bool((t.diff() > 0).all()) for t in axes):
+            got = [len(t) for t in axes]
+            raise BadInputError(f"expected axes that increase, two numbers or more each, got axes of {got}; {fix}")
         steps = [t.double().diff() for t in axes]
         widths = [(pad(step, (0, 1)) + pad(step, (1, 0))) / 2 for step in steps]
         points = torch.stack([t.flatten() for t in torch.meshgrid(*axes, indexing="ij")], -1)
         volume = math.prod(torch.meshgrid(*widths, indexing="ij"), start=torch.ones(())).flatten()
+        if not callable(density):
+            raise BadInputError(f"expected the density as a function of points, got {type(density).__name__}; pass a callable")
         values = density(points)
-        if not isinstance(values, Tensor) or values.shape != (len(points),):
+        check_dense(values, "the density")
+        if not isinstance(values, Tensor) or values.is_complex() or values.shape != (len(points),):
             raise BadInputError(
                 f"expected one density per grid point, ({len(points)},), got {described(values)}; reduce over the last axis"
             )
@@ -128,8 +140,7 @@ class Measure:
 
     def moved(self, points: Float[Tensor, "m k"]) -> "Measure":
         """The same masses and positions at other points."""
-        if not isinstance(points, Tensor) or len(points) != len(self):
-            raise BadInputError(f"expected {len(self)} points, one per atom, got {described(points)}; move every atom")
+        check_tensor(points, "points", (len(self), "k"), "move every atom")
         return Measure(points, self.weights, self.positions)
 
     def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Measure":
@@ -140,10 +151,11 @@ class Measure:
 
     def split(self, atom: int | None = None, parts: int = 2) -> "Measure":
         """One atom, or every one, cut into equal parts that stay where they are: the same measure, written longer."""
-        if not isinstance(parts, int) or parts < 1:
-            raise BadInputError(f"expected a whole number of parts, at least 1, got {parts!r}; 2 halves an atom")
-        if atom is not None and not (isinstance(atom, int) and 0 <= atom < len(self)):
-            raise BadInputError(f"expected an atom from 0 to {len(self) - 1}, got {atom!r}; leave it out to split them all")
+        most = f"a whole number of parts from 1 to {_PARTS:,}"
+        parts = whole(parts, most, "2 halves an atom", least=1, below=_PARTS + 1)
+        if atom is not None:
+            expected = f"an atom from 0 to {len(self) - 1}"
+            atom = whole(atom, expected, "leave it out to split them all", below=len(self))
         counts = torch.ones(len(self), dtype=torch.long, device=self.points.device)
         counts[slice(None) if atom is None else atom] = parts
         index = torch.repeat_interleave(torch.arange(len(self), device=counts.device), counts)
@@ -156,8 +168,7 @@ class Measure:
         >>> Measure(torch.tensor([[0.0], [1e-9], [1.0]])).merge(1e-6).mass.tolist()  # doctest: +ELLIPSIS
         [0.666..., 0.333...]
         """
-        if not isinstance(tol, int | float) or not 0 <= tol < math.inf:
-            raise BadInputError(f"expected a finite tol of 0 or more, got {tol!r}; 0 merges equal points only")
+        tol = number(tol, "a finite tol of 0 or more", "0 merges equal points only", least=0.0)
         if tol > 0:
             group = _linked(self, tol).to(self.points.device)
         else:
@@ -210,7 +221,10 @@ class Gaussian:
 
     def sample(self, n: int, seed: int = 0) -> Float[Tensor, "n d"]:
         """`n` independent points."""
-        noise = torch.randn(n, len(self.mean), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        most = _NUMBERS // len(self.mean)
+        n = whole(n, f"a whole number of points from 1 to {most}", "draw them in parts", least=1, below=most + 1)
+        random = torch.Generator().manual_seed(seed_of(seed))
+        noise = torch.randn(n, len(self.mean), generator=random, dtype=torch.float64)
         return self.mean + noise.to(self.mean.device) @ self.root()
 
     def root(self) -> Float[Tensor, "d d"]:

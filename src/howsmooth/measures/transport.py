@@ -3,7 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from jaxtyping import Float
@@ -12,12 +12,14 @@ from torch import Tensor
 from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.measures.entropic import ROUNDING, distances, entropic_ends
 from howsmooth.measures.measure import Gaussian, Measure
+from howsmooth.settings import choice, number
 
 Method = Literal["auto", "exact", "entropic", "line", "gaussian", "conditional"]
 
 _EXACT = 2**25  # pairs of atoms up to which the network simplex is the default
 _STEPS = 50_000_000  # of the network simplex
 _SAME = 1e-6  # relative difference of masses at one position that rounding explains
+_TINY = 2.0**-1022  # what sums of powers may lose where they leave the range
 _TOL = 0.01  # width at which the entropic ends are near enough
 
 
@@ -61,8 +63,8 @@ def wasserstein(mu: Measure | Gaussian, nu: Measure | Gaussian, p: float = 2.0, 
     >>> round(wasserstein(mu, nu).value, 6)  # one atom stays, the other moves by 2
     1.414214
     """
-    if not isinstance(p, int | float) or not 1 <= p < math.inf:
-        raise BadInputError(f"expected a finite p of 1 or more, got {p!r}; 2 is the usual one")
+    p = number(p, "a finite p of 1 or more", "2 is the usual one", least=1.0)
+    method = choice(method, "a method", get_args(Method))
     if isinstance(mu, Gaussian) and isinstance(nu, Gaussian):
         if p != 2 or method not in ("auto", "gaussian"):
             raise BadInputError(f"expected p = 2 between Gaussians, got p = {p} and method {method!r}; sample them for another")
@@ -81,7 +83,7 @@ def wasserstein(mu: Measure | Gaussian, nu: Measure | Gaussian, p: float = 2.0, 
     if chosen == "conditional":
         return _conditional(mu, nu, p)
     lower, upper = _ends(mu.points, mu.mass, nu.points, nu.mass, p, chosen)
-    return Distance(lower ** (1 / p), upper ** (1 / p), p, chosen)
+    return Distance(lower, upper, p, chosen)
 
 
 def bures(mu: Gaussian, nu: Gaussian) -> float:
@@ -100,7 +102,8 @@ def bures(mu: Gaussian, nu: Gaussian) -> float:
     first, second = mu.root(), nu.root()
     u, _, vh = torch.linalg.svd(second @ first)  # tr(first second U) is largest at U = u vh
     shape = first - second @ (u @ vh)
-    return float((shape.square().sum() + (mu.mean - nu.mean).square().sum()).sqrt())
+    apart = torch.cat([shape.flatten(), mu.mean - nu.mean])
+    return _mean(apart, torch.ones_like(apart), 2.0)
 
 
 def _choose(mu: Measure, nu: Measure, method: Method) -> Method:
@@ -143,39 +146,74 @@ def _conditional(mu: Measure, nu: Measure, p: float) -> Distance:
         return far
     first_mu, first_nu = (count.cumsum(0) - count for count in (count_mu, count_nu))
     one = (count_mu == 1) & (count_nu == 1)  # where both have one atom, there is one plan
-    apart = mu.points.double()[first_mu[one]] - nu.points.double()[first_nu[one]]
-    lower = upper = float(theta[one] @ apart.norm(dim=-1) ** p)
+    ends = torch.zeros(2, len(s), dtype=torch.float64)  # of the distance at each position
+    ends[:, one.cpu()] = _lengths((mu.points.double()[first_mu[one]] - nu.points.double()[first_nu[one]]).detach().cpu())
     for k in torch.nonzero(~one)[:, 0].tolist():
         rows_mu, rows_nu = (
             slice(int(first[k]), int(first[k] + count[k])) for first, count in ((first_mu, count_mu), (first_nu, count_nu))
         )
         x, a, y, b = mu.points[rows_mu], mu.mass[rows_mu], nu.points[rows_nu], nu.mass[rows_nu]
-        low, high = _ends(x, a / a.sum(), y, b / b.sum(), p, _by_size(x, y))
-        lower, upper = lower + float(theta[k]) * low, upper + float(theta[k]) * high
-    return Distance(lower ** (1 / p), upper ** (1 / p), p, "conditional")
+        ends[:, k] = torch.tensor(_ends(x, a / a.sum(), y, b / b.sum(), p, _by_size(x, y)), dtype=torch.float64)
+    lower, upper = (_mean(end, theta.cpu(), p) for end in ends)
+    return Distance(lower, upper, p, "conditional")
 
 
 def _ends(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float, method: Method) -> tuple[float, float]:
-    """Both ends of `W_p^p` by one method."""
+    """Both ends of `W_p` by one method, on points divided by their size, so that no power of a distance leaves the range."""
     x, y, a, b = (t.detach().double().cpu() for t in (x, y, a, b))
+    size = _power_of_two(max(float(x.abs().max()), float(y.abs().max())))
+    x, y = x / size, y / size
     if method == "line":
-        value = _line(x[:, 0], a, y[:, 0], b, p)
-        return value, value
-    if method == "entropic":
+        lower = upper = _line(x[:, 0], a, y[:, 0], b, p)
+    elif method == "entropic":
         centre = x.mean(0)
-        return entropic_ends(x - centre, a, y - centre, b, p, p * _TOL)
-    return _exact(x, a, y, b, p)
+        x, y = x - centre, y - centre
+        low, high = entropic_ends(x, a, y, b, p, p * _TOL)
+        longest = float(x.norm(dim=-1).max()) + float(y.norm(dim=-1).max())
+        error = (x.shape[1] + 4) * torch.finfo(torch.float64).eps * longest**2
+        lower, upper = _widened(low ** (1 / p), (high + _TINY) ** (1 / p), error, p)
+    else:
+        lower, upper = _exact(x, a, y, b, p)
+    return lower * size, upper * size
+
+
+def _widened(lower: float, upper: float, error: float, p: float) -> tuple[float, float]:
+    """Ends of `W_p` where squares of distances are off by `error` at most: Minkowski's inequality in `L^{p/2}`, or in `L^p`."""
+    if p >= 2:
+        return max(0.0, lower**2 - error) ** 0.5, (upper**2 + error) ** 0.5
+    return max(0.0, lower - error**0.5), upper + error**0.5
+
+
+def _power_of_two(size: float) -> float:
+    """The power of two next above, by which numbers are divided without a rounding; 1 for zero."""
+    return 2.0 ** max(-1022, min(1023, math.frexp(size)[1])) if size else 1.0
+
+
+def _lengths(t: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+    """Euclidean lengths of rows, their squares kept in range."""
+    size = t.abs().amax(-1, keepdim=True)
+    size = torch.where(size > 0, size, 1.0)
+    return (t / size).norm(dim=-1) * size[:, 0]
+
+
+def _mean(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], p: float) -> float:
+    """`(Σ w |v|^p)^{1/p}`, the largest value taken out, so that powers stay in range."""
+    sizes = values.abs()
+    largest = float(sizes[weights > 0].max()) if bool((weights > 0).any()) else 0.0
+    if not 0 < largest < math.inf:
+        return largest
+    return largest * float(weights @ (sizes / largest).clamp_max(1.0) ** p) ** (1 / p)
 
 
 def _exact(
     x: Float[Tensor, "n d"], a: Float[Tensor, " n"], y: Float[Tensor, "m d"], b: Float[Tensor, " m"], p: float
 ) -> tuple[float, float]:
-    """The network simplex of POT (Bonneel et al. 2011), and its duals made feasible: both ends of `W_p^p`."""
+    """The network simplex of POT (Bonneel et al. 2011), and its duals made feasible: both ends of `W_p`."""
     import ot
 
-    cost = distances(x, y).pow_(p)
-    scale = float(cost.max()) or 1.0
-    cost /= scale
+    apart = distances(x, y)
+    scale = float(apart.max()) or 1.0
+    cost = (apart / scale).pow_(p)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what POT would warn of is in the log, and the duals are checked below
         plan, log = ot.emd(a.numpy(), b.numpy(), cost.numpy(), numItermax=_STEPS, log=True)
@@ -190,12 +228,15 @@ def _exact(
         raise NoConvergenceError(
             f"expected equal primal and dual values, got {upper:.9g} and {lower:.9g} of the largest cost; use method='entropic'"
         )
-    return max(0.0, min(lower - ROUNDING, upper)) * scale, upper * scale
+    spent = _mean(apart.flatten(), torch.as_tensor(plan).flatten(), p)  # also where powers of small distances vanish
+    return min(spent, max(0.0, min(lower - ROUNDING, upper)) ** (1 / p) * scale), spent
 
 
 def _line(x: Float[Tensor, " n"], a: Float[Tensor, " n"], y: Float[Tensor, " m"], b: Float[Tensor, " m"], p: float) -> float:
-    """`∫_0^1 |F_μ^{-1} − F_ν^{-1}|^p`: quantiles meet quantiles, for every p ≥ 1."""
-    import ot
-
-    value: Any = ot.wasserstein_1d(x.numpy(), y.numpy(), a.numpy(), b.numpy(), p=p)  # pyright: ignore[reportArgumentType]
-    return float(value)
+    """`(∫_0^1 |F_μ^{-1} − F_ν^{-1}|^p)^{1/p}`: quantiles meet quantiles, for every p ≥ 1."""
+    x, first = x.sort()
+    y, second = y.sort()
+    below_x, below_y = a[first].cumsum(0), b[second].cumsum(0)
+    levels = torch.cat([below_x, below_y]).sort().values
+    at_x, at_y = (torch.searchsorted(below, levels).clamp_max(len(below) - 1) for below in (below_x, below_y))
+    return _mean(x[at_x] - y[at_y], levels.diff(prepend=levels.new_zeros(1)), p)

@@ -1,12 +1,13 @@
 """Real models: any Hugging Face transformer or torch module, measured layer by layer."""
 
 from howsmooth.models.capture import Capture
-from howsmooth.models.cut import MAPS, Cut, MapName
+from howsmooth.models.cut import Cut
 from howsmooth.models.intercept import register
 from howsmooth.models.loading import load
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model import Model
 from howsmooth.models.sample import FallbackWarning
+from howsmooth.models.span import MAPS, MapName
 from howsmooth.models.tokens import Text, Window
 
 __all__ = [

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TypedDict, Unpack, final, overload
+from numbers import Integral
+from typing import Any, TypedDict, Unpack, final, overload
 
 import torch
 from torch import Tensor
@@ -12,11 +13,13 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.models.closed import ClosedForms, as_attention
-from howsmooth.models.cut import Cut, CutJacobian, MapName, Span
+from howsmooth.models.cut import Cut, CutJacobian
 from howsmooth.models.measurement import Measurement, Measurements, Positions, moving, shares
 from howsmooth.models.sample import Sample
+from howsmooth.models.span import MapName, Span
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import Trace
+from howsmooth.settings import flag, items, number
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate
 
@@ -99,7 +102,7 @@ class Capture:
         """What enters a map of the only input, (n, d), padding left out."""
         self.sample.check(layer, map, None)
         tokens, real = Span.of(map, self.trace, self.trace.layers[layer]).tokens, self.sample.real
-        return tokens if real is None else tokens[real]
+        return (tokens if real is None else tokens[real]).to(self.trace.output.device)
 
     def map(self, layer: int, map: MapName = "attention", head: int | None = None) -> Cut:
         """A map of a layer at the only input, to be called or measured like any other map."""
@@ -146,24 +149,33 @@ class Capture:
         tol, certify, seed: as in `howsmooth.lipschitz`.
         """
         options = Options(tol, certify, seed)
-        one = isinstance(layer, int)
+        one = isinstance(layer, Integral)
         if one and len(self) > 1:
             raise BadInputError(
                 f"expected a list of layers for a capture of {len(self)} windows, got {layer}; pass [{layer}], or take one "
                 "window, as in capture[0]"
             )
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1e6:
-            raise BadInputError(f"expected a positive factor, got {factor!r}; 1 leaves the tokens as they are")
-        layers = [layer] if isinstance(layer, int) else range(self.num_layers) if layer is None else list(layer)
-        closed = len(self) > 1 if closed is None else closed
-        measured: list[Measurement] = []
+        expected, fix = "a layer, a list of layers, or None for all", "count from 0"
+        layers: Sequence[Any] = [layer] if one else range(self.num_layers) if layer is None else items(layer, expected, fix)
+        if not layers:
+            raise BadInputError(f"expected {expected}, got an empty list; {fix}")
+        closed = len(self) > 1 if closed is None else flag(closed, "closed")
         for k in layers:
             for sample in self.samples:
                 sample.check(k, map, head)
+        asked = _Asked(
+            map=map,
+            head=None if head is None else int(head),
+            heads=flag(heads, "heads"),
+            factor=number(factor, "a positive factor below 1e6", "1 leaves the tokens as they are", above=0.0, below=1e6),
+            options=options,
+        )
+        measured: list[Measurement] = []
+        for k in (int(k) for k in layers):
             if tokens is not None:
                 for window in self:  # a mask fits one length alone, positions are the same at all
-                    options = replace(options, tokens=moving(tokens, len(window.tokens(k, map))))
-            asked = _Asked(map, head, heads, factor, options)
+                    free = moving(tokens, len(window.tokens(k, map)))
+                    asked = replace(asked, options=replace(options, tokens=free))
             if closed and map == "attention":
                 measured += self._closed_layer(k, asked)
             else:
@@ -189,17 +201,19 @@ class Capture:
         """Through the model's graph, the attention calls in it on the kernels."""
         cut, solved = sample.solve(layer, asked.map, asked.head, asked.factor, asked.options)
         kernels = solved.operator.kernels if isinstance(solved.operator, CutJacobian) else []
+        notes = solved.operator.notes if isinstance(solved.operator, CutJacobian) else ()
         alone: tuple[Estimate, ...] = ()
         if asked.heads and cut.kernels:
-            count = sample.trace.layers[layer].heads
+            count = cut.attends.heads
             x = asked.factor * cut.start
             alone = tuple(solve(replace(cut, head=h), x, asked.options).estimate for h in range(count))
         output = solved.operator.output if isinstance(solved.operator, CutJacobian) else None
-        return self._measurement(sample, layer, asked, cut, solved.estimate, solved.image, output, kernels, alone)
+        measured = self._measurement(sample, layer, asked, cut, solved.estimate, solved.image, output, kernels, alone)
+        return replace(measured, notes=measured.notes + notes)
 
     def _of_closed(self, samples: list[Sample], layer: int, attn: Attention, asked: "_Asked") -> list[Measurement]:
         """In closed form, several windows in lock step."""
-        x = asked.factor * torch.stack([s.trace.layers[layer].x for s in samples])
+        x = asked.factor * torch.stack([s.trace.layers[layer].x.to(s.trace.output.device) for s in samples])
         estimates, operator, images = solve_batch(attn if asked.head is None else attn.head(asked.head), x, asked.options)
         assert isinstance(operator, AttentionJacobian)
         count = attn.heads if asked.heads else 0
@@ -227,7 +241,8 @@ class Capture:
     ) -> Measurement:
         lengths = (asked.factor * cut.start.double()).norm(dim=-1)
         n = len(lengths)
-        words = sample.words if len(sample.words) == n else tuple(map(str, range(n)))
+        own = len(sample.words) == n and asked.map != "context"  # a context has tokens of its own
+        words = sample.words if own else tuple(map(str, range(n)))
         ranges = [kernel.logit_range() for kernel in kernels]
         return Measurement(
             model=self.model,
@@ -243,9 +258,11 @@ class Capture:
             tokens=words,
             input_share=shares(estimate.direction),
             output_share=shares(image),
-            received=_received(kernels, len(sample.window) or n, sample.real),
+            received=None
+            if asked.map == "cross"
+            else _received(kernels, len(sample.window) if own else n, sample.real if own else None),
             # a head alone has no output that all ways to it agree on: the bias belongs to all of them
-            output_rms=None if output is None or asked.head is not None else float(output.double().norm()) / n**0.5,
+            output_norm=None if output is None or asked.head is not None else float(output.double().norm()),
             moving=asked.options.tokens,
             cut=cut.kernels,
             notes=self.notes,

@@ -1,20 +1,19 @@
-"""Layers of a model as `howsmooth.Attention`, where they are that: affine queries, keys and values, one projection behind."""
+"""Layers of a model as `howsmooth.Attention`, where they are that: one attention call, one projection behind."""
 
 import warnings
-from weakref import WeakKeyDictionary
+from collections.abc import Callable
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
-from torch.func import functional_call
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import SoftmaxAttention
-from howsmooth.maps import Attention
+from howsmooth.maps import Attention, Rotary
 from howsmooth.models.cut import Cut
-from howsmooth.models.sample import FORMULA, FallbackWarning, Sample, same
+from howsmooth.models.intercept import UncuttableError
+from howsmooth.models.reading import FORMULA, Stage, agree, off, read_projection, read_sides
+from howsmooth.models.sample import FallbackWarning, Sample, same
 
-_WIDEST = 1024  # of the tokens; reading off the weights of a wider layer costs more than it saves
-_MOST = 64  # layers kept
+_MOST = 2**31  # bytes of weights kept, the latest layers'
 
 
 class ClosedForms:
@@ -26,22 +25,24 @@ class ClosedForms:
 
     def __init__(self):
         self._kept: dict[int, tuple[int, Attention | None]] = {}  # by layer, with the length it was read off at
-        self._tried: WeakKeyDictionary[Sample, dict[int, Attention | None]] = WeakKeyDictionary()  # what an input was given
+        # by layer, what an input was given, in references that keep no weights
+        self._tried: WeakKeyDictionary[Sample, dict[int, Callable[[], Attention | None]]] = WeakKeyDictionary()
 
     def of(self, sample: Sample, layer: int) -> Attention | None:
         """A layer in the precision of the measurement, or nothing where it is not of this form."""
         x = sample.trace.layers[layer].x
-        if x.shape[-1] > _WIDEST or sample.real is not None:
+        if sample.real is not None:
             return None
         n, attn = self._kept.get(layer, (0, None))
         tried = self._tried.setdefault(sample, {})
-        untried = n > len(x) and tried.get(layer) is not attn
+        untried = n > len(x) and attn is not None and tried.get(layer, _nothing)() is not attn
         if n < len(x) or (attn is not None and untried and not _fits(attn, sample, layer)):
             n, attn = len(x), self._read(sample, layer)
-            if len(self._kept) >= _MOST:
-                self._kept.clear()
+            self._kept.pop(layer, None)
             self._kept[layer] = n, attn
-        tried[layer] = attn
+            while len(self._kept) > 1 and sum(a.nbytes for _, a in self._kept.values() if a is not None) > _MOST:
+                del self._kept[next(iter(self._kept))]
+        tried[layer] = _nothing if attn is None else ref(attn)
         return attn
 
     def _read(self, sample: Sample, layer: int) -> Attention | None:
@@ -53,6 +54,10 @@ class ClosedForms:
                 return None
 
 
+def _nothing() -> None:
+    """A reference to no layer."""
+
+
 @torch.no_grad()
 def _fits(attn: Attention, sample: Sample, layer: int) -> bool:
     """Whether a layer in closed form gives what the cut layer gives at this input."""
@@ -60,72 +65,92 @@ def _fits(attn: Attention, sample: Sample, layer: int) -> bool:
     if cut is None or attn.bias is not None:  # a bias belongs to one length
         return False
     x = cut.start.to(attn.dtype)
-    return same(attn(x), cut.value(x[None])[0])
+    return same(attn.linearize(x[None])[0], cut.value(x[None]))
 
 
 @torch.no_grad()
 def as_attention(cut: Cut) -> Attention:
-    """The closed form of an `attention` map, its weights read off its answers to unit vectors, in float64.
+    """The closed form of an `attention` map, read off the model (`howsmooth.models.reading`), in float64.
 
-    `W` and `b` of queries, keys and values come from the tokens `0, e_1, …, e_d`, sent through as many at a time as the map
-    takes. The result must give the layer's own output at its own input to 1e-9: rotary phases, norms on queries or keys,
-    gates and anything else that is not this formula are refused.
+    The result must give the layer's own queries, keys and values at its own input to 1e-9, and what the layer makes of heads'
+    outputs; the mask is that of the call. Gates, norms of another kind and anything else that is not this formula are refused.
     """
     layer = cut.layer
     kind = type(layer.module).__name__
-    if not cut.kernels or layer.projection is None or layer.heads == 0:
-        raise BadInputError(
-            f"expected a layer with one attention call and one output projection, got {kind}; measure it, or bound its cut map"
-        )
+    if not cut.kernels or layer.heads == 0:
+        raise BadInputError(f"expected a layer with one attention call on the kernels, got {kind}; measure it instead")
     if cut.real is not None:
         raise BadInputError("expected an input without padding, got a padded one; leave the padding out")
     cut = cut.to(torch.float64)
-    x = cut.start.double()
-    n, d = x.shape
-    units = torch.cat([torch.zeros(1, d), torch.eye(d)]).to(x)
-    answers: list[list[Tensor]] = [[], [], []]
-    for start in range(0, d + 1, n):
-        part = units[start : start + n]
-        kernel = _only(cut.run(torch.cat([part, x[len(part) :]]))[1], kind)
-        for gathered, t in zip(answers, kernel.inputs, strict=True):
-            gathered.append(t[0, :, : len(part)].transpose(0, 1).flatten(1))  # (part, heads · width)
-    wholes = [torch.cat(gathered) for gathered in answers]
-    (b_q, b_k, b_v) = (whole[0] for whole in wholes)
-    (w_q, w_k, w_v) = ((whole[1:] - whole[0]).mT.contiguous() for whole in wholes)
-    value, kernels = cut.run(x)
-    kernel = _only(kernels, kind)
-    scores = kernel.scores
-    state = {k: t.detach().double() for k, t in layer.projection.named_parameters()}
-    o_width = layer.heads * kernel.output.shape[-1]
-    b_o = functional_call(layer.projection, state, (x.new_zeros(1, o_width),))[0]
-    w_o = (functional_call(layer.projection, state, (torch.eye(o_width, dtype=x.dtype, device=x.device),)) - b_o).mT
-    attn = Attention(
+    try:
+        stage = Stage(cut)
+    except UncuttableError as error:
+        raise BadInputError(f"expected logits that are products of queries and keys, got {error}; measure it instead") from None
+    attn = _formula(stage)
+    error = max(*_off_before(attn, stage), _off_behind(attn, stage))
+    if not error <= FORMULA:
+        raise BadInputError(
+            f"expected a layer of affine, normalised or turned queries and keys and affine values, got {kind}, "
+            f"off by {error:.1e} (gates, other norms); measure it instead"
+        )
+    return attn
+
+
+def _formula(stage: Stage) -> Attention:
+    """The layer that the module seems to be."""
+    scores, mask = stage.call.scores, stage.call.scores.mask
+    if mask.keys is not None or mask.ends is not None:
+        raise BadInputError("expected an input without padding, got a mask that hides tokens; leave them out")
+    w_o, b_o = read_projection(stage)
+    q, k, v = read_sides(stage)
+    turned = k.rotary if q.rotary is None else q.rotary
+    if turned is not None and not (q.rotary and k.rotary and _alike(q.rotary, k.rotary)):
+        raise BadInputError("expected the same phases on queries and keys, got others; measure the layer instead")
+    if v.norm is not None or v.rotary is not None:
+        raise BadInputError("expected values that are affine in the tokens, got norms or phases on them; measure the layer")
+    (w_q, b_q), (w_k, b_k), (w_v, b_v) = (side.matrix for side in (q, k, v))
+    b_q, b_k, b_v, b_o = (b if bool(b.any()) else None for b in (b_q, b_k, b_v, b_o))
+    return Attention(
         w_q,
         w_k,
         w_v,
         w_o.contiguous(),
-        heads=layer.heads,
-        kv_heads=kernel.inputs[1].shape[1],
+        heads=q.heads,
+        kv_heads=k.heads,
         b_q=b_q,
         b_k=b_k,
         b_v=b_v,
         b_o=b_o,
         scale=scores.scale,
         softcap=scores.softcap,
-        causal=scores.mask.causal,
-        window=scores.mask.window,
-        bias=scores.mask.bias,
+        causal=mask.causal,
+        window=mask.window,
+        bias=mask.bias,
+        q_norm=q.norm,
+        k_norm=k.norm,
+        rotary=turned,
     )
-    if not same(attn(x), value, FORMULA):
-        error = float((attn(x) - value).abs().max() / value.abs().max())
-        raise BadInputError(
-            f"expected a layer whose queries, keys and values are affine in its input, got {kind}, off by {error:.1e} "
-            "(rotary phases, norms or gates); measure it instead"
-        )
-    return attn
 
 
-def _only(kernels: list[SoftmaxAttention], kind: str) -> SoftmaxAttention:
-    if len(kernels) != 1 or kernels[0].output.shape[0] != 1:
-        raise BadInputError(f"expected a layer with one attention call over all tokens, got {kind}; measure it instead")
-    return kernels[0]
+def _alike(a: Rotary, b: Rotary) -> bool:
+    return a.interleaved == b.interleaved and a.cos.shape == b.cos.shape and agree(a.cos, b.cos) and agree(a.sin, b.sin)
+
+
+def _off_before(attn: Attention, stage: Stage) -> list[float]:
+    """How far queries, keys and values are from those of the call, relative to the largest entry."""
+    call = stage.call
+    group = call.k.shape[1] // attn.kv_heads
+    ours = attn.vectors(stage.x[None])
+    theirs = (call.q, call.k[:, ::group], call.v[:, ::group])
+    same_heads = [t.repeat_interleave(group, 1) for t in theirs[1:]]
+    return [off(a, b) for a, b in zip(ours, theirs, strict=True)] + [
+        off(a, b) for a, b in zip(same_heads, (call.k, call.v), strict=True)
+    ]
+
+
+def _off_behind(attn: Attention, stage: Stage) -> float:
+    """How far the layer is from its output projection behind attention that gives random numbers."""
+    call = stage.call
+    shape = (*call.q.shape[:3], call.v.shape[-1])
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(stage.x.device)
+    return off(attn.finish(given)[0], stage.cut.through(stage.x, lambda _: given))

@@ -6,87 +6,53 @@ graph; the attention calls in between are nodes of that graph whose products run
 
 import functools
 import itertools
-from collections.abc import Callable
-from contextlib import ExitStack
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final, get_args
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import SoftmaxAttention, attention_and_kernel
-from howsmooth.kernels.base import Precision
+from howsmooth.kernels.base import FINER, Precision
+from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
-from howsmooth.models.intercept import IMPLEMENTATION, Call, Intercept, implementation
+from howsmooth.models.by_hand import ByHand
+from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, Call, Intercept, implementation
+from howsmooth.models.room import unhooked, weights_of
+from howsmooth.models.span import MapName, Span
 from howsmooth.models.trace import (
-    Invocation,
     KeepDouble,
     Layer,
     Trace,
     Watch,
     evaluating,
+    find_context,
     find_hidden,
     first_tensor,
     without_weights,
 )
 
-MapName = Literal["attention", "heads", "normed", "block", "model"]
-MAPS: tuple[MapName, ...] = get_args(MapName)
+ROUTED = "experts are those chosen at this input: routing is held fixed"
+_PICKS = (torch.topk, Tensor.topk, torch.argmax, Tensor.argmax, torch.sort, Tensor.sort, torch.argsort, Tensor.argsort)
 _SMALL = 4096  # entries up to which the graph is checked with a product each way of its own
 
 
-class _Stop(Exception):
-    """The end of the map is reached; nothing behind it is run."""
+class Stop(Exception):
+    """The end of a map, or all that was asked for, is reached; nothing behind it is run."""
 
     def __init__(self, value: Tensor):
         super().__init__()
         self.value = value
-
-
-@dataclass(frozen=True, eq=False)
-class Span:
-    """Where a map begins and ends.
-
-    root: what is called.  enter: the module, and which call of it, whose tokens are the map's; nothing where they are the
-    root's own.  leave: the module at which the run stops once `counted` has been called that often, before it where `before`;
-    nothing where the root runs to its end.  tokens: what entered in the trace, (n, d).  place: a name for people.
-    everywhere: the tokens are also those of whoever else holds them, as a residual around the module does.
-    """
-
-    root: Invocation
-    tokens: Tensor
-    place: str
-    enter: tuple[nn.Module, int] | None = None
-    everywhere: bool = False
-    counted: tuple[nn.Module, int] | None = None
-    leave: nn.Module | None = None
-    before: bool = False
-
-    @classmethod
-    def of(cls, name: MapName, trace: Trace, layer: Layer) -> "Span":
-        """The span of a map: `attention`, `heads`, `normed`, `block` or `model`."""
-        block, call = layer.block, (layer.module, layer.call)
-        place, end = layer.name or type(layer.module).__name__, layer.projection or layer.module
-        outer = block.name or type(layer.module).__name__
-        if name == "heads" and layer.projection is None:
-            raise BadInputError(
-                f"expected an output projection that is a module of its own, got none behind {layer.name}; "
-                'measure map="attention"'
-            )
-        if name in ("attention", "heads"):
-            return cls(block, layer.x, place, call, counted=call, leave=end, before=name == "heads")
-        if name == "normed":
-            return cls(block, block.tokens, outer, counted=call, leave=end)
-        if name == "block":
-            return cls(block, block.tokens, outer)
-        first, whole = trace.layers[0].block, trace.whole
-        enter = None if whole.module is first.module else (first.module, 0)
-        return cls(whole, first.tokens, type(whole.module).__name__, enter, everywhere=True)
 
 
 @final
@@ -116,9 +82,15 @@ class Cut(Map):
         return Span.of(self.name, self.trace, self.layer)
 
     @property
+    def attends(self) -> Layer:
+        """The attention that the map is, or is made around."""
+        return (self.layer.crossing or self.layer) if self.name in ("cross", "context") else self.layer
+
+    @property
     def start(self) -> Tensor:
         """The tokens the map takes in the trace, (n, d), padding left out."""
-        return self.span.tokens if self.real is None else self.span.tokens[self.real]
+        tokens = self.span.tokens if self.real is None else self.span.tokens[self.real]
+        return tokens.to(self.trace.output.device)
 
     @property
     def width(self) -> int:
@@ -136,118 +108,192 @@ class Cut(Map):
     def moved(self, device, dtype):
         return self if dtype in (None, self.work) else replace(self, work=dtype)
 
+    @float32_products()
     def value(self, x):
         return torch.stack([self.run(item)[0] for item in x])
 
     def linearize(self, x):
         if len(x) != 1:
             raise BadInputError(f"expected one input at a time for a map of a model, got {len(x)}; loop over them")
-        cut = self.to(x.dtype)
-        kernels: list[SoftmaxAttention] = []
-
-        def f(t: Tensor) -> Tensor:
-            y, seen = cut.run(t[0])
-            kernels.extend(seen)
-            return y[None]
-
-        def refine() -> CutJacobian | None:
-            finer = next((k.finer for k in kernels if k.finer is not None), None)
-            return None if finer is None else replace(cut, precision=finer).linearize(x)[1]
-
+        last = vars(self).get("_last", lambda: None)()
+        if last is not None:  # one graph at a time: the old one is made again should it be asked
+            last.release()
+        jacobian = CutJacobian(self.to(x.dtype), x)
+        vars(self)["_last"] = weakref.ref(jacobian)
         try:
-            jacobian = CutJacobian(f, x, kernels, refine)
+            return jacobian.output, jacobian
         except (RuntimeError, TypeError) as error:
             if x.dtype == torch.float64 and self.work != torch.float64:  # code that knows no float64
                 raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
             raise
-        return jacobian.output, jacobian
 
     def run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
         """The map at tokens (n, d), and the attention calls on the way."""
         kernels: list[SoftmaxAttention] = []
+        inside = self.name not in ("cross", "context")  # what a block does before its cross-attention is no part of those
 
         def on_call(call: Call) -> Tensor:
-            if self.head is None:
+            if self.head is None or not inside:
                 out, kernel = attention_and_kernel(call.q, call.k, call.v, call.scores, self.precision)
             else:
                 out, kernel = _one_head(call, self.head, self.precision)
-            kernels.append(kernel)
+            if inside:
+                kernels.append(kernel)
             return out
 
-        intercept = Intercept(on_call, dict(self.trace.masks))
+        def enter(*_: Any) -> None:
+            nonlocal inside
+            inside = True
+
+        with self.attends.module.register_forward_pre_hook(enter):
+            return self.through(tokens, on_call), kernels
+
+    def through(self, tokens: Tensor, on_call: Callable[[Call], Tensor]) -> Tensor:
+        """The map at tokens (n, d), its attention calls answered by `on_call`, which may end the run with `Stop`."""
         span = self.span
         root = span.root
-        convert = _converter(self.work, set(intercept.masks))
-        x = tokens if self.real is None else span.tokens.to(tokens.dtype).index_copy(0, self.real, tokens)
-        state = {
-            k: t.detach().to(self.work) if t.is_floating_point() else t
-            for k, t in (*root.module.named_parameters(), *root.module.named_buffers())
-        }
+        convert = _converter(tokens.device, self.work, set(self.trace.masks))
+        x = tokens if self.real is None else span.tokens.to(tokens).index_copy(0, self.real.to(tokens.device), tokens)
         with ExitStack() as stack:
-            stack.enter_context(evaluating(self.owner))
-            if self.code is not None:
-                stack.enter_context(implementation(self.owner, self.code))
-            if self.kernels:
-                stack.enter_context(intercept.active())
-                if self.code != IMPLEMENTATION:  # calls that do not come through the library's interface
-                    stack.enter_context(Watch())
-            if self.work == torch.float64:
-                stack.enter_context(KeepDouble())
-            for module in root.module.modules():
-                if isinstance(module, nn.MultiheadAttention):
-                    stack.enter_context(module.register_forward_pre_hook(without_weights, with_kwargs=True))
+            stack.enter_context(self.running(on_call))
             args, kwargs = _enter(stack, span, x, convert)
             try:
-                output = functional_call(root.module, state, args, kwargs)
-            except _Stop as stop:
+                output = functional_call(root.module, self.state(root.module, tokens.device), args, kwargs)
+            except Stop as stop:
                 output = stop.value
         y = first_tensor(output)
         y = y.reshape(-1, y.shape[-1])
         if self.real is not None:
             if len(y) != len(span.tokens):
                 raise BadInputError(f"expected as many outputs as tokens under a padding mask, got {len(y)}; leave it out")
-            y = y[self.real]
-        return y, kernels
+            y = y[self.real.to(y.device)]
+        return y
+
+    def state(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+        """A module's parameters and buffers there, in the precision of this map."""
+        return {k: t.detach().to(device, self.work if t.is_floating_point() else None) for k, t in weights_of(module).items()}
+
+    @contextmanager
+    def running(self, on_call: Callable[[Call], Tensor]) -> Iterator[None]:
+        """Inside it the model's modules run as this map runs them, attention calls answered by `on_call`."""
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self.owner))
+            stack.enter_context(unhooked(self.span.root.module))
+            if self.code is not None:
+                stack.enter_context(implementation(self.owner, self.code))
+            if self.kernels:
+                stack.enter_context(Intercept(on_call, dict(self.trace.masks)).active())
+                if self.code != IMPLEMENTATION:  # calls that do not come through the library's interface
+                    stack.enter_context(Watch())
+                if self.code == WRITTEN_OUT:
+                    stack.enter_context(ByHand())
+            if self.work == torch.float64:
+                stack.enter_context(KeepDouble())
+            for module in self.span.root.module.modules():
+                if isinstance(module, nn.MultiheadAttention):
+                    stack.enter_context(module.register_forward_pre_hook(without_weights, with_kwargs=True))
+            yield
 
 
 @final
 class CutJacobian(Operator):
-    """The Jacobian of a cut map: torch's graph with the kernels inside, the map evaluated once, as in `AutodiffJacobian`.
+    """The Jacobian of a cut map at `x`, (1, n, d): torch's graph with the kernels inside, as in `AutodiffJacobian`.
 
-    Whether its two products fit together is read off the first one with `JᵀJ`, which needs both.
+    Whether its two products fit together is read off the first one with `JᵀJ`, which needs both. Where the kernels' operands
+    keep eleven bits, those of all matrix products do, until it is refined. The graph is made when it is asked for, and let go
+    of when a finer one is.
     """
 
-    def __init__(
-        self,
-        f: Callable[[Tensor], Tensor],
-        x: Float[Tensor, "1 n d"],
-        kernels: list[SoftmaxAttention],
-        refine: "Callable[[], CutJacobian | None]" = lambda: None,
-    ):
-        small = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come
-        self._graph, self._trusted = AutodiffJacobian(f, x, batched=True, checked=small), small
-        self.kernels, self.refined, self.output = kernels, refine, self._graph.output
-        self.batch, self.in_shape, self.out_shape = 1, self._graph.in_shape, self._graph.out_shape
-        self.dtype, self.device = x.dtype, x.device
+    def __init__(self, cut: "Cut", x: Float[Tensor, "1 n d"], made: "_Made | None" = None, exact: bool = False):
+        self._cut, self._x, self._exact = cut, x, exact
+        self._made = _Made(cut, x) if made is None else made
+        self.batch, self.in_shape, self.dtype, self.device = 1, tuple(x.shape[1:]), x.dtype, x.device
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]  known once the map has run
+        return tuple(self.output.shape[1:])
+
+    @property
+    def output(self) -> Tensor:
+        """The map at `x`, (1, n, d_out)."""
+        return self._graph.output
+
+    @property
+    def kernels(self) -> list[SoftmaxAttention]:
+        """The attention calls on the way."""
+        return self._made.get()[1]
+
+    @property
+    def _graph(self) -> AutodiffJacobian:
+        return self._made.get()[0]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know of how the map was run."""
+        self._made.get()
+        return (ROUTED,) if self._made.routed else ()
+
+    def release(self) -> None:
+        """Let go of the graph, after a last look at what is asked for without it."""
+        if self._made.graph is not None:
+            _ = self.coarse, self.heavy
+            self._made.graph = None
+
+    @functools.cached_property
+    def coarse(self) -> bool:
+        """Whether matrix products around the kernels take operands of eleven bits."""
+        if self._exact or self._cut.precision != "half":
+            return False
+        return bool(self.kernels) and all(k.coarse for k in self.kernels)
 
     @property
     def noise(self) -> float:
+        return self._noise
+
+    @functools.cached_property
+    def _noise(self) -> float:
         """Rounding, and what it makes of logits, as for an attention layer of our own."""
-        return max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+        kernels = max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
+        return math.hypot(kernels, self._coarse_noise()) if self.coarse else kernels  # independent errors
+
+    def _coarse_noise(self) -> float:
+        """The relative error that eleven-bit operands around the kernels make of a product with a random vector."""
+        v = torch.randn(1, 1, *self.in_shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device)
+        with float32_products():
+            true = self._graph.jvp(v)
+        size = float(true.norm())
+        return float((self.jvp(v) - true).norm()) / size if size > 0 else 0.0
 
     @property
     def heavy(self) -> bool:
+        return self._heavy
+
+    @functools.cached_property
+    def _heavy(self) -> bool:
         return any(k.heavy for k in self.kernels)
 
+    def refined(self):
+        if self.coarse:
+            return CutJacobian(self._cut, self._x, self._made, exact=True)
+        finer = FINER.get(self._cut.precision)
+        if self._made.graph is not None:  # else some kernel of a coarser one has it
+            finer = next((k.finer for k in self.kernels if k.finer is not None), None)
+        if finer is None:
+            return None
+        self.release()
+        return CutJacobian(replace(self._cut, precision=finer), self._x)
+
     def jvp(self, v):
-        return self._graph.jvp(v)
+        with float32_products(coarse=self.coarse):
+            return self._graph.jvp(v)
 
     def vjp(self, u):
-        return self._graph.vjp(u)
+        with float32_products(coarse=self.coarse):
+            return self._graph.vjp(u)
 
     def gram(self, v):
-        if not self._trusted:
-            self._trusted = True
+        if not self._made.trusted:
+            self._made.trusted = True
             try:
                 product, energy = super().gram(v)
                 if self._fits(v, product, energy):
@@ -261,6 +307,44 @@ class CutJacobian(Operator):
         """`|J v|² = ⟨v, JᵀJ v⟩`."""
         left, right = energy.double().diagonal(dim1=1, dim2=2).sum(), (v.double() * product.double()).sum()
         return bool((left - right).abs() <= min(1e3 * self.noise, 0.02) * left) or not bool(left.isfinite())
+
+
+class _Choices(TorchFunctionMode):
+    """Hears whether a map picks by the size of something that depends on its tokens, as a router picks experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _PICKS:
+            self.made |= any(isinstance(t, Tensor) and t.requires_grad for t in (*args, *(kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
+
+
+class _Made:
+    """The graph of a cut map and its attention calls, made when asked for; `trusted` once its products were checked."""
+
+    def __init__(self, cut: Cut, x: Float[Tensor, "1 n d"]):
+        self._cut, self._x = cut, x
+        self.trusted = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come: checked as it is made
+        self.graph: tuple[AutodiffJacobian, list[SoftmaxAttention]] | None = None
+        self.routed = False
+
+    @float32_products()
+    def get(self) -> tuple[AutodiffJacobian, list[SoftmaxAttention]]:
+        if self.graph is None:
+            cut, kernels, choices = self._cut, list[SoftmaxAttention](), _Choices()
+
+            def f(t: Tensor) -> Tensor:  # knows nothing of what holds it, so that all goes when that does
+                with choices:
+                    y, seen = cut.run(t[0])
+                kernels.extend(seen)
+                return y[None]
+
+            self.graph = AutodiffJacobian(f, self._x, batched=True, checked=self._x.numel() <= _SMALL), list(kernels)
+            self.routed = choices.made
+        return self.graph
 
 
 def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, SoftmaxAttention]:
@@ -278,7 +362,7 @@ def _one_head(call: Call, head: int, precision: Precision) -> tuple[Tensor, Soft
 def _enter(stack: ExitStack, span: Span, x: Tensor, convert: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arrange for `x` to enter where a map begins and for the run to stop where it ends; the root's arguments."""
     if span.enter is not None:
-        _put_in(stack, *span.enter, x, span.everywhere)
+        _put_in(stack, span, *span.enter, x)
     if span.leave is not None and span.counted is not None:
         _stop_at(stack, span.leave, span.before, *span.counted)
     if span.enter is None:
@@ -289,20 +373,22 @@ def _enter(stack: ExitStack, span: Span, x: Tensor, convert: Callable[[Any], Any
     return args, kwargs
 
 
-def _put_in(stack: ExitStack, module: nn.Module, index: int, x: Tensor, everywhere: bool) -> None:
+def _put_in(stack: ExitStack, span: Span, module: nn.Module, index: int, x: Tensor) -> None:
     """Put `x` in at one call of a module."""
     calls = itertools.count()
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if next(calls) != index:
             return None
-        hidden = find_hidden(args, kwargs)
-        assert hidden is not None
-        value = x.reshape(hidden.shape)
-        if everywhere:
-            hidden.copy_(value)
+        old = find_hidden(args, kwargs)
+        if span.aside and old is not None:
+            old = find_context(args, kwargs, old, len(x))
+        assert old is not None
+        value = x.reshape(old.shape)
+        if span.everywhere:
+            old.copy_(value)
             return None
-        return tree_map(lambda t: value if t is hidden else t, (args, kwargs))
+        return tree_map(lambda t: value if t is old else t, (args, kwargs))
 
     stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
 
@@ -317,18 +403,18 @@ def _stop_at(stack: ExitStack, end: nn.Module, before: bool, counted: nn.Module,
 
     def taken(_: nn.Module, args: tuple[Any, ...]) -> None:
         if last == index:
-            raise _Stop(args[0])
+            raise Stop(args[0])
 
     def given(_: nn.Module, args: Any, output: Any) -> None:
         if last == index:
-            raise _Stop(first_tensor(output))
+            raise Stop(first_tensor(output))
 
     stack.enter_context(counted.register_forward_pre_hook(count))
     stack.enter_context(end.register_forward_pre_hook(taken) if before else end.register_forward_hook(given))
 
 
-def _converter(dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
-    """Floating-point tensors in another precision; storages in `keep`, which only stand for something, as they are.
+def _converter(device: torch.device, dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
+    """Floating-point tensors where and as they are needed; storages in `keep`, which only stand for something, as they are.
 
     A tensor that occurs twice stays one tensor.
     """
@@ -338,7 +424,7 @@ def _converter(dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.untyped_storage().data_ptr() in keep:
             return leaf
         if id(leaf) not in done:
-            done[id(leaf)] = leaf.detach().to(dtype)
+            done[id(leaf)] = leaf.detach().to(device, dtype)
         return done[id(leaf)]
 
     return convert

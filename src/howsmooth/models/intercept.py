@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -21,6 +21,7 @@ from howsmooth.kernels import Mask, Scores, attention
 from howsmooth.models import masks
 
 IMPLEMENTATION = "howsmooth"
+WRITTEN_OUT = "eager, followed"  # the model's plain code inside `ByHand`
 _REMEMBERED = 64  # masks handed out and not forgotten; a forward pass makes a few
 
 
@@ -41,6 +42,15 @@ class Call:
 Listener = Callable[[Call], Tensor]
 
 
+class Tagged(NamedTuple):
+    """A mask handed out: the storage that carries it, what it stands for, and what the library itself adds to the logits of
+    some queries, (batch, 1, rows, m)."""
+
+    carrier: Tensor
+    mask: Mask
+    rows: Callable[[Tensor], Tensor]
+
+
 @dataclass
 class Intercept:
     """What answers attention calls while it is active.
@@ -50,7 +60,7 @@ class Intercept:
     """
 
     on_call: Listener
-    masks: dict[int, tuple[Tensor, Mask]] = field(default_factory=dict)
+    masks: dict[int, Tagged] = field(default_factory=dict)
     refuse: Callable[[str], HowSmoothError] = UncuttableError
 
     @contextmanager
@@ -62,19 +72,21 @@ class Intercept:
         finally:
             _ACTIVE.reset(token)
 
-    def tag(self, mask: Mask, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def tag(
+        self, mask: Mask, rows: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """A tensor of the shape a model expects that only stands for `mask`: whoever reads its entries gets NaN."""
         carrier = torch.full((), torch.nan, dtype=dtype, device=device)
-        self.masks[_storage(carrier)] = (carrier, mask)
+        self.masks[storage(carrier)] = Tagged(carrier, mask, rows)
         return carrier.expand(shape)
 
     def read(self, mask: Tensor | None, causal: bool, dtype: torch.dtype) -> Mask:
         """The mask behind what a model passes on."""
         if mask is None:
             return Mask(causal=causal)
-        known = self.masks.get(_storage(mask))
+        known = self.masks.get(storage(mask))
         if known is not None:
-            return known[1]
+            return known.mask
         if mask.requires_grad:
             raise self.refuse("a mask that depends on the input")
         if mask.ndim != 4 or (mask.is_floating_point() and bool(mask.isnan().any())):
@@ -89,7 +101,12 @@ def _active() -> Intercept:
     return _ACTIVE.get(None) or _BY_ITSELF
 
 
-def _storage(t: Tensor) -> int:
+def answer(call: Call) -> Tensor:
+    """What the listener says to a call."""
+    return _active().on_call(call)
+
+
+def storage(t: Tensor) -> int:
     """Where a tensor's numbers are, whichever of torch.func's transforms looks at it."""
     functorch = importlib.import_module("torch._C._functorch")
     while functorch.is_functorch_wrapped_tensor(t):
@@ -176,35 +193,33 @@ def _library_mask(
     **kwargs: Any,  # hints for other implementations
 ) -> Tensor:
     """The mask interface's function: reads the rule instead of filling a matrix with it."""
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     if int(q_offset) or int(kv_offset):
         raise _active().refuse("a mask with offsets, as a cache makes it")
     device = torch.device(device)
     rule: Any = causal_mask_function if mask_function is None else mask_function
     keys = None if attention_mask is None else attention_mask[:, :kv_length].bool()
-    if use_vmap:  # a rule of the model's own, which may not broadcast
-        seen = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            mask_function=rule,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            use_vmap=True,
-            device=device,
-        )
-        assert seen is not None
-        mask = masks.from_tensor(seen, torch.float32)
-    else:
-        mask = masks.from_rule(rule, batch_size, q_length, kv_length, keys, device)
-    return _active().tag(mask, (batch_size, 1, q_length, kv_length), dtype, device)
+    own = {"batch_size": batch_size, "kv_length": kv_length, "mask_function": rule, "use_vmap": use_vmap, "device": device}
+
+    def one_by_one(item: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """A rule of the model's own, which may not broadcast."""
+        start = int(query.flatten()[0])
+        return sdpa_mask(q_length=query.numel(), q_offset=start, allow_is_causal_skip=False, **own)  # pyright: ignore
+
+    def rows(index: Tensor) -> Tensor:
+        """As plain code has them, in float32: the lowest number of float64 would overflow where the model casts."""
+        given: Any = {"attention_mask": attention_mask, "dtype": torch.float32, **own}
+        return torch.cat([eager_mask(q_length=1, q_offset=i, **given) for i in index.tolist()], dim=2)
+
+    mask = masks.from_rule(one_by_one if use_vmap else rule, batch_size, q_length, kv_length, keys, device)
+    return _active().tag(mask, rows, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
-class _Recent(OrderedDict[int, tuple[Tensor, Mask]]):
+class _Recent(OrderedDict[int, Tagged]):
     """Remembers the last few entries."""
 
-    def __setitem__(self, key: int, value: tuple[Tensor, Mask]) -> None:
+    def __setitem__(self, key: int, value: Tagged) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
         while len(self) > _REMEMBERED:
@@ -257,7 +272,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
     before = [(c, key, getattr(c, key)) for c in configs.values() for key in _CHOICES if hasattr(c, key)]
     try:
         for config, key, _ in before:
-            setattr(config, key, name if key == _CHOICES[0] else "eager")
+            setattr(config, key, name if key == _CHOICES[0] and name != WRITTEN_OUT else "eager")
         yield
     finally:
         for config, key, old in before:

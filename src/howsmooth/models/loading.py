@@ -36,7 +36,8 @@ def load(
     module that is already built: a `transformers` model or any `torch.nn.Module`. Of a folder nothing else is read, and nothing
     that it points to; the saved implementation of attention does not matter.
     device: where it is measured. `None` leaves a module where it is and loads a name on the CPU, `"auto"` takes a GPU if there
-    is one. Devices without float64 are refused.
+    is one. Weights that do not fit on a GPU stay in the host's memory and are lent to it one block at a time. Devices without
+    float64 are refused.
     dtype: the precision the weights are read in; as stored by default. Half precision is widened to float32 for the
     measurement, one block at a time.
     tokenizer: of a module that is already built, where it has one; otherwise that beside the weights.
@@ -46,15 +47,15 @@ def load(
     >>> round(model.measure(inputs=torch.eye(8)[None, :4], layer=0).radius_rms, 6)
     1.0
     """
-    if dtype is not None and dtype not in _DTYPES:
-        raise BadInputError(f"expected dtype float16, bfloat16, float32 or float64 of torch, got {dtype}; pass one of them")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _DTYPES):
+        got = dtype if isinstance(dtype, torch.dtype) else type(dtype).__name__
+        raise BadInputError(f"expected dtype float16, bfloat16, float32 or float64 of torch, got {got}; pass one of them")
     if isinstance(device, str) and device == "auto":
         device = "cuda" if torch.cuda.is_available() else None
     there, _ = place(device, None)
     check_device(there)
     module, name, beside = _module_of(source, dtype)
-    module = module if there is None else module.to(there)
-    return Model.of(module, name, side, beside if tokenizer is None else tokenizer)
+    return Model.of(module, name, side, beside if tokenizer is None else tokenizer, there)
 
 
 def _module_of(source: object, dtype: torch.dtype | None) -> tuple[nn.Module, str, str | None]:

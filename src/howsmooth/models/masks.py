@@ -10,7 +10,7 @@ from howsmooth.kernels import Mask
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_TILE = 2**22  # entries of a rule evaluated at once
+_TILE = {"cpu": 2**22, "cuda": 2**26}  # entries of a rule evaluated at once
 
 
 def from_rule(rule: Rule, batch: int, n: int, m: int, keys: Bool[Tensor, "batch m"] | None, device: torch.device) -> Mask:
@@ -33,7 +33,7 @@ def from_rule(rule: Rule, batch: int, n: int, m: int, keys: Bool[Tensor, "batch 
         index = torch.arange(start, stop, device=device)[None, None, :, None]
         return rule(item, head, index, col).expand(batch, 1, stop - start, m)
 
-    step = max(1, _TILE // (batch * m))
+    step = max(1, _TILE.get(device.type, 2**22) // (batch * m))
     band = _guess(rows(0, 1)[0, 0, 0], rows(n - 1, n)[0, 0, 0])
     if (n == m or not (band.causal or band.window)) and all(
         bool((rows(i, min(i + step, n)) == band.visible(slice(i, min(i + step, n)), slice(0, m), device)).all())

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, SupportsIndex, final, overload
 
-import torch
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.settings import items, whole
 from howsmooth.spectral import Estimate, Status
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ class Measurement:
     logits: least and greatest visible logit, nothing where the attention could not be cut out.
     input_share, output_share: how much of the worst direction and of its image falls on each token; each sums to one.
     received: how much of all attention each token gets, averaged over heads and queries.
-    output_rms: root mean square norm of the tokens that leave, nothing for a head alone.
+    output_norm: Frobenius norm of all tokens that leave, nothing for a head alone.
     moving: positions that may move, nothing where all may.
-    heads: one estimate per head, if asked for.  notes: what was widened, what fell back.
+    heads: one estimate per head, if asked for.  notes: what was widened, and that experts stay as chosen.
     """
 
     model: str
@@ -49,7 +49,7 @@ class Measurement:
     output_share: tuple[float, ...]
     received: tuple[float, ...] | None
     cut: bool
-    output_rms: float | None = None
+    output_norm: float | None = None
     moving: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
     heads: tuple[Estimate, ...] = ()
@@ -82,7 +82,7 @@ class Measurement:
     @property
     def relative(self) -> float | None:
         """`L·|x|/|f(x)|`: what a small change is of the output, over what it is of the input; nothing where `f(x)` is zero."""
-        return self.value * self.radius_rms / self.output_rms if self.output_rms else None
+        return self.value * self.radius_rms * self.n**0.5 / self.output_norm if self.output_norm else None
 
     @property
     def effective_inputs(self) -> float:
@@ -197,19 +197,14 @@ def estimate_columns(estimate: Estimate) -> dict[str, Any]:
 def moving(tokens: Positions, n: int) -> tuple[int, ...]:
     """Positions that may move among `n`, in order, from a list of them or from a mask that is true there."""
     fix = f"give positions from 0 to {n - 1}, or a mask with {n} entries"
-    try:
-        given = torch.as_tensor(tokens if isinstance(tokens, Tensor) else list(tokens))
-    except (TypeError, ValueError, RuntimeError):
-        raise BadInputError(f"expected tokens as a list of positions or a mask, got {tokens!r}; {fix}") from None
-    if given.dtype == torch.bool:
-        if given.shape != (n,):
-            raise BadInputError(f"expected a mask with one entry for each of {n} tokens, got {tuple(given.shape)}; {fix}")
-        given = torch.nonzero(given)[:, 0]
-    if given.numel() == 0:
+    given = items(tokens, "tokens as a list of positions or a mask", fix)
+    if given and all(type(t).__name__ in ("bool", "bool_") for t in given):  # numpy's among them
+        if len(given) != n:
+            raise BadInputError(f"expected a mask with one entry for each of {n} tokens, got {len(given)}; {fix}")
+        given = [i for i, free in enumerate(given) if free]
+    if not given:
         raise BadInputError(f"expected a token or more that may move, got none; {fix}")
-    if given.ndim != 1 or given.is_floating_point() or given.is_complex() or given.min() < 0 or given.max() >= n:
-        raise BadInputError(f"expected tokens that are positions from 0 to {n - 1}, got {given.tolist()}; {fix}")
-    return tuple(sorted(set(given.tolist())))
+    return tuple(sorted({whole(t, f"tokens that are positions from 0 to {n - 1}", fix, below=n) for t in given}))
 
 
 def shares(v: Tensor) -> tuple[float, ...]:

@@ -9,18 +9,21 @@ from typing import Any, final, overload
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import BadInputError
-from howsmooth.kernels.tensors import Place, place
+from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.kernels.tensors import Place, check_dense, place
 from howsmooth.models.capture import Capture
 from howsmooth.models.closed import ClosedForms
-from howsmooth.models.cut import MapName
-from howsmooth.models.library import tokenizer_of
+from howsmooth.models.library import reason, tokenizer_of
 from howsmooth.models.measurement import Measurement, Measurements, Positions
+from howsmooth.models.room import device_of, fits, offloaded
 from howsmooth.models.sample import Sample
+from howsmooth.models.span import MapName
 from howsmooth.models.tokens import Text, Window, of_ids
+from howsmooth.settings import items, shown, whole, words
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Ids = Sequence[int] | Tensor | Window
+_IDS = 2**31  # tokenizers count no further
 
 
 @final
@@ -38,19 +41,43 @@ class Model:
     tokenizer_source: Any = None  # the tokenizer, or where to load it from
     notes: tuple[str, ...] = ()
     forms: ClosedForms = field(default_factory=ClosedForms)
+    where: torch.device | None = None  # the device of the measurement, where weights stay elsewhere
 
     @classmethod
-    def of(cls, module: nn.Module, name: str, side: str | None, tokenizer: Any) -> "Model":
-        """`module`, or the side of it that is named. tokenizer: itself, where to load it from, or nothing."""
+    def of(cls, module: nn.Module, name: str, side: str | None, tokenizer: Any, device: torch.device | None = None) -> "Model":
+        """`module`, or the side of it that is named. tokenizer: itself, where to load it from, or nothing.
+
+        device: where it goes; weights that do not fit there stay where they are and are lent to it block by block.
+        """
         if getattr(module, "is_quantized", False):
             raise BadInputError(
                 f"expected weights that can be widened, got a quantised {type(module).__name__}; pass model.dequantize()"
             )
+        if tokenizer is not None and not isinstance(tokenizer, str) and not callable(tokenizer):
+            raise BadInputError(
+                f"expected a tokenizer of transformers, its folder or its name, got {type(tokenizer).__name__}; pass one"
+            )
+        if any(p.is_meta for p in module.parameters()) and not offloaded(module):
+            raise BadInputError(
+                f"expected weights in memory, got a {type(module).__name__} whose weights are elsewhere (device meta); load it "
+                "without device_map and pass device="
+            )
         chosen = _side(module, side)
+        if device is not None and offloaded(chosen):
+            raise BadInputError(
+                f"expected no device for a {type(module).__name__}, whose device_map says where it goes, got {device}; "
+                "leave it out"
+            )
+        there = device if device is None or device.type != "cuda" or device.index is not None else torch.device("cuda", 0)
+        lends = there is not None and not fits(chosen, there)
+        if there is not None and not lends:
+            chosen = chosen.to(there)
         kinds = {p.dtype for p in chosen.parameters() if p.is_floating_point()}
         small = sorted(str(k).removeprefix("torch.") for k in kinds if torch.finfo(k).bits < 32)
         notes = (f"weights in {', '.join(small)} widened to float32 for the measurement",) if small else ()
-        return cls(name, chosen, side, tokenizer, notes)
+        if lends:
+            notes += (f"weights larger than the memory of {there}, lent to it one block at a time",)
+        return cls(name, chosen, side, tokenizer, notes, where=there if lends else None)
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.module.parameters())
@@ -64,14 +91,16 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
-        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        """Where it is measured: where its weights are, unless they are lent to another device block by block."""
+        return self.where or device_of(self.module)
 
     def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Model":
         """The same model elsewhere or in another precision, named as for a torch module, which is moved in place."""
         device, dtype = place(device, dtype)
         check_device(device)
-        return Model.of(self.module.to(device, dtype), self.name, None, self.tokenizer_source) if device or dtype else self
+        if device is None and dtype is None:
+            return self
+        return Model.of(self.module.to(dtype=dtype), self.name, None, self.tokenizer_source, device or self.where)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -116,7 +145,8 @@ class Model:
         if inputs is not None or forward:
             samples = self._of_inputs(forward if inputs is None else inputs)
         elif windows is not None:
-            samples = [self._of_window(self._window(w)) for w in windows]
+            several = items(windows, "a list of windows, of lists of ids or of texts", "cut some from a text")
+            samples = [self._of_window(self._window(w)) for w in several]
         elif text is not None:
             samples = [self._of_window(self.text(text).window(n))]
         else:
@@ -148,7 +178,8 @@ class Model:
         """The local Lipschitz constants of a map at one input: of one layer, of several, or of all where none is named.
 
         map: `attention` (what enters the attention sub-layer → output projection), `heads` (before that projection),
-        `normed` (the block's own norm first), `block` (the whole layer), `model` (first block → last hidden state).
+        `normed` (the block's own norm first), `block` (the whole layer), `cross` and `context` (the block's cross-attention, in
+        its queries' tokens or in its context), `model` (first block → last hidden state).
         head: one head alone.  heads: one estimate per head beside the whole.
         tokens: the positions that may move, or a mask that is true there; all by default.
         tol, certify, seed: as in `howsmooth.lipschitz`.
@@ -162,7 +193,12 @@ class Model:
             return ids
         if isinstance(ids, str):
             return self.text(ids).window()
-        return of_ids(_whole_numbers(ids), self._tokenizer_if_any(), _flags(mask))
+        return self._of_ids(_whole_numbers(ids), _flags(mask))
+
+    def _of_ids(self, ids: list[int], mask: list[bool] | None) -> Window:
+        """Ids that the model has, in the tokenizer's words."""
+        self._check_ids(ids, mask)
+        return of_ids(ids, self._tokenizer_if_any(), mask)
 
     def _tokenizer_if_any(self) -> Any | None:
         try:
@@ -171,7 +207,7 @@ class Model:
             return None
 
     def _of_window(self, window: Window) -> Sample:
-        self._check_ids(window)
+        self._check_ids(window.ids, window.mask)
         ids = torch.tensor([window.ids], device=self.device)
         accepted = inspect.signature(self.module.forward).parameters
         if "input_ids" not in accepted:
@@ -192,7 +228,10 @@ class Model:
         if isinstance(inputs, Mapping):
             args, kwargs = (), dict(inputs)
         else:
-            args, kwargs = ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
+            fix = "pass a tensor, a list of them or a dictionary"
+            args, kwargs = (inputs,) if isinstance(inputs, Tensor) else tuple(items(inputs, "the module's inputs", fix)), {}
+        for t in (*args, *kwargs.values()):
+            check_dense(t, "the inputs")
         kind = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
 
         def fit(t: Any) -> Any:
@@ -211,9 +250,7 @@ class Model:
             }
             mask = one.get("attention_mask")
             flags = _flags(mask) if isinstance(mask, Tensor) and mask.ndim == 2 else None
-            window = of_ids(_whole_numbers(one["input_ids"]), self._tokenizer_if_any(), flags)
-            self._check_ids(window)
-            samples.append(self._sample(args, one, window))
+            samples.append(self._sample(args, one, self._of_ids(_whole_numbers(one["input_ids"]), flags)))
         return samples
 
     def _check_names(self, forward: Mapping[str, Any]) -> None:
@@ -238,17 +275,21 @@ class Model:
                 f"expected ids within the vocabulary and no more tokens than {self.name} has positions, got {len(window)}; "
                 "give fewer tokens"
             ) from None
+        except (HowSmoothError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError) as error:
+            raise BadInputError(
+                f"expected inputs that {type(self.module).__name__} runs on, got {type(error).__name__} from it "
+                f"({reason(error)[:160]}); check their shapes and kinds"
+            ) from error  # where in the module it happened is worth knowing
         return sample
 
-    def _check_ids(self, window: Window) -> None:
-        ids = window.ids
+    def _check_ids(self, ids: Sequence[int], mask: Sequence[bool] | None) -> None:
         if not ids:
             raise BadInputError("expected at least one token id, got none; pass a list of whole numbers")
-        if window.mask is not None and len(window.mask) != len(ids):
-            raise BadInputError(
-                f"expected a mask of {len(ids)} entries, one per id, got {len(window.mask)}; match their lengths"
-            )
-        if window.mask is not None and not any(window.mask):
+        if mask is not None and len(mask) != len(ids):
+            raise BadInputError(f"expected a mask of {len(ids)} entries, one per id, got {len(mask)}; match their lengths")
+        if mask is not None and not any(mask):
             raise BadInputError("expected a token that is not padding, got a mask without one; leave the mask out")
         config = getattr(self.module, "config", None)
         size = getattr(config, "vocab_size", None)
@@ -267,8 +308,8 @@ def check_device(device: torch.device | None) -> None:
     count = torch.cuda.device_count()
     if device is not None and device.type == "cuda" and (device.index or 0) >= count:
         raise BadInputError(f"expected a CUDA device that is there, got {device} with {count} found; use device='cpu'")
-    if device is not None and device.type == "mps":
-        raise BadInputError(f"expected a device that knows float64, got {device}; use device='cpu'")
+    if device is not None and device.type not in ("cpu", "cuda"):
+        raise BadInputError(f"expected a device that knows float64, cpu or cuda, got {device}; use device='cpu'")
 
 
 def _side(module: nn.Module, side: str | None) -> nn.Module:
@@ -286,30 +327,36 @@ def _side(module: nn.Module, side: str | None) -> nn.Module:
             if isinstance(part, nn.Module):
                 towers[name] = part
         towers = towers if len(towers) == 2 else {}
+    if side is not None:
+        side = words(side, "the name of a side", "encoder or decoder, text or vision")
     if not towers:
         if side is not None:
-            raise BadInputError(f"expected no side for {type(module).__name__}, which has one only, got {side!r}; leave it out")
+            raise BadInputError(
+                f"expected no side for {type(module).__name__}, which has one only, got {shown(side)}; leave it out"
+            )
         return module
     if side not in towers:
         raise BadInputError(
-            f"expected side to be {' or '.join(map(repr, towers))} for {type(module).__name__}, got {side!r}; name one of them"
+            f"expected side to be {' or '.join(map(repr, towers))} for {type(module).__name__}, got {shown(side)}; name one"
         )
     return towers[side]
 
 
 def _whole_numbers(ids: Sequence[int] | Tensor) -> list[int]:
     """One sequence of token ids."""
-    numbers = _one_row(ids)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in numbers):
-        raise BadInputError("expected one list of whole token ids, got something else in it; pass one sequence at a time")
-    return numbers
+    expected, fix = "one list of whole token ids from 0", "pass one sequence at a time"
+    return [whole(i, expected, fix, below=_IDS) for i in _one_row(ids, expected, fix)]
 
 
 def _flags(mask: Sequence[bool] | Tensor | None) -> list[bool] | None:
-    return None if mask is None else [bool(m) for m in _one_row(mask)]
+    if mask is None:
+        return None
+    fix = "give True or 1 for a token, False or 0 for padding"
+    row = _one_row(mask, "a mask with one entry per id", fix)
+    return [bool(m) if type(m).__name__ == "bool" else bool(whole(m, "a mask of flags", fix, below=2)) for m in row]
 
 
-def _one_row(values: Sequence[Any] | Tensor) -> list[Any]:
+def _one_row(values: Sequence[Any] | Tensor, expected: str, fix: str) -> list[Any]:
     """A sequence, or the only row of a batch of one, as a list."""
-    row = values.tolist() if isinstance(values, Tensor) else list(values)
-    return list(row[0]) if len(row) == 1 and isinstance(row[0], list | tuple) else row
+    row = items(values, expected, fix)
+    return items(row[0], expected, fix) if len(row) == 1 and isinstance(row[0], list | tuple) else row

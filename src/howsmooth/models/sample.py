@@ -11,17 +11,26 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.models.cut import MAPS, Cut, CutJacobian, MapName
-from howsmooth.models.intercept import IMPLEMENTATION, UncuttableError, implementation, register
+from howsmooth.models.by_hand import ByHand
+from howsmooth.models.cut import Cut, CutJacobian
+from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, UncuttableError, implementation, register
+from howsmooth.models.room import check_room, enough
+from howsmooth.models.rows import OwnRows, sample_rows
+from howsmooth.models.span import MAPS, MapName, Span
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import KeepDouble, Trace, trace
+from howsmooth.settings import choice, whole
 from howsmooth.solve import Options, Solved, solve
 
-_MOST_LOGITS = 2**26  # 512 MiB in float64
+_MOST_LOGITS = 2**26  # 512 MiB in float64: what the model's own code may hold at once
+_PREFIX = 256  # tokens of a longer input that the model's plain code sees whole
+_ROWS = 16, 64  # at least and at most so many queries of a longer input are compared
 # Relative to the largest entry: what float32 constants inside a model explain, and no lost key, window or soft-cap.
 _SAME = {torch.float64: 1e-5, torch.float32: 1e-3}
+HEAVY = 2**29  # logits past which a value in float64 costs more than a measurement
 FORMULA = 1e-9  # agreement in float64 that only the same formula, evaluated another way, gives
 
 
@@ -67,11 +76,15 @@ class Sample:
         if self._chooses:
             register()
             codes = (IMPLEMENTATION, "sdpa") if getattr(self.owner, "_supports_sdpa", False) else (IMPLEMENTATION,)
-        for code in codes:
+        for code in (*codes, WRITTEN_OUT):
             try:
                 run = self._run(code)
             except (UncuttableError, KeyError):  # a model that looks its implementation up in a table of its own
                 continue
+            except (RuntimeError, TypeError, AttributeError):
+                if code != WRITTEN_OUT:
+                    raise
+                continue  # code that does something else with its logits
             if bool(run.output.isfinite().all()) and any(layer.cut for layer in run.layers):
                 return code, run
         return None
@@ -82,23 +95,38 @@ class Sample:
         return self._run(self._plain_code)
 
     @functools.cached_property
-    def _judge(self) -> tuple[str | None, Trace]:
-        """The model's own code that ours is compared with: the plain one, or torch's attention where logits would not fit.
+    def _long(self) -> bool:
+        """Whether the model's own code would hold too many logits at once."""
+        return max(layer.heads * len(layer.x) ** 2 for layer in self.trace.layers) > _MOST_LOGITS
 
-        Torch's attention knows no soft-cap, and some versions of the library leave it out in silence.
-        """
-        layers = self.trace.layers
-        fits = max(layer.heads * len(layer.x) ** 2 for layer in layers) <= _MOST_LOGITS
-        able = self._chooses and getattr(self.owner, "_supports_sdpa", False)
-        if fits or not able or any(layer.softcap for layer in layers):
-            return self._plain_code, self._plain
-        return "sdpa", self._run("sdpa")
+    @functools.cached_property
+    def _short(self) -> "Sample | None":
+        """Some tokens of a long input, those around the first padding if there is any; nothing where they cannot be cut out."""
+        n = len(self.trace.layers[0].x)
+        given = [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+        if not self._long or n <= _PREFIX or any(t.shape[:2] != (1, n) or t.ndim > 3 for t in given):
+            return None
+        mask = self.window.mask or ()
+        edge = next((i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), 0)
+        some = slice(start := max(0, min(edge - _PREFIX // 2, n - _PREFIX)), start + _PREFIX)
+        args, kwargs = tree_map(lambda t: t[:, some] if isinstance(t, Tensor) else t, (self.args, self.kwargs))
+        window = replace(
+            self.window, ids=self.window.ids[some], pieces=self.window.pieces[some], mask=self.window.mask and mask[some]
+        )
+        return replace(self, args=args, kwargs=kwargs, window=window)
+
+    @functools.cached_property
+    def _verdicts(self) -> dict[tuple[int, MapName], bool]:
+        """By layer and map, whether the map on the kernels was found to be the model's own."""
+        return {}
 
     def _run(self, code: str | None) -> Trace:
         with ExitStack() as stack:
             if code is not None:
                 stack.enter_context(implementation(self.owner, code))
-            if self.work == torch.float64 and code == "eager":  # a float64 mask overflows in its float32 softmax
+            if code == WRITTEN_OUT:
+                stack.enter_context(ByHand())
+            if self.work == torch.float64 and code in ("eager", WRITTEN_OUT):  # a float64 mask overflows in its float32 softmax
                 stack.enter_context(KeepDouble())
             return trace(self.owner, self.args, self.kwargs)
 
@@ -130,17 +158,20 @@ class Sample:
 
     def check(self, layer: int, map: str, head: int | None) -> None:
         """Refuse a layer, map or head that is not there."""
-        if map not in MAPS:
-            raise BadInputError(f"expected a map among {', '.join(MAPS)}, got {map!r}; pick one of them")
+        map = choice(map, "a map", MAPS)
         layers = self.trace.layers
-        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(layers):
-            raise BadInputError(f"expected a layer from 0 to {len(layers) - 1}, got {layer!r}; {self.name} has no other")
+        layer = whole(layer, f"a layer from 0 to {len(layers) - 1}", f"{self.name} has no other", below=len(layers))
         heads = layers[layer].heads
+        if map in ("cross", "context"):
+            Span.of(map, self.trace, layers[layer])  # refuses a block without
+            heads = (layers[layer].crossing or layers[layer]).heads
+            if map == "context" and self.real is not None:
+                raise BadInputError("expected an input without padding for map 'context', got a padded one; leave it out")
         if head is not None:
-            if map not in ("attention", "heads", "normed"):
-                raise BadInputError(f"expected map attention, heads or normed for a single head, got {map!r}; leave head out")
-            if heads and not (isinstance(head, int) and 0 <= head < heads):
-                raise BadInputError(f"expected a head from 0 to {heads - 1}, got {head!r}; layer {layer} has no other")
+            if map in ("block", "model"):
+                raise BadInputError(f"expected a map that is attention alone for a single head, got {map!r}; leave head out")
+            if heads:
+                whole(head, f"a head from 0 to {heads - 1}", f"layer {layer} has no other", below=heads)
         if map == "normed":
             entering, x = layers[layer].block.tokens, layers[layer].x
             if entering.shape == x.shape and torch.equal(entering, x):
@@ -153,57 +184,110 @@ class Sample:
         """A map of a layer at this input, cut where it can be; the model's own code stands in where the two disagree."""
         self.check(layer, map, head)
         cut = self.cut(layer, map)
-        if cut is not None:
-            try:
-                with torch.no_grad():
-                    value = self._value(cut)
-                if self._is_own(cut, value):
-                    return replace(cut, head=head)
-            except UncuttableError:
-                pass
+        if cut is not None and self._is_own(cut):
+            return replace(cut, head=head)
         return self._fallback(layer, map, head)
 
     def solve(self, layer: int, map: MapName, head: int | None, factor: float, options: Options) -> tuple[Cut, Solved]:
         """A map, its tokens multiplied by `factor`, and its constant there."""
         cut = self.cut(layer, map)
+        what = self.check_room(layer, map)
         if cut is not None:
+            seen = head is None and factor == 1  # then the solver's own value is one that the model's code can be asked for
             try:
-                if head is not None or factor != 1:  # no value that the model's own code has seen
-                    self.map(layer, map)
-                chosen = replace(cut, head=head)
-                solved = solve(chosen, factor * cut.start, options)
-                assert isinstance(solved.operator, CutJacobian)
-                if head is not None or factor != 1 or self._is_own(cut, solved.operator.output):
-                    return chosen, solved
+                with enough(what, cut.start.device):
+                    if self._looks_own(cut) if seen else self._is_own(cut):
+                        chosen = replace(cut, head=head)
+                        solved = solve(chosen, factor * cut.start, options)
+                        assert isinstance(solved.operator, CutJacobian)
+                        if not seen or self._is_own(cut, solved.operator.output):
+                            return chosen, solved
             except UncuttableError:
                 pass
         plain = self._fallback(layer, map, head)
-        return plain, solve(plain, factor * plain.start, options)
+        with enough(f"{what} through the model's own code", plain.start.device):
+            return plain, solve(plain, factor * plain.start, options)
+
+    def check_room(self, layer: int, map: MapName) -> str:
+        """Refuse a map that cannot fit on the device; what was asked for, in words."""
+        span = Span.of(map, self.trace, self.trace.layers[layer])
+        what = f"map {map!r} of layer {layer} at {len(span.tokens)} tokens"
+        whole = span.root.module if map in ("block", "model") else None
+        check_room(span.tokens, whole, self.work, self.trace.output.device, what)
+        return what
 
     def cut(self, layer: int, map: MapName) -> Cut | None:
         """The map on the kernels, not yet compared with the model's own code; nothing where it cannot be cut."""
         if self._on_kernels is None:
             return None
         code, run = self._on_kernels
-        if map != "model" and not run.layers[layer].cut:
-            return None
-        return Cut(self.owner, code, run, run.layers[layer], map, None, self.real, True, self.work)
+        cut = Cut(self.owner, code, run, run.layers[layer], map, None, self.real, True, self.work)
+        return cut if map == "model" or cut.attends.cut else None
 
     def _value(self, cut: Cut) -> Tensor:
-        """The map at its own tokens, in float64 where the model can."""
+        """The map at its own tokens, in float64 where the model can; in the finest products below it where those are many."""
+        work = self.work if cut.start.is_cuda and cut.layer.heads * len(cut.start) ** 2 > HEAVY else torch.float64
+
+        def at(cut: Cut) -> Tensor:
+            x = cut.start.to(cut.work)[None]
+            if cut.code != WRITTEN_OUT:
+                return cut.value(x)
+            with torch.enable_grad():  # with a graph, in which a bias that depends on the tokens is seen and refused
+                return cut.value(x.clone().requires_grad_()).detach()
+
         try:
-            return cut.to(torch.float64).value(cut.start.double()[None])
+            return at(replace(cut, work=work, precision="strict"))
         except (RuntimeError, TypeError):
-            return cut.value(cut.start.to(self.work)[None])
+            return at(cut)
 
     @torch.no_grad()
-    def _is_own(self, cut: Cut, value: Tensor) -> bool:
-        """Whether `value`, the map on the kernels, is what the model's own code gives in the same precision."""
-        code, run = self._judge
-        own = replace(cut, code=code, kernels=False, work=value.dtype)
+    def _is_own(self, cut: Cut, value: Tensor | None = None) -> bool:
+        """Whether the map on the kernels, `value` at its own tokens, is what the model's own code gives in the same precision.
+
+        A long input is compared at a sample of queries, against all keys, and a short part of it whole.
+        """
+        at = cut.layer.index, cut.name
+        if at not in self._verdicts:
+            try:
+                own = self._looks_own(cut)
+                if own and self._long and cut.name == "model":  # layers differ from the model's own in their attention alone
+                    own = all(self._is_own(replace(cut, layer=k, name="attention")) for k in cut.trace.layers)
+                elif own:
+                    value = self._value(cut) if value is None else value
+                    in_rows = self._long and cut.name not in ("cross", "context")  # whose keys are few, or are the tokens
+                    own = (self._agrees_in_rows if in_rows else self._agrees)(cut, value)
+            except UncuttableError:
+                own = False
+            self._verdicts[at] = own
+        return self._verdicts[at]
+
+    def _looks_own(self, cut: Cut) -> bool:
+        """Whether a short part of a long input finds the model's own layer; true where there is no such part."""
+        short = None if cut.name == "model" else self._short
+        if short is None:
+            return True
+        try:
+            part = short.cut(cut.layer.index, cut.name)
+        except (RuntimeError, ValueError, IndexError):  # a model that takes no part of its input
+            return True
+        return part is not None and short._is_own(part)
+
+    def _agrees(self, cut: Cut, value: Tensor) -> bool:
+        own = replace(cut, code=self._plain_code, kernels=False, work=value.dtype)
         if cut.code is not None and (cut.trace.masks or cut.code != IMPLEMENTATION):  # each code has masks of its own
-            own = replace(own, trace=run, layer=run.layers[cut.layer.index])
+            own = replace(own, trace=self._plain, layer=self._plain.layers[cut.layer.index])
         return same(value, own.value(cut.start.to(value.dtype)[None]))
+
+    def _agrees_in_rows(self, cut: Cut, value: Tensor) -> bool:
+        n, count = len(cut.span.tokens), len(cut.start)
+        least, most = _ROWS
+        some = sample_rows(count, max(least, min(most, _MOST_LOGITS // (n * max(1, cut.layer.heads))))).to(value.device)
+        rows = some if self.real is None else self.real.to(some.device)[some]
+        own = OwnRows(n, rows, cut.trace.masks)
+        code = self._plain_code if cut.code == IMPLEMENTATION else cut.code
+        with own.active():
+            theirs = replace(cut, code=code, kernels=False, work=value.dtype).value(cut.start.to(value.dtype)[None])
+        return own.answered > 0 and same(value[:, some], theirs[:, some])
 
     def _fallback(self, layer: int, map: MapName, head: int | None) -> Cut:
         run = self._plain

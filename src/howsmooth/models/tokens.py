@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from howsmooth.errors import BadInputError
+from howsmooth.settings import seed_of, whole, words
+
+_SAMPLES = 1_000_000  # windows of one text
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Text:
 
     @classmethod
     def of(cls, tokenizer: Any, text: str) -> "Text":
-        if not text.strip():
+        fix = "pass a string; a file is read with encoding='utf-8'"
+        if not words(text, "a text of whole characters", fix).strip():
             raise BadInputError("expected a text with words in it, got an empty one; check the file")
         limit = tokenizer.model_max_length
         try:
@@ -79,7 +83,8 @@ class Text:
     def window(self, n: int | None = None, start: int = 0) -> Window:
         """`n` tokens, special ones among them, from token `start` of the text; the whole text by default."""
         extra = len(self.prefix) + len(self.suffix)
-        n = len(self.ids) - start + extra if n is None else n
+        start = whole(start, f"a start from 0 to {len(self.ids) - 1}", "count the text's tokens", below=max(1, len(self.ids)))
+        n = len(self.ids) - start + extra if n is None else whole(n, "a whole number of tokens n", "ask for one or more")
         content = n - extra
         if content < 1:
             raise BadInputError(f"expected a length above the {extra} special tokens, got {n}; ask for more tokens")
@@ -98,13 +103,13 @@ class Text:
 
     def windows(self, n: int, samples: int, seed: int = 0) -> tuple[Window, ...]:
         """`samples` windows of `n` tokens that start at random places, no two at the same one if the text has that many."""
-        if samples < 1:
-            raise BadInputError(f"expected one sample or more, got {samples}; ask for at least one window")
+        n = whole(n, "a whole number of tokens n", "ask for one or more")
+        samples = whole(samples, "one sample or more, a whole number", "ask for at least one window", least=1, below=_SAMPLES)
         content = n - len(self.prefix) - len(self.suffix)
         places = len(self.ids) - content + 1
         if content < 1 or places < 1:
             return (self.window(n),)  # says what is wrong
-        random = torch.Generator().manual_seed(seed)
+        random = torch.Generator().manual_seed(seed_of(seed))
         order = torch.randperm(places, generator=random).repeat(math.ceil(samples / places))
         return tuple(self.window(n, start) for start in order[:samples].tolist())
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Mask, attention
-from howsmooth.models.intercept import Call, Intercept, torch_attention
+from howsmooth.kernels import attention
+from howsmooth.models.by_hand import Logits
+from howsmooth.models.intercept import Call, Intercept, Tagged, torch_attention
+from howsmooth.models.room import lent
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
 _SOFTMAX = (torch.softmax, Tensor.softmax, nn.functional.softmax)
@@ -22,6 +24,7 @@ _CASTS = (Tensor.to, Tensor.type)
 _REDUCTIONS = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax, torch.mean, Tensor.mean, torch.sum, Tensor.sum)
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _OTHER_SIDE = ("key_value_states", "encoder_hidden_states")
+_KEPT = 8  # a trace keeps tokens on a GPU up to this part of its memory, and in the host's beyond
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +50,13 @@ class Invocation:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One self-attention of a forward pass.
+    """One self-attention of a forward pass, or one cross-attention.
 
     block: the transformer layer it belongs to, as it was called.  module: what computes queries, keys and values; its tokens
     were `x`, (n, d).  call: which call of `module` within the block.  projection: the output projection, a module of its own
     inside `module` or right behind it; nothing where there is none to be seen.  heads: query heads; 0 where unknown.
     softcap: whether its logits are capped.  cut: whether its attention calls run on the kernels.
+    context: of a cross-attention, what its keys and values are made of, (m, d).  cross: the cross-attention of its block.
     """
 
     index: int
@@ -65,16 +69,23 @@ class Layer:
     heads: int
     softcap: bool
     cut: bool
+    context: Tensor | None = None
+    cross: "Layer | None" = None
+
+    @property
+    def crossing(self) -> "Layer | None":
+        """The cross-attention of its block, itself where a model has nothing else."""
+        return self.cross if self.context is None else self
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A forward pass. `masks` gives the meaning of the mask tensors among the arguments."""
+    """A forward pass. `masks` gives the meaning of the mask tensors among the arguments. Tokens may be kept on the host."""
 
     whole: Invocation
     layers: tuple[Layer, ...]
     invocations: dict[tuple[nn.Module, int], Invocation]
-    masks: dict[int, tuple[Tensor, Mask]]
+    masks: dict[int, Tagged]
     output: Tensor
 
 
@@ -89,24 +100,25 @@ class _Frame:
     nth: int
     calls: Counter[nn.Module] = field(default_factory=Counter)  # of the modules inside
 
-    def invocation(self) -> Invocation | None:
+    def invocation(self, keep: Callable[[Tensor], Tensor]) -> Invocation | None:
         hidden = find_hidden(self.args, self.kwargs)
         if hidden is None:
             return None
-        kept = hidden.detach().clone()  # models may go on to write into it
+        kept = keep(hidden)
         args, kwargs = tree_map(lambda t: kept if t is hidden else t, (self.args, self.kwargs))
         return Invocation(self.module, self.name, args, kwargs, kept, self.nth)
 
 
 @dataclass(eq=False)
 class _Event:
-    """A self-attention on its way."""
+    """An attention on its way."""
 
     frames: list[_Frame]  # enclosing calls, outermost first; the last one is the attention module's
     x: Tensor
     heads: int
     softcap: bool
     cut: bool
+    context: Tensor | None
     output: Tensor | None = None
     projection: nn.Module | None = None
     open: bool = True  # the projection may still come
@@ -116,6 +128,27 @@ def find_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The tokens among the arguments of a module: `hidden_states`, or the first floating-point tensor with two axes or more."""
     candidates = [kwargs.get("hidden_states"), *args, *kwargs.values()]
     return next((t for t in candidates if isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 2), None)
+
+
+def find_context(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor, keys: int | None) -> Tensor | None:
+    """What cross-attention looks at, among the arguments of a module; nothing for self-attention.
+
+    By the library's names, or the second argument, as for torch's own module, if it is another sequence of that width, or, with
+    as many rows as there are keys and not as many as there are tokens, any sequence. keys: how many there are, if known.
+    """
+    named = next((t for name in _OTHER_SIDE if isinstance(t := kwargs.get(name), Tensor)), None)
+    if named is not None:
+        return named
+    rows = hidden.numel() // hidden.shape[-1]
+    second = args[1] if len(args) > 1 else kwargs.get("key")
+    for t in (second, *args, *kwargs.values()):
+        if not isinstance(t, Tensor) or not t.is_floating_point() or t.ndim != hidden.ndim or t is hidden:
+            continue
+        count = t.numel() // max(1, t.shape[-1])
+        alike = t is second and t.shape[-1] == hidden.shape[-1] and keys in (None, count)
+        if (alike and not (t.shape == hidden.shape and torch.equal(t, hidden))) or (keys == count != rows):
+            return t
+    return None
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -157,10 +190,10 @@ def without_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 class Watch(TorchFunctionMode):
     """Catches names of torch's attention that were bound before it was patched, and hears softmax.
 
-    on_softmax: told of every softmax over a square of logits that the model's own code takes.
+    on_softmax: told of every softmax that the model's own code takes, and whether over a square of logits.
     """
 
-    def __init__(self, on_softmax: Callable[[], None] | None = None):
+    def __init__(self, on_softmax: Callable[[bool], None] | None = None):
         super().__init__()
         self._on_softmax = on_softmax
 
@@ -169,9 +202,8 @@ class Watch(TorchFunctionMode):
         if func is _TORCH_ATTENTION:
             return torch_attention(*args, **kwargs)
         out = func(*args, **kwargs)
-        # one key more than queries: a learned sink
-        if func in _SOFTMAX and self._on_softmax and out.ndim in (3, 4) and out.shape[-1] - out.shape[-2] in (0, 1):
-            self._on_softmax()
+        if func in _SOFTMAX and self._on_softmax and out.ndim in (3, 4) and not isinstance(out, Logits):
+            self._on_softmax(out.shape[-1] - out.shape[-2] in (0, 1))  # one key more than queries: a learned sink
         return out
 
 
@@ -199,7 +231,10 @@ class KeepDouble(TorchFunctionMode):
 
 @torch.no_grad()
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Run `model(*args, **kwargs)` and write down every self-attention layer, in the order they ran."""
+    """Run `model(*args, **kwargs)` and write down every self-attention layer, in the order they ran.
+
+    Each comes with the cross-attention of its block. Of a model that has cross-attention alone, those are the layers.
+    """
     return _Tracer(model).run(args, kwargs)
 
 
@@ -212,8 +247,17 @@ class _Tracer:
         }
         self.stack: list[_Frame] = []
         self.events: list[_Event] = []
+        self.crosses: list[_Event] = []
+        self.contexts: dict[int, tuple[Tensor, Tensor]] = {}  # as they came, and as they are kept
         self.invocations: dict[tuple[nn.Module, int], Invocation] = {}
         self.counts: Counter[nn.Module] = Counter()
+        self.kept = 0  # bytes
+
+    def keep(self, t: Tensor) -> Tensor:
+        """A copy, since models may go on to write into it."""
+        self.kept += t.numel() * t.element_size()
+        long = t.is_cuda and self.kept > torch.cuda.get_device_properties(t.device).total_memory // _KEPT
+        return t.detach().cpu() if long else t.detach().clone()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         intercept = Intercept(self._on_call)
@@ -222,13 +266,15 @@ class _Tracer:
                 stack.enter_context(module.register_forward_pre_hook(self._before, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(self._after, with_kwargs=True))
             stack.enter_context(evaluating(self.model))
+            given = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+            if given is not None:
+                stack.enter_context(lent(self.model, given.device))
             stack.enter_context(intercept.active())
             stack.enter_context(Watch(self._on_softmax))
             output = self.model(*args, **kwargs)
         hidden = find_hidden(args, kwargs)
         whole = Invocation(self.model, "", args, kwargs, torch.empty(0, 0) if hidden is None else hidden, 0)
-        layers = tuple(self._layer(i, e) for i, e in enumerate(self.events))
-        return Trace(whole, layers, self.invocations, intercept.masks, first_tensor(output))
+        return Trace(whole, self._layers(), self.invocations, intercept.masks, first_tensor(output))
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         args, kwargs = without_weights(module, args, kwargs)
@@ -238,14 +284,14 @@ class _Tracer:
         self.counts[module] += 1
         self.stack.append(frame)
         if module in self.elements or len(self.stack) == 1:
-            invocation = frame.invocation()
+            invocation = frame.invocation(self.keep)
             if invocation is not None:
                 self.invocations[module, frame.nth] = invocation
         return args, kwargs
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         frame = self.stack.pop()
-        for event in self.events:
+        for event in (*self.events, *self.crosses):
             if not event.open:
                 continue
             own = event.frames[-1]
@@ -263,15 +309,16 @@ class _Tracer:
                     event.open = False
 
     def _on_call(self, call: Call) -> Tensor:
-        if call.q.shape[2] == call.k.shape[2]:
-            self._note(call.q.shape[1], softcap=call.scores.softcap is not None, cut=True)
+        keys = call.k.shape[0] * call.k.shape[2]
+        square = call.q.shape[2] == call.k.shape[2]
+        self._note(call.q.shape[1], softcap=call.scores.softcap is not None, cut=True, square=square, keys=keys)
         with torch._C.DisableTorchFunction():  # what the kernels do is not the model's
             return attention(call.q, call.k, call.v, call.scores)
 
-    def _on_softmax(self) -> None:
-        self._note(0, softcap=False, cut=False)
+    def _on_softmax(self, square: bool) -> None:
+        self._note(0, softcap=False, cut=False, square=square)
 
-    def _note(self, heads: int, softcap: bool, cut: bool) -> None:
+    def _note(self, heads: int, softcap: bool, cut: bool, square: bool, keys: int | None = None) -> None:
         frames = list(self.stack)
         while frames and not any(True for _ in frames[-1].module.parameters()):
             frames.pop()
@@ -279,30 +326,55 @@ class _Tracer:
             return
         own = frames[-1]
         hidden = find_hidden(own.args, own.kwargs)
-        other = any(isinstance(own.kwargs.get(name), Tensor) for name in _OTHER_SIDE)
-        if hidden is None or other:
+        context = None if hidden is None else find_context(own.args, own.kwargs, hidden, keys)
+        if hidden is None or (context is None and not square):
             return
-        known = next((e for e in self.events if e.frames[-1] is own), None)
+        events = self.events if context is None else self.crosses
+        known = next((e for e in events if e.frames[-1] is own), None)
         if known is not None:  # a module that attends more than once is one layer
             known.cut, known.softcap = known.cut and cut, known.softcap or softcap
             known.heads = 0
             return
-        x = hidden.detach().clone().reshape(-1, hidden.shape[-1])
-        self.events.append(_Event(frames, x, heads, softcap, cut))
+        x = self.keep(hidden).reshape(-1, hidden.shape[-1])
+        if context is not None:  # one for all layers, as a rule
+            _, context = self.contexts.setdefault(id(context), (context, self.keep(context).reshape(-1, context.shape[-1])))
+        events.append(_Event(frames, x, heads, softcap, cut, context))
 
-    def _layer(self, index: int, event: _Event) -> Layer:
+    def _layers(self) -> tuple[Layer, ...]:
+        if not self.events:
+            return tuple(self._layer(i, self.crosses, self._block(e, self.crosses)) for i, e in enumerate(self.crosses))
+        layers = []
+        for i, event in enumerate(self.events):
+            block = self._block(event, self.events)
+            inside = [k for k, e in enumerate(self.crosses) if block in e.frames]
+            alone = sum(block in e.frames for e in self.events) == 1
+            cross = self._layer(inside[0], self.crosses, block) if inside and alone else None
+            layers.append(replace(self._layer(i, self.events, block), cross=cross))
+        return tuple(layers)
+
+    def _layer(self, index: int, events: list[_Event], block: _Frame) -> Layer:
+        event = events[index]
         own = event.frames[-1]
-        block = self._block(event)
-        invocation = self.invocations.get((block.module, block.nth)) or block.invocation()
+        invocation = self.invocations.get((block.module, block.nth)) or block.invocation(self.keep)
         assert invocation is not None
-        call = sum(1 for e in self.events[:index] if block in e.frames and e.frames[-1].module is own.module)
+        call = sum(1 for e in events[:index] if block in e.frames and e.frames[-1].module is own.module)
         return Layer(
-            index, own.name, invocation, own.module, call, event.x, event.projection, event.heads, event.softcap, event.cut
+            index,
+            own.name,
+            invocation,
+            own.module,
+            call,
+            event.x,
+            event.projection,
+            event.heads,
+            event.softcap,
+            event.cut,
+            event.context,
         )
 
-    def _block(self, event: _Event) -> _Frame:
-        """The outermost element of a list of modules with this self-attention and no other."""
-        alone = [f for f in event.frames if sum(f in e.frames for e in self.events) == 1]
+    def _block(self, event: _Event, events: list[_Event]) -> _Frame:
+        """The outermost element of a list of modules with this attention and no other of its kind."""
+        alone = [f for f in event.frames if sum(f in e.frames for e in events) == 1]
         alone = [f for f in alone if find_hidden(f.args, f.kwargs) is not None]
         listed = [f for f in alone if f.module in self.elements]
         inner = [f for f in event.frames if f.module in self.elements and find_hidden(f.args, f.kwargs) is not None]

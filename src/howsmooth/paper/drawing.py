@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from howsmooth.errors import BadInputError
-from howsmooth.run import writing
+from howsmooth.run import check_writable, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,9 +21,12 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **o
 
 
 def check_figure(path: Path) -> None:
-    """Refuse a name that no figure can have."""
+    """Refuse, before any work, a name that no figure can have and a place where none can be written."""
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise BadInputError(f"expected a figure named .png, .pdf or .svg, got {path.name}; change its ending")
+    if not path.parent.is_dir():
+        raise BadInputError(f"expected a folder for the figure, got {path.parent}, which is none; make it first")
+    check_writable(path)
 
 
 def save_figure(figure: "Figure", path: Path) -> Path:

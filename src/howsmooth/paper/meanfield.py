@@ -22,6 +22,8 @@ from howsmooth.verbs import lipschitz, splitting
 BOUNDS = ("B4", "B5", "B8m", "B12m")
 KINDS = ("grid", "samples", "worst")  # of tokens beside the measure they stand for
 
+_LARGEST = 600  # of |A|R², so that e^{|A|R²} and its inverse are numbers of float64
+
 
 def two_diracs(
     alpha: float, x: Float[Tensor, "*shape"], y: Float[Tensor, "*shape"], log_odds: Float[Tensor, "*shape"]
@@ -74,6 +76,11 @@ def worst_measures(alpha: float, radii: Sequence[float]) -> list[dict[str, Any]]
 
 def worst_two_diracs(alpha: float, radius: float, points: int = 41, rounds: int = 12) -> tuple[float, ...]:
     """The largest constant over two Diracs in `[−R, R]`: value, x, y, log odds. A grid, refined around its best point."""
+    if not abs(alpha) * radius * radius <= _LARGEST:
+        raise BadInputError(
+            f"expected |A|R² of at most {_LARGEST}, got {abs(alpha) * radius * radius:.3g}; the constant beyond it, about "
+            "e^{|A|R²}, leaves the range of float64"
+        )
     limits = (radius, radius, 2 * abs(alpha) * radius**2 + 6)  # best odds are of the order e^{2|α|R²}
     best: tuple[float, ...] = (-math.inf, 0.0, 0.0, 0.0)
     share = 1.0

@@ -116,7 +116,7 @@ def inspect(
 
     model: loaded, or what `load` takes.  text: the text itself or token ids; Alice in Wonderland by default.
     lengths: by default those of 8 … 512 that the model and the text allow.  samples: windows of the text at each length.
-    layers: all by default.  map: as in `Model.measure`.  tol, certify, seed: as in `howsmooth.lipschitz`.
+    layers: all by default.  map: as in `Model.measure`.  tol, certify: as in `howsmooth.lipschitz`.  seed: places the samples.
 
         >>> howsmooth.inspect("demo").save("report")  # doctest: +SKIP
         PosixPath('report/index.html')
@@ -236,9 +236,7 @@ def _notes(reader: Reader, data: ReportData, failures: tuple[str, ...]) -> tuple
         named = ", ".join(map(str, whole))
         notes.append(f"In layers {named} attention is the model's own code, differentiated as it is.")
     if data.methods.map == "attention" and not data.bounds:
-        notes.append(
-            "Bounds, splitting and worst inputs need layers of plain attention on tokens of width 1024 at most; none here is."
-        )
+        notes.append("Bounds, splitting and worst inputs need attention as a formula of its weights; no layer here is one.")
     if failures:
         notes.append(f"{len(failures)} tasks gave nothing; the first: {failures[0]}")
     return tuple(notes)

@@ -1,6 +1,6 @@
 """Sweeps that survive: a plan of tasks, a results file, workers here or on a cluster."""
 
-from howsmooth.run.files import check_folder, claim_folder, to_frame, write_table, writing
+from howsmooth.run.files import check_folder, check_writable, claim_folder, to_frame, write_table, writing
 from howsmooth.run.plan import Plan, Task
 from howsmooth.run.pool import Engine, Local
 from howsmooth.run.ray import Ray
@@ -17,6 +17,7 @@ __all__ = [
     "Sweep",
     "Task",
     "check_folder",
+    "check_writable",
     "claim_folder",
     "progress_bar",
     "read",

@@ -1,6 +1,7 @@
 """Files and folders that people keep: written whole or not at all, never over something without being asked to."""
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
@@ -38,12 +39,32 @@ def writing(path: str | Path, *, parents: bool = False) -> Iterator[Path]:
         yield part
         os.replace(part, path)
     except OSError as error:
-        raise ResultsError(
-            f"expected a file that can be written, got {path} ({error.strerror or error}); choose another folder"
-        ) from None
+        raise _unwritable(path, error) from None
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def check_writable(path: str | Path) -> None:
+    """Refuse before any work a file that could not be written after it: a hidden one is made in its place and removed.
+
+    Folders on the way that are missing are not made; the nearest one that is there must take a file.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        folder = next(f for f in path.parents if f.exists())
+        part = folder / f".{path.stem}.{os.getpid()}.part{path.suffix}"
+        part.open("xb").close()
+        part.unlink()
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError | ValueError) -> ResultsError:
+    said = (error.strerror if isinstance(error, OSError) else None) or error
+    return ResultsError(f"expected a file that can be written, got {path} ({said}); choose another folder")
 
 
 def check_folder(folder: str | Path, what: str, *, resume: bool = False, force: bool = False) -> None:

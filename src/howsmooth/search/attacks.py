@@ -7,6 +7,7 @@ input). To first order no attack gains more than `L`, and the top singular direc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple, final
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
-from howsmooth.search.sets import check_length
+from howsmooth.maps.base import check_finite, check_input
+from howsmooth.search.sets import length_of
+from howsmooth.settings import choice, items, seed_of, whole
 from howsmooth.solve import Function, Options, solve
 from howsmooth.spectral import Estimate, GolubKahan
 from howsmooth.theory.splitting import in_double
@@ -122,7 +125,13 @@ def attack(
     >>> rows[0].share > 0.98
     True
     """
-    _check(x, methods, steps, seed)
+    check_input(x)
+    check_finite(x, "input")
+    methods = [choice(m, "methods", METHODS) for m in items(methods, "a list of methods", f"name some of {', '.join(METHODS)}")]
+    if not methods:
+        raise BadInputError(f"expected a method or more, got none; name some of {', '.join(METHODS)}")
+    steps = whole(steps, "a whole number of steps, at least 1", "10 is the usual one", least=1)
+    seed = seed_of(seed)
     f, x = in_double(f, x.detach())
     y = _value(f, x)
     if not bool(y.isfinite().all()):
@@ -146,12 +155,12 @@ def _budgets(epsilons: Sequence[float] | float | None, x: Tensor, y: Tensor, con
     if epsilons is None:
         length = float(x.norm()) or 1.0
         return [max(s * length, 2 * least) for s in (1e-4, 1e-2, 1e-1)]
-    budgets = [epsilons] if isinstance(epsilons, int | float) else list(epsilons)
+    several: list[Any] = [epsilons] if isinstance(epsilons, Real) else items(epsilons, "a budget or a list", "give lengths")
+    budgets = [length_of(epsilon, "budget epsilon") for epsilon in several]
     for epsilon in budgets:
-        check_length(epsilon, "budget epsilon")
         if epsilon < least:
             raise BadInputError(f"expected epsilon ≥ {least:.1e}, got {epsilon:g}; below it {x.dtype} rounds the change away")
-    return [float(epsilon) for epsilon in budgets]
+    return budgets
 
 
 class _Run:
@@ -305,14 +314,3 @@ def _length(t: Tensor) -> float:
 
 def _unit(g: Tensor) -> Tensor:
     return g / g.norm().clamp_min(torch.finfo(g.dtype).tiny)
-
-
-def _check(x: Tensor, methods: Sequence[str], steps: int, seed: int) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise BadInputError("expected the input as a floating-point tensor, got something else; pass embeddings, not token ids")
-    if not methods or any(m not in METHODS for m in methods):
-        raise BadInputError(f"expected methods among {', '.join(METHODS)}, got {list(methods)}; name at least one of them")
-    if any(isinstance(k, bool) or not isinstance(k, int) for k in (steps, seed)) or steps < 1:
-        raise BadInputError(
-            f"expected a whole number of steps, at least 1, and a whole seed, got {steps!r} and {seed!r}; correct them"
-        )

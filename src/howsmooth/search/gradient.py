@@ -109,6 +109,8 @@ def _gradient(
         z = z.detach().clone().requires_grad_()
         x = embed(z)
         pulled = torch.autograd.grad(f(x), x, left, create_graph=True)[0]
+        if not pulled.requires_grad:  # a linear function: its constant is the same everywhere
+            return torch.zeros_like(z)
         (g,) = torch.autograd.grad((pulled * right.detach()).sum(), z, materialize_grads=True)
     return g.detach()
 

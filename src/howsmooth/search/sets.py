@@ -15,6 +15,8 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm
+from howsmooth.settings import number
+from howsmooth.theory.ball import LARGEST
 from howsmooth.theory.constants import norm_radius
 from howsmooth.theory.point import one_sequence
 
@@ -62,7 +64,7 @@ class _Round(TokenSet):
 
     @property
     def size(self) -> float:
-        return float(self.radius)
+        return self.radius
 
     def project(self, z):
         centre = self._centre(z)
@@ -92,11 +94,11 @@ class Ball(_Round):
     _axes = (-1,)
 
     def __post_init__(self):
-        check_length(self.radius, "radius")
+        object.__setattr__(self, "radius", length_of(self.radius, "radius"))
 
     @property
     def reach(self) -> float:
-        return float(self.radius)
+        return self.radius
 
     def sample(self, count, n, d, random):
         """Uniform directions; half of the sequences on the sphere, half uniform in the ball."""
@@ -170,7 +172,7 @@ class BallAround(_Round):
     _axes = (-2, -1)
 
     def __post_init__(self):
-        check_length(self.radius, "radius")
+        object.__setattr__(self, "radius", length_of(self.radius, "radius"))
         one_sequence(self.x)
 
     def _centre(self, z):
@@ -187,10 +189,10 @@ class BallAround(_Round):
         return self.project(self.x.detach().double() + step)
 
 
-def check_length(value: float, what: str) -> None:
-    """Refuse a length that is not a positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise BadInputError(f"expected a finite {what} > 0, got {value!r}; give it as a length in token space")
+def length_of(value: float, what: str) -> float:
+    """A length in token space, a positive number whose square is finite."""
+    expected = f"a finite {what} > 0 and below {LARGEST:g}"
+    return number(value, expected, "give it as a length in token space", above=0.0, below=LARGEST)
 
 
 def check_width(got: int, width: int) -> None:

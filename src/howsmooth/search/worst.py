@@ -14,11 +14,14 @@ from howsmooth.search.ascent import Climb, ascend
 from howsmooth.search.families import check_layer, ranked
 from howsmooth.search.gradient import DENSE_SIZE
 from howsmooth.search.sets import BallAround, Ellipsoid, TokenSet, check_width
+from howsmooth.settings import seed_of, whole
 from howsmooth.solve import Function, Options, solve_batch
 from howsmooth.spectral import Estimate
 from howsmooth.theory import Bound, Bounds, ball_bounds
 from howsmooth.theory.ball import check_count
+from howsmooth.theory.splitting import in_double
 
+_MOST = 2**28  # numbers in all starts together, which a search holds several times over
 _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the set's size
 
 
@@ -78,15 +81,21 @@ def find_worst(
     """The worst sequence of `n` tokens found in a set; the search behind `howsmooth.worst_case`, which says what is what."""
     n, d = _shape(f, space, n)
     small, medium = n * d <= DENSE_SIZE, n * d <= 16 * DENSE_SIZE
-    steps = _whole((100 if small else 30) if steps is None else steps, "steps", 0)
-    restarts = _whole((32 if small else 8 if medium else 4) if restarts is None else restarts, "restarts", 1)
-    random = torch.Generator().manual_seed(_whole(seed, "seed", 0))
+    steps = _count((100 if small else 30) if steps is None else steps, "steps", 0)
+    restarts = _count((32 if small else 8 if medium else 4) if restarts is None else restarts, "restarts", 1)
+    if restarts * n * d > _MOST:
+        raise BadInputError(
+            f"expected n·d·restarts of at most {_MOST}, got {n}·{d}·{restarts}; search fewer tokens from fewer starts"
+        )
+    seed = seed_of(seed)
+    options = Options(certify=certify, seed=seed)
+    random = torch.Generator().manual_seed(seed)
     z, labels, designed = _starts(f, space, n, d, restarts, random)
-    dtype = torch.promote_types(f.dtype, torch.float32) if isinstance(f, Map) else torch.get_default_dtype()
-    climb = ascend(f, space, z.to(torch.float64 if small else dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
+    f, dtype = _precision(f, space, z, small)
+    climb = ascend(f, space, z.to(dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
     best = int(climb.value.argmax())
     tokens = space.tokens(climb.z[best : best + 1])[0].detach()
-    estimate = solve_batch(f, tokens[None], Options(certify=certify, seed=seed))[0][0]
+    estimate = solve_batch(f, tokens[None], options)[0][0]
     bound = Bounds(tuple(ball_bounds(f, n, space.reach)), "over the set").upper if isinstance(f, Attention) else None
     ratio = None
     if bound is not None and bound.log_value is not None and estimate.value > 0:
@@ -129,10 +138,20 @@ def _shape(f: Function, space: TokenSet, n: int | None) -> tuple[int, int]:
     return check_count(n), d
 
 
-def _whole(value: int, what: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadInputError(f"expected a whole number of {what}, at least {least}, got {value!r}; leave it out for the default")
-    return value
+def _precision(f: Function, space: TokenSet, z: Tensor, small: bool) -> tuple[Function, torch.dtype]:
+    """What is climbed and in which precision: float64 where that is cheap and `f` can be, else as the weights or the set."""
+    if isinstance(f, Map):
+        return f, torch.float64 if small else torch.promote_types(f.dtype, torch.float32)
+    own = space.x.dtype if isinstance(space, BallAround) else space.norm.dtype if isinstance(space, Ellipsoid) else z.dtype
+    own = torch.promote_types(own, torch.float32)
+    if not small:
+        return f, own
+    finer, at = in_double(f, space.tokens(z[:1].to(own)))
+    return finer, at.dtype
+
+
+def _count(value: int, what: str, least: int) -> int:
+    return whole(value, f"a whole number of {what}, at least {least}", "leave it out for the default", least=least)
 
 
 def _starts(

@@ -49,7 +49,7 @@ def measure_influence(reader: Reader, part: Part, lengths: Sequence[int]) -> lis
             norms, accuracy = exact(jacobian), 0.0
         elif n <= _PROBED:
             f = captured.map(layer, part.map)
-            norms, accuracy = probed(linear(f, f.start), part.seed), (2 * _PROBES) ** -0.5
+            norms, accuracy = probed(linear(f, f.start)), (2 * _PROBES) ** -0.5
         else:
             continue
         about = {"kind": "influence", "model": captured.model, "layer": layer, "map": part.map, "n": n, "sample": part.first}
@@ -71,7 +71,7 @@ def _work(attn: Attention, n: int) -> float:
 
 
 @torch.no_grad()
-def probed(operator: Operator, seed: int, probes: int = _PROBES) -> Float[Tensor, "n n_in"]:
+def probed(operator: Operator, seed: int = 0, probes: int = _PROBES) -> Float[Tensor, "n n_in"]:
     """`‖J_ij‖` by random signs. A square has the relative variance `2/probes` at most, where the block has rank one."""
     n, d = operator.in_shape
     random = torch.Generator().manual_seed(seed)

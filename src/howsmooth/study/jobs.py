@@ -50,6 +50,8 @@ def plan(source: Source, jobs: Sequence[Job]) -> Plan:
 
 def run_here(reader: Reader, jobs: Sequence[Job], progress: Progress | None = None) -> Measured:
     """The jobs one after the other in this process; the first that fails ends it."""
+    if progress is not None and not isinstance(progress, Progress):
+        raise BadInputError(f"expected progress as a Progress of howsmooth.run, got {type(progress).__name__}; leave it out")
     rows: list[Row] = []
     with progress or Progress() as shown:
         shown.begin(len(jobs), 0)

@@ -9,11 +9,14 @@ from typing import Any, final
 from howsmooth.errors import BadInputError
 from howsmooth.models import MAPS, Capture, FallbackWarning, MapName, Measurement
 from howsmooth.models.capture import LOCK_STEP
+from howsmooth.settings import choice, items, number, seed_of, whole
 from howsmooth.study.jobs import Job, Row
 from howsmooth.study.reader import Reader
 
 FACTORS = (0.125, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 8.0)
 _LAYERS = 8  # of one part
+_LENGTHS = "a list of lengths, each of at least one token"
+_SAMPLES = 1_000_000  # windows of one text
 _BESIDE = 1e-2  # least relative accuracy of what is only set beside a measurement
 SIDE_BY_SIDE: tuple[MapName, ...] = ("attention", "normed", "block")
 
@@ -23,7 +26,8 @@ SIDE_BY_SIDE: tuple[MapName, ...] = ("attention", "normed", "block")
 class Question:
     """What is asked of a model: lengths, samples of text, layers, and the map.
 
-    layers: all where None.  tol, certify, seed: as in `howsmooth.lipschitz`; the seed also places the samples.
+    layers: all where None.  tol, certify: as in `howsmooth.lipschitz`.  seed: places the samples; every
+    measurement has a random start of its own, made from its input.
     """
 
     lengths: tuple[int, ...]
@@ -33,6 +37,27 @@ class Question:
     tol: float = 1e-3
     certify: float | None = None
     seed: int = 0
+
+    def __post_init__(self):
+        fix = "give whole numbers"
+        lengths = tuple(whole(n, "lengths of at least one token", fix, least=1) for n in items(self.lengths, _LENGTHS, fix))
+        if not lengths:
+            raise BadInputError(f"expected {_LENGTHS}, got none; {fix}")
+        layers = None if self.layers is None else items(self.layers, "a list of layers", "leave it out for all of them")
+        checked = {
+            "lengths": lengths,
+            "samples": sample_count(self.samples),
+            "layers": None if layers is None else tuple(whole(k, "layers counted from 0", fix) for k in layers),
+            "map": choice(self.map, "a map", MAPS),
+            "seed": seed_of(self.seed),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+def sample_count(samples: int) -> int:
+    """A number of samples, checked."""
+    return whole(samples, "one sample or more, a whole number", "ask for at least one", least=1, below=_SAMPLES)
 
 
 @final
@@ -57,7 +82,6 @@ class Part:
     map: MapName
     tol: float
     certify: float | None
-    seed: int
 
     @classmethod
     def of(cls, part: dict[str, Any]) -> "Part":
@@ -76,7 +100,7 @@ class Part:
         """Every layer at every window, each with the columns that say which window, and how long it took."""
         captured = self.capture(reader)
         began = time.perf_counter()
-        options = {"closed": True, "tol": self.tol, "certify": self.certify, "seed": self.seed} | options
+        options = {"closed": True, "tol": self.tol, "certify": self.certify} | options
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)
             measured = captured.measure(self.layers, self.map, **options)
@@ -97,17 +121,13 @@ def parts(
         for first in range(0, len(starts), size):
             for k in range(0, len(setting.layers), layers):
                 some = setting.layers[k : k + layers]
-                cut.append(Part(n, starts[first : first + size], first, some, q.map, q.tol, q.certify, q.seed))
+                cut.append(Part(n, starts[first : first + size], first, some, q.map, q.tol, q.certify))
     return cut
 
 
 def settle(reader: Reader, question: Question) -> Setting:
-    """Check a question before any work: the longest sample is run once, one layer of the shortest measured."""
+    """Check a question before any work: the longest sample is run once and must fit, one layer of the shortest measured."""
     lengths = question.lengths
-    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
-        raise BadInputError(f"expected lengths of at least one token, got {list(lengths)}; give whole numbers")
-    if question.map not in MAPS:
-        raise BadInputError(f"expected a map among {', '.join(MAPS)}, got {question.map!r}; pick one of them")
     longest = max(lengths)
     starts = reader.starts(question.samples, longest, question.seed)
     reader.window(min(lengths), 0)  # a length below the special tokens is refused here
@@ -115,11 +135,12 @@ def settle(reader: Reader, question: Question) -> Setting:
     layers = tuple(range(captured.num_layers)) if question.layers is None else tuple(dict.fromkeys(question.layers))
     if not layers:
         raise BadInputError("expected a layer or more, got none; leave the layers out for all of them")
-    outside = [layer for layer in layers if isinstance(layer, bool) or layer not in range(captured.num_layers)]
+    outside = [layer for layer in layers if layer >= captured.num_layers]
     if outside:
         raise BadInputError(
             f"expected layers from 0 to {captured.num_layers - 1}, got {outside[0]!r}; {captured.model} has no other"
         )
+    captured.sample.check_room(layers[0], question.map)
     setting = Setting(question, layers, tuple(starts))
     first = parts(setting, [min(lengths)], samples=1)[0]
     replace(first, layers=layers[:1]).measure(reader, closed=False)  # refuses a map that the model lacks, and bad options
@@ -162,9 +183,7 @@ def _held(captured: Capture, m: Measurement, part: Part, window: Row) -> Row:
     others = [i for i in range(m.n) if i != token]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
-        rest = captured.measure(
-            m.layer, part.map, tokens=others, closed=True, tol=max(part.tol, _BESIDE), certify=part.certify, seed=part.seed
-        )
+        rest = captured.measure(m.layer, part.map, tokens=others, closed=True, tol=max(part.tol, _BESIDE), certify=part.certify)
     received = None if m.received is None else m.received[token]
     top = {"token": token, "word": word, "share": share, "received": received, "whole": m.value}
     return rest.row("held", **top, **(window | {"seconds": time.perf_counter() - began}))
@@ -217,9 +236,12 @@ def measure_heads(reader: Reader, part: dict[str, Any]) -> list[Row]:
 
 def radius_jobs(setting: Setting, factors: Sequence[float] = FACTORS) -> list[Job]:
     """`L` against the size of the tokens: the text's own tokens, all multiplied by one factor after the other."""
-    if not factors or not all(0 < f < 1e6 for f in factors):
-        raise BadInputError(f"expected positive factors, got {list(factors)}; 1 leaves the tokens as they are")
-    return [Job(measure_radius, {"part": asdict(part), "factors": list(factors)}) for part in parts(setting)]
+    fix = "1 leaves the tokens as they are"
+    expected = "positive factors below 1e6"
+    factors = [number(f, expected, fix, above=0.0, below=1e6) for f in items(factors, expected, fix)]
+    if not factors:
+        raise BadInputError(f"expected {expected}, got none; {fix}")
+    return [Job(measure_radius, {"part": asdict(part), "factors": factors}) for part in parts(setting)]
 
 
 def measure_radius(reader: Reader, part: dict[str, Any], factors: list[float]) -> list[Row]:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -14,7 +14,7 @@ from howsmooth.models import MapName, Model
 from howsmooth.run import Progress
 from howsmooth.study.fit import GrowthFit, fit_growth
 from howsmooth.study.jobs import Measured, Row, run_here, to_frame
-from howsmooth.study.layers import Question, Setting, layer_jobs, settle
+from howsmooth.study.layers import Question, Setting, layer_jobs, sample_count, settle
 from howsmooth.study.reader import Reader
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def growth(
 
     model: loaded, or what `load` takes.  text: the text itself or token ids; Alice in Wonderland by default.
     lengths: by default those of 8 … 512 that the model and the text allow.  samples: windows of the text at each length.
-    layers: all by default.  map: as in `Model.measure`.  tol, certify, seed: as in `howsmooth.lipschitz`.
+    layers: all by default.  map: as in `Model.measure`.  tol, certify: as in `howsmooth.lipschitz`.  seed: places the samples.
 
     >>> import torch
     >>> from transformers import BertConfig, BertModel
@@ -118,9 +118,11 @@ def asked(
     **options: Any,
 ) -> tuple[Reader, Setting]:
     """A model and a text, and a question of them that can be answered, its lengths and layers filled in."""
+    samples = sample_count(samples)
+    question = Question(LENGTHS if lengths is None else lengths, samples, layers, **options)  # pyright: ignore  makes tuples
     reader = Reader.of(model, text)
-    chosen = fitting_lengths(reader, samples) if lengths is None else tuple(lengths)
-    return reader, settle(reader, Question(chosen, samples, None if layers is None else tuple(layers), **options))
+    fits = question if lengths is not None else replace(question, lengths=fitting_lengths(reader, samples))
+    return reader, settle(reader, fits)
 
 
 def of(measured: Measured) -> Growth:

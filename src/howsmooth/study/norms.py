@@ -45,7 +45,7 @@ def measure_norms(reader: Reader, part: dict[str, Any]) -> list[Row]:
         radii = {"radius": float(lengths.square().mean().sqrt()), "radius_max": float(lengths.max())}
         for name, f in (("norm", norm), ("normed", attn @ norm)):
             began = time.perf_counter()
-            estimate = lipschitz(f, tokens, tol=one.tol, certify=one.certify, seed=one.seed)
+            estimate = lipschitz(f, tokens, tol=one.tol, certify=one.certify)
             seconds = time.perf_counter() - began
             rows.append(rows[-1] | estimate_columns(estimate) | radii | {"map": name, "seconds": seconds})
     return rows

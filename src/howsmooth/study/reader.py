@@ -12,6 +12,7 @@ from torch import nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import Capture, Model, Text, Window, load
+from howsmooth.settings import items, whole
 
 ALICE = "Alice in Wonderland"
 
@@ -23,7 +24,7 @@ class Source:
 
     model: `demo`, a folder or a hub name.  text: a file, Alice in Wonderland by default.  side: of a model with two.
     weights, digest: marks of the model's parameters and of the text when the study was planned; a worker that finds others
-    refuses to work.
+    refuses to work.  device: where every worker puts the model, as for `load`.
     """
 
     model: str
@@ -31,9 +32,11 @@ class Source:
     side: str | None
     weights: str
     digest: str
+    device: str = "auto"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without the device where it is a worker's own choice, so that a study goes on under the same names elsewhere."""
+        return {name: value for name, value in asdict(self).items() if name != "device" or value != "auto"}
 
 
 @final
@@ -53,10 +56,10 @@ class Reader:
         return cls(loaded, loaded.text(text) if isinstance(text, str) else text_of_ids(text))
 
     @classmethod
-    def by_name(cls, model: str, text: str | None = None, side: str | None = None) -> "Reader":
+    def by_name(cls, model: str, text: str | None = None, side: str | None = None, device: str = "auto") -> "Reader":
         """The same from a model's name and a text file, with its `source`, so that other processes can load it too."""
-        words, loaded = read_text(text), load(model, side=side)
-        source = Source(model, text, side, fingerprint(loaded), _digest(words))
+        words, loaded = read_text(text), load(model, device, side=side)
+        source = Source(model, text, side, fingerprint(loaded), _digest(words), device)
         return cls(loaded, loaded.text(words), source)
 
     def starts(self, samples: int, longest: int, seed: int) -> list[int]:
@@ -64,8 +67,6 @@ class Reader:
         of one sample differ by what follows alone."""
         extra = len(self.text.prefix) + len(self.text.suffix)
         places = len(self.text) - (longest - extra) + 1
-        if samples < 1:
-            raise BadInputError(f"expected one sample or more, got {samples}; ask for at least one")
         if places < samples:
             raise BadInputError(
                 f"expected a text with {samples} windows of {longest} tokens, got {len(self.text) + extra} tokens; "
@@ -89,7 +90,7 @@ class Reader:
 def prepare(**source: Any) -> Reader:
     """The reader of a source, in a worker; refused where the model or the text is not what the study was planned with."""
     planned = Source(**source)
-    reader = Reader.by_name(planned.model, planned.text, planned.side)
+    reader = Reader.by_name(planned.model, planned.text, planned.side, planned.device)
     for mark, what in (("weights", "model"), ("digest", "text")):
         if getattr(reader.source, mark) != getattr(planned, mark):
             raise BadInputError(f"expected the {what} that the study was planned with, got another; start it anew")
@@ -107,15 +108,17 @@ def read_text(path: str | None) -> str:
         return alice()
     try:
         return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # of a name that no file has, or of what is in it
         said = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise BadInputError(f"expected a text file, got {path} ({said}); check the path") from None
 
 
 def text_of_ids(ids: Sequence[int]) -> Text:
     """Token ids as a text to cut windows from; nothing is put around them."""
-    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise BadInputError("expected a text or a list of whole token ids, got neither; pass a string or ids")
+    expected, fix = "a text or a list of whole token ids", "pass a string or ids"
+    ids = [whole(i, expected, fix) for i in items(ids, expected, fix)]
+    if not ids:
+        raise BadInputError(f"expected {expected}, got an empty list; {fix}")
     words, offsets, at = [str(i) for i in ids], [], 0
     for word in words:
         offsets.append((at, at + len(word)))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.models.capture import Capture
-from howsmooth.models.cut import MapName
 from howsmooth.models.model import Model
+from howsmooth.models.span import MapName
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import evaluating, first_tensor
 

@@ -1,12 +1,13 @@
 """Every bound over the ball, in a fixed order."""
 
-import math
-
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
+from howsmooth.settings import number, whole
 from howsmooth.theory import castin2024, ours
 from howsmooth.theory.bound import Bound
 from howsmooth.theory.constants import constants
+
+LARGEST = 1e150  # lengths of tokens below it have squares in float64
 
 
 def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
@@ -26,12 +27,10 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
             f"expected an Attention layer, got {type(attn).__name__}; for attention after a norm pass the layer alone, "
             "with radius=norm_radius(norm)"
         )
-    check_count(n)
-    if not isinstance(radius, int | float) or not math.isfinite(radius) or radius < 0:
-        raise BadInputError(
-            f"expected a finite radius, at least 0, got radius = {radius!r}; give the length of the longest token"
-        )
-    layer, radius = constants(attn), float(radius)
+    n = check_count(n)
+    expected = f"a finite radius, at least 0 and below {LARGEST:g}"
+    radius = number(radius, expected, "give the length of the longest token", least=0.0)
+    layer = constants(attn)
     return [
         castin2024.upper(layer, n, radius),
         castin2024.lower(layer, n, radius),
@@ -54,6 +53,4 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
 
 def check_count(n: int | None) -> int:
     """A number of tokens, checked."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadInputError(f"expected a whole number of tokens, at least 1, got n = {n!r}; count the tokens")
-    return n
+    return whole(n, "a whole number of tokens n, at least 1", "count the tokens", least=1)

@@ -2,7 +2,8 @@
 
 `S_i = ∂f_i/∂x_i` through the query alone. It is the part of the Jacobian that survives when copies of token `i` move in
 opposite directions (docs/meanfield.md §5.3). For attention `S_i = Σ_h W_o^h B_i^h W_q^h` with
-`B_i^h = τ Σ_j Q_ij (v_j − o_i) k_jᵀ`; a norm contributes its derivative; blocks of a composition are multiplied.
+`B_i^h = τ Σ_j Q_ij (v_j − o_i) k_jᵀ`, and the slope of `q_i` for `W_q^h` where queries are normalised and turned; a norm
+contributes its derivative; blocks of a composition are multiplied.
 """
 
 import math
@@ -16,7 +17,8 @@ from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
 from howsmooth.spectral import DenseSVD, GolubKahan
-from howsmooth.theory.bound import ROUNDINGS, spectral_norm
+from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan, spectral_norm
+from howsmooth.theory.heads import lost, query_slopes
 from howsmooth.theory.perron import inverse_rows
 
 _FEATURES = 2**23  # products of values and keys kept at once
@@ -65,8 +67,8 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
             low, high = size.new_tensor([(s.value, s.upper) for s in solutions]).T.unflatten(1, (batch, -1))
             used = True
         lower[:, rows] = low
-        upper[:, rows] = torch.minimum(torch.maximum(high + slack, low), torch.maximum(size, low))
-    return BlockNorms(lower, upper, 1 - _DELTA if used else 1.0)
+        upper[:, rows] = torch.fmin(torch.maximum(high + slack, low), torch.maximum(size, low))
+    return BlockNorms(lower, no_nan(upper), 1 - _DELTA if used else 1.0)
 
 
 @torch.no_grad()
@@ -89,7 +91,8 @@ def splitting_blocks(operator: Operator, rows: slice) -> Operator:
     if isinstance(operator, NormJacobian):
         unit, scale = (t[:, rows].flatten(0, 1)[:, None] for t in (operator.unit, operator.scale))
         return NormJacobian(operator.norm, unit, scale, operator.offset)
-    return QueryBlocks(_attention(operator).layer, _through_queries(_attention(operator), rows).flatten(0, 1))
+    attention = _attention(operator)
+    return QueryBlocks(attention.layer, _through_queries(attention, rows).flatten(0, 1), _norm_at(attention, rows))
 
 
 class BlockSizes(NamedTuple):
@@ -106,7 +109,8 @@ def block_sizes(operator: Operator) -> BlockSizes:
         return block_sizes(operator.operator)
     if isinstance(operator, Composed):
         outer, inner = block_sizes(operator.outer), block_sizes(operator.inner)
-        return BlockSizes(outer.bound * inner.bound, outer.terms * inner.bound + outer.bound * inner.terms)
+        terms = outer.terms * inner.bound + outer.bound * inner.terms
+        return BlockSizes(no_nan(outer.bound * inner.bound), no_nan(terms))
     if isinstance(operator, NormJacobian):
         bound = operator.norm.weight.double().abs().max() / operator.scale.double()[..., 0]
         return BlockSizes(bound, bound)
@@ -123,29 +127,45 @@ def _attention(operator: Operator) -> AttentionJacobian:
 
 @final
 class QueryBlocks(Operator):
-    """`W_o blockdiag_h(B_i^h) W_q`, a batch with one item per token."""
+    """`W_o blockdiag_h(B_i^h) D N_i W_q`, a batch with one item per token, `D N_i` the slope of a norm on queries."""
 
-    def __init__(self, layer: Attention, blocks: Float[Tensor, "tokens heads d_v d_h"]):
-        self._layer, self._blocks = layer, blocks
+    def __init__(self, layer: Attention, blocks: Float[Tensor, "tokens heads d_v d_h"], norm: NormJacobian | None = None):
+        self._layer, self._blocks, self._norm = layer, blocks, norm
         self.batch = len(blocks)
         self.in_shape, self.out_shape = (1, layer.width), (1, layer.out_width)
         self.dtype, self.device = blocks.dtype, blocks.device
 
     def jvp(self, v):
-        q = (v @ self._layer.w_q.mT).unflatten(-1, (self._layer.heads, -1))  # (probes, tokens, 1, heads, d_h)
+        q = v @ self._layer.w_q.mT  # (probes, tokens, 1, q_width)
+        if self._norm is not None:
+            q = self._norm.jvp(q.unflatten(-1, (-1, self._norm.in_shape[-1]))).flatten(-2)
+        q = q.unflatten(-1, (self._layer.heads, -1))  # (probes, tokens, 1, heads, d_h)
         o = torch.einsum("thvk,ptihk->ptihv", self._blocks, q).flatten(-2)
         return o if self._layer.w_o is None else o @ self._layer.w_o.mT
 
     def vjp(self, u):
         o = (u if self._layer.w_o is None else u @ self._layer.w_o).unflatten(-1, (self._layer.heads, -1))
-        return torch.einsum("thvk,ptihv->ptihk", self._blocks, o).flatten(-2) @ self._layer.w_q
+        q = torch.einsum("thvk,ptihv->ptihk", self._blocks, o).flatten(-2)
+        if self._norm is not None:
+            q = self._norm.vjp(q.unflatten(-1, (-1, self._norm.in_shape[-1]))).flatten(-2)
+        return q @ self._layer.w_q
 
     def select(self, items):
-        return QueryBlocks(self._layer, self._blocks[items])
+        return QueryBlocks(self._layer, self._blocks[items], None if self._norm is None else self._norm.select(items))
+
+
+def _norm_at(operator: AttentionJacobian, rows: slice) -> NormJacobian | None:
+    """The slope of the norm on queries at some tokens, one item each, (1, heads, head width) or (1, 1, all heads)."""
+    slope = operator.q_slope
+    if slope is None:
+        return None
+    unit, scale = (t[:, None] if t.ndim == 3 else t for t in (slope.unit, slope.scale))  # (batch, heads or 1, n, ·)
+    unit, scale = (t[:, :, rows].transpose(1, 2).flatten(0, 1)[:, None] for t in (unit, scale))
+    return NormJacobian(slope.norm, unit, scale, slope.offset)
 
 
 def _through_queries(operator: AttentionJacobian, rows: slice) -> Float[Tensor, "batch rows heads d_v d_h"]:
-    """`B_i^h` from moments of values and keys, measured from their means so that little cancels."""
+    """`B_i^h R_i` from moments of values and keys, measured from their means so that little cancels; `R_i` the phases."""
     kernel, inverse = operator.kernel.tiled(), inverse_rows(operator)
     batch, heads, _, m = kernel.shape
     v, k, o = _centred(kernel)
@@ -160,6 +180,10 @@ def _through_queries(operator: AttentionJacobian, rows: slice) -> Float[Tensor, 
             second += weights[:, cols] @ (v[g, cols, :, None] * k[g, cols, None, :]).flatten(1)
         first = weights @ k[g]
         blocks[g] = operator.layer.scale * (second.unflatten(1, (d_v, d_h)) - o[g, rows, :, None] * first[:, None])
+    if operator.layer.rotary is not None:  # every row of a block is a vector like a query
+        rotary = operator.layer.rotary.at(rows)
+        turned = blocks.unflatten(0, (batch, heads)).transpose(2, 3).flatten(1, 2)  # (batch, heads · d_v, rows, d_h)
+        blocks = rotary.turn(turned, back=True).unflatten(1, (heads, d_v)).transpose(2, 3).flatten(0, 1)
     return blocks.unflatten(0, (batch, heads)).transpose(1, 2)
 
 
@@ -167,6 +191,8 @@ def _spreads(operator: AttentionJacobian) -> BlockSizes:
     layer, kernel, inverse = operator.layer, operator.kernel.tiled(), inverse_rows(operator)
     batch, heads, n, m = kernel.shape
     v, k, o = _centred(kernel)
+    v_size, k_size = (largest_entry(t) for t in (v, k))  # taken out, so that squares stay in range
+    v, k, o = v / v_size, k / k_size, o / v_size
     moments = v.new_zeros(len(v), n, 2 + v.shape[-1])
     columns = torch.cat([v.square().sum(-1, keepdim=True), k.square().sum(-1, keepdim=True), v], -1)
     total = torch.zeros_like(inverse)
@@ -179,14 +205,18 @@ def _spreads(operator: AttentionJacobian) -> BlockSizes:
     near = moments[..., 0] - 2 * (o * moments[..., 2:]).sum(-1) + o.square().sum(-1) * total
     noise = ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(layer.width + m)
     far = (moments[..., 0].sqrt() + o.norm(dim=-1) * total.sqrt()).square()
-    near = near.clamp_min(0) + noise * far
-    w = layer.by_head()
-    gain = spectral_norm(w.q) * spectral_norm(w.o)
-    bound, terms = (
-        (abs(layer.scale) * (spread * moments[..., 1]).sqrt().unflatten(0, (batch, heads)) * gain[:, None]).sum(1)
-        for spread in (near, far)
-    )
-    return BlockSizes(bound * (1 + noise), terms)
+    near, far, keys = (near.clamp_min(0) + noise * far).sqrt(), far.sqrt(), moments[..., 1].sqrt()
+    # values and keys were rounded before their means were taken off, and a soft-cap's slope where it is near zero
+    gone, parts = lost(operator), ((kernel.v, v_size), (kernel.k, k_size))
+    long_v, long_k = (lengths(t.double()).amax(-1, keepdim=True) / size for t, size in parts)
+    long_v, long_k = long_v + gone.v[:, None] / (noise * v_size), long_k + gone.k[:, None] / (noise * k_size)
+    cut = (noise if kernel.scores.softcap is None else 1.0) * long_v * long_k
+    bound = (near + 2 * noise * long_v) * (keys + noise * long_k) + 2 * noise * cut
+    terms = far * keys + 2 * long_v * keys + far * long_k + 2 * cut
+    out = spectral_norm(layer.by_head().o)[:, None] * v_size
+    gain = abs(layer.scale) * (query_slopes(operator) * k_size) * out  # (batch, heads, n)
+    bound, terms = ((torch.where(inverse > 0, t, 0.0).unflatten(0, (batch, heads)) * gain).sum(1) for t in (bound, terms))
+    return BlockSizes(no_nan(bound * (1 + noise)), no_nan(terms))
 
 
 def _centred(kernel: Tiled) -> tuple[Tensor, Tensor, Tensor]:

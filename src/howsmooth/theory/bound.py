@@ -22,6 +22,7 @@ Side = Literal["upper", "lower"]
 _OUTWARD = 1e-12
 # Units of rounding per square root of the number of terms, in what is summed up at a token (docs/point-bounds.md 4.9).
 ROUNDINGS = 16
+TINY = torch.finfo(torch.float64).tiny
 
 
 @final
@@ -50,9 +51,11 @@ class Bound:
 
     @property
     def value(self) -> float | None:
-        if self.log_value is None:
-            return None
-        return _exp(self.log_value) * (1 + _OUTWARD if self.side == "upper" else 1 - _OUTWARD)
+        if self.log_value is None or self.log_value == -math.inf:
+            return None if self.log_value is None else 0.0
+        if self.side == "lower":
+            return _exp(self.log_value) * (1 - _OUTWARD)
+        return math.nextafter(_exp(self.log_value) * (1 + _OUTWARD), math.inf)  # not zero where the exponential underflows
 
     def ratio(self, measured: float | None) -> float | None:
         """bound / measured, possibly infinite; nothing where either is missing."""
@@ -76,9 +79,14 @@ def _row(
     *,
     mean_field: bool = False,
 ) -> Bound:
-    """The bound with the logarithm `answer`, moved outward; or, where `answer` is a sentence, why it does not apply."""
+    """The bound with the logarithm `answer`, moved outward; or, where `answer` is a sentence, why it does not apply.
+
+    A number that overflowed, or is none, says nothing: it becomes an upper bound of infinity, a lower one of zero.
+    """
     if isinstance(answer, str):
         return Bound(id, name, side, None, statement, source, assumptions, answer, mean_field)
+    if math.isnan(answer) or (side == "lower" and answer == math.inf):
+        answer = math.inf if side == "upper" else -math.inf
     slack = 0.0 if math.isinf(answer) else _OUTWARD * (1 + abs(answer))
     log_value = answer + (slack if side == "upper" else -slack)
     return Bound(id, name, side, log_value, statement, source, assumptions, None, mean_field)
@@ -133,8 +141,12 @@ class Bounds(Sequence[Bound]):
         return max(rows, key=attrgetter("log_value"), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings; infinite values are None, their logarithm is there."""
-        rows = [r.to_dict() | {"value": _finite(r.value), "ratio": _finite(r.ratio(self.measured))} for r in self.rows]
+        """Plain numbers and strings; infinite numbers are None, and the logarithm of a value past float64 is there."""
+        rows = [
+            r.to_dict()
+            | {"value": _finite(r.value), "log_value": _finite(r.log_value), "ratio": _finite(r.ratio(self.measured))}
+            for r in self.rows
+        ]
         return {"where": self.where, "measured": self.measured, "bounds": rows}
 
     def __str__(self) -> str:
@@ -148,7 +160,7 @@ class Bounds(Sequence[Bound]):
                 lines.append(f"{row}  does not apply: {r.reason}")
                 continue
             # values near the ends of float64 are shown as powers of ten
-            value = f"{r.value:.4g}" if abs(r.log_value) < 600 else f"10^{r.log_value / math.log(10):.1f}"
+            value = f"{r.value:.4g}" if not 600 <= abs(r.log_value) < math.inf else f"10^{r.log_value / math.log(10):.1f}"
             ratio = r.ratio(self.measured)
             far = "" if ratio is None else f"  {ratio:.4g} × L"
             lines.append(f"{row}  {value:>10}{far}  [{r.source}]")
@@ -169,18 +181,64 @@ def _finite(value: float | None) -> float | None:
 
 
 def log_add(*logs: float) -> float:
-    """log Σ exp(logs), without overflow; −inf stands for zero."""
+    """log Σ exp(logs), without overflow; −inf stands for zero, NaN stays NaN."""
+    if any(math.isnan(v) for v in logs):
+        return math.nan
     top = max(logs)
     return top if math.isinf(top) else top + math.log(math.fsum(math.exp(v - top) for v in logs))
 
 
 def log_of(value: float) -> float:
-    """log value, −inf for zero."""
-    return math.log(value) if value > 0 else -math.inf
+    """log value, −inf for zero; NaN stays NaN."""
+    return -math.inf if value <= 0 else math.log(value)
+
+
+def least_of(*bounds: float) -> float:
+    """The least of several upper bounds; NaN says nothing, so it counts as infinity."""
+    return min(math.inf if math.isnan(b) else b for b in bounds)
+
+
+def no_nan(bounds: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Upper bounds with infinity where arithmetic gave no number: what overflowed is never a small bound."""
+    return torch.where(bounds.isnan(), torch.inf, bounds)
 
 
 def spectral_norm(m: Float[Tensor, "*batch r c"]) -> Float[Tensor, "*batch"]:
-    return torch.linalg.matrix_norm(m, ord=2)
+    """The largest singular value; infinity for a matrix with entries that are not finite."""
+    finite = m.isfinite().all(-1).all(-1)
+    norm = torch.linalg.matrix_norm(torch.where(finite[..., None, None], m, 0.0), ord=2)
+    return torch.where(finite, norm, torch.inf)
+
+
+def largest_entry(m: Tensor) -> float:
+    """`max |m_ij|`, 1 for zero: divided by it, products of weights neither overflow nor vanish."""
+    return float(m.abs().max()) or 1.0
+
+
+def product_norm(
+    left: Float[Tensor, "*heads p r"], right: Float[Tensor, "*heads r q"], scale: float = 1.0
+) -> Float[Tensor, "*heads"]:
+    """`|scale| ‖left right‖₂`, formed in range, with what rounding may hide where the product cancels."""
+    p, q = largest_entry(left), largest_entry(right)
+    share = spectral_norm((left / p) @ (right / q)) + product_blur(left / p, right / q)
+    return no_less(share * abs(scale), share * p * abs(scale) * q)
+
+
+def product_blur(left: Float[Tensor, "*heads _ _"], right: Float[Tensor, "*heads _ _"]) -> Float[Tensor, "*heads"]:
+    """The norm of the error of a product of float64 matrices, either of them transposed or not."""
+    return ROUNDINGS * torch.finfo(torch.float64).eps * lengths(left.flatten(-2)) * lengths(right.flatten(-2))
+
+
+def no_less(share: Tensor, norm: Tensor) -> Tensor:
+    """Norms, raised to the least normal number where they vanish and their share of the whole does not."""
+    return torch.where(share > 0, norm.clamp_min(TINY), norm)
+
+
+def lengths(t: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
+    """`|t|` along the last axis, the largest entry taken out, so that squares stay in range."""
+    size = t.abs().amax(-1, keepdim=True)
+    size = torch.where(size > 0, size, 1.0)
+    return (t / size).norm(dim=-1) * size[..., 0]
 
 
 def slack(size: int) -> float:

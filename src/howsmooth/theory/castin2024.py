@@ -1,7 +1,7 @@
 """Castin, Ablin & Peyré 2024, *How Smooth Is Attention?* (ICML): the bounds over the ball of radius R that it prints.
 
-Quoted in docs/bounds.md §3.2. One of them, B4, is of Geshkovski, Letrouit, Polyanskiy & Rigollet 2023, *A mathematical
-perspective on Transformers*.
+Quoted in docs/bounds.md §3.2. One of them, B4, is of Geshkovski, Letrouit, Polyanskiy & Rigollet 2023, *The emergence of
+clusters in self-attention dynamics*, and came second hand.
 """
 
 import math
@@ -31,7 +31,7 @@ def lower(layer: Constants, n: int, radius: float) -> Bound:
     if isinstance(answer, float) and n < 2:
         answer = "one token has no other to attend to"
     elif isinstance(answer, float):
-        answer = 0.5 * math.log(n - 1) - log_add(0.0, math.log(n - 1) - 2 * radius**2 * answer)
+        answer = 0.5 * math.log(n - 1) - log_add(0.0, math.log(n - 1) - 2 * (answer * radius * radius))
     return at_least("B2", "√n from below", statement, SOURCE, _BELOW, answer)
 
 
@@ -49,7 +49,7 @@ def mean_field(layer: Constants, radius: float) -> Bound:
     """B4: the Wasserstein-2 constant on measures in the ball."""
     statement = "Lip ≤ ‖V‖(1 + 3‖A‖R²)exp(2‖A‖R²), any number of tokens"
     source, assumes = "Geshkovski et al. 2023, as in Castin et al. 2024", "one head, no mask, no query bias, no soft-cap"
-    square = layer.a[0] * radius**2
+    square = layer.a[0] * radius * radius
     value = log_of(layer.v[0]) + log_add(0.0, math.log(3) + log_of(square)) + 2 * square
     answer = plain(layer, one_head=True, causal=False) or value
     return at_most("B4", "mean field", statement, source, assumes, answer, mean_field=True)
@@ -59,7 +59,10 @@ def mean_field_lower(layer: Constants, radius: float) -> Bound:
     """B5: of the constant of B4. Printed as an asymptotic statement; two Diracs reach it at every radius (§3.12)."""
     statement = "Lip ≥ (γ/2)R² exp(γR²), any number of tokens, γ = max(−γ_min, γ_max/8)"
     gamma = _gamma(layer)
-    answer = log_of(gamma / 2 * radius**2) + gamma * radius**2 if isinstance(gamma, float) else gamma
+    answer = gamma
+    if isinstance(gamma, float):
+        square = gamma * radius * radius
+        answer = log_of(square / 2) + square
     return at_least("B5", "mean field from below", statement, SOURCE, _BELOW, answer, mean_field=True)
 
 
@@ -86,7 +89,7 @@ def not_bilinear(attn: Attention) -> str | None:
 
 def _discrete(a: float, n: int, radius: float) -> float:
     """log √3(a²R⁴(4n+1) + n)^½."""
-    return 0.5 * (math.log(3) + log_add(2 * log_of(a * radius**2) + math.log(4 * n + 1), math.log(n)))
+    return 0.5 * (math.log(3) + log_add(2 * log_of(a * radius * radius) + math.log(4 * n + 1), math.log(n)))
 
 
 def _gamma(layer: Constants) -> float | str:
@@ -106,6 +109,6 @@ def _gamma(layer: Constants) -> float | str:
         return 0.0 if layer.layer.width > len(core) else "A has no real eigenvalue"
     # An eigenvalue moves by at most its condition number times the rounding of A.
     condition = vectors.norm(dim=0) * torch.linalg.pinv(vectors).norm(dim=1)
-    slack = 64 * torch.finfo(torch.float64).eps * len(core) * layer.a[0] * condition
+    slack = (64 * torch.finfo(torch.float64).eps * len(core) * layer.a[0] + layer.blur[0][0]) * condition
     low, high = (values.real + slack)[real].min(), (values.real - slack)[real].max()
     return max(0.0, -float(low), float(high) / 8)

@@ -17,7 +17,17 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
 from howsmooth.maps.attention import HeadWeights
-from howsmooth.theory.bound import rounded_up, slack, spectral_norm
+from howsmooth.theory.bound import (
+    TINY,
+    largest_entry,
+    lengths,
+    no_less,
+    product_blur,
+    product_norm,
+    rounded_up,
+    slack,
+    spectral_norm,
+)
 
 # Gram matrices past this width are not diagonalised: the bound that needs them is left out.
 _LARGEST_GRAM = 2048
@@ -81,8 +91,9 @@ class Constants:
     a: `‖A_h‖₂` with `A_h = τ W_kᵀ W_q`, so that logits are `⟨A x_i + c, x_j⟩` up to a constant in j.
     query_shift: `|c_h|`, `c_h = τ W_kᵀ b_q`.  key_shift: `|τ W_qᵀ b_k|`, which matters under a soft-cap only.
     v: `‖V_h‖₂`, `V_h = W_o^h W_v^h`.  w_v, w_o: `‖W_v^h‖₂`, `‖W_o^h‖₂`.
-    cross: `‖V_hᵀ V_k‖₂`.  stacked: `‖[V_1 … V_H]‖₂`, and the same with every `V_h` divided by its norm; infinite when too
-    large to compute.  bias_range: the most a logit bias varies over the keys of one query.
+    cross: `‖V_hᵀ V_k‖₂/(‖V_h‖‖V_k‖)`, 0 for heads without values.  stacked: `‖[V_1 … V_H]‖₂`, and the same with every `V_h`
+    divided by its norm; infinite when too large to compute.  blur: the errors of the products `A_h` and `V_h`, which matter
+    where these cancel.  bias_range: the most a logit bias varies over the keys of a query.
     pairs: where norms or phases act on queries and keys, queries times `1/f` and keys times `f` for several `f` (§3.16); `a`
     and the shifts then speak of the weights alone.
     """
@@ -97,6 +108,7 @@ class Constants:
     w_o: tuple[float, ...]
     cross: Float[Tensor, "heads heads"]
     stacked: tuple[float, float]
+    blur: tuple[tuple[float, float], ...]
     bias_range: float
 
     @property
@@ -158,28 +170,43 @@ def constants(layer: Attention) -> Constants:
     """
     w, scale, width = layer.by_head(), layer.scale, layer.width
     # ‖τ W_kᵀ W_q‖ = |τ| ‖R_k R_qᵀ‖ with W_kᵀ = Q_k R_k: nothing d × d is formed unless a head is that wide
-    a = abs(scale) * spectral_norm(_triangle(w.k).mT @ _triangle(w.q))
-    outputs = w.o @ _triangle(w.v)  # (heads, d_out, r): V_h up to an isometry of its input
-    v_norm = spectral_norm(outputs)
-    cross = torch.diag(v_norm.square())
+    a = product_norm(_triangle(w.k).mT, _triangle(w.q), scale)
+    unit = largest_entry(w.o) * largest_entry(w.v)
+    left, right = w.o / largest_entry(w.o), _triangle(w.v) / largest_entry(w.v)
+    outputs, blur = left @ right, product_blur(left, right)  # (heads, d_out, r), (heads,)
+    v_norm = spectral_norm(outputs) + blur
+    by = torch.where(v_norm > 0, v_norm, 1.0)
+    even, share = outputs / by[:, None, None], blur / by
+    cross = torch.diag((v_norm > 0).double())
     if layer.heads > 1:
         i, j = torch.triu_indices(layer.heads, layer.heads, 1)
-        cross[i, j] = cross[j, i] = spectral_norm(outputs[i].mT @ outputs[j])
-    flat = outputs.transpose(0, 1).flatten(1)  # (d_out, heads·r)
-    unit = (outputs / v_norm.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]).transpose(0, 1).flatten(1)
-    return Constants(
+        cross[i, j] = cross[j, i] = spectral_norm(even[i].mT @ even[j]) + share[i] + share[j]
+    top = largest_entry(outputs)
+    logit_blur = product_blur(w.k * abs(scale), w.q)
+    found = Constants(
         layer,
         _pairs(layer, w),
         a=rounded_up(a, width),
-        query_shift=rounded_up((scale * w.k.mT @ w.b_q[..., None]).norm(dim=(-2, -1)), width),
-        key_shift=rounded_up((scale * w.q.mT @ w.b_k[..., None]).norm(dim=(-2, -1)), width),
-        v=rounded_up(v_norm, width),
+        query_shift=rounded_up(product_norm(w.k.mT, w.b_q[..., None], scale), width),
+        key_shift=rounded_up(product_norm(w.q.mT, w.b_k[..., None], scale), width),
+        v=rounded_up(no_less(v_norm, v_norm * unit), width),
         w_v=rounded_up(spectral_norm(w.v), width),
         w_o=rounded_up(spectral_norm(w.o), width),
         cross=cross.cpu() * slack(width),
-        stacked=(_stacked(flat), _stacked(unit)),
+        stacked=(
+            max((_stacked(outputs / top) * top + float(blur.norm())) * unit, TINY),
+            _stacked(even) + float(share.norm()),
+        ),
+        blur=tuple(zip(logit_blur.tolist(), (blur * unit).tolist(), strict=True)),
         bias_range=_bias_range(layer),
     )
+    numbers = [*found.a, *found.query_shift, *found.key_shift, *found.v, *found.w_v, *found.w_o]
+    if not (all(math.isfinite(x) for x in numbers) and bool(found.core.matrix.isfinite().all())):
+        raise BadInputError(
+            f"expected weights whose products stay in the range of float64, got ‖A‖ = {max(found.a):.3g} and "
+            f"‖V‖ = {max(found.v):.3g}; rescale the weights"
+        )
+    return found
 
 
 def _triangle(w: Float[Tensor, "heads r d"]) -> Float[Tensor, "heads r k"]:
@@ -187,7 +214,8 @@ def _triangle(w: Float[Tensor, "heads r d"]) -> Float[Tensor, "heads r k"]:
     return torch.linalg.qr(w.mT, mode="r")[1].mT
 
 
-def _stacked(flat: Float[Tensor, "d_out width"]) -> float:
+def _stacked(outputs: Float[Tensor, "heads d_out r"]) -> float:
+    flat = outputs.transpose(0, 1).flatten(1)  # (d_out, heads·r)
     if min(flat.shape) > _LARGEST_GRAM:
         return math.inf
     gram = flat @ flat.mT if flat.shape[0] <= flat.shape[1] else flat.mT @ flat
@@ -211,14 +239,32 @@ def _pairs(layer: Attention, w: HeadWeights) -> tuple[tuple[Scaled, Scaled], ...
         return ()
     w_q, w_k = _triangle(w.q), _triangle(w.k)
     r_q, r_k = (
-        plane_factors(layer, w.norm(dim=-1) if n is None else n.weight.double().abs().expand(len(w), -1).to(w.device))
+        plane_factors(layer, w.norm(dim=-1) if n is None else by_heads(n.weight.double().abs(), *w.shape[:2]).to(w.device))
         for w, n in ((w_q, layer.q_norm), (w_k, layer.k_norm))
     )
     factors = [torch.ones_like(r_q), 1 / r_k, r_q, (r_q / r_k).sqrt()]
     if layer.q_norm is None and layer.k_norm is None:
         factors.append(_balanced(layer, w_q, w_k, factors))
     gain = 1.0 if layer.rotary is None else layer.rotary.gain
-    return tuple((_scaled(w_q, w.b_q, layer.q_norm, gain, 1 / f), _scaled(w_k, w.b_k, layer.k_norm, gain, f)) for f in factors)
+    whole_q, whole_k = (_whole(t, layer.head_width, n) for t, n in ((w.q, layer.q_norm), (w.k, layer.k_norm)))
+    return tuple(
+        (_scaled(w_q, w.b_q, layer.q_norm, gain, 1 / f, whole_q), _scaled(w_k, w.b_k, layer.k_norm, gain, f, whole_k))
+        for f in factors
+    )
+
+
+def by_heads(t: Float[Tensor, " width"], heads: int, head: int) -> Float[Tensor, "heads head"]:
+    """A norm's vector as every query head sees it: one for all, or over all heads, those of a group alike."""
+    parts = t.numel() // head
+    return t.unflatten(0, (parts, head)).repeat_interleave(heads // parts, 0)
+
+
+def _whole(w: Float[Tensor, "heads head d"], head: int, norm: LayerNorm | RMSNorm | None) -> float | None:
+    """`‖C W‖` of all heads together, from above, where the norm goes over them; nothing otherwise."""
+    if norm is None or norm.width == head:
+        return None
+    centred = norm.to(w.device, torch.float64).center(w[:: len(w) * head // norm.width].flatten(0, 1).mT).mT
+    return min(_stacked(centred), float(centred.norm()) * slack(max(centred.shape)))
 
 
 def _planes(layer: Attention, sizes: Float[Tensor, "*heads head"]) -> Tensor:
@@ -259,21 +305,56 @@ def _balanced(layer: Attention, w_q: Tensor, w_k: Tensor, starts: list[Tensor]) 
 
 
 def _scaled(
-    w: Float[Tensor, "heads head r"], b: Tensor, norm: LayerNorm | RMSNorm | None, gain: float, f: Float[Tensor, "heads head"]
+    w: Float[Tensor, "heads head r"],
+    b: Float[Tensor, "heads head"],
+    norm: LayerNorm | RMSNorm | None,
+    gain: float,
+    f: Float[Tensor, "heads head"],
+    whole: float | None,
 ) -> Scaled:
+    """whole: `‖C W‖` of all heads, for a norm over them."""
     size = max(w.shape[1:])
     if norm is None:
-        return Scaled(rounded_up(spectral_norm(w * f[..., None]), size), rounded_up((b * f).norm(dim=-1), size), gain)
+        return Scaled(rounded_up(spectral_norm(w * f[..., None]), size), rounded_up(lengths(b * f), size), gain)
     norm = norm.to(f.device, torch.float64)
+    if whole is not None:
+        return _scaled_together(b, norm, gain, f, whole)
     centred, shift = norm.center(w.mT).mT, norm.center(b)
     beta = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
     return Scaled(
         rounded_up(spectral_norm(centred), size),
-        rounded_up(shift.norm(dim=-1), size),
+        rounded_up(lengths(shift), size),
         gain,
         alpha=rounded_up((norm.weight * f).abs().amax(-1), size),
-        beta=rounded_up((beta * f).norm(dim=-1), size),
+        beta=rounded_up(lengths(beta * f), size),
         radius=tuple(norm_radius(type(norm)(norm.weight * row, beta * row, norm.eps)) * slack(size) for row in f),
+        eps=norm.eps,
+        width=norm.width,
+    )
+
+
+def _scaled_together(
+    b: Float[Tensor, "heads head"], norm: LayerNorm | RMSNorm, gain: float, f: Float[Tensor, "heads head"], whole: float
+) -> Scaled:
+    """The same for a norm over all heads (§3.18)."""
+    heads, head = f.shape
+    group = heads * head // norm.width
+    alpha = by_heads(norm.weight, heads, head) * f
+    beta = torch.zeros_like(alpha) if norm.bias is None else by_heads(norm.bias, heads, head) * f
+    shift = float(norm.center(b[::group].flatten()).norm()) * slack(norm.width)
+    radius = []
+    for h in range(heads):
+        own = slice(h // group * head, (h // group + 1) * head)
+        weight, bias = torch.zeros_like(norm.weight), torch.zeros_like(norm.weight)
+        weight[own], bias[own] = alpha[h], beta[h]
+        radius.append(norm_radius(type(norm)(weight, bias, norm.eps)) * slack(norm.width))
+    return Scaled(
+        (whole,) * heads,
+        (shift,) * heads,
+        gain,
+        alpha=rounded_up(alpha.abs().amax(-1), head),
+        beta=rounded_up(beta.norm(dim=-1), head),
+        radius=tuple(radius),
         eps=norm.eps,
         width=norm.width,
     )

@@ -11,10 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.maps import Attention, AttentionJacobian, NormJacobian, Operator
-from howsmooth.theory.bound import ROUNDINGS, slack, spectral_norm
-from howsmooth.theory.constants import plane_factors
+from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
+from howsmooth.theory.bound import ROUNDINGS, TINY, largest_entry, lengths, no_less, no_nan, product_blur, slack, spectral_norm
+from howsmooth.theory.constants import by_heads, plane_factors
 from howsmooth.theory.perron import inverse_rows
+
+_TOKENS = 4096  # worked on at once in float64
 
 PerHead = Float[Tensor, "batch heads"]
 
@@ -23,7 +25,8 @@ PerHead = Float[Tensor, "batch heads"]
 class Geometry:
     """The weights of each head cut into orthonormal directions and small square factors (4.2), float64.
 
-    `W_o^h = O_h R_o`, `W_q^hᵀ = Q_h R_q`, `W_k^hᵀ = K_h R_k`, `W_o^h W_v^h = O_h U S Zᵀ`.
+    `W_o^h = O_h R_o`, `W_q^hᵀ = Q_h R_q`, `W_k^hᵀ = K_h R_k`, `W_o^h W_v^h = O_h U S Zᵀ`. Sizes are taken out of what is
+    multiplied, so that no product leaves the range: `r_o` is divided by `out_size`, `inner` and `S` by `out_size · value_size`.
     """
 
     out: Float[Tensor, "heads d_out r"]
@@ -34,52 +37,60 @@ class Geometry:
     r_k: Float[Tensor, "heads r_k d_h"]
     inner: Float[Tensor, "heads r d"]  # R_o W_v
     nu: Float[Tensor, " heads"]  # ‖W_o W_v‖
+    blur: Float[Tensor, " heads"]  # the error of W_o W_v, which matters where the product cancels
     values: tuple[Tensor, Tensor] | None  # O U S^½, (heads, d_out, r), and Z S^½, (heads, d, r); nothing for one head
+    out_size: float
+    value_size: float
 
     @classmethod
     def of(cls, layer: Attention) -> "Geometry":
         w = layer.by_head()
-        (out, r_o), (query, r_q), (key, r_k) = (torch.linalg.qr(t) for t in (w.o, w.q.mT, w.k.mT))
-        inner = r_o @ w.v
+        sizes = out_size, value_size = largest_entry(w.o), largest_entry(w.v)
+        (out, r_o), (query, r_q), (key, r_k) = (torch.linalg.qr(t) for t in (w.o / out_size, w.q.mT, w.k.mT))
+        inner, blur = r_o @ (w.v / value_size), product_blur(r_o, w.v / value_size)
         if layer.heads == 1:
-            small = inner[0] @ inner[0].mT if inner.shape[1] <= inner.shape[2] else inner[0].mT @ inner[0]
-            nu = inner.new_tensor([largest_eigenvalue(small, 1e-13, 1e-6) ** 0.5])
-            return cls(out, r_o, query, r_q, key, r_k, inner, nu, None)
-        value, r_v = torch.linalg.qr(w.v.mT)  # (heads, d, r), (heads, r, d_v)
+            top = largest_entry(inner)
+            even = inner[0] / top
+            small = even @ even.mT if even.shape[0] <= even.shape[1] else even.mT @ even
+            share = inner.new_tensor([largest_eigenvalue(small, 1e-13, 1e-6) ** 0.5]) * top + blur
+            nu, blur = (no_less(t, t * out_size * value_size) for t in (share, blur))
+            return cls(out, r_o, query, r_q, key, r_k, inner, nu, blur, None, *sizes)
+        value, r_v = torch.linalg.qr(w.v.mT / value_size)  # (heads, d, r), (heads, r, d_v)
         u, s, zt = torch.linalg.svd(r_o @ r_v.mT, full_matrices=False)
         root = s.sqrt()[:, None]
-        return cls(out, r_o, query, r_q, key, r_k, inner, s[:, 0], (out @ u * root, value @ zt.mT * root))
+        nu, blur = (no_less(t, t * out_size * value_size) for t in (s[:, 0] + blur, blur))
+        return cls(out, r_o, query, r_q, key, r_k, inner, nu, blur, (out @ u * root, value @ zt.mT * root), *sizes)
 
     def blocks(self, t: PerHead, dtype: torch.dtype) -> Float[Tensor, " batch"]:
         """D5, Theorem 4.5: heads of norm `t_h` through the output directions they share."""
-        return (_shared_norm([(self.out, t)], dtype) * t.sum(-1)).sqrt()
+        return no_nan(_shared_root([(self.out, t)], dtype) * t.sum(-1).sqrt())
 
     def coupled(self, p: PerHead, beta: PerHead, key: PerHead, dtype: torch.dtype) -> Float[Tensor, " batch"]:
         """D6, Theorem 4.5: the parts of all heads through the input and output directions they share."""
         assert self.values is not None
+        apart = (p * self.blur).sum(-1)
+        p = no_nan(p * (self.out_size * self.value_size))
         left = [(self.out, beta + key), (self.values[0], p)]
         right = [(self.query, beta), (self.key, key), (self.values[1], p)]
-        return (_shared_norm(left, dtype) * _shared_norm(right, dtype)).sqrt()
+        return no_nan(_shared_root(left, dtype) * _shared_root(right, dtype) + apart)
 
 
-def _shared_norm(terms: list[tuple[Float[Tensor, "heads d r"], PerHead]], dtype: torch.dtype) -> Float[Tensor, " batch"]:
-    """`‖Σ_k Σ_h t_kh E_kh E_khᵀ‖₂` from above, (batch,); the sum is made in `dtype`.
+def _shared_root(terms: list[tuple[Float[Tensor, "heads d r"], PerHead]], dtype: torch.dtype) -> Float[Tensor, " batch"]:
+    """`‖Σ_k Σ_h t_kh E_kh E_khᵀ‖₂^½` from above, (batch,); the sum is made in `dtype`. No `t` is NaN.
 
     One matrix serves the batch: with the weights `m_kh` of its average item, item `b` is at most `max_kh t_kh/m_kh` times it.
     """
-    columns = [(directions, t.mean(0)) for directions, t in terms]
-    tiny = torch.finfo(torch.float64).tiny
+    columns = [(directions, torch.where(t.isfinite(), t, 0.0).mean(0)) for directions, t in terms]
     # a head that is zero in every item drops out
-    shares = [torch.where(m > 0, t / m.clamp_min(tiny), 0.0) for (_, t), (_, m) in zip(terms, columns, strict=True)]
+    shares = [torch.where(t > 0, t / m.clamp_min(TINY), 0.0) for (_, t), (_, m) in zip(terms, columns, strict=True)]
     ratio = torch.cat(shares, -1).amax(-1)
-    # sizes are taken out, so that squares stay in the range of `dtype`
-    size = torch.stack([mean.amax() * directions.abs().amax() ** 2 for directions, mean in columns]).amax()
-    size = size.clamp_min(tiny).sqrt()
+    # sizes are taken out, so that squares stay in the range of `dtype`: those of the terms themselves, head by head
+    size = torch.cat([mean.sqrt() * directions.abs().amax((-2, -1)) for directions, mean in columns]).amax().clamp_min(TINY)
     root = torch.cat(
         [(e.to(dtype) * (mean.sqrt() / size).to(dtype)[:, None, None]).transpose(0, 1).flatten(1) for e, mean in columns], 1
     )  # (d, heads·r)
     noise = 4 * torch.finfo(dtype).eps * math.sqrt(root.shape[1])
-    return ratio * size**2 * largest_eigenvalue((root @ root.mT).double(), noise)
+    return ratio.sqrt() * size * largest_eigenvalue((root @ root.mT).double(), noise) ** 0.5
 
 
 def largest_eigenvalue(m: Float[Tensor, "d d"], noise: float, step: float = 0.01) -> float:
@@ -87,21 +98,30 @@ def largest_eigenvalue(m: Float[Tensor, "d d"], noise: float, step: float = 0.01
 
     noise: error of `m`, as a share of its trace.  step: by how much Lanczos's value is raised first.
     """
-    trace = float(m.diagonal().sum())
-    bound = _ritz_value(m)
+    if not bool(m.isfinite().all()):
+        return math.inf
+    trace, d = float(m.diagonal().sum()), len(m)
+    bound = _ritz_value(m / trace) * trace if trace > 0 else 0.0
     while bound < trace:
         bound *= 1 + step
         if int(torch.linalg.cholesky_ex((-m).diagonal_scatter(bound - m.diagonal())).info) == 0:
             break
         step *= 2
-    return min(bound, trace) + noise * trace
+    return min(bound, trace) * (1 + 2 * d * (d + 1) * torch.finfo(m.dtype).eps) + noise * trace
 
 
 def _ritz_value(m: Float[Tensor, "d d"], steps: int = 16) -> float:
-    """The largest eigenvalue of a positive semi-definite matrix from below, by Lanczos's method."""
-    basis = [m.abs().sum(0)]
-    basis[0] = basis[0] / basis[0].norm().clamp_min(torch.finfo(m.dtype).tiny)
-    images: list[Tensor] = []
+    """The largest eigenvalue of a positive semi-definite `m` of trace 1 from below, by Lanczos's method; at least its diagonal.
+
+    The start `m(z ± e_k)`, `z` any vector and `m_kk` the largest diagonal entry, is no vector of the kernel: with the sign of
+    `⟨m z, m e_k⟩` its length is at least `|m e_k| ≥ m_kk`. `z` has the row sums of `|m|`, with random signs.
+    """
+    column = m[:, int(m.diagonal().argmax())]
+    signs = torch.randn(len(m), generator=torch.Generator().manual_seed(0)).sign().to(m)
+    image = m @ (signs * m.abs().sum(0))
+    image = image * (column.norm() / image.norm().clamp_min(torch.finfo(m.dtype).tiny))  # neither drowns the other
+    start = image + torch.copysign(torch.ones_like(image[0]), image @ column) * column
+    basis, images = [start / start.norm()], []
     for _ in range(min(steps, len(m))):
         images.append(m @ basis[-1])
         known = torch.stack(basis)
@@ -112,7 +132,69 @@ def _ritz_value(m: Float[Tensor, "d d"], steps: int = 16) -> float:
             break
         basis.append(rest / size)
     small = torch.stack(basis[: len(images)]) @ torch.stack(images).mT
-    return max(0.0, float(torch.linalg.eigvalsh((small + small.mT) / 2)[-1]))
+    return max(float(m.diagonal().max()), float(torch.linalg.eigvalsh((small + small.mT) / 2)[-1]))
+
+
+class Lost(NamedTuple):
+    """What rounding may have taken from one query, key and value of every head (4.9), (batch·heads,) float64.
+
+    slopes: the same of the slopes of norms on queries and keys, as a share.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slopes: Tensor
+
+
+def lost(operator: AttentionJacobian) -> Lost:
+    """`16 ε |c ∘ x|`, `c` the lengths of the columns of the weights: sums `W x` are as exact as their terms are small."""
+    w, x, eps = operator.layer.by_head(), operator.tokens, torch.finfo(operator.dtype).eps
+    if x is None:
+        none = torch.zeros(operator.batch * operator.layer.heads, dtype=torch.float64, device=operator.device)
+        return Lost(none, none, none, none)
+    far, parts = largest_entry(x), []
+    for m in (w.q, w.k, w.v):
+        columns = lengths(m.mT)  # (heads, d)
+        top = largest_entry(columns)
+        squares = (columns / top).square().mT  # (d, heads)
+        longest = [((t.double() / far).square() @ squares).amax(1) for t in x.split(_TOKENS, 1)]  # (batch, heads) each
+        parts.append(ROUNDINGS * eps * torch.stack(longest).amax(0).sqrt().flatten() * far * top)
+    q, k, v = parts
+    slopes = torch.zeros_like(q)
+    if operator.q_slope is not None:
+        q, slopes = _through_norm(operator.q_slope, q, slopes)
+    if operator.k_slope is not None:
+        k, slopes = _through_norm(operator.k_slope, k, slopes)
+    return Lost(q, k, v, slopes)
+
+
+def _through_norm(slope: NormJacobian, error: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """An error of what a norm takes, behind it, at its smallest divisor; and the share of its slopes that is lost with it."""
+    if slope.unit.ndim == 3:  # over all heads, whose errors add up
+        whole = error.unflatten(0, (slope.batch, -1)).square()
+        error = whole.sum(-1, keepdim=True).sqrt().expand_as(whole).flatten()
+    error = error / slope.scale.double().min()
+    return error * slope.norm.weight.double().abs().max(), slopes + 4 * error
+
+
+def rounding(operator: AttentionJacobian, gone: Lost) -> Float[Tensor, " g"]:
+    """What rounding may have taken from a bound on a head, as a factor (4.9), float64; infinite for huge logits."""
+    kernel, scores = operator.kernel.tiled(), operator.kernel.scores
+    q, k = (lengths(t.double()).amax(-1) for t in (kernel.q, kernel.k))
+    logit = abs(scores.scale) * q * k
+    moved = 2 * abs(scores.scale) * (gone.q * k + q * gone.k + gone.q * gone.k)
+    if scores.softcap is not None:
+        logit, moved = logit.clamp_max(scores.softcap), moved.clamp_max(4 * scores.softcap)
+    if scores.mask.bias is not None:
+        bias = scores.mask.bias.double().abs()
+        logit = logit + torch.where(bias.isfinite(), bias, 0.0).max()
+    return torch.exp(_noise(operator) * (1 + logit) + moved + gone.slopes)
+
+
+def _noise(operator: AttentionJacobian) -> float:
+    """The relative error of a sum over tokens (4.9)."""
+    return ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(sum(operator.in_shape))
 
 
 @dataclass(frozen=True)
@@ -120,60 +202,99 @@ class Tokens:
     """Queries, keys and values in the coordinates of `Geometry`, (batch·heads, n, ·), in the kernel's precision.
 
     v, o: `R_o v_j`, `R_o o_i`, measured from the mean value.  k: `R_q k_j`, from the mean key without a soft-cap.
-    a: `τ |W_kᵀ q_i|`.  y: `R_o W_v` applied to the unit vector along `W_kᵀ q_i`, times `a`; for one plain head.
+    a: `τ |W_kᵀ q_i|`, from above.  y: `R_o W_v` applied to the unit vector along `W_kᵀ q_i`, and times `a`; for one plain head.
     chi, kappa: what `k` and `a` are to be multiplied by at query `i` and at key `j`, 1 in plain layers. Where queries and keys
     are normalised or turned they are the slopes of 4.13, `k` and `a` are lengths, and there is no `y`.
+    tau, nu: (g, 1), `|τ|` and `‖W_o W_v‖`.
+    Every head has units of its own: `v`, `o`, `k`, `chi`, `kappa` are divided by their largest entries, and `nu`, `a`, `tau`,
+    `y` made to fit, so that a bound on the head comes out in units of `unit`, (g,) float64, the largest of its parts (4.9).
+    blur_v, blur_k, blur_a, blur_w: (g, 1), the error of one `v` or `o`, of one `k`, what `a` was raised by, that of `R_o W_v`.
     inverse: `1/z_i`, zero for queries that are not part of the output.  noise: relative error of a sum over tokens.
-    slack: (batch·heads,) float64, what rounding may have taken from a bound on a head, as a factor (4.9).
     """
 
     v: Tensor
     o: Tensor
     k: Tensor
     a: Tensor
-    y: Tensor | None
+    y: tuple[Tensor, Tensor] | None
     chi: Tensor
     kappa: Tensor
+    tau: Tensor
+    nu: Tensor
+    unit: Tensor
+    blur_v: Tensor
+    blur_k: Tensor
+    blur_a: Tensor
+    blur_w: Tensor
     inverse: Tensor
-    slack: Tensor
     noise: float
 
     @classmethod
-    def of(cls, operator: AttentionJacobian, geometry: Geometry) -> "Tokens":
+    def of(cls, operator: AttentionJacobian, geometry: Geometry, gone: Lost) -> "Tokens":
         layer, kernel = operator.layer, operator.kernel.tiled()
-        batch, heads, n, _ = kernel.shape
-        dtype, capped = operator.dtype, kernel.scores.softcap
+        batch, heads, _, _ = kernel.shape
+        dtype, capped, noise = operator.dtype, kernel.scores.softcap, _noise(operator)
 
         def apply(t: Tensor, factor: Tensor) -> Tensor:
-            """`factor_h t_i` for every head."""
-            return (t.unflatten(0, (batch, heads)) @ factor.mT.to(dtype)).flatten(0, 1)
+            """`factor_h t_i` for every head, float64."""
+            return (t.double().unflatten(0, (batch, heads)) @ factor.mT).flatten(0, 1)
 
         v, o = apply(kernel.v, geometry.r_o), apply(kernel.o, geometry.r_o)
-        centre = v.mean(1, keepdim=True)
-        inverse, y = inverse_rows(operator), None
-        slopes = token_slopes(operator, geometry.r_q, geometry.r_k)
+        inverse, slopes = inverse_rows(operator), token_slopes(operator, geometry.r_q, geometry.r_k)
         if slopes is None:
-            k, q = apply(kernel.k, geometry.r_q), apply(kernel.q, geometry.r_k) * abs(layer.scale)
-            chi = kappa = torch.ones_like(inverse)
-            if heads == 1:
-                y = apply(q, geometry.inner @ geometry.key) * math.copysign(1.0, layer.scale)
+            k, q = apply(kernel.k, geometry.r_q), apply(kernel.q, geometry.r_k)
+            chi = kappa = torch.ones_like(inverse, dtype=torch.float64)
+            by_k, by_q = (t.norm(dim=(-2, -1)).repeat(batch) for t in (geometry.r_q, geometry.r_k))  # (g,)
         else:
-            k, chi, q, kappa = slopes
-            q = q * abs(layer.scale)
+            k, chi, by_k, q, kappa, by_q = slopes
+        by_v = geometry.r_o.norm(dim=(-2, -1)).repeat(batch)
+        exact = ROUNDINGS * torch.finfo(torch.float64).eps  # of the products above
+        blur_v, blur_k, blur_a = (
+            ((e + exact * lengths(t.double()).amax(-1)) * by)[:, None]
+            for e, t, by in ((gone.v, kernel.v, by_v), (gone.k, kernel.k, by_k), (gone.q, kernel.q, by_q))
+        )
+        blur_v, blur_k = (e + noise * lengths(t).amax(-1, keepdim=True) for e, t in ((blur_v, v), (blur_k, k)))  # (g, 1)
+        centre = v.mean(1, keepdim=True)
+        v, o = v - centre, o - centre
         k = k - k.mean(1, keepdim=True) if capped is None else k
-        noise = ROUNDINGS * torch.finfo(dtype).eps * math.sqrt(layer.width + n)
-        logit = abs(layer.scale) * (kernel.q.norm(dim=-1).amax(-1) * kernel.k.norm(dim=-1).amax(-1)).double()
-        logit = logit if capped is None else logit.clamp_max(capped)
-        return cls(v - centre, o - centre, k, q.norm(dim=-1), y, chi, kappa, inverse, torch.exp(noise * (1 + logit)), noise)
+        (v, o, blur_v), v_size = _even(v, o, blur_v)
+        (k, blur_k), k_size = _even(k, blur_k)
+        (q, blur_a), q_size = _even(q * abs(layer.scale), blur_a * abs(layer.scale))
+        (chi,), chi_size = _even(chi)
+        (kappa,), kappa_size = _even(kappa)
+        # the three parts of a head, at most, each (g, 1)
+        nu, v_size = geometry.nu.repeat(batch)[:, None], v_size * geometry.out_size
+        by_query, by_key = abs(layer.scale) * v_size * k_size * chi_size, q_size * v_size * kappa_size
+        unit = torch.stack([nu, by_query, by_key]).amax(0)
+        unit = torch.where(unit == 0, 1.0, unit)
+        a, y = lengths(q), None
+        if slopes is None and heads == 1:
+            turned = apply(q / a.clamp_min(TINY)[..., None], geometry.inner @ geometry.key) * math.copysign(1.0, layer.scale)
+            image = turned * (geometry.out_size * geometry.value_size / unit)[..., None]
+            y = image.to(dtype), (image * (a * (by_key / unit))[..., None]).to(dtype)
+        a, blur_a = (a + blur_a) * (by_key / unit), blur_a * (by_key / unit)
+        blur_w = geometry.blur.repeat(batch)[:, None] / unit
+        parts = v, o, k, a, chi, kappa, by_query / unit, nu / unit, blur_v, blur_k, blur_a, blur_w
+        v, o, k, a, chi, kappa, tau, nu, blur_v, blur_k, blur_a, blur_w = (t.to(dtype) for t in parts)
+        return cls(v, o, k, a, y, chi, kappa, tau, nu, unit[:, 0], blur_v, blur_k, blur_a, blur_w, inverse, noise)
+
+
+def _even(*parts: Float[Tensor, "g *n"]) -> tuple[tuple[Tensor, ...], Float[Tensor, "g 1"]]:
+    """Numbers of every head divided by the largest of them, and that; nothing is divided by zero."""
+    size = torch.stack([t.abs().flatten(1).amax(-1) for t in parts]).amax(0)
+    by = torch.where(size == 0, 1.0, size)
+    return tuple(t / by.reshape(-1, *[1] * (t.ndim - 1)) for t in parts), size[:, None]
 
 
 class Slopes(NamedTuple):
-    """Keys `k_j/f` and `‖∂(f q_i)/∂x_i‖` from above, and queries and key slopes with another `f` likewise, head by head."""
+    """Keys `k_j/f`, `‖∂(f q_i)/∂x_i‖` from above and `max 1/f`, and queries and key slopes with another `f` likewise."""
 
     k: Tensor
     query: Tensor
+    by_k: Tensor
     q: Tensor
     key: Tensor
+    by_q: Tensor
 
 
 def token_slopes(
@@ -184,34 +305,86 @@ def token_slopes(
     if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
         return None
     return Slopes(
-        *_moving(layer, operator.q_slope, r_q.mT, kernel.k, operator.batch),
-        *_moving(layer, operator.k_slope, r_k.mT, kernel.q, operator.batch),
+        *_moving(layer, operator.q_slope, r_q.mT, kernel.k, operator.batch, layer.w_q),
+        *_moving(layer, operator.k_slope, r_k.mT, kernel.q, operator.batch, layer.w_k),
     )
 
 
 def _moving(
-    layer: Attention, slope: Operator | None, w: Float[Tensor, "heads head r"], other: Float[Tensor, "g n head"], batch: int
-) -> tuple[Float[Tensor, "g n head"], Float[Tensor, "g n"]]:
-    """The other side's vectors divided by `f`, and the slopes of this side times `f`, the better of two `f` for each head."""
+    layer: Attention,
+    slope: NormJacobian | None,
+    w: Float[Tensor, "heads head r"],
+    other: Float[Tensor, "g n head"],
+    batch: int,
+    whole: Tensor | None,
+) -> tuple[Float[Tensor, "g n head"], Float[Tensor, "g n"], Float[Tensor, " g"]]:
+    """The other side's vectors over `f`, the slopes of this side times `f`, `max 1/f`: the better of two `f` for each head."""
     heads, head, _ = w.shape
     n = other.shape[1]
-    normed = slope if isinstance(slope, NormJacobian) else None
     ones = torch.ones(heads, head, dtype=torch.float64, device=w.device)
-    rows = w.norm(dim=-1) if normed is None else normed.norm.weight.double().abs().expand(heads, -1)
-    gain = torch.ones(batch, n, dtype=torch.float64, device=w.device)  # of each token's phases: 1 up to their rounding
-    if layer.rotary is not None:
-        cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
-        gain = gain * (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0).to(w.device) * (1 + 1e-15)
+    rows = w.norm(dim=-1) if slope is None else by_heads(slope.norm.weight.double().abs(), heads, head)
     choices = []
-    for f in (ones, 1 / plane_factors(layer, rows)):
-        size = spectral_norm(w * f[..., None])[None, :, None] if normed is None else _normed(normed, w, f)
-        size = (size * gain[:, None] * slack(layer.width)).flatten(0, 1)  # (g, n)
+    even = plane_factors(layer, rows)
+    for f in (ones, 1 / even):
+        size = _slopes(layer, slope, w, f, batch, n, whole).flatten(0, 1)  # (g, n)
         vectors = (other.double().unflatten(0, (batch, heads)) / f[:, None]).flatten(0, 1)
         choices.append((vectors, size, vectors.square().sum((-2, -1)) * size.square().amax(-1)))
     (plain, size, worth), (scaled, scaled_size, scaled_worth) = choices
     better = (scaled_worth < worth)[:, None]
     vectors = torch.where(better[..., None], scaled, plain)
-    return vectors.to(other.dtype), torch.where(better, scaled_size, size).to(other.dtype)
+    by = torch.where(better[:, 0], even.amax(-1).repeat(batch), 1.0)
+    return vectors, torch.where(better, scaled_size, size), by
+
+
+def query_slopes(operator: AttentionJacobian) -> Float[Tensor, "batch heads n"]:
+    """`‖∂q_i/∂x_i‖` from above, head by head and token by token."""
+    layer = operator.layer
+    w = torch.linalg.qr(layer.by_head().q.mT, mode="r")[1].mT
+    ones = torch.ones(w.shape[:2], dtype=torch.float64, device=w.device)
+    return _slopes(layer, operator.q_slope, w, ones, operator.batch, operator.in_shape[0], layer.w_q)
+
+
+def _slopes(
+    layer: Attention,
+    slope: NormJacobian | None,
+    w: Float[Tensor, "heads head r"],
+    f: Float[Tensor, "heads head"],
+    batch: int,
+    n: int,
+    whole: Float[Tensor, "rows d"] | None,
+) -> Float[Tensor, "batch heads n"]:
+    """`‖∂(f q_i)/∂x_i‖` from above (4.13): `w` the weights of queries, or of keys, up to an isometry of their input.
+
+    whole: the weights of all heads, nothing for the identity.
+    """
+    gain = torch.ones(batch, n, dtype=torch.float64, device=w.device)  # of each token's phases: 1 up to their rounding
+    if layer.rotary is not None:
+        cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
+        gain = gain * (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0).to(w.device) * (1 + 1e-15)
+    if slope is None:
+        size = spectral_norm(w * f[..., None])[None, :, None]
+    elif slope.norm.width == w.shape[1]:
+        size = _normed(slope, w, f)
+    else:
+        size = _normed_together(slope, torch.eye(layer.width).to(w) if whole is None else whole.double(), f)
+    return size * gain[:, None] * slack(layer.width)
+
+
+def _normed_together(
+    slope: NormJacobian, w: Float[Tensor, "rows d"], f: Float[Tensor, "heads head"]
+) -> Float[Tensor, "batch heads n"]:
+    """`‖f_h α_h ((I − uuᵀ/m) C W)_h‖/s` of every token and head, for a norm over all heads (4.14)."""
+    heads, head = f.shape
+    norm, unit, scale = slope.norm, slope.unit.double(), slope.scale.double()[..., 0]  # (batch, n, rows), (batch, n)
+    centred = norm.center(w.mT).mT  # C W
+    alpha = by_heads(norm.weight.double(), heads, head) * f
+    group = heads * head // norm.width
+    own = centred.unflatten(0, (-1, head)).repeat_interleave(group, 0) * alpha[..., None]  # (heads, head, d)
+    part = unit.unflatten(-1, (-1, head)).repeat_interleave(group, 2)  # (batch, n, heads, head)
+    along = (unit @ centred).norm(dim=-1) / norm.width
+    size = spectral_norm(own)[None, :, None] + ((alpha * part).norm(dim=-1) * along[..., None]).transpose(1, 2)
+    noise = ROUNDINGS * torch.finfo(slope.dtype).eps * math.sqrt(norm.width)
+    return size / scale[:, None] * (1 + noise)
 
 
 def _normed(slope: NormJacobian, w: Float[Tensor, "heads head r"], f: Tensor) -> Float[Tensor, "batch heads n"]:

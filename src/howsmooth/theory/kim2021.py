@@ -11,7 +11,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps.base import check_finite
 from howsmooth.theory.ball import check_count
-from howsmooth.theory.bound import Bound, at_most, log_of, slack, spectral_norm
+from howsmooth.theory.bound import Bound, at_most, log_add, log_of, slack, spectral_norm
 
 
 def l2_bounds(
@@ -39,14 +39,14 @@ def l2_bounds(
         check_finite(w, name)
     rounding = slack(max(*w_q.shape, *w_o.shape))
     w_q, w_v, w_o = w_q.double(), w_v.double(), w_o.double()
-    queries, out = spectral_norm(w_q) * rounding, spectral_norm(w_o) * rounding
-    apart = (queries.square() * spectral_norm(w_v) * rounding).square().sum().sqrt()
-    joint = (queries * spectral_norm(w_v @ w_q.mT) * rounding).square().sum().sqrt()
+    queries, values, both = (_logs(spectral_norm(m), rounding) for m in (w_q, w_v, w_v @ w_q.mT))
+    apart = 0.5 * log_add(*(2 * (2 * q + v) for q, v in zip(queries, values, strict=True)))
+    joint = 0.5 * log_add(*(2 * (q + b) for q, b in zip(queries, both, strict=True)))
     c = _inverse_phi(n - 1)
     kernel = math.sqrt(n) + 2 * c + 2 * math.sqrt(c * _inverse_phi(1) * (n - 1))
-    share = log_of(float(out)) - 0.5 * math.log(w_q.shape[1])
-    printed = share + 0.5 * math.log(n) + math.log1p(4 * c) + log_of(float(apart))
-    sharper = share + math.log(kernel) + log_of(float(joint))
+    share = _logs(spectral_norm(w_o), rounding)[0] - 0.5 * math.log(w_q.shape[1])
+    printed = share + 0.5 * math.log(n) + math.log1p(4 * c) + apart
+    sharper = share + math.log(kernel) + joint
     proof, assumes = "howsmooth, docs/bounds.md Theorem 3.17", "L2 attention with tied queries and keys"
     source = f"Kim, Papamakarios & Mnih 2021, Theorem 3.2; proved in {proof}"
     first = "Lip ≤ √(n/k)(4φ⁻¹(n−1) + 1)(Σ_h ‖W_q^h‖⁴‖W_v^h‖²)^½‖W_o‖, φ(x) = x exp(x+1)"
@@ -55,6 +55,11 @@ def l2_bounds(
         at_most("K2", "L2 attention", first, source, assumes, printed),
         at_most("K3", "L2 attention, sharper", second, proof, assumes, sharper),
     ]
+
+
+def _logs(norms: Tensor, rounding: float) -> list[float]:
+    """Logarithms of norms, rounded up."""
+    return [log_of(x * rounding) for x in norms.flatten().tolist()]
 
 
 def _inverse_phi(y: float) -> float:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, log_add, log_of
+from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, least_of, lengths, log_add, log_of
 from howsmooth.theory.castin2024 import not_bilinear
 from howsmooth.theory.constants import Constants
 
@@ -89,7 +89,7 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
     cap = math.inf if n is None else math.log(n)
 
     def column(h: int) -> float:
-        return min(cap, exponents[h] * radius**2 + 2 * layer.query_shift[h] * radius + layer.bias_range)
+        return min(cap, exponents[h] * radius * radius + 2 * layer.query_shift[h] * radius + layer.bias_range)
 
     columns = "e^{ΛR²/2}" if n is None else "min(√n, e^{ΛR²/2})"
     statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²], Λ = max_{{|x|,|y|≤1}} ⟨Ax, y − x⟩"
@@ -111,7 +111,8 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
     )
 
     def first_term(h: int) -> float:
-        return min(_positive_part(layer, h, n, radius, *part) for part in _positive_parts(layer.core.matrix[h]))
+        parts = _positive_parts(layer.core.matrix[h], layer.blur[h][0])
+        return least_of(*(_positive_part(layer, h, n, radius, *part) for part in parts))
 
     if n is None:
         id, name, theorem = "B14", "causal mean field, A ⪰ 0", "3.11"
@@ -141,7 +142,7 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
         (n == 1, "one token has no other to attend to"),
     )
     attained = _causal_clusters if attn.causal else _clusters
-    size = layer.a[0] * radius**2 + layer.query_shift[0] * radius
+    size = layer.a[0] * radius * radius + layer.query_shift[0] * radius
     if n is None:
         id, name = "B16", "two clusters, mean field"
         statement = "Lip ≥ |Vp| max_t e^{δ/2} √t/(1+t) (1 + δ/(1+t)), δ ≈ ΛR², any number of tokens"
@@ -186,7 +187,7 @@ def column_exponents(layer: Constants) -> tuple[float, ...]:
         best = torch.minimum(best, torch.minimum(f_left, f_right))
         low, high = torch.where(f_left < f_right, low, left), torch.where(f_left < f_right, right, high)
     slack = 64 * torch.finfo(torch.float64).eps * (core.shape[-1] + 16)
-    return tuple(float(x) * y + slack * y for x, y in zip(best, layer.a, strict=True))
+    return tuple(float(x) * y + slack * y + 2 * e for x, y, (e, _) in zip(best, layer.a, layer.blur, strict=True))
 
 
 def _seen_by(layer: Constants, n: int | None) -> float:
@@ -232,28 +233,30 @@ def _by_columns(layer: Constants, radius: float, log_column: Callable[[int], flo
 
 
 def _by_heads(layer: Constants, radius: float, first_term: Callable[[int], float]) -> float:
-    """log of the least of the three bounds of Theorem 3.4, `first_term` the logarithm of that of `ℓ_h`."""
-    heads = [log_add(first_term(h), log_of(layer.key_reach(h, radius) * radius)) for h in range(layer.heads)]
-    top = max(heads)
-    ell = torch.tensor([math.exp(x - top) for x in heads], dtype=torch.float64)
-    v = torch.tensor(layer.v, dtype=torch.float64)
-    least = min(
-        float(ell @ layer.cross @ ell) ** 0.5,
-        layer.stacked[0] * float(ell.norm()),
-        layer.stacked[1] * float((v * ell).norm()),
+    """log of the least of the three bounds of Theorem 3.4, `first_term` the logarithm of that of `ℓ_h`; in the log domain, so
+    that a head of huge `ℓ_h` and small values does not hide another."""
+    heads = [h for h in range(layer.heads) if layer.v[h] > 0]
+    ell = {h: log_add(first_term(h), log_of(layer.key_reach(h, radius) * radius)) for h in heads}
+    whole = {h: ell[h] + log_of(layer.v[h]) for h in heads}
+    if not heads:
+        return -math.inf
+    pairs = (log_of(float(layer.cross[h, k])) + whole[h] + whole[k] for h in heads for k in heads)
+    return least_of(
+        0.5 * log_add(*pairs),
+        log_of(layer.stacked[0]) + 0.5 * log_add(*(2 * x for x in ell.values())),
+        log_of(layer.stacked[1]) + 0.5 * log_add(*(2 * x for x in whole.values())),
     )
-    return top + log_of(least)
 
 
 def _least(f: Callable[[float], float]) -> float:
     """The least of `f` on (0, 1), up to a grid: every value is a bound."""
     grid = [0.5] + [10 ** (-k / 16) for k in range(5, 96)] + [1 - 10 ** (-k / 16) for k in range(5, 48)]
-    best = min(grid, key=f)
-    return min(f(s) for s in [best * (0.9 + 0.01 * k) for k in range(21)] if 0 < s < 1)
+    best = min(grid, key=lambda s: least_of(f(s)))
+    return least_of(*(f(s) for s in [best * (0.9 + 0.01 * k) for k in range(21)] if 0 < s < 1))
 
 
-def _positive_parts(core: Float[Tensor, "m m"]) -> list[tuple[int, float, float]]:
-    """Candidates `S ⪰ 0` from the top eigenvectors of the symmetric part: rank, norm, and `‖A − S‖`."""
+def _positive_parts(core: Float[Tensor, "m m"], blur: float) -> list[tuple[int, float, float]]:
+    """Candidates `S ⪰ 0` from the top eigenvectors of the symmetric part: rank, norm, and `‖A − S‖`. blur: the error of A."""
     values, vectors = torch.linalg.eigh((core + core.mT) / 2)
     positive = int((values > 1e-12 * values.abs().max()).sum())
     parts = []
@@ -262,16 +265,16 @@ def _positive_parts(core: Float[Tensor, "m m"]) -> list[tuple[int, float, float]
         rest = core - (u * values[-rank:]) @ u.mT
         slack = 64 * torch.finfo(torch.float64).eps * len(core) * float(values[-1])
         norm = float(torch.linalg.matrix_norm(rest, ord=2))
-        parts.append((rank, float(values[-1]) + slack, norm * (1 + 1e-12) + slack))
+        parts.append((rank, float(values[-1]) + slack, norm * (1 + 1e-12) + slack + blur))
     rest = float(torch.linalg.matrix_norm(core, ord=2))
-    return [*parts, (0, 0.0, rest * (1 + 1e-10))]
+    return [*parts, (0, 0.0, rest * (1 + 1e-10) + blur)]
 
 
 def _positive_part(layer: Constants, h: int, n: int | None, radius: float, rank: int, norm: float, rest: float) -> float:
     """log of the first term of `ℓ_h` with `A = S + T`, `rank S`, `‖S‖ = norm`, `‖T‖ = rest`."""
     log_gr = log_of(layer.reach(h, radius) * radius)
-    square, shift = norm * radius**2, 2 * layer.query_shift[h] * radius
-    base = 0.5 * rank * math.log(2) + square / 4 + 2 * rest * radius**2 + shift
+    square, shift = norm * radius * radius, 2 * layer.query_shift[h] * radius
+    base = 0.5 * rank * math.log(2) + square / 4 + 2 * rest * radius * radius + shift
     wander = 2 * (square * rank) ** 0.5
     if n is not None:
         log_c = min(math.log(n), base + math.log(1 + math.log(n) + 2 * square + wander + shift))
@@ -287,26 +290,32 @@ def _positive_part(layer: Constants, h: int, n: int | None, radius: float, rank:
 
 @torch.no_grad()
 def _places(layer: Constants, radius: float) -> list[tuple[float, float]]:
-    """Pairs of places in the ball, `x` by projected ascent from several starts: `δ = ⟨A x + c, y − x⟩` and `|V p|`."""
-    core, shift = layer.core.matrix[0], layer.core.shift[0]
+    """Pairs of places in the ball, `x` by projected ascent from several starts: `δ = ⟨A x + c, y − x⟩` and `|V p|`.
+
+    In units of the radius, so that squares stay in range.
+    """
+    core, shift = layer.core.matrix[0] * radius * radius, layer.core.shift[0] * radius
+    if not bool(core.isfinite().all() & shift.isfinite().all()):
+        return [(0.0, 0.0)]
     values = layer.value_maps[0]
     _, _, right = torch.linalg.svd(core)
     vectors = torch.linalg.eigh((core + core.mT) / 2)[1]
     starts = torch.cat([right[:2], vectors.mT[:2], vectors.mT[-2:]])
-    x = radius * torch.cat([scale * starts for scale in (1.0, -1.0, 0.5, -0.5)])  # (starts, m)
-    step = 0.25 / max(layer.a[0], 1e-300)
+    x = torch.cat([scale * starts for scale in (1.0, -1.0, 0.5, -0.5)])  # (starts, m)
+    step = 0.25 / max(layer.a[0] * radius * radius, 1e-300)
     tiny = torch.finfo(torch.float64).tiny
     for _ in range(300):
         g = x @ core.mT + shift
-        x = x + step * (radius * (g / g.norm(dim=-1, keepdim=True).clamp_min(tiny)) @ core - x @ (core + core.mT) - shift)
-        x = x * (radius / x.norm(dim=-1, keepdim=True).clamp_min(max(radius, tiny)))
+        x = x + step * (g / g.norm(dim=-1, keepdim=True).clamp_min(tiny) @ core - x @ (core + core.mT) - shift)
+        x = x / x.norm(dim=-1, keepdim=True).clamp_min(1.0)
     g = x @ core.mT + shift
     length = g.norm(dim=-1, keepdim=True)
-    y = torch.where(length > 0, radius * (1 - 1e-15) * g / length.clamp_min(tiny), radius * right[:1])
+    y = torch.where(length > 0, (1 - 1e-15) * g / length.clamp_min(tiny), right[:1])
     p = y - x
-    gap = (g * p).sum(-1)
+    logit_blur, value_blur = layer.blur[0]
+    gap = (g * p).sum(-1) - 4 * logit_blur * radius * radius
     unit = p / p.norm(dim=-1, keepdim=True).clamp_min(tiny)
-    gain = (unit @ layer.core.basis[0].mT @ values.mT).norm(dim=-1) * (1 - 1e-12)
+    gain = (lengths(unit @ layer.core.basis[0].mT @ values.mT) * (1 - 1e-12) - value_blur).clamp_min(0.0)
     order = (gap / 2 + gain.log()).argsort(descending=True).tolist()
     apart = {(round(float(gap[i]), 9), round(float(gain[i]), 9)): i for i in reversed(order)}  # starts that met count once
     best = sorted(apart.values(), key=order.index)[:4]

@@ -26,8 +26,9 @@ def perron_bound(forward: Product, backward: Product, start: PerKey, steps: int 
 
         ‖N‖₂² ≤ max_j (NᵀN w)_j / w_j     for every w > 0     (Proposition 4.1)
 
-    Each step takes `w ← NᵀN w`; the smallest bound seen is returned, in float64. The products sum non-negative terms, so that
-    rounding makes a relative error of a few units at most: the caller adds it.
+    Each step takes `w ← NᵀN w`; the smallest bound seen is returned, in float64, infinity where none is a number. The products
+    sum non-negative terms, so that rounding makes a relative error of a few units at most: the caller adds it. The caller also
+    sees to it that the largest entries of `N` are of size one or so, since squares must stay in range.
 
     forward: `w ↦ N w`, (g, m) → (g, n).  backward: `z ↦ Nᵀ z`, (g, n) → (g, m).
     start: first weights, non-negative.  steps: products with `NᵀN`, fewer where every bound is within 0.1 %.
@@ -42,7 +43,7 @@ def perron_bound(forward: Product, backward: Product, start: PerKey, steps: int 
     best, w = start.new_full(start.shape[:1], torch.inf, dtype=torch.float64), _positive(start)
     for _ in range(steps):
         image = backward(forward(w))
-        best = torch.minimum(best, (image.double() / w.double()).amax(-1))
+        best = torch.fmin(best, (image.double() / w.double()).amax(-1))  # NaN, from what overflowed, says nothing
         rayleigh = (w * image).sum(-1).double() / w.square().sum(-1).double()
         w = _positive(image)
         if bool((best <= rayleigh * (1 + _TOL)).all()):

@@ -17,8 +17,8 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator
 from howsmooth.maps.base import check_finite, check_tokens
-from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of
-from howsmooth.theory.heads import Geometry, Tokens
+from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of, no_nan
+from howsmooth.theory.heads import Geometry, Tokens, lost, rounding
 from howsmooth.theory.perron import STEPS, along, down, perron_bound, received, tiled_bound, weights_norm
 from howsmooth.theory.yudin2025 import yudin_bound
 
@@ -51,8 +51,12 @@ def point_bounds(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
         ("D6", "coupled heads", forms.coupled, "the parts of D3, heads through the input and output directions they share"),
         ("D", "best at a point", forms.best, "min(D3, D5, D6)"),
     ]
+    missing = (
+        {"D6": "not for norms over all heads, whose slopes leave the directions of their own head"} if attn.coupled else {}
+    )
     return [yudin_bound(attn, x)] + [
-        at_most(id, name, statement, _SOURCE, _ASSUMES, log_of(float(value))) for id, name, value, statement in rows
+        at_most(id, name, statement, _SOURCE, _ASSUMES, missing.get(id) or log_of(float(value)))
+        for id, name, value, statement in rows
     ]
 
 
@@ -78,11 +82,11 @@ def operator_bound(operator: Operator) -> Float[Tensor, " batch"] | None:
     if isinstance(operator, NormJacobian):
         smallest = operator.scale.double().flatten(1).amin(-1)
         slack = 1 + ROUNDINGS * torch.finfo(operator.dtype).eps * math.sqrt(operator.in_shape[-1])
-        return operator.norm.weight.double().abs().max() / smallest * slack
+        return no_nan(operator.norm.weight.double().abs().max() / smallest * slack)
     if isinstance(operator, Composed):
         outer = operator_bound(operator.outer)
         inner = None if outer is None else operator_bound(operator.inner)
-        return None if outer is None or inner is None else outer * inner
+        return None if outer is None or inner is None else no_nan(outer * inner)
     return None
 
 
@@ -106,14 +110,17 @@ def trace_forms(operator: AttentionJacobian, *, every: bool = True) -> TraceForm
     operator = operator.tiled()
     batch, heads, dtype = operator.batch, operator.layer.heads, operator.dtype
     geometry = Geometry.of(operator.layer)
-    tokens = Tokens.of(operator, geometry)
-    slack = tokens.slack.unflatten(0, (batch, heads))
-    p, beta, key, block = (t.double().unflatten(0, (batch, heads)) for t in trace_sizes(operator, geometry, tokens))
+    gone = lost(operator)
+    slack = rounding(operator, gone).unflatten(0, (batch, heads))
+    tokens = Tokens.of(operator, geometry, gone)
+    p, beta, key, block = (t.unflatten(0, (batch, heads)) for t in trace_sizes(operator, tokens))
     parts = geometry.nu * p + beta + key
-    p, beta, key, parts, block = (t * slack for t in (p, beta, key, parts, torch.minimum(parts, block)))
+    p, beta, key, parts, block = (no_nan(t * slack) for t in (p, beta, key, parts, torch.fmin(parts, block)))
     plain = parts.sum(-1)
     if heads == 1:
         return TraceForms(plain, block[:, 0], plain)
+    if operator.layer.coupled:  # slopes leave the directions of their own head
+        return TraceForms(plain, geometry.blocks(block, dtype), plain)
     coupled = geometry.coupled(p, beta, key, dtype)
     # ‖Σ b_h O_hO_hᵀ‖ is at least max b_h: often D5 cannot win
     if not every and bool((coupled.square() <= block.amax(-1) * block.sum(-1)).all()):
@@ -122,7 +129,7 @@ def trace_forms(operator: AttentionJacobian, *, every: bool = True) -> TraceForm
 
 
 class Sizes(NamedTuple):
-    """What is known of each head, (batch·heads,): `‖P‖`, `max ‖B_i W_q‖`, the norm of the key part, of the whole Jacobian."""
+    """What is known of each head, (batch·heads,) float64: `‖P‖`, `max ‖B_i W_q‖`, the norm of the key part, of the whole."""
 
     p: Tensor
     beta: Tensor
@@ -130,28 +137,29 @@ class Sizes(NamedTuple):
     block: Tensor
 
 
-def trace_sizes(operator: AttentionJacobian, geometry: Geometry, t: Tokens) -> Sizes:
+def trace_sizes(operator: AttentionJacobian, t: Tokens) -> Sizes:
     """Theorem 4.3 with traces for norms, and Theorem 4.4, started at the top vector of `P_ij (ν + a_i √spread_i)`."""
     kernel = operator.kernel.tiled()
     capped = kernel.scores.softcap is not None
     v2, k2 = t.v.square().sum(-1, keepdim=True), t.k.square().sum(-1, keepdim=True)
     if capped:
-        spread = _spread(_products(kernel, t.inverse, v2)[..., 0], t.o, t)
-        spread_k = _products(kernel, t.inverse, k2, capped=True)[..., 0]
+        spread = _spread(_products(kernel, t.inverse, v2)[..., 0], t.o, t, t.blur_v)
+        spread_k = (_products(kernel, t.inverse, k2, capped=True)[..., 0].sqrt() + t.blur_k).square()
     else:
         moments = _products(kernel, t.inverse, torch.cat([v2, k2, t.k], -1))
-        spread = _spread(moments[..., 0], t.o, t)
-        spread_k = _spread(moments[..., 1], moments[..., 2:], t)
-    beta = abs(operator.layer.scale) * (spread * spread_k).sqrt() * t.chi
-    key = (received(kernel, t.inverse, spread * t.a.square(), capped=capped).sqrt() * t.kappa).amax(-1)
+        spread = _spread(moments[..., 0], t.o, t, t.blur_v)
+        spread_k = _spread(moments[..., 1], moments[..., 2:], t, t.blur_k)
+    beta = t.tau * (spread * spread_k).sqrt() * t.chi
+    key = (received(kernel, t.inverse, spread * t.a.square(), capped=capped).sqrt() * t.kappa).amax(-1).double()
     p, w = weights_norm(kernel, t.inverse, STEPS if operator.layer.heads == 1 else _HEAD_STEPS)
-    nu = geometry.nu.to(beta.dtype).repeat(operator.batch)[:, None]  # (g, 1)
-    rows = (nu + t.a * spread.sqrt() * t.kappa.amax(-1, keepdim=True)) * t.inverse
+    rows = (t.nu + t.a * spread.sqrt() * t.kappa.amax(-1, keepdim=True)) * t.inverse
     start = tiled_bound(kernel, lambda b: b.weights, rows, beta, w, _START_STEPS)[1]
-    if t.y is not None:
-        return Sizes(p, beta.amax(-1), key, _one_head(kernel, float(geometry.nu[0]), t, t.y, beta, start))
-    whole, keys_alone = _many_heads(kernel, nu, t, beta, start)
-    return Sizes(p, beta.amax(-1), torch.minimum(key.double(), keys_alone), whole)
+    if t.y is None:
+        whole, keys_alone = _many_heads(kernel, t, beta, start)
+        key = torch.fmin(key, keys_alone)
+    else:
+        whole = _one_head(kernel, t, *t.y, beta, start)
+    return Sizes(p, beta.amax(-1).double() * t.unit, key * t.unit, whole * t.unit)
 
 
 def _products(kernel: Tiled, inverse: Tensor, w: Tensor, *, capped: bool = False) -> Tensor:
@@ -162,15 +170,20 @@ def _products(kernel: Tiled, inverse: Tensor, w: Tensor, *, capped: bool = False
     return image.mul_(inverse[..., None])
 
 
-def _spread(second: Tensor, mean: Tensor, t: Tokens) -> Tensor:
+def _spread(second: Tensor, mean: Tensor, t: Tokens, blur: Tensor) -> Tensor:
     """`Σ_j P_ij |v_j|² − |o_i|²` with what rounding may hide of it, zero for queries that see nothing."""
-    return torch.where(t.inverse > 0, (second - mean.square().sum(-1)).clamp_min(0) + t.noise * second, 0.0)
+    square = mean.square().sum(-1)
+    deviation = ((second - square).clamp_min(0) + t.noise * second + 2 * square.sqrt() * blur).sqrt() + blur
+    return torch.where(t.inverse > 0, deviation.square(), 0.0)
 
 
-def _one_head(kernel: Tiled, nu: float, t: Tokens, y: Tensor, beta: Tensor, start: Tensor) -> Tensor:
+def _one_head(kernel: Tiled, t: Tokens, unit: Tensor, y: Tensor, beta: Tensor, start: Tensor) -> Tensor:
     """`‖N‖₂` of the matrix of block norms, each the smaller of two bounds (Theorem 4.4)."""
-    unit = y / t.a.clamp_min(torch.finfo(t.a.dtype).tiny)[..., None]
-    base = unit.square().sum(-1, keepdim=True) + nu**2
+    nu = t.nu[..., None]  # (g, 1, 1)
+    base = unit.square().sum(-1, keepdim=True) + nu.square() + 4 * y.norm(dim=-1, keepdim=True) * t.blur_v[..., None]
+    # the second bound for the `a` and `R_o W_v` that are known, and what may be missing from these
+    blur = t.blur_w[..., None]
+    missing = (t.blur_a / t.a.clamp_min(torch.finfo(t.a.dtype).tiny))[..., None]  # (g, n, 1)
     shift = (t.o * y).sum(-1, keepdim=True)
     distance = _distances(t)
     capped = kernel.scores.softcap is not None
@@ -180,15 +193,17 @@ def _one_head(kernel: Tiled, nu: float, t: Tokens, y: Tensor, beta: Tensor, star
         cross = torch.bmm(y[b.heads, b.rows], t.v[b.heads, b.cols].mT).sub_(shift[b.heads, b.rows]).mul_(2)
         if capped:
             apart = b.weights.square() * base[b.heads, b.rows] + b.weights * b.slope * cross + (b.slope * e).square()
-            return torch.minimum(apart.clamp_min_(0).sqrt_(), b.weights * nu + b.slope * e)
+            apart = apart.clamp_min_(0).sqrt_().add_(b.slope * e * missing[b.heads, b.rows]).add_(b.weights * blur[b.heads])
+            return torch.minimum(apart, b.weights * nu[b.heads] + b.slope * e)
         apart = cross.addcmul_(e, e).add_(base[b.heads, b.rows]).clamp_min_(0).sqrt_()
-        return torch.minimum(apart, e.add_(nu)).mul_(b.weights)
+        apart.addcmul_(e, missing[b.heads, b.rows]).add_(blur[b.heads])
+        return torch.minimum(apart, e.add_(nu[b.heads])).mul_(b.weights)
 
     steps = _SHORT_STEPS if beta.shape[1] <= _SHORT else _BLOCK_STEPS
     return tiled_bound(kernel, tile, t.inverse, beta, start, steps)[0]
 
 
-def _many_heads(kernel: Tiled, nu: Tensor, t: Tokens, beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+def _many_heads(kernel: Tiled, t: Tokens, beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """`‖ν P + E + diag β‖₂` and `‖E‖₂`, `E_ij = P_ij a_i κ_j |v_j − o_i|`: the simpler bound on each block (Theorem 4.4)."""
     g = len(beta)
     distance = _distances(t)
@@ -202,11 +217,11 @@ def _many_heads(kernel: Tiled, nu: Tensor, t: Tokens, beta: Tensor, start: Tenso
             mean[b.heads, b.rows] += along(b.weights, w[:g][b.heads, b.cols])
             moved[b.heads, b.rows] += along(e, whole[b.heads, b.cols])
             alone[b.heads, b.rows] += along(e, keys[b.heads, b.cols])
-        return torch.cat([nu * t.inverse * mean + a * moved + beta * w[:g], a * alone])
+        return torch.cat([t.nu * t.inverse * mean + a * moved + beta * w[:g], a * alone])
 
     def backward(z: Tensor) -> Tensor:
         whole, by_whole, by_keys = beta * z[:g], torch.zeros_like(beta), torch.zeros_like(beta)
-        mean, moved, alone = nu * t.inverse * z[:g], a * z[:g], a * z[g:]
+        mean, moved, alone = t.nu * t.inverse * z[:g], a * z[:g], a * z[g:]
         for b in kernel.blocks():
             e = distance(b).mul_(b.slope)
             whole[b.heads, b.cols] += down(mean[b.heads, b.rows], b.weights)
@@ -220,12 +235,13 @@ def _many_heads(kernel: Tiled, nu: Tensor, t: Tokens, beta: Tensor, start: Tenso
 
 def _distances(t: Tokens) -> Callable[[Block], Tensor]:
     """What makes tiles of `|v_j − o_i|`, from above where rounding hides them."""
+    blur = 2 * t.blur_v[..., None]
     v2, o2 = t.v.square().sum(-1)[:, None], t.o.square().sum(-1)
     o2 = (o2 * (1 + t.noise) + t.noise * v2.amax(-1))[..., None]
     minus_2o = -2 * t.o
 
     def tile(b: Block) -> Tensor:
         squares = torch.bmm(minus_2o[b.heads, b.rows], t.v[b.heads, b.cols].mT)
-        return squares.add_(v2[b.heads, :, b.cols]).add_(o2[b.heads, b.rows]).clamp_min_(0).sqrt_()
+        return squares.add_(v2[b.heads, :, b.cols]).add_(o2[b.heads, b.rows]).clamp_min_(0).sqrt_().add_(blur[b.heads])
 
     return tile

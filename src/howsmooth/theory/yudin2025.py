@@ -1,14 +1,13 @@
 """Yudin et al. 2025, "Pay Attention to Attention Distribution", arXiv 2507.07814: a bound at a point."""
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian
-from howsmooth.theory.bound import Bound, at_most, first_reason, log_of, spectral_norm
+from howsmooth.theory.bound import Bound, at_most, first_reason, log_of, product_norm, slack, spectral_norm
 from howsmooth.theory.castin2024 import not_bilinear
+from howsmooth.theory.heads import lost, rounding
 from howsmooth.theory.perron import weights_norm
 
 
@@ -34,8 +33,8 @@ def _value(attn: Attention, x: Float[Tensor, "n d"]) -> float:
     operator = attn.linearize(x[None])[1]
     assert isinstance(operator, AttentionJacobian)
     layer, kernel = operator.layer, operator.kernel.tiled()
-    a = abs(layer.scale) * float(spectral_norm(layer.w_q if layer.w_k is None else layer.w_k.mT @ layer.w_q))
-    v = float(spectral_norm(layer.w_v if layer.w_o is None else layer.w_o @ layer.w_v))
+    w = layer.by_head()
+    a, v = float(product_norm(w.k[0].mT, w.q[0], layer.scale)), float(product_norm(w.o[0], w.v[0]))
     tokens = x if layer.attention_mask is None else x[layer.attention_mask[0]]
     # more power steps than our own rows take: a published bound is shown at its best
     p_norm = float(weights_norm(kernel, kernel.inverse[..., 0], steps=30)[0])
@@ -44,6 +43,7 @@ def _value(attn: Attention, x: Float[Tensor, "n d"]) -> float:
         top[b.heads, b.rows] = torch.cat([top[b.heads, b.rows], b.weights], -1).topk(2, -1).values
     p = top * kernel.inverse
     concentration = float((p[..., 0] * (1 - p[..., 0] + p[..., 1])).max())
-    value = v * (p_norm + 2 * float(spectral_norm(tokens)) ** 2 * a * concentration)
+    size = float(spectral_norm(tokens))
+    value = v * (p_norm + 2 * (a * size) * size * concentration)
     # matrix norms by LAPACK: a few roundings of their size
-    return value * (1 + 64 * torch.finfo(torch.float64).eps * math.sqrt(x.numel()))
+    return value * float(rounding(operator, lost(operator))[0]) * slack(x.numel())

@@ -26,6 +26,11 @@ def pick(kernel: Name, width: int, passes: int, two: bool, causal: bool) -> Bloc
     return _HALF[size][kernel]
 
 
+def pick_received(width: int, passes: int) -> Blocks:
+    """The same for column sums of `P`, which need queries and keys alone."""
+    return Blocks(64, 64, 4, 1 if width > 128 or passes == 3 else 3)
+
+
 def _table(forward: Blocks, jvp: Blocks, columns: Blocks, rows: Blocks) -> dict[Name, Blocks]:
     return {"forward": forward, "jvp": jvp, "columns": columns, "rows": rows}
 

@@ -2,8 +2,11 @@
 
 import copy
 import functools
+import math
 import os
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from threading import Thread
 from typing import final
 
 import torch
@@ -11,17 +14,18 @@ import triton
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.base import Keys, Outputs, Precision, Queries, Scores, SoftmaxAttention, Values
+from howsmooth.kernels.base import FINER, Keys, Outputs, Precision, Queries, Scores, SoftmaxAttention, Values
+from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.tiled import Blocked
-from howsmooth.kernels.triton import blocks, forward, jvp, operands, vjp
+from howsmooth.kernels.triton import blocks, forward, jvp, operands, received, vjp
+from howsmooth.kernels.triton.compiling import compiling, in_parallel, launch, soon
 from howsmooth.kernels.triton.operands import ROWS, TOP, Operand, pack, padded_length, padded_width, power
 
 WIDEST = 256
-_HEAVY = 2**32  # visible logits past which float64 costs more than all other products
+_HEAVY = 2**28  # visible logits past which float64 costs more than all other products: about 0.1 s on an H200
 SHIFT = 14  # weights are kept as 2¹⁴ P, so that half precision reaches down to 2⁻³⁸
 _LONG = 2**15
-_FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
-_SAMPLE = 8  # the error of products is measured on every eighth block of rows
+_SAMPLE = 16, 512  # at most so many blocks of rows, and about so many rows, on which the error of products is measured
 
 
 def interpreted() -> bool:
@@ -36,6 +40,8 @@ class Fused(SoftmaxAttention):
     precision: `half`, one product of half-precision operands, which have as many bits as tf32's; `mixed`, logits in three
     products, the rest in one; `strict`, three products everywhere, as exact as float32.
     """
+
+    _promote: bool  # sums are taken out of the matrix units block by block: they shrink by 2⁻²⁴ for every sixteen terms
 
     def __init__(self, q: Queries, k: Keys, v: Values, scores: Scores, precision: Precision = "half"):
         if scores.mask.ends is not None:
@@ -57,9 +63,9 @@ class Fused(SoftmaxAttention):
         # κ keeps P̂ ∘ dS in range: |dq̂| ≤ √d 2¹², |dk̂| ≤ √d 2¹², and |ĝ·(v̂ − ô)| ≤ 2 √d_v 2¹² max|v̂|
         self._kappa_jvp = power(padded_width(d) ** 0.5 * 2.0**TOP * (q_row + k_row), top=1)
         self._kappa_vjp = power(padded_width(v.shape[-1]) ** 0.5 * 2.0**TOP * 2 * v_row, top=1)
-        self._q = self._pack(q[None], tau * self._s_q, self._s_passes)
-        self._k = self._pack(k[None], self._s_k, self._s_passes)
-        self._v = self._pack(v[None], self._s_v, 3)
+        self._q = self._pack(q[None], tau * self._s_q)
+        self._k = self._pack(k[None], self._s_k)
+        self._v = self._pack(v[None], self._s_v)
         bias = _bias(self.scores, batch, heads, n, m)
         # over items, heads and rows; without a bias another tensor stands in its place, never read
         self._bias, self._strides = (self._q.hi, (0, 0, 0)) if bias is None else (bias, bias.stride()[:3])
@@ -71,10 +77,37 @@ class Fused(SoftmaxAttention):
             "BIAS": bias is not None,
             "CAP": scores.softcap is not None,
         }
-        self._o, self._lse = self._forward(step=1)
+        self._promote = self._passes == 3 or max(n, m) > _LONG
+        if q.is_cuda and not compiling():
+            self._compile_ahead()
+        self._o, self._fine_lse, self._lse, self._low, self._high = self._forward()
+        # what the products do not read
+        self._q, self._k = (t if self._s_passes == 3 else Operand(t.hi, t.hi) for t in (self._q, self._k))
+        self._v = self._v if self._passes == 3 else Operand(self._v.hi, self._v.hi)
 
-    def _pack(self, t: Tensor, scale: float, passes: int) -> Operand:
-        return pack(t, torch.full(t.shape[:2], scale, device=t.device), passes)[0]
+    def _compile_ahead(self) -> None:
+        """Compile what the products of this problem will take, side by side; what its lower end will take, meanwhile."""
+        signature = _Signature(
+            device=self.inputs[0].device,
+            dtypes=tuple(t.dtype for t in self.inputs),
+            widths=(self._shape[5], self._shape[6]),
+            grouped=self._shape[1] > self._shape[2],
+            scores=Scores(1.0, self.scores.softcap and 1.0, Mask(self.scores.mask.causal, self.scores.mask.window and 1)),
+            biased=self._options["BIAS"],
+            precision=self.precision,
+            promote=self._promote,
+        )
+        if signature not in _COMPILED:
+            _COMPILED[signature] = None
+            in_parallel(signature.try_out)
+        elif (under_way := _COMPILED[signature]) is not None:
+            under_way.join()
+        finest = replace(signature, precision="strict", promote=True)
+        if self.heavy and finest not in _COMPILED:
+            _COMPILED[finest] = soon(finest.try_out)
+
+    def _pack(self, t: Tensor, scale: float) -> Operand:
+        return pack(t, torch.full(t.shape[:2], scale, device=t.device), 3)[0]
 
     @property
     def output(self):
@@ -89,11 +122,26 @@ class Fused(SoftmaxAttention):
         return Fused(q, k, v, replace(self.scores, mask=self.scores.mask.select(items)), self.precision)
 
     @property
+    def coarse(self) -> bool:
+        return self.precision == "half"
+
+    @property
     def finer(self) -> Precision | None:
-        return _FINER.get(self.precision)
+        return FINER.get(self.precision)
 
     def refined(self) -> "Fused | None":
-        return None if self.finer is None else Fused(*self.inputs, self.scores, self.finer)
+        if self.finer is None:
+            return None
+        finer = copy.copy(self)  # outputs are exact in every precision; only operands of products have more bits
+        vars(finer).pop("noise", None)
+        q, k, v = self.inputs
+        finer.precision, finer._s_passes, finer._lse = self.finer, 3, self._fine_lse
+        finer._q, finer._k = self._pack(q[None], self.scores.scale * self._s_q), self._pack(k[None], self._s_k)
+        if finer.precision == "strict":
+            finer._passes, finer._promote, finer._v = 3, True, self._pack(v[None], self._s_v)
+        if q.is_cuda:
+            finer._compile_ahead()
+        return finer
 
     @property
     def heavy(self) -> bool:
@@ -104,7 +152,7 @@ class Fused(SoftmaxAttention):
 
     @functools.cached_property
     def noise(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]  a property that is kept
-        """The relative error of products, measured against strict ones on a sample of rows; of strict ones, float32's."""
+        """The relative error of products, measured against float64 on a sample of rows; of strict ones, float32's."""
         if self.precision == "strict":
             # sums on the chip are cut short, not rounded
             return torch.finfo(torch.float32).eps * (128 + 2 * self.largest_logit)
@@ -112,47 +160,83 @@ class Fused(SoftmaxAttention):
         tangent = [
             torch.randn(1, *t.shape, generator=random, device=t.device) * t.float().square().mean().sqrt() for t in self.inputs
         ]
-        strict = copy.copy(self)
-        strict.precision, strict._passes, strict._s_passes = "strict", 3, 3
-        q, k, _ = self.inputs
-        strict._q = self._pack(q[None], self.scores.scale * self._s_q, 3)
-        strict._k = self._pack(k[None], self._s_k, 3)
-        strict._o, strict._lse = strict._forward(step=_SAMPLE)
-        coarse, true = (f.jvp(*tangent, step=_SAMPLE).flatten(1) for f in (self, strict))
-        size = true.norm()
-        return float((coarse - true).norm() / size) if bool(size > 0) else 0.0
+        n = self._shape[3]
+        step = math.ceil(padded_length(n) // ROWS / _SAMPLE[0])
+        # the first rows of a causal mask see few keys and weigh most: they are taken whole, the others stand for their like
+        starts = range(ROWS * step, n, ROWS * step)
+        size = min(ROWS, _SAMPLE[1] // max(1, len(starts)))
+        runs = [slice(0, min(n, ROWS)), *(slice(start, min(start + size, n)) for start in starts)]
+        coarse = self.jvp(*tangent, step=step)[0]
+        coarse = torch.cat([coarse[:, :, run] for run in runs], 2)
+        weight = torch.ones(coarse.shape[2], dtype=torch.float64, device=coarse.device)
+        weight[ROWS:] = (n - ROWS) / max(1, len(weight) - ROWS)
+        error, whole = 0.0, 0.0
+        for group, true in self._exact_rows(tangent, runs):
+            error += float(((coarse[:, group] - true).square().sum((0, 1, 3)) * weight).sum())
+            whole += float((true.square().sum((0, 1, 3)) * weight).sum())
+        return math.sqrt(error / whole) if whole > 0 else 0.0
+
+    def _exact_rows(self, tangent: list[Tensor], runs: list[slice]) -> Iterator[tuple[slice, Tensor]]:
+        """Runs of rows of `jvp(*tangent)` in float64, the query heads of one key head at a time."""
+        batch, heads, kv_heads, n, m, _, _ = self._shape
+        mask = self.scores.mask
+        rows = torch.cat([torch.arange(run.start, run.stop, device=self._o.device) for run in runs])
+        seen = torch.cat([mask.visible(run, slice(0, m), rows.device) for run in runs])
+        hidden = torch.zeros(seen.shape, dtype=torch.float64, device=seen.device).masked_fill_(~seen, -torch.inf)[None, None]
+        (q, k, v), (dq, dk, dv) = self.inputs, (t[0] for t in tangent)
+        for h in range(kv_heads):
+            group, own = slice(h * heads // kv_heads, (h + 1) * heads // kv_heads), slice(h, h + 1)
+            bias = hidden
+            if mask.bias is not None:
+                added = mask.bias[:, group if mask.bias.shape[1] > 1 else slice(None)]
+                bias = bias + (added[:, :, rows] if mask.bias.shape[2] > 1 else added)
+            scores = replace(self.scores, mask=Mask(keys=mask.keys, bias=bias))
+            at = (t.double() for t in (q[:, group, rows], k[:, own], v[:, own]))
+            along = (t.double()[None] for t in (dq[:, group, rows], dk[:, own], dv[:, own]))
+            yield group, Blocked(*at, scores).jvp(*along)[0]
 
     def attention_received(self):
-        batch, heads, kv_heads, n, m, _, d_v = self._shape
-        g = torch.zeros(1, batch, heads, n, d_v, device=self._o.device)
-        g[..., 0] = 1.0
-        return self.vjp(g, columns_only=True)[2][0, ..., 0].sum(1) / heads
+        batch, heads, kv_heads, n, m, _, _ = self._shape
+        rows, cols = padded_length(n), padded_length(m)
+        sums = torch.empty(batch * kv_heads, cols, device=self._o.device)
+        options = {k: v for k, v in self._options.items() if k != "DV"}
+        b = blocks.pick_received(self._q.hi.shape[-1], self._s_passes)
+        launch(
+            received.received, (cols // b.cols, batch * kv_heads),
+            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._bias, self._lse, sums,
+            n, m, rows, cols, heads, heads // kv_heads, self.scores.mask.window or 0,
+            1 / (self._s_q * self._s_k), self.scores.softcap or 1.0, *self._strides,
+            BM=b.rows, BN=b.cols, S_PASSES=self._s_passes, **options, num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
+        return sums[:, :m].unflatten(0, (batch, kv_heads)).sum(1) / heads
 
-    @property
-    def _promote(self) -> bool:
-        """Whether sums are taken out of the matrix units block by block: they shrink by 2⁻²⁴ for every sixteen terms."""
-        return self._passes == 3 or max(self._shape[3:5]) > _LONG
+    def logit_range(self):
+        low, high = math.log(2) * float(self._low.min()), math.log(2) * float(self._high.max())
+        return (low, high) if low <= high else (0.0, 0.0)
 
     def _blocks(self, kernel: blocks.Name, two: bool = False) -> blocks.Blocks:
         width = max(self._q.hi.shape[-1], self._v.hi.shape[-1])
         return blocks.pick(kernel, width, max(self._passes, self._s_passes), two, self.scores.mask.causal)
 
-    def _forward(self, step: int) -> tuple[Tensor, Tensor]:
+    def _forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Outputs; of every row the log-sum-exp, that of the products' own logits, the least and the greatest logit."""
         batch, heads, kv_heads, n, m, _, d_v = self._shape
         rows, cols = padded_length(n), padded_length(m)
         device = self._q.hi.device
         out = torch.empty(batch, n, heads, d_v, device=device).transpose(1, 2)
-        lse = torch.empty(batch * heads, rows, device=device)
-        b = self._blocks("forward")
-        forward.forward[(triton.cdiv(rows // ROWS, step) * (ROWS // b.rows), batch * heads)](
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, self._bias, out, lse,
-            n, m, rows, cols, heads, heads // kv_heads, d_v, self.scores.mask.window or 0,
+        lse, low, high = (torch.empty(batch * heads, rows, device=device) for _ in range(3))
+        coarse = torch.empty_like(lse) if self._s_passes == 1 else lse
+        b = blocks.pick("forward", max(self._q.hi.shape[-1], self._v.hi.shape[-1]), 3, False, self.scores.mask.causal)
+        launch(
+            forward.forward, (rows // b.rows, batch * heads),
+            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, self._bias, out, lse, coarse, low, high,
+            n, m, rows, cols, heads, heads // kv_heads, d_v, self.scores.mask.window or 0, 1,
             1 / (self._s_q * self._s_k), 1 / self._s_v, self.scores.softcap or 1.0, 1.0,
             *self._strides, *out.stride()[:3],
-            BM=b.rows, BN=b.cols, STEP=step, S_PASSES=self._s_passes, **self._options,
+            BM=b.rows, BN=b.cols, COARSE=self._s_passes == 1, **self._options,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
-        return out, lse
+        return out, lse, coarse, low, high
 
     def jvp(self, dq: Queries, dk: Keys, dv: Values, *, step: int = 1) -> Outputs:
         """step: one block of rows in so many, the others are zero."""
@@ -161,7 +245,8 @@ class Fused(SoftmaxAttention):
         rows, cols = padded_length(n), padded_length(m)
         count = probes * batch
         scales = torch.empty(6 * count, device=dq.device)
-        operands.jvp_scales[(1,)](
+        launch(
+            operands.jvp_scales, (1,),
             *(operands.largest(t) for t in (dq, dk, dv)), scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v,
             self._kappa_jvp, COUNT=triton.next_power_of_2(count), TOP=TOP, SHIFT=2**SHIFT,
         )  # fmt: skip
@@ -172,26 +257,28 @@ class Fused(SoftmaxAttention):
             out.zero_()
         two = probes % 2 == 0 and self._passes == 1
         b = self._blocks("jvp", two)
-        jvp.jvp[(triton.cdiv(rows // ROWS, step) * (ROWS // b.rows), batch * heads, probes // 2 if two else probes)](
+        launch(
+            jvp.jvp,
+            (triton.cdiv(rows // ROWS, step) * (ROWS // b.rows), batch * heads, probes // 2 if two else probes),
             self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
             p_dq.hi, p_dq.lo, p_dk.hi, p_dk.lo, p_dv.hi, p_dv.lo, self._bias, self._lse, self._o, undo, out,
-            n, m, rows, cols, batch, heads, heads // kv_heads, d_v, self.scores.mask.window or 0,
+            n, m, rows, cols, batch, heads, heads // kv_heads, d_v, self.scores.mask.window or 0, step,
             1 / (self._s_q * self._s_k), self.scores.softcap or 1.0, 1.0,
             *self._strides, *self._o.stride()[:3], *out.stride()[:4],
-            BM=b.rows, BN=b.cols, STEP=step, PASSES=self._passes, S_PASSES=self._s_passes, TWO=two,
+            BM=b.rows, BN=b.cols, PASSES=self._passes, S_PASSES=self._s_passes, TWO=two,
             PROMOTE=self._promote, **self._options,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
 
-    def vjp(self, g: Outputs, *, columns_only: bool = False) -> tuple[Queries, Keys, Values]:
-        """columns_only: only `dk` and `dv` are made; `dq` is left as it came from memory."""
+    def vjp(self, g: Outputs) -> tuple[Queries, Keys, Values]:
         batch, heads, kv_heads, n, m, d, d_v = self._shape
         probes = g.shape[0]
         rows, cols = padded_length(n), padded_length(m)
         count = probes * batch
         scales = torch.empty(4 * count, device=g.device)
-        operands.vjp_scales[(1,)](
+        launch(
+            operands.vjp_scales, (1,),
             operands.largest(g), scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v,
             self._kappa_vjp, COUNT=triton.next_power_of_2(count), TOP=TOP, SHIFT=2**SHIFT,
         )  # fmt: skip
@@ -210,16 +297,17 @@ class Fused(SoftmaxAttention):
         options = {"PASSES": self._passes, "S_PASSES": self._s_passes, "TWO": two, "PROMOTE": self._promote, **self._options}
         grid = probes // 2 if two else probes
         b = self._blocks("columns", two)
-        vjp.vjp_columns[(cols // b.cols, batch * kv_heads, grid)](
+        launch(
+            vjp.vjp_columns, (cols // b.cols, batch * kv_heads, grid),
             *inputs, dk, dv, *sizes, d, d_v, *logits, *self._strides, *dk.stride()[:4], *dv.stride()[:4],
             BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
-        if not columns_only:
-            b = self._blocks("rows", two)
-            vjp.vjp_rows[(rows // b.rows, batch * heads, grid)](
-                *inputs, dq, *sizes, d, *logits, *self._strides, *dq.stride()[:4],
-                BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
-            )  # fmt: skip
+        b = self._blocks("rows", two)
+        launch(
+            vjp.vjp_rows, (rows // b.rows, batch * heads, grid),
+            *inputs, dq, *sizes, d, *logits, *self._strides, *dq.stride()[:4],
+            BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
         return dq, dk, dv
 
 
@@ -237,3 +325,33 @@ def _bias(scores: Scores, batch: int, heads: int, n: int, m: int) -> Tensor | No
         hidden = torch.zeros(mask.keys.shape, device=mask.keys.device).masked_fill_(~mask.keys, -torch.inf)[:, None, None]
         bias = hidden if bias is None else bias + hidden
     return None if bias is None else bias.contiguous().expand(batch, heads, n, m)
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What kernels are compiled for: everything but lengths and numbers of heads."""
+
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    widths: tuple[int, int]
+    grouped: bool
+    scores: Scores
+    biased: bool
+    precision: Precision
+    promote: bool
+
+    def try_out(self) -> None:
+        """Every kernel of a problem of one token."""
+        heads, (d, d_v) = 2 if self.grouped else 1, self.widths
+        shapes = (1, heads, 1, d), (1, 1, 1, d), (1, 1, 1, d_v)
+        q, k, v = (torch.ones(shape, dtype=dtype, device=self.device) for shape, dtype in zip(shapes, self.dtypes, strict=True))
+        bias = torch.zeros(1, 1, 1, 1, device=self.device) if self.biased else None
+        kernel = Fused(q, k, v, replace(self.scores, mask=replace(self.scores.mask, bias=bias)), self.precision)
+        kernel._promote = self.promote
+        kernel.jvp(*(t.float()[None] for t in (q, k, v)))
+        kernel.attention_received()
+        if self.precision != "strict":
+            kernel.vjp(v.float().expand(1, heads, 1, d_v)[None])
+
+
+_COMPILED: dict[_Signature, Thread | None] = {}  # with the thread that compiles it, where one does

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from howsmooth.kernels.triton.logits import accumulate, columns, dot, finish, first_row, load, split
+from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finish, first_row, load, split
 
 
 @triton.jit
@@ -35,13 +35,13 @@ def _write(OUT, OLD, SCALES, i_item, i_head, b_acc, b_row, i, c_v, n, d_v, out_p
     tl.store(p_out, b_out, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*ANY, "group", "SCALES"])
 def jvp(
     Q, Q_LO, K, K_LO, V, V_LO, DQ, DQ_LO, DK, DK_LO, DV_P, DV_LO, BIAS_P, LSE, OLD, SCALES, OUT,
-    n, m, n_rows, m_rows, batch, heads, group, d_v, window, scale, cap, one,
+    n, m, n_rows, m_rows, batch, heads, group, d_v, window, step, scale, cap, one,
     bias_item, bias_head, bias_row, o_item, o_head, o_row, out_probe, out_item, out_head, out_row,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STEP: tl.constexpr, PASSES: tl.constexpr, S_PASSES: tl.constexpr, TWO: tl.constexpr, PROMOTE: tl.constexpr,
+    PASSES: tl.constexpr, S_PASSES: tl.constexpr, TWO: tl.constexpr, PROMOTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head, for probe `z` or probes `2z, 2z + 1`. SCALES: κ, 1/(2¹⁴ γ κ s_v), 1/(2¹⁴ γ κ)."""
@@ -51,7 +51,7 @@ def jvp(
     kv_heads = heads // group
     i_kv = i_item * kv_heads + i_head // group
     i_probe = tl.program_id(2).to(tl.int64) * (2 if TWO else 1)
-    i0 = first_row(BM, STEP)
+    i0 = first_row(step, BM)
     i = i0 + tl.arange(0, BM)
     c = tl.arange(0, D)
     c_v = tl.arange(0, DV)

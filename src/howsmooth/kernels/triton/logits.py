@@ -3,6 +3,14 @@
 import triton
 import triton.language as tl
 
+# numbers that a kernel is not compiled anew for: only padded lengths, multiples of 128, are left to the compiler
+ANY = (
+    "n", "m", "batch", "heads", "d", "d_v", "window", "step", "bias_item", "bias_head", "bias_row",
+    "out_probe", "out_item", "out_head", "out_row", "o_item", "o_head", "o_row", "dq_probe", "dq_item", "dq_head", "dq_row",
+    "dk_probe", "dk_item", "dk_head", "dk_row", "dv_probe", "dv_item", "dv_head", "dv_row",
+    "t_probe", "t_item", "t_head", "t_row",
+)  # fmt: skip
+
 
 @triton.jit
 def split(b_x, PASSES: tl.constexpr):
@@ -73,11 +81,11 @@ def finish(
 
 
 @triton.jit
-def first_row(BM: tl.constexpr, STEP: tl.constexpr):
-    """Where a program's rows begin: the last first, the longest under a causal mask; every STEP-th 128 of them."""
+def first_row(step, BM: tl.constexpr):
+    """Where a program's rows begin: the last first, the longest under a causal mask; every `step`-th 128 of them."""
     PARTS: tl.constexpr = 128 // BM
     i_block = tl.num_programs(0) - 1 - tl.program_id(0)
-    return i_block // PARTS * (128 * STEP) + i_block % PARTS * BM
+    return i_block // PARTS * (128 * step) + i_block % PARTS * BM
 
 
 @triton.jit

@@ -13,6 +13,9 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.kernels.triton.compiling import launch
+from howsmooth.kernels.triton.logits import ANY
+
 TOP = 12  # scaled operands stay below 2¹²
 ROWS = 128  # lengths are padded to a multiple of this, so every block of rows or columns is whole
 
@@ -62,8 +65,8 @@ def pack(
     sums = torch.empty(probes * batch * heads, rows, dtype=torch.float32, device=t.device) if dot is not None else scale
     other = t if dot is None else dot
     block = min(ROWS, max(16, 8192 // width))
-    _pack[(rows // block, probes * batch * heads)](
-        t, other, scale, hi, lo, sums,
+    launch(
+        _pack, (rows // block, probes * batch * heads), t, other, scale, hi, lo, sums,
         *t.stride()[:4], *(other.stride()[-4:-1]),
         batch, heads, n, d, rows, dot_scale,
         WIDTH=width, BLOCK=block, PASSES=passes, DOT=dot is not None,
@@ -71,7 +74,7 @@ def pack(
     return Operand(hi, lo), sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*ANY, "rows", "SCALE", "SUMS"])
 def _pack(
     T, OTHER, SCALE, HI, LO, SUMS,
     t_probe, t_item, t_head, t_row, o_item, o_head, o_row,
@@ -108,7 +111,7 @@ def _power(size, TOP: tl.constexpr):
     return tl.where(size > 0, scale, 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def jvp_scales(DQ, DK, DV, OUT, count, tau, s_q, s_k, s_v, kappa, COUNT: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr):
     """From the sizes of `dq, dk, dv` of every item what multiplies them, then κ and what undoes it all: README.md."""
     i = tl.arange(0, COUNT)
@@ -129,7 +132,7 @@ def jvp_scales(DQ, DK, DV, OUT, count, tau, s_q, s_k, s_v, kappa, COUNT: tl.cons
     tl.store(p_undo + 2, 1 / b_unit / SHIFT, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def vjp_scales(G, OUT, count, tau, s_q, s_k, s_v, kappa, COUNT: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr):
     """From the size of `g` of every item what multiplies it, then what undoes it in `dq, dk, dv`."""
     i = tl.arange(0, COUNT)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from howsmooth.kernels.triton.logits import accumulate, columns, dot, finish, first_row, load, rows, split
+from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finish, first_row, load, rows, split
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _column_probe(
     return accumulate(b_ds, b_ds_lo, b_q, b_q_lo, b_dk, one, PASSES, PROMOTE), b_dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*ANY, "SCALES"])
 def vjp_columns(
     Q, Q_LO, K, K_LO, V, V_LO, G, G_LO, BIAS_P, LSE, DELTA, SCALES, DK, DV_P,
     n, m, n_rows, m_rows, batch, heads, group, d, d_v, window, scale, kappa, cap, one,
@@ -103,7 +103,7 @@ def _row_probe(
     return accumulate(b_ds, b_ds_lo, tl.trans(b_k), tl.trans(b_k_lo), b_dq, one, PASSES, PROMOTE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*ANY, "group", "SCALES"])
 def vjp_rows(
     Q, Q_LO, K, K_LO, V, V_LO, G, G_LO, BIAS_P, LSE, DELTA, SCALES, DQ,
     n, m, n_rows, m_rows, batch, heads, group, d, window, scale, kappa, cap, one,
@@ -118,7 +118,7 @@ def vjp_rows(
     i_item = i_g // heads
     i_kv = i_item * (heads // group) + i_head // group
     i_probe = tl.program_id(2).to(tl.int64) * (2 if TWO else 1)
-    i0 = first_row(BM, 1)
+    i0 = first_row(1, BM)
     i = i0 + tl.arange(0, BM)
     c = tl.arange(0, D)
     c_v = tl.arange(0, DV)
