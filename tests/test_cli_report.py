@@ -50,11 +50,13 @@ def test_a_report_ends_with_the_path_of_its_page(place, tmp_path):
         "results.sqlite",
         "measurements.csv",
         "bounds.csv",
+        "influence.csv",
         "figures/growth.pdf",
         "figures/growth.png",
     } <= files
     header = (tmp_path / "report" / "measurements.csv").read_text().splitlines()[0].split(",")
-    wanted = "model layer map n sample value lower upper confidence radius exponent seconds version_howsmooth seed"
+    wanted = "kind model layer map n sample value lower upper confidence radius exponent seconds version_howsmooth seed "
+    wanted += "relative top_token top_word top_share top_received token share whole"
     assert set(wanted.split()) <= set(header)
     text = page.read_text()
     assert "text.txt" in text

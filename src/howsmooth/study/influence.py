@@ -37,7 +37,7 @@ _BLOCKS = 2**22  # entries of diagonal blocks formed at once
 def measure_influence(reader: Reader, part: Part, lengths: Sequence[int]) -> list[Row]:
     """One row for the layer and window of a part, at the longest of `lengths` that is affordable; none where none is.
 
-    norms: `‖J_ij‖`, a list for each output token.  accuracy: their typical relative error, 0 where they are exact.
+    value: the Frobenius norm of all of `J`.  norms: `‖J_ij‖`, a list for each output token.  accuracy: their typical relative error, 0 where they are exact.
     """
     began, (layer,) = time.perf_counter(), part.layers
     for n in sorted({n for n in lengths if n <= _LONGEST}, reverse=True):
@@ -54,7 +54,8 @@ def measure_influence(reader: Reader, part: Part, lengths: Sequence[int]) -> lis
             continue
         about = {"kind": "influence", "model": captured.model, "layer": layer, "map": part.map, "n": n, "sample": part.first}
         rounded = [[float(f"{v:.5g}") for v in row] for row in norms.tolist()]
-        return [about | {"norms": rounded, "accuracy": accuracy, "seconds": time.perf_counter() - began}]
+        about |= {"value": float(norms.norm()), "accuracy": accuracy, "norms": rounded}
+        return [about | {"seconds": time.perf_counter() - began}]
     return []
 
 
