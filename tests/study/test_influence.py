@@ -9,7 +9,7 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.maps import AttentionJacobian
 from howsmooth.solve import linear
-from howsmooth.study.influence import _WORK, _work, exact, measure_influence, probed
+from howsmooth.study.influence import _PROBE_WORK, _WORK, _probe_work, _work, exact, measure_influence, probed
 from howsmooth.study.layers import Part
 from howsmooth.study.reader import Reader
 from problems import readers
@@ -108,3 +108,4 @@ def test_a_study_takes_the_longest_length_it_can_afford(name, exactly):
 def test_wide_layers_get_shorter_pictures():
     wide = hs.Attention(*torch.zeros(4, 1024, 1024).unbind(), heads=8, rotary=hs.Rotary.from_base(128, 512))
     assert _work(wide, 512) > _WORK > _work(wide, 64)
+    assert _probe_work(4096, 64) > _PROBE_WORK > _probe_work(4096, 8)

@@ -31,13 +31,15 @@ _LONGEST = 512  # tokens that a picture can show
 _PROBED = 64  # the same where a product is needed for each token and probe
 _PROBES = 8
 _WORK = 2e11  # multiplications for a picture in closed form: a dozen seconds on one core
+_PROBE_WORK = 1e12  # the same for one by probes
 _BLOCKS = 2**22  # entries of diagonal blocks formed at once
 
 
 def measure_influence(reader: Reader, part: Part, lengths: Sequence[int]) -> list[Row]:
     """One row for the layer and window of a part, at the longest of `lengths` that is affordable; none where none is.
 
-    value: the Frobenius norm of all of `J`.  norms: `‖J_ij‖`, a list for each output token.  accuracy: their typical relative error, 0 where they are exact.
+    value: the Frobenius norm of all of `J`.  norms: `‖J_ij‖`, a list for each output token.  accuracy: their typical relative
+    error, 0 where they are exact.
     """
     began, (layer,) = time.perf_counter(), part.layers
     for n in sorted({n for n in lengths if n <= _LONGEST}, reverse=True):
@@ -47,7 +49,7 @@ def measure_influence(reader: Reader, part: Part, lengths: Sequence[int]) -> lis
             jacobian = linear(attn, captured.tokens(layer))
             assert isinstance(jacobian, AttentionJacobian)
             norms, accuracy = exact(jacobian), 0.0
-        elif n <= _PROBED:
+        elif n <= _PROBED and _probe_work(captured.tokens(layer, part.map).shape[1], n) <= _PROBE_WORK:
             f = captured.map(layer, part.map)
             norms, accuracy = probed(linear(f, f.start)), (2 * _PROBES) ** -0.5
         else:
@@ -69,6 +71,11 @@ def _work(attn: Attention, n: int) -> float:
     rows = attn.w_q.shape[0]
     frames = 1 if attn.rotary is None and attn.k_norm is None else n
     return n * attn.width * attn.out_width * rows + 2.0 * n * frames * rows**2
+
+
+def _probe_work(width: int, n: int) -> float:
+    """Multiplications of all probes, in round numbers: a block has about 12 d² weights, a product costs a few of its runs."""
+    return 48.0 * _PROBES * (n * width) ** 2
 
 
 @torch.no_grad()
