@@ -81,10 +81,11 @@ def blinded_layer(case: int) -> tuple[hs.Attention, Tensor]:
     random = torch.Generator().manual_seed(case)
     d, n = (64, 128)[case % 2], (100, 300)[case // 2 % 2]
     ratio = math.exp(math.log(1.002) + (math.log(1.17) - math.log(1.002)) * (case % 12) / 11)
-    fixed = torch.randn(d, generator=torch.Generator().manual_seed(0))
-    frame = torch.linalg.qr(torch.cat([fixed[:, None], torch.randn(d, d - 1, generator=random)], 1))[0].double()
+    fixed = torch.randn(d, generator=torch.Generator().manual_seed(0)).double()
+    inputs = torch.randn(d, d, generator=random).double()
+    inputs[:, 0] -= fixed * (fixed @ inputs[:, 0]) / fixed.square().sum()
+    inputs = torch.linalg.qr(inputs)[0]  # the first column keeps its direction
     sigma = torch.cat([torch.tensor([ratio]), torch.linspace(1, 0.1, d - 1)]).double()
-    inputs = torch.cat([frame[:, 1:], frame[:, :1]], 1)  # the fixed one belongs to the least
     values = torch.linalg.qr(torch.randn(d, d, generator=random).double())[0] * sigma @ inputs.mT
     return hs.Attention.from_matrices(torch.zeros(d, d), values.float()), torch.randn(n, d, generator=random)
 
@@ -98,8 +99,11 @@ def _demo(lengths: list[int]) -> Iterator[Solve]:
         for layer in range(captured.num_layers):
             asked: list[tuple[MapName, bool]] = [("attention", False), ("attention", True), ("block", False)]
             for map, closed in asked:
-                yield (
-                    lambda layer=layer, map=map, closed=closed, at=captured, **how: (
-                        at.measure(layer, map, closed=closed, **how).estimate
-                    )
-                )
+                yield _measured(captured, layer, map, closed)
+
+
+def _measured(captured: hs.Capture, layer: int, map: MapName, closed: bool) -> Solve:
+    def solve(tol: float, seed: int | None = None) -> hs.Estimate:
+        return captured.measure(layer, map, closed=closed, tol=tol, seed=seed).estimate
+
+    return solve
