@@ -13,6 +13,8 @@ ALL = [
     "long",
     "batch",
     "certify",
+    "inexact",
+    "settle",
     "point",
     "tightness",
     "soundness",

@@ -99,6 +99,13 @@ def orthogonal(n: int, seed: int, batch: int = 1) -> Tensor:
     return torch.linalg.qr(torch.randn(batch, n, n, generator=random, dtype=torch.float64))[0]
 
 
+def beside(fixed: Float[Tensor, " n"], seed: int) -> Tensor:
+    """A random orthogonal matrix, (n, n), whose first column is orthogonal to a given vector."""
+    columns = torch.randn(len(fixed), len(fixed), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    columns[:, 0] -= fixed.double() * (fixed.double() @ columns[:, 0]) / fixed.double().square().sum()
+    return torch.linalg.qr(columns)[0]
+
+
 def rotated(values: Tensor, rows: int, cols: int, seed: int, batch: int = 1, dtype: torch.dtype = torch.float64) -> Matrix:
     """Matrices with these singular values between random bases, (batch, rows, cols)."""
     count = min(rows, cols)

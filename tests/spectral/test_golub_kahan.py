@@ -9,7 +9,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.maps import Operator
 from howsmooth.spectral import GolubKahan, Solution, golub_kahan
-from problems.spectra import SPECTRA, Diagonal, Matrix, attention, norm_of, orthogonal, rotated, shuffled, spectrum
+from problems.spectra import SPECTRA, Diagonal, Matrix, attention, beside, norm_of, orthogonal, rotated, shuffled, spectrum
 
 NOISE = 32 * torch.finfo(torch.float64).eps
 
@@ -100,18 +100,33 @@ def random_layer(seed: int) -> tuple[hs.Attention, Tensor]:
 
 
 @pytest.mark.slow
-def test_default_settings_on_random_layers():
-    """float32 tokens, default `tol`, 200 layers. The interval always holds; `value` is within `tol` in all but 1 % of them."""
+def test_settled_values_of_random_layers():
+    """float32 tokens, 300 layers. The interval always holds; `value` is within `tol` in all but one."""
     missed = []
-    for seed in range(200):
+    for seed in range(300):
         layer, x = random_layer(seed)
-        est = hs.lipschitz(layer, x, solver=GolubKahan())
         truth = norm_of(layer.to(torch.float64), x)
-        assert est.lower <= truth * (1 + NOISE), seed
-        assert est.upper >= truth, seed
-        if est.value < truth * (1 - 1e-3):
-            missed.append((seed, est.value / truth))
-    assert len(missed) <= 2, missed
+        for tol in (1e-3, 1e-2):
+            est = hs.lipschitz(layer, x, tol=tol, solver=GolubKahan())
+            assert est.lower <= truth * (1 + NOISE), seed
+            assert est.upper >= truth, seed
+            if est.value < truth * (1 - tol):
+                missed.append((seed, tol, est.value / truth))
+    assert len(missed) <= 1, missed
+
+
+@pytest.mark.parametrize("ratio", [1.002, 1.005, 1.02, 1.06, 1.17])
+@pytest.mark.parametrize("tol", [1e-3, 1e-2])
+def test_values_that_hide_from_a_fixed_start(ratio: float, tol: float):
+    """Uniform attention, whose constant is `‖V‖`; the top input of `V` is orthogonal to what seed 0 drew for guesses once."""
+    d = 32
+    fixed = torch.randn(d, generator=torch.Generator().manual_seed(0))
+    for case in range(4):
+        sigma = torch.cat([torch.tensor([ratio]), torch.linspace(1, 0.1, d - 1)]).double()
+        V = orthogonal(d, case)[0] * sigma @ beside(fixed, case + 10).mT
+        x = torch.randn(40, d, generator=torch.Generator().manual_seed(case))
+        est = hs.lipschitz(hs.Attention.from_matrices(torch.zeros(d, d), V.float()), x, tol=tol, solver=GolubKahan())
+        assert est.value == pytest.approx(ratio, rel=tol)
 
 
 @pytest.mark.parametrize("gain", [1e2, 1e4, 1e6])

@@ -94,7 +94,12 @@ class SoftmaxAttention(ABC):
     @property
     def noise(self) -> float:
         """Relative error of a product: rounding, and what it makes of logits, where one unit in s moves `P` by s units."""
-        return torch.finfo(self.output.dtype).eps * (32 + self.largest_logit)
+        return torch.finfo(self.output.dtype).eps * (32 + self.largest_logit + self.lifted)
+
+    @property
+    def lifted(self) -> float:
+        """How far a bias lifts or lowers the largest logit of a row: its digits are lost before it is taken off again."""
+        return 0.0
 
     @property
     def coarse(self) -> bool:

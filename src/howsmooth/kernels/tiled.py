@@ -134,6 +134,10 @@ class Tiled(SoftmaxAttention):
     def output(self) -> Outputs:
         return self.o.unflatten(0, self.shape[:2])
 
+    @property
+    def lifted(self) -> float:
+        return 0.0 if self.scores.mask.bias is None else float(self.largest.abs().max())
+
     def tiled(self) -> "Tiled":
         return self
 

@@ -27,16 +27,21 @@ _MARGIN = 0.97  # chosen: 3 % of `certify` is room for the rounding that widens 
 
 
 class _Doubt(NamedTuple):
-    """A run has settled when a value `reach · tol` larger would have needed a start of probability `risk`."""
+    """A run has settled when a value larger by a share `past(tol)` would have needed a start of probability `risk`."""
 
     reach: float
+    most: float
     risk: float
+
+    def past(self, tol: float) -> float:
+        """`reach · tol`, but no more than `most` or `tol`: what is hidden below it may be that far off."""
+        return min(self.reach * tol, max(self.most, tol))
 
 
 # Chosen by experiment, so that `value` is within `tol` of the norm on all but one of a thousand layers (benchmarks: settle).
-_FORESEEN = _Doubt(20, 0.3)  # the top direction is the one that was guessed
-_APART = _Doubt(10, 0.1)  # the top Ritz value stands alone
-_OTHERWISE = _Doubt(1, 0.05)
+_FORESEEN = _Doubt(20, 0.02, 0.3)  # the top direction is the one that was guessed
+_APART = _Doubt(20, 0.02, 0.1)  # the top Ritz value stands alone
+_OTHERWISE = _Doubt(3, 0.01, 0.05)
 _ALONE = 0.2  # gap to the next Ritz value, as a share of the top one
 _SHARE = 0.25  # entry of the top Ritz vector along the start
 
@@ -241,7 +246,7 @@ class _Run:
         kinds = [(foreseen, _FORESEEN), (alone, _APART), (torch.ones_like(alone), _OTHERWISE)]
         settled = torch.zeros_like(close)
         for kind, doubt in kinds:
-            shown = certificate.log_growth(theta * (1 + doubt.reach * self.tol) ** 2, ritz, beta) >= self._rarity(doubt.risk)
+            shown = certificate.log_growth(theta * (1 + doubt.past(self.tol)) ** 2, ritz, beta) >= self._rarity(doubt.risk)
             settled |= kind & shown
         return close & settled
 

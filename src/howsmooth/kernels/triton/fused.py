@@ -155,7 +155,7 @@ class Fused(SoftmaxAttention):
         """The relative error of products, measured against float64 on a sample of rows; of strict ones, float32's."""
         if self.precision == "strict":
             # sums on the chip are cut short, not rounded
-            return torch.finfo(torch.float32).eps * (128 + 2 * self.largest_logit)
+            return torch.finfo(torch.float32).eps * (128 + 2 * self.largest_logit + self.lifted)
         random = torch.Generator(self._o.device).manual_seed(0)
         tangent = [
             torch.randn(1, *t.shape, generator=random, device=t.device) * t.float().square().mean().sqrt() for t in self.inputs
@@ -194,6 +194,13 @@ class Fused(SoftmaxAttention):
             at = (t.double() for t in (q[:, group, rows], k[:, own], v[:, own]))
             along = (t.double()[None] for t in (dq[:, group, rows], dk[:, own], dv[:, own]))
             yield group, Blocked(*at, scores).jvp(*along)[0]
+
+    @property
+    def lifted(self) -> float:
+        """Read off the logarithms of the rows' sums, which are to base 2 and infinite where nothing is seen."""
+        if self.scores.mask.bias is None:
+            return 0.0
+        return math.log(2) * float(self._lse.masked_fill(~self._lse.isfinite(), 0.0).abs().max())
 
     def attention_received(self):
         batch, heads, kv_heads, n, m, _, _ = self._shape
