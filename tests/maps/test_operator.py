@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from checks import assert_close, check_batch_equals_loop, check_operator
 from howsmooth.errors import BadInputError
-from howsmooth.maps import AutodiffJacobian, Composed, Operator, Weighted, inner
-from howsmooth.maps.operator import Selected
+from howsmooth.maps import Attention, AutodiffJacobian, Composed, Operator, Weighted, inner
+from howsmooth.maps.operator import Restricted, Selected
 from problems.layers import gaussian
 from problems.spectra import Matrix
 
@@ -139,3 +139,15 @@ def test_inner(batch, count, shape):
     a, b = gaussian(count, batch, *(shape or (1,)), seed=1), gaussian(count, batch, *(shape or (1,)), seed=2)
     truth = torch.einsum("pbi,qbi->bpq", a.flatten(2), b.flatten(2))
     assert_close(inner(a, b), truth, scale=float(a.norm() * b.norm()))
+
+
+def test_restricted_operators_are_columns_and_keep_their_order():
+    layer = Attention(*torch.randn(4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), heads=2)
+    x = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    _, J = layer.linearize(x)
+    tokens = (0, 2, 3)
+    op = Restricted(J, tokens)
+    check_operator(op, J.dense().unflatten(2, (5, 6))[:, :, list(tokens)].flatten(2), growth=10)
+    v = torch.randn(2, 3, 6, dtype=torch.float64)
+    assert torch.equal(op.spread(v)[:, list(tokens)], v)
+    assert not op.spread(v)[:, [1, 4]].any()
