@@ -17,7 +17,6 @@ CHECKED = [
     "howsmooth.maps.operator",
     "howsmooth.maps.jacobian",
     "howsmooth.spectral.certificate",
-    "howsmooth.spectral.golub_kahan",
 ]
 
 install_import_hook(CHECKED, "beartype.beartype")

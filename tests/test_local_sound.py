@@ -135,8 +135,8 @@ def test_fused_kernels_count_a_bias_too():
         plain, lifted = (
             Fused(q, k, v, Scores(0.25, None, Mask(bias=bias)), precision) for bias in (None, torch.full((1, 1, 16, 16), 1e5))
         )
-        assert plain.noise < 0.01
-        assert lifted.noise > 0.01
+        assert plain.noise < 1e-3
+        assert lifted.noise > 1e-3
 
 
 @pytest.mark.parametrize("build", [_weighted, _module, _attention])
@@ -183,9 +183,8 @@ def test_maps_built_against_a_start_that_is_known(certify: float | None):
 def test_seeds_are_whole_numbers():
     layer, x = attention(40, 8, seed=1, dtype=torch.float32)
     assert hs.lipschitz(layer, x, seed=7).seed == 7
-    assert hs.lipschitz(layer, x, seed=-1).seed == -1
-    assert hs.lipschitz(layer, x, seed=2**70).seed == 2**70
-    for wrong in (1.5, "1", True, [1], np.int64(7), np.uint8(3)):
+    assert hs.lipschitz(layer, x, seed=np.int64(7)).seed == 7  # pyright: ignore[reportArgumentType]
+    for wrong in (1.5, "1", True, [1], -1, 2**70):
         with pytest.raises(BadInputError, match=r"^expected .* got "):
             hs.lipschitz(layer, x, seed=wrong)  # pyright: ignore[reportArgumentType]
 

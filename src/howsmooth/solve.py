@@ -55,7 +55,8 @@ class Options:
             checked["seed"] = seed_of(self.seed)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if self.solver is not None and (isinstance(self.solver, type) or not callable(getattr(self.solver, "solve", None))):
+        solves = callable(getattr(self.solver, "solve", None)) and not isinstance(self.solver, type | Tensor)
+        if self.solver is not None and not solves:
             raise BadInputError(f"expected GolubKahan(...) or DenseSVD() as solver, got {shown(self.solver)}; or leave it out")
 
     def resolved_by(self, operator: Operator) -> bool:
@@ -142,10 +143,10 @@ class _Problem(NamedTuple):
 def _mark(x: Tensor, y: Tensor) -> int:
     """A number made of an input, to the bit, and of an output, roughly, so that a batch and a loop find the same one."""
     flat = x.detach().flatten()
-    exact = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu().numpy().tobytes()
+    exact = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu().resolve_neg().numpy().tobytes()
     parts = y.detach().flatten().tensor_split(8)
     sizes = torch.stack([p.double().square().mean() if p.numel() else y.new_zeros((), dtype=torch.float64) for p in parts])
-    rough = [round(math.log2(size)) if size > 0 else None for size in sizes.tolist()]
+    rough = [round(math.log2(size)) if 0 < size < math.inf else size for size in sizes.tolist()]
     mark = hashlib.blake2b(exact + repr(rough).encode(), digest_size=6)
     return int.from_bytes(mark.digest(), "big")
 

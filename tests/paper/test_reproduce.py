@@ -109,7 +109,7 @@ TINY: dict[str, tuple[Any, tuple[str, ...], bool]] = {
     "llama": (
         {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
         ("masked",),
-        False,
+        True,
     ),
     "gpt2": ({"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}, ("masked",), True),
 }

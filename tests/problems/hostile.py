@@ -150,7 +150,7 @@ def stretched(value: Any, choose: random.Random) -> Any:
     if isinstance(value, bool):
         return choose.choice((True, False, np.True_, np.False_))
     if isinstance(value, int):
-        return choose.choice((np.int64(value), np.uint8(value), value + 1, value + 2))
+        return choose.choice((np.int64(value), np.uint16(value), value + 1, value + 2))
     if isinstance(value, float):
         return choose.choice((np.float32, np.float64, float))(value * 10 ** choose.uniform(-3, 3))
     if isinstance(value, list) and all(isinstance(v, int) for v in value):

@@ -92,7 +92,7 @@ def test_large_jacobians_go_through_the_solver():
     x = Ball(4.0).sample(2, 20, 20, torch.Generator().manual_seed(0))
     pairs = top_pairs(f, x, None, 0)
     exact = hs.lipschitz_batch(f, x, solver=hs.DenseSVD())
-    assert torch.allclose(pairs.value, exact.value, rtol=2e-3)
+    assert torch.allclose(pairs.value, exact.value, rtol=5e-3)
     warm = top_pairs(f, x, pairs.right[0], 0)
     assert bool((warm.value >= pairs.value * (1 - 1e-3)).all())
     assert bool((warm.value <= exact.value * (1 + 1e-12)).all())
