@@ -9,8 +9,11 @@ import sys
 def main() -> None:
     """Import the command line, then run it."""
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell may have it ignored
-    if heard:
-        signal.signal(signal.SIGINT, _stop)
+    try:
+        if heard:
+            signal.signal(signal.SIGINT, _stop)
+    except KeyboardInterrupt:
+        _stop()
     from howsmooth.cli import main as start
 
     if heard:
