@@ -22,7 +22,7 @@ Kind = Literal["input", "linear", "pointwise", "product", "matrix product", "sof
 _LINEAR = {
     "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "expand", "slice", "select", "unsqueeze",
     "squeeze", "clone", "alias", "detach", "cat", "stack", "split", "split_with_sizes", "unbind", "chunk", "add", "sub", "rsub",
-    "neg", "sum", "mean", "index", "index_select", "gather", "where", "masked_fill", "_to_copy", "constant_pad_nd", "copy",
+    "neg", "scaled add", "sum", "mean", "index", "index_select", "gather", "where", "masked_fill", "_to_copy", "constant_pad_nd", "copy",
     "lift_fresh", "roll", "flip", "contiguous", "unfold", "as_strided", "narrow", "positive", "flatten",
 }  # fmt: skip
 _MATRIX = {"mm", "addmm", "bmm", "baddbmm", "matmul", "mv", "dot"}
@@ -53,6 +53,7 @@ class Node:
     axis: int = -1  # of a softmax
     opaque: Any = None  # a layer that is taken whole
     alike: bool = False  # the same on every entry, with numbers for constants
+    constant: Any = None  # of a linear node of one input: the matrix on its right, or what it is multiplied by
 
 
 @final
@@ -100,12 +101,17 @@ class Graph:
 
 
 @torch.no_grad()
-def record(f: Callable[[Tensor], Tensor], x: Tensor, watch: "Recorder | None" = None) -> Graph:
+def record(
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    recorder: "Recorder | None" = None,
+    truth: Callable[[Tensor], Tensor] | None = None,
+) -> Graph:
     """The operations that `f` makes of `x`, in the precision of `x`; refused where they do not say what `f` does.
 
-    watch: a recorder that the caller tells of layers which are to be taken whole.
+    recorder: one that `f` tells of layers which are to be taken whole.  truth: what the graph must agree with, `f` by default.
     """
-    recorder = Recorder() if watch is None else watch
+    recorder = Recorder() if recorder is None else recorder
     with sdpa_kernel(SDPBackend.MATH):
         with recorder:
             start = recorder.start(x)
@@ -114,7 +120,7 @@ def record(f: Callable[[Tensor], Tensor], x: Tensor, watch: "Recorder | None" = 
         if out is None:
             raise BadFunctionError("expected an output that depends on x, got one that does not; look for detach or numpy")
         graph = _pruned(_joined(Graph(tuple(recorder.nodes), out)))
-        _check(graph, f, x)
+        _check(graph, truth or f, x)
     return graph
 
 
@@ -138,7 +144,6 @@ class Recorder(TorchDispatchMode):
         self.nodes: list[Node] = []
         self.known: dict[int, int] = {}  # tensors that depend on the input, by identity
         self._alive: list[Any] = []  # so that no identity is used twice
-        self._silent = 0
 
     def start(self, x: Tensor) -> Tensor:
         start = x.clone()
@@ -188,7 +193,8 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, inputs: tuple[int, ...], run: Callable[..., Any], out: Any) -> None:
         name = func._schema.name.split("::")[-1].rstrip("_") or func._schema.name
-        kind = _kind(name, args, inputs, self.nodes)
+        name = "scaled add" if kwargs.get("alpha", 1) != 1 else name
+        kind = _kind(name, args, inputs)
         if name == "native_layer_norm":
             self._layer_norm(args, inputs, out)
             return
@@ -208,7 +214,8 @@ class Recorder(TorchDispatchMode):
         shape = tuple(out.shape)
         alike = name in _SPELLED and numbers and all(self.nodes[j].shape == shape for j in inputs)
         scalar = known_scalar(run) if kind == "pointwise" and alike else None
-        self.nodes.append(Node(kind, name, inputs, run, shape, axis=axis, scalar=scalar, alike=alike))
+        constant = _constant(name, args) if kind == "linear" else None
+        self.nodes.append(Node(kind, name, inputs, run, shape, axis=axis, scalar=scalar, alike=alike, constant=constant))
         self._note(out, len(self.nodes) - 1)
 
     def _layer_norm(self, args: Any, inputs: tuple[int, ...], out: Any) -> None:
@@ -223,10 +230,22 @@ class Recorder(TorchDispatchMode):
             Node("norm", "layer_norm", inputs, _normalised(True, eps), tuple(out[0].shape), eps=float(eps), centred=True)
         )
         if weight is not None:
-            self.nodes.append(_after("mul", len(self.nodes) - 1, lambda t, w=weight: t * w, out[0]))
+            node = _after("mul", len(self.nodes) - 1, lambda t, w=weight: t * w, out[0])
+            self.nodes.append(replace(node, constant=weight))
         if bias is not None:
             self.nodes.append(_after("add", len(self.nodes) - 1, lambda t, b=bias: t + b, out[0]))
         self._note(out[0], len(self.nodes) - 1)
+
+
+def _constant(name: str, args: Any) -> Any:
+    """The matrix on the right of rows that depend on the input, or the factor of every entry."""
+    if name in ("mm", "addmm") and isinstance(args[-2], Ref) and not any(isinstance(a, Ref) for a in (*args[:-2], args[-1])):
+        return args[-1]
+    if name == "mul":
+        return args[1] if isinstance(args[0], Ref) else args[0]
+    if name == "div" and isinstance(args[0], Ref):
+        return 1 / args[1]
+    return None
 
 
 def _after(name: str, source: int, run: Callable[[Tensor], Tensor], like: Tensor) -> Node:
@@ -255,16 +274,14 @@ def _functional(func: Any) -> Callable[..., Any]:
     return overload
 
 
-def _kind(name: str, args: Any, inputs: tuple[int, ...], nodes: list[Node]) -> Kind:
+def _kind(name: str, args: Any, inputs: tuple[int, ...]) -> Kind:
     """What an operation is in those of its arguments that depend on the input."""
     if name in _LINEAR:
-        free = [isinstance(a, Ref) for a in args[1:]]
-        fixed = name in ("index", "index_select", "gather", "where", "masked_fill")
-        moves = name in ("where", "masked_fill") and isinstance(args[0 if name == "where" else 1], Ref)
-        return "unknown" if moves or (fixed and name not in ("where",) and any(free)) else "linear"
+        chosen = {"where": args[:1], "index": args[1:], "index_select": args[2:], "gather": args[2:], "masked_fill": args[1:2]}
+        return "unknown" if any(isinstance(a, Ref) for a in tree_leaves(chosen.get(name, ()))) else "linear"
     if name in ("mul", "div"):
         if len(inputs) == 1:
-            return "linear" if isinstance(args[0], Ref) else "linear" if name == "mul" else "unknown"
+            return "linear" if name == "mul" or isinstance(args[0], Ref) else "unknown"
         return "product" if name == "mul" else "unknown"
     if name in _MATRIX:
         last = [isinstance(a, Ref) for a in args[-2:]]
