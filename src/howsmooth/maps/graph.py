@@ -119,7 +119,7 @@ def record(
         out = recorder.known.get(id(y))
         if out is None:
             raise BadFunctionError("expected an output that depends on x, got one that does not; look for detach or numpy")
-        graph = _pruned(_joined(Graph(tuple(recorder.nodes), out)))
+        graph = pruned(_joined(Graph(tuple(recorder.nodes), out)))
         _check(graph, truth or f, x)
     return graph
 
@@ -388,7 +388,7 @@ def _norm_of(run: Callable[[Tensor], Tensor], d: int) -> tuple[bool, float] | No
     return None
 
 
-def _pruned(graph: Graph) -> Graph:
+def pruned(graph: Graph) -> Graph:
     """Without what the output does not depend on."""
     kept = [i for i, needed in enumerate(graph.reaching()) if needed or i == 0]
     place = {i: k for k, i in enumerate(kept)}

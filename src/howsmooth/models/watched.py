@@ -1,5 +1,6 @@
 """A map of a model as a graph of known pieces: its attention layers whole, everything around them by watching it run."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.tensors import described
 from howsmooth.maps import Attention
 from howsmooth.maps.graph import Graph, Node, Recorder, record
 from howsmooth.models.closed import as_attention
@@ -30,23 +30,60 @@ def watched(sample: Sample, layer: int, map: MapName, head: int | None = None) -
         raise BadInputError(
             f"expected a map of self-attention for a neighbourhood, got {map!r}; measure it at the input, without within"
         )
-    if sample.real is not None:
-        raise BadInputError("expected an input without padding for a neighbourhood, got a padded one; leave the padding out")
+    _check_whole(sample)
     cut = sample.map(layer, map, head)
     x = cut.start.double().cpu()
     if map in ("attention", "heads"):
         attn = as_attention(sample.map(layer))
-        attn = attn if head is None else attn.head(head)
         attn = replace(attn, w_o=None, b_o=None) if map == "heads" else attn
+        attn = attn if head is None else attn.head(head)
         return alone(attn.to("cpu", torch.float64), x), x
-    cut = replace(cut, work=torch.float64, precision="strict")
-    inside = [k for k in cut.trace.layers if map == "model" or k.block is cut.layer.block or k.index == layer]
+    inside = [k for k in cut.trace.layers if map == "model" or k.index == layer]
+    return _record(_precise(cut), inside, _read_off(sample, inside, head), x, exact=head is None), x
+
+
+def to_the_end(sample: Sample, layer: int) -> tuple[Callable[[Tensor], Tensor], Callable[[], Graph], Tensor]:
+    """What a model makes of the tokens that enter one of its layers, (n, d) → rows of its output, in float64, in its own code.
+
+    Also a way to the same as a graph with attention layers taken whole, and the tokens.
+    """
+    _check_whole(sample)
+    sample.check(layer, "model", None)
+    cut = sample.plain(layer, "model")
+    if cut.layer.block.nth:
+        raise BadInputError(
+            f"expected a layer whose block runs once, got layer {layer}, whose block is shared; certify from layer 0"
+        )
+    from_here = replace(cut.trace, layers=cut.trace.layers[layer:])
+    own = _precise(replace(cut, trace=from_here))
+
+    def graph() -> Graph:
+        on_kernels = sample.cut(layer, "model")
+        if on_kernels is None:
+            raise BadInputError("expected a model whose attention can be cut out, got one with its own; certify a shorter input")
+        trace = replace(on_kernels.trace, layers=on_kernels.trace.layers[layer:])
+        inside = list(trace.layers)
+        return _record(_precise(replace(on_kernels, trace=trace)), inside, _read_off(sample, inside, None), own.start.double(), True)
+
+    return lambda t: own.run(t)[0], graph, own.start.double().cpu()
+
+
+def _check_whole(sample: Sample) -> None:
+    if sample.real is not None:
+        raise BadInputError("expected an input without padding for a neighbourhood, got a padded one; leave the padding out")
+    if sample.trace.output.device.type != "cpu":
+        raise BadInputError("expected a model on the CPU for a neighbourhood, got one on a GPU; move it with model.to('cpu')")
+
+
+def _precise(cut: Cut) -> Cut:
+    return replace(cut, work=torch.float64, precision="strict")
+
+
+def _read_off(sample: Sample, inside: list[Layer], head: int | None) -> dict[int, Attention]:
     if any(k.cross is not None or k.context is not None for k in inside):
         raise BadInputError("expected a map without cross-attention for a neighbourhood, got one with it; measure it at the input")
     layers = {k.index: as_attention(sample.map(k.index)).to("cpu", torch.float64) for k in inside}
-    if head is not None:
-        layers = {i: attn.head(head) for i, attn in layers.items()}
-    return _record(cut, inside, layers, x, exact=head is None), x
+    return layers if head is None else {i: attn.head(head) for i, attn in layers.items()}
 
 
 def alone(attn: Attention, x: Tensor) -> Graph:

@@ -6,6 +6,7 @@ a radius then costs a few products of small matrices. Proofs: docs/explanation/a
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -97,17 +98,19 @@ class Expansion:
 
 
 @torch.no_grad()
-def expand(graph: Graph, x: Float[Tensor, "n d"], together: bool) -> Expansion:
+def expand(graph: Graph, x: Float[Tensor, "n d"], together: bool, tokens: Sequence[int] | None = None) -> Expansion:
     """The expansion of a graph at tokens (n, d), float64.
 
-    together: one radius for all tokens (Frobenius), else one for each.
+    together: one radius for all tokens (Frobenius), else one for each.  tokens: the positions that may move, all by default.
     """
-    n, size = x.shape[0], x.numel()
+    free = torch.arange(len(x)) if tokens is None else torch.as_tensor(tokens)
+    n, size = len(free), len(free) * x.shape[1]
     values = graph.values(x)
-    groups = torch.zeros(size, dtype=torch.long) if together else torch.arange(n).repeat_interleave(size // n)
+    groups = torch.zeros(size, dtype=torch.long) if together else torch.arange(n).repeat_interleave(x.shape[1])
     inputs = 1 if together else n
     count, stops = inputs, []
-    columns: list[Tensor | tuple[Tensor, ...] | None] = [torch.eye(size, dtype=x.dtype).reshape(size, *x.shape)]
+    start = torch.eye(x.numel(), dtype=x.dtype).reshape(*x.shape, *x.shape)[free].flatten(0, 1)
+    columns: list[Tensor | tuple[Tensor, ...] | None] = [start]
     room = 0
     last = _last_use(graph)
     for i, node in enumerate(graph.nodes[1 : graph.output + 1], 1):
