@@ -117,9 +117,7 @@ def _powered(k: int) -> Scalar:
 
 
 SCALARS = (
-    Scalar(
-        "relu", torch.relu, lambda x: (x > 0).to(x), torch.zeros_like, swing=1.0, kink=0.0
-    ),
+    Scalar("relu", torch.relu, lambda x: (x > 0).to(x), torch.zeros_like, swing=1.0, kink=0.0),
     Scalar(
         "gelu",
         torch.nn.functional.gelu,

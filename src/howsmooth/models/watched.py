@@ -60,10 +60,14 @@ def to_the_end(sample: Sample, layer: int) -> tuple[Callable[[Tensor], Tensor], 
     def graph() -> Graph:
         on_kernels = sample.cut(layer, "model")
         if on_kernels is None:
-            raise BadInputError("expected a model whose attention can be cut out, got one with its own; certify a shorter input")
+            raise BadInputError(
+                "expected a model whose attention can be cut out, got one with its own; certify a shorter input"
+            )
         trace = replace(on_kernels.trace, layers=on_kernels.trace.layers[layer:])
         inside = list(trace.layers)
-        return _record(_precise(replace(on_kernels, trace=trace)), inside, _read_off(sample, inside, None), own.start.double(), True)
+        return _record(
+            _precise(replace(on_kernels, trace=trace)), inside, _read_off(sample, inside, None), own.start.double(), True
+        )
 
     return lambda t: own.run(t)[0], graph, own.start.double().cpu()
 
@@ -81,7 +85,9 @@ def _precise(cut: Cut) -> Cut:
 
 def _read_off(sample: Sample, inside: list[Layer], head: int | None) -> dict[int, Attention]:
     if any(k.cross is not None or k.context is not None for k in inside):
-        raise BadInputError("expected a map without cross-attention for a neighbourhood, got one with it; measure it at the input")
+        raise BadInputError(
+            "expected a map without cross-attention for a neighbourhood, got one with it; measure it at the input"
+        )
     layers = {k.index: as_attention(sample.map(k.index)).to("cpu", torch.float64) for k in inside}
     return layers if head is None else {i: attn.head(head) for i, attn in layers.items()}
 
@@ -93,7 +99,9 @@ def alone(attn: Attention, x: Tensor) -> Graph:
         return attn.value(t[None])[0]
 
     shape = (len(x), attn.out_width)
-    return Graph((Node("input", "input", (), lambda: None, tuple(x.shape)), Node("opaque", "layer", (0,), run, shape, opaque=attn)), 1)
+    return Graph(
+        (Node("input", "input", (), lambda: None, tuple(x.shape)), Node("opaque", "layer", (0,), run, shape, opaque=attn)), 1
+    )
 
 
 def _record(cut: Cut, inside: list[Layer], layers: dict[int, Attention], x: Tensor, exact: bool) -> Graph:

@@ -86,7 +86,9 @@ def _from_function(f: Any, x: Tensor | None, input: dict[str, Any]) -> _Answered
     if not callable(f):
         raise BadInputError(f"expected a model, a module or a function, got {type(f).__name__}; load one with howsmooth.load")
     if x is None or input:
-        raise BadInputError("expected x for a module or function, got none or other inputs; pass tokens (n, d), or a loaded model")
+        raise BadInputError(
+            "expected x for a module or function, got none or other inputs; pass tokens (n, d), or a loaded model"
+        )
     check_input(x)
     check_finite(x, "input")
     batched = x.ndim == 3
@@ -120,7 +122,9 @@ def _of_answer(a: _Answered, label: int | None, per: Per, free: tuple[int, ...] 
     if len(scores) < 2 or not bool(rows.isfinite().all()):
         raise BadInputError("expected finite scores of two answers or more, got others; return one for each answer")
     given = int(scores.argmax())
-    label = given if label is None else whole(label, f"a label from 0 to {len(scores) - 1}", "there is no other", below=len(scores))
+    label = (
+        given if label is None else whole(label, f"a label from 0 to {len(scores) - 1}", "there is no other", below=len(scores))
+    )
     size, lead = float(a.x.norm(dim=-1).mean()), scores[label] - scores
     order = lead.argsort()
     order = order[order != label]
@@ -161,7 +165,11 @@ def _of_change(a: _Answered, change: float, per: Per, free: tuple[int, ...] | No
     count = len(a.x) if free is None else len(free)
     linear = most / estimate.upper / (math.sqrt(count) if per == "token" else 1.0)
     way = estimate.direction.double()
-    attacked, point = smallest_change(left, a.x, per, free, [2 * most / estimate.value * s * way for s in (1, -1)]) if attack else (math.inf, None)
+    attacked, point = (
+        smallest_change(left, a.x, per, free, [2 * most / estimate.value * s * way for s in (1, -1)])
+        if attack
+        else (math.inf, None)
+    )
     bounds = _bounds(a, per, free, None, a.f)
     found = largest(lambda r: bounds.total(r) <= most, min(attacked, linear))
     reason = "how far the output can move" if found else "some part of the function can move without a bound"

@@ -203,7 +203,7 @@ def check_known(node: Node) -> None:
     if not known and not (node.kind == "opaque" and isinstance(node.opaque, Attention)):
         raise BadFunctionError(
             f"expected attention layers, norms, linear layers, known activations and sums and products of them, got {node.name}; "
-            "measure a map without it, such as map=\"attention\""
+            'measure a map without it, such as map="attention"'
         )
 
 

@@ -40,8 +40,8 @@ def norm_remainder(scale: Tensor, moved: Tensor, d: int, eps: float) -> Tensor:
 
 def softmax_remainder(
     weights: Float[Tensor, "..."], moved: Float[Tensor, "..."], axis: int
-) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """What `P(S + δ) − P(S) − DP δ` stays between, entry by entry (Lemma 2.4).
+) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """What `P(S + δ) − P(S) − DP δ` stays between, entry by entry, and how far `P` itself can move (Lemma 2.4).
 
     moved: bounds `|δ_j|` of logits measured from their mean under `weights`, so that `Σ_j P_j δ_j = 0`.
     """
@@ -57,9 +57,10 @@ def softmax_remainder(
     below = torch.where(any_far, 0.0, shrunk / (shrunk + most).clamp_min(1e-300))
     above = torch.where(weights > 0, torch.maximum(above, weights).clamp_max(1.0), 0.0)
     below = torch.minimum(below, weights)
-    mean = (torch.maximum(above - weights, weights - below) * moved).sum(axis, keepdim=True)
+    apart = torch.maximum(above - weights, weights - below)
+    mean = (apart * moved).sum(axis, keepdim=True)
     spread = (above * moved.square()).sum(axis, keepdim=True)
     high = torch.minimum(0.5 * above * (moved + mean).square(), above - weights + weights * moved)
     low = torch.maximum(-0.5 * above * spread, below - weights - weights * moved)
     tiny = 1e-15 * weights
-    return torch.where(moved.sum(axis, keepdim=True) > 0, low * _UP - tiny, 0.0), high * _UP + tiny
+    return low * _UP - tiny, high * _UP + tiny, apart * _UP + tiny

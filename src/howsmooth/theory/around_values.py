@@ -19,6 +19,7 @@ from howsmooth.maps.graph import Graph, Node
 from howsmooth.theory.around_pieces import norm_remainder, softmax_remainder
 
 _UP = 1 + 1e-9  # rounding of sums of positive numbers
+_SHAPES = {"view", "_unsafe_view", "reshape", "expand", "clone", "alias", "detach", "_to_copy", "unsqueeze", "squeeze"}
 _MOST = 2**27  # entries of all derivatives together: a gigabyte
 
 
@@ -46,12 +47,13 @@ class _Stop:
     """
 
     node: Node
+    index: int
     at: tuple[Tensor, ...]
     sizes: tuple[Tensor, ...]
     leads: tuple[Tensor, ...]
     columns: slice
     groups: slice
-    rows: bool  # a matrix product of weights and values: one group for every row it gives
+    weights: int | None  # of a matrix product of weights and values, the softmax that gave them: one group for every row
 
 
 @final
@@ -73,8 +75,9 @@ class Expansion:
         rho = radii.new_zeros(self.count)
         rho[: self.inputs] = radii
         offset = radii.new_zeros(len(self.lead))
+        apart: dict[int, Tensor] = {}  # how far the weights of every softmax can move
         for stop in self.stops:
-            length, centre = _remainder(stop, rho, offset)
+            length, centre = _remainder(stop, rho, offset, apart)
             rho[stop.groups] = torch.nan_to_num(length, nan=math.inf).flatten()
             if centre is not None:
                 offset[stop.columns] = torch.nan_to_num(centre, nan=0.0).flatten()
@@ -120,21 +123,22 @@ def expand(graph: Graph, x: Float[Tensor, "n d"], together: bool, tokens: Sequen
             columns.append(_pushed(node, at, entering))
         else:
             wide = [_widened(c, len(groups)) for c in entering if isinstance(c, Tensor)]
-            rows = node.kind == "matrix product" and _weights(graph, node.inputs[0])
+            weights = _weights(graph, node.inputs[0]) if node.kind == "matrix product" else None
             out = values[i]
-            own = _own_groups(node, out, rows)
-            quantities = _quantities(node, at, wide, out, Groups(groups, count), rows)
+            own = _own_groups(node, out, weights is not None)
+            quantities = _quantities(node, wide, out, Groups(groups, count), weights is not None)
             start = len(groups)
             groups = torch.cat([groups, count + own.of])
             stops.append(
                 _Stop(
                     node,
+                    i,
                     (*at, out),
                     tuple(q[0] for q in quantities),
                     tuple(q[1] for q in quantities),
                     slice(start, len(groups)),
                     slice(count, count + own.count),
-                    rows,
+                    weights,
                 )
             )
             count += own.count
@@ -191,11 +195,14 @@ def _widened(c: Tensor, count: int) -> Tensor:
     return c if len(c) == count else torch.cat([c, c.new_zeros(count - len(c), *c.shape[1:])])
 
 
-def _weights(graph: Graph, i: int) -> bool:
-    """Whether a node is a softmax seen through linear operations of one input."""
-    while graph.nodes[i].kind == "linear" and len(graph.nodes[i].inputs) == 1:
+def _weights(graph: Graph, i: int) -> int | None:
+    """The softmax that a node is, entry by entry in its order, if it is one."""
+    while graph.nodes[i].kind == "linear" and graph.nodes[i].name in _SHAPES and len(graph.nodes[i].inputs) == 1:
+        before = graph.nodes[graph.nodes[i].inputs[0]].shape
+        if math.prod(before) != math.prod(graph.nodes[i].shape):
+            return None
         i = graph.nodes[i].inputs[0]
-    return graph.nodes[i].kind == "softmax"
+    return i if graph.nodes[i].kind == "softmax" else None
 
 
 def _own_groups(node: Node, out: Tensor, rows: bool) -> Groups:
@@ -226,9 +233,7 @@ def _tangent(node: Node, at: tuple[Tensor, ...], out: Tensor, c: list[Tensor]) -
     )
 
 
-def _quantities(
-    node: Node, at: tuple[Tensor, ...], c: list[Tensor], out: Tensor, groups: Groups, rows: bool
-) -> list[tuple[Tensor, Tensor]]:
+def _quantities(node: Node, c: list[Tensor], out: Tensor, groups: Groups, rows: bool) -> list[tuple[Tensor, Tensor]]:
     """What a remainder asks for, each as sizes by group, (…, groups), and as signed columns."""
     if node.kind == "norm":
         moved = c[0] - c[0].mean(-1, keepdim=True) if node.centred else c[0]
@@ -269,7 +274,7 @@ def _operator_sizes(c: Float[Tensor, "columns *rows d"], groups: Groups) -> Floa
     return sizes.sqrt_().mul_(_UP).T.reshape(*c.shape[1:-1], groups.count)
 
 
-def _remainder(stop: _Stop, rho: Tensor, offset: Tensor) -> tuple[Tensor, Tensor | None]:
+def _remainder(stop: _Stop, rho: Tensor, offset: Tensor, apart: dict[int, Tensor]) -> tuple[Tensor, Tensor | None]:
     """What a node adds beyond first order: the length of its groups, and where entries lie."""
     node = stop.node
     sizes = []
@@ -287,10 +292,11 @@ def _remainder(stop: _Stop, rho: Tensor, offset: Tensor) -> tuple[Tensor, Tensor
         scale = (u.square().mean(-1) + node.eps).sqrt()
         return norm_remainder(scale, sizes[0], u.shape[-1], node.eps), None
     if node.kind == "softmax":
-        low, high = softmax_remainder(stop.at[1], sizes[0], node.axis)
+        low, high, apart[stop.index] = softmax_remainder(stop.at[1], sizes[0], node.axis)
         return 0.5 * (high - low), 0.5 * (high + low)
     if node.kind == "product":
         return sizes[0] * sizes[1], None
-    if stop.rows:
-        return (sizes[0] * sizes[1].unsqueeze(-2)).sum(-1), None
+    if stop.weights is not None:
+        left = torch.minimum(sizes[0], apart[stop.weights].reshape(sizes[0].shape))
+        return (left * sizes[1].unsqueeze(-2)).sum(-1), None
     return sizes[0].unsqueeze(-1) * sizes[1].unsqueeze(-2), None
