@@ -4,7 +4,6 @@ Numbers such as 6.1 are those of docs/explanation/around.md.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
-from howsmooth.settings import choice, items, number, whole
+from howsmooth.settings import Positions, choice, moving, number
 from howsmooth.theory.around_deflate import Effort, curves, deflated, top_pairs
 from howsmooth.theory.around_jets import ROUNDED, Centre, Parts, parts
 from howsmooth.theory.around_linear import linear_parts, matrix_norm
@@ -49,9 +48,7 @@ class Neighbourhood:
             raise BadInputError(f"expected a total of at least 0, got {self.total}; leave it out for none")
 
     @classmethod
-    def of(
-        cls, x: Float[Tensor, "n d"], within: float, per: str = "token", tokens: Iterable[int] | None = None
-    ) -> "Neighbourhood":
+    def of(cls, x: Float[Tensor, "n d"], within: float, per: str = "token", tokens: Positions | None = None) -> "Neighbourhood":
         """All inputs within a distance of `x`: of every token (`per="token"`), or of all tokens together (`"sequence"`).
 
         tokens: positions that may move; all by default.
@@ -63,7 +60,7 @@ class Neighbourhood:
         radii = torch.full((len(x),), r, dtype=torch.float64, device=x.device)
         if tokens is not None:
             held = torch.ones(len(x), dtype=torch.bool, device=x.device)
-            held[list(positions(tokens, len(x)))] = False
+            held[list(moving(tokens, len(x)))] = False
             radii[held] = 0.0
         return cls(x, radii, r if per == "sequence" else None)
 
@@ -77,16 +74,6 @@ class Neighbourhood:
         """The largest `‖Y − X‖_F`."""
         apart = float(lengths(self.radii)) * (1 + ROUNDED)
         return apart if self.total is None else min(apart, self.total)
-
-
-def positions(tokens: Iterable[int], n: int) -> tuple[int, ...]:
-    """Positions among `n` tokens, checked, in order, each once."""
-    fix = "count them from 0"
-    expected = f"positions of tokens from 0 to {n - 1}"
-    found = tuple(sorted({whole(t, expected, fix, below=n) for t in items(tokens, expected, fix)}))
-    if not found:
-        raise BadInputError(f"expected {expected}, got none; leave tokens out where all may move")
-    return found
 
 
 @final
@@ -112,12 +99,18 @@ def bound_around(
     f: object, neighbourhood: Neighbourhood, *, tokens: tuple[int, ...] | None = None, delta: float = 1e-6, seed: int = 0
 ) -> Around:
     """Bounds on a map whose structure is known; others are refused. Arguments as for `around_attention`."""
-    if isinstance(f, Attention):
-        return around_attention(f, neighbourhood, tokens=tokens, delta=delta, seed=seed)
-    raise BadInputError(
-        f"expected an Attention layer for a bound around an input, got {type(f).__name__}, whose structure is not known; "
-        "worst_case(f, over=BallAround(x, r)) searches near an input, lipschitz(f, x) measures at it"
-    )
+    check_structure(f)
+    assert isinstance(f, Attention)
+    return around_attention(f, neighbourhood, tokens=tokens, delta=delta, seed=seed)
+
+
+def check_structure(f: object) -> None:
+    """Refuse maps that no bound around an input is known for."""
+    if not isinstance(f, Attention):
+        raise BadInputError(
+            f"expected an Attention layer for a bound around an input, got {type(f).__name__}, whose structure is not known; "
+            "worst_case(f, over=BallAround(x, r)) searches near an input, lipschitz(f, x) measures at it"
+        )
 
 
 @torch.no_grad()
