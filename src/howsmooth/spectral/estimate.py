@@ -47,8 +47,8 @@ class Estimate:
     still hold).
     direction: the input direction that is stretched most, the shape of one input.  steps: products with `J` and with `Jᵀ`.
     note: what happened, in a sentence.
-    point: where `lower` is attained, for the largest constant over a neighbourhood; nothing at an input.  around: what the upper
-    end over a neighbourhood is made of.
+    point: where `lower` is attained, for the largest constant over a neighbourhood; nothing at an input.  around: what the
+    upper end over a neighbourhood is made of.
     split: of a measure, whether the largest stretch takes splitting an atom: half of it moves along its row of `direction`,
     half against it, and all other rows are zero.
     """
@@ -85,9 +85,8 @@ class Estimate:
     def note(self) -> str:
         """What happened, and which argument changes it."""
         if self.point is not None:
-            return (
-                f"The lower end is attained inside; the upper end is {self.around or 'that at the input'}. {self._search_note}"
-            )
+            upper = self.around or "that at the input"
+            return f"The lower end is attained at point; the upper end is made of {upper}. {self._search_note}"
         if self.status == "dense":
             return "The Jacobian was formed and decomposed, so both ends are exact to rounding."
         asked = "tol" if self.certify is None else "certify"
@@ -110,9 +109,7 @@ class Estimate:
             return f"The interval is {self.width:.2g} wide relative to its lower end, as narrow as was asked."
         if self.status == "converged":
             return "The search for the lower end has settled."
-        return (
-            "The search for the lower end stopped while it still gained, or began at a run that had not settled: raise steps."
-        )
+        return "The search for the lower end stopped while it still gained; raise steps."
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON; the direction and the point are left out."""

@@ -5,6 +5,7 @@ Numbers such as 6.1 are those of docs/explanation/around.md.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, final
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.settings import Positions, choice, moving, number
-from howsmooth.theory.around_deflate import Effort, curves, deflated, top_pairs
+from howsmooth.theory.around_deflate import Curves, Effort, Pairs, curves, deflated, top_pairs
 from howsmooth.theory.around_jets import ROUNDED, Centre, Parts, parts
 from howsmooth.theory.around_linear import linear_parts, matrix_norm
-from howsmooth.theory.ball import LARGEST, ball_bounds
+from howsmooth.theory.ball import LARGEST, rows_over_ball
 from howsmooth.theory.bound import lengths, no_nan
+from howsmooth.theory.constants import Constants, constants
 from howsmooth.theory.point import one_sequence
 
 _MOST = 2**26  # attention weights: about twenty arrays of so many numbers are held at once
@@ -113,7 +115,6 @@ def check_structure(f: object) -> None:
         )
 
 
-@torch.no_grad()
 def around_attention(
     layer: Attention,
     neighbourhood: Neighbourhood,
@@ -122,49 +123,99 @@ def around_attention(
     delta: float = 1e-6,
     seed: int = 0,
 ) -> Around:
-    """Bounds on an attention layer over a neighbourhood; `D_Y f` by the tokens in `tokens` alone, all by default.
+    """Bounds on an attention layer over a neighbourhood, `AroundAttention` for one."""
+    return AroundAttention(layer, neighbourhood.point, tokens=tokens, delta=delta, seed=seed).within(neighbourhood)
 
-    The smallest of four: the top pairs at the centre treated apart (6.9), the norm at the centre and how far the Jacobian can
-    move from it (6.6), the norms of its parts anywhere in the neighbourhood (6.7), and the best bound over the ball that holds
-    it (docs/bounds.md). All work is done in float64, and every result is raised by a relative 1e-9 for its rounding.
 
-    delta: probability that one of the upper ends at the centre fails.  seed: of their random starts.
+@final
+class AroundAttention:
+    """Bounds on an attention layer around an input, for neighbourhoods of any size: what is known of the input is made once.
+
+    The slope is the smallest of four: the top pairs at the centre treated apart (6.9), the norm at the centre and how far the
+    Jacobian can move from it (6.6), the norms of its parts anywhere in the neighbourhood (6.7), and the best bound over the
+    ball that holds it (docs/bounds.md). All work is done in float64, and every result is raised by a relative 1e-9 for its
+    rounding.
+
+    x: the input, (n, d).  tokens: those by which `D_Y f` is taken, all by default.  delta: probability that one of the upper
+    ends at the centre fails, all neighbourhoods together.  seed: of their random starts.
     """
-    layer = layer.to(dtype=torch.float64)
-    x, r = neighbourhood.point, neighbourhood.radii
-    columns = torch.arange(len(x), device=x.device) if tokens is None else torch.as_tensor(tokens, device=x.device)
-    ball = _ball(layer, len(x), neighbourhood.reach)
-    if layer.heads * len(x) ** 2 > _MOST:
-        return _from_ball(ball, neighbourhood, f"more than {_MOST} attention weights: only the bound over a ball is made")
-    centre = Centre.of(layer, x)
-    effort = Effort.of(x.numel())
-    pairs = top_pairs(centre.operator, tokens, effort.pairs, delta / 2, seed)
-    upper = min(pairs.norm, ball)
-    found = parts(centre, r)
-    change = _combined(centre, columns, _moving(centre, found, r, columns))
-    anywhere = _combined(centre, columns, _anywhere(centre, found, r, columns), stochastic=True)
-    apart = math.inf
-    if float(r.max()) > 0 and change < _FAR * upper:
-        known = curves(centre, pairs, effort, delta / 2, seed)
-        area = r, neighbourhood.far, neighbourhood.total is not None
-        apart = deflated(centre, found, area, pairs, known, columns, change)
-    slope, reason = min(
-        (apart, "the top singular pairs at the input, and how far the Jacobian can move along and beside them"),
-        (upper + change, "the norm at the input, and how far the Jacobian can move from it"),
-        (anywhere, "the norms of the Jacobian's parts anywhere in the neighbourhood"),
-        (ball, "the best bound over the ball that holds the neighbourhood"),
-    )
-    if not slope < math.inf:
-        reason = "no bound is finite: logits can move further in this neighbourhood than float64 can follow"
-    confidence = 1.0 if slope in (anywhere, ball) else 1 - delta
-    if not float(r.max()) > 0:
-        slope, change, confidence = upper, 0.0, 1 - delta
-    change = min(change, upper + slope)
-    moved, total = _moved(centre, found, slope, neighbourhood, whole=tokens is None)
-    return Around(slope, change, moved, total, reason, upper, confidence)
+
+    def __init__(
+        self,
+        layer: Attention,
+        x: Float[Tensor, "n d"],
+        *,
+        tokens: tuple[int, ...] | None = None,
+        delta: float = 1e-6,
+        seed: int = 0,
+    ):
+        self.layer, self.point, self.tokens = layer.to(x.device, torch.float64), x.double(), tokens
+        self._delta, self._seed, self._effort = delta, seed, Effort.of(x.numel())
+        self._columns = torch.arange(len(x), device=x.device) if tokens is None else torch.as_tensor(tokens, device=x.device)
+
+    @cached_property
+    def _centre(self) -> Centre:
+        return Centre.of(self.layer, self.point)
+
+    @cached_property
+    def _pairs(self) -> Pairs:
+        return top_pairs(self._centre.operator, self.tokens, self._effort.pairs, self._delta / 2, self._seed)
+
+    @cached_property
+    def _curves(self) -> Curves:
+        return curves(self._centre, self._pairs, self._effort, self._delta / 2, self._seed)
+
+    @cached_property
+    def _constants(self) -> Constants | None:
+        try:
+            return constants(self.layer)
+        except BadInputError:  # weights whose products leave float64
+            return None
+
+    def _ball(self, reach: float) -> float:
+        """The best bound over the ball, infinite where none applies."""
+        if self._constants is None or not reach < LARGEST:
+            return math.inf
+        rows = rows_over_ball(self._constants, len(self.point), reach)
+        return min((row.value for row in rows if row.side == "upper" and row.value is not None), default=math.inf)
+
+    @torch.no_grad()
+    def within(self, neighbourhood: Neighbourhood) -> Around:
+        """The bounds over one neighbourhood of the input."""
+        if not torch.equal(neighbourhood.point, self.point):
+            raise BadInputError("expected a neighbourhood of the input, got one of another; make bounds around that one")
+        r, columns = neighbourhood.radii, self._columns
+        ball = self._ball(neighbourhood.reach)
+        if self.layer.heads * len(r) ** 2 > _MOST:
+            return _from_ball(ball, neighbourhood, f"the bound over a ball alone, for more than {_MOST} attention weights")
+        centre = self._centre
+        upper = min(self._pairs.norm, ball)
+        found = parts(centre, r)
+        change = _combined(centre, columns, _moving(centre, found, r, columns))
+        anywhere = _combined(centre, columns, _anywhere(centre, found, r, columns), stochastic=True)
+        apart = math.inf
+        if neighbourhood.far > 0 and change < _FAR * upper:
+            area = r, neighbourhood.far, neighbourhood.total is not None
+            apart = deflated(centre, found, area, self._pairs, self._curves, columns, change)
+        slope, reason = min(
+            (apart, "the top singular pairs at the input, and how far the Jacobian can move along and beside them"),
+            (upper + change, "the norm at the input, and how far the Jacobian can move from it"),
+            (anywhere, "the norms of the Jacobian's parts anywhere in the neighbourhood"),
+            (ball, "the best bound over the ball that holds the neighbourhood"),
+        )
+        if not slope < math.inf:
+            reason = "nothing finite: logits can move further in this neighbourhood than float64 can follow"
+        confidence = 1.0 if slope in (anywhere, ball) else 1 - self._delta
+        if neighbourhood.far == 0:
+            slope, change, confidence = upper, 0.0, 1 - self._delta
+        change = min(change, upper + slope)
+        held = torch.ones_like(r, dtype=torch.bool)
+        held[columns] = False
+        moved, total = _moved(centre, found, slope, neighbourhood, along_slope=not bool((r[held] > 0).any()))
+        return Around(slope, change, moved, total, reason, upper, confidence)
 
 
-def _moved(centre: Centre, found: Parts, slope: float, neighbourhood: Neighbourhood, whole: bool) -> tuple[Tensor, float]:
+def _moved(centre: Centre, found: Parts, slope: float, neighbourhood: Neighbourhood, along_slope: bool) -> tuple[Tensor, float]:
     """How far outputs can move, token by token and together: by their weights and values, or by the slope."""
     layer, apart = centre.layer, found.output.change.T  # (n, heads)
     moved = no_nan(apart.sum(-1))
@@ -174,8 +225,7 @@ def _moved(centre: Centre, found: Parts, slope: float, neighbourhood: Neighbourh
         moved = torch.where(layer.attention_mask[0], moved, 0.0)
     moved = moved * (1 + ROUNDED)
     total = float(lengths(moved)) * (1 + ROUNDED) if bool(moved.isfinite().all()) else math.inf
-    if whole or not bool((neighbourhood.radii > 0).any()):
-        total = min(total, _product(slope, neighbourhood.far))
+    total = min(total, _product(slope, neighbourhood.far)) if along_slope else total
     return moved.clamp_max(total), total
 
 
@@ -188,17 +238,6 @@ def _from_ball(ball: float, neighbourhood: Neighbourhood, reason: str) -> Around
 
 def _product(a: float, b: float) -> float:
     return 0.0 if b == 0 else a * b * (1 + ROUNDED)
-
-
-def _ball(layer: Attention, n: int, reach: float) -> float:
-    """The best bound over the ball, infinite where none applies."""
-    if not reach < LARGEST:
-        return math.inf
-    try:
-        rows = ball_bounds(layer, n, reach)
-    except BadInputError:  # weights whose products leave float64
-        return math.inf
-    return min((row.value for row in rows if row.side == "upper" and row.value is not None), default=math.inf)
 
 
 class Sizes(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.errors import BadInputError
 from howsmooth.maps import AttentionJacobian
 from howsmooth.maps.operator import Operator, Restricted, stream
 from howsmooth.spectral import DenseSVD, GolubKahan
@@ -20,8 +21,8 @@ from howsmooth.theory.bound import lengths, no_nan
 
 _DENSE_SIZE = 256  # rows and columns up to which the Jacobian at the centre is decomposed
 _FULL_SIZE = 2**15  # entries of an input up to which second derivatives are certified: past it they would cost too much
-_RITZ_STEPS = 24  # products with `JᵀJ` that the pairs are found with: better ones give smaller bounds, any are sound
-_REST_STEPS = 24  # at most, for the certificate of what the pairs leave
+_RITZ_STEPS, _RITZ_LONG = 24, 16  # products with `JᵀJ` that the pairs are found with, and past the full size: any are sound
+_REST_STEPS, _REST_LONG = 24, 12  # at most, for the certificate of what the pairs leave
 _SECOND_STEPS = 6  # for each certificate of a second derivative: within a factor of two where spectra fall off
 _NARROW = 0.04  # of the certificate of what the pairs leave
 
@@ -48,8 +49,8 @@ class Effort(NamedTuple):
 class Pairs(NamedTuple):
     """Orthonormal directions and the Jacobian at the centre between them.
 
-    left: (pairs, n, d_out).  right: (pairs, n, d), zero for tokens that are held.  core: `Uᵀ J V`.  beside: `|u_aᵀ J (I − VVᵀ)|`.
-    under: `|(I − UUᵀ) J v_b|`.  others: `‖(I − UUᵀ) J (I − VVᵀ)‖` from above.
+    left: (pairs, n, d_out).  right: (pairs, n, d), zero for tokens that are held.  core: `Uᵀ J V`.
+    beside: `|u_aᵀ J (I − VVᵀ)|`.  under: `|(I − UUᵀ) J v_b|`.  others: `‖(I − UUᵀ) J (I − VVᵀ)‖` from above.
     """
 
     left: Float[Tensor, "pairs n d_out"]
@@ -80,7 +81,7 @@ def together(pairs: Pairs, core: Tensor, rows: Tensor, columns: Tensor, others: 
 def top_pairs(operator: AttentionJacobian, tokens: tuple[int, ...] | None, count: int, delta: float, seed: int) -> Pairs:
     """The top pairs at the centre: decomposed, or with a certificate of probability `1 − delta` for what they leave."""
     J: Operator = operator if tokens is None else Restricted(operator, tokens)
-    dense = max(J.in_size, J.out_size) <= _DENSE_SIZE
+    dense, long = max(J.in_size, J.out_size) <= _DENSE_SIZE, J.in_size > _FULL_SIZE
     if dense:
         matrix = J.dense()[0]
         size = float(matrix.abs().max()) or 1.0
@@ -90,14 +91,16 @@ def top_pairs(operator: AttentionJacobian, tokens: tuple[int, ...] | None, count
         slack = 64 * torch.finfo(torch.float64).eps * max(matrix.shape) * float(s[0]) * size
         others = float(s[m]) * size + slack if len(s) > m else slack
     else:
-        right, others = _ritz(J, min(count, J.in_size - 1, J.out_size - 1), seed), 0.0
+        short = _single(operator, tokens) if long else J
+        right, others = _ritz(short, min(count, J.in_size - 1, J.out_size - 1), seed), 0.0
         left = torch.linalg.qr(J.jvp(right.unflatten(-1, J.in_shape)[:, None]).flatten(1).T)[0].T
     image = J.jvp(right.unflatten(-1, J.in_shape)[:, None]).flatten(1)
     back = J.vjp(left.unflatten(-1, J.out_shape)[:, None]).flatten(1)
     core = left @ image.T
     if not dense:
         rest = _Deflated(J, left, right)
-        others = GolubKahan(max_steps=_REST_STEPS, delta=delta).solve(rest, 1e-3, _NARROW, [seed])[0].upper * (1 + ROUNDED)
+        solver = GolubKahan(max_steps=_REST_LONG if long else _REST_STEPS, delta=delta)
+        others = solver.solve(rest, 1e-3, _NARROW, [seed])[0].upper * (1 + ROUNDED)
     # what rounding makes of orthonormal vectors and of their products
     noise = 1e-13 * float(core.abs().max()) + J.noise * float(core.abs().max())
     beside = lengths(back - core @ right) + noise
@@ -108,25 +111,35 @@ def top_pairs(operator: AttentionJacobian, tokens: tuple[int, ...] | None, count
     return Pairs(left.unflatten(-1, J.out_shape), whole, core, beside, under, others)
 
 
+def _single(operator: AttentionJacobian, tokens: tuple[int, ...] | None) -> Operator:
+    """The same Jacobian in float32, where that can be: for directions that need not be exact."""
+    assert operator.tokens is not None
+    try:
+        J = operator.layer.to(dtype=torch.float32).linearize(operator.tokens.float())[1]
+    except BadInputError:  # out of the range of float32
+        J = operator
+    return J if tokens is None else Restricted(J, tokens)
+
+
 def _ritz(J: Operator, count: int, seed: int) -> Float[Tensor, "pairs N"]:
-    """Orthonormal vectors near the top right singular ones: Lanczos on `JᵀJ` from a guess."""
-    q = torch.randn(J.in_size, generator=stream(seed, "pairs"), dtype=torch.float64).to(J.device)
+    """Orthonormal vectors near the top right singular ones, float64: Lanczos on `JᵀJ` from a guess."""
+    q = torch.randn(J.in_size, generator=stream(seed, "pairs")).to(J.device, J.dtype)
     guess = J.guess([seed])
     if guess is not None:
-        q = q / q.norm() + guess[0].flatten().to(q) / guess.norm().clamp_min(1e-300)
+        q = q / q.norm() + guess[0].flatten().to(q) / guess.norm().clamp_min(1e-30)
     basis = [q / q.norm()]
     products = []
-    for _ in range(min(_RITZ_STEPS, J.in_size)):
+    for _ in range(min(_RITZ_LONG if J.in_size > _FULL_SIZE else _RITZ_STEPS, J.in_size)):
         products.append(J.gram(basis[-1].reshape(1, 1, *J.in_shape))[0].flatten())
         known = torch.stack(basis)
         w = products[-1]
         for _ in range(2):
             w = w - known.T @ (known @ w)
-        if not float(w.norm()) > 1e-12 * float(products[-1].norm()):
+        if not float(w.norm()) > 64 * torch.finfo(J.dtype).eps * float(products[-1].norm()):
             break
         basis.append(w / w.norm())
-    known = torch.stack(basis[: len(products)])
-    small = known @ torch.stack(products).T
+    known, images = torch.stack(basis[: len(products)]).double(), torch.stack(products).double()
+    small = known @ images.T
     _, vectors = torch.linalg.eigh((small + small.T) / 2)
     return torch.linalg.qr((vectors[:, -count:].flip(1).T @ known).T)[0].T
 
@@ -387,7 +400,8 @@ def deflated(
 ) -> float:
     """`‖D_Y f‖` over the neighbourhood (Theorem 6.9).
 
-    neighbourhood: radii, the largest `‖Y − X‖_F`, and whether that is a limit of its own.  others: how far the Jacobian can move.
+    neighbourhood: radii, the largest `‖Y − X‖_F`, and whether that is a limit of its own.
+    others: how far the Jacobian can move.
     """
     r, far, limited = neighbourhood
     parts = contracted(centre, found, r, pairs, columns)

@@ -1,8 +1,8 @@
 """How far the parts of a head's Jacobian can move when every token moves a little: numbers in place of vectors.
 
 A quantity `Z(Y)` that depends on the tokens is known by three numbers: its size at `X`, how far it can be from `Z(X)`, and how
-far it can be from its first-order expansion at `X`. Sums and products of such numbers need nothing else, and so the parts of the
-Jacobian of docs/theory.md §1 are put together from queries, keys and values. Proofs: docs/explanation/around.md.
+far it can be from its first-order expansion at `X`. Sums and products of such numbers need nothing else, and so the parts of
+the Jacobian of docs/theory.md §1 are put together from queries, keys and values. Proofs: docs/explanation/around.md.
 """
 
 import math
@@ -205,8 +205,8 @@ def _move(layer: Attention, slope: NormJacobian | None, w: Tensor, whole: Tensor
 class Parts(NamedTuple):
     """The three parts of every head's Jacobian, in norms: of `P_ij` beside `W_v`, of the key's block, of the query's.
 
-    output: `R_o o_i`.  value: `R_o (v_j − o_i)`.  slopes: derivatives of the logits in the key's token and in the query's, before
-    a soft-cap, and cap: its own.  towards: how far the mean of the tokens that a query sees can move.
+    output: `R_o o_i`.  value: `R_o (v_j − o_i)`.  slopes: derivatives of the logits in the key's token and in the query's,
+    before a soft-cap, and cap: its own.  towards: how far the mean of the tokens that a query sees can move.
     """
 
     weights: Jet

@@ -10,10 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.theory.around_jets import ROUNDED, Centre, Parts
-from howsmooth.theory.bound import no_nan
+from howsmooth.theory.bound import TINY, no_nan
 from howsmooth.theory.perron import perron_bound
 
 _STEPS = 8  # power steps on a matrix of norms: any number of them gives a bound
+_LONG = 2**30  # products behind the covariances past which float32 makes them
 _ROOM = 2**22  # entries of covariances that are made at once
 
 
@@ -58,9 +59,13 @@ def _top(
 ) -> Float[Tensor, "heads n"]:
     """`λ^½`, `λ` at least the largest eigenvalue of `Σ_j w_ij (y_j − c_i)(y_j − c_i)ᵀ`: the norm of its powers (6.8)."""
     shift = y.mean(1, keepdim=True)
-    y, c = y - shift, c - shift
     heads, n, m = w.shape
     d = y.shape[-1]
+    dtype = torch.float32 if heads * n * m * d * d > _LONG else torch.float64
+    far = (y - shift).abs().max().clamp_min(TINY)
+    most = w.max().clamp_min(TINY)
+    w, y, c = (w / most).to(dtype), ((y - shift) / far).to(dtype), ((c - shift) / far).to(dtype)
+    unit = 4 * torch.finfo(dtype).eps
     step = max(1, _ROOM // (d * d * max(n, m)))
     rows = []
     for start in range(0, heads, step):
@@ -70,13 +75,13 @@ def _top(
         cross = first[..., None] * c[h, :, None]
         cov = (w[h] @ pairs).unflatten(-1, (d, d)) - cross - cross.mT + total * c[h, :, :, None] * c[h, :, None]
         size = y[h].square().sum(-1).amax(-1)[:, None] + c[h].square().sum(-1).amax(-1)[:, None]
-        blur = 1e-15 * (m + 8) * total[..., 0, 0] * size
+        blur = unit * (m + 8) * total[..., 0, 0] * size
         trace = cov.diagonal(dim1=-2, dim2=-1).sum(-1).abs()
         even = cov / torch.where(trace > 0, trace, 1.0)[..., None, None]
         square = even @ even
         fourth = square @ square
-        rows.append((fourth.flatten(-2).norm(dim=-1) ** 0.25 + 1e-9) * trace + blur)
-    return torch.cat(rows).clamp_min(0.0).sqrt()
+        rows.append((fourth.flatten(-2).norm(dim=-1) ** 0.25 + d * unit) * trace + blur)
+    return torch.cat(rows).double().clamp_min(0.0).sqrt() * most.sqrt() * far
 
 
 def matrix_norm(m: Float[Tensor, "heads n c"]) -> Float[Tensor, " heads"]:
