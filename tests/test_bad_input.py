@@ -285,7 +285,7 @@ def test_the_worst_input_of_a_module_in_its_own_precision(kind: torch.dtype):
     """Small searches are in float64, which a module in float32 knows only as a copy."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(kind)
-    found = hs.worst_case(module, within=hs.BallAround(X.to(kind), 0.5), steps=3, restarts=2)
+    found = hs.worst_case(module, over=hs.BallAround(X.to(kind), 0.5), steps=3, restarts=2)
     assert found.estimate.lower <= found.estimate.upper
     assert found.value >= hs.lipschitz(module, X.to(kind)).value * (1 - 1e-6)
     assert {p.dtype for p in module.parameters()} == {kind}
@@ -293,9 +293,9 @@ def test_the_worst_input_of_a_module_in_its_own_precision(kind: torch.dtype):
 
 def test_the_worst_input_of_a_function_that_knows_one_precision():
     weight = torch.linspace(-1, 1, 16).reshape(4, 4)
-    found = hs.worst_case(lambda x: torch.tanh(x @ weight), within=hs.BallAround(X, 0.5), steps=2, restarts=2)
+    found = hs.worst_case(lambda x: torch.tanh(x @ weight), over=hs.BallAround(X, 0.5), steps=2, restarts=2)
     assert found.tokens.dtype == torch.float32
-    assert hs.worst_case(lambda x: 2 * x, within=hs.BallAround(X, 0.5), steps=2, restarts=2).value == pytest.approx(2.0)
+    assert hs.worst_case(lambda x: 2 * x, over=hs.BallAround(X, 0.5), steps=2, restarts=2).value == pytest.approx(2.0)
 
 
 def test_what_a_function_raises_comes_through():

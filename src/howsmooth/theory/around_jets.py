@@ -1,11 +1,12 @@
 """How far the parts of a head's Jacobian can move when every token moves a little: numbers in place of vectors.
 
 A quantity `Z(Y)` that depends on the tokens is known by three numbers: its size at `X`, how far it can be from `Z(X)`, and how
-far it can be from its first-order expansion at `X`. Sums and products of such numbers need nothing else, and so the parts of the
-Jacobian of docs/theory.md §1 are put together from queries, keys and values. Proofs: docs/explanation/around.md.
+far it can be from its first-order expansion at `X`. Sums and products of such numbers need nothing else, and so the parts of
+the Jacobian of docs/theory.md §1 are put together from queries, keys and values. Proofs: docs/explanation/around.md.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,9 +46,12 @@ class Jet(NamedTuple):
     def sum(self, axis: int) -> "Jet":
         return Jet(*(t.sum(axis) for t in self))
 
+    def map(self, f: Callable[[Tensor], Tensor]) -> "Jet":
+        return Jet(*(f(t) for t in self))
+
     def least(self) -> "Jet":
-        """Infinity where arithmetic gave no number, and no rest above what a change and its linear part leave."""
-        return Jet(*(no_nan(t) for t in self))
+        """Infinity where arithmetic gave no number."""
+        return self.map(no_nan)
 
 
 class Move(NamedTuple):
@@ -80,7 +84,7 @@ class Centre:
     weights: `P`, zero for queries that are not part of the output.  seen: where a key is visible.
     values: `|R_o (v_j − o_i)|`.  keys: `|k_j − κ_i|`, through `R_q` where queries are affine.  queries: `|q_i|`, through `R_k`.
     cross: `‖τ W_qᵀ W_k‖` where both are affine and not turned, else nothing.  cap: slope of the soft-cap.
-    blur: what rounding may have done to a logit.
+    blur: what rounding may have done to a logit.  lost: to a value through `R_o` and to a key, (heads,) each.
     """
 
     layer: Attention
@@ -94,6 +98,7 @@ class Centre:
     cross: Float[Tensor, " heads"] | None
     cap: Float[Tensor, "heads n n"] | None
     blur: Float[Tensor, "heads n n"]
+    lost: tuple[Tensor, Tensor]
 
     @classmethod
     @torch.no_grad()
@@ -118,20 +123,21 @@ class Centre:
         middle = weights @ k if layer.softcap is None else torch.zeros_like(k)
         size = spectral_norm(geometry.r_q) if plain else torch.ones_like(k[:, 0, 0])
         keys = _distances(middle, k) + _UNITS * (_longest(kernel.k) * size)[:, None, None]
-        queries = q.norm(dim=-1) * (1 + _UNITS)
         cross = product_norm(geometry.r_k, geometry.r_q.mT, layer.scale) if plain else None
         lengths_q, lengths_k = (
             t.norm(dim=-1) + spectral_norm(m)[:, None] * longest for t, m in ((kernel.q, w.q), (kernel.k, w.k))
         )
+        queries = q.norm(dim=-1) + _UNITS * lengths_q * (spectral_norm(geometry.r_k)[:, None] if plain else 1.0)
         blur = _UNITS * scale * lengths_q[..., None] * lengths_k[:, None]
         if layer.bias is not None:
-            size = torch.where(layer.bias.isfinite(), layer.bias, 0.0).abs()[0].double()
-            blur = blur + _UNITS * size
+            blur = blur + _UNITS * torch.where(layer.bias.isfinite(), layer.bias, 0.0).abs()[0].double()
         cap = None
         if layer.softcap is not None:
             cap = 1 / torch.cosh((layer.scale * (kernel.q @ kernel.k.mT) / layer.softcap).clamp(-300, 300)).square()
             cap = cap + 2 * blur / layer.softcap
-        return cls(layer, operator, geometry, weights, seen, apart, keys, queries, cross, cap, blur.expand(heads, n, n))
+        off = lost[:, 0, 0], _UNITS * _longest(kernel.k) * size
+        blur = blur.expand(heads, n, n)
+        return cls(layer, operator, geometry, weights, seen, apart, keys, queries, cross, cap, blur, off)
 
 
 def _longest(t: Float[Tensor, "heads n d"]) -> Float[Tensor, " heads"]:
@@ -199,20 +205,23 @@ def _move(layer: Attention, slope: NormJacobian | None, w: Tensor, whole: Tensor
 class Parts(NamedTuple):
     """The three parts of every head's Jacobian, in norms: of `P_ij` beside `W_v`, of the key's block, of the query's.
 
-    output: `R_o o_i`.
+    output: `R_o o_i`.  value: `R_o (v_j − o_i)`.  slopes: derivatives of the logits in the key's token and in the query's,
+    before a soft-cap, and cap: its own.  towards: how far the mean of the tokens that a query sees can move.
     """
 
     weights: Jet
     key: Jet
     query: Jet
     output: Jet
-    spread: Float[Tensor, "heads n"]
-    slopes: tuple[Tensor, Tensor]
+    value: Jet
+    slopes: tuple[Jet, Jet]
+    cap: Jet | None
+    towards: Float[Tensor, "heads n"]
 
 
 def parts(centre: Centre, r: Float[Tensor, " n"]) -> Parts:
     """Jets of all parts over the neighbourhood of radii `r` (Theorem 6.5)."""
-    tau, (query, key) = abs(centre.layer.scale), moves(centre, r)
+    query, key = moves(centre, r)
     by_key, by_query = _logit_slopes(centre, query, key, r)
     logit = _logits(centre, by_key, by_query, query, key, r)
     weights = _softmax(centre, logit)
@@ -225,23 +234,18 @@ def parts(centre: Centre, r: Float[Tensor, " n"]) -> Parts:
         nu * (weights.change * r).sum(-1, keepdim=True) + (weights.rest * centre.values).sum(-1, keepdim=True),
     )
     value = Jet(centre.values, nu * r + output.change, output.rest.expand_as(centre.values))
-    each = weights * value
-    if centre.cap is not None:
-        each = each * _cap_slope(centre, by_key, by_query, query, key, r, tau)
+    cap = _cap_slope(centre, by_key, by_query, query, key, r)
+    each = weights * value if cap is None else weights * value * cap
     of_key, of_query = each * by_key, (each * by_query).sum(-1)
-    high = weights.size + weights.change
-    spread = torch.minimum(
-        (high * (centre.values + nu * r).square()).sum(-1), _seen_max(centre, centre.values + nu * r).square()
-    )
-    steep = by_query.size + by_query.change
-    turned = torch.minimum((high * steep.square()).sum(-1), _seen_max(centre, steep).square())
     return Parts(
         weights.least(),
         of_key.least(),
         of_query.least(),
-        Jet(*(t[..., 0] for t in output)).least(),
-        no_nan(spread),
-        (no_nan(by_key.size + by_key.change), no_nan(turned)),
+        output.map(lambda t: t[..., 0]).least(),
+        value,
+        (by_key, by_query),
+        cap,
+        towards[..., 0],
     )
 
 
@@ -292,9 +296,10 @@ def _raw_logits(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Mo
     return Jet(linear, linear + rest, rest)
 
 
-def _cap_slope(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Move, r: Tensor, tau: float) -> Jet:
+def _cap_slope(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Move, r: Tensor) -> Jet | None:
     """The slope of the soft-cap at the logits."""
-    assert centre.cap is not None and centre.layer.softcap is not None
+    if centre.cap is None or centre.layer.softcap is None:
+        return None
     raw, cap = _raw_logits(centre, by_key, by_query, query, key, r), centre.layer.softcap
     change = (_CAP_BEND / cap * raw.change).clamp_max(1.0)
     rest = _CAP_BEND / cap * raw.rest + 0.5 * _CAP_TWIST / cap**2 * raw.change.square()
