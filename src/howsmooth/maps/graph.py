@@ -15,6 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadFunctionError
+from howsmooth.maps.attention import Attention
+from howsmooth.maps.base import Composition, Map
+from howsmooth.maps.jacobian import AutodiffJacobian
+from howsmooth.maps.norms import LayerNorm, RMSNorm
 from howsmooth.maps.scalars import Scalar, known_scalar
 
 Kind = Literal["input", "linear", "pointwise", "product", "matrix product", "softmax", "norm", "opaque", "pick", "unknown"]
@@ -98,6 +102,37 @@ class Graph:
                 for j in self.nodes[i].inputs:
                     needed[j] = True
         return needed
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class GraphMap(Map):
+    """A graph as a map of tokens, (n, d) of one length, in float64."""
+
+    graph: Graph
+    shape: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        return self.shape[1]
+
+    @property
+    def out_width(self) -> int:
+        return self.graph.nodes[self.graph.output].shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64
+
+    def moved(self, device, dtype):
+        return self
+
+    def value(self, x):
+        return torch.stack([self.graph(t).reshape(-1, self.out_width) for t in x])
+
+    def linearize(self, x):
+        jacobian = AutodiffJacobian(self.value, x, batched=True, checked=False)
+        return jacobian.output, jacobian
 
 
 @torch.no_grad()
@@ -400,3 +435,32 @@ def pruned(graph: Graph) -> Graph:
     place = {i: k for k, i in enumerate(kept)}
     nodes = tuple(replace(graph.nodes[i], inputs=tuple(place[j] for j in graph.nodes[i].inputs)) for i in kept)
     return Graph(nodes, place[graph.output])
+
+
+def graph_of(f: Map, shape: tuple[int, ...]) -> Graph | None:
+    """A map of this package as a graph for tokens of that shape; nothing where its structure is not known."""
+    if isinstance(f, GraphMap):
+        return f.graph
+    nodes = _nodes_of(f, [Node("input", "input", (), lambda: None, tuple(shape))])
+    return None if nodes is None else Graph(tuple(nodes), len(nodes) - 1)
+
+
+def _nodes_of(f: Map, nodes: list[Node]) -> list[Node] | None:
+    """The nodes of a map behind others, of whose last one it is a function."""
+    last, n = len(nodes) - 1, nodes[-1].shape[0]
+    if isinstance(f, Composition):
+        inner = _nodes_of(f.inner, nodes)
+        return None if inner is None else _nodes_of(f.outer, inner)
+    if isinstance(f, Attention):
+        layer = f.to(torch.float64)
+        return [*nodes, Node("opaque", "layer", (last,), lambda t: layer.value(t[None])[0], (n, f.out_width), opaque=layer)]
+    if isinstance(f, LayerNorm | RMSNorm):
+        weight, bias = f.weight.double(), 0.0 if f.bias is None else f.bias.double()
+        centred, shape = isinstance(f, LayerNorm), (n, f.width)
+        return [
+            *nodes,
+            Node("norm", "norm", (last,), _normalised(centred, f.eps), shape, eps=f.eps, centred=centred),
+            Node("linear", "mul", (last + 1,), lambda t: t * weight, shape, constant=weight),
+            Node("linear", "add", (last + 2,), lambda t: t + bias, shape),
+        ]
+    return None

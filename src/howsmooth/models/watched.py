@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps import Attention
-from howsmooth.maps.graph import Graph, Node, Recorder, record
+from howsmooth.maps import Attention, Map
+from howsmooth.maps.graph import Graph, GraphMap, Recorder, record
 from howsmooth.models.closed import as_attention
 from howsmooth.models.cut import Cut
 from howsmooth.models.intercept import Call
@@ -20,10 +20,10 @@ from howsmooth.models.span import MapName
 from howsmooth.models.trace import Layer, find_hidden, first_tensor
 
 
-def watched(sample: Sample, layer: int, map: MapName, head: int | None = None) -> tuple[Graph, Tensor]:
-    """A map in float64 as a graph, and the tokens it is taken at.
+def watched(sample: Sample, layer: int, map: MapName, head: int | None = None) -> Map:
+    """A map in float64, made of known pieces: an attention layer, or a graph.
 
-    Attention layers are read off as `howsmooth.Attention` and taken whole. The graph must give what the model gives, at its
+    Attention layers are read off as `howsmooth.Attention` and taken whole. A graph must give what the model gives, at its
     input and beside it; what is not made of known pieces is refused.
     """
     if map in ("cross", "context"):
@@ -37,9 +37,10 @@ def watched(sample: Sample, layer: int, map: MapName, head: int | None = None) -
         attn = as_attention(sample.map(layer))
         attn = replace(attn, w_o=None, b_o=None) if map == "heads" else attn
         attn = attn if head is None else attn.head(head)
-        return alone(attn.to("cpu", torch.float64), x), x
+        return attn.to("cpu", torch.float64)
     inside = [k for k in cut.trace.layers if map == "model" or k.index == layer]
-    return _record(_precise(cut), inside, _read_off(sample, inside, head), x, exact=head is None), x
+    graph = _record(_precise(cut), inside, _read_off(sample, inside, head), x, exact=head is None)
+    return GraphMap(graph, (len(x), x.shape[1]))
 
 
 def to_the_end(sample: Sample, layer: int) -> tuple[Callable[[Tensor], Tensor], Callable[[], Graph], Tensor]:
@@ -90,18 +91,6 @@ def _read_off(sample: Sample, inside: list[Layer], head: int | None) -> dict[int
         )
     layers = {k.index: as_attention(sample.map(k.index)).to("cpu", torch.float64) for k in inside}
     return layers if head is None else {i: attn.head(head) for i, attn in layers.items()}
-
-
-def alone(attn: Attention, x: Tensor) -> Graph:
-    """An attention layer as a graph of one node."""
-
-    def run(t: Tensor) -> Tensor:
-        return attn.value(t[None])[0]
-
-    shape = (len(x), attn.out_width)
-    return Graph(
-        (Node("input", "input", (), lambda: None, tuple(x.shape)), Node("opaque", "layer", (0,), run, shape, opaque=attn)), 1
-    )
 
 
 def _record(cut: Cut, inside: list[Layer], layers: dict[int, Attention], x: Tensor, exact: bool) -> Graph:

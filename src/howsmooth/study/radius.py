@@ -13,10 +13,9 @@ from howsmooth.maps.base import check_finite, check_input
 from howsmooth.maps.graph import Graph, Node, pruned, record
 from howsmooth.maps.jacobian import doubled
 from howsmooth.models import Model
-from howsmooth.models.measurement import moving
 from howsmooth.models.watched import to_the_end
 from howsmooth.search.radius import PER, Per, Radius, first_order, largest, smallest_change
-from howsmooth.settings import choice, flag, number, whole
+from howsmooth.settings import choice, flag, moving, number, whole
 from howsmooth.solve import Options, solve
 from howsmooth.theory.around import Neighbourhood
 from howsmooth.theory.around_blocks import Certified, around_graph, scalar_changes

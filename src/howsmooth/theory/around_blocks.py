@@ -9,19 +9,19 @@ docs/explanation/around-blocks.md §4.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadFunctionError
-from howsmooth.maps import Attention, AutodiffJacobian, Weighted
-from howsmooth.maps.graph import Graph, Node
+from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.maps import Attention, AutodiffJacobian, Map, Weighted
+from howsmooth.maps.graph import Graph, Node, graph_of
 from howsmooth.maps.operator import Operator, Restricted
 from howsmooth.spectral import DenseSVD, GolubKahan
-from howsmooth.theory.around import Around, Neighbourhood, around_attention
+from howsmooth.theory.around import Around, AroundAttention, Neighbourhood
 from howsmooth.theory.around_pieces import norm_change, norm_remainder, norm_slope
 
 _UP = 1 + 1e-9
@@ -76,6 +76,7 @@ class Certified:
     used: int = 0
     _kept: dict[tuple[int, int], float] = field(default_factory=dict)
     _slopes: list[dict[int, Tensor]] | None = None
+    _layers: dict[int, AroundAttention] = field(default_factory=dict)
 
     def __post_init__(self):
         with torch.no_grad():
@@ -88,8 +89,20 @@ class Certified:
             for j in node.inputs:
                 for i in range(j + 1, k):
                     crossed[i] = True
+        self.spread_out = {i for k in self.bends if self.graph.nodes[k].kind == "pointwise" for i in self._matrix_before(k)}
         # every way from the input to the output goes through these
         self.waists = [i for i, node in enumerate(self.graph.nodes) if not crossed[i] and node.kind != "pick"]
+
+    def _matrix_before(self, i: int) -> list[int]:
+        """The matrix that makes what enters a node, through changes of shape alone."""
+        i = self.graph.nodes[i].inputs[0]
+        while (
+            self.graph.nodes[i].kind == "linear"
+            and self.graph.nodes[i].name in _SAME_ROWS
+            and len(self.graph.nodes[i].inputs) == 1
+        ):
+            i = self.graph.nodes[i].inputs[0]
+        return [i] if self.graph.nodes[i].name in ("mm", "addmm") and self.graph.nodes[i].constant is not None else []
 
     @property
     def confidence(self) -> float:
@@ -104,26 +117,45 @@ class Certified:
         """`‖G_u(X)‖`."""
         return self._norm(u, self.graph.output, None)
 
+    def upto(self, v: int) -> float:
+        """From the input to what leaves `v`."""
+        return self._norm(0, v, None)
+
+    def reaching(self, u: int, v: int) -> float:
+        """From what leaves `u` to what leaves `v`."""
+        if not self._leads(u, v):
+            return 0.0
+        return self._norm(u, v, None) if len(self.bends) <= _PAIRS else self._chained(u, v, None)
+
     def between(self, u: int, v: int) -> float:
         """From what leaves `u` to what enters `v`; nothing where no way leads there."""
         if not self._leads(u, v):
             return 0.0
-        if len(self.bends) <= _PAIRS:
-            return self._norm(u, v, self._entering(v))
+        return self._norm(u, v, self._entering(v)) if len(self.bends) <= _PAIRS else self._chained(u, v, self._entering(v))
+
+    def _chained(self, u: int, v: int, ends: tuple[int, ...] | None) -> float:
+        """The same from norms between waists, multiplied: fewer of them, and larger."""
         first = next((w for w in self.waists if w >= u), None)
-        last = next((w for w in reversed(self.waists) if w <= min(self.graph.nodes[v].inputs)), None)
+        last = next((w for w in reversed(self.waists) if w <= (v if ends is None else min(ends))), None)
         if first is None or last is None or first >= last:
-            return self._norm(u, v, self._entering(v))
+            return self._norm(u, v, ends)
         size = self._norm(u, first, None)
         between = [w for w in self._stations() if first < w < last]
         for a, b in zip([first, *between], [*between, last], strict=True):
             size *= self._norm(a, b, None)
-        return size * self._norm(last, v, self._entering(v))
+        return size * self._norm(last, v, ends)
 
     def _stations(self) -> list[int]:
         """Waists far enough apart that a norm between two of them is worth its price: one for every attention layer or so."""
         behind = [i for i in self.bends if self.graph.nodes[i].kind == "opaque"]
         return [w for i in behind if (w := next((w for w in self.waists if w > i), None)) is not None]
+
+    def attention(self, node: Node, x: Tensor) -> AroundAttention:
+        """Bounds around what enters an attention layer."""
+        if id(node) not in self._layers:
+            self.used += 1
+            self._layers[id(node)] = AroundAttention(node.opaque, x, delta=self.delta, seed=self.seed + self.used)
+        return self._layers[id(node)]
 
     def weighted(self, v: int, turn: Tensor) -> tuple[float, float]:
         """`‖√C F_v(X)‖` and `‖G_v(X) √C‖`, `C` diagonal."""
@@ -195,6 +227,28 @@ class Certified:
         self.used += 1
         solution = GolubKahan(delta=self.delta).solve(J, 0.02, width, [self.seed + self.used])[0]
         return solution.upper * repeated * (1 + 1e-6) if math.isfinite(solution.upper) else math.inf
+
+
+def bound_around(
+    f: object, neighbourhood: Neighbourhood, *, tokens: tuple[int, ...] | None = None, delta: float = 1e-6, seed: int = 0
+) -> Around:
+    """Bounds on a map whose structure is known; others are refused. Arguments as for `around_attention`."""
+    graph = check_structure(f, neighbourhood.point)
+    if isinstance(f, Attention):
+        return AroundAttention(f, neighbourhood.point, tokens=tokens, delta=delta, seed=seed).within(neighbourhood)
+    return around_graph(Certified(graph, neighbourhood.point, tokens, delta, seed), neighbourhood)
+
+
+def check_structure(f: object, x: Tensor) -> Graph:
+    """The graph of a map at an input of that shape; maps that no bound around an input is known for are refused."""
+    graph = graph_of(f, tuple(x.shape)) if isinstance(f, Map) else None
+    if graph is None:
+        raise BadInputError(
+            f"expected an Attention layer, a norm or a composition of them for a bound around an input, got {type(f).__name__}, "
+            "whose structure is not known; worst_case(f, over=BallAround(x, r)) searches near an input, lipschitz(f, x) measures "
+            "at it, and Model.measure(within=r) knows the blocks of a model"
+        )
+    return graph
 
 
 def check_known(node: Node) -> None:
@@ -273,7 +327,14 @@ def spread(certified: Certified, neighbourhood: Neighbourhood) -> tuple[dict[int
     bent: dict[int, _Bent] = {}
     for i, node in enumerate(graph.nodes[1:], 1):
         if i not in certified.bends:
-            reach.append(_through(node, [reach[j] for j in node.inputs], graph, len(x)))
+            entering = [reach[j] for j in node.inputs]
+            if i in certified.spread_out and entering[0].rows is not None:
+                # entries behind a matrix move by its columns' lengths times how far a row moves: worth a norm of its own
+                total = certified.upto(node.inputs[0]) * neighbourhood.far
+                total += sum(_times(certified.reaching(u, node.inputs[0]), bent[u].rest) for u in bent)
+                rows = entering[0].rows.clamp_max(total * _UP) if total == total else entering[0].rows
+                entering = [replace(entering[0], rows=rows)]
+            reach.append(_through(node, entering, graph, len(x)))
             continue
         rest = sum(_times(certified.between(u, i), bent[u].rest) for u in bent)
         total = certified.into(i) * neighbourhood.far + rest
@@ -325,9 +386,8 @@ def _bend(node: Node, entering: list[_Reach], at: list[Tensor], total: float, ce
     if not bool(r.isfinite().all()):
         each = torch.full((len(x),), math.inf, dtype=torch.float64)
         return _Bent(math.inf, math.inf, each, total), _Reach(None)
-    around = around_attention(node.opaque, Neighbourhood(x, r, min(total, float(r.norm()))), delta=certified.delta)
-    certified.used += around.confidence < 1
-    rest = min(around.change * total, around.moved_total + around.centre * total)
+    around = certified.attention(node, x).within(Neighbourhood(x, r, min(total, float(r.norm()))))
+    rest = min(around.rest, around.change * total, around.moved_total + around.centre * total)
     each = torch.full((len(x),), rest, dtype=torch.float64)
     return _Bent(around.change, rest, each, total), _Reach(around.moved, None, slope * around.slope)
 
