@@ -5,9 +5,9 @@ from howsmooth.maps import Attention, Jacobian, LayerNorm, Map, RMSNorm, Rotary
 from howsmooth.measures import Distance, Gaussian, Measure, wasserstein
 from howsmooth.models import Capture, Measurement, Measurements, Model, load
 from howsmooth.report import Report, inspect
-from howsmooth.search import Ball, BallAround, Ellipsoid, WorstCase
+from howsmooth.search import Ball, BallAround, Ellipsoid, Radius, WorstCase
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan
-from howsmooth.study import Growth, growth
+from howsmooth.study import Growth, certified_radius, growth
 from howsmooth.theory import Bound, Bounds, Splitting
 from howsmooth.verbs import bounds, jacobian, lipschitz, lipschitz_batch, splitting, worst_case
 
@@ -36,11 +36,13 @@ __all__ = [
     "Measurements",
     "Model",
     "RMSNorm",
+    "Radius",
     "Report",
     "Rotary",
     "Splitting",
     "WorstCase",
     "bounds",
+    "certified_radius",
     "growth",
     "inspect",
     "jacobian",

@@ -42,10 +42,10 @@ def lipschitz(
     f: an attention layer, a norm, a composition of them, or any torch function of one tensor.
     x: tokens (n, d); for a function, one input of any shape; or a `Measure`, at which the local Wasserstein-2 constant is
     measured: that of moving atoms and of splitting them (docs/meanfield.md, Theorem 5.2). `lipschitz_batch` takes many inputs.
-    within: the largest constant over all inputs that are this close to `x`, for attention layers, norms and compositions of them: `upper` is certified,
-    `lower` attained at `point` (docs/explanation/around.md).  per: "token", every token moves at most so far, or "sequence",
-    all of them together (Frobenius norm).  tokens: positions that may move, in the input and in its perturbations; all by
-    default.  steps: measurements of each start of the search for `lower`.
+    within: the largest constant over all inputs that are this close to `x`, for attention layers, norms and compositions of
+    them: `upper` is certified, `lower` attained at `point` (docs/explanation/around.md).  per: "token", every token moves at
+    most so far, or "sequence", all of them together (Frobenius norm).  tokens: positions that may move, in the input and in
+    its perturbations; all by default.  steps: measurements of each start of the search for `lower`.
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
     default made from `x` and `f(x)`, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.

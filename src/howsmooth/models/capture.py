@@ -155,8 +155,8 @@ class Capture:
         held fixed, all outputs count.
         closed: measure a layer's closed form, read off once and kept, where it has one, short windows in lock step; by default
         where there are several windows.
-        within, per, steps: the largest constant over all inputs this close, as in `howsmooth.lipschitz`; in float64, for maps of
-        self-attention that are made of known pieces (docs/howto/certified.md).
+        within, per, steps: the largest constant over all inputs this close, as in `howsmooth.lipschitz`; in float64, for maps
+        of self-attention that are made of known pieces (docs/howto/certified.md).
         tol, certify, seed: as in `howsmooth.lipschitz`.
         """
         options = Options(tol, certify, seed)

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
-from howsmooth.maps.graph import Graph, GraphMap, Recorder, record
+from howsmooth.maps.graph import Graph, GraphMap
+from howsmooth.maps.recording import Recorder, record
 from howsmooth.models.closed import as_attention
 from howsmooth.models.cut import Cut
 from howsmooth.models.intercept import Call
@@ -139,8 +140,6 @@ class _Swap:
         def run(t: Tensor) -> Tensor:
             return attn.value(t.reshape(1, -1, t.shape[-1]))[0].reshape(*leaving.shape)
 
-        if id(entered) in self._recorder.known:
-            value = self._recorder.take_whole(entered, leaving, run, attn)
-        else:
-            value = run(entered)
+        known = id(entered) in self._recorder.known
+        value = self._recorder.take_whole(entered, leaving, run, attn) if known else run(entered)
         return tree_map(lambda t: value if t is leaving else t, output)

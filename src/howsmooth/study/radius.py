@@ -10,15 +10,17 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.maps.base import check_finite, check_input
-from howsmooth.maps.graph import Graph, Node, pruned, record
+from howsmooth.maps.graph import Graph, Node, pruned
 from howsmooth.maps.jacobian import doubled
+from howsmooth.maps.recording import record
 from howsmooth.models import Model
 from howsmooth.models.watched import to_the_end
 from howsmooth.search.radius import PER, Per, Radius, first_order, largest, smallest_change
 from howsmooth.settings import choice, flag, moving, number, whole
 from howsmooth.solve import Options, solve
 from howsmooth.theory.around import Neighbourhood
-from howsmooth.theory.around_blocks import Certified, around_graph, scalar_changes
+from howsmooth.theory.around_blocks import around_graph, scalar_changes
+from howsmooth.theory.around_norms import Certified
 from howsmooth.theory.around_values import Expansion, expand
 
 _SMALL = 2048  # numbers that may move up to which a function is expanded whole
@@ -81,7 +83,7 @@ def _from_model(model: Model, layer: int, input: dict[str, Any]) -> _Answered:
     return _Answered(f, graph, x)
 
 
-def _from_function(f: Any, x: Tensor | None, input: dict[str, Any]) -> _Answered:
+def _from_function(f: Callable[[Tensor], Tensor], x: Tensor | None, input: dict[str, Any]) -> _Answered:
     if not callable(f):
         raise BadInputError(f"expected a model, a module or a function, got {type(f).__name__}; load one with howsmooth.load")
     if x is None or input:
@@ -93,9 +95,9 @@ def _from_function(f: Any, x: Tensor | None, input: dict[str, Any]) -> _Answered
     batched = x.ndim == 3
     if x.ndim not in (2, 3) or (batched and len(x) != 1):
         raise BadInputError(f"expected one input (n, d) or (1, n, d), got shape {tuple(x.shape)}; pass one at a time")
-    g = doubled(f.eval() if isinstance(f, nn.Module) else f)
-    for p in g.parameters() if isinstance(g, nn.Module) else ():
-        p.requires_grad_(False)
+    g: Any = doubled(f)  # a module is copied
+    if isinstance(g, nn.Module):
+        g.eval().requires_grad_(False)
 
     def scores(t: Tensor) -> Tensor:
         fast = torch.backends.mha.get_fastpath_enabled()

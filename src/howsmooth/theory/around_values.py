@@ -27,7 +27,7 @@ class Groups(NamedTuple):
     """Unknown vectors, each of a length that is bounded on its own: which group a column belongs to, and how many there are."""
 
     of: Tensor
-    count: int
+    number: int
 
 
 class Moved(NamedTuple):
@@ -137,11 +137,11 @@ def expand(graph: Graph, x: Float[Tensor, "n d"], together: bool, tokens: Sequen
                     tuple(q[0] for q in quantities),
                     tuple(q[1] for q in quantities),
                     slice(start, len(groups)),
-                    slice(count, count + own.count),
+                    slice(count, count + own.number),
                     weights,
                 )
             )
-            count += own.count
+            count += own.number
             fresh = torch.eye(out.numel(), dtype=x.dtype).reshape(-1, *out.shape)
             columns.append(torch.cat([_tangent(node, at, out, wide), fresh]))
         made = columns[i]
@@ -252,26 +252,26 @@ def _quantities(node: Node, c: list[Tensor], out: Tensor, groups: Groups, rows: 
 
 
 def _lengths(c: Float[Tensor, "columns entries"], groups: Groups) -> Float[Tensor, "groups entries"]:
-    return c.new_zeros(groups.count, c.shape[1]).index_add_(0, groups.of, c.square()).sqrt_().mul_(_UP)
+    return c.new_zeros(groups.number, c.shape[1]).index_add_(0, groups.of, c.square()).sqrt_().mul_(_UP)
 
 
 def _entries(c: Tensor, groups: Groups) -> Float[Tensor, "*shape groups"]:
     """How far a group of length one moves every entry."""
-    return _lengths(c.flatten(1), groups).T.reshape(*c.shape[1:], groups.count)
+    return _lengths(c.flatten(1), groups).T.reshape(*c.shape[1:], groups.number)
 
 
 def _operator_sizes(c: Float[Tensor, "columns *rows d"], groups: Groups) -> Float[Tensor, "*rows groups"]:
     """How far a group of length one moves every row, in length."""
     flat = c.flatten(1, -2) if c.ndim > 2 else c[:, None]  # (columns, rows, d)
     sizes = flat.square().sum(-1)
-    sizes = sizes.new_zeros(groups.count, sizes.shape[1]).index_add_(0, groups.of, sizes)  # Frobenius, squared
-    several = torch.bincount(groups.of, minlength=groups.count)
+    sizes = sizes.new_zeros(groups.number, sizes.shape[1]).index_add_(0, groups.of, sizes)  # Frobenius, squared
+    several = torch.bincount(groups.of, minlength=groups.number)
     for g in torch.nonzero(several > 1)[:, 0].tolist():
         block = flat[groups.of == g].transpose(0, 1)  # (rows, columns, d)
         gram = block @ block.mT if block.shape[1] <= block.shape[2] else block.mT @ block
         top = torch.linalg.eigvalsh(gram)[:, -1] + 1e-14 * sizes[g]
         sizes[g] = torch.minimum(sizes[g], top.clamp_min(0))
-    return sizes.sqrt_().mul_(_UP).T.reshape(*c.shape[1:-1], groups.count)
+    return sizes.sqrt_().mul_(_UP).T.reshape(*c.shape[1:-1], groups.number)
 
 
 def _remainder(stop: _Stop, rho: Tensor, offset: Tensor, apart: dict[int, Tensor]) -> tuple[Tensor, Tensor | None]:
