@@ -98,12 +98,18 @@ class Around:
 
 
 def bound_around(
-    f: object, neighbourhood: Neighbourhood, *, tokens: tuple[int, ...] | None = None, delta: float = 1e-6, seed: int = 0
+    f: object,
+    neighbourhood: Neighbourhood,
+    *,
+    tokens: tuple[int, ...] | None = None,
+    norm: float | None = None,
+    delta: float = 1e-6,
+    seed: int = 0,
 ) -> Around:
-    """Bounds on a map whose structure is known; others are refused. Arguments as for `around_attention`."""
+    """Bounds on a map whose structure is known; others are refused. Arguments as for `AroundAttention`."""
     check_structure(f)
     assert isinstance(f, Attention)
-    return around_attention(f, neighbourhood, tokens=tokens, delta=delta, seed=seed)
+    return around_attention(f, neighbourhood, tokens=tokens, norm=norm, delta=delta, seed=seed)
 
 
 def check_structure(f: object) -> None:
@@ -120,11 +126,12 @@ def around_attention(
     neighbourhood: Neighbourhood,
     *,
     tokens: tuple[int, ...] | None = None,
+    norm: float | None = None,
     delta: float = 1e-6,
     seed: int = 0,
 ) -> Around:
     """Bounds on an attention layer over a neighbourhood, `AroundAttention` for one."""
-    return AroundAttention(layer, neighbourhood.point, tokens=tokens, delta=delta, seed=seed).within(neighbourhood)
+    return AroundAttention(layer, neighbourhood.point, tokens=tokens, norm=norm, delta=delta, seed=seed).within(neighbourhood)
 
 
 @final
@@ -136,8 +143,9 @@ class AroundAttention:
     ball that holds it (docs/bounds.md). All work is done in float64, and every result is raised by a relative 1e-9 for its
     rounding.
 
-    x: the input, (n, d).  tokens: those by which `D_Y f` is taken, all by default.  delta: probability that one of the upper
-    ends at the centre fails, all neighbourhoods together.  seed: of their random starts.
+    x: the input, (n, d).  tokens: those by which `D_Y f` is taken, all by default.  norm: an upper end of `‖D_X f‖` that is
+    known and good enough; no pairs are treated apart then, which costs many times as much.  delta: probability that one of the
+    upper ends at the centre fails, all neighbourhoods together.  seed: of their random starts.
     """
 
     def __init__(
@@ -146,11 +154,12 @@ class AroundAttention:
         x: Float[Tensor, "n d"],
         *,
         tokens: tuple[int, ...] | None = None,
+        norm: float | None = None,
         delta: float = 1e-6,
         seed: int = 0,
     ):
         self.layer, self.point, self.tokens = layer.to(x.device, torch.float64), x.double(), tokens
-        self._delta, self._seed, self._effort = delta, seed, Effort.of(x.numel())
+        self._known, self._delta, self._seed, self._effort = norm, delta, seed, Effort.of(x.numel())
         self._columns = torch.arange(len(x), device=x.device) if tokens is None else torch.as_tensor(tokens, device=x.device)
 
     @cached_property
@@ -189,12 +198,12 @@ class AroundAttention:
         if self.layer.heads * len(r) ** 2 > _MOST:
             return _from_ball(ball, neighbourhood, f"the bound over a ball alone, for more than {_MOST} attention weights")
         centre = self._centre
-        upper = min(self._pairs.norm, ball)
+        upper = min(self._pairs.norm if self._known is None else self._known, ball)
         found = parts(centre, r)
         change = _combined(centre, columns, _moving(centre, found, r, columns))
         anywhere = _combined(centre, columns, _anywhere(centre, found, r, columns), stochastic=True)
         apart = math.inf
-        if neighbourhood.far > 0 and change < _FAR * upper:
+        if neighbourhood.far > 0 and change < _FAR * upper and self._known is None:
             area = r, neighbourhood.far, neighbourhood.total is not None
             apart = deflated(centre, found, area, self._pairs, self._curves, columns, change)
         slope, reason = min(
