@@ -37,7 +37,7 @@ class Effort(NamedTuple):
     @classmethod
     def of(cls, size: int) -> "Effort":
         """For inputs of so many entries."""
-        return cls(3, 3) if size <= _DENSE_SIZE else cls(6, 6)
+        return cls(2, 2) if size <= _DENSE_SIZE else cls(6, 6)
 
 
 class Pairs(NamedTuple):
