@@ -4,7 +4,7 @@ Numbers such as 6.1 are those of docs/explanation/around.md.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, final
 
@@ -24,7 +24,7 @@ from howsmooth.theory.constants import Constants, constants
 from howsmooth.theory.point import one_sequence
 
 _MOST = 2**26  # attention weights: about twenty arrays of so many numbers are held at once
-_FAR = 4.0  # change of the Jacobian, in units of its norm, past which no pair is worth treating apart
+_FAR = 2.0  # change of the Jacobian, in units of its norm, past which no pair is worth treating apart
 
 
 @final
@@ -158,7 +158,9 @@ class AroundAttention:
         delta: float = 1e-6,
         seed: int = 0,
     ):
-        self.layer, self.point, self.tokens = layer.to(x.device, torch.float64), x.double(), tokens
+        # biases of values and outputs move nothing, and what they hide in rounding is not lost without them
+        self.layer = replace(layer.to(x.device, torch.float64), b_v=None, b_o=None)
+        self.point, self.tokens = x.double(), tokens
         self._known, self._delta, self._seed, self._effort = norm, delta, seed, Effort.of(x.numel())
         self._columns = torch.arange(len(x), device=x.device) if tokens is None else torch.as_tensor(tokens, device=x.device)
 

@@ -43,7 +43,7 @@ class Effort(NamedTuple):
 class Pairs(NamedTuple):
     """Orthonormal directions and the Jacobian at the centre between them.
 
-    left: (pairs, n, d_out).  right: (pairs, n, d), zero for tokens that are held.  core: `Uᵀ J V`.
+    left: (pairs, n, d_out).  right: (pairs, n, d), zero for tokens that are held.  core: `|Uᵀ J V|`, entry by entry.
     beside: `|u_aᵀ J (I − VVᵀ)|`.  under: `|(I − UUᵀ) J v_b|`.  others: `‖(I − UUᵀ) J (I − VVᵀ)‖` from above.
     """
 
@@ -64,7 +64,7 @@ class Pairs(NamedTuple):
 def together(pairs: Pairs, core: Tensor, rows: Tensor, columns: Tensor, others: float) -> float:
     """The norm of the matrix of norms, where the blocks have moved by at most so much."""
     corner = (pairs.others + others) * torch.ones(1, 1, dtype=core.dtype, device=core.device)
-    top = torch.cat([pairs.core.abs() + core, (pairs.beside + rows)[:, None]], 1)
+    top = torch.cat([pairs.core + core, (pairs.beside + rows)[:, None]], 1)
     whole = torch.cat([top, torch.cat([(pairs.under + columns)[None], corner], 1)])
     if not bool(whole.isfinite().all()):
         return math.inf
@@ -95,10 +95,15 @@ def top_pairs(operator: AttentionJacobian, tokens: tuple[int, ...] | None, count
         solver = GolubKahan(max_steps=_REST_STEPS, delta=delta)
         others = solver.solve(rest, 1e-3, _NARROW, [seed])[0].upper * (1 + ROUNDED)
     # what rounding makes of orthonormal vectors and of their products
-    noise = 1e-13 * float(core.abs().max()) + J.noise * float(core.abs().max())
+    noise = (1e-13 + J.noise) * float(core.abs().max())
+    if dense and (known := J.rounding()) is not None:  # where heads cancel, that is more
+        noise, others = (
+            noise + known.error + known.fixed,
+            others + min(J.in_size, J.out_size) ** 0.5 * known.error + known.fixed,
+        )
     beside = lengths(back - core @ right) + noise
     under = lengths(image - core.T @ left) + noise
-    core = core + noise * core.sign()
+    core = core.abs() + noise
     whole = right.unflatten(-1, J.in_shape)
     whole = J.spread(whole) if isinstance(J, Restricted) else whole
     return Pairs(left.unflatten(-1, J.out_shape), whole, core, beside, under, others)
