@@ -177,6 +177,15 @@ BAD_FUNCTIONS: dict[str, Callable[[], Any]] = {
 
 BAD_OPTIONS: dict[str, Callable[[], Any]] = {
     **{f"radius {r!r}": lambda r=r: ask.bounds(layer(), n=3, radius=r) for r in (NAN, INF, -1, "1", True, [1.0])},
+    **{f"within {r!r}": lambda r=r: measure(within=r) for r in (NAN, INF, -1, -1e-9, 1e200, "1", True, [1.0])},
+    **{f"per {p!r}": lambda p=p: measure(within=0.1, per=p) for p in ("word", None, 1)},
+    **{f"tokens {t!r}": lambda t=t: measure(within=0.1, tokens=t) for t in ([], [-1], [99], [0.5], "0", 3)},
+    **{f"near steps {k!r}": lambda k=k: measure(within=0.1, steps=k) for k in (-1, 1.5, "3", True)},
+    "per without within": lambda: measure(per="sequence"),
+    "steps without within": lambda: measure(steps=3),
+    "within of a function": lambda: measure(torch.tanh, within=0.1),
+    "within of a norm": lambda: measure(hs.RMSNorm(torch.ones(4)), within=0.1),
+    "within of a measure": lambda: measure(x=hs.Measure(X), within=0.1),
     **{f"ball {r!r}": lambda r=r: ask.Ball(r) for r in (1e200, NAN, INF, 0, -1, "1", True, None)},
     **{f"n {n!r}": lambda n=n: ask.bounds(layer(), n=n, radius=1.0) for n in (0, -1, 2.0, "3", True, NAN)},
     **{f"steps {k!r}": lambda k=k: ask.worst_case(layer(), 2, 1.0, steps=k) for k in (-1, 1.5, "3", True)},

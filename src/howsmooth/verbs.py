@@ -23,6 +23,8 @@ from howsmooth.theory.bound import Bounds
 from howsmooth.theory.point import one_sequence, point_bounds
 from howsmooth.theory.splitting import Splitting, halves, of_blocks, of_halves
 
+_THOROUGH = 2**15  # entries of an input past which top pairs are treated apart on request alone: they cost many solves
+
 
 def lipschitz(
     f: Map | Callable[[Tensor], Tensor],
@@ -45,7 +47,8 @@ def lipschitz(
     within: the largest constant over all inputs that are this close to `x`, for attention layers, norms and compositions of
     them: `upper` is certified, `lower` attained at `point` (docs/explanation/around.md).  per: "token", every token moves at
     most so far, or "sequence", all of them together (Frobenius norm).  tokens: positions that may move, in the input and in
-    its perturbations; all by default.  steps: measurements of each start of the search for `lower`.
+    its perturbations; all by default.  steps: measurements of each start of the search for `lower`. With `certify`, large
+    inputs too get the bound that treats the top singular pairs apart; it costs as much as some twenty solves.
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
     default made from `x` and `f(x)`, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
@@ -95,14 +98,15 @@ def solve_near(
     if area.far == 0:
         return replace(here, point=area.point)
     delta = options.solver.delta if isinstance(options.solver, GolubKahan) else GolubKahan().delta
-    bound = bound_around(f, area, tokens=tokens, delta=delta, seed=here.seed)
+    known = here.upper if options.certify is None and area.point.numel() > _THOROUGH else None
+    bound = bound_around(f, area, tokens=tokens, norm=known, delta=delta, seed=here.seed)
     found = find_near(f, area, tokens, steps, options, here)
     lower, upper = found.estimate.lower, max(found.estimate.lower, bound.slope)
     narrow = upper <= lower * (1 + (options.tol if options.certify is None else options.certify))
     return replace(
         found.estimate,
         upper=upper,
-        confidence=bound.confidence,
+        confidence=bound.confidence if known is None else min(bound.confidence, here.confidence),
         status="certified" if narrow else "converged" if found.settled else "step limit",
         point=found.point,
         around=bound.reason,

@@ -209,7 +209,9 @@ class Near(TokenSet):
         """Lengths that steps may have, and the axes these are taken over."""
         area = self.neighbourhood
         limits: list[tuple[Tensor, tuple[int, ...]]] = [(area.radii.to(z)[:, None], (-1,))]
-        return limits if area.total is None else [*limits, (torch.full((1, 1), area.total).to(z), (-2, -1))]
+        if area.total is None:
+            return limits
+        return [*limits, (torch.full((1, 1), area.total, dtype=z.dtype, device=z.device), (-2, -1))]
 
     def project(self, z):
         x = self.neighbourhood.point.to(z)

@@ -4,7 +4,7 @@ Numbers such as 6.1 are those of docs/explanation/around.md.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, final
 
@@ -24,7 +24,7 @@ from howsmooth.theory.constants import Constants, constants
 from howsmooth.theory.point import one_sequence
 
 _MOST = 2**26  # attention weights: about twenty arrays of so many numbers are held at once
-_FAR = 4.0  # change of the Jacobian, in units of its norm, past which no pair is worth treating apart
+_FAR = 2.0  # change of the Jacobian, in units of its norm, past which no pair is worth treating apart
 
 
 @final
@@ -104,11 +104,12 @@ def around_attention(
     neighbourhood: Neighbourhood,
     *,
     tokens: tuple[int, ...] | None = None,
+    norm: float | None = None,
     delta: float = 1e-6,
     seed: int = 0,
 ) -> Around:
     """Bounds on an attention layer over a neighbourhood, `AroundAttention` for one."""
-    return AroundAttention(layer, neighbourhood.point, tokens=tokens, delta=delta, seed=seed).within(neighbourhood)
+    return AroundAttention(layer, neighbourhood.point, tokens=tokens, norm=norm, delta=delta, seed=seed).within(neighbourhood)
 
 
 @final
@@ -120,8 +121,9 @@ class AroundAttention:
     ball that holds it (docs/bounds.md). All work is done in float64, and every result is raised by a relative 1e-9 for its
     rounding.
 
-    x: the input, (n, d).  tokens: those by which `D_Y f` is taken, all by default.  delta: probability that one of the upper
-    ends at the centre fails, all neighbourhoods together.  seed: of their random starts.
+    x: the input, (n, d).  tokens: those by which `D_Y f` is taken, all by default.  norm: an upper end of `‖D_X f‖` that is
+    known and good enough; no pairs are treated apart then, which costs many times as much.  delta: probability that one of the
+    upper ends at the centre fails, all neighbourhoods together.  seed: of their random starts.
     """
 
     def __init__(
@@ -130,11 +132,14 @@ class AroundAttention:
         x: Float[Tensor, "n d"],
         *,
         tokens: tuple[int, ...] | None = None,
+        norm: float | None = None,
         delta: float = 1e-6,
         seed: int = 0,
     ):
-        self.layer, self.point, self.tokens = layer.to(x.device, torch.float64), x.double(), tokens
-        self._delta, self._seed, self._effort = delta, seed, Effort.of(x.numel())
+        # biases of values and outputs move nothing, and what they hide in rounding is not lost without them
+        self.layer = replace(layer.to(x.device, torch.float64), b_v=None, b_o=None)
+        self.point, self.tokens = x.double(), tokens
+        self._known, self._delta, self._seed, self._effort = norm, delta, seed, Effort.of(x.numel())
         self._columns = torch.arange(len(x), device=x.device) if tokens is None else torch.as_tensor(tokens, device=x.device)
 
     @cached_property
@@ -173,12 +178,12 @@ class AroundAttention:
         if self.layer.heads * len(r) ** 2 > _MOST:
             return _from_ball(ball, neighbourhood, f"the bound over a ball alone, for more than {_MOST} attention weights")
         centre = self._centre
-        upper = min(self._pairs.norm, ball)
+        upper = min(self._pairs.norm if self._known is None else self._known, ball)
         found = parts(centre, r)
         change = _combined(centre, columns, _moving(centre, found, r, columns))
         anywhere = _combined(centre, columns, _anywhere(centre, found, r, columns), stochastic=True)
         apart = math.inf
-        if neighbourhood.far > 0 and change < _FAR * upper:
+        if neighbourhood.far > 0 and change < _FAR * upper and self._known is None:
             area = r, neighbourhood.far, neighbourhood.total is not None
             apart = deflated(centre, found, area, self._pairs, self._curves, columns, change)
         slope, reason = min(

@@ -18,7 +18,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
 from howsmooth.maps.graph import Graph, Node, graph_of
-from howsmooth.theory.around import Around, AroundAttention, Neighbourhood
+from howsmooth.theory.around import Around, Neighbourhood, around_attention
 from howsmooth.theory.around_norms import SAME_ROWS, Certified
 from howsmooth.theory.around_pieces import norm_change, norm_remainder, norm_slope
 
@@ -55,13 +55,19 @@ class _Bent:
 
 
 def bound_around(
-    f: object, neighbourhood: Neighbourhood, *, tokens: tuple[int, ...] | None = None, delta: float = 1e-6, seed: int = 0
+    f: object,
+    neighbourhood: Neighbourhood,
+    *,
+    tokens: tuple[int, ...] | None = None,
+    norm: float | None = None,
+    delta: float = 1e-6,
+    seed: int = 0,
 ) -> Around:
-    """Bounds on a map whose structure is known; others are refused. Arguments as for `around_attention`."""
+    """Bounds on a map whose structure is known; others are refused. Arguments as for `AroundAttention`."""
     graph = check_structure(f, neighbourhood.point)
     if isinstance(f, Attention):
-        return AroundAttention(f, neighbourhood.point, tokens=tokens, delta=delta, seed=seed).within(neighbourhood)
-    return around_graph(Certified(graph, neighbourhood.point, tokens, delta, seed), neighbourhood)
+        return around_attention(f, neighbourhood, tokens=tokens, norm=norm, delta=delta, seed=seed)
+    return around_graph(Certified(graph, neighbourhood.point, tokens, delta, seed, norm), neighbourhood)
 
 
 def check_structure(f: object, x: Tensor) -> Graph:

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
 from howsmooth.maps import AttentionJacobian
 from howsmooth.maps.operator import Operator, Restricted, stream
 from howsmooth.spectral import DenseSVD, GolubKahan
@@ -20,9 +19,8 @@ from howsmooth.theory.around_jets import ROUNDED, Centre, Jet, Parts, moves
 from howsmooth.theory.bound import lengths, no_nan
 
 _DENSE_SIZE = 256  # rows and columns up to which the Jacobian at the centre is decomposed
-_FULL_SIZE = 2**15  # entries of an input up to which second derivatives are certified: past it they would cost too much
-_RITZ_STEPS, _RITZ_LONG = 24, 16  # products with `JᵀJ` that the pairs are found with, and past the full size: any are sound
-_REST_STEPS, _REST_LONG = 24, 12  # at most, for the certificate of what the pairs leave
+_RITZ_STEPS = 24  # products with `JᵀJ` that the pairs are found with: better ones give smaller bounds, any are sound
+_REST_STEPS = 32  # at most, for the certificate of what the pairs leave
 _SECOND_STEPS = 6  # for each certificate of a second derivative: within a factor of two where spectra fall off
 _NARROW = 0.04  # of the certificate of what the pairs leave
 
@@ -31,25 +29,21 @@ Product = Callable[[Tensor], Tensor]
 
 
 class Effort(NamedTuple):
-    """pairs: top pairs that are treated apart.  exact: of them, those among which first-order changes are exact.  second:
-    whether norms of second derivatives along them are certified by products."""
+    """pairs: top pairs that are treated apart.  exact: of them, those among which first-order changes are exact."""
 
     pairs: int
     exact: int
-    second: bool
 
     @classmethod
     def of(cls, size: int) -> "Effort":
         """For inputs of so many entries."""
-        if size <= _DENSE_SIZE:
-            return cls(3, 3, True)
-        return cls(6, 6, True) if size <= _FULL_SIZE else cls(3, 2, False)
+        return cls(2, 2) if size <= _DENSE_SIZE else cls(6, 6)
 
 
 class Pairs(NamedTuple):
     """Orthonormal directions and the Jacobian at the centre between them.
 
-    left: (pairs, n, d_out).  right: (pairs, n, d), zero for tokens that are held.  core: `Uᵀ J V`.
+    left: (pairs, n, d_out).  right: (pairs, n, d), zero for tokens that are held.  core: `|Uᵀ J V|`, entry by entry.
     beside: `|u_aᵀ J (I − VVᵀ)|`.  under: `|(I − UUᵀ) J v_b|`.  others: `‖(I − UUᵀ) J (I − VVᵀ)‖` from above.
     """
 
@@ -70,7 +64,7 @@ class Pairs(NamedTuple):
 def together(pairs: Pairs, core: Tensor, rows: Tensor, columns: Tensor, others: float) -> float:
     """The norm of the matrix of norms, where the blocks have moved by at most so much."""
     corner = (pairs.others + others) * torch.ones(1, 1, dtype=core.dtype, device=core.device)
-    top = torch.cat([pairs.core.abs() + core, (pairs.beside + rows)[:, None]], 1)
+    top = torch.cat([pairs.core + core, (pairs.beside + rows)[:, None]], 1)
     whole = torch.cat([top, torch.cat([(pairs.under + columns)[None], corner], 1)])
     if not bool(whole.isfinite().all()):
         return math.inf
@@ -81,7 +75,7 @@ def together(pairs: Pairs, core: Tensor, rows: Tensor, columns: Tensor, others: 
 def top_pairs(operator: AttentionJacobian, tokens: tuple[int, ...] | None, count: int, delta: float, seed: int) -> Pairs:
     """The top pairs at the centre: decomposed, or with a certificate of probability `1 − delta` for what they leave."""
     J: Operator = operator if tokens is None else Restricted(operator, tokens)
-    dense, long = max(J.in_size, J.out_size) <= _DENSE_SIZE, J.in_size > _FULL_SIZE
+    dense = max(J.in_size, J.out_size) <= _DENSE_SIZE
     if dense:
         matrix = J.dense()[0]
         size = float(matrix.abs().max()) or 1.0
@@ -91,34 +85,28 @@ def top_pairs(operator: AttentionJacobian, tokens: tuple[int, ...] | None, count
         slack = 64 * torch.finfo(torch.float64).eps * max(matrix.shape) * float(s[0]) * size
         others = float(s[m]) * size + slack if len(s) > m else slack
     else:
-        short = _single(operator, tokens) if long else J
-        right, others = _ritz(short, min(count, J.in_size - 1, J.out_size - 1), seed), 0.0
+        right, others = _ritz(J, min(count, J.in_size - 1, J.out_size - 1), seed), 0.0
         left = torch.linalg.qr(J.jvp(right.unflatten(-1, J.in_shape)[:, None]).flatten(1).T)[0].T
     image = J.jvp(right.unflatten(-1, J.in_shape)[:, None]).flatten(1)
     back = J.vjp(left.unflatten(-1, J.out_shape)[:, None]).flatten(1)
     core = left @ image.T
     if not dense:
         rest = _Deflated(J, left, right)
-        solver = GolubKahan(max_steps=_REST_LONG if long else _REST_STEPS, delta=delta)
+        solver = GolubKahan(max_steps=_REST_STEPS, delta=delta)
         others = solver.solve(rest, 1e-3, _NARROW, [seed])[0].upper * (1 + ROUNDED)
     # what rounding makes of orthonormal vectors and of their products
-    noise = 1e-13 * float(core.abs().max()) + J.noise * float(core.abs().max())
+    noise = (1e-13 + J.noise) * float(core.abs().max())
+    if dense and (known := J.rounding()) is not None:  # where heads cancel, that is more
+        noise, others = (
+            noise + known.error + known.fixed,
+            others + min(J.in_size, J.out_size) ** 0.5 * known.error + known.fixed,
+        )
     beside = lengths(back - core @ right) + noise
     under = lengths(image - core.T @ left) + noise
-    core = core + noise * core.sign()
+    core = core.abs() + noise
     whole = right.unflatten(-1, J.in_shape)
     whole = J.spread(whole) if isinstance(J, Restricted) else whole
     return Pairs(left.unflatten(-1, J.out_shape), whole, core, beside, under, others)
-
-
-def _single(operator: AttentionJacobian, tokens: tuple[int, ...] | None) -> Operator:
-    """The same Jacobian in float32, where that can be: for directions that need not be exact."""
-    assert operator.tokens is not None
-    try:
-        J = operator.layer.to(dtype=torch.float32).linearize(operator.tokens.float())[1]
-    except BadInputError:  # out of the range of float32
-        J = operator
-    return J if tokens is None else Restricted(J, tokens)
 
 
 def _ritz(J: Operator, count: int, seed: int) -> Float[Tensor, "pairs N"]:
@@ -129,7 +117,7 @@ def _ritz(J: Operator, count: int, seed: int) -> Float[Tensor, "pairs N"]:
         q = q / q.norm() + guess[0].flatten().to(q) / guess.norm().clamp_min(1e-30)
     basis = [q / q.norm()]
     products = []
-    for _ in range(min(_RITZ_LONG if J.in_size > _FULL_SIZE else _RITZ_STEPS, J.in_size)):
+    for _ in range(min(_RITZ_STEPS, J.in_size)):
         products.append(J.gram(basis[-1].reshape(1, 1, *J.in_shape))[0].flatten())
         known = torch.stack(basis)
         w = products[-1]
@@ -368,7 +356,7 @@ def _affine_second(centre: Centre, h: Tensor, v: Tensor) -> Float[Tensor, "n d_o
 class Curves(NamedTuple):
     """What is known of second derivatives along the pairs.
 
-    core: lengths of `∂_X ⟨u_a, J v_b⟩`, token by token.  rows, columns: norms along `u_a` and `v_b`, infinite where not known.
+    core: lengths of `∂_X ⟨u_a, J v_b⟩`, token by token.  rows, columns: norms along `u_a` and `v_b`.
     """
 
     core: Float[Tensor, "exact exact n"]
@@ -380,13 +368,10 @@ def curves(centre: Centre, pairs: Pairs, effort: Effort, delta: float, seed: int
     """delta: of all the certificates together."""
     second, exact, count = Second(centre), min(effort.exact, len(pairs.core)), len(pairs.core)
     core = torch.stack([torch.stack([lengths(second.pulled(u, v)) for v in pairs.right[:exact]]) for u in pairs.left[:exact]])
-    unknown = torch.full((count,), torch.inf, dtype=torch.float64, device=core.device)
-    if not effort.second:
-        return Curves(core, unknown, unknown)
     each = delta / (2 * count)
     rows = [second.row_norm(u, each, seed + 2 * a) for a, u in enumerate(pairs.left)]
     columns = [second.column_norm(v, each, seed + 2 * b + 1) for b, v in enumerate(pairs.right)]
-    return Curves(core, torch.tensor(rows).to(unknown), torch.tensor(columns).to(unknown))
+    return Curves(core, torch.tensor(rows).to(core), torch.tensor(columns).to(core))
 
 
 def deflated(

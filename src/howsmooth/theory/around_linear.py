@@ -67,19 +67,21 @@ def _top(
     w, y, c = (w / most).to(dtype), ((y - shift) / far).to(dtype), ((c - shift) / far).to(dtype)
     unit = 4 * torch.finfo(dtype).eps
     step = max(1, _ROOM // (d * d * max(n, m)))
-    rows = []
+    upper = torch.triu_indices(d, d, device=y.device)
+    square = torch.zeros(d, d, dtype=torch.long, device=y.device)
+    square[upper[0], upper[1]] = square[upper[1], upper[0]] = torch.arange(upper.shape[1], device=y.device)
+    place, rows = square.flatten(), []
     for start in range(0, heads, step):
         h = slice(start, start + step)
-        pairs = (y[h, :, :, None] * y[h, :, None]).flatten(2)  # (heads, m, d·d)
+        pairs = y[h][..., upper[0]] * y[h][..., upper[1]]  # (heads, m, d(d + 1)/2): each product once
         first, total = w[h] @ y[h], w[h].sum(-1)[..., None, None]
         cross = first[..., None] * c[h, :, None]
-        cov = (w[h] @ pairs).unflatten(-1, (d, d)) - cross - cross.mT + total * c[h, :, :, None] * c[h, :, None]
+        cov = (w[h] @ pairs)[..., place].unflatten(-1, (d, d)) - cross - cross.mT + total * c[h, :, :, None] * c[h, :, None]
         size = y[h].square().sum(-1).amax(-1)[:, None] + c[h].square().sum(-1).amax(-1)[:, None]
         blur = unit * (m + 8) * total[..., 0, 0] * size
         trace = cov.diagonal(dim1=-2, dim2=-1).sum(-1).abs()
         even = cov / torch.where(trace > 0, trace, 1.0)[..., None, None]
-        square = even @ even
-        fourth = square @ square
+        fourth = torch.linalg.matrix_power(even, 4)
         rows.append((fourth.flatten(-2).norm(dim=-1) ** 0.25 + d * unit) * trace + blur)
     return torch.cat(rows).double().clamp_min(0.0).sqrt() * most.sqrt() * far
 

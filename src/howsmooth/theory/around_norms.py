@@ -35,6 +35,7 @@ class Certified:
     tokens: tuple[int, ...] | None = None
     delta: float = 1e-6
     seed: int = 0
+    norm: float | None = None  # of the derivative of the whole, where it is known
     values: list[Tensor] = field(init=False)
     bends: list[int] = field(init=False)
     used: int = 0
@@ -135,7 +136,7 @@ class Certified:
 
     def whole(self) -> float:
         """`‖D_X f‖`, by the tokens that may move."""
-        return self._norm(0, self.graph.output, None, width=0.02)
+        return self._norm(0, self.graph.output, None, width=0.02) if self.norm is None else self.norm
 
     def gradients(self) -> list[dict[int, Tensor]]:
         """Of every output, by the input and by what leaves each node that is not linear."""
