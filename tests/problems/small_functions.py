@@ -52,7 +52,12 @@ def case(seed: int) -> Case:
     n, heads = int(torch.randint(1, 5, (1,), generator=r)), int(torch.randint(1, 3, (1,), generator=r))
     d, hidden = 2 * heads + 2 * int(torch.randint(0, 2, (1,), generator=r)) * heads, 6
     kind = pick("first", "behind", "side by side", "no attention")
-    act, norm, gated, causal = pick(*ACTIVATIONS), pick("layer", "rms"), pick("gated", "plain"), pick("causal", "full") == "causal"
+    act, norm, gated, causal = (
+        pick(*ACTIVATIONS),
+        pick("layer", "rms"),
+        pick("gated", "plain"),
+        pick("causal", "full") == "causal",
+    )
     layers = []
     for _ in range(1 if pick("one", "two") == "one" else 2):
         layer = Attention(*(matrix(d, d) for _ in range(4)), heads=heads, causal=causal)
@@ -81,7 +86,11 @@ def case(seed: int) -> Case:
                 x = x + attend(layer, t, taken) + mlp(t)
                 continue
             if kind != "no attention":
-                x = normalise(x + attend(layer, x, taken), weight) if kind == "behind" else x + attend(layer, normalise(x, weight), taken)
+                x = (
+                    normalise(x + attend(layer, x, taken), weight)
+                    if kind == "behind"
+                    else x + attend(layer, normalise(x, weight), taken)
+                )
             x = normalise(x + mlp(x), weight) if kind == "behind" else x + mlp(normalise(x, weight))
         return x
 
@@ -170,6 +179,9 @@ def refuted(c: Case, moved: Moved, around: Around, scalars: Tensor, at: Tensor, 
         ("expanded total", float(change.norm()), moved.total, room),
         *(("moved", float(a), float(b), room) for a, b in zip(change.norm(dim=-1), around.moved, strict=True)),
         *(("scalar", float(a), float(b), room) for a, b in zip(change.abs().flatten(), scalars, strict=True)),
-        *(("entry", a, b, room) for a, b in zip((change - moved.shift).abs().flatten().tolist(), moved.spread.flatten().tolist(), strict=True)),
+        *(
+            ("entry", a, b, room)
+            for a, b in zip((change - moved.shift).abs().flatten().tolist(), moved.spread.flatten().tolist(), strict=True)
+        ),
     ]
     return [f"{what} {most!r} is below {got!r}" for what, got, most, more in pairs if not got <= most * (1 + ROUNDING) + more]
