@@ -12,7 +12,7 @@ from torch import Tensor
 Per = Literal["token", "sequence"]
 PER: tuple[Per, ...] = ("token", "sequence")
 
-_HALVINGS = 12  # of the interval that a radius is looked for in, in its logarithm
+_HALVINGS = 7  # of the interval that a radius is looked for in, in its logarithm
 _LEAST = 1e-12  # radii below this part of an attack's are not tried
 _RIVALS = 5  # other answers that an attack goes for
 _STEPS = 20  # of an attack on each
