@@ -74,7 +74,7 @@ def lipschitz(
     options = Options(tol, certify, seed, solver, free)
     if within is None or isinstance(x, Measure):
         return solve(f, x, options).estimate
-    return _near(f, Neighbourhood.of(x, within, per, free), free, steps, options)
+    return _near(f, x.detach(), Neighbourhood.of(x, within, per, free), free, steps, options)
 
 
 def _length(x: Tensor) -> int:
@@ -85,6 +85,7 @@ def _length(x: Tensor) -> int:
 
 def _near(
     f: Map | Callable[[Tensor], Tensor],
+    x: Tensor,
     area: Neighbourhood,
     tokens: tuple[int, ...] | None,
     steps: int | None,
@@ -93,7 +94,7 @@ def _near(
     """The largest constant over a neighbourhood."""
     check_structure(f)
     assert isinstance(f, Map)
-    here = solve(f, area.point, options).estimate
+    here = solve(f, x, options).estimate
     if area.far == 0:
         return replace(here, point=area.point)
     delta = options.solver.delta if isinstance(options.solver, GolubKahan) else GolubKahan().delta
