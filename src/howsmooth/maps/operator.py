@@ -15,7 +15,7 @@ from howsmooth.kernels.products import float32_products
 
 
 class Rounding(NamedTuple):
-    """What is proved of the arithmetic of all items of a batch (docs/theory.md, Proposition 2.6).
+    """What is proved of the arithmetic of all items of a batch (docs/explanation/theory.md, Proposition 2.6).
 
     Weights, means and slopes are computed once, so products are those of a fixed map `J̃` beside `J`, up to rounding.
 

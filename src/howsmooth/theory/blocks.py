@@ -1,7 +1,7 @@
 """What a token does to its own output while all other tokens, and its own keys and values, stay: the splitting blocks.
 
 `S_i = ∂f_i/∂x_i` through the query alone. It is the part of the Jacobian that survives when copies of token `i` move in
-opposite directions (docs/meanfield.md §5.3). For attention `S_i = Σ_h W_o^h B_i^h W_q^h` with
+opposite directions (docs/explanation/meanfield.md §5.3). For attention `S_i = Σ_h W_o^h B_i^h W_q^h` with
 `B_i^h = τ Σ_j Q_ij (v_j − o_i) k_jᵀ`, and the slope of `q_i` for `W_q^h` where queries are normalised and turned; a norm
 contributes its derivative; blocks of a composition are multiplied.
 """
