@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from howsmooth.cli import app
-from howsmooth.cli import options
+from howsmooth.cli import app, options
 from howsmooth.cli.options import engine_of
 from howsmooth.errors import BadInputError
 from howsmooth.run import Local, Ray

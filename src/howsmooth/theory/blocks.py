@@ -48,7 +48,7 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
     d, d_out = operator.in_shape[-1], operator.out_shape[-1]
     dense = min(d, d_out) <= _DENSE
     lower, upper = torch.zeros_like(sizes.bound), sizes.bound.clone()
-    step = max(1, _NUMBERS.get(operator.device.type, 2**21) // (batch * (d * d_out if dense else _BASIS * d)))
+    step = max(1, _NUMBERS.get(operator.device.type, _NUMBERS["cpu"]) // (batch * (d * d_out if dense else _BASIS * d)))
     used = False
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
