@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.errors import BadFunctionError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.kernels.products import float32_products
-from howsmooth.maps.operator import Operator, inner, over_heads, stream
+from howsmooth.maps.operator import Operator, drawn, inner, over_heads, stream
 from howsmooth.maps.rounding import attention_rounding, norm_rounding
 
 if TYPE_CHECKING:
@@ -298,9 +298,9 @@ class AutodiffJacobian(Operator):
 
     def _consistent(self) -> bool:
         """`⟨J v, u⟩ = ⟨v, Jᵀ u⟩` on a random pair: a backward pass that cannot be differentiated loses part of `J v`."""
-        random = torch.Generator().manual_seed(0)
-        v = torch.randn(1, self.batch, *self.in_shape, generator=random).to(self.device, self.dtype)
-        u = torch.randn(1, self.batch, *self.out_shape, generator=random).to(self.device, self.dtype)
+        random = stream(0, "pair", self.device)
+        v = drawn((1, self.batch, *self.in_shape), random).to(self.dtype)
+        u = drawn((1, self.batch, *self.out_shape), random).to(self.dtype)
         transposed = self.vjp(u)
         try:
             forward = self.jvp(v)
@@ -345,7 +345,7 @@ class AutodiffJacobian(Operator):
         count = len(self._x)
         if self._y.ndim == 0 or len(self._y) != count:
             return False
-        v = torch.randn(self._x.shape, generator=torch.Generator().manual_seed(0)).to(self._x)
+        v = drawn(self._x.shape, stream(0, "items", self.device)).to(self._x)
         index = torch.arange(count, device=self.device)
         for bit in range((count - 1).bit_length()):
             for side in (0, 1):

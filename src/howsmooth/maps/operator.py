@@ -113,6 +113,11 @@ def stream(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Ge
     return torch.Generator(device).manual_seed(int.from_bytes(mark, "big") >> 1)
 
 
+def drawn(shape: Sequence[int], random: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal random numbers, made where the stream lives: bringing many from the host takes longer than a product."""
+    return torch.randn(shape, generator=random, device=random.device, dtype=dtype)
+
+
 def inner(a: Float[Tensor, "probes batch *shape"], b: Float[Tensor, "probes batch *shape"]) -> Tensor:
     """Inner products of the probes of every item, (batch, probes, probes)."""
     if len(a) == len(b) == 1 and a.device.type != "cpu":  # the batched product is many times as slow there
