@@ -263,7 +263,7 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
         )
         for solution, lower, upper, sure, seed in zip(solutions, lowers, uppers, certain, seeds, strict=True)
     )
-    return SolvedBatch(estimates, precise.whole if isinstance(precise, Restricted) else precise, images)
+    return SolvedBatch(estimates, precise.operator if isinstance(precise, Restricted) else precise, images)
 
 
 def _everywhere(operator: Operator, direction: Tensor) -> Tensor:
@@ -360,7 +360,7 @@ def _uppers(
     ]
     likely = [up if up >= low else math.inf for up, low in zip(likely, lowers, strict=True)]  # nan is no bound
     loose = any(up > _LOOSE * low for up, low in zip(likely, lowers, strict=True))
-    bound = operator_bound(precise.whole if isinstance(precise, Restricted) else precise) if loose else None
+    bound = operator_bound(precise.operator if isinstance(precise, Restricted) else precise) if loose else None
     sure = [math.inf] * len(likely) if bound is None else bound.tolist()
     uppers = [max(low, min(a, b)) for low, a, b in zip(lowers, likely, sure, strict=True)]
     return uppers, [b < a for a, b in zip(likely, sure, strict=True)]

@@ -149,7 +149,7 @@ class AttentionJacobian(Operator):
         w = w.repeat_interleave(layer.heads // layer.kv_heads, 0).flatten(0, 1)
         w = w if layer.w_o is None else layer.w_o @ w
         starts = torch.stack([torch.randn(layer.width, generator=stream(seed, "guess")) for seed in seeds])
-        return self.kernel.attention_received()[..., None] * _top_input(w, starts.to(w))[:, None]
+        return self.kernel.attention_received()[..., None] * top_input(w, starts.to(w))[:, None]
 
     @torch.no_grad()
     def rounding(self):
@@ -166,7 +166,7 @@ class AttentionJacobian(Operator):
         return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], tokens, exact=not self.coarse)
 
 
-def _top_input(w: Float[Tensor, "out d"], u: Float[Tensor, "batch d"]) -> Float[Tensor, "batch d"]:
+def top_input(w: Float[Tensor, "out d"], u: Float[Tensor, "batch d"]) -> Float[Tensor, "batch d"]:
     """Unit vectors that `w` stretches nearly most, one from each start: Lanczos on `wᵀw`."""
     basis = u.new_zeros(len(u), 0, u.shape[1])
     for _ in range(min(_GUESS_STEPS, u.shape[1])):
@@ -257,6 +257,11 @@ class AutodiffJacobian(Operator):
     def output(self) -> Tensor:
         """`f(x)`."""
         return self._y.detach()
+
+    @property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """`x` and `f(x)` with the graph between them, for whoever asks for a part of it."""
+        return self._x, self._y
 
     def check(self) -> None:
         """Make sure that `J v` and `Jᵀ u` fit together: by forward mode where double backward loses something, or refused."""
