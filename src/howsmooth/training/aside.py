@@ -1,6 +1,7 @@
 """Running a model that is being trained, so that the training never learns of it."""
 
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -45,6 +46,8 @@ def aside(model: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.inference_mode(False))
             for kind in ("cpu", "cuda") if devices else ("cpu",):
                 stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # an old kind of checkpoint's
             if compiled(model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield

@@ -6,6 +6,7 @@ runs on as if nothing had happened. So one pass and one short backward pass for 
 iteration needs in all layers.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
@@ -31,6 +33,16 @@ from howsmooth.settings import choice, items, whole
 
 Inputs = Tensor | Mapping[str, Any]
 FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
+
+
+class OutOfPlace(TorchDispatchMode):
+    """Inside it, torch's forward-mode formulas write into nothing that a backward pass through them needs.
+
+    Those of softmax and of norms work in place unless a mode of this kind is active, whatever it does.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 @final
@@ -88,7 +100,7 @@ class Passes:
         samples = [self._sample(row) for row in self.rows]
         first = samples[0]
         self.count = len(first.trace.layers)
-        self.layers = self._chosen(layers)
+        self.layers = chosen(layers, self.count)
         if any(len(s.trace.layers) != self.count for s in samples):
             raise BadInputError("expected rows of a probe that go the same way through the model, got others; pass one row")
         cuts = [first.map(k, self.map) for k in self.layers]  # refuses what is not there, compares with the model's own code
@@ -104,29 +116,40 @@ class Passes:
             for layer in (trace.layers[k],)
         ]
         self.heads = {k: trace.layers[k].heads for k in self.layers}
-        self.together = len(samples) == 1 or all(_batch_first(s) for s in samples)
+        self.together = all(_batch_first(s) for s in samples)
         self.batches = [_joined(samples)] if self.together else [(s.args, s.kwargs) for s in samples]
         self.real = self._real(samples)
         self.work, self.device = first.work, self.base.trace.output.device
+
+    def fed(self, batch: Inputs) -> "Passes":
+        """The same model and layers at another batch, without looking at the model again."""
+        other = copy.copy(self)
+        other.rows = rows_of(batch)
+        kind = next((p.dtype for p in self.model.module.parameters() if p.is_floating_point()), torch.float32)
+
+        def fit(t: Any) -> Any:
+            return t.to(self.device, kind if t.is_floating_point() else None) if isinstance(t, Tensor) else t
+
+        fixed = {} if "use_cache" not in self.batches[0][1] else {"use_cache": False}
+
+        def ready(row: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return ((fit(row),), fixed) if isinstance(row, Tensor) else ((), {k: fit(t) for k, t in row.items()} | fixed)
+
+        other.batches = [ready(batch)] if self.together else [ready(row) for row in other.rows]
+        mask = None if isinstance(batch, Tensor) or "input_ids" not in batch else batch.get("attention_mask")
+        padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
+        masks = mask.bool()[:, :, None] if padded else None
+        apart = [None] * len(other.rows) if masks is None else [own[None] for own in masks]
+        other.real = [masks] if self.together else apart
+        return other
 
     def _sample(self, row: Inputs) -> Sample:
         captured = self.model.capture(inputs=row) if isinstance(row, Tensor) else self.model.capture(**row)
         return captured.sample
 
-    def _chosen(self, layers: str | Sequence[int]) -> list[int]:
-        fix = "count from 0"
-        if isinstance(layers, str) and layers == "all":
-            return list(range(self.count))
-        given = items(layers, '"all" or a list of layers', fix)
-        expected = f"layers from 0 to {self.count - 1}"
-        chosen = [whole(k, expected, fix, below=self.count) for k in given]
-        if not chosen:
-            raise BadInputError(f"expected {expected}, got an empty list; {fix}")
-        return sorted(set(chosen))
-
     def _real(self, samples: list[Sample]) -> list[Tensor | None]:
         """For each batch that is run, which tokens are not padding, (rows, n, 1); nothing where all are real."""
-        masks = [None if s.real is None else torch.tensor(s.window.mask)[None, :, None] for s in samples]
+        masks: list[Tensor | None] = [None if s.real is None else torch.tensor(s.window.mask)[None, :, None] for s in samples]
         if self.together and any(m is not None for m in masks):
             n = max(m.shape[1] for m in masks if m is not None)
             return [torch.cat([torch.ones(1, n, 1, dtype=torch.bool) if m is None else m for m in masks])]
@@ -247,6 +270,8 @@ class _Run:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(forward_ad._set_fwd_grad_enabled(True))  # also inside a checkpoint's own forward pass
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))  # a checkpoint would save nothing
+        if self.graph:
+            stack.enter_context(OutOfPlace())
         x = hidden if self.graph else hidden.detach()
         x = x.to(self.passes.work)
         if not x.requires_grad:
@@ -266,8 +291,7 @@ class _Run:
         assert self.active is not None
         route, x, v, kernels, stack, dtype = self.active
         y, image = forward_ad.unpack_dual(first_tensor(output))
-        if image is None:
-            image = torch.zeros_like(y)
+        image = torch.zeros_like(y) if image is None else image if self.graph else image.detach()
         u = self.unit(image.detach())
         with forward_ad._set_fwd_grad_enabled(False):  # what the graph saved has directions too, of no use here
             pulled = torch.autograd.grad(y, x, u, retain_graph=self.graph, materialize_grads=True)[0].detach()
@@ -332,6 +356,19 @@ class _Run:
                 one = out * factors
                 out, along = out.detach() + (one - one.detach()), along * factors
         return forward_ad.make_dual(out, along)
+
+
+def chosen(layers: str | Sequence[int], count: int) -> list[int]:
+    """Layers by number, in order, of a model that has so many."""
+    fix = "count from 0"
+    if isinstance(layers, str) and layers == "all":
+        return list(range(count))
+    given = items(layers, '"all" or a list of layers', fix)
+    expected = f"layers from 0 to {count - 1}"
+    found = sorted({whole(k, expected, fix, below=count) for k in given})
+    if not found:
+        raise BadInputError(f"expected {expected}, got an empty list; {fix}")
+    return found
 
 
 def _inside(route: Route) -> list[Tensor]:
