@@ -9,6 +9,7 @@ from howsmooth.search import Ball, BallAround, Ellipsoid, WorstCase
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan
 from howsmooth.study import Growth, growth
 from howsmooth.theory import Bound, Bounds, Splitting
+from howsmooth.training import Check, Clipped, SmoothnessPenalty, Tracker, WarmStart, clip_, smoothness
 from howsmooth.verbs import bounds, jacobian, lipschitz, lipschitz_batch, splitting, worst_case
 
 __version__ = "0.1.0"
@@ -19,6 +20,8 @@ __all__ = [
     "Bound",
     "Bounds",
     "Capture",
+    "Check",
+    "Clipped",
     "DenseSVD",
     "Distance",
     "Ellipsoid",
@@ -38,15 +41,20 @@ __all__ = [
     "RMSNorm",
     "Report",
     "Rotary",
+    "SmoothnessPenalty",
     "Splitting",
+    "Tracker",
+    "WarmStart",
     "WorstCase",
     "bounds",
+    "clip_",
     "growth",
     "inspect",
     "jacobian",
     "lipschitz",
     "lipschitz_batch",
     "load",
+    "smoothness",
     "splitting",
     "wasserstein",
     "worst_case",
