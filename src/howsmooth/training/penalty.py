@@ -64,7 +64,9 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
     check_input(x)
     check_finite(x, "input")
     if state is not None and not isinstance(state, WarmStart):
-        raise BadInputError(f"expected a howsmooth.training.WarmStart as state, got {type(state).__name__}; make one and keep it")
+        raise BadInputError(
+            f"expected a howsmooth.training.WarmStart as state, got {type(state).__name__}; make one and keep it"
+        )
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

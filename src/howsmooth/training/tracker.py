@@ -140,7 +140,12 @@ class Tracker:
         what: nothing for the constant, or `max_logit`, `entropy`, `sink`, `radius`, `head`, `upper`, `drift`.
         """
         digits = max(2, len(str(self._now.passes.count - 1)))
-        parts = [PREFIX, *([what] if what else []), f"layer_{layer:0{digits}d}", *([] if head is None else [f"head_{head:02d}"])]
+        parts = [
+            PREFIX,
+            *([what] if what else []),
+            f"layer_{layer:0{digits}d}",
+            *([] if head is None else [f"head_{head:02d}"]),
+        ]
         return "/".join(parts)
 
     def update(self, step: int | None = None) -> dict[str, float]:
