@@ -148,8 +148,10 @@ class AttentionJacobian(Operator):
         w = layer.w_v.unflatten(0, (layer.kv_heads, -1))
         w = w.repeat_interleave(layer.heads // layer.kv_heads, 0).flatten(0, 1)
         w = w if layer.w_o is None else layer.w_o @ w
-        starts = torch.stack([torch.randn(layer.width, generator=stream(seed, "guess")) for seed in seeds])
-        return self.kernel.attention_received()[..., None] * top_input(w, starts.to(w))[:, None]
+        own = {seed: i for i, seed in enumerate(dict.fromkeys(seeds))}  # items of one seed share a start
+        starts = torch.stack([torch.randn(layer.width, generator=stream(seed, "guess")) for seed in own])
+        top = top_input(w, starts.to(w))[[own[seed] for seed in seeds]]
+        return self.kernel.attention_received()[..., None] * top[:, None]
 
     @torch.no_grad()
     def rounding(self):
