@@ -15,12 +15,16 @@ IMAGES = Path(__file__).parents[1] / "img"
 LAYOUT = """
 body, main, header { max-width: none !important; }
 body { padding: 0 30px !important; }
-header button, #contents, .finding, .answer p:nth-child(n+3), section, section > p, section > h2, .controls, footer, #fit-table, #residual-chart { display: none !important; }
+header button, #contents, .finding, .answer p:nth-child(n+3), footer { display: none !important; }
+section, section > p, section > h2, .controls, #fit-table, #residual-chart { display: none !important; }
 header { margin-top: 26px !important; padding-top: 0 !important; }
 .answer p { font-size: 21px !important; max-width: none !important; }
-#heat, #growth { display: block !important; border: 0 !important; margin: 10px 0 0 !important; padding: 0 !important; width: 49%; float: left; }
+#heat, #growth { display: block !important; width: 49%; float: left; }
+#heat, #growth { border: 0 !important; margin: 10px 0 0 !important; padding: 0 !important; }
 #growth { float: right; }
 """
+FOOT = "Math.max(...[...document.querySelectorAll('#heat, #growth')].map((s) => s.getBoundingClientRect().bottom))"
+WIDTH = 1240
 
 
 def draw(page: Path) -> None:
@@ -28,16 +32,13 @@ def draw(page: Path) -> None:
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for scheme in ("light", "dark"):
-            context = browser.new_context(viewport={"width": 1240, "height": 700}, color_scheme=scheme, device_scale_factor=1.25)
-            tab = context.new_page()
+            tab = browser.new_page(viewport={"width": WIDTH, "height": 700}, color_scheme=scheme, device_scale_factor=1.25)
             tab.goto(page.resolve().as_uri())
             tab.add_style_tag(content=LAYOUT)
             tab.evaluate("dispatchEvent(new Event('resize'))")
-            tab.wait_for_timeout(400)
-            foot = tab.evaluate("Math.max(...[...document.querySelectorAll('#heat, #growth')].map((s) => s.getBoundingClientRect().bottom))")
-            clip = {"x": 0, "y": 0, "width": 1240, "height": foot + 14}
-            picture = IMAGES / f"page-{scheme}.png"
-            tab.screenshot(path=picture, full_page=True, clip=clip)
+            tab.wait_for_timeout(400)  # charts are drawn again once the window has come to rest
+            picture, height = IMAGES / f"page-{scheme}.png", float(tab.evaluate(FOOT)) + 14
+            tab.screenshot(path=picture, full_page=True, clip={"x": 0, "y": 0, "width": WIDTH, "height": height})
             Image.open(picture).convert("RGB").quantize(128).save(picture, optimize=True)
         browser.close()
 
