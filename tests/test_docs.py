@@ -145,6 +145,13 @@ def test_every_public_name_has_an_example():
         assert ">>> " in (getattr(howsmooth, name).__doc__ or "") or ">>> " in below[name], name
 
 
+def test_docstrings_become_lists_and_code():
+    shown = runpy.run_path(str(DOCS / "tools" / "docstrings.py"))["shown"]
+    text = "Twice.  See below.\n\nx: a number, as\nmeasured: it is.  y, z: two\nmore.\n\n    >>> f(1)\n    2\n\nnote: plain"
+    told = "Twice.  See below.\n\n* `x`: a number, as measured: it is.\n* `y`, `z`: two more."
+    assert shown(text, ["x", "y", "z"]) == f"{told}\n\n```pycon\n>>> f(1)\n2\n```\n\nnote: plain"
+
+
 def test_what_the_readme_points_at_is_there():
     text = (ROOT / "README.md").read_text("utf-8")
     assert text.count("\n") <= 120
