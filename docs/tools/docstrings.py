@@ -18,6 +18,7 @@ class Docstrings(griffe.Extension):
 
 def shown(text: str, names: Collection[str]) -> str:
     """A docstring as Markdown. names: of arguments or fields; `name: …` at a line's start or after two spaces is about one."""
+    text = re.sub(r"docs/((?:explanation|howto|reference)/([\w-]+))\.md", r'<a href="../\1.html">\2</a>', text)  # of the site
     return "\n\n".join(_part(part, names) for part in re.split(r"\n\s*\n", text))
 
 
