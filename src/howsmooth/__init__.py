@@ -12,7 +12,7 @@ from howsmooth.theory import Bound, Bounds, Splitting
 from howsmooth.training import Check, Clipped, SmoothnessPenalty, Tracker, WarmStart, clip_, smoothness
 from howsmooth.verbs import bounds, jacobian, lipschitz, lipschitz_batch, splitting, worst_case
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Attention",
     "Ball",

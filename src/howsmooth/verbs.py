@@ -66,7 +66,7 @@ def lipschitz_batch(
     seed: int | None = None,
     solver: Solver | None = None,
 ) -> Estimates:
-    """The constants of `f` at many inputs, (batch, …), in lock step; arguments as for `lipschitz`.
+    """The constants of `f` at many inputs, (batch, …), solved together; arguments as for `lipschitz`.
 
     A function must treat the items of its first axis apart, as a module with a batch axis does.
 

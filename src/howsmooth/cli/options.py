@@ -39,7 +39,7 @@ Workers = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results that are there")]
-Force = Annotated[bool, typer.Option("--force", help="start anew in a folder that holds results or other files")]
+Force = Annotated[bool, typer.Option("--force", help="start again in a folder that holds results or other files")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but the result's path")]
 
 _LARGE = 1e9  # bytes of weights that are not held several times over

