@@ -25,7 +25,7 @@ _DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the q
 _APART = 0.1  # share of the accuracy asked for that two precisions of a function may differ by
 _MODERATE = 1e8  # squares of products between its inverse and this leave float32 no trouble
 _SAMPLED = 2**20  # entries of an input that its mark is made of
-_BLIND = "rounding errors that do not depend on the random start"
+BLIND = "rounding errors that do not depend on the random start"
 
 Function = Map | Callable[[Tensor], Tensor]
 
@@ -259,7 +259,7 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
             certify=options.certify,
             seed=seed,
             noise=noise,
-            assumes="" if dense or rigorous or sure else _BLIND,
+            assumes="" if dense or rigorous or sure else BLIND,
         )
         for solution, lower, upper, sure, seed in zip(solutions, lowers, uppers, certain, seeds, strict=True)
     )

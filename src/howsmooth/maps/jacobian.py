@@ -94,14 +94,18 @@ class AttentionJacobian(Operator):
     def _with(self, kernel: SoftmaxAttention) -> "AttentionJacobian":
         return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, self.tokens)
 
-    def _push(self, v: Tensor) -> Tensor:
-        """Directions of the tokens → those of the heads' outputs, side by side."""
+    def vectors(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Directions of the tokens → those of queries, keys and values as attention takes them."""
         dq, dk, dv = self.layer.project(v, with_bias=False)
         dq = dq if self.q_slope is None else over_heads(self.q_slope.jvp, dq, self.q_slope.in_shape[-1])
         dk = dk if self.k_slope is None else over_heads(self.k_slope.jvp, dk, self.k_slope.in_shape[-1])
         if (rotary := self.layer.rotary) is not None:
             dq, dk = rotary.turn(dq), rotary.turn(dk)
-        return self.layer.concat(self.kernel.jvp(dq, dk, dv))
+        return dq, dk, dv
+
+    def _push(self, v: Tensor) -> Tensor:
+        """Directions of the tokens → those of the heads' outputs, side by side."""
+        return self.layer.concat(self.kernel.jvp(*self.vectors(v)))
 
     def _pull(self, t: Tensor) -> Tensor:
         """The transpose of `_push`."""

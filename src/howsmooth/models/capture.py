@@ -14,12 +14,12 @@ from howsmooth.kernels import SoftmaxAttention
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.models.closed import ClosedForms, as_attention
 from howsmooth.models.cut import Cut, CutJacobian
-from howsmooth.models.measurement import Measurement, Measurements, Positions, moving, shares
+from howsmooth.models.measurement import Measurement, Measurements, shares
 from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName, Span
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import Trace
-from howsmooth.settings import flag, items, number
+from howsmooth.settings import Positions, flag, items, moving, number
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate
 

@@ -14,12 +14,12 @@ from howsmooth.kernels.tensors import Place, check_dense, place
 from howsmooth.models.capture import Capture
 from howsmooth.models.closed import ClosedForms
 from howsmooth.models.library import reason, tokenizer_of
-from howsmooth.models.measurement import Measurement, Measurements, Positions
+from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.room import device_of, fits, offloaded
 from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName
 from howsmooth.models.tokens import Text, Window, of_ids
-from howsmooth.settings import items, shown, whole, words
+from howsmooth.settings import Positions, items, shown, whole, words
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Ids = Sequence[int] | Tensor | Window

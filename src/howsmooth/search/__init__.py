@@ -2,6 +2,7 @@
 
 from howsmooth.search.attacks import METHODS, Attack, Attacks, attack
 from howsmooth.search.families import Configuration, Configured, configurations, eigenvector_configuration, worst_configuration
+from howsmooth.search.near import find_near
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet
 from howsmooth.search.worst import WorstCase, find_worst
 
@@ -19,6 +20,7 @@ __all__ = [
     "attack",
     "configurations",
     "eigenvector_configuration",
+    "find_near",
     "find_worst",
     "worst_configuration",
 ]
