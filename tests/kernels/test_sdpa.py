@@ -303,7 +303,7 @@ Q = torch.zeros(2, 3, 4)
 BAD: dict[str, tuple[tuple, dict[str, Any]]] = {
     "one axis": ((Q[0, 0], Q, Q), {}),
     "whole numbers": ((Q.int(), Q.int(), Q.int()), {}),
-    "complex": ((Q.cfloat(), Q.cfloat(), Q.cfloat()), {}),
+    "complex": ((Q.to(torch.cfloat), Q.to(torch.cfloat), Q.to(torch.cfloat)), {}),
     "no tensor": (([[0.0]], Q, Q), {}),
     "two dtypes": ((Q, Q, Q.double()), {}),
     "widths": ((Q, Q[..., :3], Q), {}),

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from howsmooth.kernels.triton.logits import columns, finish, rows
 
-# numbers that a kernel is not compiled anew for; of lengths only whether they are whole blocks counts
-ANY = ("batch", "heads", "group", "d", "d_v", "window")
+# numbers that a kernel is not compiled anew for
+ANY = ("n", "m", "batch", "heads", "group", "d", "d_v", "window")
 
 
 @triton.jit
