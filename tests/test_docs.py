@@ -24,8 +24,9 @@ from howsmooth.study import alice
 from problems import readers
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = {"index": 5, "models": 15, "quickstart": 5, "sweeps": 8}  # how many at least; no page loses them unseen
-PAGES = {path.stem: path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+EXAMPLES = {"index": 5, "howto/models": 15, "tutorial": 5, "howto/sweeps": 8}  # how many at least; no page loses them unseen
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS).with_suffix("")): path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md"))}
 SHELL = ("bash", "sh", "console")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
@@ -110,7 +111,7 @@ def test_python_stands_in_blocks_that_are_run(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_give_what_they_say(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    failed, tried = doctest.testfile(str(ROOT / "docs" / f"{name}.md"), module_relative=False)
+    failed, tried = doctest.testfile(str(DOCS / f"{name}.md"), module_relative=False)
     assert tried >= EXAMPLES[name]
     assert failed == 0
 
@@ -131,14 +132,15 @@ def test_the_example_runs(monkeypatch, capsys):
 
 
 def test_every_public_name_is_listed_once():
-    listed = re.findall(r"^::: howsmooth\.(\w+)$", PAGES["api"], re.M)
+    listed = re.findall(r"^::: howsmooth\.(\w+)$", PAGES["reference/api"], re.M)
     assert sorted(listed) == sorted(howsmooth.__all__)
 
 
 def test_pages_are_looked_at():
     """Should a page lose its examples, or blocks no longer be seen, this says so."""
     assert set(EXAMPLES) == {name for name, page in PAGES.items() if ">>>" in page}
-    assert {"api", "meanfield", "page", "worst-inputs"} <= {name for name, page in PAGES.items() if blocks(page)}
+    plain = {"reference/api", "explanation/meanfield", "howto/page", "explanation/worst-inputs"}
+    assert plain <= {name for name, page in PAGES.items() if blocks(page)}
     assert blocks("```python\n1 / 0\n```\n```python\n>>> 1\n1\n```\n") == ["1 / 0\n"]
     page = "Text\n\n    howsmooth a  # b\n\n<!-- not run: hours -->\n\n    howsmooth c\n    other\n\n    howsmooth d\n"
     assert commands(page) == {"howsmooth a": None, "howsmooth c": "hours", "howsmooth d": None}

@@ -10,6 +10,7 @@ from howsmooth.search import Ball, BallAround, Ellipsoid, WorstCase
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan
 from howsmooth.study import Growth, growth
 from howsmooth.theory import Bound, Bounds, Splitting
+from howsmooth.training import Check, Clipped, SmoothnessPenalty, Tracker, WarmStart, clip_, smoothness
 from howsmooth.verbs import bounds, jacobian, lipschitz, lipschitz_batch, splitting, worst_case
 
 __version__ = "0.1.0"
@@ -20,6 +21,8 @@ __all__ = [
     "Bound",
     "Bounds",
     "Capture",
+    "Check",
+    "Clipped",
     "DenseSVD",
     "Distance",
     "Ellipsoid",
@@ -39,9 +42,13 @@ __all__ = [
     "RMSNorm",
     "Report",
     "Rotary",
+    "SmoothnessPenalty",
     "Splitting",
+    "Tracker",
+    "WarmStart",
     "WorstCase",
     "bounds",
+    "clip_",
     "growth",
     "inspect",
     "jacobian",
@@ -50,6 +57,7 @@ __all__ = [
     "load",
     "patch",
     "sdpa",
+    "smoothness",
     "splitting",
     "use_sdpa",
     "wasserstein",

@@ -35,7 +35,8 @@ def lipschitz(
 
     f: an attention layer, a norm, a composition of them, or any torch function of one tensor.
     x: tokens (n, d); for a function, one input of any shape; or a `Measure`, at which the local Wasserstein-2 constant is
-    measured: that of moving atoms and of splitting them (docs/meanfield.md, Theorem 5.2). `lipschitz_batch` takes many inputs.
+    measured: that of moving atoms and of splitting them (docs/explanation/meanfield.md, Theorem 5.2). `lipschitz_batch` takes
+    many inputs.
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
     default made from `x` and `f(x)`, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
@@ -122,7 +123,7 @@ def splitting(
     seed: int | None = None,
     solver: Solver | None = None,
 ) -> Splitting:
-    """Does it pay to split a token into halves that move apart, rather than to move tokens whole? (docs/meanfield.md §5)
+    """Does it pay to split a token into halves that move apart, or to move tokens whole? (docs/explanation/meanfield.md §5)
 
     f: a map of this package, or any function of tokens (n, d) → (n, d_out) for every n that commutes with permutations.
     x: tokens, or for a map a `Measure`, whose equal atoms are one. Equal tokens can part as they are.

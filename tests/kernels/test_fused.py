@@ -269,3 +269,13 @@ def test_long_and_wide_on_a_gpu(d):
 @pytest.mark.parametrize("d", [64, 128])
 def test_long_and_strict_on_a_gpu(d):
     check(problem(batch=1, heads=2, n=1111, d=d, d_v=d, mask=Mask(causal=True, window=300)), "strict")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+@pytest.mark.parametrize(("precision", "probes"), [("half", 1), ("half", 2), ("strict", 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_fits_beside_the_keys_on_a_gpu(d, precision, probes, causal):
+    mask = Mask(causal=causal, bias=gaussian(1, 2, 300, 300, seed=3))
+    check(problem(batch=1, heads=2, n=300, d=d, d_v=d, mask=mask), precision, probes)

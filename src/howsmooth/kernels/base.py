@@ -14,7 +14,7 @@ from howsmooth.kernels.masks import Mask
 if TYPE_CHECKING:
     from howsmooth.kernels.tiled import Tiled
 
-Precision = Literal["half", "mixed", "strict"]  # of the fused kernels' products: docs/performance.md
+Precision = Literal["half", "mixed", "strict"]  # of the fused kernels' products: docs/reference/performance.md
 
 FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
 

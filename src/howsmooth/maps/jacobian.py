@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.errors import BadFunctionError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.kernels.products import float32_products
-from howsmooth.maps.operator import Operator, inner, over_heads, stream
+from howsmooth.maps.operator import Operator, drawn, inner, over_heads, stream
 from howsmooth.maps.rounding import attention_rounding, norm_rounding
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class AttentionJacobian(Operator):
         w = w.repeat_interleave(layer.heads // layer.kv_heads, 0).flatten(0, 1)
         w = w if layer.w_o is None else layer.w_o @ w
         starts = torch.stack([torch.randn(layer.width, generator=stream(seed, "guess")) for seed in seeds])
-        return self.kernel.attention_received()[..., None] * _top_input(w, starts.to(w))[:, None]
+        return self.kernel.attention_received()[..., None] * top_input(w, starts.to(w))[:, None]
 
     @torch.no_grad()
     def rounding(self):
@@ -166,7 +166,7 @@ class AttentionJacobian(Operator):
         return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], tokens, exact=not self.coarse)
 
 
-def _top_input(w: Float[Tensor, "out d"], u: Float[Tensor, "batch d"]) -> Float[Tensor, "batch d"]:
+def top_input(w: Float[Tensor, "out d"], u: Float[Tensor, "batch d"]) -> Float[Tensor, "batch d"]:
     """Unit vectors that `w` stretches nearly most, one from each start: Lanczos on `wᵀw`."""
     basis = u.new_zeros(len(u), 0, u.shape[1])
     for _ in range(min(_GUESS_STEPS, u.shape[1])):
@@ -258,6 +258,11 @@ class AutodiffJacobian(Operator):
         """`f(x)`."""
         return self._y.detach()
 
+    @property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """`x` and `f(x)` with the graph between them, for whoever asks for a part of it."""
+        return self._x, self._y
+
     def check(self) -> None:
         """Make sure that `J v` and `Jᵀ u` fit together: by forward mode where double backward loses something, or refused."""
         if not self._consistent():
@@ -298,9 +303,9 @@ class AutodiffJacobian(Operator):
 
     def _consistent(self) -> bool:
         """`⟨J v, u⟩ = ⟨v, Jᵀ u⟩` on a random pair: a backward pass that cannot be differentiated loses part of `J v`."""
-        random = torch.Generator().manual_seed(0)
-        v = torch.randn(1, self.batch, *self.in_shape, generator=random).to(self.device, self.dtype)
-        u = torch.randn(1, self.batch, *self.out_shape, generator=random).to(self.device, self.dtype)
+        random = stream(0, "pair", self.device)
+        v = drawn((1, self.batch, *self.in_shape), random).to(self.dtype)
+        u = drawn((1, self.batch, *self.out_shape), random).to(self.dtype)
         transposed = self.vjp(u)
         try:
             forward = self.jvp(v)
@@ -345,7 +350,7 @@ class AutodiffJacobian(Operator):
         count = len(self._x)
         if self._y.ndim == 0 or len(self._y) != count:
             return False
-        v = torch.randn(self._x.shape, generator=torch.Generator().manual_seed(0)).to(self._x)
+        v = drawn(self._x.shape, stream(0, "items", self.device)).to(self._x)
         index = torch.arange(count, device=self.device)
         for bit in range((count - 1).bit_length()):
             for side in (0, 1):

@@ -21,6 +21,7 @@ DEMO_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{,95}(/[\w.-]{1,96})?")  # at most 96 characters each
 _BEHIND = {"pooler", "classifier", "lm_head", "logit_scale", "logit_bias"}  # behind the last hidden state
 _BEHIND |= {"text_projection", "visual_projection"}
+_PACKED, _SPARE = 4, 2**28  # weights in a byte of a file at most, and weights that may be missing: a head, tied embeddings
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -168,12 +169,30 @@ def _check_code(config: Path) -> None:
         )
 
 
+def _check_size(config: Any, folder: Path, name: str) -> None:
+    """Refuse a configuration whose weights cannot all be in the files, before memory is taken for them."""
+    from transformers import AutoModel
+
+    try:
+        with torch.device("meta"):
+            described = sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=False).parameters())
+    except Exception:  # what cannot be built is told where the weights are read
+        return
+    held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if described > _PACKED * held + _SPARE:
+        raise BadInputError(
+            f"expected the weights that config.json describes, {described:.3g} of them, got files of {held:.3g} bytes in "
+            f"{name!r}; save the model again"
+        )
+
+
 def _read(where: str, dtype: torch.dtype | None, name: str) -> nn.Module:
     """The model in a folder that was made for it. name: what to call it."""
-    from transformers import AutoModel
+    from transformers import AutoConfig, AutoModel
 
     with quiet():
         try:
+            _check_size(AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False), Path(where), name)
             module, info = AutoModel.from_pretrained(
                 where,
                 local_files_only=True,
@@ -183,6 +202,8 @@ def _read(where: str, dtype: torch.dtype | None, name: str) -> nn.Module:
                 dtype="auto" if dtype is None else dtype,
                 output_loading_info=True,
             )
+        except BadInputError:
+            raise
         except Exception as error:  # a configuration may make the library raise anything
             raise BadInputError(
                 f"expected a folder that transformers can read, got {name!r} ({reason(error)}); check the files in it"

@@ -7,8 +7,8 @@ One head builds the tokens, the whole layer is measured. With the head's logits 
     clusters   k tokens at y, the rest at x, where ⟨A x + c, y − x⟩ is as large as it gets
     tie        k tokens at y, k at y', the rest at x and undecided between them: ⟨A x + c, y − y'⟩ = 0
 
-The first two are those of Castin, Ablin & Peyré 2024, the third is the two-cluster measure of docs/bounds.md 3.12. In a tie `L`
-grows like `√(n/2)·‖A‖R²`, not `√n` (docs/worst-inputs.md §1).
+The first two are those of Castin, Ablin & Peyré 2024, the third is the two-cluster measure of docs/explanation/bounds.md 3.12.
+In a tie `L` grows like `√(n/2)·‖A‖R²`, not `√n` (docs/explanation/worst-inputs.md §1).
 """
 
 import math
@@ -112,7 +112,7 @@ def worst_configuration(
     """The candidate with the largest `L`, measured at its full length.
 
     Candidates are ranked by their places as a measure with two or three atoms, which is exact without a mask up to splitting
-    (docs/worst-inputs.md §1), and the best few are measured.
+    (docs/explanation/worst-inputs.md §1), and the best few are measured.
 
     >>> attn = Attention.from_matrices(-torch.eye(1), torch.eye(1))
     >>> round(worst_configuration(attn, 16, 2.0).estimate.value, 3)
@@ -133,7 +133,7 @@ def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | Non
     """All candidates, the worst first, by the measure `Σ (count/n) δ_place` without the mask.
 
     Tokens that coincide act as one of their joint weight: logits get the logarithms of the counts, and the Jacobian is
-    `D^{½} J D^{−½}` (docs/worst-inputs.md §1). Two or three tokens stand for `n`.
+    `D^{½} J D^{−½}` (docs/explanation/worst-inputs.md §1). Two or three tokens stand for `n`.
     """
     space = _space(attn, n, within)
     layer = replace(attn, causal=False, window=None, bias=None)

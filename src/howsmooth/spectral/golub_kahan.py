@@ -146,7 +146,7 @@ class _Run:
         """A random vector, and beside it the operator's own guess in equal parts.
 
         The guess cannot hide a direction from the certificate: it shifts `⟨v, q⟩`, which makes small values no likelier, and
-        the sum's length, at most 2, is charged to the start's rarity (docs/theory.md, Proposition 2.3).
+        the sum's length, at most 2, is charged to the start's rarity (docs/explanation/theory.md, Proposition 2.3).
         """
         q = self._gaussian()
         guess = self.operator.guess(self.seeds) if self.size > 2 else None
