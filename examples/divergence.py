@@ -54,7 +54,11 @@ class GPT(nn.Module):
     def __init__(self, letters: int):
         super().__init__()
         self.letters, self.places = nn.Embedding(letters, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks, self.ln, self.head = nn.ModuleList(Block() for _ in range(DEPTH)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, letters)
+        self.blocks, self.ln, self.head = (
+            nn.ModuleList(Block() for _ in range(DEPTH)),
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, letters),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.letters(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
@@ -91,13 +95,26 @@ def train(seed: int, rising: bool, steps: int = STEPS, tracked: bool = True, pea
             values = tracker.update(step)
             if "smoothness/upper/layer_00" in values:
                 if step:  # the first one starts tracking
-                    checks += [[step, k, values[tracker.key(k)], *(values[tracker.key(k, w)] for w in ("upper", "drift"))] for k in range(DEPTH)]
+                    checks += [
+                        [step, k, values[tracker.key(k)], *(values[tracker.key(k, w)] for w in ("upper", "drift"))]
+                        for k in range(DEPTH)
+                    ]
             else:
                 spent += (time.perf_counter() - now) * (EVERY * len(seen) + 1 > 0)
-            seen.append([step, *([values[f"smoothness/{where}layer_{k:02d}"] for k in range(DEPTH)] for where in QUANTITIES.values())])
+            seen.append(
+                [step, *([values[f"smoothness/{where}layer_{k:02d}"] for k in range(DEPTH)] for where in QUANTITIES.values())]
+            )
         if not math.isfinite(losses[-1]):
             break
-    return {"seed": seed, "rising": rising, "losses": losses, "seen": seen, "checks": checks, "update_seconds": spent, "seconds": time.perf_counter() - begun}
+    return {
+        "seed": seed,
+        "rising": rising,
+        "losses": losses,
+        "seen": seen,
+        "checks": checks,
+        "update_seconds": spent,
+        "seconds": time.perf_counter() - begun,
+    }
 
 
 def left_at(losses: list[float]) -> int | None:

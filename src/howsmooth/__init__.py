@@ -1,9 +1,10 @@
 """How smooth is attention? Certified local Lipschitz constants of attention layers."""
 
 from howsmooth.errors import HowSmoothError
+from howsmooth.kernels import sdpa
 from howsmooth.maps import Attention, Jacobian, LayerNorm, Map, RMSNorm, Rotary
 from howsmooth.measures import Distance, Gaussian, Measure, wasserstein
-from howsmooth.models import Capture, Measurement, Measurements, Model, load
+from howsmooth.models import Capture, Measurement, Measurements, Model, load, patch, use_sdpa
 from howsmooth.report import Report, inspect
 from howsmooth.search import Ball, BallAround, Ellipsoid, WorstCase
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan
@@ -54,8 +55,11 @@ __all__ = [
     "lipschitz",
     "lipschitz_batch",
     "load",
+    "patch",
+    "sdpa",
     "smoothness",
     "splitting",
+    "use_sdpa",
     "wasserstein",
     "worst_case",
 ]

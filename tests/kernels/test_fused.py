@@ -10,7 +10,6 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Blocked, Dense, Mask, dispatch, linearize
-from howsmooth.kernels.autograd import attention
 from howsmooth.maps import attention as layer_module
 from problems.layers import MASK_NAMES, Problem, gaussian, masks, problem
 
@@ -224,17 +223,6 @@ def test_finer_products_where_the_logits_need_them(fused_layers):
     finer = exact.refined()
     assert finer is not None
     assert finer.noise < exact.noise
-
-
-def test_function_has_both_derivatives():
-    p = problem(batch=1, heads=4, kv_heads=2, n=20, d=8, d_v=8, mask=Mask(causal=True))
-    q, k, v = (t.float().to(DEVICE) for t in p.qkv)
-    d = [gaussian(*t.shape, seed=i).float().to(DEVICE) for i, t in enumerate(p.qkv)]
-    f = partial(attention, scores=p.scores, kernel="triton")
-    got = torch.func.jvp(f, (q, k, v), tuple(d))
-    want = torch.func.jvp(p.value, p.qkv, tuple(t.double().cpu() for t in d))
-    assert relative(got[0], want[0]) <= HALF
-    assert relative(got[1], want[1]) <= HALF
 
 
 def test_dispatch_falls_back_with_one_warning_or_raises(monkeypatch):

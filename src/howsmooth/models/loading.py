@@ -13,6 +13,7 @@ from torch import nn
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import place
 from howsmooth.models.folder import INDEX, PICKLES, SINGLE, model_room, read_json, shards
+from howsmooth.models.intercept import configurations, register
 from howsmooth.models.library import offline, quiet, reason
 from howsmooth.models.model import Model, check_device
 
@@ -56,6 +57,8 @@ def load(
     there, _ = place(device, None)
     check_device(there)
     module, name, beside = _module_of(source, dtype)
+    if configurations(module):
+        register()
     return Model.of(module, name, side, beside if tokenizer is None else tokenizer, there)
 
 
