@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.study import alice
 
-WIDTH, HEADS, DEPTH, LENGTH, BATCH = 64, 4, 4, 64, 16
+WIDTH, HEADS, DEPTH, LENGTH, BATCH = 128, 4, 4, 64, 32
 STEPS, EVERY = 600, 10
 RISING, STEADY = 0.08, 0.003  # learning rates: reached at the end of the rise, and held
 LEFT = 0.5  # nats above the lowest loss so far, over the last ten steps: the loss has left its course
