@@ -23,6 +23,7 @@ ALL = [
     "measures",
     "worst",
     "attack",
+    "training",
 ]
 ON_A_GPU = ["gpu", "gpu_solve", "gpu_models", "gpu_report"]
 

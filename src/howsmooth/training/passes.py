@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
@@ -35,23 +34,14 @@ Inputs = Tensor | Mapping[str, Any]
 FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
 
 
-class OutOfPlace(TorchDispatchMode):
-    """Inside it, torch's forward-mode formulas write into nothing that a backward pass through them needs.
-
-    Those of softmax and of norms work in place unless a mode of this kind is active, whatever it does.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @final
 @dataclass(eq=False)
 class Seen:
     """What one pass saw of one layer.
 
     x: the tokens that entered, as they came.  image: `J v`, by row of the probe.  pulled: `Jᵀ u`, `u = J v/|J v|`, in the shape
-    of `x`.  value: `|Jᵀ u|` by row, a lower end of the constant that is attained by `pulled`.  kernels: its attention calls.
+    of `x`.  value: `|Jᵀ u|` by row, a lower end of the constant that is attained by `pulled`, with a graph where one was asked
+    for: `u` is held fixed.  kernels: its attention calls.
     """
 
     x: Tensor
@@ -163,7 +153,7 @@ class Passes:
 
         What cannot be measured, since something is not finite there, and all behind it, is left out.
 
-        directions: by layer, (rows · times, n, d); drawn where there is none.  graph: keep the graph of `image` down to the
+        directions: by layer, (rows · times, n, d); drawn where there is none.  graph: keep the graph of `value` down to the
         weights, on attention with second derivatives.  times: how many directions a row has; each gets a copy of the row.
         heads: the copies are for one head each, alone.
         """
@@ -278,8 +268,6 @@ class _Run:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(forward_ad._set_fwd_grad_enabled(True))  # also inside a checkpoint's own forward pass
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))  # a checkpoint would save nothing
-        if self.graph:
-            stack.enter_context(OutOfPlace())
         x = hidden if self.graph else hidden.detach()
         x = x.to(self.passes.work)
         x = x if self.times == 1 else x.repeat_interleave(self.times, 0)
@@ -299,12 +287,12 @@ class _Run:
         assert self.active is not None
         route, x, v, kernels, stack, dtype = self.active
         y, image = forward_ad.unpack_dual(first_tensor(output))
-        image = torch.zeros_like(y) if image is None else image if self.graph else image.detach()
-        u = self.unit(image.detach())
+        image = self.masked(torch.zeros_like(y) if image is None else image.detach())
         with forward_ad._set_fwd_grad_enabled(False):  # what the graph saved has directions too, of no use here
-            pulled = torch.autograd.grad(y, x, u, retain_graph=self.graph, materialize_grads=True)[0].detach()
-        pulled = self.masked(pulled)
-        self.found[route.index] = Seen(x.detach()[:: self.times], self.masked(image), pulled, self.sizes(pulled), kernels)
+            pulled = torch.autograd.grad(y, x, self.unit(image), create_graph=self.graph, materialize_grads=True)[0]
+            pulled = self.masked(pulled)
+            value = self.sizes(pulled)
+        self.found[route.index] = Seen(x.detach()[:: self.times], image, pulled.detach(), value, kernels)
         self.active = None
         stack.close()
         if self.within_entry:  # what else goes on in there still has its copies
