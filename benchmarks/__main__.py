@@ -25,6 +25,7 @@ ALL = [
     "measures",
     "worst",
     "attack",
+    "training",
 ]
 COUNTED = ["around"]
 ON_A_GPU = ["gpu", "gpu_solve", "gpu_models", "gpu_report"]

@@ -79,7 +79,7 @@ class _Block(nn.Module):
 def test_tracked_constants_are_the_certified_ones(map):
     model = gpt()
     tracker = hs.Tracker(model, {"input_ids": ids(2)}, map=map, check_every=0)
-    for _ in range(25):
+    for _ in range(12):
         values = tracker.update()
     loaded = hs.load(model)
     for k in range(2):
@@ -94,7 +94,7 @@ def test_heads_and_padding(build):
     model, mask = build(), torch.ones(2, 9).long()
     mask[1, 6:] = 0
     tracker = hs.Tracker(model, {"input_ids": ids(2), "attention_mask": mask}, heads=True, check_every=0)
-    for _ in range(25):
+    for _ in range(12):
         values = tracker.update()
     loaded = hs.load(model)
     captured = [loaded.capture(ids=row.tolist(), mask=m.tolist()) for row, m in zip(ids(2), mask, strict=True)]
@@ -129,7 +129,7 @@ def test_attention_that_cannot_be_cut_is_tracked_through_its_own_code():
         warnings.simplefilter("ignore", hs.models.FallbackWarning)
         tracker = hs.Tracker(model, x, check_every=0)
         truth = hs.load(model).capture(inputs=x).measure(1).value
-        for _ in range(25):
+        for _ in range(12):
             values = tracker.update()
     assert values["smoothness/layer_01"] == pytest.approx(truth, rel=2e-3)
     assert "smoothness/entropy/layer_01" not in values
