@@ -13,6 +13,7 @@ ALL = [
     "long",
     "batch",
     "certify",
+    "certified",
     "inexact",
     "settle",
     "point",
