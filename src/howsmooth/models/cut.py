@@ -26,8 +26,9 @@ from howsmooth.kernels.base import FINER, Precision
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
+from howsmooth.maps.leading import led_to
 from howsmooth.models.by_hand import ByHand
-from howsmooth.models.guess import Attended, led_to
+from howsmooth.models.guess import Attended
 from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, Call, Intercept, implementation
 from howsmooth.models.room import unhooked, weights_of
 from howsmooth.models.span import MapName, Span
@@ -311,8 +312,8 @@ class CutJacobian(Operator):
         if len(calls) != 1:
             return None
         with float32_products(coarse=self.coarse):
-            direction = led_to(*graph.ends, calls[0], seeds[0])
-        return None if direction is None else self.vjp(direction.expand(1, 1, *self.out_shape))[0]
+            paths = calls[0].paths(*graph.ends, self._cut.real)
+        return None if paths is None else self.vjp(led_to(*paths, seeds).expand(1, 1, *self.out_shape))[0]
 
     def _fits(self, v: Tensor, product: Tensor, energy: Tensor) -> bool:
         """`|J v|² = ⟨v, JᵀJ v⟩`."""

@@ -56,14 +56,20 @@ def load(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _DTYPES):
         got = dtype if isinstance(dtype, torch.dtype) else type(dtype).__name__
         raise BadInputError(f"expected dtype float16, bfloat16, float32 or float64 of torch, got {got}; pass one of them")
-    if isinstance(device, str) and device == "auto":
-        device = "cuda" if torch.cuda.is_available() else None
-    there, _ = place(device, None)
-    check_device(there)
+    there = device_of(device)
     module, name, beside = _module_of(source, dtype, flag(head, "head"))
     if configurations(module):
         register()
     return Model.of(module, name, side, beside if tokenizer is None else tokenizer, there)
+
+
+def device_of(device: str | torch.device | None) -> torch.device | None:
+    """A device that can measure, `"auto"` for a GPU if there is one; nothing leaves it to the model."""
+    if isinstance(device, str) and device == "auto":
+        device = "cuda" if torch.cuda.is_available() else None
+    there, _ = place(device, None)
+    check_device(there)
+    return there
 
 
 def _module_of(source: object, dtype: torch.dtype | None, head: bool) -> tuple[nn.Module, str, str | None]:
