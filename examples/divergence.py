@@ -230,7 +230,9 @@ if __name__ == "__main__":
             file.write(json.dumps(run) + "\n")
             file.flush()
             done.append(run)
-            print(f"seed {run['seed']}, {'rising' if run['rising'] else 'steady'}: left at {left_at(run['losses'])}", flush=True)
+            print(
+                f"seed {run['seed']}, {'rising' if run['rising'] else 'steady'}: left at {left_at(run['losses'])}", flush=True
+            )
     result = study(done)
     asked.out.write_text(json.dumps(result, indent=1) + "\n")
     if asked.figure is not None:

@@ -22,7 +22,9 @@ class Tiny(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2, enable_nested_tensor=False
+        )
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:

@@ -333,7 +333,9 @@ class _State:
         With `w` the top Ritz vector of `JᵀJ` on their span: `u = J w/|J w|`, the value is `|Jᵀ u|`, the gain `|Jᵀ u|/|J w| − 1`.
         """
         t = self.times
-        images, pulled = (torch.cat([_by_row(x, t) for x in part]) for part in zip(*((s.image, s.pulled) for s in rows), strict=True))
+        images, pulled = (
+            torch.cat([_by_row(x, t) for x in part]) for part in zip(*((s.image, s.pulled) for s in rows), strict=True)
+        )
         sizes = images.flatten(2).norm(dim=-1)  # (rows, times)
         grams = (pulled.flatten(2) * sizes[..., None]).double()  # JᵀJ v
         v = self.directions.get((layer, None))
