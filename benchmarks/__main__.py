@@ -13,6 +13,7 @@ ALL = [
     "long",
     "batch",
     "certify",
+    "certified",
     "inexact",
     "settle",
     "point",
@@ -25,6 +26,7 @@ ALL = [
     "measures",
     "worst",
     "attack",
+    "training",
 ]
 COUNTED = ["around"]
 ON_A_GPU = ["gpu", "gpu_solve", "gpu_models", "gpu_report"]

@@ -25,7 +25,8 @@ class Measurement:
     input_share, output_share: how much of the worst direction and of its image falls on each token; each sums to one.
     received: how much of all attention each token gets, averaged over heads and queries.
     output_norm: Frobenius norm of all tokens that leave, nothing for a head alone.
-    moving: positions that may move, nothing where all may.
+    moving: positions that may move, nothing where all may.  within, per: over which neighbourhood of the input the constant is
+    the largest one, nothing at the input itself.
     heads: one estimate per head, if asked for.  notes: what was widened, and that experts stay as chosen.
     """
 
@@ -46,6 +47,8 @@ class Measurement:
     cut: bool
     output_norm: float | None = None
     moving: tuple[int, ...] | None = None
+    within: float | None = None
+    per: str | None = None
     notes: tuple[str, ...] = ()
     heads: tuple[Estimate, ...] = ()
 
@@ -142,7 +145,8 @@ class Measurement:
     def __str__(self) -> str:
         head = "" if self.head is None else f", head {self.head}"
         held = "" if self.moving is None else f", {len(self.moving)} of them moving"
-        return f"{self.model} layer {self.layer} {self.map}{head}, n = {self.n}{held}: {self.estimate}; {self.remark}"
+        near = "" if self.within is None else f" within {self.within:g} per {self.per}"
+        return f"{self.model} layer {self.layer} {self.map}{head}, n = {self.n}{held}{near}: {self.estimate}; {self.remark}"
 
     __repr__ = __str__
 

@@ -3,6 +3,7 @@
 from howsmooth.search.attacks import METHODS, Attack, Attacks, attack
 from howsmooth.search.families import Configuration, Configured, configurations, eigenvector_configuration, worst_configuration
 from howsmooth.search.near import find_near
+from howsmooth.search.radius import Radius
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet
 from howsmooth.search.worst import WorstCase, find_worst
 
@@ -15,6 +16,7 @@ __all__ = [
     "Configuration",
     "Configured",
     "Ellipsoid",
+    "Radius",
     "TokenSet",
     "WorstCase",
     "attack",

@@ -86,6 +86,7 @@ class Around:
     slope: `‖D_Y f‖₂` is at most this.  change: so is `‖D_Y f − D_X f‖₂`.  moved: `|f(Y)_i − f(X)_i|`, (n,).  moved_total:
     `‖f(Y) − f(X)‖_F`.  reason: which bound it is, or why it is infinite.
     centre: `‖D_X f‖₂` is at most this.  confidence: of all these, over the random starts behind them.
+    rest: `‖f(Y) − f(X) − D_X f (Y − X)‖_F` is at most this.
     """
 
     slope: float
@@ -95,30 +96,7 @@ class Around:
     reason: str
     centre: float = math.inf
     confidence: float = 1.0
-
-
-def bound_around(
-    f: object,
-    neighbourhood: Neighbourhood,
-    *,
-    tokens: tuple[int, ...] | None = None,
-    norm: float | None = None,
-    delta: float = 1e-6,
-    seed: int = 0,
-) -> Around:
-    """Bounds on a map whose structure is known; others are refused. Arguments as for `AroundAttention`."""
-    check_structure(f)
-    assert isinstance(f, Attention)
-    return around_attention(f, neighbourhood, tokens=tokens, norm=norm, delta=delta, seed=seed)
-
-
-def check_structure(f: object) -> None:
-    """Refuse maps that no bound around an input is known for."""
-    if not isinstance(f, Attention):
-        raise BadInputError(
-            f"expected an Attention layer for a bound around an input, got {type(f).__name__}, whose structure is not known; "
-            "worst_case(f, over=BallAround(x, r)) searches near an input, lipschitz(f, x) measures at it"
-        )
+    rest: float = math.inf
 
 
 def around_attention(
@@ -140,8 +118,8 @@ class AroundAttention:
 
     The slope is the smallest of four: the top pairs at the centre treated apart (6.9), the norm at the centre and how far the
     Jacobian can move from it (6.6), the norms of its parts anywhere in the neighbourhood (6.7), and the best bound over the
-    ball that holds it (docs/bounds.md). All work is done in float64, and every result is raised by a relative 1e-9 for its
-    rounding.
+    ball that holds it (docs/explanation/bounds.md). All work is done in float64, and every result is raised by a relative 1e-9
+    for its rounding.
 
     x: the input, (n, d).  tokens: those by which `D_Y f` is taken, all by default.  norm: an upper end of `‖D_X f‖` that is
     known and good enough; no pairs are treated apart then, which costs many times as much.  delta: probability that one of the
@@ -222,22 +200,30 @@ class AroundAttention:
         change = min(change, upper + slope)
         held = torch.ones_like(r, dtype=torch.bool)
         held[columns] = False
-        moved, total = _moved(centre, found, slope, neighbourhood, along_slope=not bool((r[held] > 0).any()))
-        return Around(slope, change, moved, total, reason, upper, confidence)
+        along = not bool((r[held] > 0).any())
+        rest = _length(_rows(centre, found.output.rest))
+        if along:
+            rest = min(rest, _product(change, neighbourhood.far))
+        moved = _rows(centre, found.output.change)
+        total = _length(moved)
+        if along:
+            total = min(total, _product(slope, neighbourhood.far), _product(upper, neighbourhood.far) + rest)
+        return Around(slope, change, moved.clamp_max(total), total, reason, upper, confidence, rest)
 
 
-def _moved(centre: Centre, found: Parts, slope: float, neighbourhood: Neighbourhood, along_slope: bool) -> tuple[Tensor, float]:
-    """How far outputs can move, token by token and together: by their weights and values, or by the slope."""
-    layer, apart = centre.layer, found.output.change.T  # (n, heads)
-    moved = no_nan(apart.sum(-1))
+def _rows(centre: Centre, apart: Float[Tensor, "heads n"]) -> Float[Tensor, " n"]:
+    """Lengths of outputs, token by token, whose parts in the heads have these."""
+    layer, apart = centre.layer, apart.T
+    rows = no_nan(apart.sum(-1))
     if layer.heads > 1:
-        moved = torch.minimum(moved, centre.geometry.blocks(apart, torch.float64))
+        rows = torch.minimum(rows, centre.geometry.blocks(apart, torch.float64))
     if layer.attention_mask is not None:
-        moved = torch.where(layer.attention_mask[0], moved, 0.0)
-    moved = moved * (1 + ROUNDED)
-    total = float(lengths(moved)) * (1 + ROUNDED) if bool(moved.isfinite().all()) else math.inf
-    total = min(total, _product(slope, neighbourhood.far)) if along_slope else total
-    return moved.clamp_max(total), total
+        rows = torch.where(layer.attention_mask[0], rows, 0.0)
+    return rows * (1 + ROUNDED)
+
+
+def _length(rows: Tensor) -> float:
+    return float(lengths(rows)) * (1 + ROUNDED) if bool(rows.isfinite().all()) else math.inf
 
 
 def _from_ball(ball: float, neighbourhood: Neighbourhood, reason: str) -> Around:
@@ -289,7 +275,7 @@ def _anywhere(centre: Centre, found: Parts, r: Tensor, columns: Tensor) -> Sizes
 
 
 def _combined(centre: Centre, columns: Tensor, sizes: Sizes, *, stochastic: bool = False) -> float:
-    """Heads put together: plainly, and through the directions they share (docs/point-bounds.md 4.5).
+    """Heads put together: plainly, and through the directions they share (docs/explanation/point-bounds.md 4.5).
 
     stochastic: rows of the weights sum to one at most.
     """

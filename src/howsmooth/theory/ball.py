@@ -15,7 +15,7 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
 
     Rows that do not apply say why. Rows marked mean field are of measures: the upper ones hold for every number of tokens,
     the lower ones (B5, B16) are reached once there are enough of them, about `e^{2‖A‖R²}`. Statements and proofs:
-    docs/bounds.md. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
+    docs/explanation/bounds.md. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
 
     >>> import torch
     >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
