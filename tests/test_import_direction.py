@@ -25,6 +25,7 @@ FLOORS = (
     "run",
     "study",
     "report",
+    "training",
     "paper",
     "cli",
 )
