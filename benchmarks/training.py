@@ -76,7 +76,9 @@ def _agree(tracker: hs.Tracker) -> None:
     check = tracker.check()
     for row in check.rows:
         if not (row.tracked <= row.upper and abs(row.drift) <= 0.05):
-            raise WrongAnswerError(f"layer {row.layer}: tracked {row.tracked:.6g}, certified {row.value:.6g}; no time is reported")
+            raise WrongAnswerError(
+                f"layer {row.layer}: tracked {row.tracked:.6g}, certified {row.value:.6g}; no time is reported"
+            )
 
 
 def _median(run: Callable[[], Any], repeat: int, before: Callable[[], Any] | None = None) -> float:

@@ -249,7 +249,11 @@ class _Factors:
 @torch.no_grad()
 def _write(t: Tensor, axis: int, by: Tensor | float, rows: Tensor | None = None) -> None:
     own = t if rows is None else t.index_select(axis, rows.to(t.device))
-    by = by.to(t.device, torch.float64).reshape([-1 if i == axis else 1 for i in range(t.ndim)]) if isinstance(by, Tensor) else by
+    by = (
+        by.to(t.device, torch.float64).reshape([-1 if i == axis else 1 for i in range(t.ndim)])
+        if isinstance(by, Tensor)
+        else by
+    )
     new = (own.double() * by).to(t.dtype)
     try:
         t.copy_(new) if rows is None else t.index_copy_(axis, rows.to(t.device), new)
@@ -263,8 +267,8 @@ def _clip(layer: "_Own | _OfModel", asked: _Asked) -> list[ClippedHead]:
     first = forms[0][0]
     if "qk" in asked.parts and (first.q_norm is not None or first.k_norm is not None):
         raise BadInputError(
-            "expected queries and keys without norms, which undo any factor, got some; bound the norms' weights instead, or pass "
-            "parts='vo'"
+            "expected queries and keys without norms, which undo any factor, got some; bound the norms' weights, or "
+            "pass parts='vo'"
         )
     if isinstance(layer, _Own) and first.w_o is None and "vo" in asked.parts and first.heads != first.kv_heads:
         raise BadInputError("expected an output projection for heads that share values, got none; give w_o")
@@ -362,6 +366,4 @@ def _times(head: Attention, logits: float, values: float) -> Attention:
     def by(t: Tensor | None, c: float) -> Tensor | None:
         return None if t is None else c * t
 
-    return replace(
-        head, w_q=logits * head.w_q, b_q=by(head.b_q, logits), w_v=values * head.w_v, b_v=by(head.b_v, values)
-    )
+    return replace(head, w_q=logits * head.w_q, b_q=by(head.b_q, logits), w_v=values * head.w_v, b_v=by(head.b_v, values))

@@ -434,4 +434,3 @@ def _joined(samples: list[Sample]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     args = tuple(join([s.args[i] for s in samples]) for i in range(len(first.args)))
     return args, {name: join([s.kwargs[name] for s in samples]) for name in first.kwargs}
-

@@ -19,7 +19,13 @@ from howsmooth.training.tracker import PREFIX
 
 PAGE = "smoothness.html"
 _MOST = 240  # points of a curve; of more, the most telling one of each group is shown
-_CHARTS = {"": "L", "max_logit": "largest logit", "entropy": "entropy of attention", "sink": "share of one token", "radius": "token radius"}
+_CHARTS = {
+    "": "L",
+    "max_logit": "largest logit",
+    "entropy": "entropy of attention",
+    "sink": "share of one token",
+    "radius": "token radius",
+}
 
 
 @final
@@ -45,7 +51,9 @@ class RunRecord:
         path = Path(folder)
         path = path / FILE if path.is_dir() else path
         if not path.is_file():
-            raise ResultsError(f"expected {FILE} of a recorder in {folder}, got none; pass folder= to howsmooth.training.Recorder")
+            raise ResultsError(
+                f"expected {FILE} of a recorder in {folder}, got none; pass folder= to howsmooth.training.Recorder"
+            )
         records = [r for r in read(path) if r.function == f"{PREFIX}:update"]
         if not records:
             raise BadInputError(f"expected a run with updates, got {path} without any; was it recorded by a Recorder?")
@@ -96,7 +104,9 @@ class RunRecord:
             entropies = [v for v in self.series.get("entropy", {}).get(k, []) if v is not None]
             ends = (there[0], max(there), self.series[""][k][-1]) if there else (None, None, None)
             row = dict(zip(("first", "most", "last"), ends, strict=True))
-            rows.append({"layer": k, **row, "max_logit": max(logits, default=None), "min_entropy": min(entropies, default=None)})
+            rows.append(
+                {"layer": k, **row, "max_logit": max(logits, default=None), "min_entropy": min(entropies, default=None)}
+            )
         return rows
 
     def to_dict(self) -> dict[str, Any]:
