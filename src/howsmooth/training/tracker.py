@@ -249,8 +249,8 @@ class Tracker:
             numbers[self.key(layer, "sink")] = torch.stack(sinks).mean()
             by_head = torch.stack(logits).amax(0) if alike else ()
             numbers |= {self.key(layer, "max_logit", h): t for h, t in enumerate(by_head)}
-        squares = [squares(seen.x, real) for seen, real in zip(there, passes.real, strict=True)]
-        return numbers | {self.key(layer, "radius"): torch.cat(squares).mean().sqrt()}
+        lengths = [squares(seen.x, real) for seen, real in zip(there, passes.real, strict=True)]
+        return numbers | {self.key(layer, "radius"): torch.cat(lengths).mean().sqrt()}
 
     def _by_head(self, layer: int, seen: Seen | None, most: int) -> dict[str, Tensor]:
         state, passes = self._now, self._now.passes
