@@ -26,7 +26,7 @@ RADII = (0.5, 1.0, 1.5)  # pixels go from 0 to 1, an image has a length of about
 STRENGTHS = (0.03, 0.1, 0.3)
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "weight decay 0.1": {"decay": 0.1},
+    **{f"weight decay {w:g}": {"decay": w} for w in (0.1, 1.0)},
     "spectral norm": {"spectral": True},
     "q/k norm": {"normed": True},
     **{f"penalty {s:g}": {"strength": s} for s in STRENGTHS},
