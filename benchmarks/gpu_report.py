@@ -20,7 +20,10 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    layers, lengths, samples = (2, LENGTHS[:2], 1) if quick else (16, LENGTHS, 4)
+    return [_timed(2, LENGTHS[:2], 1) if quick else _timed(16, LENGTHS, 4)]
+
+
+def _timed(layers: int, lengths: tuple[int, ...], samples: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         _save(Path(folder) / "model", layers)
         start = time.perf_counter()
@@ -29,9 +32,11 @@ def run(quick: bool) -> list[dict[str, Any]]:
         engine = engine_of("local", None, None, reader.model, "cuda")
         report, page = inspect_into(reader, setting, f"{folder}/report", "howsmooth report", engine=engine)
         seconds = time.perf_counter() - start
-        kinds = Counter(row["kind"] for row in report.data.rows)
-        row = {"layers": layers, "lengths": len(lengths), "samples": samples, **kinds, "workers": engine.name}
-        return [row | {"failures": len(report.failures), "page MB": page.stat().st_size / 1e6, "seconds": seconds}]
+        parts = Counter[str]()
+        for row in report.data.rows:
+            parts[f"{row['kind']} s"] += row["seconds"]
+        about = {"layers": layers, "lengths": len(lengths), "samples": samples, "workers": engine.name, **parts}
+        return about | {"failures": len(report.failures), "page MB": page.stat().st_size / 1e6, "seconds": seconds}
 
 
 def _save(folder: Path, layers: int) -> None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm, Rotary
+from howsmooth.maps.operator import drawn, stream
 from howsmooth.models.cut import Cut, Stop
 from howsmooth.models.intercept import Call
 from howsmooth.models.trace import find_hidden
@@ -170,7 +171,7 @@ def matrix_of(module: nn.Module, state: dict[str, Tensor], width: int) -> Matrix
         return functional_call(module, state, (t[None],))[0]
 
     like = next(iter(state.values()), torch.empty(0, dtype=torch.float64))
-    probe = torch.randn(4, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(like.device)
+    probe = drawn((4, width), stream(0, "matrix", like.device), torch.float64)
     answer = f(probe)
     weight, bias = state.get("weight"), state.get("bias", answer.new_zeros(answer.shape[-1]))
     if weight is not None and weight.ndim == 2:
@@ -223,8 +224,7 @@ def head_entries(stage: Stage) -> list[list[Tensor]]:
 
 def _readers(stage: Stage) -> "list[_Reader]":
     """One for queries, keys and values each."""
-    random = torch.randn(stage.x.shape[0], stage.width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    random = random.to(stage.x.device)
+    random = drawn((len(stage.x), stage.width), stream(0, "parts", stage.x.device), torch.float64)
     first = _columns(stage, random)
     group = math.gcd(_shared(first[1]), _shared(first[2]))
     return [
@@ -354,7 +354,7 @@ class _Reader:
         if not len(moving):
             return seen[0] / z[0], None
         last, width = int(moving[-1]) + 1, self.width
-        t = torch.randn(seen.shape, generator=torch.Generator().manual_seed(1), dtype=z.dtype).to(z.device)
+        t = drawn(seen.shape, stream(0, "turned", z.device), z.dtype)
         t = t - t.mean(-1, keepdim=True)
         value = f(t)
         for turned in dict.fromkeys((last + last % 2, width - width % 2)):  # planes may stand still at the end

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Scores, SoftmaxAttention, attention, attention_and_kernel, plain_attention
+from howsmooth.kernels import Scores, SoftmaxAttention, attend, attention_and_kernel, plain_attention
 from howsmooth.kernels.products import float32_products
 from howsmooth.models import Model
 from howsmooth.models.cut import Cut
@@ -339,13 +339,11 @@ class _Run:
         return t / torch.where(size > 0, size, 1.0).reshape(-1, *[1] * (t.ndim - 1))
 
     def _on_call(self, call: Call) -> Tensor:
-        if self.active is None:
-            if self.graph:
-                return plain_attention(call.q, call.k, call.v, call.scores)
-            with torch._C.DisableTorchFunction():
-                return attention(call.q, call.k, call.v, call.scores)
         if self.graph:
             return plain_attention(call.q, call.k, call.v, call.scores)
+        if self.active is None:
+            with torch._C.DisableTorchFunction():
+                return attend(call.q, call.k, call.v, call.scores)
         return self._along(call)
 
     def _for_copies(self, scores: Scores) -> Scores:
