@@ -40,6 +40,12 @@ if __name__ == "__main__":
     tables = {name: markdown(rows) for name, rows in results.items()}
     tables["speed"] = markdown([row for row in results["solve"] if row["n"] in (256, 1024)], SHORT)
     tables["gpu"] = markdown(results["gpu"], GPU)
-    for document in ("README.md", "docs/reference/performance.md", "docs/explanation/point-bounds.md", "docs/howto/models.md"):
+    for document in (
+        "README.md",
+        "docs/reference/performance.md",
+        "docs/howto/forward-mode.md",
+        "docs/explanation/point-bounds.md",
+        "docs/howto/models.md",
+    ):
         path = ROOT / document
         path.write_text(fill(path.read_text(), tables))

@@ -311,9 +311,7 @@ def test_bad_input():
 def _one_of_two(rank: int, port: int, average: bool, answers: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     model = nn.parallel.DistributedDataParallel(gpt())
-    curve, left = (
-        losses(model, True, average=average, probe={"input_ids": ids(seed=rank)}, steps=1) if average else (None, None)
-    )
+    curve, left = losses(model, True, average=average, probe={"input_ids": ids(seed=rank)}, steps=1) if average else (None, None)
     tracker = hs.Tracker(model, {"input_ids": ids(seed=rank)}, check_every=0, average=average)
     answers.put((rank, tracker.update(), curve))
     torch.distributed.destroy_process_group()
