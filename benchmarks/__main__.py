@@ -19,6 +19,7 @@ ALL = [
     "tightness",
     "soundness",
     "models",
+    "report",
     "architectures",
     "measures",
     "worst",
