@@ -22,6 +22,7 @@ ALL = [
     "around",
     "near",
     "models",
+    "report",
     "architectures",
     "measures",
     "worst",
