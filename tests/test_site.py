@@ -126,6 +126,13 @@ def test_every_page_from_a_server_on_a_desk_in_the_light(browser, site, server):
     assert seen.page.evaluate("document.body.dataset.mdColorScheme") == "default"
 
 
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1300, "dark")])
+def test_the_other_ways_to_look_at_it(browser, server, width, scheme):
+    seen = visitor(browser, server, width, scheme)
+    for path in ("index.html", "explanation/bounds.html", "reference/api.html", "gallery.html"):
+        seen.survey(path)
+
+
 def test_the_search_works_without_a_server(browser, site):
     seen = visitor(browser, site.as_uri() + "/", 1300, "dark")
     seen.survey("index.html")
@@ -254,10 +261,6 @@ def test_the_playground_is_quick_and_alive(browser, site):
 
 def test_pages_that_explain_carry_the_playground(browser, site):
     seen = visitor(browser, site.as_uri() + "/", 1300, "light")
-    for path, least in {
-        "explanation/idea.html": 4,
-        "explanation/worst-inputs.html": 1,
-        "explanation/meanfield.html": 1,
-    }.items():
-        seen.survey(path)
+    for name, least in {"idea": 4, "worst-inputs": 1, "meanfield": 1}.items():
+        seen.survey(f"explanation/{name}.html")
         assert seen.page.evaluate("HowSmoothPlayground.filter((play) => play.result.L > 0).length") >= least
