@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from howsmooth.cli import app
+from howsmooth.cli import app, options
 from howsmooth.cli.options import engine_of
 from howsmooth.errors import BadInputError
 from howsmooth.run import Local, Ray
@@ -108,13 +108,17 @@ def test_a_study_takes_its_device_along():
     assert Source(**there.to_dict()) == there
 
 
-def test_workers_on_a_cluster_take_a_gpu_each():
+def test_workers_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     class OnGpu:
-        device = torch.device("cuda", 0)
+        device, where = torch.device("cuda", 0), None
         module = torch.nn.Linear(2, 2)
 
     model: Any = OnGpu()
-    assert engine_of("local", None, None, model, "auto") == Local(workers=1)
+    monkeypatch.setattr(options, "cores", lambda: 16)
+    monkeypatch.setattr(options, "free", lambda device: 100)
+    for taken, held in ((0, 4), (5, 4), (10, 3), (17, 1), (99, 1)):
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, taken=taken: taken)
+        assert engine_of("local", None, None, model, "auto") == Local(workers=held)
     assert engine_of("ray", None, 2, model, "auto") == Ray(workers=2, gpus=1.0)
     with pytest.raises(BadInputError, match="Ray gives each worker a GPU"):
         engine_of("ray", None, 2, model, "cuda:1")
@@ -146,6 +150,18 @@ def test_measure_table_and_json(tmp_path):
     assert found["lower"] <= found["upper"]
 
 
+def test_measure_holds_tokens_fixed():
+    told = {}
+    for tokens in ("1-2,0", "1,2"):
+        result = CliRunner().invoke(
+            app, ["measure", "demo", "--layer", "0", "--ids", "-", "--json", "--tokens", tokens], input="[101, 4937, 102]"
+        )
+        told[tokens] = json.loads(result.stdout)
+    assert told["1,2"]["moving"] == [1, 2]
+    assert told["1,2"]["input_share"][0] == 0
+    assert 0 < told["1,2"]["value"] < told["1-2,0"]["value"]
+
+
 def test_measure_reads_standard_input():
     result = CliRunner().invoke(app, ["measure", "demo", "--layer", "0", "--ids", "-", "--json"], input="[101, 4937, 102]")
     assert json.loads(result.stdout)["n"] == 3
@@ -163,6 +179,10 @@ def test_measure_reads_standard_input():
         (("demo", "--layer", "0", "--text", "-", "--n", "9"), "too short"),
         (("demo", "--layer", "0", "--text", "missing.txt"), ""),
         (("demo", "--layer", "0", "--ids", "-", "--map", "mlp"), "[101]"),
+        (("demo", "--layer", "0", "--ids", "-", "--tokens", "4-2"), "[101, 102]"),
+        (("demo", "--layer", "0", "--ids", "-", "--tokens", "0-"), "[101, 102]"),
+        (("demo", "--layer", "0", "--ids", "-", "--tokens", "0,2"), "[101, 102]"),
+        (("demo", "--layer", "0", "--ids", "-", "--tokens", ","), "[101, 102]"),
         (("demo", "--layer", "0"), ""),
     ],
 )

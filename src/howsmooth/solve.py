@@ -13,7 +13,7 @@ from torch import Tensor
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic, doubled
-from howsmooth.maps.operator import Operator, Restricted, Weighted, stream
+from howsmooth.maps.operator import Operator, Restricted, Weighted, drawn, stream
 from howsmooth.measures.measure import Measure
 from howsmooth.settings import number, seed_of, shown
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
@@ -243,6 +243,8 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
     if solutions is None:
         operator, solutions = precise, _in_double(solver, precise, options, seeds)
     lowers, images = _attained(precise, solutions, exact=rigorous)
+    if rigorous and options.certify is None:
+        _check_proved(solutions, lowers, options.tol)
     noise = 0.0 if dense or rigorous else operator.noise
     uppers, certain = _uppers(solutions, lowers, noise, apart, precise)
     delta = solver.delta if isinstance(solver, GolubKahan) else 0.0
@@ -263,7 +265,7 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
         )
         for solution, lower, upper, sure, seed in zip(solutions, lowers, uppers, certain, seeds, strict=True)
     )
-    return SolvedBatch(estimates, precise.whole if isinstance(precise, Restricted) else precise, images)
+    return SolvedBatch(estimates, precise.operator if isinstance(precise, Restricted) else precise, images)
 
 
 def _everywhere(operator: Operator, direction: Tensor) -> Tensor:
@@ -290,7 +292,7 @@ def _apart(operator: Operator, precise: Operator, seeds: Sequence[int]) -> list[
     """How far the Jacobians of a function in two precisions are apart in Frobenius norm, as a random probe each way shows."""
     apart = torch.zeros(operator.batch, dtype=torch.float64)
     for shape, name in ((operator.in_shape, "jvp"), (operator.out_shape, "vjp")):
-        probe = torch.stack([torch.randn(shape, generator=stream(s, f"probe {name}")) for s in seeds])[None]
+        probe = torch.stack([drawn(shape, stream(s, f"probe {name}", operator.device)) for s in seeds])[None]
         coarse, fine = (getattr(J, name)(probe.to(J.device, J.dtype))[0].double().flatten(1) for J in (operator, precise))
         apart = apart.maximum((fine - coarse).norm(dim=-1).cpu())
     return [a if math.isfinite(a) else math.inf for a in apart.tolist()]
@@ -318,7 +320,7 @@ def _in_double(solver: Solver, operator: Operator, options: Options, seeds: Sequ
         )
     if isinstance(solver, DenseSVD) or (isinstance(solver, GolubKahan) and solver.rigorous):
         return solver.solve(operator, tol, certify, seeds)
-    v = torch.stack([torch.randn(operator.in_shape, generator=stream(seed, "size")) for seed in seeds])[None]
+    v = torch.stack([drawn(operator.in_shape, stream(seed, "size", operator.device)) for seed in seeds])[None]
     v = v.to(operator.device, operator.dtype)
     size = operator.jvp(v)[0].flatten(1).abs().amax(-1)
     size = torch.where(size > 0, size, 1.0)
@@ -347,6 +349,16 @@ def _attained(operator: Operator, solutions: list[Solution], exact: bool) -> tup
     return lowers.clamp_min(0.0).tolist(), images[0]
 
 
+def _check_proved(solutions: list[Solution], lowers: list[float], tol: float) -> None:
+    """Refuse a rigorous answer whose lower end is further below what was seen than `tol`: rounding is proved no smaller."""
+    short = max((1 - low / s.value for s, low in zip(solutions, lowers, strict=True) if s.value > 0), default=0.0)
+    if short > tol:
+        raise BadInputError(
+            f"expected tol ≥ {short:.1e} for rigorous=True, got tol={tol}; no more digits of this map at this x are proved, "
+            "leave rigorous out or make its logits and biases smaller"
+        )
+
+
 def _uppers(
     solutions: list[Solution], lowers: list[float], noise: float, apart: list[float], precise: Operator
 ) -> tuple[list[float], list[bool]]:
@@ -360,7 +372,7 @@ def _uppers(
     ]
     likely = [up if up >= low else math.inf for up, low in zip(likely, lowers, strict=True)]  # nan is no bound
     loose = any(up > _LOOSE * low for up, low in zip(likely, lowers, strict=True))
-    bound = operator_bound(precise.whole if isinstance(precise, Restricted) else precise) if loose else None
+    bound = operator_bound(precise.operator if isinstance(precise, Restricted) else precise) if loose else None
     sure = [math.inf] * len(likely) if bound is None else bound.tolist()
     uppers = [max(low, min(a, b)) for low, a, b in zip(lowers, likely, sure, strict=True)]
     return uppers, [b < a for a, b in zip(likely, sure, strict=True)]

@@ -43,12 +43,13 @@ def lipschitz(
 
     f: an attention layer, a norm, a composition of them, or any torch function of one tensor.
     x: tokens (n, d); for a function, one input of any shape; or a `Measure`, at which the local Wasserstein-2 constant is
-    measured: that of moving atoms and of splitting them (docs/meanfield.md, Theorem 5.2). `lipschitz_batch` takes many inputs.
+    measured: that of moving atoms and of splitting them (docs/explanation/meanfield.md, Theorem 5.2). `lipschitz_batch` takes
+    many inputs.
     within: the largest constant over all inputs that are this close to `x`, for attention layers, norms and compositions of
     them: `upper` is certified, `lower` attained at `point` (docs/explanation/around.md).  per: "token", every token moves at
     most so far, or "sequence", all of them together (Frobenius norm).  tokens: positions that may move, in the input and in
     its perturbations; all by default.  steps: measurements of each start of the search for `lower`. With `certify`, large
-    inputs too get the bound that treats the top singular pairs apart; it costs as much as some twenty solves.
+    inputs too get the bound that treats the top singular pairs apart; it costs as much as some forty solves.
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
     default made from `x` and `f(x)`, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
@@ -94,7 +95,8 @@ def solve_near(
     """The largest constant over a neighbourhood."""
     check_structure(f, area.point)
     assert isinstance(f, Map)
-    here = solve(f, area.point, options).estimate
+    short = area.point.to(f.dtype)  # as short as the map works, where the input was that
+    here = solve(f, short if torch.equal(short.double(), area.point) else area.point, options).estimate
     if area.far == 0:
         return replace(here, point=area.point)
     delta = options.solver.delta if isinstance(options.solver, GolubKahan) else GolubKahan().delta
@@ -123,7 +125,7 @@ def lipschitz_batch(
     seed: int | None = None,
     solver: Solver | None = None,
 ) -> Estimates:
-    """The constants of `f` at many inputs, (batch, …), in lock step; arguments as for `lipschitz`.
+    """The constants of `f` at many inputs, (batch, …), solved together; arguments as for `lipschitz`.
 
     A function must treat the items of its first axis apart, as a module with a batch axis does.
 
@@ -180,7 +182,7 @@ def splitting(
     seed: int | None = None,
     solver: Solver | None = None,
 ) -> Splitting:
-    """Does it pay to split a token into halves that move apart, rather than to move tokens whole? (docs/meanfield.md §5)
+    """Does it pay to split a token into halves that move apart, or to move tokens whole? (docs/explanation/meanfield.md §5)
 
     f: a map of this package, or any function of tokens (n, d) → (n, d_out) for every n that commutes with permutations.
     x: tokens, or for a map a `Measure`, whose equal atoms are one. Equal tokens can part as they are.

@@ -15,7 +15,7 @@ from howsmooth.kernels.products import float32_products
 
 
 class Rounding(NamedTuple):
-    """What is proved of the arithmetic of all items of a batch (docs/theory.md, Proposition 2.6).
+    """What is proved of the arithmetic of all items of a batch (docs/explanation/theory.md, Proposition 2.6).
 
     Weights, means and slopes are computed once, so products are those of a fixed map `J̃` beside `J`, up to rounding.
 
@@ -113,6 +113,11 @@ def stream(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Ge
     return torch.Generator(device).manual_seed(int.from_bytes(mark, "big") >> 1)
 
 
+def drawn(shape: Sequence[int], random: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal random numbers, made where the stream lives: bringing many from the host takes longer than a product."""
+    return torch.randn(shape, generator=random, device=random.device, dtype=dtype)
+
+
 def inner(a: Float[Tensor, "probes batch *shape"], b: Float[Tensor, "probes batch *shape"]) -> Tensor:
     """Inner products of the probes of every item, (batch, probes, probes)."""
     if len(a) == len(b) == 1 and a.device.type != "cpu":  # the batched product is many times as slow there
@@ -128,27 +133,56 @@ def over_heads(f: Callable[[Tensor], Tensor], t: Float[Tensor, "*axes heads n d_
     return f(t.transpose(-3, -2).flatten(-2)).unflatten(-1, (t.shape[-3], -1)).transpose(-3, -2)
 
 
+class Around(Operator):
+    """An operator made of another one: its batch, precision, device and rounding noise are that one's."""
+
+    def __init__(self, operator: Operator):
+        self.operator = operator
+        self.batch, self.in_shape, self.out_shape = operator.batch, operator.in_shape, operator.out_shape
+        self.dtype, self.device = operator.dtype, operator.device
+
+    @abstractmethod
+    def around(self, operator: Operator) -> Operator:
+        """The same made of another operator for the same maps."""
+
+    @property
+    def noise(self) -> float:
+        return self.operator.noise
+
+    @property
+    def heavy(self) -> bool:
+        return self.operator.heavy
+
+    def refined(self):
+        operator = self.operator.refined()
+        return None if operator is None else self.around(operator)
+
+    def rounding(self):
+        return self.operator.rounding()
+
+
 @final
-class Selected(Operator):
+class Selected(Around):
     """Some items of an operator that cannot be cut: the others get zeros. Each item at most once."""
 
-    def __init__(self, whole: Operator, items: Tensor):
-        self._whole, self._items = whole, items
-        self.batch = len(items)
-        self.in_shape, self.out_shape = whole.in_shape, whole.out_shape
-        self.dtype, self.device = whole.dtype, whole.device
+    def __init__(self, operator: Operator, items: Tensor):
+        super().__init__(operator)
+        self._items, self.batch = items, len(items)
+
+    def around(self, operator):
+        return Selected(operator, self._items)
 
     def jvp(self, v):
-        return self._whole.jvp(self._scatter(v))[:, self._items]
+        return self.operator.jvp(self._scatter(v))[:, self._items]
 
     def vjp(self, u):
-        return self._whole.vjp(self._scatter(u))[:, self._items]
+        return self.operator.vjp(self._scatter(u))[:, self._items]
 
     def select(self, items):
-        return Selected(self._whole, self._items[items])
+        return Selected(self.operator, self._items[items])
 
     def _scatter(self, v: Tensor) -> Tensor:
-        full = v.new_zeros(v.shape[0], self._whole.batch, *v.shape[2:])
+        full = v.new_zeros(v.shape[0], self.operator.batch, *v.shape[2:])
         full[:, self._items] = v
         return full
 
@@ -205,16 +239,14 @@ class Composed(Operator):
 
 
 @final
-class Weighted(Operator):
+class Weighted(Around):
     """`diag(rows) · J · diag(cols)`: weights on the output and on the input, broadcast over (batch, …).
 
     A measure `Σ a_i δ_{x_i}` sees the Jacobian as `D^{½} J D^{−½}` with `D = diag(a)`.
     """
 
     def __init__(self, operator: Operator, rows: Float[Tensor, "..."], cols: Float[Tensor, "..."]):
-        self.operator = operator
-        self.batch, self.in_shape, self.out_shape = operator.batch, operator.in_shape, operator.out_shape
-        self.dtype, self.device = operator.dtype, operator.device
+        super().__init__(operator)
         try:
             self._rows = rows.expand(self.batch, *self.out_shape)
             self._cols = cols.expand(self.batch, *self.in_shape)
@@ -225,17 +257,8 @@ class Weighted(Operator):
                 "give one weight per token or per entry"
             ) from None
 
-    @property
-    def noise(self) -> float:
-        return self.operator.noise
-
-    @property
-    def heavy(self) -> bool:
-        return self.operator.heavy
-
-    def refined(self):
-        operator = self.operator.refined()
-        return None if operator is None else Weighted(operator, self._rows, self._cols)
+    def around(self, operator):
+        return Weighted(operator, self._rows, self._cols)
 
     def jvp(self, v):
         return self._rows * self.operator.jvp(self._cols * v)
@@ -261,54 +284,42 @@ class Weighted(Operator):
 
 
 @final
-class Restricted(Operator):
+class Restricted(Around):
     """`J` for perturbations of some tokens alone, the others held fixed: its columns there, from `(tokens, …)`.
 
     Its own inputs are those tokens, so a random start is uniform among the perturbations that are allowed.
     """
 
-    def __init__(self, whole: Operator, tokens: Sequence[int] | Tensor):
-        self.whole, self.tokens = whole, torch.as_tensor(tokens, device=whole.device)
-        self.batch, self.in_shape, self.out_shape = whole.batch, (len(tokens), *whole.in_shape[1:]), whole.out_shape
-        self.dtype, self.device = whole.dtype, whole.device
+    def __init__(self, operator: Operator, tokens: Sequence[int] | Tensor):
+        super().__init__(operator)
+        self.tokens = torch.as_tensor(tokens, device=operator.device)
+        self.in_shape = (len(tokens), *operator.in_shape[1:])
 
-    @property
-    def noise(self) -> float:
-        return self.whole.noise
-
-    @property
-    def heavy(self) -> bool:
-        return self.whole.heavy
-
-    def refined(self):
-        whole = self.whole.refined()
-        return None if whole is None else Restricted(whole, self.tokens)
+    def around(self, operator):
+        return Restricted(operator, self.tokens)
 
     def spread(self, v: Float[Tensor, "*axes tokens d"]) -> Float[Tensor, "*axes n d"]:
         """A perturbation of all tokens: zero where they are held."""
         axis = v.ndim - len(self.in_shape)
-        full = v.new_zeros(*v.shape[:axis], *self.whole.in_shape)
+        full = v.new_zeros(*v.shape[:axis], *self.operator.in_shape)
         return full.index_copy_(axis, self.tokens.to(v.device), v)
 
     def _gather(self, v: Tensor) -> Tensor:
         return v.index_select(2, self.tokens)
 
     def jvp(self, v):
-        return self.whole.jvp(self.spread(v))
+        return self.operator.jvp(self.spread(v))
 
     def vjp(self, u):
-        return self._gather(self.whole.vjp(u))
+        return self._gather(self.operator.vjp(u))
 
     def gram(self, v):
-        product, energy = self.whole.gram(self.spread(v))
+        product, energy = self.operator.gram(self.spread(v))
         return self._gather(product), energy
 
     def guess(self, seeds):
-        guess = self.whole.guess(seeds)
+        guess = self.operator.guess(seeds)
         return None if guess is None else guess.index_select(1, self.tokens)
 
-    def rounding(self):
-        return self.whole.rounding()
-
     def select(self, items):
-        return Restricted(self.whole.select(items), self.tokens)
+        return Restricted(self.operator.select(items), self.tokens)

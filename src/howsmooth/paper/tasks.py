@@ -1,8 +1,8 @@
 """The experiments as tasks: functions of plain arguments that return rows, so that a sweep can stop and go on.
 
 Beside the constant they give the number that the paper's public scripts print. With `y, t = torch.func.jvp(f, (x,), (u,))`,
-`y = f(x)` and `t = J u`. The scripts go on with element 0, `y`; power iteration needs element 1. docs/reproduction.md §6 says
-in two lines what either gives.
+`y = f(x)` and `t = J u`. The scripts go on with element 0, `y`; power iteration needs element 1. docs/howto/reproduction.md §6
+says in two lines what either gives.
 """
 
 import math
@@ -66,9 +66,11 @@ def scripts_value(f: Map, x: Float[Tensor, "n d"]) -> float:
     return float(jacobian.vjp(output[None])[0, 0].double().norm().sqrt())
 
 
-def text(name: str, masking: Masking, layers: list[int], n: int, sample: int, seed: int) -> list[dict[str, Any]]:
+def text(
+    name: str, masking: Masking, layers: list[int], n: int, sample: int, seed: int, device: str = "auto"
+) -> list[dict[str, Any]]:
     """One window of text through a model: for every layer `L`, what the scripts print, and `R`."""
-    captured = subject(name, masking, seed).capture(n, sample, seed)
+    captured = subject(name, masking, seed, device).capture(n, sample, seed)
     study = "random" if name.startswith("random:") else "real"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)

@@ -1,7 +1,8 @@
 """The gradient of the constant itself: how `σ(X) = ‖D_X f‖₂` changes when the tokens move.
 
 With the top pair `(u, v)` held fixed, `∇σ = ∂_X ⟨J(X)ᵀu, v⟩`: a backward pass through a backward pass. Where several singular
-values are equal, `σ` is the largest of smooth functions and the steepest of them is followed (docs/worst-inputs.md §2).
+values are equal, `σ` is the largest of smooth functions and the steepest of them is followed
+(docs/explanation/worst-inputs.md §2).
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import NoConvergenceError
 from howsmooth.maps import AutodiffJacobian, Map, Operator
+from howsmooth.maps.operator import Around
 from howsmooth.solve import Function
 from howsmooth.spectral import GolubKahan
 
@@ -116,29 +118,27 @@ def _gradient(
 
 
 @final
-class _Warm(Operator):
+class _Warm(Around):
     """An operator with a guess of its top direction."""
 
     def __init__(self, operator: Operator, direction: Float[Tensor, "batch *in_shape"]):
-        self._operator, self._direction = operator, direction
-        self.batch, self.in_shape, self.out_shape = operator.batch, operator.in_shape, operator.out_shape
-        self.dtype, self.device = operator.dtype, operator.device
+        super().__init__(operator)
+        self._direction = direction
 
-    @property
-    def noise(self) -> float:
-        return self._operator.noise
+    def around(self, operator):
+        return _Warm(operator, self._direction)
 
     def jvp(self, v):
-        return self._operator.jvp(v)
+        return self.operator.jvp(v)
 
     def vjp(self, u):
-        return self._operator.vjp(u)
+        return self.operator.vjp(u)
 
     def gram(self, v):
-        return self._operator.gram(v)
+        return self.operator.gram(v)
 
     def guess(self, seeds):
         return self._direction
 
     def select(self, items):
-        return _Warm(self._operator.select(items), self._direction[items])
+        return _Warm(self.operator.select(items), self._direction[items])

@@ -41,7 +41,7 @@ class Estimate:
     lower: `|J direction| / |direction|`, evaluated in `precision`: attained, so never above the norm.
     upper: holds with probability `confidence` over the random start (1.0 from a dense decomposition or a theorem).
     assumes: what that rests on beside the start: nothing for a dense or a rigorous answer, else that rounding errors do not
-    know the start (docs/theory.md §2).
+    know the start (docs/explanation/theory.md §2).
     status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (the run has settled to
     `tol`: a larger value was looked for and not seen, the interval may be wide), `step limit` (neither; `lower` and `upper`
     still hold).

@@ -1,6 +1,7 @@
 """Every bound over the ball, in a fixed order."""
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.products import float32_products
 from howsmooth.maps import Attention
 from howsmooth.settings import number, whole
 from howsmooth.theory import castin2024, ours
@@ -10,12 +11,13 @@ from howsmooth.theory.constants import Constants, constants
 LARGEST = 1e150  # lengths of tokens below it have squares in float64
 
 
+@float32_products()
 def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
     """Bounds on the Lipschitz constant of a layer over `n` tokens of length at most `radius`.
 
     Rows that do not apply say why. Rows marked mean field are of measures: the upper ones hold for every number of tokens,
     the lower ones (B5, B16) are reached once there are enough of them, about `e^{2‖A‖R²}`. Statements and proofs:
-    docs/bounds.md. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
+    docs/explanation/bounds.md. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
 
     >>> import torch
     >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))

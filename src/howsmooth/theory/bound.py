@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
+from howsmooth.settings import choice
 
 Side = Literal["upper", "lower"]
 
 # Relative slack that covers the rounding of the few dozen float64 operations behind a bound.
 _OUTWARD = 1e-12
-# Units of rounding per square root of the number of terms, in what is summed up at a token (docs/point-bounds.md 4.9).
+# Units of rounding per square root of the number of terms, in the sums at a token (docs/explanation/point-bounds.md 4.9).
 ROUNDINGS = 16
 TINY = torch.finfo(torch.float64).tiny
 
@@ -124,10 +124,8 @@ class Bounds(Sequence[Bound]):
 
     def by_id(self, id: str) -> Bound:
         """The row of that name."""
-        for row in self.rows:
-            if row.id == id:
-                return row
-        raise BadInputError(f"expected one of {', '.join(r.id for r in self.rows)}, got {id!r}; pick a row of this table")
+        rows = {row.id: row for row in self.rows}
+        return rows[choice(id, "a row of this table", tuple(rows))]
 
     @property
     def upper(self) -> Bound | None:

@@ -1,4 +1,4 @@
-"""Bounds over the ball of radius R that are proved in docs/bounds.md, for the layers of real models.
+"""Bounds over the ball of radius R that are proved in docs/explanation/bounds.md, for the layers of real models.
 
 Per head `ℓ_h = √C (1 + G²R²)^½ + K R` (Theorem 3.3) with `G = sup |A x + c|`, `K` its counterpart on the key side and `C` a
 bound on the column sums of `P`, in which they differ. Heads are put together through the norms of `V_hᵀ V_k` (Theorem 3.4).
@@ -17,7 +17,7 @@ from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, least
 from howsmooth.theory.castin2024 import not_bilinear
 from howsmooth.theory.constants import Constants
 
-SOURCE = "howsmooth, docs/bounds.md"
+SOURCE = "howsmooth, docs/explanation/bounds.md"
 _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and keys allowed"
 
 

@@ -2,7 +2,7 @@
 
 A head's Jacobian has three parts, `P ⊗ W_v`, a block diagonal `B_i W_q` and a part through the keys. Their sizes come from the
 norm of `P` and from covariances of values and keys under each row of `P`, with traces for norms; heads are put together through
-the directions that their weights leave in common. Numbers such as 4.3 are those of docs/point-bounds.md.
+the directions that their weights leave in common. Numbers such as 4.3 are those of docs/explanation/point-bounds.md.
 """
 
 import math
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator
 from howsmooth.maps.base import check_finite, check_tokens
@@ -22,7 +23,7 @@ from howsmooth.theory.heads import Geometry, Tokens, lost, rounding
 from howsmooth.theory.perron import STEPS, along, down, perron_bound, received, tiled_bound, weights_norm
 from howsmooth.theory.yudin2025 import yudin_bound
 
-_SOURCE = "howsmooth, docs/point-bounds.md"
+_SOURCE = "howsmooth, docs/explanation/point-bounds.md"
 _ASSUMES = "any attention layer: heads, groups, biases, masks, soft-cap, rotary phases, norms on queries and keys"
 
 # Power steps: every number of them gives a bound, and these cost about two products with `JᵀJ` altogether.
@@ -32,6 +33,7 @@ _SHORT, _SHORT_STEPS = 256, 8  # tokens up to which one head may take more of th
 
 
 @torch.no_grad()
+@float32_products()
 def point_bounds(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     """Every bound on `‖D_x f‖₂` at the tokens `x`, the smallest of ours last.
 
@@ -70,12 +72,13 @@ def one_sequence(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
 
 
 @torch.no_grad()
+@float32_products()
 def operator_bound(operator: Operator) -> Float[Tensor, " batch"] | None:
     """Upper bounds on the norms of a linearised map, (batch,) float64; nothing for operators that theory says nothing of.
 
     For attention the smallest of D3, D5, D6, at the cost of about two products with `JᵀJ`. Work is done in the precision of the
     operator on the tiles its kernel makes, in O(n · d) memory beyond the kernel's own, and the result covers the rounding of
-    that precision (docs/point-bounds.md 4.9). For a norm Proposition 4.8, for a composition the product.
+    that precision (docs/explanation/point-bounds.md 4.9). For a norm Proposition 4.8, for a composition the product.
     """
     if isinstance(operator, AttentionJacobian):
         return trace_forms(operator, every=False).best
