@@ -43,6 +43,7 @@ if __name__ == "__main__":
         "docs/howto/forward-mode.md",
         "docs/explanation/point-bounds.md",
         "docs/howto/models.md",
+        "docs/howto/certified.md",
     ):
         path = ROOT / document
         path.write_text(fill(path.read_text(), tables))
