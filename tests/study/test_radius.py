@@ -102,6 +102,9 @@ def test_bad_functions():
         hs.certified_radius(lambda t: t.sum()[None], x)
     with pytest.raises(HowSmoothError, match="one input"):
         hs.certified_radius(lambda t: t.mean(1), torch.ones(2, 2, 3))
+    single = nn.Linear(3, 2)
+    with pytest.raises(HowSmoothError, match="takes float64"):
+        hs.certified_radius(lambda t: single(t).mean(0), x)
     with pytest.raises(HowSmoothError, match="expected a model"):
         hs.certified_radius("demo", x)  # pyright: ignore[reportArgumentType]
     with pytest.raises(HowSmoothError, match="NaN"):

@@ -115,6 +115,12 @@ def _from_function(f: Callable[[Tensor], Tensor], x: Tensor | None, input: dict[
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             y = g(t[None] if batched else t)
+        except RuntimeError as error:
+            said = next(iter(str(error).strip().splitlines()), "no word")[:120]
+            raise BadInputError(
+                f"expected a function that takes float64 of shape {tuple(x.shape)}, got an error from it ({said}); pass a module, "
+                "which is widened, or a function in float64"
+            ) from error
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
         return y.reshape(-1, y.shape[-1])
