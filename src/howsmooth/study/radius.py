@@ -118,8 +118,8 @@ def _from_function(f: Callable[[Tensor], Tensor], x: Tensor | None, input: dict[
         except RuntimeError as error:
             said = next(iter(str(error).strip().splitlines()), "no word")[:120]
             raise BadInputError(
-                f"expected a function that takes float64 of shape {tuple(x.shape)}, got an error from it ({said}); pass a module, "
-                "which is widened, or a function in float64"
+                f"expected a function that takes float64 of shape {tuple(x.shape)}, got an error from it ({said}); "
+                "pass a module, which is widened, or a function in float64"
             ) from error
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
