@@ -63,7 +63,7 @@ def certify(
 def _show(found: Radii, per: str) -> None:
     rows = [
         {"window": w, "layer": k, "answer": r.label, "certified": r.certified, "of a token": r.certified / r.size}
-        | {"first order": r.first_order, "attack": r.attacked, "confidence": r.confidence}
+        | {"first order": r.first_order, "attack": r.attacked, "confidence": f"{r.confidence:.9g}"}
         for w, k, r in found.found()
     ]
     if rows:
