@@ -130,9 +130,10 @@ def test_plain_blocks_run(name, tmp_path, monkeypatch):
         exec(compile(code, f"docs/{name}.md", "exec"), known)
 
 
-def test_the_example_runs(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["long_context.py", "32"])
-    runpy.run_path(str(ROOT / "examples" / "long_context.py"), run_name="__main__")
+@pytest.mark.parametrize("name", ["long_context", "hessian"])
+def test_the_example_runs(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "32"])
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert "32 tokens on" in capsys.readouterr().out
 
 

@@ -119,7 +119,7 @@ def test_torch_s_own_module():
 def test_bad_input():
     with pytest.raises(hs.HowSmoothError, match="expected a target above 0"):
         hs.clip_(layer(), 0.0, X)
-    with pytest.raises(hs.HowSmoothError, match="expected tokens of width 8|width"):
+    with pytest.raises(hs.HowSmoothError, match="width 8"):
         hs.clip_(layer(), 1.0, torch.ones(3, 5))
     w = torch.eye(8)
     with pytest.raises(hs.HowSmoothError, match="got one tensor twice"):

@@ -308,28 +308,31 @@ def test_bad_input():
         hs.Tracker(gpt(), [ids()])  # pyright: ignore[reportArgumentType]
 
 
-def _one_of_two(rank: int, port: int, average: bool, answers: Any) -> None:
+def _one_of_two(rank: int, port: int, answers: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     model = nn.parallel.DistributedDataParallel(gpt())
-    curve, left = (
-        losses(model, True, average=average, probe={"input_ids": ids(seed=rank)}, steps=1) if average else (None, None)
-    )
-    tracker = hs.Tracker(model, {"input_ids": ids(seed=rank)}, check_every=0, average=average)
-    answers.put((rank, tracker.update(), curve))
+    probe = {"input_ids": ids(seed=rank)}
+    both = [hs.Tracker(model, probe, check_every=0, average=average).update() for average in (True, False)]
+    answers.put((rank, *both))
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("average", [True])
-def test_several_processes(average):
+def test_several_processes_average_or_leave_it_to_the_first():
     context = processes.get_context("fork")
     answers = context.SimpleQueue()
     port = 29511 + random.SystemRandom().randrange(2000)
-    workers = [context.Process(target=_one_of_two, args=(r, port, average, answers)) for r in range(2)]
+    workers = [context.Process(target=_one_of_two, args=(rank, port, answers)) for rank in range(2)]
     for worker in workers:
         worker.start()
-    got = dict((rank, (values, curve)) for rank, values, curve in (answers.get() for _ in workers))
+    averaged, alone = {}, {}
+    for _ in workers:
+        rank, averaged[rank], alone[rank] = answers.get()
     for worker in workers:
         worker.join()
-    assert got[0] == got[1]
-    assert got[0][0]["smoothness/layer_00"] > 0
+    key = "smoothness/layer_00"
+    own = [hs.Tracker(gpt(), {"input_ids": ids(seed=rank)}, check_every=0).update()[key] for rank in range(2)]
+    assert averaged[0] == averaged[1]
+    assert averaged[0][key] == pytest.approx(sum(own) / 2)
+    assert alone[0][key] == pytest.approx(own[0])
+    assert alone[1] == {}

@@ -34,7 +34,7 @@ def certified_radius(
     *,
     label: int | None = None,
     change: float | None = None,
-    per: Per = "token",
+    per: str = "token",
     tokens: Any = None,
     layer: int = 0,
     attack: bool = True,
@@ -55,7 +55,7 @@ def certified_radius(
     >>> certified_radius(lambda t: t.mean(0), flat, per="sequence").certified > 0.7  # the line x = y is 1/√2 away
     True
     """
-    per, attack = choice(per, "per", PER), flag(attack, "attack")
+    length, attack = choice(per, "per", PER), flag(attack, "attack")
     answered = _from_model(model, layer, input) if isinstance(model, Model) else _from_function(model, x, input)
     if isinstance(model, Model) and x is not None:
         raise BadInputError("expected the model's inputs by name, got a tensor; pass text=, ids= or inputs=")
@@ -64,8 +64,8 @@ def certified_radius(
         if label is not None:
             raise BadInputError("expected either label or change, got both; they are two questions")
         change = number(change, "a change > 0", "0.1 is a tenth of the output's length", above=0.0)
-        return _of_change(answered, change, per, free, attack)
-    return _of_answer(answered, label, per, free, attack)
+        return _of_change(answered, change, length, free, attack)
+    return _of_answer(answered, label, length, free, attack)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from howsmooth.maps import Attention, Map
 from howsmooth.maps.graph import Graph, Node, graph_of
 from howsmooth.theory.around import Around, Neighbourhood, around_attention
 from howsmooth.theory.around_norms import SAME_ROWS, Certified
-from howsmooth.theory.around_pieces import norm_change, norm_remainder, norm_slope
+from howsmooth.theory.around_pieces import norm_change, norm_ratios, norm_remainder, norm_slope
 
 _UP = 1 + 1e-9
 
@@ -179,7 +179,12 @@ def _bend(node: Node, entering: list[_Reach], at: list[Tensor], total: float, ce
         u = z - z.mean(-1, keepdim=True) if node.centred else z
         scale, r = (u.square().mean(-1) + node.eps).sqrt(), rows[0].reshape(z.shape[:-1])
         each = norm_remainder(scale, r, d, node.eps)
-        bend = _Bent(float(norm_change(scale, r, d, node.eps).max()), _length(each, r, total), each, total)
+        bend = _Bent(
+            float(norm_change(scale, r, d, node.eps).max()),
+            _length(each, norm_ratios(scale, r, d, node.eps), total),
+            each,
+            total,
+        )
         steep = norm_slope(scale, r, d, node.eps)
         after = (steep * r).clamp_max(2 * math.sqrt(d)).flatten()
         return bend, _Reach(after if entering[0].rows is not None else None, None, slope * float(steep.max()))
@@ -187,7 +192,7 @@ def _bend(node: Node, entering: list[_Reach], at: list[Tensor], total: float, ce
         assert node.scalar is not None
         low, high = node.scalar.remainder(at[0], moved[0])
         each, turn = torch.maximum(-low, high), node.scalar.slope_change(at[0], moved[0])
-        bend = _Bent(float(turn.max()), _length(each, moved[0], total), each, total, turn)
+        bend = _Bent(float(turn.max()), _length(each, node.scalar.ratios(at[0], moved[0]), total), each, total, turn)
         steep = node.scalar.slope(at[0]).abs() + turn
         entries = steep * moved[0]
         after = None if entering[0].rows is None else (float(steep.max()) * entering[0].rows)
@@ -228,12 +233,10 @@ def _row_moves(e: _Reach, z: Tensor, total: float) -> Tensor:
     return rows if e.rows is None else torch.minimum(rows, e.rows.reshape(z.shape[:-1]))
 
 
-def _length(each: Tensor, moved: Tensor, total: float) -> float:
-    """The length of remainders `e_k(m_k)` whose ratios to `m_k` and to `m_k²` grow with `m_k`, when `Σ m_k² ≤ total²`."""
-    one = float(each.norm())
-    ratio = torch.where(moved > 0, each / moved.clamp_min(1e-300), 0.0)
-    square = torch.where(moved > 0, ratio / moved.clamp_min(1e-300), 0.0)
-    bounds = [one, float(ratio.max()) * total, float(square.max()) * total**2]
+def _length(each: Tensor, ratios: tuple[Tensor, Tensor], total: float) -> float:
+    """The length of remainders of moves whose squares add up to `total²` at most, from bounds on each and on their ratios."""
+    linear, square = ratios
+    bounds = [float(each.norm()), float(linear.max()) * total, float(square.max()) * total**2]
     return min((b for b in bounds if b == b), default=math.inf)
 
 

@@ -1,7 +1,7 @@
 """The constant as a number to differentiate, and as a term of a loss (docs/explanation/penalty.md).
 
-`σ = ⟨u, J v⟩` at a unit `u` that is held fixed and `v = Jᵀu/|Jᵀu|`. Where `(u, v)` is the top singular pair of `J`, its derivative
-in the weights and in the input is that of the constant itself, since no first-order change of the pair changes `σ`.
+`σ = ⟨u, J v⟩` at a unit `u` that is held fixed and `v = Jᵀu/|Jᵀu|`. Where `(u, v)` is the top singular pair of `J`, its
+derivative in the weights and in the input is that of the constant itself, since no first-order change of the pair changes `σ`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -112,8 +112,8 @@ def _along(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> tuple[Tensor
         y = g(forward_ad.make_dual(xs.clone(), v))  # a clone, since g may write into it
         if not isinstance(y, Tensor) or not y.is_floating_point() or len(y) != len(xs):
             raise BadFunctionError(
-                f"expected a function that gives one floating-point tensor for each input, got {type(y).__name__}; pick one, as "
-                "in lambda x: f(x)[0]"
+                f"expected a function that gives one floating-point tensor for each input, got {type(y).__name__}; pick one, "
+                "as in lambda x: f(x)[0]"
             )
         value, image = forward_ad.unpack_dual(y)
     if image is None:
@@ -135,7 +135,7 @@ def _gram(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> Tensor:
 
 
 def _pulled(g: Callable[[Tensor], Tensor], xs: Tensor, u: Tensor) -> Tensor:
-    """`Jᵀ u` with a graph, by a backward pass: torch's forward mode holds the moments of a norm fixed when differentiated again."""
+    """`Jᵀ u` with a graph, by a backward pass: differentiated again, torch's forward mode holds the moments of norms fixed."""
     x = xs if xs.requires_grad else xs.detach().requires_grad_()
     return torch.autograd.grad(g(x.clone()), x, u, create_graph=True, materialize_grads=True)[0]
 
@@ -182,8 +182,8 @@ def _settled(g: Callable[[Tensor], Tensor], xs: Tensor) -> Tensor:
 class SmoothnessPenalty:
     """A term of a loss: how far the constants of a model's layers are above a target, zero below it.
 
-    `penalty(**batch)` gives `mean max(0, σ/target − 1)` over layers and rows of the batch, with the gradient of every `σ` in all
-    weights that it depends on, those before the layer too. The model is run in eval mode, on attention written out in n × n
+    `penalty(**batch)` gives `mean max(0, σ/target − 1)` over layers and rows of the batch, with the gradient of every `σ` in
+    all weights that it depends on, those before the layer too. The model is run in eval mode, on attention written out in n × n
     weights, so that second derivatives exist; a few rows of a batch are enough as a rule.
 
     model: the one that trains.  target: of every layer's constant, above 0.  layers, map: as for `Tracker`.

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
-from howsmooth.kernels import SoftmaxAttention
 from howsmooth.models import MapName, Model
 from howsmooth.models.measurement import Measurement
 from howsmooth.settings import flag, number, whole
 from howsmooth.training.aside import aside, bare, first_bad
+from howsmooth.training.looks import look, squares
 from howsmooth.training.passes import Inputs, Passes, Seen
 
 PREFIX = "smoothness"
@@ -61,7 +61,8 @@ class Check:
         return {"step": self.step, "rows": [asdict(row) | {"drift": row.drift} for row in self.rows]}
 
     def __repr__(self) -> str:
-        return f"Check(step {self.step}, {len(self.rows)} numbers, furthest off {self.worst.drift:+.2%} in layer {self.worst.layer})"
+        furthest = f"{self.worst.drift:+.2%} in layer {self.worst.layer}"
+        return f"Check(step {self.step}, {len(self.rows)} numbers, furthest off {furthest})"
 
 
 @final
@@ -77,8 +78,8 @@ class Tracker:
     its own; by default the first process measures and the others get nothing.
 
     `update()` gives a flat dictionary to log. Its constants are lower ends: `|Jᵀu|` for a unit `u`, from four directions that
-    are carried over from update to update, with one block product with `J` and one with `Jᵀ` each time. The run is left as it was: mode, hooks, random numbers,
-    buffers, gradients.
+    are carried over from update to update, with one block product with `J` and one with `Jᵀ` each time, and more where weights
+    have moved far. The run is left as it was: mode, hooks, random numbers, buffers, gradients.
 
     >>> import howsmooth as hs
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -154,9 +155,10 @@ class Tracker:
     def update(self, step: int | None = None) -> dict[str, float]:
         """The numbers at the weights of this moment, by the names they are logged under.
 
-        For each layer: the constant, the largest logit of every head and of all, the mean entropy of attention in nats, the largest
-        share of all attention that one token gets, the root mean square norm of the tokens that enter. After a check also the
-        certified upper end and how far tracking was off. Where something is not finite: NaN, and a warning that says where.
+        For each layer: the constant, the largest logit of every head and of all, the mean entropy of attention in nats, the
+        largest share of all attention that one token gets, the root mean square norm of the tokens that enter. After a check
+        also the certified upper end and how far tracking was off. Where something is not finite: NaN, and a warning that says
+        where.
 
         step: of the training, for what is said; counts updates by default.
         """
@@ -186,7 +188,7 @@ class Tracker:
         return self._averaged(values) if distributed and self.average else values
 
     def check(self, step: int | None = None) -> Check:
-        """Certified solves of everything that is tracked, beside what tracking says at this moment, which goes on from there."""
+        """Certified solves of everything that is tracked, beside what tracking says now, which goes on from there."""
         state = self._now
         with aside(state.loaded.module):
             if state.directions:
@@ -238,7 +240,7 @@ class Tracker:
         noise = max((kernel.noise for seen in there for kernel in seen.kernels), default=0.0)
         numbers = {self.key(layer): value.max() * max(0.0, 1 - noise)}
         pairs = [(kernel, real) for seen, real in zip(there, passes.real, strict=True) for kernel in seen.kernels]
-        looks = [_look(kernel, real, state.times) for kernel, real in pairs]
+        looks = [look(kernel, real, state.times) for kernel, real in pairs]
         if looks:
             logits, entropies, sinks = zip(*looks, strict=True)
             alike = len({t.shape for t in logits}) == 1 and len(logits[0]) == count
@@ -247,8 +249,8 @@ class Tracker:
             numbers[self.key(layer, "sink")] = torch.stack(sinks).mean()
             by_head = torch.stack(logits).amax(0) if alike else ()
             numbers |= {self.key(layer, "max_logit", h): t for h, t in enumerate(by_head)}
-        squares = [_squares(seen.x, real) for seen, real in zip(there, passes.real, strict=True)]
-        return numbers | {self.key(layer, "radius"): torch.cat(squares).mean().sqrt()}
+        lengths = [squares(seen.x, real) for seen, real in zip(there, passes.real, strict=True)]
+        return numbers | {self.key(layer, "radius"): torch.cat(lengths).mean().sqrt()}
 
     def _by_head(self, layer: int, seen: Seen | None, most: int) -> dict[str, Tensor]:
         state, passes = self._now, self._now.passes
@@ -330,7 +332,7 @@ class _State:
     def ritz(self, layer: int, rows: list[Seen]) -> tuple[Tensor, Tensor]:
         """Constants by row, how far they may still grow, and the directions turned: Rayleigh–Ritz, then a power step.
 
-        With `w` the top Ritz vector of `JᵀJ` on their span: `u = J w/|J w|`, the value is `|Jᵀ u|`, the gain `|Jᵀ u|/|J w| − 1`.
+        With `w` the top Ritz vector of `JᵀJ` on their span: `u = J w/|J w|`, the value `|Jᵀ u|`, the gain `|Jᵀ u|/|J w| − 1`.
         """
         t = self.times
         images, pulled = (
@@ -413,33 +415,3 @@ def _spread(measured: Measurement, direction: Tensor, passes: Passes, row: int) 
         return direction
     whole_ = direction.new_zeros(len(own), direction.shape[-1])
     return whole_.index_copy_(0, torch.nonzero(own)[:, 0].to(direction.device), direction)
-
-
-@torch.no_grad()
-def _look(kernel: SoftmaxAttention, real: Tensor | None, times: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logits by head, mean entropy of the rows, and the largest share of all attention that one token gets.
-
-    With `P̂ = z P`: `H = −Σ P log P = log z − Σ P̂ log P̂ / z`.  times: how often each row of the probe is there.
-    """
-    batch = len(kernel.output)
-    tiled = (kernel if times == 1 else kernel.select(torch.arange(0, batch, times, device=kernel.output.device))).tiled()
-    batch, heads, n, m = tiled.shape
-    entropy = torch.zeros_like(tiled.largest)
-    received = tiled.o.new_zeros(batch * heads, m, 1)
-    for b in tiled.blocks():
-        entropy[b.heads, b.rows] += torch.special.entr(b.weights).sum(-1)
-        received[b.heads, b.cols] += torch.bmm(b.weights.mT, tiled.inverse[b.heads, b.rows])
-    seen = tiled.inverse[..., 0]
-    entropy = (entropy * seen - seen.clamp_min(torch.finfo(seen.dtype).tiny).log()).unflatten(0, (batch, heads))
-    logits, share = tiled.largest.unflatten(0, (batch, heads)), received[..., 0].unflatten(0, (batch, heads)).mean(1)
-    if real is not None and real.shape[:2] == (batch, n):
-        rows = real.to(entropy.device)[:, None, :, 0].expand_as(entropy)
-        entropy, logits = entropy[rows], logits.masked_fill(~rows, -math.inf)
-    share = share / share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
-    return logits.amax((0, 2)), entropy.mean(), share.amax(-1).mean()
-
-
-def _squares(x: Tensor, real: Tensor | None) -> Tensor:
-    """Squared norms of the tokens that are not padding."""
-    tokens = x.reshape(-1, x.shape[-1]).double().square().sum(-1)
-    return tokens if real is None or real.numel() != len(tokens) else tokens[real.flatten().to(tokens.device)]
