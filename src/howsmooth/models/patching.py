@@ -21,7 +21,8 @@ class _Place:
     """Torch's function, replaced while anybody asks for it."""
 
     def __init__(self) -> None:
-        self.users, self.lock, self.before = 0, Lock(), ()
+        self.users, self.lock = 0, Lock()
+        self.before: tuple[Any, bool] = (None, True)
 
     def enter(self) -> None:
         with self.lock:
