@@ -1,4 +1,4 @@
-"""Which layer goes first when training diverges, and how early is it seen? python examples/divergence.py [--workers N] [--out FILE]
+"""Which layer goes first when training diverges, and how early is it seen? python examples/divergence.py
 
 A small character-level GPT learns *Alice in Wonderland* while its learning rate rises without end: sooner or later every run
 diverges. The same model at a steady learning rate is stable. A tracker follows all layers every 10 steps. Thresholds of its
@@ -109,7 +109,7 @@ def train(seed: int, rising: bool, steps: int = STEPS) -> dict[str, Any]:
 
 
 def left_at(losses: list[float]) -> int | None:
-    """The step at which the loss leaves its course: the first ten steps whose mean is LEFT above the lowest such mean so far."""
+    """The step at which the loss leaves its course: ten steps whose mean is LEFT above the lowest such mean so far."""
     lowest = math.inf
     for end in range(10, len(losses) + 1):
         mean = statistics.fmean(losses[end - 10 : end])
@@ -230,7 +230,9 @@ if __name__ == "__main__":
             file.write(json.dumps(run) + "\n")
             file.flush()
             done.append(run)
-            print(f"seed {run['seed']}, {'rising' if run['rising'] else 'steady'}: left at {left_at(run['losses'])}", flush=True)
+            print(
+                f"seed {run['seed']}, {'rising' if run['rising'] else 'steady'}: left at {left_at(run['losses'])}", flush=True
+            )
     result = study(done)
     asked.out.write_text(json.dumps(result, indent=1) + "\n")
     if asked.figure is not None:

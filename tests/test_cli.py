@@ -150,6 +150,18 @@ def test_measure_table_and_json(tmp_path):
     assert found["lower"] <= found["upper"]
 
 
+def test_measure_holds_tokens_fixed():
+    told = {}
+    for tokens in ("1-2,0", "1,2"):
+        result = CliRunner().invoke(
+            app, ["measure", "demo", "--layer", "0", "--ids", "-", "--json", "--tokens", tokens], input="[101, 4937, 102]"
+        )
+        told[tokens] = json.loads(result.stdout)
+    assert told["1,2"]["moving"] == [1, 2]
+    assert told["1,2"]["input_share"][0] == 0
+    assert 0 < told["1,2"]["value"] < told["1-2,0"]["value"]
+
+
 def test_measure_reads_standard_input():
     result = CliRunner().invoke(app, ["measure", "demo", "--layer", "0", "--ids", "-", "--json"], input="[101, 4937, 102]")
     assert json.loads(result.stdout)["n"] == 3
@@ -167,6 +179,10 @@ def test_measure_reads_standard_input():
         (("demo", "--layer", "0", "--text", "-", "--n", "9"), "too short"),
         (("demo", "--layer", "0", "--text", "missing.txt"), ""),
         (("demo", "--layer", "0", "--ids", "-", "--map", "mlp"), "[101]"),
+        (("demo", "--layer", "0", "--ids", "-", "--tokens", "4-2"), "[101, 102]"),
+        (("demo", "--layer", "0", "--ids", "-", "--tokens", "0-"), "[101, 102]"),
+        (("demo", "--layer", "0", "--ids", "-", "--tokens", "0,2"), "[101, 102]"),
+        (("demo", "--layer", "0", "--ids", "-", "--tokens", ","), "[101, 102]"),
         (("demo", "--layer", "0"), ""),
     ],
 )

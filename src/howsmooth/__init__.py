@@ -6,14 +6,14 @@ from howsmooth.maps import Attention, Jacobian, LayerNorm, Map, RMSNorm, Rotary
 from howsmooth.measures import Distance, Gaussian, Measure, wasserstein
 from howsmooth.models import Capture, Measurement, Measurements, Model, load, patch, use_sdpa
 from howsmooth.report import Report, inspect
-from howsmooth.search import Ball, BallAround, Ellipsoid, WorstCase
+from howsmooth.search import Ball, BallAround, Ellipsoid, Radius, WorstCase
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan
-from howsmooth.study import Growth, growth
+from howsmooth.study import Growth, certified_radius, growth
 from howsmooth.theory import Bound, Bounds, Splitting
 from howsmooth.training import Check, Clipped, SmoothnessPenalty, Tracker, WarmStart, clip_, smoothness
 from howsmooth.verbs import bounds, jacobian, lipschitz, lipschitz_batch, splitting, worst_case
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Attention",
     "Ball",
@@ -40,6 +40,7 @@ __all__ = [
     "Measurements",
     "Model",
     "RMSNorm",
+    "Radius",
     "Report",
     "Rotary",
     "SmoothnessPenalty",
@@ -48,6 +49,7 @@ __all__ = [
     "WarmStart",
     "WorstCase",
     "bounds",
+    "certified_radius",
     "clip_",
     "growth",
     "inspect",

@@ -25,7 +25,7 @@ _DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the q
 _APART = 0.1  # share of the accuracy asked for that two precisions of a function may differ by
 _MODERATE = 1e8  # squares of products between its inverse and this leave float32 no trouble
 _SAMPLED = 2**20  # entries of an input that its mark is made of
-_BLIND = "rounding errors that do not depend on the random start"
+BLIND = "rounding errors that do not depend on the random start"
 
 Function = Map | Callable[[Tensor], Tensor]
 
@@ -243,6 +243,8 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
     if solutions is None:
         operator, solutions = precise, _in_double(solver, precise, options, seeds)
     lowers, images = _attained(precise, solutions, exact=rigorous)
+    if rigorous and options.certify is None:
+        _check_proved(solutions, lowers, options.tol)
     noise = 0.0 if dense or rigorous else operator.noise
     uppers, certain = _uppers(solutions, lowers, noise, apart, precise)
     delta = solver.delta if isinstance(solver, GolubKahan) else 0.0
@@ -259,7 +261,7 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
             certify=options.certify,
             seed=seed,
             noise=noise,
-            assumes="" if dense or rigorous or sure else _BLIND,
+            assumes="" if dense or rigorous or sure else BLIND,
         )
         for solution, lower, upper, sure, seed in zip(solutions, lowers, uppers, certain, seeds, strict=True)
     )
@@ -345,6 +347,16 @@ def _attained(operator: Operator, solutions: list[Solution], exact: bool) -> tup
         sums = 1 - 4 * (operator.in_size + operator.out_size) * torch.finfo(operator.dtype).eps
         lowers = lowers * sums - known.error - known.fixed
     return lowers.clamp_min(0.0).tolist(), images[0]
+
+
+def _check_proved(solutions: list[Solution], lowers: list[float], tol: float) -> None:
+    """Refuse a rigorous answer whose lower end is further below what was seen than `tol`: rounding is proved no smaller."""
+    short = max((1 - low / s.value for s, low in zip(solutions, lowers, strict=True) if s.value > 0), default=0.0)
+    if short > tol:
+        raise BadInputError(
+            f"expected tol ≥ {short:.1e} for rigorous=True, got tol={tol}; no more digits of this map at this x are proved, "
+            "leave rigorous out or make its logits and biases smaller"
+        )
 
 
 def _uppers(

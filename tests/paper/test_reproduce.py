@@ -304,6 +304,7 @@ def test_text_from_the_command_line(tmp_path, monkeypatch):
         ("real", "--quick", "--samples", "0"),
         ("real", "--quick", "--model", "./no/such/folder"),
         ("meanfield", "--quick", "--workers", "0"),
+        ("real", "--quick", "--device", "cuda:99"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(arguments, tmp_path, monkeypatch):

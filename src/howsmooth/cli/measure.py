@@ -25,6 +25,9 @@ def measure(
     n: Annotated[int | None, typer.Option(help="tokens to take from the text, special ones among them; all by default")] = None,
     head: Annotated[int | None, typer.Option(help="one head alone")] = None,
     heads: Annotated[bool, typer.Option("--heads", help="also each head by itself")] = False,
+    tokens: Annotated[
+        str | None, typer.Option(help="positions that may move, as in 0,5-9; the others are held fixed; all by default")
+    ] = None,
     side: options.Side = None,
     device: options.Device = "auto",
     tol: options.Tol = 1e-3,
@@ -35,11 +38,11 @@ def measure(
 
     Example: howsmooth measure demo --layer 3 --text alice.txt --n 128
     """
-    where, given = options.map_of(map_name), _given(text, ids)
+    where, free, given = options.map_of(map_name), options.positions_of(tokens), _given(text, ids)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         measurement = load(model, device, side=side).measure(
-            **given, n=n, layer=layer, map=where, head=head, heads=heads, tol=tol, certify=certify, seed=seed
+            **given, n=n, layer=layer, map=where, head=head, heads=heads, tokens=free, tol=tol, certify=certify, seed=seed
         )
     for remark in {str(w.message) for w in caught if issubclass(w.category, UserWarning)}:
         typer.echo(f"howsmooth: {remark}", err=True)
@@ -68,7 +71,7 @@ def _show(m: Measurement) -> None:
     sure = "certainly" if estimate.confidence == 1 else f"with probability {estimate.confidence:.6g}"
     facts = [
         ("map", f"{m.map} of layer {m.layer}{head} ({m.module})"),
-        ("tokens", str(m.n)),
+        ("tokens", str(m.n) if m.moving is None else f"{m.n}, of which {len(m.moving)} may move"),
         ("L", f"{estimate.value:.6g}"),
         ("interval", f"[{estimate.lower:.6g}, {estimate.upper:.6g}] {sure} ({estimate.status}, {estimate.steps} steps)"),
         ("radius", f"{m.radius_rms:.4g} root mean square, {m.radius_max:.4g} at most"),

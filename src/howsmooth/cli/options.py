@@ -39,9 +39,11 @@ Workers = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results that are there")]
-Force = Annotated[bool, typer.Option("--force", help="start anew in a folder that holds results or other files")]
+Force = Annotated[bool, typer.Option("--force", help="start again in a folder that holds results or other files")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but the result's path")]
 
+_POSITIONS = "0,5-9"
+_MOST_POSITIONS = 2**24  # in one stretch
 _LARGE = 1e9  # bytes of weights that are not held several times over
 _Number = TypeVar("_Number", int, float)
 
@@ -88,6 +90,21 @@ def lengths_of(text: str | None) -> tuple[int, ...] | None:
 
 def layers_of(text: str) -> tuple[int, ...] | None:
     return None if text == "all" else numbers_of(text, "--layers", "all or 0,3,5", int)
+
+
+def positions_of(text: str | None) -> tuple[int, ...] | None:
+    """Positions with commas between them, or a stretch of them from the first to the last: `0,5-9`."""
+    if text is None:
+        return None
+    positions: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        (start,) = numbers_of(first, "--tokens", _POSITIONS, int)
+        (end,) = numbers_of(last, "--tokens", _POSITIONS, int) if dash else (start,)
+        if not 0 <= start <= end < start + _MOST_POSITIONS:
+            raise BadInputError(f"expected --tokens like {_POSITIONS}, got {part!r}; give the smaller one first")
+        positions += range(start, end + 1)
+    return tuple(positions)
 
 
 def numbers_of(text: str, option: str, example: str, kind: type[_Number] = float) -> tuple[_Number, ...]:

@@ -1,5 +1,6 @@
 """`howsmooth reproduce`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,9 @@ def reproduce(
     resume: options.Resume = False,
     force: options.Force = False,
     workers: Annotated[int, typer.Option(help="processes that share out the work")] = 1,
+    device: Annotated[
+        str, typer.Option(help="where models read text: cpu, cuda, cuda:1, or auto: a GPU if there is one")
+    ] = "auto",
     seed: options.Seed = 0,
     quiet: options.Quiet = False,
 ) -> Told:
@@ -45,7 +49,7 @@ def reproduce(
         parts,
         ["demo", *(name for name in dict.fromkeys(model or []) if name != "demo")],
         out,
-        protocol=(QUICK if quick else PAPER).with_samples(samples),
+        protocol=replace((QUICK if quick else PAPER).with_samples(samples), device=device),
         seed=seed,
         resume=resume,
         force=force,

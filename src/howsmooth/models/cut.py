@@ -26,8 +26,9 @@ from howsmooth.kernels.base import FINER, Precision
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
+from howsmooth.maps.leading import led_to
 from howsmooth.models.by_hand import ByHand
-from howsmooth.models.guess import Attended, led_to
+from howsmooth.models.guess import Attended
 from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, Call, Intercept, implementation
 from howsmooth.models.room import unhooked, weights_of
 from howsmooth.models.span import MapName, Span
@@ -172,7 +173,8 @@ class Cut(Map):
 
     def state(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
         """A module's parameters and buffers there, in the precision of this map."""
-        return {k: t.detach().to(device, self.work if t.is_floating_point() else None) for k, t in weights_of(module).items()}
+        convert = _converter(device, self.work, set())  # a weight of two names stays one
+        return {k: convert(t) if t.is_floating_point() else t.detach().to(device) for k, t in weights_of(module).items()}
 
     @contextmanager
     def running(self, on_call: Callable[[Call], Tensor]) -> Iterator[None]:
@@ -310,8 +312,8 @@ class CutJacobian(Operator):
         if len(calls) != 1:
             return None
         with float32_products(coarse=self.coarse):
-            direction = led_to(*graph.ends, calls[0], seeds[0])
-        return None if direction is None else self.vjp(direction.expand(1, 1, *self.out_shape))[0]
+            paths = calls[0].paths(*graph.ends, self._cut.real)
+        return None if paths is None else self.vjp(led_to(*paths, seeds).expand(1, 1, *self.out_shape))[0]
 
     def _fits(self, v: Tensor, product: Tensor, energy: Tensor) -> bool:
         """`|J v|² = ⟨v, JᵀJ v⟩`."""

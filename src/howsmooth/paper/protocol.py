@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, final, get_args
 
 from howsmooth.errors import BadInputError
+from howsmooth.models.loading import device_of
 from howsmooth.paper import tasks
 from howsmooth.paper.subjects import RANDOM, RANDOM_LAYERS, describe
 from howsmooth.run import Engine, Plan, Progress, check_folder, claim_folder, read, sweep
@@ -24,6 +25,7 @@ class Protocol:
     lengths: of windows of text, to 98 as in the paper.  long: further ones, pretrained models only.  samples: windows a length.
     adversarial: lengths of eigenvector tokens.  worst: lengths of the worst configuration.  radii: of the ball that measures
     live in.  grid: points along a side of the splitting map.  cases: random layers for each length and size of logits.
+    device: where models read text, as for `load`.
     """
 
     lengths: tuple[int, ...] = tuple(range(2, 99, 2))
@@ -37,11 +39,17 @@ class Protocol:
     seeds: int = 8
     grid: int = 121
     cases: int = 100
+    device: str = "auto"
 
     def with_samples(self, samples: int | None) -> "Protocol":
         if samples is not None and samples < 1:
             raise BadInputError(f"expected at least one sample a length, got {samples}; the paper took 10")
         return self if samples is None else replace(self, samples=samples)
+
+    @property
+    def there(self) -> dict[str, str]:
+        """The device as an argument of a task; left out where it is a worker's own choice."""
+        return {} if self.device == "auto" else {"device": self.device}
 
 
 PAPER = Protocol()
@@ -87,7 +95,7 @@ def _real(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
                 f"expected a model that reads two of the lengths, got {name} with at most {about.longest}; leave it out"
             )
         arguments += [
-            {"name": name, "masking": m, "layers": layers_of(about.layers), "n": n, "sample": s, "seed": seed}
+            {"name": name, "masking": m, "layers": layers_of(about.layers), "n": n, "sample": s, "seed": seed} | protocol.there
             for m in about.maskings
             for n in lengths
             for s in range(protocol.samples)
@@ -99,7 +107,7 @@ def _random(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     return Plan.of(
         tasks.text,
         [
-            {"name": name, "masking": m, "layers": list(RANDOM_LAYERS), "n": n, "sample": s, "seed": seed}
+            {"name": name, "masking": m, "layers": list(RANDOM_LAYERS), "n": n, "sample": s, "seed": seed} | protocol.there
             for name in RANDOM
             for m in ("unmasked", "masked")
             for n in protocol.random_lengths
@@ -193,6 +201,7 @@ def reproduce(
     force: begin again, or write into a folder that holds other files.
     """
     check_folder(folder, "reproduction", resume=resume, force=force)
+    device_of(protocol.device)
     # plans first: an unknown model is refused before anything is written
     whole = functools.reduce(Plan.__add__, (plan(part, models, protocol, seed) for part in parts))
     path = claim_folder(folder, "reproduction", resume=resume, force=force)

@@ -76,16 +76,16 @@ class Description:
 
 
 @functools.lru_cache(maxsize=2)
-def subject(name: str, masking: Masking, seed: int) -> Subject:
-    """The subject of a task, kept for the next one. seed: of random weights."""
+def subject(name: str, masking: Masking, seed: int, device: str = "cpu") -> Subject:
+    """The subject of a task, kept for the next one. seed: of random weights.  device: as for `load`."""
     if name in RANDOM:
         # embeddings of a random model are independent draws, so of the ids only the repetitions matter: any tokenizer will do
-        model, text = load(_random(name, masking, seed)), load("demo").text(alice())
+        model, text = load(_random(name, masking, seed), device), load("demo").text(alice())
         text = text if name == "random:bert-base" else replace(text, prefix=(), suffix=())  # GPT-2 has no special tokens
     elif name.startswith("random:"):
         raise BadInputError(f"expected {' or '.join(RANDOM)}, got {name!r}; pick one of them")
     else:
-        model = load(name)
+        model = load(name, device)
         text = model.text(alice())
     whole = Subject(name, masking, model, text)
     if _masking(whole) != masking:

@@ -66,9 +66,11 @@ def scripts_value(f: Map, x: Float[Tensor, "n d"]) -> float:
     return float(jacobian.vjp(output[None])[0, 0].double().norm().sqrt())
 
 
-def text(name: str, masking: Masking, layers: list[int], n: int, sample: int, seed: int) -> list[dict[str, Any]]:
+def text(
+    name: str, masking: Masking, layers: list[int], n: int, sample: int, seed: int, device: str = "auto"
+) -> list[dict[str, Any]]:
     """One window of text through a model: for every layer `L`, what the scripts print, and `R`."""
-    captured = subject(name, masking, seed).capture(n, sample, seed)
+    captured = subject(name, masking, seed, device).capture(n, sample, seed)
     study = "random" if name.startswith("random:") else "real"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)

@@ -1,15 +1,17 @@
 """Every bound over the ball, in a fixed order."""
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.products import float32_products
 from howsmooth.maps import Attention
 from howsmooth.settings import number, whole
 from howsmooth.theory import castin2024, ours
 from howsmooth.theory.bound import Bound
-from howsmooth.theory.constants import constants
+from howsmooth.theory.constants import Constants, constants
 
 LARGEST = 1e150  # lengths of tokens below it have squares in float64
 
 
+@float32_products()
 def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
     """Bounds on the Lipschitz constant of a layer over `n` tokens of length at most `radius`.
 
@@ -30,7 +32,11 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
     n = check_count(n)
     expected = f"a finite radius, at least 0 and below {LARGEST:g}"
     radius = number(radius, expected, "give the length of the longest token", least=0.0)
-    layer = constants(attn)
+    return rows_over_ball(constants(attn), n, radius)
+
+
+def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:
+    """The same of a layer whose constants are known."""
     return [
         castin2024.upper(layer, n, radius),
         castin2024.lower(layer, n, radius),

@@ -267,8 +267,8 @@ def _clip(layer: "_Own | _OfModel", asked: _Asked) -> list[ClippedHead]:
     first = forms[0][0]
     if "qk" in asked.parts and (first.q_norm is not None or first.k_norm is not None):
         raise BadInputError(
-            "expected queries and keys without norms, which undo any factor, got some; bound the norms' weights instead, or pass "
-            "parts='vo'"
+            "expected queries and keys without norms, which undo any factor, got some; bound the norms' weights, or "
+            "pass parts='vo'"
         )
     if isinstance(layer, _Own) and first.w_o is None and "vo" in asked.parts and first.heads != first.kv_heads:
         raise BadInputError("expected an output projection for heads that share values, got none; give w_o")

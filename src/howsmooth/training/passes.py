@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import SoftmaxAttention, attend, attention_and_kernel, plain_attention
+from howsmooth.kernels import Scores, SoftmaxAttention, attend, attention_and_kernel, plain_attention
 from howsmooth.kernels.products import float32_products
 from howsmooth.models import Model
 from howsmooth.models.cut import Cut
@@ -35,23 +34,14 @@ Inputs = Tensor | Mapping[str, Any]
 FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
 
 
-class OutOfPlace(TorchDispatchMode):
-    """Inside it, torch's forward-mode formulas write into nothing that a backward pass through them needs.
-
-    Those of softmax and of norms work in place unless a mode of this kind is active, whatever it does.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @final
 @dataclass(eq=False)
 class Seen:
     """What one pass saw of one layer.
 
     x: the tokens that entered, as they came.  image: `J v`, by row of the probe.  pulled: `Jᵀ u`, `u = J v/|J v|`, in the shape
-    of `x`.  value: `|Jᵀ u|` by row, a lower end of the constant that is attained by `pulled`.  kernels: its attention calls.
+    of `x`.  value: `|Jᵀ u|` by row, a lower end of the constant that is attained by `pulled`, with a graph where one was asked
+    for: `u` is held fixed.  kernels: its attention calls.
     """
 
     x: Tensor
@@ -116,6 +106,7 @@ class Passes:
             for layer in (trace.layers[k],)
         ]
         self.heads = {k: trace.layers[k].heads for k in self.layers}
+        self.least = min(route.span.tokens.numel() for route in self.routes)  # numbers in the smallest direction
         self.together = all(_batch_first(s) for s in samples)
         self.batches = [_joined(samples)] if self.together else [(s.args, s.kwargs) for s in samples]
         self.real = self._real(samples)
@@ -156,20 +147,21 @@ class Passes:
         return masks[:1] if self.together else masks
 
     def run(
-        self, directions: Mapping[int, Tensor], *, graph: bool = False, heads: int | None = None
+        self, directions: Mapping[int, Tensor], *, graph: bool = False, times: int = 1, heads: bool = False
     ) -> Iterator[dict[int, Seen]]:
         """One pass for each batch of the probe: rows together where the model keeps them apart along its first axis.
 
         What cannot be measured, since something is not finite there, and all behind it, is left out.
 
-        directions: by layer, in the shape of the tokens of all rows; drawn where there is none.  graph: keep the graph of `image`
-        down to the weights, on attention with second derivatives.  heads: how many there are, each alone in a row of its own.
+        directions: by layer, (rows · times, n, d); drawn where there is none.  graph: keep the graph of `value` down to the
+        weights, on attention with second derivatives.  times: how many directions a row has; each gets a copy of the row.
+        heads: the copies are for one head each, alone.
         """
         start = 0
         for (args, kwargs), real in zip(self.batches, self.real, strict=True):
-            count = (len(self.rows) if self.together else 1) * (heads or 1)
+            count = (len(self.rows) if self.together else 1) * times
             own = {k: v[start : start + count] for k, v in directions.items()}
-            yield _Run(self, args, kwargs, None if real is None else real.to(self.device), own, graph, heads).seen()
+            yield _Run(self, args, kwargs, None if real is None else real.to(self.device), own, graph, times, heads).seen()
             start += count
 
 
@@ -184,18 +176,17 @@ class _Run:
         real: Tensor | None,
         directions: Mapping[int, Tensor],
         graph: bool,
-        heads: int | None,
+        times: int,
+        heads: bool,
     ):
         self.passes, self.args, self.kwargs, self.real = passes, args, kwargs, real
-        self.directions, self.graph, self.times = directions, graph, heads or 1
+        self.directions, self.graph, self.times, self.heads = directions, graph, times, heads
         self.rows = (len(passes.rows) if passes.together else 1) * self.times
         self.found: dict[int, Seen] = {}
         self.calls: dict[nn.Module, int] = {}  # of blocks so far
         self.within: dict[nn.Module, int] = {}  # of attention modules since their block began
+        self.within_entry: Route | None = None  # whose first module is still running
         self.active: tuple[Route, Tensor, Tensor, list[SoftmaxAttention], ExitStack, torch.dtype] | None = None
-        if self.times > 1:
-            count = len(passes.rows)
-            self.args, self.kwargs = tree_map(lambda t: _repeated(t, count, self.times), (args, kwargs))
 
     def seen(self) -> dict[int, Seen]:
         passes, module = self.passes, self.passes.model.module
@@ -247,7 +238,7 @@ class _Run:
             hidden = find_hidden(args, kwargs)
             assert hidden is not None
             dual = self._enter(route, hidden)
-            return tree_map(lambda t: dual if t is hidden else t, (args, kwargs))
+            return tree_map(lambda t: dual if t is hidden else self._copied(t), (args, kwargs))
 
         def leaves(_: nn.Module, args: Any, output: Any) -> Any:
             return self._leave(output) if self._is_active(route) else None
@@ -258,8 +249,15 @@ class _Run:
         stack.enter_context((module if route.inside else block).register_forward_pre_hook(enters, with_kwargs=True))
         end = block if span.leave is None else span.leave
         stack.enter_context(end.register_forward_pre_hook(arrives) if span.before else end.register_forward_hook(leaves))
-        if not route.inside and span.leave is not None:  # the residual path carries the direction past the map's end
-            stack.enter_context(block.register_forward_hook(lambda _, args, output: tree_map(self._plain, output)))
+
+        def ends(_: nn.Module, args: Any, output: Any) -> Any:
+            if self.within_entry is not route:
+                return None
+            self.within_entry = None
+            left = self.active is None  # else the map ends further on
+            return tree_map(lambda t: self._once(self._plain(t)), output) if left else None
+
+        stack.enter_context((module if route.inside else block).register_forward_hook(ends))
 
     def _is_active(self, route: Route) -> bool:
         return self.active is not None and self.active[0] is route
@@ -270,14 +268,12 @@ class _Run:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(forward_ad._set_fwd_grad_enabled(True))  # also inside a checkpoint's own forward pass
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))  # a checkpoint would save nothing
-        if self.graph:
-            stack.enter_context(OutOfPlace())
         x = hidden if self.graph else hidden.detach()
         x = x.to(self.passes.work)
-        if not x.requires_grad:
-            x = x.requires_grad_()
+        x = x if self.times == 1 else x.repeat_interleave(self.times, 0)
+        x = x if x.requires_grad else x.requires_grad_()
         v = self._direction(route.index, x)
-        self.active = (route, x, v, [], stack, hidden.dtype)
+        self.active, self.within_entry = (route, x, v, [], stack, hidden.dtype), route
         return forward_ad.make_dual(x.clone(), v)  # a clone, which the model may write into
 
     def _direction(self, index: int, x: Tensor) -> Tensor:
@@ -291,15 +287,27 @@ class _Run:
         assert self.active is not None
         route, x, v, kernels, stack, dtype = self.active
         y, image = forward_ad.unpack_dual(first_tensor(output))
-        image = torch.zeros_like(y) if image is None else image if self.graph else image.detach()
-        u = self.unit(image.detach())
+        image = self.masked(torch.zeros_like(y) if image is None else image.detach())
         with forward_ad._set_fwd_grad_enabled(False):  # what the graph saved has directions too, of no use here
-            pulled = torch.autograd.grad(y, x, u, retain_graph=self.graph, materialize_grads=True)[0].detach()
-        pulled = self.masked(pulled)
-        self.found[route.index] = Seen(x.detach(), self.masked(image), pulled, self.sizes(pulled), kernels)
+            pulled = torch.autograd.grad(y, x, self.unit(image), create_graph=self.graph, materialize_grads=True)[0]
+            pulled = self.masked(pulled)
+            value = self.sizes(pulled)
+        self.found[route.index] = Seen(x.detach()[:: self.times], image, pulled.detach(), value, kernels)
         self.active = None
         stack.close()
-        return tree_map(lambda t: self._plain(t, dtype), output)
+        if self.within_entry:  # what else goes on in there still has its copies
+            return tree_map(lambda t: self._plain(t, dtype), output)
+        return tree_map(lambda t: self._once(self._plain(t, dtype)), output)
+
+    def _copied(self, t: Any) -> Any:
+        """An argument beside the tokens, for every copy of its row; what only stands for a mask is read in `_along`."""
+        several = self.times > 1 and isinstance(t, Tensor) and t.ndim > 0 and len(t) == self.rows // self.times > 1
+        return t.repeat_interleave(self.times, 0) if several and t.untyped_storage().nbytes() > t.element_size() else t
+
+    def _once(self, t: Any) -> Any:
+        """A result of the copies, for the rows themselves."""
+        several = self.times > 1 and isinstance(t, Tensor) and t.ndim > 0 and len(t) == self.rows
+        return t[:: self.times] if several else t
 
     def _plain(self, t: Any, dtype: torch.dtype | None = None) -> Any:
         """A tensor without its direction, and without a graph that nobody asked for."""
@@ -338,17 +346,25 @@ class _Run:
                 return attend(call.q, call.k, call.v, call.scores)
         return self._along(call)
 
+    def _for_copies(self, scores: Scores) -> Scores:
+        """The mask of the rows for every copy of them."""
+        mask, rows = scores.mask, self.rows // self.times
+        if self.times == 1 or (mask.keys is None and mask.bias is None):
+            return scores
+        keys, bias = (_copies(t, rows, self.times) for t in (mask.keys, mask.bias))
+        return replace(scores, mask=replace(mask, keys=keys, bias=bias))
+
     def _along(self, call: Call) -> Tensor:
         """Attention and its derivative along the direction, by a product of the kernel."""
         assert self.active is not None
         duals = [forward_ad.unpack_dual(t) for t in (call.q, call.k, call.v)]
         q, k, v = (d.primal for d in duals)
         with torch._C.DisableTorchFunction():
-            out, kernel = attention_and_kernel(q, k, v, call.scores)
+            out, kernel = attention_and_kernel(q, k, v, self._for_copies(call.scores))
             self.active[3].append(kernel)
             moved = [torch.zeros_like(d.primal) if d.tangent is None else d.tangent.detach() for d in duals]
             along = kernel.jvp(*(t.to(kernel.output.dtype)[None] for t in moved))[0].to(out.dtype)
-            if self.times > 1:  # the value stays whole for the layers behind, derivatives are those of one head
+            if self.heads:  # the value stays whole for the layers behind, derivatives are those of one head
                 own = torch.eye(self.times, device=out.device, dtype=out.dtype)
                 factors = own.repeat(len(out) // len(own), 1)[:, : out.shape[1], None, None]
                 one = out * factors
@@ -367,6 +383,10 @@ def chosen(layers: str | Sequence[int], count: int) -> list[int]:
     if not found:
         raise BadInputError(f"expected {expected}, got an empty list; {fix}")
     return found
+
+
+def _copies(t: Tensor | None, rows: int, times: int) -> Tensor | None:
+    return t if t is None or len(t) != rows else t.repeat_interleave(times, 0)
 
 
 def _inside(route: Route) -> list[Tensor]:
@@ -412,7 +432,3 @@ def _joined(samples: list[Sample]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     args = tuple(join([s.args[i] for s in samples]) for i in range(len(first.args)))
     return args, {name: join([s.kwargs[name] for s in samples]) for name in first.kwargs}
-
-
-def _repeated(t: Any, rows: int, times: int) -> Any:
-    return t.repeat_interleave(times, 0) if isinstance(t, Tensor) and t.ndim and len(t) == rows else t

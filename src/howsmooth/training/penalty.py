@@ -1,7 +1,7 @@
 """The constant as a number to differentiate, and as a term of a loss (docs/explanation/penalty.md).
 
-`σ = ⟨u, J v⟩` at unit `u, v` that are held fixed. Where `(u, v)` is the top singular pair of `J`, its derivative in the weights
-and in the input is that of the constant itself, since no first-order change of the pair changes `σ` (Danskin's theorem).
+`σ = ⟨u, J v⟩` at a unit `u` that is held fixed and `v = Jᵀu/|Jᵀu|`. Where `(u, v)` is the top singular pair of `J`, its
+derivative in the weights and in the input is that of the constant itself, since no first-order change of the pair changes `σ`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from howsmooth.models import MapName, Model
 from howsmooth.models.trace import evaluating
 from howsmooth.settings import flag, number, whole
 from howsmooth.training.aside import aside, bare
-from howsmooth.training.passes import Inputs, OutOfPlace, Passes
+from howsmooth.training.passes import Inputs, Passes
 
 _BASIS = 12  # vectors between restarts
 _RESTARTS = 40
@@ -85,10 +85,9 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
             v = _lanczos(g, at, v.to(at), state.products)[0]
         if state is not None:
             state.v = v
-        with OutOfPlace():
-            image = _along(g, xs, v)[1].flatten(1)
-        u = image.detach() / _sizes(image.detach())
-        return (u * image).sum(-1).reshape(lead)
+        with torch.no_grad():
+            image = _along(g, at, v)[1]
+        return _pulled(g, xs, image / _sizes(image)).flatten(1).norm(dim=-1).reshape(lead)
 
 
 def _by_items(f: Function, x: Tensor, batched: bool) -> tuple[Callable[[Tensor], Tensor], Tensor, tuple[int, ...]]:
@@ -108,13 +107,13 @@ def _by_items(f: Function, x: Tensor, batched: bool) -> tuple[Callable[[Tensor],
 
 
 def _along(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`g(x)` and `J v`, both with a graph."""
+    """`g(x)` and `J v`."""
     with forward_ad.dual_level():
         y = g(forward_ad.make_dual(xs.clone(), v))  # a clone, since g may write into it
         if not isinstance(y, Tensor) or not y.is_floating_point() or len(y) != len(xs):
             raise BadFunctionError(
-                f"expected a function that gives one floating-point tensor for each input, got {type(y).__name__}; pick one, as "
-                "in lambda x: f(x)[0]"
+                f"expected a function that gives one floating-point tensor for each input, got {type(y).__name__}; pick one, "
+                "as in lambda x: f(x)[0]"
             )
         value, image = forward_ad.unpack_dual(y)
     if image is None:
@@ -133,6 +132,12 @@ def _gram(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> Tensor:
     value, image = _along(g, leaf, v)
     with forward_ad._set_fwd_grad_enabled(False):
         return torch.autograd.grad(value, leaf, image.detach(), materialize_grads=True)[0].detach()
+
+
+def _pulled(g: Callable[[Tensor], Tensor], xs: Tensor, u: Tensor) -> Tensor:
+    """`Jᵀ u` with a graph, by a backward pass: differentiated again, torch's forward mode holds the moments of norms fixed."""
+    x = xs if xs.requires_grad else xs.detach().requires_grad_()
+    return torch.autograd.grad(g(x.clone()), x, u, create_graph=True, materialize_grads=True)[0]
 
 
 def _sizes(t: Tensor) -> Tensor:
@@ -177,8 +182,8 @@ def _settled(g: Callable[[Tensor], Tensor], xs: Tensor) -> Tensor:
 class SmoothnessPenalty:
     """A term of a loss: how far the constants of a model's layers are above a target, zero below it.
 
-    `penalty(**batch)` gives `mean max(0, σ/target − 1)` over layers and rows of the batch, with the gradient of every `σ` in all
-    weights that it depends on, those before the layer too. The model is run in eval mode, on attention written out in n × n
+    `penalty(**batch)` gives `mean max(0, σ/target − 1)` over layers and rows of the batch, with the gradient of every `σ` in
+    all weights that it depends on, those before the layer too. The model is run in eval mode, on attention written out in n × n
     weights, so that second derivatives exist; a few rows of a batch are enough as a rule.
 
     model: the one that trains.  target: of every layer's constant, above 0.  layers, map: as for `Tracker`.
@@ -236,9 +241,7 @@ class SmoothnessPenalty:
         sigmas: dict[int, Tensor] = {}
         for k in passes.layers:
             rows = [seen[k] for seen in found]
-            images = torch.cat([seen.image.reshape(len(seen.value), -1) for seen in rows])
             pulled = torch.cat([seen.pulled.reshape(len(seen.value), -1, seen.pulled.shape[-1]) for seen in rows])
             self._directions[k] = pulled / _sizes(pulled)
-            u = images.detach() / _sizes(images.detach())
-            sigmas[k] = (u * images).sum(-1)
+            sigmas[k] = torch.cat([seen.value for seen in rows])
         return sigmas

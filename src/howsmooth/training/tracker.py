@@ -10,15 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
-from howsmooth.kernels import SoftmaxAttention
 from howsmooth.models import MapName, Model
 from howsmooth.models.measurement import Measurement
 from howsmooth.settings import flag, number, whole
 from howsmooth.training.aside import aside, bare, first_bad
+from howsmooth.training.looks import look, squares
 from howsmooth.training.passes import Inputs, Passes, Seen
 
 PREFIX = "smoothness"
 _START = 8  # passes from a random start, where no certified solve gives the first directions
+_MOST = 6  # passes in one update; one is enough while weights change slowly
+_SETTLED = 2e-3  # |Jᵀu|/|J w| − 1 of the top Ritz vector w: a residual of 6 %, so the value is within 3 % of a singular value
+_WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
 
 
 class TrackingWarning(UserWarning):
@@ -58,7 +61,8 @@ class Check:
         return {"step": self.step, "rows": [asdict(row) | {"drift": row.drift} for row in self.rows]}
 
     def __repr__(self) -> str:
-        return f"Check(step {self.step}, {len(self.rows)} numbers, furthest off {self.worst.drift:+.2%} in layer {self.worst.layer})"
+        furthest = f"{self.worst.drift:+.2%} in layer {self.worst.layer}"
+        return f"Check(step {self.step}, {len(self.rows)} numbers, furthest off {furthest})"
 
 
 @final
@@ -73,9 +77,9 @@ class Tracker:
     tol, certify: of those, as in `howsmooth.lipschitz`.  average: over the processes of a distributed run, each with a probe of
     its own; by default the first process measures and the others get nothing.
 
-    `update()` gives a flat dictionary to log. Its constants are lower ends: `|Jᵀu|` for a unit `u` that is carried over from
-    update to update, one product with `J` and one with `Jᵀ` each time. The run is left as it was: mode, hooks, random numbers,
-    buffers, gradients.
+    `update()` gives a flat dictionary to log. Its constants are lower ends: `|Jᵀu|` for a unit `u`, from four directions that
+    are carried over from update to update, with one block product with `J` and one with `Jᵀ` each time, and more where weights
+    have moved far. The run is left as it was: mode, hooks, random numbers, buffers, gradients.
 
     >>> import howsmooth as hs
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -151,9 +155,10 @@ class Tracker:
     def update(self, step: int | None = None) -> dict[str, float]:
         """The numbers at the weights of this moment, by the names they are logged under.
 
-        For each layer: the constant, the largest logit of every head and of all, the mean entropy of attention in nats, the largest
-        share of all attention that one token gets, the root mean square norm of the tokens that enter. After a check also the
-        certified upper end and how far tracking was off. Where something is not finite: NaN, and a warning that says where.
+        For each layer: the constant, the largest logit of every head and of all, the mean entropy of attention in nats, the
+        largest share of all attention that one token gets, the root mean square norm of the tokens that enter. After a check
+        also the certified upper end and how far tracking was off. Where something is not finite: NaN, and a warning that says
+        where.
 
         step: of the training, for what is said; counts updates by default.
         """
@@ -183,7 +188,7 @@ class Tracker:
         return self._averaged(values) if distributed and self.average else values
 
     def check(self, step: int | None = None) -> Check:
-        """Certified solves of everything that is tracked, beside what tracking says at this moment, which goes on from there."""
+        """Certified solves of everything that is tracked, beside what tracking says now, which goes on from there."""
         state = self._now
         with aside(state.loaded.module):
             if state.directions:
@@ -196,14 +201,22 @@ class Tracker:
         return checked
 
     def _follow(self) -> dict[str, float]:
-        """One step of power iteration in every layer."""
+        """One step of power iteration in every layer, and more where the weights have moved far."""
         state, passes = self._now, self._now.passes
-        found = list(passes.run({k: v for (k, h), v in state.directions.items() if h is None}))
-        numbers = {key: t for k in passes.layers for key, t in self._numbers(k, [seen.get(k) for seen in found]).items()}
+        for _ in range(_MOST):
+            found = list(passes.run({k: v for (k, h), v in state.directions.items() if h is None}, times=state.times))
+            rows = {k: [seen[k] for seen in found if k in seen] for k in passes.layers}
+            whole_ = [k for k in passes.layers if len(rows[k]) == len(found)]
+            turned = {k: state.ritz(k, rows[k]) for k in whole_}
+            if len(whole_) < len(rows) or not bool(torch.stack([gain.max() for _, gain in turned.values()]).max() > _SETTLED):
+                break
+        numbers: dict[str, Tensor] = {}
+        for k in passes.layers:
+            numbers |= self._numbers(k, rows[k], turned[k][0]) if k in turned else self._missing(k)
         if self.heads:
             most = max(passes.heads.values())
             given = {k: v for (k, h), v in state.directions.items() if h is not None}
-            for seen in passes.run(given, heads=most):
+            for seen in passes.run(given, times=most, heads=True):
                 for k in passes.layers:
                     numbers |= self._by_head(k, seen.get(k), most)
         values = dict(zip(numbers, torch.stack([t.double() for t in numbers.values()]).tolist(), strict=True))
@@ -212,20 +225,22 @@ class Tracker:
             state.tracked |= {(k, h): values[self.key(k, "head", h)] for k in passes.layers for h in range(passes.heads[k])}
         return values
 
-    def _numbers(self, layer: int, rows: list[Seen | None]) -> dict[str, Tensor]:
+    def _missing(self, layer: int) -> dict[str, Tensor]:
+        """What is logged of a layer that could not be measured."""
+        passes = self._now.passes
+        names = [self.key(layer), self.key(layer, "radius")]
+        names += [self.key(layer, what) for what in ("max_logit", "entropy", "sink")] if passes.kernels else []
+        names += [self.key(layer, "max_logit", h) for h in range(passes.heads[layer] if passes.kernels else 0)]
+        return dict.fromkeys(names, torch.full((), math.nan, dtype=torch.float64, device=passes.device))
+
+    def _numbers(self, layer: int, there: list[Seen], value: Tensor) -> dict[str, Tensor]:
         """What is logged of a layer, still on its device."""
         state, passes = self._now, self._now.passes
-        there = [seen for seen in rows if seen is not None]
         count = passes.heads[layer] if passes.kernels else 0
-        missing = torch.full((), math.nan, dtype=torch.float64, device=passes.device)
-        if len(there) < len(rows):
-            names = [self.key(layer), self.key(layer, "radius")]
-            names += [self.key(layer, what) for what in ("max_logit", "entropy", "sink")] if passes.kernels else []
-            return dict.fromkeys(names + [self.key(layer, "max_logit", h) for h in range(count)], missing)
         noise = max((kernel.noise for seen in there for kernel in seen.kernels), default=0.0)
-        numbers = {self.key(layer): torch.cat([seen.value for seen in there]).max() * max(0.0, 1 - noise)}
-        state.point(layer, None, there)
-        looks = [_look(kernel, real) for seen, real in zip(there, passes.real, strict=True) for kernel in seen.kernels]
+        numbers = {self.key(layer): value.max() * max(0.0, 1 - noise)}
+        pairs = [(kernel, real) for seen, real in zip(there, passes.real, strict=True) for kernel in seen.kernels]
+        looks = [look(kernel, real, state.times) for kernel, real in pairs]
         if looks:
             logits, entropies, sinks = zip(*looks, strict=True)
             alike = len({t.shape for t in logits}) == 1 and len(logits[0]) == count
@@ -234,8 +249,8 @@ class Tracker:
             numbers[self.key(layer, "sink")] = torch.stack(sinks).mean()
             by_head = torch.stack(logits).amax(0) if alike else ()
             numbers |= {self.key(layer, "max_logit", h): t for h, t in enumerate(by_head)}
-        squares = [_squares(seen.x, real) for seen, real in zip(there, passes.real, strict=True)]
-        return numbers | {self.key(layer, "radius"): torch.cat(squares).mean().sqrt()}
+        lengths = [squares(seen.x, real) for seen, real in zip(there, passes.real, strict=True)]
+        return numbers | {self.key(layer, "radius"): torch.cat(lengths).mean().sqrt()}
 
     def _by_head(self, layer: int, seen: Seen | None, most: int) -> dict[str, Tensor]:
         state, passes = self._now, self._now.passes
@@ -265,7 +280,7 @@ class Tracker:
             return None
         for i, k in enumerate(passes.layers):
             own = [measured[i] for measured in by_row]
-            state.directions[k, None] = torch.stack([_spread(m, m.direction, passes, r) for r, m in enumerate(own)])
+            state.lead(k, torch.stack([_spread(m, m.direction, passes, r) for r, m in enumerate(own)]))
             rows.append(_beside(k, None, state.tracked, [m.estimate for m in own]))
             if self.heads:
                 most = max(passes.heads.values())
@@ -309,9 +324,50 @@ class _State:
         self.tracked: dict[tuple[int, int | None], float] = {}
         self.updates = 0
         self.broken: str | None = None
+        self.times = min(_WIDTH, passes.least) if passes.together else 1
 
     def capture(self, row: Inputs) -> Any:
         return self.loaded.capture(inputs=row) if isinstance(row, Tensor) else self.loaded.capture(**row)
+
+    def ritz(self, layer: int, rows: list[Seen]) -> tuple[Tensor, Tensor]:
+        """Constants by row, how far they may still grow, and the directions turned: Rayleigh–Ritz, then a power step.
+
+        With `w` the top Ritz vector of `JᵀJ` on their span: `u = J w/|J w|`, the value `|Jᵀ u|`, the gain `|Jᵀ u|/|J w| − 1`.
+        """
+        t = self.times
+        images, pulled = (
+            torch.cat([_by_row(x, t) for x in part]) for part in zip(*((s.image, s.pulled) for s in rows), strict=True)
+        )
+        sizes = images.flatten(2).norm(dim=-1)  # (rows, times)
+        grams = (pulled.flatten(2) * sizes[..., None]).double()  # JᵀJ v
+        v = self.directions.get((layer, None))
+        basis = pulled.flatten(2).double() if v is None else _by_row(v, t).flatten(2).double()
+        small = basis @ grams.mT
+        small = torch.where(small.isfinite(), small, 0.0)
+        _, turn = torch.linalg.eigh((small + small.mT) / 2)
+        turn = turn.flip(-1).mT  # rows: from the top Ritz vector down
+        if v is None:  # drawn in the pass, and not orthonormal: the best of them
+            turn = torch.eye(t, device=turn.device, dtype=turn.dtype).expand_as(turn)
+        image, product = turn[:, :1] @ images.flatten(2).double(), turn @ grams
+        length = image.norm(dim=-1)[:, 0]
+        value = product[:, 0].norm(dim=-1) / torch.where(length > 0, length, 1.0)
+        value = torch.where(grams.isfinite().all(-1).all(-1), value, torch.nan)
+        fresh = _orthonormal(product).to(pulled).reshape(pulled.shape)
+        good = value.isfinite()[:, None, None, None] & fresh.isfinite().all()
+        old = torch.zeros_like(fresh) if v is None else _by_row(v, t).to(fresh).reshape(fresh.shape)
+        self.directions[layer, None] = torch.where(good, fresh, old).flatten(0, 1).reshape(-1, *rows[0].pulled.shape[1:])
+        return value, value / torch.where(length > 0, length, 1.0) - 1
+
+    def lead(self, layer: int, tops: Tensor) -> None:
+        """Put certified top directions, (rows, n, d), before the carried ones."""
+        old = self.directions.get((layer, None))
+        if old is None:
+            random = torch.Generator().manual_seed(layer)
+            old = torch.randn(len(tops) * self.times, *tops.shape[1:], generator=random).to(tops)
+            old = old * (tops != 0).any(-1, keepdim=True).repeat_interleave(self.times, 0)  # zero at padding
+        both = torch.cat([tops[:, None], _by_row(old.reshape(-1, *tops.shape[1:]), self.times)[:, : self.times - 1]], 1)
+        ready = _orthonormal(both.flatten(2).double()).to(tops)
+        self.directions[layer, None] = ready.reshape(-1, *tops.shape[1:])
 
     def point(self, layer: int, head: int | None, rows: list[Seen]) -> None:
         """Carry the directions over, those that are none left as they were."""
@@ -322,6 +378,23 @@ class _State:
         size = fresh.flatten(1).norm(dim=-1)
         good = (size.isfinite() & (size > 0))[:, None, None]
         self.directions[layer, head] = torch.where(good, fresh / size[:, None, None], old.to(fresh))
+
+
+def _by_row(t: Tensor, times: int) -> Tensor:
+    return t.reshape(-1, times, *t.shape[1:])
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """Orthonormal vectors with the same span, (…, times, N), the first one first; what depends on others gets lost."""
+    done: list[Tensor] = []
+    for v in rows.unbind(-2):
+        size = v.norm(dim=-1, keepdim=True)
+        for _ in range(2):
+            for q in done:
+                v = v - (v * q).sum(-1, keepdim=True) * q
+        left = v.norm(dim=-1, keepdim=True)
+        done.append(torch.where(left > 1e-12 * size, v / torch.where(left > 0, left, 1.0), 0.0))
+    return torch.stack(done, -2)
 
 
 def _beside(layer: int, head: int | None, tracked: dict[Any, float], estimates: list[Any]) -> Checked:
@@ -342,32 +415,3 @@ def _spread(measured: Measurement, direction: Tensor, passes: Passes, row: int) 
         return direction
     whole_ = direction.new_zeros(len(own), direction.shape[-1])
     return whole_.index_copy_(0, torch.nonzero(own)[:, 0].to(direction.device), direction)
-
-
-@torch.no_grad()
-def _look(kernel: SoftmaxAttention, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logits by head, mean entropy of the rows, and the largest share of all attention that one token gets.
-
-    With `P̂ = z P`: `H = −Σ P log P = log z − Σ P̂ log P̂ / z`.
-    """
-    tiled = kernel.tiled()
-    batch, heads, n, m = tiled.shape
-    entropy = torch.zeros_like(tiled.largest)
-    received = tiled.o.new_zeros(batch * heads, m, 1)
-    for b in tiled.blocks():
-        entropy[b.heads, b.rows] += torch.special.entr(b.weights).sum(-1)
-        received[b.heads, b.cols] += torch.bmm(b.weights.mT, tiled.inverse[b.heads, b.rows])
-    seen = tiled.inverse[..., 0]
-    entropy = (entropy * seen - seen.clamp_min(torch.finfo(seen.dtype).tiny).log()).unflatten(0, (batch, heads))
-    logits, share = tiled.largest.unflatten(0, (batch, heads)), received[..., 0].unflatten(0, (batch, heads)).mean(1)
-    if real is not None and real.shape[:2] == (batch, n):
-        rows = real.to(entropy.device)[:, None, :, 0].expand_as(entropy)
-        entropy, logits = entropy[rows], logits.masked_fill(~rows, -math.inf)
-    share = share / share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
-    return logits.amax((0, 2)), entropy.mean(), share.amax(-1).mean()
-
-
-def _squares(x: Tensor, real: Tensor | None) -> Tensor:
-    """Squared norms of the tokens that are not padding."""
-    tokens = x.reshape(-1, x.shape[-1]).double().square().sum(-1)
-    return tokens if real is None or real.numel() != len(tokens) else tokens[real.flatten().to(tokens.device)]
