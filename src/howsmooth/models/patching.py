@@ -15,6 +15,7 @@ from howsmooth.kernels import sdpa
 from howsmooth.models.intercept import IMPLEMENTATION, configurations, register
 
 _NAME = "scaled_dot_product_attention"
+_TORCHS = getattr(nn.functional, _NAME)
 
 
 class _Place:
@@ -29,7 +30,8 @@ class _Place:
             if self.users == 0:
                 # a fused layer of torch's would pass attention by, and has no forward mode
                 self.before = getattr(nn.functional, _NAME), torch.backends.mha.get_fastpath_enabled()
-                setattr(nn.functional, _NAME, sdpa)
+                if self.before[0] is _TORCHS:  # else somebody stands there already, as a measurement does
+                    setattr(nn.functional, _NAME, sdpa)
                 torch.backends.mha.set_fastpath_enabled(False)
             self.users += 1
 
