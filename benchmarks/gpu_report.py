@@ -14,8 +14,11 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    layers, lengths, samples = (2, LENGTHS[:2], 1) if quick else (16, LENGTHS, 4)
+    return [_timed(2, LENGTHS[:2], 1) if quick else _timed(16, LENGTHS, 4)]
+
+
+def _timed(layers: int, lengths: tuple[int, ...], samples: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder) / "model", module("Llama-3.2-1B", max(LENGTHS), layers, vocabulary=128_256))
         torch.cuda.empty_cache()
-        return [measured(f"{folder}/model", f"{folder}/report", lengths, samples, "cuda")]
+        return measured(f"{folder}/model", f"{folder}/report", lengths, samples, "cuda")

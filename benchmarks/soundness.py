@@ -1,4 +1,4 @@
-"""Every bound against the truth on layers made to break it: at a point and over the ball (docs/point-bounds.md 4.9)."""
+"""Bounds against the truth on layers made to break them: at a point, over the ball (docs/explanation/point-bounds.md 4.9)."""
 
 from dataclasses import asdict
 from typing import Any

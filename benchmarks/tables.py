@@ -8,7 +8,6 @@ from typing import Any
 from benchmarks.harness import RESULTS
 
 ROOT = Path(__file__).parents[1]
-SHORT = ("n", "mask", "seed", "pairs", "power pairs", "power/ours", "power/ours, both by oracle", "svds/ours")
 
 GPU = (
     "n", "mask", "error", "ours ms", "TFLOP/s", "of matmul", "peak GiB", "vjp ms", "flash vjp ms", "torch.func/ours",
@@ -38,8 +37,12 @@ def _cell(value: Any) -> str:
 if __name__ == "__main__":
     results = {path.stem: json.loads(path.read_text())["rows"] for path in sorted(RESULTS.glob("*.json"))}
     tables = {name: markdown(rows) for name, rows in results.items()}
-    tables["speed"] = markdown([row for row in results["solve"] if row["n"] in (256, 1024)], SHORT)
     tables["gpu"] = markdown(results["gpu"], GPU)
-    for document in ("README.md", "docs/performance.md", "docs/point-bounds.md", "docs/models.md"):
+    for document in (
+        "docs/reference/performance.md",
+        "docs/howto/forward-mode.md",
+        "docs/explanation/point-bounds.md",
+        "docs/howto/models.md",
+    ):
         path = ROOT / document
         path.write_text(fill(path.read_text(), tables))

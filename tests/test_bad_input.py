@@ -177,6 +177,15 @@ BAD_FUNCTIONS: dict[str, Callable[[], Any]] = {
 
 BAD_OPTIONS: dict[str, Callable[[], Any]] = {
     **{f"radius {r!r}": lambda r=r: ask.bounds(layer(), n=3, radius=r) for r in (NAN, INF, -1, "1", True, [1.0])},
+    **{f"within {r!r}": lambda r=r: measure(within=r) for r in (NAN, INF, -1, -1e-9, 1e200, "1", True, [1.0])},
+    **{f"per {p!r}": lambda p=p: measure(within=0.1, per=p) for p in ("word", None, 1)},
+    **{f"tokens {t!r}": lambda t=t: measure(within=0.1, tokens=t) for t in ([], [-1], [99], [0.5], "0", 3)},
+    **{f"near steps {k!r}": lambda k=k: measure(within=0.1, steps=k) for k in (-1, 1.5, "3", True)},
+    "per without within": lambda: measure(per="sequence"),
+    "steps without within": lambda: measure(steps=3),
+    "within of a function": lambda: measure(torch.tanh, within=0.1),
+    "within of a norm": lambda: measure(hs.RMSNorm(torch.ones(4)), within=0.1),
+    "within of a measure": lambda: measure(x=hs.Measure(X), within=0.1),
     **{f"ball {r!r}": lambda r=r: ask.Ball(r) for r in (1e200, NAN, INF, 0, -1, "1", True, None)},
     **{f"n {n!r}": lambda n=n: ask.bounds(layer(), n=n, radius=1.0) for n in (0, -1, 2.0, "3", True, NAN)},
     **{f"steps {k!r}": lambda k=k: ask.worst_case(layer(), 2, 1.0, steps=k) for k in (-1, 1.5, "3", True)},
@@ -285,7 +294,7 @@ def test_the_worst_input_of_a_module_in_its_own_precision(kind: torch.dtype):
     """Small searches are in float64, which a module in float32 knows only as a copy."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(kind)
-    found = hs.worst_case(module, within=hs.BallAround(X.to(kind), 0.5), steps=3, restarts=2)
+    found = hs.worst_case(module, over=hs.BallAround(X.to(kind), 0.5), steps=3, restarts=2)
     assert found.estimate.lower <= found.estimate.upper
     assert found.value >= hs.lipschitz(module, X.to(kind)).value * (1 - 1e-6)
     assert {p.dtype for p in module.parameters()} == {kind}
@@ -293,9 +302,9 @@ def test_the_worst_input_of_a_module_in_its_own_precision(kind: torch.dtype):
 
 def test_the_worst_input_of_a_function_that_knows_one_precision():
     weight = torch.linspace(-1, 1, 16).reshape(4, 4)
-    found = hs.worst_case(lambda x: torch.tanh(x @ weight), within=hs.BallAround(X, 0.5), steps=2, restarts=2)
+    found = hs.worst_case(lambda x: torch.tanh(x @ weight), over=hs.BallAround(X, 0.5), steps=2, restarts=2)
     assert found.tokens.dtype == torch.float32
-    assert hs.worst_case(lambda x: 2 * x, within=hs.BallAround(X, 0.5), steps=2, restarts=2).value == pytest.approx(2.0)
+    assert hs.worst_case(lambda x: 2 * x, over=hs.BallAround(X, 0.5), steps=2, restarts=2).value == pytest.approx(2.0)
 
 
 def test_what_a_function_raises_comes_through():

@@ -1,6 +1,7 @@
 """Every check must fail on a wrong answer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 
 import checks
+import howsmooth as hs
 from howsmooth.maps import Operator, inner
+from howsmooth.theory.around import Around
+from problems import neighbourhoods
 from problems.spectra import Matrix
 
 MATRIX = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -192,3 +196,25 @@ def test_jacobians_refuses_a_mixing_function():
 def test_shapes_are_checked_while_the_tests_run():
     with pytest.raises(TypeCheckError):
         inner(torch.zeros(2, 1, 3), torch.zeros(2, 2, 3))
+
+
+@pytest.mark.parametrize("spoiled", ["slope", "change", "moved", "moved_total"])
+@pytest.mark.parametrize("factor", [0.5, torch.nan])
+def test_a_wrong_bound_around_an_input_is_refuted(spoiled: str, factor: float):
+    bound = Around(2.0, 1.0, torch.full((2,), 0.5), 0.75, "a bound")
+    truth = 2.0, 1.0, torch.full((2,), 0.5), 0.0  # of a point that reaches them
+    assert not neighbourhoods.refuted(bound, *truth)
+    wrong = replace(bound, **{spoiled: factor * getattr(bound, spoiled)})
+    assert any(why.startswith(spoiled) for why in neighbourhoods.refuted(wrong, *truth))
+
+
+def test_a_lower_end_that_is_not_attained_is_refuted():
+    case = neighbourhoods.near(0)
+    found = hs.lipschitz(case.layer, case.area.point, within=case.within, per=case.per, tokens=case.tokens, steps=0)
+    assert found.point is not None
+    truth = neighbourhoods.truth_at(case, found.point)
+    assert truth is not None
+    assert not neighbourhoods.not_attained(found, case, truth[0])
+    assert neighbourhoods.not_attained(replace(found, lower=1.01 * found.lower), case, truth[0])
+    outside = case.area.point + 3 * case.area.radii[:, None] * torch.ones_like(case.area.point)
+    assert neighbourhoods.not_attained(replace(found, point=outside), case, truth[0])

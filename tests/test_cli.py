@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from howsmooth.cli import app
+from howsmooth.cli import app, options
 from howsmooth.cli.options import engine_of
 from howsmooth.errors import BadInputError
 from howsmooth.run import Local, Ray
@@ -108,13 +108,17 @@ def test_a_study_takes_its_device_along():
     assert Source(**there.to_dict()) == there
 
 
-def test_workers_on_a_cluster_take_a_gpu_each():
+def test_workers_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     class OnGpu:
-        device = torch.device("cuda", 0)
+        device, where = torch.device("cuda", 0), None
         module = torch.nn.Linear(2, 2)
 
     model: Any = OnGpu()
-    assert engine_of("local", None, None, model, "auto") == Local(workers=1)
+    monkeypatch.setattr(options, "cores", lambda: 16)
+    monkeypatch.setattr(options, "free", lambda device: 100)
+    for taken, held in ((0, 4), (5, 4), (10, 3), (17, 1), (99, 1)):
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, taken=taken: taken)
+        assert engine_of("local", None, None, model, "auto") == Local(workers=held)
     assert engine_of("ray", None, 2, model, "auto") == Ray(workers=2, gpus=1.0)
     with pytest.raises(BadInputError, match="Ray gives each worker a GPU"):
         engine_of("ray", None, 2, model, "cuda:1")

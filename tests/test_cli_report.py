@@ -3,12 +3,12 @@
 import json
 import sqlite3
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import howsmooth
 from howsmooth.cli import app
 from howsmooth.cli.study import STUDIES
 from problems import readers
@@ -223,4 +223,4 @@ def test_help_has_an_example(command):
 def test_the_version_is_one_line():
     result = run("--version")
     assert result.exit_code == 0
-    assert result.stdout == f"howsmooth {metadata.version('howsmooth')}\n"
+    assert result.stdout == f"howsmooth {howsmooth.__version__}\n"

@@ -24,8 +24,14 @@ from howsmooth.study import alice
 from problems import readers
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = {"index": 5, "models": 15, "quickstart": 5, "sweeps": 8}  # how many at least; no page loses them unseen
-PAGES = {path.stem: path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS).with_suffix("")): path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md"))}
+TYPED = "tutorial"  # typed word for word in tests/test_wheel.py
+EXAMPLES = {
+    name: len(re.findall(r"^>>> (?!.*# doctest: \+SKIP)", page, re.M))
+    for name, page in PAGES.items()
+    if ">>>" in page and name != TYPED
+}
 SHELL = ("bash", "sh", "console")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
@@ -63,7 +69,7 @@ def check(command: str, whole: bool = True) -> None:
     assert {w for w in words if w.startswith("--")} <= {name for option in found.params for name in option.opts}
 
 
-TEXTS = [*PAGES.values(), (ROOT / "README.md").read_text("utf-8")]
+TEXTS = [*(page for name, page in PAGES.items() if name != TYPED), (ROOT / "README.md").read_text("utf-8")]
 COMMANDS = {command: reason for text in TEXTS for command, reason in commands(text).items()}
 
 
@@ -110,8 +116,8 @@ def test_python_stands_in_blocks_that_are_run(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_give_what_they_say(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    failed, tried = doctest.testfile(str(ROOT / "docs" / f"{name}.md"), module_relative=False)
-    assert tried >= EXAMPLES[name]
+    failed, tried = doctest.testfile(str(DOCS / f"{name}.md"), module_relative=False)
+    assert tried == EXAMPLES[name]
     assert failed == 0
 
 
@@ -124,21 +130,54 @@ def test_plain_blocks_run(name, tmp_path, monkeypatch):
         exec(compile(code, f"docs/{name}.md", "exec"), known)
 
 
-def test_the_example_runs(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["long_context.py", "32"])
-    runpy.run_path(str(ROOT / "examples" / "long_context.py"), run_name="__main__")
+@pytest.mark.parametrize("name", ["long_context", "hessian"])
+def test_the_example_runs(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "32"])
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert "32 tokens on" in capsys.readouterr().out
 
 
 def test_every_public_name_is_listed_once():
-    listed = re.findall(r"^::: howsmooth\.(\w+)$", PAGES["api"], re.M)
+    listed = re.findall(r"^::: howsmooth\.(\w+)$", PAGES["reference/api"], re.M)
     assert sorted(listed) == sorted(howsmooth.__all__)
+
+
+def test_every_public_name_has_an_example():
+    """In its docstring, which the page shows, or right below it on the page."""
+    parts = re.split(r"^::: howsmooth\.(\w+)$", PAGES["reference/api"], flags=re.M)
+    below = dict(zip(parts[1::2], parts[2::2], strict=True))
+    for name in howsmooth.__all__:
+        assert ">>> " in (getattr(howsmooth, name).__doc__ or "") or ">>> " in below[name], name
+
+
+def test_docstrings_become_lists_and_code():
+    shown = runpy.run_path(str(DOCS / "tools" / "docstrings.py"))["shown"]
+    text = "Twice.  See below.\n\nx: a number, as\nmeasured: it is.  y, z: two\nmore.\n\n    >>> f(1)\n    2\n\nnote: plain"
+    told = "Twice.  See below.\n\n* `x`: a number, as measured: it is.\n* `y`, `z`: two more."
+    assert shown(text, ["x", "y", "z"]) == f"{told}\n\n```pycon\n>>> f(1)\n2\n```\n\nnote: plain"
+
+
+def test_what_the_readme_points_at_is_there():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text.count("\n") <= 120
+    paths = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert len(paths) > 20
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
+def test_one_version_everywhere():
+    version = re.escape(howsmooth.__version__)
+    assert re.search(rf"^## \[{version}\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert re.search(rf"^version: {version}$", (ROOT / "CITATION.cff").read_text("utf-8"), re.M)
+    assert f"\nhowsmooth {howsmooth.__version__}\n" in PAGES[TYPED]
 
 
 def test_pages_are_looked_at():
     """Should a page lose its examples, or blocks no longer be seen, this says so."""
-    assert set(EXAMPLES) == {name for name, page in PAGES.items() if ">>>" in page}
-    assert {"api", "meanfield", "page", "worst-inputs"} <= {name for name, page in PAGES.items() if blocks(page)}
+    assert {"index", "howto/models", "howto/sweeps", "howto/own-module", "reference/api"} <= set(EXAMPLES)
+    plain = {"reference/api", "explanation/meanfield", "howto/page", "explanation/worst-inputs"}
+    assert plain <= {name for name, page in PAGES.items() if blocks(page)}
     assert blocks("```python\n1 / 0\n```\n```python\n>>> 1\n1\n```\n") == ["1 / 0\n"]
     page = "Text\n\n    howsmooth a  # b\n\n<!-- not run: hours -->\n\n    howsmooth c\n    other\n\n    howsmooth d\n"
     assert commands(page) == {"howsmooth a": None, "howsmooth c": "hours", "howsmooth d": None}

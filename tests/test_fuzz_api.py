@@ -242,11 +242,11 @@ CALLS_OF: dict[str, Call] = {
     "bounds over a ball": Call(hs.bounds, {"attn": layer} | optional(n=3, radius=1.0), bounded, 2.0),
     "splitting": Call(hs.splitting, {"f": layer, "x": tokens}, a_splitting, 2.0),
     "worst_case": Call(
-        hs.worst_case, {"f": layer} | optional(n=2, radius=1.0, within=None, steps=1, restarts=2, seed=0), a_worst
+        hs.worst_case, {"f": layer} | optional(n=2, radius=1.0, over=None, steps=1, restarts=2, seed=0), a_worst
     ),
     "worst_case around": Call(
-        lambda f, within, steps: hs.worst_case(f, within=within, steps=steps, restarts=2),
-        {"f": lambda: nn.Linear(4, 4), "within": lambda: hs.BallAround(tokens(), 0.1), "steps": lambda: 1},
+        lambda f, over, steps: hs.worst_case(f, over=over, steps=steps, restarts=2),
+        {"f": lambda: nn.Linear(4, 4), "over": lambda: hs.BallAround(tokens(), 0.1), "steps": lambda: 1},
         a_worst,
     ),
     "load": Call(hs.load, {"source": readers.bert} | optional(device=None, dtype=None, side=None, tokenizer=None), anything),

@@ -16,6 +16,8 @@ from howsmooth.errors import BadInputError
 _SHOWN = 40  # characters of a value that a refusal repeats
 _SEEDS = 2**63  # torch's generators take these
 
+Positions = Iterable[int] | Iterable[bool] | Tensor
+
 _Name = TypeVar("_Name", bound=str)
 
 
@@ -84,6 +86,19 @@ def items(value: Any, expected: str, fix: str) -> list[Any]:
         except (TypeError, ValueError, RuntimeError):  # a single number in an array, a tensor that is not dense
             pass
     raise BadInputError(f"expected {expected}, got {shown(value)}; {fix}")
+
+
+def moving(tokens: Positions, n: int) -> tuple[int, ...]:
+    """Positions that may move among `n`, in order, from a list of them or from a mask that is true there."""
+    fix = f"give positions from 0 to {n - 1}, or a mask with {n} entries"
+    given = items(tokens, "tokens as a list of positions or a mask", fix)
+    if given and all(type(t).__name__ in ("bool", "bool_") for t in given):  # numpy's among them
+        if len(given) != n:
+            raise BadInputError(f"expected a mask with one entry for each of {n} tokens, got {len(given)}; {fix}")
+        given = [i for i, free in enumerate(given) if free]
+    if not given:
+        raise BadInputError(f"expected a token or more that may move, got none; {fix}")
+    return tuple(sorted({whole(t, f"tokens that are positions from 0 to {n - 1}", fix, below=n) for t in given}))
 
 
 def shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic, doubled
-from howsmooth.maps.operator import Operator, Restricted, Weighted, stream
+from howsmooth.maps.operator import Operator, Restricted, Weighted, drawn, stream
 from howsmooth.measures.measure import Measure
 from howsmooth.settings import number, seed_of, shown
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
@@ -25,7 +25,7 @@ _DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the q
 _APART = 0.1  # share of the accuracy asked for that two precisions of a function may differ by
 _MODERATE = 1e8  # squares of products between its inverse and this leave float32 no trouble
 _SAMPLED = 2**20  # entries of an input that its mark is made of
-_BLIND = "rounding errors that do not depend on the random start"
+BLIND = "rounding errors that do not depend on the random start"
 
 Function = Map | Callable[[Tensor], Tensor]
 
@@ -261,7 +261,7 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
             certify=options.certify,
             seed=seed,
             noise=noise,
-            assumes="" if dense or rigorous or sure else _BLIND,
+            assumes="" if dense or rigorous or sure else BLIND,
         )
         for solution, lower, upper, sure, seed in zip(solutions, lowers, uppers, certain, seeds, strict=True)
     )
@@ -292,7 +292,7 @@ def _apart(operator: Operator, precise: Operator, seeds: Sequence[int]) -> list[
     """How far the Jacobians of a function in two precisions are apart in Frobenius norm, as a random probe each way shows."""
     apart = torch.zeros(operator.batch, dtype=torch.float64)
     for shape, name in ((operator.in_shape, "jvp"), (operator.out_shape, "vjp")):
-        probe = torch.stack([torch.randn(shape, generator=stream(s, f"probe {name}")) for s in seeds])[None]
+        probe = torch.stack([drawn(shape, stream(s, f"probe {name}", operator.device)) for s in seeds])[None]
         coarse, fine = (getattr(J, name)(probe.to(J.device, J.dtype))[0].double().flatten(1) for J in (operator, precise))
         apart = apart.maximum((fine - coarse).norm(dim=-1).cpu())
     return [a if math.isfinite(a) else math.inf for a in apart.tolist()]
@@ -320,7 +320,7 @@ def _in_double(solver: Solver, operator: Operator, options: Options, seeds: Sequ
         )
     if isinstance(solver, DenseSVD) or (isinstance(solver, GolubKahan) and solver.rigorous):
         return solver.solve(operator, tol, certify, seeds)
-    v = torch.stack([torch.randn(operator.in_shape, generator=stream(seed, "size")) for seed in seeds])[None]
+    v = torch.stack([drawn(operator.in_shape, stream(seed, "size", operator.device)) for seed in seeds])[None]
     v = v.to(operator.device, operator.dtype)
     size = operator.jvp(v)[0].flatten(1).abs().amax(-1)
     size = torch.where(size > 0, size, 1.0)

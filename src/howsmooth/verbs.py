@@ -9,33 +9,47 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps.attention import Attention
-from howsmooth.maps.base import Map
+from howsmooth.maps.base import Map, check_input
 from howsmooth.maps.products import Jacobian
 from howsmooth.measures.measure import Measure
-from howsmooth.search import Ball, TokenSet, WorstCase, find_worst
-from howsmooth.settings import shown
-from howsmooth.solve import Options, linear, solve, solve_batch, solve_moving
-from howsmooth.spectral import Estimate, Estimates, Solver
+from howsmooth.search import Ball, TokenSet, WorstCase, find_near, find_worst
+from howsmooth.settings import Positions, moving, shown
+from howsmooth.solve import BLIND, Options, linear, solve, solve_batch, solve_moving
+from howsmooth.spectral import Estimate, Estimates, GolubKahan, Solver
+from howsmooth.theory.around import Neighbourhood
+from howsmooth.theory.around_blocks import bound_around, check_structure
 from howsmooth.theory.ball import ball_bounds
 from howsmooth.theory.bound import Bounds
 from howsmooth.theory.point import one_sequence, point_bounds
 from howsmooth.theory.splitting import Splitting, halves, of_blocks, of_halves
+
+_THOROUGH = 2**15  # entries of an input past which top pairs are treated apart on request alone: they cost many solves
 
 
 def lipschitz(
     f: Map | Callable[[Tensor], Tensor],
     x: Tensor | Measure,
     *,
+    within: float | None = None,
+    per: str = "token",
+    tokens: Positions | None = None,
+    steps: int | None = None,
     tol: float = 1e-3,
     certify: float | None = None,
     seed: int | None = None,
     solver: Solver | None = None,
 ) -> Estimate:
-    """The local Lipschitz constant `‖D_x f‖₂` of `f` at `x`, from below and from above.
+    """The local Lipschitz constant `‖D_x f‖₂` of `f` at `x`, from below and from above; or the largest one near `x`.
 
     f: an attention layer, a norm, a composition of them, or any torch function of one tensor.
     x: tokens (n, d); for a function, one input of any shape; or a `Measure`, at which the local Wasserstein-2 constant is
-    measured: that of moving atoms and of splitting them (docs/meanfield.md, Theorem 5.2). `lipschitz_batch` takes many inputs.
+    measured: that of moving atoms and of splitting them (docs/explanation/meanfield.md, Theorem 5.2). `lipschitz_batch` takes
+    many inputs.
+    within: the largest constant over all inputs that are this close to `x`, for attention layers, norms and compositions of
+    them: `upper` is certified, `lower` attained at `point` (docs/explanation/around.md).  per: "token", every token moves at
+    most so far, or "sequence", all of them together (Frobenius norm).  tokens: positions that may move, in the input and in
+    its perturbations; all by default.  steps: measurements of each start of the search for `lower`. With `certify`, large
+    inputs too get the bound that treats the top singular pairs apart; it costs as much as some forty solves.
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
     default made from `x` and `f(x)`, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
@@ -47,13 +61,59 @@ def lipschitz(
     >>> identity = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
     >>> round(lipschitz(identity, torch.zeros(3, 2)).value, 6)  # uniform attention: the mean of three tokens
     1.0
+    >>> round(lipschitz(identity, torch.zeros(3, 2), within=0.5).upper, 6)  # the same everywhere
+    1.0
     """
-    options = Options(tol, certify, seed, solver)
     if isinstance(f, Map) and isinstance(x, Tensor) and x.ndim == 3:
         raise BadInputError(
             f"expected one input (n, d), got a batch of shape {tuple(x.shape)}; call lipschitz_batch(f, x), or pass x[0]"
         )
-    return solve(f, x, options).estimate
+    if isinstance(x, Measure) and (within is not None or tokens is not None):
+        raise BadInputError("expected tokens (n, d) for within and tokens, got a measure; pass its points")
+    if within is None and (per != "token" or steps is not None):
+        raise BadInputError("expected within=r beside per and steps, got none; they say how an input may move near x")
+    free = None if tokens is None or isinstance(x, Measure) else moving(tokens, _length(x))
+    options = Options(tol, certify, seed, solver, free)
+    if within is None or isinstance(x, Measure):
+        return solve(f, x, options).estimate
+    return solve_near(f, Neighbourhood.of(x, within, per, free), free, steps, options)
+
+
+def _length(x: Tensor) -> int:
+    """The number of tokens of one input."""
+    check_input(x)
+    return 1 if x.ndim == 0 else len(x)
+
+
+def solve_near(
+    f: Map | Callable[[Tensor], Tensor],
+    area: Neighbourhood,
+    tokens: tuple[int, ...] | None,
+    steps: int | None,
+    options: Options,
+) -> Estimate:
+    """The largest constant over a neighbourhood."""
+    check_structure(f, area.point)
+    assert isinstance(f, Map)
+    short = area.point.to(f.dtype)  # as short as the map works, where the input was that
+    here = solve(f, short if torch.equal(short.double(), area.point) else area.point, options).estimate
+    if area.far == 0:
+        return replace(here, point=area.point)
+    delta = options.solver.delta if isinstance(options.solver, GolubKahan) else GolubKahan().delta
+    known = here.upper if options.certify is None and area.point.numel() > _THOROUGH else None
+    bound = bound_around(f, area, tokens=tokens, norm=known, delta=delta, seed=here.seed)
+    found = find_near(f, area, tokens, steps, options, here)
+    lower, upper = found.estimate.lower, max(found.estimate.lower, bound.slope)
+    narrow = upper <= lower * (1 + (options.tol if options.certify is None else options.certify))
+    return replace(
+        found.estimate,
+        upper=upper,
+        confidence=bound.confidence if known is None else min(bound.confidence, here.confidence),
+        status="certified" if narrow else "converged" if found.settled else "step limit",
+        point=found.point,
+        around=bound.reason,
+        assumes=BLIND if bound.confidence < 1 else "",
+    )
 
 
 def lipschitz_batch(
@@ -65,7 +125,7 @@ def lipschitz_batch(
     seed: int | None = None,
     solver: Solver | None = None,
 ) -> Estimates:
-    """The constants of `f` at many inputs, (batch, …), in lock step; arguments as for `lipschitz`.
+    """The constants of `f` at many inputs, (batch, …), solved together; arguments as for `lipschitz`.
 
     A function must treat the items of its first axis apart, as a module with a batch axis does.
 
@@ -122,7 +182,7 @@ def splitting(
     seed: int | None = None,
     solver: Solver | None = None,
 ) -> Splitting:
-    """Does it pay to split a token into halves that move apart, rather than to move tokens whole? (docs/meanfield.md §5)
+    """Does it pay to split a token into halves that move apart, or to move tokens whole? (docs/explanation/meanfield.md §5)
 
     f: a map of this package, or any function of tokens (n, d) → (n, d_out) for every n that commutes with permutations.
     x: tokens, or for a map a `Measure`, whose equal atoms are one. Equal tokens can part as they are.
@@ -163,7 +223,7 @@ def worst_case(
     n: int | None = None,
     radius: float | None = None,
     *,
-    within: TokenSet | None = None,
+    over: TokenSet | None = None,
     steps: int | None = None,
     restarts: int | None = None,
     certify: float = 0.02,
@@ -176,7 +236,7 @@ def worst_case(
     `bound`.
 
     f: an attention layer, a composition of maps, or a function that treats a batch of inputs item by item.
-    n, radius: `n` tokens in the ball of that radius.  within: another set: `Ellipsoid(norm)` with `n`, or
+    n, radius: `n` tokens in the ball of that radius.  over: another set: `Ellipsoid(norm)` with `n`, or
     `BallAround(x, radius)` alone.
     steps, restarts: measurements of every start, and starts; by default 100 and 32 where `n·d ≤ 256`, fewer above.
     certify: of `L` at the best input, as for `lipschitz`.  seed: of the random starts.
@@ -186,9 +246,9 @@ def worst_case(
     >>> print(f"{result.value:.3f}, {result.ratio:.2f} of {result.bound.id}")
     2.208, 0.58 of B7
     """
-    if (radius is None) == (within is None):
-        raise BadInputError("expected either radius or within, got both or neither; radius=4.0 asks for the ball of radius 4")
-    space = Ball(radius) if radius is not None else within
+    if (radius is None) == (over is None):
+        raise BadInputError("expected either radius or over, got both or neither; radius=4.0 asks for the ball of radius 4")
+    space = Ball(radius) if radius is not None else over
     if not isinstance(space, TokenSet):
         raise BadInputError(f"expected a Ball, Ellipsoid or BallAround, got {type(space).__name__}; import them from howsmooth")
     return find_worst(f, space, n, steps, restarts, certify, seed)

@@ -10,7 +10,6 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Blocked, Dense, Mask, dispatch, linearize
-from howsmooth.kernels.autograd import attention
 from howsmooth.maps import attention as layer_module
 from problems.layers import MASK_NAMES, Problem, gaussian, masks, problem
 
@@ -226,17 +225,6 @@ def test_finer_products_where_the_logits_need_them(fused_layers):
     assert finer.noise < exact.noise
 
 
-def test_function_has_both_derivatives():
-    p = problem(batch=1, heads=4, kv_heads=2, n=20, d=8, d_v=8, mask=Mask(causal=True))
-    q, k, v = (t.float().to(DEVICE) for t in p.qkv)
-    d = [gaussian(*t.shape, seed=i).float().to(DEVICE) for i, t in enumerate(p.qkv)]
-    f = partial(attention, scores=p.scores, kernel="triton")
-    got = torch.func.jvp(f, (q, k, v), tuple(d))
-    want = torch.func.jvp(p.value, p.qkv, tuple(t.double().cpu() for t in d))
-    assert relative(got[0], want[0]) <= HALF
-    assert relative(got[1], want[1]) <= HALF
-
-
 def test_dispatch_falls_back_with_one_warning_or_raises(monkeypatch):
     p = problem(n=5, d=4, d_v=4)
     wide = torch.zeros(1, 1, 3, 300)
@@ -281,3 +269,13 @@ def test_long_and_wide_on_a_gpu(d):
 @pytest.mark.parametrize("d", [64, 128])
 def test_long_and_strict_on_a_gpu(d):
     check(problem(batch=1, heads=2, n=1111, d=d, d_v=d, mask=Mask(causal=True, window=300)), "strict")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+@pytest.mark.parametrize(("precision", "probes"), [("half", 1), ("half", 2), ("strict", 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_fits_beside_the_keys_on_a_gpu(d, precision, probes, causal):
+    mask = Mask(causal=causal, bias=gaussian(1, 2, 300, 300, seed=3))
+    check(problem(batch=1, heads=2, n=300, d=d, d_v=d, mask=mask), precision, probes)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
-from howsmooth.models import intercept, register
+from howsmooth.models import intercept
+from howsmooth.models.intercept import register
 from problems.layers import gaussian
 
 N, WIDTH = 11, 16

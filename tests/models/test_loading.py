@@ -225,6 +225,13 @@ def test_a_configuration_that_is_no_file_is_refused(folder: Path):
         hs.load(folder)
 
 
+def test_a_configuration_larger_than_its_weights_is_refused_before_memory_is_taken(folder: Path):
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"hidden_size": 10**6}))
+    with pytest.raises(BadInputError, match=r"weights that config\.json describes, \d.*e\+\d+ of them, got files of"):
+        hs.load(folder)
+
+
 @pytest.mark.slow
 def test_random_configurations_are_read_or_refused(folder: Path):
     """A third of them are read: what is changed is often not a shape."""

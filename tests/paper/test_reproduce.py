@@ -345,7 +345,7 @@ def table_of(name: str) -> list[dict[str, str]]:
 
 def test_the_documented_exponents_are_those_of_the_documented_rows():
     rows = {(e["study"], e["subject"], e["masking"], e["layer"], e["map"]): e for e in table_of("exponents")}
-    text = (DOCS / "reproduction.md").read_text("utf-8")
+    text = (DOCS / "howto" / "reproduction.md").read_text("utf-8")
     told = 0
     for section in text.split("\n## ")[1:]:
         study, map_name = SECTIONS.get(section.splitlines()[0], ("", ""))
@@ -369,13 +369,13 @@ def test_the_documented_rows_have_these_exponents():
         assert fit_growth(lengths, values).exponent.value == pytest.approx(float(e["exponent"]), abs=1e-4)
 
 
-@pytest.mark.parametrize("page", ["reproduction.md", "gallery.md"])
+@pytest.mark.parametrize("page", ["howto/reproduction.md", "gallery.md"])
 def test_figures_of_the_documentation_are_there_and_name_their_command(page):
     text = (DOCS / page).read_text("utf-8")
     images = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
     assert len(images) >= 5
     for image in images:
-        assert (DOCS / image).read_bytes().startswith(b"\x89PNG")
-        assert (DOCS / image).stat().st_size < 400_000
+        assert (DOCS / page).parent.joinpath(image).read_bytes().startswith(b"\x89PNG")
+        assert (DOCS / page).parent.joinpath(image).stat().st_size < 400_000
     known = {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands} | {"split"}
     assert set(re.findall(r"howsmooth (\w+)", text)) <= known

@@ -37,7 +37,7 @@ class Check:
 def verify(
     f: Map, measure: Measure, epsilons: Sequence[float] = (1e-2, 1e-3, 1e-4), *, trials: int = 10, seed: int = 0
 ) -> list[Check]:
-    """Perturbations of size ε of a measure, along the direction found and along random ones (docs/meanfield.md, Theorem 5.2).
+    """Perturbations of size ε of a measure, along the one found and random ones (docs/explanation/meanfield.md, Theorem 5.2).
 
     The ratio along the direction found agrees with the prediction to O(ε), and no random one exceeds it by more. Atoms are
     merged first, distances are exact (the conditional one where there are positions), work is done in float64.

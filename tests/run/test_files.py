@@ -104,7 +104,7 @@ def test_a_folder_that_holds_something_is_refused_unless_resumed_or_forced(tmp_p
 def test_earlier_results_are_removed_only_by_force_and_only_when_they_are_ours(tmp_path):
     results = tmp_path / "results.sqlite"
     sweep(Plan.of(sweeps.value, [{"i": 1}]), results)
-    with pytest.raises(BadInputError, match=r"--resume to go on with it, or --force to start anew$"):
+    with pytest.raises(BadInputError, match=r"--resume to go on with it, or --force to start again$"):
         claim_folder(tmp_path, "reproduction")
     assert claim_folder(tmp_path, "reproduction", resume=True) == results
     assert len(read(results)) == 1

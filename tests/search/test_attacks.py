@@ -79,7 +79,7 @@ def test_larger_budgets(name):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_splitting_is_the_second_term_of_the_mean_field_constant(seed):
-    """`max_i ‖V C_i A‖₂` (docs/theory.md): two halves of one token move apart."""
+    """`max_i ‖V C_i A‖₂` (docs/explanation/theory.md): two halves of one token move apart."""
     A, V, x = 2 * gaussian(3, 3, seed=seed), gaussian(3, 3, seed=seed + 10), gaussian(5, 3, seed=seed + 20)
     attn = hs.Attention.from_matrices(A, V)
     p = torch.softmax((x @ A.mT) @ x.mT, -1)

@@ -92,7 +92,7 @@ def test_attack_command(tmp_path):
 
 def test_figures_of_results(tmp_path):
     attn_in = gaussian(4, 3, seed=1)
-    found = worst_case(lambda t: torch.tanh(t @ t.mT) @ t, within=BallAround(attn_in, 0.2), steps=2, restarts=2)
+    found = worst_case(lambda t: torch.tanh(t @ t.mT) @ t, over=BallAround(attn_in, 0.2), steps=2, restarts=2)
     assert draw_worst(tmp_path / "around.pdf", None, found).exists()
     flat, _ = in_plane(gaussian(3, 1, seed=0), gaussian(3, 1, seed=1))
     assert flat.shape == (3, 2)

@@ -112,7 +112,7 @@ def test_atoms_stand_for_tokens(seed):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [5, 40])
 def test_a_tie_reaches_its_lower_bound(n, causal):
-    """`L ≥ q |V p| sin θ R |A x| √((n−2k)/2k)` (docs/worst-inputs.md, Proposition 1)."""
+    """`L ≥ q |V p| sin θ R |A x| √((n−2k)/2k)` (docs/explanation/worst-inputs.md, Proposition 1)."""
     A, V, radius = gaussian(4, 4, seed=5), gaussian(4, 4, seed=6), 3.0
     attn = hs.Attention.from_matrices(A, V, causal=causal)
     seen = 0

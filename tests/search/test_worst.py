@@ -72,7 +72,7 @@ def test_only_the_better_starts_go_on():
 
 def test_ellipsoids_and_neighbourhoods():
     norm = hs.LayerNorm(gaussian(4, seed=1), gaussian(4, seed=2))
-    found = worst_case(random_head(2), 6, within=Ellipsoid(norm), steps=20, restarts=8)
+    found = worst_case(random_head(2), 6, over=Ellipsoid(norm), steps=20, restarts=8)
     assert norm.bias is not None
     z = (found.tokens - norm.bias) / norm.weight
     assert torch.allclose(z.mean(-1), torch.zeros(6, dtype=torch.float64), atol=1e-9)
@@ -80,11 +80,11 @@ def test_ellipsoids_and_neighbourhoods():
     assert found.ratio is not None
     assert found.ratio <= 1
     x = gaussian(6, 4, seed=3)
-    near = worst_case(random_head(2), within=BallAround(x, 0.3), steps=20, restarts=4)
+    near = worst_case(random_head(2), over=BallAround(x, 0.3), steps=20, restarts=4)
     assert float((near.tokens - x).norm()) <= 0.3
     assert near.value > hs.lipschitz(random_head(2), x).value
     assert near.best_configuration is None
-    block = worst_case(lambda t: torch.tanh(t @ t.mT) @ t, within=BallAround(x, 0.3), steps=10, restarts=4)
+    block = worst_case(lambda t: torch.tanh(t @ t.mT) @ t, over=BallAround(x, 0.3), steps=10, restarts=4)
     assert block.bound is None
     assert block.ratio is None
     assert block.status == "improved"
@@ -133,12 +133,12 @@ def test_a_search_that_cannot_improve_says_so():
         ((4, math.nan), {}, "radius > 0"),
         ((0, 1.0), {}, "at least 1"),
         ((2.5, 1.0), {}, "at least 1"),
-        ((4,), {}, "either radius or within"),
-        ((4, 1.0), {"within": Ball(1.0)}, "either radius or within"),
-        ((4,), {"within": 3}, "Ball, Ellipsoid or BallAround"),
-        ((4,), {"within": BallAround(torch.zeros(3, 4), 1.0)}, "n = 3"),
-        ((None,), {"within": BallAround(torch.zeros(3, 5), 1.0)}, "width 4"),
-        ((4,), {"within": Ellipsoid(hs.RMSNorm(torch.ones(5)))}, "width"),
+        ((4,), {}, "either radius or over"),
+        ((4, 1.0), {"over": Ball(1.0)}, "either radius or over"),
+        ((4,), {"over": 3}, "Ball, Ellipsoid or BallAround"),
+        ((4,), {"over": BallAround(torch.zeros(3, 4), 1.0)}, "n = 3"),
+        ((None,), {"over": BallAround(torch.zeros(3, 5), 1.0)}, "width 4"),
+        ((4,), {"over": Ellipsoid(hs.RMSNorm(torch.ones(5)))}, "width"),
         ((4, 1.0), {"steps": -1}, "steps, at least 0"),
         ((4, 1.0), {"restarts": 0}, "restarts, at least 1"),
     ],
@@ -152,4 +152,4 @@ def test_bad_functions():
     with pytest.raises(BadInputError, match="expected a map of the package"):
         worst_case(lambda x: x, 4, 1.0)
     with pytest.raises(BadInputError, match="expected a map or a function"):
-        worst_case(3, within=BallAround(torch.zeros(2, 2), 1.0))  # type: ignore[arg-type]
+        worst_case(3, over=BallAround(torch.zeros(2, 2), 1.0))  # type: ignore[arg-type]

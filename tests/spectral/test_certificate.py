@@ -1,4 +1,4 @@
-"""The upper end's formulas: a root that is a root, and the figures of docs/theory.md §2."""
+"""The upper end's formulas: a root that is a root, and the figures of docs/explanation/theory.md §2."""
 
 import math
 
@@ -55,6 +55,6 @@ def test_root_equals_a_scan(delta: float):
 
 @pytest.mark.parametrize(("steps", "width"), [(66, 0.02), (133, 0.005)])
 def test_what_the_bound_that_reads_nothing_of_the_run_takes(steps: int, width: float):
-    """Kuczyński & Woźniakowski's, (2.4) in docs/theory.md, at N = 786 432 and 200 steps at most."""
+    """Kuczyński & Woźniakowski's, (2.4) in docs/explanation/theory.md, at N = 786 432 and 200 steps at most."""
     root = (math.log(1.648 * math.sqrt(786_432)) + math.log(200 / 1e-6)) / (2 * steps - 1)
     assert (1 - root**2) ** -0.5 - 1 == pytest.approx(width, rel=0.05)

@@ -118,7 +118,7 @@ def problem(kind: str, seed: int):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("numbers", [1, 2**23], ids=["token by token", "together"])
 def test_decomposed(kind, numbers, monkeypatch):
-    monkeypatch.setattr(module, "_NUMBERS", numbers)
+    monkeypatch.setitem(module._NUMBERS, "cpu", numbers)
     operator, truth = problem(kind, 0)
     found = block_norms(operator)
     assert found.confidence == 1

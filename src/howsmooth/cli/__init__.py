@@ -5,7 +5,16 @@ import io
 import os
 import sys
 
-from howsmooth.cli import attack, ball, measure, report, reproduce, split, study  # noqa: F401  importing a command registers it
+from howsmooth.cli import (  # noqa: F401  importing a command registers it
+    attack,
+    ball,
+    measure,
+    report,
+    reproduce,
+    split,
+    study,
+    training,
+)
 from howsmooth.cli.root import app
 
 __all__ = ["app", "main"]

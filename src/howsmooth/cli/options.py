@@ -4,11 +4,13 @@ import sys
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import torch
 import typer
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import MAPS, MapName, Model
+from howsmooth.models.room import free
 from howsmooth.run import Engine, Local, Ray
 from howsmooth.run.pool import cores
 
@@ -31,10 +33,13 @@ EngineName = Annotated[str, typer.Option("--engine", help="local or ray")]
 Address = Annotated[str | None, typer.Option(help="of a Ray cluster, auto for the one this machine belongs to")]
 Workers = Annotated[
     int | None,
-    typer.Option(help="processes; by default the cores, four at most, and one on a GPU or for a model above 1 GB"),
+    typer.Option(
+        help="processes; by default the cores, four at most, on a GPU as many as its memory holds, and one for a "
+        "model above 1 GB on the CPU"
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results that are there")]
-Force = Annotated[bool, typer.Option("--force", help="start anew in a folder that holds results or other files")]
+Force = Annotated[bool, typer.Option("--force", help="start again in a folder that holds results or other files")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but the result's path")]
 
 _POSITIONS = "0,5-9"
@@ -59,9 +64,16 @@ def engine_of(name: str, address: str | None, workers: int | None, model: Model,
 
 
 def _workers(model: Model) -> int:
-    """As many as there are cores, four at most; one on a GPU, which takes turns between processes, and for a large model."""
+    """As many as there are cores and as memory holds, four at most: a GPU waits for Python most of the time.
+
+    On a GPU the longest window has been through the model by now; a measurement there takes about twice as much beside it.
+    """
+    if model.device.type == "cuda":
+        taken = torch.cuda.max_memory_allocated(model.device)
+        held = min(cores() // 2, 4, free(model.device) // max(1, 3 * taken))
+        return 1 if model.where is not None else max(1, held)
     size = sum(p.numel() * p.element_size() for p in model.module.parameters())
-    return min(cores(), 4) if size < _LARGE and model.device.type == "cpu" else 1
+    return min(cores(), 4) if size < _LARGE else 1
 
 
 def map_of(name: str) -> MapName:

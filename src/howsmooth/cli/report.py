@@ -71,6 +71,7 @@ def report(
 @command()
 def demo(
     out: Out = Path("demo-report"),
+    quick: Annotated[bool, typer.Option("--quick", help="two layers, three lengths, no figures: seconds, not minutes")] = False,
     workers: options.Workers = None,
     resume: options.Resume = False,
     force: options.Force = False,
@@ -82,4 +83,5 @@ def demo(
 
     Example: howsmooth demo --out demo-report
     """
-    return report("demo", out=out, workers=workers, resume=resume, force=force, figures=figures, device=device, quiet=quiet)
+    few = {"lengths": "8,12,16", "layers": "0,3", "samples": 2, "figures": False} if quick else {"figures": figures}
+    return report("demo", out=out, workers=workers, resume=resume, force=force, device=device, quiet=quiet, **few)

@@ -6,12 +6,12 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from howsmooth import __version__
 from howsmooth.errors import HowSmoothError
 from howsmooth.report import finite
 from howsmooth.settings import seed_of
@@ -28,7 +28,7 @@ _FLAGS = [
 
 def _version(asked: bool) -> None:
     if asked:
-        print(f"howsmooth {metadata.version('howsmooth')}")
+        print(f"howsmooth {__version__}")
         raise typer.Exit
 
 

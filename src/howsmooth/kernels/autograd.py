@@ -1,154 +1,218 @@
-"""Softmax attention as a function torch can differentiate, backwards and forwards, in O(n · d) memory.
+"""How attention's operators are each other's derivatives, so that torch takes any two of them in any mode in O(n · d) memory.
 
-A product with the Jacobian is linear in the vector it is given, and the derivative of `v ↦ J v` is `Jᵀ`, that of `g ↦ Jᵀ g`
-is `J`: the two products are each other's backward pass, so `J v` also runs as a backward pass through a graph of `Jᵀ g`.
-How `J` changes with `q, k, v` is a second derivative of attention, which the kernels do not have: that raises.
+With `x = (q, k, v)`, `A(x; t)` the jvp along `t`, `B(x; g)` the vjp: `⟨g, A(x; t)⟩ = ⟨B(x; g), t⟩ = φ(x, t, g)`. What depends
+on `x` is in either the gradient of φ in `x`, one and the same product `H(x; t, g)`, the Hessian of `⟨g, o⟩` times `t`:
+
+    backward of attend:  B(x; g)             jvp of attend:  A(x; t)
+    backward of A:       H(x; t, g), B(x; g)   jvp of A along (t*, t'):  A(x; t') + D(x; t, t*)
+    backward of B:       H(x; t, g), A(x; t)   jvp of B along (t*, g'):  B(x; g') + H(x; t*, g)
+
+`o` and the log-sum-exp `ℓ` are inputs of the products too. Backwards, all that comes through them is counted in `x`; forwards,
+their tangents arrive with those of `x` and are what the next product needs. `H` and `D` are not differentiated again.
 """
 
-import importlib
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction  # an operator's derivative at one level of torch.func's transforms
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.base import Keys, Outputs, Precision, Queries, Scores, SoftmaxAttention, Values
-from howsmooth.kernels.dispatch import Kernel, linearize
+from howsmooth.kernels.operators import LIBRARY
 
-_ONCE = "expected first derivatives only, got a derivative of a derivative; use kernels.plain_attention for those"
+ops = torch.ops.howsmooth
+Found = tuple[Any, ...]
 
-
-def attention(q: Queries, k: Keys, v: Values, scores: Scores, kernel: Kernel = "auto") -> Outputs:
-    """`softmax(s) v` on the kernels: `torch.func.jvp`, `torch.func.vjp` and `backward()` go through their products.
-
-    First derivatives only, in the precision of the inputs; masks and biases are constants. A second derivative raises.
-
-    >>> from torch.func import jvp
-    >>> x = torch.eye(2)[None, None]
-    >>> value, tangent = jvp(lambda v: attention(0 * x, x, v, Scores(1.0)), (x,), (x,))
-    >>> tangent[0, 0].tolist()
-    [[0.5, 0.5], [0.5, 0.5]]
-    """
-    return _Here(scores, kernel).attend(q, k, v)
+_TWICE = "expected first or second derivatives of attention, got a third; use torch.nn.functional.scaled_dot_product_attention"
+_MASK = "expected a constant mask under these transforms, got one that is differentiated; use torch's function for it"
 
 
-def attention_and_kernel(
-    q: Queries, k: Keys, v: Values, scores: Scores, precision: Precision = "half"
-) -> tuple[Outputs, SoftmaxAttention]:
-    """`attention`, and the kernel that serves it: for whoever puts it inside a model and must know how exact it is.
-
-    >>> x = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
-    >>> out, kernel = attention_and_kernel(x, x, x, Scores(1.0))
-    >>> torch.autograd.grad(out.sum(), x)[0].shape
-    torch.Size([1, 1, 3, 2])
-    """
-    here = _Here(scores, "auto", precision)
-    return here.attend(q, k, v), here.kernel
+def _below(op: Any, *args: Any) -> Found:
+    """What the operator itself gives; levels further out still see it."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
-@dataclass(eq=False)
-class _Here:
-    """Attention at one `q, k, v`: the kernel made in the forward pass, which sees plain tensors, read by the derivatives."""
-
-    scores: Scores
-    name: Kernel
-    precision: Precision = "half"
-    kernel: SoftmaxAttention = field(init=False)
-    dual: bool = field(init=False)  # torch's own forward mode is on
-
-    def attend(self, *qkv: Tensor) -> Tensor:
-        if max(_transforms(t) for t in qkv) > 1:
-            raise BadInputError(_ONCE)
-        self.dual = any(_transforms(t) == 0 and forward_ad.unpack_dual(t).tangent is not None for t in qkv)
-        return _Attention.apply(self, *qkv)
+def _filled(tangents: Iterable[Tensor | None], likes: Iterable[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(x) if t is None else t for t, x in zip(tangents, likes, strict=True)]
 
 
-def _transforms(t: Tensor) -> int:
-    """How many of torch.func's transforms look at a tensor."""
-    functorch = importlib.import_module("torch._C._functorch")
-    depth = 0
-    while functorch.is_functorch_wrapped_tensor(t):
-        t, depth = functorch.get_unwrapped(t), depth + 1
-    return depth
+def _spread(t: Tensor, moving: Tensor, fixed: Tensor) -> Tensor:
+    """What does not depend on the probe, for every probe of `moving`."""
+    return t if moving.ndim == fixed.ndim else t.expand(len(moving), *t.shape)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(here: _Here, *qkv: Tensor) -> Tensor:
-        kind = torch.promote_types(qkv[0].dtype, torch.float32)
-        q, k, v = (t.detach().to(kind) for t in qkv)
-        here.kernel = linearize(q, k, v, here.scores, here.name, here.precision)
-        return here.kernel.output.to(qkv[0].dtype, copy=True)  # the kernel keeps its own
+def _summed(found: Sequence[Tensor], fixed: Tensor) -> list[Tensor]:
+    """Over probes, for what they share."""
+    return [t if t.ndim == fixed.ndim else t.sum(0) for t in found]
+
+
+def _plus(a: Sequence[Tensor] | None, b: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    if a is None or b is None:
+        return tuple((a if b is None else b) or ())
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+class Attend(_SingleLevelFunction):
+    """`q, k, v, bias` and how, to `o, ℓ`."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.here, ctx.qkv = inputs[0], inputs[1:]
+    def forward(*args: Any) -> Found:
+        return _below(ops.attend.default, *args)
 
     @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> tuple:
-        if ctx.here.dual:
-            raise BadInputError(_ONCE)
-        graph = torch.is_grad_enabled()  # of the backward pass itself, for another one through it
-        products = _Transposed.apply(ctx.here, graph, *g)
-        if graph:
-            guard = _Guard.apply(*ctx.qkv)
-            products = (t + guard for t in products)
-        return None, *products
+    def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
+        _keep(ctx, (*inputs[:4], *output), inputs[4:])
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        filled = (torch.zeros_like(x) if t is None else t for t, x in zip(tangents[1:], ctx.qkv, strict=True))
-        return _Along.apply(ctx.here, *filled) + _Guard.apply(*ctx.qkv)
-
-
-class _Along(torch.autograd.Function):
-    """`dq, dk, dv ↦ J (dq, dk, dv)`."""
+    def backward(ctx: Any, *g: Tensor | None) -> Found:
+        if ctx.needs_input_grad[3]:
+            raise BadInputError(_MASK)
+        grads = (None,) * 3 if g[0] is None else ops.attend_vjp(*ctx.saved_tensors, g[0], *ctx.how)
+        return *grads, *(None,) * 5
 
     @staticmethod
-    def forward(here: _Here, *tangents: Tensor) -> Tensor:
-        kind = here.kernel.output.dtype
-        return here.kernel.jvp(*(t.to(kind)[None] for t in tangents))[0].to(tangents[0].dtype)
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Found:
+        if tangents[3] is not None:
+            raise BadInputError(_MASK)
+        return ops.attend_jvp(*ctx.saved_tensors, *_filled(tangents[:3], ctx.saved_tensors[:3]), *ctx.how)
+
+
+class Along(_SingleLevelFunction):
+    """`q, k, v, bias, o, ℓ, dq, dk, dv` and how, to `do, dℓ`."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.here = inputs[0]
+    def forward(*args: Any) -> Found:
+        return _below(ops.attend_jvp.default, *args)
 
     @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> tuple:
-        return None, *_Transposed.apply(ctx.here, False, *g)
-
-
-class _Transposed(torch.autograd.Function):
-    """`g ↦ Jᵀ g`."""
+    def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
+        _keep(ctx, (*inputs[:9], *output), inputs[9:])
 
     @staticmethod
-    def forward(here: _Here, graph: bool, g: Tensor) -> tuple[Tensor, ...]:
-        if graph and not bool(g.any()):  # the graph of a linear map is made at zero
-            return tuple(torch.zeros_like(t, dtype=g.dtype) for t in here.kernel.inputs)
-        return tuple(t[0].to(g.dtype) for t in here.kernel.vjp(g.to(here.kernel.output.dtype)[None]))
+    def backward(ctx: Any, *g: Tensor | None) -> Found:
+        if g[0] is None:
+            return (None,) * 13
+        at, moved, needs = ctx.saved_tensors[:6], ctx.saved_tensors[6:], ctx.needs_input_grad
+        of_place, of_tangent = (None,) * 3, (None,) * 3
+        if any(needs[:3]):
+            of_place = _summed(ops.attend_hvp(*at, *moved, g[0], *ctx.how), at[0])
+        if any(needs[6:9]):
+            of_tangent = ops.attend_vjp(*at, g[0], *ctx.how)
+        return *of_place, None, None, None, *of_tangent, *(None,) * 4
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        ctx.here = inputs[0]
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Found:
+        at, along, dlse = ctx.saved_tensors[:6], ctx.saved_tensors[6:9], ctx.saved_tensors[10]
+        of_tangent = of_place = None
+        if any(t is not None for t in tangents[6:9]):
+            of_tangent = ops.attend_jvp(*at, *_filled(tangents[6:9], along), *ctx.how)
+        if any(t is not None for t in tangents[:3]):
+            place, lse = _place_tangents(ctx, at, tangents)[::2]
+            twice = (_spread(t, along[0], at[0]) for t in (*place, lse))
+            of_place = ops.attend_jvp2(*at, *along, dlse, *twice, *ctx.how)
+        return _plus(of_tangent, of_place)
+
+
+class Transposed(_SingleLevelFunction):
+    """`q, k, v, bias, o, ℓ, g` and how, to the gradients of `⟨g, o⟩`."""
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Tensor) -> tuple:
-        return None, None, _Along.apply(ctx.here, *tangents)
-
-
-class _Guard(torch.autograd.Function):
-    """Zero, added to a product for its dependence on `q, k, v`; raises when that is asked for."""
+    def forward(*args: Any) -> Found:
+        return _below(ops.attend_vjp.default, *args)
 
     @staticmethod
-    def forward(*qkv: Tensor) -> Tensor:
-        return qkv[0].new_zeros(())
+    def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
+        _keep(ctx, inputs[:7], inputs[7:])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        pass
+    def backward(ctx: Any, *tangents: Tensor | None) -> Found:
+        *at, g = ctx.saved_tensors
+        along = _filled(tangents, (_spread(t, g, at[0]) for t in at[:3]))
+        do, dlse = ops.attend_jvp(*at, *along, *ctx.how)
+        of_place = (None,) * 3
+        if any(ctx.needs_input_grad[:3]):
+            of_place = _summed(ops.attend_hvp(*at, *along, do, dlse, g, *ctx.how), at[0])
+        return *of_place, None, None, None, do, *(None,) * 4
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Found:
+        *at, g = ctx.saved_tensors
+        of_g = of_place = None
+        if tangents[6] is not None:
+            of_g = ops.attend_vjp(*at, tangents[6], *ctx.how)
+        if any(t is not None for t in tangents[:3]):
+            place, o, lse = _place_tangents(ctx, at, tangents)
+            of_place = ops.attend_hvp(*at, *(_spread(t, g, at[0]) for t in (*place, o, lse)), g, *ctx.how)
+        return _plus(of_g, of_place)
+
+
+class _Last(_SingleLevelFunction):
+    """A second derivative. Dual numbers carry their tangents through a backward pass whether anybody asks for them or not:
+    there a third derivative is NaN, elsewhere it raises."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
+        ctx.save_for_forward(*output)
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> NoReturn:
-        raise BadInputError(_ONCE)
+        raise BadInputError(_TWICE)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Found:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise BadInputError(_TWICE)
+        return tuple(torch.full_like(t, torch.nan) for t in ctx.saved_tensors)
+
+
+class Hessian(_Last):
+    """The vjp's dependence on `q, k, v`."""
+
+    @staticmethod
+    def forward(*args: Any) -> Found:
+        return _below(ops.attend_hvp.default, *args)
+
+
+class AlongTwice(_Last):
+    """The jvp's dependence on `q, k, v`."""
+
+    @staticmethod
+    def forward(*args: Any) -> Found:
+        return _below(ops.attend_jvp2.default, *args)
+
+
+def _keep(ctx: Any, tensors: tuple, how: tuple) -> None:
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+    ctx.how = how
+
+
+def _place_tangents(ctx: Any, at: Sequence[Any], tangents: Sequence[Tensor | None]) -> tuple[list[Tensor], Any, Any]:
+    """Of `q, k, v`, of `o` and of `ℓ`, which come along with them."""
+    place, (o, lse) = _filled(tangents[:3], at[:3]), tangents[4:6]
+    if o is None or lse is None:
+        o, lse = ops.attend_jvp(*at, *place, *ctx.how)
+    return place, o, lse
+
+
+def _register(name: str, function: Any) -> None:
+    def at_one_level(*args: Any) -> Found:
+        with enable_single_level_autograd_function():
+            return function.apply(*args)
+
+    LIBRARY.impl(name, at_one_level, "Autograd")
+
+
+for _name, _function in (
+    ("attend", Attend),
+    ("attend_jvp", Along),
+    ("attend_vjp", Transposed),
+    ("attend_hvp", Hessian),
+    ("attend_jvp2", AlongTwice),
+):
+    _register(_name, _function)

@@ -14,7 +14,7 @@ from howsmooth.kernels.masks import Mask
 if TYPE_CHECKING:
     from howsmooth.kernels.tiled import Tiled
 
-Precision = Literal["half", "mixed", "strict"]  # of the fused kernels' products: docs/performance.md
+Precision = Literal["half", "mixed", "strict"]  # of the fused kernels' products: docs/reference/performance.md
 
 FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
 
@@ -44,15 +44,18 @@ class SoftmaxAttention(ABC):
     inputs: `q, k, v` as they came, keys and values not repeated.  largest_logit: a bound on every logit before masks.
     """
 
-    def __init__(self, q: Queries, k: Keys, v: Values, scores: Scores, dtype: torch.dtype):
-        """dtype: of the products."""
+    def __init__(self, q: Queries, k: Keys, v: Values, scores: Scores, dtype: torch.dtype, trusted: bool = False):
+        """dtype: of the products.  trusted: nothing is checked, so that nothing waits for the device."""
+        self.inputs = (q, k, v)
+        self.scores = scores
+        if trusted:
+            return
         (batch, heads, n, _), (kv_heads, m) = q.shape, k.shape[1:3]
         if heads % kv_heads:
             raise BadInputError(
                 f"expected key/value heads that divide the {heads} query heads, got {kv_heads}; change kv_heads"
             )
         scores.mask.check(batch, heads, n, m)
-        self.inputs = (q, k, v)
         self.scores = replace(scores, mask=scores.mask.to(q.device, dtype))
         longest_q, longest_k = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max().item() for t in (q, k))
         self.largest_logit = abs(scores.scale) * longest_q * longest_k

@@ -30,7 +30,7 @@ def linearize(
     'Dense'
     """
     if kernel == "triton" or (kernel == "auto" and q.is_cuda and q.dtype != torch.float64):
-        reason = _unfit(q, v, scores)
+        reason = "a mask by positions" if scores.mask.ends is not None else unfit(q, v)
         if reason is None:
             from howsmooth.kernels.triton import Fused
 
@@ -48,7 +48,7 @@ def _kept_bytes(q: Tensor, k: Tensor, scores: Scores) -> int:
     return q.shape[0] * q.shape[1] * area * q.element_size() * (1 if scores.softcap is None else 2)
 
 
-def _unfit(q: Tensor, v: Tensor, scores: Scores) -> str | None:
+def unfit(q: Tensor, v: Tensor) -> str | None:
     """Why the fused kernels cannot serve a problem, or nothing."""
     missing = _no_triton()
     if missing is not None:
@@ -61,11 +61,12 @@ def _unfit(q: Tensor, v: Tensor, scores: Scores) -> str | None:
         return f"tensors of {q.dtype}, not float32, float16 or bfloat16"
     if max(q.shape[-1], v.shape[-1]) > WIDEST:
         return f"heads of width {max(q.shape[-1], v.shape[-1])}, over {WIDEST}"
-    if scores.mask.ends is not None:
-        return "a mask by positions"
-    if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
+    if q.is_cuda and _capability(q.device) < (8, 0):
         return "a GPU older than compute capability 8.0"
     return None
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 @functools.cache

@@ -41,12 +41,15 @@ class Mask:
         if self.bias is not None and bool((self.bias.isnan() | self.bias.isposinf()).any()):
             raise BadInputError("expected a finite bias or -inf where a key is hidden, got NaN or +inf; fix the bias")
 
+    @classmethod
+    def trusted(cls, causal: bool, window: int | None, bias: Tensor | None) -> "Mask":
+        """A mask whose entries nobody looks at: where a bias is NaN or +inf, so is the answer."""
+        mask = object.__new__(cls)
+        vars(mask).update(causal=causal, window=window, keys=None, bias=bias, ends=None)
+        return mask
+
     def check(self, batch: int, heads: int, n: int, m: int) -> None:
         """Refuse a mask that does not fit logits of shape (batch, heads, n, m)."""
-        if n != m and (self.causal or self.window is not None):
-            raise BadInputError(
-                f"expected as many queries as keys under a causal or window mask, got {n} and {m}; pass a bias instead"
-            )
         if self.keys is not None and tuple(self.keys.shape) != (batch, m):
             raise BadInputError(
                 f"expected an attention mask of shape ({batch}, {m}), got {tuple(self.keys.shape)}; give one row per sequence"

@@ -1,5 +1,6 @@
 """Tensors that come from outside: the gate they pass, where `.to` sends them, and what a refusal says of them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,3 +89,13 @@ def check_finite(t: Tensor, what: str) -> None:
     bad = int((~t.isfinite()).sum())
     if bad:
         raise BadInputError(f"expected finite {what}, got {bad} NaN or infinite entries of {t.numel()}; clean the {what}")
+
+
+def heads_last(shape: Sequence[int], like: Tensor) -> Tensor:
+    """An empty (…, batch, heads, n, d) whose heads lie beside each other in memory, as the projection after them reads it."""
+    *lead, heads, n, d = shape
+    strides, size = [], heads * n * d
+    for axis in reversed(lead):
+        strides.insert(0, size)
+        size = size * axis
+    return torch.empty_strided(tuple(shape), (*strides, d, heads * d, 1), dtype=like.dtype, device=like.device)

@@ -107,20 +107,35 @@ class Tiled(SoftmaxAttention):
     for the query heads that share them.  largest: (g, n), row maxima of the logits.  inverse: (g, n, 1), `1/z`, 0 where `z` is.
     """
 
-    def __init__(self, q: Queries, k: Keys, v: Values, scores: Scores, size: TileSize | None = None):
-        super().__init__(q, k, v, scores, q.dtype)
+    def __init__(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        scores: Scores,
+        size: TileSize | None = None,
+        *,
+        trusted: bool = False,
+        saved: tuple[Outputs, Float[Tensor, "batch heads n"]] | None = None,
+    ):
+        """trusted: the inputs are not checked.  saved: output and log-sum-exp of an earlier forward pass at the same place."""
+        super().__init__(q, k, v, scores, q.dtype, trusted)
         batch, heads, n, _ = q.shape
         self._size = size or TileSize.on(q.device)
         self._group = heads // k.shape[1]
         self.shape = (batch, heads, n, k.shape[2])
-        self.q, self.k, self.v = (t.flatten(0, 1) for t in (q, self._expand(k), self._expand(v)))
+        self.q, self.k, self.v = (t.flatten(0, 1) for t in (q, self.expand(k), self.expand(v)))
         tiles = cut(n, k.shape[2], scores.mask, self._size)
         self._parts = [(heads, tile) for tile in tiles for heads in self._head_slices(tile)]
+        if saved is not None:
+            self.o, self.largest = saved[0].flatten(0, 1), saved[1].flatten(0, 1)
+            self.inverse = self.o.new_ones(()).expand(batch * heads, n, 1)
+            return
         self.largest = self.q.new_full((batch * heads, n), -torch.inf)
         self.o = self.q.new_zeros(batch * heads, n, v.shape[-1])
         total = self._forward()
         self.o.div_(total.clamp_min(torch.finfo(total.dtype).tiny)[..., None])
-        self.inverse = torch.where(total > 0, 1 / total, 0.0)[..., None]
+        self.inverse = torch.where(total == 0, 0.0, 1 / total)[..., None]
 
     @abstractmethod
     def _forward(self) -> Float[Tensor, "g n"]:
@@ -135,6 +150,11 @@ class Tiled(SoftmaxAttention):
         return self.o.unflatten(0, self.shape[:2])
 
     @property
+    def log_sum_exp(self) -> Float[Tensor, "batch heads n"]:
+        """Of every row of logits; +inf where nothing is seen, so that `exp(s − ℓ)` is zero there."""
+        return (self.largest - self.inverse[..., 0].log()).unflatten(0, self.shape[:2])
+
+    @property
     def lifted(self) -> float:
         return 0.0 if self.scores.mask.bias is None else float(self.largest.abs().max())
 
@@ -146,12 +166,14 @@ class Tiled(SoftmaxAttention):
         return type(self)(q, k, v, replace(self.scores, mask=self.scores.mask.select(items)), self._size)
 
     def jvp(self, dq: Queries, dk: Keys, dv: Values) -> Outputs:
+        return self.jvp_and_drift(dq, dk, dv)[0]
+
+    def jvp_and_drift(self, dq: Queries, dk: Keys, dv: Values) -> tuple[Outputs, Float[Tensor, "probes batch heads n"]]:
+        """Derivatives along `dq, dk, dv` of the output, and of the log-sum-exp of every row: the mean of its `dS`."""
         batch, heads, n, _ = self.shape
         probes = dq.shape[0]
-        left = torch.cat([_flat(dq), self.q[:, None].expand(-1, probes, -1, -1)], -1)  # (g, probes, n, 2d)
-        left *= self.scores.scale
-        right = torch.cat([self.k[:, None].expand(-1, probes, -1, -1), _flat(self._expand(dk))], -1)
-        dv_wide = _wide(_flat(self._expand(dv)))  # (g, m, probes·d_v)
+        left, right = self.along(dq, dk)
+        dv_wide = wide(flat(self.expand(dv)))  # (g, m, probes·d_v)
         total = dv_wide.new_zeros(batch * heads, n, dv_wide.shape[-1])  # T v + P̂ dv
         by_probe = total.unflatten(-1, (probes, -1)).transpose(1, 2)  # (g, probes, n, d_v)
         row_sum = total.new_zeros(batch * heads, probes, n, 1)
@@ -162,14 +184,21 @@ class Tiled(SoftmaxAttention):
             row_sum[g, :, i] += t.sum(-1, keepdim=True)
             by_probe[g, :, i] += torch.bmm(t.flatten(1, 2), self.v[g, j]).unflatten(1, (probes, -1))
             total[g, i] += torch.bmm(b.weights, dv_wide[g, j])
-        return self._unflat(by_probe.addcmul_(row_sum, self.o[:, None], value=-1).mul_(self.inverse[:, None]))
+        drift = self.unflat(row_sum * self.inverse[:, None])[..., 0]
+        return self.unflat(by_probe.addcmul_(row_sum, self.o[:, None], value=-1).mul_(self.inverse[:, None])), drift
+
+    def along(self, dq: Queries, dk: Keys) -> tuple[Float[Tensor, "g probes n e"], Float[Tensor, "g probes m e"]]:
+        """Two thin matrices whose product `left rightᵀ` is `τ(dq kᵀ + q dkᵀ)`."""
+        q, k = (t[:, None].expand(-1, len(dq), -1, -1) for t in (self.q, self.k))
+        left = torch.cat([flat(dq), q], -1).mul_(self.scores.scale)
+        return left, torch.cat([k, flat(self.expand(dk))], -1)
 
     def vjp(self, g: Outputs) -> tuple[Queries, Keys, Values]:
         batch, heads, n, m = self.shape
         probes = g.shape[0]
-        g_hat = _flat(g) * self.inverse[:, None]  # (g, probes, n, d_v)
+        g_hat = flat(g) * self.inverse[:, None]  # (g, probes, n, d_v)
         drift = (g_hat * self.o[:, None]).sum(-1, keepdim=True)
-        g_wide = _wide(g_hat)
+        g_wide = wide(g_hat)
         dq = g_hat.new_zeros(batch * heads, probes, n, self.q.shape[-1])
         dk = g_hat.new_zeros(batch * heads, probes, m, self.q.shape[-1])
         dv_wide = g_wide.new_zeros(batch * heads, m, g_wide.shape[-1])
@@ -184,7 +213,7 @@ class Tiled(SoftmaxAttention):
         dv = dv_wide.unflatten(-1, (probes, -1)).transpose(1, 2)
         dq *= self.scores.scale
         dk *= self.scores.scale
-        return self._unflat(dq), self._sum_groups(self._unflat(dk)), self._sum_groups(self._unflat(dv))
+        return self.unflat(dq), self.sum_groups(self.unflat(dk)), self.sum_groups(self.unflat(dv))
 
     def attention_received(self) -> Float[Tensor, "batch m"]:
         batch, heads, _, m = self.shape
@@ -200,6 +229,12 @@ class Tiled(SoftmaxAttention):
             high = max(high, float(s.max()))
             low = min(low, float(s.masked_fill(s == -torch.inf, torch.inf).min()))
         return (low, high) if low <= high else (0.0, 0.0)
+
+    def capped(self, b: Block) -> Float[Tensor, "g rows cols"]:
+        """`tanh(s/c)` of a block under a soft-cap `c`."""
+        assert self.scores.softcap is not None
+        s = torch.bmm(self.q[b.heads, b.rows], self.k[b.heads, b.cols].mT)
+        return s.mul_(self.scores.scale / self.scores.softcap).tanh_()
 
     def row_slopes(self, g: int, rows: slice) -> Float[Tensor, "rows m"]:
         """Whole rows of `P̂` of one head, times the soft-cap's slope."""
@@ -240,14 +275,14 @@ class Tiled(SoftmaxAttention):
             s += mask.bias[:, :, rows, tile.cols][item, head]
         return s, slope
 
-    def _expand(self, t: Tensor) -> Tensor:
+    def expand(self, t: Tensor) -> Tensor:
         """Key/value heads repeated for the query heads that share them."""
         return t if self._group == 1 else t.repeat_interleave(self._group, dim=-3)
 
-    def _sum_groups(self, t: Tensor) -> Tensor:
+    def sum_groups(self, t: Tensor) -> Tensor:
         return t if self._group == 1 else t.unflatten(2, (-1, self._group)).sum(3)
 
-    def _unflat(self, t: Tensor) -> Tensor:
+    def unflat(self, t: Tensor) -> Tensor:
         return t.transpose(0, 1).unflatten(1, self.shape[:2])
 
 
@@ -297,11 +332,11 @@ class Blocked(Tiled):
         return (self._block(*part, *self._logits(*part)) for part in self._parts)
 
 
-def _flat(t: Tensor) -> Tensor:
+def flat(t: Tensor) -> Tensor:
     """(probes, batch, heads, n, d) → (batch·heads, probes, n, d)."""
     return t.flatten(1, 2).transpose(0, 1)
 
 
-def _wide(t: Tensor) -> Tensor:
+def wide(t: Tensor) -> Tensor:
     """(g, probes, n, d) → (g, n, probes·d)."""
     return t.transpose(1, 2).flatten(2)

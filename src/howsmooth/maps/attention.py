@@ -43,7 +43,7 @@ class Attention(Map):
     logits to `softcap·tanh(s/softcap)`, `bias` is added after that. `attention_mask`, (batch, n), is true at real tokens: the
     others are not part of the input, neither seen nor measured. `q_norm` and `k_norm` normalise queries and keys, every head by
     itself (Qwen3, Gemma 3) or all heads together where the norm is as wide as they are (OLMo 2), then `rotary` turns them by
-    their positions (Llama). Derivative: docs/theory.md §1.
+    their positions (Llama). Derivative: docs/explanation/theory.md §1.
 
     >>> attn = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
     >>> attn(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist()
@@ -287,7 +287,7 @@ class Attention(Map):
         return HeadWeights(q, k, v, o.unflatten(1, (self.heads, d_v)).transpose(0, 1), b_q, b_k)
 
     def on(self, measure: Measure) -> "AtomAttention":
-        """Attention to atoms: `log a_j` is added to the logits of atom j, masks go by positions (docs/meanfield.md §5.1)."""
+        """Attention to atoms: `log a_j` joins the logits of atom j, masks by positions (docs/explanation/meanfield.md §5.1)."""
         for name, why in (
             ("window", "a window counts tokens, which a measure does not have"),
             ("bias", "a bias belongs to places in a sequence"),

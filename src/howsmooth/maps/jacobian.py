@@ -17,7 +17,7 @@ from howsmooth.errors import BadFunctionError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps.leading import led_to
-from howsmooth.maps.operator import Operator, inner, over_heads
+from howsmooth.maps.operator import Operator, drawn, inner, over_heads, stream
 from howsmooth.maps.rounding import attention_rounding, norm_rounding
 
 if TYPE_CHECKING:
@@ -94,14 +94,18 @@ class AttentionJacobian(Operator):
     def _with(self, kernel: SoftmaxAttention) -> "AttentionJacobian":
         return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, self.tokens)
 
-    def _push(self, v: Tensor) -> Tensor:
-        """Directions of the tokens → those of the heads' outputs, side by side."""
+    def vectors(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Directions of the tokens → those of queries, keys and values as attention takes them."""
         dq, dk, dv = self.layer.project(v, with_bias=False)
         dq = dq if self.q_slope is None else over_heads(self.q_slope.jvp, dq, self.q_slope.in_shape[-1])
         dk = dk if self.k_slope is None else over_heads(self.k_slope.jvp, dk, self.k_slope.in_shape[-1])
         if (rotary := self.layer.rotary) is not None:
             dq, dk = rotary.turn(dq), rotary.turn(dk)
-        return self.layer.concat(self.kernel.jvp(dq, dk, dv))
+        return dq, dk, dv
+
+    def _push(self, v: Tensor) -> Tensor:
+        """Directions of the tokens → those of the heads' outputs, side by side."""
+        return self.layer.concat(self.kernel.jvp(*self.vectors(v)))
 
     def _pull(self, t: Tensor) -> Tensor:
         """The transpose of `_push`."""
@@ -288,9 +292,9 @@ class AutodiffJacobian(Operator):
 
     def _consistent(self) -> bool:
         """`⟨J v, u⟩ = ⟨v, Jᵀ u⟩` on a random pair: a backward pass that cannot be differentiated loses part of `J v`."""
-        random = torch.Generator().manual_seed(0)
-        v = torch.randn(1, self.batch, *self.in_shape, generator=random).to(self.device, self.dtype)
-        u = torch.randn(1, self.batch, *self.out_shape, generator=random).to(self.device, self.dtype)
+        random = stream(0, "pair", self.device)
+        v = drawn((1, self.batch, *self.in_shape), random).to(self.dtype)
+        u = drawn((1, self.batch, *self.out_shape), random).to(self.dtype)
         transposed = self.vjp(u)
         try:
             forward = self.jvp(v)
@@ -335,7 +339,7 @@ class AutodiffJacobian(Operator):
         count = len(self._x)
         if self._y.ndim == 0 or len(self._y) != count:
             return False
-        v = torch.randn(self._x.shape, generator=torch.Generator().manual_seed(0)).to(self._x)
+        v = drawn(self._x.shape, stream(0, "items", self.device)).to(self._x)
         index = torch.arange(count, device=self.device)
         for bit in range((count - 1).bit_length()):
             for side in (0, 1):

@@ -15,7 +15,7 @@ from howsmooth.kernels.products import float32_products
 
 
 class Rounding(NamedTuple):
-    """What is proved of the arithmetic of all items of a batch (docs/theory.md, Proposition 2.6).
+    """What is proved of the arithmetic of all items of a batch (docs/explanation/theory.md, Proposition 2.6).
 
     Weights, means and slopes are computed once, so products are those of a fixed map `J̃` beside `J`, up to rounding.
 
@@ -111,6 +111,11 @@ def stream(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Ge
     """Random numbers of a run. Each thing that is drawn has a name and a stream of its own, independent of the others."""
     mark = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(mark, "big") >> 1)
+
+
+def drawn(shape: Sequence[int], random: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal random numbers, made where the stream lives: bringing many from the host takes longer than a product."""
+    return torch.randn(shape, generator=random, device=random.device, dtype=dtype)
 
 
 def inner(a: Float[Tensor, "probes batch *shape"], b: Float[Tensor, "probes batch *shape"]) -> Tensor:

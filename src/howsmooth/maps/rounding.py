@@ -1,6 +1,7 @@
 """How far a product with a Jacobian, computed in floating point, can be from the exact one: proved, not measured.
 
-docs/theory.md, Proposition 2.6. Worst cases throughout: lengths of vectors and norms of matrices stand for everything finer.
+docs/explanation/theory.md, Proposition 2.6. Worst cases throughout: lengths of vectors and norms of matrices
+stand for everything finer.
 """
 
 import math

@@ -21,7 +21,7 @@ _NUMBERS = 2**28  # drawn at once
 @final
 @dataclass(frozen=True, eq=False)
 class Measure:
-    """`μ = Σ_i a_i δ_{x_i}`, or on positions and points, `Σ_i a_i δ_{(s_i, x_i)}` (docs/meanfield.md §5.1).
+    """`μ = Σ_i a_i δ_{x_i}`, or on positions and points, `Σ_i a_i δ_{(s_i, x_i)}` (docs/explanation/meanfield.md §5.1).
 
     points: (m, d), one atom per row.  weights: (m,), positive, summing to one; equal if left out; kept in float64.
     positions: (m,) in [0, 1], for masked attention, which lets an atom see those at its own position and before.
@@ -70,7 +70,7 @@ class Measure:
     ) -> "Measure":
         """A density on the grid that the axes span, up to a factor: mass = density × volume of the grid cell, normalised.
 
-        The result has atoms; what its constants say of the density is in docs/meanfield.md, after Theorem 5.5.
+        The result has atoms; what its constants say of the density is in docs/explanation/meanfield.md, after Theorem 5.5.
         axes: increasing coordinates, one tensor per dimension, of two or more numbers each.
 
         >>> flat = Measure.from_density(lambda x: torch.ones(len(x)), [torch.linspace(0, 1, 3)])

@@ -2,10 +2,10 @@
 
 from howsmooth.models.capture import Capture
 from howsmooth.models.cut import Cut
-from howsmooth.models.intercept import register
 from howsmooth.models.loading import load
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model import Model
+from howsmooth.models.patching import patch, use_sdpa
 from howsmooth.models.sample import FallbackWarning
 from howsmooth.models.span import MAPS, MapName
 from howsmooth.models.tokens import Text, Window
@@ -22,5 +22,6 @@ __all__ = [
     "Text",
     "Window",
     "load",
-    "register",
+    "patch",
+    "use_sdpa",
 ]

@@ -14,14 +14,17 @@ from howsmooth.kernels import SoftmaxAttention
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.models.closed import ClosedForms, as_attention
 from howsmooth.models.cut import Cut, CutJacobian
-from howsmooth.models.measurement import Measurement, Measurements, Positions, moving, shares
+from howsmooth.models.measurement import Measurement, Measurements, shares
 from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName, Span
 from howsmooth.models.tokens import Window
 from howsmooth.models.trace import Trace
-from howsmooth.settings import flag, items, number
+from howsmooth.models.watched import watched
+from howsmooth.settings import Positions, flag, items, moving, number
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate
+from howsmooth.theory.around import Neighbourhood
+from howsmooth.verbs import solve_near
 
 LOCK_STEP = 512  # tokens of windows that are solved together; longer ones gain nothing from company
 
@@ -34,6 +37,9 @@ class How(TypedDict, total=False):
     factor: float
     tokens: Positions | None
     closed: bool | None
+    within: float | None
+    per: str
+    steps: int | None
     tol: float
     certify: float | None
     seed: int | None
@@ -134,6 +140,9 @@ class Capture:
         factor: float = 1.0,
         tokens: Positions | None = None,
         closed: bool | None = None,
+        within: float | None = None,
+        per: str = "token",
+        steps: int | None = None,
         tol: float = 1e-3,
         certify: float | None = None,
         seed: int | None = None,
@@ -146,6 +155,8 @@ class Capture:
         held fixed, all outputs count.
         closed: measure a layer's closed form, read off once and kept, where it has one, short windows in lock step; by default
         where there are several windows.
+        within, per, steps: the largest constant over all inputs this close, as in `howsmooth.lipschitz`; in float64, for maps
+        of self-attention that are made of known pieces (docs/howto/certified.md).
         tol, certify, seed: as in `howsmooth.lipschitz`.
         """
         options = Options(tol, certify, seed)
@@ -159,7 +170,7 @@ class Capture:
         layers: Sequence[Any] = [layer] if one else range(self.num_layers) if layer is None else items(layer, expected, fix)
         if not layers:
             raise BadInputError(f"expected {expected}, got an empty list; {fix}")
-        closed = len(self) > 1 if closed is None else flag(closed, "closed")
+        closed = (len(self) > 1 and within is None) if closed is None else flag(closed, "closed")
         for k in layers:
             for sample in self.samples:
                 sample.check(k, map, head)
@@ -169,14 +180,23 @@ class Capture:
             heads=flag(heads, "heads"),
             factor=number(factor, "a positive factor below 1e6", "1 leaves the tokens as they are", above=0.0, below=1e6),
             options=options,
+            within=within,
+            per=per,
+            steps=steps,
         )
+        if within is None and (per != "token" or steps is not None):
+            raise BadInputError("expected within=r beside per and steps, got none; they say how an input may move")
+        if within is not None and (asked.heads or closed):
+            raise BadInputError("expected neither heads nor closed beside within, got one; measure heads one by one with head=")
         measured: list[Measurement] = []
         for k in (int(k) for k in layers):
             if tokens is not None:
                 for window in self:  # a mask fits one length alone, positions are the same at all
                     free = moving(tokens, len(window.tokens(k, map)))
                     asked = replace(asked, options=replace(options, tokens=free))
-            if closed and map == "attention":
+            if within is not None:
+                measured += [self._near(sample, k, asked) for sample in self.samples]
+            elif closed and map == "attention":
                 measured += self._closed_layer(k, asked)
             else:
                 measured += [self._of_cut(sample, k, asked) for sample in self.samples]
@@ -210,6 +230,21 @@ class Capture:
         output = solved.operator.output if isinstance(solved.operator, CutJacobian) else None
         measured = self._measurement(sample, layer, asked, cut, solved.estimate, solved.image, output, kernels, alone)
         return replace(measured, notes=measured.notes + notes)
+
+    def _near(self, sample: Sample, layer: int, asked: "_Asked") -> Measurement:
+        """The largest constant near the input, of a map made of known pieces."""
+        assert asked.within is not None
+        f = watched(sample, layer, asked.map, asked.head)
+        cut = sample.map(layer, asked.map, asked.head)
+        x = asked.factor * cut.start.double()
+        area = Neighbourhood.of(x, asked.within, asked.per, asked.options.tokens)
+        estimate = solve_near(f, area, asked.options.tokens, asked.steps, asked.options)
+        point = x if estimate.point is None else estimate.point
+        image = f.linearize(point[None])[1].jvp(estimate.direction.double()[None, None])[0, 0]
+        with torch.no_grad():
+            output, kernels = cut.run(x.to(cut.work))
+        measured = self._measurement(sample, layer, asked, cut, estimate, image, output, kernels, ())
+        return replace(measured, within=asked.within, per=asked.per)
 
     def _of_closed(self, samples: list[Sample], layer: int, attn: Attention, asked: "_Asked") -> list[Measurement]:
         """In closed form, several windows in lock step."""
@@ -279,6 +314,9 @@ class _Asked:
     heads: bool
     factor: float
     options: Options
+    within: float | None = None
+    per: str = "token"
+    steps: int | None = None
 
 
 def _received(kernels: Sequence[SoftmaxAttention], n: int, real: Tensor | None) -> tuple[float, ...] | None:

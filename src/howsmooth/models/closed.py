@@ -8,6 +8,7 @@ import torch
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Rotary
+from howsmooth.maps.operator import drawn, stream
 from howsmooth.models.cut import Cut
 from howsmooth.models.intercept import UncuttableError
 from howsmooth.models.reading import FORMULA, Stage, agree, off, read_projection, read_sides
@@ -152,5 +153,5 @@ def _off_behind(attn: Attention, stage: Stage) -> float:
     """How far the layer is from its output projection behind attention that gives random numbers."""
     call = stage.call
     shape = (*call.q.shape[:3], call.v.shape[-1])
-    given = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(stage.x.device)
+    given = drawn(shape, stream(0, "outputs of heads", stage.x.device), torch.float64)
     return off(attn.finish(given)[0], stage.cut.through(stage.x, lambda _: given))

@@ -173,7 +173,8 @@ class Cut(Map):
 
     def state(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
         """A module's parameters and buffers there, in the precision of this map."""
-        return {k: t.detach().to(device, self.work if t.is_floating_point() else None) for k, t in weights_of(module).items()}
+        convert = _converter(device, self.work, set())  # a weight of two names stays one
+        return {k: convert(t) if t.is_floating_point() else t.detach().to(device) for k, t in weights_of(module).items()}
 
     @contextmanager
     def running(self, on_call: Callable[[Call], Tensor]) -> Iterator[None]:

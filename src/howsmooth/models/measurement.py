@@ -1,13 +1,10 @@
 """What a measurement of a model says, and many of them as a table."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, SupportsIndex, final, overload
 
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
-from howsmooth.settings import items, whole
 from howsmooth.spectral import Estimate, Status
 
 if TYPE_CHECKING:
@@ -15,8 +12,6 @@ if TYPE_CHECKING:
 
 _MOST = 0.5  # share above which one token carries a direction
 _SINK = 0.25  # share of all attention above which a token is a sink
-
-Positions = Iterable[int] | Iterable[bool] | Tensor
 
 
 @final
@@ -30,7 +25,8 @@ class Measurement:
     input_share, output_share: how much of the worst direction and of its image falls on each token; each sums to one.
     received: how much of all attention each token gets, averaged over heads and queries.
     output_norm: Frobenius norm of all tokens that leave, nothing for a head alone.
-    moving: positions that may move, nothing where all may.
+    moving: positions that may move, nothing where all may.  within, per: over which neighbourhood of the input the constant is
+    the largest one, nothing at the input itself.
     heads: one estimate per head, if asked for.  notes: what was widened, and that experts stay as chosen.
     """
 
@@ -51,6 +47,8 @@ class Measurement:
     cut: bool
     output_norm: float | None = None
     moving: tuple[int, ...] | None = None
+    within: float | None = None
+    per: str | None = None
     notes: tuple[str, ...] = ()
     heads: tuple[Estimate, ...] = ()
 
@@ -147,7 +145,8 @@ class Measurement:
     def __str__(self) -> str:
         head = "" if self.head is None else f", head {self.head}"
         held = "" if self.moving is None else f", {len(self.moving)} of them moving"
-        return f"{self.model} layer {self.layer} {self.map}{head}, n = {self.n}{held}: {self.estimate}; {self.remark}"
+        near = "" if self.within is None else f" within {self.within:g} per {self.per}"
+        return f"{self.model} layer {self.layer} {self.map}{head}, n = {self.n}{held}{near}: {self.estimate}; {self.remark}"
 
     __repr__ = __str__
 
@@ -192,19 +191,6 @@ def estimate_columns(estimate: Estimate) -> dict[str, Any]:
     """What every row says of its number."""
     names = ("value", "lower", "upper", "confidence", "status", "steps", "seed")
     return {name: getattr(estimate, name) for name in names}
-
-
-def moving(tokens: Positions, n: int) -> tuple[int, ...]:
-    """Positions that may move among `n`, in order, from a list of them or from a mask that is true there."""
-    fix = f"give positions from 0 to {n - 1}, or a mask with {n} entries"
-    given = items(tokens, "tokens as a list of positions or a mask", fix)
-    if given and all(type(t).__name__ in ("bool", "bool_") for t in given):  # numpy's among them
-        if len(given) != n:
-            raise BadInputError(f"expected a mask with one entry for each of {n} tokens, got {len(given)}; {fix}")
-        given = [i for i, free in enumerate(given) if free]
-    if not given:
-        raise BadInputError(f"expected a token or more that may move, got none; {fix}")
-    return tuple(sorted({whole(t, f"tokens that are positions from 0 to {n - 1}", fix, below=n) for t in given}))
 
 
 def shares(v: Tensor) -> tuple[float, ...]:

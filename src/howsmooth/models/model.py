@@ -14,12 +14,12 @@ from howsmooth.kernels.tensors import Place, check_dense, place
 from howsmooth.models.capture import Capture
 from howsmooth.models.closed import ClosedForms
 from howsmooth.models.library import reason, tokenizer_of
-from howsmooth.models.measurement import Measurement, Measurements, Positions
+from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.room import device_of, fits, offloaded
 from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName
 from howsmooth.models.tokens import Text, Window, of_ids
-from howsmooth.settings import items, shown, whole, words
+from howsmooth.settings import Positions, items, shown, whole, words
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Ids = Sequence[int] | Tensor | Window
@@ -170,6 +170,9 @@ class Model:
         head: int | None = None,
         heads: bool = False,
         tokens: Positions | None = None,
+        within: float | None = None,
+        per: str = "token",
+        steps: int | None = None,
         tol: float = 1e-3,
         certify: float | None = None,
         seed: int | None = None,
@@ -182,11 +185,13 @@ class Model:
         its queries' tokens or in its context), `model` (first block → last hidden state).
         head: one head alone.  heads: one estimate per head beside the whole.
         tokens: the positions that may move, or a mask that is true there; all by default.
+        within, per, steps: the largest constant over all inputs this close to what enters, as in `howsmooth.lipschitz`.
         tol, certify, seed: as in `howsmooth.lipschitz`.
         input: text, ids, inputs, or the model's own arguments by name, as for `capture`.
         """
         captured = self.capture(**input)
-        return captured.measure(layer, map, head=head, heads=heads, tokens=tokens, tol=tol, certify=certify, seed=seed)
+        near: dict[str, Any] = {"within": within, "per": per, "steps": steps}
+        return captured.measure(layer, map, head=head, heads=heads, tokens=tokens, tol=tol, certify=certify, seed=seed, **near)
 
     def _window(self, ids: Ids | str, mask: Sequence[bool] | Tensor | None = None) -> Window:
         if isinstance(ids, Window):

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm, Rotary
+from howsmooth.maps.operator import drawn, stream
 from howsmooth.models.cut import Cut, Stop
 from howsmooth.models.intercept import Call
 from howsmooth.models.trace import find_hidden
@@ -83,9 +84,14 @@ class Stage:
         return self._calls[0]
 
     @property
+    def widths(self) -> list[int]:
+        """How many numbers each part gives per token."""
+        return [self._took[part].shape[-1] for part in self.parts]
+
+    @property
     def width(self) -> int:
         """How many numbers the parts give per token; the tokens' own width where there are no parts."""
-        return sum(self._took[part].shape[-1] for part in self.parts) or self.x.shape[1]
+        return sum(self.widths) or self.x.shape[1]
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         plain: dict[int, Tensor] = {}  # a tensor that occurs twice stays one
@@ -118,8 +124,7 @@ class Stage:
         with ExitStack() as stack:
             stack.enter_context(self.cut.running(on_call))
             if self.parts:
-                widths = [self._took[part].shape[-1] for part in self.parts]
-                for part, own in zip(self.parts, z.split(widths, -1), strict=True):
+                for part, own in zip(self.parts, z.split(self.widths, -1), strict=True):
                     value = own.reshape(self._took[part].shape)
                     stack.enter_context(mock.patch.object(part, "forward", functools.partial(_instead, value)))
             else:
@@ -166,7 +171,7 @@ def matrix_of(module: nn.Module, state: dict[str, Tensor], width: int) -> Matrix
         return functional_call(module, state, (t[None],))[0]
 
     like = next(iter(state.values()), torch.empty(0, dtype=torch.float64))
-    probe = torch.randn(4, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(like.device)
+    probe = drawn((4, width), stream(0, "matrix", like.device), torch.float64)
     answer = f(probe)
     weight, bias = state.get("weight"), state.get("bias", answer.new_zeros(answer.shape[-1]))
     if weight is not None and weight.ndim == 2:
@@ -178,6 +183,17 @@ def matrix_of(module: nn.Module, state: dict[str, Tensor], width: int) -> Matrix
     if not agree(probe @ w.mT + bias, answer):
         raise BadInputError(f"expected an affine projection, got {type(module).__name__}; measure the layer instead")
     return Matrix(w.contiguous(), bias)
+
+
+def written_along(module: nn.Module, stage: Stage, width: int) -> int | None:
+    """The axis of a matrix module's own `weight` along which its outputs lie; nothing where that is not its matrix."""
+    with stage.cut.running(lambda call: call.q):
+        state = stage.cut.state(module, stage.x.device)
+        matrix = matrix_of(module, state, width)
+    weight = state.get("weight")
+    if weight is None or matrix.weight.data_ptr() != weight.data_ptr():
+        return None
+    return 0 if matrix.weight.stride() == weight.stride() else 1
 
 
 class Side(NamedTuple):
@@ -197,15 +213,24 @@ def read_sides(stage: Stage) -> tuple[Side, Side, Side]:
     if not stage.parts:
         return _dense(stage)
     whole = stage.matrices()
-    random = torch.randn(stage.x.shape[0], stage.width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    random = random.to(stage.x.device)
+    q, k, v = _readers(stage)
+    return q.read(whole), k.read(whole), v.read(whole)
+
+
+def head_entries(stage: Stage) -> list[list[Tensor]]:
+    """For queries, keys and values: which entries of what the parts give each head is made of; shared heads once."""
+    return [list(reader.index) for reader in _readers(stage)]
+
+
+def _readers(stage: Stage) -> "list[_Reader]":
+    """One for queries, keys and values each."""
+    random = drawn((len(stage.x), stage.width), stream(0, "parts", stage.x.device), torch.float64)
     first = _columns(stage, random)
     group = math.gcd(_shared(first[1]), _shared(first[2]))
-    q, k, v = (
+    return [
         _Reader(stage, random, role, list(range(0, len(own), step)), tuple(own[::step]))
         for role, (own, step) in enumerate(zip(first, (1, group, group), strict=True))
-    )
-    return q.read(whole), k.read(whole), v.read(whole)
+    ]
 
 
 def _dense(stage: Stage) -> tuple[Side, Side, Side]:
@@ -329,7 +354,7 @@ class _Reader:
         if not len(moving):
             return seen[0] / z[0], None
         last, width = int(moving[-1]) + 1, self.width
-        t = torch.randn(seen.shape, generator=torch.Generator().manual_seed(1), dtype=z.dtype).to(z.device)
+        t = drawn(seen.shape, stream(0, "turned", z.device), z.dtype)
         t = t - t.mean(-1, keepdim=True)
         value = f(t)
         for turned in dict.fromkeys((last + last % 2, width - width % 2)):  # planes may stand still at the end

@@ -52,7 +52,8 @@ def enough(what: str, device: torch.device) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
         held = torch.cuda.max_memory_allocated(device) / _GIB if device.type == "cuda" else 0.0
-        raise too_little(what, f"more than {held:.1f} GiB" + (f" and {asked} beside" if asked else ""), free(device)) from None
+        needed = f"{held:.1f} GiB" + (f" and another {asked}" if asked else "")
+        raise too_little(what, f"more than {needed}", free(device)) from None
 
 
 def too_little(what: str, needed: str, there: int) -> BadInputError:

@@ -289,9 +289,13 @@ class Sample:
             theirs = replace(cut, code=code, kernels=False, work=value.dtype).value(cut.start.to(value.dtype)[None])
         return own.answered > 0 and same(value[:, some], theirs[:, some])
 
-    def _fallback(self, layer: int, map: MapName, head: int | None) -> Cut:
+    def plain(self, layer: int, map: MapName) -> Cut:
+        """The map in the model's own code, with n × n logits."""
         run = self._plain
-        plain = Cut(self.owner, self._plain_code, run, run.layers[layer], map, None, self.real, False, self.work)
+        return Cut(self.owner, self._plain_code, run, run.layers[layer], map, None, self.real, False, self.work)
+
+    def _fallback(self, layer: int, map: MapName, head: int | None) -> Cut:
+        plain = self.plain(layer, map)
         kind = type(plain.layer.module).__name__
         if head is not None:
             raise BadInputError(

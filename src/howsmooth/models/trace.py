@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import attention
+from howsmooth.kernels import attend
 from howsmooth.models.by_hand import Logits
 from howsmooth.models.intercept import Call, Intercept, Tagged, torch_attention
 from howsmooth.models.room import lent
@@ -313,7 +313,7 @@ class _Tracer:
         square = call.q.shape[2] == call.k.shape[2]
         self._note(call.q.shape[1], softcap=call.scores.softcap is not None, cut=True, square=square, keys=keys)
         with torch._C.DisableTorchFunction():  # what the kernels do is not the model's
-            return attention(call.q, call.k, call.v, call.scores)
+            return attend(call.q, call.k, call.v, call.scores)
 
     def _on_softmax(self, square: bool) -> None:
         self._note(0, softcap=False, cut=False, square=square)

@@ -114,7 +114,7 @@ def grow(
     """The paper's eigenvector tokens of one head at every length, the whole layer measured.
 
     head: whose matrix builds the tokens; by default the head that gives the largest `L` at the longest length. √n is expected
-    while every head's logits keep the two places apart, `2R²|⟨A_h u, u⟩| > log n` (docs/worst-inputs.md §1).
+    while every head's logits keep the two places apart, `2R²|⟨A_h u, u⟩| > log n` (docs/explanation/worst-inputs.md §1).
 
     >>> growth = grow(Attention.from_matrices(-torch.eye(1), torch.eye(1)), 3.0)
     >>> abs(growth.exponent - 0.5) < 0.02

@@ -1,8 +1,8 @@
 """The experiments as tasks: functions of plain arguments that return rows, so that a sweep can stop and go on.
 
 Beside the constant they give the number that the paper's public scripts print. With `y, t = torch.func.jvp(f, (x,), (u,))`,
-`y = f(x)` and `t = J u`. The scripts go on with element 0, `y`; power iteration needs element 1. docs/reproduction.md §6 says
-in two lines what either gives.
+`y = f(x)` and `t = J u`. The scripts go on with element 0, `y`; power iteration needs element 1. docs/howto/reproduction.md §6
+says in two lines what either gives.
 """
 
 import math

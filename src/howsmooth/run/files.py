@@ -78,7 +78,7 @@ def check_folder(folder: str | Path, what: str, *, resume: bool = False, force: 
     folder = Path(folder)
     results = folder / RESULTS
     if resume and force:
-        raise BadInputError("expected --resume or --force, got both; resume goes on, force starts anew")
+        raise BadInputError("expected --resume or --force, got both; resume goes on, force starts again")
     if folder.exists() and not folder.is_dir():
         raise BadInputError(f"expected a folder for the {what}, got the file {folder}; choose another name")
     if force or not folder.exists() or not any(folder.iterdir()):
@@ -86,7 +86,7 @@ def check_folder(folder: str | Path, what: str, *, resume: bool = False, force: 
     if resume and not results.exists():
         raise BadInputError(f"expected {results} to resume, got a folder without it; pass --force to write into it")
     if not resume:
-        more = "--resume to go on with it, or --force to start anew" if results.exists() else "--force to write into it"
+        more = "--resume to go on with it, or --force to start again" if results.exists() else "--force to write into it"
         raise BadInputError(f"expected a new folder for the {what}, got {folder}, which exists; pass {more}")
 
 

@@ -133,10 +133,11 @@ class Store(contextlib.AbstractContextManager["Store"]):
                     self._replace(db, (*moved, _checksum(moved)), old[-1])
         return {row[0]: row[5] for row in results if row[0] in self._positions}
 
-    def add(self, task: Task, outcome: Outcome) -> None:
-        """Commit one result; a later one for the same task takes its place."""
+    def add(self, task: Task, outcome: Outcome, position: int | None = None) -> None:
+        """Commit one result; a later one for the same task takes its place. position: of a task that is in no plan."""
         setup = None if task.setup is None else json.dumps({"function": task.setup.function, **task.setup.kwargs()})
-        row = (task.key, self._positions[task.key], task.function, task.arguments, setup, outcome.status, outcome.value)
+        position = self._positions[task.key] if position is None else position
+        row = (task.key, position, task.function, task.arguments, setup, outcome.status, outcome.value)
         row += (None if outcome.reason is None else _text(outcome.reason), outcome.tries, float(outcome.seconds))
         row += (time.time(), self._run)
         with _sentence(self.path), self._connection as db:

@@ -2,6 +2,8 @@
 
 from howsmooth.search.attacks import METHODS, Attack, Attacks, attack
 from howsmooth.search.families import Configuration, Configured, configurations, eigenvector_configuration, worst_configuration
+from howsmooth.search.near import find_near
+from howsmooth.search.radius import Radius
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet
 from howsmooth.search.worst import WorstCase, find_worst
 
@@ -14,11 +16,13 @@ __all__ = [
     "Configuration",
     "Configured",
     "Ellipsoid",
+    "Radius",
     "TokenSet",
     "WorstCase",
     "attack",
     "configurations",
     "eigenvector_configuration",
+    "find_near",
     "find_worst",
     "worst_configuration",
 ]

@@ -35,8 +35,8 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
     """Move every start uphill, the top pair re-solved at every step.
 
     Projected quasi-Newton (L-BFGS) on `log L` in a radius that grows with every gain and shrinks with every loss; a trial that
-    does not gain is taken back, so `L` never falls (docs/worst-inputs.md §2). After a third and two thirds of the steps only
-    the better starts go on, at last `keep` of them.
+    does not gain is taken back, so `L` never falls (docs/explanation/worst-inputs.md §2). After a third and two thirds of the
+    steps only the better starts go on, at last `keep` of them.
 
     f: a map or a batched function.  space: the set.  starts: coordinates, projected first.  steps: measurements of each start.
     """

@@ -1,7 +1,8 @@
 """Attacks on any map at an input: for a budget `ε`, how far can the output be moved, and how much of `L ε` is that?
 
 The budget is the Frobenius norm of the change of the input; the gain of an attack is (change of the output)/(change of the
-input). To first order no attack gains more than `L`, and the top singular direction gains `L`; docs/worst-inputs.md §3.
+input). To first order no attack gains more than `L`, and the top singular direction gains `L`; docs/explanation/worst-inputs.md
+§3.
 """
 
 import math

@@ -7,8 +7,8 @@ One head builds the tokens, the whole layer is measured. With the head's logits 
     clusters   k tokens at y, the rest at x, where ⟨A x + c, y − x⟩ is as large as it gets
     tie        k tokens at y, k at y', the rest at x and undecided between them: ⟨A x + c, y − y'⟩ = 0
 
-The first two are those of Castin, Ablin & Peyré 2024, the third is the two-cluster measure of docs/bounds.md 3.12. In a tie `L`
-grows like `√(n/2)·‖A‖R²`, not `√n` (docs/worst-inputs.md §1).
+The first two are those of Castin, Ablin & Peyré 2024, the third is the two-cluster measure of docs/explanation/bounds.md 3.12.
+In a tie `L` grows like `√(n/2)·‖A‖R²`, not `√n` (docs/explanation/worst-inputs.md §1).
 """
 
 import math
@@ -29,6 +29,7 @@ from howsmooth.theory.ball import check_count
 
 _MEASURED = 4  # candidates, best by their two places, that are measured at full length
 _REAL = 1e-9  # an eigenvalue is real if its imaginary part is this small beside the largest one: rounding of a float64 solver
+_HEADS = 12  # that build candidates: those whose ‖A‖‖V‖ is largest
 _PLACES = 2  # pairs of places kept for each head
 _CLIMB, _STEP = 200, 0.25  # steps to places far apart, in units of 1/‖A‖: half of 1/(2‖A‖), safe where |∇²δ| = ‖A + Aᵀ‖
 _POWER = 30  # steps of the power iteration for the direction that V stretches most; a good direction is enough
@@ -86,7 +87,7 @@ class Configured:
 
 @torch.no_grad()
 def configurations(attn: Attention, n: int, within: TokenSet | float, *, head: int | None = None) -> list[Configuration]:
-    """The candidates for `n` tokens, from one head or from all of them.
+    """The candidates for `n` tokens, from one head or from the twelve whose `‖A‖‖V‖` is largest.
 
     within: a radius, `Ball` or `Ellipsoid`.  On an ellipsoid the middle of a ball is not there, so `half` is left out.
 
@@ -96,7 +97,7 @@ def configurations(attn: Attention, n: int, within: TokenSet | float, *, head: i
     """
     space, counts, candidates = _space(attn, n, within), _counts(n), []
     room_for_ties = n > 2 and attn.width > (2 if isinstance(space, Ellipsoid) else 1)
-    for one in _heads(attn, head):
+    for one in sorted(_heads(attn, head), key=lambda one: -one.size)[:_HEADS]:
         candidates += _eigenvector_families(one, space)
         for places in _far_apart(one, space):
             candidates += [Configuration("clusters", one.index, few, None, places) for few in counts]
@@ -112,7 +113,7 @@ def worst_configuration(
     """The candidate with the largest `L`, measured at its full length.
 
     Candidates are ranked by their places as a measure with two or three atoms, which is exact without a mask up to splitting
-    (docs/worst-inputs.md §1), and the best few are measured.
+    (docs/explanation/worst-inputs.md §1), and the best few are measured.
 
     >>> attn = Attention.from_matrices(-torch.eye(1), torch.eye(1))
     >>> round(worst_configuration(attn, 16, 2.0).estimate.value, 3)
@@ -133,7 +134,7 @@ def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | Non
     """All candidates, the worst first, by the measure `Σ (count/n) δ_place` without the mask.
 
     Tokens that coincide act as one of their joint weight: logits get the logarithms of the counts, and the Jacobian is
-    `D^{½} J D^{−½}` (docs/worst-inputs.md §1). Two or three tokens stand for `n`.
+    `D^{½} J D^{−½}` (docs/explanation/worst-inputs.md §1). Two or three tokens stand for `n`.
     """
     space = _space(attn, n, within)
     layer = replace(attn, causal=False, window=None, bias=None)
@@ -208,6 +209,16 @@ class _Head:
         """`A` itself where it is no larger than its factors."""
         return self.k.mT @ self.q if len(self.q) >= self.q.shape[1] else None
 
+    @property
+    def size(self) -> float:
+        """`‖A‖‖V‖` in Frobenius norm."""
+        squares = [((a @ a.mT) * (b @ b.mT)).sum() for a, b in ((self.k, self.q), (self.o.mT, self.v))]
+        return float((squares[0] * squares[1]).sqrt())
+
+    def within(self, basis: Float[Tensor, "d p"]) -> "_Head":
+        """The same on tokens of the form `basis z`, as far as logits go."""
+        return replace(self, q=self.q @ basis, k=self.k @ basis, shift=self.shift @ basis)
+
     def logits(self, x: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
         """`A x + c`."""
         return (x @ self._matrix.mT if self._matrix is not None else (x @ self.q.mT) @ self.k) + self.shift
@@ -247,8 +258,14 @@ def _eigenvector_families(head: _Head, space: TokenSet) -> list[Configuration]:
 
 
 def _far_apart(head: _Head, space: TokenSet) -> list[Float[Tensor, "2 d"]]:
-    """Places `y` (few) and `x` (rest) where `δ = ⟨A x + c, y − x⟩` is large: `y` the furthest along `A x + c`, `x` climbs."""
+    """Places `y` (few) and `x` (rest) where `δ = ⟨A x + c, y − x⟩` is large: `y` the furthest along `A x + c`, `x` climbs.
+
+    In a ball none of it leaves the span of the rows of `W_q` and `W_k`, whose coordinates are few.
+    """
     q, k = head.q, head.k
+    if isinstance(space, Ball) and 2 * len(q) < q.shape[1]:
+        basis = torch.linalg.qr(torch.cat([k, q]).mT)[0]
+        return [space.project(places @ basis.mT) for places in _far_apart(head.within(basis), space)]
     directions = torch.cat([torch.linalg.svd(q @ k.mT)[2][:2], torch.linalg.eigh((q @ k.mT + k @ q.mT) / 2)[1].mT[[0, -1]]]) @ k
     directions = directions / directions.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     z = torch.cat([_furthest(space, sign * directions) for sign in (1.0, -1.0)])

@@ -1,7 +1,8 @@
 """The gradient of the constant itself: how `σ(X) = ‖D_X f‖₂` changes when the tokens move.
 
 With the top pair `(u, v)` held fixed, `∇σ = ∂_X ⟨J(X)ᵀu, v⟩`: a backward pass through a backward pass. Where several singular
-values are equal, `σ` is the largest of smooth functions and the steepest of them is followed (docs/worst-inputs.md §2).
+values are equal, `σ` is the largest of smooth functions and the steepest of them is followed
+(docs/explanation/worst-inputs.md §2).
 """
 
 from collections.abc import Callable

@@ -16,6 +16,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm
 from howsmooth.settings import number
+from howsmooth.theory.around import Neighbourhood
 from howsmooth.theory.ball import LARGEST
 from howsmooth.theory.constants import norm_radius
 from howsmooth.theory.point import one_sequence
@@ -187,6 +188,57 @@ class BallAround(_Round):
         step = torch.randn(count, n, d, generator=random, dtype=torch.float64)
         step *= self.radius / step.flatten(1).norm(dim=-1)[:, None, None]
         return self.project(self.x.detach().double() + step)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Near(TokenSet):
+    """A `Neighbourhood` as a set to search: every token within its radius of `x`, and all of them within the total."""
+
+    neighbourhood: Neighbourhood
+
+    @property
+    def reach(self) -> float:
+        return self.neighbourhood.reach
+
+    @property
+    def size(self) -> float:
+        return float(self.neighbourhood.radii.max())
+
+    def _limits(self, z: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """Lengths that steps may have, and the axes these are taken over."""
+        area = self.neighbourhood
+        limits: list[tuple[Tensor, tuple[int, ...]]] = [(area.radii.to(z)[:, None], (-1,))]
+        if area.total is None:
+            return limits
+        return [*limits, (torch.full((1, 1), area.total, dtype=z.dtype, device=z.device), (-2, -1))]
+
+    def project(self, z):
+        x = self.neighbourhood.point.to(z)
+        step = z - x
+        for limit, axes in self._limits(z):
+            inside = limit * (1 - 4 * torch.finfo(z.dtype).eps)
+            length = torch.linalg.vector_norm(step, dim=axes, keepdim=True).clamp_min(torch.finfo(z.dtype).tiny)
+            step = step * (inside / length).clamp_max(1.0)
+        # rounding of the sum may leave the set by a unit of x: then the step is taken back as far
+        for limit, axes in self._limits(z):
+            length = torch.linalg.vector_norm((x + step) - x, dim=axes, keepdim=True)
+            step = torch.where(length > limit, step * (limit / length.clamp_min(torch.finfo(z.dtype).tiny)) * (1 - 1e-9), step)
+        return x + step
+
+    def tangent(self, z, g):
+        step = z - self.neighbourhood.point.to(z)
+        for limit, axes in self._limits(z):
+            square, outward = (step * step).sum(axes, keepdim=True), (step * g).sum(axes, keepdim=True)
+            leaves = (square >= (limit * (1 - _EDGE)).square()) & (outward > 0) & (square > 0)
+            g = torch.where(leaves, g - step * (outward / square.clamp_min(torch.finfo(z.dtype).tiny)), g)
+        return torch.where(self.neighbourhood.radii.to(z)[:, None] > 0, g, 0.0)
+
+    def sample(self, count, n, d, random):
+        """Gaussian directions, on the boundary."""
+        step = torch.randn(count, n, d, generator=random, dtype=torch.float64)
+        step = step / step.norm(dim=-1, keepdim=True) * self.neighbourhood.radii.cpu()[:, None]
+        return self.project(self.neighbourhood.point + step.to(self.neighbourhood.point))
 
 
 def length_of(value: float, what: str) -> float:

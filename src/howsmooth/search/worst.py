@@ -128,7 +128,7 @@ def _shape(f: Function, space: TokenSet, n: int | None) -> tuple[int, int]:
     elif isinstance(f, Map):
         d = f.width
     else:
-        raise BadInputError("expected a map of the package for a ball, got a function; search within=BallAround(x, radius)")
+        raise BadInputError("expected a map of the package for a ball, got a function; search over=BallAround(x, radius)")
     if isinstance(f, Map):
         check_width(d, f.width)
     elif not callable(f):

@@ -1,7 +1,7 @@
 """The upper end: how large can the norm still be, given what a random start has shown?
 
 `σ² = λ` is the largest eigenvalue of `M = JᵀJ`, `v` its unit eigenvector, and `k` steps from a random start `q` in R^N gave
-Ritz values `θ_1 ≥ … ≥ θ_k` and off-diagonals `β_1 … β_k`. Proofs: docs/theory.md §2.
+Ritz values `θ_1 ≥ … ≥ θ_k` and off-diagonals `β_1 … β_k`. Proofs: docs/explanation/theory.md §2.
 """
 
 import math

@@ -41,12 +41,14 @@ class Estimate:
     lower: `|J direction| / |direction|`, evaluated in `precision`: attained, so never above the norm.
     upper: holds with probability `confidence` over the random start (1.0 from a dense decomposition or a theorem).
     assumes: what that rests on beside the start: nothing for a dense or a rigorous answer, else that rounding errors do not
-    know the start (docs/theory.md §2).
+    know the start (docs/explanation/theory.md §2).
     status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (the run has settled to
     `tol`: a larger value was looked for and not seen, the interval may be wide), `step limit` (neither; `lower` and `upper`
     still hold).
     direction: the input direction that is stretched most, the shape of one input.  steps: products with `J` and with `Jᵀ`.
     note: what happened, in a sentence.
+    point: where `lower` is attained, for the largest constant over a neighbourhood; nothing at an input.  around: what the
+    upper end over a neighbourhood is made of.
     split: of a measure, whether the largest stretch takes splitting an atom: half of it moves along its row of `direction`,
     half against it, and all other rows are zero.
     """
@@ -64,6 +66,8 @@ class Estimate:
     noise: float = 0.0
     split: bool = False
     assumes: str = ""
+    point: Float[Tensor, "..."] | None = None
+    around: str = ""
 
     @property
     def value(self) -> float:
@@ -80,6 +84,9 @@ class Estimate:
     @property
     def note(self) -> str:
         """What happened, and which argument changes it."""
+        if self.point is not None:
+            upper = self.around or "that at the input"
+            return f"The lower end is attained at point; the upper end is made of {upper}. {self._search_note}"
         if self.status == "dense":
             return "The Jacobian was formed and decomposed, so both ends are exact to rounding."
         asked = "tol" if self.certify is None else "certify"
@@ -95,9 +102,18 @@ class Estimate:
             f"hold all the same. Raise max_steps in solver=GolubKahan(max_steps=…), or raise {asked}."
         )
 
+    @property
+    def _search_note(self) -> str:
+        """What became of the search for the lower end."""
+        if self.status == "certified":
+            return f"The interval is {self.width:.2g} wide relative to its lower end, as narrow as was asked."
+        if self.status == "converged":
+            return "The search for the lower end has settled."
+        return "The search for the lower end stopped while it still gained; raise steps."
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, ready for JSON; the direction is left out."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "direction"}
+        """Plain numbers and strings, ready for JSON; the direction and the point are left out."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("direction", "point")}
         return {"value": self.value, **plain, "note": self.note}
 
     def __str__(self) -> str:

@@ -148,7 +148,7 @@ class _Run:
         """A random vector, and beside it a quarter of the operator's own guess.
 
         The guess cannot hide a direction from the certificate: it shifts `⟨v, q⟩`, which makes small values no likelier, and
-        the sum's length, at most 1.25, is charged to the start's rarity (docs/theory.md, Proposition 2.3).
+        the sum's length, at most 1.25, is charged to the start's rarity (docs/explanation/theory.md, Proposition 2.3).
         """
         q = self._gaussian()
         guess = self.operator.guess(self.seeds) if self.size > 2 else None

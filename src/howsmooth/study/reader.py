@@ -93,7 +93,7 @@ def prepare(**source: Any) -> Reader:
     reader = Reader.by_name(planned.model, planned.text, planned.side, planned.device)
     for mark, what in (("weights", "model"), ("digest", "text")):
         if getattr(reader.source, mark) != getattr(planned, mark):
-            raise BadInputError(f"expected the {what} that the study was planned with, got another; start it anew")
+            raise BadInputError(f"expected the {what} that the study was planned with, got another; add --force")
     return reader
 
 

@@ -6,7 +6,7 @@ from howsmooth.maps import Attention
 from howsmooth.settings import number, whole
 from howsmooth.theory import castin2024, ours
 from howsmooth.theory.bound import Bound
-from howsmooth.theory.constants import constants
+from howsmooth.theory.constants import Constants, constants
 
 LARGEST = 1e150  # lengths of tokens below it have squares in float64
 
@@ -17,7 +17,7 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
 
     Rows that do not apply say why. Rows marked mean field are of measures: the upper ones hold for every number of tokens,
     the lower ones (B5, B16) are reached once there are enough of them, about `e^{2‖A‖R²}`. Statements and proofs:
-    docs/bounds.md. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
+    docs/explanation/bounds.md. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
 
     >>> import torch
     >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
@@ -32,7 +32,11 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
     n = check_count(n)
     expected = f"a finite radius, at least 0 and below {LARGEST:g}"
     radius = number(radius, expected, "give the length of the longest token", least=0.0)
-    layer = constants(attn)
+    return rows_over_ball(constants(attn), n, radius)
+
+
+def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:
+    """The same of a layer whose constants are known."""
     return [
         castin2024.upper(layer, n, radius),
         castin2024.lower(layer, n, radius),

@@ -1,7 +1,7 @@
 """What a token does to its own output while all other tokens, and its own keys and values, stay: the splitting blocks.
 
 `S_i = ∂f_i/∂x_i` through the query alone. It is the part of the Jacobian that survives when copies of token `i` move in
-opposite directions (docs/meanfield.md §5.3). For attention `S_i = Σ_h W_o^h B_i^h W_q^h` with
+opposite directions (docs/explanation/meanfield.md §5.3). For attention `S_i = Σ_h W_o^h B_i^h W_q^h` with
 `B_i^h = τ Σ_j Q_ij (v_j − o_i) k_jᵀ`, and the slope of `q_i` for `W_q^h` where queries are normalised and turned; a norm
 contributes its derivative; blocks of a composition are multiplied.
 """
@@ -24,8 +24,8 @@ from howsmooth.theory.perron import inverse_rows
 
 _FEATURES = 2**23  # products of values and keys kept at once
 _DENSE = 256  # widths up to which every block is decomposed
-_NUMBERS = 2**21  # entries of blocks worked on at once
-_BASIS = 256  # vectors kept for a block that goes through products
+_NUMBERS = {"cpu": 2**21, "cuda": 2**26}  # entries of blocks worked on at once: what a cache holds, what keeps a GPU busy
+_BASIS = 64  # vectors kept for a block that goes through products
 _WIDTH, _DELTA = 0.02, 1e-6  # where blocks are too wide to decompose: the interval asked for, and how likely one is missed
 
 
@@ -50,7 +50,7 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
     d, d_out = operator.in_shape[-1], operator.out_shape[-1]
     dense = min(d, d_out) <= _DENSE
     lower, upper = torch.zeros_like(sizes.bound), sizes.bound.clone()
-    step = max(1, _NUMBERS // (batch * (d * d_out if dense else _BASIS * d)))
+    step = max(1, _NUMBERS.get(operator.device.type, _NUMBERS["cpu"]) // (batch * (d * d_out if dense else _BASIS * d)))
     used = False
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))

@@ -20,7 +20,7 @@ Side = Literal["upper", "lower"]
 
 # Relative slack that covers the rounding of the few dozen float64 operations behind a bound.
 _OUTWARD = 1e-12
-# Units of rounding per square root of the number of terms, in what is summed up at a token (docs/point-bounds.md 4.9).
+# Units of rounding per square root of the number of terms, in the sums at a token (docs/explanation/point-bounds.md 4.9).
 ROUNDINGS = 16
 TINY = torch.finfo(torch.float64).tiny
 

@@ -1,7 +1,7 @@
 """Castin, Ablin & Peyré 2024, *How Smooth Is Attention?* (ICML): the bounds over the ball of radius R that it prints.
 
-Quoted in docs/bounds.md §3.2. One of them, B4, is of Geshkovski, Letrouit, Polyanskiy & Rigollet 2023, *The emergence of
-clusters in self-attention dynamics*, and came second hand.
+Quoted in docs/explanation/bounds.md §3.2. One of them, B4, is of Geshkovski, Letrouit, Polyanskiy & Rigollet 2023, *The
+emergence of clusters in self-attention dynamics*, and came second hand.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 A query may be normalised and turned by its position, `q_i = R_i N(W x_i + b)`, a key likewise. Logits and their slopes are then
 products of a length on one side and a length or a slope on the other. Factors `f`, equal on the two entries of a plane, may be
-moved from one side to the other, `q·k = (q/f)·(f k)`: each choice gives a bound (docs/bounds.md §3.16).
+moved from one side to the other, `q·k = (q/f)·(f k)`: each choice gives a bound (docs/explanation/bounds.md §3.16).
 """
 
 import math
@@ -86,7 +86,7 @@ class Core(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """The norms of a layer, head by head, in float64, each rounded up (docs/bounds.md §3.1).
+    """The norms of a layer, head by head, in float64, each rounded up (docs/explanation/bounds.md §3.1).
 
     a: `‖A_h‖₂` with `A_h = τ W_kᵀ W_q`, so that logits are `⟨A x_i + c, x_j⟩` up to a constant in j.
     query_shift: `|c_h|`, `c_h = τ W_kᵀ b_q`.  key_shift: `|τ W_qᵀ b_k|`, which matters under a soft-cap only.
@@ -362,7 +362,7 @@ def _scaled_together(
 
 @torch.no_grad()
 def norm_radius(norm: LayerNorm | RMSNorm) -> float:
-    """The largest length of a token that leaves a LayerNorm or RMSNorm, rounded up: the least of docs/bounds.md §3.14 over `λ`.
+    """The largest token after a LayerNorm or RMSNorm, rounded up: the least of docs/explanation/bounds.md §3.14 over `λ`.
 
     >>> round(norm_radius(RMSNorm(torch.full((4,), 2.0))), 9)
     4.0

@@ -1,6 +1,6 @@
 """The heads of a layer at an input: directions of their weights, tokens in those coordinates, slopes of queries and keys.
 
-Numbers such as 4.2 are those of docs/point-bounds.md.
+Numbers such as 4.2 are those of docs/explanation/point-bounds.md.
 """
 
 import math

@@ -20,7 +20,7 @@ def l2_bounds(
     """Bounds on the Lipschitz constant of L2 multi-head attention with tied queries and keys, on the whole space.
 
     `F(X) = [f_1 … f_H] W_oᵀ`, `f_h = P_h X A_h W_vᵀ`, `A_h = W_qᵀ W_q/√k`, `P_h = softmax(−|W_q x_i − W_q x_j|²/√k)`.
-    Theorem 3.17 in docs/bounds.md. The map is another one than dot-product attention, so it has a table of its own.
+    Theorem 3.17 in docs/explanation/bounds.md. The map is another one than dot-product attention, so it has a table of its own.
 
     >>> import torch
     >>> eye = torch.eye(2)[None]
@@ -47,7 +47,7 @@ def l2_bounds(
     share = _logs(spectral_norm(w_o), rounding)[0] - 0.5 * math.log(w_q.shape[1])
     printed = share + 0.5 * math.log(n) + math.log1p(4 * c) + apart
     sharper = share + math.log(kernel) + joint
-    proof, assumes = "howsmooth, docs/bounds.md Theorem 3.17", "L2 attention with tied queries and keys"
+    proof, assumes = "howsmooth, docs/explanation/bounds.md Theorem 3.17", "L2 attention with tied queries and keys"
     source = f"Kim, Papamakarios & Mnih 2021, Theorem 3.2; proved in {proof}"
     first = "Lip ≤ √(n/k)(4φ⁻¹(n−1) + 1)(Σ_h ‖W_q^h‖⁴‖W_v^h‖²)^½‖W_o‖, φ(x) = x exp(x+1)"
     second = "Lip ≤ k^{−½}(√n + 2c + 2(c φ⁻¹(1)(n−1))^½)(Σ_h ‖W_v^hW_q^hᵀ‖²‖W_q^h‖²)^½‖W_o‖, c = φ⁻¹(n−1)"

@@ -1,4 +1,4 @@
-"""Bounds over the ball of radius R that are proved in docs/bounds.md, for the layers of real models.
+"""Bounds over the ball of radius R that are proved in docs/explanation/bounds.md, for the layers of real models.
 
 Per head `ℓ_h = √C (1 + G²R²)^½ + K R` (Theorem 3.3) with `G = sup |A x + c|`, `K` its counterpart on the key side and `C` a
 bound on the column sums of `P`, in which they differ. Heads are put together through the norms of `V_hᵀ V_k` (Theorem 3.4).
@@ -7,6 +7,7 @@ Rotary phases and norms on queries and keys enter through `G` and `K`, and put `
 
 import math
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -16,7 +17,7 @@ from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, least
 from howsmooth.theory.castin2024 import not_bilinear
 from howsmooth.theory.constants import Constants
 
-SOURCE = "howsmooth, docs/bounds.md"
+SOURCE = "howsmooth, docs/explanation/bounds.md"
 _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and keys allowed"
 
 
@@ -85,7 +86,7 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
         (_windowed(layer, n), "not proved for a window; see B8"),
     )
     reason = reason or _not_affine(layer) or (_hidden_keys(layer) if n is None else None)
-    exponents = () if reason else column_exponents(layer)
+    exponents = () if reason else _kept_exponents(layer)
     cap = math.inf if n is None else math.log(n)
 
     def column(h: int) -> float:
@@ -158,6 +159,16 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
     return at_least(id, name, statement, source, assumes, answer, mean_field=n is None)
 
 
+_KEPT: "WeakKeyDictionary[Constants, tuple[float, ...]]" = WeakKeyDictionary()
+
+
+def _kept_exponents(layer: Constants) -> tuple[float, ...]:
+    """`column_exponents`, made once: both forms of the bound and every radius take the same."""
+    if layer not in _KEPT:
+        _KEPT[layer] = column_exponents(layer)
+    return _KEPT[layer]
+
+
 @torch.no_grad()
 def column_exponents(layer: Constants) -> tuple[float, ...]:
     """`Λ_h`, rounded up: `min_μ μ + λ_max(AᵀA/(4μ) − sym A)⁺`, every `μ > 0` an upper bound (Proposition 3.9.2).
@@ -181,11 +192,16 @@ def column_exponents(layer: Constants) -> tuple[float, ...]:
     low, high = torch.full_like(a, math.log(1 / 64)), torch.full_like(a, math.log(2.0))
     ratio = (math.sqrt(5) - 1) / 2
     best = torch.minimum(value(torch.full_like(a, math.log(0.25))), value(torch.full_like(a, math.log(0.5))))
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    f_left, f_right = value(left), value(right)
     for _ in range(37):
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        f_left, f_right = value(left), value(right)
         best = torch.minimum(best, torch.minimum(f_left, f_right))
-        low, high = torch.where(f_left < f_right, low, left), torch.where(f_left < f_right, right, high)
+        below = f_left < f_right
+        low, high = torch.where(below, low, left), torch.where(below, right, high)
+        new = torch.where(below, high - ratio * (high - low), low + ratio * (high - low))
+        f_new = value(new)
+        left, right = torch.where(below, new, right), torch.where(below, left, new)
+        f_left, f_right = torch.where(below, f_new, f_right), torch.where(below, f_left, f_new)
     slack = 64 * torch.finfo(torch.float64).eps * (core.shape[-1] + 16)
     return tuple(float(x) * y + slack * y + 2 * e for x, y, (e, _) in zip(best, layer.a, layer.blur, strict=True))
 

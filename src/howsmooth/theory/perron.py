@@ -1,4 +1,4 @@
-"""Norms of non-negative matrices from above, by products alone (docs/point-bounds.md 4.1): of attention's weights too."""
+"""Norms of non-negative matrices from above, by products (docs/explanation/point-bounds.md 4.1); attention's weights too."""
 
 from collections.abc import Callable
 

@@ -2,7 +2,7 @@
 
 A head's Jacobian has three parts, `P ⊗ W_v`, a block diagonal `B_i W_q` and a part through the keys. Their sizes come from the
 norm of `P` and from covariances of values and keys under each row of `P`, with traces for norms; heads are put together through
-the directions that their weights leave in common. Numbers such as 4.3 are those of docs/point-bounds.md.
+the directions that their weights leave in common. Numbers such as 4.3 are those of docs/explanation/point-bounds.md.
 """
 
 import math
@@ -23,7 +23,7 @@ from howsmooth.theory.heads import Geometry, Tokens, lost, rounding
 from howsmooth.theory.perron import STEPS, along, down, perron_bound, received, tiled_bound, weights_norm
 from howsmooth.theory.yudin2025 import yudin_bound
 
-_SOURCE = "howsmooth, docs/point-bounds.md"
+_SOURCE = "howsmooth, docs/explanation/point-bounds.md"
 _ASSUMES = "any attention layer: heads, groups, biases, masks, soft-cap, rotary phases, norms on queries and keys"
 
 # Power steps: every number of them gives a bound, and these cost about two products with `JᵀJ` altogether.
@@ -78,7 +78,7 @@ def operator_bound(operator: Operator) -> Float[Tensor, " batch"] | None:
 
     For attention the smallest of D3, D5, D6, at the cost of about two products with `JᵀJ`. Work is done in the precision of the
     operator on the tiles its kernel makes, in O(n · d) memory beyond the kernel's own, and the result covers the rounding of
-    that precision (docs/point-bounds.md 4.9). For a norm Proposition 4.8, for a composition the product.
+    that precision (docs/explanation/point-bounds.md 4.9). For a norm Proposition 4.8, for a composition the product.
     """
     if isinstance(operator, AttentionJacobian):
         return trace_forms(operator, every=False).best

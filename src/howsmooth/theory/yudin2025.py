@@ -13,7 +13,7 @@ from howsmooth.theory.perron import weights_norm
 
 @torch.no_grad()
 def yudin_bound(attn: Attention, x: Float[Tensor, "n d"]) -> Bound:
-    """D2: Proposition 4.10 in docs/point-bounds.md, `p₍₁₎ ≥ p₍₂₎` the two largest weights of a row.
+    """D2: Proposition 4.10 in docs/explanation/point-bounds.md, `p₍₁₎ ≥ p₍₂₎` the two largest weights of a row.
 
     Masks only change `P`, whose norm is the bound of Proposition 4.1. Float64.
     """

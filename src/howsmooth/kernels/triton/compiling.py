@@ -9,13 +9,18 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 _THREADS = 8
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run a kernel where its first tensor is; inside `in_parallel`, only compile it."""
+    """Run a kernel where its first tensor is; inside `in_parallel`, only compile it.
+
+    Where a pipeline is too deep for the chip's shared memory, as with a bias to load beside keys or on a smaller GPU, it is
+    made shallower.
+    """
     first: Tensor = args[0]
     if not first.is_cuda:
         kernel[grid](*args, **options)
@@ -23,8 +28,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     with torch.cuda.device(first.device):
         if compiling():
             kernel.warmup(*args, grid=grid, **options)
-        else:
-            kernel[grid](*args, **options)
+            return
+        for stages in range(options.get("num_stages", 1), 0, -1):
+            try:
+                kernel[grid](*args, **options | {"num_stages": stages})
+                return
+            except OutOfResources:
+                if stages == 1:
+                    raise
 
 
 def compiling() -> bool:

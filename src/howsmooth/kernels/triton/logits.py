@@ -61,7 +61,8 @@ def finish(
     LOG2E: tl.constexpr = 1.4426950408889634
     b_slope = b_s
     if CAP:
-        b_e = tl.exp2(tl.abs(b_s) * (-2 * LOG2E * scale / cap))
+        b_s = b_s * scale
+        b_e = tl.exp2(tl.abs(b_s) * (-2 * LOG2E / cap))
         b_t = tl.where(b_s < 0, -1.0, 1.0) * (1 - b_e) / (1 + b_e)  # tanh, from an exponential that cannot overflow
         b_slope = 4 * b_e / ((1 + b_e) * (1 + b_e))
         b_s = b_t * (cap * LOG2E)

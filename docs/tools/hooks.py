@@ -1,0 +1,54 @@
+"""What mkdocs fills in: the page of commands, made from the commands themselves."""
+
+import html
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))  # this tree's package, whatever is installed
+
+MARK = "<!-- commands -->"
+EVERYWHERE = {"--json", "--debug", "--help"}  # told once, above the commands
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs with every page."""
+    return markdown.replace(MARK, commands()) if MARK in markdown else markdown
+
+
+def commands() -> str:
+    """Every command, its arguments and options."""
+    import typer
+
+    from howsmooth.cli import app
+
+    root: Any = typer.main.get_command(app)
+    return "\n\n".join(section(f"howsmooth {name}", found) for name, found in sorted(_leaves(root)))
+
+
+def _leaves(group: Any, before: str = "") -> list[tuple[str, Any]]:
+    """Commands, those of groups with the group's name before theirs."""
+    found = []
+    for name, child in group.commands.items():
+        found += _leaves(child, f"{before}{name} ") if hasattr(child, "commands") else [(before + name, child)]
+    return found
+
+
+def section(name: str, command: Any) -> str:
+    """One command: what it does, an example, a table of its options."""
+    told, _, example = command.help.partition("Example:")
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option" and not EVERYWHERE & set(p.opts)]
+    usage = " ".join([name, *(p.name.upper() for p in arguments), "[OPTIONS]"])
+    lines = [f"## {name}", " ".join(told.split()), f"```text\n{usage}\n```", "| | | |\n|---|---|---|"]
+    for p in [*arguments, *options]:
+        names = p.name.upper() if p in arguments else ", ".join([*p.opts, *p.secondary_opts])
+        default = "required" if p.required else "" if p.default in (None, False, ()) else f"`{p.default}`"
+        lines[-1] += f"\n| `{names}` | {_cell(getattr(p, 'help', None) or '')} | {default} |"
+    if example:
+        lines.append(f"```text\n{' '.join(example.split())}\n```")
+    return "\n\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")

@@ -1,0 +1,232 @@
+"""Scaled dot-product attention as torch spells it, differentiable in every mode: a drop-in for torch's own function."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from howsmooth.errors import BadInputError
+from howsmooth.kernels import autograd  # noqa: F401  the operators' derivatives
+from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
+from howsmooth.kernels.tensors import REAL, described
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`softmax(scale · query keyᵀ + mask) value`, as `torch.nn.functional.scaled_dot_product_attention` gives it.
+
+    Every derivative that torch knows goes through it up to the second, in O(n) memory: `backward`, `torch.func.jvp`, `vjp`,
+    `jacfwd`, `jacrev`, `hessian`, `vmap`, dual numbers, and one over the other. A third derivative raises. A mask that is
+    itself differentiated takes the plain formula, in O(n²) memory. Queries that see no key give zero.
+
+    Args:
+        query: (…, n, d).
+        key: (…, m, d). Axes in front broadcast.
+        value: (…, m, d_v).
+        attn_mask: broadcasts to (…, n, m); true where a key is seen, or a number added to the logit.
+        dropout_p: must be 0.
+        is_causal: query `i` sees keys `j ≤ i`, counted from the first of each.
+        scale: of the logits, `1/√d` by default.
+        enable_gqa: the third axis from the end holds heads, and several of the query's share one of the key's and value's.
+        window: `|i − j| < window` is seen.
+        softcap: logits `s` become `softcap · tanh(s / softcap)` before the mask.
+
+    Returns:
+        (…, n, d_v), in the precision of the inputs.
+
+    >>> q, k, v, t = torch.eye(4).expand(4, 1, 2, 4, 4)
+    >>> out, tangent = torch.func.jvp(lambda q: sdpa(q, k, v, is_causal=True), (q,), (t,))
+    >>> out.shape, tangent.shape
+    (torch.Size([1, 2, 4, 4]), torch.Size([1, 2, 4, 4]))
+    """
+    query, key, value, attn_mask = _cast(query, key, value, attn_mask)
+    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, window, softcap)
+    scale = (1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0) if scale is None else float(scale)
+    if attn_mask is not None and attn_mask.dtype != torch.bool and _moves(attn_mask):
+        return _plain(query, key, value, attn_mask, scale, enable_gqa, window, softcap)
+    lead = _lead(query, key, value, enable_gqa)
+    n, m, d_v = query.shape[-2], key.shape[-2], value.shape[-1]
+    q = _four(_wide(query, lead), enable_gqa)
+    k, v = _key_heads(key, value, lead, enable_gqa)
+    bias = None if attn_mask is None else _bias(attn_mask, query.dtype, lead, m, enable_gqa)
+    if 0 in (n, m, d_v, *lead):  # nothing to see: zeros, with a graph
+        out = (q * 0) @ _repeat(k, q.shape[1]).mT @ _repeat(v, q.shape[1])
+    else:
+        out = torch.ops.howsmooth.attend(q, k, v, bias, scale, softcap, is_causal, window)[0]
+    return out if len(lead) == 2 else out.reshape(*lead, n, d_v)
+
+
+def attend(q: Queries, k: Keys, v: Values, scores: Scores) -> Outputs:
+    """The same with heads in place and a mask by rule.
+
+    >>> x = torch.eye(2)[None, None]
+    >>> attend(0 * x, x, x, Scores(1.0))[0, 0].tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
+    """
+    mask = scores.mask
+    if mask.ends is not None:
+        raise BadInputError("expected a mask by order, got one by positions; use kernels.linearize")
+    mask.check(*q.shape[:3], k.shape[2])
+    bias = mask.bias
+    if mask.keys is not None:
+        hidden = torch.zeros_like(mask.keys, dtype=q.dtype).masked_fill(~mask.keys, -torch.inf)[:, None, None]
+        bias = hidden if bias is None else bias + hidden
+    return torch.ops.howsmooth.attend(q, k, v, bias, scores.scale, scores.softcap, mask.causal, mask.window)[0]
+
+
+def _cast(*tensors: Tensor | None) -> tuple:
+    """What autocast makes of them."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    kind = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        t.to(kind) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
+def _moves(t: Tensor) -> bool:
+    """Whether a derivative in it is being taken."""
+    return t.requires_grad or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None)
+
+
+def _lead(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[int, ...]:
+    """The axes in front of tokens and widths, broadcast; with grouped heads, those of the query."""
+    last = -3 if grouped else -2
+    shapes = [t.shape[:last] for t in (query, key, value)]
+    lead = shapes[0] if shapes[0] == shapes[1] == shapes[2] else torch.broadcast_shapes(*shapes)
+    return (*lead, query.shape[-3]) if grouped else tuple(lead)
+
+
+def _wide(t: Tensor, lead: tuple[int, ...]) -> Tensor:
+    return t if t.shape[:-2] == lead else t.expand(*lead, *t.shape[-2:])
+
+
+def _four(t: Tensor, grouped: bool) -> Tensor:
+    """(…, n, d) as (batch, heads, n, d); a third axis alone is a batch, unless heads are grouped."""
+    if t.ndim == 3:
+        return t[None] if grouped else t[:, None]
+    return t if t.ndim == 4 else t[None, None] if t.ndim == 2 else t.flatten(0, -4)
+
+
+def _key_heads(key: Tensor, value: Tensor, lead: tuple[int, ...], grouped: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values (batch, heads, m, width) with as many heads as each other; one for all where they broadcast over them."""
+    if not grouped:
+        shared = len(lead) > 1 and all(t.ndim < 3 or t.shape[-3] == 1 for t in (key, value))
+        heads = (*lead[:-1], 1) if shared else lead
+        return tuple(_four(_wide(t, heads), grouped) for t in (key, value))  # pyright: ignore
+    heads = max(key.shape[-3], value.shape[-3])
+    if key.shape[-3] != value.shape[-3] and heads % min(key.shape[-3], value.shape[-3]):
+        heads = lead[-1]
+    key, value = (_repeat(t, heads) for t in (key, value))
+    return tuple(_four(_wide(t, (*lead[:-1], heads)), grouped) for t in (key, value))  # pyright: ignore
+
+
+def _repeat(t: Tensor, heads: int) -> Tensor:
+    return t if t.shape[-3] == heads else t.repeat_interleave(heads // t.shape[-3], dim=-3)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype, lead: tuple[int, ...], m: int, grouped: bool) -> Tensor:
+    """What a mask adds to the logits, (1 or batch, 1 or heads, 1 or n, m)."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+    mask = mask.reshape(*(1,) * (len(lead) + 2 - mask.ndim), *mask.shape)
+    mask = mask.expand(*mask.shape[:-1], m)
+    if any(size != 1 for size in mask.shape[:-3]):
+        mask = mask.expand(*lead[:-1], *mask.shape[-3:])
+    return _four(mask, grouped)
+
+
+def _plain(q, k, v, mask: Tensor, scale: float, grouped: bool, window: int | None, softcap: float | None) -> Tensor:
+    """The formula in torch's own operations, for a mask that is differentiated."""
+    if grouped:
+        k, v = _repeat(k, q.shape[-3]), _repeat(v, q.shape[-3])
+    s = scale * (q @ k.mT)
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    seen = mask != -torch.inf
+    if window is not None:
+        i, j = (torch.arange(t.shape[-2], device=q.device) for t in (q, k))
+        seen = seen & ((i[:, None] - j).abs() < window)
+    s = (s + mask.to(s.dtype)).masked_fill(~seen, -torch.inf)
+    lost = ~seen.expand_as(s).any(-1, keepdim=True)
+    return torch.softmax(s.masked_fill(lost, 0.0), -1).masked_fill(lost, 0.0) @ v
+
+
+def _check(query, key, value, mask, dropout, causal, grouped, window, softcap) -> None:
+    """Refuse what torch's function refuses."""
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(t, Tensor) or t.dtype not in REAL or t.ndim < 2:
+            raise BadInputError(
+                f"expected {name} as a floating-point tensor (…, tokens, width), got {described(t)}; convert it"
+            )
+    q, k, v = query.shape, key.shape, value.shape
+    if not query.dtype == key.dtype == value.dtype:
+        got = ", ".join(str(t.dtype) for t in (query, key, value))
+        raise BadInputError(f"expected query, key and value of one dtype, got {got}; convert them")
+    if not query.device == key.device == value.device:
+        got = ", ".join(str(t.device) for t in (query, key, value))
+        raise BadInputError(f"expected query, key and value on one device, got {got}; move them")
+    if q[-1] != k[-1] or k[-2] != v[-2]:
+        raise BadInputError(
+            f"expected query (…, n, d), key (…, m, d) and value (…, m, d_v), got {tuple(q)}, {tuple(k)} and {tuple(v)}; "
+            "transpose so that tokens come before widths"
+        )
+    if dropout != 0:
+        raise BadInputError(f"expected dropout_p=0, got {dropout}; call model.eval(), or set the attention dropout to 0")
+    _check_heads(q, k, v, grouped)
+    if window is not None and not (isinstance(window, int) and window >= 1):
+        raise BadInputError(f"expected a window of 1 or more whole tokens, got {window}; leave it out for none")
+    if softcap is not None and not softcap > 0:
+        raise BadInputError(f"expected a positive softcap, got {softcap}; leave it out for none")
+    if mask is not None:
+        _check_mask(mask, query, (*_lead(query, key, value, grouped), q[-2], k[-2]), causal)
+
+
+def _check_heads(q, k, v, grouped: bool) -> None:
+    got = f"{tuple(q)}, {tuple(k)} and {tuple(v)}"
+    if grouped and min(len(q), len(k), len(v)) < 3:
+        raise BadInputError(f"expected an axis of heads with enable_gqa, got shapes {got}; add one before the tokens")
+    if grouped and (not k[-3] or not v[-3] or q[-3] % k[-3] or q[-3] % v[-3]):
+        raise BadInputError(
+            f"expected key and value heads that divide the query's {q[-3]}, got {k[-3]} and {v[-3]}; change the number of heads"
+        )
+    fits = (broadcasts(shape[: -3 if grouped else -2] for shape in (q, k, v)),)
+    if not all(fits):
+        hint = "set enable_gqa=True for grouped heads" if not grouped else "use 1 for an axis they share"
+        raise BadInputError(f"expected batch axes that broadcast, got shapes {got}; {hint}")
+
+
+def broadcasts(shapes) -> bool:
+    """Whether axes are equal or 1, counted from the last."""
+    for axis in zip(*(shape[::-1] for shape in shapes), strict=False):
+        sizes = {size for size in axis if size != 1}
+        if len(sizes) > 1:
+            return False
+    return True
+
+
+def _check_mask(mask, query: Tensor, whole: tuple[int, ...], causal: bool) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise BadInputError(f"expected attn_mask as a boolean or {query.dtype} tensor, got {described(mask)}; convert it")
+    if causal:
+        raise BadInputError("expected either attn_mask or is_causal, got both; write the causal part into attn_mask")
+    if mask.device != query.device:
+        raise BadInputError(f"expected attn_mask on {query.device}, got {mask.device}; move it")
+    short = tuple(mask.shape)[::-1]
+    if mask.ndim > len(whole) or any(a not in (1, b) for a, b in zip(short, whole[::-1], strict=False)):
+        raise BadInputError(
+            f"expected attn_mask that broadcasts to {whole}, got {tuple(mask.shape)}; use 1 for an axis it shares"
+        )

@@ -1,0 +1,180 @@
+"""Attention's five products as operators of torch: `torch.ops.howsmooth.attend` and what its derivatives are made of.
+
+    attend       q, k, v ↦ o, ℓ                         the output and the log-sum-exp of every row of logits
+    attend_jvp   dq, dk, dv ↦ do, dℓ                    derivatives of both
+    attend_vjp   g ↦ gradients of ⟨g, o⟩ in q, k, v
+    attend_hvp   dq, dk, dv, do, dℓ, g ↦ derivatives of those gradients
+    attend_jvp2  dq, dk, dv, dℓ and a second direction ↦ second derivatives of o and ℓ
+
+Each is a function of tensors and numbers alone, with a kernel for fake tensors (so `torch.compile` and `torch.export` see one
+node) and a batching rule; `autograd.py` says how they are each other's derivatives. Heads are (batch, heads, tokens, width),
+keys and values may have fewer heads, a bias is (1 or batch, 1 or heads, 1 or n, m). What moves may have one more axis in front,
+the probes, which share the weights. Nothing waits for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.kernels import second
+from howsmooth.kernels.base import Scores
+from howsmooth.kernels.dispatch import unfit
+from howsmooth.kernels.masks import Mask
+from howsmooth.kernels.tensors import heads_last
+from howsmooth.kernels.tiled import Blocked
+
+LIBRARY = torch.library.Library("howsmooth", "DEF")
+HOW = "float scale, float? softcap, bool causal, int? window"
+
+How = tuple[float, float | None, bool, int | None]
+Tensors = tuple[Tensor, ...]
+
+
+def _placed(t: Tensor, like: Tensor) -> Tensor:
+    return heads_last(t.shape, like).copy_(t)
+
+
+def _fused(q: Tensor, v: Tensor) -> bool:
+    """Whether the kernels of the GPU serve a problem."""
+    return q.is_cuda and unfit(q, v) is None
+
+
+def _outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def _tiles(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: How, saved: tuple[Tensor, Tensor] | None) -> Blocked:
+    kind = torch.promote_types(q.dtype, torch.float32)
+    scale, softcap, causal, window = how
+    mask = Mask.trusted(causal, window, None if bias is None else bias.to(kind))
+    saved = None if saved is None else (saved[0].to(kind), saved[1])
+    q, k, v = (t.to(kind) for t in (q, k, v))
+    return Blocked(q, k, v, Scores(scale, softcap, mask), trusted=True, saved=saved)
+
+
+def _probes(moving: Sequence[Tensor], like: Tensor, kind: torch.dtype) -> list[Tensor]:
+    """With an axis of probes where there is none, in the precision of the work."""
+    return [t.to(kind) if like.ndim == 5 else t.to(kind)[None] for t in moving]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *how: Any) -> Tensors:
+    if _fused(q, v):
+        from howsmooth.kernels.triton import native
+
+        return native.forward(q, k, v, bias, how)
+    with _outside_autocast(q.device):
+        at = _tiles(q, k, v, bias, how, None)  # pyright: ignore[reportArgumentType]
+        return _placed(at.output, q), at.log_sum_exp
+
+
+def attend_jvp(q, k, v, bias, o, lse, dq, dk, dv, *how: Any) -> Tensors:
+    if _fused(q, v):
+        from howsmooth.kernels.triton import native
+
+        return native.jvp(q, k, v, bias, o, lse, dq, dk, dv, how)
+    with _outside_autocast(q.device):
+        at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
+        do, dlse = at.jvp_and_drift(*_probes((dq, dk, dv), dq, at.q.dtype))
+        return (_placed(do, q), dlse.contiguous()) if dq.ndim == 5 else (_placed(do[0], q), dlse[0].contiguous())
+
+
+def attend_vjp(q, k, v, bias, o, lse, g, *how: Any) -> Tensors:
+    if _fused(q, v):
+        from howsmooth.kernels.triton import native
+
+        return native.vjp(q, k, v, bias, o, lse, g, how)
+    with _outside_autocast(q.device):
+        at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
+        return _gradients(at.vjp(*_probes((g,), g, at.q.dtype)), q, g)
+
+
+def attend_hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, *how: Any) -> Tensors:
+    if _fused(q, v):
+        from howsmooth.kernels.triton import native
+
+        return native.hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, how)
+    with _outside_autocast(q.device):
+        at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
+        dq, dk, dv, do, dlse, g_ = _probes((dq, dk, dv, do, dlse, g), g, at.q.dtype)
+        return _gradients(second.hvp(at, (dq, dk, dv), do, dlse, g_), q, g)
+
+
+def attend_jvp2(q, k, v, bias, o, lse, dq, dk, dv, dlse, eq, ek, ev, else_, *how: Any) -> Tensors:
+    with _outside_autocast(q.device):
+        at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
+        moving = _probes((dq, dk, dv, dlse, eq, ek, ev, else_), dq, at.q.dtype)
+        do, row = second.jvp2(at, (moving[0], moving[1], moving[2]), moving[3], (moving[4], moving[5], moving[6]), moving[7])
+        return (_placed(do, q), row.contiguous()) if dq.ndim == 5 else (_placed(do[0], q), row[0].contiguous())
+
+
+def _gradients(found: Sequence[Tensor], like: Tensor, moving: Tensor) -> Tensors:
+    return tuple(_placed(t if moving.ndim == 5 else t[0], like) for t in found)
+
+
+def _fake_outputs(q: Tensor, v: Tensor, moving: Tensor) -> Tensors:
+    """An output and a log-sum-exp."""
+    shape = moving.shape[:-1]
+    return heads_last((*shape, v.shape[-1]), q), q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _fake_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensors:
+    return tuple(heads_last((*g.shape[:-4], *t.shape), q) for t in (q, k, v))
+
+
+def _batched(name: str, fixed: int, moving: int, outputs: int) -> Callable[..., Any]:
+    """The batching rule of an operator with so many tensors at the place, moving, and coming out.
+
+    Where only what moves is batched, as under `jacfwd` and `jacrev`, it becomes probes that share the weights; else a batch.
+    """
+    op = getattr(torch.ops.howsmooth, name)
+
+    def front(t: Tensor, dim: int | None, size: int) -> Tensor:
+        return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+    def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+        size, how = info.batch_size, args[fixed + moving :]
+        moves = [front(t, d, size) for t, d in zip(args[fixed : fixed + moving], in_dims[fixed:], strict=False)]
+        probes = bool(moves) and moves[0].ndim == 6
+        if moves and all(d is None for d in in_dims[:fixed]):
+            out = op(*args[:fixed], *(t.flatten(0, 1) if probes else t for t in moves), *how)
+            return tuple(t.unflatten(0, (size, -1)) if probes else t for t in out), (0,) * outputs
+        items = args[0].shape[0 if in_dims[0] is None else int(in_dims[0] == 0)]
+        places = [_merged(t, d, size, items) for t, d in zip(args[:fixed], in_dims, strict=False)]
+        out = op(*places, *(t.movedim(0, 1).flatten(1, 2) if probes else t.flatten(0, 1) for t in moves), *how)
+        return tuple(t.unflatten(int(probes), (size, -1)) for t in out), (int(probes),) * outputs
+
+    def _merged(t: Tensor | None, dim: int | None, size: int, items: int) -> Tensor | None:
+        if t is None or (dim is None and t.shape[0] == 1 < items):  # a bias for all items
+            return t
+        t = front(t, dim, size)
+        return t.expand(-1, items, *t.shape[2:]).flatten(0, 1)
+
+    return rule
+
+
+def _define() -> None:
+    at, saved = "Tensor q, Tensor k, Tensor v, Tensor? bias, ", "Tensor o, Tensor lse, "
+    along, second_along = "Tensor dq, Tensor dk, Tensor dv, ", "Tensor eq, Tensor ek, Tensor ev, Tensor else_, "
+    two, three = "(Tensor, Tensor)", "(Tensor, Tensor, Tensor)"
+    table: dict[str, tuple[Callable[..., Tensors], str, str, Callable[..., Tensors], tuple[int, int, int]]] = {
+        "attend": (attend, at, two, lambda q, k, v, *_: _fake_outputs(q, v, q), (4, 0, 2)),
+        "attend_jvp": (attend_jvp, at + saved + along, two,
+                       lambda q, k, v, b, o, s, dq, *_: _fake_outputs(q, v, dq), (6, 3, 2)),
+        "attend_vjp": (attend_vjp, at + saved + "Tensor g, ", three,
+                       lambda q, k, v, b, o, s, g, *_: _fake_gradients(q, k, v, g), (6, 1, 3)),
+        "attend_hvp": (attend_hvp, at + saved + along + "Tensor do, Tensor dlse, Tensor g, ", three,
+                       lambda q, k, v, b, o, s, dq, *_: _fake_gradients(q, k, v, dq), (6, 6, 3)),
+        "attend_jvp2": (attend_jvp2, at + saved + along + "Tensor dlse, " + second_along, two,
+                        lambda q, k, v, b, o, s, dq, *_: _fake_outputs(q, v, dq), (6, 8, 2)),
+    }  # fmt: skip
+    for name, (kernel, takes, gives, fake, counts) in table.items():
+        LIBRARY.define(f"{name}({takes}{HOW}) -> {gives}")
+        LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"howsmooth::{name}", fake, lib=LIBRARY)
+        torch.library.register_vmap(f"howsmooth::{name}", _batched(name, *counts), lib=LIBRARY)
+
+
+_define()

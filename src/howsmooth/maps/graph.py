@@ -1,0 +1,154 @@
+"""A function written down as a graph of operations: values, and as a map of tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from howsmooth.maps.attention import Attention
+from howsmooth.maps.base import Composition, Map
+from howsmooth.maps.jacobian import AutodiffJacobian
+from howsmooth.maps.norms import LayerNorm, RMSNorm
+from howsmooth.maps.scalars import Scalar
+
+Kind = Literal["input", "linear", "pointwise", "product", "matrix product", "softmax", "norm", "opaque", "pick", "unknown"]
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One operation. run: of what its references stand for, in order.  name: torch's, for people.  shape: of what it gives."""
+
+    kind: Kind
+    name: str
+    inputs: tuple[int, ...]
+    run: Callable[..., Any]
+    shape: tuple[int, ...]
+    eps: float = 0.0  # of a norm
+    centred: bool = False  # of a norm
+    scalar: Scalar | None = None  # of a pointwise function
+    axis: int = -1  # of a softmax
+    opaque: Any = None  # a layer that is taken whole
+    alike: bool = False  # the same on every entry, with numbers for constants
+    constant: Any = None  # of a linear node of one input: the matrix on its right, or what it is multiplied by
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Operations in order, the first one the input, and which of them is the output."""
+
+    nodes: tuple[Node, ...]
+    output: int
+
+    def values(
+        self, x: Tensor, given: Mapping[int, Tensor] | None = None, known: Sequence[Any] | None = None, until: int | None = None
+    ) -> list[Any]:
+        """What every node gives at `x`, up to `until`.
+
+        given: values that stand for those of some nodes; known: values at `x`, which are used where nothing given is behind.
+        """
+        given = given or {}
+        fresh = set(given)
+        values: list[Any] = []
+        for i, node in enumerate(self.nodes[: self.output + 1 if until is None else until + 1]):
+            if i in given:
+                values.append(given[i])
+            elif node.kind == "input":
+                values.append(x)
+            elif known is not None and not fresh.intersection(node.inputs):
+                values.append(known[i])
+            else:
+                values.append(node.run(*(values[j] for j in node.inputs)))
+                fresh.add(i)
+        return values
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.values(x)[self.output]
+
+    def reaching(self) -> list[bool]:
+        """Which nodes the output depends on."""
+        needed = [False] * len(self.nodes)
+        needed[self.output] = True
+        for i in range(self.output, -1, -1):
+            if needed[i]:
+                for j in self.nodes[i].inputs:
+                    needed[j] = True
+        return needed
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class GraphMap(Map):
+    """A graph as a map of tokens, (n, d) of one length, in float64."""
+
+    graph: Graph
+    shape: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        return self.shape[1]
+
+    @property
+    def out_width(self) -> int:
+        return self.graph.nodes[self.graph.output].shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64
+
+    def moved(self, device, dtype):
+        return self
+
+    def value(self, x):
+        return torch.stack([self.graph(t).reshape(-1, self.out_width) for t in x])
+
+    def linearize(self, x):
+        jacobian = AutodiffJacobian(self.value, x, batched=True, checked=False)
+        return jacobian.output, jacobian
+
+
+def pruned(graph: Graph) -> Graph:
+    """Without what the output does not depend on."""
+    kept = [i for i, needed in enumerate(graph.reaching()) if needed or i == 0]
+    place = {i: k for k, i in enumerate(kept)}
+    nodes = tuple(replace(graph.nodes[i], inputs=tuple(place[j] for j in graph.nodes[i].inputs)) for i in kept)
+    return Graph(nodes, place[graph.output])
+
+
+def normalised(centred: bool, eps: float) -> Callable[[Tensor], Tensor]:
+    def run(t: Tensor) -> Tensor:
+        u = t - t.mean(-1, keepdim=True) if centred else t
+        return u / (u.square().mean(-1, keepdim=True) + eps).sqrt()
+
+    return run
+
+
+def graph_of(f: Map, shape: tuple[int, ...]) -> Graph | None:
+    """A map of this package as a graph for tokens of that shape; nothing where its structure is not known."""
+    if isinstance(f, GraphMap):
+        return f.graph
+    nodes = _nodes_of(f, [Node("input", "input", (), lambda: None, tuple(shape))])
+    return None if nodes is None else Graph(tuple(nodes), len(nodes) - 1)
+
+
+def _nodes_of(f: Map, nodes: list[Node]) -> list[Node] | None:
+    """The nodes of a map behind others, of whose last one it is a function."""
+    last, n = len(nodes) - 1, nodes[-1].shape[0]
+    if isinstance(f, Composition):
+        inner = _nodes_of(f.inner, nodes)
+        return None if inner is None else _nodes_of(f.outer, inner)
+    if isinstance(f, Attention):
+        layer = f.to(torch.float64)
+        return [*nodes, Node("opaque", "layer", (last,), lambda t: layer.value(t[None])[0], (n, f.out_width), opaque=layer)]
+    if isinstance(f, LayerNorm | RMSNorm):
+        weight, bias = f.weight.double(), 0.0 if f.bias is None else f.bias.double()
+        centred, shape = isinstance(f, LayerNorm), (n, f.width)
+        return [
+            *nodes,
+            Node("norm", "norm", (last,), normalised(centred, f.eps), shape, eps=f.eps, centred=centred),
+            Node("linear", "mul", (last + 1,), lambda t: t * weight, shape, constant=weight),
+            Node("linear", "add", (last + 2,), lambda t: t + bias, shape),
+        ]
+    return None

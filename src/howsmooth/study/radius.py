@@ -1,0 +1,297 @@
+"""How far can an input move before a model's answer changes?"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.maps.base import check_finite, check_input
+from howsmooth.maps.graph import Graph, Node, pruned
+from howsmooth.maps.jacobian import doubled
+from howsmooth.maps.recording import record
+from howsmooth.models import Model
+from howsmooth.models.watched import to_the_end
+from howsmooth.search.radius import PER, Per, Radius, first_order, largest, smallest_change
+from howsmooth.settings import choice, flag, moving, number, whole
+from howsmooth.solve import Options, solve
+from howsmooth.theory.around import Neighbourhood
+from howsmooth.theory.around_blocks import around_graph, scalar_changes
+from howsmooth.theory.around_norms import Certified
+from howsmooth.theory.around_values import Expansion, expand
+
+_SMALL = 2048  # numbers that may move up to which a function is expanded whole
+_RIVALS = 64  # of many answers, those whose margins have gradients of their own
+_START = 1e-3  # where a radius is looked for when no attack says, as a part of a token's length
+
+
+def certified_radius(
+    model: Model | nn.Module | Callable[[Tensor], Tensor],
+    x: Tensor | None = None,
+    *,
+    label: int | None = None,
+    change: float | None = None,
+    per: str = "token",
+    tokens: Any = None,
+    layer: int = 0,
+    attack: bool = True,
+    **input: Any,
+) -> Radius:
+    """The largest radius found within which no change of the tokens can change a model's answer, and an attack beside it.
+
+    model: a loaded `Model` with `text`, `ids` or its other inputs, whose tokens are those that enter `layer`; or a module or
+    function with `x`, (n, d) or (1, n, d), which gives the scores of all answers.
+    label: the answer that must hold, by default the one that is given at the input: the class, or the next token.
+    change: instead of an answer, what must hold is that the output moves by at most this part of its length.
+    per: lengths are of every token's move (`"token"`) or of all together (`"sequence"`).  tokens: the positions that may move.
+    attack: whether to look for the shortest change that does change the answer.
+
+    In float64. Small functions are expanded whole (docs/explanation/around-blocks.md §3), others by certified norms (§4).
+
+    >>> flat = torch.tensor([[1.0, 0.0]])
+    >>> certified_radius(lambda t: t.mean(0), flat, per="sequence").certified > 0.7  # the line x = y is 1/√2 away
+    True
+    """
+    length, attack = choice(per, "per", PER), flag(attack, "attack")
+    answered = _from_model(model, layer, input) if isinstance(model, Model) else _from_function(model, x, input)
+    if isinstance(model, Model) and x is not None:
+        raise BadInputError("expected the model's inputs by name, got a tensor; pass text=, ids= or inputs=")
+    free = None if tokens is None else moving(tokens, len(answered.x))
+    if change is not None:
+        if label is not None:
+            raise BadInputError("expected either label or change, got both; they are two questions")
+        change = number(change, "a change > 0", "0.1 is a tenth of the output's length", above=0.0)
+        return _of_change(answered, change, length, free, attack)
+    return _of_answer(answered, label, length, free, attack)
+
+
+@dataclass(frozen=True, eq=False)
+class _Answered:
+    """What a function makes of tokens: rows of scores in float64, the last of which is the answer. graph: with layers whole."""
+
+    f: Callable[[Tensor], Tensor]
+    graph: Callable[[], Graph] | None
+    x: Tensor
+
+
+def _from_model(model: Model, layer: int, input: dict[str, Any]) -> _Answered:
+    sample = model.capture(**input).sample
+    f, graph, x = to_the_end(sample, layer)
+    return _Answered(f, graph, x)
+
+
+def _from_function(f: Callable[[Tensor], Tensor], x: Tensor | None, input: dict[str, Any]) -> _Answered:
+    if not callable(f):
+        raise BadInputError(f"expected a model, a module or a function, got {type(f).__name__}; load one with howsmooth.load")
+    if x is None or input:
+        raise BadInputError(
+            "expected x for a module or function, got none or other inputs; pass tokens (n, d), or a loaded model"
+        )
+    check_input(x)
+    check_finite(x, "input")
+    batched = x.ndim == 3
+    if x.ndim not in (2, 3) or (batched and len(x) != 1):
+        raise BadInputError(f"expected one input (n, d) or (1, n, d), got shape {tuple(x.shape)}; pass one at a time")
+    g: Any = doubled(f)  # a module is copied
+    if isinstance(g, nn.Module):
+        g.eval().requires_grad_(False)
+
+    def scores(t: Tensor) -> Tensor:
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            y = g(t[None] if batched else t)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+        return y.reshape(-1, y.shape[-1])
+
+    return _Answered(scores, None, (x[0] if batched else x).detach().double().cpu())
+
+
+def _of_answer(a: _Answered, label: int | None, per: Per, free: tuple[int, ...] | None, attack: bool) -> Radius:
+    with torch.no_grad():
+        rows = a.f(a.x)
+    if rows.shape == a.x.shape and len(rows) > 1:
+        raise BadInputError(
+            f"expected a model that answers, got hidden states of width {rows.shape[-1]}; load it with head=True, or ask for "
+            "change=0.1, a tenth of the output's length"
+        )
+    scores = rows[-1]
+    if len(scores) < 2 or not bool(rows.isfinite().all()):
+        raise BadInputError("expected finite scores of two answers or more, got others; return one for each answer")
+    given = int(scores.argmax())
+    label = (
+        given if label is None else whole(label, f"a label from 0 to {len(scores) - 1}", "there is no other", below=len(scores))
+    )
+    size, lead = float(a.x.norm(dim=-1).mean()), scores[label] - scores
+    order = lead.argsort()
+    order = order[order != label]
+    margin = float(lead[order[0]])
+    if margin <= 0:
+        return Radius(0.0, 0.0, 0.0, per, label, margin, size, 1.0, f"the answer at the input is {given}", a.x.clone())
+    near, far = order[:_RIVALS], order[_RIVALS:]
+
+    def margins(t: Tensor) -> Tensor:
+        z = a.f(t)[-1]
+        return z[label] - z[near]
+
+    linear = first_order(lead[near], _slopes(margins, a.x) * _free(a.x, free), per)
+    attacked, point = smallest_change(margins, a.x, per, free) if attack else (math.inf, None)
+    start = min(attacked, linear)
+    bounds = _bounds(a, per, free, lambda g: _with_margins(g, label, near, far), margins if not len(far) else None)
+
+    def holds(r: float) -> bool:
+        changes, behind = bounds.scalars(r)
+        return bool((lead[near] - changes > 0).all()) and bool((lead[far] - behind > 0).all())
+
+    found = largest(holds, start if math.isfinite(start) else _START * size)
+    reason = "margins and how far they can move" if found else "some part of the function can move without a bound"
+    return Radius(found, attacked, linear, per, label, margin, size, bounds.confidence(), reason, point)
+
+
+def _of_change(a: _Answered, change: float, per: Per, free: tuple[int, ...] | None, attack: bool) -> Radius:
+    with torch.no_grad():
+        y = a.f(a.x)
+    most, size = change * float(y.norm()), float(a.x.norm(dim=-1).mean())
+    if not 0 < most < math.inf:
+        raise BadInputError("expected a finite output that is not zero, got another; give a function with one")
+
+    def left(t: Tensor) -> Tensor:
+        return (most - (a.f(t) - y).norm())[None]
+
+    estimate = solve(lambda t: a.f(t), a.x, Options(tokens=free)).estimate
+    count = len(a.x) if free is None else len(free)
+    linear = most / estimate.upper / (math.sqrt(count) if per == "token" else 1.0)
+    way = estimate.direction.double()
+    attacked, point = (
+        smallest_change(left, a.x, per, free, [2 * most / estimate.value * s * way for s in (1, -1)])
+        if attack
+        else (math.inf, None)
+    )
+    bounds = _bounds(a, per, free, None, a.f)
+    found = largest(lambda r: bounds.total(r) <= most, min(attacked, linear))
+    reason = "how far the output can move" if found else "some part of the function can move without a bound"
+    return Radius(found, attacked, linear, per, None, most, size, bounds.confidence(), reason, point)
+
+
+def _free(x: Tensor, free: tuple[int, ...] | None) -> Tensor:
+    rows = torch.zeros(len(x), 1, dtype=torch.float64)
+    rows[list(range(len(x))) if free is None else list(free)] = 1.0
+    return rows
+
+
+def _slopes(margins: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().clone().requires_grad_()
+        y = margins(x)
+        return torch.stack([torch.autograd.grad(v, x, retain_graph=True, materialize_grads=True)[0] for v in y])
+
+
+@dataclass(frozen=True, eq=False)
+class _Bounds:
+    """What is certified within a radius.
+
+    scalars: how far margins of the near rivals can fall, and of the far ones.  total: how far the output can move.
+    """
+
+    scalars: Callable[[float], tuple[Tensor, Tensor]]
+    total: Callable[[float], float]
+    confidence: Callable[[], float]
+
+
+@dataclass(frozen=True, eq=False)
+class _Margins:
+    """Graphs of margins. hidden: what the answers are read off, and lengths: of how each far margin is."""
+
+    graph: Graph
+    hidden: Graph | None
+    lengths: Tensor
+
+
+def _bounds(
+    a: _Answered,
+    per: Per,
+    free: tuple[int, ...] | None,
+    behind: Callable[[Graph], _Margins] | None,
+    f: Callable[[Tensor], Tensor] | None,
+) -> _Bounds:
+    """By expansion where the function is small enough, else by certified norms.
+
+    behind: the margins behind a graph of scores, nothing where the output itself is asked for.  f: a function that is nothing
+    but what is asked for, where there is one.
+    """
+    moved = a.x.numel() if free is None else len(free) * a.x.shape[1]
+    if moved <= _SMALL or a.graph is None:
+        try:
+            if f is not None:
+                return _expanded(a.x, _Margins(record(f, a.x), None, torch.zeros(0)), per, free)
+            assert behind is not None
+            return _expanded(a.x, behind(record(a.f, a.x)), per, free)
+        except BadFunctionError:
+            if a.graph is None:
+                raise
+    graph = a.graph()
+    return _by_norms(a.x, _Margins(graph, None, torch.zeros(0)) if behind is None else behind(graph), per, free)
+
+
+def _expanded(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None) -> _Bounds:
+    whole = expand(what.graph, x, per == "sequence", free)
+    hidden = None if what.hidden is None else expand(what.hidden, x, per == "sequence", free)
+
+    def radii(e: Expansion, r: float) -> Tensor:
+        return torch.full((e.inputs,), r, dtype=torch.float64)
+
+    def scalars(r: float) -> tuple[Tensor, Tensor]:
+        m = whole.at(radii(whole, r))
+        far = torch.zeros(0) if hidden is None else what.lengths * hidden.at(radii(hidden, r)).total
+        return m.spread - m.shift, far
+
+    return _Bounds(scalars, lambda r: whole.at(radii(whole, r)).total, lambda: 1.0)
+
+
+def _by_norms(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None) -> _Bounds:
+    whole = Certified(what.graph, x, free)
+    hidden = None if what.hidden is None else Certified(what.hidden, x, free)
+
+    def around(r: float) -> Neighbourhood:
+        radii = r * _free(x, free)[:, 0]
+        return Neighbourhood(x, radii, r if per == "sequence" else None)
+
+    def scalars(r: float) -> tuple[Tensor, Tensor]:
+        far = torch.zeros(0) if hidden is None else what.lengths * around_graph(hidden, around(r)).moved_total
+        return scalar_changes(whole, around(r)), far
+
+    def confidence() -> float:
+        return max(0.0, whole.confidence + (0.0 if hidden is None else hidden.confidence - 1))
+
+    return _Bounds(scalars, lambda r: around_graph(whole, around(r)).moved_total, confidence)
+
+
+def _with_margins(graph: Graph, label: int, near: Tensor, far: Tensor) -> _Margins:
+    """A graph of scores cut short: the margins of the last row, from what the scores are read off where that is a matrix."""
+    at = graph.output
+    while graph.nodes[at].kind == "linear" and len(graph.nodes[at].inputs) == 1 and graph.nodes[at].name not in ("mm", "addmm"):
+        at = graph.nodes[at].inputs[0]
+    matrix = graph.nodes[at].constant if graph.nodes[at].name in ("mm", "addmm") else None
+    if not isinstance(matrix, Tensor):
+        if len(far):
+            raise BadInputError(
+                f"expected at most {_RIVALS + 1} answers, or scores that a matrix makes of the last token, got "
+                f"{len(near) + len(far) + 1} of another kind; give a function of fewer"
+            )
+        return _Margins(_behind(graph, graph.output, lambda z: z[label] - z[near], len(near)), None, torch.zeros(0))
+    source, w = graph.nodes[at].inputs[0], matrix.double()
+    margins = _behind(graph, source, lambda h: h @ (w[:, label : label + 1] - w[:, near]), len(near))
+    if not len(far):
+        return _Margins(margins, None, torch.zeros(0))
+    lengths = (w[:, label : label + 1] - w[:, far]).norm(dim=0) * (1 + 1e-9)
+    return _Margins(margins, _behind(graph, source, lambda h: h, w.shape[0]), lengths)
+
+
+def _behind(graph: Graph, source: int, run: Callable[[Tensor], Tensor], count: int) -> Graph:
+    """The graph up to a node, and a linear function of its last row."""
+    node = Node("linear", "last row", (source,), lambda t: run(t.reshape(-1, t.shape[-1])[-1]), (count,))
+    return pruned(Graph((*graph.nodes[: source + 1], node), source + 1))

@@ -1,0 +1,293 @@
+"""Bounds around an input: the largest norm of a map's Jacobian over a neighbourhood, and how far the map can move there.
+
+Numbers such as 6.1 are those of docs/explanation/around.md.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention
+from howsmooth.settings import Positions, choice, moving, number
+from howsmooth.theory.around_deflate import Curves, Effort, Pairs, curves, deflated, top_pairs
+from howsmooth.theory.around_jets import ROUNDED, Centre, Parts, parts
+from howsmooth.theory.around_linear import linear_parts, matrix_norm
+from howsmooth.theory.ball import LARGEST, rows_over_ball
+from howsmooth.theory.bound import lengths, no_nan
+from howsmooth.theory.constants import Constants, constants
+from howsmooth.theory.point import one_sequence
+
+_MOST = 2**26  # attention weights: about twenty arrays of so many numbers are held at once
+_FAR = 2.0  # change of the Jacobian, in units of its norm, past which no pair is worth treating apart
+
+
+@final
+@dataclass(frozen=True)
+class Neighbourhood:
+    """All `Y` with `|y_i − x_i| ≤ radii_i` for every token, and `‖Y − X‖_F ≤ total` where that is given.
+
+    point: `X`, (n, d) float64.  radii: (n,) float64.
+    """
+
+    point: Float[Tensor, "n d"]
+    radii: Float[Tensor, " n"]
+    total: float | None = None
+
+    def __post_init__(self):
+        if self.point.ndim != 2 or self.point.dtype != torch.float64:
+            raise BadInputError(
+                f"expected a point (n, d) in float64, got {tuple(self.point.shape)} in {self.point.dtype}; pass x.double()"
+            )
+        if self.radii.shape != self.point.shape[:1] or not bool((self.radii >= 0).all()):
+            raise BadInputError("expected one radius of at least 0 for every token, got others; give n of them")
+        if self.total is not None and not self.total >= 0:
+            raise BadInputError(f"expected a total of at least 0, got {self.total}; leave it out for none")
+
+    @classmethod
+    def of(cls, x: Float[Tensor, "n d"], within: float, per: str = "token", tokens: Positions | None = None) -> "Neighbourhood":
+        """All inputs within a distance of `x`: of every token (`per="token"`), or of all tokens together (`"sequence"`).
+
+        tokens: positions that may move; all by default.
+        """
+        x = one_sequence(x).double()
+        fix = "give the distance that an input may move"
+        r = number(within, f"a finite distance within ≥ 0 and below {LARGEST:g}", fix, least=0.0, below=LARGEST)
+        choice(per, "per", ("token", "sequence"))
+        radii = torch.full((len(x),), r, dtype=torch.float64, device=x.device)
+        if tokens is not None:
+            held = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            held[list(moving(tokens, len(x)))] = False
+            radii[held] = 0.0
+        return cls(x, radii, r if per == "sequence" else None)
+
+    @property
+    def reach(self) -> float:
+        """A ball of this radius around zero holds every token of the neighbourhood."""
+        return float((lengths(self.point) + self.radii).max()) * (1 + ROUNDED)
+
+    @property
+    def far(self) -> float:
+        """The largest `‖Y − X‖_F`."""
+        apart = float(lengths(self.radii)) * (1 + ROUNDED)
+        return apart if self.total is None else min(apart, self.total)
+
+
+@final
+@dataclass(frozen=True)
+class Around:
+    """What is certified of a map `f` over a neighbourhood of `X`.
+
+    slope: `‖D_Y f‖₂` is at most this.  change: so is `‖D_Y f − D_X f‖₂`.  moved: `|f(Y)_i − f(X)_i|`, (n,).  moved_total:
+    `‖f(Y) − f(X)‖_F`.  reason: which bound it is, or why it is infinite.
+    centre: `‖D_X f‖₂` is at most this.  confidence: of all these, over the random starts behind them.
+    rest: `‖f(Y) − f(X) − D_X f (Y − X)‖_F` is at most this.
+    """
+
+    slope: float
+    change: float
+    moved: Float[Tensor, " n"]
+    moved_total: float
+    reason: str
+    centre: float = math.inf
+    confidence: float = 1.0
+    rest: float = math.inf
+
+
+def around_attention(
+    layer: Attention,
+    neighbourhood: Neighbourhood,
+    *,
+    tokens: tuple[int, ...] | None = None,
+    norm: float | None = None,
+    delta: float = 1e-6,
+    seed: int = 0,
+) -> Around:
+    """Bounds on an attention layer over a neighbourhood, `AroundAttention` for one."""
+    return AroundAttention(layer, neighbourhood.point, tokens=tokens, norm=norm, delta=delta, seed=seed).within(neighbourhood)
+
+
+@final
+class AroundAttention:
+    """Bounds on an attention layer around an input, for neighbourhoods of any size: what is known of the input is made once.
+
+    The slope is the smallest of four: the top pairs at the centre treated apart (6.9), the norm at the centre and how far the
+    Jacobian can move from it (6.6), the norms of its parts anywhere in the neighbourhood (6.7), and the best bound over the
+    ball that holds it (docs/explanation/bounds.md). All work is done in float64, and every result is raised by a relative 1e-9
+    for its rounding.
+
+    x: the input, (n, d).  tokens: those by which `D_Y f` is taken, all by default.  norm: an upper end of `‖D_X f‖` that is
+    known and good enough; no pairs are treated apart then, which costs many times as much.  delta: probability that one of the
+    upper ends at the centre fails, all neighbourhoods together.  seed: of their random starts.
+    """
+
+    def __init__(
+        self,
+        layer: Attention,
+        x: Float[Tensor, "n d"],
+        *,
+        tokens: tuple[int, ...] | None = None,
+        norm: float | None = None,
+        delta: float = 1e-6,
+        seed: int = 0,
+    ):
+        # biases of values and outputs move nothing, and what they hide in rounding is not lost without them
+        self.layer = replace(layer.to(x.device, torch.float64), b_v=None, b_o=None)
+        self.point, self.tokens = x.double(), tokens
+        self._known, self._delta, self._seed, self._effort = norm, delta, seed, Effort.of(x.numel())
+        self._columns = torch.arange(len(x), device=x.device) if tokens is None else torch.as_tensor(tokens, device=x.device)
+
+    @cached_property
+    def _centre(self) -> Centre:
+        return Centre.of(self.layer, self.point)
+
+    @cached_property
+    def _pairs(self) -> Pairs:
+        return top_pairs(self._centre.operator, self.tokens, self._effort.pairs, self._delta / 2, self._seed)
+
+    @cached_property
+    def _curves(self) -> Curves:
+        return curves(self._centre, self._pairs, self._effort, self._delta / 2, self._seed)
+
+    @cached_property
+    def _constants(self) -> Constants | None:
+        try:
+            return constants(self.layer)
+        except BadInputError:  # weights whose products leave float64
+            return None
+
+    def _ball(self, reach: float) -> float:
+        """The best bound over the ball, infinite where none applies."""
+        if self._constants is None or not reach < LARGEST:
+            return math.inf
+        rows = rows_over_ball(self._constants, len(self.point), reach)
+        return min((row.value for row in rows if row.side == "upper" and row.value is not None), default=math.inf)
+
+    @torch.no_grad()
+    def within(self, neighbourhood: Neighbourhood) -> Around:
+        """The bounds over one neighbourhood of the input."""
+        if not torch.equal(neighbourhood.point, self.point):
+            raise BadInputError("expected a neighbourhood of the input, got one of another; make bounds around that one")
+        r, columns = neighbourhood.radii, self._columns
+        ball = self._ball(neighbourhood.reach)
+        if self.layer.heads * len(r) ** 2 > _MOST:
+            return _from_ball(ball, neighbourhood, f"the bound over a ball alone, for more than {_MOST} attention weights")
+        centre = self._centre
+        upper = min(self._pairs.norm if self._known is None else self._known, ball)
+        found = parts(centre, r)
+        change = _combined(centre, columns, _moving(centre, found, r, columns))
+        anywhere = _combined(centre, columns, _anywhere(centre, found, r, columns), stochastic=True)
+        apart = math.inf
+        if neighbourhood.far > 0 and change < _FAR * upper and self._known is None:
+            area = r, neighbourhood.far, neighbourhood.total is not None
+            apart = deflated(centre, found, area, self._pairs, self._curves, columns, change)
+        slope, reason = min(
+            (apart, "the top singular pairs at the input, and how far the Jacobian can move along and beside them"),
+            (upper + change, "the norm at the input, and how far the Jacobian can move from it"),
+            (anywhere, "the norms of the Jacobian's parts anywhere in the neighbourhood"),
+            (ball, "the best bound over the ball that holds the neighbourhood"),
+        )
+        if not slope < math.inf:
+            reason = "nothing finite: logits can move further in this neighbourhood than float64 can follow"
+        confidence = 1.0 if slope in (anywhere, ball) else 1 - self._delta
+        if neighbourhood.far == 0:
+            slope, change, confidence = upper, 0.0, 1 - self._delta
+        change = min(change, upper + slope)
+        held = torch.ones_like(r, dtype=torch.bool)
+        held[columns] = False
+        along = not bool((r[held] > 0).any())
+        rest = _length(_rows(centre, found.output.rest))
+        if along:
+            rest = min(rest, _product(change, neighbourhood.far))
+        moved = _rows(centre, found.output.change)
+        total = _length(moved)
+        if along:
+            total = min(total, _product(slope, neighbourhood.far), _product(upper, neighbourhood.far) + rest)
+        return Around(slope, change, moved.clamp_max(total), total, reason, upper, confidence, rest)
+
+
+def _rows(centre: Centre, apart: Float[Tensor, "heads n"]) -> Float[Tensor, " n"]:
+    """Lengths of outputs, token by token, whose parts in the heads have these."""
+    layer, apart = centre.layer, apart.T
+    rows = no_nan(apart.sum(-1))
+    if layer.heads > 1:
+        rows = torch.minimum(rows, centre.geometry.blocks(apart, torch.float64))
+    if layer.attention_mask is not None:
+        rows = torch.where(layer.attention_mask[0], rows, 0.0)
+    return rows * (1 + ROUNDED)
+
+
+def _length(rows: Tensor) -> float:
+    return float(lengths(rows)) * (1 + ROUNDED) if bool(rows.isfinite().all()) else math.inf
+
+
+def _from_ball(ball: float, neighbourhood: Neighbourhood, reason: str) -> Around:
+    """What a bound over the ball says alone."""
+    total = _product(ball, neighbourhood.far)
+    change = 2 * ball if neighbourhood.far > 0 else 0.0
+    return Around(ball, change, torch.full_like(neighbourhood.radii, total), total, reason, ball)
+
+
+def _product(a: float, b: float) -> float:
+    return 0.0 if b == 0 else a * b * (1 + ROUNDED)
+
+
+class Sizes(NamedTuple):
+    """Bounds on the three parts of every head: norms of matrices of norms, and the matrices."""
+
+    weights: Float[Tensor, "heads n columns"]
+    key: Float[Tensor, "heads n columns"]
+    query: Float[Tensor, "heads n"]
+    key_norm: Float[Tensor, " heads"]
+
+
+def _moving(centre: Centre, found: Parts, r: Tensor, columns: Tensor) -> Sizes:
+    """How far the three parts can move: entry by entry, or to first order by 6.8 and entry by entry for the rest."""
+    weights, key, query = found.weights.change[..., columns], found.key.change[..., columns], found.query.change
+    key_norm = matrix_norm(key)
+    if centre.cap is None:
+        linear = linear_parts(centre, found, r, columns)
+        query = torch.minimum(query, linear.query + found.query.rest)
+        key_norm = torch.minimum(key_norm, linear.key + matrix_norm(found.key.rest[..., columns]))
+    return Sizes(weights, key, query, key_norm)
+
+
+def _anywhere(centre: Centre, found: Parts, r: Tensor, columns: Tensor) -> Sizes:
+    """The three parts anywhere: their sizes and changes, or variances of values and keys (6.7)."""
+    weights, key, query = (t.size + t.change for t in (found.weights, found.key, found.query))
+    by_key, by_query = (t.size + t.change for t in found.slopes)
+    nu = centre.geometry.nu[:, None, None]
+
+    def mean_square(t: Tensor) -> Tensor:
+        t = torch.where(centre.seen, t, 0.0).square()
+        return no_nan(torch.minimum((weights * t).sum(-1), t.amax(-1)))
+
+    spread = mean_square(centre.values + nu * r)
+    query = torch.minimum(query, no_nan((spread * mean_square(by_query)).sqrt()))
+    received = no_nan((weights * by_key.square() * spread[..., None]).sum(1)[:, columns].amax(-1).sqrt())
+    key = key[..., columns]
+    return Sizes(weights[..., columns], key, query, torch.minimum(matrix_norm(key), received))
+
+
+def _combined(centre: Centre, columns: Tensor, sizes: Sizes, *, stochastic: bool = False) -> float:
+    """Heads put together: plainly, and through the directions they share (docs/explanation/point-bounds.md 4.5).
+
+    stochastic: rows of the weights sum to one at most.
+    """
+    geometry, layer, nu = centre.geometry, centre.layer, centre.geometry.nu
+    p, query = sizes.weights, sizes.query[:, columns]
+    whole = nu[:, None, None] * p + sizes.key + torch.diag_embed(sizes.query)[..., columns]
+    p_norm, beta = matrix_norm(p), query.amax(-1)
+    p_norm = torch.minimum(p_norm, p.sum(1).amax(-1).sqrt()) if stochastic else p_norm
+    block = torch.fmin(matrix_norm(whole), nu * p_norm + beta + sizes.key_norm)
+    bounds = [no_nan(block.sum())]
+    if layer.heads > 1:
+        bounds.append(geometry.blocks(block[None], torch.float64)[0])
+        if not layer.coupled:
+            bounds.append(geometry.coupled(p_norm[None], beta[None], sizes.key_norm[None], torch.float64)[0])
+    return float(no_nan(torch.stack(bounds)).min()) * (1 + ROUNDED)

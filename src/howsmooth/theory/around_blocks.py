@@ -1,0 +1,282 @@
+"""Bounds around an input for functions of any size: blocks and models, by certified norms of products alone.
+
+With `F_v` the derivative of what enters node `v` and `G_v` that of the output by what leaves it,
+
+    D_Y f − D_X f = Σ_v G_v(X) (D_v(Y) − D_v(X)) F_v(Y),    f(Y) − f(X) = D_X f (Y − X) + Σ_v G_v(X) e_v,
+
+so residual streams are never taken apart: every norm is that of a derivative at `X`, from products. Proofs:
+docs/explanation/around-blocks.md §4.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.maps import Attention, Map
+from howsmooth.maps.graph import Graph, Node, graph_of
+from howsmooth.theory.around import Around, Neighbourhood, around_attention
+from howsmooth.theory.around_norms import SAME_ROWS, Certified
+from howsmooth.theory.around_pieces import norm_change, norm_ratios, norm_remainder, norm_slope
+
+_UP = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """How far a node can move, and how far its derivative by the input goes.
+
+    rows: length of every token's move, (n,), nothing where tokens are not its rows.  entries: of every entry, where known.
+    slope: of the derivative by the input, from the nodes before it one by one.
+    """
+
+    rows: Tensor | None
+    entries: Tensor | None = None
+    slope: float = math.inf
+
+
+@dataclass(frozen=True)
+class _Bent:
+    """A node that is not linear, around the input.
+
+    change: how far its derivative can move.  rest: what it adds beyond first order, in length.  each: the same by token or by
+    entry, broadcast over its output.  total: how far what enters can move, in length.  turn: of a diagonal derivative, the
+    change of every entry.
+    """
+
+    change: float
+    rest: float
+    each: Tensor
+    total: float
+    turn: Tensor | None = None
+
+
+def bound_around(
+    f: object,
+    neighbourhood: Neighbourhood,
+    *,
+    tokens: tuple[int, ...] | None = None,
+    norm: float | None = None,
+    delta: float = 1e-6,
+    seed: int = 0,
+) -> Around:
+    """Bounds on a map whose structure is known; others are refused. Arguments as for `AroundAttention`."""
+    graph = check_structure(f, neighbourhood.point)
+    if isinstance(f, Attention):
+        return around_attention(f, neighbourhood, tokens=tokens, norm=norm, delta=delta, seed=seed)
+    return around_graph(Certified(graph, neighbourhood.point, tokens, delta, seed, norm), neighbourhood)
+
+
+def check_structure(f: object, x: Tensor) -> Graph:
+    """The graph of a map at an input of that shape; maps that no bound around an input is known for are refused."""
+    graph = graph_of(f, tuple(x.shape)) if isinstance(f, Map) else None
+    if graph is None:
+        raise BadInputError(
+            f"expected an Attention layer, a norm or a composition of them for a bound around an input, got "
+            f"{type(f).__name__}, whose structure is not known; worst_case(f, over=BallAround(x, r)) searches near an input, "
+            "lipschitz(f, x) measures at it, and Model.measure(within=r) knows the blocks of a model"
+        )
+    return graph
+
+
+def around_graph(certified: Certified, neighbourhood: Neighbourhood) -> Around:
+    """Bounds on a graph over a neighbourhood of the input that `certified` is of."""
+    graph, n = certified.graph, len(neighbourhood.point)
+    bent, reach = spread(certified, neighbourhood)
+    far = neighbourhood.far
+    made: dict[int, float] = {}  # ‖√C_v F_v(Y)‖ where C_v is how far the derivative of v moves
+    change = 0.0
+    for v in certified.bends:
+        moving = sum(_times(certified.between(u, v), math.sqrt(bent[u].change) * made[u]) for u in made)
+        root = math.sqrt(bent[v].change)
+        turn = bent[v].turn
+        if turn is None:
+            into, out = root * certified.into(v), root * certified.out_of(v)
+        else:
+            into, out = certified.weighted(v, turn)
+        made[v] = into + _times(root, moving)
+        change += _times(out, made[v])
+    centre = certified.whole()
+    last = reach[graph.output]
+    slope, reason = min(
+        (centre + change, "the norm at the input and how far the Jacobian can move from it"),
+        (last.slope, "the slopes of its parts, one by one"),
+    )
+    if not slope < math.inf:
+        slope, reason = math.inf, "the neighbourhood is too large: some part of the map can move without a bound in it"
+    change = min(change, centre + slope) if change == change else math.inf
+    first = centre * far
+    rest = sum(_times(certified.out_of(v), bent[v].rest) for v in certified.bends)
+    total = min(first + rest, slope * far)
+    rows = torch.full((n,), total, dtype=torch.float64)
+    if last.rows is not None and len(last.rows) == n:
+        rows = torch.minimum(rows, last.rows)
+        total = min(total, float(last.rows.norm()))
+    return Around(slope * _UP, change * _UP, rows * _UP, total * _UP, reason, centre, certified.confidence)
+
+
+@torch.no_grad()
+def scalar_changes(certified: Certified, neighbourhood: Neighbourhood) -> Float[Tensor, " outputs"]:
+    """How far every output of a graph with few of them, such as margins, can move: its own gradient, and what is beyond it."""
+    graph = certified.graph
+    bent, _ = spread(certified, neighbourhood)
+    changes = []
+    for by_node in certified.gradients():
+        g = by_node[0].reshape(len(neighbourhood.point), -1).norm(dim=-1)
+        change = min(float(g @ neighbourhood.radii), float(g.norm()) * neighbourhood.far)
+        for v in certified.bends:
+            weight = by_node[v]
+            length = float(weight.norm()) * bent[v].rest
+            if graph.nodes[v].kind in ("pointwise", "product"):
+                own = float((weight.abs() * bent[v].each).sum())
+            elif graph.nodes[v].kind == "norm":
+                own = float((weight.norm(dim=-1) * bent[v].each).sum())
+            else:
+                own = math.inf
+            change += min(length, own) if not math.isnan(length) else own
+        changes.append(change * _UP if change == change else math.inf)
+    return torch.tensor(changes, dtype=torch.float64)
+
+
+@torch.no_grad()
+def spread(certified: Certified, neighbourhood: Neighbourhood) -> tuple[dict[int, _Bent], list[_Reach]]:
+    """How far every node can move, and what those that are not linear make of it."""
+    graph, x = certified.graph, neighbourhood.point
+    reach = [_Reach(neighbourhood.radii, None, 1.0)]
+    bent: dict[int, _Bent] = {}
+    for i, node in enumerate(graph.nodes[1:], 1):
+        if i not in certified.bends:
+            entering = [reach[j] for j in node.inputs]
+            if i in certified.spread_out and entering[0].rows is not None:
+                # entries behind a matrix move by its columns' lengths times how far a row moves: worth a norm of its own
+                total = certified.upto(node.inputs[0]) * neighbourhood.far
+                total += sum(_times(certified.reaching(u, node.inputs[0]), bent[u].rest) for u in bent)
+                rows = entering[0].rows.clamp_max(total * _UP) if total == total else entering[0].rows
+                entering = [replace(entering[0], rows=rows)]
+            reach.append(_through(node, entering, graph, len(x)))
+            continue
+        rest = sum(_times(certified.between(u, i), bent[u].rest) for u in bent)
+        total = certified.into(i) * neighbourhood.far + rest
+        total = total if total == total else math.inf
+        entering = [reach[j] for j in node.inputs]
+        for e in entering:
+            if len(entering) == 1 and e.rows is not None:
+                total = min(total, float(e.rows.norm()))
+        bent[i], after = _bend(node, entering, [certified.values[j] for j in node.inputs], total * _UP, certified)
+        reach.append(after)
+    return bent, reach
+
+
+def _bend(node: Node, entering: list[_Reach], at: list[Tensor], total: float, certified: Certified) -> tuple[_Bent, _Reach]:
+    moved = [_entry_moves(e, z, total) for e, z in zip(entering, at, strict=True)]
+    rows = [_row_moves(e, z, total) for e, z in zip(entering, at, strict=True)]
+    slope = entering[0].slope
+    if node.kind == "norm":
+        z, d = at[0], at[0].shape[-1]
+        u = z - z.mean(-1, keepdim=True) if node.centred else z
+        scale, r = (u.square().mean(-1) + node.eps).sqrt(), rows[0].reshape(z.shape[:-1])
+        each = norm_remainder(scale, r, d, node.eps)
+        bend = _Bent(
+            float(norm_change(scale, r, d, node.eps).max()),
+            _length(each, norm_ratios(scale, r, d, node.eps), total),
+            each,
+            total,
+        )
+        steep = norm_slope(scale, r, d, node.eps)
+        after = (steep * r).clamp_max(2 * math.sqrt(d)).flatten()
+        return bend, _Reach(after if entering[0].rows is not None else None, None, slope * float(steep.max()))
+    if node.kind == "pointwise":
+        assert node.scalar is not None
+        low, high = node.scalar.remainder(at[0], moved[0])
+        each, turn = torch.maximum(-low, high), node.scalar.slope_change(at[0], moved[0])
+        bend = _Bent(float(turn.max()), _length(each, node.scalar.ratios(at[0], moved[0]), total), each, total, turn)
+        steep = node.scalar.slope(at[0]).abs() + turn
+        entries = steep * moved[0]
+        after = None if entering[0].rows is None else (float(steep.max()) * entering[0].rows)
+        return bend, _Reach(after, entries, slope * float(steep.max()))
+    if node.kind == "product":
+        a, b = moved
+        each = a * b
+        size = min(float(each.norm()), 0.5 * total**2)  # entries of one vector: |ab| ≤ (a² + b²)/2
+        bend = _Bent(min(float((a.square() + b.square()).sqrt().max()), total), size, each, total)
+        entries = at[0].abs() * b + at[1].abs() * a + each
+        most = (float((at[1].abs() + b).max()), float((at[0].abs() + a).max()))
+        both = most[0] * entering[0].slope + most[1] * entering[1].slope
+        flat = entries.reshape(-1, entries.shape[-1]).norm(dim=-1)
+        return bend, _Reach(flat if entering[0].rows is not None else None, entries, both)
+    assert isinstance(node.opaque, Attention)
+    x = at[0].reshape(-1, at[0].shape[-1])
+    r = rows[0].flatten()
+    if not bool(r.isfinite().all()):
+        each = torch.full((len(x),), math.inf, dtype=torch.float64)
+        return _Bent(math.inf, math.inf, each, total), _Reach(None)
+    around = certified.attention(node, x).within(Neighbourhood(x, r, min(total, float(r.norm()))))
+    rest = min(around.rest, around.change * total, around.moved_total + around.centre * total)
+    each = torch.full((len(x),), rest, dtype=torch.float64)
+    return _Bent(around.change, rest, each, total), _Reach(around.moved, None, slope * around.slope)
+
+
+def _entry_moves(e: _Reach, z: Tensor, total: float) -> Tensor:
+    moved = torch.full_like(z, total) if math.isfinite(total) else torch.full_like(z, math.inf)
+    if e.entries is not None:
+        moved = torch.minimum(moved, e.entries.reshape(z.shape))
+    if e.rows is not None:
+        moved = torch.minimum(moved, e.rows.reshape(*z.shape[:-1], 1))
+    return moved
+
+
+def _row_moves(e: _Reach, z: Tensor, total: float) -> Tensor:
+    rows = torch.full(z.shape[:-1], total, dtype=z.dtype)
+    return rows if e.rows is None else torch.minimum(rows, e.rows.reshape(z.shape[:-1]))
+
+
+def _length(each: Tensor, ratios: tuple[Tensor, Tensor], total: float) -> float:
+    """The length of remainders of moves whose squares add up to `total²` at most, from bounds on each and on their ratios."""
+    linear, square = ratios
+    bounds = [float(each.norm()), float(linear.max()) * total, float(square.max()) * total**2]
+    return min((b for b in bounds if b == b), default=math.inf)
+
+
+def _through(node: Node, entering: list[_Reach], graph: Graph, n: int) -> _Reach:
+    """A linear node, as far as it treats tokens as rows."""
+    if node.kind == "pick" or any(e.rows is None and e.slope == math.inf for e in entering):
+        return _Reach(None)
+    c, name, shape = node.constant, node.name, node.shape
+    first = entering[0]
+    came = graph.nodes[node.inputs[0]].shape
+    if name in ("mm", "addmm") and isinstance(c, Tensor):
+        size = float(torch.linalg.matrix_norm(c.double(), 2)) * _UP
+        columns = c.double().norm(dim=0) * _UP
+        if first.rows is None:
+            return _Reach(None, None, first.slope * size)
+        return _Reach(first.rows * size, first.rows[:, None] * columns, first.slope * size)
+    if name in ("mul", "div") and c is not None and len(node.inputs) == 1 and came == shape:
+        factor = torch.as_tensor(c, dtype=torch.float64).abs()
+        size = float(factor.max())
+        entries = None if first.entries is None else (first.entries.reshape(shape) * factor)
+        return _Reach(None if first.rows is None else first.rows * size, entries, first.slope * size)
+    if name in SAME_ROWS and all(_same_rows(node, graph.nodes[j].shape, n) for j in node.inputs):
+        slope = sum(e.slope for e in entering)
+        known = all(e.rows is not None for e in entering)
+        rows = torch.stack([e.rows for e in entering if e.rows is not None]).sum(0) if known else None
+        parts = [e.entries for e in entering if e.entries is not None]
+        entries = torch.stack([p.reshape(shape) for p in parts]).sum(0) if len(parts) == len(entering) else None
+        return _Reach(rows, entries, slope)
+    return _Reach(None)
+
+
+def _same_rows(node: Node, before: tuple[int, ...], n: int) -> bool:
+    """Whether a node leaves n tokens in their order, whatever axes of length one stand beside them."""
+    if not (len(before) > 1 and before[-1] == node.shape[-1] and math.prod(before[:-1]) == math.prod(node.shape[:-1]) == n):
+        return False
+    if node.name in ("add", "sub"):
+        return True
+    index = torch.arange(math.prod(before), dtype=torch.float64).reshape(before)
+    return torch.equal(node.run(index).flatten(), index.flatten())
+
+
+def _times(a: float, b: float) -> float:
+    return 0.0 if a == 0 or b == 0 else a * b

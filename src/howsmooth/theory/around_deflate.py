@@ -1,0 +1,411 @@
+"""The largest norm around an input, with the top singular directions treated apart from all others.
+
+Along a pair `(u, v)` the first-order change of `⟨u, J v⟩` is a gradient and costs two passes; only what is left of the Jacobian
+beside a few such pairs is bounded by norms alone (docs/explanation/around.md, Theorem 6.9).
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import NoConvergenceError
+from howsmooth.maps import AttentionJacobian
+from howsmooth.maps.operator import Operator, Restricted, Weighted, stream
+from howsmooth.spectral import DenseSVD, GolubKahan, Solver
+from howsmooth.theory.around_jets import ROUNDED, Centre, Jet, Parts, moves
+from howsmooth.theory.bound import TINY, lengths, no_nan
+
+_DENSE_SIZE = 256  # rows and columns up to which the Jacobian at the centre is decomposed
+_RITZ_STEPS = 24  # products with `JᵀJ` that the pairs are found with: better ones give smaller bounds, any are sound
+_REST_STEPS = 32  # at most, for the certificate of what the pairs leave
+_SECOND_STEPS = 6  # for each certificate of a second derivative: within a factor of two where spectra fall off
+_NARROW = 0.04  # of the certificate of what the pairs leave
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+class Effort(NamedTuple):
+    """pairs: top pairs that are treated apart.  exact: of them, those among which first-order changes are exact."""
+
+    pairs: int
+    exact: int
+
+    @classmethod
+    def of(cls, size: int) -> "Effort":
+        """For inputs of so many entries."""
+        return cls(2, 2) if size <= _DENSE_SIZE else cls(6, 6)
+
+
+class Pairs(NamedTuple):
+    """Orthonormal directions and the Jacobian at the centre between them.
+
+    left: (pairs, n, d_out).  right: (pairs, n, d), zero for tokens that are held.  core: `|Uᵀ J V|`, entry by entry.
+    beside: `|u_aᵀ J (I − VVᵀ)|`.  under: `|(I − UUᵀ) J v_b|`.  others: `‖(I − UUᵀ) J (I − VVᵀ)‖` from above.
+    """
+
+    left: Float[Tensor, "pairs n d_out"]
+    right: Float[Tensor, "pairs n d"]
+    core: Float[Tensor, "pairs pairs"]
+    beside: Float[Tensor, " pairs"]
+    under: Float[Tensor, " pairs"]
+    others: float
+
+    @property
+    def norm(self) -> float:
+        """`‖J‖` at the centre, from above."""
+        none = torch.zeros_like(self.beside)
+        return together(self, torch.zeros_like(self.core), none, none, 0.0)
+
+
+def together(pairs: Pairs, core: Tensor, rows: Tensor, columns: Tensor, others: float) -> float:
+    """The norm of the matrix of norms, where the blocks have moved by at most so much."""
+    corner = (pairs.others + others) * torch.ones(1, 1, dtype=core.dtype, device=core.device)
+    top = torch.cat([pairs.core + core, (pairs.beside + rows)[:, None]], 1)
+    whole = torch.cat([top, torch.cat([(pairs.under + columns)[None], corner], 1)])
+    if not bool(whole.isfinite().all()):
+        return math.inf
+    return float(torch.linalg.matrix_norm(whole / whole.max().clamp_min(1e-300), 2) * whole.max()) * (1 + ROUNDED)
+
+
+@torch.no_grad()
+def top_pairs(operator: AttentionJacobian, tokens: tuple[int, ...] | None, count: int, delta: float, seed: int) -> Pairs:
+    """The top pairs at the centre: decomposed, or with a certificate of probability `1 − delta` for what they leave."""
+    J: Operator = operator if tokens is None else Restricted(operator, tokens)
+    dense = max(J.in_size, J.out_size) <= _DENSE_SIZE
+    if dense:
+        matrix = J.dense()[0]
+        size = float(matrix.abs().max()) or 1.0
+        u, s, vt = torch.linalg.svd(matrix / size, full_matrices=False)
+        m = max(1, min(count, len(s) - 1))
+        right, left = vt[:m], u[:, :m].T
+        slack = 64 * torch.finfo(torch.float64).eps * max(matrix.shape) * float(s[0]) * size
+        others = float(s[m]) * size + slack if len(s) > m else slack
+    else:
+        right, others = _ritz(J, min(count, J.in_size - 1, J.out_size - 1), seed), 0.0
+        left = torch.linalg.qr(J.jvp(right.unflatten(-1, J.in_shape)[:, None]).flatten(1).T)[0].T
+    image = J.jvp(right.unflatten(-1, J.in_shape)[:, None]).flatten(1)
+    back = J.vjp(left.unflatten(-1, J.out_shape)[:, None]).flatten(1)
+    core = left @ image.T
+    if not dense:
+        others = _norm_above(_Deflated(J, left, right), GolubKahan(max_steps=_REST_STEPS, delta=delta), _NARROW, seed)
+    # what rounding makes of orthonormal vectors and of their products
+    noise = (1e-13 + J.noise) * float(core.abs().max())
+    if dense and (known := J.rounding()) is not None:  # where heads cancel, that is more
+        noise = noise + known.error + known.fixed
+        others = others + min(J.in_size, J.out_size) ** 0.5 * known.error + known.fixed
+    beside = lengths(back - core @ right) + noise
+    under = lengths(image - core.T @ left) + noise
+    core = core.abs() + noise
+    whole = right.unflatten(-1, J.in_shape)
+    whole = J.spread(whole) if isinstance(J, Restricted) else whole
+    return Pairs(left.unflatten(-1, J.out_shape), whole, core, beside, under, others)
+
+
+def _ritz(J: Operator, count: int, seed: int) -> Float[Tensor, "pairs N"]:
+    """Orthonormal vectors near the top right singular ones, float64: Lanczos on `JᵀJ` from a guess."""
+    q = torch.randn(J.in_size, generator=stream(seed, "pairs")).to(J.device, J.dtype)
+    guess = J.guess([seed])
+    if guess is not None:
+        q = q / q.norm() + guess[0].flatten().to(q) / guess.norm().clamp_min(1e-30)
+    basis = [q / q.norm()]
+    products = []
+    for _ in range(min(_RITZ_STEPS, J.in_size)):
+        products.append(J.gram(basis[-1].reshape(1, 1, *J.in_shape))[0].flatten())
+        known = torch.stack(basis)
+        w = products[-1]
+        for _ in range(2):
+            w = w - known.T @ (known @ w)
+        if not float(w.norm()) > 64 * torch.finfo(J.dtype).eps * float(products[-1].norm()):
+            break
+        basis.append(w / w.norm())
+    known, images = torch.stack(basis[: len(products)]).double(), torch.stack(products).double()
+    small = known @ images.T
+    _, vectors = torch.linalg.eigh((small + small.T) / 2)
+    return torch.linalg.qr((vectors[:, -count:].flip(1).T @ known).T)[0].T
+
+
+@final
+class _Deflated(Operator):
+    """`(I − UUᵀ) J (I − VVᵀ)`."""
+
+    def __init__(self, whole: Operator, left: Float[Tensor, "pairs M"], right: Float[Tensor, "pairs N"]):
+        self._whole, self._left, self._right = whole, left, right
+        self.batch, self.in_shape, self.out_shape = whole.batch, whole.in_shape, whole.out_shape
+        self.dtype, self.device = whole.dtype, whole.device
+
+    @property
+    def noise(self) -> float:
+        return self._whole.noise
+
+    def _without(self, t: Tensor, basis: Tensor) -> Tensor:
+        flat = t.flatten(2)
+        return (flat - (flat @ basis.T) @ basis).reshape(t.shape)
+
+    def jvp(self, v):
+        return self._without(self._whole.jvp(self._without(v, self._right)), self._left)
+
+    def vjp(self, u):
+        return self._without(self._whole.vjp(self._without(u, self._left)), self._right)
+
+
+class Contracted(NamedTuple):
+    """How far rows `u_aᵀ J` and columns `J v_b` can move, and how far beyond first order."""
+
+    rows: Float[Tensor, " pairs"]
+    rows_rest: Float[Tensor, " pairs"]
+    columns: Float[Tensor, " pairs"]
+    columns_rest: Float[Tensor, " pairs"]
+
+
+def contracted(centre: Centre, found: Parts, r: Float[Tensor, " n"], pairs: Pairs, columns: Tensor) -> Contracted:
+    """Proposition 6.10."""
+    rows = [_row(centre, found, r, u, columns) for u in pairs.left]
+    cols = [_column(centre, found, r, v) for v in pairs.right]
+    stack = lambda ts: torch.stack(ts) * (1 + ROUNDED)  # noqa: E731
+    return Contracted(*(stack([t[k] for t in part]) for part in (rows, cols) for k in (0, 1)))
+
+
+def _row(centre: Centre, found: Parts, r: Tensor, u: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """`uᵀ J`, token by token: with `c_i = W_oᵀ u_i`, scalars `⟨c_i, v_j − o_i⟩` stand for lengths."""
+    w, kernel = centre.layer.by_head(), centre.operator.kernel.tiled()
+    c = torch.einsum("io,hov->hiv", u, w.o)
+    omega = (c @ w.v).norm(dim=-1)  # |W_vᵀ c_i|, (heads, n)
+    size = (c @ kernel.v.mT - (c * kernel.o).sum(-1, keepdim=True)).abs() + c.norm(dim=-1, keepdim=True) * _lost_values(centre)
+    p = found.weights
+    moved = Jet(
+        size,
+        omega[..., None] * r + (omega * found.towards + (p.change * size).sum(-1))[..., None],
+        (omega * (p.change * r).sum(-1) + (p.rest * size).sum(-1))[..., None],
+    )
+    each = p * moved if found.cap is None else p * moved * found.cap
+    by_key, by_query = found.slopes
+    total = (each * by_key).sum(1) + (each * by_query).sum(-1)  # (heads, n)
+    of_values = Jet(*((t * omega[..., None]).sum(1) for t in p))
+    total = (total + of_values).sum(0).least()
+    return lengths(total.change[columns]), lengths(total.rest[columns])
+
+
+def _lost_values(centre: Centre) -> Tensor:
+    """What rounding may have done to a value, before `R_o`."""
+    kernel, w = centre.operator.kernel.tiled(), centre.layer.by_head()
+    assert centre.operator.tokens is not None
+    reach = torch.linalg.matrix_norm(w.v) * centre.operator.tokens.norm(dim=-1).max() + kernel.v.norm(dim=-1).amax(-1)
+    return 1e-13 * reach[:, None, None]
+
+
+def _column(centre: Centre, found: Parts, r: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`J v`, token by token: scalars `τ (dq_i·(k_j − κ_i) + q_i·dk_j)` stand for lengths."""
+    layer, kernel, geometry = centre.layer, centre.operator.kernel.tiled(), centre.geometry
+    group = layer.heads // layer.kv_heads
+    dq, dk, dv = (t[0, 0] for t in centre.operator.vectors(v[None, None]))
+    dk, dv = dk.repeat_interleave(group, 0), dv.repeat_interleave(group, 0)
+    p, tau = found.weights, abs(layer.scale)
+    out = dv @ (geometry.r_o * geometry.out_size).mT
+    apart = torch.cdist(p.size @ out, out, compute_mode="donot_use_mm_for_euclid_dist")
+    apart = apart + 1e-13 * out.norm(dim=-1).amax(-1)[:, None, None]
+    psi = layer.scale * (dq @ kernel.k.mT + kernel.q @ dk.mT)
+    fuzz = (
+        1e-13
+        * tau
+        * (
+            dq.norm(dim=-1)[..., None] * kernel.k.norm(dim=-1)[:, None]
+            + kernel.q.norm(dim=-1)[..., None] * dk.norm(dim=-1)[:, None]
+        )
+    )
+    if centre.cross is not None:
+        by_k, by_q = (dq @ geometry.r_k.mT).norm(dim=-1), (dk @ geometry.r_q.mT).norm(dim=-1)
+        change = tau * (by_k[..., None] * r + r[:, None] * by_q[:, None]) + fuzz
+        rest = torch.zeros_like(change)
+    else:
+        length = v.norm(dim=-1)
+        query, key = moves(centre, r)
+        of_q = Jet(dq.norm(dim=-1), query.bend * r * length, 0.5 * query.twist * r.square() * length).map(
+            lambda t: t[..., None]
+        )
+        of_k = Jet(dk.norm(dim=-1), key.bend * r * length, 0.5 * key.twist * r.square() * length).map(lambda t: t[:, None])
+        q = Jet(centre.queries, query.step(r), query.curve(r)).map(lambda t: t[..., None])
+        k = Jet(centre.keys, key.step(r)[:, None], key.curve(r)[:, None])
+        both = of_q * k + q * of_k
+        change, rest = tau * both.change + fuzz, tau * both.rest + fuzz
+    raw = Jet(psi.abs(), change, rest)
+    if found.cap is not None:
+        raw = raw * found.cap
+        psi = psi * found.cap.size
+    centred = Jet((psi - (p.size * psi).sum(-1, keepdim=True)).abs() + fuzz, raw.change, raw.rest)
+    total = (p * found.value * centred).sum(-1)
+    moved = Jet(*((t * apart).sum(-1) for t in p))
+    heads = (total + moved).least()
+
+    def length_of(t: Float[Tensor, "heads n"]) -> Tensor:
+        each = t.sum(0)
+        if layer.heads > 1:
+            each = torch.minimum(each, geometry.blocks(t.T, torch.float64))
+        return lengths(no_nan(each))
+
+    return length_of(heads.change), length_of(heads.rest)
+
+
+class Second:
+    """Second derivatives of the layer at the centre: `∂_X ⟨u, J(X) v⟩` and `D²f[h, v]`."""
+
+    def __init__(self, centre: Centre):
+        self.centre, layer = centre, centre.layer
+        self._affine = layer.q_norm is None and layer.k_norm is None and layer.softcap is None
+        assert centre.operator.tokens is not None
+        self._x = centre.operator.tokens.detach()
+
+    def pulled(self, u: Float[Tensor, "n d_out"], v: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+        """`∂_X ⟨u, J(X) v⟩`."""
+        if self._affine:
+            return _affine_gradient(self.centre, u, v)
+        with torch.inference_mode(False), torch.enable_grad():
+            x = self._x.clone().requires_grad_()
+            (back,) = torch.autograd.grad(self.centre.layer.value(x), x, u[None], create_graph=True, materialize_grads=True)
+            if not back.requires_grad:  # a linear layer
+                return torch.zeros_like(v)
+            return torch.autograd.grad(back, x, v[None], materialize_grads=True)[0][0]
+
+    def pushed(self, h: Float[Tensor, "n d"], v: Float[Tensor, "n d"]) -> Float[Tensor, "n d_out"]:
+        """`D²f(X)[h, v]`."""
+        if self._affine:
+            return _affine_second(self.centre, h, v)
+        value = self.centre.layer.value
+        along = lambda y: torch.func.jvp(value, (y,), (v[None],))[1]  # noqa: E731
+        return torch.func.jvp(along, (self._x,), (h[None],))[1][0]
+
+    def row_norm(self, u: Tensor, delta: float, seed: int) -> float:
+        """`‖h ↦ ∂_X ⟨u, J(X) h⟩‖` from above."""
+        product = lambda h: self.pulled(u, h)  # noqa: E731
+        return _certified(product, product, self._x.shape[1:], self._x.shape[1:], self._x, delta, seed)
+
+    def column_norm(self, v: Tensor, delta: float, seed: int) -> float:
+        """`‖h ↦ D²f(X)[h, v]‖` from above."""
+        shapes = self._x.shape[1:], (len(v), self.centre.layer.out_width)
+        return _certified(lambda h: self.pushed(h, v), lambda w: self.pulled(w, v), *shapes, self._x, delta, seed)
+
+
+def _certified(forward: Product, back: Product, inward: tuple, outward: tuple, like: Tensor, delta: float, seed: int) -> float:
+    operator = _Products(forward, back, tuple(inward), tuple(outward), like)
+    solver = DenseSVD() if operator.in_size <= _SECOND_STEPS else GolubKahan(max_steps=_SECOND_STEPS, delta=delta)
+    return _norm_above(operator, solver, 0.2, seed)
+
+
+def _norm_above(operator: Operator, solver: Solver, narrow: float, seed: int) -> float:
+    """The upper end of a norm, of the operator divided by a size it attains, so that squares stay in range."""
+    v = torch.randn(operator.in_shape, generator=stream(seed, "size"), dtype=torch.float64).to(operator.device)
+    size = float(operator.jvp(v[None, None]).abs().max())
+    if not math.isfinite(size):
+        return math.inf
+    even = Weighted(operator, torch.full_like(v[..., :1], 1 / size if size > TINY else 1.0)[:1], torch.ones_like(v))
+    try:
+        upper = solver.solve(even, 1e-3, narrow, [seed])[0].upper
+    except NoConvergenceError:  # products past the range of float64
+        return math.inf
+    return upper * (size if size > TINY else 1.0) * (1 + ROUNDED)
+
+
+@final
+class _Products(Operator):
+    """An operator of two products, each with one vector."""
+
+    def __init__(self, forward: Product, back: Product, in_shape: tuple[int, ...], out_shape: tuple[int, ...], like: Tensor):
+        self._forward, self._back, self.batch, self.in_shape, self.out_shape = forward, back, 1, in_shape, out_shape
+        self.dtype, self.device = like.dtype, like.device
+
+    def jvp(self, v):
+        return torch.stack([self._forward(t[0]) for t in v])[:, None]
+
+    def vjp(self, u):
+        return torch.stack([self._back(t[0]) for t in u])[:, None]
+
+
+def _affine_gradient(centre: Centre, u: Tensor, v: Tensor) -> Float[Tensor, "n d"]:
+    """The same in closed form where queries and keys are affine, turned or not (6.11)."""
+    layer, kernel, p, w = centre.layer, centre.operator.kernel.tiled(), centre.weights, centre.layer.by_head()
+    group, tau = layer.heads // layer.kv_heads, layer.scale
+    dq, dk, dv = (t[0, 0] for t in centre.operator.vectors(v[None, None]))
+    dk, dv = dk.repeat_interleave(group, 0), dv.repeat_interleave(group, 0)
+    c = torch.einsum("io,hov->hiv", u, w.o)
+
+    def centred(t: Tensor) -> Tensor:
+        return t - (p * t).sum(-1, keepdim=True)
+
+    phi, psi = centred(c @ kernel.v.mT), centred(tau * (dq @ kernel.k.mT + kernel.q @ dk.mT))
+    by_logit = p * centred(c @ dv.mT + phi * psi)
+    by_phi, by_psi = p * psi, p * phi
+    g_q = tau * (by_logit @ kernel.k + by_psi @ dk)
+    g_k = tau * (by_logit.mT @ kernel.q + by_psi.mT @ dq)
+    g_v = by_phi.mT @ c
+    if layer.rotary is not None:
+        g_q, g_k = (layer.rotary.turn(t[None], back=True)[0] for t in (g_q, g_k))
+    return torch.einsum("hna,had->nd", g_q, w.q) + torch.einsum("hna,had->nd", g_k, w.k) + torch.einsum("hna,had->nd", g_v, w.v)
+
+
+def _affine_second(centre: Centre, h: Tensor, v: Tensor) -> Float[Tensor, "n d_out"]:
+    """`D²f[h, v]` in closed form where queries and keys are affine, turned or not (6.11)."""
+    layer, kernel, p = centre.layer, centre.operator.kernel.tiled(), centre.weights
+    group, tau = layer.heads // layer.kv_heads, layer.scale
+    q, k, w = (t[:, 0] for t in centre.operator.vectors(torch.stack([h, v])[:, None]))  # (2, heads, n, ·)
+    k, w = k.repeat_interleave(group, 1), w.repeat_interleave(group, 1)
+
+    def centred(t: Tensor) -> Tensor:
+        return t - (p * t).sum(-1, keepdim=True)
+
+    z = centred(tau * (q @ kernel.k.mT + kernel.q @ k.mT))
+    both = centred(z[0] * z[1] + tau * (q[0] @ k[1].mT + q[1] @ k[0].mT))
+    out = (p * z[0]) @ w[1] + (p * z[1]) @ w[0] + (p * both) @ kernel.v
+    return layer.concat(out[None, None])[0, 0] @ layer.w_o.mT if layer.w_o is not None else layer.concat(out[None, None])[0, 0]
+
+
+class Curves(NamedTuple):
+    """What is known of second derivatives along the pairs.
+
+    core: lengths of `∂_X ⟨u_a, J v_b⟩`, token by token.  rows, columns: norms along `u_a` and `v_b`.
+    """
+
+    core: Float[Tensor, "exact exact n"]
+    rows: Float[Tensor, " pairs"]
+    columns: Float[Tensor, " pairs"]
+
+
+def curves(centre: Centre, pairs: Pairs, effort: Effort, delta: float, seed: int) -> Curves:
+    """delta: of all the certificates together."""
+    second, exact, count = Second(centre), min(effort.exact, len(pairs.core)), len(pairs.core)
+    core = torch.stack([torch.stack([lengths(second.pulled(u, v)) for v in pairs.right[:exact]]) for u in pairs.left[:exact]])
+    each = delta / (2 * count)
+    rows = [second.row_norm(u, each, seed + 2 * a) for a, u in enumerate(pairs.left)]
+    columns = [second.column_norm(v, each, seed + 2 * b + 1) for b, v in enumerate(pairs.right)]
+    return Curves(core, torch.tensor(rows).to(core), torch.tensor(columns).to(core))
+
+
+def deflated(
+    centre: Centre,
+    found: Parts,
+    neighbourhood: tuple[Float[Tensor, " n"], float, bool],
+    pairs: Pairs,
+    known: Curves,
+    columns: Tensor,
+    others: float,
+) -> float:
+    """`‖D_Y f‖` over the neighbourhood (Theorem 6.9).
+
+    neighbourhood: radii, the largest `‖Y − X‖_F`, and whether that is a limit of its own.
+    others: how far the Jacobian can move.
+    """
+    r, far, limited = neighbourhood
+    parts = contracted(centre, found, r, pairs, columns)
+    exact = known.core.shape[0]
+    first = (known.core * r).sum(-1)
+    if limited:
+        first = torch.minimum(first, lengths(known.core) * far)
+    rows = torch.minimum(parts.rows, no_nan(known.rows * far) + parts.rows_rest).clamp_max(others)
+    cols = torch.minimum(parts.columns, no_nan(known.columns * far) + parts.columns_rest).clamp_max(others)
+    core = torch.minimum(rows[:, None], cols)
+    rest = torch.minimum(parts.rows_rest[:exact, None], parts.columns_rest[:exact])
+    core[:exact, :exact] = torch.minimum(core[:exact, :exact], first * (1 + ROUNDED) + rest)
+    return together(pairs, core, rows, cols, others)

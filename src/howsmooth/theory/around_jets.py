@@ -1,0 +1,338 @@
+"""How far the parts of a head's Jacobian can move when every token moves a little: numbers in place of vectors.
+
+A quantity `Z(Y)` that depends on the tokens is known by three numbers: its size at `X`, how far it can be from `Z(X)`, and how
+far it can be from its first-order expansion at `X`. Sums and products of such numbers need nothing else, and so the parts of
+the Jacobian (docs/explanation/theory.md §1) come from queries, keys and values. Proofs: docs/explanation/around.md.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
+from howsmooth.theory.bound import TINY, no_nan, product_norm, spectral_norm
+from howsmooth.theory.heads import Geometry
+
+_LONGEST = 300.0  # logits that can move further than this are not followed: any weights may come of them
+_BEND, _TWIST = 2 / math.sqrt(3), 3.0  # of the second and third derivatives of a norm (Lemma 6.3)
+_CAP_BEND, _CAP_TWIST = 4 / (3 * math.sqrt(3)), 2.0  # of those of a soft-cap, in units of the cap (Lemma 6.4)
+ROUNDED = 1e-9  # what all results are raised by, relatively: the rounding of the sums behind them
+_UNITS = 1e-13  # error of a product of tokens and weights, as a share of the product of their lengths, at widths up to 4096
+
+
+class Jet(NamedTuple):
+    """`size ≥ |Z(X)|`, `change ≥ |Z(Y) − Z(X)|`, `rest ≥ |Z(Y) − Z(X) − DZ(X)[Y − X]|`, for all `Y` of a neighbourhood."""
+
+    size: Tensor
+    change: Tensor
+    rest: Tensor
+
+    def __mul__(self, other: "Jet") -> "Jet":  # pyright: ignore[reportIncompatibleMethodOverride]  a product, not a repeated tuple
+        both = self.change * other.change
+        return Jet(
+            self.size * other.size,
+            self.change * other.size + self.size * other.change + both,
+            self.rest * other.size + self.size * other.rest + both,
+        )
+
+    def __add__(self, other: "Jet") -> "Jet":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Jet(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def sum(self, axis: int) -> "Jet":
+        return Jet(*(t.sum(axis) for t in self))
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> "Jet":
+        return Jet(*(f(t) for t in self))
+
+    def least(self) -> "Jet":
+        """Infinity where arithmetic gave no number."""
+        return self.map(no_nan)
+
+
+class Move(NamedTuple):
+    """Queries or keys of every head when their token moves by at most `r_i`.
+
+    slope: `‖Dq_i(X)‖`.  bend, twist: bounds on the second and third derivative over the neighbourhood.
+    """
+
+    slope: Float[Tensor, "heads n"]
+    bend: Float[Tensor, "heads n"]
+    twist: Float[Tensor, "heads n"]
+
+    def step(self, r: Tensor) -> Tensor:
+        """`|q_i(Y) − q_i(X)|`."""
+        return self.slope * r + 0.5 * self.bend * r.square()
+
+    def curve(self, r: Tensor) -> Tensor:
+        """`|q_i(Y) − q_i(X) − Dq_i h_i|`."""
+        return 0.5 * self.bend * r.square()
+
+    def derivative(self, r: Tensor) -> Jet:
+        """`Dq_i`."""
+        return Jet(self.slope, self.bend * r, 0.5 * self.twist * r.square())
+
+
+@dataclass(frozen=True)
+class Centre:
+    """What is known of a layer at `X`, float64, one row per head.
+
+    weights: `P`, zero for queries that are not part of the output.  seen: where a key is visible.
+    values: `|R_o (v_j − o_i)|`.  keys: `|k_j − κ_i|`, through `R_q` where queries are affine.  queries: `|q_i|`, through `R_k`.
+    cross: `‖τ W_qᵀ W_k‖` where both are affine and not turned, else nothing.  cap: slope of the soft-cap.
+    blur: what rounding may have done to a logit.  lost: to a value through `R_o` and to a key, (heads,) each.
+    """
+
+    layer: Attention
+    operator: AttentionJacobian
+    geometry: Geometry
+    weights: Float[Tensor, "heads n n"]
+    seen: Bool[Tensor, "heads n n"]
+    values: Float[Tensor, "heads n n"]
+    keys: Float[Tensor, "heads n n"]
+    queries: Float[Tensor, "heads n"]
+    cross: Float[Tensor, " heads"] | None
+    cap: Float[Tensor, "heads n n"] | None
+    blur: Float[Tensor, "heads n n"]
+    lost: tuple[Tensor, Tensor]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, layer: Attention, x: Float[Tensor, "n d"]) -> "Centre":
+        operator = layer.linearize(x[None])[1].tiled()
+        layer = operator.layer
+        kernel, geometry, scale = operator.kernel.tiled(), Geometry.of(layer), abs(layer.scale)
+        heads, n = layer.heads, len(x)
+        weights, seen = _weights(operator)
+        mask = layer.attention_mask
+        real = torch.ones(n, dtype=torch.bool, device=x.device) if mask is None else mask[0]
+        seen = seen & real[:, None]
+        weights = torch.where(seen, weights.clamp_min(1e-300), 0.0)
+        w = layer.by_head()
+        longest = x.norm(dim=-1)
+        r_o = geometry.r_o * geometry.out_size
+        values, out = kernel.v @ r_o.mT, kernel.o @ r_o.mT
+        lost = _UNITS * (spectral_norm(r_o) * (spectral_norm(w.v) * longest.max() + _longest(kernel.v)))[:, None, None]
+        apart = _distances(out, values) + lost
+        plain = layer.q_norm is None and layer.k_norm is None and layer.rotary is None
+        k, q = (kernel.k @ geometry.r_q.mT, kernel.q @ geometry.r_k.mT) if plain else (kernel.k, kernel.q)
+        middle = weights @ k if layer.softcap is None else torch.zeros_like(k)
+        size = spectral_norm(geometry.r_q) if plain else torch.ones_like(k[:, 0, 0])
+        keys = _distances(middle, k) + _UNITS * (_longest(kernel.k) * size)[:, None, None]
+        cross = product_norm(geometry.r_k, geometry.r_q.mT, layer.scale) if plain else None
+        lengths_q, lengths_k = (
+            t.norm(dim=-1) + spectral_norm(m)[:, None] * longest for t, m in ((kernel.q, w.q), (kernel.k, w.k))
+        )
+        queries = q.norm(dim=-1) + _UNITS * lengths_q * (spectral_norm(geometry.r_k)[:, None] if plain else 1.0)
+        blur = _UNITS * scale * lengths_q[..., None] * lengths_k[:, None]
+        if layer.bias is not None:
+            blur = blur + _UNITS * torch.where(layer.bias.isfinite(), layer.bias, 0.0).abs()[0].double()
+        cap = None
+        if layer.softcap is not None:
+            cap = 1 / torch.cosh((layer.scale * (kernel.q @ kernel.k.mT) / layer.softcap).clamp(-300, 300)).square()
+            cap = cap + 2 * blur / layer.softcap
+        off = lost[:, 0, 0], _UNITS * _longest(kernel.k) * size
+        blur = blur.expand(heads, n, n)
+        return cls(layer, operator, geometry, weights, seen, apart, keys, queries, cross, cap, blur, off)
+
+
+def _longest(t: Float[Tensor, "heads n d"]) -> Float[Tensor, " heads"]:
+    return t.norm(dim=-1).amax(-1)
+
+
+def _distances(a: Float[Tensor, "heads n d"], b: Float[Tensor, "heads n d"]) -> Float[Tensor, "heads n n"]:
+    """`|a_i − b_j|`, differences first, so that nothing cancels."""
+    return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def _weights(operator: AttentionJacobian) -> tuple[Tensor, Tensor]:
+    """`P` and where it is visible."""
+    kernel = operator.kernel.tiled()
+    _, heads, n, m = kernel.shape
+    p = kernel.q.new_zeros(heads, n, m)
+    for b in kernel.blocks():
+        p[b.heads, b.rows, b.cols] = b.weights * kernel.inverse[b.heads, b.rows]
+    mask = kernel.scores.mask
+    seen = mask.visible(slice(0, n), slice(0, m), p.device).expand(heads, n, m)
+    if mask.keys is not None:
+        seen = seen & mask.keys[0]
+    if mask.bias is not None:
+        seen = seen & (mask.bias[0] != -torch.inf)
+    return p, seen
+
+
+def moves(centre: Centre, r: Float[Tensor, " n"]) -> tuple[Move, Move]:
+    """Queries and keys."""
+    layer, operator, w = centre.layer, centre.operator, centre.layer.by_head()
+    return (
+        _move(layer, operator.q_slope, w.q, layer.w_q, r),
+        _move(layer, operator.k_slope, w.k, layer.w_k, r),
+    )
+
+
+def _move(layer: Attention, slope: NormJacobian | None, w: Tensor, whole: Tensor | None, r: Tensor) -> Move:
+    """whole: the weights of all heads, nothing for the identity."""
+    heads, n = len(w), len(r)
+    gain = torch.ones(n, dtype=torch.float64, device=r.device)
+    if layer.rotary is not None:
+        cos, sin = (t.double().reshape(-1, *t.shape[-2:])[0, :n] for t in (layer.rotary.cos, layer.rotary.sin))
+        gain = (cos.square() + sin.square()).amax(-1).sqrt().clamp_min(1.0) * (1 + 1e-15)
+    size = spectral_norm(w) * (1 + ROUNDED)  # (heads,)
+    if slope is None:
+        none = torch.zeros(heads, n, dtype=torch.float64, device=r.device)
+        return Move(size[:, None] * gain, none, none)
+    norm, m = slope.norm, slope.norm.width
+    scale = slope.scale[0, ..., 0].double() * (1 - ROUNDED)  # (norm heads, n), or (n,) for a norm over all of them
+    if scale.ndim == 1:
+        centred = norm.center((torch.eye(layer.width).to(w) if whole is None else whole.double()).mT).mT
+        size, scale = spectral_norm(centred)[None] * (1 + ROUNDED), scale[None]
+    else:
+        size = spectral_norm(norm.center(w.mT).mT) * (1 + ROUNDED)
+        scale = scale.repeat_interleave(heads // len(scale), 0)
+    alpha = float(norm.weight.abs().max())
+    root = math.sqrt(m)
+    low = (scale - size[:, None] * r / root).clamp_min(math.sqrt(norm.eps))
+    size = size[:, None]
+    bend = _BEND * alpha * size.square() / (root * low.square())
+    twist = _TWIST * alpha * size**3 / (m * low**3)
+    return Move(*(no_nan(t * gain).expand(heads, n) for t in (alpha * size / scale, bend, twist)))
+
+
+class Parts(NamedTuple):
+    """The three parts of every head's Jacobian, in norms: of `P_ij` beside `W_v`, of the key's block, of the query's.
+
+    output: `R_o o_i`.  value: `R_o (v_j − o_i)`.  slopes: derivatives of the logits in the key's token and in the query's,
+    before a soft-cap, and cap: its own.  towards: how far the mean of the tokens that a query sees can move.
+    """
+
+    weights: Jet
+    key: Jet
+    query: Jet
+    output: Jet
+    value: Jet
+    slopes: tuple[Jet, Jet]
+    cap: Jet | None
+    towards: Float[Tensor, "heads n"]
+
+
+def parts(centre: Centre, r: Float[Tensor, " n"]) -> Parts:
+    """Jets of all parts over the neighbourhood of radii `r` (Theorem 6.5)."""
+    query, key = moves(centre, r)
+    by_key, by_query = _logit_slopes(centre, query, key, r)
+    logit = _logits(centre, by_key, by_query, query, key, r)
+    weights = _softmax(centre, logit)
+    nu = centre.geometry.nu[:, None, None]
+    far = r.max() * torch.ones_like(weights.size[..., :1])
+    towards = torch.minimum(((weights.size + weights.change) * r).sum(-1, keepdim=True), far)
+    output = Jet(
+        torch.zeros_like(far),
+        nu * towards + (weights.change * centre.values).sum(-1, keepdim=True),
+        nu * (weights.change * r).sum(-1, keepdim=True) + (weights.rest * centre.values).sum(-1, keepdim=True),
+    )
+    value = Jet(centre.values, nu * r + output.change, output.rest.expand_as(centre.values))
+    cap = _cap_slope(centre, by_key, by_query, query, key, r)
+    each = weights * value if cap is None else weights * value * cap
+    of_key, of_query = each * by_key, (each * by_query).sum(-1)
+    return Parts(
+        weights.least(),
+        of_key.least(),
+        of_query.least(),
+        output.map(lambda t: t[..., 0]).least(),
+        value,
+        (by_key, by_query),
+        cap,
+        towards[..., 0],
+    )
+
+
+def _seen_max(centre: Centre, t: Tensor) -> Float[Tensor, "heads n"]:
+    return torch.where(centre.seen, t, 0.0).amax(-1)
+
+
+def _logit_slopes(centre: Centre, query: Move, key: Move, r: Tensor) -> tuple[Jet, Jet]:
+    """Derivatives of the logit `τ q_i·(k_j − κ_i)` in the key's token and in the query's, (heads, n, n), before a soft-cap."""
+    tau = abs(centre.layer.scale)
+    q, k = tau * centre.queries[..., None], tau * centre.keys
+    zero = torch.zeros_like(k)
+    if centre.cross is not None:
+        a = centre.cross[:, None, None]
+        return Jet(q + zero, a * r[:, None] + zero, zero), Jet(k, a * r + zero, zero)
+    dq, dk = query.derivative(r), key.derivative(r)
+    along_q = Jet(q, tau * query.step(r)[..., None], tau * query.curve(r)[..., None])
+    along_k = Jet(k, tau * key.step(r)[:, None], tau * key.curve(r)[:, None])
+    by_key = along_q * Jet(*(t[:, None] for t in dk))
+    by_query = along_k * Jet(*(t[..., None] for t in dq))
+    return by_key, by_query
+
+
+def _logits(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Move, r: Tensor) -> Jet:
+    """How far logits move, up to what a row has in common: `change` and `rest`; `size` is the linear part."""
+    raw = _raw_logits(centre, by_key, by_query, query, key, r)
+    if centre.cap is None or centre.layer.softcap is None:
+        return raw
+    cap = centre.layer.softcap
+    linear = centre.cap * raw.size
+    rest = centre.cap * (raw.rest) + 0.5 * _CAP_BEND / cap * raw.change.square() + centre.blur
+    change = torch.minimum(torch.minimum(raw.change, linear + rest), raw.change.new_tensor(2 * cap) + centre.blur)
+    return Jet(linear, change, rest)
+
+
+def _raw_logits(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Move, r: Tensor) -> Jet:
+    tau = abs(centre.layer.scale)
+    linear = by_query.size * r[:, None] + by_key.size * r
+    if centre.cross is not None:
+        rest = centre.cross[:, None, None] * r[:, None] * r
+    else:
+        rest = tau * (
+            query.curve(r)[..., None] * centre.keys
+            + centre.queries[..., None] * key.curve(r)[:, None]
+            + query.step(r)[..., None] * key.step(r)[:, None]
+        )
+    rest = rest + centre.blur
+    return Jet(linear, linear + rest, rest)
+
+
+def _cap_slope(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Move, r: Tensor) -> Jet | None:
+    """The slope of the soft-cap at the logits."""
+    if centre.cap is None or centre.layer.softcap is None:
+        return None
+    raw, cap = _raw_logits(centre, by_key, by_query, query, key, r), centre.layer.softcap
+    change = (_CAP_BEND / cap * raw.change).clamp_max(1.0)
+    rest = _CAP_BEND / cap * raw.rest + 0.5 * _CAP_TWIST / cap**2 * raw.change.square()
+    return Jet(centre.cap, change, torch.minimum(rest, change + _CAP_BEND / cap * raw.size))
+
+
+def _softmax(centre: Centre, logit: Jet) -> Jet:
+    """`P`: the exact range over a box of logits, and the rest of its expansion (Lemma 6.2)."""
+    p, seen = centre.weights, centre.seen
+    e = torch.where(seen, logit.change, 0.0)
+    far = ~(e.amax(-1, keepdim=True) < _LONGEST)  # nan among them
+    e = torch.where(far, 0.0, e)
+    high, low = p * e.exp(), p * (-e).exp()
+    n = p.shape[-1]
+    slack = 1e-15 * (n + 8)
+    others_low = (low.sum(-1, keepdim=True) * (1 - slack) - low).clamp_min(0.0)
+    others_high = (high.sum(-1, keepdim=True) * (1 + slack) - high).clamp_min(0.0)
+    most = torch.where(high > 0, high / (high + others_low).clamp_min(TINY), 0.0)
+    least = low / (low + others_high).clamp_min(TINY)
+    change = torch.maximum(most - p, p - least).clamp_min(0.0) + slack * p
+    linear, rest = torch.where(seen, logit.size, 0.0), torch.where(seen, logit.rest, 0.0)
+    mean = lambda t: (p * t).sum(-1, keepdim=True)  # noqa: E731
+    centred = e + mean(e)
+    shift = mean(_past_linear(centred))
+    furthest = e + (p * e.exp()).sum(-1, keepdim=True).clamp_min(1.0).log()
+    quadratic = p * (_past_linear(furthest) + rest + mean(rest) + shift)
+    quadratic = torch.minimum(quadratic, change + p * (linear + mean(linear)))
+    anything = torch.where(seen, 1.0, 0.0)
+    change = torch.where(far, anything, change)
+    quadratic = torch.where(far, torch.inf * anything, quadratic)
+    return Jet(p, change, torch.where(seen, quadratic, 0.0))
+
+
+def _past_linear(t: Tensor) -> Tensor:
+    """`e^t − 1 − t`, from above where digits cancel."""
+    return torch.where(t < 1e-3, 0.5 * t.square() * (1 + t), torch.expm1(t) - t)

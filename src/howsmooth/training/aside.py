@@ -1,0 +1,78 @@
+"""Running a model that is being trained, so that the training never learns of it."""
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import BadInputError
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module that a user wrote, behind what compiles it or spreads it over devices."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    if any(type(part).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine") for part in model.modules()):
+        raise BadInputError(
+            f"expected a model whose weights are whole on this device, got a sharded {type(model).__name__}; gather them first"
+        )
+    return model
+
+
+@contextmanager
+def aside(model: nn.Module) -> Iterator[None]:
+    """Inside it a model may be run in eager code and full precision; afterwards everything is as it was.
+
+    That is: random numbers (torch's, NumPy's, Python's), buffers, mixed precision, compiled code. Modes and hooks are the
+    business of whoever sets them. Gradients are safe from all that asks for them by `torch.autograd.grad`.
+    """
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda and p.device.index is not None})
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  what others draw from must stay as it is
+    kept = [(part, dict(part._buffers)) for part in model.modules() if part._buffers]
+    copies = [(t, t.clone(), t._version) for _, own in kept for t in own.values() if t is not None and t.dtype != torch.bool]
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(torch.inference_mode(False))
+            for kind in ("cpu", "cuda") if devices else ("cpu",):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # an old kind of checkpoint's
+            if compiled(model):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        for part, own in kept:
+            if any(part._buffers.get(name) is not t for name, t in own.items()) or len(part._buffers) != len(own):
+                part._buffers.clear()
+                part._buffers.update(own)
+        for t, copy, version in copies:
+            if t._version != version:
+                with torch.no_grad():
+                    t.copy_(copy)
+
+
+def compiled(model: nn.Module) -> bool:
+    """Whether some part of a model is compiled, in place or wrapped."""
+    return any(_compiled(part) for part in model.modules())
+
+
+def _compiled(part: Any) -> bool:
+    return part._compiled_call_impl is not None or "_orig_mod" in part._modules
+
+
+def first_bad(tensors: dict[str, Tensor]) -> str | None:
+    """The name of the first tensor that holds something not finite."""
+    return next((name for name, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)

@@ -1,0 +1,247 @@
+"""The constant as a number to differentiate, and as a term of a loss (docs/explanation/penalty.md).
+
+`σ = ⟨u, J v⟩` at a unit `u` that is held fixed and `v = Jᵀu/|Jᵀu|`. Where `(u, v)` is the top singular pair of `J`, its
+derivative in the weights and in the input is that of the constant itself, since no first-order change of the pair changes `σ`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.kernels.products import float32_products
+from howsmooth.maps.base import Map, check_finite, check_input
+from howsmooth.maps.operator import stream
+from howsmooth.models import MapName, Model
+from howsmooth.models.trace import evaluating
+from howsmooth.settings import flag, number, whole
+from howsmooth.training.aside import aside, bare
+from howsmooth.training.passes import Inputs, Passes
+
+_BASIS = 12  # vectors between restarts
+_RESTARTS = 40
+_SETTLED = {torch.float64: 1e-9, torch.float32: 1e-4}  # |JᵀJ v − σ² v|/σ² at which a direction is the top one
+
+Function = Map | Callable[[Tensor], Tensor]
+
+
+@final
+@dataclass(eq=False)
+class WarmStart:
+    """Directions carried over from call to call of `smoothness`.
+
+    products: with `JᵀJ`, that each later call makes; the first one goes on until the directions have settled.
+    """
+
+    products: int = 1
+    v: Tensor | None = None
+
+    def __post_init__(self):
+        self.products = whole(self.products, "a whole number of products, at least 1", "the default is 1", least=1)
+
+
+def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batched: bool = False) -> Tensor:
+    """The local Lipschitz constant of `f` at `x` as a tensor: differentiable in the weights of `f` and in `x`.
+
+    f: an attention layer or another map of this package, at tokens (…, n, d), which gives a number for every sequence; or any
+    torch function or module of one tensor, at one input, or at many along the first axis where `batched`.
+    state: a `WarmStart`, which makes the next call cheap where weights and input have changed little; by default every call
+    finds the top direction anew.  Modules are asked in eval mode, in the precision of `x`.
+
+    >>> import howsmooth as hs
+    >>> w = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    >>> sigma = hs.smoothness(lambda x: x @ w.T, torch.zeros(2, dtype=torch.float64))
+    >>> sigma.backward()
+    >>> round(sigma.item(), 6), w.grad.abs().round(decimals=6).tolist()
+    (3.0, [[1.0, 0.0], [0.0, 0.0]])
+    """
+    check_input(x)
+    check_finite(x, "input")
+    if state is not None and not isinstance(state, WarmStart):
+        raise BadInputError(
+            f"expected a howsmooth.training.WarmStart as state, got {type(state).__name__}; make one and keep it"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(x.device.type, enabled=False))
+        stack.enter_context(float32_products())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if isinstance(f, nn.Module):
+            stack.enter_context(evaluating(f))
+        g, xs, lead = _by_items(f, x, flag(batched, "batched"))
+        at = xs.detach()
+        v = None if state is None else state.v
+        if v is None or v.shape != xs.shape:
+            v = _settled(g, at)
+        else:
+            assert state is not None
+            v = _lanczos(g, at, v.to(at), state.products)[0]
+        if state is not None:
+            state.v = v
+        with torch.no_grad():
+            image = _along(g, at, v)[1]
+        return _pulled(g, xs, image / _sizes(image)).flatten(1).norm(dim=-1).reshape(lead)
+
+
+def _by_items(f: Function, x: Tensor, batched: bool) -> tuple[Callable[[Tensor], Tensor], Tensor, tuple[int, ...]]:
+    """A function of (items, …), the items, and the shape of the answer."""
+    if isinstance(f, Map):
+        if x.ndim < 2:
+            raise BadInputError(f"expected tokens of shape (n, d) or (batch, n, d), got {tuple(x.shape)}; tokens are rows")
+        x = f.prepare(x)
+        return f.to(x.device, x.dtype).value, x.reshape(-1, *x.shape[-2:]), tuple(x.shape[:-2])
+    if not callable(f):
+        raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
+    if x.dtype not in _SETTLED:
+        raise BadInputError(f"expected float32 or float64 input, got {x.dtype}; pass x.float() and f in float32")
+    if batched:
+        return f, x, (len(x),)
+    return lambda t: f(t[0])[None], x[None], ()
+
+
+def _along(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`g(x)` and `J v`."""
+    with forward_ad.dual_level():
+        y = g(forward_ad.make_dual(xs.clone(), v))  # a clone, since g may write into it
+        if not isinstance(y, Tensor) or not y.is_floating_point() or len(y) != len(xs):
+            raise BadFunctionError(
+                f"expected a function that gives one floating-point tensor for each input, got {type(y).__name__}; pick one, "
+                "as in lambda x: f(x)[0]"
+            )
+        value, image = forward_ad.unpack_dual(y)
+    if image is None:
+        raise BadFunctionError(
+            "expected an output that depends on x, got one with no derivative in x; "
+            "look for detach, no_grad, item() or numpy inside the function"
+        )
+    if not bool(image.isfinite().all()):
+        raise BadFunctionError("expected finite derivatives, got NaN or infinity; check the function at this x")
+    return value, image
+
+
+def _gram(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> Tensor:
+    """`JᵀJ v`, without a graph."""
+    leaf = xs.detach().requires_grad_()
+    value, image = _along(g, leaf, v)
+    with forward_ad._set_fwd_grad_enabled(False):
+        return torch.autograd.grad(value, leaf, image.detach(), materialize_grads=True)[0].detach()
+
+
+def _pulled(g: Callable[[Tensor], Tensor], xs: Tensor, u: Tensor) -> Tensor:
+    """`Jᵀ u` with a graph, by a backward pass: differentiated again, torch's forward mode holds the moments of norms fixed."""
+    x = xs if xs.requires_grad else xs.detach().requires_grad_()
+    return torch.autograd.grad(g(x.clone()), x, u, create_graph=True, materialize_grads=True)[0]
+
+
+def _sizes(t: Tensor) -> Tensor:
+    """Norms of the items, one where there is nothing, to divide by."""
+    size = t.flatten(1).norm(dim=-1).reshape(-1, *[1] * (t.ndim - 1))
+    return torch.where(size > 0, size, 1.0)
+
+
+def _lanczos(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor, products: int) -> tuple[Tensor, float]:
+    """The best direction that so many products with `M = JᵀJ` find from `v`, and how far from one of `M`'s own it is.
+
+    Rayleigh–Ritz on the Krylov space of `v`; the Ritz vector is multiplied by `M` once more, which costs nothing.
+    """
+    basis, images = v.new_zeros(len(v), 0, v[0].numel()), v.new_zeros(len(v), 0, v[0].numel())
+    for _ in range(products):
+        basis = torch.cat([basis, (v / _sizes(v)).flatten(1)[:, None]], 1)
+        images = torch.cat([images, _gram(g, xs, basis[:, -1].reshape(xs.shape)).flatten(1)[:, None]], 1)
+        v = images[:, -1]
+        for _ in range(2):
+            v = v - ((v[:, None] @ basis.mT) @ basis)[:, 0]
+        v = v.reshape(xs.shape)
+    small = basis @ images.mT
+    theta, vectors = torch.linalg.eigh((small + small.mT) / 2)
+    weights, top = vectors[:, None, :, -1], theta[:, -1]
+    ritz, image = (weights @ basis)[:, 0], (weights @ images)[:, 0]
+    rest = (image - top[:, None] * ritz).norm(dim=-1) / torch.where(top > 0, top, 1.0)
+    image = torch.where((top > 0)[:, None], image, ritz).reshape(xs.shape)
+    return image / _sizes(image), float(rest.max())
+
+
+def _settled(g: Callable[[Tensor], Tensor], xs: Tensor) -> Tensor:
+    """Top directions from random starts; where the top is shared by several, one of them."""
+    v = torch.stack([torch.randn(xs.shape[1:], generator=stream(i, "smoothness")) for i in range(len(xs))]).to(xs)
+    for _ in range(_RESTARTS):
+        v, rest = _lanczos(g, xs, v, min(_BASIS, xs[0].numel()))
+        if rest <= _SETTLED.get(xs.dtype, 1e-4):
+            break
+    return v
+
+
+@final
+class SmoothnessPenalty:
+    """A term of a loss: how far the constants of a model's layers are above a target, zero below it.
+
+    `penalty(**batch)` gives `mean max(0, σ/target − 1)` over layers and rows of the batch, with the gradient of every `σ` in
+    all weights that it depends on, those before the layer too. The model is run in eval mode, on attention written out in n × n
+    weights, so that second derivatives exist; a few rows of a batch are enough as a rule.
+
+    model: the one that trains.  target: of every layer's constant, above 0.  layers, map: as for `Tracker`.
+    rows: how many of a batch's, the first ones; all by default.  products: passes without weights' gradients that turn the
+    carried directions towards the top ones before each call; 0 where the same rows come every time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Model,
+        target: float,
+        layers: str | Sequence[int] = "all",
+        map: MapName = "attention",
+        *,
+        rows: int | None = None,
+        products: int = 1,
+    ):
+        if not isinstance(model, nn.Module | Model):
+            raise BadInputError(f"expected a torch module that trains, got {type(model).__name__}; pass the model")
+        self.target = number(target, "a target above 0", "it is a Lipschitz constant", above=0)
+        self.rows = None if rows is None else whole(rows, "a whole number of rows, at least 1", "None takes all", least=1)
+        self.products = whole(products, "a whole number of products", "the default is 1")
+        self.layers, self.map = layers, map
+        self._model = model if isinstance(model, Model) else Model.of(bare(model), type(bare(model)).__name__, None, None)
+        self._passes: Passes | None = None
+        self._directions: dict[int, Tensor] = {}
+        self.values: dict[int, float] = {}  # the largest constants of the last call, by layer
+
+    def __call__(self, probe: Inputs | None = None, **inputs: Any) -> Tensor:
+        """The penalty at a batch: a tensor, or the model's inputs by name."""
+        if (probe is None) == (not inputs):
+            raise BadInputError("expected a batch, as one tensor or by name, got none or both; pass penalty(**batch)")
+        batch = self._first_rows(inputs if probe is None else probe)
+        with aside(self._model.module):
+            if self._passes is None:
+                self._passes = Passes(self._model, batch, self.layers, self.map)
+            else:
+                self._passes = self._passes.fed(batch)
+            for _ in range(self.products):
+                self._turn(self._passes, graph=False)
+            sigmas = self._turn(self._passes, graph=True)
+        self.values = {k: float(t.detach().max()) for k, t in sigmas.items()}
+        return torch.stack([(t / self.target - 1).relu().mean() for t in sigmas.values()]).mean()
+
+    def _first_rows(self, batch: Inputs) -> Inputs:
+        if self.rows is None:
+            return batch
+        if isinstance(batch, Mapping):
+            return {k: t[: self.rows] if isinstance(t, Tensor) and t.ndim else t for k, t in batch.items()}
+        return batch[: self.rows]
+
+    def _turn(self, passes: Passes, *, graph: bool) -> dict[int, Tensor]:
+        """One pass: constants along the carried directions, by row, and the directions turned."""
+        found = list(passes.run(self._directions, graph=graph))
+        sigmas: dict[int, Tensor] = {}
+        for k in passes.layers:
+            rows = [seen[k] for seen in found]
+            pulled = torch.cat([seen.pulled.reshape(len(seen.value), -1, seen.pulled.shape[-1]) for seen in rows])
+            self._directions[k] = pulled / _sizes(pulled)
+            sigmas[k] = torch.cat([seen.value for seen in rows])
+        return sigmas

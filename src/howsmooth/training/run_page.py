@@ -1,0 +1,191 @@
+"""The page of a training run, from the file that a recorder wrote: one HTML file that fetches nothing."""
+
+import base64
+import hashlib
+import math
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any, final
+
+from howsmooth.errors import BadInputError, ResultsError
+from howsmooth.report.answer import number
+from howsmooth.report.page import asset, embed
+from howsmooth.run import read, writing
+from howsmooth.training.recorder import FILE
+from howsmooth.training.tracker import PREFIX
+
+PAGE = "smoothness.html"
+_MOST = 240  # points of a curve; of more, the most telling one of each group is shown
+_CHARTS = {
+    "": "L",
+    "max_logit": "largest logit",
+    "entropy": "entropy of attention",
+    "sink": "share of one token",
+    "radius": "token radius",
+}
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class RunRecord:
+    """A training run as it was recorded.
+
+    steps: of the updates.  losses: beside them, where they were given.  series: by quantity ("" for the constant) and layer, a
+    value for every step, nothing where it was not finite.  alarms: step, layer, quantity, sentence.  versions: of software.
+    """
+
+    folder: Path
+    steps: tuple[int, ...]
+    losses: tuple[float | None, ...]
+    series: dict[str, dict[int, list[float | None]]]
+    alarms: tuple[tuple[int, int, str, str], ...]
+    drifts: tuple[float, ...]
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, folder: str | Path) -> "RunRecord":
+        """From a run's folder, or the file itself."""
+        path = Path(folder)
+        path = path / FILE if path.is_dir() else path
+        if not path.is_file():
+            raise ResultsError(
+                f"expected {FILE} of a recorder in {folder}, got none; pass folder= to howsmooth.training.Recorder"
+            )
+        records = [r for r in read(path) if r.function == f"{PREFIX}:update"]
+        if not records:
+            raise BadInputError(f"expected a run with updates, got {path} without any; was it recorded by a Recorder?")
+        rows = [(r.arguments["step"], r.value) for r in records]
+        series: dict[str, dict[int, list[float | None]]] = {}
+        for name in dict.fromkeys(key for _, row in rows for key in row):
+            what, layer = _named(name)
+            if what in _CHARTS and layer is not None:
+                series.setdefault(what, {})[layer] = [row.get(name) for _, row in rows]
+        alarms = tuple((step, a[0], a[1], a[3]) for step, row in rows for a in row["alarms"])
+        drifts = tuple(v for _, row in rows for k, v in row.items() if k.startswith(f"{PREFIX}/drift/") and v is not None)
+        steps, losses = tuple(step for step, _ in rows), tuple(row["loss"] for _, row in rows)
+        return cls(path.parent, steps, losses, dict(series), alarms, drifts, records[-1].versions)
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(self.series[""])
+
+    def growth(self, layer: int) -> float:
+        """The largest constant over the first one."""
+        there = [v for v in self.series[""][layer] if v is not None and v > 0]
+        return max(there) / there[0] if there else math.nan
+
+    def sentences(self) -> list[str]:
+        """What happened, in a few sentences."""
+        grown = [k for k in self.layers if self.growth(k) == self.growth(k)]
+        said = [f"{len(self.steps)} updates from step {self.steps[0]} to step {self.steps[-1]}."]
+        if grown:
+            most = max(grown, key=self.growth)
+            there = [(step, v) for step, v in zip(self.steps, self.series[""][most], strict=True) if v is not None]
+            step, top = max(there, key=lambda pair: pair[1])
+            said.append(
+                f"The constant of layer {most} grew most: from {number(there[0][1])} to {number(top)} at step {step}, "
+                f"{number(self.growth(most))} times."
+            )
+        said.append(f"{len(self.alarms)} alarms; the first: {self.alarms[0][3]}." if self.alarms else "No alarm went off.")
+        if self.drifts:
+            near = sum(abs(d) <= 0.05 for d in self.drifts)
+            said.append(f"Tracking was within 5 % of certified values in {near} of {len(self.drifts)} comparisons.")
+        return said
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row a layer: the constant at first, at most and at last, the largest logit, the least entropy."""
+        rows = []
+        for k in self.layers:
+            there = [v for v in self.series[""][k] if v is not None]
+            logits = [v for v in self.series.get("max_logit", {}).get(k, []) if v is not None]
+            entropies = [v for v in self.series.get("entropy", {}).get(k, []) if v is not None]
+            ends = (there[0], max(there), self.series[""][k][-1]) if there else (None, None, None)
+            row = dict(zip(("first", "most", "last"), ends, strict=True))
+            rows.append(
+                {"layer": k, **row, "max_logit": max(logits, default=None), "min_entropy": min(entropies, default=None)}
+            )
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "steps": list(self.steps),
+            "losses": list(self.losses),
+            "series": {name or "constant": layers for name, layers in self.series.items()},
+            "alarms": [dict(zip(("step", "layer", "quantity", "said"), a, strict=True)) for a in self.alarms],
+            "said": self.sentences(),
+        }
+
+
+def _named(key: str) -> tuple[str, int | None]:
+    """Quantity and layer of a logged name; no layer where it is a head's or something else.
+
+    >>> _named("smoothness/layer_07"), _named("smoothness/entropy/layer_07"), _named("smoothness/max_logit/layer_07/head_01")
+    (('', 7), ('entropy', 7), ('max_logit', None))
+    """
+    first, *rest = key.split("/")
+    what = rest[0] if len(rest) > 1 else ""
+    last = rest[-1] if first == PREFIX and rest else ""
+    return what, int(last.removeprefix("layer_")) if last.startswith("layer_") and last[6:].isdigit() else None
+
+
+def render(run: RunRecord) -> str:
+    """The page as text."""
+    script = asset("charts.js") + _asset("training.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sentences = run.sentences()
+    return Template(_asset("training.html")).substitute(
+        policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'",
+        description=escape(sentences[0]),
+        title=escape(f"Smoothness of {run.folder.resolve().name} while it trains"),
+        style=asset("page.css"),
+        meta=escape(f"{len(run.layers)} layers · {len(run.steps)} updates"),
+        answer="".join(f"<p>{escape(sentence)}</p>" for sentence in sentences),
+        alarms="".join(f"<li>{escape(said)}</li>" for *_, said in run.alarms) or "<li>none</li>",
+        software=escape(", ".join(f"{k} {v}" for k, v in run.versions.items())),
+        version=escape(run.versions.get("howsmooth", "")),
+        data=embed(_payload(run)),
+        script=script,
+    )
+
+
+def _payload(run: RunRecord) -> dict[str, Any]:
+    steps = run.steps
+    curves = [{"name": "loss", "title": "loss", "series": [{"name": "loss", "points": _thin(steps, run.losses, max)}]}]
+    for what, title in _CHARTS.items():
+        layers = run.series.get(what, {})
+        telling = min if what == "entropy" else max
+        series = [{"name": f"layer {k}", "layer": k, "points": _thin(steps, v, telling)} for k, v in sorted(layers.items())]
+        curves.append({"name": what or "constant", "title": title, "series": series})
+    curves = [c | {"series": [s for s in c["series"] if s["points"]]} for c in curves]
+    return {
+        "curves": [c for c in curves if c["series"]],
+        "ends": [steps[0], max(steps[-1], steps[0] + 1)],
+        "layers": run.layers,
+        "alarms": [{"step": step, "layer": layer, "quantity": what, "said": said} for step, layer, what, said in run.alarms],
+        "table": run.table(),
+    }
+
+
+def _thin(steps: tuple[int, ...], values: Any, telling: Any) -> list[list[float]]:
+    """At most so many points, those a logarithmic axis can show."""
+    there = [[s, v] for s, v in zip(steps, values, strict=True) if v is not None and v > 0]
+    size = math.ceil(len(there) / _MOST) or 1
+    return [telling(there[i : i + size], key=lambda p: p[1]) for i in range(0, len(there), size)]
+
+
+def _asset(name: str) -> str:
+    return resources.files("howsmooth.training").joinpath("assets", name).read_text("utf-8")
+
+
+def write_run_page(run: RunRecord, out: str | Path | None = None, *, force: bool = False) -> Path:
+    """Write the page, into the run's folder by default; a page of ours there is replaced, another file only if `force`."""
+    page = run.folder / PAGE if out is None else Path(out)
+    if out is not None and page.exists() and not force:
+        raise ResultsError(f"expected a new file, got {page}, which exists; pass --force to replace it")
+    text = render(run).encode("utf-8", "replace")
+    with writing(page, parents=True) as part:
+        part.write_bytes(text)
+    return page

@@ -1,0 +1,417 @@
+"""What a layer's constant does while a model trains: cheap to follow, certified now and then."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.models import MapName, Model
+from howsmooth.models.measurement import Measurement
+from howsmooth.settings import flag, number, whole
+from howsmooth.training.aside import aside, bare, first_bad
+from howsmooth.training.looks import look, squares
+from howsmooth.training.passes import Inputs, Passes, Seen
+
+PREFIX = "smoothness"
+_START = 8  # passes from a random start, where no certified solve gives the first directions
+_MOST = 6  # passes in one update; one is enough while weights change slowly
+_SETTLED = 2e-3  # |Jᵀu|/|J w| − 1 of the top Ritz vector w: a residual of 6 %, so the value is within 3 % of a singular value
+_WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
+
+
+class TrackingWarning(UserWarning):
+    """Something that whoever trains should know; training goes on."""
+
+
+@final
+@dataclass(frozen=True)
+class Checked:
+    """A layer where tracking was compared with a certified solve. `drift` is `tracked/value − 1`."""
+
+    layer: int
+    head: int | None
+    tracked: float
+    value: float
+    upper: float
+
+    @property
+    def drift(self) -> float:
+        return self.tracked / self.value - 1 if self.value > 0 else 0.0
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Check:
+    """Every tracked number beside its certified one."""
+
+    step: int
+    rows: tuple[Checked, ...]
+
+    @property
+    def worst(self) -> Checked:
+        """Where tracking is furthest off."""
+        return max(self.rows, key=lambda row: abs(row.drift))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "rows": [asdict(row) | {"drift": row.drift} for row in self.rows]}
+
+    def __repr__(self) -> str:
+        furthest = f"{self.worst.drift:+.2%} in layer {self.worst.layer}"
+        return f"Check(step {self.step}, {len(self.rows)} numbers, furthest off {furthest})"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Tracker:
+    """The constants of a model's layers at a fixed probe, followed as its weights change.
+
+    model: the one that trains, compiled or wrapped as it may be, or a `Model`.  probe: a batch of few rows by the names of the
+    model's `forward`; the constant of a layer is the largest over its rows.  layers: `"all"` or a list.
+    map: `attention`, `heads`, `normed` or `block`.  heads: also the constant of every head alone, at the price of a row for
+    each.  check_every: certified solves after so many updates, and before the first; 0 for never.
+    tol, certify: of those, as in `howsmooth.lipschitz`.  average: over the processes of a distributed run, each with a probe of
+    its own; by default the first process measures and the others get nothing.
+
+    `update()` gives a flat dictionary to log. Its constants are lower ends: `|Jᵀu|` for a unit `u`, from four directions that
+    are carried over from update to update, with one block product with `J` and one with `Jᵀ` each time, and more where weights
+    have moved far. The run is left as it was: mode, hooks, random numbers, buffers, gradients.
+
+    >>> import howsmooth as hs
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> tracker = hs.Tracker(torch.nn.TransformerEncoder(layer, 2), probe=torch.randn(1, 5, 8))
+    >>> sorted(tracker.update())[:2]
+    ['smoothness/drift/layer_00', 'smoothness/drift/layer_01']
+    """
+
+    model: nn.Module | Model
+    probe: Inputs
+    layers: str | Sequence[int] = "all"
+    map: MapName = "attention"
+    heads: bool = False
+    check_every: int = 50
+    tol: float = 1e-3
+    certify: float | None = None
+    average: bool = False
+
+    def __post_init__(self):
+        expected = "check_every as a whole number of updates, 0 for never"
+        known = {
+            "heads": flag(self.heads, "heads"),
+            "average": flag(self.average, "average"),
+            "check_every": whole(self.check_every, expected, "the default is 50"),
+            "tol": number(self.tol, "0 < tol < 1", "the default is 1e-3", above=0, below=1),
+        }
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
+        if isinstance(self.model, Model):
+            loaded = self.model
+        elif isinstance(self.model, nn.Module):
+            module = bare(self.model)
+            loaded = Model.of(module, type(module).__name__, None, None)
+        else:
+            raise BadInputError(f"expected a torch module that trains, got {type(self.model).__name__}; pass the model")
+        with aside(loaded.module):
+            passes = Passes(loaded, self.probe, self.layers, self.map)
+        if self.heads and not (passes.kernels and passes.together and all(passes.heads.values())):
+            raise BadInputError(
+                "expected a model whose heads can be told apart for heads=True, got one whose attention is its own code; "
+                "leave heads out"
+            )
+        vars(self)["_state"] = _State(loaded, passes)
+
+    @property
+    def _now(self) -> "_State":
+        return vars(self)["_state"]
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The tracked layers by number, as they are called in the model."""
+        return {route.index: route.name for route in self._now.passes.routes}
+
+    @property
+    def broken(self) -> str | None:
+        """Where and when something was first not finite, in a sentence; nothing while all is well."""
+        return self._now.broken
+
+    def key(self, layer: int, what: str | None = None, head: int | None = None) -> str:
+        """The name a number is logged under.
+
+        what: nothing for the constant, or `max_logit`, `entropy`, `sink`, `radius`, `head`, `upper`, `drift`.
+        """
+        digits = max(2, len(str(self._now.passes.count - 1)))
+        parts = [
+            PREFIX,
+            *([what] if what else []),
+            f"layer_{layer:0{digits}d}",
+            *([] if head is None else [f"head_{head:02d}"]),
+        ]
+        return "/".join(parts)
+
+    def update(self, step: int | None = None) -> dict[str, float]:
+        """The numbers at the weights of this moment, by the names they are logged under.
+
+        For each layer: the constant, the largest logit of every head and of all, the mean entropy of attention in nats, the
+        largest share of all attention that one token gets, the root mean square norm of the tokens that enter. After a check
+        also the certified upper end and how far tracking was off. Where something is not finite: NaN, and a warning that says
+        where.
+
+        step: of the training, for what is said; counts updates by default.
+        """
+        state = self._now
+        step = state.updates if step is None else step
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if distributed and not self.average and torch.distributed.get_rank() > 0:
+            state.updates += 1
+            return {}
+        checks = self.check_every > 0 and state.updates % self.check_every == 0
+        with aside(state.loaded.module):
+            if checks and not state.directions:
+                self._certified(step)
+            elif not state.directions:
+                for _ in range(_START):
+                    self._follow()
+            values = self._follow()
+            bad = [k for k in state.passes.layers if not math.isfinite(values[self.key(k)])]
+            if bad:
+                self._say(step, bad[0])
+            elif checks:
+                check = self._certified(step)
+                for row in check.rows if check else ():
+                    for what, number_ in (("upper", row.upper), ("drift", row.drift)):
+                        values[self.key(row.layer, what, row.head)] = number_
+        state.updates += 1
+        return self._averaged(values) if distributed and self.average else values
+
+    def check(self, step: int | None = None) -> Check:
+        """Certified solves of everything that is tracked, beside what tracking says now, which goes on from there."""
+        state = self._now
+        with aside(state.loaded.module):
+            if state.directions:
+                self._follow()
+            checked = self._certified(state.updates if step is None else step, strict=True)
+            assert checked is not None
+            if not state.tracked:  # nothing was followed before
+                self._follow()
+                checked = Check(checked.step, tuple(_again(row, state.tracked) for row in checked.rows))
+        return checked
+
+    def _follow(self) -> dict[str, float]:
+        """One step of power iteration in every layer, and more where the weights have moved far."""
+        state, passes = self._now, self._now.passes
+        for _ in range(_MOST):
+            found = list(passes.run({k: v for (k, h), v in state.directions.items() if h is None}, times=state.times))
+            rows = {k: [seen[k] for seen in found if k in seen] for k in passes.layers}
+            whole_ = [k for k in passes.layers if len(rows[k]) == len(found)]
+            turned = {k: state.ritz(k, rows[k]) for k in whole_}
+            if len(whole_) < len(rows) or not bool(torch.stack([gain.max() for _, gain in turned.values()]).max() > _SETTLED):
+                break
+        numbers: dict[str, Tensor] = {}
+        for k in passes.layers:
+            numbers |= self._numbers(k, rows[k], turned[k][0]) if k in turned else self._missing(k)
+        if self.heads:
+            most = max(passes.heads.values())
+            given = {k: v for (k, h), v in state.directions.items() if h is not None}
+            for seen in passes.run(given, times=most, heads=True):
+                for k in passes.layers:
+                    numbers |= self._by_head(k, seen.get(k), most)
+        values = dict(zip(numbers, torch.stack([t.double() for t in numbers.values()]).tolist(), strict=True))
+        state.tracked = {(k, None): values[self.key(k)] for k in passes.layers}
+        if self.heads:
+            state.tracked |= {(k, h): values[self.key(k, "head", h)] for k in passes.layers for h in range(passes.heads[k])}
+        return values
+
+    def _missing(self, layer: int) -> dict[str, Tensor]:
+        """What is logged of a layer that could not be measured."""
+        passes = self._now.passes
+        names = [self.key(layer), self.key(layer, "radius")]
+        names += [self.key(layer, what) for what in ("max_logit", "entropy", "sink")] if passes.kernels else []
+        names += [self.key(layer, "max_logit", h) for h in range(passes.heads[layer] if passes.kernels else 0)]
+        return dict.fromkeys(names, torch.full((), math.nan, dtype=torch.float64, device=passes.device))
+
+    def _numbers(self, layer: int, there: list[Seen], value: Tensor) -> dict[str, Tensor]:
+        """What is logged of a layer, still on its device."""
+        state, passes = self._now, self._now.passes
+        count = passes.heads[layer] if passes.kernels else 0
+        noise = max((kernel.noise for seen in there for kernel in seen.kernels), default=0.0)
+        numbers = {self.key(layer): value.max() * max(0.0, 1 - noise)}
+        pairs = [(kernel, real) for seen, real in zip(there, passes.real, strict=True) for kernel in seen.kernels]
+        looks = [look(kernel, real, state.times) for kernel, real in pairs]
+        if looks:
+            logits, entropies, sinks = zip(*looks, strict=True)
+            alike = len({t.shape for t in logits}) == 1 and len(logits[0]) == count
+            largest = torch.stack([t.max() for t in logits]).max()
+            numbers |= {self.key(layer, "max_logit"): largest, self.key(layer, "entropy"): torch.stack(entropies).mean()}
+            numbers[self.key(layer, "sink")] = torch.stack(sinks).mean()
+            by_head = torch.stack(logits).amax(0) if alike else ()
+            numbers |= {self.key(layer, "max_logit", h): t for h, t in enumerate(by_head)}
+        lengths = [squares(seen.x, real) for seen, real in zip(there, passes.real, strict=True)]
+        return numbers | {self.key(layer, "radius"): torch.cat(lengths).mean().sqrt()}
+
+    def _by_head(self, layer: int, seen: Seen | None, most: int) -> dict[str, Tensor]:
+        state, passes = self._now, self._now.passes
+        keys = [self.key(layer, "head", h) for h in range(passes.heads[layer])]
+        if seen is None:
+            return dict.fromkeys(keys, torch.full((), math.nan, dtype=torch.float64, device=passes.device))
+        state.point(layer, -1, [seen])
+        noise = max((kernel.noise for kernel in seen.kernels), default=0.0)
+        values = seen.value.reshape(len(passes.rows), most).amax(0) * max(0.0, 1 - noise)
+        return dict(zip(keys, values, strict=False))
+
+    def _certified(self, step: int, strict: bool = False) -> Check | None:
+        """Certified solves, whose directions tracking takes over. strict: what refuses them is raised, and said otherwise."""
+        state, passes = self._now, self._now.passes
+        rows: list[Checked] = []
+        try:
+            by_row = [
+                state.capture(row).measure(
+                    passes.layers, self.map, heads=self.heads, tol=self.tol, certify=self.certify, closed=False
+                )
+                for row in passes.rows
+            ]
+        except HowSmoothError as error:
+            if strict:
+                raise
+            warnings.warn(f"step {step}: no certified constants ({error})", TrackingWarning, stacklevel=4)
+            return None
+        for i, k in enumerate(passes.layers):
+            own = [measured[i] for measured in by_row]
+            state.lead(k, torch.stack([_spread(m, m.direction, passes, r) for r, m in enumerate(own)]))
+            rows.append(_beside(k, None, state.tracked, [m.estimate for m in own]))
+            if self.heads:
+                most = max(passes.heads.values())
+                whole_ = [[_spread(m, e.direction, passes, r) for e in m.heads] for r, m in enumerate(own)]
+                filled = [each + [torch.zeros_like(each[0])] * (most - len(each)) for each in whole_]
+                state.directions[k, -1] = torch.stack([v for each in filled for v in each])
+                rows += [_beside(k, h, state.tracked, [m.heads[h] for m in own]) for h in range(passes.heads[k])]
+        return Check(step, tuple(rows))
+
+    def _averaged(self, values: dict[str, float]) -> dict[str, float]:
+        state = self._now
+        here = state.passes.device if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
+        total = torch.tensor(list(values.values()), dtype=torch.float64, device=here)
+        torch.distributed.all_reduce(total)
+        return dict(zip(values, (total / torch.distributed.get_world_size()).tolist(), strict=True))
+
+    def _say(self, step: int, layer: int) -> None:
+        """Say, once, where the first thing that is not finite is."""
+        state = self._now
+        if state.broken is not None:
+            return
+        blocks = {route.index: route for route in state.passes.routes}
+        where = next((k for k, r in blocks.items() if first_bad(dict(r.block.named_parameters())) is not None), None)
+        bad = first_bad(dict(state.loaded.module.named_parameters()))
+        if where is not None:
+            said = f"weights of layer {where} ({blocks[where].name}) are not finite"
+        elif bad is not None:
+            said = f"weights outside of the layers ({bad}) are not finite, seen first by layer {layer} ({blocks[layer].name})"
+        else:
+            said = f"what enters layer {layer} ({blocks[layer].name}), or its logits, is not finite or out of range"
+        state.broken = f"step {step}: {said}"
+        warnings.warn(f"{state.broken}; its constants are NaN from here on, training goes on", TrackingWarning, stacklevel=4)
+
+
+class _State:
+    """What changes from update to update. directions, tracked: by layer and head, -1 for all heads, nothing for the layer."""
+
+    def __init__(self, loaded: Model, passes: Passes):
+        self.loaded, self.passes = loaded, passes
+        self.directions: dict[tuple[int, int | None], Tensor] = {}
+        self.tracked: dict[tuple[int, int | None], float] = {}
+        self.updates = 0
+        self.broken: str | None = None
+        self.times = min(_WIDTH, passes.least) if passes.together else 1
+
+    def capture(self, row: Inputs) -> Any:
+        return self.loaded.capture(inputs=row) if isinstance(row, Tensor) else self.loaded.capture(**row)
+
+    def ritz(self, layer: int, rows: list[Seen]) -> tuple[Tensor, Tensor]:
+        """Constants by row, how far they may still grow, and the directions turned: Rayleigh–Ritz, then a power step.
+
+        With `w` the top Ritz vector of `JᵀJ` on their span: `u = J w/|J w|`, the value `|Jᵀ u|`, the gain `|Jᵀ u|/|J w| − 1`.
+        """
+        t = self.times
+        images, pulled = (
+            torch.cat([_by_row(x, t) for x in part]) for part in zip(*((s.image, s.pulled) for s in rows), strict=True)
+        )
+        sizes = images.flatten(2).norm(dim=-1)  # (rows, times)
+        grams = (pulled.flatten(2) * sizes[..., None]).double()  # JᵀJ v
+        v = self.directions.get((layer, None))
+        basis = pulled.flatten(2).double() if v is None else _by_row(v, t).flatten(2).double()
+        small = basis @ grams.mT
+        small = torch.where(small.isfinite(), small, 0.0)
+        _, turn = torch.linalg.eigh((small + small.mT) / 2)
+        turn = turn.flip(-1).mT  # rows: from the top Ritz vector down
+        if v is None:  # drawn in the pass, and not orthonormal: the best of them
+            turn = torch.eye(t, device=turn.device, dtype=turn.dtype).expand_as(turn)
+        image, product = turn[:, :1] @ images.flatten(2).double(), turn @ grams
+        length = image.norm(dim=-1)[:, 0]
+        value = product[:, 0].norm(dim=-1) / torch.where(length > 0, length, 1.0)
+        value = torch.where(grams.isfinite().all(-1).all(-1), value, torch.nan)
+        fresh = _orthonormal(product).to(pulled).reshape(pulled.shape)
+        good = value.isfinite()[:, None, None, None] & fresh.isfinite().all()
+        old = torch.zeros_like(fresh) if v is None else _by_row(v, t).to(fresh).reshape(fresh.shape)
+        self.directions[layer, None] = torch.where(good, fresh, old).flatten(0, 1).reshape(-1, *rows[0].pulled.shape[1:])
+        return value, value / torch.where(length > 0, length, 1.0) - 1
+
+    def lead(self, layer: int, tops: Tensor) -> None:
+        """Put certified top directions, (rows, n, d), before the carried ones."""
+        old = self.directions.get((layer, None))
+        if old is None:
+            random = torch.Generator().manual_seed(layer)
+            old = torch.randn(len(tops) * self.times, *tops.shape[1:], generator=random).to(tops)
+            old = old * (tops != 0).any(-1, keepdim=True).repeat_interleave(self.times, 0)  # zero at padding
+        both = torch.cat([tops[:, None], _by_row(old.reshape(-1, *tops.shape[1:]), self.times)[:, : self.times - 1]], 1)
+        ready = _orthonormal(both.flatten(2).double()).to(tops)
+        self.directions[layer, None] = ready.reshape(-1, *tops.shape[1:])
+
+    def point(self, layer: int, head: int | None, rows: list[Seen]) -> None:
+        """Carry the directions over, those that are none left as they were."""
+        fresh = torch.cat([seen.pulled.reshape(len(seen.value), -1, seen.pulled.shape[-1]) for seen in rows])
+        old = self.directions.get((layer, head))
+        if old is None or old.shape != fresh.shape:
+            old = torch.zeros_like(fresh)
+        size = fresh.flatten(1).norm(dim=-1)
+        good = (size.isfinite() & (size > 0))[:, None, None]
+        self.directions[layer, head] = torch.where(good, fresh / size[:, None, None], old.to(fresh))
+
+
+def _by_row(t: Tensor, times: int) -> Tensor:
+    return t.reshape(-1, times, *t.shape[1:])
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """Orthonormal vectors with the same span, (…, times, N), the first one first; what depends on others gets lost."""
+    done: list[Tensor] = []
+    for v in rows.unbind(-2):
+        size = v.norm(dim=-1, keepdim=True)
+        for _ in range(2):
+            for q in done:
+                v = v - (v * q).sum(-1, keepdim=True) * q
+        left = v.norm(dim=-1, keepdim=True)
+        done.append(torch.where(left > 1e-12 * size, v / torch.where(left > 0, left, 1.0), 0.0))
+    return torch.stack(done, -2)
+
+
+def _beside(layer: int, head: int | None, tracked: dict[Any, float], estimates: list[Any]) -> Checked:
+    value, upper = max(e.value for e in estimates), max(e.upper for e in estimates)
+    return Checked(layer, head, tracked.get((layer, head), value), value, upper)
+
+
+def _again(row: Checked, tracked: dict[tuple[int, int | None], float]) -> Checked:
+    return Checked(row.layer, row.head, tracked[row.layer, row.head], row.value, row.upper)
+
+
+def _spread(measured: Measurement, direction: Tensor, passes: Passes, row: int) -> Tensor:
+    """A direction of all tokens of a row, zero at padding."""
+    real = passes.real[0 if passes.together else row]
+    own = None if real is None else real[row if passes.together else 0, :, 0]
+    direction = direction.to(passes.device, passes.work)
+    if own is None or len(direction) == len(own):
+        return direction
+    whole_ = direction.new_zeros(len(own), direction.shape[-1])
+    return whole_.index_copy_(0, torch.nonzero(own)[:, 0].to(direction.device), direction)

@@ -1,0 +1,108 @@
+"""`sdpa`'s kernels for a GPU against tiles in float64: on a GPU where there is one, else in Triton's interpreter."""
+
+import pytest
+import torch
+from torch.func import jvp, vjp, vmap
+
+import howsmooth as hs
+from howsmooth.kernels import operators
+from problems.layers import gaussian
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# relative errors in norm: of float32 some roundings, of half precision about two of each operand's
+ALLOWED = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+KINDS = {
+    "causal, grouped, whole blocks": (128, 128, 16, 16, 2, {"is_causal": True}),
+    "soft-capped, ragged": (17, 70, 20, 8, 1, {"softcap": 2.0, "scale": -0.3}),
+    "causal window": (40, 40, 8, 8, 1, {"is_causal": True, "window": 9}),
+    "mask with an empty row": (20, 30, 8, 8, 1, {"attn_mask": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch):
+    monkeypatch.setattr(operators, "_fused", lambda q, v: q.dtype != torch.float64)
+
+
+def products(x, t, g, **given):
+    """Output, jvp, vjp, the Hessian of `⟨g, o⟩` along `t`, and a batch of vjps."""
+
+    def f(*a):
+        return hs.sdpa(*a, enable_gqa=True, **given)
+
+    hessian = jvp(lambda *a: vjp(f, *a)[1](g), x, t)[1]
+    batch = vmap(lambda u: vjp(f, *x)[1](u)[1])(torch.stack([g, -2 * g]))
+    return [*jvp(f, x, t), *vjp(f, *x)[1](g), *hessian, batch]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_product(kind, dtype):
+    if DEVICE == "cpu" and (dtype == torch.bfloat16 or (dtype == torch.float32) == ("whole" in kind)):
+        pytest.skip("Triton's interpreter is slow, and has no bfloat16 products")
+    n, m, d, d_v, group, given = KINDS[kind]
+    if "attn_mask" in given:
+        mask = gaussian(1, 1, n, m, seed=8) > -0.3
+        mask[..., 3, :] = False
+        given = {"attn_mask": mask.to(DEVICE)}
+    shapes = ((1, 2, n, d), (1, 2 // group, m, d), (1, 2 // group, m, d_v))
+    x, t = (tuple(gaussian(*s, seed=i + k).to(DEVICE, dtype) for i, s in enumerate(shapes)) for k in (0, 10))
+    g = gaussian(1, 2, n, d_v, seed=20).to(DEVICE, dtype)
+    got = products(x, t, g, **given)
+    want = products(*(tuple(a.double() for a in part) for part in (x, t)), g.double(), **given)
+    for name, a, b in zip(("o", "do", "dq", "dk", "dv", "hq", "hk", "hv", "batch"), got, want, strict=True):
+        error = float((a.double() - b).norm() / b.norm())
+        assert error <= ALLOWED[dtype], f"{name}: error {error:.1e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_heads_on_a_gpu(d, dtype):
+    shapes = ((1, 2, 300, d),) * 3
+    x, t = (tuple(gaussian(*s, seed=i + k).to(DEVICE, dtype) for i, s in enumerate(shapes)) for k in (0, 10))
+    g = gaussian(1, 2, 300, d, seed=20).to(DEVICE, dtype)
+    want = products(*(tuple(a.double() for a in part) for part in (x, t)), g.double(), is_causal=True)
+    for a, b in zip(products(x, t, g, is_causal=True), want, strict=True):
+        assert float((a.double() - b).norm() / b.norm()) <= ALLOWED[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_one_query_on_a_gpu():
+    q, k = gaussian(1, 2, 1, 64, seed=0).to(DEVICE), gaussian(1, 2, 1, 64, seed=1).to(DEVICE)
+    out = hs.sdpa(q.float(), k.float(), k.float())
+    assert float((out.double() - k).norm() / k.norm()) <= ALLOWED[torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_captured_in_a_cuda_graph():
+    """Nothing waits for the device, so forward, backward and jvp are captured and replayed."""
+    x = [gaussian(1, 2, 256, 64, seed=i).to(DEVICE, torch.bfloat16).requires_grad_() for i in range(3)]
+    g = gaussian(1, 2, 256, 64, seed=5).to(DEVICE, torch.bfloat16)
+
+    def step():
+        plain = tuple(t.detach() for t in x)
+        tangent = jvp(lambda *a: hs.sdpa(*a, is_causal=True), plain, plain)[1]
+        return [tangent, *torch.autograd.grad(hs.sdpa(*x, is_causal=True), x, g)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for t in x:
+            t.mul_(0.5)
+    graph.replay()
+    for got, want in zip(captured, step(), strict=True):
+        assert torch.equal(got, want)

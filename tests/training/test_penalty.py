@@ -1,0 +1,148 @@
+"""The constant as something to differentiate: exact at the top pair, against finite differences in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2Model
+
+import howsmooth as hs
+
+
+def weights(d: int = 8, seed: int = 0) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [1.5 * torch.randn(d, d, generator=random, dtype=torch.float64) / d**0.5 for _ in range(4)]
+
+
+def attention(w: list[Tensor]) -> hs.Attention:
+    return hs.Attention(*w, heads=2, causal=True, rotary=None)
+
+
+def slopes(f: Any, at: list[Tensor], eps: float = 1e-5) -> list[tuple[Tensor, float]]:
+    """For every tensor, a direction and the derivative of `f` along it, by central differences."""
+    found = []
+    for i, t in enumerate(at):
+        v = torch.randn(t.shape, generator=torch.Generator().manual_seed(i), dtype=t.dtype)
+        v = v / v.norm()
+        up, down = ([s + sign * eps * v if j == i else s for j, s in enumerate(at)] for sign in (1, -1))
+        found.append((v, (f(up) - f(down)) / (2 * eps)))
+    return found
+
+
+@pytest.mark.parametrize("n", [5, 40])  # one that is decomposed whole, one that is not
+def test_gradient_of_a_layer_is_that_of_its_constant(n):
+    at = [*weights(), torch.randn(n, 8, generator=torch.Generator().manual_seed(9), dtype=torch.float64)]
+
+    def truth(t: list[Tensor]) -> float:
+        return hs.lipschitz(attention(t[:4]), t[4], solver=hs.DenseSVD()).value
+
+    leaves = [t.clone().requires_grad_() for t in at]
+    sigma = hs.smoothness(attention(leaves[:4]), leaves[4])
+    assert sigma.item() == pytest.approx(truth(at), rel=1e-9)
+    for g, (v, slope) in zip(torch.autograd.grad(sigma, leaves), slopes(truth, at), strict=True):
+        assert float((g * v).sum()) == pytest.approx(slope, rel=1e-6, abs=1e-6)
+
+
+def test_gradient_of_a_function_with_norms_and_fused_attention():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.3, batch_first=True, dtype=torch.float64).train()
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    sigma = hs.smoothness(layer, x, batched=True)
+    assert sigma.shape == (2,)
+    assert layer.training
+    alone = [hs.lipschitz(lambda t: layer.eval()(t[None])[0], row).value for row in x]
+    layer.train()
+    assert sigma.tolist() == pytest.approx(alone, rel=1e-8)
+    (g,) = torch.autograd.grad(sigma.sum(), layer.self_attn.in_proj_weight)
+    with torch.no_grad():
+        v = torch.randn_like(g) / g.numel() ** 0.5
+        ends = []
+        for sign in (1e-5, -2e-5):
+            layer.self_attn.in_proj_weight.add_(sign * v)
+            ends.append(float(hs.smoothness(layer, x, batched=True).sum()))
+    assert float((g * v).sum()) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6, abs=1e-7)
+
+
+def test_a_warm_start_follows_weights_that_move():
+    w, state = weights(16), hs.WarmStart()
+    x = torch.randn(30, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for step in range(8):
+        w = [t * (1 + 0.002 * step) for t in w]
+        value = hs.smoothness(attention(w), x, state)
+        truth = hs.lipschitz(attention(w), x, tol=1e-6).value
+        assert value.item() <= truth * (1 + 1e-5)
+    assert value.item() == pytest.approx(truth, rel=1e-2)
+
+
+def test_descent_on_the_penalty_brings_the_constant_down():
+    leaves = [t.requires_grad_() for t in weights()]
+    x, state = torch.randn(6, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64), hs.WarmStart()
+    first = hs.smoothness(attention(leaves), x).item()
+    for _ in range(30):
+        grads = torch.autograd.grad(hs.smoothness(attention(leaves), x, state), leaves)
+        with torch.no_grad():
+            for t, g in zip(leaves, grads, strict=True):
+                t.sub_(0.02 * g)
+    assert hs.lipschitz(attention([t.detach() for t in leaves]), x).value < 0.8 * first
+
+
+def gpt() -> GPT2Model:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=8, n_head=2, n_positions=8, vocab_size=12, bos_token_id=0, eos_token_id=0)
+    model = GPT2Model(config).double().train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8 if p.ndim > 1 else 1)
+    return model
+
+
+def test_penalty_reaches_all_weights_before_a_layer():
+    model, ids = gpt(), torch.tensor([[1, 5, 2, 7, 3], [4, 4, 9, 0, 11]])
+    penalty = hs.SmoothnessPenalty(model, target=0.1, layers=[1], products=40)
+    loss = penalty(input_ids=ids)
+    loaded = hs.load(model)
+    truth = [loaded.measure(layer=1, ids=row.tolist(), tol=1e-6).value for row in ids]
+    assert loss.item() == pytest.approx(sum(t / 0.1 - 1 for t in truth) / 2, rel=1e-4)
+    assert penalty.values[1] == pytest.approx(max(truth), rel=1e-4)
+    places = {"wte": model.wte.weight, "qkv": model.h[1].attn.c_attn.weight, "before": model.h[0].mlp.c_fc.weight}
+    grads = torch.autograd.grad(loss, list(places.values()))
+    penalty.products = 4  # enough from where it is
+    for p, g in zip(places.values(), grads, strict=True):
+        v = torch.randn(p.shape, generator=torch.Generator().manual_seed(3), dtype=p.dtype)
+        v = v / v.norm()
+        ends = []
+        with torch.no_grad():
+            for move in (1e-5, -2e-5):
+                p.add_(move * v)
+                ends.append(penalty(input_ids=ids).item())
+            p.add_(1e-5 * v)
+        assert float((g * v).sum()) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-4, abs=1e-6)
+
+
+def test_penalty_is_zero_below_its_target_and_leaves_the_model_alone():
+    model, ids = gpt().float(), torch.tensor([[1, 5, 2]])
+    state = torch.random.get_rng_state()
+    penalty = hs.SmoothnessPenalty(model, target=1e6, rows=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = penalty(input_ids=ids.repeat(3, 1))
+    assert loss.item() == 0
+    loss.backward()
+    assert all(p.grad is None or not bool(p.grad.any()) for p in model.parameters())
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert model.training
+    assert len(penalty(input_ids=ids, attention_mask=torch.tensor([[1, 1, 0]])).shape) == 0
+
+
+def test_bad_input():
+    x = torch.ones(3, 4)
+    with pytest.raises(hs.HowSmoothError, match="expected a target above 0, got 0"):
+        hs.SmoothnessPenalty(gpt(), target=0)
+    with pytest.raises(hs.HowSmoothError, match="expected a batch"):
+        hs.SmoothnessPenalty(gpt(), target=1.0)()
+    with pytest.raises(hs.HowSmoothError, match="no derivative in x"):
+        hs.smoothness(lambda t: t.detach(), x)
+    with pytest.raises(hs.HowSmoothError, match="WarmStart"):
+        hs.smoothness(lambda t: t, x, {})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(hs.HowSmoothError, match="finite"):
+        hs.smoothness(lambda t: t, x * torch.nan)
