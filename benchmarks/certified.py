@@ -29,7 +29,7 @@ from howsmooth.theory.around_norms import Certified
 
 TITLE = "Certified change of the output, and certified radius of an answer, ℓ2 over all tokens"
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do"
-LAYER, N, N_BLOCK = 2, 16, 8
+LAYER, N, N_BLOCK = 2, 16, 4
 SHARES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # radii, in lengths of a token
 TRAINED, EPOCHS = 1397, 30
 BETWEEN = 2e-3, 0.2  # radii that CROWN's is looked for between

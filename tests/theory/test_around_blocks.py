@@ -32,23 +32,26 @@ def test_sound_on_many():
     assert looked.wrong == []
 
 
-@pytest.mark.parametrize("spoiled", ["slope", "change", "moved_total", "spread", "total", "scalars"])
-def test_checker_fails_on_a_wrong_bound(spoiled: str):
+def test_checker_fails_on_a_wrong_bound():
     c = case(1)
-    small = replace(c, area=Neighbourhood.of(c.area.point, 1e-7, "sequence"))
-    moved = expand(c.graph, c.area.point, True).at(torch.tensor([1e-7], dtype=torch.float64))
-    certified = Certified(c.whole, c.area.point)
+    x = c.area.point
+    small = replace(c, area=Neighbourhood.of(x, 1e-7, "sequence"))
+    moved = expand(c.graph, x, True).at(torch.tensor([1e-7], dtype=torch.float64))
+    certified = Certified(c.whole, x)
     around, scalars = around_graph(certified, small.area), scalar_changes(certified, small.area)
-    bounds = {"slope": around.slope, "change": around.change, "moved_total": around.moved_total, "scalars": scalars}
-    if spoiled in ("spread", "total"):
-        moved = moved._replace(**{spoiled: 0.01 * getattr(moved, spoiled)})
-    elif spoiled == "scalars":
-        scalars = 0.01 * scalars
-    else:
-        factor = 1e-6 if spoiled == "change" else 0.5
-        around = replace(around, **{spoiled: factor * bounds[spoiled]})
-    at = jacobian(c.f, c.area.point)
-    assert any(refuted(small, moved, around, scalars, at, y) for y in points(small))
+    at, inside = jacobian(c.f, x), points(small)
+    right = (moved, around, scalars)
+    assert not any(refuted(small, *right, at, y) for y in inside)
+    for name, wrong in {
+        "slope": (moved, replace(around, slope=0.5 * around.slope), scalars),
+        "change": (moved, replace(around, change=1e-6 * around.change), scalars),
+        "moved_total": (moved, replace(around, moved_total=0.5 * around.moved_total), scalars),
+        "moved": (moved, replace(around, moved=0.01 * around.moved), scalars),
+        "entry": (moved._replace(spread=0.01 * moved.spread), around, scalars),
+        "expanded total": (moved._replace(total=0.5 * moved.total), around, scalars),
+        "scalar": (moved, around, 0.01 * scalars),
+    }.items():
+        assert any(why.startswith(name) for y in inside for why in refuted(small, *wrong, at, y)), name
 
 
 def test_tends_to_the_constant_at_the_input():

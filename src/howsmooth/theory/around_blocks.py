@@ -85,6 +85,8 @@ def check_structure(f: object, x: Tensor) -> Graph:
 def around_graph(certified: Certified, neighbourhood: Neighbourhood) -> Around:
     """Bounds on a graph over a neighbourhood of the input that `certified` is of."""
     graph, n = certified.graph, len(neighbourhood.point)
+    if len(graph.nodes) == 2 and graph.nodes[1].kind == "opaque":
+        return certified.attention(graph.nodes[1], neighbourhood.point).within(neighbourhood)
     bent, reach = spread(certified, neighbourhood)
     far = neighbourhood.far
     made: dict[int, float] = {}  # ‖√C_v F_v(Y)‖ where C_v is how far the derivative of v moves
@@ -108,14 +110,26 @@ def around_graph(certified: Certified, neighbourhood: Neighbourhood) -> Around:
     if not slope < math.inf:
         slope, reason = math.inf, "the neighbourhood is too large: some part of the map can move without a bound in it"
     change = min(change, centre + slope) if change == change else math.inf
-    first = centre * far
-    rest = sum(_times(certified.out_of(v), bent[v].rest) for v in certified.bends)
-    total = min(first + rest, slope * far)
+    total = min(_moved(certified, bent, last, far), slope * far)
     rows = torch.full((n,), total, dtype=torch.float64)
     if last.rows is not None and len(last.rows) == n:
         rows = torch.minimum(rows, last.rows)
-        total = min(total, float(last.rows.norm()))
     return Around(slope * _UP, change * _UP, rows * _UP, total * _UP, reason, centre, certified.confidence)
+
+
+def output_move(certified: Certified, neighbourhood: Neighbourhood) -> float:
+    """How far the output of a graph can move: `around_graph(…).moved_total` without what slopes would add to it."""
+    if len(certified.graph.nodes) == 2:
+        return around_graph(certified, neighbourhood).moved_total
+    bent, reach = spread(certified, neighbourhood)
+    return _moved(certified, bent, reach[certified.graph.output], neighbourhood.far) * _UP
+
+
+def _moved(certified: Certified, bent: dict[int, _Bent], last: _Reach, far: float) -> float:
+    """To first order, and what the nodes add beyond it; or token by token."""
+    total = certified.whole() * far + sum(_times(certified.out_of(v), bent[v].rest) for v in certified.bends)
+    total = total if total == total else math.inf
+    return total if last.rows is None else min(total, float(last.rows.norm()))
 
 
 @torch.no_grad()
