@@ -20,9 +20,9 @@ from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.operator import stream
 from howsmooth.models import MapName, Model
 from howsmooth.models.trace import evaluating
-from howsmooth.settings import flag, number, whole
+from howsmooth.settings import choice, flag, number, whole
 from howsmooth.training.aside import aside, bare
-from howsmooth.training.passes import Inputs, Passes
+from howsmooth.training.passes import FAST, Inputs, Passes
 
 _BASIS = 12  # vectors between restarts
 _RESTARTS = 40
@@ -206,7 +206,7 @@ class SmoothnessPenalty:
         self.target = number(target, "a target above 0", "it is a Lipschitz constant", above=0)
         self.rows = None if rows is None else whole(rows, "a whole number of rows, at least 1", "None takes all", least=1)
         self.products = whole(products, "a whole number of products", "the default is 1")
-        self.layers, self.map = layers, map
+        self.layers, self.map = layers, choice(map, "a map", FAST)
         self._model = model if isinstance(model, Model) else Model.of(bare(model), type(bare(model)).__name__, None, None)
         self._passes: Passes | None = None
         self._directions: dict[int, Tensor] = {}

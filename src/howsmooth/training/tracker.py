@@ -203,6 +203,8 @@ class Tracker:
     def _follow(self) -> dict[str, float]:
         """One step of power iteration in every layer, and more where the weights have moved far."""
         state, passes = self._now, self._now.passes
+        rows: dict[int, list[Seen]] = {}
+        turned: dict[int, tuple[Tensor, Tensor]] = {}
         for _ in range(_MOST):
             found = list(passes.run({k: v for (k, h), v in state.directions.items() if h is None}, times=state.times))
             rows = {k: [seen[k] for seen in found if k in seen] for k in passes.layers}
@@ -399,7 +401,8 @@ def _orthonormal(rows: Tensor) -> Tensor:
 
 def _beside(layer: int, head: int | None, tracked: dict[Any, float], estimates: list[Any]) -> Checked:
     value, upper = max(e.value for e in estimates), max(e.upper for e in estimates)
-    return Checked(layer, head, tracked.get((layer, head), value), value, upper)
+    known = tracked.get((layer, head))
+    return Checked(layer, head, value if known is None else known, value, upper)
 
 
 def _again(row: Checked, tracked: dict[tuple[int, int | None], float]) -> Checked:
