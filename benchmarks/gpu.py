@@ -49,7 +49,7 @@ def _row(n: int, causal: bool, rate: float, rival: Any) -> dict[str, Any]:
         ours.jvp(dq[None], dk[None], dv[None])
         ours.vjp(g[None])
 
-    ms, peak = _milliseconds(pair)
+    ms, peak = milliseconds(pair)
     products = (5 if causal else 10) * 2 * HEADS * WIDTH * n**2
     row = {
         "n": n,
@@ -59,19 +59,19 @@ def _row(n: int, causal: bool, rate: float, rival: Any) -> dict[str, Any]:
         "TFLOP/s": products / ms / 1e9,
         "of matmul": products / ms / 1e9 / rate,
         "peak GiB": peak,
-        "vjp ms": _milliseconds(lambda: ours.vjp(g[None]))[0],
+        "vjp ms": milliseconds(lambda: ours.vjp(g[None]))[0],
         "flash vjp ms": _flash_backward(q, k, v, g, causal),
     }
     del ours
     plain, plain_peak = _through_func(partial(_attend, causal=causal), (q, k, v), (dq, dk, dv), g, n <= 16_384)
-    row |= {"torch.func ms": plain, "torch.func GiB": plain_peak, "torch.func/ours": _ratio(plain, ms)}
+    row |= {"torch.func ms": plain, "torch.func GiB": plain_peak, "torch.func/ours": ratio(plain, ms)}
     for name, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):
         cast = [t.to(dtype) for t in (q, k, v, dq, dk, dv, g)]
         time = "–"
         if rival is not None and n <= 65_536:
             f = partial(rival.fwd_dual, causal=causal)
             time = _through_func(f, tuple(cast[:3]), tuple(cast[3:6]), cast[6], True)[0]
-        row |= {f"peer {name} ms": time, f"peer {name}/ours": _ratio(time, ms)}
+        row |= {f"peer {name} ms": time, f"peer {name}/ours": ratio(time, ms)}
     return row
 
 
@@ -111,7 +111,7 @@ def _through_func(
         torch.func.vjp(f, *at)[1](g)
 
     try:
-        return _milliseconds(pair)
+        return milliseconds(pair)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         torch.cuda.empty_cache()
         return type(error).__name__, "–"
@@ -122,15 +122,15 @@ def _flash_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) ->
     with torch.enable_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         inputs = [t.to(torch.float16).requires_grad_() for t in (q, k, v)]
         out = torch.nn.functional.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=causal)
-        return _milliseconds(lambda: torch.autograd.grad(out, inputs, g.to(torch.float16), retain_graph=True))[0]
+        return milliseconds(lambda: torch.autograd.grad(out, inputs, g.to(torch.float16), retain_graph=True))[0]
 
 
 def _matmul_rate(dtype: torch.dtype) -> float:
     a = torch.randn(8192, 8192, device="cuda", dtype=dtype)
-    return 2 * 8192**3 / _milliseconds(lambda: a @ a, 20)[0] / 1e9
+    return 2 * 8192**3 / milliseconds(lambda: a @ a, 20)[0] / 1e9
 
 
-def _milliseconds(run: Callable[[], object], repeat: int = 5) -> tuple[float, float]:
+def milliseconds(run: Callable[[], object], repeat: int = 5) -> tuple[float, float]:
     """Median time by device events after a warm-up, and the peak of memory above what was there."""
     run()
     torch.cuda.synchronize()
@@ -147,7 +147,7 @@ def _milliseconds(run: Callable[[], object], repeat: int = 5) -> tuple[float, fl
     return sorted(times)[repeat // 2], (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def _ratio(other: Any, ours: float) -> Any:
+def ratio(other: Any, ours: float) -> Any:
     return other / ours if isinstance(other, float) else "–"
 
 

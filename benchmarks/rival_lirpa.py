@@ -20,6 +20,7 @@ from auto_LiRPA.perturbations import PerturbationLpNorm  # noqa: E402  # pyright
 from certified_models import build  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 OPTIONS = {"conv_mode": "matrix", "fixed_reducemax_index": True}  # as in the package's own example of a transformer
+CHUNK = 256  # outputs bounded at a time
 STEPS = 5  # halvings of a radius in its logarithm
 
 
@@ -37,9 +38,19 @@ class Crown:
         self.bounded = BoundedModule(model, self.x[:1], verbose=0, bound_opts=OPTIONS)
 
     def moved(self, r: float) -> float:
-        """A bound on how far the output moves, in length: nan or infinity where there is none."""
-        low, high = self._bounds(0, r, None)
-        return float(torch.maximum(high - self.value, self.value - low).norm())
+        """A bound on how far the output moves, in length: nan or infinity where there is none. Some outputs at a time."""
+        shape, square, known = self.value.shape[1:], 0.0, None
+        value = self.value.flatten()
+        for some in torch.arange(value.numel()).split(CHUNK):
+            rows = torch.zeros(len(some), value.numel())
+            rows[torch.arange(len(some)), some] = 1.0
+            low, high = self._bounds(0, r, rows.reshape(1, len(some), *shape), known, both=True)
+            if known is None:  # what lies before the output is bounded once
+                nodes = [m for m in self.bounded.modules() if isinstance(getattr(m, "lower", None), torch.Tensor)]
+                final = self.bounded.final_name
+                known = {m.name: [m.lower.detach(), m.upper.detach()] for m in nodes if m.name != final}
+            square += float(torch.maximum(high.flatten() - value[some], value[some] - low.flatten()).square().sum())
+        return square**0.5
 
     def certifies(self, i: int, r: float) -> bool:
         """Whether all margins of an input stay positive."""
@@ -48,9 +59,12 @@ class Crown:
         low, _ = self._bounds(i, r, rows)
         return bool((low > 0).all())
 
-    def _bounds(self, i: int, r: float, rows):
+    def _bounds(self, i: int, r: float, rows, known=None, both=False):
         ball = BoundedTensor(self.x[i : i + 1], PerturbationLpNorm(norm=2, eps=r))
-        return self.bounded.compute_bounds(x=(ball,), C=rows, method="backward", bound_upper=rows is None)
+        with torch.no_grad():
+            return self.bounded.compute_bounds(
+                x=(ball,), C=rows, method="backward", bound_upper=both, intermediate_layer_bounds=known
+            )
 
     def radius(self, i: int, low: float, high: float) -> float:
         """The largest radius that it certifies between two, 0 where it does not certify the smaller."""

@@ -38,6 +38,11 @@ if __name__ == "__main__":
     results = {path.stem: json.loads(path.read_text())["rows"] for path in sorted(RESULTS.glob("*.json"))}
     tables = {name: markdown(rows) for name, rows in results.items()}
     tables["gpu"] = markdown(results["gpu"], GPU)
-    for document in ("docs/reference/performance.md", "docs/explanation/point-bounds.md", "docs/howto/models.md"):
+    for document in (
+        "docs/reference/performance.md",
+        "docs/howto/forward-mode.md",
+        "docs/explanation/point-bounds.md",
+        "docs/howto/models.md",
+    ):
         path = ROOT / document
         path.write_text(fill(path.read_text(), tables))

@@ -1,7 +1,6 @@
 """A directional derivative of a whole transformer at long context, in O(n) memory: python examples/long_context.py [n]
 
-Eager attention would keep n × n weights for every head and layer; forward mode through fused attention is what the
-implementation `howsmooth` adds to the transformers library.
+Eager attention would keep n × n weights for every head and layer; `patch` gives the model fused attention with forward mode.
 """
 
 import sys
@@ -10,17 +9,17 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaModel
 
-import howsmooth  # noqa: F401  makes the implementation known
+import howsmooth as hs
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 n = int(sys.argv[1]) if len(sys.argv) > 1 else 16_384 if device == "cuda" else 512
 
 config = LlamaConfig(
     hidden_size=768, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=4,
-    max_position_embeddings=n, vocab_size=100, attn_implementation="howsmooth",
+    max_position_embeddings=n, vocab_size=100,
 )  # fmt: skip
 torch.manual_seed(0)
-model = LlamaModel(config).eval().to(device).requires_grad_(False)
+model = hs.patch(LlamaModel(config).eval().to(device).requires_grad_(False))
 x, v = (torch.randn(1, n, 768, device=device) for _ in range(2))
 
 

@@ -243,6 +243,8 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
     if solutions is None:
         operator, solutions = precise, _in_double(solver, precise, options, seeds)
     lowers, images = _attained(precise, solutions, exact=rigorous)
+    if rigorous and options.certify is None:
+        _check_proved(solutions, lowers, options.tol)
     noise = 0.0 if dense or rigorous else operator.noise
     uppers, certain = _uppers(solutions, lowers, noise, apart, precise)
     delta = solver.delta if isinstance(solver, GolubKahan) else 0.0
@@ -345,6 +347,16 @@ def _attained(operator: Operator, solutions: list[Solution], exact: bool) -> tup
         sums = 1 - 4 * (operator.in_size + operator.out_size) * torch.finfo(operator.dtype).eps
         lowers = lowers * sums - known.error - known.fixed
     return lowers.clamp_min(0.0).tolist(), images[0]
+
+
+def _check_proved(solutions: list[Solution], lowers: list[float], tol: float) -> None:
+    """Refuse a rigorous answer whose lower end is further below what was seen than `tol`: rounding is proved no smaller."""
+    short = max((1 - low / s.value for s, low in zip(solutions, lowers, strict=True) if s.value > 0), default=0.0)
+    if short > tol:
+        raise BadInputError(
+            f"expected tol ≥ {short:.1e} for rigorous=True, got tol={tol}; no more digits of this map at this x are proved, "
+            "leave rigorous out or make its logits and biases smaller"
+        )
 
 
 def _uppers(

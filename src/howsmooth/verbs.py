@@ -49,7 +49,7 @@ def lipschitz(
     them: `upper` is certified, `lower` attained at `point` (docs/explanation/around.md).  per: "token", every token moves at
     most so far, or "sequence", all of them together (Frobenius norm).  tokens: positions that may move, in the input and in
     its perturbations; all by default.  steps: measurements of each start of the search for `lower`. With `certify`, large
-    inputs too get the bound that treats the top singular pairs apart; it costs as much as some twenty solves.
+    inputs too get the bound that treats the top singular pairs apart; it costs as much as some forty solves.
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
     default made from `x` and `f(x)`, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
@@ -95,7 +95,8 @@ def solve_near(
     """The largest constant over a neighbourhood."""
     check_structure(f, area.point)
     assert isinstance(f, Map)
-    here = solve(f, area.point, options).estimate
+    short = area.point.to(f.dtype)  # as short as the map works, where the input was that
+    here = solve(f, short if torch.equal(short.double(), area.point) else area.point, options).estimate
     if area.far == 0:
         return replace(here, point=area.point)
     delta = options.solver.delta if isinstance(options.solver, GolubKahan) else GolubKahan().delta

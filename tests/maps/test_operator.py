@@ -1,5 +1,7 @@
 """Operators made of operators, against the matrices they stand for."""
 
+from typing import final
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from checks import assert_close, check_batch_equals_loop, check_operator
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, AutodiffJacobian, Composed, Operator, Weighted, inner
 from howsmooth.maps.operator import Restricted, Selected
+from howsmooth.search.gradient import _Warm
 from problems.layers import gaussian
 from problems.spectra import Matrix
 
@@ -52,6 +55,50 @@ class Guessing(Operator):
 
     def guess(self, seeds):
         return self._guess
+
+
+@final
+class Coarse(Operator):
+    """A matrix whose products are coarse until they are refined."""
+
+    def __init__(self, matrix: torch.Tensor, coarse: bool = True):
+        self._matrix, self._coarse = Matrix(matrix), coarse
+        self.batch, self.in_shape, self.out_shape = self._matrix.batch, self._matrix.in_shape, self._matrix.out_shape
+        self.dtype, self.device = self._matrix.dtype, self._matrix.device
+
+    @property
+    def noise(self) -> float:
+        return 0.01 if self._coarse else 1e-6
+
+    @property
+    def heavy(self) -> bool:
+        return True
+
+    def refined(self):
+        return Coarse(self._matrix.matrix, coarse=False) if self._coarse else None
+
+    def jvp(self, v):
+        return self._matrix.jvp(v)
+
+    def vjp(self, u):
+        return self._matrix.vjp(u)
+
+
+@pytest.mark.parametrize("name", ["weighted", "restricted", "selected", "warm"])
+def test_an_operator_made_of_another_is_as_exact(name):
+    inside = Coarse(gaussian(2, 4, 3, seed=0))
+    made = {
+        "weighted": lambda: Weighted(inside, torch.ones(4), torch.ones(3)),
+        "restricted": lambda: Restricted(inside, [0, 2]),
+        "selected": lambda: Selected(inside, torch.tensor([1])),
+        "warm": lambda: _Warm(inside, gaussian(2, 3, seed=1)),
+    }[name]()
+    finer = made.refined()
+    assert (made.noise, made.heavy) == (0.01, True)
+    assert type(finer) is type(made)
+    assert finer is not None
+    assert (finer.noise, finer.refined()) == (1e-6, None)
+    assert (finer.batch, finer.in_shape) == (made.batch, made.in_shape)
 
 
 def test_composed_pulls_the_outer_guess_back():

@@ -159,6 +159,11 @@ def test_a_page_beyond_the_limit_is_refused_and_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_no_folder_is_refused():
+    with pytest.raises(BadInputError, match="expected a folder for the report, got None"):
+        write_page(reports.report(reports.layers(1, 1, (1,))), None)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_folder_that_holds_something_is_left_alone_unless_forced(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(BadInputError, match="--force"):

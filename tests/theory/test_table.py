@@ -8,7 +8,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import HowSmoothError
-from howsmooth.theory import Bound
+from howsmooth.theory import Bound, ball_bounds, point_bounds
 
 EYE = torch.eye(2).double()
 REPULSIVE = hs.Attention.from_matrices(-EYE, EYE)
@@ -67,6 +67,26 @@ def test_slices_and_lookups():
     assert table[0] is table.by_id(table[0].id)
     with pytest.raises(HowSmoothError, match="got 'B99'"):
         table.by_id("B99")
+    with pytest.raises(HowSmoothError, match="got Tensor"):
+        table.by_id(torch.ones(2))  # pyright: ignore[reportArgumentType]
+
+
+def test_products_are_exact_whatever_torch_was_told(monkeypatch):
+    """A bound from operands of eleven bits could be below what it bounds; the setting matters on a GPU alone."""
+    seen, norm = set(), torch.linalg.matrix_norm
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.linalg, "matrix_norm", lambda *a, **k: seen.add(torch.get_float32_matmul_precision()) or norm(*a, **k)
+    )
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        point_bounds(REPULSIVE, TOKENS)
+        ball_bounds(REPULSIVE, 4, 1.0)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == {"highest"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 from howsmooth.cli import (  # noqa: F401  importing a command registers it
     attack,
     ball,
+    certify,
     measure,
     report,
     reproduce,

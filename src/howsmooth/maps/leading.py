@@ -1,5 +1,6 @@
 """Where the values of attention lead: the output direction that a guess of the top input is made of."""
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -9,31 +10,36 @@ from torch import Tensor
 from howsmooth.maps.operator import stream
 
 _STEPS, _STEPS_ALONE = 40, 10  # products with `Wₒ W_v` and with a head's part of it: little beside one with the Jacobian
+_SAMPLED = 64  # entries of a matrix that its mark is made of
 _ALONE = 0.3  # share of single heads beside all of them: attention may favour one whose values are not the largest
 
 
 def led_to(
     outward: Float[Tensor, "heads d_out d_v"], inward: Float[Tensor, "heads d_v d"], seeds: Sequence[int]
 ) -> Float[Tensor, "batch d_out"]:
-    """Unit output directions that values reach most, one for each seed.
+    """Unit output directions that values reach most, one for each seed, the work shared by all of them.
 
     `K = Σ_h Wₒ^h W_v^h` is what attention does where all heads share one `P` of rank one: its top output. To it is added what
     each head does alone, with random signs.
     """
-    own = {seed: i for i, seed in enumerate(dict.fromkeys(seeds))}  # items of one seed share a direction
-    return _led_to(outward, inward, list(own))[[own[seed] for seed in seeds]]
-
-
-def _led_to(outward: Tensor, inward: Tensor, seeds: Sequence[int]) -> Tensor:
-    heads, _, _ = outward.shape
-    draws = [stream(seed, "guess") for seed in seeds]
-    starts = torch.stack([torch.randn(1 + heads, inward.shape[-1], generator=draw) for draw in draws]).to(inward)
-    signs = torch.stack([torch.randint(2, (heads, 1), generator=draw) for draw in draws]).to(inward) * 2 - 1
-    whole = _top_output(outward.transpose(0, 1).flatten(1), inward.flatten(0, 1), starts[:, 0], _STEPS)
+    heads, d = len(outward), inward.shape[-1]
+    draw = stream(_mark(outward, inward), "values")
+    starts = torch.randn(1 + heads, d, generator=draw).to(inward)
+    whole = _unit(_top_output(outward.transpose(0, 1).flatten(1), inward.flatten(0, 1), starts[0], _STEPS))
     if heads == 1:
-        return _unit(whole)
-    alone = _top_output(outward, inward, starts[:, 1:], _STEPS_ALONE)  # (batch, heads, d_out)
-    return _unit(_unit(whole) + _ALONE * _unit((signs * alone).sum(1)))
+        return whole.expand(len(seeds), -1)
+    alone = _top_output(outward, inward, starts[1:], _STEPS_ALONE)  # (heads, d_out)
+    signs = torch.stack([torch.randint(2, (heads,), generator=stream(seed, "guess")) for seed in seeds]).to(inward) * 2 - 1
+    return _unit(whole + _ALONE * _unit(signs @ alone))
+
+
+def _mark(*weights: Tensor) -> int:
+    """A number made of weights, roughly, so that it is the same in every precision and for every input."""
+    mark = hashlib.blake2b(digest_size=6)
+    for w in weights:
+        some = w.flatten()[:: max(1, w.numel() // _SAMPLED)].double()
+        mark.update((1e3 * some / some.abs().max().clamp_min(1e-300)).round().cpu().numpy().astype("int32").tobytes())
+    return int.from_bytes(mark.digest(), "big")
 
 
 def _top_output(a: Float[Tensor, "*k out m"], b: Float[Tensor, "*k m d"], u: Float[Tensor, "*axes d"], steps: int) -> Tensor:
@@ -52,7 +58,9 @@ def _top_output(a: Float[Tensor, "*k out m"], b: Float[Tensor, "*k m d"], u: Flo
         u = (image(u) @ a) @ b
     images = image(basis)
     _, vectors = torch.linalg.eigh(images @ images.mT)
-    return (vectors[..., -1:].mT @ images)[..., 0, :]
+    top = (vectors[..., -1:].mT @ images)[..., 0, :]
+    largest = top.gather(-1, top.abs().argmax(-1, keepdim=True))
+    return torch.where(largest < 0, -top, top)  # one sign for all starts
 
 
 def _unit(v: Tensor) -> Tensor:

@@ -65,6 +65,19 @@ class Scalar:
         low, high = (torch.where(moved == 0, 0.0, t) for t in (low, high))
         return low.clamp_min(-self.swing * moved), high.clamp_max(self.swing * moved)
 
+    def ratios(self, z: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds on the remainder over `|t|` and over `t²`, for all `0 < |t| ≤ moved`."""
+        if self.kink is not None:
+            away = (z - self.kink).abs()
+            over = (moved - away).clamp_min(0)
+            linear = self.swing * torch.where(over > 0, over / moved, 0.0)
+            # (t − a)/t² is largest at t = 2a
+            square = torch.where(moved >= 2 * away, 0.25 / away, over / moved.square())
+            return linear, self.swing * torch.where(over > 0, square, 0.0)
+        least, most = self.curvature(z - moved, z + moved)
+        square = 0.5 * torch.maximum(-least, most).clamp_min(0) * (1 + _ROUND)
+        return (square * moved).clamp_max(self.swing), square
+
     def slope_change(self, z: Tensor, moved: Tensor) -> Tensor:
         """A bound on `|φ'(z + t) − φ'(z)|` for all `|t| ≤ moved`."""
         if self.kink is not None:

@@ -64,8 +64,8 @@ def render(data: ReportData) -> str:
 
 def write_page(data: ReportData, folder: str | Path, *, force: bool = False) -> Path:
     """Write `folder/index.html`, whole or not at all; a folder that holds anything is refused unless `force`."""
+    check_folder(folder, "report", force=force)
     page = Path(folder) / "index.html"
-    check_folder(page.parent, "report", force=force)
     text = render(data).encode("utf-8", "replace")
     if len(text) > LARGEST:
         raise BadInputError(

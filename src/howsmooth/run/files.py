@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.run.store import Record, Store, read
+from howsmooth.settings import shown
 
 if TYPE_CHECKING:
     import pandas
@@ -72,6 +73,8 @@ def check_folder(folder: str | Path, what: str, *, resume: bool = False, force: 
 
     what: the word for what the folder is for, a report say.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise BadInputError(f"expected a folder for the {what}, got {shown(folder)}; give its path")
     folder = Path(folder)
     results = folder / RESULTS
     if resume and force:

@@ -12,7 +12,8 @@ from torch import Tensor
 Per = Literal["token", "sequence"]
 PER: tuple[Per, ...] = ("token", "sequence")
 
-_HALVINGS = 12  # of the interval that a radius is looked for in, in its logarithm
+_HALVINGS = 7  # of the interval that a radius is looked for in, in its logarithm
+_NEAR = 0.999  # where nothing bends, the radius is that of an attack to rounding
 _LEAST = 1e-12  # radii below this part of an attack's are not tried
 _RIVALS = 5  # other answers that an attack goes for
 _STEPS = 20  # of an attack on each
@@ -63,12 +64,12 @@ def largest(holds: Callable[[float], bool], start: float) -> float:
     """The largest radius found for which a certificate holds; 0 where it holds for none. start: where to begin."""
     if not 0 < start < math.inf:
         return 0.0
-    low, high = 0.0, start
-    if holds(high):
-        return high
-    step = 0.1
+    for share in (1.0, _NEAR):
+        if holds(share * start):
+            return share * start
+    low, high = 0.0, _NEAR * start
     while low == 0.0:
-        trial = high * step
+        trial = 0.1 * high
         if trial < _LEAST * start:
             return 0.0
         if holds(trial):

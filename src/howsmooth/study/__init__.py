@@ -2,7 +2,7 @@
 
 from howsmooth.study.fit import GrowthFit, fit_growth
 from howsmooth.study.lengths import Growth, growth
-from howsmooth.study.radius import certified_radius
+from howsmooth.study.radius import Radii, certified_radius, radii
 from howsmooth.study.reader import alice, read_text
 from howsmooth.study.words import WAYS, TokenAttack, attack_tokens
 
@@ -10,11 +10,13 @@ __all__ = [
     "WAYS",
     "Growth",
     "GrowthFit",
+    "Radii",
     "TokenAttack",
     "alice",
     "attack_tokens",
     "certified_radius",
     "fit_growth",
     "growth",
+    "radii",
     "read_text",
 ]

@@ -1,7 +1,7 @@
 """How far can an input move before a model's answer changes?"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,20 +10,21 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.maps.base import check_finite, check_input
-from howsmooth.maps.graph import Graph, Node, pruned
+from howsmooth.maps.graph import Graph, Node, graph_of, pruned
 from howsmooth.maps.jacobian import doubled
 from howsmooth.maps.recording import record
-from howsmooth.models import Model
-from howsmooth.models.watched import to_the_end
+from howsmooth.models import MapName, Model
+from howsmooth.models.tokens import Window
+from howsmooth.models.watched import to_the_end, watched
 from howsmooth.search.radius import PER, Per, Radius, first_order, largest, smallest_change
 from howsmooth.settings import choice, flag, moving, number, whole
 from howsmooth.solve import Options, solve
 from howsmooth.theory.around import Neighbourhood
-from howsmooth.theory.around_blocks import around_graph, scalar_changes
+from howsmooth.theory.around_blocks import output_move, scalar_changes
 from howsmooth.theory.around_norms import Certified
 from howsmooth.theory.around_values import Expansion, expand
 
-_SMALL = 2048  # numbers that may move up to which a function is expanded whole
+_SMALL = 768  # numbers that may move up to which a function is expanded whole
 _RIVALS = 64  # of many answers, those whose margins have gradients of their own
 _START = 1e-3  # where a radius is looked for when no attack says, as a part of a token's length
 
@@ -34,9 +35,10 @@ def certified_radius(
     *,
     label: int | None = None,
     change: float | None = None,
-    per: Per = "token",
+    per: str = "token",
     tokens: Any = None,
     layer: int = 0,
+    map: MapName | None = None,
     attack: bool = True,
     **input: Any,
 ) -> Radius:
@@ -45,7 +47,8 @@ def certified_radius(
     model: a loaded `Model` with `text`, `ids` or its other inputs, whose tokens are those that enter `layer`; or a module or
     function with `x`, (n, d) or (1, n, d), which gives the scores of all answers.
     label: the answer that must hold, by default the one that is given at the input: the class, or the next token.
-    change: instead of an answer, what must hold is that the output moves by at most this part of its length.
+    change: instead of an answer, what must hold is that the output moves by at most this part of its length.  map: that of the
+    layer alone, such as `"block"`, in place of all that follows.
     per: lengths are of every token's move (`"token"`) or of all together (`"sequence"`).  tokens: the positions that may move.
     attack: whether to look for the shortest change that does change the answer.
 
@@ -55,17 +58,19 @@ def certified_radius(
     >>> certified_radius(lambda t: t.mean(0), flat, per="sequence").certified > 0.7  # the line x = y is 1/√2 away
     True
     """
-    per, attack = choice(per, "per", PER), flag(attack, "attack")
-    answered = _from_model(model, layer, input) if isinstance(model, Model) else _from_function(model, x, input)
+    length, attack = choice(per, "per", PER), flag(attack, "attack")
+    if map is not None and (change is None or not isinstance(model, Model)):
+        raise BadInputError("expected map beside a loaded model and change, got it otherwise; a layer alone gives no answer")
     if isinstance(model, Model) and x is not None:
         raise BadInputError("expected the model's inputs by name, got a tensor; pass text=, ids= or inputs=")
+    answered = _from_model(model, layer, map, input) if isinstance(model, Model) else _from_function(model, x, input)
     free = None if tokens is None else moving(tokens, len(answered.x))
     if change is not None:
         if label is not None:
             raise BadInputError("expected either label or change, got both; they are two questions")
         change = number(change, "a change > 0", "0.1 is a tenth of the output's length", above=0.0)
-        return _of_change(answered, change, per, free, attack)
-    return _of_answer(answered, label, per, free, attack)
+        return _of_change(answered, change, length, free, attack)
+    return _of_answer(answered, label, length, free, attack)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +82,14 @@ class _Answered:
     x: Tensor
 
 
-def _from_model(model: Model, layer: int, input: dict[str, Any]) -> _Answered:
+def _from_model(model: Model, layer: int, map: MapName | None, input: dict[str, Any]) -> _Answered:
     sample = model.capture(**input).sample
+    if map is not None:
+        sample.check(layer, map, None)
+        own, x = watched(sample, layer, map), sample.map(layer, map).start.double()
+        whole = graph_of(own, tuple(x.shape))
+        assert whole is not None
+        return _Answered(whole, lambda: whole, x)
     f, graph, x = to_the_end(sample, layer)
     return _Answered(f, graph, x)
 
@@ -261,13 +272,13 @@ def _by_norms(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None)
         return Neighbourhood(x, radii, r if per == "sequence" else None)
 
     def scalars(r: float) -> tuple[Tensor, Tensor]:
-        far = torch.zeros(0) if hidden is None else what.lengths * around_graph(hidden, around(r)).moved_total
+        far = torch.zeros(0) if hidden is None else what.lengths * output_move(hidden, around(r))
         return scalar_changes(whole, around(r)), far
 
     def confidence() -> float:
         return max(0.0, whole.confidence + (0.0 if hidden is None else hidden.confidence - 1))
 
-    return _Bounds(scalars, lambda r: around_graph(whole, around(r)).moved_total, confidence)
+    return _Bounds(scalars, lambda r: output_move(whole, around(r)), confidence)
 
 
 def _with_margins(graph: Graph, label: int, near: Tensor, far: Tensor) -> _Margins:
@@ -295,3 +306,42 @@ def _behind(graph: Graph, source: int, run: Callable[[Tensor], Tensor], count: i
     """The graph up to a node, and a linear function of its last row."""
     node = Node("linear", "last row", (source,), lambda t: run(t.reshape(-1, t.shape[-1])[-1]), (count,))
     return pruned(Graph((*graph.nodes[: source + 1], node), source + 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Radii:
+    """Radii by window and layer, or the sentence that says why there is none."""
+
+    rows: tuple[tuple[int, int, Radius | str], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return {"rows": [{"window": w, "layer": k} | _plain(r) for w, k, r in self.rows]}
+
+    def found(self) -> list[tuple[int, int, Radius]]:
+        """Window, layer and radius where there is one."""
+        return [(w, k, r) for w, k, r in self.rows if isinstance(r, Radius)]
+
+
+def _plain(radius: Radius | str) -> dict[str, Any]:
+    return radius.to_dict() if isinstance(radius, Radius) else {"refused": radius}
+
+
+def radii(
+    model: Model,
+    windows: Sequence[Window],
+    layers: Sequence[int] | None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    **how: Any,
+) -> Radii:
+    """`certified_radius` for every window and layer, all layers where none is named. how: its other arguments."""
+    some = range(model.capture([windows[0]]).num_layers) if layers is None else layers
+    cases = [(w, k) for w in range(len(windows)) for k in some]
+    rows: list[tuple[int, int, Radius | str]] = []
+    for done, (w, k) in enumerate(cases):
+        try:
+            rows.append((w, k, certified_radius(model, ids=windows[w], layer=k, **how)))
+        except BadFunctionError as error:
+            rows.append((w, k, str(error)))
+        progress(done + 1, len(cases))
+    return Radii(tuple(rows))

@@ -118,8 +118,8 @@ class AroundAttention:
 
     The slope is the smallest of four: the top pairs at the centre treated apart (6.9), the norm at the centre and how far the
     Jacobian can move from it (6.6), the norms of its parts anywhere in the neighbourhood (6.7), and the best bound over the
-    ball that holds it (docs/explanation/bounds.md). All work is done in float64, and every result is raised by a relative 1e-9 for its
-    rounding.
+    ball that holds it (docs/explanation/bounds.md). All work is done in float64, and every result is raised by a relative 1e-9
+    for its rounding.
 
     x: the input, (n, d).  tokens: those by which `D_Y f` is taken, all by default.  norm: an upper end of `‖D_X f‖` that is
     known and good enough; no pairs are treated apart then, which costs many times as much.  delta: probability that one of the

@@ -20,7 +20,7 @@ from howsmooth.maps import Attention, Map
 from howsmooth.maps.graph import Graph, Node, graph_of
 from howsmooth.theory.around import Around, Neighbourhood, around_attention
 from howsmooth.theory.around_norms import SAME_ROWS, Certified
-from howsmooth.theory.around_pieces import norm_change, norm_remainder, norm_slope
+from howsmooth.theory.around_pieces import norm_change, norm_ratios, norm_remainder, norm_slope
 
 _UP = 1 + 1e-9
 
@@ -85,6 +85,8 @@ def check_structure(f: object, x: Tensor) -> Graph:
 def around_graph(certified: Certified, neighbourhood: Neighbourhood) -> Around:
     """Bounds on a graph over a neighbourhood of the input that `certified` is of."""
     graph, n = certified.graph, len(neighbourhood.point)
+    if len(graph.nodes) == 2 and graph.nodes[1].kind == "opaque":
+        return certified.attention(graph.nodes[1], neighbourhood.point).within(neighbourhood)
     bent, reach = spread(certified, neighbourhood)
     far = neighbourhood.far
     made: dict[int, float] = {}  # ‖√C_v F_v(Y)‖ where C_v is how far the derivative of v moves
@@ -108,14 +110,26 @@ def around_graph(certified: Certified, neighbourhood: Neighbourhood) -> Around:
     if not slope < math.inf:
         slope, reason = math.inf, "the neighbourhood is too large: some part of the map can move without a bound in it"
     change = min(change, centre + slope) if change == change else math.inf
-    first = centre * far
-    rest = sum(_times(certified.out_of(v), bent[v].rest) for v in certified.bends)
-    total = min(first + rest, slope * far)
+    total = min(_moved(certified, bent, last, far), slope * far)
     rows = torch.full((n,), total, dtype=torch.float64)
     if last.rows is not None and len(last.rows) == n:
         rows = torch.minimum(rows, last.rows)
-        total = min(total, float(last.rows.norm()))
     return Around(slope * _UP, change * _UP, rows * _UP, total * _UP, reason, centre, certified.confidence)
+
+
+def output_move(certified: Certified, neighbourhood: Neighbourhood) -> float:
+    """How far the output of a graph can move: `around_graph(…).moved_total` without what slopes would add to it."""
+    if len(certified.graph.nodes) == 2:
+        return around_graph(certified, neighbourhood).moved_total
+    bent, reach = spread(certified, neighbourhood)
+    return _moved(certified, bent, reach[certified.graph.output], neighbourhood.far) * _UP
+
+
+def _moved(certified: Certified, bent: dict[int, _Bent], last: _Reach, far: float) -> float:
+    """To first order, and what the nodes add beyond it; or token by token."""
+    total = certified.whole() * far + sum(_times(certified.out_of(v), bent[v].rest) for v in certified.bends)
+    total = total if total == total else math.inf
+    return total if last.rows is None else min(total, float(last.rows.norm()))
 
 
 @torch.no_grad()
@@ -179,7 +193,12 @@ def _bend(node: Node, entering: list[_Reach], at: list[Tensor], total: float, ce
         u = z - z.mean(-1, keepdim=True) if node.centred else z
         scale, r = (u.square().mean(-1) + node.eps).sqrt(), rows[0].reshape(z.shape[:-1])
         each = norm_remainder(scale, r, d, node.eps)
-        bend = _Bent(float(norm_change(scale, r, d, node.eps).max()), _length(each, r, total), each, total)
+        bend = _Bent(
+            float(norm_change(scale, r, d, node.eps).max()),
+            _length(each, norm_ratios(scale, r, d, node.eps), total),
+            each,
+            total,
+        )
         steep = norm_slope(scale, r, d, node.eps)
         after = (steep * r).clamp_max(2 * math.sqrt(d)).flatten()
         return bend, _Reach(after if entering[0].rows is not None else None, None, slope * float(steep.max()))
@@ -187,7 +206,7 @@ def _bend(node: Node, entering: list[_Reach], at: list[Tensor], total: float, ce
         assert node.scalar is not None
         low, high = node.scalar.remainder(at[0], moved[0])
         each, turn = torch.maximum(-low, high), node.scalar.slope_change(at[0], moved[0])
-        bend = _Bent(float(turn.max()), _length(each, moved[0], total), each, total, turn)
+        bend = _Bent(float(turn.max()), _length(each, node.scalar.ratios(at[0], moved[0]), total), each, total, turn)
         steep = node.scalar.slope(at[0]).abs() + turn
         entries = steep * moved[0]
         after = None if entering[0].rows is None else (float(steep.max()) * entering[0].rows)
@@ -228,12 +247,10 @@ def _row_moves(e: _Reach, z: Tensor, total: float) -> Tensor:
     return rows if e.rows is None else torch.minimum(rows, e.rows.reshape(z.shape[:-1]))
 
 
-def _length(each: Tensor, moved: Tensor, total: float) -> float:
-    """The length of remainders `e_k(m_k)` whose ratios to `m_k` and to `m_k²` grow with `m_k`, when `Σ m_k² ≤ total²`."""
-    one = float(each.norm())
-    ratio = torch.where(moved > 0, each / moved.clamp_min(1e-300), 0.0)
-    square = torch.where(moved > 0, ratio / moved.clamp_min(1e-300), 0.0)
-    bounds = [one, float(ratio.max()) * total, float(square.max()) * total**2]
+def _length(each: Tensor, ratios: tuple[Tensor, Tensor], total: float) -> float:
+    """The length of remainders of moves whose squares add up to `total²` at most, from bounds on each and on their ratios."""
+    linear, square = ratios
+    bounds = [float(each.norm()), float(linear.max()) * total, float(square.max()) * total**2]
     return min((b for b in bounds if b == b), default=math.inf)
 
 

@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.errors import NoConvergenceError
 from howsmooth.maps import AttentionJacobian
-from howsmooth.maps.operator import Operator, Restricted, stream
-from howsmooth.spectral import DenseSVD, GolubKahan
+from howsmooth.maps.operator import Operator, Restricted, Weighted, stream
+from howsmooth.spectral import DenseSVD, GolubKahan, Solver
 from howsmooth.theory.around_jets import ROUNDED, Centre, Jet, Parts, moves
-from howsmooth.theory.bound import lengths, no_nan
+from howsmooth.theory.bound import TINY, lengths, no_nan
 
 _DENSE_SIZE = 256  # rows and columns up to which the Jacobian at the centre is decomposed
 _RITZ_STEPS = 24  # products with `JᵀJ` that the pairs are found with: better ones give smaller bounds, any are sound
@@ -91,16 +92,12 @@ def top_pairs(operator: AttentionJacobian, tokens: tuple[int, ...] | None, count
     back = J.vjp(left.unflatten(-1, J.out_shape)[:, None]).flatten(1)
     core = left @ image.T
     if not dense:
-        rest = _Deflated(J, left, right)
-        solver = GolubKahan(max_steps=_REST_STEPS, delta=delta)
-        others = solver.solve(rest, 1e-3, _NARROW, [seed])[0].upper * (1 + ROUNDED)
+        others = _norm_above(_Deflated(J, left, right), GolubKahan(max_steps=_REST_STEPS, delta=delta), _NARROW, seed)
     # what rounding makes of orthonormal vectors and of their products
     noise = (1e-13 + J.noise) * float(core.abs().max())
     if dense and (known := J.rounding()) is not None:  # where heads cancel, that is more
-        noise, others = (
-            noise + known.error + known.fixed,
-            others + min(J.in_size, J.out_size) ** 0.5 * known.error + known.fixed,
-        )
+        noise = noise + known.error + known.fixed
+        others = others + min(J.in_size, J.out_size) ** 0.5 * known.error + known.fixed
     beside = lengths(back - core @ right) + noise
     under = lengths(image - core.T @ left) + noise
     core = core.abs() + noise
@@ -294,10 +291,22 @@ class Second:
 
 def _certified(forward: Product, back: Product, inward: tuple, outward: tuple, like: Tensor, delta: float, seed: int) -> float:
     operator = _Products(forward, back, tuple(inward), tuple(outward), like)
-    if operator.in_size <= _SECOND_STEPS:
-        return DenseSVD().solve(operator, 1e-3, None, [seed])[0].upper * (1 + ROUNDED)
-    solution = GolubKahan(max_steps=_SECOND_STEPS, delta=delta).solve(operator, 1e-3, 0.2, [seed])[0]
-    return solution.upper * (1 + ROUNDED)
+    solver = DenseSVD() if operator.in_size <= _SECOND_STEPS else GolubKahan(max_steps=_SECOND_STEPS, delta=delta)
+    return _norm_above(operator, solver, 0.2, seed)
+
+
+def _norm_above(operator: Operator, solver: Solver, narrow: float, seed: int) -> float:
+    """The upper end of a norm, of the operator divided by a size it attains, so that squares stay in range."""
+    v = torch.randn(operator.in_shape, generator=stream(seed, "size"), dtype=torch.float64).to(operator.device)
+    size = float(operator.jvp(v[None, None]).abs().max())
+    if not math.isfinite(size):
+        return math.inf
+    even = Weighted(operator, torch.full_like(v[..., :1], 1 / size if size > TINY else 1.0)[:1], torch.ones_like(v))
+    try:
+        upper = solver.solve(even, 1e-3, narrow, [seed])[0].upper
+    except NoConvergenceError:  # products past the range of float64
+        return math.inf
+    return upper * (size if size > TINY else 1.0) * (1 + ROUNDED)
 
 
 @final

@@ -2,7 +2,7 @@
 
 A quantity `Z(Y)` that depends on the tokens is known by three numbers: its size at `X`, how far it can be from `Z(X)`, and how
 far it can be from its first-order expansion at `X`. Sums and products of such numbers need nothing else, and so the parts of
-the Jacobian of docs/explanation/theory.md §1 are put together from queries, keys and values. Proofs: docs/explanation/around.md.
+the Jacobian (docs/explanation/theory.md §1) come from queries, keys and values. Proofs: docs/explanation/around.md.
 """
 
 import math

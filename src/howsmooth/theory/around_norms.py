@@ -119,7 +119,10 @@ class Certified:
         """Bounds around what enters an attention layer."""
         if id(node) not in self._layers:
             self.used += 1
-            self._layers[id(node)] = AroundAttention(node.opaque, x, delta=self.delta, seed=self.seed + self.used)
+            tokens = self.tokens if len(self.graph.nodes) == 2 else None
+            self._layers[id(node)] = AroundAttention(
+                node.opaque, x, tokens=tokens, delta=self.delta, seed=self.seed + self.used
+            )
         return self._layers[id(node)]
 
     def weighted(self, v: int, turn: Tensor) -> tuple[float, float]:

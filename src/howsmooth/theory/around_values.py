@@ -126,7 +126,7 @@ def expand(graph: Graph, x: Float[Tensor, "n d"], together: bool, tokens: Sequen
             weights = _weights(graph, node.inputs[0]) if node.kind == "matrix product" else None
             out = values[i]
             own = _own_groups(node, out, weights is not None)
-            quantities = _quantities(node, wide, out, Groups(groups, count), weights is not None)
+            quantities = _quantities(node, at, wide, out, Groups(groups, count), weights is not None)
             start = len(groups)
             groups = torch.cat([groups, count + own.of])
             stops.append(
@@ -233,14 +233,16 @@ def _tangent(node: Node, at: tuple[Tensor, ...], out: Tensor, c: list[Tensor]) -
     )
 
 
-def _quantities(node: Node, c: list[Tensor], out: Tensor, groups: Groups, rows: bool) -> list[tuple[Tensor, Tensor]]:
+def _quantities(
+    node: Node, at: tuple[Tensor, ...], c: list[Tensor], out: Tensor, groups: Groups, rows: bool
+) -> list[tuple[Tensor, Tensor]]:
     """What a remainder asks for, each as sizes by group, (…, groups), and as signed columns."""
     if node.kind == "norm":
         moved = c[0] - c[0].mean(-1, keepdim=True) if node.centred else c[0]
         return [(_operator_sizes(moved, groups), moved)]
     if node.kind == "softmax":
         moved = c[0] - (out * c[0]).sum(node.axis, keepdim=True)
-        moved = torch.where(out > 0, moved, 0.0)  # hidden keys
+        moved = torch.where(at[0] > -math.inf, moved, 0.0)  # hidden keys stay
         return [(_entries(moved, groups), moved)]
     if node.kind == "matrix product":
         left, right = c

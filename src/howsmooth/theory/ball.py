@@ -1,6 +1,7 @@
 """Every bound over the ball, in a fixed order."""
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.products import float32_products
 from howsmooth.maps import Attention
 from howsmooth.settings import number, whole
 from howsmooth.theory import castin2024, ours
@@ -10,6 +11,7 @@ from howsmooth.theory.constants import Constants, constants
 LARGEST = 1e150  # lengths of tokens below it have squares in float64
 
 
+@float32_products()
 def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
     """Bounds on the Lipschitz constant of a layer over `n` tokens of length at most `radius`.
 

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
+from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
 from howsmooth.spectral import DenseSVD, GolubKahan
@@ -37,6 +38,7 @@ class BlockNorms(NamedTuple):
 
 
 @torch.no_grad()
+@float32_products()
 def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
     """The norms of all blocks of a linearised map, from below and from above.
 
@@ -72,6 +74,7 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
 
 
 @torch.no_grad()
+@float32_products()
 def block_direction(operator: Operator, token: int) -> tuple[Float[Tensor, " d"], float]:
     """The unit direction that `S_token` stretches most, and by how much, for an operator of one input."""
     block = splitting_blocks(operator, slice(token, token + 1))

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
+from howsmooth.settings import choice
 
 Side = Literal["upper", "lower"]
 
@@ -124,10 +124,8 @@ class Bounds(Sequence[Bound]):
 
     def by_id(self, id: str) -> Bound:
         """The row of that name."""
-        for row in self.rows:
-            if row.id == id:
-                return row
-        raise BadInputError(f"expected one of {', '.join(r.id for r in self.rows)}, got {id!r}; pick a row of this table")
+        rows = {row.id: row for row in self.rows}
+        return rows[choice(id, "a row of this table", tuple(rows))]
 
     @property
     def upper(self) -> Bound | None:

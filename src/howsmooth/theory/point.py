@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator
 from howsmooth.maps.base import check_finite, check_tokens
@@ -32,6 +33,7 @@ _SHORT, _SHORT_STEPS = 256, 8  # tokens up to which one head may take more of th
 
 
 @torch.no_grad()
+@float32_products()
 def point_bounds(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     """Every bound on `‖D_x f‖₂` at the tokens `x`, the smallest of ours last.
 
@@ -70,6 +72,7 @@ def one_sequence(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
 
 
 @torch.no_grad()
+@float32_products()
 def operator_bound(operator: Operator) -> Float[Tensor, " batch"] | None:
     """Upper bounds on the norms of a linearised map, (batch,) float64; nothing for operators that theory says nothing of.
 
