@@ -28,7 +28,7 @@ def _rows(name: str, size: dict[str, Any], batch: int, n: int, probe: int, quick
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     torch.manual_seed(0)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     model: Any = GPT2LMHeadModel(GPT2Config(**(ends | size))).train()
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=cuda)

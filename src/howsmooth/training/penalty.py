@@ -206,7 +206,9 @@ class SmoothnessPenalty:
         self.target = number(target, "a target above 0", "it is a Lipschitz constant", above=0)
         self.rows = None if rows is None else whole(rows, "a whole number of rows, at least 1", "None takes all", least=1)
         self.products = whole(products, "a whole number of products", "the default is 1")
-        self.layers, self.map = layers, choice(map, "a map", FAST)
+        choice(map, "a map", FAST)
+        self.layers: str | Sequence[int] = layers
+        self.map: MapName = map
         self._model = model if isinstance(model, Model) else Model.of(bare(model), type(bare(model)).__name__, None, None)
         self._passes: Passes | None = None
         self._directions: dict[int, Tensor] = {}
