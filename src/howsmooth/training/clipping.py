@@ -41,7 +41,11 @@ class ClippedHead:
 @final
 @dataclass(frozen=True, repr=False)
 class Clipped:
-    """What `clip_` did, head by head."""
+    """What `clip_` did, head by head.
+
+    >>> Clipped("logit", 2.0, (ClippedHead(layer=0, head=0, before=4.0, after=2.0, factor=0.5),))
+    Clipped(1 of 1 heads, logit at most 2)
+    """
 
     quantity: Quantity
     target: float
