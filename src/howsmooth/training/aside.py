@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 
-
 FORWARD_MODE = "`torch.jit.script` is deprecated"  # torch's own, on first use of forward mode
 
 
