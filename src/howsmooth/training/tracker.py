@@ -47,7 +47,11 @@ class Checked:
 @final
 @dataclass(frozen=True, repr=False)
 class Check:
-    """Every tracked number beside its certified one."""
+    """Every tracked number beside its certified one.
+
+    >>> Check(0, (Checked(layer=0, head=None, tracked=0.99, value=1.0, upper=1.1),))
+    Check(step 0, 1 numbers, furthest off -1.00% in layer 0)
+    """
 
     step: int
     rows: tuple[Checked, ...]
