@@ -71,7 +71,8 @@ def _apart(f: Attend, x: tuple, t: tuple, g: Tensor) -> tuple[Tensor, ...]:
 
 def _together(f: Attend, x: tuple, t: tuple, g: Tensor) -> tuple[Tensor, ...]:
     leaves = tuple(a.detach().requires_grad_() for a in x)
-    out, tangent = torch.func.jvp(f, leaves, t)
+    both: Any = torch.func.jvp(f, leaves, t)
+    out, tangent = both
     return tangent, *torch.autograd.grad(out, leaves, g)
 
 
@@ -85,7 +86,8 @@ def _check(f: Attend, n: int, causal: bool) -> float:
     error = 0.0
     for products in (_apart, _together, _hessian):
         got = products(f, (q, k, v), (dq, dk, dv), g)
-        want = products(f, *(tuple(a.double() for a in part) for part in ((q, k, v), (dq, dk, dv))), g.double())
+        place, along = (tuple(a.double() for a in part) for part in ((q, k, v), (dq, dk, dv)))
+        want = products(f, place, along, g.double())
         error = max([error, *(float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))])
     if not error <= ERROR:
         raise WrongAnswerError(f"n = {n}: expected products within {ERROR:g}, got {error:.1e}; no time is reported")
@@ -124,7 +126,8 @@ def _meanflow(n: int, batch: int) -> dict[str, Any]:
 
     def step() -> Tensor:
         net.zero_grad(set_to_none=True)
-        u, du = torch.func.jvp(net, (x,), (t,))
+        both: Any = torch.func.jvp(net, (x,), (t,))
+        u, du = both
         loss = (u - (t - du).detach()).float().square().mean()
         loss.backward()
         return loss.detach()

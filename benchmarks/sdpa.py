@@ -24,12 +24,12 @@ def run(quick: bool) -> list[dict[str, Any]]:
     rows = []
     for causal in (False, True):
 
-        def ours(*a: Tensor, causal: bool = causal) -> Tensor:
-            return hs.sdpa(*a, is_causal=causal)
+        def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool = causal) -> Tensor:
+            return hs.sdpa(q, k, v, is_causal=causal)
 
-        def math(*a: Tensor, causal: bool = causal) -> Tensor:
+        def math(q: Tensor, k: Tensor, v: Tensor, causal: bool = causal) -> Tensor:
             with sdpa_kernel(SDPBackend.MATH):
-                return torch.nn.functional.scaled_dot_product_attention(*a, is_causal=causal)
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
         for name, mode in MODES.items():
             agree(name, mode(ours, x, t, g), mode(math, x, t, g))

@@ -28,8 +28,9 @@ def _rows(name: str, size: dict[str, Any], batch: int, n: int, probe: int, quick
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     torch.manual_seed(0)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(**(ends | size if size else ends), loss_type="ForCausalLM")).to(device).train()
+    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
+    model: Any = GPT2LMHeadModel(GPT2Config(**(ends | size))).train()
+    model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=cuda)
     ids = torch.randint(model.config.vocab_size, (batch, n), device=device)
     tracker = hs.Tracker(model, {"input_ids": ids[:1, :probe]}, check_every=0)

@@ -82,6 +82,8 @@ def test_a_report_that_exists_is_kept_resumed_or_replaced(place, tmp_path):
     inputs = ("report", place / "model", "--text", place / "text.txt", "--samples", "1", *PLAIN, "--out", tmp_path / "r")
     assert run(*inputs, "--lengths", "8,16").exit_code == 0
     before = contents(tmp_path / "r")
+    with sqlite3.connect(tmp_path / "r" / "results.sqlite") as db:
+        runs = db.execute("SELECT key, run FROM results ORDER BY key").fetchall()
     result = run(*inputs, "--lengths", "8,16")
     assert result.exit_code == 2
     assert "--resume" in result.stderr
@@ -92,7 +94,8 @@ def test_a_report_that_exists_is_kept_resumed_or_replaced(place, tmp_path):
     assert result.exit_code == 0
     again = json.loads(result.stdout)["rows"]
     with sqlite3.connect(tmp_path / "r" / "results.sqlite") as db:
-        assert db.execute("SELECT count(DISTINCT run) FROM results").fetchone()[0] == 1  # nothing was measured twice
+        assert db.execute("SELECT key, run FROM results ORDER BY key").fetchall() == runs  # nothing was measured twice
+    assert "influence" in {row["kind"] for row in again}
     result = run(*inputs, "--lengths", "8,16", "--force", "--json")
     assert result.exit_code == 0
     fresh = json.loads(result.stdout)["rows"]

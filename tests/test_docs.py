@@ -166,6 +166,34 @@ def test_what_the_readme_points_at_is_there():
         assert (ROOT / path).exists(), path
 
 
+def results(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))["rows"]
+
+
+def test_figures_told_in_passing_are_those_of_the_benchmarks():
+    """Tables are written by `python -m benchmarks.tables`; these sentences and short tables are not."""
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    times = [row["power/ours"] for row in results("solve") if row["n"] == 1024]
+    assert f"power iteration needs {min(times):.1f} to {max(times):.0f} times as long" in readme
+    solved = {(row["n"], row["asked"]): row for row in results("gpu_solve")}
+    assert f"at 131 072 tokens in {solved[131072, 'certify 0.02']['seconds']:.0f} s" in readme
+    for n, digits in {1024: 1, 16384: 1, 131072: 0}.items():
+        row = solved[n, "certify 0.02"]
+        told = f"| {n:_} | H200 | {row['seconds']:.{digits}f} s | {row['peak GiB']:.{digits}f} GiB |".replace("_", " ")
+        assert told in PAGES["howto/long-context"]
+    models = {(row["shape"], row["map"], row["n"]): row for row in results("gpu_models")}
+    lines = re.findall(r"^\| (\S+)'s shape \| (\w+) \| ([\d ]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGES["howto/gpu"], re.M)
+    assert len(lines) == 5
+    for shape, map_name, n, seconds, peak in lines:
+        row = models[shape, map_name, int(n.replace(" ", ""))]
+        assert float(seconds) == pytest.approx(row["seconds"], rel=0.02)
+        assert float(peak) == pytest.approx(row["peak GiB"], rel=0.02)
+    settled = results("settle")
+    solved_in_all, off = sum(row["solved"] for row in settled), sum(row["off"] for row in settled)
+    assert f"{off} times in {solved_in_all:_} runs".replace("_", " ") in PAGES["howto/reading-an-estimate"]
+    assert max(row["worst error"] for row in settled) < 0.02
+
+
 def test_one_version_everywhere():
     version = re.escape(howsmooth.__version__)
     assert re.search(rf"^## \[{version}\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)

@@ -97,6 +97,7 @@ def test_a_constant_bias_changes_nothing_or_is_refused(size: float, dtype: torch
     if solver == RIGOROUS and abs(size) == 1e12:  # what rounding may have added is more than `tol`
         with pytest.raises(BadInputError, match=r"^expected tol ≥ .* for rigorous=True"):
             hs.lipschitz(lifted, x, solver=solver)
+        assert lifted.bias is not None
         lifted, size = replace(lifted, bias=lifted.bias * 1e-4), size * 1e-4
     est = hs.lipschitz(lifted, x, solver=solver)
     assert est.lower <= truth * (1 + abs(size) * torch.finfo(torch.float64).eps)

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,12 @@ SURVEY = """() => {
 }"""
 
 
+Look = tuple[int, str]  # how wide, and in which scheme
+DESK: Look = (1300, "light")
+PHONE: Look = (360, "dark")
+SCHEMES = {"light": "default", "dark": "slate"}  # the theme's names
+
+
 @dataclass
 class Visitor:
     """A browser's window, and what went wrong in it."""
@@ -61,14 +67,25 @@ class Visitor:
         if not request.url.startswith((self.home, "data:", "blob:", "about:")):
             self.troubles.append(f"another host: {request.url}")
 
-    def survey(self, path: str) -> dict[str, Any]:
+    def survey(self, path: str, looks: Sequence[Look] = (DESK,)) -> dict[str, Any]:
+        """Open a page and look at it in every way; what it shows in the last."""
+        self.page.emulate_media(color_scheme=looks[0][1])
         self.page.goto(self.home + path, timeout=90_000)
-        seen = self.page.evaluate(SURVEY)
-        assert not self.troubles, (path, self.troubles)
-        assert seen["over"] <= 0, (path, seen)
-        assert not seen["raw"], (path, seen)
-        assert seen["formulas"] == seen["marked"], (path, seen)
-        assert not seen["images"], (path, seen)
+        assert self.page.evaluate("document.body.dataset.mdColorScheme") in (SCHEMES[looks[0][1]], None)
+        seen = {}
+        for width, scheme in looks:
+            self.page.set_viewport_size({"width": width, "height": 900})
+            self.page.emulate_media(color_scheme=scheme)
+            self.page.evaluate(
+                "name => document.body.setAttribute('data-md-color-scheme', name)", SCHEMES[scheme]
+            )  # the switch
+            seen = self.page.evaluate(SURVEY)
+            where = (path, width, scheme, seen)
+            assert not self.troubles, (*where, self.troubles)
+            assert seen["over"] <= 0, where
+            assert not seen["raw"], where
+            assert seen["formulas"] == seen["marked"], where
+            assert not seen["images"], where
         return seen
 
 
@@ -100,8 +117,8 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-def visitor(browser: Any, home: str, width: int, scheme: str) -> Visitor:
-    return Visitor(browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme), home)
+def visitor(browser: Any, home: str) -> Visitor:
+    return Visitor(browser.new_page(), home)
 
 
 def pages(site: Path) -> list[str]:
@@ -109,32 +126,22 @@ def pages(site: Path) -> list[str]:
     return [path for path in found if path != "404.html" and not path.startswith("live/")]
 
 
-def test_every_page_from_the_file_system_on_a_phone_in_the_dark(browser, site):
-    seen = visitor(browser, site.as_uri() + "/", 360, "dark")
-    surveys = {path: seen.survey(path) for path in pages(site)}
+def test_every_page_from_the_file_system(browser, site):
+    seen = visitor(browser, site.as_uri() + "/")
+    surveys = {path: seen.survey(path, [PHONE, DESK]) for path in pages(site)}
     assert len(surveys) >= 20
     assert surveys["explanation/bounds.html"]["formulas"] > 300
-    assert seen.page.evaluate("document.body.dataset.mdColorScheme") == "slate"
     for path in ("live/demo.html", "live/llama.html"):
-        seen.survey(path)
+        seen.survey(path, [PHONE, DESK])
 
 
-def test_every_page_from_a_server_on_a_desk_in_the_light(browser, site, server):
-    seen = visitor(browser, server, 1300, "light")
-    for path in pages(site):
-        seen.survey(path)
-    assert seen.page.evaluate("document.body.dataset.mdColorScheme") == "default"
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1300, "dark")])
-def test_the_other_ways_to_look_at_it(browser, server, width, scheme):
-    seen = visitor(browser, server, width, scheme)
-    for path in ("index.html", "explanation/bounds.html", "reference/api.html", "gallery.html"):
-        seen.survey(path)
+@pytest.mark.parametrize("path", ["index", "tutorial", "explanation/bounds", "reference/api", "reference/cli", "gallery"])
+def test_pages_of_every_kind_from_a_server(browser, server, path):
+    visitor(browser, server).survey(f"{path}.html", [(360, "light"), (1300, "dark")])
 
 
 def test_the_search_works_without_a_server(browser, site):
-    seen = visitor(browser, site.as_uri() + "/", 1300, "dark")
+    seen = visitor(browser, site.as_uri() + "/")
     seen.survey("index.html")
     seen.page.fill(".md-search__input", "splitting")
     seen.page.wait_for_selector(".md-search-result__link", timeout=10_000)
@@ -148,7 +155,7 @@ def test_trouble_is_seen(browser, tmp_path):
     (tmp_path / "raw.html").write_text("<div class=md-content>costs $x$ and <code>$y</code></div>")
     for name, said in {"bad": "none.png", "wide": "over", "raw": "costs"}.items():
         with pytest.raises(AssertionError, match=said):
-            visitor(browser, tmp_path.as_uri() + "/", 360, "light").survey(f"{name}.html")
+            visitor(browser, tmp_path.as_uri() + "/").survey(f"{name}.html", [PHONE])
 
 
 def setting(seed: int) -> dict[str, Any]:
@@ -226,7 +233,7 @@ def test_the_playground_gives_the_package_s_numbers(browser):
 
 def test_the_playground_is_quick_and_alive(browser, site):
     """A frame at 64 tokens, measurement and all, takes less than 1/60 s; of a busy machine the best quarter counts."""
-    seen = visitor(browser, site.as_uri() + "/", 1300, "light")
+    seen = visitor(browser, site.as_uri() + "/")
     seen.survey("index.html")
     page = seen.page
     taken = page.evaluate("""async () => {
@@ -260,7 +267,7 @@ def test_the_playground_is_quick_and_alive(browser, site):
 
 
 def test_pages_that_explain_carry_the_playground(browser, site):
-    seen = visitor(browser, site.as_uri() + "/", 1300, "light")
+    seen = visitor(browser, site.as_uri() + "/")
     for name, least in {"idea": 4, "worst-inputs": 1, "meanfield": 1}.items():
         seen.survey(f"explanation/{name}.html")
         assert seen.page.evaluate("HowSmoothPlayground.filter((play) => play.result.L > 0).length") >= least

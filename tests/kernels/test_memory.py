@@ -1,11 +1,13 @@
 """Which kernel serves, and what it holds."""
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import howsmooth as hs
 from howsmooth.kernels import Blocked, Dense, Mask, dispatch, linearize
 from problems.layers import gaussian, problem
 
@@ -32,9 +34,18 @@ def peak_bytes(kind: type[Dense] | type[Blocked], n: int, heads: int = 1) -> int
     """The most memory that construction and both products hold at once."""
     q, k, v = (gaussian(1, heads, n, 8, seed=i, dtype=torch.float32) for i in range(3))
     p = problem(batch=1, heads=1, n=2)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+
+    def products() -> None:
         kernel = kind(q, k, v, p.scores)
         kernel.vjp(kernel.jvp(q[None], k[None], v[None]))
+
+    return peak_of(products)
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """The most memory held at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        work()
     assert run.profiler is not None
     assert run.profiler.kineto_results is not None
     events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -48,3 +59,14 @@ def test_blocked_never_holds_the_weights(n, heads):
     weights = heads * n * n * 4
     assert peak_bytes(Blocked, n, heads) < weights / 3
     assert peak_bytes(Dense, n, heads) > weights  # the measurement sees them where they are
+
+
+@pytest.mark.slow
+def test_second_derivatives_never_hold_the_weights():
+    n = 4096
+    x = tuple(gaussian(1, 1, n, 8, seed=i, dtype=torch.float32) for i in range(3))
+
+    def product() -> object:
+        return torch.func.jvp(lambda *a: torch.func.vjp(hs.sdpa, *a)[1](x[0]), x, x)
+
+    assert peak_of(product) < n * n * 4 / 2

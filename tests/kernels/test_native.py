@@ -29,8 +29,8 @@ def fused(monkeypatch):
 def products(x, t, g, **given):
     """Output, jvp, vjp, the Hessian of `⟨g, o⟩` along `t`, and a batch of vjps."""
 
-    def f(*a):
-        return hs.sdpa(*a, enable_gqa=True, **given)
+    def f(q, k, v):
+        return hs.sdpa(q, k, v, enable_gqa=True, **given)
 
     hessian = jvp(lambda *a: vjp(f, *a)[1](g), x, t)[1]
     batch = vmap(lambda u: vjp(f, *x)[1](u)[1])(torch.stack([g, -2 * g]))
@@ -52,7 +52,7 @@ def test_every_product(kind, dtype):
     x, t = (tuple(gaussian(*s, seed=i + k).to(DEVICE, dtype) for i, s in enumerate(shapes)) for k in (0, 10))
     g = gaussian(1, 2, n, d_v, seed=20).to(DEVICE, dtype)
     got = products(x, t, g, **given)
-    want = products(*(tuple(a.double() for a in part) for part in (x, t)), g.double(), **given)
+    want = products(tuple(a.double() for a in x), tuple(a.double() for a in t), g.double(), **given)
     for name, a, b in zip(("o", "do", "dq", "dk", "dv", "hq", "hk", "hv", "batch"), got, want, strict=True):
         error = float((a.double() - b).norm() / b.norm())
         assert error <= ALLOWED[dtype], f"{name}: error {error:.1e}"
@@ -66,7 +66,7 @@ def test_wide_heads_on_a_gpu(d, dtype):
     shapes = ((1, 2, 300, d),) * 3
     x, t = (tuple(gaussian(*s, seed=i + k).to(DEVICE, dtype) for i, s in enumerate(shapes)) for k in (0, 10))
     g = gaussian(1, 2, 300, d, seed=20).to(DEVICE, dtype)
-    want = products(*(tuple(a.double() for a in part) for part in (x, t)), g.double(), is_causal=True)
+    want = products(tuple(a.double() for a in x), tuple(a.double() for a in t), g.double(), is_causal=True)
     for a, b in zip(products(x, t, g, is_causal=True), want, strict=True):
         assert float((a.double() - b).norm() / b.norm()) <= ALLOWED[dtype]
 
@@ -88,8 +88,8 @@ def test_captured_in_a_cuda_graph():
 
     def step():
         plain = tuple(t.detach() for t in x)
-        tangent = jvp(lambda *a: hs.sdpa(*a, is_causal=True), plain, plain)[1]
-        return [tangent, *torch.autograd.grad(hs.sdpa(*x, is_causal=True), x, g)]
+        tangent = jvp(lambda q, k, v: hs.sdpa(q, k, v, is_causal=True), plain, plain)[1]
+        return [tangent, *torch.autograd.grad(hs.sdpa(x[0], x[1], x[2], is_causal=True), x, g)]
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -13,7 +13,7 @@ import howsmooth as hs
 from howsmooth.kernels import Mask
 from howsmooth.models import FallbackWarning, Model, cut, intercept, masks, sample
 from howsmooth.models.rows import sample_rows
-from problems.zoo import GROUPED, TOKENS, ids, randomize
+from problems.zoo import GROUPED, PLAIN, TOKENS, ids, randomize
 
 N, WINDOW = 400, 300  # a window longer than the part that is seen whole
 OPTIONS: dict[str, Any] = {**GROUPED, **TOKENS, "max_position_embeddings": N, "attn_implementation": "eager"}
@@ -49,6 +49,35 @@ def test_a_right_layer_is_found_right(build, map):
     capture = model.capture(ids=ids(n=N))
     assert capture.map(0, map).kernels
     assert "_plain" not in vars(capture.sample)  # the model's own code never saw all logits
+
+
+WRITTEN = {
+    "bloom": lambda: t.BloomModel(t.BloomConfig(hidden_size=24, n_layer=2, n_head=3, vocab_size=40, **TOKENS)),
+    "mpnet": lambda: t.MPNetModel(t.MPNetConfig(**{**PLAIN, "max_position_embeddings": N + 2})),
+    "gptj": lambda: t.GPTJModel(
+        t.GPTJConfig(n_embd=24, n_layer=2, n_head=2, n_inner=24, vocab_size=40, n_positions=N, rotary_dim=6, **TOKENS)
+    ),
+    "mpt": lambda: t.MptModel(t.MptConfig(d_model=24, n_heads=3, n_layers=2, vocab_size=40, max_seq_len=N)),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_attention_that_is_written_out_is_compared_in_rows(name, monkeypatch):
+    model = hs.load(randomize(WRITTEN[name]()))
+    capture = model.capture(ids=ids(n=N))
+    assert capture.sample._long
+    assert capture.map(0, "block").kernels
+    assert capture.map(0).kernels
+    assert "_plain" not in vars(capture.sample)
+    real = masks.from_tensor
+
+    def late(term, dtype):  # a mask that is lost at the long input alone
+        mask = real(term, dtype)
+        return mask if term.shape[3] < N else replace(mask, causal=False, bias=None, window=None)
+
+    if name != "mpnet":
+        monkeypatch.setattr(masks, "from_tensor", late)
+        assert not own(model)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

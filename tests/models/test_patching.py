@@ -75,6 +75,15 @@ def test_a_module_in_torch(make, calls):
     assert TORCHS is nn.functional.scaled_dot_product_attention
 
 
+def test_a_patched_model_is_measured_as_before():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    x = gaussian(1, 5, 8, seed=0).float()
+    before, after = (hs.load(m).measure(inputs=x, layer=0) for m in (layer, hs.patch(copy.deepcopy(layer))))
+    assert after.cut
+    assert after.value == pytest.approx(before.value, rel=1e-6)
+
+
 def test_torchs_function_comes_back_after_an_error():
     model = hs.patch(Block()).train()
     model.drop = 0.1  # pyright: ignore[reportArgumentType]

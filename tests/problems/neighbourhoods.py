@@ -119,7 +119,8 @@ def truth_at(case: Near, y: Tensor) -> tuple[float, float, Tensor, float] | None
     if layer.attention_mask is None:
         J = jacobians(layer, both)
     else:
-        J = torch.cat([layer.linearize(t[None])[1].dense() for t in both]).numpy()
+        bare = replace(layer, b_v=None)  # which moves nothing, and hides digits of float64
+        J = torch.cat([bare.linearize(t[None])[1].dense() for t in both]).numpy()
     n, d = x.shape
     columns = np.array([i * d + k for i in (range(n) if case.tokens is None else case.tokens) for k in range(d)])
     J = J[:, :, columns]

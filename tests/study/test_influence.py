@@ -1,6 +1,7 @@
 """The norms of all blocks of a layer's derivative, against the dense Jacobian."""
 
 import warnings
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_probes_are_as_accurate_as_they_say():
 def test_a_study_takes_the_longest_length_it_can_afford(name, exactly):
     """In closed form to 512 tokens, by probes to 64; the blocks are those of the model's own layer."""
     reader = Reader.of(hs.load(randomize(ZOO[name].build())), readers.ids())
-    part = Part(20, (0,), 0, (1,), "attention", 1e-3, None)
+    part = asdict(Part(20, (0,), 0, (1,), "attention", 1e-3, None))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (row,) = measure_influence(reader, part, [8, 20, 600])

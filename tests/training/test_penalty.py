@@ -67,6 +67,7 @@ def test_gradient_of_a_function_with_norms_and_fused_attention():
 def test_a_warm_start_follows_weights_that_move():
     w, state = weights(16), hs.WarmStart()
     x = torch.randn(30, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    value, truth = torch.zeros(()), 0.0
     for step in range(8):
         w = [t * (1 + 0.002 * step) for t in w]
         value = hs.smoothness(attention(w), x, state)
@@ -87,7 +88,7 @@ def test_descent_on_the_penalty_brings_the_constant_down():
     assert hs.lipschitz(attention([t.detach() for t in leaves]), x).value < 0.8 * first
 
 
-def gpt() -> GPT2Model:
+def gpt() -> Any:
     torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_embd=8, n_head=2, n_positions=8, vocab_size=12, bos_token_id=0, eos_token_id=0)
     model = GPT2Model(config).double().train()

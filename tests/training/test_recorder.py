@@ -71,7 +71,7 @@ def test_alarms_can_stop_or_call():
 
 
 def kept(folder: Any, broken: bool = False) -> Any:
-    model = Tiny()
+    model: Any = Tiny()
     with recorder(model=model, folder=folder, alarms=[Alarm("max_logit", above=1e-6)], on_alarm=lambda _: None) as record:
         for step in range(8):
             if broken and step == 6:
@@ -88,7 +88,7 @@ def test_the_file_is_read_back_and_refused_when_damaged(tmp_path):
     frame = to_frame(tmp_path / "smoothness.sqlite")
     assert frame["step"].tolist() == [0, 2, 4, 6]
     assert frame["loss"].tolist() == [3.0, 1.0, 0.6, 3 / 7]
-    assert (frame["smoothness/layer_01"] > 0).all()
+    assert min(frame["smoothness/layer_01"].tolist()) > 0
     with pytest.raises(hs.HowSmoothError, match="resume it or choose another name"):
         recorder(folder=tmp_path)
     with recorder(folder=tmp_path, resume=True) as record:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction  # an operator's derivative at one level of torch.func's transforms
 
@@ -111,7 +111,7 @@ class Along(_SingleLevelFunction):
         if any(t is not None for t in tangents[6:9]):
             of_tangent = ops.attend_jvp(*at, *_filled(tangents[6:9], along), *ctx.how)
         if any(t is not None for t in tangents[:3]):
-            place, lse = _place_tangents(ctx, at, tangents)[::2]
+            place, _, lse = _place_tangents(ctx, at, tangents)
             twice = (_spread(t, along[0], at[0]) for t in (*place, lse))
             of_place = ops.attend_jvp2(*at, *along, dlse, *twice, *ctx.how)
         return _plus(of_tangent, of_place)
@@ -164,7 +164,7 @@ class _Last(_SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Found:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._are_functorch_transforms_active():
             raise BadInputError(_TWICE)
         return tuple(torch.full_like(t, torch.nan) for t in ctx.saved_tensors)
 

@@ -78,7 +78,8 @@ def attend(q: Queries, k: Keys, v: Values, scores: Scores) -> Outputs:
     mask = scores.mask
     if mask.ends is not None:
         raise BadInputError("expected a mask by order, got one by positions; use kernels.linearize")
-    mask.check(*q.shape[:3], k.shape[2])
+    batch, heads, n, _ = q.shape
+    mask.check(batch, heads, n, k.shape[2])
     bias = mask.bias
     if mask.keys is not None:
         hidden = torch.zeros_like(mask.keys, dtype=q.dtype).masked_fill(~mask.keys, -torch.inf)[:, None, None]

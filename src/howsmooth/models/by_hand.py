@@ -27,11 +27,15 @@ _SAME = (Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.double, Te
 
 
 @dataclass(frozen=True)
-class _Past:
-    """What a `Logits` is: `scale · q kᵀ` plus terms, (batch, heads, n, m) each, behind a softmax where `weights`."""
+class Past:
+    """What a `Logits` is: `scale · q kᵀ` plus terms, (batch, heads, n, m) each, behind a softmax where `weights`.
+
+    attend: what gives the output for values, (batch, heads, m, d_v).
+    """
 
     q: Tensor
     k: Tensor
+    attend: "Callable[[Past, Tensor], Tensor]"
     scale: float = 1.0
     terms: tuple[Tensor, ...] = ()
     weights: bool = False
@@ -40,10 +44,10 @@ class _Past:
 class Logits(Tensor):
     """Stands for logits that are not formed, or for attention weights. Whoever reads its entries is refused."""
 
-    past: _Past
+    past: Past
 
     @classmethod
-    def of(cls, past: _Past, shape: torch.Size) -> "Logits":
+    def of(cls, past: Past, shape: torch.Size) -> "Logits":
         logits = torch.full((), torch.nan, dtype=past.q.dtype, device=past.q.device).expand(shape).as_subclass(cls)
         logits.past = past
         return logits
@@ -59,19 +63,35 @@ class Logits(Tensor):
         return step(*args, **kwargs)
 
 
+def called(past: Past, v: Tensor) -> Tensor:
+    """The output as one call of attention."""
+    mask = Mask()
+    for term in past.terms:
+        read = masks.from_tensor(term.expand(*term.shape[:3], past.k.shape[2]), past.q.dtype)
+        mask = _both(mask, read)
+    return answer(Call(past.q, past.k, v, Scores(past.scale, None, mask)))
+
+
 class ByHand(TorchFunctionMode):
-    """Inside it, attention that is written out becomes calls of attention."""
+    """Inside it, attention that is written out becomes calls of attention, or whatever `attend` makes of it."""
+
+    def __init__(self, attend: Callable[[Past, Tensor], Tensor] = called):
+        super().__init__()
+        self._attend = attend
+
+    def _logits(self, a: Tensor, b: Tensor) -> Logits:
+        return Logits.of(Past(_four(a), _four(b.mT), self._attend), torch.Size((*a.shape[:-1], b.shape[-1])))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if not kwargs and len(args) == 2 and func in _PRODUCTS and _square(*args):
-            return _logits(*args)
+            return self._logits(*args)
         if func in _ADDED and not any(isinstance(a, Logits) for a in args):
             names = ("input", "batch1", "batch2")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             added, a, b = (given[name] for name in names)
             if _square(a, b):
-                product = _logits(a, b)
+                product = self._logits(a, b)
                 whole = Logits.of(replace(product.past, scale=float(given.get("alpha", 1))), product.shape)
                 return _add(whole, added * given.get("beta", 1))
         return func(*args, **kwargs)
@@ -83,16 +103,12 @@ def _square(a: Any, b: Any) -> bool:
     return plain and a.shape[:-2] == b.shape[:-2] and a.shape[-2] == b.shape[-1] and a.shape[-1] == b.shape[-2]
 
 
-def _logits(a: Tensor, b: Tensor) -> Logits:
-    return Logits.of(_Past(_four(a), _four(b.mT)), torch.Size((*a.shape[:-1], b.shape[-1])))
-
-
 def _four(t: Tensor) -> Tensor:
     """(batch, heads, n, ·), heads alone first where there are three axes."""
     return t[None] if t.ndim == 3 else t
 
 
-def _before(logits: Any) -> _Past:
+def _before(logits: Any) -> Past:
     if not isinstance(logits, Logits) or logits.past.weights:
         raise UncuttableError("arithmetic on attention weights")
     return logits.past
@@ -178,12 +194,7 @@ def _leading(shape: torch.Size) -> tuple[int, int]:
 def _values(weights: Any, v: Any) -> Tensor:
     if not isinstance(weights, Logits) or not weights.past.weights or isinstance(v, Logits):
         raise UncuttableError("a product with attention's logits")
-    past = weights.past
-    mask = Mask()
-    for term in past.terms:
-        read = masks.from_tensor(term.expand(*term.shape[:3], weights.shape[-1]), past.q.dtype)
-        mask = _both(mask, read)
-    out = answer(Call(past.q, past.k, _four(v), Scores(past.scale, None, mask)))
+    out = weights.past.attend(weights.past, _four(v))
     return out.reshape(*weights.shape[:-1], v.shape[-1])
 
 

@@ -15,20 +15,23 @@ from howsmooth.kernels import sdpa
 from howsmooth.models.intercept import IMPLEMENTATION, configurations, register
 
 _NAME = "scaled_dot_product_attention"
+_TORCHS = getattr(nn.functional, _NAME)
 
 
 class _Place:
     """Torch's function, replaced while anybody asks for it."""
 
     def __init__(self) -> None:
-        self.users, self.lock, self.before = 0, Lock(), ()
+        self.users, self.lock = 0, Lock()
+        self.before: tuple[Any, bool] = (None, True)
 
     def enter(self) -> None:
         with self.lock:
             if self.users == 0:
                 # a fused layer of torch's would pass attention by, and has no forward mode
                 self.before = getattr(nn.functional, _NAME), torch.backends.mha.get_fastpath_enabled()
-                setattr(nn.functional, _NAME, sdpa)
+                if self.before[0] is _TORCHS:  # else somebody stands there already, as a measurement does
+                    setattr(nn.functional, _NAME, sdpa)
                 torch.backends.mha.set_fastpath_enabled(False)
             self.users += 1
 

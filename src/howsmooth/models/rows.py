@@ -2,6 +2,7 @@
 
 Each attention call is answered by the code that the model itself would run, for the chosen queries against all keys; the other
 rows of its output are zero. Everything else in a block treats tokens one by one, so its output is the model's at those rows.
+Attention that a model writes out is followed step by step, and its steps are taken at those rows, with the model's own masks.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from howsmooth.models.by_hand import ByHand, Past
 from howsmooth.models.intercept import Tagged, storage
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
@@ -40,8 +42,11 @@ class OwnRows:
         self.n, self.rows, self.masks, self.answered = n, rows, masks, 0
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self, written_out: bool = False) -> Iterator[None]:
+        """written_out: the model's code has attention of its own."""
         with ExitStack() as stack:
+            if written_out:
+                stack.enter_context(ByHand(self._steps))
             interface = _interface()
             plain = getattr(interface, "get_interface", None)
             if plain is not None:
@@ -89,6 +94,16 @@ class OwnRows:
         part = _TORCH_ATTENTION(query[..., self.rows, :], key, value, attn_mask, dropout_p, **kwargs)
         self.answered += 1
         return part.new_zeros(*part.shape[:-2], self.n, part.shape[-1]).index_copy(part.ndim - 2, self.rows, part)
+
+    def _steps(self, past: Past, v: Tensor) -> Tensor:
+        """The softmax that a model's own code writes out, and its terms as they are."""
+        rows = self.rows if past.q.shape[2] == self.n else torch.arange(past.q.shape[2], device=past.q.device)
+        logits = past.scale * past.q[:, :, rows] @ past.k.mT
+        for term in past.terms:
+            logits = logits + (term if term.shape[2] == 1 else term[:, :, rows])
+        part = logits.softmax(-1) @ v
+        self.answered += 1
+        return part.new_zeros(*part.shape[:2], past.q.shape[2], part.shape[3]).index_copy(2, rows, part)
 
     def _cut(self, t: Any, m: int, dtype: torch.dtype | None = None) -> Any:
         """The chosen rows of a tensor (…, n, m), or of the mask that it stands for."""

@@ -285,7 +285,7 @@ class Sample:
         rows = some if self.real is None else self.real.to(some.device)[some]
         own = OwnRows(n, rows, cut.trace.masks)
         code = self._plain_code if cut.code == IMPLEMENTATION else cut.code
-        with own.active():
+        with own.active(written_out=code == WRITTEN_OUT):
             theirs = replace(cut, code=code, kernels=False, work=value.dtype).value(cut.start.to(value.dtype)[None])
         return own.answered > 0 and same(value[:, some], theirs[:, some])
 

@@ -1,7 +1,6 @@
 """From a model and a text to a report: measure, assemble, save."""
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
-from howsmooth.models import FallbackWarning, MapName, Model
+from howsmooth.models import MapName, Model
 from howsmooth.report.answer import answer, findings, number, plain
 from howsmooth.report.data import Methods, ReportData, Token
 from howsmooth.report.figures import draw_figures
 from howsmooth.report.page import write_page
 from howsmooth.run import Engine, Progress, claim_folder, writing
 from howsmooth.study.beside_theory import bound_jobs, splitting_jobs, worst_jobs
-from howsmooth.study.influence import measure_influence
+from howsmooth.study.influence import influence_job
 from howsmooth.study.jobs import Job, Measured, Row, run_here, run_sweep, to_frame
 from howsmooth.study.layers import Setting, head_jobs, layer_jobs, map_jobs, parts
 from howsmooth.study.lengths import asked, fit_columns
@@ -123,7 +122,11 @@ def inspect(
     """
     reader, setting = asked(model, text, lengths, samples, layers, map=map, tol=tol, certify=certify, seed=seed)
     named = ALICE if text is None else "a text"
-    return _report(reader, setting, named, "howsmooth.inspect", lambda jobs: run_here(reader, jobs, progress))
+
+    def run(jobs: list[Job], aside: bool = False) -> Measured:
+        return run_here(reader, jobs, None if aside else progress)
+
+    return _report(reader, setting, named, "howsmooth.inspect", run)
 
 
 def inspect_into(
@@ -148,7 +151,9 @@ def inspect_into(
     results = claim_folder(folder, "report", resume=resume, force=force)
     named = ALICE if reader.source.text is None else Path(reader.source.text).name
 
-    def run(jobs: list[Job]) -> Measured:
+    def run(jobs: list[Job], aside: bool = False) -> Measured:
+        if aside:
+            return run_sweep(reader, jobs, results, resume=True, command=command, empty=True)
         return run_sweep(reader, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
 
     report = _report(reader, setting, named, command, run)
@@ -167,8 +172,8 @@ def report_jobs(setting: Setting) -> list[Job]:
     return jobs + worst_jobs(setting, short)
 
 
-def _report(reader: Reader, setting: Setting, text: str, command: str, run: Callable[[list[Job]], Measured]) -> Report:
-    """The report in what `run` measures."""
+def _report(reader: Reader, setting: Setting, text: str, command: str, run: Callable[..., Measured]) -> Report:
+    """The report in what `run` measures; `aside`, in this process, what is known to be wanted once the rest is there."""
     began = time.perf_counter()
     measured = run(report_jobs(setting))
     if not measured.of("layer"):
@@ -184,7 +189,7 @@ def _report(reader: Reader, setting: Setting, text: str, command: str, run: Call
         date=time.strftime("%Y-%m-%d"),
     )
     data = ReportData(measured.rows, methods)
-    picture, failures = _influence(reader, setting, data)
+    picture, failures = _influence(run, setting, data)
     failures = measured.failures + failures
     data = replace(data, rows=(*measured.rows, *picture))
     data = replace(data, methods=replace(methods, seconds=time.perf_counter() - began))
@@ -192,17 +197,15 @@ def _report(reader: Reader, setting: Setting, text: str, command: str, run: Call
     return Report(replace(data, texts=texts, notes=notes), failures)
 
 
-def _influence(reader: Reader, setting: Setting, data: ReportData) -> tuple[list[Row], tuple[str, ...]]:
-    """Which token moves which in the least smooth layer, on the first sample; measured here, once that layer is known."""
+def _influence(run: Callable[..., Measured], setting: Setting, data: ReportData) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    """Which token moves which in the least smooth layer, on the first sample."""
     if setting.question.map == "model":
-        return [], ()
+        return (), ()
     part = replace(parts(setting, samples=1, layers=1)[0], layers=(data.least_smooth()["layer"],))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            return measure_influence(reader, part, data.lengths), ()
+        return run([influence_job(part, data.lengths)], aside=True).rows, ()
     except HowSmoothError as error:  # a page without it is still a page
-        return [], (str(error),)
+        return (), (str(error),)
 
 
 def influence_rows(picture: Row) -> list[Row]:

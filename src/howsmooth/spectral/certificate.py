@@ -32,6 +32,8 @@ def log_rarity(starts: Float[Tensor, " batch"], size: int, delta: float) -> Floa
     >>> float(log_rarity(torch.ones(1).double(), size=2, delta=1e-6) - math.log(1e6 / 0.9) - 0.5 * math.log(4 / math.pi)) < 1e-9
     True
     """
+    if bool((starts == 1).all()):  # `P(Gamma(1) ≥ x) = e^{−x}`
+        return torch.full_like(starts, 0.5 * math.log(2 * size / math.pi) - math.log(0.9 * delta))
     share = delta * torch.where(starts > 1, 0.1 / (starts * (starts - 1)).clamp_min(1.0), 0.9)
     low, high = torch.zeros_like(starts), 2 * starts - 4 * share.log()
     high = _bisect(low, high, lambda at: torch.special.gammaincc(starts, at) <= share)

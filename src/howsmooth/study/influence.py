@@ -12,8 +12,10 @@ Of any other map by random signs: `E|J_ij z|² = ‖J_ij‖²`, one product for 
 """
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,8 +24,9 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian, Operator
+from howsmooth.models import FallbackWarning
 from howsmooth.solve import linear
-from howsmooth.study.jobs import Row
+from howsmooth.study.jobs import Job, Row
 from howsmooth.study.layers import Part
 from howsmooth.study.reader import Reader
 
@@ -35,26 +38,34 @@ _PROBE_WORK = 1e12  # the same for one by probes
 _BLOCKS = 2**22  # entries of diagonal blocks formed at once
 
 
-def measure_influence(reader: Reader, part: Part, lengths: Sequence[int]) -> list[Row]:
+def influence_job(part: Part, lengths: Sequence[int]) -> Job:
+    """A picture of the layer and window of a part, at the longest of `lengths` that is affordable."""
+    return Job(measure_influence, {"part": asdict(part), "lengths": sorted(lengths)})
+
+
+def measure_influence(reader: Reader, part: dict[str, Any], lengths: list[int]) -> list[Row]:
     """One row for the layer and window of a part, at the longest of `lengths` that is affordable; none where none is.
 
     value: the Frobenius norm of all of `J`.  norms: `‖J_ij‖`, a list for each output token.  accuracy: their typical relative
     error, 0 where they are exact.
     """
-    began, (layer,) = time.perf_counter(), part.layers
+    began, one = time.perf_counter(), Part.of(part)
+    (layer,) = one.layers
     for n in sorted({n for n in lengths if n <= _LONGEST}, reverse=True):
-        captured = replace(part, n=n).capture(reader)
-        attn = captured.closed(layer) if part.map == "attention" else None
+        captured = replace(one, n=n).capture(reader)
+        attn = captured.closed(layer) if one.map == "attention" else None
         if attn is not None and _is_of_heads(attn) and _work(attn, n) <= _WORK:
             jacobian = linear(attn, captured.tokens(layer))
             assert isinstance(jacobian, AttentionJacobian)
             norms, accuracy = exact(jacobian), 0.0
-        elif n <= _PROBED and _probe_work(captured.tokens(layer, part.map).shape[1], n) <= _PROBE_WORK:
-            f = captured.map(layer, part.map)
+        elif n <= _PROBED and _probe_work(captured.tokens(layer, one.map).shape[1], n) <= _PROBE_WORK:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FallbackWarning)
+                f = captured.map(layer, one.map)
             norms, accuracy = probed(linear(f, f.start)), (2 * _PROBES) ** -0.5
         else:
             continue
-        about = {"kind": "influence", "model": captured.model, "layer": layer, "map": part.map, "n": n, "sample": part.first}
+        about = {"kind": "influence", "model": captured.model, "layer": layer, "map": one.map, "n": n, "sample": one.first}
         rounded = [[float(f"{v:.5g}") for v in row] for row in norms.tolist()]
         about |= {"value": float(norms.norm()), "accuracy": accuracy, "norms": rounded}
         return [about | {"seconds": time.perf_counter() - began}]

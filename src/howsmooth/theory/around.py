@@ -19,7 +19,7 @@ from howsmooth.theory.around_deflate import Curves, Effort, Pairs, curves, defla
 from howsmooth.theory.around_jets import ROUNDED, Centre, Parts, parts
 from howsmooth.theory.around_linear import linear_parts, matrix_norm
 from howsmooth.theory.ball import LARGEST, rows_over_ball
-from howsmooth.theory.bound import lengths, no_nan
+from howsmooth.theory.bound import TINY, largest_entry, lengths, no_nan
 from howsmooth.theory.constants import Constants, constants
 from howsmooth.theory.point import one_sequence
 
@@ -137,9 +137,14 @@ class AroundAttention:
         seed: int = 0,
     ):
         # biases of values and outputs move nothing, and what they hide in rounding is not lost without them
-        self.layer = replace(layer.to(x.device, torch.float64), b_v=None, b_o=None)
+        layer = layer.to(x.device, torch.float64)
+        by_v, by_o = (1.0 if w is None else _power_of_two(largest_entry(w)) for w in (layer.w_v, layer.w_o))
+        w_o = None if layer.w_o is None else layer.w_o / by_o
+        self.layer = replace(layer, w_v=layer.w_v / by_v, w_o=w_o, b_v=None, b_o=None)
+        self._units = by_v, by_o  # taken out of the layer, so that squares of its Jacobian stay in range
         self.point, self.tokens = x.double(), tokens
-        self._known, self._delta, self._seed, self._effort = norm, delta, seed, Effort.of(x.numel())
+        self._known = None if norm is None else norm / by_v / by_o
+        self._delta, self._seed, self._effort = delta, seed, Effort.of(x.numel())
         self._columns = torch.arange(len(x), device=x.device) if tokens is None else torch.as_tensor(tokens, device=x.device)
 
     @cached_property
@@ -168,9 +173,25 @@ class AroundAttention:
         rows = rows_over_ball(self._constants, len(self.point), reach)
         return min((row.value for row in rows if row.side == "upper" and row.value is not None), default=math.inf)
 
-    @torch.no_grad()
     def within(self, neighbourhood: Neighbourhood) -> Around:
         """The bounds over one neighbourhood of the input."""
+        found = self._within(neighbourhood)
+        numbers = {name: self._in_units(getattr(found, name)) for name in ("slope", "change", "moved_total", "centre", "rest")}
+        moved = found.moved.new_tensor([self._in_units(t) for t in found.moved.tolist()])
+        return replace(found, moved=moved, **numbers)
+
+    def _in_units(self, bound: float) -> float:
+        """A bound on the layer itself, no smaller than the least number where it vanishes."""
+        by_v, by_o = sorted(self._units)
+        return (
+            bound
+            if bound in (0.0, math.inf)
+            else max(bound * by_v * by_o if bound * by_v > TINY else bound * by_o * by_v, TINY)
+        )
+
+    @torch.no_grad()
+    def _within(self, neighbourhood: Neighbourhood) -> Around:
+        """The same of the layer with its sizes taken out."""
         if not torch.equal(neighbourhood.point, self.point):
             raise BadInputError("expected a neighbourhood of the input, got one of another; make bounds around that one")
         r, columns = neighbourhood.radii, self._columns
@@ -209,6 +230,11 @@ class AroundAttention:
         if along:
             total = min(total, _product(slope, neighbourhood.far), _product(upper, neighbourhood.far) + rest)
         return Around(slope, change, moved.clamp_max(total), total, reason, upper, confidence, rest)
+
+
+def _power_of_two(size: float) -> float:
+    """A power of two near a size, by which numbers are divided without rounding."""
+    return 2.0 ** max(-1000, min(1000, math.frexp(size)[1]))
 
 
 def _rows(centre: Centre, apart: Float[Tensor, "heads n"]) -> Float[Tensor, " n"]:

@@ -380,7 +380,7 @@ def curves(centre: Centre, pairs: Pairs, effort: Effort, delta: float, seed: int
     each = delta / (2 * count)
     rows = [second.row_norm(u, each, seed + 2 * a) for a, u in enumerate(pairs.left)]
     columns = [second.column_norm(v, each, seed + 2 * b + 1) for b, v in enumerate(pairs.right)]
-    return Curves(core, torch.tensor(rows).to(core), torch.tensor(columns).to(core))
+    return Curves(core, core.new_tensor(rows), core.new_tensor(columns))
 
 
 def deflated(

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 
+FORWARD_MODE = "`torch.jit.script` is deprecated"  # torch's own, on first use of forward mode
+
 
 def bare(model: nn.Module) -> nn.Module:
     """The module that a user wrote, behind what compiles it or spreads it over devices."""
@@ -48,6 +50,7 @@ def aside(model: nn.Module) -> Iterator[None]:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # an old kind of checkpoint's
+            warnings.filterwarnings("ignore", FORWARD_MODE, DeprecationWarning)
             if compiled(model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield

@@ -41,7 +41,11 @@ class ClippedHead:
 @final
 @dataclass(frozen=True, repr=False)
 class Clipped:
-    """What `clip_` did, head by head."""
+    """What `clip_` did, head by head.
+
+    >>> Clipped("logit", 2.0, (ClippedHead(layer=0, head=0, before=4.0, after=2.0, factor=0.5),))
+    Clipped(1 of 1 heads, logit at most 2)
+    """
 
     quantity: Quantity
     target: float
@@ -82,8 +86,8 @@ def clip_(
 
     >>> import howsmooth as hs
     >>> attn = Attention(4 * torch.eye(2), torch.eye(2), torch.eye(2), scale=1.0)
-    >>> hs.clip_(attn, 2.0, torch.eye(2), quantity="logit"), attn.w_q[0, 0].item() * attn.w_k[0, 0].item()
-    (Clipped(1 of 1 heads, logit at most 2), 1.9999980926513672)
+    >>> hs.clip_(attn, 2.0, torch.eye(2), quantity="logit"), round(float(attn.w_q[0, 0] * attn.w_k[0, 0]), 4)
+    (Clipped(1 of 1 heads, logit at most 2), 2.0)
     """
     target = number(target, "a target above 0", "it is a Lipschitz constant or a logit", above=0)
     quantity = choice(quantity, "a quantity", ("constant", "logit"))

@@ -128,8 +128,8 @@ class Passes:
 
         other.batches = [ready(batch)] if self.together else [ready(row) for row in other.rows]
         mask = None if isinstance(batch, Tensor) or "input_ids" not in batch else batch.get("attention_mask")
-        padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
-        masks = mask.bool()[:, :, None] if padded else None
+        padded = mask if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
+        masks = None if padded is None else padded.bool()[:, :, None]
         apart = [None] * len(other.rows) if masks is None else [own[None] for own in masks]
         other.real = [masks] if self.together else apart
         return other

@@ -4,6 +4,7 @@
 derivative in the weights and in the input is that of the constant itself, since no first-order change of the pair changes `σ`.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.operator import stream
 from howsmooth.models import MapName, Model
 from howsmooth.models.trace import evaluating
-from howsmooth.settings import flag, number, whole
-from howsmooth.training.aside import aside, bare
-from howsmooth.training.passes import Inputs, Passes
+from howsmooth.settings import choice, flag, number, whole
+from howsmooth.training.aside import FORWARD_MODE, aside, bare
+from howsmooth.training.passes import FAST, Inputs, Passes
 
 _BASIS = 12  # vectors between restarts
 _RESTARTS = 40
@@ -37,6 +38,10 @@ class WarmStart:
     """Directions carried over from call to call of `smoothness`.
 
     products: with `JᵀJ`, that each later call makes; the first one goes on until the directions have settled.
+
+    >>> state = WarmStart(products=2)
+    >>> smoothness(lambda x: 3 * x, torch.ones(2), state).item(), state.v is None
+    (3.0, False)
     """
 
     products: int = 1
@@ -73,6 +78,8 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
         stack.enter_context(torch.autocast(x.device.type, enabled=False))
         stack.enter_context(float32_products())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", FORWARD_MODE, DeprecationWarning)
         if isinstance(f, nn.Module):
             stack.enter_context(evaluating(f))
         g, xs, lead = _by_items(f, x, flag(batched, "batched"))
@@ -189,6 +196,11 @@ class SmoothnessPenalty:
     model: the one that trains.  target: of every layer's constant, above 0.  layers, map: as for `Tracker`.
     rows: how many of a batch's, the first ones; all by default.  products: passes without weights' gradients that turn the
     carried directions towards the top ones before each call; 0 where the same rows come every time.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> penalty = SmoothnessPenalty(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), target=1e6)
+    >>> penalty(torch.randn(2, 5, 8)).item()
+    0.0
     """
 
     def __init__(
@@ -206,7 +218,9 @@ class SmoothnessPenalty:
         self.target = number(target, "a target above 0", "it is a Lipschitz constant", above=0)
         self.rows = None if rows is None else whole(rows, "a whole number of rows, at least 1", "None takes all", least=1)
         self.products = whole(products, "a whole number of products", "the default is 1")
-        self.layers, self.map = layers, map
+        choice(map, "a map", FAST)
+        self.layers: str | Sequence[int] = layers
+        self.map: MapName = map
         self._model = model if isinstance(model, Model) else Model.of(bare(model), type(bare(model)).__name__, None, None)
         self._passes: Passes | None = None
         self._directions: dict[int, Tensor] = {}

@@ -85,10 +85,9 @@ class RunRecord:
             most = max(grown, key=self.growth)
             there = [(step, v) for step, v in zip(self.steps, self.series[""][most], strict=True) if v is not None]
             step, top = max(there, key=lambda pair: pair[1])
-            said.append(
-                f"The constant of layer {most} grew most: from {number(there[0][1])} to {number(top)} at step {step}, "
-                f"{number(self.growth(most))} times."
-            )
+            grew = f"from {number(there[0][1])} to {number(top)} at step {step}, {number(self.growth(most))} times"
+            few = self.growth(most) < 1.05  # what is told apart in a picture
+            said.append("No constant grew much." if few else f"The constant of layer {most} grew most: {grew}.")
         said.append(f"{len(self.alarms)} alarms; the first: {self.alarms[0][3]}." if self.alarms else "No alarm went off.")
         if self.drifts:
             near = sum(abs(d) <= 0.05 for d in self.drifts)

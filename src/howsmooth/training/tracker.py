@@ -47,7 +47,11 @@ class Checked:
 @final
 @dataclass(frozen=True, repr=False)
 class Check:
-    """Every tracked number beside its certified one."""
+    """Every tracked number beside its certified one.
+
+    >>> Check(0, (Checked(layer=0, head=None, tracked=0.99, value=1.0, upper=1.1),))
+    Check(step 0, 1 numbers, furthest off -1.00% in layer 0)
+    """
 
     step: int
     rows: tuple[Checked, ...]
@@ -203,6 +207,8 @@ class Tracker:
     def _follow(self) -> dict[str, float]:
         """One step of power iteration in every layer, and more where the weights have moved far."""
         state, passes = self._now, self._now.passes
+        rows: dict[int, list[Seen]] = {}
+        turned: dict[int, tuple[Tensor, Tensor]] = {}
         for _ in range(_MOST):
             found = list(passes.run({k: v for (k, h), v in state.directions.items() if h is None}, times=state.times))
             rows = {k: [seen[k] for seen in found if k in seen] for k in passes.layers}
@@ -399,7 +405,8 @@ def _orthonormal(rows: Tensor) -> Tensor:
 
 def _beside(layer: int, head: int | None, tracked: dict[Any, float], estimates: list[Any]) -> Checked:
     value, upper = max(e.value for e in estimates), max(e.upper for e in estimates)
-    return Checked(layer, head, tracked.get((layer, head), value), value, upper)
+    known = tracked.get((layer, head))
+    return Checked(layer, head, value if known is None else known, value, upper)
 
 
 def _again(row: Checked, tracked: dict[tuple[int, int | None], float]) -> Checked:

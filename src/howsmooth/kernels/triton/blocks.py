@@ -37,6 +37,8 @@ def pick_native(kernel: Native, width: int, single: bool, causal: bool) -> Block
     if kernel == "hvp_rows" or kernel == "hvp_columns":
         size = 2 if width > 128 else 1 if width > 64 else 0
         return (_HVP_SINGLE if single else _HVP)[kernel][size]
+    if single and width > 64:
+        return _SINGLE[kernel][int(width > 128)]
     if not single and 32 < width <= 64:
         return _NATIVE[kernel][int(causal)]
     return pick(kernel, width, 3 if single else 1, False, causal)
@@ -65,6 +67,13 @@ _STRICT = {
     "256": _table(Blocks(64, 32, 8, 1), Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 1), Blocks(64, 32, 8, 1)),
 }
 
+# in float32, for heads up to 128 and wider: what fits into shared memory
+_SINGLE = {
+    "forward": (Blocks(128, 32, 4, 1), Blocks(64, 32, 8, 1)),
+    "jvp": (Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1)),
+    "columns": (Blocks(32, 64, 4, 1), Blocks(32, 32, 4, 1)),
+    "rows": (Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1)),
+}
 # for heads of 64, without and with a causal mask
 _NATIVE = {
     "forward": (Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)),

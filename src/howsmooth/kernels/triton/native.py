@@ -1,4 +1,4 @@
-"""Launches of `sdpa`'s kernels: no packing, no number read off the device, so they run inside CUDA graphs too."""
+"""Launches of `sdpa`'s kernels: no packing, and no number read off the device."""
 
 from collections.abc import Sequence
 from typing import Any
