@@ -184,7 +184,6 @@ BAD_OPTIONS: dict[str, Callable[[], Any]] = {
     "per without within": lambda: measure(per="sequence"),
     "steps without within": lambda: measure(steps=3),
     "within of a function": lambda: measure(torch.tanh, within=0.1),
-    "within of a norm": lambda: measure(hs.RMSNorm(torch.ones(4)), within=0.1),
     "within of a measure": lambda: measure(x=hs.Measure(X), within=0.1),
     **{f"ball {r!r}": lambda r=r: ask.Ball(r) for r in (1e200, NAN, INF, 0, -1, "1", True, None)},
     **{f"n {n!r}": lambda n=n: ask.bounds(layer(), n=n, radius=1.0) for n in (0, -1, 2.0, "3", True, NAN)},

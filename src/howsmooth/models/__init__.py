@@ -2,7 +2,7 @@
 
 from howsmooth.models.capture import Capture
 from howsmooth.models.cut import Cut
-from howsmooth.models.loading import load
+from howsmooth.models.loading import device_of, load
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model import Model
 from howsmooth.models.patching import patch, use_sdpa
@@ -21,6 +21,7 @@ __all__ = [
     "Model",
     "Text",
     "Window",
+    "device_of",
     "load",
     "patch",
     "use_sdpa",

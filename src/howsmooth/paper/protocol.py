@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, final, get_args
 
 from howsmooth.errors import BadInputError
-from howsmooth.models.loading import device_of
+from howsmooth.models import device_of
 from howsmooth.paper import tasks
 from howsmooth.paper.subjects import RANDOM, RANDOM_LAYERS, describe
 from howsmooth.run import Engine, Plan, Progress, check_folder, claim_folder, read, sweep

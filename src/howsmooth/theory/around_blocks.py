@@ -75,9 +75,8 @@ def check_structure(f: object, x: Tensor) -> Graph:
     graph = graph_of(f, tuple(x.shape)) if isinstance(f, Map) else None
     if graph is None:
         raise BadInputError(
-            f"expected an Attention layer, a norm or a composition of them for a bound around an input, got "
-            f"{type(f).__name__}, whose structure is not known; worst_case(f, over=BallAround(x, r)) searches near an input, "
-            "lipschitz(f, x) measures at it, and Model.measure(within=r) knows the blocks of a model"
+            f"expected a layer, a norm or a composition of them for a bound around an input, got {type(f).__name__}; "
+            "load(module).measure(within=r) knows blocks of models, worst_case(f, over=BallAround(x, r)) searches near x"
         )
     return graph
 
