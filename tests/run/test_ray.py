@@ -72,7 +72,7 @@ def test_killing_a_worker_loses_no_task(cluster, tmp_path):
 
     def kill() -> None:
         """The worker of a task that has begun and not ended, as soon as a few are done."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline and not killed:
             time.sleep(0.005)
             if len(list(tmp_path.glob("did-*"))) < 5:
@@ -128,7 +128,7 @@ def test_a_cluster_that_is_lost_ends_the_sweep_with_a_sentence_and_nothing_else_
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not list(tmp_path.glob("did-*")) and time.monotonic() < deadline:
             time.sleep(0.05)
         (raylet,) = processes(folder, "raylet/raylet")

@@ -84,5 +84,5 @@ def test_refusals():
         Certified(record(lambda t: torch.softmax(t, -1), x), x)
     with pytest.raises(BadFunctionError, match="does not"):
         record(lambda t: torch.ones(2), x)
-    with pytest.raises(HowSmoothError, match="structure is not known"):
+    with pytest.raises(HowSmoothError, match="expected a layer, a norm or a composition"):
         hs.lipschitz(lambda t: t, x, within=0.1)

@@ -17,7 +17,7 @@ from howsmooth.run.pool import Outcomes, Worker, check_counts, schedule, surroun
 from howsmooth.run.store import Outcome
 
 _QUIET = 10.0  # seconds without a result after which the cluster is asked whether it is there
-_ANSWER = 60.0  # seconds it has to answer: time to start a process on a busy machine
+_ANSWER = 120.0  # seconds it has to answer: time to start a process on a busy machine
 
 
 @final
