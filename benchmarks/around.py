@@ -1,6 +1,7 @@
 """Bounds around an input against points inside: random ones, and where gradient ascent leads (docs/explanation/around.md)."""
 
 import statistics
+from collections import Counter
 from typing import Any
 
 from tests.problems.neighbourhoods import Looked, examine, near
@@ -17,17 +18,34 @@ def run(quick: bool, cases: int | None = None) -> list[dict[str, Any]]:
     while looked.neighbourhoods < cases:
         examine(near(seed), looked)
         seed += 1
-    if looked.wrong:
-        raise WrongAnswerError(f"{len(looked.wrong)} are wrong: " + "\n".join(looked.wrong[:10]))
-    rows = [_row("all", looked.neighbourhoods, [upper / lower for _, lower, upper in looked.widths], looked)]
+    check(looked.wrong)
+    whole = {name: getattr(looked, name) for name in ("points", "infinite", "refused", "unmeasured")}
+    return record(looked.neighbourhoods, looked.widths, whole, looked.kinds)
+
+
+def check(wrong: list[str]) -> None:
+    """Refuse to go on unless nothing is wrong."""
+    if wrong:
+        raise WrongAnswerError(
+            f"{len(wrong)} bounds are wrong, nothing is recorded; the first of them:\n" + "\n".join(wrong[:10])
+        )
+
+
+def record(
+    neighbourhoods: int, widths: list[tuple[float, float, float]], whole: dict[str, int], kinds: Counter[str]
+) -> list[dict[str, Any]]:
+    """A row for all, one for every decade of radii, one for every kind.
+
+    widths: `r/|x|`, the largest norm seen and the upper end.  whole: what else was counted.
+    """
+    known = [(share, upper / lower) for share, lower, upper in widths if lower > 0 and upper < float("inf")]
+
+    def row(of: str, count: int, ratios: list[float], more: dict[str, Any]) -> dict[str, Any]:
+        return {"of": of, "count": count, "median upper/lower": statistics.median(ratios) if ratios else ""} | more
+
+    empty = dict.fromkeys([*whole, "wrong"], "")
+    rows = [row("neighbourhoods", neighbourhoods, [w for _, w in known], whole | {"wrong": 0})]
     for low, high in DECADES:
-        widths = [upper / lower for share, lower, upper in looked.widths if low <= share < high]
-        rows.append(_row(f"r from {low:g} to {high:g} |x|", len(widths), widths, None))
-    return rows + [_row(kind, count, [], None) for kind, count in looked.kinds.most_common()]
-
-
-def _row(of: str, count: int, widths: list[float], looked: Looked | None) -> dict[str, Any]:
-    """widths: `upper / lower` where both are known and neither is zero or infinite."""
-    whole = {name: "" if looked is None else getattr(looked, name) for name in ("points", "infinite", "refused", "unmeasured")}
-    width = {"median upper/lower": statistics.median(widths) if widths else ""}
-    return {"of": of, "neighbourhoods": count} | width | whole | {"wrong": "" if looked is None else len(looked.wrong)}
+        own = [w for share, w in known if low <= share < high]
+        rows.append(row(f"r from {low:g} to {high:g} |x|", len(own), own, empty))
+    return rows + [row(kind, count, [], empty) for kind, count in kinds.most_common()]
