@@ -29,6 +29,8 @@ CHARTS = {
     "maps": 3 * 4,
     "layers-by-heads": 4 * 5,
     "bound-ladder": 4,
+    "near": 3 * 4,
+    "radii": 3 * 4,
     "token-shares": 100,
     "influence": 44,
     "splitting": 8,
@@ -128,6 +130,25 @@ def shading(page: Any) -> list[float]:
     )
 
 
+def test_radii_and_inputs_are_picked(browser, full):
+    def series(name: str) -> list[str]:
+        return page.eval_on_selector_all(f"[data-chart={name}] .series", "all => all.map(s => s.dataset.series)")
+
+    with visit(browser, full) as seen:
+        page = seen.page
+        assert series("near") == ["at the text", "attained", "certified"]
+        assert "within 0.001 of" in page.inner_text("[data-chart=near] .chart-title")
+        page.select_option("[data-pick=near-radius]", "3")
+        assert "within 1 of" in page.inner_text("[data-chart=near] .chart-title")
+        assert series("near") == ["at the text", "attained"]  # nothing is certified there
+        assert len(page.query_selector_all("[data-chart=radii] .spread")) == 3
+        page.select_option("[data-pick=radii-input]", "0")
+        assert "input 1" in page.inner_text("[data-chart=radii] .chart-title")
+        assert page.query_selector_all("[data-chart=radii] .spread") == []
+        assert len(page.query_selector_all("[data-chart=radii] [data-series=attack] .dot")) == 3  # one attack found nothing
+        calm(seen, full)
+
+
 def test_the_selector_changes_the_shading(browser, full):
     with visit(browser, full) as seen:
         page = seen.page
@@ -195,6 +216,10 @@ def test_hovering_shows_the_numbers(browser, full):
         assert "bound" in page.inner_text(".tip")
         hover(page, "[data-chart=held] .net")
         assert "held fixed: " in page.inner_text(".tip")
+        hover(page, "[data-chart=near] .net")
+        assert "certified: at most " in page.inner_text(".tip")
+        hover(page, "[data-chart=radii] .net")
+        assert page.inner_text(".tip").split("\n")[0].endswith("3 inputs")
         hover(page, "[data-chart=maps] .net")
         assert "relative: " in page.inner_text(".tip")
         hover(page, "#text-body .token", 4)
@@ -353,7 +378,7 @@ def test_odd_reports_draw_what_they_have(browser, tmp_path, kind):
 @pytest.mark.slow
 def test_a_model_becomes_a_page_that_works(browser, tmp_path):
     """From weights and text to the reader: every part measured, drawn, and true to the measurement."""
-    found = hs.inspect(hs.load(readers.bert()), readers.ids(), lengths=(8, 12, 16, 24, 32), samples=2)
+    found = hs.inspect(hs.load(readers.bert()), readers.ids(), lengths=(8, 12, 16, 24, 32), samples=2, radii=0.1)
     path = found.save(tmp_path / "report", figures=False)
     with visit(browser, path) as seen:
         charts = seen.page.evaluate(SURVEY)

@@ -28,9 +28,9 @@ function byLayer(host, { series, yLabel, ...about }) {
     render: (width) => {
       const drawn = series().map((s) => ({
         name: s.name, colour: s.colour, faded: false,
-        points: s.points.filter((p) => p.value > 0).sort((a, b) => a.layer - b.layer).map((p) => ({ x: p.layer, y: p.value, low: p.value, high: p.value, lines: p.lines })),
+        points: s.points.filter((p) => p.value > 0).sort((a, b) => a.layer - b.layer).map((p) => ({ x: p.layer, y: p.value, low: p.low ?? p.value, high: p.high ?? p.value, lines: p.lines })),
       })).filter((s) => s.points.length);
-      const values = drawn.flatMap((s) => s.points.map((p) => p.y)), low = Math.min(...values, Infinity), high = Math.max(...values, 0);
+      const values = drawn.flatMap((s) => s.points.flatMap((p) => [p.low, p.high])), low = Math.min(...values, Infinity), high = Math.max(...values, 0);
       const pad = Math.max((high / low) ** 0.05, 1.03), range = values.length ? [low / pad, high * pad] : [1, 2];
       return lineChart({ width, height: width < 560 ? 260 : 300, xs: data.layers, xLabel: "layer", yLabel: label(), range, series: drawn, scale: linearScale });
     },
@@ -266,6 +266,43 @@ const sections = {
     choose(controls, "Layer", layers.map((l) => [l, layerName(l)]), "bounds-layer", layer, (v) => ((layer = Number(v)), update()));
     if (lengths.length > 1) choose(controls, "Length", lengths.map((k) => [k, `n = ${k}`]), "bounds-length", n, (v) => ((n = Number(v)), update()));
     missing();
+  },
+
+  near() {
+    const rows = data.near, first = rows[0] ?? data.change[0];
+    if (!first) return drop("near");
+    if (rows.length) {
+      const radii = rows[0].within;
+      let k = Math.min(1, radii.length - 1);
+      const flat = () => rows.flatMap((r) => r.within.map((share, i) => ({ layer: r.layer, n: r.n, r: share, at_text: r.value, attained: r.lower_ends[i], certified: r.upper_ends[i] })));
+      const lines = (r) => [`layer ${r.layer}, r = ${format(r.within[k])} |x|`, `at the text: L = ${format(r.value)}`, `attained: ${format(r.lower_ends[k])}`,
+        r.upper_ends[k] === null ? "nothing is certified" : `certified: at most ${format(r.upper_ends[k])}`];
+      const chart = byLayer($("near-chart"), {
+        name: "near", title: () => `L within ${format(radii[k])} of a token's length, n = ${first.n}`, unit: "first sample, log scale", yLabel: "L, times", rows: flat,
+        series: () => [["at the text", "var(--ink)", (r) => r.value], ["attained", "var(--point)", (r) => r.lower_ends[k]], ["certified", "var(--ball)", (r) => r.upper_ends[k]]].map(([name, colour, of]) => ({
+          name, colour, points: rows.map((r) => ({ layer: r.layer, value: of(r), lines: lines(r) })),
+        })),
+      });
+      choose($("near-controls"), "Radius r", radii.map((share, i) => [i, `${format(share)} of a token's length`]), "near-radius", k, (v) => ((k = Number(v)), chart.redraw()));
+    } else for (const id of ["near-chart", "near-controls"]) drop(id);
+    const changes = data.change;
+    if (!changes.length) return drop("radii");
+    const samples = [...new Set(changes.map((r) => r.sample))].sort((a, b) => a - b);
+    let input = samples.length > 1 ? "all" : String(samples[0]);
+    const mean = (values) => (values.length > 1 ? Math.exp(values.reduce((s, v) => s + Math.log(v), 0) / values.length) : values[0] ?? null);
+    const points = (key) => data.layers.map((layer) => {
+      const own = changes.filter((r) => r.layer === layer && (input === "all" || String(r.sample) === input));
+      const values = own.map((r) => (r[key] === null ? null : r[key] / r.size)).filter((v) => v > 0), value = mean(values);
+      return { layer, value, low: Math.min(...values), high: Math.max(...values),
+        lines: [`layer ${layer}, ${input === "all" ? `${values.length} inputs` : `input ${Number(input) + 1}`}`, `${key.replace("_", " ")}: ${format(value)} |x|`,
+          ...(values.length > 1 ? [`${format(Math.min(...values))} to ${format(Math.max(...values))}`] : [])] };
+    });
+    const chart = byLayer($("radii-chart"), {
+      name: "radii", title: () => `Radii by layer, ${input === "all" ? "geometric mean over inputs" : `input ${Number(input) + 1}`}, n = ${changes[0].n}`,
+      unit: "parts of a token's length, log scale; shaded: range over inputs", yLabel: "r / |x|", rows: () => changes,
+      series: () => [["certified", "var(--ball)", "certified"], ["first order", "var(--point)", "first_order"], ["attack", "rgb(var(--hot))", "attacked"]].map(([name, colour, key]) => ({ name, colour, points: points(key) })),
+    });
+    if (samples.length > 1) choose($("radii-controls"), "Input", [["all", "all"], ...samples.map((s) => [s, `input ${s + 1}`])], "radii-input", input, (v) => ((input = v), chart.redraw()));
   },
 
   text() {
