@@ -67,7 +67,7 @@ class Report:
         return frame.assign(**{f"version_{k}": v for k, v in self.data.methods.versions.items()})
 
     def save(self, folder: str | Path, *, force: bool = False, figures: bool = True) -> Path:
-        """Write `index.html`, `measurements.csv`, `bounds.csv`, `influence.csv` and, with `figures`, `figures/`; the page.
+        """Write `index.html`, a table for each part of it and, with `figures`, `figures/`; the page.
 
         A folder that holds something is refused unless `force`, which replaces these and leaves everything else alone.
         """
@@ -76,12 +76,17 @@ class Report:
             draw_figures(self.data, page.parent / "figures")
         with writing(page.with_name("measurements.csv")) as part:
             self.to_frame().to_csv(part, index=False)
-        if self.data.bounds:
-            with writing(page.with_name("bounds.csv")) as part:
-                to_frame(self.data.bounds).to_csv(part, index=False)
-        for picture in self.data.of("influence")[:1]:
-            with writing(page.with_name("influence.csv")) as part:
-                to_frame(influence_rows(picture)).to_csv(part, index=False)
+        pictures = self.data.of("influence")[:1]
+        tables = {
+            "bounds.csv": self.data.bounds,
+            "near.csv": [line for row in self.data.of("near") for line in near_rows(row)],
+            "radii.csv": self.data.of("change"),
+            "influence.csv": influence_rows(pictures[0]) if pictures else [],
+        }
+        for name, rows in tables.items():
+            if rows:
+                with writing(page.with_name(name)) as part:
+                    to_frame(rows).to_csv(part, index=False)
         return page
 
     def to_dict(self) -> dict[str, Any]:
@@ -221,6 +226,13 @@ def _influence(run: Callable[..., Measured], setting: Setting, data: ReportData)
         return run([influence_job(part, data.lengths)], aside=True).rows, ()
     except HowSmoothError as error:  # a page without it is still a page
         return (), (str(error),)
+
+
+def near_rows(row: Row) -> list[Row]:
+    """One row for each radius, in lengths of a token: the constant at the text, attained and certified within it."""
+    ends = zip(row["within"], row["lower_ends"], row["upper_ends"], strict=True)
+    about = {"layer": row["layer"], "n": row["n"], "at_text": row["value"], "token_length": row["size"]}
+    return [about | {"r": r, "attained": low, "certified": high} for r, low, high in ends]
 
 
 def influence_rows(picture: Row) -> list[Row]:
