@@ -36,7 +36,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_a_report_ends_with_the_path_of_its_page(place, tmp_path):
-    result = run("report", place / "model", "--text", place / "text.txt", *SMALL, "--out", tmp_path / "report")
+    result = run("report", place / "model", "--text", place / "text.txt", *SMALL, "--radii", "0.1", "--out", tmp_path / "report")
     assert result.exit_code == 0, result.output
     assert "constrained" not in result.stderr
     lines = result.stdout.splitlines()
@@ -50,6 +50,8 @@ def test_a_report_ends_with_the_path_of_its_page(place, tmp_path):
         "results.sqlite",
         "measurements.csv",
         "bounds.csv",
+        "near.csv",
+        "radii.csv",
         "influence.csv",
         "figures/growth.pdf",
         "figures/growth.png",
@@ -138,6 +140,7 @@ def test_results_of_another_version_are_refused_and_left_alone(place, tmp_path, 
         (("--workers", "0"), "workers of at least 1"),
         (("--resume", "--force"), "got both"),
         (("--tol", "0"), "tol"),
+        (("--radii", "0"), "radii as a part"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(place, tmp_path, monkeypatch, options, message):
