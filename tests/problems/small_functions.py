@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +161,8 @@ def _input(r: _Chance, kind: str, n: int, d: int) -> Tensor:
 def _layer(r: _Chance, n: int, d: int, heads: int) -> tuple[Attention, list[str]]:
     """An attention layer, and what it has that plain attention has not."""
     w_q, w_k, w_v, w_o = (r.matrix(d, d) for _ in range(4))
-    has, options = [], {}
+    has: list[str] = []
+    options: dict[str, Any] = {}
     head = d // heads
     if heads == 2 and r.happens(0.3):  # the second undoes the first up to a little
         has.append("heads that cancel")
@@ -309,7 +311,8 @@ def _uphill(c: Case, y: Tensor, aim: str, y0: Tensor) -> Tensor:
 def _onto(direction: Tensor, area: Neighbourhood) -> Tensor:
     """The boundary of a neighbourhood, that way; nowhere where a gradient is none."""
     direction = torch.nan_to_num(direction) * (area.radii > 0)[:, None]
-    direction = direction / direction.abs().amax(None if area.total is not None else -1, keepdim=True).clamp_min(1e-300)
+    top = direction.abs().amax(-1, keepdim=True)  # before any square
+    direction = direction / (top if area.total is None else top.max()).clamp_min(1e-300)
     if area.total is not None:
         return area.total * direction / direction.norm().clamp_min(1e-300)
     return area.radii[:, None] * direction / direction.norm(dim=-1, keepdim=True).clamp_min(1e-300)
