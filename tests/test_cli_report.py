@@ -36,7 +36,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_a_report_ends_with_the_path_of_its_page(place, tmp_path):
-    result = run("report", place / "model", "--text", place / "text.txt", *SMALL, "--radii", "0.1", "--out", tmp_path / "report")
+    result = run(
+        "report", place / "model", "--text", place / "text.txt", *SMALL, "--radii", "0.1", "--out", tmp_path / "report"
+    )
     assert result.exit_code == 0, result.output
     assert "constrained" not in result.stderr
     lines = result.stdout.splitlines()

@@ -85,3 +85,12 @@ def test_refusals():
         record(lambda t: torch.ones(2), x)
     with pytest.raises(HowSmoothError, match="composition of them"):
         hs.lipschitz(lambda t: t, x, within=0.1)
+
+
+def test_an_output_that_cancels_is_recorded():
+    """What rounding leaves of it differs between two ways to the same number."""
+    x = torch.full((1, 3), 0.1, dtype=torch.float64)
+    graph = record(lambda t: (t * 3 + 1e3 - 1e3) - t * 3, x, truth=lambda t: t * 0.0 + 1e-14)
+    assert graph(x).shape == x.shape
+    with pytest.raises(BadFunctionError, match="miss by"):
+        record(lambda t: (t * 3 + 1e3 - 1e3) - t * 3, x, truth=lambda t: t * 0.0 + 1e-6)
