@@ -229,3 +229,19 @@ def test_the_version_is_one_line():
     result = run("--version")
     assert result.exit_code == 0
     assert result.stdout == f"howsmooth {howsmooth.__version__}\n"
+
+
+def test_certified_radii_are_told_and_become_a_page(place, tmp_path):
+    page = tmp_path / "radii.html"
+    asked = ("certify", place / "model", "--text", place / "text.txt", "--n", "6", "--samples", "2", "--change", "0.1")
+    asked += ("--map", "attention", "--layers", "0,1", "--page", page)
+    result = run(*asked)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == str(page)
+    assert "moves by more than 10 % of its length" in page.read_text()
+    again = run(*asked)
+    assert again.exit_code == 2
+    assert "--force" in again.stderr
+    rows = json.loads(run(*asked, "--force", "--json").stdout)["rows"]
+    assert [(row["window"], row["layer"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(0 < row["certified"] <= row["attacked"] for row in rows)

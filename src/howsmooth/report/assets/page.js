@@ -11,31 +11,7 @@ const between = (i) => (i.low === null ? "" : signed(`${i.low.toFixed(2)} to `) 
 const ln = (v) => Math.log(Math.max(v, 1e-12)); // a constant of zero has to stand somewhere
 const cellAt = new Map(data.summary.map((c) => [`${c.layer} ${c.n}`, c]));
 
-function choose(host, label, options, name, chosen, change) {
-  const select = el("select", { "data-pick": name, onchange: () => change(select.value) });
-  for (const [value, text] of options) select.append(el("option", { value, selected: String(value) === String(chosen) }, text));
-  host.append(el("label", { class: "pick" }, label + " ", select));
-  return select;
-}
-
 const drop = (id) => $(id)?.remove();
-
-// Lines over the layers, one for each thing compared; points without a positive value are left out.
-function byLayer(host, { series, yLabel, ...about }) {
-  const label = () => (typeof yLabel === "function" ? yLabel() : yLabel);
-  return frame(host, {
-    ...about,
-    render: (width) => {
-      const drawn = series().map((s) => ({
-        name: s.name, colour: s.colour, faded: false,
-        points: s.points.filter((p) => p.value > 0).sort((a, b) => a.layer - b.layer).map((p) => ({ x: p.layer, y: p.value, low: p.low ?? p.value, high: p.high ?? p.value, lines: p.lines })),
-      })).filter((s) => s.points.length);
-      const values = drawn.flatMap((s) => s.points.flatMap((p) => [p.low, p.high])), low = Math.min(...values, Infinity), high = Math.max(...values, 0);
-      const pad = Math.max((high / low) ** 0.05, 1.03), range = values.length ? [low / pad, high * pad] : [1, 2];
-      return lineChart({ width, height: width < 560 ? 260 : 300, xs: data.layers, xLabel: "layer", yLabel: label(), range, series: drawn, scale: linearScale });
-    },
-  });
-}
 
 const sections = {
   heat() {
@@ -190,6 +166,7 @@ const sections = {
       }),
     });
     byLayer($("held-chart"), {
+      layers: data.layers,
       name: "held", title: `L with that token held fixed, n = ${n}`, unit: "log scale", yLabel: "L, times", rows: table,
       series: () => [["all move", "var(--point)", "whole"], ["one held", "rgb(var(--hot))", "value"]].map(([title, colour, key]) => ({
         name: title, colour,
@@ -205,6 +182,7 @@ const sections = {
     let key = "value";
     $("maps-names").append(...names.map((m, k) => el("li", {}, el("i", { class: kinds[k % 4] }), m)));
     const chart = byLayer($("maps-chart"), {
+      layers: data.layers,
       name: "maps", title: () => (key === "value" ? `L of each map, n = ${rows[0].n}` : `Relative constant of each map, n = ${rows[0].n}`),
       unit: "first sample, log scale", yLabel: () => (key === "value" ? "L, times" : "L·|x| / |f(x)|"), rows: () => rows,
       series: () => names.map((m, k) => ({
@@ -278,6 +256,7 @@ const sections = {
       const lines = (r) => [`layer ${r.layer}, r = ${format(r.within[k])} |x|`, `at the text: L = ${format(r.value)}`, `attained: ${format(r.lower_ends[k])}`,
         r.upper_ends[k] === null ? "nothing is certified" : `certified: at most ${format(r.upper_ends[k])}`];
       const chart = byLayer($("near-chart"), {
+        layers: data.layers,
         name: "near", title: () => `L within ${format(radii[k])} of a token's length, n = ${first.n}`, unit: "first sample, log scale", yLabel: "L, times", rows: flat,
         series: () => [["at the text", "var(--ink)", (r) => r.value], ["attained", "var(--point)", (r) => r.lower_ends[k]], ["certified", "var(--ball)", (r) => r.upper_ends[k]]].map(([name, colour, of]) => ({
           name, colour, points: rows.map((r) => ({ layer: r.layer, value: of(r), lines: lines(r) })),
@@ -287,22 +266,7 @@ const sections = {
     } else for (const id of ["near-chart", "near-controls"]) drop(id);
     const changes = data.change;
     if (!changes.length) return drop("radii");
-    const samples = [...new Set(changes.map((r) => r.sample))].sort((a, b) => a - b);
-    let input = samples.length > 1 ? "all" : String(samples[0]);
-    const mean = (values) => (values.length > 1 ? Math.exp(values.reduce((s, v) => s + Math.log(v), 0) / values.length) : values[0] ?? null);
-    const points = (key) => data.layers.map((layer) => {
-      const own = changes.filter((r) => r.layer === layer && (input === "all" || String(r.sample) === input));
-      const values = own.map((r) => (r[key] === null ? null : r[key] / r.size)).filter((v) => v > 0), value = mean(values);
-      return { layer, value, low: Math.min(...values), high: Math.max(...values),
-        lines: [`layer ${layer}, ${input === "all" ? `${values.length} inputs` : `input ${Number(input) + 1}`}`, `${key.replace("_", " ")}: ${format(value)} |x|`,
-          ...(values.length > 1 ? [`${format(Math.min(...values))} to ${format(Math.max(...values))}`] : [])] };
-    });
-    const chart = byLayer($("radii-chart"), {
-      name: "radii", title: () => `Radii by layer, ${input === "all" ? "geometric mean over inputs" : `input ${Number(input) + 1}`}, n = ${changes[0].n}`,
-      unit: "parts of a token's length, log scale; shaded: range over inputs", yLabel: "r / |x|", rows: () => changes,
-      series: () => [["certified", "var(--ball)", "certified"], ["first order", "var(--point)", "first_order"], ["attack", "rgb(var(--hot))", "attacked"]].map(([name, colour, key]) => ({ name, colour, points: points(key) })),
-    });
-    if (samples.length > 1) choose($("radii-controls"), "Input", [["all", "all"], ...samples.map((s) => [s, `input ${s + 1}`])], "radii-input", input, (v) => ((input = v), chart.redraw()));
+    radiiByLayer($("radii-chart"), $("radii-controls"), { layers: data.layers, rows: changes, unit: `n = ${changes[0].n}, log scale; shaded: range over inputs` });
   },
 
   text() {
