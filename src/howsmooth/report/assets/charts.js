@@ -246,11 +246,12 @@ let clips = 0;
 
 function lineChart({ width, height, xs, xLabel, yLabel, range, series, keep = [], under = null, over = null, ends = true, unity = null, scale = logScale }) {
   const longest = series.reduce((most, s) => Math.max(most, s.name.length), 0);
-  const wide = width >= 560 && ends, left = 52, right = wide ? 14 + 7 * longest : 12, top = 14, bottom = 42;
+  const ticks = logTicks(...range), digits = ticks.reduce((most, t) => Math.max(most, format(t).length), 0);
+  const wide = width >= 560 && ends, left = Math.max(52, 24 + 7 * digits), right = wide ? 14 + 7 * longest : 12, top = 14, bottom = 42;
   const sheet = sheetOf(width, height);
   const px = scale([xs[0], xs[xs.length - 1]], [left + 8, width - right - 6]);
   const py = logScale(range, [height - bottom, top]);
-  for (const t of logTicks(...range)) {
+  for (const t of ticks) {
     draw(sheet, "line", { x1: left, x2: width - right, y1: py(t), y2: py(t), class: "grid" });
     draw(sheet, "text", { x: left - 7, y: py(t) + 4, class: "tick", "text-anchor": "end" }, format(t));
   }
