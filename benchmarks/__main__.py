@@ -20,6 +20,7 @@ ALL = [
     "tightness",
     "soundness",
     "around",
+    "around_blocks",
     "near",
     "models",
     "report",
@@ -30,7 +31,7 @@ ALL = [
     "training",
     "sdpa",
 ]
-COUNTED = ["around"]
+COUNTED = ["around", "around_blocks"]
 ON_A_GPU = ["gpu", "gpu_sdpa", "gpu_solve", "gpu_models", "gpu_report"]
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import Tensor
 import checks
 import howsmooth as hs
 from howsmooth.maps import Operator, inner
-from howsmooth.theory.around import Around
+from howsmooth.theory.around import Around, AroundAttention, Neighbourhood
 from problems import neighbourhoods
 from problems.spectra import Matrix
 
@@ -212,9 +212,24 @@ def test_a_lower_end_that_is_not_attained_is_refuted():
     case = neighbourhoods.near(0)
     found = hs.lipschitz(case.layer, case.area.point, within=case.within, per=case.per, tokens=case.tokens, steps=0)
     assert found.point is not None
-    truth = neighbourhoods.truth_at(case, found.point)
+    (truth,) = neighbourhoods.truths(case, [found.point])
     assert truth is not None
     assert not neighbourhoods.not_attained(found, case, truth[0])
     assert neighbourhoods.not_attained(replace(found, lower=1.01 * found.lower), case, truth[0])
     outside = case.area.point + 3 * case.area.radii[:, None] * torch.ones_like(case.area.point)
     assert neighbourhoods.not_attained(replace(found, point=outside), case, truth[0])
+
+
+@pytest.mark.parametrize("spoiled", ["slope", "change", "moved_total"])
+def test_looking_into_neighbourhoods_finds_a_bound_that_is_too_small(spoiled: str, monkeypatch: pytest.MonkeyPatch):
+    within = AroundAttention.within
+
+    def smaller(self: AroundAttention, area: Neighbourhood) -> Around:
+        bound = within(self, area)
+        return replace(bound, **{spoiled: 0.9 * getattr(bound, spoiled)})
+
+    looked = neighbourhoods.Looked()
+    monkeypatch.setattr(AroundAttention, "within", smaller)
+    for seed in range(1000, 1020):
+        neighbourhoods.examine(neighbourhoods.near(seed), looked)
+    assert any(why.startswith(spoiled) for why in looked.wrong)

@@ -36,7 +36,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_a_report_ends_with_the_path_of_its_page(place, tmp_path):
-    result = run("report", place / "model", "--text", place / "text.txt", *SMALL, "--out", tmp_path / "report")
+    result = run(
+        "report", place / "model", "--text", place / "text.txt", *SMALL, "--radii", "0.1", "--out", tmp_path / "report"
+    )
     assert result.exit_code == 0, result.output
     assert "constrained" not in result.stderr
     lines = result.stdout.splitlines()
@@ -50,6 +52,8 @@ def test_a_report_ends_with_the_path_of_its_page(place, tmp_path):
         "results.sqlite",
         "measurements.csv",
         "bounds.csv",
+        "near.csv",
+        "radii.csv",
         "influence.csv",
         "figures/growth.pdf",
         "figures/growth.png",
@@ -138,6 +142,7 @@ def test_results_of_another_version_are_refused_and_left_alone(place, tmp_path, 
         (("--workers", "0"), "workers of at least 1"),
         (("--resume", "--force"), "got both"),
         (("--tol", "0"), "tol"),
+        (("--radii", "0"), "radii as a part"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(place, tmp_path, monkeypatch, options, message):
@@ -224,3 +229,19 @@ def test_the_version_is_one_line():
     result = run("--version")
     assert result.exit_code == 0
     assert result.stdout == f"howsmooth {howsmooth.__version__}\n"
+
+
+def test_certified_radii_are_told_and_become_a_page(place, tmp_path):
+    page = tmp_path / "radii.html"
+    asked = ("certify", place / "model", "--text", place / "text.txt", "--n", "6", "--samples", "2", "--change", "0.1")
+    asked += ("--map", "attention", "--layers", "0,1", "--page", page)
+    result = run(*asked)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == str(page)
+    assert "moves by more than 10 % of its length" in page.read_text()
+    again = run(*asked)
+    assert again.exit_code == 2
+    assert "--force" in again.stderr
+    rows = json.loads(run(*asked, "--force", "--json").stdout)["rows"]
+    assert [(row["window"], row["layer"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(0 < row["certified"] <= row["attacked"] for row in rows)

@@ -141,6 +141,37 @@ def a_worst(w: hs.WorstCase, given: Arguments) -> None:
     assert w.ratio is None or w.ratio <= 1 + 1e-6
 
 
+def scores() -> nn.Module:
+    """A score for each of three answers."""
+    head = nn.Linear(4, 3)
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-1, 2, 12).reshape(3, 4).cos())
+        head.bias.zero_()
+    return nn.Sequential(head, nn.Tanh())
+
+
+def a_radius(radius: hs.Radius, given: Arguments) -> None:
+    """No point within the certified radius has another answer, or an output further away."""
+    assert 0 <= radius.certified <= radius.attacked
+    assert not math.isnan(radius.first_order)
+    f, x = given["model"], given.get("x")
+    if not isinstance(x, Tensor) or not isinstance(f, nn.Module | hs.Map) or radius.certified == 0:
+        return
+    f, x = in_double(f), x.detach().double()
+    step = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    step = radius.certified * step / (step.norm(dim=-1, keepdim=True) if radius.per == "token" else step.norm())
+    free = given.get("tokens")
+    if free is not None:
+        held = [i for i in range(x.shape[-2]) if i not in free and i - x.shape[-2] not in free]
+        step[..., held, :] = 0.0
+    with torch.no_grad():
+        y, there = f(x), f(x + step)
+    if radius.label is None:
+        assert float((there - y).norm()) <= radius.margin * (1 + 1e-9)
+    else:
+        assert int(there.reshape(-1, there.shape[-1])[-1].argmax()) == radius.label
+
+
 def a_splitting(s: hs.Splitting, _: Arguments) -> None:
     assert s.moved.lower <= s.moved.upper
     assert s.split.lower <= s.split.upper
@@ -244,6 +275,20 @@ CALLS_OF: dict[str, Call] = {
     "worst_case": Call(
         hs.worst_case, {"f": layer} | optional(n=2, radius=1.0, over=None, steps=1, restarts=2, seed=0), a_worst
     ),
+    "certified_radius": Call(
+        hs.certified_radius,
+        {"model": scores, "x": tokens} | optional(label=None, per="token", tokens=[0, 2], attack=True),
+        a_radius,
+    ),
+    "certified_radius of a change": Call(
+        hs.certified_radius, {"model": layer, "x": tokens} | optional(change=0.1, per="sequence", tokens=None), a_radius
+    ),
+    "certified_radius of a model": Call(
+        hs.certified_radius,
+        {"model": reads, "ids": lambda: [5, 6, 7, 8]} | optional(layer=0, map="attention", change=0.1, attack=False),
+        a_radius,
+        0.25,
+    ),
     "worst_case around": Call(
         lambda f, over, steps: hs.worst_case(f, over=over, steps=steps, restarts=2),
         {"f": lambda: nn.Linear(4, 4), "over": lambda: hs.BallAround(tokens(), 0.1), "steps": lambda: 1},
@@ -274,9 +319,8 @@ CALLS_OF: dict[str, Call] = {
     "growth": Call(hs.growth, STUDY | optional(map="attention", seed=0), grown, 0.5),
     "inspect": Call(hs.inspect, STUDY | optional(map="attention", seed=0), grown, 0.25),
 }
-# what these refuse is tested in tests/training, tests/kernels/test_sdpa.py, tests/models/test_patching.py and tests/study
+# what these refuse is tested in tests/training, tests/kernels/test_sdpa.py and tests/models/test_patching.py
 IN_THEIR_ROOMS = {"SmoothnessPenalty", "Tracker", "WarmStart", "clip_", "smoothness", "sdpa", "use_sdpa", "patch"}
-IN_THEIR_ROOMS |= {"certified_radius"}
 ANSWERS = {
     "Check",
     "Clipped",

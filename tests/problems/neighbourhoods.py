@@ -1,7 +1,9 @@
 """Layers and neighbourhoods that try to break a bound around an input, and a checker that looks inside them."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +33,27 @@ class Near:
     tokens: tuple[int, ...] | None
     name: str
 
+    @property
+    def kinds(self) -> list[str]:
+        """What the layer has that plain attention has not."""
+        layer = self.layer
+        norms = [t for t in (layer.q_norm, layer.k_norm) if t is not None]
+        here = {
+            "several heads": layer.heads > 1,
+            "heads that cancel": "opposed heads" in self.name,
+            "shared keys": layer.kv_heads < layer.heads,
+            "causal or windowed": layer.causal or layer.window is not None,
+            "bias of logits": layer.bias is not None,
+            "padding": layer.attention_mask is not None,
+            "rotary": layer.rotary is not None,
+            "soft-cap": layer.softcap is not None,
+            "norms": bool(norms),
+            "norms over all heads": layer.coupled,
+            "tokens held": self.tokens is not None,
+            "per sequence": self.per == "sequence",
+        }
+        return [kind for kind, there in here.items() if there]
+
 
 def near(seed: int) -> Near:
     """The neighbourhood of that number: radii over six decades of the tokens' own size."""
@@ -55,42 +78,75 @@ def near(seed: int) -> Near:
 
 @dataclass
 class Looked:
-    """What was compared: neighbourhoods, points inside them, upper ends of infinity, cases refused;
-    a sentence for each that is wrong."""
+    """What was compared: neighbourhoods, points inside them, upper ends of infinity, bounds that are refused, neighbourhoods
+    without a lower end, how many there are of each kind; a sentence for each that is wrong."""
 
     neighbourhoods: int = 0
     points: int = 0
     infinite: int = 0
     refused: int = 0
+    unmeasured: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     widths: list[tuple[float, float, float]] = field(default_factory=list)  # r over size, lower, upper
 
 
+class Truth(NamedTuple):
+    """`‖D_Y f‖`, `‖D_Y f − D_X f‖`, `|f(Y)_i − f(X)_i|` and what rounding hides of these."""
+
+    norm: float
+    change: float
+    moved: Tensor
+    fuzz: float
+
+
 def examine(case: Near, looked: Looked, samples: int = 3, steps: int = 3) -> None:
-    """Compare the bounds with points of the neighbourhood: random ones, and where ascent leads."""
+    """Compare the bounds with points of the neighbourhood: random ones, the way that stretches most, where ascent leads."""
     try:
         bound = AroundAttention(case.layer, case.area.point, tokens=case.tokens).within(case.area)
-        options = Options(tokens=case.tokens)
-        here = solve(case.layer, case.area.point, options).estimate
-        best = find_near(case.layer, case.area, case.tokens, steps, options, here)
-        found = replace(best.estimate, point=best.point, upper=bound.slope)
     except HowSmoothError:
         looked.refused += 1
         return
     looked.neighbourhoods += 1
     looked.infinite += not math.isfinite(bound.slope)
-    assert found.point is not None
-    points = [*_inside(case, samples), found.point]
-    for k, y in enumerate(points):
-        truth = truth_at(case, y)
+    looked.kinds.update(case.kinds)
+    points = _inside(case, samples)
+    found = _attained(case, steps, bound.slope)
+    if found is not None:
+        assert found.point is not None
+        way = found.direction.double() / float(found.direction.norm())
+        points += [_held(case, sign * case.area.far * way) for sign in (1, -1)] + [found.point]
+    looked.unmeasured += found is None
+    for y, truth in zip(points, truths(case, points), strict=True):
         if truth is None:
             continue
         looked.points += 1
         looked.wrong += [f"{why}; {case.name}" for why in refuted(bound, *truth)]
-        if k == len(points) - 1:
-            looked.wrong += [f"{why}; {case.name}" for why in not_attained(found, case, truth[0])]
-    if found.lower > 0 and math.isfinite(found.upper):
+        if found is not None and y is found.point:
+            looked.wrong += [f"{why}; {case.name}" for why in not_attained(found, case, truth.norm)]
+    if found is not None and found.lower > 0 and math.isfinite(found.upper):
         looked.widths.append((case.within / max(float(case.area.point.norm(dim=-1).mean()), 1e-300), found.lower, found.upper))
+
+
+def _attained(case: Near, steps: int, upper: float) -> hs.Estimate | None:
+    """The lower end by ascent; nothing where products at the input are lost in rounding."""
+    options = Options(tokens=case.tokens)
+    try:
+        here = solve(case.layer, case.area.point, options).estimate
+        best = find_near(case.layer, case.area, case.tokens, steps, options, here)
+    except HowSmoothError:
+        return None
+    return replace(best.estimate, point=best.point, upper=upper)
+
+
+def _held(case: Near, step: Tensor) -> Tensor:
+    """The point a step leads to, shortened to where it may lead."""
+    long = step.norm(dim=-1, keepdim=True)
+    step = step * (case.area.radii[:, None] / torch.where(long > 0, long, 1.0)).clamp_max(1.0)
+    whole = float(step.norm())
+    if case.area.total is not None and whole > case.area.total:
+        step = step * (case.area.total / whole)
+    return case.area.point + step * (1 - 1e-12)
 
 
 def _inside(case: Near, samples: int) -> list[Tensor]:
@@ -100,37 +156,34 @@ def _inside(case: Near, samples: int) -> list[Tensor]:
     for k in range(samples):
         step = torch.randn(n, d, generator=r, dtype=torch.float64)
         step = step / step.norm(dim=-1, keepdim=True) * case.area.radii[:, None]
-        step = step if k % 2 == 0 else step * torch.rand(n, 1, generator=r, dtype=torch.float64)
-        long = float(step.norm())
-        if case.area.total is not None and long > case.area.total:
-            step = step * (case.area.total / long)
-        points.append(case.area.point + step * (1 - 1e-12))
+        points.append(_held(case, step if k % 2 == 0 else step * torch.rand(n, 1, generator=r, dtype=torch.float64)))
     return points
 
 
-def truth_at(case: Near, y: Tensor) -> tuple[float, float, Tensor, float] | None:
-    """`‖D_Y f‖`, `‖D_Y f − D_X f‖`, `|f(Y)_i − f(X)_i|` and what rounding hides of these; nothing past the range of float64."""
+def truths(case: Near, points: list[Tensor]) -> list[Truth | None]:
+    """What is true at points; nothing past the range of float64."""
     layer, x = case.layer, case.area.point
-    both = torch.stack([x, y])
+    every = torch.stack([x, *points])
     try:
-        values = torch.cat([layer.linearize(t[None])[0] for t in both])
+        values = torch.cat([layer.linearize(t[None])[0] for t in every])
     except HowSmoothError:
-        return None
+        return [None] * len(points)
     if layer.attention_mask is None:
-        J = jacobians(layer, both)
+        J = jacobians(layer, every)
     else:
         bare = replace(layer, b_v=None)  # which moves nothing, and hides digits of float64
-        J = torch.cat([bare.linearize(t[None])[1].dense() for t in both]).numpy()
+        J = torch.cat([bare.linearize(t[None])[1].dense() for t in every]).numpy()
     n, d = x.shape
     columns = np.array([i * d + k for i in (range(n) if case.tokens is None else case.tokens) for k in range(d)])
     J = J[:, :, columns]
     sizes = float(np.abs(J).max()), float(values.abs().max())
     if not all(s < _RANGE for s in sizes):
-        return None
-    longest = float(both.norm(dim=-1).max())
+        return [None] * len(points)
+    longest = float(every.norm(dim=-1).max())
     terms = float(layer.w_v.norm()) * longest + (0.0 if layer.b_v is None else float(layer.b_v.norm()))
     fuzz = 1e-13 * n * terms * (1.0 if layer.w_o is None else float(layer.w_o.norm())) + 1e-14 * longest * sizes[0]
-    return _norm(J[1]), _norm(J[1] - J[0]), (values[1] - values[0]).norm(dim=-1), fuzz
+    moved = (values[1:] - values[0]).norm(dim=-1)
+    return [Truth(_norm(K), _norm(K - J[0]), m, fuzz) for K, m in zip(J[1:], moved, strict=True)]
 
 
 def _norm(J: np.ndarray) -> float:

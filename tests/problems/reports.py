@@ -147,6 +147,28 @@ def maps(count: int = 4, n: int = 512) -> list[Row]:
     ]
 
 
+def near(count: int = 4, n: int = 16) -> list[Row]:
+    """Within r of a token's length, `1 + r` times is attained and `1 + 1000 r` times is certified; nothing past 0.1."""
+    within = [1e-4, 1e-3, 1e-2, 1.0]
+    rows = []
+    for k in range(count):
+        L = value(k, n)
+        upper = [(1 + 1000 * r) * L if r < 0.1 else None for r in within]
+        rows.append(row("near", k, n, L, size=10.0, within=within, lower_ends=[(1 + r) * L for r in within], upper_ends=upper))
+    return rows
+
+
+def changes(count: int = 4, samples: int = 3, n: int = 16) -> list[Row]:
+    """Certified radii of 0.001 (1 + sample) of a token's length, twice that to first order, ten times for an attack."""
+    rows = []
+    for k in range(count):
+        for sample in range(samples):
+            r = 0.01 * (1 + sample)
+            ends = {"certified": r, "first_order": 2 * r, "attacked": None if (k, sample) == (1, 0) else 10 * r}
+            rows.append(row("change", k, n, value(k, n), sample=sample, change=0.1, size=10.0, **ends))
+    return rows
+
+
 def influence(n: int = 136, layer: int = 0, accuracy: float = 0.0) -> list[Row]:
     """Causal, and token j reaches the token d places behind it with `1/(1 + d)`."""
     norms = [[1 / (1 + i - j) if j <= i else 0.0 for j in range(n)] for i in range(n)]
@@ -161,7 +183,7 @@ def full(measured: list[Row] | None = None, *others: list[Row]) -> ReportData:
     """Every part of a report; others: in place of all rows but those of layers."""
     words = tuple(f"word{i}" for i in range(136))
     measured = with_shares(layers(), (128, 136)) if measured is None else measured
-    rest = others or (held(), maps(), heads(), bounds(), splits(), worst(), influence())
+    rest = others or (held(), maps(), heads(), bounds(), near(), changes(), splits(), worst(), influence())
     texts = {n: tokens(words[:n]) for n in (128, 136)}
     return report([*measured, *(r for rows in rest for r in rows)], texts=texts, notes=(NOTE,))
 

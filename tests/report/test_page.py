@@ -88,6 +88,15 @@ def test_what_is_set_beside_a_measurement_is_said_in_a_sentence():
     assert re.search(r"in layer 1: its block is (4[7-9]|5[0-3])(\.\d)? times smoother than its attention", text)
     assert "with token 1 held fixed L is 1.25 times smaller" in text
     assert "Every number is exact to rounding." in text
+    assert "Within r = 0.001 no layer's L is more than 2 times that at the text (layer 0, where 1 times is attained)." in (
+        text.replace("&#x27;", "'")
+    )
+    assert "moves by more than 10 % of its length" in text
+    assert "The smallest certified radius is 0.001 of a token's length, in layer 0, and an attack needs 0.01." in (
+        text.replace("&#x27;", "'")
+    )
+    none = [r | {"upper_ends": [None] * 4} for r in reports.near()]
+    assert "Nothing is certified within r = 0.001." in render(reports.full(None, none))
     estimated = reports.full(None, reports.influence(accuracy=0.25))
     assert "typically within 25 %" in render(estimated)
 

@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 
 import howsmooth as hs
+from howsmooth.errors import ResultsError
 from howsmooth.report import write_page
+from howsmooth.report.radii_page import write_radii_page
+from howsmooth.search import Radius
+from howsmooth.study import Radii
 from problems import readers, reports
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install playwright runs this")
@@ -29,6 +33,8 @@ CHARTS = {
     "maps": 3 * 4,
     "layers-by-heads": 4 * 5,
     "bound-ladder": 4,
+    "near": 3 * 4,
+    "radii": 3 * 4,
     "token-shares": 100,
     "influence": 44,
     "splitting": 8,
@@ -128,6 +134,25 @@ def shading(page: Any) -> list[float]:
     )
 
 
+def test_radii_and_inputs_are_picked(browser, full):
+    def series(name: str) -> list[str]:
+        return page.eval_on_selector_all(f"[data-chart={name}] .series", "all => all.map(s => s.dataset.series)")
+
+    with visit(browser, full) as seen:
+        page = seen.page
+        assert series("near") == ["at the text", "attained", "certified"]
+        assert "within 0.001 of" in page.inner_text("[data-chart=near] .chart-title")
+        page.select_option("[data-pick=near-radius]", "3")
+        assert "within 1 of" in page.inner_text("[data-chart=near] .chart-title")
+        assert series("near") == ["at the text", "attained"]  # nothing is certified there
+        assert len(page.query_selector_all("[data-chart=radii] .spread")) == 3
+        page.select_option("[data-pick=radii-input]", "0")
+        assert "input 1" in page.inner_text("[data-chart=radii] .chart-title")
+        assert page.query_selector_all("[data-chart=radii] .spread") == []
+        assert len(page.query_selector_all("[data-chart=radii] [data-series=attack] .dot")) == 3  # one attack found nothing
+        calm(seen, full)
+
+
 def test_the_selector_changes_the_shading(browser, full):
     with visit(browser, full) as seen:
         page = seen.page
@@ -195,6 +220,10 @@ def test_hovering_shows_the_numbers(browser, full):
         assert "bound" in page.inner_text(".tip")
         hover(page, "[data-chart=held] .net")
         assert "held fixed: " in page.inner_text(".tip")
+        hover(page, "[data-chart=near] .net")
+        assert "certified: at most " in page.inner_text(".tip")
+        hover(page, "[data-chart=radii] .net")
+        assert page.inner_text(".tip").split("\n")[0].endswith("3 inputs")
         hover(page, "[data-chart=maps] .net")
         assert "relative: " in page.inner_text(".tip")
         hover(page, "#text-body .token", 4)
@@ -353,7 +382,7 @@ def test_odd_reports_draw_what_they_have(browser, tmp_path, kind):
 @pytest.mark.slow
 def test_a_model_becomes_a_page_that_works(browser, tmp_path):
     """From weights and text to the reader: every part measured, drawn, and true to the measurement."""
-    found = hs.inspect(hs.load(readers.bert()), readers.ids(), lengths=(8, 12, 16, 24, 32), samples=2)
+    found = hs.inspect(hs.load(readers.bert()), readers.ids(), lengths=(8, 12, 16, 24, 32), samples=2, radii=0.1)
     path = found.save(tmp_path / "report", figures=False)
     with visit(browser, path) as seen:
         charts = seen.page.evaluate(SURVEY)
@@ -368,3 +397,36 @@ def test_a_model_becomes_a_page_that_works(browser, tmp_path):
             shades.append(shading(seen.page))
         assert shades[0] != shades[1]
         calm(seen, path)
+
+
+def test_radii_become_a_page(browser, tmp_path):
+    """Two inputs at three layers; one attack found nothing, one layer is refused with words that mean harm."""
+    rows: list[tuple[int, int, Radius | str]] = []
+    for window in (0, 1):
+        for layer in (0, 2, 5):
+            r = 0.01 * (1 + window) * (1 + layer)
+            attacked = float("inf") if (window, layer) == (1, 5) else 9 * r
+            rows.append((window, layer, Radius(r, attacked, 2 * r, "token", 7, 0.5, 10.0, 0.999999, "a reason")))
+    rows.append((1, 6, reports.HOSTILE[0]))
+    page = tmp_path / "radii.html"
+    write_radii_page(Radii(tuple(rows)), page, model="a <b>model", command="howsmooth certify m", change=None)
+    with pytest.raises(ResultsError, match="--force"):
+        write_radii_page(Radii(tuple(rows)), page, model="m", command="", change=0.1)
+    for width in (1100, 340):
+        with visit(browser, page, width) as seen:
+            text = seen.page.inner_text("body")
+            assert "0.001 of a token's length, for input 1 at layer 0, where an attack needs 0.009" in text
+            assert "before the answer changes?" in text
+            chart = seen.page.evaluate(SURVEY)["radii"]
+            assert chart["bad"] == []
+            assert chart["shapes"] >= 3 * 3
+            assert seen.page.evaluate("window.harmed") is None
+            seen.page.select_option("[data-pick=radii-input]", "1")
+            assert len(seen.page.query_selector_all("[data-series=attack] .dot")) == 2
+            assert len(seen.page.query_selector_all("[data-table=radii] tbody tr")) == 6
+            assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+            calm(seen, page)
+    write_radii_page(Radii(((0, 0, "no such layer"),)), page, model="m", command="", change=0.1, force=True)
+    with visit(browser, page) as seen:
+        assert "No radius could be certified" in seen.page.inner_text("body")
+        calm(seen, page)

@@ -8,7 +8,7 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.models import MapName
-from howsmooth.study.beside_theory import bound_jobs, in_words, splitting_jobs, worst_jobs
+from howsmooth.study.beside_theory import bound_jobs, change_jobs, in_words, near_jobs, splitting_jobs, worst_jobs
 from howsmooth.study.jobs import run_here
 from howsmooth.study.layers import Question, Setting, layer_jobs, radius_jobs, settle
 from howsmooth.study.norms import norm_calls, norm_in_front, norm_jobs
@@ -98,6 +98,38 @@ def test_splitting_is_that_of_the_closed_form():
     assert row["pays"] == truth.pays
 
 
+def test_near_the_text_constants_are_attained_and_certified():
+    reader = readers.reader()
+    rows = run_here(reader, near_jobs(asked(reader), 10)).rows
+    assert [row["layer"] for row in rows] == [0, 1]
+    captured = reader.capture(10, [0])
+    for row in rows:
+        ends = [row["value"], *row["lower_ends"]]
+        assert ends == sorted(ends)
+        assert all(a <= b for a, b in zip(row["lower_ends"], row["upper_ends"], strict=True))
+        assert row["upper_ends"] == sorted(row["upper_ends"])
+        assert row["upper_ends"][0] < 1.01 * row["value"]
+        x = captured.tokens(row["layer"]).double()
+        truth = hs.lipschitz(captured.attention(row["layer"]), x, within=1e-3 * row["size"])
+        assert row["lower_ends"][1] <= truth.upper
+        assert truth.lower <= row["upper_ends"][1]
+
+
+def test_a_change_of_the_output_needs_more_than_what_is_certified():
+    reader = readers.reader()
+    rows = run_here(reader, change_jobs(asked(reader, samples=2), 10, 0.1)).rows
+    assert [(row["layer"], row["sample"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for row in rows:
+        assert 0 < row["certified"] <= row["first_order"]
+        assert row["certified"] <= row["attacked"]
+        captured = reader.capture(10, [row["start"]])
+        layer, x = captured.attention(row["layer"]), captured.tokens(row["layer"])
+        y = layer(x)
+        step = hs.lipschitz(layer, x).direction
+        step = step / step.norm(dim=-1).max() * row["certified"]
+        assert float((layer(x + step) - y).norm()) <= 0.1 * float(y.norm())
+
+
 @pytest.mark.slow
 def test_worst_inputs_stay_below_the_ceiling():
     reader = readers.reader()
@@ -113,10 +145,11 @@ def test_worst_inputs_stay_below_the_ceiling():
 def test_layers_that_are_no_closed_form_have_no_bounds_and_other_maps_no_jobs():
     reader = Reader.of(hs.load(randomize(ZOO["deberta-v2"].build())), readers.ids())
     setting = asked(reader)
-    jobs = bound_jobs(setting, [10]) + splitting_jobs(setting) + worst_jobs(setting, 10)
+    jobs = bound_jobs(setting, [10]) + splitting_jobs(setting) + worst_jobs(setting, 10) + near_jobs(setting, 10)
     assert run_here(reader, jobs).rows == ()
     block = asked(reader, map="block")
     assert bound_jobs(block, [10]) + splitting_jobs(block) + worst_jobs(block, 10) == []
+    assert near_jobs(block, 10) + change_jobs(block, 10, 0.1) == []
 
 
 def test_positions_that_break_are_found_where_they_do():

@@ -6,11 +6,12 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli import options
-from howsmooth.cli.root import Told, command, show_table
+from howsmooth.cli.root import Told, command, show_table, typed
 from howsmooth.errors import BadInputError
 from howsmooth.models import load
 from howsmooth.paper.drawing import check_figure
 from howsmooth.paper.radii import draw_radii
+from howsmooth.report.radii_page import check_page, write_radii_page
 from howsmooth.study import Radii, radii, read_text
 
 
@@ -32,6 +33,8 @@ def certify(
     side: options.Side = None,
     seed: options.Seed = 0,
     figure: Annotated[Path | None, typer.Option(help="also draw radii by layer (.png, .pdf or .svg)")] = None,
+    page: Annotated[Path | None, typer.Option(help="also write a page of radii by layer and input (.html)")] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace a page that exists")] = False,
 ) -> Told:
     """How far can the tokens that enter a layer move before the model's answer changes? Certified, and attacked.
 
@@ -39,6 +42,8 @@ def certify(
     """
     if figure is not None:
         check_figure(figure)
+    if page is not None:
+        check_page(page, force)
     chosen, where = options.layers_of(layers), None if map_name is None else options.map_of(map_name)
     if where is not None and change is None:
         raise BadInputError("expected --change beside --map, got none; a layer alone gives no answer")
@@ -57,7 +62,15 @@ def certify(
         map=where,
         per=per,
     )
-    return Told(found.to_dict(), lambda: _show(found, per), figure and (lambda: draw_radii(figure, found)))
+    if page is not None:
+        write_radii_page(found, page, model=model, command=typed(), change=change, force=force)
+
+    def show() -> None:
+        _show(found, per)
+        if page is not None:
+            print(page.resolve())
+
+    return Told(found.to_dict(), show, figure and (lambda: draw_radii(figure, found)))
 
 
 def _show(found: Radii, per: str) -> None:

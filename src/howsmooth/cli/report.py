@@ -36,6 +36,9 @@ def report(
     device: options.Device = "auto",
     tol: options.Tol = 1e-3,
     certify: options.Certify = None,
+    radii: Annotated[
+        float | None, typer.Option(help="also radii within which a layer's output moves by at most this part of its length")
+    ] = None,
     seed: options.Seed = 0,
     quiet: options.Quiet = False,
 ) -> Told:
@@ -56,6 +59,7 @@ def report(
         resume=resume,
         force=force,
         figures=figures,
+        radii=radii,
         progress=progress_bar("measuring", quiet=quiet),
     )
 

@@ -15,7 +15,8 @@ from howsmooth.report.data import Methods, ReportData, Token
 from howsmooth.report.figures import draw_figures
 from howsmooth.report.page import write_page
 from howsmooth.run import Engine, Progress, claim_folder, writing
-from howsmooth.study.beside_theory import bound_jobs, splitting_jobs, worst_jobs
+from howsmooth.settings import number as number_in
+from howsmooth.study.beside_theory import bound_jobs, change_jobs, near_jobs, splitting_jobs, worst_jobs
 from howsmooth.study.influence import influence_job
 from howsmooth.study.jobs import Job, Measured, Row, run_here, run_sweep, to_frame
 from howsmooth.study.layers import Setting, head_jobs, layer_jobs, map_jobs, parts
@@ -66,7 +67,7 @@ class Report:
         return frame.assign(**{f"version_{k}": v for k, v in self.data.methods.versions.items()})
 
     def save(self, folder: str | Path, *, force: bool = False, figures: bool = True) -> Path:
-        """Write `index.html`, `measurements.csv`, `bounds.csv`, `influence.csv` and, with `figures`, `figures/`; the page.
+        """Write `index.html`, a table for each part of it and, with `figures`, `figures/`; the page.
 
         A folder that holds something is refused unless `force`, which replaces these and leaves everything else alone.
         """
@@ -75,12 +76,17 @@ class Report:
             draw_figures(self.data, page.parent / "figures")
         with writing(page.with_name("measurements.csv")) as part:
             self.to_frame().to_csv(part, index=False)
-        if self.data.bounds:
-            with writing(page.with_name("bounds.csv")) as part:
-                to_frame(self.data.bounds).to_csv(part, index=False)
-        for picture in self.data.of("influence")[:1]:
-            with writing(page.with_name("influence.csv")) as part:
-                to_frame(influence_rows(picture)).to_csv(part, index=False)
+        pictures = self.data.of("influence")[:1]
+        tables = {
+            "bounds.csv": self.data.bounds,
+            "near.csv": [line for row in self.data.of("near") for line in near_rows(row)],
+            "radii.csv": self.data.of("change"),
+            "influence.csv": influence_rows(pictures[0]) if pictures else [],
+        }
+        for name, rows in tables.items():
+            if rows:
+                with writing(page.with_name(name)) as part:
+                    to_frame(rows).to_csv(part, index=False)
         return page
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,6 +114,7 @@ def inspect(
     map: MapName = "attention",
     tol: float = 1e-3,
     certify: float | None = None,
+    radii: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
@@ -116,6 +123,7 @@ def inspect(
     model: loaded, or what `load` takes.  text: the text itself or token ids; Alice in Wonderland by default.
     lengths: by default those of 8 … 512 that the model and the text allow.  samples: windows of the text at each length.
     layers: all by default.  map: as in `Model.measure`.  tol, certify: as in `howsmooth.lipschitz`.  seed: places the samples.
+    radii: also the radii within which the output of a layer moves by at most this part of its length, by layer and sample.
 
         >>> howsmooth.inspect("demo").save("report")  # doctest: +SKIP
         PosixPath('report/index.html')
@@ -126,7 +134,7 @@ def inspect(
     def run(jobs: list[Job], aside: bool = False) -> Measured:
         return run_here(reader, jobs, None if aside else progress)
 
-    return _report(reader, setting, named, "howsmooth.inspect", run)
+    return _report(reader, setting, named, "howsmooth.inspect", run, _part(radii))
 
 
 def inspect_into(
@@ -139,13 +147,15 @@ def inspect_into(
     resume: bool = False,
     force: bool = False,
     figures: bool = True,
+    radii: float | None = None,
     progress: Progress | None = None,
 ) -> tuple[Report, Path]:
     """The same as a sweep that keeps its results in `folder/results.sqlite`, saved in that folder; the page's path beside it.
 
     reader: from `Reader.by_name`.  command: what makes the report again.  resume, force: go on in a folder that holds results,
-    or start anew there; it is refused otherwise.
+    or start anew there; it is refused otherwise.  radii: as in `inspect`.
     """
+    radii = _part(radii)
     if reader.source is None:
         raise BadInputError("expected a model and a text by name, got ones built in memory; use howsmooth.inspect")
     results = claim_folder(folder, "report", resume=resume, force=force)
@@ -156,26 +166,36 @@ def inspect_into(
             return run_sweep(reader, jobs, results, resume=True, command=command, empty=True)
         return run_sweep(reader, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
 
-    report = _report(reader, setting, named, command, run)
+    report = _report(reader, setting, named, command, run, radii)
     return report, report.save(folder, force=True, figures=figures)
 
 
-def report_jobs(setting: Setting) -> list[Job]:
+def _part(radii: float | None) -> float | None:
+    return (
+        None if radii is None else number_in(radii, "radii as a part > 0", "0.1 is a tenth of the output's length", above=0.0)
+    )
+
+
+def report_jobs(setting: Setting, radii: float | None = None) -> list[Job]:
     """Everything a page shows, the long work first."""
     lengths = sorted(set(setting.question.lengths))
-    middle, short = _nearest(lengths, 128), _nearest(lengths, 32)  # where each costs seconds
+    middle, short, few = (_nearest(lengths, n) for n in (128, 32, 16))  # where each costs seconds
     jobs = layer_jobs(setting, shares=True, held=True)
     jobs += map_jobs(setting)
     jobs += bound_jobs(setting, [middle, lengths[-1]])
     jobs += head_jobs(setting, [n for n in lengths if n <= _HEADS] or lengths[:1])
+    jobs += near_jobs(setting, few)
+    jobs += [] if radii is None else change_jobs(setting, few, radii)
     jobs += splitting_jobs(setting, [middle], samples=1)
     return jobs + worst_jobs(setting, short)
 
 
-def _report(reader: Reader, setting: Setting, text: str, command: str, run: Callable[..., Measured]) -> Report:
+def _report(
+    reader: Reader, setting: Setting, text: str, command: str, run: Callable[..., Measured], radii: float | None
+) -> Report:
     """The report in what `run` measures; `aside`, in this process, what is known to be wanted once the rest is there."""
     began = time.perf_counter()
-    measured = run(report_jobs(setting))
+    measured = run(report_jobs(setting, radii))
     if not measured.of("layer"):
         raise BadInputError(measured.failures[0] if measured.failures else "expected measurements, got none; ask for a layer")
     methods = Methods(
@@ -206,6 +226,13 @@ def _influence(run: Callable[..., Measured], setting: Setting, data: ReportData)
         return run([influence_job(part, data.lengths)], aside=True).rows, ()
     except HowSmoothError as error:  # a page without it is still a page
         return (), (str(error),)
+
+
+def near_rows(row: Row) -> list[Row]:
+    """One row for each radius, in lengths of a token: the constant at the text, attained and certified within it."""
+    ends = zip(row["within"], row["lower_ends"], row["upper_ends"], strict=True)
+    about = {"layer": row["layer"], "n": row["n"], "at_text": row["value"], "token_length": row["size"]}
+    return [about | {"r": r, "attained": low, "certified": high} for r, low, high in ends]
 
 
 def influence_rows(picture: Row) -> list[Row]:

@@ -23,6 +23,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "map": ("layer", "n", "map", "value", "relative"),
     "head": ("layer", "head", "n", "value"),
     "bounds": ("layer", "n", "value", "bounds"),
+    "near": ("layer", "n", "value", "size", "within", "lower_ends", "upper_ends"),
+    "change": ("layer", "n", "sample", "change", "size", "certified", "first_order", "attacked"),
     "splitting": ("layer", "n", "moved", "value"),
     "worst": ("layer", "n", "radius_max", "text", "value", "log_ceiling", "how"),
     "influence": ("layer", "n", "norms", "accuracy"),
@@ -66,7 +68,9 @@ class ReportData:
     share `|v_i|²` of the unit direction that the layer stretches most; one of kind `bounds` holds a list of bounds, each with
     where (point or ball), id, name, side, log_value (None where it does not apply), statement, source and reason. One of kind
     `held` is a layer whose leading `token` is held fixed, `whole` its constant where that may move too; one of kind `map` is
-    another map of the layer; one of kind `influence` holds `norms`, a list for each output token, and their relative accuracy.
+    another map of the layer; one of kind `near` holds, for every radius in `within`, the constant attained and certified there;
+    one of kind `change` holds radii of one layer at one sample; one of kind `influence` holds `norms`, a list for each output
+    token, and their relative accuracy.
     texts: by length, the tokens that the shares belong to.  notes: findings in words, shown under the answer.
     """
 

@@ -230,6 +230,37 @@ def maps(data: ReportData) -> "Figure":
     return figure
 
 
+def near(data: ReportData) -> "Figure":
+    """L at the text, and what is attained and certified within each radius, layer by layer."""
+    rows = data.of("near")
+    radii = rows[0]["within"]
+    figure, panels = _axes(5.4, 1.2 + 1.8 * len(radii), len(radii), sharex=True, squeeze=False)
+    for k, (share, axes) in enumerate(zip(radii, panels[:, 0], strict=True)):
+        curves = {"at the text": [(r["layer"], r["value"]) for r in rows]}
+        curves |= {
+            name: [(r["layer"], r[ends][k]) for r in rows]
+            for name, ends in (("attained", "lower_ends"), ("certified", "upper_ends"))
+        }
+        _by_layer(axes, curves)
+        axes.set(ylabel="L", xlabel="layer" if share == radii[-1] else "", title=f"within {share:g} |x|, n = {rows[0]['n']}")
+    return figure
+
+
+def radii(data: ReportData) -> "Figure":
+    """Certified radius, first order and attack by layer, one curve for every input."""
+    rows = data.of("change")
+    figure, axes = _axes(5.4, 3.4)
+    for k, (name, key) in enumerate((("certified", "certified"), ("first order", "first_order"), ("attack", "attacked"))):
+        for sample in sorted({row["sample"] for row in rows}):
+            own = [(r["layer"], r[key] / r["size"]) for r in rows if r["sample"] == sample and r[key]]
+            label = name if sample == rows[0]["sample"] else None
+            axes.plot(*zip(*own, strict=True), color=COLOURS[k], marker=MARKERS[k], lw=0.9, label=label) if own else None
+    title = f"Radii within which the output moves by at most {100 * rows[0]['change']:g} %, n = {rows[0]['n']}"
+    axes.set(yscale="log", xlabel="layer", ylabel="r / |x|", title=title)
+    axes.legend(**_BESIDE)
+    return figure
+
+
 def influence(data: ReportData) -> "Figure":
     """The norm of the derivative of every output token by every input token."""
     from matplotlib.colors import LogNorm
@@ -308,5 +339,7 @@ FIGURES: dict[str, tuple[Callable[[ReportData], bool], Callable[[ReportData], "F
     "worst-inputs": (lambda data: bool(data.of("worst")), worst_inputs),
     "held": (lambda data: bool(data.of("held")), held),
     "maps": (lambda data: bool(data.maps), maps),
+    "near": (lambda data: bool(data.of("near")), near),
+    "radii": (lambda data: bool(data.of("change")), radii),
     "influence": (lambda data: bool(data.of("influence")), influence),
 }

@@ -49,6 +49,9 @@ def render(data: ReportData) -> str:
         intervals=_intervals(data),
         token=_token(data),
         maps=_maps(data),
+        near=_html(_near(data)),
+        change=_part(data),
+        radii=_html(_radii(data)),
         influence=_influence(data),
         splitting=_splitting(data),
         worst=_worst(data),
@@ -100,7 +103,7 @@ def payload(data: ReportData) -> dict[str, Any]:
     worst = data.least_smooth()["layer"]
     focus, after = (data.jumps[0][0], data.jumps[0][1].after) if data.jumps else (worst, 0)
     shown = [n for n in data.shares if n in data.texts]
-    kinds = ("held", "head", "splitting", "worst")
+    kinds = ("held", "head", "near", "change", "splitting", "worst")
     parts = {kind: [{key: row[key] for key in KEYS[kind]} for row in data.of(kind)] for kind in kinds}
     return parts | {
         "maps": data.maps,
@@ -190,6 +193,37 @@ def _maps(data: ReportData) -> str:
     return f"They differ most in layer {most}: its block is {number(max(ratio, 1 / ratio))} times " + (
         "smoother than its attention." if ratio >= 1 else "less smooth than its attention."
     )
+
+
+def _near(data: ReportData) -> str:
+    """The layer whose certified constant is furthest from the one at the text, at the middle radius."""
+    rows = [row for row in data.of("near") if row["value"] > 0]
+    if not rows:
+        return ""
+    k = min(1, len(rows[0]["within"]) - 1)
+    known = [row for row in rows if row["upper_ends"][k] is not None]
+    share = number(rows[0]["within"][k])
+    if not known:
+        return f"Nothing is certified within r = {share}."
+    most = max(known, key=lambda row: row["upper_ends"][k] / row["value"])
+    up, found = (number(most[ends][k] / most["value"]) for ends in ("upper_ends", "lower_ends"))
+    where = f"layer {most['layer']}, where {found} times is attained"
+    return f"Within r = {share} no layer's L is more than {up} times that at the text ({where})."
+
+
+def _part(data: ReportData) -> str:
+    return f"{100 * data.of('change')[0]['change']:g} %" if data.of("change") else ""
+
+
+def _radii(data: ReportData) -> str:
+    """The layer that may be moved least."""
+    rows = data.of("change")
+    if not rows:
+        return ""
+    least = min(rows, key=lambda row: row["certified"] / row["size"])
+    certified = number(least["certified"] / least["size"])
+    attacked = "" if least["attacked"] is None else f", and an attack needs {number(least['attacked'] / least['size'])}"
+    return f"The smallest certified radius is {certified} of a token's length, in layer {least['layer']}{attacked}."
 
 
 def _influence(data: ReportData) -> str:

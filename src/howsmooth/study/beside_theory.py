@@ -1,6 +1,7 @@
-"""A layer on text beside theory: every bound there, whether splitting a token pays, and the worst input of the same size.
+"""A layer on text beside theory: every bound there, what is certified near it, whether splitting a token pays, and the worst
+input of the same size.
 
-All three need the layer's weights, so they have rows for layers in closed form alone, and for the map `attention`.
+All of these need the layer's weights, so they have rows for layers in closed form alone, and for the map `attention`.
 """
 
 import math
@@ -10,17 +11,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from howsmooth.maps import Attention
 from howsmooth.models import Measurement
 from howsmooth.models.measurement import estimate_columns
+from howsmooth.search import find_near
+from howsmooth.solve import Options
 from howsmooth.study.jobs import Job, Row
 from howsmooth.study.layers import Part, Setting, parts
+from howsmooth.study.radius import certified_radius
 from howsmooth.study.reader import Reader
 from howsmooth.theory import Bound, ball_bounds, point_bounds
+from howsmooth.theory.around import AroundAttention, Neighbourhood
 from howsmooth.verbs import splitting, worst_case
 
+NEAR = (1e-4, 1e-3, 1e-2)  # radii, in lengths of a token
+_CLIMB = 1  # steps of ascent from each start: near an input its gradient is nearly all there is
+_WIDEST = 1024  # wider layers take longer near an input than everything else on a page
 _WORDS = {
     "tie": "most tokens alike and undecided between two",
     "clusters": "a few tokens against all others, which are alike",
@@ -43,6 +52,47 @@ def measure_bounds(reader: Reader, part: dict[str, Any]) -> list[Row]:
         return m.row("bounds", bounds=bounds)
 
     return _rows(reader, part, row)
+
+
+def near_jobs(setting: Setting, n: int) -> list[Job]:
+    """The largest constant near the text, attained and certified; every layer on the first sample, at one length."""
+    return _jobs(measure_near, setting, [n], 1)
+
+
+def measure_near(reader: Reader, part: dict[str, Any]) -> list[Row]:
+    """One row with what is attained and what is certified within each of a few radii, as parts of a token's length."""
+
+    def row(m: Measurement, attn: Attention, x: Tensor) -> Row:
+        layer, x = attn.to("cpu", torch.float64), x.double().cpu()
+        bounds, size = AroundAttention(layer, x, seed=m.estimate.seed), float(x.norm(dim=-1).mean())
+        best, lower, upper = m.value, [], []
+        for share in NEAR:
+            area = Neighbourhood.of(x, share * size)
+            found = find_near(layer, area, None, _CLIMB, Options(tol=m.estimate.tol), m.estimate)
+            best = max(best, found.estimate.lower)
+            certified = max(best, bounds.within(area).slope)
+            lower.append(best)
+            upper.append(certified if math.isfinite(certified) else None)
+        return m.row("near", size=size, within=list(NEAR), lower_ends=lower, upper_ends=upper)
+
+    return _rows(reader, part, row, _WIDEST)
+
+
+def change_jobs(setting: Setting, n: int, change: float) -> list[Job]:
+    """Within which radius the output moves by at most this part of its length; every layer and sample, at one length."""
+    return _jobs(measure_change, setting, [n], None, change=change)
+
+
+def measure_change(reader: Reader, part: dict[str, Any], change: float) -> list[Row]:
+    """One row with the radius that is certified, the one that the norm at the text promises, and an attack's."""
+
+    def row(m: Measurement, attn: Attention, x: Tensor) -> Row:
+        radius = certified_radius(attn, x, change=change)
+        attacked = radius.attacked if math.isfinite(radius.attacked) else None
+        ends = {"certified": radius.certified, "first_order": radius.first_order, "attacked": attacked}
+        return m.row("change", change=change, size=radius.size, **ends)
+
+    return _rows(reader, part, row, _WIDEST)
 
 
 def splitting_jobs(setting: Setting, lengths: Sequence[int] | None = None, samples: int | None = None) -> list[Job]:
@@ -100,12 +150,14 @@ def _jobs(
     ]
 
 
-def _rows(reader: Reader, part: dict[str, Any], row: Callable[[Measurement, Attention, Tensor], Row]) -> list[Row]:
-    """The row of one layer at one window; none for a layer that has no closed form."""
+def _rows(
+    reader: Reader, part: dict[str, Any], row: Callable[[Measurement, Attention, Tensor], Row], widest: float = math.inf
+) -> list[Row]:
+    """The row of one layer at one window; none for a layer that has no closed form, or is wider than the widest."""
     one = Part.of(part)
     captured, (layer,) = one.capture(reader), one.layers
     attn = captured.closed(layer)
-    if attn is None:
+    if attn is None or attn.width > widest:
         return []
     began = time.perf_counter()
     (measurement, window), *_ = one.measure(reader)

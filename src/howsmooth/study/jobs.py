@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pandas
 
 Row = dict[str, Any]
-_TEXT = ("shares", "bounds", "norms")  # columns that are lists, of no use in a table
+_TEXT = ("shares", "bounds", "norms", "within", "lower_ends", "upper_ends")  # columns that are lists, of no use in a table
 
 
 @final
@@ -36,7 +36,8 @@ class Measured:
     versions: dict[str, str] = field(default_factory=dict)
 
     def of(self, kind: str) -> list[Row]:
-        """The rows of one kind: `layer`, `held`, `map`, `head`, `bounds`, `splitting`, `worst`, `radius`, `norms`."""
+        """The rows of one kind: `layer`, `held`, `map`, `head`, `bounds`, `near`, `change`, `splitting`, `worst`, `radius`,
+        `norms`."""
         return [row for row in self.rows if row["kind"] == kind]
 
 

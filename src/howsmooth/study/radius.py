@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.maps import Map
 from howsmooth.maps.base import check_finite, check_input
 from howsmooth.maps.graph import Graph, Node, graph_of, pruned
 from howsmooth.maps.jacobian import doubled
@@ -44,8 +45,8 @@ def certified_radius(
 ) -> Radius:
     """The largest radius found within which no change of the tokens can change a model's answer, and an attack beside it.
 
-    model: a loaded `Model` with `text`, `ids` or its other inputs, whose tokens are those that enter `layer`; or a module or
-    function with `x`, (n, d) or (1, n, d), which gives the scores of all answers.
+    model: a loaded `Model` with `text`, `ids` or its other inputs, whose tokens are those that enter `layer`; or a module, a
+    function or a map such as `Attention` with `x`, (n, d) or (1, n, d), which gives the scores of all answers.
     label: the answer that must hold, by default the one that is given at the input: the class, or the next token.
     change: instead of an answer, what must hold is that the output moves by at most this part of its length.  map: that of the
     layer alone, such as `"block"`, in place of all that follows.
@@ -106,6 +107,11 @@ def _from_function(f: Callable[[Tensor], Tensor], x: Tensor | None, input: dict[
     batched = x.ndim == 3
     if x.ndim not in (2, 3) or (batched and len(x) != 1):
         raise BadInputError(f"expected one input (n, d) or (1, n, d), got shape {tuple(x.shape)}; pass one at a time")
+    flat = (x[0] if batched else x).detach().double().cpu()
+    if isinstance(f, Map):
+        own = f.to("cpu", torch.float64)
+        graph = graph_of(own, tuple(flat.shape))
+        return _Answered(own, None if graph is None else lambda: graph, flat)
     g: Any = doubled(f)  # a module is copied
     if isinstance(g, nn.Module):
         g.eval().requires_grad_(False)
@@ -125,7 +131,7 @@ def _from_function(f: Callable[[Tensor], Tensor], x: Tensor | None, input: dict[
             torch.backends.mha.set_fastpath_enabled(fast)
         return y.reshape(-1, y.shape[-1])
 
-    return _Answered(scores, None, (x[0] if batched else x).detach().double().cpu())
+    return _Answered(scores, None, flat)
 
 
 def _of_answer(a: _Answered, label: int | None, per: Per, free: tuple[int, ...] | None, attack: bool) -> Radius:
@@ -181,15 +187,13 @@ def _of_change(a: _Answered, change: float, per: Per, free: tuple[int, ...] | No
 
     estimate = solve(lambda t: a.f(t), a.x, Options(tokens=free)).estimate
     count = len(a.x) if free is None else len(free)
-    linear = most / estimate.upper / (math.sqrt(count) if per == "token" else 1.0)
-    way = estimate.direction.double()
-    attacked, point = (
-        smallest_change(left, a.x, per, free, [2 * most / estimate.value * s * way for s in (1, -1)])
-        if attack
-        else (math.inf, None)
-    )
-    bounds = _bounds(a, per, free, None, a.f)
-    found = largest(lambda r: bounds.total(r) <= most, min(attacked, linear))
+    linear = most / estimate.value / (math.sqrt(count) if per == "token" else 1.0) if estimate.value else math.inf
+    attacked, point = math.inf, None
+    if attack and estimate.value:
+        way = 2 * most / estimate.value * estimate.direction.double()
+        attacked, point = smallest_change(left, a.x, per, free, [way, -way])
+    bounds, start = _bounds(a, per, free, None, a.f), min(attacked, linear)
+    found = largest(lambda r: bounds.total(r) <= most, start if math.isfinite(start) else _START * size)
     reason = "how far the output can move" if found else "some part of the function can move without a bound"
     return Radius(found, attacked, linear, per, None, most, size, bounds.confidence(), reason, point)
 

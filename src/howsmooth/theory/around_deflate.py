@@ -263,20 +263,24 @@ class Second:
         """`∂_X ⟨u, J(X) v⟩`."""
         if self._affine:
             return _affine_gradient(self.centre, u, v)
+        return self._back_and_along(u, v, keep=False)
+
+    def pushed(self, h: Float[Tensor, "n d"], v: Float[Tensor, "n d"]) -> Float[Tensor, "n d_out"]:
+        """`D²f(X)[h, v]`: `pulled` is linear in `u`, and this is its transpose."""
+        if self._affine:
+            return _affine_second(self.centre, h, v)
+        with torch.inference_mode(False), torch.enable_grad():
+            u = h.new_zeros(len(h), self.centre.layer.out_width).requires_grad_()
+            pulled = self._back_and_along(u, v, keep=True)
+            return torch.autograd.grad(pulled, u, h, materialize_grads=True)[0] if pulled.requires_grad else u.detach()
+
+    def _back_and_along(self, u: Tensor, v: Tensor, keep: bool) -> Tensor:
         with torch.inference_mode(False), torch.enable_grad():
             x = self._x.clone().requires_grad_()
             (back,) = torch.autograd.grad(self.centre.layer.value(x), x, u[None], create_graph=True, materialize_grads=True)
             if not back.requires_grad:  # a linear layer
                 return torch.zeros_like(v)
-            return torch.autograd.grad(back, x, v[None], materialize_grads=True)[0][0]
-
-    def pushed(self, h: Float[Tensor, "n d"], v: Float[Tensor, "n d"]) -> Float[Tensor, "n d_out"]:
-        """`D²f(X)[h, v]`."""
-        if self._affine:
-            return _affine_second(self.centre, h, v)
-        value = self.centre.layer.value
-        along = lambda y: torch.func.jvp(value, (y,), (v[None],))[1]  # noqa: E731
-        return torch.func.jvp(along, (self._x,), (h[None],))[1][0]
+            return torch.autograd.grad(back, x, v[None], create_graph=keep, materialize_grads=True)[0][0]
 
     def row_norm(self, u: Tensor, delta: float, seed: int) -> float:
         """`‖h ↦ ∂_X ⟨u, J(X) h⟩‖` from above."""

@@ -11,31 +11,7 @@ const between = (i) => (i.low === null ? "" : signed(`${i.low.toFixed(2)} to `) 
 const ln = (v) => Math.log(Math.max(v, 1e-12)); // a constant of zero has to stand somewhere
 const cellAt = new Map(data.summary.map((c) => [`${c.layer} ${c.n}`, c]));
 
-function choose(host, label, options, name, chosen, change) {
-  const select = el("select", { "data-pick": name, onchange: () => change(select.value) });
-  for (const [value, text] of options) select.append(el("option", { value, selected: String(value) === String(chosen) }, text));
-  host.append(el("label", { class: "pick" }, label + " ", select));
-  return select;
-}
-
 const drop = (id) => $(id)?.remove();
-
-// Lines over the layers, one for each thing compared; points without a positive value are left out.
-function byLayer(host, { series, yLabel, ...about }) {
-  const label = () => (typeof yLabel === "function" ? yLabel() : yLabel);
-  return frame(host, {
-    ...about,
-    render: (width) => {
-      const drawn = series().map((s) => ({
-        name: s.name, colour: s.colour, faded: false,
-        points: s.points.filter((p) => p.value > 0).sort((a, b) => a.layer - b.layer).map((p) => ({ x: p.layer, y: p.value, low: p.value, high: p.value, lines: p.lines })),
-      })).filter((s) => s.points.length);
-      const values = drawn.flatMap((s) => s.points.map((p) => p.y)), low = Math.min(...values, Infinity), high = Math.max(...values, 0);
-      const pad = Math.max((high / low) ** 0.05, 1.03), range = values.length ? [low / pad, high * pad] : [1, 2];
-      return lineChart({ width, height: width < 560 ? 260 : 300, xs: data.layers, xLabel: "layer", yLabel: label(), range, series: drawn, scale: linearScale });
-    },
-  });
-}
 
 const sections = {
   heat() {
@@ -190,6 +166,7 @@ const sections = {
       }),
     });
     byLayer($("held-chart"), {
+      layers: data.layers,
       name: "held", title: `L with that token held fixed, n = ${n}`, unit: "log scale", yLabel: "L, times", rows: table,
       series: () => [["all move", "var(--point)", "whole"], ["one held", "rgb(var(--hot))", "value"]].map(([title, colour, key]) => ({
         name: title, colour,
@@ -205,6 +182,7 @@ const sections = {
     let key = "value";
     $("maps-names").append(...names.map((m, k) => el("li", {}, el("i", { class: kinds[k % 4] }), m)));
     const chart = byLayer($("maps-chart"), {
+      layers: data.layers,
       name: "maps", title: () => (key === "value" ? `L of each map, n = ${rows[0].n}` : `Relative constant of each map, n = ${rows[0].n}`),
       unit: "first sample, log scale", yLabel: () => (key === "value" ? "L, times" : "L·|x| / |f(x)|"), rows: () => rows,
       series: () => names.map((m, k) => ({
@@ -266,6 +244,29 @@ const sections = {
     choose(controls, "Layer", layers.map((l) => [l, layerName(l)]), "bounds-layer", layer, (v) => ((layer = Number(v)), update()));
     if (lengths.length > 1) choose(controls, "Length", lengths.map((k) => [k, `n = ${k}`]), "bounds-length", n, (v) => ((n = Number(v)), update()));
     missing();
+  },
+
+  near() {
+    const rows = data.near, first = rows[0] ?? data.change[0];
+    if (!first) return drop("near");
+    if (rows.length) {
+      const radii = rows[0].within;
+      let k = Math.min(1, radii.length - 1);
+      const flat = () => rows.flatMap((r) => r.within.map((share, i) => ({ layer: r.layer, n: r.n, r: share, at_text: r.value, attained: r.lower_ends[i], certified: r.upper_ends[i] })));
+      const lines = (r) => [`layer ${r.layer}, r = ${format(r.within[k])} |x|`, `at the text: L = ${format(r.value)}`, `attained: ${format(r.lower_ends[k])}`,
+        r.upper_ends[k] === null ? "nothing is certified" : `certified: at most ${format(r.upper_ends[k])}`];
+      const chart = byLayer($("near-chart"), {
+        layers: data.layers,
+        name: "near", title: () => `L within ${format(radii[k])} of a token's length, n = ${first.n}`, unit: "first sample, log scale", yLabel: "L, times", rows: flat,
+        series: () => [["at the text", "var(--ink)", (r) => r.value], ["attained", "var(--point)", (r) => r.lower_ends[k]], ["certified", "var(--ball)", (r) => r.upper_ends[k]]].map(([name, colour, of]) => ({
+          name, colour, points: rows.map((r) => ({ layer: r.layer, value: of(r), lines: lines(r) })),
+        })),
+      });
+      choose($("near-controls"), "Radius r", radii.map((share, i) => [i, `${format(share)} of a token's length`]), "near-radius", k, (v) => ((k = Number(v)), chart.redraw()));
+    } else for (const id of ["near-chart", "near-controls"]) drop(id);
+    const changes = data.change;
+    if (!changes.length) return drop("radii");
+    radiiByLayer($("radii-chart"), $("radii-controls"), { layers: data.layers, rows: changes, unit: `n = ${changes[0].n}, log scale; shaded: range over inputs` });
   },
 
   text() {
