@@ -1,9 +1,9 @@
 """One forward pass of a model that asks its layers for products with their Jacobians.
 
-Where a layer's map begins, its tokens `x` go on with a direction `v` (forward mode) and as a leaf of a graph of their own;
-where it ends, the direction that arrives is `J v`, and one backward pass through that graph gives `Jᵀ J v`. The model itself
-runs on as if nothing had happened. So one pass and one short backward pass for each layer give everything a step of power
-iteration needs in all layers.
+Where a layer's map begins, its tokens `x` go on as a leaf of a graph of their own. Where it ends, a backward pass through that
+graph gives `Jᵀ u`, recorded: it is linear in `u`, so a backward pass through it, from any `v`, gives `J v`. The model itself
+runs on as if nothing had happened, and stops behind the last layer that is asked for. So one pass and two short backward
+passes for each layer are a step of power iteration in all layers.
 """
 
 import copy
@@ -14,7 +14,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
@@ -39,14 +38,15 @@ FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
 class Seen:
     """What one pass saw of one layer.
 
-    x: the tokens that entered, as they came.  image: `J v`, by row of the probe.  pulled: `Jᵀ u`, `u = J v/|J v|`, in the shape
-    of `x`.  value: `|Jᵀ u|` by row, a lower end of the constant that is attained by `pulled`, with a graph where one was asked
-    for: `u` is held fixed.  kernels: its attention calls.
+    x: the tokens that entered, as they came.  pulled: `Jᵀ u` for the unit directions `u` that were given.  v: an orthonormal
+    basis of the span of a row's `pulled`.  image: `J v`.  value: `|Jᵀ u|` by direction, a lower end of the constant; where a
+    graph was asked for, with that graph and at `u = J v/|J v|`, which is held fixed.  kernels: its attention calls.
     """
 
     x: Tensor
-    image: Tensor
     pulled: Tensor
+    v: Tensor
+    image: Tensor
     value: Tensor
     kernels: list[SoftmaxAttention] = field(default_factory=list)
 
@@ -147,22 +147,32 @@ class Passes:
         return masks[:1] if self.together else masks
 
     def run(
-        self, directions: Mapping[int, Tensor], *, graph: bool = False, times: int = 1, heads: bool = False
+        self,
+        directions: Mapping[int, Tensor],
+        *,
+        starts: Mapping[int, Tensor] | None = None,
+        graph: bool = False,
+        times: int = 1,
+        heads: bool = False,
     ) -> Iterator[dict[int, Seen]]:
         """One pass for each batch of the probe: rows together where the model keeps them apart along its first axis.
 
         What cannot be measured, since something is not finite there, and all behind it, is left out.
 
-        directions: by layer, (rows · times, n, d); drawn where there is none.  graph: keep the graph of `value` down to the
-        weights, on attention with second derivatives.  times: how many directions a row has; each gets a copy of the row.
-        heads: the copies are for one head each, alone.
+        directions: by layer, the `u`, (rows · times, n, d); drawn where there is none.  starts: by layer, the `v`, where they
+        are known instead.  graph: keep the graph of `value` down to the weights, on attention with second derivatives.
+        times: how many directions a row has; each gets a copy of the row.  heads: the copies are for one head each, alone.
         """
         start = 0
         for (args, kwargs), real in zip(self.batches, self.real, strict=True):
             count = (len(self.rows) if self.together else 1) * times
-            own = {k: v[start : start + count] for k, v in directions.items()}
-            yield _Run(self, args, kwargs, None if real is None else real.to(self.device), own, graph, times, heads).seen()
+            us, vs = ({k: t[start : start + count] for k, t in (given or {}).items()} for given in (directions, starts))
+            yield _Run(self, args, kwargs, None if real is None else real.to(self.device), us, vs, graph, times, heads).seen()
             start += count
+
+
+class _Enough(Exception):
+    """All layers that were asked for are done: the rest of the model need not run."""
 
 
 class _Run:
@@ -175,41 +185,44 @@ class _Run:
         kwargs: dict[str, Any],
         real: Tensor | None,
         directions: Mapping[int, Tensor],
+        starts: Mapping[int, Tensor],
         graph: bool,
         times: int,
         heads: bool,
     ):
         self.passes, self.args, self.kwargs, self.real = passes, args, kwargs, real
-        self.directions, self.graph, self.times, self.heads = directions, graph, times, heads
+        self.directions, self.starts, self.graph, self.times, self.heads = directions, starts, graph, times, heads
         self.rows = (len(passes.rows) if passes.together else 1) * self.times
         self.found: dict[int, Seen] = {}
         self.calls: dict[nn.Module, int] = {}  # of blocks so far
         self.within: dict[nn.Module, int] = {}  # of attention modules since their block began
         self.within_entry: Route | None = None  # whose first module is still running
-        self.active: tuple[Route, Tensor, Tensor, list[SoftmaxAttention], ExitStack, torch.dtype] | None = None
+        self.active: tuple[Route, Tensor, list[SoftmaxAttention], ExitStack, torch.dtype] | None = None
 
     def seen(self) -> dict[int, Seen]:
         passes, module = self.passes, self.passes.model.module
         with ExitStack() as stack:
             stack.enter_context(float32_products())
             stack.enter_context(torch.set_grad_enabled(self.graph))
-            stack.enter_context(forward_ad.dual_level())
             stack.callback(self._abandon)
             for route in passes.routes:
                 self._listen(stack, route)
             stack.enter_context(passes.base.running(self._on_call))
             if not passes.kernels or self.graph:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            with suppress(BadInputError):  # logits that are not finite, or out of range
-                functional_call(module, self._wide(), self.args, self.kwargs)
+            wide = self._wide()
+            with suppress(_Enough, BadInputError):  # the latter: logits that are not finite, or out of range
+                functional_call(module, wide, self.args, self.kwargs) if wide else module(*self.args, **self.kwargs)
         return self.found
 
     def _wide(self) -> dict[str, Tensor]:
         """Weights of the measured parts in the precision of the measurement, where they are in another."""
-        names = {id(t): name for name, t in self.passes.model.module.named_parameters(remove_duplicate=False)}
-        parts = {id(p): p for route in self.passes.routes for p in _inside(route)}
-        wide = {names[key]: p for key, p in parts.items() if p.is_floating_point() and p.dtype != self.passes.work}
-        return {name: p.to(self.passes.work) for name, p in wide.items()}
+        work = self.passes.work
+        parts = {id(p) for route in self.passes.routes for p in _inside(route) if p.is_floating_point() and p.dtype != work}
+        if not parts:
+            return {}
+        named = self.passes.model.module.named_parameters(remove_duplicate=False)
+        return {name: p.to(work) for name, p in named if id(p) in parts}
 
     def _listen(self, stack: ExitStack, route: Route) -> None:
         block, module, span = route.block, route.module, route.span
@@ -263,44 +276,51 @@ class _Run:
         return self.active is not None and self.active[0] is route
 
     def _enter(self, route: Route, hidden: Tensor) -> Tensor:
-        """`hidden` with its direction, at the head of a graph."""
+        """`hidden`, a copy for every direction, at the head of a graph."""
         stack = ExitStack()
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(forward_ad._set_fwd_grad_enabled(True))  # also inside a checkpoint's own forward pass
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))  # a checkpoint would save nothing
         x = hidden if self.graph else hidden.detach()
         x = x.to(self.passes.work)
         x = x if self.times == 1 else x.repeat_interleave(self.times, 0)
         x = x if x.requires_grad else x.requires_grad_()
-        v = self._direction(route.index, x)
-        self.active, self.within_entry = (route, x, v, [], stack, hidden.dtype), route
-        return forward_ad.make_dual(x.clone(), v)  # a clone, which the model may write into
-
-    def _direction(self, index: int, x: Tensor) -> Tensor:
-        v = self.directions.get(index)
-        if v is None or v.numel() != x.numel():
-            random = torch.Generator().manual_seed(index)
-            v = torch.randn(x.shape, generator=random)
-        return self.unit(v.to(x).reshape(x.shape))
+        self.active, self.within_entry = (route, x, [], stack, hidden.dtype), route
+        return x.clone()  # which the model may write into
 
     def _leave(self, output: Any) -> Any:
         assert self.active is not None
-        route, x, v, kernels, stack, dtype = self.active
-        y, image = forward_ad.unpack_dual(first_tensor(output))
-        image = self.masked(torch.zeros_like(y) if image is None else image.detach())
-        with forward_ad._set_fwd_grad_enabled(False):  # what the graph saved has directions too, of no use here
-            pulled = torch.autograd.grad(y, x, self.unit(image), create_graph=self.graph, materialize_grads=True)[0]
-            pulled = self.masked(pulled)
-            value = self.sizes(pulled)
-        self.found[route.index] = Seen(x.detach()[:: self.times], image, pulled.detach(), value, kernels)
+        route, x, kernels, stack, dtype = self.active
+        y = first_tensor(output)
+        u, start = self._direction(route.index, y.detach()), self.starts.get(route.index)
+        pulled = self.masked(torch.autograd.grad(y, x, u, create_graph=True, materialize_grads=True)[0])
+        at = pulled.detach()
+        v = self.basis(at) if start is None else start.to(at).reshape(at.shape)
+        image = torch.zeros_like(u)
+        if pulled.requires_grad:  # else nothing depends on the tokens
+            image = self.masked(torch.autograd.grad(pulled, u, v, materialize_grads=True)[0])
+        if self.graph:
+            pulled = self.masked(torch.autograd.grad(y, x, self.unit(image), create_graph=True, materialize_grads=True)[0])
+        value = self.sizes(pulled if self.graph else at)
+        self.found[route.index] = Seen(x.detach()[:: self.times], at, v, image, value, kernels)
         self.active = None
         stack.close()
+        if len(self.found) == len(self.passes.routes):
+            raise _Enough
         if self.within_entry:  # what else goes on in there still has its copies
             return tree_map(lambda t: self._plain(t, dtype), output)
         return tree_map(lambda t: self._once(self._plain(t, dtype)), output)
 
+    def _direction(self, index: int, y: Tensor) -> Tensor:
+        """The `u` of a layer whose output is like `y`: carried over, or random."""
+        if index in self.starts:
+            return torch.zeros_like(y).requires_grad_()
+        u = self.directions.get(index)
+        if u is None or u.numel() != y.numel():
+            u = torch.randn(y.shape, generator=torch.Generator().manual_seed(index))
+        return self.unit(u.to(y).reshape(y.shape)).requires_grad_()
+
     def _copied(self, t: Any) -> Any:
-        """An argument beside the tokens, for every copy of its row; what only stands for a mask is read in `_along`."""
+        """An argument beside the tokens, for every copy of its row; what only stands for a mask is read in `_linearized`."""
         several = self.times > 1 and isinstance(t, Tensor) and t.ndim > 0 and len(t) == self.rows // self.times > 1
         return t.repeat_interleave(self.times, 0) if several and t.untyped_storage().nbytes() > t.element_size() else t
 
@@ -313,13 +333,12 @@ class _Run:
         """A tensor without its direction, and without a graph that nobody asked for."""
         if not isinstance(t, Tensor) or not t.is_floating_point():
             return t
-        t = forward_ad.unpack_dual(t).primal
         t = t if self.graph else t.detach()
         return t if dtype is None else t.to(dtype)
 
     def _abandon(self) -> None:
         if self.active is not None:
-            self.active[4].close()
+            self.active[3].close()
 
     def masked(self, t: Tensor) -> Tensor:
         return t if self.real is None else t * self._mask(t)
@@ -338,13 +357,25 @@ class _Run:
         size = self.sizes(t)
         return t / torch.where(size > 0, size, 1.0).reshape(-1, *[1] * (t.ndim - 1))
 
+    def basis(self, t: Tensor) -> Tensor:
+        """An orthonormal basis of what each row's directions span, by Cholesky's factor of their products; nothing is waited
+        for. What depends on others to the last digits is made shorter, not longer."""
+        if self.times == 1 or self.heads:
+            return self.unit(t)
+        rows = t.reshape(-1, self.times, t[0].numel()).double()
+        products = rows @ rows.mT
+        tiny = torch.finfo(products.dtype).tiny + 1e-14 * products.diagonal(dim1=-2, dim2=-1).sum(-1)
+        shifted = products + torch.diag_embed(tiny[..., None].expand(*products.shape[:-1]))
+        factor = torch.linalg.cholesky_ex(shifted)[0]
+        return torch.linalg.solve_triangular(factor, rows, upper=False).to(t.dtype).reshape(t.shape)
+
     def _on_call(self, call: Call) -> Tensor:
-        if self.graph:
+        if self.active is not None and not self.graph:
+            return self._linearized(call)
+        if call.scores.mask.ends is not None:  # by positions, which the operators do not know
             return plain_attention(call.q, call.k, call.v, call.scores)
-        if self.active is None:
-            with torch._C.DisableTorchFunction():
-                return attend(call.q, call.k, call.v, call.scores)
-        return self._along(call)
+        with torch._C.DisableTorchFunction():
+            return attend(call.q, call.k, call.v, call.scores)
 
     def _for_copies(self, scores: Scores) -> Scores:
         """The mask of the rows for every copy of them."""
@@ -354,22 +385,18 @@ class _Run:
         keys, bias = (_copies(t, rows, self.times) for t in (mask.keys, mask.bias))
         return replace(scores, mask=replace(mask, keys=keys, bias=bias))
 
-    def _along(self, call: Call) -> Tensor:
-        """Attention and its derivative along the direction, by a product of the kernel."""
+    def _linearized(self, call: Call) -> Tensor:
+        """Attention whose derivatives are products of the kernel."""
         assert self.active is not None
-        duals = [forward_ad.unpack_dual(t) for t in (call.q, call.k, call.v)]
-        q, k, v = (d.primal for d in duals)
         with torch._C.DisableTorchFunction():
-            out, kernel = attention_and_kernel(q, k, v, self._for_copies(call.scores))
-            self.active[3].append(kernel)
-            moved = [torch.zeros_like(d.primal) if d.tangent is None else d.tangent.detach() for d in duals]
-            along = kernel.jvp(*(t.to(kernel.output.dtype)[None] for t in moved))[0].to(out.dtype)
+            # strict, since the error of others would be measured in every pass
+            out, kernel = attention_and_kernel(call.q, call.k, call.v, self._for_copies(call.scores), "strict")
+            self.active[2].append(kernel)
             if self.heads:  # the value stays whole for the layers behind, derivatives are those of one head
                 own = torch.eye(self.times, device=out.device, dtype=out.dtype)
-                factors = own.repeat(len(out) // len(own), 1)[:, : out.shape[1], None, None]
-                one = out * factors
-                out, along = out.detach() + (one - one.detach()), along * factors
-        return forward_ad.make_dual(out, along)
+                one = out * own.repeat(len(out) // len(own), 1)[:, : out.shape[1], None, None]
+                out = out.detach() + (one - one.detach())
+        return out
 
 
 def chosen(layers: str | Sequence[int], count: int) -> list[int]:

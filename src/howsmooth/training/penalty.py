@@ -255,7 +255,7 @@ class SmoothnessPenalty:
         sigmas: dict[int, Tensor] = {}
         for k in passes.layers:
             rows = [seen[k] for seen in found]
-            pulled = torch.cat([seen.pulled.reshape(len(seen.value), -1, seen.pulled.shape[-1]) for seen in rows])
-            self._directions[k] = pulled / _sizes(pulled)
+            image = torch.cat([seen.image.reshape(len(seen.value), -1, seen.image.shape[-1]) for seen in rows])
+            self._directions[k] = image / _sizes(image)
             sigmas[k] = torch.cat([seen.value for seen in rows])
         return sigmas

@@ -21,6 +21,7 @@ PREFIX = "smoothness"
 _START = 8  # passes from a random start, where no certified solve gives the first directions
 _MOST = 6  # passes in one update; one is enough while weights change slowly
 _SETTLED = 2e-3  # |Jᵀu|/|J w| − 1 of the top Ritz vector w: a residual of 6 %, so the value is within 3 % of a singular value
+_DEPENDENT = 1e-14  # squared length, by that of the longest, of what is in the others' span but for rounding
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
 
 
@@ -208,24 +209,25 @@ class Tracker:
         """One step of power iteration in every layer, and more where the weights have moved far."""
         state, passes = self._now, self._now.passes
         rows: dict[int, list[Seen]] = {}
-        turned: dict[int, tuple[Tensor, Tensor]] = {}
+        constants: dict[int, float] = {}
         for _ in range(_MOST):
-            found = list(passes.run({k: v for (k, h), v in state.directions.items() if h is None}, times=state.times))
+            found = list(passes.run({k: u for (k, h), u in state.directions.items() if h is None}, times=state.times))
             rows = {k: [seen[k] for seen in found if k in seen] for k in passes.layers}
-            whole_ = [k for k in passes.layers if len(rows[k]) == len(found)]
-            turned = {k: state.ritz(k, rows[k]) for k in whole_}
-            if len(whole_) < len(rows) or not bool(torch.stack([gain.max() for _, gain in turned.values()]).max() > _SETTLED):
+            whole_ = {k: there for k, there in rows.items() if len(there) == len(found)}
+            constants, gain = state.ritz(whole_)
+            if len(whole_) < len(rows) or not gain > _SETTLED:
                 break
+        values = {self.key(k): constants.get(k, math.nan) for k in passes.layers}
         numbers: dict[str, Tensor] = {}
         for k in passes.layers:
-            numbers |= self._numbers(k, rows[k], turned[k][0]) if k in turned else self._missing(k)
+            numbers |= self._numbers(k, rows[k]) if k in constants else self._missing(k)
         if self.heads:
             most = max(passes.heads.values())
             given = {k: v for (k, h), v in state.directions.items() if h is not None}
             for seen in passes.run(given, times=most, heads=True):
                 for k in passes.layers:
                     numbers |= self._by_head(k, seen.get(k), most)
-        values = dict(zip(numbers, torch.stack([t.double() for t in numbers.values()]).tolist(), strict=True))
+        values |= dict(zip(numbers, torch.stack([t.double() for t in numbers.values()]).tolist(), strict=True))
         state.tracked = {(k, None): values[self.key(k)] for k in passes.layers}
         if self.heads:
             state.tracked |= {(k, h): values[self.key(k, "head", h)] for k in passes.layers for h in range(passes.heads[k])}
@@ -234,17 +236,16 @@ class Tracker:
     def _missing(self, layer: int) -> dict[str, Tensor]:
         """What is logged of a layer that could not be measured."""
         passes = self._now.passes
-        names = [self.key(layer), self.key(layer, "radius")]
+        names = [self.key(layer, "radius")]
         names += [self.key(layer, what) for what in ("max_logit", "entropy", "sink")] if passes.kernels else []
         names += [self.key(layer, "max_logit", h) for h in range(passes.heads[layer] if passes.kernels else 0)]
         return dict.fromkeys(names, torch.full((), math.nan, dtype=torch.float64, device=passes.device))
 
-    def _numbers(self, layer: int, there: list[Seen], value: Tensor) -> dict[str, Tensor]:
-        """What is logged of a layer, still on its device."""
+    def _numbers(self, layer: int, there: list[Seen]) -> dict[str, Tensor]:
+        """What is logged of a layer beside its constant, still on its device."""
         state, passes = self._now, self._now.passes
         count = passes.heads[layer] if passes.kernels else 0
-        noise = max((kernel.noise for seen in there for kernel in seen.kernels), default=0.0)
-        numbers = {self.key(layer): value.max() * max(0.0, 1 - noise)}
+        numbers: dict[str, Tensor] = {}
         pairs = [(kernel, real) for seen, real in zip(there, passes.real, strict=True) for kernel in seen.kernels]
         looks = [look(kernel, real, state.times) for kernel, real in pairs]
         if looks:
@@ -263,9 +264,9 @@ class Tracker:
         keys = [self.key(layer, "head", h) for h in range(passes.heads[layer])]
         if seen is None:
             return dict.fromkeys(keys, torch.full((), math.nan, dtype=torch.float64, device=passes.device))
-        state.point(layer, -1, [seen])
-        noise = max((kernel.noise for kernel in seen.kernels), default=0.0)
-        values = seen.value.reshape(len(passes.rows), most).amax(0) * max(0.0, 1 - noise)
+        lengths = seen.image.flatten(1).norm(dim=-1)
+        state.point(layer, seen.image, lengths)
+        values = lengths.reshape(len(passes.rows), most).amax(0) * _within([seen])
         return dict(zip(keys, values, strict=False))
 
     def _certified(self, step: int, strict: bool = False) -> Check | None:
@@ -284,16 +285,22 @@ class Tracker:
                 raise
             warnings.warn(f"step {step}: no certified constants ({error})", TrackingWarning, stacklevel=4)
             return None
+        tops: dict[int, Tensor] = {}
+        by_head: dict[int, Tensor] = {}
+        most = max(passes.heads.values())
         for i, k in enumerate(passes.layers):
             own = [measured[i] for measured in by_row]
-            state.lead(k, torch.stack([_spread(m, m.direction, passes, r) for r, m in enumerate(own)]))
+            tops[k] = torch.stack([_spread(m, m.direction, passes, r) for r, m in enumerate(own)])
             rows.append(_beside(k, None, state.tracked, [m.estimate for m in own]))
             if self.heads:
-                most = max(passes.heads.values())
                 whole_ = [[_spread(m, e.direction, passes, r) for e in m.heads] for r, m in enumerate(own)]
                 filled = [each + [torch.zeros_like(each[0])] * (most - len(each)) for each in whole_]
-                state.directions[k, -1] = torch.stack([v for each in filled for v in each])
+                by_head[k] = torch.stack([v for each in filled for v in each])
                 rows += [_beside(k, h, state.tracked, [m.heads[h] for m in own]) for h in range(passes.heads[k])]
+        state.lead(list(passes.run({}, starts=tops)))
+        for seen in passes.run({}, starts=by_head, times=most, heads=True) if self.heads else ():
+            for k, there in seen.items():
+                state.point(k, there.image, there.image.flatten(1).norm(dim=-1))
         return Check(step, tuple(rows))
 
     def _averaged(self, values: dict[str, float]) -> dict[str, float]:
@@ -322,7 +329,11 @@ class Tracker:
 
 
 class _State:
-    """What changes from update to update. directions, tracked: by layer and head, -1 for all heads, nothing for the layer."""
+    """What changes from update to update. 
+
+    directions: unit vectors at the outputs, (rows · times, N), by layer and -1 for all heads, or nothing for the layer itself.
+    tracked: by layer and head.
+    """
 
     def __init__(self, loaded: Model, passes: Passes):
         self.loaded, self.passes = loaded, passes
@@ -335,59 +346,61 @@ class _State:
     def capture(self, row: Inputs) -> Any:
         return self.loaded.capture(inputs=row) if isinstance(row, Tensor) else self.loaded.capture(**row)
 
-    def ritz(self, layer: int, rows: list[Seen]) -> tuple[Tensor, Tensor]:
-        """Constants by row, how far they may still grow, and the directions turned: Rayleigh–Ritz, then a power step.
+    def ritz(self, layers: dict[int, list[Seen]]) -> tuple[dict[int, float], float]:
+        """The constant of every layer, how far the furthest may still grow, and the directions turned.
 
-        With `w` the top Ritz vector of `JᵀJ` on their span: `u = J w/|J w|`, the value `|Jᵀ u|`, the gain `|Jᵀ u|/|J w| − 1`.
+        With `V` orthonormal in the span of `JᵀU`, the value is `max |J w|/|w|` over `w` in the span of `V`, and the gain is
+        `value/max |Jᵀu| − 1` over `u` in the span of `U`. The left singular vectors of `J V` are the next `U`. Products of
+        vectors go to the host at once: the device is waited for one time.
         """
-        t = self.times
-        images, pulled = (
-            torch.cat([_by_row(x, t) for x in part]) for part in zip(*((s.image, s.pulled) for s in rows), strict=True)
-        )
-        sizes = images.flatten(2).norm(dim=-1)  # (rows, times)
-        grams = (pulled.flatten(2) * sizes[..., None]).double()  # JᵀJ v
-        v = self.directions.get((layer, None))
-        basis = pulled.flatten(2).double() if v is None else _by_row(v, t).flatten(2).double()
-        small = basis @ grams.mT
-        small = torch.where(small.isfinite(), small, 0.0)
-        _, turn = torch.linalg.eigh((small + small.mT) / 2)
-        turn = turn.flip(-1).mT  # rows: from the top Ritz vector down
-        if v is None:  # drawn in the pass, and not orthonormal: the best of them
-            turn = torch.eye(t, device=turn.device, dtype=turn.dtype).expand_as(turn)
-        image, product = turn[:, :1] @ images.flatten(2).double(), turn @ grams
-        length = image.norm(dim=-1)[:, 0]
-        value = product[:, 0].norm(dim=-1) / torch.where(length > 0, length, 1.0)
-        value = torch.where(grams.isfinite().all(-1).all(-1), value, torch.nan)
-        fresh = _orthonormal(product).to(pulled).reshape(pulled.shape)
-        good = value.isfinite()[:, None, None, None] & fresh.isfinite().all()
-        old = torch.zeros_like(fresh) if v is None else _by_row(v, t).to(fresh).reshape(fresh.shape)
-        self.directions[layer, None] = torch.where(good, fresh, old).flatten(0, 1).reshape(-1, *rows[0].pulled.shape[1:])
-        return value, value / torch.where(length > 0, length, 1.0) - 1
+        if not layers:
+            return {}, 0.0
+        blocks = {k: [self._joined(rows, what) for what in ("image", "v", "pulled")] for k, rows in layers.items()}
+        products = torch.stack([torch.stack([t @ t.mT for t in map(Tensor.double, three)]) for three in blocks.values()]).cpu()
+        finite = products.isfinite().flatten(3).all(-1).all(1)  # (layers, rows)
+        of_image, of_v, of_pulled = torch.where(finite[:, None, :, None, None], products, 0.0).unbind(1)
+        squares, turn = torch.linalg.eigh(of_image)
+        squares, turn = squares.flip(-1).clamp_min(0), turn.flip(-1).mT  # rows: from the top Ritz vector down
+        length = (turn[..., :1, :] @ of_v @ turn[..., :1, :].mT)[..., 0, 0]
+        values = (squares[..., 0] / torch.where(length > 0, length, 1.0)).sqrt()
+        before = torch.linalg.eigvalsh(of_pulled)[..., -1].clamp_min(0).sqrt()
+        gain = torch.where(before > 0, values / before - 1, 0.0)
+        sizes = torch.where(squares > _DEPENDENT * squares[..., :1], squares, torch.inf).sqrt()
+        turn = (turn / sizes[..., None]).to(self.passes.device)
+        for i, (k, (image, _, _)) in enumerate(blocks.items()):
+            fresh, old = (turn[i].to(image) @ image).flatten(0, 1), self.directions.get((k, None))
+            good = finite[i].repeat_interleave(self.times).to(fresh.device)[:, None]
+            self.directions[k, None] = torch.where(good, fresh, torch.zeros_like(fresh) if old is None else old)
+        found = torch.where(finite, values, torch.nan).amax(-1).tolist()  # NaN where some row has it
+        return {k: v * _within(layers[k]) for k, v in zip(blocks, found, strict=True)}, float(gain.max())
 
-    def lead(self, layer: int, tops: Tensor) -> None:
-        """Put certified top directions, (rows, n, d), before the carried ones."""
-        old = self.directions.get((layer, None))
-        if old is None:
-            random = torch.Generator().manual_seed(layer)
-            old = torch.randn(len(tops) * self.times, *tops.shape[1:], generator=random).to(tops)
-            old = old * (tops != 0).any(-1, keepdim=True).repeat_interleave(self.times, 0)  # zero at padding
-        both = torch.cat([tops[:, None], _by_row(old.reshape(-1, *tops.shape[1:]), self.times)[:, : self.times - 1]], 1)
-        ready = _orthonormal(both.flatten(2).double()).to(tops)
-        self.directions[layer, None] = ready.reshape(-1, *tops.shape[1:])
+    def _joined(self, rows: list[Seen], what: str) -> Tensor:
+        """(rows, times, N)."""
+        parts = [getattr(seen, what).reshape(len(seen.value) // self.times, self.times, -1) for seen in rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def point(self, layer: int, head: int | None, rows: list[Seen]) -> None:
-        """Carry the directions over, those that are none left as they were."""
-        fresh = torch.cat([seen.pulled.reshape(len(seen.value), -1, seen.pulled.shape[-1]) for seen in rows])
-        old = self.directions.get((layer, head))
-        if old is None or old.shape != fresh.shape:
-            old = torch.zeros_like(fresh)
-        size = fresh.flatten(1).norm(dim=-1)
-        good = (size.isfinite() & (size > 0))[:, None, None]
-        self.directions[layer, head] = torch.where(good, fresh / size[:, None, None], old.to(fresh))
+    def lead(self, found: list[dict[int, Seen]]) -> None:
+        """Put images of certified top directions before the carried ones."""
+        for k in set.intersection(*(set(seen) for seen in found)):
+            tops = torch.cat([seen[k].image.reshape(len(seen[k].value), 1, -1) for seen in found])  # (rows, 1, N)
+            old = self.directions.get((k, None))
+            if old is None:
+                random = torch.Generator().manual_seed(k)
+                old = torch.randn(len(tops) * self.times, tops.shape[-1], generator=random).to(tops)
+            both = torch.cat([tops, old.reshape(len(tops), self.times, -1)[:, : self.times - 1]], 1)
+            self.directions[k, None] = _orthonormal(both.double()).to(tops).flatten(0, 1)
+
+    def point(self, layer: int, images: Tensor, sizes: Tensor) -> None:
+        """Carry the heads' directions over, those that are none left as they were."""
+        fresh, old = images.flatten(1), self.directions.get((layer, -1))
+        old = torch.zeros_like(fresh) if old is None else old
+        good = (sizes.isfinite() & (sizes > 0))[:, None]
+        self.directions[layer, -1] = torch.where(good, fresh / sizes[:, None], old)
 
 
-def _by_row(t: Tensor, times: int) -> Tensor:
-    return t.reshape(-1, times, *t.shape[1:])
+def _within(rows: list[Seen]) -> float:
+    """What is left of a constant when all that rounding may have added is taken off."""
+    return max(0.0, 1 - max((kernel.noise for seen in rows for kernel in seen.kernels), default=0.0))
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
