@@ -7,7 +7,7 @@ passes for each layer are a step of power iteration in all layers.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -28,6 +28,7 @@ from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName, Span
 from howsmooth.models.trace import find_hidden, first_tensor
 from howsmooth.settings import choice, items, whole
+from howsmooth.training.blocks import Turned, basis, ritz
 
 Inputs = Tensor | Mapping[str, Any]
 FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
@@ -38,17 +39,20 @@ FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
 class Seen:
     """What one pass saw of one layer.
 
-    x: the tokens that entered, as they came.  pulled: `Jᵀ u` for the unit directions `u` that were given.  v: an orthonormal
-    basis of the span of a row's `pulled`.  image: `J v`.  value: `|Jᵀ u|` by direction, a lower end of the constant; where a
-    graph was asked for, with that graph and at `u = J v/|J v|`, which is held fixed.  kernels: its attention calls.
+    x: the tokens that entered, as they came.  value: by row of the probe, or by head of every row, `max |J w|/|w|` over the span
+    of the last `v`, a lower end of the constant; where a graph was asked for, `|Jᵀ u|` with its graph, at the unit `u` of the
+    last image, which is held fixed.  directions: the next `u`, (rows · times, N).  kernels: its attention calls.
     """
 
     x: Tensor
-    pulled: Tensor
-    v: Tensor
-    image: Tensor
     value: Tensor
+    directions: Tensor
     kernels: list[SoftmaxAttention] = field(default_factory=list)
+
+    @property
+    def within(self) -> float:
+        """What is left of a constant when all that rounding may have added is taken off."""
+        return max(0.0, 1 - max((kernel.noise for kernel in self.kernels), default=0.0))
 
 
 @final
@@ -154,6 +158,8 @@ class Passes:
         graph: bool = False,
         times: int = 1,
         heads: bool = False,
+        rounds: int = 1,
+        settled: float = 0.0,
     ) -> Iterator[dict[int, Seen]]:
         """One pass for each batch of the probe: rows together where the model keeps them apart along its first axis.
 
@@ -162,13 +168,26 @@ class Passes:
         directions: by layer, the `u`, (rows · times, n, d); drawn where there is none.  starts: by layer, the `v`, where they
         are known instead.  graph: keep the graph of `value` down to the weights, on attention with second derivatives.
         times: how many directions a row has; each gets a copy of the row.  heads: the copies are for one head each, alone.
+        rounds: steps of power iteration at most.  settled: the gain of a step at which a layer needs no further one.
         """
+        how = _How(graph, times, heads, rounds, settled)
         start = 0
         for (args, kwargs), real in zip(self.batches, self.real, strict=True):
             count = (len(self.rows) if self.together else 1) * times
             us, vs = ({k: t[start : start + count] for k, t in (given or {}).items()} for given in (directions, starts))
-            yield _Run(self, args, kwargs, None if real is None else real.to(self.device), us, vs, graph, times, heads).seen()
+            yield _Run(self, args, kwargs, None if real is None else real.to(self.device), us, vs, how).seen()
             start += count
+
+
+@dataclass(frozen=True)
+class _How:
+    """The settings of `Passes.run`."""
+
+    graph: bool
+    times: int
+    heads: bool
+    rounds: int
+    settled: float
 
 
 class _Enough(Exception):
@@ -186,12 +205,11 @@ class _Run:
         real: Tensor | None,
         directions: Mapping[int, Tensor],
         starts: Mapping[int, Tensor],
-        graph: bool,
-        times: int,
-        heads: bool,
+        how: _How,
     ):
         self.passes, self.args, self.kwargs, self.real = passes, args, kwargs, real
-        self.directions, self.starts, self.graph, self.times, self.heads = directions, starts, graph, times, heads
+        self.directions, self.starts, self.how = directions, starts, how
+        self.graph, self.times = how.graph, how.times
         self.rows = (len(passes.rows) if passes.together else 1) * self.times
         self.found: dict[int, Seen] = {}
         self.calls: dict[nn.Module, int] = {}  # of blocks so far
@@ -290,18 +308,9 @@ class _Run:
     def _leave(self, output: Any) -> Any:
         assert self.active is not None
         route, x, kernels, stack, dtype = self.active
-        y = first_tensor(output)
-        u, start = self._direction(route.index, y.detach()), self.starts.get(route.index)
-        pulled = self.masked(torch.autograd.grad(y, x, u, create_graph=True, materialize_grads=True)[0])
-        at = pulled.detach()
-        v = self.basis(at) if start is None else start.to(at).reshape(at.shape)
-        image = torch.zeros_like(u)
-        if pulled.requires_grad:  # else nothing depends on the tokens
-            image = self.masked(torch.autograd.grad(pulled, u, v, materialize_grads=True)[0])
-        if self.graph:
-            pulled = self.masked(torch.autograd.grad(y, x, self.unit(image), create_graph=True, materialize_grads=True)[0])
-        value = self.sizes(pulled if self.graph else at)
-        self.found[route.index] = Seen(x.detach()[:: self.times], at, v, image, value, kernels)
+        with torch._C.DisableTorchFunction():  # nothing in here is the model's
+            turned = self._turned(route.index, x, first_tensor(output))
+        self.found[route.index] = Seen(x.detach()[:: self.times], *turned, kernels)
         self.active = None
         stack.close()
         if len(self.found) == len(self.passes.routes):
@@ -310,14 +319,48 @@ class _Run:
             return tree_map(lambda t: self._plain(t, dtype), output)
         return tree_map(lambda t: self._once(self._plain(t, dtype)), output)
 
-    def _direction(self, index: int, y: Tensor) -> Tensor:
-        """The `u` of a layer whose output is like `y`: carried over, or random."""
+    def _turned(self, index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The value of a layer's map from `x` to `y`, and its next directions."""
+        u = self._direction(index, y)
+        pulled = self.masked(torch.autograd.grad(y, x, u, create_graph=True, materialize_grads=True)[0])
+
+        def forth(v: Tensor) -> Tensor:
+            if not pulled.requires_grad:  # nothing depends on the tokens
+                return torch.zeros_like(u)
+            v = v.to(pulled).reshape(pulled.shape)
+            return self.masked(torch.autograd.grad(pulled, u, v, retain_graph=True, materialize_grads=True)[0])
+
+        def back(u: Tensor, graph: bool = False) -> Tensor:
+            u = u.reshape(y.shape)
+            how = {"retain_graph": True, "create_graph": graph, "materialize_grads": True}
+            return self.masked(torch.autograd.grad(y, x, u, **how)[0])
+
         if index in self.starts:
-            return torch.zeros_like(y).requires_grad_()
+            turned = self._ritz(pulled.detach(), self.starts[index], forth)
+        else:
+            turned = self._ritz(pulled.detach(), None, forth)
+            for _ in range(self.how.rounds - 1):
+                if not turned.gain > self.how.settled:
+                    break
+                turned = self._ritz(back(turned.directions), None, forth)
+        directions = turned.directions.flatten(0, 1)
+        return self.sizes(back(directions, graph=True)) if self.graph else turned.value, directions
+
+    def _ritz(self, pulled: Tensor, v: Tensor | None, forth: Callable[[Tensor], Tensor]) -> Turned:
+        """A step of power iteration. v: where it goes on from instead of `pulled`."""
+        times = 1 if self.how.heads else self.times  # heads have a direction each
+        block = pulled.reshape(self.rows // times, times, -1)
+        v = basis(block) if v is None else v.reshape(block.shape)
+        return ritz(block, v, forth(v).reshape(self.rows // times, times, -1))
+
+    def _direction(self, index: int, y: Tensor) -> Tensor:
+        """The `u` of a layer whose output is `y`: carried over, or random; none where it is known what goes in."""
         u = self.directions.get(index)
-        if u is None or u.numel() != y.numel():
-            u = torch.randn(y.shape, generator=torch.Generator().manual_seed(index))
-        return self.unit(u.to(y).reshape(y.shape)).requires_grad_()
+        if index in self.starts:
+            u = torch.zeros_like(y)
+        elif u is None or u.numel() != y.numel():
+            u = self.unit(torch.randn(y.shape, generator=torch.Generator().manual_seed(index)).to(y))
+        return u.detach().to(y).reshape(y.shape).requires_grad_()
 
     def _copied(self, t: Any) -> Any:
         """An argument beside the tokens, for every copy of its row; what only stands for a mask is read in `_linearized`."""
@@ -357,18 +400,6 @@ class _Run:
         size = self.sizes(t)
         return t / torch.where(size > 0, size, 1.0).reshape(-1, *[1] * (t.ndim - 1))
 
-    def basis(self, t: Tensor) -> Tensor:
-        """An orthonormal basis of what each row's directions span, by Cholesky's factor of their products; nothing is waited
-        for. What depends on others to the last digits is made shorter, not longer."""
-        if self.times == 1 or self.heads:
-            return self.unit(t)
-        rows = t.reshape(-1, self.times, t[0].numel()).double()
-        products = rows @ rows.mT
-        tiny = torch.finfo(products.dtype).tiny + 1e-14 * products.diagonal(dim1=-2, dim2=-1).sum(-1)
-        shifted = products + torch.diag_embed(tiny[..., None].expand(*products.shape[:-1]))
-        factor = torch.linalg.cholesky_ex(shifted)[0]
-        return torch.linalg.solve_triangular(factor, rows, upper=False).to(t.dtype).reshape(t.shape)
-
     def _on_call(self, call: Call) -> Tensor:
         if self.active is not None and not self.graph:
             return self._linearized(call)
@@ -392,7 +423,7 @@ class _Run:
             # strict, since the error of others would be measured in every pass
             out, kernel = attention_and_kernel(call.q, call.k, call.v, self._for_copies(call.scores), "strict")
             self.active[2].append(kernel)
-            if self.heads:  # the value stays whole for the layers behind, derivatives are those of one head
+            if self.how.heads:  # the value stays whole for the layers behind, derivatives are those of one head
                 own = torch.eye(self.times, device=out.device, dtype=out.dtype)
                 one = out * own.repeat(len(out) // len(own), 1)[:, : out.shape[1], None, None]
                 out = out.detach() + (one - one.detach())

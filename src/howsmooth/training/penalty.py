@@ -236,9 +236,7 @@ class SmoothnessPenalty:
                 self._passes = Passes(self._model, batch, self.layers, self.map)
             else:
                 self._passes = self._passes.fed(batch)
-            for _ in range(self.products):
-                self._turn(self._passes, graph=False)
-            sigmas = self._turn(self._passes, graph=True)
+            sigmas = self._turn(self._passes)
         self.values = {k: float(t.detach().max()) for k, t in sigmas.items()}
         return torch.stack([(t / self.target - 1).relu().mean() for t in sigmas.values()]).mean()
 
@@ -249,13 +247,8 @@ class SmoothnessPenalty:
             return {k: t[: self.rows] if isinstance(t, Tensor) and t.ndim else t for k, t in batch.items()}
         return batch[: self.rows]
 
-    def _turn(self, passes: Passes, *, graph: bool) -> dict[int, Tensor]:
+    def _turn(self, passes: Passes) -> dict[int, Tensor]:
         """One pass: constants along the carried directions, by row, and the directions turned."""
-        found = list(passes.run(self._directions, graph=graph))
-        sigmas: dict[int, Tensor] = {}
-        for k in passes.layers:
-            rows = [seen[k] for seen in found]
-            image = torch.cat([seen.image.reshape(len(seen.value), -1, seen.image.shape[-1]) for seen in rows])
-            self._directions[k] = image / _sizes(image)
-            sigmas[k] = torch.cat([seen.value for seen in rows])
-        return sigmas
+        found = list(passes.run(self._directions, graph=True, rounds=1 + self.products))
+        self._directions = {k: torch.cat([seen[k].directions for seen in found]) for k in passes.layers}
+        return {k: torch.cat([seen[k].value for seen in found]) for k in passes.layers}

@@ -14,14 +14,14 @@ from howsmooth.models import MapName, Model
 from howsmooth.models.measurement import Measurement
 from howsmooth.settings import flag, number, whole
 from howsmooth.training.aside import aside, bare, first_bad
+from howsmooth.training.blocks import orthonormal
 from howsmooth.training.looks import look, squares
 from howsmooth.training.passes import Inputs, Passes, Seen
 
 PREFIX = "smoothness"
 _START = 8  # passes from a random start, where no certified solve gives the first directions
 _MOST = 6  # passes in one update; one is enough while weights change slowly
-_SETTLED = 2e-3  # |Jᵀu|/|J w| − 1 of the top Ritz vector w: a residual of 6 %, so the value is within 3 % of a singular value
-_DEPENDENT = 1e-14  # squared length, by that of the longest, of what is in the others' span but for rounding
+_SETTLED = 0.03
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
 
 
@@ -208,19 +208,13 @@ class Tracker:
     def _follow(self) -> dict[str, float]:
         """One step of power iteration in every layer, and more where the weights have moved far."""
         state, passes = self._now, self._now.passes
-        rows: dict[int, list[Seen]] = {}
-        constants: dict[int, float] = {}
-        for _ in range(_MOST):
-            found = list(passes.run({k: u for (k, h), u in state.directions.items() if h is None}, times=state.times))
-            rows = {k: [seen[k] for seen in found if k in seen] for k in passes.layers}
-            whole_ = {k: there for k, there in rows.items() if len(there) == len(found)}
-            constants, gain = state.ritz(whole_)
-            if len(whole_) < len(rows) or not gain > _SETTLED:
-                break
-        values = {self.key(k): constants.get(k, math.nan) for k in passes.layers}
+        given = {k: u for (k, h), u in state.directions.items() if h is None}
+        found = list(passes.run(given, times=state.times, rounds=_MOST, settled=_SETTLED))
+        rows = {k: there for k in passes.layers if len(there := [seen[k] for seen in found if k in seen]) == len(found)}
+        values = {self.key(k): state.turn(k, rows[k]) if k in rows else math.nan for k in passes.layers}
         numbers: dict[str, Tensor] = {}
         for k in passes.layers:
-            numbers |= self._numbers(k, rows[k]) if k in constants else self._missing(k)
+            numbers |= self._numbers(k, rows[k]) if k in rows else self._missing(k)
         if self.heads:
             most = max(passes.heads.values())
             given = {k: v for (k, h), v in state.directions.items() if h is not None}
@@ -264,9 +258,8 @@ class Tracker:
         keys = [self.key(layer, "head", h) for h in range(passes.heads[layer])]
         if seen is None:
             return dict.fromkeys(keys, torch.full((), math.nan, dtype=torch.float64, device=passes.device))
-        lengths = seen.image.flatten(1).norm(dim=-1)
-        state.point(layer, seen.image, lengths)
-        values = lengths.reshape(len(passes.rows), most).amax(0) * _within([seen])
+        state.point(layer, seen)
+        values = seen.value.reshape(len(passes.rows), most).amax(0).to(passes.device) * seen.within
         return dict(zip(keys, values, strict=False))
 
     def _certified(self, step: int, strict: bool = False) -> Check | None:
@@ -300,7 +293,7 @@ class Tracker:
         state.lead(list(passes.run({}, starts=tops)))
         for seen in passes.run({}, starts=by_head, times=most, heads=True) if self.heads else ():
             for k, there in seen.items():
-                state.point(k, there.image, there.image.flatten(1).norm(dim=-1))
+                state.point(k, there)
         return Check(step, tuple(rows))
 
     def _averaged(self, values: dict[str, float]) -> dict[str, float]:
@@ -346,74 +339,31 @@ class _State:
     def capture(self, row: Inputs) -> Any:
         return self.loaded.capture(inputs=row) if isinstance(row, Tensor) else self.loaded.capture(**row)
 
-    def ritz(self, layers: dict[int, list[Seen]]) -> tuple[dict[int, float], float]:
-        """The constant of every layer, how far the furthest may still grow, and the directions turned.
+    def turn(self, layer: int, rows: list[Seen]) -> float:
+        """A layer's constant, and its directions carried over."""
+        self._carry((layer, None), torch.cat([seen.directions for seen in rows]))
+        return float(torch.cat([seen.value * seen.within for seen in rows]).max())  # NaN where one is
 
-        With `V` orthonormal in the span of `JᵀU`, the value is `max |J w|/|w|` over `w` in the span of `V`, and the gain is
-        `value/max |Jᵀu| − 1` over `u` in the span of `U`. The left singular vectors of `J V` are the next `U`. Products of
-        vectors go to the host at once: the device is waited for one time.
-        """
-        if not layers:
-            return {}, 0.0
-        blocks = {k: [self._joined(rows, what) for what in ("image", "v", "pulled")] for k, rows in layers.items()}
-        products = torch.stack([torch.stack([t @ t.mT for t in map(Tensor.double, three)]) for three in blocks.values()]).cpu()
-        finite = products.isfinite().flatten(3).all(-1).all(1)  # (layers, rows)
-        of_image, of_v, of_pulled = torch.where(finite[:, None, :, None, None], products, 0.0).unbind(1)
-        squares, turn = torch.linalg.eigh(of_image)
-        squares, turn = squares.flip(-1).clamp_min(0), turn.flip(-1).mT  # rows: from the top Ritz vector down
-        length = (turn[..., :1, :] @ of_v @ turn[..., :1, :].mT)[..., 0, 0]
-        values = (squares[..., 0] / torch.where(length > 0, length, 1.0)).sqrt()
-        before = torch.linalg.eigvalsh(of_pulled)[..., -1].clamp_min(0).sqrt()
-        gain = torch.where(before > 0, values / before - 1, 0.0)
-        sizes = torch.where(squares > _DEPENDENT * squares[..., :1], squares, torch.inf).sqrt()
-        turn = (turn / sizes[..., None]).to(self.passes.device)
-        for i, (k, (image, _, _)) in enumerate(blocks.items()):
-            fresh, old = (turn[i].to(image) @ image).flatten(0, 1), self.directions.get((k, None))
-            good = finite[i].repeat_interleave(self.times).to(fresh.device)[:, None]
-            self.directions[k, None] = torch.where(good, fresh, torch.zeros_like(fresh) if old is None else old)
-        found = torch.where(finite, values, torch.nan).amax(-1).tolist()  # NaN where some row has it
-        return {k: v * _within(layers[k]) for k, v in zip(blocks, found, strict=True)}, float(gain.max())
+    def point(self, layer: int, seen: Seen) -> None:
+        """Carry the heads' directions over."""
+        self._carry((layer, -1), seen.directions)
 
-    def _joined(self, rows: list[Seen], what: str) -> Tensor:
-        """(rows, times, N)."""
-        parts = [getattr(seen, what).reshape(len(seen.value) // self.times, self.times, -1) for seen in rows]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _carry(self, where: tuple[int, int | None], fresh: Tensor) -> None:
+        """Those that are none are left as they were."""
+        old = self.directions.get(where)
+        good = fresh.any(-1, keepdim=True)
+        self.directions[where] = fresh if old is None else torch.where(good, fresh, old)
 
     def lead(self, found: list[dict[int, Seen]]) -> None:
-        """Put images of certified top directions before the carried ones."""
+        """Put what certified top directions go to before the carried ones."""
         for k in set.intersection(*(set(seen) for seen in found)):
-            tops = torch.cat([seen[k].image.reshape(len(seen[k].value), 1, -1) for seen in found])  # (rows, 1, N)
+            tops = torch.cat([seen[k].directions for seen in found])[:, None]  # (rows, 1, N)
             old = self.directions.get((k, None))
             if old is None:
                 random = torch.Generator().manual_seed(k)
                 old = torch.randn(len(tops) * self.times, tops.shape[-1], generator=random).to(tops)
             both = torch.cat([tops, old.reshape(len(tops), self.times, -1)[:, : self.times - 1]], 1)
-            self.directions[k, None] = _orthonormal(both.double()).to(tops).flatten(0, 1)
-
-    def point(self, layer: int, images: Tensor, sizes: Tensor) -> None:
-        """Carry the heads' directions over, those that are none left as they were."""
-        fresh, old = images.flatten(1), self.directions.get((layer, -1))
-        old = torch.zeros_like(fresh) if old is None else old
-        good = (sizes.isfinite() & (sizes > 0))[:, None]
-        self.directions[layer, -1] = torch.where(good, fresh / sizes[:, None], old)
-
-
-def _within(rows: list[Seen]) -> float:
-    """What is left of a constant when all that rounding may have added is taken off."""
-    return max(0.0, 1 - max((kernel.noise for seen in rows for kernel in seen.kernels), default=0.0))
-
-
-def _orthonormal(rows: Tensor) -> Tensor:
-    """Orthonormal vectors with the same span, (…, times, N), the first one first; what depends on others gets lost."""
-    done: list[Tensor] = []
-    for v in rows.unbind(-2):
-        size = v.norm(dim=-1, keepdim=True)
-        for _ in range(2):
-            for q in done:
-                v = v - (v * q).sum(-1, keepdim=True) * q
-        left = v.norm(dim=-1, keepdim=True)
-        done.append(torch.where(left > 1e-12 * size, v / torch.where(left > 0, left, 1.0), 0.0))
-    return torch.stack(done, -2)
+            self.directions[k, None] = orthonormal(both).flatten(0, 1)
 
 
 def _beside(layer: int, head: int | None, tracked: dict[Any, float], estimates: list[Any]) -> Checked:
