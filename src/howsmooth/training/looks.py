@@ -9,13 +9,12 @@ from howsmooth.kernels import SoftmaxAttention
 
 
 @torch.no_grad()
-def look(kernel: SoftmaxAttention, real: Tensor | None, times: int) -> tuple[Tensor, Tensor, Tensor]:
+def look(kernel: SoftmaxAttention, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Largest logits by head, mean entropy of the rows, and the largest share of all attention that one token gets.
 
-    With `P̂ = z P`: `H = −Σ P log P = log z − Σ P̂ log P̂ / z`.  times: how often each row of the probe is there.
+    With `P̂ = z P`: `H = −Σ P log P = log z − Σ P̂ log P̂ / z`.
     """
-    batch = len(kernel.output)
-    tiled = (kernel if times == 1 else kernel.select(torch.arange(0, batch, times, device=kernel.output.device))).tiled()
+    tiled = kernel.tiled()
     batch, heads, n, m = tiled.shape
     entropy = torch.zeros_like(tiled.largest)
     received = tiled.o.new_zeros(batch * heads, m, 1)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Scores, SoftmaxAttention, attend, attention_and_kernel, plain_attention
+from howsmooth.kernels import SoftmaxAttention, attend, linearize, plain_attention
 from howsmooth.kernels.products import float32_products
 from howsmooth.models import Model
 from howsmooth.models.cut import Cut
@@ -28,6 +28,7 @@ from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName, Span
 from howsmooth.models.trace import find_hidden, first_tensor
 from howsmooth.settings import choice, items, whole
+from howsmooth.training.attending import attended
 from howsmooth.training.blocks import Turned, basis, ritz
 
 Inputs = Tensor | Mapping[str, Any]
@@ -266,10 +267,11 @@ class _Run:
         def enters(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not here() or self.active is not None or route.index in self.found:
                 return None
-            hidden = find_hidden(args, kwargs)
-            assert hidden is not None
-            dual = self._enter(route, hidden)
-            return tree_map(lambda t: dual if t is hidden else self._copied(t), (args, kwargs))
+            with torch._C.DisableTorchFunction():
+                hidden = find_hidden(args, kwargs)
+                assert hidden is not None
+                tokens = self._enter(route, hidden)
+                return tree_map(lambda t: tokens if t is hidden else self._copied(t), (args, kwargs))
 
         def leaves(_: nn.Module, args: Any, output: Any) -> Any:
             return self._leave(output) if self._is_active(route) else None
@@ -310,14 +312,14 @@ class _Run:
         route, x, kernels, stack, dtype = self.active
         with torch._C.DisableTorchFunction():  # nothing in here is the model's
             turned = self._turned(route.index, x, first_tensor(output))
-        self.found[route.index] = Seen(x.detach()[:: self.times], *turned, kernels)
-        self.active = None
-        stack.close()
-        if len(self.found) == len(self.passes.routes):
-            raise _Enough
-        if self.within_entry:  # what else goes on in there still has its copies
-            return tree_map(lambda t: self._plain(t, dtype), output)
-        return tree_map(lambda t: self._once(self._plain(t, dtype)), output)
+            self.found[route.index] = Seen(x.detach()[:: self.times], *turned, kernels)
+            self.active = None
+            stack.close()
+            if len(self.found) == len(self.passes.routes):
+                raise _Enough
+            if self.within_entry:  # what else goes on in there still has its copies
+                return tree_map(lambda t: self._plain(t, dtype), output)
+            return tree_map(lambda t: self._once(self._plain(t, dtype)), output)
 
     def _turned(self, index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The value of a layer's map from `x` to `y`, and its next directions."""
@@ -408,25 +410,20 @@ class _Run:
         with torch._C.DisableTorchFunction():
             return attend(call.q, call.k, call.v, call.scores)
 
-    def _for_copies(self, scores: Scores) -> Scores:
-        """The mask of the rows for every copy of them."""
-        mask, rows = scores.mask, self.rows // self.times
-        if self.times == 1 or (mask.keys is None and mask.bias is None):
-            return scores
-        keys, bias = (_copies(t, rows, self.times) for t in (mask.keys, mask.bias))
-        return replace(scores, mask=replace(mask, keys=keys, bias=bias))
-
     def _linearized(self, call: Call) -> Tensor:
-        """Attention whose derivatives are products of the kernel."""
+        """Attention whose derivatives are products of a kernel, made once for all copies of a row."""
         assert self.active is not None
         with torch._C.DisableTorchFunction():
+            kind = torch.promote_types(call.q.dtype, torch.float32)
+            one = (t.detach()[:: self.times].to(kind) for t in (call.q, call.k, call.v))
             # strict, since the error of others would be measured in every pass
-            out, kernel = attention_and_kernel(call.q, call.k, call.v, self._for_copies(call.scores), "strict")
+            kernel = linearize(*one, call.scores, precision="strict")
             self.active[2].append(kernel)
+            out = attended(kernel, call.q, call.k, call.v, self.times)
             if self.how.heads:  # the value stays whole for the layers behind, derivatives are those of one head
                 own = torch.eye(self.times, device=out.device, dtype=out.dtype)
-                one = out * own.repeat(len(out) // len(own), 1)[:, : out.shape[1], None, None]
-                out = out.detach() + (one - one.detach())
+                alone = out * own.repeat(len(out) // len(own), 1)[:, : out.shape[1], None, None]
+                out = out.detach() + (alone - alone.detach())
         return out
 
 
@@ -441,10 +438,6 @@ def chosen(layers: str | Sequence[int], count: int) -> list[int]:
     if not found:
         raise BadInputError(f"expected {expected}, got an empty list; {fix}")
     return found
-
-
-def _copies(t: Tensor | None, rows: int, times: int) -> Tensor | None:
-    return t if t is None or len(t) != rows else t.repeat_interleave(times, 0)
 
 
 def _inside(route: Route) -> list[Tensor]:

@@ -237,11 +237,11 @@ class Tracker:
 
     def _numbers(self, layer: int, there: list[Seen]) -> dict[str, Tensor]:
         """What is logged of a layer beside its constant, still on its device."""
-        state, passes = self._now, self._now.passes
+        passes = self._now.passes
         count = passes.heads[layer] if passes.kernels else 0
         numbers: dict[str, Tensor] = {}
         pairs = [(kernel, real) for seen, real in zip(there, passes.real, strict=True) for kernel in seen.kernels]
-        looks = [look(kernel, real, state.times) for kernel, real in pairs]
+        looks = [look(kernel, real) for kernel, real in pairs]
         if looks:
             logits, entropies, sinks = zip(*looks, strict=True)
             alike = len({t.shape for t in logits}) == 1 and len(logits[0]) == count
