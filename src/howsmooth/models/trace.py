@@ -191,15 +191,18 @@ class Watch(TorchFunctionMode):
     """Catches names of torch's attention that were bound before it was patched, and hears softmax.
 
     on_softmax: told of every softmax that the model's own code takes, and whether over a square of logits.
+    caught: whether such a name was called.
     """
 
     def __init__(self, on_softmax: Callable[[bool], None] | None = None):
         super().__init__()
         self._on_softmax = on_softmax
+        self.caught = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is _TORCH_ATTENTION:
+            self.caught = True
             return torch_attention(*args, **kwargs)
         out = func(*args, **kwargs)
         if func in _SOFTMAX and self._on_softmax and out.ndim in (3, 4) and not isinstance(out, Logits):

@@ -1,7 +1,8 @@
 """Blocks of directions, (rows, times, N): what they span, and what a Jacobian makes of it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -27,11 +28,12 @@ def basis(block: Block) -> Block:
     >>> basis(torch.tensor([[[2.0, 0.0, 0.0], [1.0, 1.0, 0.0]]])).round(decimals=6).tolist()
     [[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]]
     """
-    products = _products(block)
+    wide = block.double()
+    products = wide @ wide.mT
     diagonal = products.diagonal(dim1=-2, dim2=-1)
     diagonal += _DEPENDENT * diagonal.sum(-1, keepdim=True) + torch.finfo(torch.float64).tiny
     factor = torch.linalg.cholesky_ex(products)[0]
-    return torch.linalg.solve_triangular(factor, block.double(), upper=False).to(block.dtype)
+    return torch.linalg.solve_triangular(factor, wide, upper=False).to(block.dtype)
 
 
 def ritz(pulled: Block, v: Block, image: Block) -> Turned:
@@ -45,18 +47,20 @@ def ritz(pulled: Block, v: Block, image: Block) -> Turned:
     >>> ritz(v * diagonal, v, v * diagonal).value.tolist()
     [3.0]
     """
-    products = torch.stack([_products(t) for t in (image, v, pulled)]).cpu()  # the device is waited for once
-    finite = products.isfinite().flatten(2).all(-1).all(0)
-    of_image, of_v, of_pulled = torch.where(finite[:, None, None], products, 0.0)
-    squares, turn = torch.linalg.eigh(of_image)
-    squares, turn = squares.flip(-1).clamp_min(0), turn.flip(-1).mT  # rows: from the top Ritz vector down
-    length = (turn[:, :1] @ of_v @ turn[:, :1].mT)[:, 0, 0]
-    value = (squares[:, 0] / torch.where(length > 0, length, 1.0)).sqrt()
-    before = torch.linalg.eigvalsh(of_pulled)[:, -1].clamp_min(0).sqrt()
-    gain = torch.where(before > 0, value / before - 1, 0.0).max()
-    sizes = torch.where(squares > _DEPENDENT * squares[:, :1], squares, torch.inf).sqrt()
-    directions = (turn / sizes[..., None]).to(image) @ torch.where(finite[:, None, None].to(image.device), image, 0.0)
-    return Turned(torch.where(finite, value, torch.nan), float(gain), directions)
+    wide = torch.stack([image, v, pulled]).double()
+    products: Any = (wide @ wide.mT).numpy(force=True)  # the device is waited for once; what follows is tiny
+    finite = np.isfinite(products).all((0, 2, 3))
+    products = np.where(finite[:, None, None], products, 0.0)
+    squares, turn = np.linalg.eigh(products[::2])  # ascending, of `J V` and `JᵀU`
+    squares, turn = squares[..., ::-1].clip(0), turn[0, :, :, ::-1].swapaxes(-2, -1)  # rows: from the top Ritz vector down
+    length = (turn[:, 0] * (products[1] @ turn[:, 0, :, None])[..., 0]).sum(-1)
+    value = np.sqrt(squares[0, :, 0] / np.where(length > 0, length, 1.0))
+    before = np.sqrt(squares[1, :, 0])
+    gain = np.where(before > 0, value / np.where(before > 0, before, 1.0) - 1, 0.0).max()
+    sizes = np.sqrt(np.where(squares[0] > _DEPENDENT * squares[0, :, :1], squares[0], np.inf))
+    turn = torch.from_numpy(np.ascontiguousarray(turn / sizes[..., None])).to(image)
+    image = image if finite.all() else torch.where(torch.from_numpy(finite).to(image.device)[:, None, None], image, 0.0)
+    return Turned(torch.from_numpy(np.where(finite, value, np.nan)), float(gain), turn @ image)
 
 
 def orthonormal(block: Block) -> Block:
@@ -74,8 +78,3 @@ def orthonormal(block: Block) -> Block:
         left = v.norm(dim=-1, keepdim=True)
         done.append(torch.where(left > 1e-12 * size, v / torch.where(left > 0, left, 1.0), 0.0))
     return torch.stack(done, -2).to(block.dtype)
-
-
-def _products(block: Block) -> Float[Tensor, "rows times times"]:
-    wide = block.double()
-    return wide @ wide.mT

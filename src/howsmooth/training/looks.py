@@ -9,8 +9,8 @@ from howsmooth.kernels import SoftmaxAttention
 
 
 @torch.no_grad()
-def look(kernel: SoftmaxAttention, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logits by head, mean entropy of the rows, and the largest share of all attention that one token gets.
+def look(kernel: SoftmaxAttention, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Largest logits by head; the mean entropy of the rows, and the largest share of all attention that one token gets.
 
     With `P̂ = z P`: `H = −Σ P log P = log z − Σ P̂ log P̂ / z`.
     """
@@ -28,7 +28,7 @@ def look(kernel: SoftmaxAttention, real: Tensor | None) -> tuple[Tensor, Tensor,
         rows = real.to(entropy.device)[:, None, :, 0].expand_as(entropy)
         entropy, logits = entropy[rows], logits.masked_fill(~rows, -math.inf)
     share = share / share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
-    return logits.amax((0, 2)), entropy.mean(), share.amax(-1).mean()
+    return logits.amax((0, 2)), torch.stack([entropy.mean(), share.amax(-1).mean()])
 
 
 def squares(x: Tensor, real: Tensor | None) -> Tensor:

@@ -115,6 +115,7 @@ class Passes:
         self.together = all(_batch_first(s) for s in samples)
         self.batches = [_joined(samples)] if self.together else [(s.args, s.kwargs) for s in samples]
         self.real = self._real(samples)
+        self.watched = True  # until a whole pass has come through the library's interfaces alone
         self.work, self.device = first.work, self.base.trace.output.device
 
     def fed(self, batch: Inputs) -> "Passes":
@@ -226,12 +227,14 @@ class _Run:
             stack.callback(self._abandon)
             for route in passes.routes:
                 self._listen(stack, route)
-            stack.enter_context(passes.base.running(self._on_call))
+            watch = stack.enter_context(passes.base.running(self._on_call, passes.watched))
             if not passes.kernels or self.graph:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             wide = self._wide()
             with suppress(_Enough, BadInputError):  # the latter: logits that are not finite, or out of range
                 functional_call(module, wide, self.args, self.kwargs) if wide else module(*self.args, **self.kwargs)
+            if len(self.found) == len(passes.routes):
+                passes.watched = watch is not None and watch.caught
         return self.found
 
     def _wide(self) -> dict[str, Tensor]:

@@ -212,55 +212,57 @@ class Tracker:
         found = list(passes.run(given, times=state.times, rounds=_MOST, settled=_SETTLED))
         rows = {k: there for k in passes.layers if len(there := [seen[k] for seen in found if k in seen]) == len(found)}
         values = {self.key(k): state.turn(k, rows[k]) if k in rows else math.nan for k in passes.layers}
-        numbers: dict[str, Tensor] = {}
+        names: list[str] = []
+        numbers: list[Tensor] = []
         for k in passes.layers:
-            numbers |= self._numbers(k, rows[k]) if k in rows else self._missing(k)
+            own, parts = self._beside(k, rows[k]) if k in rows else ([], [])
+            names += own
+            numbers += parts
+            values |= {} if k in rows else self._missing(k)
         if self.heads:
             most = max(passes.heads.values())
             given = {k: v for (k, h), v in state.directions.items() if h is not None}
             for seen in passes.run(given, times=most, heads=True):
                 for k in passes.layers:
-                    numbers |= self._by_head(k, seen.get(k), most)
-        values |= dict(zip(numbers, torch.stack([t.double() for t in numbers.values()]).tolist(), strict=True))
+                    values |= self._by_head(k, seen.get(k), most)
+        values |= dict(zip(names, torch.cat(numbers).tolist() if numbers else (), strict=True))
         state.tracked = {(k, None): values[self.key(k)] for k in passes.layers}
         if self.heads:
             state.tracked |= {(k, h): values[self.key(k, "head", h)] for k in passes.layers for h in range(passes.heads[k])}
         return values
 
-    def _missing(self, layer: int) -> dict[str, Tensor]:
+    def _missing(self, layer: int) -> dict[str, float]:
         """What is logged of a layer that could not be measured."""
-        passes = self._now.passes
-        names = [self.key(layer, "radius")]
-        names += [self.key(layer, what) for what in ("max_logit", "entropy", "sink")] if passes.kernels else []
-        names += [self.key(layer, "max_logit", h) for h in range(passes.heads[layer] if passes.kernels else 0)]
-        return dict.fromkeys(names, torch.full((), math.nan, dtype=torch.float64, device=passes.device))
+        names = self._names(layer, self._now.passes.heads[layer] if self._now.passes.kernels else 0)
+        return dict.fromkeys(names, math.nan)
 
-    def _numbers(self, layer: int, there: list[Seen]) -> dict[str, Tensor]:
-        """What is logged of a layer beside its constant, still on its device."""
+    def _names(self, layer: int, heads: int) -> list[str]:
+        """What is logged of a layer beside its constant. heads: how many, nothing where attention cannot be seen."""
+        seen = [self.key(layer, what) for what in ("entropy", "sink", "max_logit")] if self._now.passes.kernels else []
+        return [self.key(layer, "radius"), *seen, *(self.key(layer, "max_logit", h) for h in range(heads))]
+
+    def _beside(self, layer: int, there: list[Seen]) -> tuple[list[str], list[Tensor]]:
+        """What is logged of a layer beside its constant: names, and numbers that are still on its device."""
         passes = self._now.passes
-        count = passes.heads[layer] if passes.kernels else 0
-        numbers: dict[str, Tensor] = {}
         pairs = [(kernel, real) for seen, real in zip(there, passes.real, strict=True) for kernel in seen.kernels]
-        looks = [look(kernel, real) for kernel, real in pairs]
-        if looks:
-            logits, entropies, sinks = zip(*looks, strict=True)
-            alike = len({t.shape for t in logits}) == 1 and len(logits[0]) == count
-            largest = torch.stack([t.max() for t in logits]).max()
-            numbers |= {self.key(layer, "max_logit"): largest, self.key(layer, "entropy"): torch.stack(entropies).mean()}
-            numbers[self.key(layer, "sink")] = torch.stack(sinks).mean()
-            by_head = torch.stack(logits).amax(0) if alike else ()
-            numbers |= {self.key(layer, "max_logit", h): t for h, t in enumerate(by_head)}
         lengths = [squares(seen.x, real) for seen, real in zip(there, passes.real, strict=True)]
-        return numbers | {self.key(layer, "radius"): torch.cat(lengths).mean().sqrt()}
+        radius = torch.cat(lengths).mean(0, keepdim=True).sqrt()
+        if not pairs:
+            return [self.key(layer, "radius")], [radius]
+        logits, means = zip(*(look(kernel, real) for kernel, real in pairs), strict=True)
+        alike = len({t.shape for t in logits}) == 1 and len(logits[0]) == passes.heads[layer]
+        numbers = [radius, torch.stack(means).mean(0).double(), torch.cat(logits).amax(0, keepdim=True).double()]
+        by_head = [torch.stack(logits).amax(0).double()] if alike else []
+        return self._names(layer, passes.heads[layer] if alike else 0), [*numbers, *by_head]
 
-    def _by_head(self, layer: int, seen: Seen | None, most: int) -> dict[str, Tensor]:
+    def _by_head(self, layer: int, seen: Seen | None, most: int) -> dict[str, float]:
         state, passes = self._now, self._now.passes
         keys = [self.key(layer, "head", h) for h in range(passes.heads[layer])]
         if seen is None:
-            return dict.fromkeys(keys, torch.full((), math.nan, dtype=torch.float64, device=passes.device))
+            return dict.fromkeys(keys, math.nan)
         state.point(layer, seen)
-        values = seen.value.reshape(len(passes.rows), most).amax(0).to(passes.device) * seen.within
-        return dict(zip(keys, values, strict=False))
+        values = seen.value.reshape(len(passes.rows), most).amax(0) * seen.within
+        return dict(zip(keys, values.tolist(), strict=False))
 
     def _certified(self, step: int, strict: bool = False) -> Check | None:
         """Certified solves, whose directions tracking takes over. strict: what refuses them is raised, and said otherwise."""
@@ -284,12 +286,12 @@ class Tracker:
         for i, k in enumerate(passes.layers):
             own = [measured[i] for measured in by_row]
             tops[k] = torch.stack([_spread(m, m.direction, passes, r) for r, m in enumerate(own)])
-            rows.append(_beside(k, None, state.tracked, [m.estimate for m in own]))
+            rows.append(_compared(k, None, state.tracked, [m.estimate for m in own]))
             if self.heads:
                 whole_ = [[_spread(m, e.direction, passes, r) for e in m.heads] for r, m in enumerate(own)]
                 filled = [each + [torch.zeros_like(each[0])] * (most - len(each)) for each in whole_]
                 by_head[k] = torch.stack([v for each in filled for v in each])
-                rows += [_beside(k, h, state.tracked, [m.heads[h] for m in own]) for h in range(passes.heads[k])]
+                rows += [_compared(k, h, state.tracked, [m.heads[h] for m in own]) for h in range(passes.heads[k])]
         state.lead(list(passes.run({}, starts=tops)))
         for seen in passes.run({}, starts=by_head, times=most, heads=True) if self.heads else ():
             for k, there in seen.items():
@@ -366,7 +368,7 @@ class _State:
             self.directions[k, None] = orthonormal(both).flatten(0, 1)
 
 
-def _beside(layer: int, head: int | None, tracked: dict[Any, float], estimates: list[Any]) -> Checked:
+def _compared(layer: int, head: int | None, tracked: dict[Any, float], estimates: list[Any]) -> Checked:
     value, upper = max(e.value for e in estimates), max(e.upper for e in estimates)
     known = tracked.get((layer, head))
     return Checked(layer, head, value if known is None else known, value, upper)
