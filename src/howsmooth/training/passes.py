@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import SoftmaxAttention, attend, linearize, plain_attention
+from howsmooth.kernels import Scores, attend, plain_attention
 from howsmooth.kernels.products import float32_products
 from howsmooth.models import Model
 from howsmooth.models.cut import Cut
@@ -28,10 +28,12 @@ from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName, Span
 from howsmooth.models.trace import find_hidden, first_tensor
 from howsmooth.settings import choice, items, whole
-from howsmooth.training.attending import attended
-from howsmooth.training.blocks import Turned, basis, ritz
+from howsmooth.training.bundle import Attended, Bundle, Recorded
+from howsmooth.training.looks import look
 
 Inputs = Tensor | Mapping[str, Any]
+_TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
+_HELD = 2**28  # bytes of layers that wait to be measured together
 FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
 
 
@@ -40,20 +42,16 @@ FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
 class Seen:
     """What one pass saw of one layer.
 
-    x: the tokens that entered, as they came.  value: by row of the probe, or by head of every row, `max |J w|/|w|` over the span
-    of the last `v`, a lower end of the constant; where a graph was asked for, `|Jᵀ u|` with its graph, at the unit `u` of the
-    last image, which is held fixed.  directions: the next `u`, (rows · times, N).  kernels: its attention calls.
+    x: the tokens that entered, as they came.  value: by row of the probe, or by head of every row, `max |J w|` over unit `w` in the
+    span of the last `v`, a lower end of the constant, less what rounding may have added; where a graph was asked for, `|Jᵀ u|`
+    with its graph, at the unit `u` of the last image, which is held fixed.  directions: the next `u`, (rows · times, N).
+    looks: of its attention calls, as `look` gives them, where they were asked for.
     """
 
     x: Tensor
     value: Tensor
     directions: Tensor
-    kernels: list[SoftmaxAttention] = field(default_factory=list)
-
-    @property
-    def within(self) -> float:
-        """What is left of a constant when all that rounding may have added is taken off."""
-        return max(0.0, 1 - max((kernel.noise for kernel in self.kernels), default=0.0))
+    looks: list[Tensor] = field(default_factory=list)
 
 
 @final
@@ -162,6 +160,7 @@ class Passes:
         heads: bool = False,
         rounds: int = 1,
         settled: float = 0.0,
+        looks: bool = False,
     ) -> Iterator[dict[int, Seen]]:
         """One pass for each batch of the probe: rows together where the model keeps them apart along its first axis.
 
@@ -170,9 +169,10 @@ class Passes:
         directions: by layer, the `u`, (rows · times, n, d); drawn where there is none.  starts: by layer, the `v`, where they
         are known instead.  graph: keep the graph of `value` down to the weights, on attention with second derivatives.
         times: how many directions a row has; each gets a copy of the row.  heads: the copies are for one head each, alone.
-        rounds: steps of power iteration at most.  settled: the gain of a step at which a layer needs no further one.
+        rounds: steps of power iteration at most.  settled: the gain of a step at which no further one is needed.
+        looks: also what attention looks like.
         """
-        how = _How(graph, times, heads, rounds, settled)
+        how = _How(graph, times, heads, rounds, settled, looks)
         start = 0
         for (args, kwargs), real in zip(self.batches, self.real, strict=True):
             count = (len(self.rows) if self.together else 1) * times
@@ -190,6 +190,7 @@ class _How:
     heads: bool
     rounds: int
     settled: float
+    looks: bool
 
 
 class _Enough(Exception):
@@ -214,10 +215,13 @@ class _Run:
         self.graph, self.times = how.graph, how.times
         self.rows = (len(passes.rows) if passes.together else 1) * self.times
         self.found: dict[int, Seen] = {}
+        self.left: list[Recorded] = []  # not measured yet
+        self.begun: set[int] = set()
+        self.count = 0  # of layers that were left
         self.calls: dict[nn.Module, int] = {}  # of blocks so far
         self.within: dict[nn.Module, int] = {}  # of attention modules since their block began
         self.within_entry: Route | None = None  # whose first module is still running
-        self.active: tuple[Route, Tensor, list[SoftmaxAttention], ExitStack, torch.dtype] | None = None
+        self.active: tuple[Route, Tensor, list[Attended], ExitStack, torch.dtype] | None = None
 
     def seen(self) -> dict[int, Seen]:
         passes, module = self.passes, self.passes.model.module
@@ -233,8 +237,10 @@ class _Run:
             wide = self._wide()
             with suppress(_Enough, BadInputError):  # the latter: logits that are not finite, or out of range
                 functional_call(module, wide, self.args, self.kwargs) if wide else module(*self.args, **self.kwargs)
-            if len(self.found) == len(passes.routes):
+            if self.count == len(passes.routes):
                 passes.watched = watch is not None and watch.caught
+            with torch._C.DisableTorchFunction():
+                self._measure()
         return self.found
 
     def _wide(self) -> dict[str, Tensor]:
@@ -268,12 +274,15 @@ class _Run:
             return self.calls[block] == route.nth and (not route.inside or self.within.get(module, -1) == route.call)
 
         def enters(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not here() or self.active is not None or route.index in self.found:
+            if not here() or self.active is not None or route.index in self.begun:
                 return None
+            self.begun.add(route.index)
             with torch._C.DisableTorchFunction():
                 hidden = find_hidden(args, kwargs)
                 assert hidden is not None
                 tokens = self._enter(route, hidden)
+                if len(args) == 1 and args[0] is hidden and not kwargs:
+                    return (tokens,), kwargs
                 return tree_map(lambda t: tokens if t is hidden else self._copied(t), (args, kwargs))
 
         def leaves(_: nn.Module, args: Any, output: Any) -> Any:
@@ -291,7 +300,7 @@ class _Run:
                 return None
             self.within_entry = None
             left = self.active is None  # else the map ends further on
-            return tree_map(lambda t: self._once(self._plain(t)), output) if left else None
+            return _mapped(lambda t: self._once(self._plain(t)), output) if left else None
 
         stack.enter_context((module if route.inside else block).register_forward_hook(ends))
 
@@ -312,51 +321,54 @@ class _Run:
 
     def _leave(self, output: Any) -> Any:
         assert self.active is not None
-        route, x, kernels, stack, dtype = self.active
+        route, x, calls, stack, dtype = self.active
         with torch._C.DisableTorchFunction():  # nothing in here is the model's
-            turned = self._turned(route.index, x, first_tensor(output))
-            self.found[route.index] = Seen(x.detach()[:: self.times], *turned, kernels)
             self.active = None
             stack.close()
-            if len(self.found) == len(self.passes.routes):
+            self.left.append(Recorded(route.index, x, first_tensor(output), calls))
+            self.count += 1
+            if self.graph or sum(layer.held for layer in self.left) > _HELD:
+                self._measure()
+            if self.count == len(self.passes.routes):
                 raise _Enough
             if self.within_entry:  # what else goes on in there still has its copies
-                return tree_map(lambda t: self._plain(t, dtype), output)
-            return tree_map(lambda t: self._once(self._plain(t, dtype)), output)
+                return _mapped(lambda t: self._plain(t, dtype), output)
+            return _mapped(lambda t: self._once(self._plain(t, dtype)), output)
 
-    def _turned(self, index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The value of a layer's map from `x` to `y`, and its next directions."""
-        u = self._direction(index, y)
-        pulled = self.masked(torch.autograd.grad(y, x, u, create_graph=True, materialize_grads=True)[0])
+    def _measure(self) -> None:
+        """The layers that were left, those of a kind together; what refuses is left out."""
+        kinds: dict[Any, list[Recorded]] = {}
+        for layer in self.left:
+            kinds.setdefault(layer.kind, []).append(layer)
+        self.left = []
+        for layers in kinds.values():
+            try:
+                self._turn(layers)
+            except BadInputError:  # one of them, or all
+                for layer in layers if len(layers) > 1 else ():
+                    with suppress(BadInputError):
+                        self._turn([layer])
 
-        def forth(v: Tensor) -> Tensor:
-            if not pulled.requires_grad:  # nothing depends on the tokens
-                return torch.zeros_like(u)
-            v = v.to(pulled).reshape(pulled.shape)
-            return self.masked(torch.autograd.grad(pulled, u, v, retain_graph=True, materialize_grads=True)[0])
-
-        def back(u: Tensor, graph: bool = False) -> Tensor:
-            u = u.reshape(y.shape)
-            how = {"retain_graph": True, "create_graph": graph, "materialize_grads": True}
-            return self.masked(torch.autograd.grad(y, x, u, **how)[0])
-
-        if index in self.starts:
-            turned = self._ritz(pulled.detach(), self.starts[index], forth)
-        else:
-            turned = self._ritz(pulled.detach(), None, forth)
-            for _ in range(self.how.rounds - 1):
-                if not turned.gain > self.how.settled:
-                    break
-                turned = self._ritz(back(turned.directions), None, forth)
-        directions = turned.directions.flatten(0, 1)
-        return self.sizes(back(directions, graph=True)) if self.graph else turned.value, directions
-
-    def _ritz(self, pulled: Tensor, v: Tensor | None, forth: Callable[[Tensor], Tensor]) -> Turned:
-        """A step of power iteration. v: where it goes on from instead of `pulled`."""
-        times = 1 if self.how.heads else self.times  # heads have a direction each
-        block = pulled.reshape(self.rows // times, times, -1)
-        v = basis(block) if v is None else v.reshape(block.shape)
-        return ritz(block, v, forth(v).reshape(self.rows // times, times, -1))
+    @torch.enable_grad()
+    def _turn(self, layers: list[Recorded]) -> None:
+        """Values and next directions of layers of a kind."""
+        bundle = Bundle(layers, self.rows, self.times, self.how.heads, self.masked)
+        starts = [self.starts[layer.index] for layer in layers if layer.index in self.starts] or None
+        turned = bundle.step(bundle.first([self._direction(layer.index, layer.y) for layer in layers]), starts)
+        for _ in range(self.how.rounds - 1):
+            if not turned.gain > self.how.settled:
+                break
+            turned = bundle.step(bundle.back(turned.directions.chunk(len(layers))))
+        values, directions = turned.value.chunk(len(layers)), turned.directions.flatten(0, 1).chunk(len(layers))
+        if self.graph:
+            values = [self.sizes(t) for t in bundle.back(directions, graph=True)]
+        else:  # what rounding may have added is taken off
+            noise = max((kernel.noise for kernel in bundle.kernels), default=0.0)
+            values = [max(0.0, 1 - noise) * t for t in values]
+        looks = [look(kernel, self.real, len(layers)) for kernel in bundle.kernels] if self.how.looks else []
+        for i, layer in enumerate(layers):
+            x = layer.x.detach()[:: self.times]
+            self.found[layer.index] = Seen(x, values[i], directions[i], [each[i] for each in looks])
 
     def _direction(self, index: int, y: Tensor) -> Tensor:
         """The `u` of a layer whose output is `y`: carried over, or random; none where it is known what goes in."""
@@ -365,7 +377,7 @@ class _Run:
             u = torch.zeros_like(y)
         elif u is None or u.numel() != y.numel():
             u = self.unit(torch.randn(y.shape, generator=torch.Generator().manual_seed(index)).to(y))
-        return u.detach().to(y).reshape(y.shape).requires_grad_()
+        return u.detach().to(y).reshape(y.shape)
 
     def _copied(self, t: Any) -> Any:
         """An argument beside the tokens, for every copy of its row; what only stands for a mask is read in `_linearized`."""
@@ -375,7 +387,7 @@ class _Run:
     def _once(self, t: Any) -> Any:
         """A result of the copies, for the rows themselves."""
         several = self.times > 1 and isinstance(t, Tensor) and t.ndim > 0 and len(t) == self.rows
-        return t[:: self.times] if several else t
+        return t[:: self.times].clone() if several else t
 
     def _plain(self, t: Any, dtype: torch.dtype | None = None) -> Any:
         """A tensor without its direction, and without a graph that nobody asked for."""
@@ -406,28 +418,27 @@ class _Run:
         return t / torch.where(size > 0, size, 1.0).reshape(-1, *[1] * (t.ndim - 1))
 
     def _on_call(self, call: Call) -> Tensor:
-        if self.active is not None and not self.graph:
-            return self._linearized(call)
-        if call.scores.mask.ends is not None:  # by positions, which the operators do not know
-            return plain_attention(call.q, call.k, call.v, call.scores)
+        if self.active is None or self.graph:
+            return _attention(call.q, call.k, call.v, call.scores)
         with torch._C.DisableTorchFunction():
-            return attend(call.q, call.k, call.v, call.scores)
+            with torch.no_grad():
+                out = _attention(*(t[:: self.times] for t in (call.q, call.k, call.v)), call.scores)
+                out = out if self.times == 1 else out.repeat_interleave(self.times, 0)
+            self.active[2].append(Attended((call.q, call.k, call.v), out.requires_grad_(), call.scores))
+            return out.clone()  # which the model may write into
 
-    def _linearized(self, call: Call) -> Tensor:
-        """Attention whose derivatives are products of a kernel, made once for all copies of a row."""
-        assert self.active is not None
-        with torch._C.DisableTorchFunction():
-            kind = torch.promote_types(call.q.dtype, torch.float32)
-            one = (t.detach()[:: self.times].to(kind) for t in (call.q, call.k, call.v))
-            # strict, since the error of others would be measured in every pass
-            kernel = linearize(*one, call.scores, precision="strict")
-            self.active[2].append(kernel)
-            out = attended(kernel, call.q, call.k, call.v, self.times)
-            if self.how.heads:  # the value stays whole for the layers behind, derivatives are those of one head
-                own = torch.eye(self.times, device=out.device, dtype=out.dtype)
-                alone = out * own.repeat(len(out) // len(own), 1)[:, : out.shape[1], None, None]
-                out = out.detach() + (alone - alone.detach())
-        return out
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """Attention with first and second derivatives."""
+    mask = scores.mask
+    if mask.ends is not None:  # by positions, which the operators do not know
+        return plain_attention(q, k, v, scores)
+    with torch._C.DisableTorchFunction():
+        simple = mask.window is None and mask.keys is None and mask.bias is None and scores.softcap is None
+        if simple and not torch.is_grad_enabled():
+            grouped = q.shape[1] != k.shape[1]
+            return _TORCH_ATTENTION(q, k, v, is_causal=mask.causal, scale=scores.scale, enable_gqa=grouped)
+        return attend(q, k, v, scores)
 
 
 def chosen(layers: str | Sequence[int], count: int) -> list[int]:
@@ -447,6 +458,11 @@ def _inside(route: Route) -> list[Tensor]:
     """The weights that a route's map may use."""
     parts = (route.module, route.span.leave) if route.inside else (route.block,)
     return [p for part in parts if part is not None for p in part.parameters()]
+
+
+def _mapped(f: Callable[[Any], Any], output: Any) -> Any:
+    """`tree_map`, without its price where there is no tree."""
+    return f(output) if isinstance(output, Tensor) else tree_map(f, output)
 
 
 def _same(t: Tensor) -> Tensor:

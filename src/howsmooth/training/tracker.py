@@ -209,7 +209,7 @@ class Tracker:
         """One step of power iteration in every layer, and more where the weights have moved far."""
         state, passes = self._now, self._now.passes
         given = {k: u for (k, h), u in state.directions.items() if h is None}
-        found = list(passes.run(given, times=state.times, rounds=_MOST, settled=_SETTLED))
+        found = list(passes.run(given, times=state.times, rounds=_MOST, settled=_SETTLED, looks=True))
         rows = {k: there for k in passes.layers if len(there := [seen[k] for seen in found if k in seen]) == len(found)}
         values = {self.key(k): state.turn(k, rows[k]) if k in rows else math.nan for k in passes.layers}
         names: list[str] = []
@@ -244,16 +244,15 @@ class Tracker:
     def _beside(self, layer: int, there: list[Seen]) -> tuple[list[str], list[Tensor]]:
         """What is logged of a layer beside its constant: names, and numbers that are still on its device."""
         passes = self._now.passes
-        pairs = [(kernel, real) for seen, real in zip(there, passes.real, strict=True) for kernel in seen.kernels]
         lengths = [squares(seen.x, real) for seen, real in zip(there, passes.real, strict=True)]
-        radius = torch.cat(lengths).mean(0, keepdim=True).sqrt()
-        if not pairs:
+        radius, looks = torch.cat(lengths).mean(0, keepdim=True).sqrt(), [t.double() for seen in there for t in seen.looks]
+        if not looks:
             return [self.key(layer, "radius")], [radius]
-        logits, means = zip(*(look(kernel, real) for kernel, real in pairs), strict=True)
-        alike = len({t.shape for t in logits}) == 1 and len(logits[0]) == passes.heads[layer]
-        numbers = [radius, torch.stack(means).mean(0).double(), torch.cat(logits).amax(0, keepdim=True).double()]
-        by_head = [torch.stack(logits).amax(0).double()] if alike else []
-        return self._names(layer, passes.heads[layer] if alike else 0), [*numbers, *by_head]
+        alike = len({t.shape for t in looks}) == 1 and len(looks[0]) == 2 + passes.heads[layer]
+        means, logits = torch.stack([t[:2] for t in looks]).mean(0), [t[2:] for t in looks]
+        by_head = [torch.stack(logits).amax(0)] if alike else []
+        names = self._names(layer, passes.heads[layer] if alike else 0)
+        return names, [radius, means, torch.cat(logits).amax(0, keepdim=True), *by_head]
 
     def _by_head(self, layer: int, seen: Seen | None, most: int) -> dict[str, float]:
         state, passes = self._now, self._now.passes
@@ -261,7 +260,7 @@ class Tracker:
         if seen is None:
             return dict.fromkeys(keys, math.nan)
         state.point(layer, seen)
-        values = seen.value.reshape(len(passes.rows), most).amax(0) * seen.within
+        values = seen.value.reshape(len(passes.rows), most).amax(0)
         return dict(zip(keys, values.tolist(), strict=False))
 
     def _certified(self, step: int, strict: bool = False) -> Check | None:
@@ -344,7 +343,7 @@ class _State:
     def turn(self, layer: int, rows: list[Seen]) -> float:
         """A layer's constant, and its directions carried over."""
         self._carry((layer, None), torch.cat([seen.directions for seen in rows]))
-        return float(torch.cat([seen.value * seen.within for seen in rows]).max())  # NaN where one is
+        return float(torch.cat([seen.value for seen in rows]).max())  # NaN where one is
 
     def point(self, layer: int, seen: Seen) -> None:
         """Carry the heads' directions over."""
