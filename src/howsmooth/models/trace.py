@@ -167,17 +167,28 @@ def is_linear(module: nn.Module) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off, torch's fused encoder layers off, and everything as it was afterwards."""
+    """Dropout off, torch's fused encoder layers off, and everything as it was afterwards.
+
+    Modes are set one by one, not by `model.eval()`: some models do more there, merge weights say, that nobody would undo.
+    """
     training = [m for m in model.modules() if m.training]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    model.eval()
+    _set_training(training, False)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for module in training:
-            module.training = True
+        _set_training(training, True)
+
+
+def _set_training(modules: list[nn.Module], mode: bool) -> None:
+    for module in modules:
+        own = vars(module)
+        if "training" in own:
+            own["training"] = mode  # ten times as fast as torch's way of setting attributes
+        else:  # a scripted module
+            module.training = mode
 
 
 def without_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -38,9 +38,11 @@ def aside(model: nn.Module) -> Iterator[None]:
     That is: random numbers (torch's, NumPy's, Python's), buffers, mixed precision, compiled code. Modes and hooks are the
     business of whoever sets them. Gradients are safe from all that asks for them by `torch.autograd.grad`.
     """
-    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda and p.device.index is not None})
+    parts = list(model.modules())
+    weights = [p for part in parts for p in part._parameters.values() if p is not None]
+    devices = sorted({p.device.index for p in weights if p.is_cuda and p.device.index is not None})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  what others draw from must stay as it is
-    kept = [(part, dict(part._buffers)) for part in model.modules() if part._buffers]
+    kept = [(part, dict(part._buffers)) for part in parts if part._buffers]
     copies = [(t, t.clone(), t._version) for _, own in kept for t in own.values() if t is not None and t.dtype != torch.bool]
     try:
         with ExitStack() as stack:
@@ -51,7 +53,7 @@ def aside(model: nn.Module) -> Iterator[None]:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # an old kind of checkpoint's
             warnings.filterwarnings("ignore", FORWARD_MODE, DeprecationWarning)
-            if compiled(model):
+            if any(_compiled(part) for part in parts):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
     finally:

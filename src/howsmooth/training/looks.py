@@ -37,5 +37,5 @@ def look(kernel: SoftmaxAttention, real: Tensor | None, layers: int = 1) -> Tens
 
 def squares(x: Tensor, real: Tensor | None) -> Tensor:
     """Squared norms of the tokens that are not padding."""
-    tokens = x.reshape(-1, x.shape[-1]).double().square().sum(-1)
+    tokens = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square().flatten()
     return tokens if real is None or real.numel() != len(tokens) else tokens[real.flatten().to(tokens.device)]

@@ -342,18 +342,22 @@ class _State:
 
     def turn(self, layer: int, rows: list[Seen]) -> float:
         """A layer's constant, and its directions carried over."""
-        self._carry((layer, None), torch.cat([seen.directions for seen in rows]))
-        return float(torch.cat([seen.value for seen in rows]).max())  # NaN where one is
+        value = torch.cat([seen.value for seen in rows])
+        self._carry((layer, None), torch.cat([seen.directions for seen in rows]), value)
+        return float(value.max())  # NaN where one is
 
     def point(self, layer: int, seen: Seen) -> None:
         """Carry the heads' directions over."""
-        self._carry((layer, -1), seen.directions)
+        self._carry((layer, -1), seen.directions, seen.value)
 
-    def _carry(self, where: tuple[int, int | None], fresh: Tensor) -> None:
+    def _carry(self, where: tuple[int, int | None], fresh: Tensor, value: Tensor) -> None:
         """Those that are none are left as they were."""
-        old = self.directions.get(where)
-        good = fresh.any(-1, keepdim=True)
-        self.directions[where] = fresh if old is None else torch.where(good, fresh, old)
+        old, good = self.directions.get(where), value > 0
+        if old is None or bool(good.all()):
+            self.directions[where] = fresh
+        else:
+            kept = good.repeat_interleave(len(fresh) // len(value)).to(fresh.device)[:, None]
+            self.directions[where] = torch.where(kept, fresh, old)
 
     def lead(self, found: list[dict[int, Seen]]) -> None:
         """Put what certified top directions go to before the carried ones."""
