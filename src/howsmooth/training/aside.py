@@ -69,9 +69,6 @@ def aside(model: nn.Module) -> Iterator[None]:
                     t.copy_(copy)
 
 
-def compiled(model: nn.Module) -> bool:
-    """Whether some part of a model is compiled, in place or wrapped."""
-    return any(_compiled(part) for part in model.modules())
 
 
 def _compiled(part: Any) -> bool:

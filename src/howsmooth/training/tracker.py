@@ -21,7 +21,7 @@ from howsmooth.training.passes import Inputs, Passes, Seen
 PREFIX = "smoothness"
 _START = 8  # passes from a random start, where no certified solve gives the first directions
 _MOST = 6  # passes in one update; one is enough while weights change slowly
-_SETTLED = 0.03
+_SETTLED = 0.06  # gain of a step at which a layer is left until the next update: docs/explanation/penalty.md, tracking
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
 
 
