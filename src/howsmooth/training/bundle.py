@@ -40,11 +40,11 @@ class Recorded:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Layers of one kind go together."""
-        scores = [
-            (c.scores.scale, c.scores.softcap, m.causal, m.window, *(None if t is None else id(t) for t in (m.keys, m.bias, m.ends)))
-            for c in self.calls
-            for m in (c.scores.mask,)
-        ]
+        scores = []
+        for c in self.calls:
+            mask = c.scores.mask
+            tensors = [None if t is None else id(t) for t in (mask.keys, mask.bias, mask.ends)]  # kept alive by the calls
+            scores.append((c.scores.scale, c.scores.softcap, mask.causal, mask.window, *tensors))
         return (self.x.shape, self.y.shape, *(t.shape for c in self.calls for t in c.qkv), *scores)
 
     @property

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Scores, attend, plain_attention
 from howsmooth.kernels.products import float32_products
+from howsmooth.kernels.tensors import check_dense
 from howsmooth.models import Model
 from howsmooth.models.cut import Cut
 from howsmooth.models.intercept import Call
@@ -42,9 +43,9 @@ FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
 class Seen:
     """What one pass saw of one layer.
 
-    x: the tokens that entered, as they came.  value: by row of the probe, or by head of every row, `max |J w|` over unit `w` in the
-    span of the last `v`, a lower end of the constant, less what rounding may have added; where a graph was asked for, `|Jᵀ u|`
-    with its graph, at the unit `u` of the last image, which is held fixed.  directions: the next `u`, (rows · times, N).
+    x: the tokens that entered, as they came.  value: by row of the probe, or by head of every row, `max |J w|` over unit `w` in
+    the span of the last `v`, a lower end of the constant, less what rounding may have added; where a graph was asked for,
+    `|Jᵀ u|` with its graph, at the unit `u` of the last image, held fixed.  directions: the next `u`, (rows · times, N).
     looks: of its attention calls, as `look` gives them, where they were asked for.
     """
 
@@ -476,6 +477,10 @@ def _batch_first(sample: Sample) -> bool:
 
 def rows_of(probe: Inputs) -> list[Inputs]:
     """The rows of a batch, one sequence in each."""
+    for name, t in probe.items() if isinstance(probe, Mapping) else (("the probe", probe),):
+        check_dense(t, str(name))
+        if isinstance(t, Tensor) and not t.numel():
+            raise BadInputError(f"expected a row or more with tokens in {name}, got shape {tuple(t.shape)}; pass a longer one")
     if isinstance(probe, Tensor):
         return [probe[i : i + 1] for i in range(len(probe))] if probe.ndim else [probe]
     if not isinstance(probe, Mapping):

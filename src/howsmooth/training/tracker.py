@@ -15,7 +15,7 @@ from howsmooth.models.measurement import Measurement
 from howsmooth.settings import flag, number, whole
 from howsmooth.training.aside import aside, bare, first_bad
 from howsmooth.training.blocks import orthonormal
-from howsmooth.training.looks import look, squares
+from howsmooth.training.looks import squares
 from howsmooth.training.passes import Inputs, Passes, Seen
 
 PREFIX = "smoothness"
@@ -82,8 +82,8 @@ class Tracker:
     tol, certify: of those, as in `howsmooth.lipschitz`.  average: over the processes of a distributed run, each with a probe of
     its own; by default the first process measures and the others get nothing.
 
-    `update()` gives a flat dictionary to log. Its constants are lower ends: `|Jᵀu|` for a unit `u`, from four directions that
-    are carried over from update to update, with one block product with `J` and one with `Jᵀ` each time, and more where weights
+    `update()` gives a flat dictionary to log. Its constants are lower ends: `|J w|` for a unit `w`, from four directions that
+    are carried over from update to update, with one block product with `Jᵀ` and one with `J` each time, and more where weights
     have moved far. The run is left as it was: mode, hooks, random numbers, buffers, gradients.
 
     >>> import howsmooth as hs
@@ -323,7 +323,7 @@ class Tracker:
 
 
 class _State:
-    """What changes from update to update. 
+    """What changes from update to update.
 
     directions: unit vectors at the outputs, (rows · times, N), by layer and -1 for all heads, or nothing for the layer itself.
     tracked: by layer and head.
