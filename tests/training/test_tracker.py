@@ -336,3 +336,56 @@ def test_several_processes_average_or_leave_it_to_the_first():
     assert averaged[0][key] == pytest.approx(sum(own) / 2)
     assert alone[0][key] == pytest.approx(own[0])
     assert alone[1] == {}
+
+
+class _Twice(nn.Module):
+    """A block that attends twice, the second time over what the first one gave, with a checkpoint inside if asked."""
+
+    def __init__(self, checkpointed: bool):
+        super().__init__()
+        self.first, self.second, self.checkpointed = _Block(False), _Block(False), checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + (checkpoint(self.first.attend, x, use_reentrant=False) if self.checkpointed else self.first.attend(x))
+        return x + self.second.attend(x)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_map_with_two_attention_calls(checkpointed):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ModuleList([_Twice(checkpointed)])[0], nn.Linear(8, 2)).train()
+    x = torch.randn(2, 6, 8)
+    tracker = hs.Tracker(model, x, layers=[0], map="block", check_every=0)
+    value = [tracker.update() for _ in range(8)][-1]["smoothness/layer_00"]
+    block: Any = model[0]
+    block.checkpointed = False
+    truth = max(hs.lipschitz(lambda t: block(t[None])[0], row).value for row in x)
+    assert value == pytest.approx(truth, rel=2e-3)
+    assert value <= truth * (1 + 1e-4)
+
+
+def test_layers_of_several_kinds_are_followed_together():
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(8, heads, 12, batch_first=True) for heads in (2, 4, 2)]
+    model, x = nn.Sequential(*layers).train(), torch.randn(2, 5, 8)
+    tracker = hs.Tracker(model, x, check_every=0)
+    values = [tracker.update() for _ in range(8)][-1]
+    loaded = hs.load(model)
+    for k in range(3):
+        truth = max(loaded.capture(inputs=row[None]).measure(k).value for row in x)
+        assert values[f"smoothness/layer_0{k}"] == pytest.approx(truth, rel=2e-3)
+        assert f"smoothness/max_logit/layer_0{k}/head_0{(3 if k == 1 else 1)}" in values
+
+
+def test_modes_are_left_alone_where_eval_does_more():
+    class Merges(nn.TransformerEncoderLayer):
+        merged = False
+
+        def train(self, mode: bool = True) -> "Merges":
+            self.merged = not mode
+            return super().train(mode)
+
+    model = nn.Sequential(Merges(8, 2, 12, batch_first=True)).train()
+    hs.Tracker(model, torch.randn(1, 5, 8), check_every=0).update()
+    assert not model[0].merged
+    assert all(m.training for m in model.modules())

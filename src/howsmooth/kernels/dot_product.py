@@ -1,15 +1,21 @@
 """Scaled dot-product attention as torch spells it, differentiable in every mode: a drop-in for torch's own function."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.parameter import UninitializedTensorMixin
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import autograd  # noqa: F401  the operators' derivatives
 from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
 from howsmooth.kernels.tensors import REAL, described
+from howsmooth.settings import flag, number, shown, whole
+
+_NONE = "leave it out for none"
+_LONGEST = 2**31  # tokens
 
 
 def sdpa(
@@ -51,9 +57,17 @@ def sdpa(
     >>> out.shape, tangent.shape
     (torch.Size([1, 2, 4, 4]), torch.Size([1, 2, 4, 4]))
     """
+    # a compiler can follow plain values, and has nothing else
+    is_causal = is_causal if isinstance(is_causal, bool) else flag(is_causal, "is_causal")
+    enable_gqa = enable_gqa if isinstance(enable_gqa, bool) else flag(enable_gqa, "enable_gqa")
+    _check_tensors(query, key, value, attn_mask)
     query, key, value, attn_mask = _cast(query, key, value, attn_mask)
-    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, window, softcap)
-    scale = (1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0) if scale is None else float(scale)
+    softcap = None if softcap is None else _real(softcap, "a positive softcap", above=0.0)
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or not 1 <= window < _LONGEST):
+        window = whole(window, "a window of 1 or more whole tokens", _NONE, least=1, below=_LONGEST)
+    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    usual = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    scale = usual if scale is None else _real(scale, "a finite scale of the logits")
     if attn_mask is not None and attn_mask.dtype != torch.bool and _moves(attn_mask):
         return _plain(query, key, value, attn_mask, scale, enable_gqa, window, softcap)
     lead = _lead(query, key, value, enable_gqa)
@@ -90,7 +104,7 @@ def attend(q: Queries, k: Keys, v: Values, scores: Scores) -> Outputs:
 def _cast(*tensors: Tensor | None) -> tuple:
     """What autocast makes of them."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
     kind = torch.get_autocast_dtype(first.device.type)
     return tuple(
@@ -166,13 +180,27 @@ def _plain(q, k, v, mask: Tensor, scale: float, grouped: bool, window: int | Non
     return torch.softmax(s.masked_fill(lost, 0.0), -1).masked_fill(lost, 0.0) @ v
 
 
-def _check(query, key, value, mask, dropout, causal, grouped, window, softcap) -> None:
+def _real(value: Any, expected: str, above: float = -math.inf) -> float:
+    """A finite number, which a compiler may only know by name."""
+    if isinstance(value, torch.SymFloat) or (isinstance(value, float) and above < value < math.inf):
+        return value
+    return number(value, expected, _NONE, above=above)
+
+
+def _check_tensors(query, key, value, mask) -> None:
+    """Refuse what is no tensor with rows and columns."""
+    for name, t in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
+        if t is None and name == "attn_mask":
+            continue
+        fits = isinstance(t, Tensor) and not isinstance(t, UninitializedTensorMixin) and not t.is_nested
+        fits = fits and t.layout is torch.strided
+        if not fits or (t is not mask and (t.dtype not in REAL or t.ndim < 2)):
+            kind = "a boolean or floating-point" if name == "attn_mask" else "a floating-point"
+            raise BadInputError(f"expected {name} as {kind} tensor (…, tokens, width), got {described(t)}; convert it")
+
+
+def _check(query, key, value, mask, dropout, causal, grouped) -> None:
     """Refuse what torch's function refuses."""
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(t, Tensor) or t.dtype not in REAL or t.ndim < 2:
-            raise BadInputError(
-                f"expected {name} as a floating-point tensor (…, tokens, width), got {described(t)}; convert it"
-            )
     q, k, v = query.shape, key.shape, value.shape
     if not query.dtype == key.dtype == value.dtype:
         got = ", ".join(str(t.dtype) for t in (query, key, value))
@@ -185,13 +213,9 @@ def _check(query, key, value, mask, dropout, causal, grouped, window, softcap) -
             f"expected query (…, n, d), key (…, m, d) and value (…, m, d_v), got {tuple(q)}, {tuple(k)} and {tuple(v)}; "
             "transpose so that tokens come before widths"
         )
-    if dropout != 0:
-        raise BadInputError(f"expected dropout_p=0, got {dropout}; call model.eval(), or set the attention dropout to 0")
+    if not isinstance(dropout, int | float) or dropout != 0:
+        raise BadInputError(f"expected dropout_p=0, got {shown(dropout)}; call model.eval(), or set the attention dropout to 0")
     _check_heads(q, k, v, grouped)
-    if window is not None and not (isinstance(window, int) and window >= 1):
-        raise BadInputError(f"expected a window of 1 or more whole tokens, got {window}; leave it out for none")
-    if softcap is not None and not softcap > 0:
-        raise BadInputError(f"expected a positive softcap, got {softcap}; leave it out for none")
     if mask is not None:
         _check_mask(mask, query, (*_lead(query, key, value, grouped), q[-2], k[-2]), causal)
 
@@ -220,7 +244,7 @@ def broadcasts(shapes) -> bool:
 
 
 def _check_mask(mask, query: Tensor, whole: tuple[int, ...], causal: bool) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, torch.float32, query.dtype):
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise BadInputError(f"expected attn_mask as a boolean or {query.dtype} tensor, got {described(mask)}; convert it")
     if causal:
         raise BadInputError("expected either attn_mask or is_causal, got both; write the causal part into attn_mask")

@@ -175,8 +175,13 @@ class Cut(Map):
         return {k: convert(t) if t.is_floating_point() else t.detach().to(device) for k, t in weights_of(module).items()}
 
     @contextmanager
-    def running(self, on_call: Callable[[Call], Tensor]) -> Iterator[None]:
-        """Inside it the model's modules run as this map runs them, attention calls answered by `on_call`."""
+    def running(self, on_call: Callable[[Call], Tensor], watched: bool = True) -> Iterator[Watch | None]:
+        """Inside it the model's modules run as this map runs them, attention calls answered by `on_call`.
+
+        watched: by a `Watch`, where calls may not come through the library's interface; it has a price for every operation, for
+        nothing where a first run has caught none.
+        """
+        watch = Watch() if watched and self.kernels and self.code != IMPLEMENTATION else None
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.owner))
             stack.enter_context(unhooked(self.span.root.module))
@@ -184,8 +189,8 @@ class Cut(Map):
                 stack.enter_context(implementation(self.owner, self.code))
             if self.kernels:
                 stack.enter_context(Intercept(on_call, dict(self.trace.masks)).active())
-                if self.code != IMPLEMENTATION:  # calls that do not come through the library's interface
-                    stack.enter_context(Watch())
+                if watch is not None:
+                    stack.enter_context(watch)
                 if self.code == WRITTEN_OUT:
                     stack.enter_context(ByHand())
             if self.work == torch.float64:
@@ -193,7 +198,7 @@ class Cut(Map):
             for module in self.span.root.module.modules():
                 if isinstance(module, nn.MultiheadAttention):
                     stack.enter_context(module.register_forward_pre_hook(without_weights, with_kwargs=True))
-            yield
+            yield watch
 
 
 @final

@@ -5,9 +5,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
@@ -31,16 +33,35 @@ def bare(model: nn.Module) -> nn.Module:
     return model
 
 
+class _Recorded:
+    """A checkpoint that records what it runs, in place of torch's older kind."""
+
+    @staticmethod
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _recorded(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """The same in place of its newer kind, which waits at this point while the function runs."""
+    yield
+
+
+# checkpoints run the model again, later, when it is no longer looked at
+_CHECKPOINTS = {"_checkpoint_without_reentrant_generator": _recorded, "CheckpointFunction": _Recorded}
+
+
 @contextmanager
 def aside(model: nn.Module) -> Iterator[None]:
     """Inside it a model may be run in eager code and full precision; afterwards everything is as it was.
 
-    That is: random numbers (torch's, NumPy's, Python's), buffers, mixed precision, compiled code. Modes and hooks are the
-    business of whoever sets them. Gradients are safe from all that asks for them by `torch.autograd.grad`.
+    That is: random numbers (torch's, NumPy's, Python's), buffers, mixed precision, compiled code, checkpoints. Modes and hooks
+    are the business of whoever sets them. Gradients are safe from all that asks for them by `torch.autograd.grad`.
     """
-    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda and p.device.index is not None})
+    parts = list(model.modules())
+    weights = [p for part in parts for p in part._parameters.values() if p is not None]
+    devices = sorted({p.device.index for p in weights if p.is_cuda and p.device.index is not None})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  what others draw from must stay as it is
-    kept = [(part, dict(part._buffers)) for part in model.modules() if part._buffers]
+    kept = [(part, dict(part._buffers)) for part in parts if part._buffers]
     copies = [(t, t.clone(), t._version) for _, own in kept for t in own.values() if t is not None and t.dtype != torch.bool]
     try:
         with ExitStack() as stack:
@@ -51,7 +72,9 @@ def aside(model: nn.Module) -> Iterator[None]:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # an old kind of checkpoint's
             warnings.filterwarnings("ignore", FORWARD_MODE, DeprecationWarning)
-            if compiled(model):
+            for name, plain in _CHECKPOINTS.items():
+                stack.enter_context(mock.patch.object(torch.utils.checkpoint, name, plain))
+            if any(_compiled(part) for part in parts):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
     finally:
@@ -65,11 +88,6 @@ def aside(model: nn.Module) -> Iterator[None]:
             if t._version != version:
                 with torch.no_grad():
                     t.copy_(copy)
-
-
-def compiled(model: nn.Module) -> bool:
-    """Whether some part of a model is compiled, in place or wrapped."""
-    return any(_compiled(part) for part in model.modules())
 
 
 def _compiled(part: Any) -> bool:

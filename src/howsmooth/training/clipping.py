@@ -99,6 +99,8 @@ def clip_(
         if not isinstance(x, Tensor):
             raise BadInputError(f"expected tokens (n, d) as a tensor, got {type(x).__name__}; pass what enters the layer")
         check_tokens(x)
+        if x.ndim != 2:
+            raise BadInputError(f"expected tokens (n, d) of one sequence, got shape {tuple(x.shape)}; pass one at a time")
         check_finite(x, "tokens")
         return Clipped(quantity, target, tuple(_clip(_Own(layer, x, 0), asked)))
     if not isinstance(layer, nn.Module | Model):

@@ -9,30 +9,33 @@ from howsmooth.kernels import SoftmaxAttention
 
 
 @torch.no_grad()
-def look(kernel: SoftmaxAttention, real: Tensor | None, times: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logits by head, mean entropy of the rows, and the largest share of all attention that one token gets.
+def look(kernel: SoftmaxAttention, real: Tensor | None, layers: int = 1) -> Tensor:
+    """What attention looks like in each of the layers that a kernel's rows belong to, (layers, 2 + heads).
 
-    With `P̂ = z P`: `H = −Σ P log P = log z − Σ P̂ log P̂ / z`.  times: how often each row of the probe is there.
+    First the mean entropy of the rows, then the largest share of all attention that one token gets, then the largest logits
+    by head. With `P̂ = z P`: `H = −Σ P log P = log z − Σ P̂ log P̂ / z`.  real: (rows, n, 1), which tokens are not padding.
     """
-    batch = len(kernel.output)
-    tiled = (kernel if times == 1 else kernel.select(torch.arange(0, batch, times, device=kernel.output.device))).tiled()
+    tiled = kernel.tiled()
     batch, heads, n, m = tiled.shape
     entropy = torch.zeros_like(tiled.largest)
     received = tiled.o.new_zeros(batch * heads, m, 1)
     for b in tiled.blocks():
         entropy[b.heads, b.rows] += torch.special.entr(b.weights).sum(-1)
         received[b.heads, b.cols] += torch.bmm(b.weights.mT, tiled.inverse[b.heads, b.rows])
-    seen = tiled.inverse[..., 0]
-    entropy = (entropy * seen - seen.clamp_min(torch.finfo(seen.dtype).tiny).log()).unflatten(0, (batch, heads))
-    logits, share = tiled.largest.unflatten(0, (batch, heads)), received[..., 0].unflatten(0, (batch, heads)).mean(1)
-    if real is not None and real.shape[:2] == (batch, n):
-        rows = real.to(entropy.device)[:, None, :, 0].expand_as(entropy)
-        entropy, logits = entropy[rows], logits.masked_fill(~rows, -math.inf)
-    share = share / share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
-    return logits.amax((0, 2)), entropy.mean(), share.amax(-1).mean()
+    seen, by_layer = tiled.inverse[..., 0], (layers, batch // layers, heads)
+    tiny = torch.finfo(seen.dtype).tiny
+    entropy = (entropy * seen - seen.clamp_min(tiny).log()).unflatten(0, by_layer)  # (layers, rows, heads, n)
+    logits, share = tiled.largest.unflatten(0, by_layer), received[..., 0].unflatten(0, by_layer).mean(2)
+    mean = entropy.mean((1, 2, 3))
+    if real is not None and (layers * len(real), real.shape[1]) == (batch, n):
+        rows = real.to(entropy.device)[None, :, None, :, 0].expand_as(entropy)
+        mean = entropy.where(rows, 0.0).sum((1, 2, 3)) / rows.sum((1, 2, 3))
+        logits = logits.masked_fill(~rows, -math.inf)
+    share = share / share.sum(-1, keepdim=True).clamp_min(tiny)
+    return torch.cat([torch.stack([mean, share.amax(-1).mean(-1)], -1), logits.amax((1, 3))], -1)
 
 
 def squares(x: Tensor, real: Tensor | None) -> Tensor:
     """Squared norms of the tokens that are not padding."""
-    tokens = x.reshape(-1, x.shape[-1]).double().square().sum(-1)
+    tokens = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square().flatten()
     return tokens if real is None or real.numel() != len(tokens) else tokens[real.flatten().to(tokens.device)]

@@ -1,27 +1,27 @@
 """One forward pass of a model that asks its layers for products with their Jacobians.
 
-Where a layer's map begins, its tokens `x` go on with a direction `v` (forward mode) and as a leaf of a graph of their own;
-where it ends, the direction that arrives is `J v`, and one backward pass through that graph gives `Jᵀ J v`. The model itself
-runs on as if nothing had happened. So one pass and one short backward pass for each layer give everything a step of power
-iteration needs in all layers.
+Where a layer's map begins, its tokens `x` go on as a leaf of a graph of their own. Where it ends, a backward pass through that
+graph gives `Jᵀ u`, recorded: it is linear in `u`, so a backward pass through it, from any `v`, gives `J v`. The model itself
+runs on as if nothing had happened, and stops behind the last layer that is asked for. So one pass and two short backward
+passes for each layer are a step of power iteration in all layers.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Scores, SoftmaxAttention, attend, attention_and_kernel, plain_attention
+from howsmooth.kernels import Scores, attend, plain_attention
 from howsmooth.kernels.products import float32_products
+from howsmooth.kernels.tensors import check_dense
 from howsmooth.models import Model
 from howsmooth.models.cut import Cut
 from howsmooth.models.intercept import Call
@@ -29,8 +29,12 @@ from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName, Span
 from howsmooth.models.trace import find_hidden, first_tensor
 from howsmooth.settings import choice, items, whole
+from howsmooth.training.bundle import Attended, Bundle, Recorded
+from howsmooth.training.looks import look
 
 Inputs = Tensor | Mapping[str, Any]
+_TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
+_HELD = 2**28  # bytes of layers that wait to be measured together
 FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
 
 
@@ -39,16 +43,16 @@ FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
 class Seen:
     """What one pass saw of one layer.
 
-    x: the tokens that entered, as they came.  image: `J v`, by row of the probe.  pulled: `Jᵀ u`, `u = J v/|J v|`, in the shape
-    of `x`.  value: `|Jᵀ u|` by row, a lower end of the constant that is attained by `pulled`, with a graph where one was asked
-    for: `u` is held fixed.  kernels: its attention calls.
+    x: the tokens that entered, as they came.  value: by row of the probe, or by head of every row, `max |J w|` over unit `w` in
+    the span of the last `v`, a lower end of the constant, less what rounding may have added; where a graph was asked for,
+    `|Jᵀ u|` with its graph, at the unit `u` of the last image, held fixed.  directions: the next `u`, (rows · times, N).
+    looks: of its attention calls, as `look` gives them, where they were asked for.
     """
 
     x: Tensor
-    image: Tensor
-    pulled: Tensor
     value: Tensor
-    kernels: list[SoftmaxAttention] = field(default_factory=list)
+    directions: Tensor
+    looks: list[Tensor] = field(default_factory=list)
 
 
 @final
@@ -110,6 +114,7 @@ class Passes:
         self.together = all(_batch_first(s) for s in samples)
         self.batches = [_joined(samples)] if self.together else [(s.args, s.kwargs) for s in samples]
         self.real = self._real(samples)
+        self.watched = True  # until a whole pass has come through the library's interfaces alone
         self.work, self.device = first.work, self.base.trace.output.device
 
     def fed(self, batch: Inputs) -> "Passes":
@@ -147,22 +152,50 @@ class Passes:
         return masks[:1] if self.together else masks
 
     def run(
-        self, directions: Mapping[int, Tensor], *, graph: bool = False, times: int = 1, heads: bool = False
+        self,
+        directions: Mapping[int, Tensor],
+        *,
+        starts: Mapping[int, Tensor] | None = None,
+        graph: bool = False,
+        times: int = 1,
+        heads: bool = False,
+        rounds: int = 1,
+        settled: float = 0.0,
+        looks: bool = False,
     ) -> Iterator[dict[int, Seen]]:
         """One pass for each batch of the probe: rows together where the model keeps them apart along its first axis.
 
         What cannot be measured, since something is not finite there, and all behind it, is left out.
 
-        directions: by layer, (rows · times, n, d); drawn where there is none.  graph: keep the graph of `value` down to the
-        weights, on attention with second derivatives.  times: how many directions a row has; each gets a copy of the row.
-        heads: the copies are for one head each, alone.
+        directions: by layer, the `u`, (rows · times, n, d); drawn where there is none.  starts: by layer, the `v`, where they
+        are known instead.  graph: keep the graph of `value` down to the weights, on attention with second derivatives.
+        times: how many directions a row has; each gets a copy of the row.  heads: the copies are for one head each, alone.
+        rounds: steps of power iteration at most.  settled: the gain of a step at which no further one is needed.
+        looks: also what attention looks like.
         """
+        how = _How(graph, times, heads, rounds, settled, looks)
         start = 0
         for (args, kwargs), real in zip(self.batches, self.real, strict=True):
             count = (len(self.rows) if self.together else 1) * times
-            own = {k: v[start : start + count] for k, v in directions.items()}
-            yield _Run(self, args, kwargs, None if real is None else real.to(self.device), own, graph, times, heads).seen()
+            us, vs = ({k: t[start : start + count] for k, t in (given or {}).items()} for given in (directions, starts))
+            yield _Run(self, args, kwargs, None if real is None else real.to(self.device), us, vs, how).seen()
             start += count
+
+
+@dataclass(frozen=True)
+class _How:
+    """The settings of `Passes.run`."""
+
+    graph: bool
+    times: int
+    heads: bool
+    rounds: int
+    settled: float
+    looks: bool
+
+
+class _Enough(Exception):
+    """All layers that were asked for are done: the rest of the model need not run."""
 
 
 class _Run:
@@ -175,41 +208,50 @@ class _Run:
         kwargs: dict[str, Any],
         real: Tensor | None,
         directions: Mapping[int, Tensor],
-        graph: bool,
-        times: int,
-        heads: bool,
+        starts: Mapping[int, Tensor],
+        how: _How,
     ):
         self.passes, self.args, self.kwargs, self.real = passes, args, kwargs, real
-        self.directions, self.graph, self.times, self.heads = directions, graph, times, heads
+        self.directions, self.starts, self.how = directions, starts, how
+        self.graph, self.times = how.graph, how.times
         self.rows = (len(passes.rows) if passes.together else 1) * self.times
         self.found: dict[int, Seen] = {}
+        self.left: list[Recorded] = []  # not measured yet
+        self.begun: set[int] = set()
+        self.count = 0  # of layers that were left
         self.calls: dict[nn.Module, int] = {}  # of blocks so far
         self.within: dict[nn.Module, int] = {}  # of attention modules since their block began
         self.within_entry: Route | None = None  # whose first module is still running
-        self.active: tuple[Route, Tensor, Tensor, list[SoftmaxAttention], ExitStack, torch.dtype] | None = None
+        self.active: tuple[Route, Tensor, list[Attended], ExitStack, torch.dtype] | None = None
 
     def seen(self) -> dict[int, Seen]:
         passes, module = self.passes, self.passes.model.module
         with ExitStack() as stack:
             stack.enter_context(float32_products())
             stack.enter_context(torch.set_grad_enabled(self.graph))
-            stack.enter_context(forward_ad.dual_level())
             stack.callback(self._abandon)
             for route in passes.routes:
                 self._listen(stack, route)
-            stack.enter_context(passes.base.running(self._on_call))
+            watch = stack.enter_context(passes.base.running(self._on_call, passes.watched))
             if not passes.kernels or self.graph:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            with suppress(BadInputError):  # logits that are not finite, or out of range
-                functional_call(module, self._wide(), self.args, self.kwargs)
+            wide = self._wide()
+            with suppress(_Enough, BadInputError):  # the latter: logits that are not finite, or out of range
+                functional_call(module, wide, self.args, self.kwargs) if wide else module(*self.args, **self.kwargs)
+            if self.count == len(passes.routes):
+                passes.watched = watch is not None and watch.caught
+            with torch._C.DisableTorchFunction():
+                self._measure()
         return self.found
 
     def _wide(self) -> dict[str, Tensor]:
         """Weights of the measured parts in the precision of the measurement, where they are in another."""
-        names = {id(t): name for name, t in self.passes.model.module.named_parameters(remove_duplicate=False)}
-        parts = {id(p): p for route in self.passes.routes for p in _inside(route)}
-        wide = {names[key]: p for key, p in parts.items() if p.is_floating_point() and p.dtype != self.passes.work}
-        return {name: p.to(self.passes.work) for name, p in wide.items()}
+        work = self.passes.work
+        parts = {id(p) for route in self.passes.routes for p in _inside(route) if p.is_floating_point() and p.dtype != work}
+        if not parts:
+            return {}
+        named = self.passes.model.module.named_parameters(remove_duplicate=False)
+        return {name: p.to(work) for name, p in named if id(p) in parts}
 
     def _listen(self, stack: ExitStack, route: Route) -> None:
         block, module, span = route.block, route.module, route.span
@@ -233,12 +275,16 @@ class _Run:
             return self.calls[block] == route.nth and (not route.inside or self.within.get(module, -1) == route.call)
 
         def enters(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not here() or self.active is not None or route.index in self.found:
+            if not here() or self.active is not None or route.index in self.begun:
                 return None
-            hidden = find_hidden(args, kwargs)
-            assert hidden is not None
-            dual = self._enter(route, hidden)
-            return tree_map(lambda t: dual if t is hidden else self._copied(t), (args, kwargs))
+            self.begun.add(route.index)
+            with torch._C.DisableTorchFunction():
+                hidden = find_hidden(args, kwargs)
+                assert hidden is not None
+                tokens = self._enter(route, hidden)
+                if len(args) == 1 and args[0] is hidden and not kwargs:
+                    return (tokens,), kwargs
+                return tree_map(lambda t: tokens if t is hidden else self._copied(t), (args, kwargs))
 
         def leaves(_: nn.Module, args: Any, output: Any) -> Any:
             return self._leave(output) if self._is_active(route) else None
@@ -255,7 +301,7 @@ class _Run:
                 return None
             self.within_entry = None
             left = self.active is None  # else the map ends further on
-            return tree_map(lambda t: self._once(self._plain(t)), output) if left else None
+            return _mapped(lambda t: self._once(self._plain(t)), output) if left else None
 
         stack.enter_context((module if route.inside else block).register_forward_hook(ends))
 
@@ -263,63 +309,97 @@ class _Run:
         return self.active is not None and self.active[0] is route
 
     def _enter(self, route: Route, hidden: Tensor) -> Tensor:
-        """`hidden` with its direction, at the head of a graph."""
+        """`hidden`, a copy for every direction, at the head of a graph."""
         stack = ExitStack()
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(forward_ad._set_fwd_grad_enabled(True))  # also inside a checkpoint's own forward pass
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))  # a checkpoint would save nothing
         x = hidden if self.graph else hidden.detach()
         x = x.to(self.passes.work)
         x = x if self.times == 1 else x.repeat_interleave(self.times, 0)
         x = x if x.requires_grad else x.requires_grad_()
-        v = self._direction(route.index, x)
-        self.active, self.within_entry = (route, x, v, [], stack, hidden.dtype), route
-        return forward_ad.make_dual(x.clone(), v)  # a clone, which the model may write into
-
-    def _direction(self, index: int, x: Tensor) -> Tensor:
-        v = self.directions.get(index)
-        if v is None or v.numel() != x.numel():
-            random = torch.Generator().manual_seed(index)
-            v = torch.randn(x.shape, generator=random)
-        return self.unit(v.to(x).reshape(x.shape))
+        self.active, self.within_entry = (route, x, [], stack, hidden.dtype), route
+        return x.clone()  # which the model may write into
 
     def _leave(self, output: Any) -> Any:
         assert self.active is not None
-        route, x, v, kernels, stack, dtype = self.active
-        y, image = forward_ad.unpack_dual(first_tensor(output))
-        image = self.masked(torch.zeros_like(y) if image is None else image.detach())
-        with forward_ad._set_fwd_grad_enabled(False):  # what the graph saved has directions too, of no use here
-            pulled = torch.autograd.grad(y, x, self.unit(image), create_graph=self.graph, materialize_grads=True)[0]
-            pulled = self.masked(pulled)
-            value = self.sizes(pulled)
-        self.found[route.index] = Seen(x.detach()[:: self.times], image, pulled.detach(), value, kernels)
-        self.active = None
-        stack.close()
-        if self.within_entry:  # what else goes on in there still has its copies
-            return tree_map(lambda t: self._plain(t, dtype), output)
-        return tree_map(lambda t: self._once(self._plain(t, dtype)), output)
+        route, x, calls, stack, dtype = self.active
+        with torch._C.DisableTorchFunction():  # nothing in here is the model's
+            self.active = None
+            stack.close()
+            self.left.append(Recorded(route.index, x, first_tensor(output), calls))
+            self.count += 1
+            if self.graph or sum(layer.held for layer in self.left) > _HELD:
+                self._measure()
+            if self.count == len(self.passes.routes):
+                raise _Enough
+            if self.within_entry:  # what else goes on in there still has its copies
+                return _mapped(lambda t: self._plain(t, dtype), output)
+            return _mapped(lambda t: self._once(self._plain(t, dtype)), output)
+
+    def _measure(self) -> None:
+        """The layers that were left, those of a kind together; what refuses is left out."""
+        kinds: dict[Any, list[Recorded]] = {}
+        for layer in self.left:
+            kinds.setdefault(layer.kind, []).append(layer)
+        self.left = []
+        for layers in kinds.values():
+            try:
+                self._turn(layers)
+            except BadInputError:  # one of them, or all
+                for layer in layers if len(layers) > 1 else ():
+                    with suppress(BadInputError):
+                        self._turn([layer])
+
+    @torch.enable_grad()
+    def _turn(self, layers: list[Recorded]) -> None:
+        """Values and next directions of layers of a kind."""
+        bundle = Bundle(layers, self.rows, self.times, self.how.heads, self.masked)
+        starts = [self.starts[layer.index] for layer in layers if layer.index in self.starts] or None
+        turned = bundle.step(bundle.first([self._direction(layer.index, layer.y) for layer in layers]), starts)
+        for _ in range(self.how.rounds - 1):
+            if not turned.gain > self.how.settled:
+                break
+            turned = bundle.step(bundle.back(turned.directions.chunk(len(layers))))
+        values, directions = turned.value.chunk(len(layers)), turned.directions.flatten(0, 1).chunk(len(layers))
+        if self.graph:
+            values = [self.sizes(t) for t in bundle.back(directions, graph=True)]
+        else:  # what rounding may have added is taken off
+            noise = max((kernel.noise for kernel in bundle.kernels), default=0.0)
+            values = [max(0.0, 1 - noise) * t for t in values]
+        looks = [look(kernel, self.real, len(layers)) for kernel in bundle.kernels] if self.how.looks else []
+        for i, layer in enumerate(layers):
+            x = layer.x.detach()[:: self.times]
+            self.found[layer.index] = Seen(x, values[i], directions[i], [each[i] for each in looks])
+
+    def _direction(self, index: int, y: Tensor) -> Tensor:
+        """The `u` of a layer whose output is `y`: carried over, or random; none where it is known what goes in."""
+        u = self.directions.get(index)
+        if index in self.starts:
+            u = torch.zeros_like(y)
+        elif u is None or u.numel() != y.numel():
+            u = self.unit(torch.randn(y.shape, generator=torch.Generator().manual_seed(index)).to(y))
+        return u.detach().to(y).reshape(y.shape)
 
     def _copied(self, t: Any) -> Any:
-        """An argument beside the tokens, for every copy of its row; what only stands for a mask is read in `_along`."""
+        """An argument beside the tokens, for every copy of its row; what only stands for a mask is read in `_linearized`."""
         several = self.times > 1 and isinstance(t, Tensor) and t.ndim > 0 and len(t) == self.rows // self.times > 1
         return t.repeat_interleave(self.times, 0) if several and t.untyped_storage().nbytes() > t.element_size() else t
 
     def _once(self, t: Any) -> Any:
         """A result of the copies, for the rows themselves."""
         several = self.times > 1 and isinstance(t, Tensor) and t.ndim > 0 and len(t) == self.rows
-        return t[:: self.times] if several else t
+        return t[:: self.times].clone() if several else t
 
     def _plain(self, t: Any, dtype: torch.dtype | None = None) -> Any:
         """A tensor without its direction, and without a graph that nobody asked for."""
         if not isinstance(t, Tensor) or not t.is_floating_point():
             return t
-        t = forward_ad.unpack_dual(t).primal
         t = t if self.graph else t.detach()
         return t if dtype is None else t.to(dtype)
 
     def _abandon(self) -> None:
         if self.active is not None:
-            self.active[4].close()
+            self.active[3].close()
 
     def masked(self, t: Tensor) -> Tensor:
         return t if self.real is None else t * self._mask(t)
@@ -339,37 +419,27 @@ class _Run:
         return t / torch.where(size > 0, size, 1.0).reshape(-1, *[1] * (t.ndim - 1))
 
     def _on_call(self, call: Call) -> Tensor:
-        if self.graph:
-            return plain_attention(call.q, call.k, call.v, call.scores)
-        if self.active is None:
-            with torch._C.DisableTorchFunction():
-                return attend(call.q, call.k, call.v, call.scores)
-        return self._along(call)
-
-    def _for_copies(self, scores: Scores) -> Scores:
-        """The mask of the rows for every copy of them."""
-        mask, rows = scores.mask, self.rows // self.times
-        if self.times == 1 or (mask.keys is None and mask.bias is None):
-            return scores
-        keys, bias = (_copies(t, rows, self.times) for t in (mask.keys, mask.bias))
-        return replace(scores, mask=replace(mask, keys=keys, bias=bias))
-
-    def _along(self, call: Call) -> Tensor:
-        """Attention and its derivative along the direction, by a product of the kernel."""
-        assert self.active is not None
-        duals = [forward_ad.unpack_dual(t) for t in (call.q, call.k, call.v)]
-        q, k, v = (d.primal for d in duals)
+        if self.active is None or self.graph:
+            return _attention(call.q, call.k, call.v, call.scores)
         with torch._C.DisableTorchFunction():
-            out, kernel = attention_and_kernel(q, k, v, self._for_copies(call.scores))
-            self.active[3].append(kernel)
-            moved = [torch.zeros_like(d.primal) if d.tangent is None else d.tangent.detach() for d in duals]
-            along = kernel.jvp(*(t.to(kernel.output.dtype)[None] for t in moved))[0].to(out.dtype)
-            if self.heads:  # the value stays whole for the layers behind, derivatives are those of one head
-                own = torch.eye(self.times, device=out.device, dtype=out.dtype)
-                factors = own.repeat(len(out) // len(own), 1)[:, : out.shape[1], None, None]
-                one = out * factors
-                out, along = out.detach() + (one - one.detach()), along * factors
-        return forward_ad.make_dual(out, along)
+            with torch.no_grad():
+                out = _attention(*(t[:: self.times] for t in (call.q, call.k, call.v)), call.scores)
+                out = out if self.times == 1 else out.repeat_interleave(self.times, 0)
+            self.active[2].append(Attended((call.q, call.k, call.v), out.requires_grad_(), call.scores))
+            return out.clone()  # which the model may write into
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """Attention with first and second derivatives."""
+    mask = scores.mask
+    if mask.ends is not None:  # by positions, which the operators do not know
+        return plain_attention(q, k, v, scores)
+    with torch._C.DisableTorchFunction():
+        simple = mask.window is None and mask.keys is None and mask.bias is None and scores.softcap is None
+        if simple and not torch.is_grad_enabled():
+            grouped = q.shape[1] != k.shape[1]
+            return _TORCH_ATTENTION(q, k, v, is_causal=mask.causal, scale=scores.scale, enable_gqa=grouped)
+        return attend(q, k, v, scores)
 
 
 def chosen(layers: str | Sequence[int], count: int) -> list[int]:
@@ -385,14 +455,15 @@ def chosen(layers: str | Sequence[int], count: int) -> list[int]:
     return found
 
 
-def _copies(t: Tensor | None, rows: int, times: int) -> Tensor | None:
-    return t if t is None or len(t) != rows else t.repeat_interleave(times, 0)
-
-
 def _inside(route: Route) -> list[Tensor]:
     """The weights that a route's map may use."""
     parts = (route.module, route.span.leave) if route.inside else (route.block,)
     return [p for part in parts if part is not None for p in part.parameters()]
+
+
+def _mapped(f: Callable[[Any], Any], output: Any) -> Any:
+    """`tree_map`, without its price where there is no tree."""
+    return f(output) if isinstance(output, Tensor) else tree_map(f, output)
 
 
 def _same(t: Tensor) -> Tensor:
@@ -406,6 +477,10 @@ def _batch_first(sample: Sample) -> bool:
 
 def rows_of(probe: Inputs) -> list[Inputs]:
     """The rows of a batch, one sequence in each."""
+    for name, t in probe.items() if isinstance(probe, Mapping) else (("the probe", probe),):
+        check_dense(t, str(name))
+        if isinstance(t, Tensor) and not t.numel():
+            raise BadInputError(f"expected a row or more with tokens in {name}, got shape {tuple(t.shape)}; pass a longer one")
     if isinstance(probe, Tensor):
         return [probe[i : i + 1] for i in range(len(probe))] if probe.ndim else [probe]
     if not isinstance(probe, Mapping):

@@ -108,9 +108,16 @@ def _by_items(f: Function, x: Tensor, batched: bool) -> tuple[Callable[[Tensor],
         raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
     if x.dtype not in _SETTLED:
         raise BadInputError(f"expected float32 or float64 input, got {x.dtype}; pass x.float() and f in float32")
+    if batched and not x.ndim:
+        raise BadInputError("expected many inputs along the first axis with batched=True, got one number; leave batched out")
     if batched:
         return f, x, (len(x),)
-    return lambda t: f(t[0])[None], x[None], ()
+
+    def alone(t: Tensor) -> Tensor:
+        y = f(t[0])
+        return y[None] if isinstance(y, Tensor) else y
+
+    return alone, x[None], ()
 
 
 def _along(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,12 +197,12 @@ class SmoothnessPenalty:
     """A term of a loss: how far the constants of a model's layers are above a target, zero below it.
 
     `penalty(**batch)` gives `mean max(0, σ/target − 1)` over layers and rows of the batch, with the gradient of every `σ` in
-    all weights that it depends on, those before the layer too. The model is run in eval mode, on attention written out in n × n
-    weights, so that second derivatives exist; a few rows of a batch are enough as a rule.
+    all weights that it depends on, those before the layer too. The model is run in eval mode, on attention whose second
+    derivatives take O(n) memory; a few rows of a batch are enough as a rule.
 
     model: the one that trains.  target: of every layer's constant, above 0.  layers, map: as for `Tracker`.
-    rows: how many of a batch's, the first ones; all by default.  products: passes without weights' gradients that turn the
-    carried directions towards the top ones before each call; 0 where the same rows come every time.
+    rows: how many of a batch's, the first ones; all by default.  products: steps of power iteration that turn the carried
+    directions towards the top ones in each call, beside the one it makes anyway; 0 where the same rows come every time.
 
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> penalty = SmoothnessPenalty(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), target=1e6)
@@ -236,9 +243,7 @@ class SmoothnessPenalty:
                 self._passes = Passes(self._model, batch, self.layers, self.map)
             else:
                 self._passes = self._passes.fed(batch)
-            for _ in range(self.products):
-                self._turn(self._passes, graph=False)
-            sigmas = self._turn(self._passes, graph=True)
+            sigmas = self._turn(self._passes)
         self.values = {k: float(t.detach().max()) for k, t in sigmas.items()}
         return torch.stack([(t / self.target - 1).relu().mean() for t in sigmas.values()]).mean()
 
@@ -249,13 +254,8 @@ class SmoothnessPenalty:
             return {k: t[: self.rows] if isinstance(t, Tensor) and t.ndim else t for k, t in batch.items()}
         return batch[: self.rows]
 
-    def _turn(self, passes: Passes, *, graph: bool) -> dict[int, Tensor]:
+    def _turn(self, passes: Passes) -> dict[int, Tensor]:
         """One pass: constants along the carried directions, by row, and the directions turned."""
-        found = list(passes.run(self._directions, graph=graph))
-        sigmas: dict[int, Tensor] = {}
-        for k in passes.layers:
-            rows = [seen[k] for seen in found]
-            pulled = torch.cat([seen.pulled.reshape(len(seen.value), -1, seen.pulled.shape[-1]) for seen in rows])
-            self._directions[k] = pulled / _sizes(pulled)
-            sigmas[k] = torch.cat([seen.value for seen in rows])
-        return sigmas
+        found = list(passes.run(self._directions, graph=True, rounds=1 + self.products))
+        self._directions = {k: torch.cat([seen[k].directions for seen in found]) for k in passes.layers}
+        return {k: torch.cat([seen[k].value for seen in found]) for k in passes.layers}

@@ -14,13 +14,14 @@ from howsmooth.models import MapName, Model
 from howsmooth.models.measurement import Measurement
 from howsmooth.settings import flag, number, whole
 from howsmooth.training.aside import aside, bare, first_bad
-from howsmooth.training.looks import look, squares
+from howsmooth.training.blocks import orthonormal
+from howsmooth.training.looks import squares
 from howsmooth.training.passes import Inputs, Passes, Seen
 
 PREFIX = "smoothness"
 _START = 8  # passes from a random start, where no certified solve gives the first directions
 _MOST = 6  # passes in one update; one is enough while weights change slowly
-_SETTLED = 2e-3  # |Jᵀu|/|J w| − 1 of the top Ritz vector w: a residual of 6 %, so the value is within 3 % of a singular value
+_SETTLED = 0.06  # gain of a step at which a layer is left until the next update: docs/explanation/penalty.md, tracking
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
 
 
@@ -81,8 +82,8 @@ class Tracker:
     tol, certify: of those, as in `howsmooth.lipschitz`.  average: over the processes of a distributed run, each with a probe of
     its own; by default the first process measures and the others get nothing.
 
-    `update()` gives a flat dictionary to log. Its constants are lower ends: `|Jᵀu|` for a unit `u`, from four directions that
-    are carried over from update to update, with one block product with `J` and one with `Jᵀ` each time, and more where weights
+    `update()` gives a flat dictionary to log. Its constants are lower ends: `|J w|` for a unit `w`, from four directions that
+    are carried over from update to update, with one block product with `Jᵀ` and one with `J` each time, and more where weights
     have moved far. The run is left as it was: mode, hooks, random numbers, buffers, gradients.
 
     >>> import howsmooth as hs
@@ -207,66 +208,60 @@ class Tracker:
     def _follow(self) -> dict[str, float]:
         """One step of power iteration in every layer, and more where the weights have moved far."""
         state, passes = self._now, self._now.passes
-        rows: dict[int, list[Seen]] = {}
-        turned: dict[int, tuple[Tensor, Tensor]] = {}
-        for _ in range(_MOST):
-            found = list(passes.run({k: v for (k, h), v in state.directions.items() if h is None}, times=state.times))
-            rows = {k: [seen[k] for seen in found if k in seen] for k in passes.layers}
-            whole_ = [k for k in passes.layers if len(rows[k]) == len(found)]
-            turned = {k: state.ritz(k, rows[k]) for k in whole_}
-            if len(whole_) < len(rows) or not bool(torch.stack([gain.max() for _, gain in turned.values()]).max() > _SETTLED):
-                break
-        numbers: dict[str, Tensor] = {}
+        given = {k: u for (k, h), u in state.directions.items() if h is None}
+        found = list(passes.run(given, times=state.times, rounds=_MOST, settled=_SETTLED, looks=True))
+        rows = {k: there for k in passes.layers if len(there := [seen[k] for seen in found if k in seen]) == len(found)}
+        values = {self.key(k): state.turn(k, rows[k]) if k in rows else math.nan for k in passes.layers}
+        names: list[str] = []
+        numbers: list[Tensor] = []
         for k in passes.layers:
-            numbers |= self._numbers(k, rows[k], turned[k][0]) if k in turned else self._missing(k)
+            own, parts = self._beside(k, rows[k]) if k in rows else ([], [])
+            names += own
+            numbers += parts
+            values |= {} if k in rows else self._missing(k)
         if self.heads:
             most = max(passes.heads.values())
             given = {k: v for (k, h), v in state.directions.items() if h is not None}
             for seen in passes.run(given, times=most, heads=True):
                 for k in passes.layers:
-                    numbers |= self._by_head(k, seen.get(k), most)
-        values = dict(zip(numbers, torch.stack([t.double() for t in numbers.values()]).tolist(), strict=True))
+                    values |= self._by_head(k, seen.get(k), most)
+        values |= dict(zip(names, torch.cat(numbers).tolist() if numbers else (), strict=True))
         state.tracked = {(k, None): values[self.key(k)] for k in passes.layers}
         if self.heads:
             state.tracked |= {(k, h): values[self.key(k, "head", h)] for k in passes.layers for h in range(passes.heads[k])}
         return values
 
-    def _missing(self, layer: int) -> dict[str, Tensor]:
+    def _missing(self, layer: int) -> dict[str, float]:
         """What is logged of a layer that could not be measured."""
+        names = self._names(layer, self._now.passes.heads[layer] if self._now.passes.kernels else 0)
+        return dict.fromkeys(names, math.nan)
+
+    def _names(self, layer: int, heads: int) -> list[str]:
+        """What is logged of a layer beside its constant. heads: how many, nothing where attention cannot be seen."""
+        seen = [self.key(layer, what) for what in ("entropy", "sink", "max_logit")] if self._now.passes.kernels else []
+        return [self.key(layer, "radius"), *seen, *(self.key(layer, "max_logit", h) for h in range(heads))]
+
+    def _beside(self, layer: int, there: list[Seen]) -> tuple[list[str], list[Tensor]]:
+        """What is logged of a layer beside its constant: names, and numbers that are still on its device."""
         passes = self._now.passes
-        names = [self.key(layer), self.key(layer, "radius")]
-        names += [self.key(layer, what) for what in ("max_logit", "entropy", "sink")] if passes.kernels else []
-        names += [self.key(layer, "max_logit", h) for h in range(passes.heads[layer] if passes.kernels else 0)]
-        return dict.fromkeys(names, torch.full((), math.nan, dtype=torch.float64, device=passes.device))
-
-    def _numbers(self, layer: int, there: list[Seen], value: Tensor) -> dict[str, Tensor]:
-        """What is logged of a layer, still on its device."""
-        state, passes = self._now, self._now.passes
-        count = passes.heads[layer] if passes.kernels else 0
-        noise = max((kernel.noise for seen in there for kernel in seen.kernels), default=0.0)
-        numbers = {self.key(layer): value.max() * max(0.0, 1 - noise)}
-        pairs = [(kernel, real) for seen, real in zip(there, passes.real, strict=True) for kernel in seen.kernels]
-        looks = [look(kernel, real, state.times) for kernel, real in pairs]
-        if looks:
-            logits, entropies, sinks = zip(*looks, strict=True)
-            alike = len({t.shape for t in logits}) == 1 and len(logits[0]) == count
-            largest = torch.stack([t.max() for t in logits]).max()
-            numbers |= {self.key(layer, "max_logit"): largest, self.key(layer, "entropy"): torch.stack(entropies).mean()}
-            numbers[self.key(layer, "sink")] = torch.stack(sinks).mean()
-            by_head = torch.stack(logits).amax(0) if alike else ()
-            numbers |= {self.key(layer, "max_logit", h): t for h, t in enumerate(by_head)}
         lengths = [squares(seen.x, real) for seen, real in zip(there, passes.real, strict=True)]
-        return numbers | {self.key(layer, "radius"): torch.cat(lengths).mean().sqrt()}
+        radius, looks = torch.cat(lengths).mean(0, keepdim=True).sqrt(), [t.double() for seen in there for t in seen.looks]
+        if not looks:
+            return [self.key(layer, "radius")], [radius]
+        alike = len({t.shape for t in looks}) == 1 and len(looks[0]) == 2 + passes.heads[layer]
+        means, logits = torch.stack([t[:2] for t in looks]).mean(0), [t[2:] for t in looks]
+        by_head = [torch.stack(logits).amax(0)] if alike else []
+        names = self._names(layer, passes.heads[layer] if alike else 0)
+        return names, [radius, means, torch.cat(logits).amax(0, keepdim=True), *by_head]
 
-    def _by_head(self, layer: int, seen: Seen | None, most: int) -> dict[str, Tensor]:
+    def _by_head(self, layer: int, seen: Seen | None, most: int) -> dict[str, float]:
         state, passes = self._now, self._now.passes
         keys = [self.key(layer, "head", h) for h in range(passes.heads[layer])]
         if seen is None:
-            return dict.fromkeys(keys, torch.full((), math.nan, dtype=torch.float64, device=passes.device))
-        state.point(layer, -1, [seen])
-        noise = max((kernel.noise for kernel in seen.kernels), default=0.0)
-        values = seen.value.reshape(len(passes.rows), most).amax(0) * max(0.0, 1 - noise)
-        return dict(zip(keys, values, strict=False))
+            return dict.fromkeys(keys, math.nan)
+        state.point(layer, seen)
+        values = seen.value.reshape(len(passes.rows), most).amax(0)
+        return dict(zip(keys, values.tolist(), strict=False))
 
     def _certified(self, step: int, strict: bool = False) -> Check | None:
         """Certified solves, whose directions tracking takes over. strict: what refuses them is raised, and said otherwise."""
@@ -284,16 +279,22 @@ class Tracker:
                 raise
             warnings.warn(f"step {step}: no certified constants ({error})", TrackingWarning, stacklevel=4)
             return None
+        tops: dict[int, Tensor] = {}
+        by_head: dict[int, Tensor] = {}
+        most = max(passes.heads.values())
         for i, k in enumerate(passes.layers):
             own = [measured[i] for measured in by_row]
-            state.lead(k, torch.stack([_spread(m, m.direction, passes, r) for r, m in enumerate(own)]))
-            rows.append(_beside(k, None, state.tracked, [m.estimate for m in own]))
+            tops[k] = torch.stack([_spread(m, m.direction, passes, r) for r, m in enumerate(own)])
+            rows.append(_compared(k, None, state.tracked, [m.estimate for m in own]))
             if self.heads:
-                most = max(passes.heads.values())
                 whole_ = [[_spread(m, e.direction, passes, r) for e in m.heads] for r, m in enumerate(own)]
                 filled = [each + [torch.zeros_like(each[0])] * (most - len(each)) for each in whole_]
-                state.directions[k, -1] = torch.stack([v for each in filled for v in each])
-                rows += [_beside(k, h, state.tracked, [m.heads[h] for m in own]) for h in range(passes.heads[k])]
+                by_head[k] = torch.stack([v for each in filled for v in each])
+                rows += [_compared(k, h, state.tracked, [m.heads[h] for m in own]) for h in range(passes.heads[k])]
+        state.lead(list(passes.run({}, starts=tops)))
+        for seen in passes.run({}, starts=by_head, times=most, heads=True) if self.heads else ():
+            for k, there in seen.items():
+                state.point(k, there)
         return Check(step, tuple(rows))
 
     def _averaged(self, values: dict[str, float]) -> dict[str, float]:
@@ -322,7 +323,11 @@ class Tracker:
 
 
 class _State:
-    """What changes from update to update. directions, tracked: by layer and head, -1 for all heads, nothing for the layer."""
+    """What changes from update to update.
+
+    directions: unit vectors at the outputs, (rows · times, N), by layer and -1 for all heads, or nothing for the layer itself.
+    tracked: by layer and head.
+    """
 
     def __init__(self, loaded: Model, passes: Passes):
         self.loaded, self.passes = loaded, passes
@@ -335,75 +340,38 @@ class _State:
     def capture(self, row: Inputs) -> Any:
         return self.loaded.capture(inputs=row) if isinstance(row, Tensor) else self.loaded.capture(**row)
 
-    def ritz(self, layer: int, rows: list[Seen]) -> tuple[Tensor, Tensor]:
-        """Constants by row, how far they may still grow, and the directions turned: Rayleigh–Ritz, then a power step.
+    def turn(self, layer: int, rows: list[Seen]) -> float:
+        """A layer's constant, and its directions carried over."""
+        value = torch.cat([seen.value for seen in rows])
+        self._carry((layer, None), torch.cat([seen.directions for seen in rows]), value)
+        return float(value.max())  # NaN where one is
 
-        With `w` the top Ritz vector of `JᵀJ` on their span: `u = J w/|J w|`, the value `|Jᵀ u|`, the gain `|Jᵀ u|/|J w| − 1`.
-        """
-        t = self.times
-        images, pulled = (
-            torch.cat([_by_row(x, t) for x in part]) for part in zip(*((s.image, s.pulled) for s in rows), strict=True)
-        )
-        sizes = images.flatten(2).norm(dim=-1)  # (rows, times)
-        grams = (pulled.flatten(2) * sizes[..., None]).double()  # JᵀJ v
-        v = self.directions.get((layer, None))
-        basis = pulled.flatten(2).double() if v is None else _by_row(v, t).flatten(2).double()
-        small = basis @ grams.mT
-        small = torch.where(small.isfinite(), small, 0.0)
-        _, turn = torch.linalg.eigh((small + small.mT) / 2)
-        turn = turn.flip(-1).mT  # rows: from the top Ritz vector down
-        if v is None:  # drawn in the pass, and not orthonormal: the best of them
-            turn = torch.eye(t, device=turn.device, dtype=turn.dtype).expand_as(turn)
-        image, product = turn[:, :1] @ images.flatten(2).double(), turn @ grams
-        length = image.norm(dim=-1)[:, 0]
-        value = product[:, 0].norm(dim=-1) / torch.where(length > 0, length, 1.0)
-        value = torch.where(grams.isfinite().all(-1).all(-1), value, torch.nan)
-        fresh = _orthonormal(product).to(pulled).reshape(pulled.shape)
-        good = value.isfinite()[:, None, None, None] & fresh.isfinite().all()
-        old = torch.zeros_like(fresh) if v is None else _by_row(v, t).to(fresh).reshape(fresh.shape)
-        self.directions[layer, None] = torch.where(good, fresh, old).flatten(0, 1).reshape(-1, *rows[0].pulled.shape[1:])
-        return value, value / torch.where(length > 0, length, 1.0) - 1
+    def point(self, layer: int, seen: Seen) -> None:
+        """Carry the heads' directions over."""
+        self._carry((layer, -1), seen.directions, seen.value)
 
-    def lead(self, layer: int, tops: Tensor) -> None:
-        """Put certified top directions, (rows, n, d), before the carried ones."""
-        old = self.directions.get((layer, None))
-        if old is None:
-            random = torch.Generator().manual_seed(layer)
-            old = torch.randn(len(tops) * self.times, *tops.shape[1:], generator=random).to(tops)
-            old = old * (tops != 0).any(-1, keepdim=True).repeat_interleave(self.times, 0)  # zero at padding
-        both = torch.cat([tops[:, None], _by_row(old.reshape(-1, *tops.shape[1:]), self.times)[:, : self.times - 1]], 1)
-        ready = _orthonormal(both.flatten(2).double()).to(tops)
-        self.directions[layer, None] = ready.reshape(-1, *tops.shape[1:])
+    def _carry(self, where: tuple[int, int | None], fresh: Tensor, value: Tensor) -> None:
+        """Those that are none are left as they were."""
+        old, good = self.directions.get(where), value > 0
+        if old is None or bool(good.all()):
+            self.directions[where] = fresh
+        else:
+            kept = good.repeat_interleave(len(fresh) // len(value)).to(fresh.device)[:, None]
+            self.directions[where] = torch.where(kept, fresh, old)
 
-    def point(self, layer: int, head: int | None, rows: list[Seen]) -> None:
-        """Carry the directions over, those that are none left as they were."""
-        fresh = torch.cat([seen.pulled.reshape(len(seen.value), -1, seen.pulled.shape[-1]) for seen in rows])
-        old = self.directions.get((layer, head))
-        if old is None or old.shape != fresh.shape:
-            old = torch.zeros_like(fresh)
-        size = fresh.flatten(1).norm(dim=-1)
-        good = (size.isfinite() & (size > 0))[:, None, None]
-        self.directions[layer, head] = torch.where(good, fresh / size[:, None, None], old.to(fresh))
+    def lead(self, found: list[dict[int, Seen]]) -> None:
+        """Put what certified top directions go to before the carried ones."""
+        for k in set.intersection(*(set(seen) for seen in found)):
+            tops = torch.cat([seen[k].directions for seen in found])[:, None]  # (rows, 1, N)
+            old = self.directions.get((k, None))
+            if old is None:
+                random = torch.Generator().manual_seed(k)
+                old = torch.randn(len(tops) * self.times, tops.shape[-1], generator=random).to(tops)
+            both = torch.cat([tops, old.reshape(len(tops), self.times, -1)[:, : self.times - 1]], 1)
+            self.directions[k, None] = orthonormal(both).flatten(0, 1)
 
 
-def _by_row(t: Tensor, times: int) -> Tensor:
-    return t.reshape(-1, times, *t.shape[1:])
-
-
-def _orthonormal(rows: Tensor) -> Tensor:
-    """Orthonormal vectors with the same span, (…, times, N), the first one first; what depends on others gets lost."""
-    done: list[Tensor] = []
-    for v in rows.unbind(-2):
-        size = v.norm(dim=-1, keepdim=True)
-        for _ in range(2):
-            for q in done:
-                v = v - (v * q).sum(-1, keepdim=True) * q
-        left = v.norm(dim=-1, keepdim=True)
-        done.append(torch.where(left > 1e-12 * size, v / torch.where(left > 0, left, 1.0), 0.0))
-    return torch.stack(done, -2)
-
-
-def _beside(layer: int, head: int | None, tracked: dict[Any, float], estimates: list[Any]) -> Checked:
+def _compared(layer: int, head: int | None, tracked: dict[Any, float], estimates: list[Any]) -> Checked:
     value, upper = max(e.value for e in estimates), max(e.upper for e in estimates)
     known = tracked.get((layer, head))
     return Checked(layer, head, value if known is None else known, value, upper)

@@ -1,0 +1,78 @@
+"""Blocks of directions, (rows, times, N): what they span, and what a Jacobian makes of it."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+_DEPENDENT = 1e-14  # squared length, by that of the longest, of what is in the others' span but for rounding
+
+Block = Float[Tensor, "rows times N"]
+Products = Float[Tensor, "rows times times"]  # of the directions of a row with each other
+
+
+class Turned(NamedTuple):
+    """value: by row.  gain: how far the furthest may still grow.  directions: the next ones."""
+
+    value: Float[Tensor, " rows"]
+    gain: float
+    directions: Block
+
+
+def basis(block: Block) -> tuple[Block, Products]:
+    """An orthonormal basis of what each row's directions span, by Cholesky's factor of their products, and those.
+
+    What depends on others to the last digits comes out shorter, never longer.
+
+    >>> basis(torch.tensor([[[2.0, 0.0, 0.0], [1.0, 1.0, 0.0]]]))[0].round(decimals=6).tolist()
+    [[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]]
+    """
+    wide = block.double()
+    products = wide @ wide.mT
+    shift = _DEPENDENT * products.diagonal(dim1=-2, dim2=-1).sum(-1) + torch.finfo(torch.float64).tiny
+    factor = torch.linalg.cholesky_ex(products + shift[:, None, None] * torch.eye(block.shape[1]).to(wide))[0]
+    return torch.linalg.solve_triangular(factor, wide, upper=False).to(block.dtype), products
+
+
+def ritz(pulled: Products, image: Block) -> Turned:
+    """What the inner products of `JᵀU`, and `J V` for an orthonormal `V` in its span, say of the norm of `J`.
+
+    The value is `max |J w|` over unit `w` in the span of `V`; the gain `value/max |Jᵀu| − 1` over `u` in that of `U`. The left
+    singular vectors of `J V` are the next `U`. Where something is not finite the value is NaN and the directions are zero.
+
+    >>> diagonal = torch.tensor([3.0, 2.0, 1.0])
+    >>> v, products = basis(torch.eye(3)[None, :2] * diagonal)
+    >>> round(ritz(products, v * diagonal).value.item(), 6)
+    3.0
+    """
+    wide = image.double()
+    products: Any = torch.stack([wide @ wide.mT, pulled]).numpy(force=True)  # the device is waited for once
+    finite = np.isfinite(products).all((0, 2, 3))
+    squares, turn = np.linalg.eigh(np.where(finite[:, None, None], products, 0.0))
+    tops, turn = np.sqrt(squares[..., -1].clip(0)), turn[0, :, :, ::-1].swapaxes(-2, -1)  # rows: from the top down
+    gain = (tops[0] / np.where(tops[1] > 0, tops[1], np.inf)).max() - 1
+    squares = squares[0, :, ::-1]
+    sizes = np.sqrt(np.where(squares > _DEPENDENT * squares[:, :1], squares, np.inf))
+    turned = torch.from_numpy(turn / sizes[..., None]).to(image) @ image
+    if not finite.all():
+        turned = torch.where(torch.from_numpy(finite).to(image.device)[:, None, None], turned, 0.0)
+    return Turned(torch.from_numpy(np.where(finite, tops[0], np.nan)), float(gain), turned)
+
+
+def orthonormal(block: Block) -> Block:
+    """Orthonormal vectors with the same span, the first one first; what depends on others gets lost.
+
+    >>> orthonormal(torch.tensor([[[0.0, 2.0], [1.0, 1.0]]])).tolist()
+    [[[0.0, 1.0], [1.0, 0.0]]]
+    """
+    done: list[Tensor] = []
+    for v in block.double().unbind(-2):
+        size = v.norm(dim=-1, keepdim=True)
+        for _ in range(2):
+            for q in done:
+                v = v - (v * q).sum(-1, keepdim=True) * q
+        left = v.norm(dim=-1, keepdim=True)
+        done.append(torch.where(left > 1e-12 * size, v / torch.where(left > 0, left, 1.0), 0.0))
+    return torch.stack(done, -2).to(block.dtype)
