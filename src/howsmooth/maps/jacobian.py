@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.errors import BadFunctionError
 from howsmooth.kernels import SoftmaxAttention
 from howsmooth.kernels.products import float32_products
+from howsmooth.maps.leading import led_to
 from howsmooth.maps.operator import Operator, drawn, inner, over_heads, stream
 from howsmooth.maps.rounding import attention_rounding, norm_rounding
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from howsmooth.maps.norms import LayerNorm, RMSNorm
 
 
-_GUESS_STEPS = 40  # products with `Wₒ W_v` that a guess may take: little beside one product with the Jacobian
 _MANY, _LOOKS = 2**22, "cuda"  # where so many numbers are looked at; elsewhere that costs more than keeping them
 _TOKENS = 512  # random ones on which the error of projections is measured
 
@@ -147,15 +147,13 @@ class AttentionJacobian(Operator):
 
     @torch.no_grad()
     def guess(self, seeds: Sequence[int]):
-        """Exact when all heads share one rank-one `P`: the attention each token receives, times the top input of `Wₒ W_v`."""
+        """`Jᵀ` of one output direction at all tokens, the one that values lead to: the top input of `Wₒ W_v` at every token,
+        times the attention that it receives, where all heads share one `P`."""
         layer = self.layer
-        w = layer.w_v.unflatten(0, (layer.kv_heads, -1))
-        w = w.repeat_interleave(layer.heads // layer.kv_heads, 0).flatten(0, 1)
-        w = w if layer.w_o is None else layer.w_o @ w
-        own = {seed: i for i, seed in enumerate(dict.fromkeys(seeds))}  # items of one seed share a start
-        starts = torch.stack([torch.randn(layer.width, generator=stream(seed, "guess")) for seed in own])
-        top = _top_input(w, starts.to(w))[[own[seed] for seed in seeds]]
-        return self.kernel.attention_received()[..., None] * top[:, None]
+        inward = layer.w_v.unflatten(0, (layer.kv_heads, -1)).repeat_interleave(layer.heads // layer.kv_heads, 0)
+        w_o = torch.eye(layer.out_width).to(inward) if layer.w_o is None else layer.w_o
+        outward = w_o.unflatten(1, (layer.heads, -1)).transpose(0, 1)
+        return self.vjp(led_to(outward, inward, seeds)[None, :, None].expand(1, self.batch, *self.out_shape))[0]
 
     @torch.no_grad()
     def rounding(self):
@@ -170,21 +168,6 @@ class AttentionJacobian(Operator):
         slopes = [None if s is None else s.select(items) for s in (self.q_slope, self.k_slope)]
         tokens = None if self.tokens is None else self.tokens[items]
         return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], tokens, exact=not self.coarse)
-
-
-def _top_input(w: Float[Tensor, "out d"], u: Float[Tensor, "batch d"]) -> Float[Tensor, "batch d"]:
-    """Unit vectors that `w` stretches nearly most, one from each start: Lanczos on `wᵀw`."""
-    basis = u.new_zeros(len(u), 0, u.shape[1])
-    for _ in range(min(_GUESS_STEPS, u.shape[1])):
-        for _ in range(2):
-            u = u - ((u[:, None] @ basis.mT) @ basis)[:, 0]
-        length = u.norm(dim=-1, keepdim=True)
-        u = u / torch.where(length > 0, length, 1.0)
-        basis = torch.cat([basis, u[:, None]], 1)
-        u = (u @ w.mT) @ w
-    images = basis @ w.mT
-    _, vectors = torch.linalg.eigh(images @ images.mT)
-    return (vectors[:, :, -1:].mT @ basis)[:, 0]
 
 
 @final
@@ -263,6 +246,11 @@ class AutodiffJacobian(Operator):
     def output(self) -> Tensor:
         """`f(x)`."""
         return self._y.detach()
+
+    @property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """`x` and `f(x)` with the graph between them, for whoever asks for a part of it."""
+        return self._x, self._y
 
     def check(self) -> None:
         """Make sure that `J v` and `Jᵀ u` fit together: by forward mode where double backward loses something, or refused."""

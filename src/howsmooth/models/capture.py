@@ -242,7 +242,8 @@ class Capture:
         point = x if estimate.point is None else estimate.point
         image = f.linearize(point[None])[1].jvp(estimate.direction.double()[None, None])[0, 0]
         with torch.no_grad():
-            output, kernels = cut.run(x.to(cut.work))
+            output, calls = cut.run(x.to(cut.work))
+        kernels = [call.kernel for call in calls]
         measured = self._measurement(sample, layer, asked, cut, estimate, image, output, kernels, ())
         return replace(measured, within=asked.within, per=asked.per)
 

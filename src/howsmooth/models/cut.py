@@ -26,7 +26,9 @@ from howsmooth.kernels.base import FINER, Precision
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
+from howsmooth.maps.leading import led_to
 from howsmooth.models.by_hand import ByHand
+from howsmooth.models.guess import Attended
 from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, Call, Intercept, implementation
 from howsmooth.models.room import unhooked, weights_of
 from howsmooth.models.span import MapName, Span
@@ -127,9 +129,9 @@ class Cut(Map):
                 raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
             raise
 
-    def run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
+    def run(self, tokens: Tensor) -> tuple[Tensor, list[Attended]]:
         """The map at tokens (n, d), and the attention calls on the way."""
-        kernels: list[SoftmaxAttention] = []
+        calls: list[Attended] = []
         inside = self.name not in ("cross", "context")  # what a block does before its cross-attention is no part of those
 
         def on_call(call: Call) -> Tensor:
@@ -138,7 +140,7 @@ class Cut(Map):
             call = call if head is None else _one_head(call, head)
             out, kernel = attention_and_kernel(call.q, call.k, call.v, call.scores, self.precision)
             if inside:
-                kernels.append(kernel)
+                calls.append(Attended(kernel, call.v, out))
             return out if head is None else nn.functional.pad(out, (0, 0, 0, 0, head, heads - 1 - head))
 
         def enter(*_: Any) -> None:
@@ -146,7 +148,7 @@ class Cut(Map):
             inside = True
 
         with self.attends.module.register_forward_pre_hook(enter):
-            return self.through(tokens, on_call), kernels
+            return self.through(tokens, on_call), calls
 
     def through(self, tokens: Tensor, on_call: Callable[[Call], Tensor]) -> Tensor:
         """The map at tokens (n, d), its attention calls answered by `on_call`, which may end the run with `Stop`."""
@@ -227,7 +229,7 @@ class CutJacobian(Operator):
     @property
     def kernels(self) -> list[SoftmaxAttention]:
         """The attention calls on the way."""
-        return self._made.get()[1]
+        return [call.kernel for call in self._made.get()[1]]
 
     @property
     def _graph(self) -> AutodiffJacobian:
@@ -309,6 +311,15 @@ class CutJacobian(Operator):
             self._graph.check()
         return super().gram(v)
 
+    def guess(self, seeds):
+        """`Jᵀ` of one output direction at all tokens, the one that values lead to; nothing but for one call of attention."""
+        graph, calls = self._made.get()
+        if len(calls) != 1:
+            return None
+        with float32_products(coarse=self.coarse):
+            paths = calls[0].paths(*graph.ends, self._cut.real)
+        return None if paths is None else self.vjp(led_to(*paths, seeds).expand(1, 1, *self.out_shape))[0]
+
     def _fits(self, v: Tensor, product: Tensor, energy: Tensor) -> bool:
         """`|J v|² = ⟨v, JᵀJ v⟩`."""
         left, right = energy.double().diagonal(dim1=1, dim2=2).sum(), (v.double() * product.double()).sum()
@@ -334,21 +345,21 @@ class _Made:
     def __init__(self, cut: Cut, x: Float[Tensor, "1 n d"]):
         self._cut, self._x = cut, x
         self.trusted = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come: checked as it is made
-        self.graph: tuple[AutodiffJacobian, list[SoftmaxAttention]] | None = None
+        self.graph: tuple[AutodiffJacobian, list[Attended]] | None = None
         self.routed = False
 
     @float32_products()
-    def get(self) -> tuple[AutodiffJacobian, list[SoftmaxAttention]]:
+    def get(self) -> tuple[AutodiffJacobian, list[Attended]]:
         if self.graph is None:
-            cut, kernels, choices = self._cut, list[SoftmaxAttention](), _Choices()
+            cut, calls, choices = self._cut, list[Attended](), _Choices()
 
             def f(t: Tensor) -> Tensor:  # knows nothing of what holds it, so that all goes when that does
                 with choices:
                     y, seen = cut.run(t[0])
-                kernels.extend(seen)
+                calls.extend(seen)
                 return y[None]
 
-            self.graph = AutodiffJacobian(f, self._x, batched=True, checked=self._x.numel() <= _SMALL), list(kernels)
+            self.graph = AutodiffJacobian(f, self._x, batched=True, checked=self._x.numel() <= _SMALL), list(calls)
             self.routed = choices.made
         return self.graph
 

@@ -5,6 +5,7 @@ With `M = JᵀJ` and `Q = (q_1 … q_k)`, `T = QᵀMQ` is tridiagonal, `α` on i
 are the squares of Golub–Kahan's singular values.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
@@ -39,11 +40,11 @@ class _Doubt(NamedTuple):
 
 
 # Chosen by experiment, so that `value` is within `tol` of the norm on all but one of a thousand layers (benchmarks: settle).
-_FORESEEN = _Doubt(20, 0.02, 0.3)  # the top direction is the one that was guessed
-_APART = _Doubt(20, 0.02, 0.1)  # the top Ritz value stands alone
+_PLAIN = _Doubt(20, 0.02, 0.1)  # the top direction is the one that was guessed, or its Ritz value stands alone
 _OTHERWISE = _Doubt(3, 0.01, 0.05)
 _ALONE = 0.2  # gap to the next Ritz value, as a share of the top one
-_SHARE = 0.25  # entry of the top Ritz vector along the start
+_GUESS = 20.0  # length of a guess, in units of what a random start has along any direction: enough to lead, no more than that
+_SHARE = 0.7  # entry of the top Ritz vector along the start, as a share of the guess's own
 
 
 @final
@@ -89,7 +90,7 @@ class _Run:
         self.rest = torch.zeros(operator.batch, 0, dtype=torch.float64)  # (batch, k), what a step leaves over; if rigorous
         self.shift = torch.zeros(operator.batch, dtype=torch.float64)  # log of what a guess takes from the start
         self.lost = torch.zeros(operator.batch, dtype=torch.bool)  # the Krylov space is invariant; if rigorous
-        self.guessed = False
+        self.foreseen = math.inf  # entry of the top Ritz vector along the start from which it is the one that was guessed
 
     def finish(self) -> list[Solution]:
         q, before, beta = self._start(), None, None
@@ -143,17 +144,19 @@ class _Run:
         self.rest = torch.cat([self.rest, rest[:, None].cpu()], 1)
 
     def _start(self) -> Float[Tensor, "batch N"]:
-        """A random vector, and beside it the operator's own guess in equal parts.
+        """A random vector, and beside it a little of the operator's own guess.
 
         The guess cannot hide a direction from the certificate: it shifts `⟨v, q⟩`, which makes small values no likelier, and
-        the sum's length, at most 2, is charged to the start's rarity (docs/explanation/theory.md, Proposition 2.3).
+        the sum's length is charged to the start's rarity (docs/explanation/theory.md, Proposition 2.3). A long
+        guess would cost steps: what they tell of all other directions is measured against the length of the start.
         """
         q = self._gaussian()
         guess = self.operator.guess(self.seeds) if self.size > 2 else None
         if guess is not None:
-            q = q + _unit(guess.flatten(1).to(q))
+            length = min(1.0, _GUESS * self.size**-0.5)
+            q = q + length * _unit(guess.flatten(1).to(q))
             self.shift = q.norm(dim=-1).double().log().cpu()
-            self.guessed = True
+            self.foreseen = _SHARE * length / (1 + length**2) ** 0.5
             q = _unit(q)
         return q.contiguous()
 
@@ -242,13 +245,12 @@ class _Run:
         close = torch.where(alone, residual.minimum(refined), residual) <= 2 * self.tol * theta
         if not bool(close.any()):
             return close
-        foreseen = (vectors[:, 0, -1].abs() >= _SHARE) & torch.tensor(self.guessed)
-        kinds = [(foreseen, _FORESEEN), (alone, _APART), (torch.ones_like(alone), _OTHERWISE)]
-        settled = torch.zeros_like(close)
-        for kind, doubt in kinds:
-            shown = certificate.log_growth(theta * (1 + doubt.past(self.tol)) ** 2, ritz, beta) >= self._rarity(doubt.risk)
-            settled |= kind & shown
-        return close & settled
+        foreseen = vectors[:, 0, -1].abs() >= self.foreseen
+        plain, otherwise = (
+            certificate.log_growth(theta * (1 + doubt.past(self.tol)) ** 2, ritz, beta) >= self._rarity(doubt.risk)
+            for doubt in (_PLAIN, _OTHERWISE)
+        )
+        return close & (otherwise | (plain & (foreseen | alone)))
 
     def _rarity(self, risk: float) -> Tensor:
         return certificate.log_rarity(self.starts, self.size, risk) + self.shift
