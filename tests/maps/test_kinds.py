@@ -128,7 +128,10 @@ def test_settings_of_a_layer():
         (lambda: layer_of(Linear(), scale=0.5), "expected no scale for Linear attention, got 0.5"),
         (lambda: layer_of(Linear(), softcap=2.0), "without a soft-cap"),
         (lambda: layer_of(Differential(0.5), d=6, heads=2), "expected heads whose width is even"),
-        (lambda: hs.Attention(*torch.randn(3, 4, 4), kind=L2(tied=True)), "expected w_k and b_k like w_q and b_q"),
+        (
+            lambda: hs.Attention(torch.eye(4), 2 * torch.eye(4), torch.eye(4), kind=L2(tied=True)),
+            "expected w_k and b_k like w_q and b_q",
+        ),
     ],
 )
 def test_bad_settings_of_a_layer(make, said):
