@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadFunctionError, BadInputError
-from howsmooth.kernels import SoftmaxAttention, attention_and_kernel
+from howsmooth.kernels import AttentionKernel, attention_and_kernel
 from howsmooth.kernels.base import FINER, Precision
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
 from howsmooth.maps.leading import led_to
 from howsmooth.models.by_hand import ByHand
-from howsmooth.models.guess import Attended
+from howsmooth.models.guess import Answered
 from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, Call, Intercept, implementation
 from howsmooth.models.room import unhooked, weights_of
 from howsmooth.models.span import MapName, Span
@@ -129,9 +129,9 @@ class Cut(Map):
                 raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
             raise
 
-    def run(self, tokens: Tensor) -> tuple[Tensor, list[Attended]]:
+    def run(self, tokens: Tensor) -> tuple[Tensor, list[Answered]]:
         """The map at tokens (n, d), and the attention calls on the way."""
-        calls: list[Attended] = []
+        calls: list[Answered] = []
         inside = self.name not in ("cross", "context")  # what a block does before its cross-attention is no part of those
 
         def on_call(call: Call) -> Tensor:
@@ -140,7 +140,7 @@ class Cut(Map):
             call = call if head is None else _one_head(call, head)
             out, kernel = attention_and_kernel(call.q, call.k, call.v, call.scores, self.precision)
             if inside:
-                calls.append(Attended(kernel, call.v, out))
+                calls.append(Answered(kernel, call.v, out))
             return out if head is None else nn.functional.pad(out, (0, 0, 0, 0, head, heads - 1 - head))
 
         def enter(*_: Any) -> None:
@@ -227,7 +227,7 @@ class CutJacobian(Operator):
         return self._graph.output
 
     @property
-    def kernels(self) -> list[SoftmaxAttention]:
+    def kernels(self) -> list[AttentionKernel]:
         """The attention calls on the way."""
         return [call.kernel for call in self._made.get()[1]]
 
@@ -345,13 +345,13 @@ class _Made:
     def __init__(self, cut: Cut, x: Float[Tensor, "1 n d"]):
         self._cut, self._x = cut, x
         self.trusted = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come: checked as it is made
-        self.graph: tuple[AutodiffJacobian, list[Attended]] | None = None
+        self.graph: tuple[AutodiffJacobian, list[Answered]] | None = None
         self.routed = False
 
     @float32_products()
-    def get(self) -> tuple[AutodiffJacobian, list[Attended]]:
+    def get(self) -> tuple[AutodiffJacobian, list[Answered]]:
         if self.graph is None:
-            cut, calls, choices = self._cut, list[Attended](), _Choices()
+            cut, calls, choices = self._cut, list[Answered](), _Choices()
 
             def f(t: Tensor) -> Tensor:  # knows nothing of what holds it, so that all goes when that does
                 with choices:
@@ -366,13 +366,12 @@ class _Made:
 
 def _one_head(call: Call, head: int) -> Call:
     """A call of one head alone."""
-    group = call.q.shape[1] // call.k.shape[1]
-    own = slice(head // group, head // group + 1)
-    scores = call.scores
-    bias = scores.mask.bias
+    scores = replace(call.scores, kind=call.scores.kind.head(head))
+    parts, group, bias = scores.kind.parts, call.q.shape[1] // call.k.shape[1], scores.mask.bias
+    q, k, v = (slice(h * p, (h + 1) * p) for h, p in ((head, parts), (head // group, parts), (head // group, 1)))
     if bias is not None and bias.shape[1] > 1:
         scores = replace(scores, mask=replace(scores.mask, bias=bias[:, head : head + 1]))
-    return replace(call, q=call.q[:, head : head + 1], k=call.k[:, own], v=call.v[:, own], scores=scores)
+    return replace(call, q=call.q[:, q], k=call.k[:, k], v=call.v[:, v], scores=scores)
 
 
 def _enter(stack: ExitStack, span: Span, x: Tensor, convert: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -6,16 +6,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from howsmooth.kernels import SoftmaxAttention
+from howsmooth.kernels import AttentionKernel
 
 _PASSES = 4  # backward passes, each way, that a guess may take: part of a product with `JᵀJ` each
 
 
 @dataclass(frozen=True, eq=False)
-class Attended:
+class Answered:
     """A call of attention in a graph: the kernel that serves it, the values it took and what it gave, (1, heads, n, d_v)."""
 
-    kernel: SoftmaxAttention
+    kernel: AttentionKernel
     values: Tensor
     output: Tensor
 

@@ -40,7 +40,7 @@ class _Doubt(NamedTuple):
 
 
 # Chosen by experiment, so that `value` is within `tol` of the norm on all but one of a thousand layers (benchmarks: settle).
-_PLAIN = _Doubt(20, 0.02, 0.1)  # the top direction is the one that was guessed, or its Ritz value stands alone
+_PLAIN = _Doubt(20, 0.02, 0.05)  # the top direction is the one that was guessed, or its Ritz value stands alone
 _OTHERWISE = _Doubt(3, 0.01, 0.05)
 _ALONE = 0.2  # gap to the next Ritz value, as a share of the top one
 _GUESS = 20.0  # length of a guess, in units of what a random start has along any direction: enough to lead, no more than that
@@ -124,7 +124,7 @@ class _Run:
         if known is None or self.operator.dtype != torch.float64:
             raise BadInputError(
                 f"expected a map whose rounding is bounded for rigorous=True, got {type(self.operator).__name__} in "
-                f"{self.operator.dtype}; pass an Attention, a norm or a composition of them, or leave rigorous out"
+                f"{self.operator.dtype}; pass softmax attention, a norm or a composition of them, or leave rigorous out"
             )
         return known.error, known.fixed
 

@@ -7,6 +7,7 @@ from howsmooth.settings import number, whole
 from howsmooth.theory import castin2024, ours
 from howsmooth.theory.bound import Bound
 from howsmooth.theory.constants import Constants, constants
+from howsmooth.theory.softmax_only import not_softmax, without
 
 LARGEST = 1e150  # lengths of tokens below it have squares in float64
 
@@ -37,7 +38,7 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
 
 def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:
     """The same of a layer whose constants are known."""
-    return [
+    rows = [
         castin2024.upper(layer, n, radius),
         castin2024.lower(layer, n, radius),
         castin2024.multi_head(layer, n, radius),
@@ -55,6 +56,7 @@ def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:
         ours.two_clusters(layer, n, radius),
         ours.two_clusters(layer, None, radius),
     ]
+    return without(rows, not_softmax(layer.layer.kind))
 
 
 def check_count(n: int | None) -> int:

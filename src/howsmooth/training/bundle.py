@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.kernels import Scores, SoftmaxAttention, linearize
+from howsmooth.kernels import AttentionKernel, Scores, linearize
 from howsmooth.training.blocks import Turned, basis, ritz
 
 Made = list[list[Tensor | None]]  # what a backward pass through a piece makes, by layer: for tokens, then for earlier calls
@@ -95,7 +95,7 @@ class Bundle:
         """(layers · rows, times, N)."""
         return torch.cat([t.detach().reshape(self.rows // times, times, -1) for t in each])
 
-    def _kernel(self, stage: int) -> SoftmaxAttention:
+    def _kernel(self, stage: int) -> AttentionKernel:
         calls = [layer.calls[stage] for layer in self.layers]
         kind = torch.promote_types(calls[0].qkv[0].dtype, torch.float32)
         q, k, v = (torch.cat([c.qkv[i].detach()[:: self.times] for c in calls]).to(kind) for i in range(3))
@@ -136,7 +136,7 @@ class Bundle:
         found = [total[0] for total in totals]
         return [self.masked(torch.zeros_like(layer.x) if t is None else t) for t, layer in zip(found, self.layers, strict=True)]
 
-    def _probes(self, each: Sequence[Tensor], kernel: SoftmaxAttention) -> Tensor:
+    def _probes(self, each: Sequence[Tensor], kernel: AttentionKernel) -> Tensor:
         """(rows · times, …) of every layer as (times, layers · rows, …): one probe for each copy."""
         return torch.cat(list(each)).to(kernel.output.dtype).unflatten(0, (-1, self.times)).transpose(0, 1)
 

@@ -5,27 +5,38 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.kernels import SoftmaxAttention
+from howsmooth.errors import BadInputError
+from howsmooth.kernels import AttentionKernel
+from howsmooth.kernels.kinds import Softmax
 
 
 @torch.no_grad()
-def look(kernel: SoftmaxAttention, real: Tensor | None, layers: int = 1) -> Tensor:
+def look(kernel: AttentionKernel, real: Tensor | None, layers: int = 1) -> Tensor:
     """What attention looks like in each of the layers that a kernel's rows belong to, (layers, 2 + heads).
 
     First the mean entropy of the rows, then the largest share of all attention that one token gets, then the largest logits
-    by head. With `P̂ = z P`: `H = −Σ P log P = log z − Σ P̂ log P̂ / z`.  real: (rows, n, 1), which tokens are not padding.
+    by head. With `P̂ = z P`: `H = −Σ P log P = Σ P log z − Σ P̂ log P̂ / z`; a sink has no part in it.
+    real: (rows, n, 1), which tokens are not padding.
     """
+    if not isinstance(kernel.scores.kind, Softmax):
+        raise BadInputError(f"expected softmax attention to look at, got {kernel.scores.kind!r}; its rows have no entropy here")
     tiled = kernel.tiled()
     batch, heads, n, m = tiled.shape
-    entropy = torch.zeros_like(tiled.largest)
+    entropy, mass = torch.zeros_like(tiled.largest), torch.zeros_like(tiled.largest)
+    top = torch.zeros_like(mass)
     received = tiled.o.new_zeros(batch * heads, m, 1)
     for b in tiled.blocks():
         entropy[b.heads, b.rows] += torch.special.entr(b.weights).sum(-1)
+        mass[b.heads, b.rows] += b.weights.sum(-1)
+        top[b.heads, b.rows] = torch.maximum(top[b.heads, b.rows], b.weights.amax(-1))
         received[b.heads, b.cols] += torch.bmm(b.weights.mT, tiled.inverse[b.heads, b.rows])
     seen, by_layer = tiled.inverse[..., 0], (layers, batch // layers, heads)
     tiny = torch.finfo(seen.dtype).tiny
-    entropy = (entropy * seen - seen.clamp_min(tiny).log()).unflatten(0, by_layer)  # (layers, rows, heads, n)
-    logits, share = tiled.largest.unflatten(0, by_layer), received[..., 0].unflatten(0, by_layer).mean(2)
+    entropy = (entropy - mass * seen.clamp_min(tiny).log()) * seen
+    # the largest number of a row may be its sink: what is left of the largest weight says by how much
+    largest = torch.where(top > 0, tiled.largest + top.log(), tiled.largest)
+    entropy, logits = entropy.unflatten(0, by_layer), largest.unflatten(0, by_layer)  # (layers, rows, heads, n)
+    share = received[..., 0].unflatten(0, by_layer).mean(2)
     mean = entropy.mean((1, 2, 3))
     if real is not None and (layers * len(real), real.shape[1]) == (batch, n):
         rows = real.to(entropy.device)[None, :, None, :, 0].expand_as(entropy)
