@@ -7,6 +7,7 @@ from howsmooth.settings import number, whole
 from howsmooth.theory import castin2024, ours
 from howsmooth.theory.bound import Bound
 from howsmooth.theory.constants import Constants, constants
+from howsmooth.theory.kinds_ball import rows_of_kind
 
 LARGEST = 1e150  # lengths of tokens below it have squares in float64
 
@@ -17,7 +18,7 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
 
     Rows that do not apply say why. Rows marked mean field are of measures: the upper ones hold for every number of tokens,
     the lower ones (B5, B16) are reached once there are enough of them, about `e^{2‖A‖R²}`. Statements and proofs:
-    docs/explanation/bounds.md. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
+    docs/explanation/bounds.md, of other kinds than softmax docs/explanation/kinds.md, whose rows come last. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
 
     >>> import torch
     >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
@@ -54,6 +55,7 @@ def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:
         ours.causal_positive(layer, None, radius),
         ours.two_clusters(layer, n, radius),
         ours.two_clusters(layer, None, radius),
+        *rows_of_kind(layer, n, radius),
     ]
 
 
