@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import WrongAnswerError
-from howsmooth.kernels import Blocked, Mask, Scores, SoftmaxAttention
+from howsmooth.kernels import AttentionKernel, Blocked, Mask, Scores
 from howsmooth.kernels.triton import Fused
 
 TITLE = "One jvp + vjp pair on a GPU (12 heads × 64)"
@@ -78,7 +78,7 @@ def _row(n: int, causal: bool, rate: float, rival: Any) -> dict[str, Any]:
 def _errors(
     ours: Fused, tangent: tuple[Tensor, Tensor, Tensor], g: Tensor, reference: type[Blocked] | None
 ) -> tuple[float, ...]:
-    truth: SoftmaxAttention | None
+    truth: AttentionKernel | None
     if reference is not None:
         q, k, v = (t.double() for t in ours.inputs)
         truth = reference(q, k, v, ours.scores)

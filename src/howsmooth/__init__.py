@@ -1,7 +1,7 @@
 """How smooth is attention? Certified local Lipschitz constants of attention layers."""
 
 from howsmooth.errors import HowSmoothError
-from howsmooth.kernels import sdpa
+from howsmooth.kernels import kinds, sdpa
 from howsmooth.maps import Attention, Jacobian, LayerNorm, Map, RMSNorm, Rotary
 from howsmooth.measures import Distance, Gaussian, Measure, wasserstein
 from howsmooth.models import Capture, Measurement, Measurements, Model, load, patch, use_sdpa
@@ -54,6 +54,7 @@ __all__ = [
     "growth",
     "inspect",
     "jacobian",
+    "kinds",
     "lipschitz",
     "lipschitz_batch",
     "load",

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checks import assert_close, check_operator
-from howsmooth.kernels import Blocked, Dense, Mask, Scores, SoftmaxAttention, TileSize
+from howsmooth.kernels import AttentionKernel, Blocked, Dense, Mask, Scores, TileSize
 from problems.layers import MASK_NAMES, KernelJacobian, Problem, gaussian, key_mask, masks, problem, problems
 
 KERNELS = [Dense, Blocked]
@@ -24,7 +24,7 @@ def largest_logit(p: Problem) -> float:
 
 
 def check_kernel(
-    p: Problem, kernel: SoftmaxAttention, dtype: torch.dtype = torch.float64, growth: tuple[float, float] | None = None
+    p: Problem, kernel: AttentionKernel, dtype: torch.dtype = torch.float64, growth: tuple[float, float] | None = None
 ) -> None:
     """Value and both products, for several probes, against autodiff of the reference.
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from howsmooth.kernels import Mask, Scores, SoftmaxAttention, plain_attention
+from howsmooth.kernels import AttentionKernel, Mask, Scores, plain_attention
 from howsmooth.maps import Attention, LayerNorm, Operator, RMSNorm, Rotary
 
 BIAS_SHAPES = [(b, h, n) for b in (False, True) for h in (False, True) for n in (False, True)]
@@ -33,7 +33,7 @@ class Problem:
     def to(self, dtype: torch.dtype) -> "Problem":
         return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
 
-    def kernel(self, kind: Callable[..., SoftmaxAttention], *size) -> SoftmaxAttention:
+    def kernel(self, kind: Callable[..., AttentionKernel], *size) -> AttentionKernel:
         return kind(*self.qkv, self.scores, *size)
 
     def value(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def problems(draw) -> Problem:
 class KernelJacobian(Operator):
     """A kernel as an operator on `q, k, v` laid end to end, so that it meets the operators' contract."""
 
-    def __init__(self, kernel: SoftmaxAttention, inputs: tuple[Tensor, Tensor, Tensor]):
+    def __init__(self, kernel: AttentionKernel, inputs: tuple[Tensor, Tensor, Tensor]):
         self.kernel, self._inputs = kernel, inputs
         self._shapes = [t.shape[1:] for t in inputs]
         self.batch, self.out_shape = len(inputs[0]), tuple(kernel.output.shape[1:])

@@ -1,4 +1,4 @@
-"""What a kernel gives: softmax attention linearised at `q, k, v`."""
+"""What a kernel gives: attention of any kind linearised at `q, k, v`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds import Kind, Softmax
 from howsmooth.kernels.masks import Mask
 
 if TYPE_CHECKING:
@@ -18,31 +19,59 @@ Precision = Literal["half", "mixed", "strict"]  # of the fused kernels' products
 
 FINER: dict[Precision, Precision] = {"half": "mixed", "mixed": "strict"}
 
-# tensors by head; directions along them have an axis more, one row per probe
+# tensors by head; directions have an axis more, one row per probe. A kind may cut queries and keys of a head in parts
 Queries = Float[Tensor, "*probes batch heads n d"]
 Keys = Float[Tensor, "*probes batch kv_heads m d"]
-Values = Float[Tensor, "*probes batch kv_heads m d_v"]
-Outputs = Float[Tensor, "*probes batch heads n d_v"]
+Values = Float[Tensor, "*probes batch v_heads m d_v"]
+Outputs = Float[Tensor, "*probes batch o_heads n d_v"]
+Offsets = Float[Tensor, "*probes batch kv_heads m"]  # a number of every key, added to its logits
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How logits come from queries and keys: `s = scale · q·k`, soft-capped, then masked."""
+    """How logits come from queries and keys, `s = scale · q·k`, soft-capped, then masked; and the kind of their weights."""
 
     scale: float
     softcap: float | None = None
     mask: Mask = field(default_factory=Mask)
+    kind: Kind = field(default_factory=Softmax)
 
     def __post_init__(self):
         if self.softcap is not None and not self.softcap > 0:
             raise BadInputError(f"expected a positive soft-cap, got {self.softcap}; leave it out for none")
+        self.kind.check(self.softcap, self.mask)
+
+    @property
+    def softmax(self) -> bool:
+        """Whether weights are softmax's own, with no sink beside the keys: what most of theory speaks of."""
+        return self.kind == Softmax()
+
+    def select(self, items: Tensor) -> "Scores":
+        """The scores of some items of the batch."""
+        return replace(self, mask=self.mask.select(items))
+
+    def check(self, q: Queries, k: Keys, v: Values) -> tuple[int, int, int, int]:
+        """Refuse tensors that do not fit together; gives batch, heads, n and m."""
+        parts = self.kind.parts
+        (batch, heads, n, _), (kv_heads, m) = q.shape, k.shape[1:3]
+        if heads % (parts * v.shape[1]) or kv_heads != parts * v.shape[1]:
+            raise BadInputError(
+                f"expected key/value heads that divide the {heads} query heads, got {kv_heads}; change kv_heads"
+            )
+        heads //= parts
+        self.kind.check_layer(heads, self.scale)
+        self.kind.check_tokens(n, m)
+        self.mask.check(batch, heads, n, m)
+        return batch, heads, n, m
 
 
-class SoftmaxAttention(ABC):
-    """Softmax attention linearised at `q, k, v`: its output and products with its Jacobian.
+class AttentionKernel(ABC):
+    """Attention linearised at `q, k, v`: its output and products with its Jacobian.
 
     inputs: `q, k, v` as they came, keys and values not repeated.  largest_logit: a bound on every logit before masks.
     """
+
+    largest_logit: float = 0.0
 
     def __init__(self, q: Queries, k: Keys, v: Values, scores: Scores, dtype: torch.dtype, trusted: bool = False):
         """dtype: of the products.  trusted: nothing is checked, so that nothing waits for the device."""
@@ -50,15 +79,14 @@ class SoftmaxAttention(ABC):
         self.scores = scores
         if trusted:
             return
-        (batch, heads, n, _), (kv_heads, m) = q.shape, k.shape[1:3]
-        if heads % kv_heads:
-            raise BadInputError(
-                f"expected key/value heads that divide the {heads} query heads, got {kv_heads}; change kv_heads"
-            )
-        scores.mask.check(batch, heads, n, m)
-        self.scores = replace(scores, mask=scores.mask.to(q.device, dtype))
+        scores.check(q, k, v)
+        self.scores = replace(scores, mask=scores.mask.to(q.device, dtype), kind=scores.kind.to(q.device, dtype))
+
+    def check_range(self, q: Queries, k: Keys, offset: Tensor | None, dtype: torch.dtype) -> None:
+        """Write down `largest_logit`; refuse logits that leave the range of a precision. offset: of every key."""
         longest_q, longest_k = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max().item() for t in (q, k))
-        self.largest_logit = abs(scores.scale) * longest_q * longest_k
+        self.largest_logit = abs(self.scores.scale) * longest_q * longest_k
+        self.largest_logit += 0.0 if offset is None else float(offset.abs().max())
         if not self.largest_logit < 0.25 * torch.finfo(dtype).max:
             raise BadInputError(
                 f"expected logits within the range of {dtype}, got up to {self.largest_logit:.1e}; "
@@ -71,28 +99,35 @@ class SoftmaxAttention(ABC):
         """`o = P v`."""
 
     @abstractmethod
-    def jvp(self, dq: Queries, dk: Keys, dv: Values) -> Outputs:
-        """Derivative of the output along `dq, dk, dv`."""
+    def jvp(self, dq: Queries, dk: Keys, dv: Values, doffset: Offsets | None = None) -> Outputs:
+        """Derivative of the output along `dq, dk, dv`, and along the offset of the keys where the kernel has one."""
 
     @abstractmethod
     def vjp(self, g: Outputs) -> tuple[Queries, Keys, Values]:
         """Transposed product: gradients of `⟨g, o⟩` in `q, k, v`."""
 
+    def vjp_and_offset(self, g: Outputs) -> tuple[Queries, Keys, Values, Offsets | None]:
+        """The same, and the gradient in the offset of the keys where the kernel has one."""
+        return *self.vjp(g), None
+
     @abstractmethod
     def attention_received(self) -> Float[Tensor, "batch m"]:
         """Column sums of `P`, averaged over heads: how much each key is attended to."""
 
-    def logit_range(self) -> tuple[float, float]:
-        """The least and the greatest logit that some query sees, soft-cap and bias included; two zeros where none does."""
-        return self.tiled().logit_range()
+    def logit_range(self, below: Float[Tensor, "batch heads n"] | None = None) -> tuple[float, float]:
+        """The least and the greatest logit that some query sees, soft-cap and bias included; two zeros where none does.
+
+        below: what is taken off the logits of each query.
+        """
+        return self.tiled().logit_range(below)
 
     @abstractmethod
-    def select(self, items: Tensor) -> "SoftmaxAttention":
+    def select(self, items: Tensor) -> "AttentionKernel":
         """The same attention on some items of the batch."""
 
     @abstractmethod
     def tiled(self) -> "Tiled":
-        """The same attention with its weights within reach, tile by tile."""
+        """The same attention with its weights within reach, tile by tile; kinds whose weights are not on tiles are refused."""
 
     @property
     def noise(self) -> float:
@@ -114,7 +149,7 @@ class SoftmaxAttention(ABC):
         """The next precision above this kernel's, where there is one short of float64."""
         return None
 
-    def refined(self) -> "SoftmaxAttention | None":
+    def refined(self) -> "AttentionKernel | None":
         """The same attention with more exact products at a higher price, where there is one short of float64."""
         return None
 

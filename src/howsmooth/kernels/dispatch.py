@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.base import Keys, Precision, Queries, Scores, SoftmaxAttention, Values
-from howsmooth.kernels.tiled import Blocked, Dense, TileSize, cut
+from howsmooth.kernels.balanced import Balanced
+from howsmooth.kernels.base import AttentionKernel, Keys, Precision, Queries, Scores, Values
+from howsmooth.kernels.kinds import Hard, Kind, Linear, Sinkhorn, Softmax
+from howsmooth.kernels.kinds.kind import Vectors
+from howsmooth.kernels.mapped import Mapped
+from howsmooth.kernels.summed import Summed
+from howsmooth.kernels.tiled import Blocked, Dense
+from howsmooth.kernels.tiles import TileSize, cut
 
 KEPT_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 
@@ -18,34 +24,61 @@ Kernel = Literal["auto", "dense", "blocked", "triton"]
 
 def linearize(
     q: Queries, k: Keys, v: Values, scores: Scores, kernel: Kernel = "auto", precision: Precision = "half"
-) -> SoftmaxAttention:
-    """Softmax attention at `q, k, v`.
+) -> AttentionKernel:
+    """Attention at `q, k, v`, of the kind that its scores name.
 
-    By default fused kernels on a GPU below float64; elsewhere weights are kept while they are small, and made again for each
-    product when they are not. A `kernel` asked for by name serves or raises. `precision` is that of the fused kernels.
+    By default fused kernels on a GPU below float64, for the kinds they know; elsewhere weights are kept while they are small,
+    and made again for each product when they are not. A `kernel` asked for by name serves or raises. `precision` is that of
+    the fused kernels.
 
     >>> import torch
     >>> x = torch.zeros(1, 1, 4, 2)
     >>> type(linearize(x, x, x, Scores(1.0))).__name__
     'Dense'
     """
+
+    def core(at: Vectors, inner: Scores) -> AttentionKernel:
+        return _core(at, inner, kernel, precision)
+
+    if scores.kind.maps:
+        return Mapped(q, k, v, scores, core)
+    return core(Vectors(q, k, v), scores)
+
+
+def _core(at: Vectors, scores: Scores, kernel: Kernel, precision: Precision) -> AttentionKernel:
+    """Attention at vectors that nothing more is done to."""
+    q, k, v, offset = at
+    kind, mask = scores.kind, scores.mask
     if kernel == "triton" or (kernel == "auto" and q.is_cuda and q.dtype != torch.float64):
-        reason = "a mask by positions" if scores.mask.ends is not None else unfit(q, v)
+        reason = _unfused(kind, offset) or ("a mask by positions" if mask.ends is not None else unfit(q, v))
         if reason is None:
             from howsmooth.kernels.triton import Fused
 
             return Fused(q, k, v, scores, precision)
         if kernel == "triton":
             raise BadInputError(f"expected a problem for the fused kernels, got {reason}; use kernel='blocked'")
-        _warn_once(reason)
-    if kernel == "dense" or (kernel == "auto" and _kept_bytes(q, k, scores) <= KEPT_BYTES.get(q.device.type, 0)):
-        return Dense(q, k, v, scores)
-    return Blocked(q, k, v, scores)
+        if _unfused(kind, offset) is None:
+            _warn_once(reason)
+    banded = mask.window is not None or mask.ends is not None or (mask.causal and q.shape[2] != k.shape[2])
+    if isinstance(kind, Linear) and kernel != "dense" and not banded:
+        return Summed(q, k, v, scores)
+    keep = kernel == "dense" or (kernel == "auto" and _kept_bytes(q, k, scores) <= KEPT_BYTES.get(q.device.type, 0))
+    if isinstance(kind, Sinkhorn):
+        return Balanced(q, k, v, scores, offset=offset, keep=keep)
+    return (Dense if keep else Blocked)(q, k, v, scores, offset=offset)
+
+
+def _unfused(kind: Kind, offset: Tensor | None) -> str | None:
+    """Why there is no fused kernel for a kind, or nothing."""
+    if offset is not None:
+        return "a number for every key, which they do not add"
+    return None if kind == Softmax() else f"{type(kind).__name__} attention, which has none"
 
 
 def _kept_bytes(q: Tensor, k: Tensor, scores: Scores) -> int:
     area = sum(tile.area for tile in cut(q.shape[2], k.shape[2], scores.mask, TileSize.on(q.device)))
-    return q.shape[0] * q.shape[1] * area * q.element_size() * (1 if scores.softcap is None else 2)
+    one = scores.softcap is None and isinstance(scores.kind, Softmax | Sinkhorn | Hard)  # a tile that is its own slope, or none
+    return q.shape[0] * q.shape[1] * area * q.element_size() * (1 if one else 2)
 
 
 def unfit(q: Tensor, v: Tensor) -> str | None:

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import autograd  # noqa: F401  the operators' derivatives
 from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
+from howsmooth.kernels.naive import plain_attention
 from howsmooth.kernels.tensors import REAL, described
 
 
@@ -69,13 +70,15 @@ def sdpa(
 
 
 def attend(q: Queries, k: Keys, v: Values, scores: Scores) -> Outputs:
-    """The same with heads in place and a mask by rule.
+    """The same with heads in place and a mask by rule; kinds other than softmax take the plain formula, in O(n²) memory.
 
     >>> x = torch.eye(2)[None, None]
     >>> attend(0 * x, x, x, Scores(1.0))[0, 0].tolist()
     [[0.5, 0.5], [0.5, 0.5]]
     """
     mask = scores.mask
+    if not scores.softmax:
+        return plain_attention(q, k, v, scores)
     if mask.ends is not None:
         raise BadInputError("expected a mask by order, got one by positions; use kernels.linearize")
     batch, heads, n, _ = q.shape

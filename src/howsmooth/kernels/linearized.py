@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.base import Keys, Outputs, Precision, Queries, Scores, SoftmaxAttention, Values
+from howsmooth.kernels.base import AttentionKernel, Keys, Outputs, Precision, Queries, Scores, Values
 from howsmooth.kernels.dispatch import Kernel, linearize
 
 _ONCE = "expected first derivatives only, got a derivative of a derivative; use howsmooth.sdpa for those"
@@ -24,7 +24,7 @@ _ONCE = "expected first derivatives only, got a derivative of a derivative; use 
 
 def attention_and_kernel(
     q: Queries, k: Keys, v: Values, scores: Scores, precision: Precision = "half"
-) -> tuple[Outputs, SoftmaxAttention]:
+) -> tuple[Outputs, AttentionKernel]:
     """`softmax(s) v`, and the kernel that serves it: for whoever puts it inside a model and must know how exact it is.
 
     >>> x = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
@@ -43,7 +43,7 @@ class _Here:
     scores: Scores
     name: Kernel
     precision: Precision = "half"
-    kernel: SoftmaxAttention = field(init=False)
+    kernel: AttentionKernel = field(init=False)
     dual: bool = field(init=False)  # torch's own forward mode is on
 
     def attend(self, *qkv: Tensor) -> Tensor:

@@ -1,34 +1,60 @@
-"""The plain reference: softmax attention as one would write it, for autograd and for checking the kernels."""
+"""The plain reference: attention as one would write it, for autograd and for checking the kernels."""
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
+from howsmooth.kernels.kinds import Pointwise, Sinkhorn
+from howsmooth.kernels.kinds.kind import Vectors
+
+_TIED = 64  # units in the last place within which two logits are one
 
 
 def plain_attention(q: Queries, k: Keys, v: Values, scores: Scores, rows: int = 1024) -> Outputs:
-    """`softmax(s) v`, `rows` queries at a time; queries that see no key give zero.
+    """`P v` for weights of any kind, `rows` queries at a time where a row is made by itself; queries that see no key give zero.
 
     Only out-of-place operations, so every derivative and transform of torch works through it.
     """
-    batch, heads, n, _ = q.shape
-    scores.mask.check(batch, heads, n, k.shape[2])
-    mask = scores.mask.to(q.device, q.dtype)
-    group = heads // k.shape[1]
+    _, _, n, m = scores.check(q, k, v)
+    kind, mask = scores.kind, scores.mask.to(q.device, q.dtype)
+    entry, inner = kind.enter(q, k, v, scores.scale), kind.inner(scores)
+    q, k, v, offset = Vectors(q, k, v) if entry is None else entry.vectors
+    bias = None if inner.mask.bias is None else inner.mask.bias.to(q.device, q.dtype)
+    slack = logit_slack(q, k, inner.scale, bias)
+    group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    shift = kind.shift(mask, m) if isinstance(kind, Pointwise) else None
+    if isinstance(kind, Sinkhorn):
+        rows = n
     outputs = []
     for start in range(0, n, rows):
         stop = min(start + rows, n)
-        s = scores.scale * (q[:, :, start:stop] @ k.mT)
+        s = inner.scale * (q[:, :, start:stop] @ k.mT)
+        if offset is not None:
+            s = s + offset.repeat_interleave(group, dim=1)[:, :, None]
         if scores.softcap is not None:
             s = scores.softcap * torch.tanh(s / scores.softcap)
-        seen = mask.visible(slice(start, stop), slice(0, k.shape[2]), q.device)
+        seen = mask.visible(slice(start, stop), slice(0, m), q.device)
         if mask.keys is not None:
             seen = seen & mask.keys[:, None, None, :]
-        if mask.bias is not None:
-            bias = mask.bias[:, :, start:stop] if mask.bias.shape[2] > 1 else mask.bias
-            seen = seen & (bias != -torch.inf)
-            s = s + bias.masked_fill(bias == -torch.inf, 0.0)
-        lost = ~seen.any(-1, keepdim=True)
-        weights = torch.softmax(s.masked_fill(~seen, -torch.inf).masked_fill(lost, 0.0), -1).masked_fill(lost, 0.0)
-        outputs.append(weights @ v)
-    return torch.cat(outputs, dim=2)
+        if bias is not None:
+            part = bias[:, :, start:stop] if bias.shape[2] > 1 else bias
+            seen = seen & (part != -torch.inf)
+            s = s + part.masked_fill(part == -torch.inf, 0.0)
+        if shift is not None:
+            s = s + (shift.to(s)[:, None, None, None] if isinstance(shift, Tensor) else shift)
+        outputs.append(kind.weigh(s, seen, slack[:, :, start:stop]) @ v)
+    out = torch.cat(outputs, dim=2)
+    leave = kind.leave(out)
+    return out if leave is None else leave.output
+
+
+def logit_slack(q: Queries, k: Keys, scale: float, bias: Tensor | None) -> Float[Tensor, "batch heads n 1"]:
+    """How far rounding may move a logit of each query, from above."""
+    lengths = (torch.linalg.vector_norm(t.detach(), dim=-1, keepdim=True) for t in (q, k))
+    q_, k_ = lengths
+    logit = abs(scale) * q_ * k_.amax()
+    if bias is not None:
+        logit = logit + bias.masked_fill(bias == -torch.inf, 0.0).abs().amax()
+    return _TIED * torch.finfo(q.dtype).eps * logit

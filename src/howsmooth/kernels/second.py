@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.kernels.base import Keys, Outputs, Queries, Values
-from howsmooth.kernels.tiled import Tiled, flat
+from howsmooth.kernels.tiled import Tiled
+from howsmooth.kernels.tiles import flat
 
 Along = tuple[Queries, Keys, Values]
 Rows = Float[Tensor, "probes batch heads n"]

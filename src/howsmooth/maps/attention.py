@@ -1,7 +1,7 @@
-"""Multi-head softmax self-attention as a map with a closed-form Jacobian."""
+"""Multi-head self-attention of any kind as a map with a closed-form Jacobian."""
 
 import functools
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
+from howsmooth.kernels.kinds import L2, Kind, Softmax
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import check_dense, check_tensor, described
 from howsmooth.maps.base import Map
@@ -18,7 +19,7 @@ from howsmooth.maps.norms import LayerNorm, RMSNorm
 from howsmooth.maps.operator import over_heads
 from howsmooth.maps.rotary import Rotary
 from howsmooth.measures.measure import Measure
-from howsmooth.settings import flag, number, whole
+from howsmooth.settings import flag, number, shown, whole
 
 
 class HeadWeights(NamedTuple):
@@ -35,15 +36,16 @@ class HeadWeights(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Attention(Map):
-    """Softmax self-attention `x ↦ W_o concat_h(P_h v_h) + b_o` with `P_h = softmax(scale · q_h k_hᵀ)`.
+    """Self-attention `x ↦ W_o concat_h(P_h v_h) + b_o` with `P_h = softmax(scale · q_h k_hᵀ)`, or weights of another kind.
 
-    Weights have the shape of `nn.Linear.weight`, (out, in). `w_k=None` takes the tokens themselves as keys, `w_o=None`
-    leaves the heads concatenated. `kv_heads` groups query heads that share keys and values, as many as `heads` by default;
-    `scale` defaults to `1/√(head width)`. `causal` and `window` (`|i − j| < window`) bound what a token sees, `softcap` bounds
-    logits to `softcap·tanh(s/softcap)`, `bias` is added after that. `attention_mask`, (batch, n), is true at real tokens: the
-    others are not part of the input, neither seen nor measured. `q_norm` and `k_norm` normalise queries and keys, every head by
-    itself (Qwen3, Gemma 3) or all heads together where the norm is as wide as they are (OLMo 2), then `rotary` turns them by
-    their positions (Llama). Derivative: docs/explanation/theory.md §1.
+    Weights have the shape of `nn.Linear.weight`, (out, in). `w_k=None` takes the tokens themselves as keys, `w_o=None` leaves
+    the heads concatenated. `kv_heads` groups query heads that share keys and values, as many as `heads` by default; `scale`
+    defaults to what the kind's source takes, for softmax `1/√(head width)`. `causal` and `window` (`|i − j| < window`) bound
+    what a token sees, `softcap` bounds logits to `softcap·tanh(s/softcap)`, `bias` is added after that. `attention_mask`,
+    (batch, n), is true at real tokens: the others are not part of the input, neither seen nor measured. `q_norm` and `k_norm`
+    normalise queries and keys, every head by itself (Qwen3, Gemma 3) or all heads together where the norm is as wide as they
+    are (OLMo 2), then `rotary` turns them by their positions (Llama). `kind` says how weights come from queries and keys: one
+    of `howsmooth.kinds` (docs/reference/kinds.md). Derivative: docs/explanation/theory.md §1.
 
     >>> attn = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
     >>> attn(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist()
@@ -69,8 +71,12 @@ class Attention(Map):
     q_norm: LayerNorm | RMSNorm | None = None
     k_norm: LayerNorm | RMSNorm | None = None
     rotary: Rotary | None = None
+    kind: Kind = field(default_factory=Softmax)
 
     def __post_init__(self):
+        if not isinstance(self.kind, Kind):
+            got = self.kind.__name__ if isinstance(self.kind, type) else shown(self.kind)
+            raise BadInputError(f"expected a kind of attention, got {got}; pass one of howsmooth.kinds, such as Softmax()")
         fix = "take it from the model's configuration"
         heads = whole(self.heads, "a whole number of heads, at least 1", fix, least=1)
         kv_heads = heads if self.kv_heads is None else self.kv_heads
@@ -79,6 +85,7 @@ class Attention(Map):
             raise BadInputError(f"expected kv_heads that divide the {heads} heads, got {kv_heads}; {fix}")
         self._fill(heads=heads, kv_heads=kv_heads)
         self._check("w_q", "out", "in")
+        self._tie()
         self._check("w_k", "out", self.width)
         self._check("w_v", "out", self.width)
         q_rows, k_rows, v_rows = self.w_q.shape[0], self.width if self.w_k is None else self.w_k.shape[0], self.w_v.shape[0]
@@ -92,10 +99,15 @@ class Attention(Map):
                 f"expected queries and keys of one head width, got {self.head_width} and {k_rows // kv_heads}; "
                 "check heads and kv_heads"
             )
+        if self.head_width % self.kind.parts:
+            raise BadInputError(
+                f"expected heads whose width is even for {self.kind!r}, got {self.head_width}; it halves queries and keys"
+            )
         self._check("w_o", "out", v_rows // kv_heads * heads)
         for name, size in (("b_q", q_rows), ("b_k", k_rows), ("b_v", v_rows), ("b_o", self.out_width)):
             self._check(name, size)
-        scale, cap, window = self.head_width**-0.5 if self.scale is None else self.scale, self.softcap, self.window
+        scale = self.kind.scale(self.part_width) if self.scale is None else self.scale
+        cap, window = self.softcap, self.window
         none = "leave it out for none"
         self._fill(
             scale=number(scale, "a finite scale", "the usual value is 1/√(head width)"),
@@ -103,6 +115,7 @@ class Attention(Map):
             causal=flag(self.causal, "causal"),
             window=None if window is None else whole(window, "a window of 1 or more whole tokens", none, least=1),
         )
+        self.kind.check_layer(heads, self.scale)
         self._check_masks()
         self._check_turn()
 
@@ -110,6 +123,20 @@ class Attention(Map):
         """Settings as the gate hands them on."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def _tie(self) -> None:
+        """Keys of L2 attention that are its queries."""
+        if not (isinstance(self.kind, L2) and self.kind.tied):
+            return
+        tied = self.w_k is None or (self.w_k.shape == self.w_q.shape and bool((self.w_k == self.w_q).all()))
+        if not tied or (self.b_k is not None and (self.b_q is None or not bool((self.b_k == self.b_q).all()))):
+            raise BadInputError("expected w_k and b_k like w_q and b_q for L2(tied=True), got others; leave them out")
+        if self.heads != self.kv_heads or self.q_norm is not None or self.k_norm is not None:
+            got = "kv_heads" if self.heads != self.kv_heads else "q_norm or k_norm"
+            raise BadInputError(
+                f"expected as many keys as queries, and no norms on them, for L2(tied=True), got {got}; use L2()"
+            )
+        self._fill(w_k=self.w_q, b_k=self.b_q)
 
     def _check(self, name: str, *axes: str | int) -> None:
         """Refuse a weight or bias that does not fit; queries and values must have their weights."""
@@ -120,8 +147,8 @@ class Attention(Map):
 
     def _check_turn(self) -> None:
         """Norms and phases must fit the width of a head, or norms that of all heads."""
-        head = self.head_width
-        for name, norm, full in (("q_norm", self.q_norm, self.heads * head), ("k_norm", self.k_norm, self.kv_heads * head)):
+        head, q_full, k_full = self.part_width, self.heads * self.head_width, self.kv_heads * self.head_width
+        for name, norm, full in (("q_norm", self.q_norm, q_full), ("k_norm", self.k_norm, k_full)):
             if norm is not None and not (isinstance(norm, LayerNorm | RMSNorm) and norm.width in (head, full)):
                 raise BadInputError(
                     f"expected {name} as a LayerNorm or RMSNorm of howsmooth over the head width {head} or over all heads, "
@@ -151,7 +178,9 @@ class Attention(Map):
                 raise BadInputError(
                     "expected a real token in every sequence, got an attention_mask with an empty row; leave that sequence out"
                 )
-        Scores(self.scale, self.softcap, Mask(self.causal, self.window, None, self.bias))  # refuses what does not fit
+        Scores(
+            self.scale, self.softcap, Mask(self.causal, self.window, None, self.bias), self.kind
+        )  # refuses what does not fit
 
     @classmethod
     def from_matrices(
@@ -219,7 +248,7 @@ class Attention(Map):
     @property
     def coupled(self) -> bool:
         """Whether a norm on queries or keys goes over several heads together."""
-        return any(norm is not None and norm.width != self.head_width for norm in (self.q_norm, self.k_norm))
+        return any(norm is not None and norm.width != self.part_width for norm in (self.q_norm, self.k_norm))
 
     @property
     def nbytes(self) -> int:
@@ -231,6 +260,11 @@ class Attention(Map):
         """The width of a query or key."""
         return self.w_q.shape[0] // self.heads
 
+    @property
+    def part_width(self) -> int:
+        """The width of what logits are made of: of a query or key, or of the parts that its kind cuts it into."""
+        return self.head_width // self.kind.parts
+
     def __repr__(self) -> str:
         shared = "" if self.kv_heads == self.heads else f", {self.kv_heads} for keys and values"
         heads = f"{self.heads} {'head' if self.heads == 1 else 'heads'} of {self.head_width}"
@@ -238,11 +272,13 @@ class Attention(Map):
         said += ["causal"] * self.causal + [f"window {self.window}"] * (self.window is not None)
         more = ("softcap", "bias", "attention_mask", "q_norm", "k_norm", "rotary")
         said += [name for name in more if getattr(self, name) is not None]
+        said += [] if self.kind == Softmax() else [repr(self.kind)]
         return f"Attention({', '.join(said)}, {str(self.dtype).removeprefix('torch.')})"
 
     def moved(self, device, dtype):
         here = {f.name: getattr(self, f.name) for f in fields(self)}
-        there = {k: t.to(device, dtype) for k, t in here.items() if isinstance(t, Tensor | LayerNorm | RMSNorm | Rotary)}
+        moves = Tensor | LayerNorm | RMSNorm | Rotary | Kind
+        there = {k: t.to(device, dtype) for k, t in here.items() if isinstance(t, moves)}
         if self.attention_mask is not None:
             there["attention_mask"] = self.attention_mask.to(device, torch.bool)
         return self if all(t is here[k] for k, t in there.items()) else replace(self, **there)
@@ -269,7 +305,7 @@ class Attention(Map):
                 changed[t] = None if rows is None else rows.unflatten(0, (parts, -1))[part]
         w_o = None if self.w_o is None else self.w_o.unflatten(1, (self.heads, -1))[:, index]
         bias = self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, index : index + 1]
-        return replace(self, **changed, w_o=w_o, b_o=None, heads=1, kv_heads=1, bias=bias)
+        return replace(self, **changed, w_o=w_o, b_o=None, heads=1, kv_heads=1, bias=bias, kind=self.kind.head(index))
 
     def by_head(self) -> HeadWeights:
         """All heads' weights side by side, in float64."""
@@ -288,6 +324,10 @@ class Attention(Map):
 
     def on(self, measure: Measure) -> "AtomAttention":
         """Attention to atoms: `log a_j` joins the logits of atom j, masks by positions (docs/explanation/meanfield.md §5.1)."""
+        if self.kind != Softmax():
+            raise BadInputError(
+                f"expected softmax attention for a measure, got {self.kind!r}; what it is on measures is not settled here"
+            )
         for name, why in (
             ("window", "a window counts tokens, which a measure does not have"),
             ("bias", "a bias belongs to places in a sequence"),
@@ -303,7 +343,7 @@ class Attention(Map):
         return AtomAttention(self, Scores(self.scale, self.softcap, Mask(bias=bias, ends=ends)))
 
     def _scores(self) -> Scores:
-        return Scores(self.scale, self.softcap, Mask(self.causal, self.window, self.attention_mask, self.bias))
+        return Scores(self.scale, self.softcap, Mask(self.causal, self.window, self.attention_mask, self.bias), self.kind)
 
     def value(self, x):
         return self._value(x, self._scores())
@@ -347,11 +387,11 @@ class Attention(Map):
         return t if self.b_o is None else t + self.b_o
 
     def project(self, x: Tensor, with_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (…, n, d) → queries, keys, values (…, heads, n, head width)."""
-        parts = []
+        """Tokens (…, n, d) → queries, keys, values (…, heads, n, head width), where a head has parts each by itself."""
+        parts, cut = [], self.kind.parts
         for weight, bias, heads in (
-            (self.w_q, self.b_q, self.heads),
-            (self.w_k, self.b_k, self.kv_heads),
+            (self.w_q, self.b_q, self.heads * cut),
+            (self.w_k, self.b_k, self.kv_heads * cut),
             (self.w_v, self.b_v, self.kv_heads),
         ):
             t = x if weight is None else x @ weight.mT

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError
-from howsmooth.kernels import SoftmaxAttention
+from howsmooth.kernels import AttentionKernel
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps.operator import Operator, drawn, inner, over_heads, stream
 from howsmooth.maps.rounding import attention_rounding, norm_rounding
@@ -31,9 +31,9 @@ _TOKENS = 512  # random ones on which the error of projections is measured
 
 @final
 class AttentionJacobian(Operator):
-    """`D_x f = Wₒ ∘ concat ∘ D(softmax attention) ∘ turn ∘ D(norms) ∘ project`.
+    """`D_x f = Wₒ ∘ concat ∘ D(attention) ∘ turn ∘ D(norms) ∘ project`.
 
-    layer: the weights, in the precision of the tokens.  kernel: softmax attention at their queries, keys and values.
+    layer: the weights, in the precision of the tokens.  kernel: attention at their queries, keys and values.
     q_slope, k_slope: Jacobians of the norms of queries and keys, where the layer has them, on (heads, n, head width), or on
     (n, all heads) where a norm goes over all of them.
     tokens: (batch, n, d), where it is taken, for those who ask what rounding took from queries, keys and values.
@@ -43,7 +43,7 @@ class AttentionJacobian(Operator):
     def __init__(
         self,
         layer: "Attention",
-        kernel: SoftmaxAttention,
+        kernel: AttentionKernel,
         q_slope: "NormJacobian | None" = None,
         k_slope: "NormJacobian | None" = None,
         tokens: Tensor | None = None,
@@ -91,7 +91,7 @@ class AttentionJacobian(Operator):
         """The same Jacobian on a kernel whose weights are within reach."""
         return self._with(self.kernel.tiled())
 
-    def _with(self, kernel: SoftmaxAttention) -> "AttentionJacobian":
+    def _with(self, kernel: AttentionKernel) -> "AttentionJacobian":
         return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, self.tokens)
 
     def vectors(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

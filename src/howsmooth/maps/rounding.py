@@ -22,11 +22,11 @@ _LIBRARY = 4  # units in the last place by which exp, tanh and a square root may
 def attention_rounding(J: "AttentionJacobian") -> Rounding | None:
     """Of an attention layer on tiles of weights; nothing for fused kernels, whose sums are not plain floating point.
 
-    Nothing either for a norm over all heads, of which it is not derived.
+    Nothing either for a norm over all heads or for kinds other than softmax, of which it is not derived.
     """
     layer, kernel = J.layer, J.kernel
     slopes = J.q_slope, J.k_slope
-    if not isinstance(kernel, Tiled) or J.tokens is None or layer.coupled:
+    if not isinstance(kernel, Tiled) or not kernel.scores.softmax or J.tokens is None or layer.coupled:
         return None
     _, heads, n, m = kernel.shape
     a, c, group = layer.head_width, kernel.v.shape[-1], heads // layer.kv_heads

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import SoftmaxAttention
+from howsmooth.kernels import AttentionKernel
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.models.closed import ClosedForms, as_attention
 from howsmooth.models.cut import Cut, CutJacobian
@@ -271,7 +271,7 @@ class Capture:
         estimate: Estimate,
         image: Tensor,
         output: Tensor | None,
-        kernels: Sequence[SoftmaxAttention],
+        kernels: Sequence[AttentionKernel],
         heads: tuple[Estimate, ...],
     ) -> Measurement:
         lengths = (asked.factor * cut.start.double()).norm(dim=-1)
@@ -319,7 +319,7 @@ class _Asked:
     steps: int | None = None
 
 
-def _received(kernels: Sequence[SoftmaxAttention], n: int, real: Tensor | None) -> tuple[float, ...] | None:
+def _received(kernels: Sequence[AttentionKernel], n: int, real: Tensor | None) -> tuple[float, ...] | None:
     """Attention per token, where one attention call over all tokens is measured."""
     if len(kernels) != 1:
         return None

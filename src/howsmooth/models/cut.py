@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadFunctionError, BadInputError
-from howsmooth.kernels import SoftmaxAttention, attention_and_kernel
+from howsmooth.kernels import AttentionKernel, attention_and_kernel
 from howsmooth.kernels.base import FINER, Precision
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
@@ -127,9 +127,9 @@ class Cut(Map):
                 raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
             raise
 
-    def run(self, tokens: Tensor) -> tuple[Tensor, list[SoftmaxAttention]]:
+    def run(self, tokens: Tensor) -> tuple[Tensor, list[AttentionKernel]]:
         """The map at tokens (n, d), and the attention calls on the way."""
-        kernels: list[SoftmaxAttention] = []
+        kernels: list[AttentionKernel] = []
         inside = self.name not in ("cross", "context")  # what a block does before its cross-attention is no part of those
 
         def on_call(call: Call) -> Tensor:
@@ -220,7 +220,7 @@ class CutJacobian(Operator):
         return self._graph.output
 
     @property
-    def kernels(self) -> list[SoftmaxAttention]:
+    def kernels(self) -> list[AttentionKernel]:
         """The attention calls on the way."""
         return self._made.get()[1]
 
@@ -329,13 +329,13 @@ class _Made:
     def __init__(self, cut: Cut, x: Float[Tensor, "1 n d"]):
         self._cut, self._x = cut, x
         self.trusted = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come: checked as it is made
-        self.graph: tuple[AutodiffJacobian, list[SoftmaxAttention]] | None = None
+        self.graph: tuple[AutodiffJacobian, list[AttentionKernel]] | None = None
         self.routed = False
 
     @float32_products()
-    def get(self) -> tuple[AutodiffJacobian, list[SoftmaxAttention]]:
+    def get(self) -> tuple[AutodiffJacobian, list[AttentionKernel]]:
         if self.graph is None:
-            cut, kernels, choices = self._cut, list[SoftmaxAttention](), _Choices()
+            cut, kernels, choices = self._cut, list[AttentionKernel](), _Choices()
 
             def f(t: Tensor) -> Tensor:  # knows nothing of what holds it, so that all goes when that does
                 with choices:

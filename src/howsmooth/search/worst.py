@@ -1,7 +1,7 @@
 """How bad can it get? The worst tokens found in a set, beside what theory allows there."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds import Softmax
 from howsmooth.maps import Attention, Map
 from howsmooth.search.ascent import Climb, ascend
 from howsmooth.search.families import check_layer, ranked
@@ -163,7 +164,9 @@ def _starts(
         return z, ["the input itself"] + [f"random start {i}" for i in range(restarts - 1)], 0
     designed, labels = torch.empty(0, n, d, dtype=torch.float64), []
     if isinstance(f, Attention):
-        candidates = ranked(f, n, space)[: max(restarts // 4, min(4, restarts))]
+        # configurations are of softmax with the same logits; for another kind they are places to start from
+        twin = f if f.kind == Softmax() else replace(f, kind=Softmax())
+        candidates = ranked(twin, n, space)[: max(restarts // 4, min(4, restarts))]
         designed = torch.stack([c.place(n) for c in candidates]).cpu()
         labels = [str(c) for c in candidates]
     shaken = designed[: max(0, restarts - 2 * len(designed))]

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds import Softmax
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian, Operator
 from howsmooth.models import FallbackWarning
@@ -54,7 +55,7 @@ def measure_influence(reader: Reader, part: dict[str, Any], lengths: list[int]) 
     for n in sorted({n for n in lengths if n <= _LONGEST}, reverse=True):
         captured = replace(one, n=n).capture(reader)
         attn = captured.closed(layer) if one.map == "attention" else None
-        if attn is not None and _is_of_heads(attn) and _work(attn, n) <= _WORK:
+        if attn is not None and _is_plain(attn) and _work(attn, n) <= _WORK:
             jacobian = linear(attn, captured.tokens(layer))
             assert isinstance(jacobian, AttentionJacobian)
             norms, accuracy = exact(jacobian), 0.0
@@ -72,9 +73,9 @@ def measure_influence(reader: Reader, part: dict[str, Any], lengths: list[int]) 
     return []
 
 
-def _is_of_heads(attn: Attention) -> bool:
-    """Whether norms of queries and keys, where there are any, are of one head each."""
-    return all(norm is None or norm.width == attn.head_width for norm in (attn.q_norm, attn.k_norm))
+def _is_plain(attn: Attention) -> bool:
+    """Whether weights are softmax's, and norms of queries and keys, where there are any, of one head each."""
+    return attn.kind == Softmax() and all(norm is None or norm.width == attn.head_width for norm in (attn.q_norm, attn.k_norm))
 
 
 def _work(attn: Attention, n: int) -> float:
@@ -106,10 +107,12 @@ def probed(operator: Operator, seed: int = 0, probes: int = _PROBES) -> Float[Te
 @torch.no_grad()
 def exact(operator: AttentionJacobian) -> Float[Tensor, "n n"]:
     """`‖J_ij‖` of attention at one input, in float64 but for the diagonal."""
-    layer, kernel = operator.layer, operator.kernel.tiled()
-    if operator.batch != 1 or not _is_of_heads(layer):
-        raise BadInputError("expected attention at one input with norms of single heads, got another; take random probes")
-    w = layer.by_head()
+    layer = operator.layer
+    if operator.batch != 1 or not _is_plain(layer):
+        raise BadInputError(
+            "expected softmax attention at one input with norms of single heads, got another; take random probes"
+        )
+    w, kernel = layer.by_head(), operator.kernel.tiled()
     P, Q = _weights(kernel, layer.scale)
     centre = kernel.v.double().mean(1, keepdim=True)  # only differences of values enter
     v, o, q = kernel.v.double() - centre, kernel.o.double() - centre, kernel.q.double()

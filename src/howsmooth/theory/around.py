@@ -22,6 +22,7 @@ from howsmooth.theory.ball import LARGEST, rows_over_ball
 from howsmooth.theory.bound import TINY, largest_entry, lengths, no_nan
 from howsmooth.theory.constants import Constants, constants
 from howsmooth.theory.point import one_sequence
+from howsmooth.theory.softmax_only import check_softmax
 
 _MOST = 2**26  # attention weights: about twenty arrays of so many numbers are held at once
 _FAR = 2.0  # change of the Jacobian, in units of its norm, past which no pair is worth treating apart
@@ -136,6 +137,7 @@ class AroundAttention:
         delta: float = 1e-6,
         seed: int = 0,
     ):
+        check_softmax(layer.kind, "a bound around an input")
         # biases of values and outputs move nothing, and what they hide in rounding is not lost without them
         layer = layer.to(x.device, torch.float64)
         by_v, by_o = (1.0 if w is None else _power_of_two(largest_entry(w)) for w in (layer.w_v, layer.w_o))

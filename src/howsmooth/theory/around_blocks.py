@@ -21,6 +21,7 @@ from howsmooth.maps.graph import Graph, Node, graph_of
 from howsmooth.theory.around import Around, Neighbourhood, around_attention
 from howsmooth.theory.around_norms import SAME_ROWS, Certified
 from howsmooth.theory.around_pieces import norm_change, norm_ratios, norm_remainder, norm_slope
+from howsmooth.theory.softmax_only import check_softmax
 
 _UP = 1 + 1e-9
 
@@ -78,6 +79,9 @@ def check_structure(f: object, x: Tensor) -> Graph:
             f"expected a layer, a norm or a composition of them for a bound around an input, got {type(f).__name__}; "
             "load(module).measure(within=r) knows blocks of models, worst_case(f, over=BallAround(x, r)) searches near x"
         )
+    for node in graph.nodes:
+        if isinstance(node.opaque, Attention):
+            check_softmax(node.opaque.kind, "a bound around an input")
     return graph
 
 

@@ -14,6 +14,7 @@ from howsmooth.maps.graph import Graph, Node
 from howsmooth.maps.operator import Operator, Restricted
 from howsmooth.spectral import DenseSVD, GolubKahan
 from howsmooth.theory.around import AroundAttention
+from howsmooth.theory.softmax_only import check_softmax
 
 _UP = 1 + 1e-9
 _DENSE = 256  # rows and columns up to which a derivative is decomposed
@@ -199,6 +200,8 @@ class Certified:
 
 def check_known(node: Node) -> None:
     """Refuse what no bound here is made for."""
+    if isinstance(node.opaque, Attention):
+        check_softmax(node.opaque.kind, "a bound around an input")
     known = node.kind in ("norm", "product") or (node.kind == "pointwise" and node.scalar is not None)
     if not known and not (node.kind == "opaque" and isinstance(node.opaque, Attention)):
         raise BadFunctionError(

@@ -18,7 +18,8 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
 
     Rows that do not apply say why. Rows marked mean field are of measures: the upper ones hold for every number of tokens,
     the lower ones (B5, B16) are reached once there are enough of them, about `e^{2‖A‖R²}`. Statements and proofs:
-    docs/explanation/bounds.md, of other kinds than softmax docs/explanation/kinds.md, whose rows come last. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
+    docs/explanation/bounds.md; of other kinds than softmax, whose rows come last, docs/explanation/kinds.md. With a LayerNorm
+    or RMSNorm in front, `radius = norm_radius(norm)`.
 
     >>> import torch
     >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))

@@ -21,6 +21,7 @@ from howsmooth.spectral import DenseSVD, GolubKahan
 from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan, spectral_norm
 from howsmooth.theory.heads import lost, query_slopes
 from howsmooth.theory.perron import inverse_rows
+from howsmooth.theory.softmax_only import check_softmax
 
 _FEATURES = 2**23  # products of values and keys kept at once
 _DENSE = 256  # widths up to which every block is decomposed
@@ -122,6 +123,7 @@ def block_sizes(operator: Operator) -> BlockSizes:
 
 def _attention(operator: Operator) -> AttentionJacobian:
     if isinstance(operator, AttentionJacobian):
+        check_softmax(operator.layer.kind, "splitting a token")
         return operator
     raise BadInputError(
         f"expected the Jacobian of a map of this package, got {type(operator).__name__}; pass a function instead"

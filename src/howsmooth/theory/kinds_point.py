@@ -47,7 +47,7 @@ class Head(NamedTuple):
 @torch.no_grad()
 def point_of_kind(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     """The rows at an input for a layer of any kind: what is published for it, and D7."""
-    attn, x = attn.to(torch.float64), x.double()
+    attn, x = attn.to("cpu", torch.float64), x.detach().to("cpu", torch.float64)
     rows = [ramapuram2024.at_point(constants(attn), x)] if isinstance(attn.kind, Sigmoid) else []
     reason = f"for up to {_TOKENS} tokens, the input has {len(x)}" if len(x) > _TOKENS else None
     statement = "min(Σ_h ‖N_h‖, ‖W_o‖(Σ_h ‖N_h′‖²)^½), N the matrix of bounds on the norms of the blocks, after and before W_o"

@@ -14,8 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, least_of, lengths, log_add, log_of
-from howsmooth.theory.castin2024 import not_bilinear, not_softmax
+from howsmooth.theory.castin2024 import not_bilinear
 from howsmooth.theory.constants import Constants
+from howsmooth.theory.softmax_only import not_softmax
 
 SOURCE = "howsmooth, docs/explanation/bounds.md"
 _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and keys allowed"
@@ -24,7 +25,7 @@ _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and k
 def tokens(layer: Constants, n: int, radius: float) -> Bound:
     """B7: no column of `P` sums to more than the number of queries that see it (Corollary 3.5)."""
     statement = "Lip ≤ ‖V‖[√N(1 + ‖A‖²R⁴)^½ + ‖A‖R²], N = n, or what a window lets see a token"
-    reason = not_softmax(layer.layer) or layer.unbounded(radius)
+    reason = not_softmax(layer.layer.kind, sink=True) or layer.unbounded(radius)
     answer = reason or _by_columns(layer, radius, lambda h: math.log(seen_by(layer, n)))
     return at_most("B7", "√n, sharper", statement, f"{SOURCE} Corollary 3.5", f"every mask; {_LAYER}", answer)
 
@@ -39,7 +40,7 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
         (layer.layer.causal, "for attention that is not causal"),
         (windowed and layer.layer.attention_mask is not None, "not proved for a window over padded sequences; see B7"),
     )
-    reason = not_softmax(layer.layer) or reason or layer.unbounded(radius) or (_hidden_keys(layer) if n is None else None)
+    reason = not_softmax(layer.layer.kind, sink=True) or reason or layer.unbounded(radius) or (_hidden_keys(layer) if n is None else None)
     answer = reason or _by_columns(layer, radius, lambda h: log_received(layer, n, layer.log_spread(h, radius)))
     columns = "e^{‖A‖R²}" if n is None else "min(√n, e^{‖A‖R²})"
     statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²]"
@@ -50,7 +51,7 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
 def causal(layer: Constants, n: int, radius: float) -> Bound:
     """B9: under a causal mask `P_ij ≤ E/i`, which bounds the sums of columns (Corollary 3.7)."""
     statement = "Lip ≤ ‖V‖[(E(1 + log⁺(n/E)))^½(1 + ‖A‖²R⁴)^½ + ‖A‖R²], E = e^{2‖A‖R²}; a window w puts min(n, w) for n"
-    reason = not_softmax(layer.layer) or (layer.unbounded(radius) if layer.layer.causal else "for causal attention")
+    reason = not_softmax(layer.layer.kind, sink=True) or (layer.unbounded(radius) if layer.layer.causal else "for causal attention")
     answer = reason or _by_columns(layer, radius, lambda h: log_received(layer, n, layer.log_spread(h, radius)))
     return at_most("B9", "causal", statement, f"{SOURCE} Corollary 3.7", f"causal; {_LAYER}", answer)
 
@@ -63,7 +64,7 @@ def causal_mean_field(layer: Constants, radius: float) -> Bound:
 
     statement = "Lip ≤ ‖V‖[min_s (E^{1+s}/(s(1−s)))^½(1 + 2^s‖A‖R²) + ‖A‖R²], E = e^{2‖A‖R²}, any number of tokens"
     source, assumes = f"{SOURCE} Theorem 3.8", f"causal, no window; {_LAYER}"
-    reason = not_softmax(layer.layer) or _causal_mean_field(layer) or layer.unbounded(radius)
+    reason = not_softmax(layer.layer.kind, sink=True) or _causal_mean_field(layer) or layer.unbounded(radius)
     answer = reason or _by_heads(layer, radius, first_term)
     return at_most("B10", "causal mean field", statement, source, assumes, answer, mean_field=True)
 
@@ -73,7 +74,7 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `Λ` is `a/4` for `A ⪰ 0`, `2a` for `A = −aI`, in between otherwise. `n=None` for the mean-field form.
     """
-    reason = not_softmax(layer.layer) or first_reason(
+    reason = not_softmax(layer.layer.kind, sink=True) or first_reason(
         (layer.layer.causal, "for attention that is not causal"),
         (_windowed(layer, n), "not proved for a window; see B8"),
     )
@@ -92,7 +93,7 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `n=None` for the mean-field form.
     """
-    reason = not_softmax(layer.layer, sink=False) or (_causal_mean_field(layer) if n is None else None)
+    reason = not_softmax(layer.layer.kind) or (_causal_mean_field(layer) if n is None else None)
     reason = reason or first_reason(
         (not layer.layer.causal, "for causal attention"),
         (layer.layer.window is not None, "not proved for a window; see B9"),
@@ -122,7 +123,7 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
     the attention `x` pays to the tokens at `y`. `n=None` for measures, or for causal sequences of any length.
     """
     attn = layer.layer
-    reason = not_softmax(attn, sink=False) or first_reason(
+    reason = not_softmax(attn.kind) or first_reason(
         (layer.heads > 1, f"proved for one head, the layer has {layer.heads}"),
         (attn.window is not None, "not proved for a window"),
         (attn.softcap is not None, "not proved for soft-capped logits"),

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.theory.bound import Bound, at_most, first_reason, log_of, product_norm, slack, spectral_norm
-from howsmooth.theory.castin2024 import not_bilinear, not_softmax
+from howsmooth.theory.castin2024 import not_bilinear
 from howsmooth.theory.heads import lost, rounding
 from howsmooth.theory.perron import weights_norm
+from howsmooth.theory.softmax_only import not_softmax
 
 
 @torch.no_grad()
@@ -25,7 +26,7 @@ def yudin_bound(attn: Attention, x: Float[Tensor, "n d"]) -> Bound:
     )
     statement = "‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i p₍₁₎(1 − p₍₁₎ + p₍₂₎))"
     assumes = "one head, q = W_q x and k = W_k x without biases, no soft-cap; A = τ W_kᵀ W_q, V = W_o W_v"
-    answer = not_softmax(attn, sink=False) or reason or not_bilinear(attn) or log_of(_value(attn, x.double()))
+    answer = not_softmax(attn.kind) or reason or not_bilinear(attn) or log_of(_value(attn, x.double()))
     return at_most("D2", "Yudin et al. at a point", statement, "Yudin et al. 2025, arXiv 2507.07814", assumes, answer)
 
 

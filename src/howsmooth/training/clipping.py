@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds import Softmax
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.maps.base import check_finite, check_tokens
 from howsmooth.models import Capture, Model
@@ -100,6 +101,10 @@ def clip_(
             raise BadInputError(f"expected tokens (n, d) as a tensor, got {type(x).__name__}; pass what enters the layer")
         check_tokens(x)
         check_finite(x, "tokens")
+        if not isinstance(layer.kind, Softmax):
+            raise BadInputError(
+                f"expected softmax attention to clip, got {layer.kind!r}; how its logits and values scale is not settled here"
+            )
         return Clipped(quantity, target, tuple(_clip(_Own(layer, x, 0), asked)))
     if not isinstance(layer, nn.Module | Model):
         raise BadInputError(f"expected an Attention or a model, got {type(layer).__name__}; pass one of them")
@@ -326,7 +331,7 @@ def _measure(head: Attention, x: Tensor, quantity: Quantity) -> float:
         return solve(head, x, Options(tol=1e-4)).estimate.value
     operator = head.linearize(x[None])[1]
     assert isinstance(operator, AttentionJacobian)
-    return float(operator.kernel.tiled().largest.max())
+    return operator.kernel.logit_range()[1]
 
 
 def _factor(forms: list[tuple[Attention, Tensor]], asked: _Asked, head: int, aim: float) -> float:

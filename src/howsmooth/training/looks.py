@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.kernels import SoftmaxAttention
+from howsmooth.kernels import AttentionKernel
 
 
 @torch.no_grad()
-def look(kernel: SoftmaxAttention, real: Tensor | None, times: int) -> tuple[Tensor, Tensor, Tensor]:
+def look(kernel: AttentionKernel, real: Tensor | None, times: int) -> tuple[Tensor, Tensor, Tensor]:
     """Largest logits by head, mean entropy of the rows, and the largest share of all attention that one token gets.
 
     With `P̂ = z P`: `H = −Σ P log P = log z − Σ P̂ log P̂ / z`.  times: how often each row of the probe is there.

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import Scores, SoftmaxAttention, attend, attention_and_kernel, plain_attention
+from howsmooth.kernels import AttentionKernel, Scores, attend, attention_and_kernel, plain_attention
 from howsmooth.kernels.products import float32_products
 from howsmooth.models import Model
 from howsmooth.models.cut import Cut
@@ -48,7 +48,7 @@ class Seen:
     image: Tensor
     pulled: Tensor
     value: Tensor
-    kernels: list[SoftmaxAttention] = field(default_factory=list)
+    kernels: list[AttentionKernel] = field(default_factory=list)
 
 
 @final
@@ -186,7 +186,7 @@ class _Run:
         self.calls: dict[nn.Module, int] = {}  # of blocks so far
         self.within: dict[nn.Module, int] = {}  # of attention modules since their block began
         self.within_entry: Route | None = None  # whose first module is still running
-        self.active: tuple[Route, Tensor, Tensor, list[SoftmaxAttention], ExitStack, torch.dtype] | None = None
+        self.active: tuple[Route, Tensor, Tensor, list[AttentionKernel], ExitStack, torch.dtype] | None = None
 
     def seen(self) -> dict[int, Seen]:
         passes, module = self.passes, self.passes.model.module

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.base import FINER, Keys, Outputs, Precision, Queries, Scores, SoftmaxAttention, Values
+from howsmooth.kernels.base import FINER, AttentionKernel, Keys, Outputs, Precision, Queries, Scores, Values
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.tiled import Blocked
 from howsmooth.kernels.triton import blocks, forward, jvp, operands, received, vjp
@@ -34,7 +34,7 @@ def interpreted() -> bool:
 
 
 @final
-class Fused(SoftmaxAttention):
+class Fused(AttentionKernel):
     """Softmax attention whose weights never leave the chip.
 
     precision: `half`, one product of half-precision operands, which have as many bits as tf32's; `mixed`, logits in three

@@ -1,0 +1,193 @@
+"""What a kind of attention is: how logits come from queries and keys, how weights come from logits, the products of both."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.kernels.masks import Mask
+
+if TYPE_CHECKING:
+    from howsmooth.kernels.base import Scores
+
+Logits = Float[Tensor, "batch heads n m"]
+Seen = Bool[Tensor, "*batch n m"]
+Tile = Float[Tensor, "g rows cols"]
+
+
+class Vectors(NamedTuple):
+    """What logits and outputs are made of, or directions along it. offset: of every key, added to its logits."""
+
+    q: Float[Tensor, "*probes batch heads n d"]
+    k: Float[Tensor, "*probes batch kv_heads m d"]
+    v: Float[Tensor, "*probes batch kv_heads m d_v"]
+    offset: Float[Tensor, "*probes batch kv_heads m"] | None = None
+
+
+class Entry(ABC):
+    """A map of queries, keys and values token by token, at one place: what it gives there, and its two products.
+
+    Made of out-of-place operations of torch, so that autograd goes through `vectors`.
+    vectors: what it gives.  roundings: units in the last place that it adds to what comes after it.
+    """
+
+    vectors: Vectors
+    roundings: float = 0.0
+    below: Float[Tensor, "batch heads n"] | None = None  # what was left out of all logits of a query
+
+    @abstractmethod
+    def push(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Vectors:
+        """The derivative along `dq, dk, dv`, which may have an axis of probes in front."""
+
+    @abstractmethod
+    def pull(self, g: Vectors) -> tuple[Tensor, Tensor, Tensor]:
+        """The transpose of `push`."""
+
+
+class Exit(ABC):
+    """A map of the outputs of a kernel at one place, as `Entry` is one of its inputs."""
+
+    output: Float[Tensor, "batch heads n d_v"]
+    roundings: float = 0.0
+
+    @abstractmethod
+    def push(self, do: Tensor) -> Tensor:
+        """The derivative along `do`."""
+
+    @abstractmethod
+    def pull(self, g: Tensor) -> Tensor:
+        """The transpose of `push`."""
+
+    @abstractmethod
+    def signs(self, heads: int) -> Float[Tensor, " heads"]:
+        """What the weights of each head of the kernel are multiplied by before they are added up."""
+
+
+class Kind(ABC):
+    """A kind of attention, `o = P v` with its own weights `P`.
+
+    parts: into how many heads of their own the queries and keys of a head are cut.
+    maps: whether something is done to the vectors before logits are made.
+    lacks: settings of a layer that it has no form for, with the reason.
+    """
+
+    parts: ClassVar[int] = 1
+    maps: ClassVar[bool] = False
+    lacks: ClassVar[dict[str, str]] = {}
+
+    def check(self, softcap: float | None, mask: Mask) -> None:
+        """Refuse a soft-cap or a mask that there is no form for."""
+        for name, why in self.lacks.items():
+            given = softcap if name == "softcap" else getattr(mask, name)
+            if given is not None and given is not False:
+                raise BadInputError(f"expected {type(self).__name__} attention without {_SAID[name]}, got one; {why}")
+
+    def check_layer(self, heads: int, scale: float) -> None:
+        """Refuse a number of heads or a scale that does not fit."""
+        return None
+
+    def check_tokens(self, n: int, m: int) -> None:
+        """Refuse numbers of queries and keys that there is no form for."""
+        return None
+
+    def scale(self, width: int) -> float:
+        """What logits are multiplied by where nothing else is said, for queries of that width."""
+        return width**-0.5
+
+    def to(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
+        """The same kind with its tensors elsewhere or in another precision."""
+        return self
+
+    def head(self, index: int) -> Self:
+        """The same kind for one head alone."""
+        return self
+
+    def enter(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Entry | None:
+        """What is done to queries, keys and values first."""
+        return None
+
+    def leave(self, o: Tensor) -> Exit | None:
+        """What is done to the outputs last."""
+        return None
+
+    def inner(self, scores: "Scores") -> "Scores":
+        """The scores of the kernel between `enter` and `leave`."""
+        return scores
+
+    @abstractmethod
+    def weigh(self, s: Logits, seen: Seen, slack: Float[Tensor, "batch heads n 1"]) -> Logits:
+        """Weights from finite logits, in out-of-place operations of torch; zero where a key is not seen.
+
+        slack: of the logits in each row, the part that rounding may have made.
+        """
+
+    def __repr__(self) -> str:
+        said = []
+        for f in fields(self):  # pyright: ignore[reportArgumentType]  every kind is a dataclass
+            value = getattr(self, f.name)
+            if f.default is MISSING or (value is not f.default and not _same(value, f.default)):
+                said.append(f"{f.name}={_shown(value)}")
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+_SAID = {
+    "softcap": "a soft-cap",
+    "causal": "a causal mask",
+    "window": "a window",
+    "bias": "a bias on its logits",
+    "ends": "a mask by positions",
+}
+
+
+def _shown(value: Any) -> str:
+    return f"{len(value)} numbers" if isinstance(value, Tensor) else repr(value)
+
+
+def _same(value: Any, default: Any) -> bool:
+    return not isinstance(value, Tensor) and value == default
+
+
+class Pointwise(Kind):
+    """A kind whose weights `P̂` are a function of a logit and of one number of its row, divided by their row sums or not.
+
+    divided: `P = P̂/z` with `z` the row sums of `P̂`; else `P = P̂`.  flat: weights do not move with the logits.
+    grows: a unit in a logit moves a weight by a share of it, so rounding of the logits counts.
+    """
+
+    divided: ClassVar[bool] = True
+    flat: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
+
+    def shift(self, mask: Mask, m: int) -> float | Float[Tensor, " batch"] | None:
+        """A number added to every logit of an item of the batch, after soft-cap and bias."""
+        return None
+
+    def start(self, rows: Float[Tensor, "batch heads n"]) -> Float[Tensor, "batch heads n"] | None:
+        """A logit that every row has seen before its first key. rows: of that shape."""
+        return None
+
+    def statistic(
+        self,
+        tiles: Iterable[tuple[slice, slice, Tile]],
+        rows: Float[Tensor, "g n"],
+        slack: Callable[[], Float[Tensor, "g n 1"]],
+    ) -> Float[Tensor, "g n"]:
+        """The number of each row, from all tiles of logits: heads, rows and entries, `−inf` where hidden.
+
+        rows: to start at, written over.  slack: how far rounding may move a logit of each row.
+        """
+        return rows.zero_()
+
+    @abstractmethod
+    def tile(self, s: Tile, row: Float[Tensor, "g rows 1"], cap: Tile | None) -> tuple[Tile, Tile]:
+        """`P̂` and its derivative in the logits, from a tile of logits and the slope of the soft-cap; may write over both."""
+
+
+def hidden_as(weights: Tensor, seen: Tensor) -> Tensor:
+    """Weights with zeros where a key is not seen."""
+    return weights.masked_fill(~seen, 0.0)

@@ -1,0 +1,224 @@
+"""Kinds whose weights come from one logit and one number of its row: softmax, sigmoid, products of features, the top few."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds.kind import Entry, Pointwise, Vectors, hidden_as
+from howsmooth.kernels.tensors import check_tensor
+from howsmooth.settings import choice, flag, number, whole
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Softmax(Pointwise):
+    """`P_ij = exp(s_ij) / (exp(sink) + Σ_j exp(s_ij))`, the sum over what query i sees; without a sink, softmax.
+
+    sink: (heads,), a logit of every head that takes weight and gives no value (gpt-oss; Xiao et al. 2023).
+
+    >>> Softmax(), Softmax(torch.zeros(2))
+    (Softmax(), Softmax(sink=2 numbers))
+    """
+
+    sink: Float[Tensor, " heads"] | None = None
+
+    def __post_init__(self):
+        if self.sink is not None:
+            check_tensor(self.sink, "sink", ("heads",), "give one number per head")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Softmax) or self.sink is None or other.sink is None:
+            return isinstance(other, Softmax) and self.sink is other.sink
+        return self.sink.shape == other.sink.shape and bool((self.sink.cpu() == other.sink.cpu()).all())
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def check_layer(self, heads, scale):
+        if self.sink is not None and len(self.sink) != heads:
+            raise BadInputError(
+                f"expected a sink of {heads} numbers, one per head, got {len(self.sink)}; take it from the layer it belongs to"
+            )
+
+    def to(self, device, dtype):
+        sink = None if self.sink is None else self.sink.to(device, dtype)
+        return self if sink is self.sink else Softmax(sink)
+
+    def head(self, index):
+        return self if self.sink is None else Softmax(self.sink[index : index + 1])
+
+    def weigh(self, s, seen, slack):
+        if self.sink is not None:
+            sink = self.sink.to(s)[:, None, None].expand(*s.shape[:-1], 1)
+            return torch.softmax(torch.cat([s.masked_fill(~seen, -torch.inf), sink], -1), -1)[..., :-1]
+        lost = ~seen.any(-1, keepdim=True)
+        return hidden_as(torch.softmax(s.masked_fill(~seen, -torch.inf).masked_fill(lost, 0.0), -1), ~lost)
+
+    def start(self, rows):
+        return None if self.sink is None else self.sink.to(rows)[:, None].expand(rows.shape)
+
+    def statistic(self, tiles, rows, slack):
+        for heads, at, s in tiles:
+            torch.maximum(rows[heads, at], s.amax(-1), out=rows[heads, at])
+        return rows.masked_fill_(rows == -torch.inf, 0.0)
+
+    def tile(self, s, row, cap):
+        weights = s.sub_(row).exp_()
+        return weights, weights if cap is None else cap.mul_(weights)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Sigmoid(Pointwise):
+    """`P_ij = σ(s_ij + b)` (Ramapuram et al. 2024): rows do not sum to one.
+
+    bias: `b`; by default `−log n`, `n` the number of real keys of the sequence, whatever a causal mask or a window hides.
+
+    >>> Sigmoid(), Sigmoid(bias=-3.0)
+    (Sigmoid(), Sigmoid(bias=-3.0))
+    """
+
+    divided: ClassVar[bool] = False
+    bias: float | None = None
+
+    def __post_init__(self):
+        if self.bias is not None:
+            bias = number(self.bias, "a finite bias of Sigmoid", "leave it out for −log n")
+            object.__setattr__(self, "bias", bias)
+
+    def shift(self, mask, m):
+        if self.bias is not None:
+            return self.bias
+        return -math.log(m) if mask.keys is None else -mask.keys.sum(-1).clamp_min(1).double().log()
+
+    def weigh(self, s, seen, slack):
+        return hidden_as(torch.sigmoid(s), seen)
+
+    def tile(self, s, row, cap):
+        weights = s.sigmoid_()
+        slope = torch.addcmul(weights, weights, weights, value=-1)
+        return weights, slope if cap is None else slope.mul_(cap)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Hard(Pointwise):
+    """Equal weights on the keys whose logits are the `top` largest of their row: softmax's limit for large logits.
+
+    Keys that tie with the last of them all get in, up to rounding, so that no order of the tokens matters. Weights are
+    constant between ties, so the derivative goes through the values alone; at a tie the map jumps, and the derivative is that
+    of the weights it has there.
+
+    >>> Hard(), Hard(top=4)
+    (Hard(), Hard(top=4))
+    """
+
+    flat: ClassVar[bool] = True
+    grows: ClassVar[bool] = False
+    top: int = 1
+
+    def __post_init__(self):
+        top = whole(self.top, "a whole number of keys for Hard, at least 1", "top=1 takes the largest logit", least=1)
+        object.__setattr__(self, "top", top)
+
+    def weigh(self, s, seen, slack):
+        s = s.detach().masked_fill(~seen, -torch.inf)
+        last = s.topk(min(self.top, s.shape[-1]), -1).values[..., -1:]
+        chosen = hidden_as((s >= last - slack).to(s.dtype), seen)
+        return chosen / chosen.sum(-1, keepdim=True).clamp_min(1.0)
+
+    def statistic(self, tiles, rows, slack):
+        best = rows.new_full((*rows.shape, self.top), -torch.inf)
+        for heads, at, s in tiles:
+            best[heads, at] = torch.cat([best[heads, at], s], -1).topk(self.top, -1).values
+        return rows.copy_(best[..., -1] - slack()[..., 0])
+
+    def tile(self, s, row, cap):
+        chosen = ((s >= row) & (s > -torch.inf)).to(s.dtype)
+        return chosen, s.new_zeros(()).expand(s.shape)
+
+
+Features = Literal["elu", "relu"]
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Linear(Pointwise):
+    """`P_ij = φ(q_i)·φ(k_j) / Σ_j φ(q_i)·φ(k_j)` (Katharopoulos et al. 2020), in time linear in the number of tokens.
+
+    features: `φ`, "elu" for `elu(x) + 1` or "relu", entry by entry.  normalized: False leaves the sum out.
+    A query whose sum is zero, as "relu" allows, gives zero.
+
+    >>> Linear(), Linear("relu", normalized=False)
+    (Linear(), Linear(features='relu', normalized=False))
+    """
+
+    maps: ClassVar[bool] = True
+    grows: ClassVar[bool] = False
+    lacks: ClassVar[dict[str, str]] = {
+        "softcap": "its weights are products of features, there are no logits to cap",
+        "bias": "its weights are products of features, there are no logits to add to",
+    }
+    features: Features = "elu"
+    normalized: bool = True
+
+    def __post_init__(self):
+        object.__setattr__(self, "features", choice(self.features, "features of Linear", ("elu", "relu")))
+        object.__setattr__(self, "normalized", flag(self.normalized, "normalized"))
+
+    @property
+    def divided(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  one of its settings
+        return self.normalized
+
+    def scale(self, width):
+        return 1.0
+
+    def check_layer(self, heads, scale):
+        if scale != 1:
+            raise BadInputError(f"expected no scale for Linear attention, got {scale:g}; features have none, pass scale=None")
+
+    def enter(self, q, k, v, scale):
+        return _Featured(q, k, v, self.features)
+
+    def weigh(self, s, seen, slack):
+        s = hidden_as(s, seen)
+        if not self.normalized:
+            return s
+        total = s.sum(-1, keepdim=True)
+        return hidden_as(s / torch.where(total > 0, total, 1.0), total > 0)
+
+    def tile(self, s, row, cap):
+        seen = s > -torch.inf
+        return s.masked_fill_(~seen, 0.0), seen.to(s.dtype)
+
+
+class _Featured(Entry):
+    """Features of queries and keys, entry by entry."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, features: Features):
+        (q_, self._dq), (k_, self._dk) = (_features(t, features) for t in (q, k))
+        self.vectors = Vectors(q_, k_, v)
+        self._pair = q, k
+
+    @property
+    def roundings(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return 4 + sum(float(t.abs().max()) for t in self._pair)  # exp turns an error in x into a share
+
+    def push(self, dq, dk, dv):
+        return Vectors(dq * self._dq, dk * self._dk, dv)
+
+    def pull(self, g):
+        return g.q * self._dq, g.k * self._dk, g.v
+
+
+def _features(t: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+    """`φ` and its slope; that of relu at zero is zero, as torch takes it."""
+    if features == "relu":
+        return t.relu(), (t > 0).to(t.dtype)
+    low = t.clamp_max(0.0).exp()
+    return torch.where(t > 0, t + 1, low), low
