@@ -7,19 +7,19 @@ derivative is no larger than that of all tokens. Numbers such as 8.10 are those 
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Kind, Linear, Sigmoid, Sinkhorn, Softmax
-from howsmooth.maps import Attention
-from howsmooth.theory.bound import Bound, at_least, first_reason
+from howsmooth.kernels.kinds import L2, Hard
+from howsmooth.maps import Attention, AutodiffJacobian, Weighted
+from howsmooth.maps.atoms import counted
+from howsmooth.theory.bound import TINY, Bound, at_least, first_reason, spectral_norm
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.kinds_slopes import SOURCE
 
 _HEADS = 2  # whose directions are tried
 _DENSE = 128  # entries of a few points up to which the derivative is formed
 _STEPS = 12  # of power iteration past that
-_ROUNDS = 60  # pairs of normalisations for the limit of Sinkhorn; what is further says nothing
 _FAR = 1e100  # radius past which nothing is tried
 _LARGEST = 1e6  # logits past which float64 says too little of their weights
 
@@ -66,105 +66,30 @@ def best_clusters(attn: Attention, n: int, radius: float) -> tuple[float, Float[
 
 def attained(attn: Attention, points: Points, counts: Counts) -> Float[Tensor, " batch"]:
     """The constant of moving clusters as wholes, from below; zero where logits are too large to say."""
-    n = int(round(float(counts[0].sum())))
-    root = counts.sqrt()[..., None]
-
-    def moved(y: Tensor, count: Tensor) -> Tensor:
-        return counted(attn, y[None], count[None], n)[0]
-
-    fine = _fine(attn, points)
+    values, fine = points.new_zeros(len(points)), _fine(attn, points)
+    if not bool(fine.any()):
+        return values
+    points, root = points[fine], counts[fine].sqrt()[..., None]
+    jacobian = AutodiffJacobian(lambda y: counted(attn, y, counts[fine]), points, batched=True, checked=False)
+    moved = Weighted(jacobian, root, 1 / root)
     if points[0].numel() <= _DENSE:
-        jacobian = torch.func.vmap(torch.func.jacrev(moved))(points, counts)  # (batch, points, out, points, d)
-        jacobian = root[..., None, None] * jacobian / root[:, None, None]
-        J = jacobian.flatten(3).flatten(1, 2)
-        J = torch.where(J.isfinite().all(-1).all(-1)[:, None, None] & fine[:, None, None], J, 0.0)
-        return torch.linalg.matrix_norm(J, ord=2)
-    v = torch.randn(points.shape, generator=torch.Generator().manual_seed(0), dtype=points.dtype).to(points)
-
-    def forward(y: Tensor) -> Tensor:
-        return counted(attn, y, counts, n)
-
+        values[fine] = torch.where((J := moved.dense()).isfinite().all(-1).all(-1), spectral_norm(J), 0.0)
+        return values
+    v = torch.randn(points.shape, generator=torch.Generator().manual_seed(0)).to(points)
+    size = points.new_zeros(len(points))
     for _ in range(_STEPS):
-        v = v / v.flatten(1).norm(dim=-1)[:, None, None]
-        out, pull = torch.func.vjp(forward, points)
-        image = torch.func.jvp(forward, (points,), (v / root,))[1] * root
-        size = image.flatten(1).norm(dim=-1)
-        v = pull(image * root)[0] / root
-        v = torch.where(v.isfinite(), v, 0.0) + 1e-300
-    return torch.where(fine & size.isfinite(), size, 0.0)
+        v = v / v.flatten(1).norm(dim=-1).clamp_min(TINY)[:, None, None]
+        image = moved.jvp(v[None])
+        size, v = image[0].flatten(1).norm(dim=-1), moved.vjp(image)[0]
+    values[fine] = torch.where(size.isfinite(), size, 0.0)
+    return values
 
 
-def _fine(attn: Attention, points: Points) -> Float[Tensor, " batch"]:
+def _fine(attn: Attention, points: Points) -> Bool[Tensor, " batch"]:
     """Whether logits are of a size at which float64 still knows their weights."""
     q, k, _ = attn.vectors(points)
     longest = (q.norm(dim=-1).amax((-2, -1)) + k.norm(dim=-1).amax((-2, -1))).square()
     return abs(attn.scale) * longest < _LARGEST
-
-
-def counted(attn: Attention, x: Points, counts: Counts, n: int) -> Float[Tensor, "batch points d_out"]:
-    """The layer's outputs at clusters of that many equal tokens, as a function of where they are, for autodiff."""
-    q, k, v = attn.vectors(x)
-    kind, log_count = attn.kind, counts.log()[:, None, None]
-    k = k.unflatten(1, (attn.kv_heads, -1)).repeat_interleave(attn.heads // attn.kv_heads, 1).flatten(1, 2)
-    if isinstance(kind, Cosine):
-        q, k = (t / (t.square().sum(-1, keepdim=True) + kind.epsilon).sqrt() for t in (q, k))
-        v = kind.factor * (v / (v.square().sum(-1, keepdim=True) + kind.epsilon).sqrt() if kind.values else v)
-    v = v.repeat_interleave(attn.heads // attn.kv_heads, 1)
-    weights = _weights(attn, kind, q, k, log_count, n)
-    if isinstance(kind, Differential):
-        weights = weights.unflatten(1, (-1, 2))
-        o = (weights[:, :, 0] - kind.lam * weights[:, :, 1]) @ v
-        if kind.epsilon is not None:
-            o = o / (o.square().mean(-1, keepdim=True) + kind.epsilon).sqrt()
-        return attn.finish(kind.factor * o)
-    return attn.finish(weights @ v)
-
-
-def _weights(attn: Attention, kind: Kind, q: Tensor, k: Tensor, log_count: Tensor, n: int) -> Float[Tensor, "batch heads p p"]:
-    """What each cluster gets altogether from each."""
-    count = log_count.exp()
-    if isinstance(kind, Linear):
-        features = torch.relu if kind.features == "relu" else lambda t: torch.where(t > 0, t + 1, t.clamp_max(0.0).exp())
-        products = features(q) @ features(k).mT * count
-        total = products.sum(-1, keepdim=True)
-        return products / torch.where(total > 0, total, 1.0) if kind.normalized else products
-    s = attn.scale * q @ k.mT
-    if isinstance(kind, L2):
-        s = -attn.scale * (q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
-    if attn.softcap is not None:
-        s = attn.softcap * (s / attn.softcap).tanh()
-    if isinstance(kind, Sigmoid):
-        return (s + (-math.log(n) if kind.bias is None else kind.bias)).sigmoid() * count
-    if isinstance(kind, Hard):
-        return _chosen(s, count, kind.top)
-    s = s + log_count
-    if isinstance(kind, Softmax) and kind.sink is not None:
-        sink = kind.sink.to(s)[:, None, None].expand(*s.shape[:-1], 1)
-        return torch.cat([s, sink], -1).softmax(-1)[..., :-1]
-    if isinstance(kind, Sinkhorn):
-        for step in range(2 * _ROUNDS if kind.iterations is None else kind.iterations):  # rows sum to one, columns to their count
-            s = s - s.logsumexp(-1, keepdim=True) if step % 2 == 0 else _columns_to(s, log_count)
-        if kind.iterations is not None:
-            return s.exp()
-        off = (s.exp().sum(-1, keepdim=True) - 1).abs().amax((-2, -1), keepdim=True)
-        return torch.where(off < 1e-13, s.exp(), torch.nan)
-    return s.softmax(-1)
-
-
-def _columns_to(s: Tensor, log_count: Tensor) -> Tensor:
-    """Weights whose columns, every row as often as its cluster counts, sum to the number of tokens in theirs."""
-    return s - (s + log_count.mT).logsumexp(-2, keepdim=True) + log_count
-
-
-def _chosen(s: Tensor, count: Tensor, top: int) -> Tensor:
-    """Equal weights on the tokens of the best clusters until there are `top` of them."""
-    s = s.detach()
-    order = s.argsort(-1, descending=True)
-    before = count.expand(s.shape).gather(-1, order).cumsum(-1) - count.expand(s.shape).gather(-1, order)
-    last = torch.where(before < top, s.gather(-1, order), torch.inf).amin(-1, keepdim=True)
-    slack = 1e-12 * s.abs().amax(-1, keepdim=True)
-    chosen = torch.where(s >= last - slack, count.expand(s.shape), 0.0)
-    return chosen / chosen.sum(-1, keepdim=True)
 
 
 def configurations(attn: Attention, n: int, radius: float) -> list[tuple[Points, Counts]]:
