@@ -19,6 +19,7 @@ ALL = [
     "point",
     "tightness",
     "soundness",
+    "kind_bounds",
     "around",
     "near",
     "models",
@@ -30,7 +31,7 @@ ALL = [
     "training",
     "sdpa",
 ]
-COUNTED = ["around"]
+COUNTED = ["around", "kind_bounds"]
 ON_A_GPU = ["gpu", "gpu_sdpa", "gpu_solve", "gpu_models", "gpu_report"]
 
 if __name__ == "__main__":

@@ -39,6 +39,11 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
 
 def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:
     """The same of a layer whose constants are known."""
+    return [*softmax_rows(layer, n, radius), *rows_of_kind(layer, n, radius)]
+
+
+def softmax_rows(layer: Constants, n: int, radius: float) -> list[Bound]:
+    """Those of softmax attention; of other kinds they say that they do not apply."""
     return [
         castin2024.upper(layer, n, radius),
         castin2024.lower(layer, n, radius),
@@ -56,7 +61,6 @@ def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:
         ours.causal_positive(layer, None, radius),
         ours.two_clusters(layer, n, radius),
         ours.two_clusters(layer, None, radius),
-        *rows_of_kind(layer, n, radius),
     ]
 
 

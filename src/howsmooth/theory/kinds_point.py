@@ -22,7 +22,8 @@ from howsmooth.theory.perron import perron_bound
 
 _TOKENS = 8192  # up to which a head's matrix of block norms is formed
 _STEPS = 12  # of power iteration on it; every number of them gives a bound
-_ROUNDS = 1000  # pairs of normalisations for the limit of Sinkhorn
+_ROUNDS = 2000  # pairs of normalisations for the limit of Sinkhorn
+_SETTLED = 1e-13  # sums this close to one are those of the limit
 
 PerPair = Float[Tensor, "n n"]
 
@@ -250,6 +251,8 @@ def _balanced(attn: Attention, kind: Sinkhorn, head: Head) -> tuple[float, float
         sums = p.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
         grown += max(0.0, float(-sums.min()))
         p = p - sums
+        if kind.iterations is None and float(sums.abs().max()) < _SETTLED:
+            break
     P = p.exp()
     if kind.iterations is None:
         first, grown = P, 0.0
