@@ -1,8 +1,8 @@
 """Attention on points that carry mass, or stand for many equal tokens, of every kind, as a plain function for autodiff.
 
-Kinds that are softmax of some logits take masses in their kernels, `log a_j` beside the logits. The others are here: normalised
-features, whose weights are multiplied by `a_j`; Sinkhorn, whose rows sum to one and whose columns, every row weighted by its own
-mass, to `a_j`; hard attention, which shares its weight among ties by mass (docs/explanation/kinds.md 8.12).
+Kinds that are softmax of some logits take masses in their kernels, `log a_j` beside the logits. Others are here: normalised
+features, whose weights are multiplied by `a_j`; Sinkhorn, whose rows sum to one and whose columns, every row weighted by its
+own mass, to `a_j`; hard attention, which shares its weight among ties by mass (docs/explanation/kinds.md 8.12).
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ def no_measures(kind: Kind) -> str | None:
 
 
 class Balance(NamedTuple):
-    """Potentials of Sinkhorn: of rows, of columns, of columns before the last step on them; and whether the limit was reached."""
+    """Potentials of Sinkhorn: of rows, of columns, of columns before the last step on them; whether the limit was reached."""
 
     f: Tensor
     g: Tensor

@@ -172,7 +172,7 @@ def _balanced(operator: AttentionJacobian) -> AtomJacobian:
 
 
 def _formed(operator: AtomJacobian) -> Float[Tensor, "batch n d_out d"]:
-    """All blocks, by products with every unit vector at all tokens at once: the derivative through queries is block diagonal."""
+    """All blocks, by products with every unit vector at all tokens at once: what queries do is block diagonal."""
     n, d = operator.in_shape
     probes = torch.eye(d, dtype=operator.dtype, device=operator.device)[:, None, None].expand(-1, operator.batch, n, -1)
     return operator.queries().jvp(probes).permute(1, 2, 3, 0)

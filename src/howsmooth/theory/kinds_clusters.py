@@ -1,6 +1,6 @@
 """What a few clusters of equal tokens attain, for every kind of attention: lower bounds over the ball (8.10).
 
-All tokens of a cluster move together. That leaves a map of a few points, with the number of tokens of each in its weights, whose
+All tokens of a cluster move together. That leaves a map of a few points, the number of tokens of each in its weights, whose
 derivative is no larger than that of all tokens. Numbers such as 8.10 are those of docs/explanation/kinds.md.
 """
 
@@ -10,11 +10,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.kernels.kinds import L2, Hard
+from howsmooth.kernels.kinds import L2, Hard, Sigmoid
 from howsmooth.maps import Attention, AutodiffJacobian, Weighted
 from howsmooth.maps.atoms import counted
 from howsmooth.theory.bound import TINY, Bound, at_least, first_reason, spectral_norm
 from howsmooth.theory.constants import Constants
+from howsmooth.theory.kim2021 import inverse_phi
 from howsmooth.theory.kinds_slopes import SOURCE
 
 _HEADS = 2  # whose directions are tried
@@ -39,7 +40,9 @@ def clusters(layer: Constants, n: int, radius: float) -> Bound:
         (attn.rotary is not None, "not for rotary phases, which turn tokens of a cluster apart"),
     )
     answer = reason if reason is not None else _best(attn, n, radius)
-    statement = "Lip ≥ L at clusters: all tokens equal; two clusters; one token between two; at the singular vectors of the weights"
+    statement = (
+        "Lip ≥ L at clusters: all tokens equal; two clusters; one token between two; at the singular vectors of the weights"
+    )
     return at_least("C1", "clusters", statement, f"{SOURCE} 8.10", "no mask, no logit bias, no rotary phases", answer)
 
 
@@ -97,7 +100,8 @@ def configurations(attn: Attention, n: int, radius: float) -> list[tuple[Points,
     length = radius * (1 - 1e-12)
     units = _directions(attn)
     units = length * torch.cat([units, -units])
-    made: list[tuple[Points, Counts]] = [(units[:, None], units.new_full((len(units), 1), float(n)))]
+    alone = torch.cat([units, _steepest(attn, n, length)])
+    made: list[tuple[Points, Counts]] = [(alone[:, None], alone.new_full((len(alone), 1), float(n)))]
     if n >= 2:
         top = attn.kind.top if isinstance(attn.kind, Hard) else 1
         few = sorted(k for k in {1, 2, top, n // 8, n // 2} if 1 <= k < n)
@@ -121,8 +125,26 @@ def _fractions(attn: Attention, n: int, length: float) -> list[float]:
     if not isinstance(attn.kind, L2) or length == 0:
         return [1.0, 0.5]
     spread = float(torch.linalg.matrix_norm(attn.by_head().q, ord=2).max()) * length * math.sqrt(abs(attn.scale))
-    best = math.sqrt(1 + math.log(n))
-    return [1.0, 0.5] + [f * best / spread for f in (0.7, 0.85, 1.0, 1.15) if f * best < spread]
+    best = math.sqrt(1 + inverse_phi(n - 1))  # Proposition 8.4.2
+    return [1.0, 0.5] + ([best / spread] if best < spread else [])
+
+
+def _steepest(attn: Attention, n: int, length: float) -> Float[Tensor, "k d"]:
+    """Of sigmoid attention: where equal tokens have weights of one half, so that slopes are largest, as far out as can be."""
+    w, found = attn.by_head(), [torch.empty(0, attn.width, dtype=torch.float64)]
+    if not isinstance(attn.kind, Sigmoid) or length == 0:
+        return found[0]
+    wanted = (math.log(n) if attn.kind.bias is None else -attn.kind.bias) / length / length
+    for h in range(min(attn.heads, _HEADS)):
+        a = attn.scale * w.k[h].mT @ w.q[h]
+        values, vectors = torch.linalg.eigh((a + a.mT) / 2)
+        low, high = float(values[0]), float(values[-1])
+        if low <= wanted <= high and low < high:
+            share = (wanted - low) / (high - low)
+            found.append(length * (math.sqrt(share) * vectors[:, -1] + math.sqrt(1 - share) * vectors[:, 0])[None])
+        elif 0 < wanted < high:
+            found.append(length * math.sqrt(wanted / high) * vectors[None, :, -1])
+    return torch.cat(found)
 
 
 def _directions(attn: Attention) -> Float[Tensor, "k d"]:
@@ -140,5 +162,3 @@ def _directions(attn: Attention) -> Float[Tensor, "k d"]:
     units = torch.stack(found)
     units = units[units.isfinite().all(-1)]
     return units / units.norm(dim=-1, keepdim=True).clamp_min(1e-300)
-
-

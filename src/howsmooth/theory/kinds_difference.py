@@ -1,4 +1,4 @@
-"""Differential attention over the ball: the difference of two softmax heads on one set of values (docs/explanation/kinds.md 8.9)."""
+"""Differential attention over the ball: two softmax heads on one set of values (docs/explanation/kinds.md 8.9)."""
 
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -42,7 +42,11 @@ def _heads(layer: Constants, kind: Differential, n: int | None, radius: float) -
 
     if kind.epsilon is None:
         return factor + heads_together(layer, log_ell)
-    return factor - 0.5 * log_of(kind.epsilon) + through_outputs(layer, [log_of(layer.w_v[h]) + log_ell(h) for h in range(layer.heads)])
+    return (
+        factor
+        - 0.5 * log_of(kind.epsilon)
+        + through_outputs(layer, [log_of(layer.w_v[h]) + log_ell(h) for h in range(layer.heads)])
+    )
 
 
 _KEPT: "WeakKeyDictionary[Constants, tuple[Constants, Constants]]" = WeakKeyDictionary()

@@ -1,8 +1,8 @@
 """L2 attention with tied queries and keys: every token is nearest to itself, so its weights cannot all fall on another.
 
-With `z_i = √τ (W_q x_i + b_q)` weights are `softmax_j(−|z_i − z_j|²)`. Three numbers bound the derivative (8.4): the spread of `z`
-under a row, at most `c = φ⁻¹(n−1)`, about log n; the columns of `P`, at most `1.797^r` in `r` dimensions, whatever n and R; and
-the columns of `P_ij |z_i − z_j|²`, likewise. Numbers such as 8.4 are those of docs/explanation/kinds.md.
+With `z_i = √τ (W_q x_i + b_q)` weights are `softmax_j(−|z_i − z_j|²)`. Three numbers bound the derivative (8.4): the spread of
+`z` under a row, at most `c = φ⁻¹(n−1)`, about log n; the columns of `P`, at most `1.797^r` in `r` dimensions, whatever n and R;
+and the columns of `P_ij |z_i − z_j|²`, likewise. Numbers such as 8.4 are those of docs/explanation/kinds.md.
 """
 
 import math
@@ -24,7 +24,11 @@ _RELATIVE = 1e-6  # of `V`: what may be left of `V − M W_q` for the values to 
 def tied(layer: Constants, n: int | None, radius: float) -> Bound:
     """T1, T1m: any values, over the ball (8.4). `n=None` for the form free of n."""
 
-    answer = _not_tied(layer) or (_masked(layer) if n is None else None) or heads_together(layer, lambda h: _ell(layer, n, h, radius))
+    answer = (
+        _not_tied(layer)
+        or (_masked(layer) if n is None else None)
+        or heads_together(layer, lambda h: _ell(layer, n, h, radius))
+    )
     statement = "Lip ≤ ‖V‖[√C + 2ρ(√min(c, ρ²) + √D)], ρ² = τ‖W_q‖²R², c = φ⁻¹(n−1), C ≤ 1.797^r, D ≤ min(4ρ²C, D_r)"
     id, name = ("T1m", "tied L2, any n") if n is None else ("T1", "tied L2")
     return at_most(id, name, statement, f"{SOURCE} 8.4", _ASSUMES, answer, mean_field=n is None)
@@ -155,4 +159,3 @@ def _stack(m: Float[Tensor, "heads d_out d_h"], q: Float[Tensor, "heads d_h d"],
     """`‖[f_1 M_1 … f_H M_H]‖ ‖[W_q^1/f_1; …]‖`."""
     f = m.new_tensor(factors)[:, None, None]
     return float(spectral_norm((m * f).transpose(0, 1).flatten(1)) * spectral_norm((q / f).flatten(0, 1)))
-

@@ -1,7 +1,8 @@
-"""Upper bounds at one input for every kind of attention: the norm of the matrix of block norms (docs/explanation/kinds.md 8.11).
+"""Upper bounds at one input for every kind of attention: the matrix of block norms (docs/explanation/kinds.md 8.11).
 
-Block (i, j) of a head's derivative is what token j does to output i through its value and key, and on the diagonal through its query.
-Bounds on the norms of the blocks make a non-negative matrix, whose norm is bounded by products (Proposition 4.1). In float64.
+Block (i, j) of a head's derivative is what token j does to output i through its value and key, and on the diagonal through its
+query. Bounds on the norms of the blocks make a non-negative matrix, whose norm is bounded by products (Proposition 4.1). In
+float64.
 """
 
 import math
@@ -31,8 +32,8 @@ PerPair = Float[Tensor, "n n"]
 class Head(NamedTuple):
     """One head at an input, all float64.
 
-    q, k: (n, d_h), as the kind takes them.  v: (n, d_v), its values.  slope_q, slope_k, slope_v: (n,), how fast they move with their
-    token, at most.  seen: (n, n).  bias: added to logits.
+    q, k: (n, d_h), as the kind takes them.  v: (n, d_v), its values.  slope_q, slope_k, slope_v: (n,), how fast they move with
+    their token, at most.  seen: (n, n).  bias: added to logits.
     """
 
     q: Tensor
@@ -127,9 +128,9 @@ def _head(layer: Constants, h: int, x: Float[Tensor, "n d"], outer: bool) -> Hea
         bias = torch.where(bias > -torch.inf, bias, 0.0)
     query, key = layer.unit
     slope_q, slope_k = _slopes(query, h, attn.q_norm, raw_q[0], h), _slopes(key, h, attn.k_norm, raw_k[0], group)
-    slopes = (t[real] for t in (slope_q, slope_k, torch.full((n,), slope_v, dtype=torch.float64)))
-    bias = bias if isinstance(bias, float) else bias[real][:, real]
-    return Head(q[h, real], k[group, real], v[real], *slopes, seen[real][:, real], bias)
+    slopes = [t[real] for t in (slope_q, slope_k, torch.full((n,), slope_v, dtype=torch.float64))]
+    bias = bias[real][:, real] if isinstance(bias, Tensor) else bias
+    return Head(q[h, real], k[group, real], v[real], slopes[0], slopes[1], slopes[2], seen[real][:, real], bias)
 
 
 def _slopes(t: Scaled, h: int, norm: LayerNorm | RMSNorm | None, raw: Float[Tensor, "heads n d_h"], own: int) -> Tensor:
@@ -241,7 +242,7 @@ def _chosen(attn: Attention, kind: Hard, head: Head) -> tuple[PerPair, float]:
 
 
 def _balanced(attn: Attention, kind: Sinkhorn, head: Head) -> tuple[float, float]:
-    """The bound of 8.6 with the weights, values and slopes of the input; and the largest logit, as often as it is normalised."""
+    """The bound of 8.6 with the weights, values and slopes of the input; and the largest logit, several times over."""
     s, slope, by_key, by_query = _dot_products(attn, head)
     s = (s + head.bias).masked_fill(~head.seen, -torch.inf)
     p, grown = s - s.logsumexp(-1, keepdim=True), 0.0
@@ -260,7 +261,9 @@ def _balanced(attn: Attention, kind: Sinkhorn, head: Head) -> tuple[float, float
     off = max(float((rows - 1).abs().max()), float((columns - 1).abs().max()))
     if kind.iterations is None and not off < 1e-9:
         return math.inf, 0.0
-    moved = (first * (slope * by_query).square()).sum(-1).amax().sqrt() + (first * (slope * by_key).square()).sum(-2).amax().sqrt()
+    moved = (first * (slope * by_query).square()).sum(-1).amax().sqrt() + (first * (slope * by_key).square()).sum(
+        -2
+    ).amax().sqrt()
     # rows that sum to one let values be measured from the outputs
     centre = P @ head.v if kind.iterations is None or kind.iterations % 2 else torch.zeros_like(head.v)
     spread = (P * _distances(head.v, centre).square()).sum(-1).amax().sqrt()

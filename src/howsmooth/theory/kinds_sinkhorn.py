@@ -1,7 +1,7 @@
 """Sinkhorn attention over the ball of radius R: at the limit one plus the slopes of the logits, and nothing of n (8.6).
 
-Changing logits by `ds` changes the weights by `P ∘ θ`, `θ` what is left of `ds` beside functions of the row or of the column alone;
-at the limit it is the orthogonal projection in the space weighted by `P`, which makes nothing larger. With finitely many
+Changing logits by `ds` changes the weights by `P ∘ θ`, `θ` what is left of `ds` beside functions of a row or column alone; at
+the limit it is the orthogonal projection in the space weighted by `P`, which makes nothing larger. With finitely many
 normalisations each step may enlarge it by the root of the largest factor it divides by. Numbers such as 8.6 are those of
 docs/explanation/kinds.md.
 """

@@ -25,7 +25,7 @@ def sigmoid(layer: Constants, n: int, radius: float) -> Bound:
         return seen + log_w, seen + log_slope + moved
 
     answer = layer.unbounded(radius) or _with_bias(layer, radius, parts)
-    statement = "Lip ≤ n‖V‖(w + 2w′‖A‖R²), w = sup σ(s + b), w′ = sup σ′(s + b) over |s| ≤ ‖A‖R²; b = −log n: ≤ ‖V‖e^{‖A‖R²}(1 + 2‖A‖R²)"
+    statement = "Lip ≤ n‖V‖(w + 2w′‖A‖R²), w = sup σ, w′ = sup σ′ over |s| ≤ ‖A‖R²; b = −log n: ≤ ‖V‖e^{‖A‖R²}(1 + 2‖A‖R²)"
     return at_most("S2", "sigmoid", statement, f"{SOURCE} 8.5", f"every mask; soft-cap, {LAYER}", answer)
 
 

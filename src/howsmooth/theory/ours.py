@@ -40,7 +40,12 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
         (layer.layer.causal, "for attention that is not causal"),
         (windowed and layer.layer.attention_mask is not None, "not proved for a window over padded sequences; see B7"),
     )
-    reason = not_softmax(layer.layer.kind, sink=True) or reason or layer.unbounded(radius) or (_hidden_keys(layer) if n is None else None)
+    reason = (
+        not_softmax(layer.layer.kind, sink=True)
+        or reason
+        or layer.unbounded(radius)
+        or (_hidden_keys(layer) if n is None else None)
+    )
     answer = reason or _by_columns(layer, radius, lambda h: log_received(layer, n, layer.log_spread(h, radius)))
     columns = "e^{‖A‖R²}" if n is None else "min(√n, e^{‖A‖R²})"
     statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²]"
@@ -51,7 +56,9 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
 def causal(layer: Constants, n: int, radius: float) -> Bound:
     """B9: under a causal mask `P_ij ≤ E/i`, which bounds the sums of columns (Corollary 3.7)."""
     statement = "Lip ≤ ‖V‖[(E(1 + log⁺(n/E)))^½(1 + ‖A‖²R⁴)^½ + ‖A‖R²], E = e^{2‖A‖R²}; a window w puts min(n, w) for n"
-    reason = not_softmax(layer.layer.kind, sink=True) or (layer.unbounded(radius) if layer.layer.causal else "for causal attention")
+    reason = not_softmax(layer.layer.kind, sink=True) or (
+        layer.unbounded(radius) if layer.layer.causal else "for causal attention"
+    )
     answer = reason or _by_columns(layer, radius, lambda h: log_received(layer, n, layer.log_spread(h, radius)))
     return at_most("B9", "causal", statement, f"{SOURCE} Corollary 3.7", f"causal; {_LAYER}", answer)
 
@@ -290,8 +297,8 @@ def _moved_bias(layer: Constants, h: int, radius: float, first_term: float) -> f
 
 
 def heads_together(layer: Constants, log_ell: Callable[[int], float]) -> float:
-    """log of the least of the three bounds of Theorem 3.4, `log_ell` the logarithm of `ℓ_h`; in the log domain, so that a head of
-    huge `ℓ_h` and small values does not hide another."""
+    """log of the least of the three bounds of Theorem 3.4, `log_ell` the logarithm of `ℓ_h`; in the log domain, so that a head
+    of huge `ℓ_h` and small values does not hide another."""
     heads = [h for h in range(layer.heads) if layer.v[h] > 0]
     ell = {h: log_ell(h) for h in heads}
     whole = {h: ell[h] + log_of(layer.v[h]) for h in heads}

@@ -22,7 +22,10 @@ def everywhere(layer: Constants, n: int) -> Bound:
         (layer.heads > 1, f"stated for one head, the layer has {layer.heads}"),
         (attn.causal or attn.window is not None, "stated without a mask"),
         (attn.bias is not None or attn.softcap is not None, "stated without a logit bias or soft-cap"),
-        (biases or attn.q_norm is not None or attn.k_norm is not None, "stated for queries, keys and values linear in the tokens"),
+        (
+            biases or attn.q_norm is not None or attn.k_norm is not None,
+            "stated for queries, keys and values linear in the tokens",
+        ),
         (attn.rotary is not None, "stated without rotary phases"),
     )
     if answer is None:

@@ -1,7 +1,7 @@
 """Ramapuram et al. 2024, *Theory, Analysis, and Best Practices for Sigmoid Self-Attention* (arXiv 2409.04431).
 
-Their bound at an input, `‖W_v‖(σ_∞ + 2σ′_∞ ‖W_qᵀW_k‖ mean|x|²)` with `σ_∞ = n sup σ` and `σ′_∞ = n sup σ′` over the logits there, as
-remembered and proved in docs/explanation/kinds.md 8.5; over a ball with `R²` in place of the mean.
+Their bound at an input, `‖W_v‖(σ_∞ + 2σ′_∞ ‖W_qᵀW_k‖ mean|x|²)` with `σ_∞ = n sup σ` and `σ′_∞ = n sup σ′` over the logits
+there, as remembered and proved in docs/explanation/kinds.md 8.5; over a ball with `R²` in place of the mean.
 """
 
 import math

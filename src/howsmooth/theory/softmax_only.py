@@ -17,4 +17,3 @@ def check_softmax(kind: Kind, what: str) -> None:
     """Refuse another kind where only softmax is known."""
     if kind != Softmax():
         raise BadInputError(f"expected softmax attention for {what}, got {kind!r}; it is not derived for that kind")
-
