@@ -1,4 +1,4 @@
-"""Every kind of attention on measures: as on tokens, whatever the masses; and splitting, against functions of doubled tokens."""
+"""Every kind of attention on measures: as on tokens, whatever the masses; and splitting, as on doubled tokens."""
 
 import pytest
 import torch
