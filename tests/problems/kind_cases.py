@@ -20,7 +20,7 @@ from howsmooth.theory.kinds_point import point_of_kind
 
 F64 = torch.float64
 ROUNDING = 1e-8  # of a measured L: float64 products, logits of some hundreds, and an SVD
-INPUTS = 20  # of a layer
+INPUTS = 50  # of a layer
 AT_A_POINT = 2  # of them
 _OFF = 1e-6  # how far closed form and autodiff may be apart before a case says nothing
 

@@ -7,6 +7,8 @@ and the columns of `P_ij |z_i − z_j|²`, likewise. Numbers such as 8.4 are tho
 
 import math
 from functools import cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -140,19 +142,47 @@ def _base(share: float, u: float) -> float:
 @torch.no_grad()
 def _through_queries(layer: Constants, n: int, radius: float, log_kernel: float) -> float | str:
     """log of `‖M‖‖W_q‖` times the constant of the kernel, heads together, and of what is left of `V − M W_q` in the ball."""
+    factor = _factor(layer)
+    if factor is None:
+        return "needs values that are a function of the queries, V = M W_q; see T1"
+    left = log_add(*(log_of(r) + _ell(layer, n, h, radius) for h, r in enumerate(factor.rest)))
+    return log_add(factor.log_norm + log_kernel, left)
+
+
+class _Factor(NamedTuple):
+    """`V = M W_q`: log of `‖M‖‖W_q‖`, heads together, and what is left of `V − M W_q`, head by head."""
+
+    log_norm: float
+    rest: tuple[float, ...]
+
+
+_KEPT: "WeakKeyDictionary[Constants, _Factor | None]" = WeakKeyDictionary()
+
+
+def _factor(layer: Constants) -> _Factor | None:
+    """Made once; nothing where values are no function of the queries."""
+    if layer not in _KEPT:
+        _KEPT[layer] = _factored(layer)
+    return _KEPT[layer]
+
+
+def _factored(layer: Constants) -> _Factor | None:
     w, gain = layer.layer.by_head(), layer.unit[0].gain
     values = layer.value_maps  # (heads, d_out, d)
     m = values @ torch.linalg.pinv(w.q)  # (heads, d_out, d_h)
-    rest = spectral_norm(values - m @ w.q) + product_blur(m, w.q) + values.new_tensor([e for _, e in layer.blur])
+    over = values - m @ w.q
+    sizes = values.norm(dim=(-2, -1))  # Frobenius norms, at least the others, and at most √width times as large
+    if bool((over.norm(dim=(-2, -1)) > _RELATIVE * math.sqrt(min(values.shape[1:])) * sizes).any()):
+        return None
+    rest = spectral_norm(over) + product_blur(m, w.q) + values.new_tensor([e for _, e in layer.blur])
     if bool((rest > _RELATIVE * spectral_norm(values)).any()):
-        return "needs values that are a function of the queries, V = M W_q; see T1"
+        return None
     grow = slack(max(*w.q.shape, *values.shape))
     by_head = [(float(a) * grow, b * gain) for a, b in zip(spectral_norm(m), layer.unit[0].weight, strict=True)]
     apart = log_add(*(log_of(a) + log_of(b) for a, b in by_head))
     even = [math.sqrt(b / a) if a > 0 and b > 0 else 1.0 for a, b in by_head]
     stacked = least_of(*(log_of(_stack(m, w.q, f) * gain * grow) for f in ([1.0] * len(even), even)))
-    left = log_add(*(log_of(float(r)) + _ell(layer, n, h, radius) for h, r in enumerate(rest)))
-    return log_add(least_of(apart, stacked) + log_kernel, left)
+    return _Factor(least_of(apart, stacked), tuple(rest.tolist()))
 
 
 def _stack(m: Float[Tensor, "heads d_out d_h"], q: Float[Tensor, "heads d_h d"], factors: list[float]) -> float:
