@@ -8,6 +8,7 @@ from checks import check_operator
 from howsmooth.errors import HowSmoothError
 from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Linear, Sigmoid, Sinkhorn, Softmax
 from howsmooth.maps import RMSNorm, Rotary
+from howsmooth.search import configurations
 from problems.kinds import KIND_NAMES, kinds, layer_of
 from problems.layers import gaussian
 
@@ -93,6 +94,8 @@ def test_worst_cases(name):
     assert found.value == pytest.approx(hs.lipschitz(layer, found.tokens).value, rel=1e-6)
     assert found.ratio is not None
     assert found.ratio <= 1 + 1e-9
+    with pytest.raises(HowSmoothError, match="expected softmax attention for configurations"):
+        configurations(layer, 3, 1.0)
 
 
 def test_settings_of_a_layer():
