@@ -20,6 +20,7 @@ ALL = [
     "point",
     "tightness",
     "soundness",
+    "kind_bounds",
     "around",
     "around_blocks",
     "near",
@@ -32,7 +33,7 @@ ALL = [
     "training",
     "sdpa",
 ]
-COUNTED = ["around", "around_blocks"]
+COUNTED = ["around", "around_blocks", "kind_bounds"]
 ON_A_GPU = ["gpu", "gpu_kinds", "gpu_sdpa", "gpu_solve", "gpu_models", "gpu_report"]
 
 if __name__ == "__main__":

@@ -74,16 +74,13 @@ def test_the_constant_is_the_largest_singular_value(name):
 def test_theory_of_softmax_does_not_apply(name):
     layer, x = layer_of(kinds(2)[name]), gaussian(5, 8, seed=24)
     for rows in (hs.bounds(layer, x), hs.bounds(layer, n=5, radius=1.0)):
-        assert len(rows)
-        assert all(not row.applies and row.reason and "softmax" in row.reason for row in rows)
-    mu = hs.Measure(x, torch.full((5,), 0.2, dtype=torch.float64))
+        of_softmax = [row for row in rows if row.id in ("B1", "B5", "B15", "D2", "D3", "D5", "D6")]
+        assert len(of_softmax) in (3, 4)
+        assert all(not row.applies and row.reason and ("softmax" in row.reason or "sink" in row.reason) for row in of_softmax)
     for ask in (
         lambda: hs.lipschitz(layer, x, within=0.1),
-        lambda: hs.lipschitz(layer, mu),
-        lambda: hs.splitting(layer, x),
-        lambda: layer(mu),
         lambda: hs.lipschitz(layer, x, solver=hs.GolubKahan(rigorous=True)),
-    )[: 4 if name == "sink" else 5]:  # the rounding of a sink is bounded
+    )[: 1 if name == "sink" else 2]:  # the rounding of a sink is bounded
         with pytest.raises(HowSmoothError) as refusal:
             ask()
         assert "\n" not in str(refusal.value)
@@ -95,7 +92,8 @@ def test_worst_cases(name):
     found = hs.worst_case(layer, n=3, radius=1.0, steps=6, restarts=4)
     assert found.value >= found.began * (1 - 1e-9)
     assert found.value == pytest.approx(hs.lipschitz(layer, found.tokens).value, rel=1e-6)
-    assert found.bound is None
+    assert found.ratio is not None
+    assert found.ratio <= 1 + 1e-9
     with pytest.raises(HowSmoothError, match="expected softmax attention for configurations"):
         configurations(layer, 3, 1.0)
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
-from howsmooth.kernels.kinds import L2, Kind, Softmax
+from howsmooth.kernels.kinds import L2, Hard, Kind, Linear, Sinkhorn, Softmax
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import check_dense, check_tensor, described
+from howsmooth.maps.atoms import CountedAttention, no_measures
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
@@ -322,12 +323,14 @@ class Attention(Map):
         b_k = k.new_zeros(k.shape[:2]) if self.b_k is None else rows(self.b_k, self.kv_heads)
         return HeadWeights(q, k, v, o.unflatten(1, (self.heads, d_v)).transpose(0, 1), b_q, b_k)
 
-    def on(self, measure: Measure) -> "AtomAttention":
-        """Attention to atoms: `log a_j` joins the logits of atom j, masks by positions (docs/explanation/meanfield.md §5.1)."""
-        if self.kind != Softmax():
-            raise BadInputError(
-                f"expected softmax attention for a measure, got {self.kind!r}; what it is on measures is not settled here"
-            )
+    def on(self, measure: Measure) -> "AtomAttention | CountedAttention":
+        """Attention to atoms: `log a_j` joins the logits of atom j, masks by positions (docs/explanation/meanfield.md §5.1).
+
+        What it is for other kinds, and which have none: docs/explanation/kinds.md 8.12.
+        """
+        why = no_measures(self.kind)
+        if why is not None:
+            raise BadInputError(f"expected a kind of attention that is a map of measures, got {self.kind!r}; {why}")
         for name, why in (
             ("window", "a window counts tokens, which a measure does not have"),
             ("bias", "a bias belongs to places in a sequence"),
@@ -339,8 +342,11 @@ class Attention(Map):
             if getattr(self, name) is not None:
                 raise BadInputError(f"expected a layer without {name} for a measure, got one with it; {why}")
         ends = measure.ends() if self.causal else None
+        if isinstance(self.kind, Linear | Sinkhorn | Hard):
+            seen = None if ends is None else torch.arange(len(measure)) < ends[:, None]
+            return CountedAttention(self, measure.mass, None if seen is None else seen.to(measure.mass.device))
         bias = measure.mass.log()[None, None, None]
-        return AtomAttention(self, Scores(self.scale, self.softcap, Mask(bias=bias, ends=ends)))
+        return AtomAttention(self, Scores(self.scale, self.softcap, Mask(bias=bias, ends=ends), self.kind))
 
     def _scores(self) -> Scores:
         return Scores(self.scale, self.softcap, Mask(self.causal, self.window, self.attention_mask, self.bias), self.kind)

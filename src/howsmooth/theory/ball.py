@@ -7,7 +7,7 @@ from howsmooth.settings import number, whole
 from howsmooth.theory import castin2024, ours
 from howsmooth.theory.bound import Bound
 from howsmooth.theory.constants import Constants, constants
-from howsmooth.theory.softmax_only import not_softmax, without
+from howsmooth.theory.kinds_ball import rows_of_kind
 
 LARGEST = 1e150  # lengths of tokens below it have squares in float64
 
@@ -18,7 +18,8 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
 
     Rows that do not apply say why. Rows marked mean field are of measures: the upper ones hold for every number of tokens,
     the lower ones (B5, B16) are reached once there are enough of them, about `e^{2‖A‖R²}`. Statements and proofs:
-    docs/explanation/bounds.md. With a LayerNorm or RMSNorm in front, `radius = norm_radius(norm)`.
+    docs/explanation/bounds.md; of other kinds than softmax, whose rows come last, docs/explanation/kinds.md. With a LayerNorm
+    or RMSNorm in front, `radius = norm_radius(norm)`.
 
     >>> import torch
     >>> attn = Attention.from_matrices(-torch.eye(2), torch.eye(2))
@@ -38,7 +39,12 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
 
 def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:
     """The same of a layer whose constants are known."""
-    rows = [
+    return [*softmax_rows(layer, n, radius), *rows_of_kind(layer, n, radius)]
+
+
+def softmax_rows(layer: Constants, n: int, radius: float) -> list[Bound]:
+    """Those of softmax attention; of other kinds they say that they do not apply."""
+    return [
         castin2024.upper(layer, n, radius),
         castin2024.lower(layer, n, radius),
         castin2024.multi_head(layer, n, radius),
@@ -56,7 +62,6 @@ def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:
         ours.two_clusters(layer, n, radius),
         ours.two_clusters(layer, None, radius),
     ]
-    return without(rows, not_softmax(layer.layer.kind))
 
 
 def check_count(n: int | None) -> int:

@@ -7,6 +7,7 @@ contributes its derivative; blocks of a composition are multiplied.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, final
 
 import torch
@@ -14,14 +15,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
+from howsmooth.kernels.kinds import Kind, Linear, Sigmoid, Sinkhorn, Softmax
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
+from howsmooth.maps.atoms import AtomJacobian, CountedAttention
 from howsmooth.spectral import DenseSVD, GolubKahan
 from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan, spectral_norm
 from howsmooth.theory.heads import lost, query_slopes
 from howsmooth.theory.perron import inverse_rows
-from howsmooth.theory.softmax_only import check_softmax
 
 _FEATURES = 2**23  # products of values and keys kept at once
 _DENSE = 256  # widths up to which every block is decomposed
@@ -95,8 +97,13 @@ def splitting_blocks(operator: Operator, rows: slice) -> Operator:
     if isinstance(operator, NormJacobian):
         unit, scale = (t[:, rows].flatten(0, 1)[:, None] for t in (operator.unit, operator.scale))
         return NormJacobian(operator.norm, unit, scale, operator.offset)
+    if isinstance(operator, AtomJacobian):
+        return FormedBlocks(_formed(operator)[:, rows].flatten(0, 1))
     attention = _attention(operator)
-    return QueryBlocks(attention.layer, _through_queries(attention, rows).flatten(0, 1), _norm_at(attention, rows))
+    if isinstance(attention.layer.kind, Sinkhorn):
+        return splitting_blocks(_balanced(attention), rows)
+    blocks = _through_queries(attention, rows) if attention.layer.kind == Softmax() else _query_columns(attention, rows)
+    return QueryBlocks(attention.layer, blocks.flatten(0, 1), _norm_at(attention, rows))
 
 
 class BlockSizes(NamedTuple):
@@ -118,16 +125,115 @@ def block_sizes(operator: Operator) -> BlockSizes:
     if isinstance(operator, NormJacobian):
         bound = operator.norm.weight.double().abs().max() / operator.scale.double()[..., 0]
         return BlockSizes(bound, bound)
-    return _spreads(_attention(operator))
+    if isinstance(operator, AtomJacobian):
+        return _equal(lengths(_formed(operator).flatten(2)).double())
+    attention = _attention(operator)
+    if isinstance(attention.layer.kind, Sinkhorn):
+        return block_sizes(_balanced(attention))
+    return _spreads(attention) if attention.layer.kind == Softmax() else _equal(_query_norms(attention))
+
+
+def _equal(bound: Float[Tensor, "batch n"]) -> BlockSizes:
+    """Blocks that were formed: what they are made of is no larger than the largest of them."""
+    bound = no_nan(bound * (1 + 1e-9))
+    return BlockSizes(bound, bound + bound.amax(-1, keepdim=True))
 
 
 def _attention(operator: Operator) -> AttentionJacobian:
     if isinstance(operator, AttentionJacobian):
-        check_softmax(operator.layer.kind, "splitting a token")
+        why = no_splitting(operator.layer.kind)
+        if why is not None:
+            raise BadInputError(f"expected a kind of attention whose tokens can be split, got {operator.layer.kind!r}; {why}")
         return operator
     raise BadInputError(
         f"expected the Jacobian of a map of this package, got {type(operator).__name__}; pass a function instead"
     )
+
+
+def no_splitting(kind: Kind) -> str | None:
+    """Why the halves of a token are not defined for a kind; None where they are."""
+    if isinstance(kind, Sigmoid) or (isinstance(kind, Linear) and not kind.normalized):
+        return "its weights count tokens, and halves of one would count twice"
+    return None
+
+
+def _balanced(operator: AttentionJacobian) -> AtomJacobian:
+    """Sinkhorn attention on tokens as on atoms of one mass, whose columns are within reach."""
+    layer, x = operator.layer, operator.tokens
+    kept = [name for name in ("window", "bias", "rotary", "attention_mask") if getattr(layer, name) is not None]
+    if kept or x is None:
+        raise BadInputError(
+            f"expected Sinkhorn attention without {kept[0] if kept else 'precision to spare'} for splitting a token, got one; "
+            "what its columns are then is not derived"
+        )
+    n = x.shape[1]
+    mass = torch.full((n,), 1 / n, dtype=torch.float64, device=x.device)
+    return AtomJacobian(CountedAttention(layer, mass), x)
+
+
+def _formed(operator: AtomJacobian) -> Float[Tensor, "batch n d_out d"]:
+    """All blocks, by products with every unit vector at all tokens at once: what queries do is block diagonal."""
+    n, d = operator.in_shape
+    probes = torch.eye(d, dtype=operator.dtype, device=operator.device)[:, None, None].expand(-1, operator.batch, n, -1)
+    return operator.queries().jvp(probes).permute(1, 2, 3, 0)
+
+
+def _query_columns(operator: AttentionJacobian, rows: slice) -> Float[Tensor, "batch rows heads d_v d_h"]:
+    """`B_i^h R_i` of any kind whose rows do not hang on each other: a kernel's products with unit vectors as queries."""
+    layer = operator.layer
+    blocks = torch.stack([t[:, :, :, rows] for t in _columns(operator)], -1)  # (batch, parts, heads, rows, d_v, part)
+    if layer.rotary is not None:
+        batch, parts, heads, _, d_v, _ = blocks.shape
+        turned = layer.rotary.at(rows).turn(blocks.transpose(3, 4).flatten(1, 3), back=True)  # (batch, ·, rows, part)
+        blocks = turned.unflatten(1, (parts, heads, d_v)).transpose(3, 4)
+    return blocks.permute(0, 3, 2, 4, 1, 5).flatten(-2)
+
+
+def _columns(operator: AttentionJacobian) -> Iterator[Float[Tensor, "batch parts heads n d_v"]]:
+    """What every head does along one entry after the other of its queries, those of each part by themselves."""
+    q, k, v = operator.kernel.inputs
+    parts = operator.layer.kind.parts
+    still = torch.zeros_like(k)[None], torch.zeros_like(v)[None]
+    for entry in range(q.shape[-1]):
+        images = []
+        for part in range(parts):
+            dq = torch.zeros_like(q).unflatten(1, (-1, parts))
+            dq[:, :, part, :, entry] = 1.0
+            images.append(operator.kernel.jvp(dq.flatten(1, 2)[None], *still)[0])  # (batch, heads, n, d_v)
+        yield torch.stack(images, 1)
+
+
+def _query_norms(operator: AttentionJacobian) -> Float[Tensor, "batch n"]:
+    """`Σ_h ‖W_o^h‖ ‖B_i^h‖_F` times the slope of queries."""
+    squares = sum(t.double().square().sum(-1).sum(1) for t in _columns(operator))  # (batch, heads, n)
+    assert isinstance(squares, Tensor)
+    w, slope = operator.layer.by_head(), operator.q_slope
+    if operator.layer.kind.parts > 1 and slope is not None:  # norms over parts of a head: the steepest of them
+        steep = slope.norm.weight.double().abs().max() / slope.scale.double()[..., 0].amin((1, 2))[:, None, None]
+        slopes = steep * spectral_norm(w.q)[:, None] * operator.layer.heads**0.5
+    else:
+        slopes = query_slopes(operator)
+    return (squares.sqrt() * spectral_norm(w.o)[:, None] * slopes).sum(1)
+
+
+@final
+class FormedBlocks(Operator):
+    """Matrices, a batch of maps from (1, d) to (1, d_out)."""
+
+    def __init__(self, matrices: Float[Tensor, "tokens d_out d"]):
+        self._matrices = matrices
+        self.batch = len(matrices)
+        self.in_shape, self.out_shape = (1, matrices.shape[2]), (1, matrices.shape[1])
+        self.dtype, self.device = matrices.dtype, matrices.device
+
+    def jvp(self, v):
+        return v @ self._matrices.mT
+
+    def vjp(self, u):
+        return u @ self._matrices
+
+    def select(self, items):
+        return FormedBlocks(self._matrices[items])
 
 
 @final

@@ -11,6 +11,7 @@ import torch
 from howsmooth.maps import Attention
 from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, log_add, log_of
 from howsmooth.theory.constants import Constants
+from howsmooth.theory.softmax_only import not_softmax
 
 SOURCE = "Castin, Ablin & Peyré 2024"
 _BELOW = "one head, no mask, V = I, a real eigenvalue of A, no query bias, no soft-cap"
@@ -69,14 +70,18 @@ def mean_field_lower(layer: Constants, radius: float) -> Bound:
 def plain(layer: Constants, *, one_head: bool, causal: bool) -> str | None:
     """Why the paper's setting, softmax of ⟨A x_i, x_j⟩, is not this layer's; None if it is."""
     attn = layer.layer
-    return first_reason(
-        (one_head and layer.heads > 1, f"proved for one head, the layer has {layer.heads}"),
-        (attn.causal and not causal, "proved without a mask, the layer is causal"),
-        (attn.window is not None, "not proved for a window"),
-        (attn.softcap is not None, "not proved for soft-capped logits"),
-        (attn.bias is not None, "not proved for a logit bias"),
-        (max(layer.query_shift) > 0, "not proved for a query bias"),
-    ) or not_bilinear(attn)
+    return (
+        not_softmax(attn.kind)
+        or first_reason(
+            (one_head and layer.heads > 1, f"proved for one head, the layer has {layer.heads}"),
+            (attn.causal and not causal, "proved without a mask, the layer is causal"),
+            (attn.window is not None, "not proved for a window"),
+            (attn.softcap is not None, "not proved for soft-capped logits"),
+            (attn.bias is not None, "not proved for a logit bias"),
+            (max(layer.query_shift) > 0, "not proved for a query bias"),
+        )
+        or not_bilinear(attn)
+    )
 
 
 def not_bilinear(attn: Attention) -> str | None:

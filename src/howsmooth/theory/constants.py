@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds import Softmax
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
 from howsmooth.maps.attention import HeadWeights
 from howsmooth.theory.bound import (
@@ -124,8 +125,9 @@ class Constants:
     def key_reach(self, h: int, radius: float) -> float:
         """K: how fast logits of a row move with their query, up to what softmax ignores."""
         layer = self.layer
-        # A key's bias adds the same to every logit of a row, which softmax ignores, unless it is turned, normalised or capped.
-        shifted = not (layer.rotary is None and layer.k_norm is None and layer.softcap is None)
+        # A key's bias adds the same to every logit of a row, which softmax ignores, unless it is turned, normalised or capped,
+        # or a sink stays where it is.
+        shifted = not (layer.rotary is None and layer.k_norm is None and layer.softcap is None and self.sink is None)
         if not self.pairs:
             return self.a[h] * radius + (self.key_shift[h] if shifted else 0.0)
         return abs(layer.scale) * min(q.slope(h, radius) * k.length(h, radius, shifted=shifted) for q, k in self.pairs)
@@ -142,6 +144,50 @@ class Constants:
         """Why no slope is bounded in the ball, if so."""
         steep = self.pairs and math.inf in [r(h, radius) for r in (self.reach, self.key_reach) for h in range(self.heads)]
         return "a norm on queries or keys with eps = 0 has no bounded slope where they vanish" if steep else None
+
+    @property
+    def sink(self) -> Tensor | None:
+        """The learned logit of every head that gives no value."""
+        return self.layer.kind.sink if isinstance(self.layer.kind, Softmax) else None
+
+    @cached_property
+    def unit(self) -> tuple[Scaled, Scaled]:
+        """Queries and keys with no factor moved between them."""
+        return self.pairs[0] if self.pairs else _unit_pair(self.layer, self.layer.by_head())
+
+    @cached_property
+    def value(self) -> Scaled:
+        """Values `W_v x + b_v` before the output projection."""
+        w = self.layer.by_head().v
+        return _scaled(_triangle(w), self._value_bias, None, 1.0, torch.ones_like(self._value_bias), None)
+
+    @cached_property
+    def out_norm(self) -> float:
+        """`‖W_o‖₂` of all heads together."""
+        w_o = self.layer.w_o
+        return 1.0 if w_o is None else rounded_up(spectral_norm(w_o.double()), max(w_o.shape))[0]
+
+    @property
+    def _value_bias(self) -> Float[Tensor, "heads d_v"]:
+        layer, w = self.layer, self.layer.by_head().v
+        if layer.b_v is None:
+            return w.new_zeros(w.shape[:2])
+        return layer.b_v.double().unflatten(0, (layer.kv_heads, -1)).repeat_interleave(self.heads // layer.kv_heads, 0)
+
+    @cached_property
+    def value_shift(self) -> tuple[float, ...]:
+        """`|W_o^h b_v^h|`, which matters where rows of weights do not sum to one."""
+        if self.layer.b_v is None:
+            return (0.0,) * self.heads
+        return rounded_up(product_norm(self.layer.by_head().o, self._value_bias[..., None]), self.layer.width)
+
+    @cached_property
+    def bias_total(self) -> float:
+        """The most that a logit bias varies over all queries and keys; infinite where it hides some."""
+        if self.layer.bias is None:
+            return 0.0
+        bias = self.layer.bias.double()
+        return float(bias.max() - bias.min())
 
     @cached_property
     def core(self) -> Core:
@@ -235,8 +281,8 @@ def _pairs(layer: Attention, w: HeadWeights) -> tuple[tuple[Scaled, Scaled], ...
 
     Factors worth trying: none, the weights of either norm, what balances the two sides.
     """
-    if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
-        return ()
+    if layer.kind.parts > 1 or (layer.q_norm is None and layer.k_norm is None and layer.rotary is None):
+        return ()  # a head in parts is bounded part by part
     w_q, w_k = _triangle(w.q), _triangle(w.k)
     r_q, r_k = (
         plane_factors(layer, w.norm(dim=-1) if n is None else by_heads(n.weight.double().abs(), *w.shape[:2]).to(w.device))
@@ -251,6 +297,12 @@ def _pairs(layer: Attention, w: HeadWeights) -> tuple[tuple[Scaled, Scaled], ...
         (_scaled(w_q, w.b_q, layer.q_norm, gain, 1 / f, whole_q), _scaled(w_k, w.b_k, layer.k_norm, gain, f, whole_k))
         for f in factors
     )
+
+
+def _unit_pair(layer: Attention, w: HeadWeights) -> tuple[Scaled, Scaled]:
+    """The same without norms and phases, and with no factor."""
+    q, k = (_scaled(_triangle(t), b, None, 1.0, torch.ones_like(b), None) for t, b in ((w.q, w.b_q), (w.k, w.b_k)))
+    return q, k
 
 
 def by_heads(t: Float[Tensor, " width"], heads: int, head: int) -> Float[Tensor, "heads head"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps.base import check_finite
-from howsmooth.theory.ball import check_count
+from howsmooth.settings import whole
 from howsmooth.theory.bound import Bound, at_most, log_add, log_of, slack, spectral_norm
 
 
@@ -29,7 +29,7 @@ def l2_bounds(
     >>> [(b.id, round(b.value, 1)) for b in l2_bounds(eye, eye, torch.eye(2), n=1024)]
     [('K2', 424.5), ('K3', 79.2)]
     """
-    check_count(n)
+    whole(n, "a whole number of tokens n, at least 1", "count the tokens", least=1)
     if w_q.ndim != 3 or w_v.shape != w_q.shape or w_o.ndim != 2 or w_o.shape[-1] != w_q.shape[0] * w_q.shape[1]:
         raise BadInputError(
             f"expected w_q and w_v of one shape (heads, k, d) and w_o of shape (out, heads·k), "
@@ -42,8 +42,8 @@ def l2_bounds(
     queries, values, both = (_logs(spectral_norm(m), rounding) for m in (w_q, w_v, w_v @ w_q.mT))
     apart = 0.5 * log_add(*(2 * (2 * q + v) for q, v in zip(queries, values, strict=True)))
     joint = 0.5 * log_add(*(2 * (q + b) for q, b in zip(queries, both, strict=True)))
-    c = _inverse_phi(n - 1)
-    kernel = math.sqrt(n) + 2 * c + 2 * math.sqrt(c * _inverse_phi(1) * (n - 1))
+    c = inverse_phi(n - 1)
+    kernel = math.sqrt(n) + 2 * c + 2 * math.sqrt(c * inverse_phi(1) * (n - 1))
     share = _logs(spectral_norm(w_o), rounding)[0] - 0.5 * math.log(w_q.shape[1])
     printed = share + 0.5 * math.log(n) + math.log1p(4 * c) + apart
     sharper = share + math.log(kernel) + joint
@@ -62,7 +62,7 @@ def _logs(norms: Tensor, rounding: float) -> list[float]:
     return [log_of(x * rounding) for x in norms.flatten().tolist()]
 
 
-def _inverse_phi(y: float) -> float:
+def inverse_phi(y: float) -> float:
     """The root of `x e^{x+1} = y`, rounded up: Newton's method from the right, where φ is convex and increasing."""
     if y <= 0:
         return 0.0

@@ -16,6 +16,7 @@ from torch import Tensor
 from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, least_of, lengths, log_add, log_of
 from howsmooth.theory.castin2024 import not_bilinear
 from howsmooth.theory.constants import Constants
+from howsmooth.theory.softmax_only import not_softmax
 
 SOURCE = "howsmooth, docs/explanation/bounds.md"
 _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and keys allowed"
@@ -24,7 +25,8 @@ _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and k
 def tokens(layer: Constants, n: int, radius: float) -> Bound:
     """B7: no column of `P` sums to more than the number of queries that see it (Corollary 3.5)."""
     statement = "Lip ≤ ‖V‖[√N(1 + ‖A‖²R⁴)^½ + ‖A‖R²], N = n, or what a window lets see a token"
-    answer = layer.unbounded(radius) or _by_columns(layer, radius, lambda h: math.log(_seen_by(layer, n)))
+    reason = not_softmax(layer.layer.kind, sink=True) or layer.unbounded(radius)
+    answer = reason or _by_columns(layer, radius, lambda h: math.log(seen_by(layer, n)))
     return at_most("B7", "√n, sharper", statement, f"{SOURCE} Corollary 3.5", f"every mask; {_LAYER}", answer)
 
 
@@ -38,11 +40,13 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
         (layer.layer.causal, "for attention that is not causal"),
         (windowed and layer.layer.attention_mask is not None, "not proved for a window over padded sequences; see B7"),
     )
-    reason = reason or layer.unbounded(radius) or (_hidden_keys(layer) if n is None else None)
-    seen = _seen_by(layer, n)
-    # how many more queries see a key than keys a query
-    more = math.log(seen / layer.layer.window) if windowed and layer.layer.window else 0.0
-    answer = reason or _by_columns(layer, radius, lambda h: min(math.log(seen), layer.log_spread(h, radius) + more))
+    reason = (
+        not_softmax(layer.layer.kind, sink=True)
+        or reason
+        or layer.unbounded(radius)
+        or (_hidden_keys(layer) if n is None else None)
+    )
+    answer = reason or _by_columns(layer, radius, lambda h: log_received(layer, n, layer.log_spread(h, radius)))
     columns = "e^{‖A‖R²}" if n is None else "min(√n, e^{‖A‖R²})"
     statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²]"
     id, name = ("B8m", "bounded logits, mean field") if n is None else ("B8", "bounded logits")
@@ -51,15 +55,11 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
 
 def causal(layer: Constants, n: int, radius: float) -> Bound:
     """B9: under a causal mask `P_ij ≤ E/i`, which bounds the sums of columns (Corollary 3.7)."""
-    seen = math.log(_seen_by(layer, n))
-
-    def column(h: int) -> float:
-        log_e = layer.log_spread(h, radius)
-        return seen if log_e >= seen else min(seen, log_e + math.log1p(seen - log_e))
-
     statement = "Lip ≤ ‖V‖[(E(1 + log⁺(n/E)))^½(1 + ‖A‖²R⁴)^½ + ‖A‖R²], E = e^{2‖A‖R²}; a window w puts min(n, w) for n"
-    reason = layer.unbounded(radius) if layer.layer.causal else "for causal attention"
-    answer = reason or _by_columns(layer, radius, column)
+    reason = not_softmax(layer.layer.kind, sink=True) or (
+        layer.unbounded(radius) if layer.layer.causal else "for causal attention"
+    )
+    answer = reason or _by_columns(layer, radius, lambda h: log_received(layer, n, layer.log_spread(h, radius)))
     return at_most("B9", "causal", statement, f"{SOURCE} Corollary 3.7", f"causal; {_LAYER}", answer)
 
 
@@ -67,12 +67,12 @@ def causal_mean_field(layer: Constants, radius: float) -> Bound:
     """B10: causal and free of n, by a weighted Schur test (Theorem 3.8). At `A = 0` it is Hardy's constant 2, sharp."""
 
     def first_term(h: int) -> float:
-        log_e, log_gr = layer.log_spread(h, radius), log_of(layer.reach(h, radius) * radius)
-        return _least(lambda s: 0.5 * ((1 + s) * log_e - math.log(s * (1 - s))) + log_add(0.0, s * math.log(2) + log_gr))
+        return causal_free(layer.log_spread(h, radius), log_of(layer.reach(h, radius) * radius))
 
     statement = "Lip ≤ ‖V‖[min_s (E^{1+s}/(s(1−s)))^½(1 + 2^s‖A‖R²) + ‖A‖R²], E = e^{2‖A‖R²}, any number of tokens"
     source, assumes = f"{SOURCE} Theorem 3.8", f"causal, no window; {_LAYER}"
-    answer = _causal_mean_field(layer) or layer.unbounded(radius) or _by_heads(layer, radius, first_term)
+    reason = not_softmax(layer.layer.kind, sink=True) or _causal_mean_field(layer) or layer.unbounded(radius)
+    answer = reason or _by_heads(layer, radius, first_term)
     return at_most("B10", "causal mean field", statement, source, assumes, answer, mean_field=True)
 
 
@@ -81,22 +81,17 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `Λ` is `a/4` for `A ⪰ 0`, `2a` for `A = −aI`, in between otherwise. `n=None` for the mean-field form.
     """
-    reason = first_reason(
+    reason = not_softmax(layer.layer.kind, sink=True) or first_reason(
         (layer.layer.causal, "for attention that is not causal"),
         (_windowed(layer, n), "not proved for a window; see B8"),
     )
     reason = reason or _not_affine(layer) or (_hidden_keys(layer) if n is None else None)
-    exponents = () if reason else _kept_exponents(layer)
     cap = math.inf if n is None else math.log(n)
-
-    def column(h: int) -> float:
-        return min(cap, exponents[h] * radius * radius + 2 * layer.query_shift[h] * radius + layer.bias_range)
-
     columns = "e^{ΛR²/2}" if n is None else "min(√n, e^{ΛR²/2})"
     statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²], Λ = max_{{|x|,|y|≤1}} ⟨Ax, y − x⟩"
     source, assumes = f"{SOURCE} Theorem 3.9", "no mask, no soft-cap; biases and grouped heads allowed"
     id, name = ("B12m", "exact column sums, mean field") if n is None else ("B12", "exact column sums")
-    answer = reason or _by_columns(layer, radius, column)
+    answer = reason or _by_columns(layer, radius, lambda h: min(cap, _exact_column(layer, h, radius)))
     return at_most(id, name, statement, source, assumes, answer, mean_field=n is None)
 
 
@@ -105,7 +100,8 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `n=None` for the mean-field form.
     """
-    reason = (_causal_mean_field(layer) if n is None else None) or first_reason(
+    reason = not_softmax(layer.layer.kind) or (_causal_mean_field(layer) if n is None else None)
+    reason = reason or first_reason(
         (not layer.layer.causal, "for causal attention"),
         (layer.layer.window is not None, "not proved for a window; see B9"),
         (layer.bias_range > 0, "not proved for a logit bias"),
@@ -134,7 +130,7 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
     the attention `x` pays to the tokens at `y`. `n=None` for measures, or for causal sequences of any length.
     """
     attn = layer.layer
-    reason = first_reason(
+    reason = not_softmax(attn.kind) or first_reason(
         (layer.heads > 1, f"proved for one head, the layer has {layer.heads}"),
         (attn.window is not None, "not proved for a window"),
         (attn.softcap is not None, "not proved for soft-capped logits"),
@@ -206,7 +202,43 @@ def column_exponents(layer: Constants) -> tuple[float, ...]:
     return tuple(float(x) * y + slack * y + 2 * e for x, y, (e, _) in zip(best, layer.a, layer.blur, strict=True))
 
 
-def _seen_by(layer: Constants, n: int | None) -> float:
+def head_constant(layer: Constants, n: int | None, radius: float, h: int) -> float:
+    """log of the least `ℓ_h` that B7 to B12 give a head of softmax attention; `n=None` for the form free of n."""
+    log_e, log_gr = layer.log_spread(h, radius), log_of(layer.reach(h, radius) * radius)
+    if n is None and layer.layer.causal:
+        first = causal_free(log_e, log_gr)
+    else:
+        column = log_received(layer, n, log_e)
+        if not (layer.layer.causal or _windowed(layer, n) or _not_affine(layer)):
+            column = least_of(column, _exact_column(layer, h, radius))
+        first = _first_term(layer, h, radius, column)
+    return log_add(first, log_of(layer.key_reach(h, radius) * radius))
+
+
+def _exact_column(layer: Constants, h: int, radius: float) -> float:
+    """log of `e^{ΛR² + 2|c|R + β}` (Theorem 3.9)."""
+    return _kept_exponents(layer)[h] * radius * radius + 2 * layer.query_shift[h] * radius + layer.bias_range
+
+
+def log_received(layer: Constants, n: int | None, log_e: float) -> float:
+    """log of the most that a column of `P` sums to where weights of a row have ratios of at most `E` (3.5, 3.6, 3.7)."""
+    attn, seen = layer.layer, math.log(seen_by(layer, n))
+    if attn.causal:
+        return seen if log_e >= seen else min(seen, log_e + math.log1p(seen - log_e))
+    if not _windowed(layer, n):
+        return min(seen, log_e)
+    if attn.attention_mask is not None:  # a row may see few real keys
+        return seen
+    # how many more queries see a key than keys a query
+    return min(seen, log_e + seen - math.log(attn.window or 1))
+
+
+def causal_free(log_e: float, log_gr: float) -> float:
+    """log of the first term of Theorem 3.8, free of n: `E` the largest ratio of weights in a row, `GR` as there."""
+    return _least(lambda s: 0.5 * ((1 + s) * log_e - math.log(s * (1 - s))) + log_add(0.0, s * math.log(2) + log_gr))
+
+
+def seen_by(layer: Constants, n: int | None) -> float:
     """How many queries see one key, at most."""
     tokens, window = math.inf if n is None else n, layer.layer.window
     if window is None:
@@ -239,20 +271,36 @@ def _not_affine(layer: Constants) -> str | None:
 def _by_columns(layer: Constants, radius: float, log_column: Callable[[int], float]) -> float:
     """log of the bound where no column of head `h` sums to more than `exp(log_column(h))` (Theorem 3.3; 3.16 when turned)."""
 
-    def first_term(h: int) -> float:
-        log_gr = log_of(layer.reach(h, radius) * radius)
-        cross = -math.inf if layer.layer.softcap is None else log_gr
-        both = 0.5 * log_add(0.0, cross, 2 * log_gr) if not layer.pairs else log_add(0.0, log_gr)
-        return 0.5 * log_column(h) + both
+    return _by_heads(layer, radius, lambda h: _first_term(layer, h, radius, log_column(h)))
 
-    return _by_heads(layer, radius, first_term)
+
+def _first_term(layer: Constants, h: int, radius: float, log_column: float) -> float:
+    """log of `√C (1 + G²R²)^½`, or as Theorems 3.3 and 3.16 have it with a soft-cap and when turned."""
+    log_gr = log_of(layer.reach(h, radius) * radius)
+    cross = -math.inf if layer.layer.softcap is None else log_gr
+    both = 0.5 * log_add(0.0, cross, 2 * log_gr) if not layer.pairs else log_add(0.0, log_gr)
+    return 0.5 * log_column + both
 
 
 def _by_heads(layer: Constants, radius: float, first_term: Callable[[int], float]) -> float:
-    """log of the least of the three bounds of Theorem 3.4, `first_term` the logarithm of that of `ℓ_h`; in the log domain, so
-    that a head of huge `ℓ_h` and small values does not hide another."""
+    """`heads_together` of `ℓ_h = exp(first_term(h)) + K R`; beside a sink, value biases move too (kinds.md 8.2)."""
+    bound = heads_together(layer, lambda h: log_add(first_term(h), log_of(layer.key_reach(h, radius) * radius)))
+    if layer.sink is None or not any(layer.value_shift):
+        return bound
+    return log_add(bound, *(_moved_bias(layer, h, radius, first_term(h)) for h in range(layer.heads)))
+
+
+def _moved_bias(layer: Constants, h: int, radius: float, first_term: float) -> float:
+    """log of `|W_o b_v|(K/4 + G exp(first_term))`: a sink changes how much of the value bias a row takes."""
+    moved = log_add(log_of(layer.key_reach(h, radius) / 4), log_of(layer.reach(h, radius)) + first_term)
+    return log_of(layer.value_shift[h]) + moved
+
+
+def heads_together(layer: Constants, log_ell: Callable[[int], float]) -> float:
+    """log of the least of the three bounds of Theorem 3.4, `log_ell` the logarithm of `ℓ_h`; in the log domain, so that a head
+    of huge `ℓ_h` and small values does not hide another."""
     heads = [h for h in range(layer.heads) if layer.v[h] > 0]
-    ell = {h: log_add(first_term(h), log_of(layer.key_reach(h, radius) * radius)) for h in heads}
+    ell = {h: log_ell(h) for h in heads}
     whole = {h: ell[h] + log_of(layer.v[h]) for h in heads}
     if not heads:
         return -math.inf

@@ -20,6 +20,7 @@ from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian,
 from howsmooth.maps.base import check_finite, check_tokens
 from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of, no_nan
 from howsmooth.theory.heads import Geometry, Tokens, lost, rounding
+from howsmooth.theory.kinds_point import point_of_kind
 from howsmooth.theory.perron import STEPS, along, down, perron_bound, received, tiled_bound, weights_norm
 from howsmooth.theory.softmax_only import check_softmax, not_softmax
 from howsmooth.theory.yudin2025 import yudin_bound
@@ -45,24 +46,30 @@ def point_bounds(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     [('D2', 1.0), ('D3', 1.0), ('D5', 1.0), ('D6', 1.0), ('D', 1.0)]
     """
     x = one_sequence(x)
-    operator = attn.linearize(attn.prepare(x)[None])[1]
-    assert isinstance(operator, AttentionJacobian)
     reason = not_softmax(attn.kind)
-    unknown = torch.full((operator.batch,), torch.inf, dtype=torch.float64)
-    forms = trace_forms(operator) if reason is None else TraceForms(unknown, unknown, unknown)
+    own = [] if reason is None else point_of_kind(attn, attn.prepare(x))
+    forms = _forms(attn, x) if reason is None else None
     rows = [
-        ("D3", "three parts", forms.parts, "Σ_h ‖W_oW_v‖‖P‖ + max_i ‖W_oB_iW_q‖ + ‖key part‖"),
-        ("D5", "block norms", forms.blocks, "(‖Σ_h b_h O_hO_hᵀ‖ Σ_h b_h)^½, b_h = ‖(‖J_ij‖)_ij‖₂ of head h"),
-        ("D6", "coupled heads", forms.coupled, "the parts of D3, heads through the input and output directions they share"),
-        ("D", "best at a point", forms.best, "min(D3, D5, D6)"),
+        ("D3", "three parts", "parts", "Σ_h ‖W_oW_v‖‖P‖ + max_i ‖W_oB_iW_q‖ + ‖key part‖"),
+        ("D5", "block norms", "blocks", "(‖Σ_h b_h O_hO_hᵀ‖ Σ_h b_h)^½, b_h = ‖(‖J_ij‖)_ij‖₂ of head h"),
+        ("D6", "coupled heads", "coupled", "the parts of D3, heads through the input and output directions they share"),
     ]
     missing = (
         {"D6": "not for norms over all heads, whose slopes leave the directions of their own head"} if attn.coupled else {}
     )
-    return [yudin_bound(attn, x)] + [
-        at_most(id, name, statement, _SOURCE, _ASSUMES, reason or missing.get(id) or log_of(float(value)))
-        for id, name, value, statement in rows
+    made = [
+        at_most(id, name, statement, _SOURCE, _ASSUMES, reason or missing.get(id) or log_of(float(getattr(forms, form))))
+        for id, name, form, statement in rows
     ]
+    best = log_of(float(forms.best)) if forms is not None else own[-1].reason or log_of(own[-1].value or 0.0)
+    last = at_most("D", "best at a point", "min(D3, D5, D6, D7)", _SOURCE, "any attention layer", best)
+    return [yudin_bound(attn, x), *made, *own, last]
+
+
+def _forms(attn: Attention, x: Float[Tensor, "n d"]) -> "TraceForms":
+    operator = attn.linearize(attn.prepare(x)[None])[1]
+    assert isinstance(operator, AttentionJacobian)
+    return trace_forms(operator)
 
 
 def one_sequence(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:

@@ -1,0 +1,191 @@
+"""L2 attention with tied queries and keys: every token is nearest to itself, so its weights cannot all fall on another.
+
+With `z_i = √τ (W_q x_i + b_q)` weights are `softmax_j(−|z_i − z_j|²)`. Three numbers bound the derivative (8.4): the spread of
+`z` under a row, at most `c = φ⁻¹(n−1)`, about log n; the columns of `P`, at most `1.797^r` in `r` dimensions, whatever n and R;
+and the columns of `P_ij |z_i − z_j|²`, likewise. Numbers such as 8.4 are those of docs/explanation/kinds.md.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of, product_blur, slack, spectral_norm
+from howsmooth.theory.constants import Constants
+from howsmooth.theory.kim2021 import inverse_phi
+from howsmooth.theory.kinds_slopes import SOURCE, same_points
+from howsmooth.theory.ours import heads_together, seen_by
+
+_RELATIVE = 1e-6  # of `V`: what may be left of `V − M W_q` for the values to count as a function of the queries
+
+
+def tied(layer: Constants, n: int | None, radius: float) -> Bound:
+    """T1, T1m: any values, over the ball (8.4). `n=None` for the form free of n."""
+
+    answer = (
+        _not_tied(layer)
+        or (_masked(layer) if n is None else None)
+        or heads_together(layer, lambda h: _ell(layer, n, h, radius))
+    )
+    statement = "Lip ≤ ‖V‖[√C + 2ρ(√min(c, ρ²) + √D)], ρ² = τ‖W_q‖²R², c = φ⁻¹(n−1), C ≤ 1.797^r, D ≤ min(4ρ²C, D_r)"
+    id, name = ("T1m", "tied L2, any n") if n is None else ("T1", "tied L2")
+    return at_most(id, name, statement, f"{SOURCE} 8.4", _ASSUMES, answer, mean_field=n is None)
+
+
+def tied_everywhere(layer: Constants, n: int, radius: float) -> Bound:
+    """T2: values that are a function of the queries, `V = M W_q`: free of the radius (8.4).
+
+    radius: what is left of `V − M W_q`, a rounding, moves in the ball.
+    """
+    reason = _not_tied(layer)
+    answer = reason or _through_queries(layer, n, radius, kernel_constant(layer, n))
+    statement = "Lip ≤ ‖M‖‖W_q‖[√C + 2c + 2√(cD)], V = M W_q, c = φ⁻¹(n−1), C ≤ 1.797^r, D ≤ D_r, any radius"
+    return at_most("T2", "tied L2, any radius", statement, f"{SOURCE} 8.4", f"{_ASSUMES}; V = M W_q", answer)
+
+
+def published(layer: Constants, n: int, radius: float) -> Bound:
+    """K2 of a layer: as Kim et al. state it, for values that are a function of the queries (bounds.md 3.17)."""
+    answer = _not_tied(layer) or _through_queries(layer, n, radius, math.log(math.sqrt(n) * (4 * inverse_phi(n - 1) + 1)))
+    statement = "Lip ≤ √n(4φ⁻¹(n−1) + 1)‖M‖‖W_q‖, V = M W_q, φ(x) = x exp(x+1), any radius"
+    source = "Kim, Papamakarios & Mnih 2021, Theorem 3.2; proved in howsmooth, docs/explanation/bounds.md Theorem 3.17"
+    return at_most("K2", "L2 attention", statement, source, f"{_ASSUMES}; V = M W_q", answer)
+
+
+_ASSUMES = "W_k = W_q and equal biases, no logit bias, no norms on queries and keys; every mask, heads, groups, phases"
+
+
+def _ell(layer: Constants, n: int | None, h: int, radius: float) -> float:
+    """log of `√C + 2ρ(√min(c, ρ²) + √D)`."""
+    size = _spread_of_points(layer, h, radius)
+    within = log_of(least_of(size * size, _crowd(layer, n)))  # of z under a row
+    moved = log_add(0.5 * within, 0.5 * _moved_columns(layer, n, size))
+    return log_add(0.5 * _columns(layer, n), math.log(2) + log_of(size) + moved)
+
+
+def kernel_constant(layer: Constants, n: int) -> float:
+    """log of `√C + 2c + 2√(cD)`, the constant of `z ↦ Σ_j P_ij z_j` on the whole space."""
+    c = log_of(_crowd(layer, n))
+    return log_add(0.5 * _columns(layer, n), math.log(2) + c, math.log(2) + 0.5 * (c + _moved_columns(layer, n, math.inf)))
+
+
+def _not_tied(layer: Constants) -> str | None:
+    attn = layer.layer
+    return first_reason(
+        (not same_points(layer), "for tied queries and keys, without norms on them"),
+        (attn.bias is not None, "not proved for a logit bias"),
+        (attn.scale < 0, "a negative scale turns distances around"),
+    )
+
+
+def _masked(layer: Constants) -> str | None:
+    masked = layer.layer.causal or layer.layer.window is not None
+    return "columns are bounded without n for attention without a mask" if masked else None
+
+
+def _spread_of_points(layer: Constants, h: int, radius: float) -> float:
+    """ρ: `√τ` times the longest `W_q x`."""
+    return math.sqrt(layer.layer.scale) * layer.unit[0].slope(h, radius) * radius
+
+
+def _crowd(layer: Constants, n: int | None) -> float:
+    """`c = φ⁻¹(N − 1)` for rows that see at most N keys."""
+    window, tokens = layer.layer.window, math.inf if n is None else n
+    seen = tokens if window is None else min(tokens, window if layer.layer.causal else 2 * window - 1)
+    return math.inf if math.isinf(seen) else inverse_phi(seen - 1)
+
+
+def _columns(layer: Constants, n: int | None) -> float:
+    """log C: the most that a column of `P` sums to."""
+    seen = math.log(seen_by(layer, n))
+    return seen if _masked(layer) else min(seen, received_at_most(_rank(layer)))
+
+
+def _moved_columns(layer: Constants, n: int | None, size: float) -> float:
+    """log D: the most that a column of `P_ij |z_i − z_j|²` sums to; size: ρ."""
+    seen = seen_by(layer, n)
+    logs = [log_of(4 * size * size) + _columns(layer, n), log_of(inverse_phi(1)) + log_of(seen - 1)]
+    return least_of(*logs) if _masked(layer) else least_of(*logs, moved_at_most(_rank(layer)))
+
+
+def _rank(layer: Constants) -> int:
+    return min(layer.layer.head_width, layer.layer.width)
+
+
+@cache
+def received_at_most(rank: int) -> float:
+    """log of `min_u (u + u²/(u² − 1))^{r/2}`, the most that a column of `P` sums to in `r` dimensions (Lemma 8.4.1).
+
+    >>> [round(math.exp(received_at_most(r)), 3) for r in (1, 2)]
+    [1.797, 3.229]
+    """
+    return rank / 2 * math.log(min(_base(0.0, u) for u in _GRID)) + 1e-12 * rank
+
+
+@cache
+def moved_at_most(rank: int) -> float:
+    """log of the same for `P_ij |z_i − z_j|²`: `min_{δ,u} (u/(1−δ) + u²/(u²−1))^{r/2}/(eδ)`."""
+    shares = [k / 100 for k in range(1, 100)]
+    return min(-1 - math.log(s) + rank / 2 * math.log(min(_base(s, u) for u in _GRID)) for s in shares) + 1e-12 * rank
+
+
+_GRID = [1 + k / 50 for k in range(2, 150)]  # every u > 1 gives a bound
+
+
+def _base(share: float, u: float) -> float:
+    return u / (1 - share) + u * u / (u * u - 1)
+
+
+@torch.no_grad()
+def _through_queries(layer: Constants, n: int, radius: float, log_kernel: float) -> float | str:
+    """log of `‖M‖‖W_q‖` times the constant of the kernel, heads together, and of what is left of `V − M W_q` in the ball."""
+    factor = _factor(layer)
+    if factor is None:
+        return "needs values that are a function of the queries, V = M W_q; see T1"
+    left = log_add(*(log_of(r) + _ell(layer, n, h, radius) for h, r in enumerate(factor.rest)))
+    return log_add(factor.log_norm + log_kernel, left)
+
+
+class _Factor(NamedTuple):
+    """`V = M W_q`: log of `‖M‖‖W_q‖`, heads together, and what is left of `V − M W_q`, head by head."""
+
+    log_norm: float
+    rest: tuple[float, ...]
+
+
+_KEPT: "WeakKeyDictionary[Constants, _Factor | None]" = WeakKeyDictionary()
+
+
+def _factor(layer: Constants) -> _Factor | None:
+    """Made once; nothing where values are no function of the queries."""
+    if layer not in _KEPT:
+        _KEPT[layer] = _factored(layer)
+    return _KEPT[layer]
+
+
+def _factored(layer: Constants) -> _Factor | None:
+    w, gain = layer.layer.by_head(), layer.unit[0].gain
+    values = layer.value_maps  # (heads, d_out, d)
+    m = values @ torch.linalg.pinv(w.q)  # (heads, d_out, d_h)
+    over = values - m @ w.q
+    sizes = values.norm(dim=(-2, -1))  # Frobenius norms, at least the others, and at most √width times as large
+    if bool((over.norm(dim=(-2, -1)) > _RELATIVE * math.sqrt(min(values.shape[1:])) * sizes).any()):
+        return None
+    rest = spectral_norm(over) + product_blur(m, w.q) + values.new_tensor([e for _, e in layer.blur])
+    if bool((rest > _RELATIVE * spectral_norm(values)).any()):
+        return None
+    grow = slack(max(*w.q.shape, *values.shape))
+    by_head = [(float(a) * grow, b * gain) for a, b in zip(spectral_norm(m), layer.unit[0].weight, strict=True)]
+    apart = log_add(*(log_of(a) + log_of(b) for a, b in by_head))
+    even = [math.sqrt(b / a) if a > 0 and b > 0 else 1.0 for a, b in by_head]
+    stacked = least_of(*(log_of(_stack(m, w.q, f) * gain * grow) for f in ([1.0] * len(even), even)))
+    return _Factor(least_of(apart, stacked), tuple(rest.tolist()))
+
+
+def _stack(m: Float[Tensor, "heads d_out d_h"], q: Float[Tensor, "heads d_h d"], factors: list[float]) -> float:
+    """`‖[f_1 M_1 … f_H M_H]‖ ‖[W_q^1/f_1; …]‖`."""
+    f = m.new_tensor(factors)[:, None, None]
+    return float(spectral_norm((m * f).transpose(0, 1).flatten(1)) * spectral_norm((q / f).flatten(0, 1)))

@@ -1,0 +1,134 @@
+"""Kinds that are softmax of other logits, over the ball of radius R: distances, cosines, normalised products of features.
+
+Rows of their weights sum to one, so Theorem 3.16 holds with what their logits are: `G` and `K`, how fast a logit moves with its
+key and with its query, and `E`, the largest ratio of two weights of a row. Numbers such as 8.3 are those of
+docs/explanation/kinds.md.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from howsmooth.kernels.kinds import L2, Cosine, Linear
+from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of
+from howsmooth.theory.constants import Constants, Scaled
+from howsmooth.theory.ours import causal_free, heads_together, log_received
+
+SOURCE = "howsmooth, docs/explanation/kinds.md"
+LAYER = "biases, grouped heads, rotary phases, norms on queries and keys allowed"
+
+
+class Slopes(NamedTuple):
+    """Of the logits of one head in the ball: in the key, in the query (up to what a row ignores), and log E."""
+
+    key: float
+    query: float
+    log_e: float
+
+
+class Values(NamedTuple):
+    """Of the values of one head in the ball: how long, and how fast they move with their token."""
+
+    length: float
+    slope: float
+
+
+def by_slopes(layer: Constants, n: int | None, radius: float) -> Bound:
+    """G1, G1m: `ℓ = √C(1 + GR) + KR` with the slopes of the kind's own logits (8.3). `n=None` for the form free of n."""
+    attn, kind = layer.layer, layer.layer.kind
+    reason = first_reason(
+        (isinstance(kind, Linear) and kind.features == "relu", "relu features can vanish, and the weights jump there"),
+        (n is None and attn.causal and attn.window is not None, "not proved for a window; G1 is free of n there"),
+        (n is None and math.isinf(layer.bias_range), "a logit bias hides keys"),
+    )
+
+    def columns(s: Slopes, slope: float) -> float:
+        """log of `√C(slope + G)`, in units of the length of values."""
+        if n is None and attn.causal:  # 3.8, whose first term is that for values of slope one
+            unit = log_of(slope)
+            return unit + causal_free(s.log_e, log_of(s.key) - unit) if slope > 0 else math.inf
+        return 0.5 * log_received(layer, n, s.log_e) + log_add(log_of(slope), log_of(s.key))
+
+    answer = reason or in_values(layer, radius, lambda h, v: _ell(logit_slopes(layer, h, radius), v, columns))
+    free = "E" if n is None else "min(n, E)"
+    id, name = ("G1m", "slopes of logits, any n") if n is None else ("G1", "slopes of logits")
+    statement = f"Lip ≤ ‖V‖[√C(1 + GR) + KR], C = {free}: {_SAID[type(kind)]}"
+    return at_most(id, name, statement, f"{SOURCE} 8.3", f"every mask; {LAYER}", answer, mean_field=n is None)
+
+
+def _ell(s: Slopes, v: Values, columns: Callable[[Slopes, float], float]) -> float:
+    """log of `√C(slope + G·length) + K·length`."""
+    if v.length == 0:
+        return columns(Slopes(0.0, 0.0, s.log_e), v.slope)
+    return log_of(v.length) + log_add(columns(s, v.slope / v.length), log_of(s.query))
+
+
+def in_values(layer: Constants, radius: float, log_ell: Callable[[int, Values], float]) -> float:
+    """Heads together: through `V_h` where values are linear in tokens, through `W_o^h` where they are normalised (8.3)."""
+    kind = layer.layer.kind
+    if not isinstance(kind, Cosine):
+        return heads_together(layer, lambda h: log_ell(h, Values(radius, 1.0)))
+    factor = log_of(abs(kind.factor))
+    if not kind.values:
+        return factor + heads_together(layer, lambda h: log_ell(h, Values(radius, 1.0)))
+    root, heads = math.sqrt(kind.epsilon), range(layer.heads)
+    value = layer.value
+    spread = [
+        (unit_length(value.length(h, radius), root), value.slope(h, radius) / math.hypot(_nearest(value, h, radius), root))
+        for h in heads
+    ]
+    return factor + through_outputs(layer, [log_ell(h, Values(*spread[h])) for h in heads])
+
+
+def through_outputs(layer: Constants, logs: list[float]) -> float:
+    """log of the least of `Σ_h ‖W_o^h‖ b_h` and `‖W_o‖ (Σ_h b_h²)^½`, `b_h` a bound on head `h` before `W_o`."""
+    parts = (log_of(w) + b for w, b in zip(layer.w_o, logs, strict=True))
+    return least_of(log_add(*parts), log_of(layer.out_norm) + 0.5 * log_add(*(2 * b for b in logs)))
+
+
+def logit_slopes(layer: Constants, h: int, radius: float) -> Slopes:
+    """`G`, `K`, `log E` of one head (8.3)."""
+    attn, kind, (q, k) = layer.layer, layer.layer.kind, layer.unit
+    tau, long_q, long_k = abs(attn.scale), q.length(h, radius), k.length(h, radius)
+    slope_q, slope_k = q.slope(h, radius), k.slope(h, radius)
+    if isinstance(kind, Cosine):
+        root = math.sqrt(kind.epsilon)
+        unit_q, unit_k = unit_length(long_q, root), unit_length(long_k, root)
+        key = tau * unit_q * slope_k / math.hypot(_nearest(k, h, radius), root)
+        query = tau * unit_k * slope_q / math.hypot(_nearest(q, h, radius), root)
+        size, cap = tau * unit_q * unit_k, attn.softcap
+        return Slopes(key, query, 2 * (size if cap is None else cap * math.tanh(size / cap)) + layer.bias_range)
+    if isinstance(kind, L2):
+        # tied queries and keys are points of one ball; phases turn a bias too
+        far = 2 * slope_k * radius if same_points(layer) and attn.rotary is None else long_q + long_k
+        key = 2 * tau * slope_k * far
+        query = 2 * tau * slope_q * long_k if layer.pairs else 2 * layer.a[h] * radius
+        return Slopes(key, query, tau * far * far + layer.bias_range)
+    assert isinstance(kind, Linear)
+    features = long_k + math.log1p(long_k)
+    return Slopes(slope_k, slope_q, features if attn.rotary is not None else min(features, 2 * slope_k * radius))
+
+
+def same_points(layer: Constants) -> bool:
+    """Whether every token has one vector as query and as key."""
+    attn = layer.layer
+    return isinstance(attn.kind, L2) and attn.kind.tied and attn.q_norm is None and attn.k_norm is None
+
+
+def unit_length(length: float, root: float) -> float:
+    """`|x|/√(|x|² + ε)` at the largest `|x|`."""
+    return 1.0 if math.isinf(length) else min(1.0, length / math.hypot(length, root) * (1 + 1e-12))
+
+
+def _nearest(t: Scaled, h: int, radius: float) -> float:
+    """The least length of a query, key or value in the ball, from below; zero behind a norm."""
+    if t.alpha is not None:
+        return 0.0
+    return max(0.0, t.shift[h] * (1 - 1e-9) - t.weight[h] * radius) / t.gain
+
+
+_SAID = {
+    L2: "G = 2τ‖W_k‖ max|q − k|, K = 2‖A‖R, log E = τ max|q − k|²",
+    Cosine: "G = τ‖W_k‖/√ε, K = τ‖W_q‖/√ε, log E = 2τ; for normalised values 1 and ‖W_v‖/√ε in place of R and 1",
+    Linear: "G = ‖W_k‖, K = ‖W_q‖, log E = κ + log(1 + κ), κ = ‖W_k‖R",
+}
