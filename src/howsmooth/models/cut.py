@@ -352,7 +352,7 @@ def _one_head(call: Call, head: int) -> Call:
     """A call of one head alone."""
     group = call.q.shape[1] // call.k.shape[1]
     own = slice(head // group, head // group + 1)
-    scores = call.scores
+    scores = replace(call.scores, kind=call.scores.kind.head(head))
     bias = scores.mask.bias
     if bias is not None and bias.shape[1] > 1:
         scores = replace(scores, mask=replace(scores.mask, bias=bias[:, head : head + 1]))
