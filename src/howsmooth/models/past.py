@@ -176,8 +176,8 @@ def _squares(past: Past, terms: list[Tensor]) -> float | None:
         return None
     total: Any = sum(terms)
     lengths = past.k.square().sum(-1)[..., None, :]
-    spread, along = (_centred(t.detach().double()) for t in (total, lengths))
-    size = float(along.square().expand(spread.shape).sum())
+    spread, along = torch.broadcast_tensors(*(_centred(t.detach().double()) for t in (total, lengths)))
+    size = float(along.square().sum())
     if size == 0:
         return None
     sigma = -float((spread * along).sum()) / size
