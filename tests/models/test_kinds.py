@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import howsmooth as hs
 from checks import PARITY
 from howsmooth import kinds
 from howsmooth.kernels.kinds import Kind
-from howsmooth.models import FallbackWarning
+from howsmooth.models import FallbackWarning, past, sample
+from howsmooth.models.intercept import Call
 
 N, D, HEADS = 6, 8, 2
 CAUSAL = torch.ones(N, N, dtype=torch.bool).tril()
@@ -43,12 +45,10 @@ def column(s: Tensor) -> Tensor:
     return SINK.reshape(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], -1)
 
 
+@way(kinds.Softmax)
 def einsum_softmax(q, k, v):
     p = torch.einsum("bhid,bhjd->bhij", q, k).mul(0.5).masked_fill(~CAUSAL, -torch.inf).softmax(-1)
     return torch.einsum("bhij,bhjd->bhid", p, v)
-
-
-way(kinds.Softmax)(einsum_softmax)
 
 
 @way(kinds.Softmax)
@@ -76,7 +76,7 @@ def capped(q, k, v):
 
 @way(None)  # one scale per head is no field of a layer with one scale; its queries are
 def scaled_by_head(q, k, v):
-    return torch.softmax((functional.normalize(q, dim=-1) @ functional.normalize(k, dim=-1).mT) * TAU, -1) @ v
+    return torch.softmax((functional.normalize(q, dim=-1) @ functional.normalize(k, dim=-1).mT) * TAU.to(q), -1) @ v
 
 
 @way(kinds.Softmax)
@@ -181,7 +181,7 @@ def one_more_in_the_sum(q, k, v):
 @way(kinds.Softmax)
 def sink_in_the_sum(q, k, v):
     e = (q @ k.mT / 2).exp()
-    return (e / (e.sum(dim=-1, keepdim=True) + SINK.exp()[:, None, None])) @ v
+    return (e / (e.sum(dim=-1, keepdim=True) + SINK.to(q).exp()[:, None, None])) @ v
 
 
 @way(None)  # two calls
@@ -317,6 +317,12 @@ def half_a_softmax(q, k, v):
     return (e / e.sum(-1, keepdim=True).sqrt()) @ v
 
 
+@miss
+def products_of_features(q, k, v):
+    p = (functional.elu(q) + 1) @ (functional.elu(k) + 1).mT
+    return p / p.sum(-1, keepdim=True) @ v
+
+
 class Written(nn.Module):
     """One layer, its attention written out in one of the ways."""
 
@@ -366,3 +372,78 @@ def test_near_misses_fall_back_and_are_right(name: str):
         got = hs.load(module).measure(inputs=x, layer=0)
     assert not got.cut
     assert got.value == pytest.approx(truth, rel=PARITY)
+
+
+FEW = ["sigmoid_masked_before", "distances_of_three_axes", "expanded", "sink_behind", "differential", "capped"]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_sample_of_queries_says_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Where the code's own logits would be too many, its steps are taken at some queries."""
+    module, x, truth = built(WAYS[name][0])
+    monkeypatch.setattr(sample, "_MOST_LOGITS", 1)
+    got = hs.load(module).measure(inputs=x, layer=0)
+    assert got.cut
+    assert got.value == pytest.approx(truth, rel=PARITY)
+
+
+@pytest.mark.parametrize("most", [1, 2**26], ids=["some queries", "all"])
+@pytest.mark.parametrize("name", ["sigmoid", "differences", "sink_behind"])
+def test_a_wrong_reading_is_found_out(name: str, most: int, monkeypatch: pytest.MonkeyPatch):
+    module, x, truth = built(WAYS[name][0])
+    right = past.answer
+
+    def wrong(call: Call) -> Tensor:
+        kind = call.scores.kind
+        if isinstance(kind, kinds.Sigmoid):
+            return right(replace(call, scores=replace(call.scores, kind=kinds.Sigmoid(-1.7))))
+        if isinstance(kind, kinds.L2):
+            return right(replace(call, scores=replace(call.scores, scale=1.01 * call.scores.scale)))
+        return right(replace(call, scores=replace(call.scores, kind=kinds.Softmax())))
+
+    monkeypatch.setattr(past, "answer", wrong)
+    monkeypatch.setattr(sample, "_MOST_LOGITS", most)
+    with pytest.warns(FallbackWarning):
+        got = hs.load(module).measure(inputs=x, layer=0)
+    assert got.value == pytest.approx(truth, rel=PARITY)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "expanded", "sink_in_the_sum", "scaled_by_head"])
+def test_modules_in_float32(name: str):
+    module, x, truth = built(WAYS[name][0])
+    got = hs.load(module.float()).measure(inputs=x.float(), layer=0)
+    assert got.cut
+    assert got.value == pytest.approx(truth, rel=1e-5)
+
+
+class Stack(nn.Module):
+    """Layers of several kinds, one that calls torch's function among them."""
+
+    def __init__(self, *ways: Way):
+        super().__init__()
+        self.layers = nn.ModuleList(Written(f) for f in ways)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("last", [sigmoid_of_something_else, sigmoid], ids=["a miss", "all followed"])
+def test_layers_of_several_kinds_keep_their_places(last: Way):
+    torch.manual_seed(1)
+    module = Stack(differences, functional.scaled_dot_product_attention, last).double().eval()
+    x = torch.randn(1, N, D, dtype=torch.float64)
+    followed = last is sigmoid
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        capture = hs.load(module).capture(inputs=x)
+        got = capture.measure(None, "block")
+    assert capture.names == ("layers.0", "layers.1", "layers.2")
+    assert [m.cut for m in got] == ([True] * 3 if followed else [False, True, False])
+    for block, m in zip(module.layers, got, strict=True):
+        jacobian = torch.autograd.functional.jacobian(block, x)
+        assert isinstance(jacobian, Tensor)
+        truth = torch.linalg.matrix_norm(jacobian.reshape(N * D, N * D), 2)
+        assert m.value == pytest.approx(float(truth), rel=PARITY)
+        x = (x + block(x)).detach()

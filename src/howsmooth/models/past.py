@@ -1,4 +1,4 @@
-"""What attention that is written out has become so far: logits and the steps taken on them, and the call that they amount to."""
+"""What attention that is written out has become so far: logits, what was done to them, and the call that it amounts to."""
 
 import math
 from collections.abc import Callable
@@ -95,10 +95,7 @@ class Past:
     def rows(self, rows: Tensor) -> Float[Tensor, "*lead rows m"]:
         """The weights of some queries, in the steps that the code takes."""
         q = self.q[..., rows, :]
-        if self.form == "product":
-            s = self.scale * q @ self.k.mT
-        else:
-            s = self.scale * torch.cdist(q, self.k).square()
+        s = self.scale * (q @ self.k.mT if self.form == "product" else torch.cdist(q, self.k).square())
         s = (s if self.cap is None else self.cap * torch.tanh(s)) + self.shift
         for term in self.terms:
             s = s + (term if term.shape[-2] == 1 else term[..., rows, :])
@@ -111,7 +108,7 @@ class Past:
 
 
 def depends(t: Tensor) -> bool:
-    """Whether a tensor may depend on a map's tokens: in a map's graph its weights have no gradient, nor has anything without."""
+    """Whether a tensor may depend on a map's tokens: its weights have no gradient, and nothing has one in a trace."""
     return t.requires_grad and torch.is_grad_enabled()
 
 

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import attend
-from howsmooth.models.by_hand import PRODUCTS, StandIn, makes_pairs
+from howsmooth.models.by_hand import makes_pairs
 from howsmooth.models.intercept import Call, Intercept, Tagged, torch_attention
 from howsmooth.models.room import lent
+from howsmooth.models.steps import PRODUCTS, StandIn
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
 _SOFTMAX = (torch.softmax, Tensor.softmax, nn.functional.softmax)
@@ -190,7 +191,7 @@ def without_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 class _Pairs(Tensor):
     """Numbers of pairs of tokens: a product that is square in them, and whatever is made of it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  as torch has it
 
 
 class Watch(TorchFunctionMode):
@@ -210,7 +211,8 @@ class Watch(TorchFunctionMode):
             return torch_attention(*args, **kwargs)
         paired = self._pairs and any(isinstance(t, _Pairs) for t in tree_leaves((args, kwargs)))
         if paired:
-            args, kwargs = tree_map(lambda t: t.as_subclass(Tensor) if isinstance(t, _Pairs) else t, (args, kwargs))
+            args = tree_map(_plain, args)
+            kwargs = {k: tree_map(_plain, t) for k, t in kwargs.items()}
         out = func(*args, **kwargs)
         if self._on_weights is None or isinstance(out, StandIn):
             return out
@@ -223,6 +225,10 @@ class Watch(TorchFunctionMode):
             made = paired or makes_pairs(func, args)
             return tree_map(lambda t: t.as_subclass(_Pairs) if made and _is_square(t) else t, out)
         return out
+
+
+def _plain(t: Any) -> Any:
+    return t.as_subclass(Tensor) if isinstance(t, _Pairs) else t
 
 
 def _is_square(t: Any) -> bool:
