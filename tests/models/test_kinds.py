@@ -15,7 +15,8 @@ from checks import PARITY
 from howsmooth import kinds
 from howsmooth.kernels.kinds import Kind
 from howsmooth.models import FallbackWarning, past, sample
-from howsmooth.models.intercept import Call
+from howsmooth.models.intercept import Call, register
+from problems.zoo import ZOO, ids, randomize
 
 N, D, HEADS = 6, 8, 2
 CAUSAL = torch.ones(N, N, dtype=torch.bool).tril()
@@ -82,6 +83,20 @@ def scaled_by_head(q, k, v):
 @way(kinds.Softmax)
 def cosine(q, k, v):
     return torch.softmax(functional.normalize(q, dim=-1) @ functional.normalize(k, dim=-1).mT * 4.0, -1) @ v
+
+
+@way(None)
+def temperatures(q, k, v):
+    s = q @ k.mT * (1 + q.square().mean(-1, keepdim=True)) / k.norm(dim=-1).add(1)[..., None, :]
+    return torch.softmax(s, -1) @ v
+
+
+@way(kinds.Softmax)
+def written_into(q, k, v):
+    s = q @ k.mT
+    s.mul_(0.5).masked_fill_(~CAUSAL, -torch.inf)
+    s += SINK[:, None, None] * torch.arange(N)
+    return torch.softmax(s, -1) @ v
 
 
 @way(kinds.Softmax)
@@ -447,3 +462,18 @@ def test_layers_of_several_kinds_keep_their_places(last: Way):
         truth = torch.linalg.matrix_norm(jacobian.reshape(N * D, N * D), 2)
         assert m.value == pytest.approx(float(truth), rel=PARITY)
         x = (x + block(x)).detach()
+
+
+def test_sinks_are_differentiated():
+    """A model that runs on the kernels by name trains its sinks as its own code does."""
+    model = randomize(ZOO["gpt-oss local"].build()).double()
+    model.set_experts_implementation("eager")  # the only one that knows float64
+    register()
+    gradients = []
+    for code in ("eager", "howsmooth"):
+        model.set_attn_implementation(code)
+        model.zero_grad()
+        model(input_ids=ids(), use_cache=False).last_hidden_state.square().sum().backward()
+        gradients.append(model.layers[0].self_attn.sinks.grad.clone())
+    assert float(gradients[0].abs().max()) > 1e-3
+    assert torch.allclose(*gradients, rtol=1e-6)

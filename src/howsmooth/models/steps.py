@@ -423,16 +423,29 @@ def _detached(row: Any) -> _Row:
     return row
 
 
+def _in_place(step: Callable[..., Any]) -> Callable[..., Logits]:
+    """The same written into the logits that it was done to."""
+
+    def written(logits: Any, *args: Any, **kwargs: Any) -> Logits:
+        found = step(logits, *args, **kwargs)
+        if not isinstance(logits, Logits) or not isinstance(found, Logits) or found.shape != logits.shape:
+            raise UncuttableError("logits written into something else")
+        logits.past = found.past
+        return logits
+
+    return written
+
+
 _SHAPES = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, Tensor.flatten, Tensor.unsqueeze, Tensor.squeeze)
 _TABLE: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
-    (_times, (torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__)),
-    (_divide, (torch.div, Tensor.div, Tensor.div_, Tensor.__truediv__, Tensor.__itruediv__)),
+    (_times, (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)),
+    (_divide, (torch.div, Tensor.div, Tensor.__truediv__)),
     (_negative, (torch.neg, Tensor.neg, Tensor.__neg__)),
-    (add, (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)),
-    (_subtract, (*LESS, Tensor.sub_, Tensor.__isub__)),
+    (add, (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)),
+    (_subtract, LESS),
     (_subtracted, (torch.rsub, Tensor.__rsub__)),
     (_power, (torch.square, Tensor.square, torch.pow, Tensor.pow, Tensor.__pow__)),
-    (_fill, (torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)),
+    (_fill, (torch.masked_fill, Tensor.masked_fill)),
     (_where, (torch.where,)),
     (_largest, (torch.max, Tensor.max)),
     (_floor, (torch.maximum, Tensor.maximum)),
@@ -453,5 +466,13 @@ _TABLE: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
     (_detached, (Tensor.detach,)),
     (_unchanged, _SAME),
 )
+_IN_PLACE: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
+    (_times, (Tensor.mul_, Tensor.__imul__)),
+    (_divide, (Tensor.div_, Tensor.__itruediv__)),
+    (add, (Tensor.add_, Tensor.__iadd__)),
+    (_subtract, (Tensor.sub_, Tensor.__isub__)),
+    (_fill, (Tensor.masked_fill_,)),
+)
 _STEPS: dict[Any, Callable[..., Any]] = {func: step for step, funcs in _TABLE for func in funcs}
 _STEPS |= {func: _shaped(func) for func in _SHAPES}
+_STEPS |= {func: _in_place(step) for step, funcs in _IN_PLACE for func in funcs}
