@@ -65,4 +65,5 @@ def _mask(scores: Any) -> str:
     parts += [f"window {mask.window}"] if mask.window else []
     parts += ["bias"] if mask.bias is not None else []
     parts += [f"soft-cap {scores.softcap:g}"] if scores.softcap else []
+    parts += ["sink"] if getattr(scores.kind, "sink", None) is not None else []
     return ", ".join(parts) or "none"

@@ -112,7 +112,7 @@ def test_a_lost_mask_is_noticed(loss: str, monkeypatch: pytest.MonkeyPatch):
         mask = left
         monkeypatch.setattr(masks, "from_rule", lambda *a: Mask(read(*a).causal, read(*a).window))
     else:
-        monkeypatch.setattr(intercept, "Scores", lambda scale, softcap, m: scores(scale, None, m))
+        monkeypatch.setattr(intercept, "Scores", lambda scale, softcap, *more: scores(scale, None, *more))
     with pytest.warns(FallbackWarning):
         got = model.measure(ids=ids(), mask=mask, layer=truth.layer)
     assert not got.cut

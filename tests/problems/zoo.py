@@ -254,6 +254,26 @@ ZOO: dict[str, Animal] = {
         "layers.{}.self_attn.o_proj",
     ),
     **{
+        f"gpt-oss {kind}": Animal(
+            lambda: t.GptOssModel(
+                t.GptOssConfig(
+                    **GROUPED,
+                    **TOKENS,
+                    sliding_window=4,
+                    layer_types=["sliding_attention", "full_attention"],
+                    num_local_experts=4,
+                    num_experts_per_tok=2,
+                    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+                )
+            ),
+            "layers.{}",
+            "layers.{}.self_attn",
+            "layers.{}.self_attn.o_proj",
+            layer=layer,
+        )
+        for kind, layer in (("local", 0), ("global", 1))
+    },
+    **{
         f"gemma2 {kind}": Animal(
             lambda: t.Gemma2Model(
                 t.Gemma2Config(**GROUPED, **TOKENS, sliding_window=4, attn_logit_softcapping=10.0, query_pre_attn_scalar=6)
@@ -301,6 +321,20 @@ ZOO: dict[str, Animal] = {
         pads=False,
         inputs=picture,
     ),
+    **{
+        f"swin v2 {kind}": Animal(
+            lambda: t.Swinv2Model(
+                t.Swinv2Config(image_size=8, patch_size=2, embed_dim=8, depths=[2], num_heads=[2], window_size=2, mlp_ratio=2.0)
+            ),
+            "encoder.layers.0.blocks.{}",
+            "encoder.layers.0.blocks.{}.attention.self",
+            "encoder.layers.0.blocks.{}.attention.output.dense",
+            layer=layer,
+            pads=False,
+            inputs=lambda: {"pixel_values": torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))},
+        )
+        for kind, layer in (("plain", 0), ("shifted", 1))
+    },
     "clip text": Animal(
         lambda: t.CLIPModel(clip()),
         "encoder.layers.{}",

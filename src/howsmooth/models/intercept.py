@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels import Mask, Scores, attend
+from howsmooth.kernels.kinds import Softmax
 from howsmooth.models import masks
 
 IMPLEMENTATION = "howsmooth"
@@ -93,6 +94,14 @@ class Intercept:
             raise self.refuse(f"a mask of shape {tuple(mask.shape)} that the model has rewritten")
         return masks.from_tensor(mask, dtype)
 
+    def with_sink(self, sink: Tensor, heads: int) -> Softmax:
+        """Softmax with a logit of every head's own beside the keys."""
+        if sink.grad_fn is not None:
+            raise self.refuse("attention sinks that depend on the input")
+        if sink.numel() != heads or not bool(sink.isfinite().all()):
+            raise self.refuse("attention sinks that are not one finite number per head")
+        return Softmax(sink.flatten())
+
 
 _ACTIVE: ContextVar[Intercept] = ContextVar("intercept")
 
@@ -164,8 +173,6 @@ def _library_attention(
 ) -> tuple[Tensor, None]:
     """The attention interface's function: (batch, heads, n, d) in, (batch, n, heads, d_v) out."""
     intercept = _active()
-    if s_aux is not None:
-        raise intercept.refuse("learned attention sinks")
     if dropout:
         raise intercept.refuse("dropout, as in training")
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else bool(is_causal)
@@ -175,7 +182,8 @@ def _library_attention(
             raise intercept.refuse("a position bias that depends on the input")
         mask = masks.with_bias(mask, position_bias.detach())
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = intercept.on_call(Call(query, key, value, Scores(scale, softcap, mask)))
+    kind = Softmax() if s_aux is None else intercept.with_sink(s_aux, query.shape[1])
+    out = intercept.on_call(Call(query, key, value, Scores(scale, softcap, mask, kind)))
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from howsmooth.models.by_hand import ByHand, Past
+from howsmooth.models.by_hand import ByHand
 from howsmooth.models.intercept import Tagged, storage
+from howsmooth.models.past import Past
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
 _ENDS = 4  # rows at either end that are always taken
@@ -96,12 +97,9 @@ class OwnRows:
         return part.new_zeros(*part.shape[:-2], self.n, part.shape[-1]).index_copy(part.ndim - 2, self.rows, part)
 
     def _steps(self, past: Past, v: Tensor) -> Tensor:
-        """The softmax that a model's own code writes out, and its terms as they are."""
+        """The steps that a model's own code writes out, its terms as they are."""
         rows = self.rows if past.q.shape[2] == self.n else torch.arange(past.q.shape[2], device=past.q.device)
-        logits = past.scale * past.q[:, :, rows] @ past.k.mT
-        for term in past.terms:
-            logits = logits + (term if term.shape[2] == 1 else term[:, :, rows])
-        part = logits.softmax(-1) @ v
+        part = past.rows(rows) @ v
         self.answered += 1
         return part.new_zeros(*part.shape[:2], past.q.shape[2], part.shape[3]).index_copy(2, rows, part)
 

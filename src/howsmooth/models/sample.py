@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
+from howsmooth.maps.operator import drawn, stream
 from howsmooth.models.by_hand import ByHand
 from howsmooth.models.cut import Cut, CutJacobian
 from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, UncuttableError, implementation, register
@@ -30,6 +31,7 @@ _PREFIX = 256  # tokens of a longer input that the model's plain code sees whole
 _ROWS = 16, 64  # at least and at most so many queries of a longer input are compared
 # Relative to the largest entry: what float32 constants inside a model explain, and no lost key, window or soft-cap.
 _SAME = {torch.float64: 1e-5, torch.float32: 1e-3}
+_STEP = 0.03  # of an input beside another, relative to its size: what is not the same function differs there
 HEAVY = 2**29  # logits past which a value in float64 costs more than a measurement
 FORMULA = 1e-9  # agreement in float64 that only the same formula, evaluated another way, gives
 
@@ -38,6 +40,13 @@ def same(ours: Tensor, theirs: Tensor, tolerance: float | None = None) -> bool:
     """Whether two values of a layer, in one precision, are those of one function."""
     error = float((ours - theirs).abs().max())
     return error <= (_SAME[theirs.dtype] if tolerance is None else tolerance) * float(theirs.abs().max())
+
+
+def _beside(x: Tensor, step: float) -> Tensor:
+    """Tokens moved by a share of their size, each entry in a direction of its own."""
+    if not step:
+        return x
+    return x + step * x.square().mean().sqrt() * drawn(tuple(x.shape), stream(0, "beside", x.device), x.dtype)
 
 
 class FallbackWarning(UserWarning):
@@ -71,11 +80,15 @@ class Sample:
 
     @functools.cached_property
     def _on_kernels(self) -> tuple[str | None, Trace] | None:
-        """The first attention code whose calls reach the kernels, and the model run with it."""
+        """The first attention code whose calls reach the kernels, and the model run with it.
+
+        Of a module that has no choice of code, that with which most calls do.
+        """
         codes: tuple[str | None, ...] = (None,)
         if self._chooses:
             register()
             codes = (IMPLEMENTATION, "sdpa") if getattr(self.owner, "_supports_sdpa", False) else (IMPLEMENTATION,)
+        best, most = None, 0
         for code in (*codes, WRITTEN_OUT):
             try:
                 run = self._run(code)
@@ -85,9 +98,14 @@ class Sample:
                 if code != WRITTEN_OUT:
                     raise
                 continue  # code that does something else with its logits
-            if bool(run.output.isfinite().all()) and any(layer.cut for layer in run.layers):
-                return code, run
-        return None
+            if not bool(run.output.isfinite().all()):
+                continue
+            count = sum(layer.cut for layer in run.layers)
+            if count > most:
+                best, most = (code, run), count
+            if most and (self._chooses or most == len(run.layers)):
+                break
+        return best
 
     @functools.cached_property
     def _plain(self) -> Trace:
@@ -128,7 +146,7 @@ class Sample:
                 stack.enter_context(ByHand())
             if self.work == torch.float64 and code in ("eager", WRITTEN_OUT):  # a float64 mask overflows in its float32 softmax
                 stack.enter_context(KeepDouble())
-            return trace(self.owner, self.args, self.kwargs)
+            return trace(self.owner, self.args, self.kwargs, pairs=not self._chooses)
 
     @functools.cached_property
     def trace(self) -> Trace:
@@ -224,12 +242,13 @@ class Sample:
         cut = Cut(self.owner, code, run, run.layers[layer], map, None, self.real, True, self.work)
         return cut if map == "model" or cut.attends.cut else None
 
-    def _value(self, cut: Cut) -> Tensor:
-        """The map at its own tokens, in float64 where the model can; in the finest products below it where those are many."""
+    def _value(self, cut: Cut, step: float = 0.0) -> Tensor:
+        """The map at its own tokens, or that far beside them, in float64 where the model can; in the finest products below it
+        where those are many."""
         work = self.work if cut.start.is_cuda and cut.layer.heads * len(cut.start) ** 2 > HEAVY else torch.float64
 
         def at(cut: Cut) -> Tensor:
-            x = cut.start.to(cut.work)[None]
+            x = _beside(cut.start, step).to(cut.work)[None]
             if cut.code != WRITTEN_OUT:
                 return cut.value(x)
             with torch.enable_grad():  # with a graph, in which a bias that depends on the tokens is seen and refused
@@ -255,7 +274,9 @@ class Sample:
                 elif own:
                     value = self._value(cut) if value is None else value
                     in_rows = self._long and cut.name not in ("cross", "context")  # whose keys are few, or are the tokens
-                    own = (self._agrees_in_rows if in_rows else self._agrees)(cut, value)
+                    own = self._agrees_in_rows(cut, value) if in_rows else self._agrees(cut, value)
+                    if own and not in_rows and cut.code == WRITTEN_OUT:  # one value may be that of several functions
+                        own = self._agrees(cut, self._value(cut, _STEP), _STEP)
             except UncuttableError:
                 own = False
             self._verdicts[at] = own
@@ -272,11 +293,11 @@ class Sample:
             return True
         return part is not None and short._is_own(part)
 
-    def _agrees(self, cut: Cut, value: Tensor) -> bool:
+    def _agrees(self, cut: Cut, value: Tensor, step: float = 0.0) -> bool:
         own = replace(cut, code=self._plain_code, kernels=False, work=value.dtype)
         if cut.code is not None and (cut.trace.masks or cut.code != IMPLEMENTATION):  # each code has masks of its own
             own = replace(own, trace=self._plain, layer=self._plain.layers[cut.layer.index])
-        return same(value, own.value(cut.start.to(value.dtype)[None]))
+        return same(value, own.value(_beside(cut.start, step).to(value.dtype)[None]))
 
     def _agrees_in_rows(self, cut: Cut, value: Tensor) -> bool:
         n, count = len(cut.span.tokens), len(cut.start)

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import attend
-from howsmooth.models.by_hand import Logits
+from howsmooth.models.by_hand import makes_pairs
 from howsmooth.models.intercept import Call, Intercept, Tagged, torch_attention
 from howsmooth.models.room import lent
+from howsmooth.models.steps import PRODUCTS, StandIn
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
 _SOFTMAX = (torch.softmax, Tensor.softmax, nn.functional.softmax)
@@ -198,16 +199,23 @@ def without_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return args, kwargs
 
 
-class Watch(TorchFunctionMode):
-    """Catches names of torch's attention that were bound before it was patched, and hears softmax.
+class _Pairs(Tensor):
+    """Numbers of pairs of tokens: a product that is square in them, and whatever is made of it."""
 
-    on_softmax: told of every softmax that the model's own code takes, and whether over a square of logits.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  as torch has it
+
+
+class Watch(TorchFunctionMode):
+    """Catches names of torch's attention that were bound before it was patched, and hears attention that is written out.
+
+    on_weights: told of every softmax that the model's own code takes, and whether over a square of logits.
+    pairs: it is also told when numbers of pairs of tokens, whatever was done to them, are multiplied with something.
     caught: whether such a name was called.
     """
 
-    def __init__(self, on_softmax: Callable[[bool], None] | None = None):
+    def __init__(self, on_weights: Callable[[bool], None] | None = None, pairs: bool = False):
         super().__init__()
-        self._on_softmax = on_softmax
+        self._on_weights, self._pairs = on_weights, pairs
         self.caught = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -215,10 +223,30 @@ class Watch(TorchFunctionMode):
         if func is _TORCH_ATTENTION:
             self.caught = True
             return torch_attention(*args, **kwargs)
+        paired = self._pairs and any(isinstance(t, _Pairs) for t in tree_leaves((args, kwargs)))
+        if paired:
+            args = tree_map(_plain, args)
+            kwargs = {k: tree_map(_plain, t) for k, t in kwargs.items()}
         out = func(*args, **kwargs)
-        if func in _SOFTMAX and self._on_softmax and out.ndim in (3, 4) and not isinstance(out, Logits):
-            self._on_softmax(out.shape[-1] - out.shape[-2] in (0, 1))  # one key more than queries: a learned sink
+        if self._on_weights is None or isinstance(out, StandIn):
+            return out
+        if func in _SOFTMAX and out.ndim in (3, 4):
+            self._on_weights(out.shape[-1] - out.shape[-2] in (0, 1))  # one key more than queries: a learned sink
+        multiplies = func in PRODUCTS or func is torch.einsum
+        if paired and multiplies:
+            self._on_weights(True)
+        elif self._pairs and (paired or multiplies):
+            made = paired or makes_pairs(func, args)
+            return tree_map(lambda t: t.as_subclass(_Pairs) if made and _is_square(t) else t, out)
         return out
+
+
+def _plain(t: Any) -> Any:
+    return t.as_subclass(Tensor) if isinstance(t, _Pairs) else t
+
+
+def _is_square(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 3 and t.shape[-1] - t.shape[-2] in (0, 1)
 
 
 class KeepDouble(TorchFunctionMode):
@@ -244,17 +272,18 @@ class KeepDouble(TorchFunctionMode):
 
 
 @torch.no_grad()
-def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: bool = False) -> Trace:
     """Run `model(*args, **kwargs)` and write down every self-attention layer, in the order they ran.
 
     Each comes with the cross-attention of its block. Of a model that has cross-attention alone, those are the layers.
+    pairs: attention without softmax is heard too, as numbers of pairs of tokens that are multiplied with something.
     """
-    return _Tracer(model).run(args, kwargs)
+    return _Tracer(model, pairs).run(args, kwargs)
 
 
 class _Tracer:
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, pairs: bool):
+        self.model, self.pairs = model, pairs
         self.names = {module: name for name, module in model.named_modules()}
         self.elements = {
             child for m in model.modules() if isinstance(m, _LISTS) for child in m.children() if not isinstance(child, _LISTS)
@@ -284,7 +313,7 @@ class _Tracer:
             if given is not None:
                 stack.enter_context(lent(self.model, given.device))
             stack.enter_context(intercept.active())
-            stack.enter_context(Watch(self._on_softmax))
+            stack.enter_context(Watch(self._on_weights, self.pairs))
             output = self.model(*args, **kwargs)
         hidden = find_hidden(args, kwargs)
         whole = Invocation(self.model, "", args, kwargs, torch.empty(0, 0) if hidden is None else hidden, 0)
@@ -329,7 +358,7 @@ class _Tracer:
         with torch._C.DisableTorchFunction():  # what the kernels do is not the model's
             return attend(call.q, call.k, call.v, call.scores)
 
-    def _on_softmax(self, square: bool) -> None:
+    def _on_weights(self, square: bool) -> None:
         self._note(0, softcap=False, cut=False, square=square)
 
     def _note(self, heads: int, softcap: bool, cut: bool, square: bool, keys: int | None = None) -> None:
