@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import autograd  # noqa: F401  the operators' derivatives
@@ -186,18 +186,17 @@ def _plain(q, k, v, mask: Tensor, scale: float, grouped: bool, window: int | Non
 def _real(value: Any, expected: str, above: float = -math.inf) -> float:
     """A finite number, which a compiler may only know by name."""
     if isinstance(value, torch.SymFloat) or (isinstance(value, float) and above < value < math.inf):
-        return value
+        return value  # pyright: ignore[reportReturnType]
     return number(value, expected, _NONE, above=above)
 
 
-def _check_tensors(query, key, value, mask) -> None:
+def _check_tensors(query: Any, key: Any, value: Any, mask: Any) -> None:
     """Refuse what is no tensor with rows and columns."""
-    for name, t in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
-        if t is None and name == "attn_mask":
-            continue
-        fits = isinstance(t, Tensor) and not isinstance(t, UninitializedTensorMixin) and not t.is_nested
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, **({} if mask is None else {"attn_mask": mask})}
+    for name, t in given.items():
+        fits = isinstance(t, Tensor) and not isinstance(t, UninitializedBuffer | UninitializedParameter) and not t.is_nested
         fits = fits and t.layout is torch.strided
-        if not fits or (t is not mask and (t.dtype not in REAL or t.ndim < 2)):
+        if not fits or (name != "attn_mask" and (t.dtype not in REAL or t.ndim < 2)):
             kind = "a boolean or floating-point" if name == "attn_mask" else "a floating-point"
             raise BadInputError(f"expected {name} as {kind} tensor (…, tokens, width), got {described(t)}; convert it")
 

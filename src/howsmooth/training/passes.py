@@ -423,7 +423,8 @@ class _Run:
             return _attention(call.q, call.k, call.v, call.scores)
         with torch._C.DisableTorchFunction():
             with torch.no_grad():
-                out = _attention(*(t[:: self.times] for t in (call.q, call.k, call.v)), call.scores)
+                q, k, v = (t[:: self.times] for t in (call.q, call.k, call.v))
+                out = _attention(q, k, v, call.scores)
                 out = out if self.times == 1 else out.repeat_interleave(self.times, 0)
             self.active[2].append(Attended((call.q, call.k, call.v), out.requires_grad_(), call.scores))
             return out.clone()  # which the model may write into
