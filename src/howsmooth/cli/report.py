@@ -32,6 +32,10 @@ def report(
     resume: options.Resume = False,
     force: options.Force = False,
     figures: Figures = True,
+    variants: Annotated[
+        bool,
+        typer.Option("--variants", help="also put other kinds of attention into the layers, on two samples"),
+    ] = False,
     side: options.Side = None,
     device: options.Device = "auto",
     tol: options.Tol = 1e-3,
@@ -56,6 +60,7 @@ def report(
         resume=resume,
         force=force,
         figures=figures,
+        variants=variants,
         progress=progress_bar("measuring", quiet=quiet),
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from howsmooth.errors import BadInputError
 from howsmooth.report.data import ReportData
 from howsmooth.run import writing
+from howsmooth.study.swapped import mean
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -246,6 +247,40 @@ def influence(data: ReportData) -> "Figure":
     return figure
 
 
+def variants(data: ReportData) -> "Figure":
+    """Kinds of attention at equal entropy, means over layers: L against n, against the size of the tokens, against cost."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in data.variants if row["way"] != "published" or row["variant"] in ("linear", "hard")]
+    last, moved = max(row["n"] for row in rows), max((r["n"] for r in rows if r["factor"] != 1), default=0)
+    figure = Figure(figsize=(8.4, 2.9), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    for k, name in enumerate(dict.fromkeys(row["variant"] for row in rows)):
+        own = [row for row in rows if row["variant"] == name and row["mean"] > 0]
+        look = {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}
+        for axes, key, some in (
+            (panels[0], "n", [r for r in own if r["factor"] == 1]),
+            (panels[1], "factor", [r for r in own if r["n"] == moved]),
+        ):
+            means = {x: mean([r["mean"] for r in some if r[key] == x]) for x in sorted({r[key] for r in some})}
+            axes.plot(list(means), list(means.values()), **look, label=name)
+        there = [r for r in own if (r["n"], r["factor"]) == (last, 1)]
+        if there:
+            panels[2].plot(
+                [mean([r["cost"] for r in there])], [mean([r["mean"] for r in there])], ls="", ms=5, **look, label=name
+            )
+    for axes, label in zip(
+        panels, ("n, tokens", f"tokens multiplied by, n = {moved}", f"cost, softmax = 1, n = {last}"), strict=True
+    ):
+        axes.set(xscale="log", yscale="log", xlabel=label)
+        if axes.lines:
+            plain_numbers(axes.xaxis)
+            plain_numbers(axes.yaxis)
+    panels[0].set(ylabel="L", title="Kinds of attention at equal entropy")
+    panels[2].legend(**_BESIDE)
+    return figure
+
+
 def _by_layer(axes: Any, curves: dict[str, list[tuple[int, float | None]]]) -> None:
     """Positive values over the layers on a logarithmic axis, one curve for each name."""
     from matplotlib.ticker import MaxNLocator
@@ -309,4 +344,5 @@ FIGURES: dict[str, tuple[Callable[[ReportData], bool], Callable[[ReportData], "F
     "held": (lambda data: bool(data.of("held")), held),
     "maps": (lambda data: bool(data.maps), maps),
     "influence": (lambda data: bool(data.of("influence")), influence),
+    "variants": (lambda data: bool(data.variants), variants),
 }
