@@ -251,33 +251,33 @@ def variants(data: ReportData) -> "Figure":
     """Kinds of attention at equal entropy, means over layers: L against n, against the size of the tokens, against cost."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in data.variants if row["way"] != "published" or row["variant"] in ("linear", "hard")]
-    last, moved = max(row["n"] for row in rows), max((r["n"] for r in rows if r["factor"] != 1), default=0)
-    figure = Figure(figsize=(8.4, 2.9), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
-    for k, name in enumerate(dict.fromkeys(row["variant"] for row in rows)):
-        own = [row for row in rows if row["variant"] == name and row["mean"] > 0]
-        look = {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}
-        for axes, key, some in (
-            (panels[0], "n", [r for r in own if r["factor"] == 1]),
-            (panels[1], "factor", [r for r in own if r["n"] == moved]),
-        ):
-            means = {x: mean([r["mean"] for r in some if r[key] == x]) for x in sorted({r[key] for r in some})}
-            axes.plot(list(means), list(means.values()), **look, label=name)
-        there = [r for r in own if (r["n"], r["factor"]) == (last, 1)]
-        if there:
-            panels[2].plot(
-                [mean([r["cost"] for r in there])], [mean([r["mean"] for r in there])], ls="", ms=5, **look, label=name
-            )
-    for axes, label in zip(
-        panels, ("n, tokens", f"tokens multiplied by, n = {moved}", f"cost, softmax = 1, n = {last}"), strict=True
-    ):
+    rows = [row for row in data.variants if row["mean"] > 0]
+    scaled = {row["variant"] for row in rows if row["way"] != "published"}  # the others have one way to be put in
+    rows = [row for row in rows if row["way"] != "published" or row["variant"] not in scaled]
+    last, moved = max(row["n"] for row in rows), next((row["n"] for row in rows if row["factor"] != 1), None)
+    charts = [("n", "n, tokens", [r for r in rows if r["factor"] == 1])]
+    charts += [("factor", f"tokens multiplied by, n = {moved}", [r for r in rows if r["n"] == moved])] if moved else []
+    charts += [("cost", f"cost, softmax = 1, n = {last}", [r for r in rows if (r["n"], r["factor"]) == (last, 1)])]
+    figure = Figure(figsize=(2.8 * len(charts), 2.9), layout="constrained")
+    panels = figure.subplots(1, len(charts), sharey=True)
+    for axes, (key, label, some) in zip(panels, charts, strict=True):
+        for k, name in enumerate(dict.fromkeys(row["variant"] for row in rows)):
+            own = [row for row in some if row["variant"] == name]
+            points = {x: mean([r["mean"] for r in own if r[key] == x]) for x in sorted({r[key] for r in own})}
+            if key == "cost" and own:
+                points = {mean([r["cost"] for r in own]): mean([r["mean"] for r in own])}
+            look = {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}
+            axes.plot(list(points), list(points.values()), **look, label=name, ls="" if key == "cost" else "-")
         axes.set(xscale="log", yscale="log", xlabel=label)
-        if axes.lines:
+        plain_numbers(axes.yaxis)
+        if key == "cost":
             plain_numbers(axes.xaxis)
-            plain_numbers(axes.yaxis)
+        else:
+            ticks = sorted({row[key] for row in some})
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.xaxis.minorticks_off()
     panels[0].set(ylabel="L", title="Kinds of attention at equal entropy")
-    panels[2].legend(**_BESIDE)
+    panels[-1].legend(**_BESIDE)
     return figure
 
 
@@ -344,5 +344,5 @@ FIGURES: dict[str, tuple[Callable[[ReportData], bool], Callable[[ReportData], "F
     "held": (lambda data: bool(data.of("held")), held),
     "maps": (lambda data: bool(data.maps), maps),
     "influence": (lambda data: bool(data.of("influence")), influence),
-    "variants": (lambda data: bool(data.variants), variants),
+    "variants": (lambda data: any(row["mean"] > 0 for row in data.variants), variants),
 }

@@ -39,7 +39,7 @@ _NAMES = "a list of kinds of attention"
 _DOUBLINGS = 12  # of the published scale, either way, between which a scale is looked for
 _HALVINGS = 14  # of a factor of two: a scale to four digits
 _CLOSE = 0.01  # nats within which two mean entropies are the same
-_REPEATS = 3  # of a timed pair, the quickest counts
+_REPEATS = 7  # of a timed pair, the quickest counts
 
 
 def _differential(layer: int) -> Kind:
