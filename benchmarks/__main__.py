@@ -10,6 +10,7 @@ from benchmarks.harness import environment, save, table
 ALL = [
     "solve",
     "pair",
+    "kinds",
     "long",
     "batch",
     "certify",
@@ -31,7 +32,7 @@ ALL = [
     "sdpa",
 ]
 COUNTED = ["around"]
-ON_A_GPU = ["gpu", "gpu_sdpa", "gpu_solve", "gpu_models", "gpu_report"]
+ON_A_GPU = ["gpu", "gpu_kinds", "gpu_sdpa", "gpu_solve", "gpu_models", "gpu_report"]
 
 if __name__ == "__main__":
     names = ALL + (ON_A_GPU if torch.cuda.is_available() else [])

@@ -39,6 +39,7 @@ if __name__ == "__main__":
     tables = {name: markdown(rows) for name, rows in results.items()}
     tables["gpu"] = markdown(results["gpu"], GPU)
     for document in (
+        "docs/reference/kinds.md",
         "docs/reference/performance.md",
         "docs/howto/forward-mode.md",
         "docs/explanation/point-bounds.md",

@@ -11,7 +11,7 @@ from jaxtyping import install_import_hook
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # fused kernels then run on the CPU, slowly
 
-KERNELS = ["base", "dispatch", "autograd", "masks", "naive", "tiled", "triton.fused"]
+KERNELS = ["base", "balanced", "dispatch", "autograd", "mapped", "masks", "naive", "summed", "tiled", "tiles", "triton.fused"]
 CHECKED = [
     *(f"howsmooth.kernels.{name}" for name in KERNELS),
     "howsmooth.maps.operator",

@@ -82,7 +82,7 @@ def test_theory_of_softmax_does_not_apply(name):
         lambda: hs.splitting(layer, x),
         lambda: layer(mu),
         lambda: hs.lipschitz(layer, x, solver=hs.GolubKahan(rigorous=True)),
-    ):
+    )[: 4 if name == "sink" else 5]:  # the rounding of a sink is bounded
         with pytest.raises(HowSmoothError) as refusal:
             ask()
         assert "\n" not in str(refusal.value)

@@ -54,6 +54,7 @@ def _normed(norm: type[hs.LayerNorm] | type[hs.RMSNorm], shift: float = 0.0) -> 
 CASES: dict[str, Callable[[], Case]] = {
     "plain": _layer,
     "causal": lambda: _layer(causal=True),
+    "sink": lambda: (replace(_layer()[0], kind=hs.kinds.Softmax(torch.tensor([30.0, -2.0]))), _layer()[1]),
     "window": lambda: _layer(window=5),
     "soft-cap": lambda: _layer(softcap=2.0, gain=4.0),
     "no output": lambda: (replace(_layer()[0], w_o=None), _layer()[1]),

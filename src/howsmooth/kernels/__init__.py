@@ -5,7 +5,6 @@
 torch operations alone.
 """
 
-from howsmooth.kernels import kinds
 from howsmooth.kernels.base import AttentionKernel, Scores
 from howsmooth.kernels.dispatch import linearize
 from howsmooth.kernels.dot_product import attend, sdpa
@@ -24,7 +23,6 @@ __all__ = [
     "TileSize",
     "attend",
     "attention_and_kernel",
-    "kinds",
     "linearize",
     "plain_attention",
     "sdpa",

@@ -10,7 +10,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.balanced import Balanced
 from howsmooth.kernels.base import AttentionKernel, Keys, Precision, Queries, Scores, Values
-from howsmooth.kernels.kinds import Hard, Kind, Linear, Sinkhorn, Softmax
+from howsmooth.kernels.kinds import Hard, Kind, Linear, Sigmoid, Sinkhorn, Softmax
 from howsmooth.kernels.kinds.kind import Vectors
 from howsmooth.kernels.mapped import Mapped
 from howsmooth.kernels.summed import Summed
@@ -50,14 +50,14 @@ def _core(at: Vectors, scores: Scores, kernel: Kernel, precision: Precision) -> 
     q, k, v, offset = at
     kind, mask = scores.kind, scores.mask
     if kernel == "triton" or (kernel == "auto" and q.is_cuda and q.dtype != torch.float64):
-        reason = _unfused(kind, offset) or ("a mask by positions" if mask.ends is not None else unfit(q, v))
+        reason = _unfused(kind) or ("a mask by positions" if mask.ends is not None else unfit(q, v))
         if reason is None:
             from howsmooth.kernels.triton import Fused
 
-            return Fused(q, k, v, scores, precision)
+            return Fused(q, k, v, scores, precision, offset=offset)
         if kernel == "triton":
             raise BadInputError(f"expected a problem for the fused kernels, got {reason}; use kernel='blocked'")
-        if _unfused(kind, offset) is None:
+        if _unfused(kind) is None:
             _warn_once(reason)
     banded = mask.window is not None or mask.ends is not None or (mask.causal and q.shape[2] != k.shape[2])
     if isinstance(kind, Linear) and kernel != "dense" and not banded:
@@ -68,11 +68,9 @@ def _core(at: Vectors, scores: Scores, kernel: Kernel, precision: Precision) -> 
     return (Dense if keep else Blocked)(q, k, v, scores, offset=offset)
 
 
-def _unfused(kind: Kind, offset: Tensor | None) -> str | None:
+def _unfused(kind: Kind) -> str | None:
     """Why there is no fused kernel for a kind, or nothing."""
-    if offset is not None:
-        return "a number for every key, which they do not add"
-    return None if kind == Softmax() else f"{type(kind).__name__} attention, which has none"
+    return None if isinstance(kind, Softmax | Sigmoid) else f"{type(kind).__name__} attention, which has none"
 
 
 def _kept_bytes(q: Tensor, k: Tensor, scores: Scores) -> int:

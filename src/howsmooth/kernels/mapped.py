@@ -68,8 +68,8 @@ class Mapped(AttentionKernel):
 
     @property
     def noise(self) -> float:
-        own = self._entry.roundings + (0.0 if self._exit is None else self._exit.roundings)
-        return self.core.noise + own * torch.finfo(self.output.dtype).eps
+        before = self.core.noise + self._entry.roundings * torch.finfo(self.output.dtype).eps
+        return before if self._exit is None else before * self._exit.growth
 
     @property
     def lifted(self) -> float:

@@ -8,7 +8,7 @@ from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
 from howsmooth.kernels.kinds import Pointwise, Sinkhorn
 from howsmooth.kernels.kinds.kind import Vectors
 
-_TIED = 64  # units in the last place within which two logits are one
+_TIED = 16  # units in the last place within which two logits are one
 
 
 def plain_attention(q: Queries, k: Keys, v: Values, scores: Scores, rows: int = 1024) -> Outputs:

@@ -32,12 +32,13 @@ class Summed(AttentionKernel):
         self.check_range(q, k, None, q.dtype)
         kind, mask = self.scores.kind, self.scores.mask
         assert isinstance(kind, Linear)
-        self._causal, self._divided, self._group = mask.causal, kind.normalized, q.shape[1] // k.shape[1]
+        self._divided, self._group = kind.normalized, q.shape[1] // k.shape[1]
         self._seen = None if mask.keys is None else mask.keys[:, None, :, None].to(k.dtype)
         self.q, self.k, self.v = q, self._hide(self._expand(k)), self._expand(v)
         if kind.normalized:
             self.v = torch.cat([self.v, torch.ones_like(self.v[..., :1])], -1)
-        o = product(q, self.k, self.v, self._causal)
+        self._sums = None if mask.causal else self.k.mT @ self.v  # of all keys; none where each query has its own
+        o = causal(q, self.k, self.v) if self._sums is None else q @ self._sums
         if kind.normalized:
             total = o[..., -1:]
             self._inverse = torch.where(total > 0, 1 / total, 0.0)
@@ -51,29 +52,37 @@ class Summed(AttentionKernel):
 
     def jvp(self, dq, dk, dv, doffset=None):
         dk, dv = self._hide(self._expand(dk)), self._expand(dv)
-        probes = len(dq)
-        q, k, v = (t.expand(probes, *t.shape) for t in (self.q, self.k, self.v))
-        moved = product(torch.cat([dq, q], -1), torch.cat([k, dk], -1), v, self._causal)
-        through = product(self.q, self.k, _wide(dv), self._causal).unflatten(-1, (probes, -1)).movedim(-2, 0)
+        width = dv.shape[-1]
+        if self._sums is None:
+            moved = causal(dq, self.k, self.v) + causal(self.q, dk, self.v)
+            moved[..., :width] += causal(self.q, self.k, dv)
+        else:  # what is summed over keys is small: put together first
+            sums = dk.mT @ self.v
+            sums[..., :width] += self.k.mT @ dv
+            moved = (dq @ self._sums).add_(self.q @ sums)
         if not self._divided:
-            return moved + through
-        return (moved[..., :-1] + through - moved[..., -1:] * self._o) * self._inverse
+            return moved
+        return moved[..., :-1].addcmul_(moved[..., -1:], self._o, value=-1).mul_(self._inverse)
 
     def vjp(self, g):
-        probes = len(g)
+        width = g.shape[-1]
+        rows = g
         if self._divided:
             g = g * self._inverse
             rows = torch.cat([g, -(g * self._o).sum(-1, keepdim=True)], -1)
+        if self._sums is None:
+            dq, dk = causal(rows, self.v, self.k), transposed(rows, self.v, self.q)
+            dv = transposed(self.q, self.k, g)
         else:
-            rows = g
-        q, k, v = (t.expand(probes, *t.shape) for t in (self.q, self.k, self.v))
-        dq, dk = product(rows, v, k, self._causal), transposed(rows, v, q, self._causal)
-        dv = transposed(self.q, self.k, _wide(g), self._causal).unflatten(-1, (probes, -1)).movedim(-2, 0)
+            sums = self.q.mT @ rows
+            dq, dk, dv = rows @ self._sums.mT, self.v @ sums.mT, self.k @ sums[..., :width]
         return dq, self._sum_groups(self._hide(dk)), self._sum_groups(dv)
 
     def attention_received(self):
         ones = torch.ones_like(self._o[..., :1])
-        return transposed(self.q, self.k, self._inverse if self._divided else ones, self._causal)[..., 0].mean(1)
+        seen = self._inverse if self._divided else ones
+        columns = transposed(self.q, self.k, seen) if self._sums is None else self.k @ (self.q.mT @ seen)
+        return columns[..., 0].mean(1)
 
     def logit_range(self, below=None):
         raise BadInputError(f"expected a kind with logits, got {self.scores.kind!r}; its weights are products of features")
@@ -99,15 +108,10 @@ class Summed(AttentionKernel):
         return k if self._seen is None else k * self._seen
 
 
-def product(
-    a: Float[Tensor, "*axes n e"], b: Float[Tensor, "*axes m e"], c: Float[Tensor, "*axes m f"], causal: bool
-) -> Float[Tensor, "*axes n f"]:
-    """`(a bᵀ) c`, with the entries of `a bᵀ` above its diagonal left out where it is causal."""
-    if not causal:
-        return a @ (b.mT @ c)
+def causal(a: Float[Tensor, "*a n e"], b: Float[Tensor, "*b n e"], c: Float[Tensor, "*c n f"]) -> Float[Tensor, "*axes n f"]:
+    """`(a bᵀ) c` with the entries of `a bᵀ` above its diagonal left out. Axes in front broadcast."""
     n = a.shape[-2]
-    before = a.new_zeros(*a.shape[:-2], a.shape[-1], c.shape[-1])
-    out = []
+    before, out = a.new_zeros(a.shape[-1], c.shape[-1]), []
     for start in range(0, n, _CHUNK):
         at = slice(start, min(start + _CHUNK, n))
         inside = (a[..., at, :] @ b[..., at, :].mT).tril_()
@@ -117,14 +121,7 @@ def product(
 
 
 def transposed(
-    a: Float[Tensor, "*axes n e"], b: Float[Tensor, "*axes m e"], c: Float[Tensor, "*axes n f"], causal: bool
-) -> Float[Tensor, "*axes m f"]:
-    """`(a bᵀ)ᵀ c`: the same with `a` and `b` changed over, and backwards where it is causal."""
-    if not causal:
-        return product(b, a, c, causal)
-    return product(b.flip(-2), a.flip(-2), c.flip(-2), causal).flip(-2)
-
-
-def _wide(t: Float[Tensor, "probes *axes m d"]) -> Float[Tensor, "*axes m wide"]:
-    """Probes side by side: they share the weights."""
-    return t.movedim(0, -2).flatten(-2)
+    a: Float[Tensor, "*a n e"], b: Float[Tensor, "*b n e"], c: Float[Tensor, "*c n f"]
+) -> Float[Tensor, "*axes n f"]:
+    """`(a bᵀ)ᵀ c` of the same: with `a` and `b` changed over, backwards."""
+    return causal(b.flip(-2), a.flip(-2), c.flip(-2)).flip(-2)

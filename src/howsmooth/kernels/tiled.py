@@ -119,6 +119,9 @@ class Tiled(OnTiles):
 
     @property
     def noise(self) -> float:
+        """Weights that jump are decided in float64: where two logits are within a rounding, a product may be any other."""
+        if self._kind.flat and self.o.dtype != torch.float64:
+            return 1.0
         return super().noise if self._kind.grows else 32 * torch.finfo(self.o.dtype).eps
 
     @property

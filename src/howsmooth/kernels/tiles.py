@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -112,7 +111,7 @@ class OnTiles(AttentionKernel):
         tiles = cut(n, m, scores.mask, self._size)
         self._parts = [(heads, tile) for tile in tiles for heads in self._head_slices(tile)]
 
-    def select(self, items: Tensor) -> Self:
+    def select(self, items: Tensor) -> "OnTiles":
         q, k, v = (t[items] for t in self.inputs)
         offset = None if self._given is None else self._given[items]
         return type(self)(q, k, v, self.scores.select(items), self._size, offset=offset)

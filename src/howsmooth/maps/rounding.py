@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from howsmooth.kernels.kinds import Softmax
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps.operator import Rounding
 
@@ -26,7 +27,7 @@ def attention_rounding(J: "AttentionJacobian") -> Rounding | None:
     """
     layer, kernel = J.layer, J.kernel
     slopes = J.q_slope, J.k_slope
-    if not isinstance(kernel, Tiled) or not kernel.scores.softmax or J.tokens is None or layer.coupled:
+    if not isinstance(kernel, Tiled) or not isinstance(layer.kind, Softmax) or J.tokens is None or layer.coupled:
         return None
     _, heads, n, m = kernel.shape
     a, c, group = layer.head_width, kernel.v.shape[-1], heads // layer.kv_heads
@@ -44,8 +45,10 @@ def attention_rounding(J: "AttentionJacobian") -> Rounding | None:
         moved += 2 * _LIBRARY * unit * min(layer.softcap, logit)
     if (bias := kernel.scores.mask.bias) is not None:
         moved += 2 * unit * (logit + moved + float(bias.masked_fill(~bias.isfinite(), 0.0).abs().max()))
-    # a weight, as a share of it: exp, and the sum it is divided by
-    weight = math.expm1(min(2 * (moved + 2 * unit * (logit + moved)) + _gamma(m + 4 * _LIBRARY, unit), 700.0))
+    sink = 0.0 if layer.kind.sink is None else float(layer.kind.sink.double().abs().max())
+    # a weight, as a share of it: exp, and the sum it is divided by, one term longer with a sink
+    raised = max(logit + moved, sink)
+    weight = math.expm1(min(2 * (moved + 2 * unit * raised) + _gamma(m + 1 + 4 * _LIBRARY, unit), 700.0))
     mean = v.off + weight + _gamma(m + 2, unit)  # an output, as a share of the longest value
     # a path through the layer: a weight, an entry of dS, a value less the output; and all sums on it, either way
     off = (1 + weight) * (1 + max(q.off, k.off)) * (1 + v.off + mean) - 1

@@ -123,7 +123,7 @@ class _Run:
         if known is None or self.operator.dtype != torch.float64:
             raise BadInputError(
                 f"expected a map whose rounding is bounded for rigorous=True, got {type(self.operator).__name__} in "
-                f"{self.operator.dtype}; pass an Attention, a norm or a composition of them, or leave rigorous out"
+                f"{self.operator.dtype}; pass softmax attention, a norm or a composition of them, or leave rigorous out"
             )
         return known.error, known.fixed
 

@@ -53,7 +53,7 @@ class Exit(ABC):
     """A map of the outputs of a kernel at one place, as `Entry` is one of its inputs."""
 
     output: Float[Tensor, "batch heads n d_v"]
-    roundings: float = 0.0
+    growth: float = 1.0  # what it makes of relative errors
 
     @abstractmethod
     def push(self, do: Tensor) -> Tensor:

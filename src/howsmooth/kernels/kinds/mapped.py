@@ -208,12 +208,12 @@ class _Difference(Exit):
         return self._kind.factor if self._unit is None else self._kind.factor * math.sqrt(width)  # RMS is length over √width
 
     @property
-    def roundings(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def growth(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What cancels in the difference."""
         o, left = self._parts
         first, second = (float(t.norm()) for t in o.chunk(2, -3))
         whole = float(left.norm())
-        return 32 * (first + abs(self._kind.lam) * second) / whole if whole > 0 else 0.0
+        return 1 + (first + abs(self._kind.lam) * second) / whole if whole > 0 else 1.0
 
     def _less(self, o: Tensor) -> Tensor:
         first, second = o.chunk(2, -3)

@@ -1,4 +1,4 @@
-"""Softmax attention on fused kernels: O(n · d) memory, every product one pass over the logits."""
+"""Attention on fused kernels: O(n · d) memory, every product one pass over the logits."""
 
 import copy
 import functools
@@ -14,7 +14,8 @@ import triton
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.base import FINER, AttentionKernel, Keys, Outputs, Precision, Queries, Scores, Values
+from howsmooth.kernels.base import FINER, AttentionKernel, Keys, Offsets, Outputs, Precision, Queries, Scores, Values
+from howsmooth.kernels.kinds import Sigmoid, Softmax
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.tiled import Blocked
 from howsmooth.kernels.triton import blocks, forward, jvp, operands, received, vjp
@@ -25,6 +26,7 @@ WIDEST = 256
 _HEAVY = 2**28  # visible logits past which float64 costs more than all other products: about 0.1 s on an H200
 SHIFT = 14  # weights are kept as 2¹⁴ P, so that half precision reaches down to 2⁻³⁸
 _LONG = 2**15
+_LOG2E = math.log2(math.e)
 _SAMPLE = 16, 512  # at most so many blocks of rows, and about so many rows, on which the error of products is measured
 
 
@@ -35,18 +37,32 @@ def interpreted() -> bool:
 
 @final
 class Fused(AttentionKernel):
-    """Softmax attention whose weights never leave the chip.
+    """Attention by softmax, with or without a sink, or by sigmoids, whose weights never leave the chip.
 
+    offset: of every key, added to its logits, as L2 attention has it.
     precision: `half`, one product of half-precision operands, which have as many bits as tf32's; `mixed`, logits in three
     products, the rest in one; `strict`, three products everywhere, as exact as float32.
     """
 
     _promote: bool  # sums are taken out of the matrix units block by block: they shrink by 2⁻²⁴ for every sixteen terms
 
-    def __init__(self, q: Queries, k: Keys, v: Values, scores: Scores, precision: Precision = "half"):
+    def __init__(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        scores: Scores,
+        precision: Precision = "half",
+        *,
+        offset: Offsets | None = None,
+    ):
         if scores.mask.ends is not None:
             raise BadInputError("expected a mask by order for the fused kernels, got one by positions; use kernel='blocked'")
+        kind = scores.kind
+        if not isinstance(kind, Softmax | Sigmoid) or (offset is not None and scores.softcap is not None):
+            raise BadInputError(f"expected softmax or sigmoids for the fused kernels, got {kind!r}; use kernel='blocked'")
         super().__init__(q, k, v, scores, torch.float32)
+        self.check_range(q, k, offset, torch.float32)
         batch, heads, n, d = q.shape
         kv_heads, m = k.shape[1:3]
         self.precision: Precision = precision
@@ -76,14 +92,42 @@ class Fused(AttentionKernel):
             "WINDOW": scores.mask.window is not None,
             "BIAS": bias is not None,
             "CAP": scores.softcap is not None,
+            "KEYS": offset is not None or isinstance(kind, Sigmoid),
+            "SIGMOID": isinstance(kind, Sigmoid),
         }
+        self._offset = offset
+        self._keys = self._numbers_of_keys(kind)
+        self._sink = None if isinstance(kind, Sigmoid) or kind.sink is None else _LOG2E * kind.sink.to(q.device, torch.float32)
+        self._rho = 0  # weights are kept as 2^(14 − ρ) P: ρ is 0 for softmax, whose rows sum to one
         self._promote = self._passes == 3 or max(n, m) > _LONG
         if q.is_cuda and not compiling():
             self._compile_ahead()
         self._o, self._fine_lse, self._lse, self._low, self._high = self._forward()
+        if isinstance(kind, Sigmoid):
+            self._even_out()
         # what the products do not read
         self._q, self._k = (t if self._s_passes == 3 else Operand(t.hi, t.hi) for t in (self._q, self._k))
         self._v = self._v if self._passes == 3 else Operand(self._v.hi, self._v.hi)
+
+    def _numbers_of_keys(self, kind: Softmax | Sigmoid) -> Tensor:
+        """What is added to the logits of every key in units of log 2, (batch·kv_heads, padded m); else something never read."""
+        batch, _, kv_heads, _, m, _, _ = self._shape
+        if not self._options["KEYS"]:
+            return self._q.hi
+        keys = torch.zeros(batch, kv_heads, padded_length(m), device=self._q.hi.device)
+        if self._offset is not None:
+            keys[..., :m] += self._offset
+        if (shift := kind.shift(self.scores.mask, m)) is not None:
+            keys += shift.to(keys)[:, None, None] if isinstance(shift, Tensor) else shift
+        keys[..., m:] = -torch.inf  # what is not there weighs nothing
+        return keys.mul_(_LOG2E).flatten(0, 1)
+
+    def _even_out(self) -> None:
+        """One unit for the weights of all rows: a power of two above the largest of them."""
+        seen = self._lse.isfinite()
+        largest = float(self._lse.masked_fill(~seen, -torch.inf).max())
+        self._rho = math.ceil(largest) if math.isfinite(largest) else 0
+        self._lse = self._fine_lse = torch.where(seen, float(self._rho), torch.inf).to(self._lse)
 
     def _compile_ahead(self) -> None:
         """Compile what the products of this problem will take, side by side; what its lower end will take, meanwhile."""
@@ -93,6 +137,9 @@ class Fused(AttentionKernel):
             widths=(self._shape[5], self._shape[6]),
             grouped=self._shape[1] > self._shape[2],
             scores=Scores(1.0, self.scores.softcap and 1.0, Mask(self.scores.mask.causal, self.scores.mask.window and 1)),
+            sigmoid=self._options["SIGMOID"],
+            sunk=self._sink is not None,
+            keyed=self._offset is not None,
             biased=self._options["BIAS"],
             precision=self.precision,
             promote=self._promote,
@@ -115,11 +162,12 @@ class Fused(AttentionKernel):
 
     def tiled(self) -> Blocked:
         q, k, v = (t.float() for t in self.inputs)
-        return Blocked(q, k, v, self.scores)
+        return Blocked(q, k, v, self.scores, offset=self._offset)
 
     def select(self, items: Tensor) -> "Fused":
         q, k, v = (t[items] for t in self.inputs)
-        return Fused(q, k, v, replace(self.scores, mask=self.scores.mask.select(items)), self.precision)
+        offset = None if self._offset is None else self._offset[items]
+        return Fused(q, k, v, self.scores.select(items), self.precision, offset=offset)
 
     @property
     def coarse(self) -> bool:
@@ -160,6 +208,10 @@ class Fused(AttentionKernel):
         tangent = [
             torch.randn(1, *t.shape, generator=random, device=t.device) * t.float().square().mean().sqrt() for t in self.inputs
         ]
+        if self._offset is not None:  # as large as the other terms of dS
+            drawn = torch.randn(1, *self._offset.shape, generator=random, device=self._o.device)
+            sizes = [t.float().square().mean().sqrt() for t in self.inputs[:2]]
+            tangent.append(drawn * (abs(self.scores.scale) * self._shape[5] ** 0.5 * sizes[0] * sizes[1]))
         n = self._shape[3]
         step = math.ceil(padded_length(n) // ROWS / _SAMPLE[0])
         # the first rows of a causal mask see few keys and weigh most: they are taken whole, the others stand for their like
@@ -183,22 +235,28 @@ class Fused(AttentionKernel):
         rows = torch.cat([torch.arange(run.start, run.stop, device=self._o.device) for run in runs])
         seen = torch.cat([mask.visible(run, slice(0, m), rows.device) for run in runs])
         hidden = torch.zeros(seen.shape, dtype=torch.float64, device=seen.device).masked_fill_(~seen, -torch.inf)[None, None]
-        (q, k, v), (dq, dk, dv) = self.inputs, (t[0] for t in tangent)
+        (q, k, v), (dq, dk, dv, *moved) = self.inputs, (t[0] for t in tangent)
         for h in range(kv_heads):
             group, own = slice(h * heads // kv_heads, (h + 1) * heads // kv_heads), slice(h, h + 1)
             bias = hidden
             if mask.bias is not None:
                 added = mask.bias[:, group if mask.bias.shape[1] > 1 else slice(None)]
                 bias = bias + (added[:, :, rows] if mask.bias.shape[2] > 1 else added)
-            scores = replace(self.scores, mask=Mask(keys=mask.keys, bias=bias))
+            kind = self.scores.kind
+            if isinstance(kind, Softmax) and kind.sink is not None:
+                kind = Softmax(kind.sink[group])
+            scores = replace(self.scores, mask=Mask(keys=mask.keys, bias=bias), kind=kind)
+            offset = None if self._offset is None else self._offset[:, own].double()
             at = (t.double() for t in (q[:, group, rows], k[:, own], v[:, own]))
-            along = (t.double()[None] for t in (dq[:, group, rows], dk[:, own], dv[:, own]))
-            yield group, Blocked(*at, scores).jvp(*along)[0]
+            along = (t.double()[None] for t in (dq[:, group, rows], dk[:, own], dv[:, own], *(t[:, own] for t in moved)))
+            yield group, Blocked(*at, scores, offset=offset).jvp(*along)[0]
 
     @property
     def lifted(self) -> float:
         """Read off the logarithms of the rows' sums, which are to base 2 and infinite where nothing is seen."""
-        if self.scores.mask.bias is None:
+        if self._options["SIGMOID"]:
+            return max(abs(x) for x in self.logit_range())
+        if self.scores.mask.bias is None and self._sink is None:
             return 0.0
         return math.log(2) * float(self._lse.masked_fill(~self._lse.isfinite(), 0.0).abs().max())
 
@@ -210,14 +268,16 @@ class Fused(AttentionKernel):
         b = blocks.pick_received(self._q.hi.shape[-1], self._s_passes)
         launch(
             received.received, (cols // b.cols, batch * kv_heads),
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._bias, self._lse, sums,
+            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._bias, self._keys, self._lse, sums,
             n, m, rows, cols, heads, heads // kv_heads, self.scores.mask.window or 0,
             1 / (self._s_q * self._s_k), self.scores.softcap or 1.0, *self._strides,
             BM=b.rows, BN=b.cols, S_PASSES=self._s_passes, **options, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
-        return sums[:, :m].unflatten(0, (batch, kv_heads)).sum(1) / heads
+        return sums[:, :m].unflatten(0, (batch, kv_heads)).sum(1) * (2.0**self._rho / heads)
 
-    def logit_range(self):
+    def logit_range(self, below=None):
+        if below is not None:
+            return super().logit_range(below)
         low, high = math.log(2) * float(self._low.min()), math.log(2) * float(self._high.max())
         return (low, high) if low <= high else (0.0, 0.0)
 
@@ -232,33 +292,39 @@ class Fused(AttentionKernel):
         device = self._q.hi.device
         out = torch.empty(batch, n, heads, d_v, device=device).transpose(1, 2)
         lse, low, high = (torch.empty(batch * heads, rows, device=device) for _ in range(3))
-        coarse = torch.empty_like(lse) if self._s_passes == 1 else lse
+        both = self._s_passes == 1 and not self._options["SIGMOID"]
+        coarse = torch.empty_like(lse) if both else lse
         b = blocks.pick("forward", max(self._q.hi.shape[-1], self._v.hi.shape[-1]), 3, False, self.scores.mask.causal)
         launch(
             forward.forward, (rows // b.rows, batch * heads),
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo, self._bias, out, lse, coarse, low, high,
+            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
+            self._bias, self._keys, self._q.hi if self._sink is None else self._sink, out, lse, coarse, low, high,
             n, m, rows, cols, heads, heads // kv_heads, d_v, self.scores.mask.window or 0, 1,
             1 / (self._s_q * self._s_k), 1 / self._s_v, self.scores.softcap or 1.0, 1.0,
             *self._strides, *out.stride()[:3],
-            BM=b.rows, BN=b.cols, COARSE=self._s_passes == 1, **self._options,
+            BM=b.rows, BN=b.cols, COARSE=both, SINK=self._sink is not None, **self._options,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out, lse, coarse, low, high
 
-    def jvp(self, dq: Queries, dk: Keys, dv: Values, *, step: int = 1) -> Outputs:
+    def jvp(self, dq: Queries, dk: Keys, dv: Values, doffset: Offsets | None = None, *, step: int = 1) -> Outputs:
         """step: one block of rows in so many, the others are zero."""
         batch, heads, kv_heads, n, m, _, d_v = self._shape
         probes = dq.shape[0]
         rows, cols = padded_length(n), padded_length(m)
         count = probes * batch
-        scales = torch.empty(6 * count, device=dq.device)
+        keyed = self._options["KEYS"]
+        scales = torch.empty(7 * count, device=dq.device)
+        still = scales if not keyed else torch.zeros(count, device=dq.device)
         launch(
             operands.jvp_scales, (1,),
-            *(operands.largest(t) for t in (dq, dk, dv)), scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v,
-            self._kappa_jvp, COUNT=triton.next_power_of_2(count), TOP=TOP, SHIFT=2**SHIFT,
+            *(operands.largest(t) for t in (dq, dk, dv)), still if doffset is None else _largest_number(doffset),
+            scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v, self._kappa_jvp, 2.0 ** (SHIFT - self._rho),
+            0.0 if self._options["SIGMOID"] else 1.0, COUNT=triton.next_power_of_2(count), TOP=TOP, KEYS=keyed,
         )  # fmt: skip
         p_dq, p_dk, p_dv = (pack(t, scales[i * count : (i + 1) * count], self._passes)[0] for i, t in enumerate((dq, dk, dv)))
         undo = scales[3 * count :]
+        dkeys = self._moved_keys(doffset, scales[6 * count :], probes) if keyed else scales
         out = torch.empty(probes, batch, n, heads, d_v, device=dq.device).transpose(2, 3)
         if step > 1:
             out.zero_()
@@ -268,7 +334,8 @@ class Fused(AttentionKernel):
             jvp.jvp,
             (triton.cdiv(rows // ROWS, step) * (ROWS // b.rows), batch * heads, probes // 2 if two else probes),
             self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
-            p_dq.hi, p_dq.lo, p_dk.hi, p_dk.lo, p_dv.hi, p_dv.lo, self._bias, self._lse, self._o, undo, out,
+            p_dq.hi, p_dq.lo, p_dk.hi, p_dk.lo, p_dv.hi, p_dv.lo,
+            self._bias, self._keys, dkeys, self._lse, self._o, undo, out,
             n, m, rows, cols, batch, heads, heads // kv_heads, d_v, self.scores.mask.window or 0, step,
             1 / (self._s_q * self._s_k), self.scores.softcap or 1.0, 1.0,
             *self._strides, *self._o.stride()[:3], *out.stride()[:4],
@@ -278,7 +345,18 @@ class Fused(AttentionKernel):
         )  # fmt: skip
         return out
 
+    def _moved_keys(self, doffset: Tensor | None, gamma: Tensor, probes: int) -> Tensor:
+        """Derivatives of the numbers of keys times γ, (probes·batch·kv_heads, padded m)."""
+        batch, _, kv_heads, _, m, _, _ = self._shape
+        moved = torch.zeros(probes, batch, kv_heads, padded_length(m), device=gamma.device)
+        if doffset is not None:
+            moved[..., :m] = doffset * gamma.reshape(probes, batch, 1, 1)
+        return moved.flatten(0, 2)
+
     def vjp(self, g: Outputs) -> tuple[Queries, Keys, Values]:
+        return self.vjp_and_offset(g)[:3]
+
+    def vjp_and_offset(self, g):
         batch, heads, kv_heads, n, m, d, d_v = self._shape
         probes = g.shape[0]
         rows, cols = padded_length(n), padded_length(m)
@@ -287,17 +365,20 @@ class Fused(AttentionKernel):
         launch(
             operands.vjp_scales, (1,),
             operands.largest(g), scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v,
-            self._kappa_vjp, COUNT=triton.next_power_of_2(count), TOP=TOP, SHIFT=2**SHIFT,
+            self._kappa_vjp, 2.0 ** (SHIFT - self._rho), COUNT=triton.next_power_of_2(count), TOP=TOP,
         )  # fmt: skip
-        p_g, delta = pack(g, scales[:count], self._passes, dot=self._o, dot_scale=self._s_v)
+        # sigmoids have no row term: its factor is zero
+        own = 0.0 if self._options["SIGMOID"] else self._s_v
+        p_g, delta = pack(g, scales[:count], self._passes, dot=self._o, dot_scale=own)
         undo = scales[count:]
         dq = torch.empty(probes, batch, n, heads, d, device=g.device).transpose(2, 3)
         dk = torch.empty(probes, batch, m, kv_heads, d, device=g.device).transpose(2, 3)
         dv = torch.empty(probes, batch, m, kv_heads, d_v, device=g.device).transpose(2, 3)
+        dkeys = torch.empty(probes * batch * kv_heads, cols, device=g.device) if self._options["KEYS"] else scales
         two = probes % 2 == 0 and self._passes == 1
         inputs = (
             self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
-            p_g.hi, p_g.lo, self._bias, self._lse, delta, undo,
+            p_g.hi, p_g.lo, self._bias, self._keys, self._lse, delta, undo,
         )  # fmt: skip
         sizes = (n, m, rows, cols, batch, heads, heads // kv_heads)
         logits = (self.scores.mask.window or 0, 1 / (self._s_q * self._s_k), self._kappa_vjp, self.scores.softcap or 1.0, 1.0)
@@ -306,7 +387,7 @@ class Fused(AttentionKernel):
         b = self._blocks("columns", two)
         launch(
             vjp.vjp_columns, (cols // b.cols, batch * kv_heads, grid),
-            *inputs, dk, dv, *sizes, d, d_v, *logits, *self._strides, *dk.stride()[:4], *dv.stride()[:4],
+            *inputs, dk, dv, dkeys, *sizes, d, d_v, *logits, *self._strides, *dk.stride()[:4], *dv.stride()[:4],
             BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         b = self._blocks("rows", two)
@@ -315,7 +396,14 @@ class Fused(AttentionKernel):
             *inputs, dq, *sizes, d, *logits, *self._strides, *dq.stride()[:4],
             BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
-        return dq, dk, dv
+        if self._offset is None:
+            return dq, dk, dv, None
+        return dq, dk, dv, self._s_q * dkeys.unflatten(0, (probes, batch, kv_heads))[..., :m]
+
+
+def _largest_number(t: Tensor) -> Tensor:
+    """The largest number of a key of each item, in absolute value."""
+    return torch.linalg.vector_norm(t, torch.inf, dim=(2, 3), dtype=torch.float32)
 
 
 def _largest(norms: list[Tensor], tau: float) -> tuple[float, float, float]:
@@ -343,6 +431,9 @@ class _Signature:
     widths: tuple[int, int]
     grouped: bool
     scores: Scores
+    sigmoid: bool
+    sunk: bool
+    keyed: bool
     biased: bool
     precision: Precision
     promote: bool
@@ -353,9 +444,12 @@ class _Signature:
         shapes = (1, heads, 1, d), (1, 1, 1, d), (1, 1, 1, d_v)
         q, k, v = (torch.ones(shape, dtype=dtype, device=self.device) for shape, dtype in zip(shapes, self.dtypes, strict=True))
         bias = torch.zeros(1, 1, 1, 1, device=self.device) if self.biased else None
-        kernel = Fused(q, k, v, replace(self.scores, mask=replace(self.scores.mask, bias=bias)), self.precision)
+        offset = torch.zeros(1, 1, 1, device=self.device) if self.keyed else None
+        kind = Sigmoid() if self.sigmoid else Softmax(torch.zeros(heads, device=self.device) if self.sunk else None)
+        scores = replace(self.scores, mask=replace(self.scores.mask, bias=bias), kind=kind)
+        kernel = Fused(q, k, v, scores, self.precision, offset=offset)
         kernel._promote = self.promote
-        kernel.jvp(*(t.float()[None] for t in (q, k, v)))
+        kernel.jvp(*(t.float()[None] for t in (q, k, v)), None if offset is None else offset[None])
         kernel.attention_received()
         if self.precision != "strict":
             kernel.vjp(v.float().expand(1, heads, 1, d_v)[None])

@@ -3,18 +3,21 @@
 import triton
 import triton.language as tl
 
-from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finish, first_row, load, split
+from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finish, first_row, keyed, load, split, weigh
 
 
 @triton.jit
 def _probe(
     b_acc, b_row, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_k, b_k_lo, b_v, b_v_lo, b_dq, b_dq_lo,
-    DK, DK_LO, DV_P, DV_LO, at_k, at_v, kappa, one, PASSES: tl.constexpr, PROMOTE: tl.constexpr,
+    DK, DK_LO, DV_P, DV_LO, DKEYS, at_k, at_v, kappa, one,
+    PASSES: tl.constexpr, PROMOTE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """What one block of `P` adds to one probe: `Σ_j t v + p dv` and `Σ_j t`, `t = p ∘ dS`."""
     b_dk, b_dk_lo = load(DK, DK_LO, at_k, PASSES)
     b_ds = dot(b_dq, b_dq_lo, b_k, b_k_lo, tl.zeros(b_slope.shape, tl.float32), PASSES)
     b_ds = dot(b_q, b_q_lo, b_dk, b_dk_lo, b_ds, PASSES)
+    if KEYS:
+        b_ds += tl.load(DKEYS)[None, :]
     b_t = b_slope * (b_ds * kappa)
     b_row += tl.sum(b_t, 1)
     b_t, b_t_lo = split(b_t, PASSES)
@@ -37,14 +40,19 @@ def _write(OUT, OLD, SCALES, i_item, i_head, b_acc, b_row, i, c_v, n, d_v, out_p
 
 @triton.jit(do_not_specialize=[*ANY, "group", "SCALES"])
 def jvp(
-    Q, Q_LO, K, K_LO, V, V_LO, DQ, DQ_LO, DK, DK_LO, DV_P, DV_LO, BIAS_P, LSE, OLD, SCALES, OUT,
+    Q, Q_LO, K, K_LO, V, V_LO, DQ, DQ_LO, DK, DK_LO, DV_P, DV_LO, BIAS_P, KEYS_P, DKEYS, LSE, OLD, SCALES, OUT,
     n, m, n_rows, m_rows, batch, heads, group, d_v, window, step, scale, cap, one,
     bias_item, bias_head, bias_row, o_item, o_head, o_row, out_probe, out_item, out_head, out_row,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PASSES: tl.constexpr, S_PASSES: tl.constexpr, TWO: tl.constexpr, PROMOTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+    KEYS: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one head, for probe `z` or probes `2z, 2z + 1`. SCALES: κ, 1/(2¹⁴ γ κ s_v), 1/(2¹⁴ γ κ)."""
+    """One block of rows of one head, for probe `z` or probes `2z, 2z + 1`. SCALES: κ, 1/(2¹⁴ γ κ s_v), 1/(2¹⁴ γ κ).
+
+    KEYS: numbers for every key, and in `DKEYS` their derivatives times γ. SIGMOID: rows have no term of their own, the last of
+    SCALES is zero.
+    """
     i_g = tl.program_id(1).to(tl.int64)
     i_head = i_g % heads
     i_item = i_g // heads
@@ -87,19 +95,20 @@ def jvp(
                 b_s, i[:, None], j[None, :], n, m, window, scale, cap, p_bias, bias_row,
                 CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
             )  # fmt: skip
-            b_w = tl.exp2(b_s - b_lse[:, None])
-            b_slope = b_slope * b_w if CAP else b_w
+            b_s = keyed(b_s, KEYS_P + i_kv * m_rows, j[None, :], KEYS)
+            b_w, b_slope = weigh(b_s, b_lse[:, None], b_slope, CAP, SIGMOID)
             b_p, b_p_lo = split(b_w, PASSES)
             b_v, b_v_lo = load(V, V_LO, at_v, PASSES)
             b_acc, b_row = _probe(
                 b_acc, b_row, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_k, b_k_lo, b_v, b_v_lo, b_dq, b_dq_lo,
-                DK, DK_LO, DV_P, DV_LO, at_k + i_probe * next_k, at_v + i_probe * next_v, kappa, one, PASSES, PROMOTE,
+                DK, DK_LO, DV_P, DV_LO, DKEYS + (i_probe * batch * kv_heads + i_kv) * m_rows + j,
+                at_k + i_probe * next_k, at_v + i_probe * next_v, kappa, one, PASSES, PROMOTE, KEYS,
             )  # fmt: skip
             if TWO:
                 b_acc2, b_row2 = _probe(
                     b_acc2, b_row2, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_k, b_k_lo, b_v, b_v_lo, b_dq2, b_dq2_lo,
-                    DK, DK_LO, DV_P, DV_LO, at_k + (i_probe + 1) * next_k, at_v + (i_probe + 1) * next_v,
-                    kappa2, one, PASSES, PROMOTE,
+                    DK, DK_LO, DV_P, DV_LO, DKEYS + ((i_probe + 1) * batch * kv_heads + i_kv) * m_rows + j,
+                    at_k + (i_probe + 1) * next_k, at_v + (i_probe + 1) * next_v, kappa2, one, PASSES, PROMOTE, KEYS,
                 )  # fmt: skip
     _write(OUT, OLD, SCALES, i_item, i_head, b_acc, b_row, i, c_v, n, d_v, out_probe, out_item, out_head, out_row,
            o_item, o_head, o_row, i_probe, batch)  # fmt: skip

@@ -82,6 +82,31 @@ def finish(
 
 
 @triton.jit
+def keyed(b_s, P_KEYS, j, KEYS: tl.constexpr):
+    """Logits with what is added for every key, in units of log 2."""
+    if KEYS:
+        b_s += tl.load(P_KEYS + j)
+    return b_s
+
+
+@triton.jit
+def weigh(b_s, b_lse, b_slope, CAP: tl.constexpr, SIGMOID: tl.constexpr):
+    """Weights in units of `2^lse`, and their slope in logits before the soft-cap. `b_lse` broadcasts against `b_s`.
+
+    Softmax: `2^(s − lse)`, its own slope. Sigmoid: `2^−lse σ(s)` from one exponential, `2^−|s|`, which cannot overflow; the
+    slope is the weight times `σ(−s)`.
+    """
+    if SIGMOID:
+        b_e = tl.exp2(-tl.abs(b_s))
+        b_inverse = 1 / (1 + b_e)
+        b_w = tl.exp2(-b_lse) * (b_inverse * tl.where(b_s < 0, b_e, 1.0))
+        b_own = b_w * (b_inverse * tl.where(b_s < 0, 1.0, b_e))
+        return b_w, b_slope * b_own if CAP else b_own
+    b_w = tl.exp2(b_s - b_lse)
+    return b_w, b_slope * b_w if CAP else b_w
+
+
+@triton.jit
 def first_row(step, BM: tl.constexpr):
     """Where a program's rows begin: the last first, the longest under a causal mask; every `step`-th 128 of them."""
     PARTS: tl.constexpr = 128 // BM

@@ -112,8 +112,15 @@ def _power(size, TOP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def jvp_scales(DQ, DK, DV, OUT, count, tau, s_q, s_k, s_v, kappa, COUNT: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr):
-    """From the sizes of `dq, dk, dv` of every item what multiplies them, then κ and what undoes it all: README.md."""
+def jvp_scales(
+    DQ, DK, DV, DKEYS, OUT, count, tau, s_q, s_k, s_v, kappa, shift, rows,
+    COUNT: tl.constexpr, TOP: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """From the sizes of `dq, dk, dv` of every item what multiplies them, then κ and what undoes it all, then γ: README.md.
+
+    DKEYS: the size of what is added to dS for a key.  shift: what weights are multiplied by.  rows: 1, or 0 for kinds whose
+    rows have no term of their own.
+    """
     i = tl.arange(0, COUNT)
     inside = i < count
     b_dq = tl.load(DQ + i, mask=inside, other=0.0) * tl.abs(tau)
@@ -122,25 +129,29 @@ def jvp_scales(DQ, DK, DV, OUT, count, tau, s_q, s_k, s_v, kappa, COUNT: tl.cons
     b_gamma = tl.minimum(_power(b_dq, TOP) * s_k, _power(b_dk, TOP) * s_q)
     b_gamma = tl.minimum(b_gamma, 1e30)
     b_kappa = tl.minimum(kappa, _power(b_dv, TOP) / (b_gamma * s_v))
+    if KEYS:  # two terms of dS: each at most half
+        b_dkeys = tl.load(DKEYS + i, mask=inside, other=0.0)
+        b_kappa = tl.minimum(0.5 * b_kappa, tl.where(b_dkeys > 0, _power(b_gamma * b_dkeys, 0), b_kappa))
+        tl.store(OUT + 6 * count + i, b_gamma, mask=inside)
     b_unit = b_gamma * b_kappa
     tl.store(OUT + i, tau * b_gamma / s_k, mask=inside)
     tl.store(OUT + count + i, b_gamma / s_q, mask=inside)
     tl.store(OUT + 2 * count + i, b_unit * s_v, mask=inside)
     p_undo = OUT + 3 * count + 3 * i
     tl.store(p_undo, b_kappa, mask=inside)
-    tl.store(p_undo + 1, 1 / (b_unit * s_v) / SHIFT, mask=inside)
-    tl.store(p_undo + 2, 1 / b_unit / SHIFT, mask=inside)
+    tl.store(p_undo + 1, 1 / (b_unit * s_v) / shift, mask=inside)
+    tl.store(p_undo + 2, rows / b_unit / shift, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
-def vjp_scales(G, OUT, count, tau, s_q, s_k, s_v, kappa, COUNT: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr):
+def vjp_scales(G, OUT, count, tau, s_q, s_k, s_v, kappa, shift, COUNT: tl.constexpr, TOP: tl.constexpr):
     """From the size of `g` of every item what multiplies it, then what undoes it in `dq, dk, dv`."""
     i = tl.arange(0, COUNT)
     inside = i < count
     b_g = _power(tl.load(G + i, mask=inside, other=0.0), TOP)
-    b_undo = 1 / (b_g * (s_v * kappa)) / SHIFT
+    b_undo = 1 / (b_g * (s_v * kappa)) / shift
     tl.store(OUT + i, b_g, mask=inside)
     p_undo = OUT + count + 3 * i
     tl.store(p_undo, tau * b_undo / s_k, mask=inside)
     tl.store(p_undo + 1, b_undo / s_q, mask=inside)
-    tl.store(p_undo + 2, 1 / b_g / SHIFT, mask=inside)
+    tl.store(p_undo + 2, 1 / b_g / shift, mask=inside)

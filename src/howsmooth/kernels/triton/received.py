@@ -3,17 +3,21 @@
 import triton
 import triton.language as tl
 
-from howsmooth.kernels.triton.logits import ANY, dot, finish, load, rows
+from howsmooth.kernels.triton.logits import ANY, dot, finish, keyed, load, rows, weigh
 
 
 @triton.jit(do_not_specialize=[*ANY, "group"])
 def received(
-    Q, Q_LO, K, K_LO, BIAS_P, LSE, OUT,
+    Q, Q_LO, K, K_LO, BIAS_P, KEYS_P, LSE, OUT,
     n, m, n_rows, m_rows, heads, group, window, scale, cap, bias_item, bias_head, bias_row,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, S_PASSES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+    KEYS: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """One block of columns of one key head, summed over the rows of the query heads that share it."""
+    """One block of columns of one key head, summed over the rows of the query heads that share it.
+
+    KEYS: numbers for every key. SIGMOID: weights are sigmoids in units of `2^lse`, not softmax's.
+    """
     i_g = tl.program_id(1).to(tl.int64)
     kv_heads = heads // group
     i_item = i_g // kv_heads
@@ -40,5 +44,7 @@ def received(
                     b_s, i[None, :], j[:, None], n, m, window, scale, cap, p_bias, bias_row,
                     CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
                 )  # fmt: skip
-                b_sum += tl.sum(tl.exp2(b_s - b_lse[None, :]), 1)
+                b_s = keyed(b_s, KEYS_P + i_g * m_rows, j[:, None], KEYS)
+                b_w, _ = weigh(b_s, b_lse[None, :], b_s, False, SIGMOID)
+                b_sum += tl.sum(b_w, 1)
     tl.store(OUT + i_g * m_rows + j, b_sum, mask=j < m)

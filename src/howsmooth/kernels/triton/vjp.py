@@ -3,34 +3,40 @@
 import triton
 import triton.language as tl
 
-from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finish, first_row, load, rows, split
+from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finish, first_row, keyed, load, rows, split, weigh
 
 
 @triton.jit
 def _column_probe(
-    b_dk, b_dv, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA, at_g, at_row, kappa, one,
-    PASSES: tl.constexpr, PROMOTE: tl.constexpr,
+    b_dk, b_dv, b_col, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA, at_g, at_row, kappa, one,
+    PASSES: tl.constexpr, PROMOTE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """What one block of `Pᵀ` adds to `dv = Pᵀ g` and `dk = dSᵀ q` of one probe."""
+    """What one block of `Pᵀ` adds to `dv = Pᵀ g`, `dk = dSᵀ q` and the column sums of `dS` of one probe."""
     b_g, b_g_lo = load(G, G_LO, at_g, PASSES)
     b_delta = tl.load(DELTA + at_row)
     b_dv = accumulate(b_p, b_p_lo, b_g, b_g_lo, b_dv, one, PASSES, PROMOTE)
     b_dp = dot(b_v, b_v_lo, tl.trans(b_g), tl.trans(b_g_lo), tl.zeros(b_slope.shape, tl.float32), PASSES)
     b_ds = b_slope * ((b_dp - b_delta[None, :]) * kappa)
+    if KEYS:
+        b_col += tl.sum(b_ds, 1)
     b_ds, b_ds_lo = split(b_ds, PASSES)
-    return accumulate(b_ds, b_ds_lo, b_q, b_q_lo, b_dk, one, PASSES, PROMOTE), b_dv
+    return accumulate(b_ds, b_ds_lo, b_q, b_q_lo, b_dk, one, PASSES, PROMOTE), b_dv, b_col
 
 
 @triton.jit(do_not_specialize=[*ANY, "SCALES"])
 def vjp_columns(
-    Q, Q_LO, K, K_LO, V, V_LO, G, G_LO, BIAS_P, LSE, DELTA, SCALES, DK, DV_P,
+    Q, Q_LO, K, K_LO, V, V_LO, G, G_LO, BIAS_P, KEYS_P, LSE, DELTA, SCALES, DK, DV_P, DKEYS,
     n, m, n_rows, m_rows, batch, heads, group, d, d_v, window, scale, kappa, cap, one,
     bias_item, bias_head, bias_row, dk_probe, dk_item, dk_head, dk_row, dv_probe, dv_item, dv_head, dv_row,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PASSES: tl.constexpr, S_PASSES: tl.constexpr, TWO: tl.constexpr, PROMOTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+    KEYS: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """`dk` and `dv` of one block of columns, summed over the query heads that share them. SCALES: of dq, dk, dv."""
+    """`dk` and `dv` of one block of columns, summed over the query heads that share them. SCALES: of dq, dk, dv.
+
+    KEYS: numbers for every key, whose gradients go to `DKEYS` in the units of `dk` and `q̂`.
+    """
     i_g = tl.program_id(1).to(tl.int64)
     kv_heads = heads // group
     i_item = i_g // kv_heads
@@ -44,8 +50,10 @@ def vjp_columns(
     b_v, b_v_lo = load(V, V_LO, i_g * m_rows * DV + j[:, None] * DV + c_v[None, :], PASSES)
     b_dk = tl.zeros([BN, D], tl.float32)
     b_dv = tl.zeros([BN, DV], tl.float32)
+    b_col = tl.zeros([BN], tl.float32)
     b_dk2 = b_dk
     b_dv2 = b_dv
+    b_col2 = b_col
     start, whole_start, whole_end, end = rows(j0, n, window, BM, BN, CAUSAL, WINDOW)
     for i_sub in range(group):
         i_head = i_kv * group + i_sub
@@ -64,20 +72,20 @@ def vjp_columns(
                     b_s, i[None, :], j[:, None], n, m, window, scale, cap, p_bias, bias_row,
                     CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
                 )  # fmt: skip
-                b_w = tl.exp2(b_s - b_lse[None, :])
-                b_slope = b_slope * b_w if CAP else b_w
+                b_s = keyed(b_s, KEYS_P + i_g * m_rows, j[:, None], KEYS)
+                b_w, b_slope = weigh(b_s, b_lse[None, :], b_slope, CAP, SIGMOID)
                 b_p, b_p_lo = split(b_w, PASSES)
                 at_g = i_row * n_rows * DV + i[:, None] * DV + c_v[None, :]
                 at_row = i_row * n_rows + i
-                b_dk, b_dv = _column_probe(
-                    b_dk, b_dv, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA, at_g, at_row, kappa, one,
-                    PASSES, PROMOTE,
+                b_dk, b_dv, b_col = _column_probe(
+                    b_dk, b_dv, b_col, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA, at_g, at_row, kappa, one,
+                    PASSES, PROMOTE, KEYS,
                 )  # fmt: skip
                 if TWO:
-                    b_dk2, b_dv2 = _column_probe(
-                        b_dk2, b_dv2, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA,
+                    b_dk2, b_dv2, b_col2 = _column_probe(
+                        b_dk2, b_dv2, b_col2, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA,
                         at_g + batch * heads * n_rows.to(tl.int64) * DV, at_row + batch * heads * n_rows.to(tl.int64),
-                        kappa, one, PASSES, PROMOTE,
+                        kappa, one, PASSES, PROMOTE, KEYS,
                     )  # fmt: skip
     p_dk = DK + i_item * dk_item + i_kv * dk_head + j[:, None].to(tl.int64) * dk_row + c[None, :]
     p_dv = DV_P + i_item * dv_item + i_kv * dv_head + j[:, None].to(tl.int64) * dv_row + c_v[None, :]
@@ -86,10 +94,15 @@ def vjp_columns(
     at = (i_probe * batch + i_item) * 3
     tl.store(p_dk + i_probe * dk_probe, b_dk * tl.load(SCALES + at + 1), mask=inside)
     tl.store(p_dv + i_probe * dv_probe, b_dv * tl.load(SCALES + at + 2), mask=inside_v)
+    p_keys = DKEYS + (i_probe * batch * kv_heads + i_g) * m_rows + j
+    if KEYS:
+        tl.store(p_keys, b_col * tl.load(SCALES + at + 1))
     if TWO:
         at += 3 * batch
         tl.store(p_dk + (i_probe + 1) * dk_probe, b_dk2 * tl.load(SCALES + at + 1), mask=inside)
         tl.store(p_dv + (i_probe + 1) * dv_probe, b_dv2 * tl.load(SCALES + at + 2), mask=inside_v)
+        if KEYS:
+            tl.store(p_keys + batch * kv_heads * m_rows, b_col2 * tl.load(SCALES + at + 1))
 
 
 @triton.jit
@@ -105,12 +118,13 @@ def _row_probe(
 
 @triton.jit(do_not_specialize=[*ANY, "group", "SCALES"])
 def vjp_rows(
-    Q, Q_LO, K, K_LO, V, V_LO, G, G_LO, BIAS_P, LSE, DELTA, SCALES, DQ,
+    Q, Q_LO, K, K_LO, V, V_LO, G, G_LO, BIAS_P, KEYS_P, LSE, DELTA, SCALES, DQ,
     n, m, n_rows, m_rows, batch, heads, group, d, window, scale, kappa, cap, one,
     bias_item, bias_head, bias_row, dq_probe, dq_item, dq_head, dq_row,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PASSES: tl.constexpr, S_PASSES: tl.constexpr, TWO: tl.constexpr, PROMOTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+    KEYS: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """`dq` of one block of rows of one head."""
     i_g = tl.program_id(1).to(tl.int64)
@@ -149,8 +163,8 @@ def vjp_rows(
                 b_s, i[:, None], j[None, :], n, m, window, scale, cap, p_bias, bias_row,
                 CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
             )  # fmt: skip
-            b_w = tl.exp2(b_s - b_lse[:, None])
-            b_slope = b_slope * b_w if CAP else b_w
+            b_s = keyed(b_s, KEYS_P + i_kv * m_rows, j[None, :], KEYS)
+            _, b_slope = weigh(b_s, b_lse[:, None], b_slope, CAP, SIGMOID)
             b_dq = _row_probe(b_dq, b_slope, b_k, b_k_lo, b_v, b_v_lo, b_g, b_g_lo, b_delta, kappa, one, PASSES, PROMOTE)
             if TWO:
                 b_dq2 = _row_probe(
