@@ -23,9 +23,9 @@ from howsmooth import kinds
 from howsmooth.kernels import Scores, plain_attention
 from howsmooth.study import alice
 
-WIDTH, HEADS, DEPTH, LENGTH, BATCH = 64, 4, 2, 48, 32
-STEPS, RATE, HIDDEN = 600, 4e-3, 0.2
-TESTED, MEASURED = 128, 8  # passages for the loss and the attack, and for the constants
+WIDTH, HEADS, DEPTH, LENGTH, BATCH = 64, 4, 2, 32, 32
+STEPS, RATE, HIDDEN = 400, 4e-3, 0.2
+TESTED, MEASURED = 64, 8  # passages for the loss and the attack, and for the constants
 RADII = (0.05, 0.1)  # of an attack, in parts of the length of all embeddings of a passage
 QUICK = {"steps": 3, "tested": 2}
 KINDS: dict[str, kinds.Kind] = {

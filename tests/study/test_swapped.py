@@ -115,7 +115,7 @@ def test_ways_and_scales(measured):
 
 def test_the_table_sets_kinds_against_softmax(measured):
     table = {(line["kind"], line["scale"]): line for line in measured.table()}
-    assert list(table)[0] == ("softmax", "both")
+    assert next(iter(table)) == ("softmax", "both")
     assert table["softmax", "both"]["×softmax"] == pytest.approx(1.0)
     line = table["linear", "published"]
     rows = {(r["variant"], r["layer"], r["sample"]): r["value"] for r in measured.rows if (r["n"], r["factor"]) == (16, 1)}

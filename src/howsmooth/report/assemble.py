@@ -69,7 +69,7 @@ class Report:
         return frame.assign(**{f"version_{k}": v for k, v in self.data.methods.versions.items()})
 
     def save(self, folder: str | Path, *, force: bool = False, figures: bool = True) -> Path:
-        """Write `index.html`, `measurements.csv`, `bounds.csv`, `influence.csv` and, with `figures`, `figures/`; the page.
+        """Write `index.html`, `measurements.csv`, `bounds.csv`, `influence.csv`, `variants.csv` and `figures/`; the page.
 
         A folder that holds something is refused unless `force`, which replaces these and leaves everything else alone.
         """
@@ -81,6 +81,9 @@ class Report:
         if self.data.bounds:
             with writing(page.with_name("bounds.csv")) as part:
                 to_frame(self.data.bounds).to_csv(part, index=False)
+        if self.data.variants:
+            with writing(page.with_name("variants.csv")) as part:
+                to_frame(self.data.of("variant")).to_csv(part, index=False)
         for picture in self.data.of("influence")[:1]:
             with writing(page.with_name("influence.csv")) as part:
                 to_frame(influence_rows(picture)).to_csv(part, index=False)
