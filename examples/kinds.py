@@ -24,7 +24,7 @@ from howsmooth.kernels import Scores, plain_attention
 from howsmooth.study import alice
 
 WIDTH, HEADS, DEPTH, LENGTH, BATCH = 64, 4, 2, 32, 32
-STEPS, RATE, HIDDEN = 400, 4e-3, 0.2
+STEPS, RATE, HIDDEN = 600, 4e-3, 0.2
 TESTED, MEASURED = 64, 8  # passages for the loss and the attack, and for the constants
 RADII = (0.05, 0.1)  # of an attack, in parts of the length of all embeddings of a passage
 QUICK = {"steps": 3, "tested": 2}
@@ -79,12 +79,14 @@ class Reader(nn.Module):
 
     def __init__(self, letters: int, kind: kinds.Kind):
         super().__init__()
-        self.letters, self.places = nn.Embedding(letters + 1, WIDTH), nn.Embedding(LENGTH, WIDTH)  # the last is hidden
+        self.letters = nn.Embedding(letters + 1, WIDTH)  # the last is hidden
+        angles = torch.arange(LENGTH)[:, None] * 64.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
+        self.register_buffer("places", torch.cat([angles.sin(), angles.cos()], 1))
         self.blocks = nn.ModuleList(Block(kind) for _ in range(DEPTH))
         self.ln, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, letters)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.letters(ids) + self.places.weight
+        return self.letters(ids) + self.places
 
     def read(self, x: Tensor) -> Tensor:
         for block in self.blocks:

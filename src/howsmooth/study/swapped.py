@@ -42,10 +42,9 @@ _CLOSE = 0.01  # nats within which two mean entropies are the same
 _REPEATS = 7  # of a timed pair, the quickest counts
 
 
-def _differential(layer: int) -> Kind:
-    """As its paper starts to train it: `λ = 0.8 − 0.6 exp(−0.3 layer)`, a norm on each head's output, `1 − λ` behind it."""
-    lam = 0.8 - 0.6 * math.exp(-0.3 * layer)
-    return Differential(lam, epsilon=1e-5, factor=1 - lam)
+def _lam(layer: int) -> float:
+    """`λ` of differential attention as its paper starts to train it."""
+    return 0.8 - 0.6 * math.exp(-0.3 * layer)
 
 
 # By name, the kind that is put into a layer, counted from 0.
@@ -56,12 +55,13 @@ KINDS: dict[str, Callable[[int], Kind]] = {
     "cosine": lambda _: Cosine(),
     "linear": lambda _: Linear(),
     "sinkhorn": lambda _: Sinkhorn(),
-    "differential": _differential,
+    "differential": lambda layer: Differential(_lam(layer), epsilon=1e-5, factor=1 - _lam(layer)),
     "hard": lambda _: Hard(),
     "l2-tied": lambda _: L2(tied=True),
     "cosine-values": lambda _: Cosine(values=False),
     "linear-relu": lambda _: Linear("relu"),
     "linear-sum": lambda _: Linear(normalized=False),
+    "differential-plain": lambda layer: Differential(_lam(layer)),
     "balanced": lambda _: Sinkhorn(iterations=None),
 }
 USUAL = tuple(KINDS)[:8]

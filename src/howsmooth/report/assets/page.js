@@ -436,7 +436,7 @@ const sections = {
     }
     const swatches = () => $("variants-names").replaceChildren(...names.map((name) => {
       const i = el("i");
-      i.style.background = colour(name);
+      i.style.background = i.style.borderColor = colour(name);
       return el("li", {}, i, name);
     }));
     const update = () => (charts.forEach((c) => c.redraw()), fill());
