@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import howsmooth
 from howsmooth.cli import app
 from howsmooth.cli.study import STUDIES
+from howsmooth.study.swapped import USUAL
 from problems import readers
 
 SMALL = ("--lengths", "8,16,32", "--samples", "2", "--workers", "1")
@@ -177,12 +178,12 @@ def test_folders_that_are_no_place_for_a_report(place, tmp_path):
 def test_every_study_prints_a_table_and_keeps_its_rows(place, tmp_path, name):
     results, table = tmp_path / "rows.sqlite", tmp_path / "rows.csv"
     inputs = ("study", name, place / "model", "--text", place / "text.txt", "--samples", "1", "--workers", "1")
-    inputs += ("--steps", "3") if name == "worst" else ()
+    inputs += ("--steps", "3") if name == "worst" else ("--kinds", "linear,cosine") if name == "variants" else ()
     result = run(*inputs, "--lengths", "8,12", "--out", results, "--table", table)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert Path(lines[-1]) == results
-    assert lines[1].split()[0] == "layer"
+    assert lines[1].split()[0] == ("kind" if name == "variants" else "layer")
     assert len(lines) >= 2 + 2 + 1
     header = table.read_text().splitlines()[0].split(",")
     assert {"layer", "n", "value", "seed", "version_howsmooth"} <= set(header)
@@ -193,6 +194,23 @@ def test_every_study_prints_a_table_and_keeps_its_rows(place, tmp_path, name):
     assert "resume" in again.stderr
 
 
+@pytest.mark.slow
+def test_kinds_have_a_page_of_their_own_and_a_section_of_a_report(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    where = (place / "model", "--text", place / "text.txt", "--samples", "1", "--lengths", "8,16", "--workers", "1")
+    result = run("study", "variants", *where, "--kinds", "linear,cosine", "--page", "page", "--factors", "2")
+    assert result.exit_code == 0, result.output
+    assert {"index.html", "measurements.csv", "variants.csv", "figures/variants.png"} <= set(contents(tmp_path / "page"))
+    assert run("study", "variants", *where, "--page", "page", "--out", "other.sqlite").exit_code == 2
+    result = run("report", *where, "--variants", "--no-figures", "--out", "report")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "report" / "index.html").read_text("utf-8")
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert {row["variant"] for row in data["variants"]} == set(USUAL)
+    again = run("report", *where, "--variants", "--no-figures", "--out", "report", "--resume")
+    assert again.exit_code == 0, again.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -200,7 +218,11 @@ def test_every_study_prints_a_table_and_keeps_its_rows(place, tmp_path, name):
         (("radius", "model", "--factors", "big"), "--factors like"),
         (("radius", "model", "--factors", "-1"), "positive factors"),
         (("bounds", "model", "--map", "block"), "the map attention"),
-        (("growth", "model", "--factors", "1,2"), "--factors with the study radius alone, got it with growth"),
+        (("growth", "model", "--factors", "1,2"), "--factors with the studies radius and variants alone, got it with growth"),
+        (("growth", "model", "--kinds", "linear"), "--kinds with the study variants alone"),
+        (("radius", "model", "--page", "page"), "--page with the study variants alone"),
+        (("variants", "no model is loaded", "--kinds", "sofmax"), "kinds of attention"),
+        (("variants", "model", "--map", "block"), "the map attention"),
         (("radius", "model", "--steps", "3"), "--steps with the study worst alone"),
         (("growth", "model", "--table", "rows.txt"), ".csv or .parquet"),
         (("growth", "no model is loaded", "--table", "/proc/rows.csv"), "a file that can be written, got /proc/rows.csv"),

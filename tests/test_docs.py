@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -135,6 +136,24 @@ def test_the_example_runs(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "32"])
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert "32 tokens on" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_kinds_train_in_the_example_and_are_measured_as_what_they_train(tmp_path, monkeypatch):
+    sys_argv = ["kinds.py", "--quick", "--out", str(tmp_path / "kinds.json"), "--figure", str(tmp_path / "kinds.svg")]
+    monkeypatch.setattr(sys, "argv", sys_argv)
+    known = runpy.run_path(str(ROOT / "examples" / "kinds.py"), run_name="__main__")
+    rows = json.loads((tmp_path / "kinds.json").read_text())["rows"]
+    assert [row["kind"] for row in rows] == list(known["KINDS"])
+    assert (tmp_path / "kinds.svg").exists()
+    for row in rows:
+        assert 0 < row["loss"] < 10
+        assert all(0 < mean <= most for mean, most in zip(row["mean_L"], row["largest_L"], strict=True))
+        assert 0 < row["raised at 0.05"] < row["raised at 0.1"]
+    for kind in known["KINDS"].values():
+        layer = known["SelfAttention"](kind).double()
+        x = torch.randn(2, 5, known["WIDTH"], dtype=torch.float64)
+        torch.testing.assert_close(layer.as_map()(x), layer(x).detach(), rtol=1e-10, atol=1e-12)
 
 
 def test_every_public_name_is_listed_once():

@@ -175,6 +175,21 @@ def influence(n: int = 136, layer: int = 0, accuracy: float = 0.0) -> list[Row]:
     return [{"kind": "influence", "layer": layer, "n": n, "norms": norms, "accuracy": accuracy}]
 
 
+def variants(count: int = 4) -> list[Row]:
+    """Cosine has half of softmax's constant at its entropy, a quarter as published; linear four times, and no scale."""
+    ways = (("softmax", "both", 1.0), ("cosine", "published", 0.25), ("cosine", "matched", 0.5), ("linear", "published", 4.0))
+    about = {"sample": 0, "entropy": 2.5, "steps": 12}
+    rows = []
+    for layer in range(count):
+        for name, way, times in ways:
+            for n, factor in ((16, 1.0), (128, 1.0), (128, 0.5), (128, 2.0)):
+                L = times * value(layer, n) * factor
+                cost = {"softmax": 1.0, "cosine": 1.25, "linear": 0.5}[name] if factor == 1 else None
+                more = {"upper": 1.1 * L, "relative": 2 * times, "matched": way != "published", "cost": cost}
+                rows.append(row("variant", layer, n, L, variant=name, way=way, factor=factor, **about, **more))
+    return rows
+
+
 def report(rows: list[Row], **more) -> ReportData:
     return ReportData(rows, METHODS, **more)
 
@@ -183,7 +198,7 @@ def full(measured: list[Row] | None = None, *others: list[Row]) -> ReportData:
     """Every part of a report; others: in place of all rows but those of layers."""
     words = tuple(f"word{i}" for i in range(136))
     measured = with_shares(layers(), (128, 136)) if measured is None else measured
-    rest = others or (held(), maps(), heads(), bounds(), near(), changes(), splits(), worst(), influence())
+    rest = others or (held(), maps(), heads(), bounds(), near(), changes(), splits(), worst(), influence(), variants())
     texts = {n: tokens(words[:n]) for n in (128, 136)}
     return report([*measured, *(r for rows in rest for r in rows)], texts=texts, notes=(NOTE,))
 
@@ -198,4 +213,5 @@ def harmful() -> ReportData:
     rows.append(row("worst", 0, 8, 3.0, radius_max=1.0, text=2.0, log_ceiling=4.0, how=bad))
     rows += [r | {"word": bad + "**^2", "received": None} for r in held(2, n, sink=True)]
     rows += [r | {"map": bad} for r in maps(2, n)] + influence(n)
+    rows += [r | {"variant": bad} if r["variant"] == "cosine" else r for r in variants(2)]
     return ReportData(rows, methods, {n: tokens(HOSTILE)}, (bad,), bad)

@@ -49,6 +49,7 @@ def test_many_layers_stay_readable_and_nothing_is_printed(tmp_path, capfd, layer
     """Warnings are errors here, so a layout that collapses fails."""
     parts = (reports.heads(layers, 32), reports.bounds(layers), reports.splits(layers), reports.worst(layers))
     more = (reports.held(layers), reports.maps(layers), reports.near(layers), reports.changes(layers), reports.influence(300))
+    more += (reports.variants(layers),)
     data = reports.full(reports.layers(layers, 2), *parts, *more)
     written = draw_figures(data, tmp_path, formats=("svg",))
     assert {p.stem for p in written} == set(FIGURES)

@@ -72,6 +72,15 @@ def test_the_words_of_a_token_are_no_marks():
     assert "x…”" in said
 
 
+def test_kinds_are_told_by_their_least_and_largest_over_softmax():
+    text = render(reports.full())
+    assert (
+        "At n = 128 and equal entropy cosine has the smallest L, 0.5 times softmax's, and softmax the largest, 1 times;" in text
+    )
+    assert len(payload(reports.full())["variants"]) == 4 * 4 * 4
+    assert "equal entropy" not in render(reports.report(reports.layers(1, 1)))
+
+
 def test_the_picture_comes_back_from_its_codes():
     known = reports.influence(20)[0]
     (picture,) = payload(reports.report([*reports.layers(1, 1, (20,)), known]))["influence"]

@@ -39,6 +39,9 @@ CHARTS = {
     "influence": 44,
     "splitting": 8,
     "worst-inputs": 4 + 4,
+    "variants-length": 2 * 2,
+    "variants-radius": 2 * 3,
+    "variants-cost": 2,
 }
 
 # Every chart by name: shapes drawn, size, and attributes that are no numbers.
@@ -125,6 +128,33 @@ def test_every_chart_draws_at_every_width_without_errors_or_requests(browser, fu
             assert chart["height"] > 60, name
             assert chart["label"], name
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+        calm(seen, full)
+
+
+def test_kinds_change_with_the_scale_the_layer_and_the_quantity(browser, full):
+    def drawn(page: Any, chart: str) -> set[str]:
+        return set(page.eval_on_selector_all(f"[data-chart={chart}] [data-series]", "g => g.map(s => s.dataset.series)"))
+
+    def lines(page: Any) -> dict[tuple[str, str], list[str]]:
+        rows = page.eval_on_selector_all(
+            "[data-table=variants] tbody tr", "rows => rows.map(r => [...r.cells].map(c => c.textContent))"
+        )
+        return {(row[0], row[1]): row for row in rows}
+
+    with visit(browser, full) as seen:
+        page = seen.page
+        assert drawn(page, "variants-length") == {"softmax", "cosine"}  # linear has no scale to match
+        assert "cosine has the smallest L, 0.5 times softmax's" in page.inner_text("#variants")
+        page.select_option("[data-pick=variants-way]", "published")
+        assert drawn(page, "variants-radius") == drawn(page, "variants-cost") == {"softmax", "cosine", "linear"}
+        page.select_option("[data-pick=variants-layer]", "1")
+        one = lines(page)
+        softmax, linear = (float(one[key][2]) for key in (("softmax", "the layer's"), ("linear", "published")))
+        assert softmax == pytest.approx(reports.value(1, 128), rel=1e-2)
+        assert linear == pytest.approx(4 * softmax, rel=1e-2)
+        assert one["cosine", "matched"][7:] == ["1", "1 of 1"]
+        page.select_option("[data-pick=variants-quantity]", "relative")
+        assert "Relative constant against n, layer 1" in page.inner_text("[data-chart=variants-length]")
         calm(seen, full)
 
 

@@ -32,6 +32,10 @@ def report(
     resume: options.Resume = False,
     force: options.Force = False,
     figures: Figures = True,
+    variants: Annotated[
+        bool,
+        typer.Option("--variants", help="also put other kinds of attention into the layers, on two samples"),
+    ] = False,
     side: options.Side = None,
     device: options.Device = "auto",
     tol: options.Tol = 1e-3,
@@ -60,6 +64,7 @@ def report(
         force=force,
         figures=figures,
         radii=radii,
+        variants=variants,
         progress=progress_bar("measuring", quiet=quiet),
     )
 

@@ -13,9 +13,10 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli import options
-from howsmooth.cli.root import Told, command, show_table
+from howsmooth.cli.root import Told, command, show_table, typed
 from howsmooth.errors import BadInputError
-from howsmooth.run import check_writable, progress_bar, write_table
+from howsmooth.report.assemble import variants_report
+from howsmooth.run import check_folder, check_writable, progress_bar, write_table
 from howsmooth.settings import whole
 from howsmooth.study.beside_theory import bound_jobs, splitting_jobs, worst_jobs
 from howsmooth.study.jobs import Job, Measured, Row, run_sweep
@@ -24,8 +25,10 @@ from howsmooth.study.lengths import fitting_lengths
 from howsmooth.study.lengths import of as growth_of
 from howsmooth.study.norms import norm_jobs
 from howsmooth.study.reader import Reader
+from howsmooth.study.swapped import KINDS, REACH, choice_jobs, kind_names, usual_lengths, variant_jobs
+from howsmooth.study.swapped import of as variants_of
 
-STUDIES = ("growth", "layers", "radius", "norms", "bounds", "splitting", "worst")
+STUDIES = ("growth", "layers", "radius", "norms", "bounds", "splitting", "worst", "variants")
 
 
 @command()
@@ -37,8 +40,12 @@ def study(
     layers: options.Layers = "all",
     samples: options.Samples = 8,
     map_name: options.Map = "attention",
-    factors: Annotated[str | None, typer.Option(help="radius: what the tokens are multiplied by, as in 0.5,1,2")] = None,
+    factors: Annotated[
+        str | None, typer.Option(help="radius, variants: what the tokens are multiplied by, as in 0.5,1,2")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="worst: measurements of every start of the search; 30 by default")] = None,
+    kinds: Annotated[str | None, typer.Option(help=f"variants: kinds of attention to put in, among {', '.join(KINDS)}")] = None,
+    page: Annotated[Path | None, typer.Option(help="variants: also write a page and figures into this folder")] = None,
     out: Annotated[Path | None, typer.Option(help="results file, .sqlite; <study>-results.sqlite by default")] = None,
     table: Annotated[Path | None, typer.Option(help="also write the rows, .csv or .parquet")] = None,
     resume: options.Resume = False,
@@ -56,15 +63,24 @@ def study(
 
     growth: L against n, fitted. layers: every layer and head at one length. radius: L against the size of the tokens.
     norms: with and without the norm in front. bounds: measured against each bound. splitting: does splitting a token pay.
-    worst: the worst input found beside the text.
+    worst: the worst input found beside the text. variants: the same layers with other kinds of attention put in.
 
     Example: howsmooth study growth demo --lengths 8,16,32,64,128,136,256,512 --samples 8
     """
     if name not in STUDIES:
         raise BadInputError(f"expected a study among {', '.join(STUDIES)}, got {name!r}; pick one of them")
-    for option, given, study in (("--factors", factors, "radius"), ("--steps", steps, "worst")):
-        if given is not None and name != study:
-            raise BadInputError(f"expected {option} with the study {study} alone, got it with {name}; leave it out")
+    for option, given, studies in (
+        ("--factors", factors, ("radius", "variants")),
+        ("--steps", steps, ("worst",)),
+        ("--kinds", kinds, ("variants",)),
+        ("--page", page, ("variants",)),
+    ):
+        if given is not None and name not in studies:
+            only = f"the study {studies[0]} alone" if len(studies) == 1 else f"the studies {' and '.join(studies)} alone"
+            raise BadInputError(f"expected {option} with {only}, got it with {name}; leave it out")
+    put_in = kind_names(None if kinds is None else [part.strip() for part in kinds.split(",") if part.strip()])
+    if page is not None:
+        check_folder(page, "page", force=resume)
     moves = whole(30 if steps is None else steps, "--steps of at least 0", "leave it out for 30")
     results = out or Path(f"{name}-results.sqlite")
     if table is not None:
@@ -72,29 +88,46 @@ def study(
         if table.suffix not in (".csv", ".parquet") or table.exists():
             raise BadInputError(f"expected a new file named .csv or .parquet, got {table}; choose another name")
     asked, chosen, where = options.lengths_of(lengths), options.layers_of(layers), options.map_of(map_name)
-    scales = FACTORS if factors is None else options.numbers_of(factors, "--factors", "0.5,1,2")
+    usual_factors = REACH if name == "variants" else FACTORS
+    scales = usual_factors if factors is None else options.numbers_of(factors, "--factors", "0.5,1,2")
     reader = Reader.by_name(model, text, side, device)
-    usual = fitting_lengths(reader, samples)
-    default = usual if name == "growth" else (max([n for n in usual if n <= 128], default=usual[0]),)
-    setting = settle(reader, Question(asked or default, samples, chosen, where, tol, certify, seed))
-    jobs = _jobs(name, setting, scales, moves)
+    setting = settle(reader, Question(asked or _lengths(name, reader, samples), samples, chosen, where, tol, certify, seed))
+    jobs = choice_jobs(setting, put_in) if name == "variants" else _jobs(name, setting, scales, moves)
     if not jobs:
         raise BadInputError(f"expected the map attention for the study {name}, got {map_name!r}; leave --map out")
     hands = options.engine_of(engine, address, workers, reader.model, device)
     bar = progress_bar(name, quiet=quiet)
-    measured = run_sweep(reader, jobs, results, engine=hands, resume=resume, progress=bar)
+    if name == "variants":
+        first = run_sweep(reader, jobs, results, resume=resume)
+        jobs = variant_jobs(setting, first.of("choice"), scales)
+        then = run_sweep(reader, jobs, results, engine=hands, resume=True, progress=bar)
+        measured = Measured(first.rows + then.rows, first.failures + then.failures, then.versions)
+    else:
+        measured = run_sweep(reader, jobs, results, engine=hands, resume=resume, progress=bar)
+    if page is not None:
+        variants_report(reader, setting, measured, typed()).save(page, force=True)
     if table is not None:
         write_table(results, table)
 
     def show() -> None:
         if not quiet:
             title, lines = TABLES[name]
-            show_table(title, lines(measured), words=("breaks", "how"))
+            show_table(title, lines(measured), words=("breaks", "how", "kind", "scale"))
+            for reason in dict.fromkeys(f"{row['variant']}: {row['reason']}" for row in measured.of("left out")):
+                typer.echo(f"howsmooth: left out {reason}", err=True)
             for reason in measured.failures[:3]:
                 typer.echo(f"howsmooth: a task gave nothing: {reason}", err=True)
         print(results.resolve())
 
     return Told({"results": str(results.resolve()), "rows": measured.rows, "failures": measured.failures}, show)
+
+
+def _lengths(name: str, reader: Reader, samples: int) -> tuple[int, ...]:
+    """Where none are asked for."""
+    usual = fitting_lengths(reader, samples)
+    if name == "variants":
+        return usual_lengths(reader, samples)
+    return usual if name == "growth" else (max([n for n in usual if n <= 128], default=usual[0]),)
 
 
 def _jobs(name: str, setting: Setting, factors: Sequence[float], steps: int) -> list[Job]:
@@ -167,5 +200,9 @@ TABLES: dict[str, tuple[str, Callable[[Measured], list[Row]]]] = {
     "worst": (
         "L on the text, at the worst input found with tokens no longer, and the least upper bound there",
         partial(_lines, _worst),
+    ),
+    "variants": (
+        "L with every kind put in, geometric means over layers and samples; at the longest length from ×softmax on",
+        lambda measured: variants_of(measured).table(),
     ),
 }

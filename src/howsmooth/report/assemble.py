@@ -15,6 +15,7 @@ from howsmooth.report.data import Methods, ReportData, Token
 from howsmooth.report.figures import draw_figures
 from howsmooth.report.page import write_page
 from howsmooth.run import Engine, Progress, claim_folder, writing
+from howsmooth.settings import flag
 from howsmooth.settings import number as number_in
 from howsmooth.study.beside_theory import bound_jobs, change_jobs, near_jobs, splitting_jobs, worst_jobs
 from howsmooth.study.influence import influence_job
@@ -23,12 +24,14 @@ from howsmooth.study.layers import Setting, head_jobs, layer_jobs, map_jobs, par
 from howsmooth.study.lengths import asked, fit_columns
 from howsmooth.study.positions import position_break
 from howsmooth.study.reader import ALICE, Reader
+from howsmooth.study.swapped import USUAL, choice_jobs, variant_jobs
 
 if TYPE_CHECKING:
     import pandas
 
 _DEMO = "demo (all-MiniLM-L6-v2, a BERT of six layers)"
 _HEADS = 256  # tokens up to which every head is measured
+_FEW = 2  # samples of text on which other kinds of attention are put in
 _SHOWN = 4096  # tokens of a passage that a page can show
 
 
@@ -81,6 +84,7 @@ class Report:
             "bounds.csv": self.data.bounds,
             "near.csv": [line for row in self.data.of("near") for line in near_rows(row)],
             "radii.csv": self.data.of("change"),
+            "variants.csv": self.data.of("variant"),
             "influence.csv": influence_rows(pictures[0]) if pictures else [],
         }
         for name, rows in tables.items():
@@ -116,6 +120,7 @@ def inspect(
     certify: float | None = None,
     radii: float | None = None,
     seed: int = 0,
+    variants: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Measure every layer and head of a model on a text at several lengths, and set it beside theory.
@@ -124,17 +129,19 @@ def inspect(
     lengths: by default those of 8 … 512 that the model and the text allow.  samples: windows of the text at each length.
     layers: all by default.  map: as in `Model.measure`.  tol, certify: as in `howsmooth.lipschitz`.  seed: places the samples.
     radii: also the radii within which the output of a layer moves by at most this part of its length, by layer and sample.
+    variants: also put other kinds of attention into the layers.
 
         >>> howsmooth.inspect("demo").save("report")  # doctest: +SKIP
         PosixPath('report/index.html')
     """
     reader, setting = asked(model, text, lengths, samples, layers, map=map, tol=tol, certify=certify, seed=seed)
+    variants = flag(variants, "variants")
     named = ALICE if text is None else "a text"
 
     def run(jobs: list[Job], aside: bool = False) -> Measured:
         return run_here(reader, jobs, None if aside else progress)
 
-    return _report(reader, setting, named, "howsmooth.inspect", run, _part(radii))
+    return _report(reader, setting, named, "howsmooth.inspect", run, _part(radii), variants)
 
 
 def inspect_into(
@@ -148,12 +155,13 @@ def inspect_into(
     force: bool = False,
     figures: bool = True,
     radii: float | None = None,
+    variants: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Report, Path]:
     """The same as a sweep that keeps its results in `folder/results.sqlite`, saved in that folder; the page's path beside it.
 
     reader: from `Reader.by_name`.  command: what makes the report again.  resume, force: go on in a folder that holds results,
-    or start anew there; it is refused otherwise.  radii: as in `inspect`.
+    or start anew there; it is refused otherwise.  radii, variants: as in `inspect`.
     """
     radii = _part(radii)
     if reader.source is None:
@@ -161,12 +169,16 @@ def inspect_into(
     results = claim_folder(folder, "report", resume=resume, force=force)
     named = ALICE if reader.source.text is None else Path(reader.source.text).name
 
+    begun = False
+
     def run(jobs: list[Job], aside: bool = False) -> Measured:
+        nonlocal begun
+        again, begun = resume or begun, True
         if aside:
             return run_sweep(reader, jobs, results, resume=True, command=command, empty=True)
-        return run_sweep(reader, jobs, results, engine=engine, resume=resume, progress=progress, command=command)
+        return run_sweep(reader, jobs, results, engine=engine, resume=again, progress=progress, command=command)
 
-    report = _report(reader, setting, named, command, run, radii)
+    report = _report(reader, setting, named, command, run, radii, variants)
     return report, report.save(folder, force=True, figures=figures)
 
 
@@ -191,14 +203,27 @@ def report_jobs(setting: Setting, radii: float | None = None) -> list[Job]:
 
 
 def _report(
-    reader: Reader, setting: Setting, text: str, command: str, run: Callable[..., Measured], radii: float | None
+    reader: Reader, setting: Setting, text: str, command: str, run: Callable[..., Measured], radii: float | None, variants: bool
 ) -> Report:
     """The report in what `run` measures; `aside`, in this process, what is known to be wanted once the rest is there."""
     began = time.perf_counter()
     measured = run(report_jobs(setting, radii))
     if not measured.of("layer"):
         raise BadInputError(measured.failures[0] if measured.failures else "expected measurements, got none; ask for a layer")
-    methods = Methods(
+    if variants:
+        measured = _with_variants(run, setting, measured)
+    methods = _methods(reader, setting, text, command, measured)
+    data = ReportData(measured.rows, methods)
+    picture, failures = _influence(run, setting, data)
+    failures = measured.failures + failures
+    data = replace(data, rows=(*measured.rows, *picture))
+    data = replace(data, methods=replace(methods, seconds=time.perf_counter() - began))
+    texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, data, failures)
+    return Report(replace(data, texts=texts, notes=notes), failures)
+
+
+def _methods(reader: Reader, setting: Setting, text: str, command: str, measured: Measured) -> Methods:
+    return Methods(
         model=_DEMO if reader.model.name == "demo" else reader.model.name,
         text=text,
         map=setting.question.map,
@@ -208,13 +233,36 @@ def _report(
         tol=setting.question.tol,
         date=time.strftime("%Y-%m-%d"),
     )
-    data = ReportData(measured.rows, methods)
-    picture, failures = _influence(run, setting, data)
-    failures = measured.failures + failures
-    data = replace(data, rows=(*measured.rows, *picture))
-    data = replace(data, methods=replace(methods, seconds=time.perf_counter() - began))
-    texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, data, failures)
-    return Report(replace(data, texts=texts, notes=notes), failures)
+
+
+def _with_variants(run: Callable[..., Measured], setting: Setting, measured: Measured) -> Measured:
+    """Other kinds of attention in the same layers, on few samples of middle length: each length has a dozen of them."""
+    q = setting.question
+    lengths = [n for n in q.lengths if n in (16, 32, 64, 128)] or [_nearest(q.lengths, 128)]
+    few = replace(setting, question=replace(q, lengths=tuple(lengths)), starts=setting.starts[:_FEW])
+    jobs = choice_jobs(few, USUAL)
+    if not jobs:
+        return measured
+    try:
+        found = [run(jobs, aside=True)]
+        if found[0].of("choice"):
+            found.append(run(variant_jobs(few, found[0].of("choice"))))
+    except HowSmoothError as error:  # a page without it is still a page
+        return replace(measured, failures=(*measured.failures, str(error)))
+    rows = (*measured.rows, *(row for part in found for row in part.rows))
+    return replace(measured, rows=rows, failures=measured.failures + tuple(f for part in found for f in part.failures))
+
+
+def variants_report(reader: Reader, setting: Setting, measured: Measured, command: str) -> Report:
+    """The page of a study of variants: kinds side by side, and the layers with softmax in them as the layers of the page."""
+    rows = [row for row in measured.of("variant") if row["variant"] == "softmax" and row["factor"] == 1]
+    source = None if reader.source is None else reader.source.text
+    methods = _methods(reader, setting, ALICE if source is None else Path(source).name, command, measured)
+    notes = ("Every layer on this page is the model's own with softmax put in, beside other kinds of attention.",)
+    if measured.failures:
+        notes += (f"{len(measured.failures)} tasks gave nothing; the first: {measured.failures[0]}",)
+    data = ReportData((*({**row, "kind": "layer"} for row in rows), *measured.of("variant")), methods, notes=notes)
+    return Report(data, measured.failures)
 
 
 def _influence(run: Callable[..., Measured], setting: Setting, data: ReportData) -> tuple[tuple[Row, ...], tuple[str, ...]]:

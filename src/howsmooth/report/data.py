@@ -13,6 +13,7 @@ from howsmooth.study import Growth
 from howsmooth.study.fit import Break, GrowthFit
 from howsmooth.study.jobs import Row
 from howsmooth.study.layers import SIDE_BY_SIDE
+from howsmooth.study.swapped import by_variant, mean
 
 Token = tuple[str, str, bool]  # what stands before it, the token itself, whether the tokenizer added it
 
@@ -28,6 +29,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "splitting": ("layer", "n", "moved", "value"),
     "worst": ("layer", "n", "radius_max", "text", "value", "log_ceiling", "how"),
     "influence": ("layer", "n", "norms", "accuracy"),
+    "variant": ("layer", "n", "variant", "way", "factor", "value", "upper", "relative", "entropy", "matched", "cost", "steps"),
 }
 _MOST = 0.5  # share above which one token carries a direction
 _LAYERS = 5  # one layer out of so many with the same such token, and two at least, make it a sink
@@ -70,7 +72,8 @@ class ReportData:
     `held` is a layer whose leading `token` is held fixed, `whole` its constant where that may move too; one of kind `map` is
     another map of the layer; one of kind `near` holds, for every radius in `within`, the constant attained and certified there;
     one of kind `change` holds radii of one layer at one sample; one of kind `influence` holds `norms`, a list for each output
-    token, and their relative accuracy.
+    token, and their relative accuracy; one of kind `variant` is the layer with another kind of attention, its tokens multiplied
+    by `factor`.
     texts: by length, the tokens that the shares belong to.  notes: findings in words, shown under the answer.
     """
 
@@ -174,6 +177,15 @@ class ReportData:
         return sorted(rows, key=lambda row: order.index(row["map"]) if row["map"] in order else len(order))
 
     @cached_property
+    def variants(self) -> list[Row]:
+        """One row per layer, length, size of tokens, kind of attention and way to put it in, over its samples."""
+        groups: dict[tuple[str, str, int, int, float], list[Row]] = defaultdict(list)
+        for (name, way), rows in by_variant(self.of("variant")).items():
+            for row in rows:
+                groups[name, way, row["layer"], row["n"], row["factor"]].append(row)
+        return [_variant(place, rows) for place, rows in groups.items()]
+
+    @cached_property
     def bounds(self) -> list[Row]:
         """One row per bound, beside the `value` measured there."""
         return [
@@ -190,6 +202,23 @@ class ReportData:
             if "shares" in row:
                 shares[row["n"]].setdefault(row["layer"], row["shares"])
         return dict(sorted(shares.items()))
+
+
+def _variant(place: tuple[str, str, int, int, float], rows: list[Row]) -> Row:
+    values, about = [row["value"] for row in rows], dict(zip(("variant", "way", "layer", "n", "factor"), place, strict=True))
+    relative = [row["relative"] for row in rows if row["relative"] is not None]
+    return about | {
+        "mean": mean(values),
+        "low": min(values),
+        "high": max(values),
+        "upper": max(row["upper"] for row in rows),
+        "relative": mean(relative) if relative else None,
+        "entropy": rows[0]["entropy"],
+        "matched": rows[0]["matched"],
+        "cost": rows[0]["cost"],
+        "steps": math.fsum(row["steps"] for row in rows) / len(rows),
+        "samples": len(rows),
+    }
 
 
 def _summary(layer: int, n: int, rows: list[Row]) -> Row:

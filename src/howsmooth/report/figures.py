@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from howsmooth.errors import BadInputError
 from howsmooth.report.data import ReportData
 from howsmooth.run import writing
+from howsmooth.study.swapped import mean
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -277,6 +278,40 @@ def influence(data: ReportData) -> "Figure":
     return figure
 
 
+def variants(data: ReportData) -> "Figure":
+    """Kinds of attention at equal entropy, means over layers: L against n, against the size of the tokens, against cost."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in data.variants if row["mean"] > 0]
+    scaled = {row["variant"] for row in rows if row["way"] != "published"}  # the others have one way to be put in
+    rows = [row for row in rows if row["way"] != "published" or row["variant"] not in scaled]
+    last, moved = max(row["n"] for row in rows), next((row["n"] for row in rows if row["factor"] != 1), None)
+    charts = [("n", "n, tokens", [r for r in rows if r["factor"] == 1])]
+    charts += [("factor", f"tokens multiplied by, n = {moved}", [r for r in rows if r["n"] == moved])] if moved else []
+    charts += [("cost", f"cost, softmax = 1, n = {last}", [r for r in rows if (r["n"], r["factor"]) == (last, 1)])]
+    figure = Figure(figsize=(2.8 * len(charts), 2.9), layout="constrained")
+    panels = figure.subplots(1, len(charts), sharey=True)
+    for axes, (key, label, some) in zip(panels, charts, strict=True):
+        for k, name in enumerate(dict.fromkeys(row["variant"] for row in rows)):
+            own = [row for row in some if row["variant"] == name]
+            points = {x: mean([r["mean"] for r in own if r[key] == x]) for x in sorted({r[key] for r in own})}
+            if key == "cost" and own:
+                points = {mean([r["cost"] for r in own]): mean([r["mean"] for r in own])}
+            look = {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}
+            axes.plot(list(points), list(points.values()), **look, label=name, ls="" if key == "cost" else "-")
+        axes.set(xscale="log", yscale="log", xlabel=label)
+        plain_numbers(axes.yaxis)
+        if key == "cost":
+            plain_numbers(axes.xaxis)
+        else:
+            ticks = sorted({row[key] for row in some})
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.xaxis.minorticks_off()
+    panels[0].set(ylabel="L", title="Kinds of attention at equal entropy")
+    panels[-1].legend(**_BESIDE)
+    return figure
+
+
 def _by_layer(axes: Any, curves: dict[str, list[tuple[int, float | None]]]) -> None:
     """Positive values over the layers on a logarithmic axis, one curve for each name."""
     from matplotlib.ticker import MaxNLocator
@@ -342,4 +377,5 @@ FIGURES: dict[str, tuple[Callable[[ReportData], bool], Callable[[ReportData], "F
     "near": (lambda data: bool(data.of("near")), near),
     "radii": (lambda data: bool(data.of("change")), radii),
     "influence": (lambda data: bool(data.of("influence")), influence),
+    "variants": (lambda data: any(row["mean"] > 0 for row in data.variants), variants),
 }

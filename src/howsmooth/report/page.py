@@ -22,6 +22,7 @@ from howsmooth.report.answer import STRONG, answer, findings, number, plain
 from howsmooth.report.data import KEYS, ReportData
 from howsmooth.run import check_folder, writing
 from howsmooth.study.jobs import Row
+from howsmooth.study.swapped import mean
 
 LARGEST = 6_000_000  # bytes
 _MOST_ROWS = 20_000  # of the table of all measurements; what is drawn is always whole
@@ -55,6 +56,7 @@ def render(data: ReportData) -> str:
         influence=_influence(data),
         splitting=_splitting(data),
         worst=_worst(data),
+        variants=_variants(data),
         confidence=escape(str(min(row["confidence"] for row in rows))),
         cut=f" The first {_MOST_ROWS} of {len(rows)} are here." if len(rows) > _MOST_ROWS else "",
         methods="".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _methods(data).items() if v),
@@ -107,6 +109,7 @@ def payload(data: ReportData) -> dict[str, Any]:
     parts = {kind: [{key: row[key] for key in KEYS[kind]} for row in data.of(kind)] for kind in kinds}
     return parts | {
         "maps": data.maps,
+        "variants": data.variants,
         "influence": [_picture(row, shown) for row in data.of("influence")[:1]],
         "layers": data.layers,
         "lengths": data.lengths,
@@ -250,6 +253,34 @@ def _worst(data: ReportData) -> str:
     most = max(rows, key=lambda row: row["value"] / row["text"])
     how, gain = f" ({escape(most['how'])})" if most["how"] else "", number(most["value"] / most["text"])
     return f"In layer {most['layer']} at n = {most['n']} it is {gain} times what the text shows{how}."
+
+
+def _variants(data: ReportData) -> str:
+    """Which kind has the least constant at the entropy of softmax, and which the least relative one, at the longest length."""
+    if not data.variants:
+        return ""
+    n = max(row["n"] for row in data.variants)
+    rows = [row for row in data.variants if (row["n"], row["factor"]) == (n, 1) and row["way"] in ("both", "matched")]
+    said = []
+    for key, words in (("mean", "the smallest L"), ("relative", "the smallest relative constant")):
+        ratios = _over_softmax(rows, key)
+        if len(ratios) > 1:
+            least, most = min(ratios, key=lambda name: ratios[name]), max(ratios, key=lambda name: ratios[name])
+            said.append(
+                f"{escape(least)} has {words}, {number(ratios[least])} times softmax's, and {escape(most)} the largest, "
+                f"{number(ratios[most])} times"
+            )
+    return f"At n = {n} and equal entropy {'; '.join(said)}." if said else ""
+
+
+def _over_softmax(rows: list[Row], key: str) -> dict[str, float]:
+    """By kind, the geometric mean over layers of what it has over what softmax has in the same layer."""
+    base = {row["layer"]: row[key] for row in rows if row["variant"] == "softmax"}
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if row[key] is not None and base.get(row["layer"]):
+            ratios.setdefault(row["variant"], []).append(row[key] / base[row["layer"]])
+    return {name: mean(some) for name, some in ratios.items()}
 
 
 def _methods(data: ReportData) -> dict[str, str]:

@@ -375,6 +375,81 @@ const sections = {
     });
   },
 
+  variants() {
+    const rows = data.variants;
+    if (!rows.length) return drop("variants");
+    const names = [...new Set(rows.map((r) => r.variant))], lengths = [...new Set(rows.map((r) => r.n))].sort((a, b) => a - b);
+    const layers = [...new Set(rows.map((r) => r.layer))].sort((a, b) => a - b), sizes = [...new Set(rows.map((r) => r.factor))].sort((a, b) => a - b);
+    const moved = rows.find((r) => r.factor !== 1)?.n ?? lengths.at(-1), colour = (name) => seriesColour(names.indexOf(name), names.length);
+    let layer = "all", way = rows.some((r) => r.way === "matched") ? "matched" : "published", key = "mean";
+    const quantity = () => (key === "mean" ? "L, times" : "L·|x| / |f(x)|"), where = () => (layer === "all" ? "mean of layers" : layerName(layer));
+    const mean = (values) => (values.length ? Math.exp(values.reduce((s, v) => s + Math.log(v), 0) / values.length) : null);
+    // one point of a kind: the geometric mean over the layers in focus, with the least and the greatest over all samples
+    function point(name, ways, pick, x) {
+      const own = rows.filter((r) => r.variant === name && ways.includes(r.way) && (layer === "all" || r.layer === layer) && pick(r) && r[key] > 0);
+      if (!own.length) return null;
+      const alone = key === "mean" && layer !== "all", y = mean(own.map((r) => r[key])), low = alone && own[0].low > 0 ? own[0].low : y;
+      const lines = [`${name}, ${own[0].way === "both" ? "the layer's scale" : own[0].way}`, `L = ${format(mean(own.map((r) => r.mean)))}` + (alone ? `, upper end at most ${format(own[0].upper)}` : ` over ${own.length} layers`),
+        `relative: ${format(mean(own.map((r) => r.relative).filter((v) => v > 0)))}`, `entropy ${format(own.reduce((s, r) => s + r.entropy, 0) / own.length)}`];
+      return { x: x(own), y, low, high: alone ? own[0].high : y, lines, own };
+    }
+    const shown = (pick, xs) => names.map((name) => ({ name, colour: colour(name), faded: false, points: xs.map(([value, x]) => point(name, [way, "both"], (r) => pick(r, value), x)).filter((p) => p) })).filter((s) => s.points.length);
+    const range = (series) => {
+      const ends = series.flatMap((s) => s.points.flatMap((p) => [p.low, p.high])), low = Math.min(...ends), high = Math.max(...ends), pad = Math.max((high / low) ** 0.05, 1.03);
+      return ends.length ? [low / pad, high * pad] : [1, 2];
+    };
+    const chart = (id, name, title, xs, xLabel, series) => frame($(id), {
+      name, title: () => `${key === "mean" ? "L" : "Relative constant"} ${title}, ${where()}`, unit: "geometric means, log scales", rows: () => rows,
+      render: (width) => {
+        const lines = series();
+        return lineChart({ width, height: width < 560 ? 280 : 340, xs: xs(lines), xLabel, yLabel: quantity(), range: range(lines), series: lines });
+      },
+    });
+    const charts = [chart("variants-length", "variants-length", "against n", () => lengths, "n, tokens", () => shown((r, n) => r.n === n && r.factor === 1, lengths.map((n) => [n, () => n])))];
+    if (sizes.length > 1) charts.push(chart("variants-radius", "variants-radius", `against the size of the tokens, n = ${moved}`, () => sizes, "tokens multiplied by", () => shown((r, f) => r.n === moved && r.factor === f, sizes.map((f) => [f, () => f]))));
+    const price = (own) => Number(mean(own.map((r) => r.cost)).toPrecision(2));
+    charts.push(chart("variants-cost", "variants-cost", `against cost, n = ${lengths.at(-1)}`, (series) => {
+      const costs = series.flatMap((s) => s.points.map((p) => p.x)).concat([1]).sort((a, b) => a - b);
+      return [...new Set([costs[0] === costs.at(-1) ? costs[0] / 2 : costs[0], ...costs])];
+    }, "time of one pair of products, softmax = 1", () => shown((r, n) => r.n === n && r.factor === 1 && r.cost > 0, [[lengths.at(-1), price]])));
+    const host = $("variants-table");
+    function fill() {
+      const lines = names.flatMap((name) => ["both", "published", "matched"].map((w) => {
+        const p = point(name, [w], (r) => r.n === lengths.at(-1) && r.factor === 1, () => 0);
+        return p && { name, way: w, own: p.own };
+      })).filter((line) => line);
+      const over = (k) => (line) => mean(line.own.map((r) => r[k]).filter((v) => v > 0));
+      host.replaceChildren();
+      table(host, {
+        name: "variants", rows: lines, most: 40,
+        columns: [
+          { title: "kind", text: true, value: (l) => l.name },
+          { title: "scale", text: true, help: "as published, or matched to softmax's entropy", value: (l) => (l.way === "both" ? "the layer's" : l.way) },
+          { title: `L, n = ${lengths.at(-1)}`, name: "L", value: over("mean") },
+          { title: "relative", help: "L·|x| / |f(x)|", value: over("relative") },
+          { title: "entropy", help: "mean over heads and queries, in nats", value: (l) => l.own.reduce((s, r) => s + r.entropy, 0) / l.own.length },
+          { title: "cost", help: "time of one pair of products, softmax = 1", value: over("cost") },
+          { title: "steps", help: "of the solver", value: (l) => Math.round(l.own.reduce((s, r) => s + r.steps, 0) / l.own.length) },
+          { title: "layers", value: (l) => l.own.length },
+          { title: "entropy reached", name: "matched", text: true, value: (l) => (l.way === "published" ? null : `${l.own.filter((r) => r.matched).length} of ${l.own.length}`) },
+        ],
+      });
+    }
+    const swatches = () => $("variants-names").replaceChildren(...names.map((name) => {
+      const i = el("i");
+      i.style.background = i.style.borderColor = colour(name);
+      return el("li", {}, i, name);
+    }));
+    const update = () => (charts.forEach((c) => c.redraw()), fill());
+    const controls = $("variants-controls");
+    choose(controls, "Layer", [["all", "all, geometric mean"], ...layers.map((l) => [l, layerName(l)])], "variants-layer", layer, (v) => ((layer = v === "all" ? v : Number(v)), update()));
+    choose(controls, "Scale", [["matched", "matched to softmax's entropy"], ["published", "as published"]], "variants-way", way, (v) => ((way = v), update()));
+    choose(controls, "Show", [["mean", "L, the constant"], ["relative", "L·|x| / |f(x)|, the relative constant"]], "variants-quantity", key, (v) => ((key = v), update()));
+    swatches();
+    fill();
+    frames.push({ redraw: swatches });
+  },
+
   numbers() {
     const { names, rows } = data.rows;
     const columns = names.map((name, i) => ({ title: name, value: (r) => r[i], text: name === "status" }));
