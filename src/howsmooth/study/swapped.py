@@ -217,9 +217,10 @@ def measure_variants(reader: Reader, part: dict[str, Any], choices: list[Row], f
     rows: list[Row] = []
     for first, batch in zip(range(0, len(inputs), len(batches[0])), batches, strict=True):
         x = torch.stack([tokens for _, tokens in batch])
-        for k, factor in enumerate([1.0, *(factors if first == 0 else [])]):
-            here = replace(one, first=one.first + first, starts=one.starts[first:][: len(batch)])
-            rows += _rows(here, captured.model, batch[0][0], x if k == 0 else factor * x[:1], factor, choices)
+        here = replace(one, first=one.first + first, starts=one.starts[first:][: len(batch)])
+        rows += _rows(here, captured.model, batch[0][0], x, 1.0, choices)
+        for factor in factors if first == 0 else []:
+            rows += _rows(here, captured.model, batch[0][0], factor * x[:1], factor, choices)
     return rows
 
 
