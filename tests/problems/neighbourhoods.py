@@ -15,6 +15,7 @@ from howsmooth.maps import Attention, RMSNorm
 from howsmooth.search import find_near
 from howsmooth.solve import Options, solve
 from howsmooth.theory.around import Around, AroundAttention, Neighbourhood
+from howsmooth.theory.bound import lengths
 
 from .hostile_layers import hostile, jacobians
 
@@ -168,22 +169,28 @@ def truths(case: Near, points: list[Tensor]) -> list[Truth | None]:
         values = torch.cat([layer.linearize(t[None])[0] for t in every])
     except HowSmoothError:
         return [None] * len(points)
-    if layer.attention_mask is None:
-        J = jacobians(layer, every)
-    else:
-        bare = replace(layer, b_v=None)  # which moves nothing, and hides digits of float64
-        J = torch.cat([bare.linearize(t[None])[1].dense() for t in every]).numpy()
-    n, d = x.shape
+    J, (n, d) = _jacobians(layer, every), x.shape
     columns = np.array([i * d + k for i in (range(n) if case.tokens is None else case.tokens) for k in range(d)])
     J = J[:, :, columns]
     sizes = float(np.abs(J).max()), float(values.abs().max())
     if not all(s < _RANGE for s in sizes):
         return [None] * len(points)
     longest = float(every.norm(dim=-1).max())
-    terms = float(layer.w_v.norm()) * longest + (0.0 if layer.b_v is None else float(layer.b_v.norm()))
-    fuzz = 1e-13 * n * terms * (1.0 if layer.w_o is None else float(layer.w_o.norm())) + 1e-14 * longest * sizes[0]
+    w_v, b_v, w_o = (0.0 if t is None else float(lengths(t.flatten())) for t in (layer.w_v, layer.b_v, layer.w_o))
+    fuzz = 1e-13 * n * (w_v * longest + b_v) * (1.0 if layer.w_o is None else w_o) + 1e-14 * longest * sizes[0]
     moved = (values[1:] - values[0]).norm(dim=-1)
     return [Truth(_norm(K), _norm(K - J[0]), m, fuzz) for K, m in zip(J[1:], moved, strict=True)]
+
+
+def _jacobians(layer: Attention, x: Tensor) -> np.ndarray:
+    """In extended precision, padding too: keys that no query sees, and outputs that are zero."""
+    if layer.attention_mask is None:
+        return jacobians(layer, x)
+    real, n = layer.attention_mask[0], x.shape[1]
+    bias = torch.zeros(1, 1, n, n, dtype=torch.float64) if layer.bias is None else layer.bias.double()
+    bare = replace(layer, attention_mask=None, bias=bias.masked_fill(~real, -math.inf))
+    J = jacobians(bare, x)
+    return J * np.repeat(real.numpy(), J.shape[1] // n)[None, :, None]
 
 
 def _norm(J: np.ndarray) -> float:

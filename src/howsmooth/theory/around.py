@@ -291,13 +291,13 @@ def _anywhere(centre: Centre, found: Parts, r: Tensor, columns: Tensor) -> Sizes
     by_key, by_query = (t.size + t.change for t in found.slopes)
     nu = centre.geometry.nu[:, None, None]
 
-    def mean_square(t: Tensor) -> Tensor:
-        t = torch.where(centre.seen, t, 0.0).square()
-        return no_nan(torch.minimum((weights * t).sum(-1), t.amax(-1)))
+    def root_mean_square(t: Tensor) -> Tensor:
+        t = torch.where(centre.seen, t, 0.0)
+        return no_nan(torch.minimum(lengths(weights.sqrt() * t), t.amax(-1)))
 
-    spread = mean_square(centre.values + nu * r)
-    query = torch.minimum(query, no_nan((spread * mean_square(by_query)).sqrt()))
-    received = no_nan((weights * by_key.square() * spread[..., None]).sum(1)[:, columns].amax(-1).sqrt())
+    spread = root_mean_square(centre.values + nu * r)
+    query = torch.minimum(query, no_nan(spread * root_mean_square(by_query)))
+    received = no_nan(lengths((weights.sqrt() * by_key * spread[..., None]).mT)[:, columns].amax(-1))
     key = key[..., columns]
     return Sizes(weights[..., columns], key, query, torch.minimum(matrix_norm(key), received))
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.theory.around_jets import ROUNDED, Centre, Parts
-from howsmooth.theory.bound import TINY, no_nan
+from howsmooth.theory.bound import TINY, lengths, no_nan
 from howsmooth.theory.perron import perron_bound
 
 _STEPS = 8  # power steps on a matrix of norms: any number of them gives a bound
@@ -38,18 +38,20 @@ def linear_parts(centre: Centre, found: Parts, r: Float[Tensor, " n"], columns: 
     r_o = centre.geometry.r_o * centre.geometry.out_size
     values, outputs = kernel.v @ r_o.mT, kernel.o @ r_o.mT
     off_u, off_k = (t[:, None] for t in centre.lost)
-    u, u_z = (_top(w, values, outputs) + w.sum(-1).sqrt() * off_u for w in (p, p * z.square()))
+    most = z.amax(-1, keepdim=True).clamp_min(TINY)  # taken out before squares, which leave the range
+    u, u_z = (_top(w, values, outputs) + w.sum(-1).sqrt() * off_u for w in (p, p * (z / most).square()))
+    u_z = u_z * most[..., 0]
     if centre.cross is not None:
         keys = abs(centre.layer.scale) * (kernel.k @ centre.geometry.r_q.mT)
         k = _top(p, keys, p @ keys) + abs(centre.layer.scale) * off_k
     else:
-        k = (p * by_query.size.square()).sum(-1).sqrt()
-    moved = nu * (p * r.square()).sum(-1).sqrt()
-    query = (u_z + moved) * k + u * (p * by_query.change.square()).sum(-1).sqrt()
-    spread = p * (2 - 2 * p).clamp(0.0, 1.0)  # diag(p) − ppᵀ is at most diag of this
-    received = spread * by_key.size.square() * (u_z + moved).square()[..., None]
-    tilted = spread * by_key.change.square() * u.square()[..., None]
-    key = sum(t.sum(1)[:, columns].amax(-1).sqrt() for t in (received, tilted))
+        k = lengths(p.sqrt() * by_query.size)
+    moved = nu * lengths(p.sqrt() * r)
+    query = (u_z + moved) * k + u * lengths(p.sqrt() * by_query.change)
+    spread = (p * (2 - 2 * p).clamp(0.0, 1.0)).sqrt()  # diag(p) − ppᵀ is at most diag of its square
+    received = spread * by_key.size * (u_z + moved)[..., None]
+    tilted = spread * by_key.change * u[..., None]
+    key = sum(lengths(t.mT)[:, columns].amax(-1) for t in (received, tilted))
     assert isinstance(key, Tensor)
     return Linear(no_nan(query * (1 + ROUNDED)), no_nan(key * (1 + ROUNDED)))
 
@@ -63,7 +65,7 @@ def _top(
     d = y.shape[-1]
     dtype = torch.float32 if heads * n * m * d * d > _LONG else torch.float64
     far = (y - shift).abs().max().clamp_min(TINY)
-    most = w.max().clamp_min(TINY)
+    most = w.amax(-1, keepdim=True).clamp_min(TINY)
     w, y, c = (w / most).to(dtype), ((y - shift) / far).to(dtype), ((c - shift) / far).to(dtype)
     unit = 4 * torch.finfo(dtype).eps
     step = max(1, _ROOM // (d * d * max(n, m)))
@@ -83,7 +85,7 @@ def _top(
         even = cov / torch.where(trace > 0, trace, 1.0)[..., None, None]
         fourth = torch.linalg.matrix_power(even, 4)
         rows.append((fourth.flatten(-2).norm(dim=-1) ** 0.25 + d * unit) * trace + blur)
-    return torch.cat(rows).double().clamp_min(0.0).sqrt() * most.sqrt() * far
+    return torch.cat(rows).double().clamp_min(0.0).sqrt() * most[..., 0].sqrt() * far
 
 
 def matrix_norm(m: Float[Tensor, "heads n c"]) -> Float[Tensor, " heads"]:
