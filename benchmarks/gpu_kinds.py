@@ -43,7 +43,7 @@ def _time(kind: Kind, n: int, causal: bool) -> tuple[float, float]:
     q, k, v, dq, dk, dv, g = (normal() for _ in range(7))
     scores = Scores(kind.scale(WIDTH), mask=Mask(causal=causal), kind=kind)
     ours = linearize(q, k, v, scores, "triton")
-    truth = linearize(*(t.double() for t in (q, k, v)), scores, "blocked")
+    truth = linearize(q.double(), k.double(), v.double(), scores, "blocked")
     along, out = (dq[None], dk[None], dv[None]), g[None]
     error = _error(ours, truth, along, out)
     if not error <= 2 * ERROR:

@@ -26,7 +26,8 @@ def relative(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
 
 def fused_and_true(p: Problem, precision: fused.Precision) -> tuple[AttentionKernel, AttentionKernel]:
     p = p.to(torch.float32).to(torch.float64)
-    kernel = linearize(*(t.float().to(DEVICE) for t in p.qkv), p.scores, "triton", precision)
+    q, k, v = (t.float().to(DEVICE) for t in p.qkv)
+    kernel = linearize(q, k, v, p.scores, "triton", precision)
     assert isinstance(getattr(kernel, "core", kernel), Fused)
     return kernel, linearize(*p.qkv, p.scores, "blocked")
 

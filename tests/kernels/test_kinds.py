@@ -1,5 +1,7 @@
 """Every kind of attention: closed form, autodiff and the dense matrix agree in float64; extremes; what is refused."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from checks import check_operator
 from howsmooth.errors import HowSmoothError
-from howsmooth.kernels import AttentionKernel, Dense, Mask, Scores, attend, kinds, linearize, plain_attention
+from howsmooth.kernels import AttentionKernel, Dense, Mask, Scores, attend, dispatch, kinds, linearize, plain_attention
 from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Linear, Sigmoid, Sinkhorn, Softmax
 from howsmooth.kernels.mapped import Mapped
 from howsmooth.kernels.summed import Summed
@@ -46,7 +48,7 @@ def check_kernel(p: Problem, kernel: AttentionKernel, tolerance: float = TOLERAN
 def test_closed_form_is_autodiff(name, data):
     p = data.draw(kind_problems(name))
     for kernel in ("dense", "blocked"):
-        check_kernel(p, linearize(*p.qkv, p.scores, kernel))
+        check_kernel(p, by_name(p, kernel))
 
 
 @pytest.mark.slow
@@ -56,7 +58,7 @@ def test_closed_form_is_autodiff(name, data):
 def test_closed_form_is_autodiff_many_times(name, data):
     p = data.draw(kind_problems(name))
     for kernel in ("dense", "blocked"):
-        check_kernel(p, linearize(*p.qkv, p.scores, kernel))
+        check_kernel(p, by_name(p, kernel))
 
 
 @pytest.mark.parametrize("name", KIND_NAMES)
@@ -88,6 +90,10 @@ def test_weights_are_their_formula(name, mask):
     o = factor * truth @ v.repeat_interleave(2, 1)
     rows = keys[:, None, :, None] if isinstance(p.scores.kind, Sinkhorn) and mask == "keys" else torch.ones(())
     assert apart(p.value(*p.qkv) * rows, o * rows) <= 1e-10
+
+
+def by_name(p: Problem, kernel: dispatch.Kernel) -> AttentionKernel:
+    return linearize(p.q, p.k, p.v, p.scores, kernel)
 
 
 def kinds_of(name: str) -> kinds.Kind:
@@ -131,7 +137,8 @@ def test_tiles_of_any_size_and_running_sums_agree():
             assert apart(whole.jvp(*d), other.jvp(*d)) <= TOLERANCE
             continue
         inputs, offset = core.inputs, getattr(core, "_given", None)
-        small = type(core)(*inputs, core.scores, TileSize(rows=4, cols=2, leaf=1, elements=9), offset=offset)
+        make: Any = type(core)
+        small = make(*inputs, core.scores, TileSize(rows=4, cols=2, leaf=1, elements=9), offset=offset)
         assert apart(small.output, core.output) <= TOLERANCE
         g = gaussian(1, *core.output.shape, seed=95)
         for a, b in zip(small.vjp(g), core.vjp(g), strict=True):
@@ -163,7 +170,8 @@ def test_extremes(name):
     d = tuple(gaussian(1, *t.shape, seed=i) for i, t in enumerate(nothing.qkv))
     assert float(seen.jvp(*d).abs().max()) == 0
     p = kind_problem(name, n=6)
-    same = Problem(*(t[:, :, :1].expand(-1, -1, 6, -1).contiguous() for t in p.qkv), p.scores)
+    q, k, v = (t[:, :, :1].expand(-1, -1, 6, -1).contiguous() for t in p.qkv)
+    same = Problem(q, k, v, p.scores)
     check_kernel(same, linearize(*same.qkv, same.scores))
 
 
@@ -219,6 +227,7 @@ def test_kernels_answer_the_rest(name):
         assert low <= high
     if isinstance(p.scores.kind, L2):
         s = -p.scores.scale * (p.q[:, :, :, None] - p.k.repeat_interleave(2, 1)[:, :, None]).square().sum(-1)
+        assert p.scores.mask.keys is not None
         s = s[p.scores.mask.keys[:, None, None].expand_as(s)]
         assert kernel.logit_range() == pytest.approx((float(s.min()), float(s.max())))
     assert apart(attend(*p.qkv, p.scores), kernel.output) <= TOLERANCE
@@ -235,16 +244,28 @@ def test_differential_received():
     ("make", "said"),
     [
         (lambda: Sinkhorn(0), r"expected 1 or more whole iterations of Sinkhorn, or None, got 0; 1 is softmax"),
-        (lambda: Sinkhorn(2.5), "whole iterations"),
+        (
+            lambda: Sinkhorn(2.5),  # pyright: ignore[reportArgumentType]
+            "whole iterations",
+        ),
         (lambda: Softmax(torch.zeros(2, 2)), r"expected sink as a floating-point tensor \(heads\)"),
         (lambda: Softmax(torch.tensor([1.0, float("nan")])), "expected finite sink"),
         (lambda: Sigmoid(float("inf")), "expected a finite bias of Sigmoid"),
         (lambda: Cosine(epsilon=0.0), "positive epsilon of Cosine"),
-        (lambda: Cosine(values="yes"), "values as True or False"),
-        (lambda: Linear("gelu"), "features of Linear among elu, relu"),
+        (
+            lambda: Cosine(values="yes"),  # pyright: ignore[reportArgumentType]
+            "values as True or False",
+        ),
+        (
+            lambda: Linear("gelu"),  # pyright: ignore[reportArgumentType]
+            "features of Linear among elu, relu",
+        ),
         (lambda: Differential(float("nan")), "finite lam"),
         (lambda: Hard(0), "whole number of keys for Hard"),
-        (lambda: L2(tied=1), "tied as True or False"),
+        (
+            lambda: L2(tied=1),  # pyright: ignore[reportArgumentType]
+            "tied as True or False",
+        ),
         (lambda: Scores(1.0, mask=Mask(causal=True), kind=Sinkhorn()), "Sinkhorn attention without a causal mask, got one"),
         (lambda: Scores(1.0, softcap=1.0, kind=Linear()), "Linear attention without a soft-cap"),
         (lambda: Scores(1.0, softcap=1.0, kind=L2()), "L2 attention without a soft-cap"),

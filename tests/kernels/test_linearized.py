@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 from checks import assert_close
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, attention_and_kernel
+from problems.kinds import kind_problem
 from problems.layers import gaussian, problem
 
 P = problem(batch=2, heads=4, kv_heads=2, n=7, mask=Mask(causal=True))
@@ -42,6 +43,24 @@ def test_reverse_mode():
     want = torch.func.vjp(reference, *P.qkv)
     for got, true in zip(pulled[1](g), want[1](g), strict=True):
         assert_close(got, true)
+
+
+@pytest.mark.parametrize("name", ["sink", "sigmoid", "l2", "linear", "three iterations", "differential"])
+def test_every_kind_in_a_graph(name):
+    p = kind_problem(name)
+    d = tuple(gaussian(*t.shape, seed=i) for i, t in enumerate(p.qkv))
+
+    def inside(q, k, v):
+        return attention_and_kernel(q, k, v, p.scores)[0] ** 2
+
+    def plain(q, k, v):
+        return p.value(q, k, v) ** 2
+
+    got, want = (torch.func.jvp(g, p.qkv, d)[1] for g in (inside, plain))
+    assert_close(got, want, growth=10.0)
+    g = gaussian(*want.shape, seed=5)
+    for a, b in zip(*(torch.func.vjp(h, *p.qkv)[1](g) for h in (inside, plain)), strict=True):
+        assert_close(a, b, growth=10.0)
 
 
 def test_backward():

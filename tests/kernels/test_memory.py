@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import howsmooth as hs
 from howsmooth.kernels import Blocked, Dense, Mask, dispatch, linearize
+from problems.kinds import kind_problem
 from problems.layers import gaussian, problem
 
 
@@ -59,6 +60,21 @@ def test_blocked_never_holds_the_weights(n, heads):
     weights = heads * n * n * 4
     assert peak_bytes(Blocked, n, heads) < weights / 3
     assert peak_bytes(Dense, n, heads) > weights  # the measurement sees them where they are
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sigmoid", "l2", "linear", "three iterations", "hard"])
+def test_no_kind_holds_its_weights(name):
+    n = 4096
+    p = kind_problem(name, batch=1, heads=1, kv_heads=1, n=n, d=8, d_v=8).to(torch.float32)
+    g = gaussian(1, 1, 1, n, 8, seed=4, dtype=torch.float32)
+
+    def products() -> None:
+        kernel = linearize(*p.qkv, p.scores, "blocked")
+        kernel.jvp(*(t[None] for t in p.qkv))
+        kernel.vjp(g)
+
+    assert peak_of(products) < n * n * 4 / 3
 
 
 @pytest.mark.slow

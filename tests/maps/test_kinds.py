@@ -8,6 +8,7 @@ from checks import check_operator
 from howsmooth.errors import HowSmoothError
 from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Linear, Sigmoid, Sinkhorn, Softmax
 from howsmooth.maps import RMSNorm, Rotary
+from howsmooth.search import configurations
 from problems.kinds import KIND_NAMES, kinds, layer_of
 from problems.layers import gaussian
 
@@ -95,6 +96,8 @@ def test_worst_cases(name):
     assert found.value >= found.began * (1 - 1e-9)
     assert found.value == pytest.approx(hs.lipschitz(layer, found.tokens).value, rel=1e-6)
     assert found.bound is None
+    with pytest.raises(HowSmoothError, match="expected softmax attention for configurations"):
+        configurations(layer, 3, 1.0)
 
 
 def test_settings_of_a_layer():
@@ -125,7 +128,10 @@ def test_settings_of_a_layer():
         (lambda: layer_of(Linear(), scale=0.5), "expected no scale for Linear attention, got 0.5"),
         (lambda: layer_of(Linear(), softcap=2.0), "without a soft-cap"),
         (lambda: layer_of(Differential(0.5), d=6, heads=2), "expected heads whose width is even"),
-        (lambda: hs.Attention(*torch.randn(3, 4, 4), kind=L2(tied=True)), "expected w_k and b_k like w_q and b_q"),
+        (
+            lambda: hs.Attention(torch.eye(4), 2 * torch.eye(4), torch.eye(4), kind=L2(tied=True)),
+            "expected w_k and b_k like w_q and b_q",
+        ),
     ],
 )
 def test_bad_settings_of_a_layer(make, said):

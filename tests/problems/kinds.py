@@ -1,5 +1,7 @@
 """Random problems of every kind of attention."""
 
+from typing import Any
+
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -80,7 +82,7 @@ def kind_problems(draw, name: str) -> Problem:
         raise
 
 
-def layer_of(kind: Kind, *, d: int = 8, heads: int = 2, kv_heads: int | None = None, seed: int = 0, **more) -> Attention:
+def layer_of(kind: Any, *, d: int = 8, heads: int = 2, kv_heads: int | None = None, seed: int = 0, **more) -> Attention:
     """A layer of a kind with Gaussian weights, float64."""
     kv_heads = kv_heads or heads
     w_q, w_v, w_o = (gaussian(r, d, seed=seed + i) / d**0.5 for i, r in enumerate((d, d // heads * kv_heads, d)))

@@ -130,6 +130,7 @@ def _formula(stage: Stage) -> Attention:
         q_norm=q.norm,
         k_norm=k.norm,
         rotary=turned,
+        kind=scores.kind,
     )
 
 

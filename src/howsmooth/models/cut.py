@@ -350,13 +350,12 @@ class _Made:
 
 def _one_head(call: Call, head: int) -> Call:
     """A call of one head alone."""
-    group = call.q.shape[1] // call.k.shape[1]
-    own = slice(head // group, head // group + 1)
-    scores = call.scores
-    bias = scores.mask.bias
+    scores = replace(call.scores, kind=call.scores.kind.head(head))
+    parts, group, bias = scores.kind.parts, call.q.shape[1] // call.k.shape[1], scores.mask.bias
+    q, k, v = (slice(h * p, (h + 1) * p) for h, p in ((head, parts), (head // group, parts), (head // group, 1)))
     if bias is not None and bias.shape[1] > 1:
         scores = replace(scores, mask=replace(scores.mask, bias=bias[:, head : head + 1]))
-    return replace(call, q=call.q[:, head : head + 1], k=call.k[:, own], v=call.v[:, own], scores=scores)
+    return replace(call, q=call.q[:, q], k=call.k[:, k], v=call.v[:, v], scores=scores)
 
 
 def _enter(stack: ExitStack, span: Span, x: Tensor, convert: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

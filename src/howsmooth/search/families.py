@@ -26,6 +26,7 @@ from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_w
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate, GolubKahan
 from howsmooth.theory.ball import check_count
+from howsmooth.theory.softmax_only import check_softmax
 
 _MEASURED = 4  # candidates, best by their two places, that are measured at full length
 _REAL = 1e-9  # an eigenvalue is real if its imaginary part is this small beside the largest one: rounding of a float64 solver
@@ -173,6 +174,7 @@ def eigenvector_configuration(attn: Attention, within: TokenSet | float, *, head
 
 def _space(attn: Attention, n: int, within: TokenSet | float) -> TokenSet:
     check_layer(attn, n)
+    check_softmax(attn.kind, "configurations")
     space = within if isinstance(within, TokenSet) else Ball(within)
     if isinstance(space, BallAround):
         raise BadInputError("expected a Ball or an Ellipsoid, got the neighbourhood of an input; configurations need room")

@@ -56,42 +56,49 @@ class Sinkhorn(Kind):
     def weigh(self, s, seen, slack):
         seen = seen.expand(s.shape)
         seen = seen & seen.any(-2).unsqueeze(-1)  # a token that is no key is no query
-        empty = [~seen.any(axis, keepdim=True) for axis in (-1, -2)]
         s = s.masked_fill(~seen, -torch.inf)
+        f, g = s.new_zeros(*s.shape[:-1], 1), s.new_zeros(*s.shape[:-2], 1, s.shape[-1])
+        if self.iterations is None:
+            f, g = _limit(s, seen, f, g)
+        for step in range(self.iterations or 0):
+            f, g = _normalised(s, seen, f, g, step % 2)
+        return _weights(s, seen, f, g)
 
-        def normalised(potentials: list[Tensor], axis: int) -> list[Tensor]:
-            other, lost = potentials[1 - axis], empty[axis]
-            sums = torch.logsumexp((s + other).masked_fill(lost, 0.0), -1 - axis, keepdim=True).masked_fill(lost, 0.0)
-            return [-sums, other] if axis == 0 else [other, -sums]
 
-        f = [s.new_zeros(*s.shape[:-1], 1), s.new_zeros(*s.shape[:-2], 1, s.shape[-1])]
-        if self.iterations is not None:
-            for step in range(self.iterations):
-                f = normalised(f, step % 2)
-            return torch.where(seen, s + f[0] + f[1], -torch.inf).exp()
-        return self._limit(s, seen, f, normalised)
+def _weights(s: Logits, seen: Seen, f: Tensor, g: Tensor) -> Logits:
+    return torch.where(seen, s + f + g, -torch.inf).exp()
 
-    def _limit(self, s: Logits, seen: Seen, f: list[Tensor], normalised) -> Tensor:
-        """Potentials of the limit without a graph, then chord steps on `rows and columns sum to one` with one."""
-        raw, s_ = s, s.detach()
-        for _ in range(ROUNDS):
-            before, f = f, normalised(normalised(f, 0), 1)
-            f = [t.detach() for t in f]
-            if all(bool(((a - b).abs() <= 1e-14 * (1 + a.abs().max())).all()) for a, b in zip(before, f, strict=True)):
-                break
-        else:
-            raise NoConvergenceError(unbalanced())
-        p = torch.where(seen, s_ + f[0] + f[1], -torch.inf).exp()
-        rows, columns = p.sum(-1), p.sum(-2)
-        system = torch.cat([torch.cat([rows.diag_embed(), p], -1), torch.cat([p.mT, columns.diag_embed()], -1)], -2)
-        inverse = torch.linalg.pinv(system, hermitian=True)
-        n = s.shape[-2]
-        for _ in range(_CHORDS):
-            p = torch.where(seen, raw + f[0] + f[1], -torch.inf).exp()
-            off = torch.cat([p.sum(-1) - rows.round(), p.sum(-2) - columns.round()], -1)
-            step = (inverse @ off[..., None])[..., 0]
-            f = [f[0] - step[..., :n, None], f[1] - step[..., None, n:]]
-        return torch.where(seen, raw + f[0] + f[1], -torch.inf).exp()
+
+def _normalised(s: Logits, seen: Seen, f: Tensor, g: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Potentials of rows and columns after rows (0) or columns (1) were divided by their sums; 0 where there is nothing."""
+    axis, other = (-1, g) if side == 0 else (-2, f)
+    lost = ~seen.any(axis, keepdim=True)
+    sums = torch.logsumexp((s + other).masked_fill(lost, 0.0), axis, keepdim=True).masked_fill(lost, 0.0)
+    return (-sums, g) if side == 0 else (f, -sums)
+
+
+def _limit(s: Logits, seen: Seen, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Potentials of the limit without a graph, then chord steps on `rows and columns sum to one` with one."""
+    still, enough = s.detach(), 64 * torch.finfo(s.dtype).eps
+    for _ in range(ROUNDS):
+        before = g
+        f, g = _normalised(still, seen, f, g, 0)
+        f, g = _normalised(still, seen, f, g, 1)
+        if bool((g - before).abs().max() <= enough * (1 + g.abs().max())):
+            break
+    else:
+        raise NoConvergenceError(unbalanced())
+    p = _weights(still, seen, f, g)
+    rows, columns = p.sum(-1), p.sum(-2)
+    across, down = torch.cat([rows.diag_embed(), p], -1), torch.cat([p.mT, columns.diag_embed()], -1)
+    inverse = torch.linalg.pinv(torch.cat([across, down], -2), hermitian=True)
+    n = s.shape[-2]
+    for _ in range(_CHORDS):
+        p = _weights(s, seen, f, g)
+        off = torch.cat([p.sum(-1) - rows.round(), p.sum(-2) - columns.round()], -1)
+        step = (inverse @ off[..., None])[..., 0]
+        f, g = f - step[..., :n, None], g - step[..., None, n:]
+    return f, g
 
 
 def unbalanced() -> str:

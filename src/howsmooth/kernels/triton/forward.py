@@ -70,11 +70,14 @@ def forward(
                 b_coarse_max = b_top
             b_top = tl.max(b_s, 1)
             b_high = tl.maximum(b_high, b_top)
-            b_new = tl.maximum(b_max, tl.clamp(b_top, LEAST, 0.0) if SIGMOID else b_top)
+            b_new = tl.maximum(b_max, tl.minimum(tl.maximum(b_top, LEAST), 0.0) if SIGMOID else b_top)
             b_low = tl.minimum(b_low, tl.min(tl.where(b_s == float("-inf"), float("inf"), b_s), 1))
             b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_shrink = tl.exp2(b_max - b_base)
-            b_p, _ = weigh(b_s, b_base[:, None] - 14, b_s, False, SIGMOID)
+            if SIGMOID:
+                b_p, _ = weigh(b_s, b_base[:, None] - 14, b_s, False, True)
+            else:
+                b_p = tl.exp2(b_s - b_base[:, None] + 14)
             b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
             b_max = b_new
             b_v, b_v_lo = load(V, V_LO, i_kv * m_rows * DV + j[:, None] * DV + c_v[None, :], 3)

@@ -131,7 +131,7 @@ def jvp_scales(
     b_kappa = tl.minimum(kappa, _power(b_dv, TOP) / (b_gamma * s_v))
     if KEYS:  # two terms of dS: each at most half
         b_dkeys = tl.load(DKEYS + i, mask=inside, other=0.0)
-        b_kappa = tl.minimum(0.5 * b_kappa, tl.where(b_dkeys > 0, _power(b_gamma * b_dkeys, 0), b_kappa))
+        b_kappa = tl.where(b_dkeys > 0, tl.minimum(0.5 * b_kappa, _power(b_gamma * b_dkeys, 0)), b_kappa)
         tl.store(OUT + 6 * count + i, b_gamma, mask=inside)
     b_unit = b_gamma * b_kappa
     tl.store(OUT + i, tau * b_gamma / s_k, mask=inside)

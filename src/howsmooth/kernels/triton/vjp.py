@@ -102,7 +102,7 @@ def vjp_columns(
         tl.store(p_dk + (i_probe + 1) * dk_probe, b_dk2 * tl.load(SCALES + at + 1), mask=inside)
         tl.store(p_dv + (i_probe + 1) * dv_probe, b_dv2 * tl.load(SCALES + at + 2), mask=inside_v)
         if KEYS:
-            tl.store(p_keys + batch * kv_heads * m_rows, b_col2 * tl.load(SCALES + at + 1))
+            tl.store(p_keys + batch * kv_heads * m_rows.to(tl.int64), b_col2 * tl.load(SCALES + at + 1))
 
 
 @triton.jit
