@@ -412,7 +412,7 @@ def test_odd_reports_draw_what_they_have(browser, tmp_path, kind):
 @pytest.mark.slow
 def test_a_model_becomes_a_page_that_works(browser, tmp_path):
     """From weights and text to the reader: every part measured, drawn, and true to the measurement."""
-    found = hs.inspect(hs.load(readers.bert()), readers.ids(), lengths=(8, 12, 16, 24, 32), samples=2, radii=0.1)
+    found = hs.inspect(hs.load(readers.bert()), readers.ids(), lengths=(8, 12, 16, 24, 32), samples=2, radii=0.1, variants=True)
     path = found.save(tmp_path / "report", figures=False)
     with visit(browser, path) as seen:
         charts = seen.page.evaluate(SURVEY)
