@@ -47,5 +47,5 @@ def record(
     rows = [row("neighbourhoods", neighbourhoods, [w for _, w in known], whole | {"wrong": 0})]
     for low, high in DECADES:
         own = [w for share, w in known if low <= share < high]
-        rows.append(row(f"r from {low:g} to {high:g} |x|", len(own), own, empty))
+        rows.append(row(f"r from {low:g} to {high:g} of a token", len(own), own, empty))
     return rows + [row(kind, count, [], empty) for kind, count in kinds.most_common()]

@@ -44,7 +44,6 @@ if __name__ == "__main__":
         "docs/howto/forward-mode.md",
         "docs/explanation/point-bounds.md",
         "docs/explanation/around.md",
-        "docs/explanation/around-blocks.md",
         "docs/howto/models.md",
         "docs/howto/certified.md",
     ):

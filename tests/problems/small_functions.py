@@ -318,6 +318,13 @@ def _onto(direction: Tensor, area: Neighbourhood) -> Tensor:
     return area.radii[:, None] * direction / direction.norm(dim=-1, keepdim=True).clamp_min(1e-300)
 
 
+def _largest(c: Case) -> float:
+    """The largest number on the way to the output, whose rounding an output that cancels is left with."""
+    with torch.no_grad():
+        sizes = [float(t.abs().max()) for t in c.graph.values(c.x) if isinstance(t, Tensor)]
+    return max(size for size in sizes if size < math.inf)  # what a mask hides is minus infinity
+
+
 def _norm(J: Tensor) -> float:
     return float(torch.linalg.matrix_norm(J, 2))
 
@@ -325,7 +332,7 @@ def _norm(J: Tensor) -> float:
 def refuted(c: Case, bounds: Bounds, at: Tensor, y: Tensor, J: Tensor) -> list[str]:
     """Sentences for every bound that a point of the neighbourhood is above of, or that is no number."""
     change, norm, turned = c.f(y) - c.f(c.x), _norm(J), _norm(J - at)
-    room = 1e-12 * (float(c.f(y).abs().max()) + float(c.x.abs().max()) * float(at.abs().max()))
+    room = 1e-12 * (float(c.f(y).abs().max()) + float(c.x.abs().max()) * float(at.abs().max())) + 1e-14 * _largest(c)
     moved, around, scalars = bounds.moved, bounds.around, bounds.scalars
     pairs = [
         ("slope", norm, around.slope, 1e-12 * norm),
