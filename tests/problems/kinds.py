@@ -1,5 +1,6 @@
 """Random problems of every kind of attention."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ def kind_problems(draw, name: str) -> Problem:
     mask = draw(mask_strategy(batch, kv_heads * group, n, m))
     shape = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads, "n": n, "m": m}
     sizes = {"d": 2 * draw(st.integers(1, 2)), "d_v": draw(st.integers(1, 3)), "seed": draw(st.integers(0, 999))}
-    logit = draw(st.sampled_from([0.0, 1.0, 20.0 if "stochastic" not in name else 3.0]))
+    logit = draw(st.sampled_from([0.0, 1.0, 20.0]))
+    if "stochastic" in name:  # with a band or large logits the limit is far, and its system as badly conditioned as one likes
+        mask, logit = replace(mask, window=None, bias=None), min(logit, 1.0)
     try:
         return kind_problem(name, **shape, **sizes, mask=mask, softcap=softcap, logit=logit)
     except BadInputError:
