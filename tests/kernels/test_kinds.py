@@ -54,7 +54,7 @@ def test_closed_form_is_autodiff(name, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KIND_NAMES)
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_closed_form_is_autodiff_many_times(name, data):
     p = data.draw(kind_problems(name))
     for kernel in ("dense", "blocked"):
