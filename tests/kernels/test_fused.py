@@ -193,7 +193,9 @@ def layer(causal: bool = True, scale: float = 1.0) -> tuple[hs.Attention, Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heavy", "certify"), [(False, None), (True, 0.02)], ids=["lower in float64", "lower in strict float32"])
+@pytest.mark.parametrize(
+    ("heavy", "certify"), [(False, None), (True, 0.02)], ids=["lower in float64", "lower in strict float32"]
+)
 def test_lipschitz_on_fused_products(monkeypatch, heavy, certify):
     attn, x = layer()
     truth = hs.lipschitz(attn.to(torch.float64), x.double(), solver=hs.DenseSVD()).value
