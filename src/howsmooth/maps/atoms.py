@@ -15,6 +15,8 @@ from torch import Tensor
 from howsmooth.errors import NoConvergenceError
 from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Kind, Linear, Sigmoid, Sinkhorn, Softmax
 from howsmooth.kernels.kinds.balanced import unbalanced
+from howsmooth.kernels.kinds.mapped import softened
+from howsmooth.kernels.kinds.pointwise import features_of
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AutodiffJacobian
 from howsmooth.maps.operator import Operator
@@ -64,8 +66,8 @@ def counted(attn: "Attention", x: Points, counts: Counts, seen: Seen | None = No
     k = k.unflatten(1, (attn.kv_heads, -1)).repeat_interleave(attn.heads // attn.kv_heads, 1).flatten(1, 2)
     v = v.repeat_interleave(attn.heads // attn.kv_heads, 1)
     if isinstance(kind, Cosine):
-        q, asked, k = (_unit(t, kind.epsilon) for t in (q, asked, k))
-        v = kind.factor * (_unit(v, kind.epsilon) if kind.values else v)
+        q, asked, k = (softened(t, kind.epsilon)[0] for t in (q, asked, k))
+        v = kind.factor * (softened(v, kind.epsilon)[0] if kind.values else v)
     if isinstance(kind, Sinkhorn):
         return attn.finish(_balanced(kind, _logits(attn, q, k), _logits(attn, asked, k), log_count) @ v)
     weights = _weights(attn, asked, k, log_count, seen)
@@ -89,7 +91,7 @@ def _weights(attn: "Attention", q: Tensor, k: Tensor, log_count: Tensor, seen: S
     """What each point gets altogether, where rows do not hang on each other."""
     kind, count = attn.kind, log_count.exp()
     if isinstance(kind, Linear):
-        products = _features(kind, q) @ _features(kind, k).mT * count
+        products = features_of(q, kind.features)[0] @ features_of(k, kind.features)[0].mT * count
         products = products if seen is None else products * seen
         total = products.sum(-1, keepdim=True)
         return products / torch.where(total > 0, total, 1.0) if kind.normalized else products
@@ -104,14 +106,6 @@ def _weights(attn: "Attention", q: Tensor, k: Tensor, log_count: Tensor, seen: S
         sink = kind.sink.to(s)[:, None, None].expand(*s.shape[:-1], 1)
         return torch.cat([s, sink], -1).softmax(-1)[..., :-1]
     return s.softmax(-1)
-
-
-def _features(kind: Linear, t: Tensor) -> Tensor:
-    return t.relu() if kind.features == "relu" else torch.where(t > 0, t + 1, t.clamp_max(0.0).exp())
-
-
-def _unit(t: Tensor, epsilon: float) -> Tensor:
-    return t / (t.square().sum(-1, keepdim=True) + epsilon).sqrt()
 
 
 def _chosen(s: Tensor, count: Tensor, top: int) -> Weights:
@@ -175,14 +169,11 @@ def _limit(s: Tensor, log_count: Tensor) -> Balance:
     return Balance(f - step[..., :m, None], g, g, settled)
 
 
-@final
 @dataclass(frozen=True, eq=False, repr=False)
-class CountedAttention(Map):
-    """An attention layer on the atoms of a measure, of a kind whose kernel takes no masses."""
+class OnMeasure(Map):
+    """An attention layer on the atoms of a measure."""
 
     layer: "Attention"
-    mass: Float[Tensor, " atoms"]
-    seen: Seen | None = None
 
     @property
     def width(self) -> int:
@@ -196,12 +187,21 @@ class CountedAttention(Map):
     def dtype(self) -> torch.dtype:
         return self.layer.dtype
 
+    def __repr__(self) -> str:
+        return f"{self.layer!r} on a measure"
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class CountedAttention(OnMeasure):
+    """Of a kind whose kernel takes no masses."""
+
+    mass: Float[Tensor, " atoms"]
+    seen: Seen | None = None
+
     def moved(self, device, dtype):
         seen = None if self.seen is None else self.seen.to(device)
         return replace(self, layer=self.layer.to(device, dtype), mass=self.mass.to(device), seen=seen)
-
-    def __repr__(self) -> str:
-        return f"{self.layer!r} on a measure"
 
     def value(self, x):
         value = self.asked(x, x)

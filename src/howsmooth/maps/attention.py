@@ -13,7 +13,7 @@ from howsmooth.kernels import Mask, Scores, linearize, plain_attention
 from howsmooth.kernels.kinds import L2, Hard, Kind, Linear, Sinkhorn, Softmax
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import check_dense, check_tensor, described
-from howsmooth.maps.atoms import CountedAttention, no_measures
+from howsmooth.maps.atoms import CountedAttention, OnMeasure, no_measures
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
@@ -448,29 +448,13 @@ def _named(part: object) -> str:
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class AtomAttention(Map):
-    """An attention layer on the atoms of a measure: as a layer on tokens, with masses and positions in its scores."""
+class AtomAttention(OnMeasure):
+    """As a layer on tokens, with masses and positions in its scores."""
 
-    layer: Attention
     scores: Scores
-
-    @property
-    def width(self) -> int:
-        return self.layer.width
-
-    @property
-    def out_width(self) -> int:
-        return self.layer.out_width
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layer.dtype
 
     def moved(self, device, dtype):
         return replace(self, layer=self.layer.to(device, dtype))
-
-    def __repr__(self) -> str:
-        return f"{self.layer!r} on a measure"
 
     def value(self, x):
         return self.layer._value(x, self.scores)

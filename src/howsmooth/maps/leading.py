@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.maps.operator import stream
+from howsmooth.maps.operator import stream, unit_rows
 
 _STEPS = 40  # products with `Wₒ W_v` that a guess may take: little beside one product with the Jacobian
 
@@ -22,14 +22,9 @@ def led_to(
     for _ in range(min(_STEPS, b.shape[1])):
         for _ in range(2):
             u = u - (u @ basis.mT) @ basis
-        u = _unit(u)
+        u = unit_rows(u)
         basis = torch.cat([basis, u], 1)
         u = ((u @ b.mT) @ a.mT) @ a @ b
     images = (basis @ b.mT) @ a.mT
     _, vectors = torch.linalg.eigh(images @ images.mT)
-    return _unit((vectors[:, :, -1:].mT @ images)[:, 0])[[own[seed] for seed in seeds]]
-
-
-def _unit(v: Tensor) -> Tensor:
-    length = v.norm(dim=-1, keepdim=True)
-    return v / torch.where(length > 0, length, 1.0)
+    return unit_rows((vectors[:, :, -1:].mT @ images)[:, 0])[[own[seed] for seed in seeds]]

@@ -118,6 +118,12 @@ def drawn(shape: Sequence[int], random: torch.Generator, dtype: torch.dtype = to
     return torch.randn(shape, generator=random, device=random.device, dtype=dtype)
 
 
+def unit_rows(v: Float[Tensor, "*rows N"]) -> Float[Tensor, "*rows N"]:
+    """Rows of length one; zero stays zero."""
+    length = v.norm(dim=-1, keepdim=True)
+    return v / torch.where(length > 0, length, 1.0)
+
+
 def inner(a: Float[Tensor, "probes batch *shape"], b: Float[Tensor, "probes batch *shape"]) -> Tensor:
     """Inner products of the probes of every item, (batch, probes, probes)."""
     if len(a) == len(b) == 1 and a.device.type != "cpu":  # the batched product is many times as slow there

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.maps import Operator
-from howsmooth.maps.operator import stream
+from howsmooth.maps.operator import stream, unit_rows
 from howsmooth.settings import flag, number, whole
 from howsmooth.spectral import certificate
 from howsmooth.spectral.estimate import Solution
@@ -154,10 +154,10 @@ class _Run:
         guess = self.operator.guess(self.seeds) if self.size > 2 else None
         if guess is not None:
             length = min(1.0, _GUESS * self.size**-0.5)
-            q = q + length * _unit(guess.flatten(1).to(q))
+            q = q + length * unit_rows(guess.flatten(1).to(q))
             self.shift = q.norm(dim=-1).double().log().cpu()
             self.foreseen = _SHARE * length / (1 + length**2) ** 0.5
-            q = _unit(q)
+            q = unit_rows(q)
         return q.contiguous()
 
     def _gaussian(self) -> Float[Tensor, "batch N"]:
@@ -171,7 +171,7 @@ class _Run:
 
         rows = {seed: drawn(seed) for seed in set(self.seeds)}
         q = torch.stack([rows[seed] for seed in self.seeds])
-        return _unit(q.to(self.operator.device, self.operator.dtype))
+        return unit_rows(q.to(self.operator.device, self.operator.dtype))
 
     def _read(self, alpha: Float[Tensor, "batch 1"], beta: Float[Tensor, "batch 1"]) -> Tensor:
         """Write down `α` and `β`, the only numbers of a step that leave the device; where `β` is rounding."""
@@ -187,7 +187,7 @@ class _Run:
             return q
         fresh = self._gaussian()
         for _ in range(2):
-            fresh = _unit(self.basis.orthogonal(fresh))
+            fresh = unit_rows(self.basis.orthogonal(fresh))
         self.starts = self.starts + lost.to(self.starts)
         return torch.where(lost.to(q.device)[:, None], fresh, q)
 
@@ -319,9 +319,3 @@ class _Basis:
 
     def select(self, items: Tensor) -> None:
         self._chunks = [chunk[items] for chunk in self._chunks]
-
-
-def _unit(v: Float[Tensor, "batch N"]) -> Float[Tensor, "batch N"]:
-    """Rows of length one; zero stays zero."""
-    length = v.norm(dim=-1, keepdim=True)
-    return v / torch.where(length > 0, length, 1.0)

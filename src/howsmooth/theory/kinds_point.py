@@ -13,6 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Kind, Linear, Sigmoid, Sinkhorn, Softmax
+from howsmooth.kernels.kinds.mapped import softened
+from howsmooth.kernels.kinds.pointwise import features_of
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
 from howsmooth.theory import ramapuram2024
 from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of
@@ -187,13 +189,14 @@ def _block_norms(attn: Attention, kind: Kind, h: int, head: Head) -> tuple[PerPa
         one = torch.ones_like(far)
         return _softmaxed(attn, head, -attn.scale * far.square(), one, 2 * tau * far * head.slope_k, by_query, None)[:2]
     if isinstance(kind, Cosine):
-        (q, long_q), (k, long_k) = (_unit(t, kind.epsilon) for t in (q, k))
+        (q, long_q), (k, long_k) = (softened(t, kind.epsilon) for t in (q, k))
         slope_v = head.slope_v
         if kind.values:
-            v, long_v = _unit(v, kind.epsilon)
-            slope_v = slope_v / long_v
+            v, long_v = softened(v, kind.epsilon)
+            slope_v = slope_v / long_v[..., 0]
         v, slope_v = kind.factor * v, abs(kind.factor) * slope_v
-        head = head._replace(q=q, k=k, v=v, slope_q=head.slope_q / long_q, slope_k=head.slope_k / long_k, slope_v=slope_v)
+        slope_q, slope_k = head.slope_q / long_q[..., 0], head.slope_k / long_k[..., 0]
+        head = head._replace(q=q, k=k, v=v, slope_q=slope_q, slope_k=slope_k, slope_v=slope_v)
         return _softmaxed(attn, head, *_dot_products(attn, head), None)[:2]
     if isinstance(kind, Linear):
         return _featured(kind, head)
@@ -208,7 +211,7 @@ def _block_norms(attn: Attention, kind: Kind, h: int, head: Head) -> tuple[PerPa
 
 
 def _featured(kind: Linear, head: Head) -> tuple[PerPair, float]:
-    (q, dq), (k, dk) = (_features(t, kind) for t in (head.q, head.k))
+    (q, dq), (k, dk) = (features_of(t, kind.features) for t in (head.q, head.k))
     F = (q @ k.mT) * head.seen
     by_key = (q.square() @ dk.square().mT).sqrt() * head.slope_k * head.seen
     by_query = (dq.square() @ k.square().mT).sqrt() * head.slope_q[:, None] * head.seen
@@ -221,13 +224,6 @@ def _featured(kind: Linear, head: Head) -> tuple[PerPair, float]:
         far = head.v.norm(dim=-1)
     size = float(head.q.abs().max() + head.k.abs().max())  # exp makes a share of an error
     return F * head.slope_v + far * by_key + (far * by_query).sum(-1).diag_embed(), size
-
-
-def _features(t: Tensor, kind: Linear) -> tuple[Tensor, Tensor]:
-    if kind.features == "relu":
-        return t.relu(), (t > 0).to(t)
-    low = t.clamp_max(0.0).exp()
-    return torch.where(t > 0, t + 1, low), low
 
 
 def _chosen(attn: Attention, kind: Hard, head: Head) -> tuple[PerPair, float]:
@@ -270,11 +266,6 @@ def _balanced(attn: Attention, kind: Sinkhorn, head: Head) -> tuple[float, float
     norm = (rows.max() * columns.max()).sqrt()
     value = float(head.slope_v.max() * norm + spread * moved * math.exp(min(grown / 2, 700.0)))
     return value * (1 + 1e-6), float(torch.where(head.seen, s, 0.0).abs().max()) * min(rounds, 8)
-
-
-def _unit(t: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    length = (t.square().sum(-1, keepdim=True) + epsilon).sqrt()
-    return t / length, length[..., 0]
 
 
 def _distances(v: Float[Tensor, "n d"], o: Float[Tensor, "m d"]) -> Float[Tensor, "m n"]:

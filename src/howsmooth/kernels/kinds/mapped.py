@@ -102,8 +102,8 @@ class _Units(Entry):
     roundings = 16.0
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, kind: Cosine):
-        self._q, self._k = _unit(q, kind.epsilon), _unit(k, kind.epsilon)
-        self._v = _unit(v, kind.epsilon) if kind.values else None
+        self._q, self._k = softened(q, kind.epsilon), softened(k, kind.epsilon)
+        self._v = softened(v, kind.epsilon) if kind.values else None
         self._factor = kind.factor
         self.vectors = Vectors(self._q[0], self._k[0], self._factor * (v if self._v is None else self._v[0]))
 
@@ -115,7 +115,7 @@ class _Units(Entry):
         return self.push(g.q, g.k, g.v)[:3]
 
 
-def _unit(t: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def softened(t: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """A row divided by `√(|t|² + ε)`, and that length."""
     largest = t.detach().abs().amax(-1, keepdim=True).clamp_min(1.0)  # taken out, so that squares stay in range
     length = largest * ((t / largest).square().sum(-1, keepdim=True) + epsilon / largest.square()).sqrt()
@@ -198,7 +198,7 @@ class _Difference(Exit):
     def __init__(self, o: Tensor, kind: Differential):
         self._kind = kind
         left = self._less(o)
-        self._unit = None if kind.epsilon is None else _unit(left, kind.epsilon * left.shape[-1])
+        self._unit = None if kind.epsilon is None else softened(left, kind.epsilon * left.shape[-1])
         self._parts = o, left
         self.output = self._size * (left if self._unit is None else self._unit[0])
 

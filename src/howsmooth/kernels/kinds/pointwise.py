@@ -201,7 +201,7 @@ class _Featured(Entry):
     """Features of queries and keys, entry by entry."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, features: Features):
-        (q_, self._dq), (k_, self._dk) = (_features(t, features) for t in (q, k))
+        (q_, self._dq), (k_, self._dk) = (features_of(t, features) for t in (q, k))
         self.vectors = Vectors(q_, k_, v)
         self._pair = q, k
 
@@ -216,7 +216,7 @@ class _Featured(Entry):
         return g.q * self._dq, g.k * self._dk, g.v
 
 
-def _features(t: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+def features_of(t: Tensor, features: Features) -> tuple[Tensor, Tensor]:
     """`φ` and its slope; that of relu at zero is zero, as torch takes it."""
     if features == "relu":
         return t.relu(), (t > 0).to(t.dtype)

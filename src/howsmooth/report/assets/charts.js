@@ -500,3 +500,14 @@ function table(host, { name, columns, rows, most = 25 }) {
   host.append(el("div", { class: "table-tools" }, save), el("div", { class: "scroll" }, whole), more);
   fill();
 }
+
+// What a page does once it is drawn: the button that turns light to dark, and a word to whoever waits for it.
+function ready(theme) {
+  theme.addEventListener("click", () => {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    redrawAll();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
+  addEventListener("scroll", () => tip.hide(), { passive: true });
+  document.documentElement.dataset.ready = "yes";
+}

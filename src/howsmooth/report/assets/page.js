@@ -462,14 +462,7 @@ const sections = {
 function start() {
   for (const build of Object.values(sections)) build();
   for (const part of document.querySelectorAll("main section")) $("contents").append(el("a", { href: "#" + part.id }, part.dataset.name));
-  const flip = $("theme");
-  flip.addEventListener("click", () => {
-    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    redrawAll();
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
-  addEventListener("scroll", () => tip.hide(), { passive: true });
-  document.documentElement.dataset.ready = "yes";
+  ready($("theme"));
 }
 
 start();

@@ -11,13 +11,7 @@ function start() {
     const columns = data.columns.map((name) => ({ title: name === "sample" ? "input" : name.replace("_", " "), name, value: (r) => (name === "sample" ? r.sample + 1 : r[name]), ...(whole.has(name) ? { show: String } : {}) }));
     table($("numbers-table"), { name: "radii", columns, rows: data.rows });
   } else $("radii").remove();
-  $("theme").addEventListener("click", () => {
-    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    redrawAll();
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
-  addEventListener("scroll", () => tip.hide(), { passive: true });
-  document.documentElement.dataset.ready = "yes";
+  ready($("theme"));
 }
 
 start();

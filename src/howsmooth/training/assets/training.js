@@ -52,13 +52,7 @@ function start() {
   const titles = { layer: "layer", first: "L at first", most: "L at most", last: "L at last", max_logit: "largest logit", min_entropy: "least entropy" };
   const columns = Object.entries(titles).map(([key, title]) => ({ title, value: (r) => r[key], ...(key === "layer" ? { show: String } : {}) }));
   table($("table"), { name: "layers", columns, rows: data.table });
-  $("theme").addEventListener("click", () => {
-    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    redrawAll();
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
-  addEventListener("scroll", () => tip.hide(), { passive: true });
-  document.documentElement.dataset.ready = "yes";
+  ready($("theme"));
 }
 
 start();
