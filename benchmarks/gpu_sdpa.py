@@ -26,13 +26,16 @@ Attend = Callable[..., Tensor]
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
+    lengths = (1024, 8192) if quick else (1024, 2048, 4096, 8192, 16_384, 32_768)
+    cases = [partial(_pair, n, causal) for n in lengths for causal in (False, True)]
+    cases += [partial(_hvp, 16_384, causal) for causal in (False, True)]
+    cases += [partial(_meanflow, n, batch) for n, batch in ((1024, 16), (4096, 4))]
     rows = []
-    for n in (1024, 8192) if quick else (1024, 2048, 4096, 8192, 16_384, 32_768):
-        for causal in (False, True):
-            rows.append(_pair(n, causal))
-    rows += [_hvp(16_384, causal) for causal in (False, True)]
-    rows += [_meanflow(n, batch) for n, batch in ((1024, 16), (4096, 4))]
-    return [_columns(row) for row in rows]
+    for case in cases:
+        row = case()
+        print(row, flush=True)
+        rows.append(_columns(row))
+    return rows
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
@@ -107,21 +110,23 @@ def _hvp(n: int, causal: bool) -> dict[str, Any]:
 class _Block(nn.Module):
     def __init__(self, width: int):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        # in float32, as autocast has them; torch's own forward mode of a norm of half precision mixes the two on a GPU
+        self.norm1, self.norm2 = nn.LayerNorm(width, dtype=torch.float32), nn.LayerNorm(width, dtype=torch.float32)
+        linear = partial(nn.Linear, dtype=torch.bfloat16)
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
+        self.mlp = nn.Sequential(linear(width, 4 * width), nn.GELU(approximate="tanh"), linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, WIDTH)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm1(x.float()).to(x.dtype)).unflatten(-1, (3, HEADS, WIDTH)).permute(2, 0, 3, 1, 4)
         h = nn.functional.scaled_dot_product_attention(q, k, v)
         x = x + self.out(h.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
+        return x + self.mlp(self.norm2(x.float()).to(x.dtype))
 
 
 def _meanflow(n: int, batch: int) -> dict[str, Any]:
     """A jvp and a backward pass through the primal, the tangent detached; plain: a forward pass, then a flash training step."""
     torch.manual_seed(0)
-    net = nn.Sequential(*(_Block(HEADS * WIDTH) for _ in range(DEPTH))).to("cuda", torch.bfloat16)
+    net = nn.Sequential(*(_Block(HEADS * WIDTH) for _ in range(DEPTH))).to("cuda")
     x, t = (torch.randn(batch, n, HEADS * WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
     def step() -> Tensor:
