@@ -93,14 +93,13 @@ def keyed(b_s, P_KEYS, j, KEYS: tl.constexpr):
 def weigh(b_s, b_lse, b_slope, CAP: tl.constexpr, SIGMOID: tl.constexpr):
     """Weights in units of `2^lse`, and their slope in logits before the soft-cap. `b_lse` broadcasts against `b_s`.
 
-    Softmax: `2^(s − lse)`, its own slope. Sigmoid: `2^−lse σ(s)` from one exponential, `2^−|s|`, which cannot overflow; the
-    slope is the weight times `σ(−s)`.
+    Softmax: `2^(s − lse)`, its own slope. Sigmoid: `2^−lse σ(s) = 1/(2^lse + e)` with one exponential `e = 2^(lse − s)`, held
+    below where it overflows; the slope is the weight times `σ(−s)`, which is the weight times `e`.
     """
     if SIGMOID:
-        b_e = tl.exp2(-tl.abs(b_s))
-        b_inverse = 1 / (1 + b_e)
-        b_w = tl.exp2(-b_lse) * (b_inverse * tl.where(b_s < 0, b_e, 1.0))
-        b_own = b_w * (b_inverse * tl.where(b_s < 0, 1.0, b_e))
+        b_e = tl.exp2(tl.minimum(b_lse - b_s, 126.0))
+        b_w = 1 / (tl.exp2(b_lse) + b_e)
+        b_own = b_w * (b_w * b_e)
         return b_w, b_slope * b_own if CAP else b_own
     b_w = tl.exp2(b_s - b_lse)
     return b_w, b_slope * b_w if CAP else b_w
