@@ -32,8 +32,11 @@ def basis(block: Block) -> tuple[Block, Products]:
     wide = block.double()
     products = wide @ wide.mT
     shift = _DEPENDENT * products.diagonal(dim1=-2, dim2=-1).sum(-1) + torch.finfo(torch.float64).tiny
-    factor = torch.linalg.cholesky_ex(products + shift[:, None, None] * torch.eye(block.shape[1]).to(wide))[0]
-    return torch.linalg.solve_triangular(factor, wide, upper=False).to(block.dtype), products
+    one = torch.eye(block.shape[1]).to(wide)
+    factor = torch.linalg.cholesky_ex(products + shift[:, None, None] * one)[0]
+    # the small factor is inverted, not solved for long directions: a GPU takes seconds to solve for a million columns
+    inverse = torch.linalg.solve_triangular(factor, one.expand_as(factor), upper=False)
+    return (inverse @ wide).to(block.dtype), products
 
 
 def ritz(pulled: Products, image: Block) -> Turned:
