@@ -36,9 +36,11 @@ _MASK = "expected a constant mask under these transforms, got one that is differ
 
 def _moves(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a derivative in some of them may be taken at this level of torch.func, the lowest being torch.autograd's."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return True
-    # whether tensors are dual numbers is slow to ask; below torch.func.jvp torch allows none, and its own are a level further up
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    # asking each for a tangent would be slow; torch allows no dual numbers below a torch.func.jvp, whose own are at its level
     return torch._C._is_fwd_grad_enabled() and not (eager_transforms.JVP_NESTING and peek_interpreter_stack() is None)
 
 
@@ -219,6 +221,8 @@ def _register(op: Any, function: Any) -> None:
     def at_one_level(*args: Any) -> Found:
         if not _moves(args[:-4]):  # all but how
             return _below(op, *args)
+        if peek_interpreter_stack() is None:
+            return function.apply(*args)
         with enable_single_level_autograd_function():
             return function.apply(*args)
 

@@ -35,11 +35,9 @@ class _Problem:
         precise = torch.get_float32_matmul_precision() == "highest"
         self.given = (q.shape, k.shape, v.shape[-1], q.dtype, precise, bias is not None, tuple(how))
 
-    def run(self, name: blocks.Native, probes: int, *args: Any) -> None:
-        """args: the kernel's tensors, then the strides that not all kernels have."""
-        tensors = [t for t in args if isinstance(t, Tensor)]
-        strides = sum(args[len(tensors) :], self.strides)
-        _launch(name, probes, strides, *self.given)(*tensors)
+    def run(self, name: blocks.Native, probes: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...]) -> None:
+        """strides: those that not all kernels have."""
+        _launch(name, probes, self.strides + strides, *self.given)(*tensors)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -74,7 +72,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[
     p = _Problem(q, k, v, bias, how)
     out = heads_last((*q.shape[:-1], v.shape[-1]), q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    p.run("forward", 1, p.q, p.k, p.v, p.bias, out, lse, out.stride()[:3])
+    p.run("forward", 1, (p.q, p.k, p.v, p.bias, out, lse), out.stride()[:3])
     return out, lse
 
 
@@ -83,10 +81,8 @@ def jvp(q, k, v, bias, o, lse, dq, dk, dv, how: Sequence[Any]) -> tuple[Tensor, 
     o, dq, dk, dv = _rows(o), _rows(dq), _rows(dk), _rows(dv)
     out = heads_last((*dq.shape[:-1], v.shape[-1]), q)
     dlse = torch.empty(dq.shape[:-1], dtype=torch.float32, device=q.device)
-    p.run(
-        "jvp", _probes(dq), p.q, p.k, p.v, dq, dk, dv, p.bias, o, lse, out, dlse,
-        _strides(dq), _strides(dk), _strides(dv), o.stride()[:3], _strides(out),
-    )  # fmt: skip
+    tensors = (p.q, p.k, p.v, dq, dk, dv, p.bias, o, lse, out, dlse)
+    p.run("jvp", _probes(dq), tensors, (*_strides(dq, dk, dv), *o.stride()[:3], *_strides(out)))
     return out, dlse
 
 
@@ -95,12 +91,9 @@ def vjp(q, k, v, bias, o, lse, g, how: Sequence[Any]) -> tuple[Tensor, Tensor, T
     o, g = _rows(o), _rows(g)
     dq, dk, dv = (heads_last((*g.shape[:-4], *t.shape), q) for t in (q, k, v))
     delta = torch.empty(g.shape[:-1], dtype=torch.float32, device=q.device)
-    p.run(
-        "rows", _probes(g), p.q, p.k, p.v, g, p.bias, o, lse, delta, dq, _strides(g), o.stride()[:3], _strides(dq)
-    )  # fmt: skip
-    p.run(
-        "columns", _probes(g), p.q, p.k, p.v, g, p.bias, lse, delta, dk, dv, _strides(g), _strides(dk), _strides(dv)
-    )  # fmt: skip
+    at = (p.q, p.k, p.v, g, p.bias)
+    p.run("rows", _probes(g), (*at, o, lse, delta, dq), (*_strides(g), *o.stride()[:3], *_strides(dq)))
+    p.run("columns", _probes(g), (*at, lse, delta, dk, dv), _strides(g, dk, dv))
     return dq, dk, dv
 
 
@@ -110,15 +103,9 @@ def hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, how: Sequence[Any]) -> t
     dlse = dlse.contiguous()
     hq, hk, hv = (heads_last((*g.shape[:-4], *t.shape), q) for t in (q, k, v))
     delta, delta2 = (torch.empty(g.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
-    along, strides = (dq, dk, dv, g, p.bias), [_strides(t) for t in (dq, dk, dv, g)]
-    p.run(
-        "hvp_rows", _probes(g), p.q, p.k, p.v, *along, o, do, lse, dlse, delta, delta2, hq,
-        *strides, o.stride()[:3], _strides(do), _strides(hq),
-    )  # fmt: skip
-    p.run(
-        "hvp_columns", _probes(g), p.q, p.k, p.v, *along, lse, dlse, delta, delta2, hk, hv,
-        *strides, _strides(hk), _strides(hv),
-    )  # fmt: skip
+    at, strides, rows = (p.q, p.k, p.v, dq, dk, dv, g, p.bias), _strides(dq, dk, dv, g), (lse, dlse, delta, delta2)
+    p.run("hvp_rows", _probes(g), (*at, o, do, *rows, hq), (*strides, *o.stride()[:3], *_strides(do, hq)))
+    p.run("hvp_columns", _probes(g), (*at, *rows, hk, hv), strides + _strides(hk, hv))
     return hq, hk, hv
 
 
@@ -130,6 +117,6 @@ def _probes(t: Tensor) -> int:
     return len(t) if t.ndim == 5 else 1
 
 
-def _strides(t: Tensor) -> tuple[int, ...]:
-    """Over probes, items, heads and rows."""
-    return t.stride()[:4] if t.ndim == 5 else (0, *t.stride()[:3])
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Of each, over probes, items, heads and rows."""
+    return tuple(s for t in tensors for s in (t.stride()[:4] if t.ndim == 5 else (0, *t.stride()[:3])))
