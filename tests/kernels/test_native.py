@@ -86,7 +86,7 @@ class Kernel:
 
 def test_a_kernel_is_kept_for_tensors_that_it_was_compiled_for(monkeypatch):
     monkeypatch.setattr(compiling, "CompiledKernel", Compiled)
-    monkeypatch.setattr(compiling, "_TAKES_ALL", True)
+    monkeypatch.setattr(compiling, "_KEEPS", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     log, options = [], {"num_warps": 4, "WIDTH": 2}
     launch, x = compiling.Launch(Kernel(log), (3, 2, 1), (5,), options), torch.zeros(8)

@@ -189,6 +189,11 @@ def test_gradcheck(kind):
     assert gradgradcheck(f, x, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True)
 
 
+def test_keys_with_more_axes_than_queries():
+    q, k, v = gaussian(1, 1, 3, 2, seed=0), gaussian(1, 1, 2, 3, 2, seed=1), gaussian(1, 1, 2, 3, 2, seed=2)
+    assert distance(sdpa(q, k, v), plain(q, k, v)) <= EQUAL
+
+
 def test_several_tiles(monkeypatch):
     """More than one tile each way, with blocks cut by a causal mask."""
     monkeypatch.setattr(tiled.TileSize, "on", lambda device: tiled.TileSize(8, 8, leaf=4, elements=128))

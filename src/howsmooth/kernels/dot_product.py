@@ -76,7 +76,7 @@ def sdpa(
     if attn_mask is not None and attn_mask.dtype != torch.bool and _moves(attn_mask):
         return _plain(query, key, value, attn_mask, scale, enable_gqa, window, softcap)
     q, k, v = query, key, value
-    if not (q.ndim == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]):
+    if not (q.ndim == 4 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
         q = _four(_wide(query, lead), enable_gqa)
         k, v = _key_heads(key, value, lead, enable_gqa)
     bias = None if attn_mask is None else _bias(attn_mask, query.dtype, lead, m, enable_gqa)

@@ -13,7 +13,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
 _THREADS = 8
-_TAKES_ALL = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)  # compiled, a kernel's every argument
+# since Triton 3.3 what is compiled takes all arguments of a kernel in order; AMD's compiler asks more of tensors than `Launch`
+_KEEPS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3) and torch.version.hip is None
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
@@ -56,12 +57,12 @@ class Launch:
     def __call__(self, *tensors: Tensor) -> None:
         device = tensors[0].get_device()
         key = (device, *[t.dtype for t in tensors], *[t.data_ptr() % 16 == 0 for t in tensors])
-        if key in self.ready and device == torch.cuda.current_device():
+        if key in self.ready and device == torch.cuda.current_device() and not compiling():
             run, rest = self.ready[key]
             run(*tensors, *rest)
             return
         compiled = launch(self.kernel, self.grid, *tensors, *self.numbers, **self.options)
-        if _TAKES_ALL and isinstance(compiled, CompiledKernel):
+        if _KEEPS and isinstance(compiled, CompiledKernel):
             names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
             self.ready[key] = compiled[self.grid], (*self.numbers, *(self.options[name] for name in names))
 
