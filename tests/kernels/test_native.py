@@ -10,6 +10,8 @@ from problems.layers import gaussian
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
+from howsmooth.kernels.triton import compiling
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # relative errors in norm: of float32 some roundings, of half precision about two of each operand's
 ALLOWED = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -56,6 +58,46 @@ def test_every_product(kind, dtype):
     for name, a, b in zip(("o", "do", "dq", "dk", "dv", "hq", "hk", "hv", "batch"), got, want, strict=True):
         error = float((a.double() - b).norm() / b.norm())
         assert error <= ALLOWED[dtype], f"{name}: error {error:.1e}"
+
+
+class Compiled:
+    """What Triton gives back after a launch."""
+
+    def __init__(self, log: list):
+        self.log = log
+
+    def __getitem__(self, grid):
+        return lambda *args: self.log.append(("kept", grid, *args))
+
+
+class Kernel:
+    arg_names = ("X", "n", "WIDTH")
+
+    def __init__(self, log: list):
+        self.log = log
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            self.log.append(("found", grid, *args, options))
+            return Compiled(self.log)
+
+        return run
+
+
+def test_a_kernel_is_kept_for_tensors_that_it_was_compiled_for(monkeypatch):
+    monkeypatch.setattr(compiling, "CompiledKernel", Compiled)
+    monkeypatch.setattr(compiling, "_KEEPS", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    log, options = [], {"num_warps": 4, "WIDTH": 2}
+    launch, x = compiling.Launch(Kernel(log), (3, 2, 1), (5,), options), torch.zeros(8)
+    ways = [x, x, x[4:], x[1:], x[1:], x.half(), x]
+    for t in ways:
+        launch(t)
+    assert [line[0] for line in log] == ["found", "kept", "kept", "found", "kept", "found", "kept"]
+    for t, line in zip(ways, log, strict=True):
+        assert line[1] == (3, 2, 1)
+        assert line[2].data_ptr() == t.data_ptr()
+        assert line[3:] == ((5, options) if line[0] == "found" else (5, 2))
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import tiled
+from howsmooth.kernels import autograd, tiled
 from problems.layers import gaussian
 
 EQUAL = 1e-12
@@ -189,6 +189,11 @@ def test_gradcheck(kind):
     assert gradgradcheck(f, x, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True)
 
 
+def test_keys_with_more_axes_than_queries():
+    q, k, v = gaussian(1, 1, 3, 2, seed=0), gaussian(1, 1, 2, 3, 2, seed=1), gaussian(1, 1, 2, 3, 2, seed=2)
+    assert distance(sdpa(q, k, v), plain(q, k, v)) <= EQUAL
+
+
 def test_several_tiles(monkeypatch):
     """More than one tile each way, with blocks cut by a causal mask."""
     monkeypatch.setattr(tiled.TileSize, "on", lambda device: tiled.TileSize(8, 8, leaf=4, elements=128))
@@ -217,6 +222,35 @@ def test_dual_numbers_and_backward_inside_them():
         inside = torch.autograd.grad(curved(tangent), a, retain_graph=True)
     assert distance(inside, want[:3]) <= EQUAL
     assert distance(torch.autograd.grad(curved(tangent), a), want[:3]) <= EQUAL
+
+
+def test_dual_numbers_inside_compiled_code():
+    """Its graph enters their level below Python, where `forward_ad` does not see it."""
+
+    def tangent(*a):
+        with forward_ad.dual_level():
+            out = sdpa(*(forward_ad.make_dual(p, r) for p, r in zip(a, along(SMALL), strict=True)), enable_gqa=True)
+            return forward_ad.unpack_dual(out).tangent
+
+    assert distance(torch.compile(tangent, backend="eager")(*SMALL), tangent(*SMALL)) <= EQUAL
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "passed"),
+    [
+        ("Attend", lambda f, x: jvp(f, x, x), 1),
+        ("Along", lambda f, x: jvp(f, x, x), 0),
+        ("Attend", lambda f, x: jacfwd(f, (0, 1, 2))(*x), 1),
+        ("Along", lambda f, x: jvp(f, leaves(x), x), 1),
+        ("Along", lambda f, x: jvp(lambda *a: jvp(f, a, x)[1], x, x), 1),
+    ],
+)
+def test_levels_that_differentiate_nothing_have_no_graph(name, run, passed, monkeypatch):
+    function, calls = getattr(autograd, name), []
+    setup = function.setup_context
+    monkeypatch.setattr(function, "setup_context", staticmethod(lambda *a: (calls.append(name), setup(*a))[1]))
+    run(sdpa, tuple(gaussian(1, 1, 2, 2, seed=i) for i in range(3)))
+    assert len(calls) == passed
 
 
 def test_a_mask_that_is_learned_gets_its_derivatives():

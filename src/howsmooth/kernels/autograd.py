@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # the level at work, or none
+from torch._functorch import eager_transforms
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction  # an operator's derivative at one level of torch.func's transforms
@@ -23,15 +25,30 @@ from torch.autograd.function import _SingleLevelFunction  # an operator's deriva
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.operators import LIBRARY
 
-ops = torch.ops.howsmooth
 Found = tuple[Any, ...]
+ATTEND, JVP, VJP, HVP, JVP2 = (
+    getattr(torch.ops.howsmooth, name).default for name in ("attend", "attend_jvp", "attend_vjp", "attend_hvp", "attend_jvp2")
+)
 
 _TWICE = "expected first or second derivatives of attention, got a third; use torch.nn.functional.scaled_dot_product_attention"
 _MASK = "expected a constant mask under these transforms, got one that is differentiated; use torch's function for it"
 
 
+def _moves(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether a derivative in some of them may be taken at this level of torch.func, the lowest being torch.autograd's."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    # asking each for a tangent would be slow; torch allows no dual numbers below a torch.func.jvp, whose own are at its level
+    return torch._C._is_fwd_grad_enabled() and not (eager_transforms.JVP_NESTING and peek_interpreter_stack() is None)
+
+
 def _below(op: Any, *args: Any) -> Found:
     """What the operator itself gives; levels further out still see it."""
+    if peek_interpreter_stack() is None:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
@@ -61,7 +78,7 @@ class Attend(_SingleLevelFunction):
 
     @staticmethod
     def forward(*args: Any) -> Found:
-        return _below(ops.attend.default, *args)
+        return _below(ATTEND, *args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
@@ -71,14 +88,14 @@ class Attend(_SingleLevelFunction):
     def backward(ctx: Any, *g: Tensor | None) -> Found:
         if ctx.needs_input_grad[3]:
             raise BadInputError(_MASK)
-        grads = (None,) * 3 if g[0] is None else ops.attend_vjp(*ctx.saved_tensors, g[0], *ctx.how)
+        grads = (None,) * 3 if g[0] is None else VJP(*ctx.saved_tensors, g[0], *ctx.how)
         return *grads, *(None,) * 5
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Found:
         if tangents[3] is not None:
             raise BadInputError(_MASK)
-        return ops.attend_jvp(*ctx.saved_tensors, *_filled(tangents[:3], ctx.saved_tensors[:3]), *ctx.how)
+        return JVP(*ctx.saved_tensors, *_filled(tangents[:3], ctx.saved_tensors[:3]), *ctx.how)
 
 
 class Along(_SingleLevelFunction):
@@ -86,7 +103,7 @@ class Along(_SingleLevelFunction):
 
     @staticmethod
     def forward(*args: Any) -> Found:
-        return _below(ops.attend_jvp.default, *args)
+        return _below(JVP, *args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
@@ -99,9 +116,9 @@ class Along(_SingleLevelFunction):
         at, moved, needs = ctx.saved_tensors[:6], ctx.saved_tensors[6:], ctx.needs_input_grad
         of_place, of_tangent = (None,) * 3, (None,) * 3
         if any(needs[:3]):
-            of_place = _summed(ops.attend_hvp(*at, *moved, g[0], *ctx.how), at[0])
+            of_place = _summed(HVP(*at, *moved, g[0], *ctx.how), at[0])
         if any(needs[6:9]):
-            of_tangent = ops.attend_vjp(*at, g[0], *ctx.how)
+            of_tangent = VJP(*at, g[0], *ctx.how)
         return *of_place, None, None, None, *of_tangent, *(None,) * 4
 
     @staticmethod
@@ -109,11 +126,11 @@ class Along(_SingleLevelFunction):
         at, along, dlse = ctx.saved_tensors[:6], ctx.saved_tensors[6:9], ctx.saved_tensors[10]
         of_tangent = of_place = None
         if any(t is not None for t in tangents[6:9]):
-            of_tangent = ops.attend_jvp(*at, *_filled(tangents[6:9], along), *ctx.how)
+            of_tangent = JVP(*at, *_filled(tangents[6:9], along), *ctx.how)
         if any(t is not None for t in tangents[:3]):
             place, _, lse = _place_tangents(ctx, at, tangents)
             twice = (_spread(t, along[0], at[0]) for t in (*place, lse))
-            of_place = ops.attend_jvp2(*at, *along, dlse, *twice, *ctx.how)
+            of_place = JVP2(*at, *along, dlse, *twice, *ctx.how)
         return _plus(of_tangent, of_place)
 
 
@@ -122,7 +139,7 @@ class Transposed(_SingleLevelFunction):
 
     @staticmethod
     def forward(*args: Any) -> Found:
-        return _below(ops.attend_vjp.default, *args)
+        return _below(VJP, *args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
@@ -132,10 +149,10 @@ class Transposed(_SingleLevelFunction):
     def backward(ctx: Any, *tangents: Tensor | None) -> Found:
         *at, g = ctx.saved_tensors
         along = _filled(tangents, (_spread(t, g, at[0]) for t in at[:3]))
-        do, dlse = ops.attend_jvp(*at, *along, *ctx.how)
+        do, dlse = JVP(*at, *along, *ctx.how)
         of_place = (None,) * 3
         if any(ctx.needs_input_grad[:3]):
-            of_place = _summed(ops.attend_hvp(*at, *along, do, dlse, g, *ctx.how), at[0])
+            of_place = _summed(HVP(*at, *along, do, dlse, g, *ctx.how), at[0])
         return *of_place, None, None, None, do, *(None,) * 4
 
     @staticmethod
@@ -143,10 +160,10 @@ class Transposed(_SingleLevelFunction):
         *at, g = ctx.saved_tensors
         of_g = of_place = None
         if tangents[6] is not None:
-            of_g = ops.attend_vjp(*at, tangents[6], *ctx.how)
+            of_g = VJP(*at, tangents[6], *ctx.how)
         if any(t is not None for t in tangents[:3]):
             place, o, lse = _place_tangents(ctx, at, tangents)
-            of_place = ops.attend_hvp(*at, *(_spread(t, g, at[0]) for t in (*place, o, lse)), g, *ctx.how)
+            of_place = HVP(*at, *(_spread(t, g, at[0]) for t in (*place, o, lse)), g, *ctx.how)
         return _plus(of_g, of_place)
 
 
@@ -174,7 +191,7 @@ class Hessian(_Last):
 
     @staticmethod
     def forward(*args: Any) -> Found:
-        return _below(ops.attend_hvp.default, *args)
+        return _below(HVP, *args)
 
 
 class AlongTwice(_Last):
@@ -182,7 +199,7 @@ class AlongTwice(_Last):
 
     @staticmethod
     def forward(*args: Any) -> Found:
-        return _below(ops.attend_jvp2.default, *args)
+        return _below(JVP2, *args)
 
 
 def _keep(ctx: Any, tensors: tuple, how: tuple) -> None:
@@ -196,23 +213,21 @@ def _place_tangents(ctx: Any, at: Sequence[Any], tangents: Sequence[Tensor | Non
     """Of `q, k, v`, of `o` and of `ℓ`, which come along with them."""
     place, (o, lse) = _filled(tangents[:3], at[:3]), tangents[4:6]
     if o is None or lse is None:
-        o, lse = ops.attend_jvp(*at, *place, *ctx.how)
+        o, lse = JVP(*at, *place, *ctx.how)
     return place, o, lse
 
 
-def _register(name: str, function: Any) -> None:
+def _register(op: Any, function: Any) -> None:
     def at_one_level(*args: Any) -> Found:
+        if not _moves(args[:-4]):  # all but how
+            return _below(op, *args)
+        if peek_interpreter_stack() is None:
+            return function.apply(*args)
         with enable_single_level_autograd_function():
             return function.apply(*args)
 
-    LIBRARY.impl(name, at_one_level, "Autograd")
+    LIBRARY.impl(op, at_one_level, "Autograd")
 
 
-for _name, _function in (
-    ("attend", Attend),
-    ("attend_jvp", Along),
-    ("attend_vjp", Transposed),
-    ("attend_hvp", Hessian),
-    ("attend_jvp2", AlongTwice),
-):
-    _register(_name, _function)
+for _op, _function in ((ATTEND, Attend), (JVP, Along), (VJP, Transposed), (HVP, Hessian), (JVP2, AlongTwice)):
+    _register(_op, _function)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels import autograd  # noqa: F401  the operators' derivatives
+from howsmooth.kernels.autograd import ATTEND
 from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
 from howsmooth.kernels.naive import plain_attention
 from howsmooth.kernels.tensors import REAL, described
@@ -66,20 +66,24 @@ def sdpa(
     softcap = None if softcap is None else _real(softcap, "a positive softcap", above=0.0)
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or not 1 <= window < _LONGEST):
         window = whole(window, "a window of 1 or more whole tokens", _NONE, least=1, below=_LONGEST)
-    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    usual = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    _check(query, key, value, dropout_p)
+    lead = _lead(query.shape, key.shape, value.shape, enable_gqa)
+    n, d, m, d_v = *query.shape[-2:], *value.shape[-2:]
+    if attn_mask is not None:
+        _check_mask(attn_mask, query, (*lead, n, m), is_causal)
+    usual = 1 / math.sqrt(d) if d else 1.0
     scale = usual if scale is None else _real(scale, "a finite scale of the logits")
     if attn_mask is not None and attn_mask.dtype != torch.bool and _moves(attn_mask):
         return _plain(query, key, value, attn_mask, scale, enable_gqa, window, softcap)
-    lead = _lead(query, key, value, enable_gqa)
-    n, m, d_v = query.shape[-2], key.shape[-2], value.shape[-1]
-    q = _four(_wide(query, lead), enable_gqa)
-    k, v = _key_heads(key, value, lead, enable_gqa)
+    q, k, v = query, key, value
+    if not (q.ndim == 4 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
+        q = _four(_wide(query, lead), enable_gqa)
+        k, v = _key_heads(key, value, lead, enable_gqa)
     bias = None if attn_mask is None else _bias(attn_mask, query.dtype, lead, m, enable_gqa)
     if 0 in (n, m, d_v, *lead):  # nothing to see: zeros, with a graph
         out = (q * 0) @ _repeat(k, q.shape[1]).mT @ _repeat(v, q.shape[1])
     else:
-        out = torch.ops.howsmooth.attend(q, k, v, bias, scale, softcap, is_causal, window)[0]
+        out = ATTEND(q, k, v, bias, scale, softcap, is_causal, window)[0]
     return out if len(lead) == 2 else out.reshape(*lead, n, d_v)
 
 
@@ -101,7 +105,7 @@ def attend(q: Queries, k: Keys, v: Values, scores: Scores) -> Outputs:
     if mask.keys is not None:
         hidden = torch.zeros_like(mask.keys, dtype=q.dtype).masked_fill(~mask.keys, -torch.inf)[:, None, None]
         bias = hidden if bias is None else bias + hidden
-    return torch.ops.howsmooth.attend(q, k, v, bias, scores.scale, scores.softcap, mask.causal, mask.window)[0]
+    return ATTEND(q, k, v, bias, scores.scale, scores.softcap, mask.causal, mask.window)[0]
 
 
 def _cast(*tensors: Tensor | None) -> tuple:
@@ -120,12 +124,20 @@ def _moves(t: Tensor) -> bool:
     return t.requires_grad or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None)
 
 
-def _lead(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[int, ...]:
+def _lead(q: torch.Size, k: torch.Size, v: torch.Size, grouped: bool) -> tuple[int, ...]:
     """The axes in front of tokens and widths, broadcast; with grouped heads, those of the query."""
-    last = -3 if grouped else -2
-    shapes = [t.shape[:last] for t in (query, key, value)]
-    lead = shapes[0] if shapes[0] == shapes[1] == shapes[2] else torch.broadcast_shapes(*shapes)
-    return (*lead, query.shape[-3]) if grouped else tuple(lead)
+    last = -2
+    if grouped:
+        _check_groups(q, k, v)
+        last = -3
+    lead = q[:last]
+    if not lead == k[:last] == v[:last]:
+        if not broadcasts((lead, k[:last], v[:last])):
+            got = f"{tuple(q)}, {tuple(k)} and {tuple(v)}"
+            hint = "set enable_gqa=True for grouped heads" if not grouped else "use 1 for an axis they share"
+            raise BadInputError(f"expected batch axes that broadcast, got shapes {got}; {hint}")
+        lead = torch.broadcast_shapes(lead, k[:last], v[:last])
+    return (*lead, *q[last:-2])
 
 
 def _wide(t: Tensor, lead: tuple[int, ...]) -> Tensor:
@@ -192,16 +204,23 @@ def _real(value: Any, expected: str, above: float = -math.inf) -> float:
 
 def _check_tensors(query: Any, key: Any, value: Any, mask: Any) -> None:
     """Refuse what is no tensor with rows and columns."""
-    given: dict[str, Any] = {"query": query, "key": key, "value": value, **({} if mask is None else {"attn_mask": mask})}
-    for name, t in given.items():
-        fits = isinstance(t, Tensor) and not isinstance(t, UninitializedBuffer | UninitializedParameter) and not t.is_nested
-        fits = fits and t.layout is torch.strided
-        if not fits or (name != "attn_mask" and (t.dtype not in REAL or t.ndim < 2)):
-            kind = "a boolean or floating-point" if name == "attn_mask" else "a floating-point"
-            raise BadInputError(f"expected {name} as {kind} tensor (…, tokens, width), got {described(t)}; convert it")
+    for t, name in ((query, "query"), (key, "key"), (value, "value")):
+        if not _dense(t) or t.dtype not in REAL or t.ndim < 2:
+            raise BadInputError(
+                f"expected {name} as a floating-point tensor (…, tokens, width), got {described(t)}; convert it"
+            )
+    if mask is not None and not _dense(mask):
+        kind = "a boolean or floating-point tensor (…, tokens, width)"
+        raise BadInputError(f"expected attn_mask as {kind}, got {described(mask)}; convert it")
 
 
-def _check(query, key, value, mask, dropout, causal, grouped) -> None:
+def _dense(t: Any) -> bool:
+    return (
+        isinstance(t, Tensor) and not isinstance(t, UninitializedTensorMixin) and not t.is_nested and t.layout is torch.strided
+    )
+
+
+def _check(query, key, value, dropout) -> None:
     """Refuse what torch's function refuses."""
     q, k, v = query.shape, key.shape, value.shape
     if not query.dtype == key.dtype == value.dtype:
@@ -217,23 +236,16 @@ def _check(query, key, value, mask, dropout, causal, grouped) -> None:
         )
     if not isinstance(dropout, int | float) or dropout != 0:
         raise BadInputError(f"expected dropout_p=0, got {shown(dropout)}; call model.eval(), or set the attention dropout to 0")
-    _check_heads(q, k, v, grouped)
-    if mask is not None:
-        _check_mask(mask, query, (*_lead(query, key, value, grouped), q[-2], k[-2]), causal)
 
 
-def _check_heads(q, k, v, grouped: bool) -> None:
-    got = f"{tuple(q)}, {tuple(k)} and {tuple(v)}"
-    if grouped and min(len(q), len(k), len(v)) < 3:
+def _check_groups(q, k, v) -> None:
+    if min(len(q), len(k), len(v)) < 3:
+        got = f"{tuple(q)}, {tuple(k)} and {tuple(v)}"
         raise BadInputError(f"expected an axis of heads with enable_gqa, got shapes {got}; add one before the tokens")
-    if grouped and (not k[-3] or not v[-3] or q[-3] % k[-3] or q[-3] % v[-3]):
+    if not k[-3] or not v[-3] or q[-3] % k[-3] or q[-3] % v[-3]:
         raise BadInputError(
             f"expected key and value heads that divide the query's {q[-3]}, got {k[-3]} and {v[-3]}; change the number of heads"
         )
-    fits = (broadcasts(shape[: -3 if grouped else -2] for shape in (q, k, v)),)
-    if not all(fits):
-        hint = "set enable_gqa=True for grouped heads" if not grouped else "use 1 for an axis they share"
-        raise BadInputError(f"expected batch axes that broadcast, got shapes {got}; {hint}")
 
 
 def broadcasts(shapes) -> bool:

@@ -12,6 +12,7 @@ keys and values may have fewer heads, a bias is (1 or batch, 1 or heads, 1 or n,
 the probes, which share the weights. Nothing waits for the device.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -42,6 +43,13 @@ def _fused(q: Tensor, v: Tensor) -> bool:
     return q.is_cuda and unfit(q, v) is None
 
 
+@functools.cache
+def _native() -> Any:
+    from howsmooth.kernels.triton import native
+
+    return native
+
+
 def _outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
@@ -62,9 +70,7 @@ def _probes(moving: Sequence[Tensor], like: Tensor, kind: torch.dtype) -> list[T
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *how: Any) -> Tensors:
     if _fused(q, v):
-        from howsmooth.kernels.triton import native
-
-        return native.forward(q, k, v, bias, how)
+        return _native().forward(q, k, v, bias, how)
     with _outside_autocast(q.device):
         at = _tiles(q, k, v, bias, how, None)  # pyright: ignore[reportArgumentType]
         return _placed(at.output, q), at.log_sum_exp
@@ -72,9 +78,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *how: Any) -> T
 
 def attend_jvp(q, k, v, bias, o, lse, dq, dk, dv, *how: Any) -> Tensors:
     if _fused(q, v):
-        from howsmooth.kernels.triton import native
-
-        return native.jvp(q, k, v, bias, o, lse, dq, dk, dv, how)
+        return _native().jvp(q, k, v, bias, o, lse, dq, dk, dv, how)
     with _outside_autocast(q.device):
         at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
         do, dlse = at.jvp_and_drift(*_probes((dq, dk, dv), dq, at.q.dtype))
@@ -83,9 +87,7 @@ def attend_jvp(q, k, v, bias, o, lse, dq, dk, dv, *how: Any) -> Tensors:
 
 def attend_vjp(q, k, v, bias, o, lse, g, *how: Any) -> Tensors:
     if _fused(q, v):
-        from howsmooth.kernels.triton import native
-
-        return native.vjp(q, k, v, bias, o, lse, g, how)
+        return _native().vjp(q, k, v, bias, o, lse, g, how)
     with _outside_autocast(q.device):
         at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
         return _gradients(at.vjp(*_probes((g,), g, at.q.dtype)), q, g)
@@ -93,9 +95,7 @@ def attend_vjp(q, k, v, bias, o, lse, g, *how: Any) -> Tensors:
 
 def attend_hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, *how: Any) -> Tensors:
     if _fused(q, v):
-        from howsmooth.kernels.triton import native
-
-        return native.hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, how)
+        return _native().hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, how)
     with _outside_autocast(q.device):
         at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
         dq, dk, dv, do, dlse, g_ = _probes((dq, dk, dv, do, dlse, g), g, at.q.dtype)

@@ -94,8 +94,7 @@ def check_finite(t: Tensor, what: str) -> None:
 def heads_last(shape: Sequence[int], like: Tensor) -> Tensor:
     """An empty (…, batch, heads, n, d) whose heads lie beside each other in memory, as the projection after them reads it."""
     *lead, heads, n, d = shape
-    strides, size = [], heads * n * d
+    strides, size = (d, heads * d, 1), heads * n * d
     for axis in reversed(lead):
-        strides.insert(0, size)
-        size = size * axis
-    return torch.empty_strided(tuple(shape), (*strides, d, heads * d, 1), dtype=like.dtype, device=like.device)
+        strides, size = (size, *strides), size * axis
+    return like.new_empty_strided(tuple(shape), strides)

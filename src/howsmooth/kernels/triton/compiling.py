@@ -9,33 +9,62 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
 _THREADS = 8
+# since Triton 3.3 what is compiled takes all arguments of a kernel in order; AMD's compiler asks more of tensors than `Launch`
+_KEEPS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3) and torch.version.hip is None
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run a kernel where its first tensor is; inside `in_parallel`, only compile it.
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """Run a kernel where its first tensor is, and give it compiled; inside `in_parallel`, only compile it and give nothing.
 
     Where a pipeline is too deep for the chip's shared memory, as with a bias to load beside keys or on a smaller GPU, it is
     made shallower.
     """
     first: Tensor = args[0]
     if not first.is_cuda:
-        kernel[grid](*args, **options)
-        return
-    with torch.cuda.device(first.device):
-        if compiling():
-            kernel.warmup(*args, grid=grid, **options)
+        return kernel[grid](*args, **options)
+    if first.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            return launch(kernel, grid, *args, **options)
+    if compiling():
+        kernel.warmup(*args, grid=grid, **options)
+        return None
+    stages = options.get("num_stages", 1)
+    try:
+        return kernel[grid](*args, **options)
+    except OutOfResources:
+        if stages == 1:
+            raise
+    return launch(kernel, grid, *args, **options | {"num_stages": stages - 1})
+
+
+class Launch:
+    """A kernel with its grid and all of its arguments but the tensors, which come first.
+
+    For each launch Triton finds out what it compiles a kernel for: of numbers, which stay here, their size and whether 16
+    divides them or they are 1; of tensors, their dtypes and whether 16 divides their addresses. A kernel that has run is run
+    again where the latter are the same, which is several times as fast.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], numbers: tuple[int | float, ...], options: dict[str, Any]):
+        self.kernel, self.grid, self.numbers, self.options = kernel, grid, numbers, options
+        self.ready: dict[tuple, tuple[Callable[..., None], tuple]] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        device = tensors[0].get_device()
+        key = (device, *[t.dtype for t in tensors], *[t.data_ptr() % 16 == 0 for t in tensors])
+        if key in self.ready and device == torch.cuda.current_device() and not compiling():
+            run, rest = self.ready[key]
+            run(*tensors, *rest)
             return
-        for stages in range(options.get("num_stages", 1), 0, -1):
-            try:
-                kernel[grid](*args, **options | {"num_stages": stages})
-                return
-            except OutOfResources:
-                if stages == 1:
-                    raise
+        compiled = launch(self.kernel, self.grid, *tensors, *self.numbers, **self.options)
+        if _KEEPS and isinstance(compiled, CompiledKernel):
+            names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
+            self.ready[key] = compiled[self.grid], (*self.numbers, *(self.options[name] for name in names))
 
 
 def compiling() -> bool:

@@ -1,100 +1,99 @@
 """Launches of `sdpa`'s kernels: no packing, and no number read off the device."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from howsmooth.kernels.tensors import heads_last
 from howsmooth.kernels.triton import blocks, native_first, native_second
-from howsmooth.kernels.triton.compiling import launch
+from howsmooth.kernels.triton.compiling import Launch
 from howsmooth.kernels.triton.operands import padded_width
+
+_KERNELS: dict[blocks.Native, Any] = {
+    "forward": native_first.forward,
+    "jvp": native_first.jvp,
+    "rows": native_first.vjp_rows,
+    "columns": native_first.vjp_columns,
+    "hvp_rows": native_second.hvp_rows,
+    "hvp_columns": native_second.hvp_columns,
+}
 
 
 class _Problem:
-    """Sizes, strides and options that all kernels share."""
+    """Operands as kernels read them, and what a launch depends on besides."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any]):
-        scale, softcap, causal, window = how
-        (self.batch, self.heads, self.n, self.d), (self.kv_heads, self.m), self.d_v = q.shape, k.shape[1:3], v.shape[-1]
-        self.q, self.k, self.v = (_rows(t) for t in (q, k, v))
+        self.q, self.k, self.v = _rows(q), _rows(k), _rows(v)
         self.bias, bias_strides = self.q, (0, 0, 0)
         if bias is not None:
-            bias = _rows(bias)
-            self.bias = bias
-            bias_strides = tuple(s if size > 1 else 0 for s, size in zip(bias.stride()[:3], bias.shape[:3], strict=True))
-        self.numbers = (self.heads, self.heads // self.kv_heads, self.d, self.d_v, window or 0, scale, softcap or 1.0)
+            self.bias = _rows(bias)
+            bias_strides = tuple(s if size > 1 else 0 for s, size in zip(self.bias.stride()[:3], bias.shape[:3], strict=True))
         self.strides = (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *bias_strides)
-        width, width_v = padded_width(self.d), padded_width(self.d_v)
-        self.causal = bool(causal)
-        self.single = q.dtype == torch.float32
-        tf32 = self.single and torch.get_float32_matmul_precision() != "highest"
-        self.options = {
-            "D": width,
-            "DV": width_v,
-            "PAD": width != self.d or width_v != self.d_v,
-            "RAGGED": self.n % 128 > 0 or self.m % 128 > 0,  # some block is not whole
-            "PRECISION": "tf32" if tf32 or not self.single else "tf32x3",
-            "CAUSAL": self.causal,
-            "WINDOW": window is not None,
-            "BIAS": bias is not None,
-            "CAP": softcap is not None,
-        }
+        precise = torch.get_float32_matmul_precision() == "highest"
+        self.given = (q.shape, k.shape, v.shape[-1], q.dtype, precise, bias is not None, tuple(how))
 
-    def run(self, kernel: Any, name: blocks.Native, probes: int, by_rows: bool, *args: Any, first: tuple[int, ...]) -> None:
-        """first: the lengths, with the batch where a kernel counts probes."""
-        b = blocks.pick_native(name, max(self.options["D"], self.options["DV"]), self.single, self.causal)
-        if by_rows:
-            grid = (triton.cdiv(self.n, b.rows), self.batch * self.heads, probes)
-        else:
-            grid = (triton.cdiv(self.m, b.cols), self.batch * self.kv_heads, probes)
-        tensors = [t for t in args if isinstance(t, Tensor)]
-        strides = [s for t in args if not isinstance(t, Tensor) for s in t]
-        launch(
-            kernel, grid, *tensors, *first, *self.numbers, *self.strides, *strides,
-            BM=b.rows, BN=b.cols, **self.options, num_warps=b.warps, num_stages=b.stages,
-        )  # fmt: skip
+    def run(self, name: blocks.Native, probes: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...]) -> None:
+        """strides: those that not all kernels have."""
+        _launch(name, probes, self.strides + strides, *self.given)(*tensors)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, precise: bool, biased: bool, how) -> Launch:
+    """Sizes and options of a kernel, for queries and keys of these shapes."""
+    (batch, heads, n, d), (kv_heads, m), (scale, softcap, causal, window) = q, k[1:3], how
+    width, width_v, single = padded_width(d), padded_width(d_v), dtype == torch.float32
+    b = blocks.pick_native(name, max(width, width_v), single, causal)
+    by_columns = name in ("columns", "hvp_columns")
+    count, items = (-(-m // b.cols), batch * kv_heads) if by_columns else (-(-n // b.rows), batch * heads)
+    numbers = (heads, heads // kv_heads, d, d_v, window or 0, scale, softcap or 1.0)
+    options = {
+        "D": width,
+        "DV": width_v,
+        "BM": b.rows,
+        "BN": b.cols,
+        "PAD": width != d or width_v != d_v,
+        "RAGGED": n % 128 > 0 or m % 128 > 0,  # some block is not whole
+        "PRECISION": "tf32x3" if single and precise else "tf32",
+        "CAUSAL": causal,
+        "WINDOW": window is not None,
+        "BIAS": biased,
+        "CAP": softcap is not None,
+        "num_warps": b.warps,
+        "num_stages": b.stages,
+    }
+    lengths = (n, m) if name == "forward" else (n, m, batch)  # the batch where a kernel counts probes
+    return Launch(_KERNELS[name], (count, items, probes), (*lengths, *numbers, *strides), options)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any]) -> tuple[Tensor, Tensor]:
     p = _Problem(q, k, v, bias, how)
-    out = heads_last((*q.shape[:-1], p.d_v), q)
+    out = heads_last((*q.shape[:-1], v.shape[-1]), q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    p.run(
-        native_first.forward, "forward", 1, True, p.q, p.k, p.v, p.bias, out, lse, out.stride()[:3], first=(p.n, p.m)
-    )  # fmt: skip
+    p.run("forward", 1, (p.q, p.k, p.v, p.bias, out, lse), out.stride()[:3])
     return out, lse
 
 
 def jvp(q, k, v, bias, o, lse, dq, dk, dv, how: Sequence[Any]) -> tuple[Tensor, Tensor]:
     p = _Problem(q, k, v, bias, how)
-    o, dq, dk, dv = (_rows(t) for t in (o, dq, dk, dv))
-    out = heads_last((*dq.shape[:-1], p.d_v), q)
+    o, dq, dk, dv = _rows(o), _rows(dq), _rows(dk), _rows(dv)
+    out = heads_last((*dq.shape[:-1], v.shape[-1]), q)
     dlse = torch.empty(dq.shape[:-1], dtype=torch.float32, device=q.device)
-    p.run(
-        native_first.jvp, "jvp", _probes(dq), True,
-        p.q, p.k, p.v, dq, dk, dv, p.bias, o, lse, out, dlse,
-        *(_strides(t) for t in (dq, dk, dv)), o.stride()[:3], _strides(out), first=(p.n, p.m, p.batch),
-    )  # fmt: skip
+    tensors = (p.q, p.k, p.v, dq, dk, dv, p.bias, o, lse, out, dlse)
+    p.run("jvp", _probes(dq), tensors, (*_strides(dq, dk, dv), *o.stride()[:3], *_strides(out)))
     return out, dlse
 
 
 def vjp(q, k, v, bias, o, lse, g, how: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
     p = _Problem(q, k, v, bias, how)
     o, g = _rows(o), _rows(g)
-    lead, first = g.shape[:-4], (p.n, p.m, p.batch)
-    dq, dk, dv = (heads_last((*lead, *t.shape), q) for t in (q, k, v))
+    dq, dk, dv = (heads_last((*g.shape[:-4], *t.shape), q) for t in (q, k, v))
     delta = torch.empty(g.shape[:-1], dtype=torch.float32, device=q.device)
-    p.run(
-        native_first.vjp_rows, "rows", _probes(g), True,
-        p.q, p.k, p.v, g, p.bias, o, lse, delta, dq, _strides(g), o.stride()[:3], _strides(dq), first=first,
-    )  # fmt: skip
-    p.run(
-        native_first.vjp_columns, "columns", _probes(g), False,
-        p.q, p.k, p.v, g, p.bias, lse, delta, dk, dv, _strides(g), _strides(dk), _strides(dv), first=first,
-    )  # fmt: skip
+    at = (p.q, p.k, p.v, g, p.bias)
+    p.run("rows", _probes(g), (*at, o, lse, delta, dq), (*_strides(g), *o.stride()[:3], *_strides(dq)))
+    p.run("columns", _probes(g), (*at, lse, delta, dk, dv), _strides(g, dk, dv))
     return dq, dk, dv
 
 
@@ -102,19 +101,11 @@ def hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, how: Sequence[Any]) -> t
     p = _Problem(q, k, v, bias, how)
     o, dq, dk, dv, do, g = (_rows(t) for t in (o, dq, dk, dv, do, g))
     dlse = dlse.contiguous()
-    lead, first = g.shape[:-4], (p.n, p.m, p.batch)
-    hq, hk, hv = (heads_last((*lead, *t.shape), q) for t in (q, k, v))
+    hq, hk, hv = (heads_last((*g.shape[:-4], *t.shape), q) for t in (q, k, v))
     delta, delta2 = (torch.empty(g.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
-    along, strides = (dq, dk, dv, g, p.bias), [_strides(t) for t in (dq, dk, dv, g)]
-    p.run(
-        native_second.hvp_rows, "hvp_rows", _probes(g), True,
-        p.q, p.k, p.v, *along, o, do, lse, dlse, delta, delta2, hq, *strides, o.stride()[:3], _strides(do), _strides(hq),
-        first=first,
-    )  # fmt: skip
-    p.run(
-        native_second.hvp_columns, "hvp_columns", _probes(g), False,
-        p.q, p.k, p.v, *along, lse, dlse, delta, delta2, hk, hv, *strides, _strides(hk), _strides(hv), first=first,
-    )  # fmt: skip
+    at, strides, rows = (p.q, p.k, p.v, dq, dk, dv, g, p.bias), _strides(dq, dk, dv, g), (lse, dlse, delta, delta2)
+    p.run("hvp_rows", _probes(g), (*at, o, do, *rows, hq), (*strides, *o.stride()[:3], *_strides(do, hq)))
+    p.run("hvp_columns", _probes(g), (*at, *rows, hk, hv), strides + _strides(hk, hv))
     return hq, hk, hv
 
 
@@ -126,6 +117,6 @@ def _probes(t: Tensor) -> int:
     return len(t) if t.ndim == 5 else 1
 
 
-def _strides(t: Tensor) -> tuple[int, ...]:
-    """Over probes, items, heads and rows."""
-    return t.stride()[:4] if t.ndim == 5 else (0, *t.stride()[:3])
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Of each, over probes, items, heads and rows."""
+    return tuple(s for t in tensors for s in (t.stride()[:4] if t.ndim == 5 else (0, *t.stride()[:3])))
