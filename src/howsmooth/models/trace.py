@@ -356,7 +356,7 @@ class _Tracer:
         square = call.q.shape[2] == call.k.shape[2]
         self._note(call.q.shape[1], softcap=call.scores.softcap is not None, cut=True, square=square, keys=keys)
         with torch._C.DisableTorchFunction():  # what the kernels do is not the model's
-            return attend(call.q, call.k, call.v, call.scores)
+            return attend(*call.qkv, call.scores)
 
     def _on_weights(self, square: bool) -> None:
         self._note(0, softcap=False, cut=False, square=square)

@@ -24,12 +24,12 @@ from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import check_dense
 from howsmooth.models import Model
 from howsmooth.models.cut import Cut
-from howsmooth.models.intercept import Call
+from howsmooth.models.intercept import Answered, Call
 from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName, Span
 from howsmooth.models.trace import find_hidden, first_tensor
 from howsmooth.settings import choice, items, whole
-from howsmooth.training.bundle import Attended, Bundle, Recorded
+from howsmooth.training.bundle import Bundle, Recorded
 from howsmooth.training.looks import look
 
 Inputs = Tensor | Mapping[str, Any]
@@ -222,7 +222,7 @@ class _Run:
         self.calls: dict[nn.Module, int] = {}  # of blocks so far
         self.within: dict[nn.Module, int] = {}  # of attention modules since their block began
         self.within_entry: Route | None = None  # whose first module is still running
-        self.active: tuple[Route, Tensor, list[Attended], ExitStack, torch.dtype] | None = None
+        self.active: tuple[Route, Tensor, list[Answered], ExitStack, torch.dtype] | None = None
 
     def seen(self) -> dict[int, Seen]:
         passes, module = self.passes, self.passes.model.module
@@ -420,13 +420,13 @@ class _Run:
 
     def _on_call(self, call: Call) -> Tensor:
         if self.active is None or self.graph:
-            return _attention(call.q, call.k, call.v, call.scores)
+            return _attention(*call.qkv, call.scores)
         with torch._C.DisableTorchFunction():
             with torch.no_grad():
-                q, k, v = (t[:: self.times] for t in (call.q, call.k, call.v))
+                q, k, v = (t[:: self.times] for t in call.qkv)
                 out = _attention(q, k, v, call.scores)
                 out = out if self.times == 1 else out.repeat_interleave(self.times, 0)
-            self.active[2].append(Attended((call.q, call.k, call.v), out.requires_grad_(), call.scores))
+            self.active[2].append(Answered(call, out.requires_grad_()))
             return out.clone()  # which the model may write into
 
 
