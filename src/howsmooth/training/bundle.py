@@ -39,7 +39,7 @@ class Recorded:
         for scored in (c.call.scores for c in self.calls):
             mask = scored.mask
             tensors = [None if t is None else id(t) for t in (mask.keys, mask.bias, mask.ends)]  # kept alive by the calls
-            scores.append((scored.scale, scored.softcap, mask.causal, mask.window, *tensors))
+            scores.append((scored.kind, scored.scale, scored.softcap, mask.causal, mask.window, *tensors))
         return (self.x.shape, self.y.shape, *(t.shape for c in self.calls for t in c.call.qkv), *scores)
 
     @property
@@ -102,7 +102,8 @@ class Bundle:
         )
         scores = replace(calls[0].scores, mask=replace(mask, keys=keys, bias=bias))
         # strict, since the error of others would be measured in every pass
-        return linearize(q, k, v, scores, precision="strict")
+        with torch.no_grad():  # of a learned sink too
+            return linearize(q, k, v, scores, precision="strict")
 
     def _back(self, us: Sequence[Tensor], record: bool = False, graph: bool = False) -> list[Tensor]:
         stages = len(self.kernels)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Scores, attend, plain_attention
+from howsmooth.kernels.kinds import Softmax
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import check_dense
 from howsmooth.models import Model
@@ -436,7 +437,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     if mask.ends is not None:  # by positions, which the operators do not know
         return plain_attention(q, k, v, scores)
     with torch._C.DisableTorchFunction():
-        simple = mask.window is None and mask.keys is None and mask.bias is None and scores.softcap is None
+        plain = scores.kind == Softmax() and scores.softcap is None  # no sink
+        simple = plain and mask.window is None and mask.keys is None and mask.bias is None
         if simple and not torch.is_grad_enabled():
             grouped = q.shape[1] != k.shape[1]
             return _TORCH_ATTENTION(q, k, v, is_causal=mask.causal, scale=scores.scale, enable_gqa=grouped)
