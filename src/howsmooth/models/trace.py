@@ -16,7 +16,8 @@ from howsmooth.kernels import attend
 from howsmooth.models.by_hand import makes_pairs
 from howsmooth.models.intercept import Call, Intercept, Tagged, torch_attention
 from howsmooth.models.room import lent
-from howsmooth.models.steps import PRODUCTS, StandIn
+from howsmooth.models.stand_ins import StandIn
+from howsmooth.models.steps import PRODUCTS
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
 _SOFTMAX = (torch.softmax, Tensor.softmax, nn.functional.softmax)
