@@ -1,6 +1,7 @@
 """`hs.sdpa` on a GPU: a pair of a jvp and a vjp against the one package that has them, a MeanFlow step, and HVPs.
 
-Answers are compared with float64 before anything is timed. `jvp_flash_attention` is timed where it can be imported.
+Answers are compared with float64 before anything is timed. `jvp_flash_attention` is timed where it can be imported. Times are
+those of calls as they come, with the host's part of them, and "replayed" of the same as one CUDA graph, without it.
 """
 
 import importlib
@@ -39,8 +40,9 @@ def run(quick: bool) -> list[dict[str, Any]]:
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
-    names = ("what", "n", "mask", "error", "ours ms", "GiB", "one graph ms", "peer ms", "peer/ours", "peer/ours, one graph",
-             "math ms", "math GiB", "math/ours", "plain ms", "ours/plain", "pair ms")  # fmt: skip
+    names = ("what", "n", "mask", "error", "ours ms", "replayed ms", "GiB", "together ms", "peer ms", "peer/ours",
+             "peer/ours, replayed", "peer/ours, together", "math ms", "math GiB", "math/ours", "plain ms", "ours/plain",
+             "ours/plain, replayed", "pair ms")  # fmt: skip
     return {name: row.get(name, "–") for name in names}
 
 
@@ -51,21 +53,51 @@ def _inputs(n: int) -> list[Tensor]:
 
 
 def _pair(n: int, causal: bool) -> dict[str, Any]:
-    """Two ways: `torch.func.jvp` and `torch.func.vjp` apart, and one graph with dual numbers, then a backward pass."""
+    """Two ways: `torch.func.jvp` and `torch.func.vjp` apart, and together: dual numbers, then a backward pass."""
     f = partial(hs.sdpa, is_causal=causal)
     error = _check(f, min(n, CHECKED), causal)
     q, k, v, dq, dk, dv, g = _inputs(n)
-    ms, peak = milliseconds(lambda: _apart(f, (q, k, v), (dq, dk, dv), g))
-    one = milliseconds(lambda: _together(f, (q, k, v), (dq, dk, dv), g))[0]
+    place = (q, k, v), (dq, dk, dv), g
+    ms, peak = milliseconds(lambda: _apart(f, *place))
+    replayed, together = _replayed(lambda: _apart(f, *place)), milliseconds(lambda: _together(f, *place))[0]
     row = {"what": "pair", "n": n, "mask": "causal" if causal else "full", "error": error, "ours ms": ms, "GiB": peak}
-    row |= {"one graph ms": one}
+    row |= {"replayed ms": replayed, "together ms": together}
     peer = _peer()
     if peer is not None:
         other = partial(peer.fwd_dual, causal=causal)
-        theirs = _timed(lambda: _apart(other, (q, k, v), (dq, dk, dv), g))
+        theirs = _timed(lambda: _apart(other, *place))
         row |= {"peer ms": theirs, "peer/ours": ratio(theirs, ms)}
-        row |= {"peer/ours, one graph": ratio(_timed(lambda: _together(other, (q, k, v), (dq, dk, dv), g)), one)}
+        row |= {
+            "peer/ours, replayed": ratio(_replayed(lambda: _apart(other, *place)), replayed)
+            if isinstance(replayed, float)
+            else "–"
+        }
+        row |= {"peer/ours, together": ratio(_timed(lambda: _together(other, *place)), together)}
     return row
+
+
+def _replayed(run: Callable[[], Any]) -> Any:
+    """Milliseconds of a CUDA graph of `run`, whose answers must be those of a plain call; or why there is none."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(side):
+            run()
+            want = run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run()
+        ms = milliseconds(graph.replay)[0]
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return type(error).__name__
+    pairs = zip(*((t,) if isinstance(t, Tensor) else t for t in (got, want)), strict=True)
+    error = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+    if not error <= ERROR:
+        raise WrongAnswerError(f"expected a replay to answer as a plain call, got {error:.1e} off; nothing is timed")
+    return ms
 
 
 def _apart(f: Attend, x: tuple, t: tuple, g: Tensor) -> tuple[Tensor, ...]:
@@ -137,11 +169,13 @@ def _meanflow(n: int, batch: int) -> dict[str, Any]:
         loss.backward()
         return loss.detach()
 
-    def plain() -> None:
+    def plain() -> Tensor:
         net.zero_grad(set_to_none=True)
         with torch.no_grad():
             target = net(x)
-        (net(x) - target - t).float().square().mean().backward()
+        loss = (net(x) - target - t).float().square().mean()
+        loss.backward()
+        return loss.detach()
 
     def math() -> AbstractContextManager[Any]:
         return sdpa_kernel(SDPBackend.MATH)
@@ -149,7 +183,8 @@ def _meanflow(n: int, batch: int) -> dict[str, Any]:
     with hs.use_sdpa():
         ours = float(step())
         ms, peak = milliseconds(step)
-    row = {"what": f"MeanFlow step, batch {batch}", "n": n, "mask": "full", "ours ms": ms, "GiB": peak}
+        replayed = _replayed(step)
+    row = {"what": f"MeanFlow step, batch {batch}", "n": n, "mask": "full", "ours ms": ms, "replayed ms": replayed, "GiB": peak}
     try:
         with math():
             theirs = float(step())
@@ -162,7 +197,9 @@ def _meanflow(n: int, batch: int) -> dict[str, Any]:
         row |= {"math ms": "does not fit"}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         quickest = milliseconds(plain)[0]
-    return row | {"plain ms": quickest, "ours/plain": ms / quickest}
+        again = _replayed(plain)
+    compared = replayed / again if isinstance(replayed, float) and isinstance(again, float) else "–"
+    return row | {"plain ms": quickest, "ours/plain": ms / quickest, "ours/plain, replayed": compared}
 
 
 def _timed(run: Callable[[], object]) -> Any:

@@ -123,7 +123,7 @@ def worst_configuration(
     space = _space(attn, n, within)
     order = ranked(attn, n, space, head=head)
     x = space.tokens(torch.stack([c.place(n) for c in order[:_MEASURED]]))
-    x = x.to(torch.promote_types(attn.dtype, torch.float32))
+    x = x.to(attn.w_q.device, torch.promote_types(attn.dtype, torch.float32))
     estimates = solve_batch(attn, x, Options(seed=seed))[0]
     best = max(range(len(estimates)), key=lambda i: estimates[i].value)
     estimate = estimates[best] if certify is None else solve(attn, x[best], Options(seed=seed, certify=certify))[0]
@@ -138,6 +138,7 @@ def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | Non
     `D^{½} J D^{−½}` (docs/explanation/worst-inputs.md §1). Two or three tokens stand for `n`.
     """
     space = _space(attn, n, within)
+    attn = attn.to("cpu")  # a GPU would wait for one small step after the other
     layer = replace(attn, causal=False, window=None, bias=None)
     dtype = torch.promote_types(attn.dtype, torch.float32)
     groups: dict[tuple[int, ...], list[Configuration]] = {}
@@ -146,7 +147,7 @@ def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | Non
     scored: list[tuple[float, Configuration]] = []
     for counts, group in groups.items():
         here = [i for i, count in enumerate(counts) if count]
-        weights = torch.tensor([counts[i] for i in here], dtype=dtype, device=attn.w_q.device)
+        weights = torch.tensor([counts[i] for i in here], dtype=dtype)
         x = space.tokens(torch.stack([c.coordinates[here] for c in group])).to(dtype)
         root = weights.sqrt()[None, :, None]
         operator = Weighted(replace(layer, bias=weights.log()[None, None, None]).linearize(x)[1], root, 1 / root)

@@ -44,7 +44,7 @@ _PLAIN = _Doubt(20, 0.02, 0.05)  # the top direction is the one that was guessed
 _OTHERWISE = _Doubt(3, 0.01, 0.05)
 _ALONE = 0.2  # gap to the next Ritz value, as a share of the top one
 _GUESS = 20.0  # length of a guess, in units of what a random start has along any direction: enough to lead, no more than that
-_SHARE = 0.7  # entry of the top Ritz vector along the start, as a share of the guess's own
+_SHARE = 0.5  # entry of the top Ritz vector along the start, as a share of the guess's own; chance gives others a twentieth
 
 
 @final

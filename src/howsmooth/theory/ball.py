@@ -34,7 +34,8 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
     n = check_count(n)
     expected = f"a finite radius, at least 0 and below {LARGEST:g}"
     radius = number(radius, expected, "give the length of the longest token", least=0.0)
-    return rows_over_ball(constants(attn), n, radius)
+    # on the CPU: they are made of hundreds of small decompositions, which a GPU takes one after the other
+    return rows_over_ball(constants(attn.to("cpu")), n, radius)
 
 
 def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:

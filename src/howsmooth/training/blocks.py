@@ -30,10 +30,13 @@ def basis(block: Block) -> tuple[Block, Products]:
     [[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]]
     """
     wide = block.double()
-    products = wide @ wide.mT
+    products = _products(wide)
     shift = _DEPENDENT * products.diagonal(dim1=-2, dim2=-1).sum(-1) + torch.finfo(torch.float64).tiny
-    factor = torch.linalg.cholesky_ex(products + shift[:, None, None] * torch.eye(block.shape[1]).to(wide))[0]
-    return torch.linalg.solve_triangular(factor, wide, upper=False).to(block.dtype), products
+    one = torch.eye(block.shape[1]).to(wide)
+    factor = torch.linalg.cholesky_ex(products + shift[:, None, None] * one)[0]
+    # the small factor is inverted, not solved for long directions: a GPU takes seconds to solve for a million columns
+    inverse = torch.linalg.solve_triangular(factor, one.expand_as(factor), upper=False)
+    return (inverse @ wide).to(block.dtype), products
 
 
 def ritz(pulled: Products, image: Block) -> Turned:
@@ -48,7 +51,7 @@ def ritz(pulled: Products, image: Block) -> Turned:
     3.0
     """
     wide = image.double()
-    products: Any = torch.stack([wide @ wide.mT, pulled]).numpy(force=True)  # the device is waited for once
+    products: Any = torch.stack([_products(wide), pulled]).numpy(force=True)  # the device is waited for once
     finite = np.isfinite(products).all((0, 2, 3))
     squares, turn = np.linalg.eigh(np.where(finite[:, None, None], products, 0.0))
     tops, turn = np.sqrt(squares[..., -1].clip(0)), turn[0, :, :, ::-1].swapaxes(-2, -1)  # rows: from the top down
@@ -59,6 +62,13 @@ def ritz(pulled: Products, image: Block) -> Turned:
     if not finite.all():
         turned = torch.where(torch.from_numpy(finite).to(image.device)[:, None, None], turned, 0.0)
     return Turned(torch.from_numpy(np.where(finite, tops[0], np.nan)), float(gain), turned)
+
+
+def _products(block: Block) -> Products:
+    """Of the directions of a row with each other. A GPU takes each with all: its matrix units starve on a few long rows."""
+    if block.device.type == "cpu":
+        return block @ block.mT
+    return torch.stack([(block * one).sum(-1) for one in block.split(1, 1)], -1)
 
 
 def orthonormal(block: Block) -> Block:

@@ -98,7 +98,8 @@ def weigh(b_s, b_lse, b_slope, CAP: tl.constexpr, SIGMOID: tl.constexpr):
     """
     if SIGMOID:
         b_e = tl.exp2(tl.minimum(b_lse - b_s, 126.0))
-        b_w = 1 / (tl.exp2(b_lse) + b_e)
+        b_root = tl.math.rsqrt(tl.exp2(b_lse) + b_e)
+        b_w = b_root * b_root  # a division takes several instructions more
         b_own = b_w * (b_w * b_e)
         return b_w, b_slope * b_own if CAP else b_own
     b_w = tl.exp2(b_s - b_lse)
