@@ -61,7 +61,7 @@ class OnePass:
         """Run the model at some arguments; what was seen of each layer."""
         course, (args, kwargs) = self.course, given
         with ExitStack() as stack:
-            stack.enter_context(float32_products())
+            stack.enter_context(float32_products(coarse=True))
             stack.enter_context(torch.set_grad_enabled(self.graph))
             stack.callback(self._abandon)
             for route in course.routes:

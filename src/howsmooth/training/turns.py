@@ -12,6 +12,8 @@ from howsmooth.errors import BadInputError
 from howsmooth.training.bundle import Bundle, Recorded
 from howsmooth.training.looks import look
 
+_COARSE = 2.0**-9  # error of a layer's products on a GPU: four times the rounding of operands with eleven bits
+
 
 @final
 @dataclass(eq=False)
@@ -96,6 +98,7 @@ class Turns:
             values = [self._sizes(t) for t in bundle.back(directions, graph=True)]
         else:  # what rounding may have added is taken off
             noise = max((kernel.noise for kernel in bundle.kernels), default=0.0)
+            noise += _COARSE if layers[0].x.is_cuda and layers[0].x.dtype == torch.float32 else 0.0
             values = [max(0.0, 1 - noise) * t for t in values]
         looks = [look(kernel, self.real, len(layers)) for kernel in bundle.kernels] if self.how.looks else []
         for i, layer in enumerate(layers):
