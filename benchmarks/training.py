@@ -38,6 +38,7 @@ class Case:
 
 def run(quick: bool = False) -> list[dict[str, Any]]:
     if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")  # as scripts that train on a GPU do
         return [_row(_gpt2("GPT-2, 124 M", {}, 8, 1024, probe), quick) for probe in (1024, 256)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

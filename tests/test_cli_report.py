@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import howsmooth
 from howsmooth.cli import app
 from howsmooth.cli.study import STUDIES
+from howsmooth.study import beside_theory
 from howsmooth.study.swapped import USUAL
 from problems import readers
 
@@ -267,3 +268,12 @@ def test_certified_radii_are_told_and_become_a_page(place, tmp_path):
     rows = json.loads(run(*asked, "--force", "--json").stdout)["rows"]
     assert [(row["window"], row["layer"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(0 < row["certified"] <= row["attacked"] for row in rows)
+
+
+def test_a_study_of_splitting_says_which_layers_have_none(place, tmp_path, monkeypatch):
+    study = ("study", "splitting", place / "model", "--text", place / "text.txt", "--lengths", "8", "--samples", "1")
+    monkeypatch.setitem(beside_theory._KNOWN, beside_theory.measure_splitting, ("splitting", lambda _: "they count"))
+    result = run(*study, "--workers", "1", "--out", tmp_path / "results.sqlite")
+    assert result.exit_code == 2
+    assert "expected a layer whose tokens can be split, got none; layers 0, 1 have no splitting: they count" in result.stderr
+    assert not (tmp_path / "results.sqlite").exists()

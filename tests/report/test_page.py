@@ -10,7 +10,8 @@ import pytest
 from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.report import write_page
 from howsmooth.report.answer import answer, findings, number, plain
-from howsmooth.report.page import LARGEST, embed, payload, render
+from howsmooth.report.page import LARGEST, payload, render
+from howsmooth.report.shell import embed
 from problems import reports
 
 

@@ -1,21 +1,32 @@
 """Radius, norms, bounds, splitting, worst, positions: each against what it must equal or never exceed."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds import Linear, Sigmoid, Softmax
 from howsmooth.models import MapName
-from howsmooth.study.beside_theory import bound_jobs, change_jobs, in_words, near_jobs, splitting_jobs, worst_jobs
+from howsmooth.study.beside_theory import (
+    bound_jobs,
+    change_jobs,
+    in_words,
+    measure_splitting,
+    near_jobs,
+    splitting_jobs,
+    unanswered,
+    worst_jobs,
+)
 from howsmooth.study.jobs import run_here
 from howsmooth.study.layers import Question, Setting, layer_jobs, radius_jobs, settle
 from howsmooth.study.norms import norm_calls, norm_in_front, norm_jobs
 from howsmooth.study.positions import position_break
 from howsmooth.study.reader import Reader
 from problems import readers
-from problems.zoo import ZOO, randomize
+from problems.zoo import ZOO, ids, randomize
 
 
 def asked(reader: Reader, *lengths: int, samples: int = 1, map: MapName = "attention", tol: float = 1e-3) -> Setting:
@@ -96,6 +107,32 @@ def test_splitting_is_that_of_the_closed_form():
     assert row["moved"] == pytest.approx(truth.moved.value, rel=2e-3)
     assert row["value"] == pytest.approx(truth.split.value, rel=2e-3)
     assert row["pays"] == truth.pays
+
+
+def test_layers_with_sinks_have_all_answers_but_bounds_near_the_text():
+    module = randomize(ZOO["gpt-oss local"].build())
+    found = hs.inspect(hs.load(module), ids(n=40)[0].tolist(), lengths=(6, 8), samples=1)
+    said = "Layers 0, 1 have no bounds near the text: not proved beside a learned sink."
+    assert said in found.data.notes
+    assert found.failures == ()
+    assert found.data.of("near") == []
+    assert [row["layer"] for row in found.data.of("splitting")] == [0, 1]
+
+
+def test_layers_whose_tokens_cannot_be_split_are_named_before_any_task():
+    reader = readers.reader()
+    setting = asked(reader)
+    assert setting.kinds == (Softmax(), Softmax())
+    assert unanswered(setting) == ()
+    mixed = replace(setting, kinds=(Sigmoid(), Softmax()))
+    reason = "weights count tokens there, and halves of one would count twice"
+    assert unanswered(mixed, measure_splitting) == (f"layer 0 has no splitting: {reason}",)
+    assert [job.arguments["part"]["layers"] for job in splitting_jobs(mixed)] == [(1,)]
+    none = replace(setting, kinds=(Sigmoid(), Linear(normalized=False)))
+    assert unanswered(none, measure_splitting) == (f"layers 0, 1 have no splitting: {reason}",)
+    assert splitting_jobs(none) == []
+    unknown = replace(setting, kinds=(None, None))
+    assert len(splitting_jobs(unknown)) == 2
 
 
 def test_near_the_text_constants_are_attained_and_certified():

@@ -10,7 +10,16 @@ import torch
 import torch.multiprocessing as processes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssModel,
+    LlamaConfig,
+    LlamaModel,
+)
 
 import howsmooth as hs
 from howsmooth.models import FallbackWarning
@@ -39,6 +48,20 @@ def bert() -> BertModel:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
     return BertModel(BertConfig(num_hidden_layers=2, max_position_embeddings=16, **heads, **SIZE)).train()
+
+
+def gpt_oss() -> GptOssModel:
+    """Learned sinks, large in one layer and small in the other; all else of the two is alike."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 16, "intermediate_size": 24}
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = GptOssModel(GptOssConfig(**layers, **heads, **SIZE, rope_parameters={"rope_type": "default", "rope_theta": 1e4}))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3)
+        for k, block in enumerate(model.layers):
+            block.self_attn.sinks.copy_(torch.tensor([4.0, 2.0, 0.0, -2.0]) * (1 - 2 * k))  # pyright: ignore
+    return model.train()
 
 
 def ids(rows: int = 1, n: int = 9, seed: int = 0) -> torch.Tensor:
@@ -87,6 +110,14 @@ def test_tracked_constants_are_the_certified_ones(map):
         truth = max(m.value for m in rows)
         assert values[f"smoothness/layer_0{k}"] == pytest.approx(truth, rel=2e-3)
         assert values[f"smoothness/layer_0{k}"] <= truth * (1 + 1e-4)
+
+
+def test_layers_with_sinks_of_their_own():
+    model = gpt_oss()
+    tracker = hs.Tracker(model, {"input_ids": ids()}, check_every=1)
+    values = [tracker.update() for _ in range(3)][-1]
+    truth = hs.load(gpt_oss().eval()).capture(ids=ids()).measure()
+    assert [values[tracker.key(k)] for k in (0, 1)] == pytest.approx([m.value for m in truth], rel=1e-3)
 
 
 @pytest.mark.parametrize("build", [llama, bert])

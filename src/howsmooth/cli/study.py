@@ -18,7 +18,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.report.assemble import variants_report
 from howsmooth.run import check_folder, check_writable, progress_bar, write_table
 from howsmooth.settings import whole
-from howsmooth.study.beside_theory import bound_jobs, splitting_jobs, worst_jobs
+from howsmooth.study.beside_theory import bound_jobs, measure_splitting, splitting_jobs, unanswered, worst_jobs
 from howsmooth.study.jobs import Job, Measured, Row, run_sweep
 from howsmooth.study.layers import FACTORS, Question, Setting, head_jobs, layer_jobs, radius_jobs, settle
 from howsmooth.study.lengths import fitting_lengths
@@ -93,8 +93,13 @@ def study(
     reader = Reader.by_name(model, text, side, device)
     setting = settle(reader, Question(asked or _lengths(name, reader, samples), samples, chosen, where, tol, certify, seed))
     jobs = choice_jobs(setting, put_in) if name == "variants" else _jobs(name, setting, scales, moves)
+    lacking = unanswered(setting, measure_splitting) if name == "splitting" else ()
+    if not jobs and lacking:
+        raise BadInputError(f"expected a layer whose tokens can be split, got none; {lacking[0]}")
     if not jobs:
         raise BadInputError(f"expected the map attention for the study {name}, got {map_name!r}; leave --map out")
+    for sentence in lacking:
+        typer.echo(f"howsmooth: {sentence}", err=True)
     hands = options.engine_of(engine, address, workers, reader.model, device)
     bar = progress_bar(name, quiet=quiet)
     if name == "variants":

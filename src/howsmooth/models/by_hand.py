@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from howsmooth.models.arithmetic import add
 from howsmooth.models.einsum import scores_of
 from howsmooth.models.past import Past, called
-from howsmooth.models.steps import LESS, PRODUCTS, Logits, StandIn, add
+from howsmooth.models.stand_ins import Logits, StandIn
+from howsmooth.models.steps import LESS, PRODUCTS
 
 _ADDED = (torch.baddbmm, Tensor.baddbmm)
 

@@ -242,9 +242,8 @@ class Capture:
         point = x if estimate.point is None else estimate.point
         image = f.linearize(point[None])[1].jvp(estimate.direction.double()[None, None])[0, 0]
         with torch.no_grad():
-            output, calls = cut.run(x.to(cut.work))
-        kernels = [call.kernel for call in calls]
-        measured = self._measurement(sample, layer, asked, cut, estimate, image, output, kernels, ())
+            ran = cut.run(x.to(cut.work))
+        measured = self._measurement(sample, layer, asked, cut, estimate, image, ran.output, ran.kernels, ())
         return replace(measured, within=asked.within, per=asked.per)
 
     def _of_closed(self, samples: list[Sample], layer: int, attn: Attention, asked: "_Asked") -> list[Measurement]:

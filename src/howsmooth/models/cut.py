@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -28,8 +28,8 @@ from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
 from howsmooth.maps.leading import led_to
 from howsmooth.models.by_hand import ByHand
-from howsmooth.models.guess import Answered
-from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, Call, Intercept, implementation
+from howsmooth.models.guess import paths
+from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, Answered, Call, Intercept, implementation
 from howsmooth.models.room import unhooked, weights_of
 from howsmooth.models.span import MapName, Span
 from howsmooth.models.trace import (
@@ -55,6 +55,14 @@ class Stop(Exception):
     def __init__(self, value: Tensor):
         super().__init__()
         self.value = value
+
+
+class Ran(NamedTuple):
+    """A map at some tokens: what it gave, (n, d_out), the attention calls on the way and the kernel that served each."""
+
+    output: Tensor
+    calls: list[Answered]
+    kernels: list[AttentionKernel]
 
 
 @final
@@ -112,7 +120,7 @@ class Cut(Map):
 
     @float32_products()
     def value(self, x):
-        return torch.stack([self.run(item)[0] for item in x])
+        return torch.stack([self.run(item).output for item in x])
 
     def linearize(self, x):
         if len(x) != 1:
@@ -129,18 +137,19 @@ class Cut(Map):
                 raise BadFunctionError(f"expected a model that runs in float64, got {error}; measure in float32") from None
             raise
 
-    def run(self, tokens: Tensor) -> tuple[Tensor, list[Answered]]:
-        """The map at tokens (n, d), and the attention calls on the way."""
-        calls: list[Answered] = []
+    def run(self, tokens: Tensor) -> Ran:
+        """The map at tokens (n, d)."""
+        calls, kernels = list[Answered](), list[AttentionKernel]()
         inside = self.name not in ("cross", "context")  # what a block does before its cross-attention is no part of those
 
         def on_call(call: Call) -> Tensor:
             heads = call.q.shape[1]
             head = self.head if inside else None
             call = call if head is None else _one_head(call, head)
-            out, kernel = attention_and_kernel(call.q, call.k, call.v, call.scores, self.precision)
+            out, kernel = attention_and_kernel(*call.qkv, call.scores, self.precision)
             if inside:
-                calls.append(Answered(kernel, call.v, out))
+                calls.append(Answered(call, out))
+                kernels.append(kernel)
             return out if head is None else nn.functional.pad(out, (0, 0, 0, 0, head, heads - 1 - head))
 
         def enter(*_: Any) -> None:
@@ -148,7 +157,7 @@ class Cut(Map):
             inside = True
 
         with self.attends.module.register_forward_pre_hook(enter):
-            return self.through(tokens, on_call), calls
+            return Ran(self.through(tokens, on_call), calls, kernels)
 
     def through(self, tokens: Tensor, on_call: Callable[[Call], Tensor]) -> Tensor:
         """The map at tokens (n, d), its attention calls answered by `on_call`, which may end the run with `Stop`."""
@@ -229,11 +238,11 @@ class CutJacobian(Operator):
     @property
     def kernels(self) -> list[AttentionKernel]:
         """The attention calls on the way."""
-        return [call.kernel for call in self._made.get()[1]]
+        return self._made.get().kernels
 
     @property
     def _graph(self) -> AutodiffJacobian:
-        return self._made.get()[0]
+        return self._made.get().jacobian
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -313,12 +322,12 @@ class CutJacobian(Operator):
 
     def guess(self, seeds):
         """`Jᵀ` of one output direction at all tokens, the one that values lead to; nothing but for one call of attention."""
-        graph, calls = self._made.get()
-        if len(calls) != 1:
+        graph = self._made.get()
+        if len(graph.calls) != 1:
             return None
         with float32_products(coarse=self.coarse):
-            paths = calls[0].paths(*graph.ends, self._cut.real)
-        return None if paths is None else self.vjp(led_to(*paths, seeds).expand(1, 1, *self.out_shape))[0]
+            ways = paths(graph.calls[0], *graph.jacobian.ends, self._cut.real)
+        return None if ways is None else self.vjp(led_to(*ways, seeds).expand(1, 1, *self.out_shape))[0]
 
     def _fits(self, v: Tensor, product: Tensor, energy: Tensor) -> bool:
         """`|J v|² = ⟨v, JᵀJ v⟩`."""
@@ -339,27 +348,35 @@ class _Choices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Graph(NamedTuple):
+    jacobian: AutodiffJacobian
+    calls: list[Answered]
+    kernels: list[AttentionKernel]
+
+
 class _Made:
     """The graph of a cut map and its attention calls, made when asked for; `trusted` once its products were checked."""
 
     def __init__(self, cut: Cut, x: Float[Tensor, "1 n d"]):
         self._cut, self._x = cut, x
         self.trusted = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come: checked as it is made
-        self.graph: tuple[AutodiffJacobian, list[Answered]] | None = None
+        self.graph: _Graph | None = None
         self.routed = False
 
     @float32_products()
-    def get(self) -> tuple[AutodiffJacobian, list[Answered]]:
+    def get(self) -> _Graph:
         if self.graph is None:
-            cut, calls, choices = self._cut, list[Answered](), _Choices()
+            cut, calls, kernels, choices = self._cut, list[Answered](), list[AttentionKernel](), _Choices()
 
             def f(t: Tensor) -> Tensor:  # knows nothing of what holds it, so that all goes when that does
                 with choices:
-                    y, seen = cut.run(t[0])
-                calls.extend(seen)
-                return y[None]
+                    ran = cut.run(t[0])
+                calls.extend(ran.calls)
+                kernels.extend(ran.kernels)
+                return ran.output[None]
 
-            self.graph = AutodiffJacobian(f, self._x, batched=True, checked=self._x.numel() <= _SMALL), list(calls)
+            jacobian = AutodiffJacobian(f, self._x, batched=True, checked=self._x.numel() <= _SMALL)
+            self.graph = _Graph(jacobian, list(calls), list(kernels))
             self.routed = choices.made
         return self.graph
 

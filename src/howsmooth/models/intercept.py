@@ -39,6 +39,18 @@ class Call:
     v: Tensor
     scores: Scores
 
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """A call of attention in a graph, and what it was answered with, (batch, heads, n, d_v)."""
+
+    call: Call
+    output: Tensor
+
 
 Listener = Callable[[Call], Tensor]
 
@@ -242,7 +254,7 @@ def _refuse(reason: str) -> BadInputError:
 
 
 # what answers calls of the implementation `howsmooth` while no other is active
-_BY_ITSELF = Intercept(lambda call: attend(call.q, call.k, call.v, call.scores), _Recent(), _refuse)
+_BY_ITSELF = Intercept(lambda call: attend(*call.qkv, call.scores), _Recent(), _refuse)
 
 
 def register() -> None:

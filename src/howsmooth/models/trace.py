@@ -13,10 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import attend
+from howsmooth.kernels.kinds import Kind
 from howsmooth.models.by_hand import makes_pairs
 from howsmooth.models.intercept import Call, Intercept, Tagged, torch_attention
 from howsmooth.models.room import lent
-from howsmooth.models.steps import PRODUCTS, StandIn
+from howsmooth.models.stand_ins import StandIn
+from howsmooth.models.steps import PRODUCTS
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
 _SOFTMAX = (torch.softmax, Tensor.softmax, nn.functional.softmax)
@@ -56,7 +58,7 @@ class Layer:
     block: the transformer layer it belongs to, as it was called.  module: what computes queries, keys and values; its tokens
     were `x`, (n, d).  call: which call of `module` within the block.  projection: the output projection, a module of its own
     inside `module` or right behind it; nothing where there is none to be seen.  heads: query heads; 0 where unknown.
-    softcap: whether its logits are capped.  cut: whether its attention calls run on the kernels.
+    kind: of its weights; nothing where that is unknown.  cut: whether its attention calls run on the kernels.
     context: of a cross-attention, what its keys and values are made of, (m, d).  cross: the cross-attention of its block.
     """
 
@@ -68,7 +70,7 @@ class Layer:
     x: Tensor
     projection: nn.Module | None
     heads: int
-    softcap: bool
+    kind: Kind | None
     cut: bool
     context: Tensor | None = None
     cross: "Layer | None" = None
@@ -117,7 +119,7 @@ class _Event:
     frames: list[_Frame]  # enclosing calls, outermost first; the last one is the attention module's
     x: Tensor
     heads: int
-    softcap: bool
+    kind: Kind | None
     cut: bool
     context: Tensor | None
     output: Tensor | None = None
@@ -354,14 +356,14 @@ class _Tracer:
     def _on_call(self, call: Call) -> Tensor:
         keys = call.k.shape[0] * call.k.shape[2]
         square = call.q.shape[2] == call.k.shape[2]
-        self._note(call.q.shape[1], softcap=call.scores.softcap is not None, cut=True, square=square, keys=keys)
+        self._note(call.q.shape[1], call.scores.kind, cut=True, square=square, keys=keys)
         with torch._C.DisableTorchFunction():  # what the kernels do is not the model's
-            return attend(call.q, call.k, call.v, call.scores)
+            return attend(*call.qkv, call.scores)
 
     def _on_weights(self, square: bool) -> None:
-        self._note(0, softcap=False, cut=False, square=square)
+        self._note(0, None, cut=False, square=square)
 
-    def _note(self, heads: int, softcap: bool, cut: bool, square: bool, keys: int | None = None) -> None:
+    def _note(self, heads: int, kind: Kind | None, cut: bool, square: bool, keys: int | None = None) -> None:
         frames = list(self.stack)
         while frames and not any(True for _ in frames[-1].module.parameters()):
             frames.pop()
@@ -375,13 +377,13 @@ class _Tracer:
         events = self.events if context is None else self.crosses
         known = next((e for e in events if e.frames[-1] is own), None)
         if known is not None:  # a module that attends more than once is one layer
-            known.cut, known.softcap = known.cut and cut, known.softcap or softcap
+            known.cut, known.kind = known.cut and cut, known.kind if known.kind == kind else None
             known.heads = 0
             return
         x = self.keep(hidden).reshape(-1, hidden.shape[-1])
         if context is not None:  # one for all layers, as a rule
             _, context = self.contexts.setdefault(id(context), (context, self.keep(context).reshape(-1, context.shape[-1])))
-        events.append(_Event(frames, x, heads, softcap, cut, context))
+        events.append(_Event(frames, x, heads, kind, cut, context))
 
     def _layers(self) -> tuple[Layer, ...]:
         if not self.events:
@@ -410,7 +412,7 @@ class _Tracer:
             event.x,
             event.projection,
             event.heads,
-            event.softcap,
+            event.kind,
             event.cut,
             event.context,
         )

@@ -71,7 +71,7 @@ def to_the_end(sample: Sample, layer: int) -> tuple[Callable[[Tensor], Tensor], 
             _precise(replace(on_kernels, trace=trace)), inside, _read_off(sample, inside, None), own.start.double(), True
         )
 
-    return lambda t: own.run(t)[0], graph, own.start.double().cpu()
+    return lambda t: own.run(t).output, graph, own.start.double().cpu()
 
 
 def _check_whole(sample: Sample) -> None:
@@ -105,7 +105,7 @@ def _record(cut: Cut, inside: list[Layer], layers: dict[int, Attention], x: Tens
             return cut.through(t, nothing)
 
     def truth(t: Tensor) -> Tensor:
-        return cut.run(t)[0] if exact else f(t)
+        return cut.run(t).output if exact else f(t)
 
     return record(f, x, recorder, truth)
 

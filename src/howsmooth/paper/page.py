@@ -10,7 +10,7 @@ from string import Template
 from howsmooth.paper.curves import Row, curve_table, curves_of, draw_reproduction, exponents
 from howsmooth.paper.drawing import save_rows
 from howsmooth.paper.protocol import Reproduced
-from howsmooth.report import asset
+from howsmooth.report import whole_page
 from howsmooth.run import writing
 
 SECTIONS: dict[str, tuple[str, str]] = {
@@ -43,6 +43,10 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "splitting-map": ("Where splitting pays", "Two atoms on a line: splitting one, in units of moving both."),
     "splitting-frequency": ("How often splitting pays", "Random layers and Gaussian inputs."),
 }
+_STYLE = """
+.chart { overflow-x: auto; }
+.chart img { width: 100%; height: auto; display: block; background: #fff; }
+"""
 
 
 def write_reproduction(result: Reproduced, folder: Path) -> list[Path]:
@@ -84,15 +88,18 @@ def render(table: Sequence[Row], figures: Sequence[Path], result: Reproduced) ->
         "files": "results.sqlite and results.csv: all measurements, curves.csv: what is drawn, exponents.csv: what is fitted",
     }
     listed = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in methods.items() if v)
-    return Template(resources.files("howsmooth").joinpath("paper/reproduction.html").read_text("utf-8")).substitute(
-        style=asset("page.css"),
-        answer="".join(f"<p>{escape(sentence)}</p>" for sentence in answer(table)),
-        failures=failures,
-        contents=contents,
-        sections="".join(parts),
-        methods=listed,
-        command=escape(result.command),
-        version=escape(result.versions.get("howsmooth", "")),
+    template = resources.files("howsmooth").joinpath("paper/reproduction.html").read_text("utf-8")
+    main = Template(template).substitute(sections="".join(parts), methods=listed, command=escape(result.command))
+    sentences = answer(table)
+    return whole_page(
+        main,
+        title="How smooth is attention? The experiments of Castin, Ablin & Peyré (ICML 2024), measured again",
+        name="How smooth is attention? The experiments again",
+        description=sentences[0],
+        answer=[escape(sentence) for sentence in sentences],
+        below=f"{failures}\n<nav>{contents}</nav>",
+        version=result.versions.get("howsmooth", ""),
+        style=_STYLE,
     )
 
 

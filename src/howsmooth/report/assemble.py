@@ -17,7 +17,7 @@ from howsmooth.report.page import write_page
 from howsmooth.run import Engine, Progress, claim_folder, writing
 from howsmooth.settings import flag
 from howsmooth.settings import number as number_in
-from howsmooth.study.beside_theory import bound_jobs, change_jobs, near_jobs, splitting_jobs, worst_jobs
+from howsmooth.study.beside_theory import bound_jobs, change_jobs, near_jobs, splitting_jobs, unanswered, worst_jobs
 from howsmooth.study.influence import influence_job
 from howsmooth.study.jobs import Job, Measured, Row, run_here, run_sweep, to_frame
 from howsmooth.study.layers import Setting, head_jobs, layer_jobs, map_jobs, parts
@@ -218,7 +218,7 @@ def _report(
     failures = measured.failures + failures
     data = replace(data, rows=(*measured.rows, *picture))
     data = replace(data, methods=replace(methods, seconds=time.perf_counter() - began))
-    texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, data, failures)
+    texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, setting, data, failures)
     return Report(replace(data, texts=texts, notes=notes), failures)
 
 
@@ -298,7 +298,7 @@ def _texts(reader: Reader, start: int, data: ReportData) -> dict[int, list[Token
     return texts
 
 
-def _notes(reader: Reader, data: ReportData, failures: tuple[str, ...]) -> tuple[str, ...]:
+def _notes(reader: Reader, setting: Setting, data: ReportData, failures: tuple[str, ...]) -> tuple[str, ...]:
     """What a reader of the page should know, in words."""
     notes = []
     for before, after in sorted({(jump.before, jump.after) for _, jump in data.jumps}):
@@ -308,7 +308,7 @@ def _notes(reader: Reader, data: ReportData, failures: tuple[str, ...]) -> tuple
                 f"The model's position embeddings break there too: those of positions {there.position - 1} and "
                 f"{there.position} are {number(there.step)} apart, neighbours elsewhere {number(there.typical)} in the median."
             )
-    notes += [f"{note[:1].upper()}{note[1:]}." for note in reader.model.notes]
+    notes += [f"{note[:1].upper()}{note[1:]}." for note in (*reader.model.notes, *unanswered(setting))]
     whole = sorted({row["layer"] for row in data.of("layer") if not row["cut"]})
     if whole:
         named = ", ".join(map(str, whole))

@@ -1,16 +1,9 @@
-"""The page: one HTML file that fetches nothing and works from any folder.
-
-All data goes in as one JSON block that the page's own script reads; text reaches the document through `textContent` or escaped
-here. A content security policy names that one script by its hash and allows no request at all.
-"""
+"""The page of a report: its sentences, its sections and what its script reads."""
 
 import base64
-import hashlib
-import json
 import math
 import re
 from html import escape
-from importlib import resources
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -20,7 +13,8 @@ import numpy as np
 from howsmooth.errors import BadInputError
 from howsmooth.report.answer import STRONG, answer, findings, number, plain
 from howsmooth.report.data import KEYS, ReportData
-from howsmooth.run import check_folder, writing
+from howsmooth.report.shell import asset, encoded, save, whole_page
+from howsmooth.run import check_folder
 from howsmooth.study.jobs import Row
 from howsmooth.study.swapped import mean
 
@@ -33,18 +27,8 @@ _BOUND = ("layer", "n", "value", "where", "id", "name", "side", "log_value", "st
 
 def render(data: ReportData) -> str:
     """The page as text."""
-    script, m = asset("charts.js") + asset("page.js"), data.methods
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    sentences, rows = answer(data), data.of("layer")
-    return Template(asset("page.html")).substitute(
-        policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'",
-        description=escape(plain(sentences[0])),
-        title=escape(data.title),
-        model=escape(m.model),
-        style=asset("page.css"),
-        meta=_meta(data),
-        answer="".join(f"<p>{_html(sentence)}</p>" for sentence in sentences),
-        findings="".join(f'<div class="finding">{_html(sentence)}</div>' for sentence in findings(data)),
+    m, sentences, rows = data.methods, answer(data), data.of("layer")
+    main = Template(asset("page.html")).substitute(
         map=escape(m.map),
         jumped=" An outlined cell is where a layer has just jumped." if data.jumps else "",
         intervals=_intervals(data),
@@ -61,43 +45,32 @@ def render(data: ReportData) -> str:
         cut=f" The first {_MOST_ROWS} of {len(rows)} are here." if len(rows) > _MOST_ROWS else "",
         methods="".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _methods(data).items() if v),
         command=escape(m.command),
-        version=escape(m.versions.get("howsmooth", "")),
-        data=embed(payload(data)),
-        script=script,
+    )
+    found = "".join(f'<div class="finding">{_html(sentence)}</div>' for sentence in findings(data))
+    return whole_page(
+        main,
+        title=data.title,
+        name=f"{data.title} {m.model}",
+        meta=_meta(data),
+        description=plain(sentences[0]),
+        answer=[_html(sentence) for sentence in sentences],
+        below=f'{found}\n<nav id="contents"></nav>',
+        version=m.versions.get("howsmooth", ""),
+        script=asset("page.js"),
+        data=payload(data),
     )
 
 
 def write_page(data: ReportData, folder: str | Path, *, force: bool = False) -> Path:
     """Write `folder/index.html`, whole or not at all; a folder that holds anything is refused unless `force`."""
     check_folder(folder, "report", force=force)
-    page = Path(folder) / "index.html"
-    text = render(data).encode("utf-8", "replace")
-    if len(text) > LARGEST:
+    text = render(data)
+    size = len(encoded(text))
+    if size > LARGEST:
         raise BadInputError(
-            f"expected a page of at most {LARGEST / 1e6:.0f} MB, got {len(text) / 1e6:.1f} MB; show fewer or shorter passages"
+            f"expected a page of at most {LARGEST / 1e6:.0f} MB, got {size / 1e6:.1f} MB; show fewer or shorter passages"
         )
-    with writing(page, parents=True) as part:
-        part.write_bytes(text)
-    return page
-
-
-def embed(value: Any) -> str:
-    """JSON that no parser can leave: pure ASCII, without `<`, `>` or `&`.
-
-    >>> embed("</script>\\u2028")
-    '"\\\\u003c/script\\\\u003e\\\\u2028"'
-    """
-    text = json.dumps(finite(value, digits=6), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def finite(value: Any, digits: int = 17) -> Any:
-    """What is not finite has no JSON and becomes None. digits: of floats; 17 leave them as they are."""
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(k): finite(v, digits) for k, v in value.items()}
-    return [finite(v, digits) for v in value] if isinstance(value, list | tuple) else value
+    return save(text, Path(folder) / "index.html")
 
 
 def payload(data: ReportData) -> dict[str, Any]:
@@ -148,11 +121,6 @@ def _exact(value: Any) -> Any:
     return str(value) if isinstance(value, float) and 1 > value > 0.9999995 else value
 
 
-def asset(name: str) -> str:
-    """A file that the page is made of: page.html, page.css, charts.js or page.js."""
-    return resources.files("howsmooth.report").joinpath("assets", name).read_text("utf-8")
-
-
 def _html(sentence: str) -> str:
     """A sentence as it is read: what is strong in bold, powers such as n^0.25 raised."""
     return re.sub(r"\^((?:\d|[−.-](?=\d))+)", r"<sup>\1</sup>", STRONG.sub(r"<b>\1</b>", escape(sentence)))
@@ -162,7 +130,7 @@ def _meta(data: ReportData) -> str:
     lengths, m = data.lengths, data.methods
     span = f"n = {lengths[0]} … {lengths[-1]}" if len(lengths) > 1 else f"n = {lengths[0]}"
     parts = (m.model, m.text, f"{len(data.layers)} layer{'s' * (len(data.layers) > 1)}", span, m.date)
-    return escape(" · ".join(filter(None, parts)))
+    return " · ".join(filter(None, parts))
 
 
 def _intervals(data: ReportData) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth.kernels.kinds import Kind
 from howsmooth.maps import Attention
 from howsmooth.models import Measurement
 from howsmooth.models.measurement import estimate_columns
@@ -25,6 +26,8 @@ from howsmooth.study.radius import certified_radius
 from howsmooth.study.reader import Reader
 from howsmooth.theory import Bound, ball_bounds, point_bounds
 from howsmooth.theory.around import AroundAttention, Neighbourhood
+from howsmooth.theory.blocks import no_splitting
+from howsmooth.theory.softmax_only import not_softmax
 from howsmooth.verbs import splitting, worst_case
 
 NEAR = (1e-4, 1e-3, 1e-2)  # radii, in lengths of a token
@@ -143,11 +146,39 @@ def _jobs(
     """One layer and one window a job: each takes long."""
     if setting.question.map != "attention":
         return []
+    without = _lacking(function, setting)
     return [
         Job(function, {"part": asdict(one), **more})
         for part in parts(setting, lengths, samples=samples, layers=1)
         for one in part.windows()
+        if one.layers[0] not in without
     ]
+
+
+# what is not known of every kind of attention: its name, and why a kind has none
+_KNOWN: dict[Callable[..., list[Row]], tuple[str, Callable[[Kind], str | None]]] = {
+    measure_near: ("bounds near the text", not_softmax),
+    measure_splitting: ("splitting", no_splitting),
+}
+
+
+def _lacking(function: Callable[..., list[Row]], setting: Setting) -> dict[int, str]:
+    """By layer, why there is no answer to a question."""
+    why = _KNOWN[function][1] if function in _KNOWN else lambda _: None
+    reasons = {k: why(kind) for k, kind in zip(setting.layers, setting.kinds, strict=True) if kind is not None}
+    return {k: reason for k, reason in reasons.items() if reason is not None}
+
+
+def unanswered(setting: Setting, *functions: Callable[..., list[Row]]) -> tuple[str, ...]:
+    """What has no answer in some layers, a sentence for each reason; of all questions, or of these alone."""
+    said = []
+    for function in (functions or _KNOWN) if setting.question.map == "attention" else ():
+        lacking = _lacking(function, setting)
+        for reason in dict.fromkeys(lacking.values()):
+            layers = [str(k) for k, own in lacking.items() if own == reason]
+            named = f"layers {', '.join(layers)} have" if len(layers) > 1 else f"layer {layers[0]} has"
+            said.append(f"{named} no {_KNOWN[function][0]}: {reason}")
+    return tuple(said)
 
 
 def _rows(

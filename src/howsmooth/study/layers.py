@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds import Kind
 from howsmooth.models import MAPS, Capture, FallbackWarning, MapName, Measurement
 from howsmooth.models.capture import LOCK_STEP
 from howsmooth.settings import choice, items, number, seed_of, whole
@@ -63,11 +64,15 @@ def sample_count(samples: int) -> int:
 @final
 @dataclass(frozen=True)
 class Setting:
-    """A question that a reader can answer: its layers are known, and where its samples begin."""
+    """A question that a reader can answer: its layers are known, with the kinds of their weights, and where its samples begin.
+
+    kinds: of `layers`; nothing where a layer's is unknown.
+    """
 
     question: Question
     layers: tuple[int, ...]
     starts: tuple[int, ...]
+    kinds: tuple[Kind | None, ...]
 
 
 @final
@@ -141,7 +146,8 @@ def settle(reader: Reader, question: Question) -> Setting:
             f"expected layers from 0 to {captured.num_layers - 1}, got {outside[0]!r}; {captured.model} has no other"
         )
     captured.sample.check_room(layers[0], question.map)
-    setting = Setting(question, layers, tuple(starts))
+    kinds = tuple(captured.sample.trace.layers[layer].kind for layer in layers)
+    setting = Setting(question, layers, tuple(starts), kinds)
     first = parts(setting, [min(lengths)], samples=1)[0]
     replace(first, layers=layers[:1]).measure(reader, closed=False)  # refuses a map that the model lacks, and bad options
     return setting

@@ -153,7 +153,7 @@ def _attention(operator: Operator) -> AttentionJacobian:
 def no_splitting(kind: Kind) -> str | None:
     """Why the halves of a token are not defined for a kind; None where they are."""
     if isinstance(kind, Sigmoid) or (isinstance(kind, Linear) and not kind.normalized):
-        return "its weights count tokens, and halves of one would count twice"
+        return "weights count tokens there, and halves of one would count twice"
     return None
 
 

@@ -13,44 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.kernels import AttentionKernel, Scores, linearize
+from howsmooth.kernels import AttentionKernel, linearize
+from howsmooth.models.intercept import Answered
 from howsmooth.training.blocks import Turned, basis, ritz
 
 Made = list[list[Tensor | None]]  # what a backward pass through a piece makes, by layer: for tokens, then for earlier calls
 
 
 @dataclass(eq=False)
-class Attended:
-    """One call of attention. out: what it gave, the leaf of what comes after; every copy of a row has its own."""
-
-    qkv: tuple[Tensor, Tensor, Tensor]
-    out: Tensor
-    scores: Scores
-
-
-@dataclass(eq=False)
 class Recorded:
-    """A layer's map from `x` to `y`, with its attention calls in order; none where attention is part of the graph."""
+    """A layer's map from `x` to `y`, with its attention calls in order; none where attention is part of the graph.
+
+    What a call was answered with is a leaf, at which the graph of what comes after begins; every copy of a row has its own.
+    """
 
     index: int
     x: Tensor
     y: Tensor
-    calls: list[Attended] = field(default_factory=list)
+    calls: list[Answered] = field(default_factory=list)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Layers of one kind go together."""
         scores = []
-        for c in self.calls:
-            mask = c.scores.mask
+        for scored in (c.call.scores for c in self.calls):
+            mask = scored.mask
             tensors = [None if t is None else id(t) for t in (mask.keys, mask.bias, mask.ends)]  # kept alive by the calls
-            scores.append((c.scores.scale, c.scores.softcap, mask.causal, mask.window, *tensors))
-        return (self.x.shape, self.y.shape, *(t.shape for c in self.calls for t in c.qkv), *scores)
+            scores.append((scored.kind, scored.scale, scored.softcap, mask.causal, mask.window, *tensors))
+        return (self.x.shape, self.y.shape, *(t.shape for c in self.calls for t in c.call.qkv), *scores)
 
     @property
     def held(self) -> int:
         """About how many bytes."""
-        return sum(t.numel() * t.element_size() for t in (self.x, self.y, *(t for c in self.calls for t in (*c.qkv, c.out))))
+        tensors = (self.x, self.y, *(t for c in self.calls for t in (*c.call.qkv, c.output)))
+        return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class Bundle:
@@ -96,7 +92,7 @@ class Bundle:
         return torch.cat([t.detach().reshape(self.rows // times, times, -1) for t in each])
 
     def _kernel(self, stage: int) -> AttentionKernel:
-        calls = [layer.calls[stage] for layer in self.layers]
+        calls = [layer.calls[stage].call for layer in self.layers]
         kind = torch.promote_types(calls[0].qkv[0].dtype, torch.float32)
         q, k, v = (torch.cat([c.qkv[i].detach()[:: self.times] for c in calls]).to(kind) for i in range(3))
         mask, rows = calls[0].scores.mask, len(q) // len(calls)
@@ -106,7 +102,8 @@ class Bundle:
         )
         scores = replace(calls[0].scores, mask=replace(mask, keys=keys, bias=bias))
         # strict, since the error of others would be measured in every pass
-        return linearize(q, k, v, scores, precision="strict")
+        with torch.no_grad():  # of a learned sink too
+            return linearize(q, k, v, scores, precision="strict")
 
     def _back(self, us: Sequence[Tensor], record: bool = False, graph: bool = False) -> list[Tensor]:
         stages = len(self.kernels)
@@ -114,7 +111,7 @@ class Bundle:
         ends = [[layer.y] for layer in self.layers]
         totals: Made = [[None] * (stages + 1) for _ in self.layers]
         for stage in range(stages, -1, -1):
-            starts = [[layer.x, *(c.out for c in layer.calls[:stage])] for layer in self.layers]
+            starts = [[layer.x, *(c.output for c in layer.calls[:stage])] for layer in self.layers]
             made = _backward(ends, given, starts, record or graph)
             if record:
                 self._made.append(made)
@@ -126,13 +123,13 @@ class Bundle:
             if stage:
                 calls = [layer.calls[stage - 1] for layer in self.layers]
                 outs = [total[stage] for total in totals]
-                filled = [torch.zeros_like(c.out) if t is None else t.detach() for c, t in zip(calls, outs, strict=True)]
+                filled = [torch.zeros_like(c.output) if t is None else t.detach() for c, t in zip(calls, outs, strict=True)]
                 kernel = self.kernels[stage - 1]
                 three = kernel.vjp(self._probes([self._one_head(t) for t in filled], kernel))
-                parts = [self._split(t, c.dtype) for t, c in zip(three, calls[0].qkv, strict=True)]
+                parts = [self._split(t, c.dtype) for t, c in zip(three, calls[0].call.qkv, strict=True)]
                 given = [t for own in zip(*parts, strict=True) for t in own]  # by layer: for queries, keys, values
                 given = [t.requires_grad_() for t in given] if record else given
-                ends = [list(c.qkv) for c in calls]
+                ends = [list(c.call.qkv) for c in calls]
         found = [total[0] for total in totals]
         return [self.masked(torch.zeros_like(layer.x) if t is None else t) for t, layer in zip(found, self.layers, strict=True)]
 

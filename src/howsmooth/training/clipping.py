@@ -17,7 +17,8 @@ from howsmooth.models.reading import Stage, head_entries, written_along
 from howsmooth.settings import choice, number
 from howsmooth.solve import Options, solve
 from howsmooth.training.aside import aside, bare
-from howsmooth.training.passes import Inputs, chosen, rows_of
+from howsmooth.training.probe import Inputs, rows_of
+from howsmooth.training.route import chosen
 
 Quantity = Literal["constant", "logit"]
 _PARTS = ("qk", "vo", "qkvo")

@@ -23,7 +23,9 @@ from howsmooth.models import MapName, Model
 from howsmooth.models.trace import evaluating
 from howsmooth.settings import choice, flag, number, whole
 from howsmooth.training.aside import FORWARD_MODE, aside, bare
-from howsmooth.training.passes import FAST, Inputs, Passes
+from howsmooth.training.passes import FAST, Passes
+from howsmooth.training.probe import Inputs
+from howsmooth.training.turns import How
 
 _BASIS = 12  # vectors between restarts
 _RESTARTS = 40
@@ -256,6 +258,6 @@ class SmoothnessPenalty:
 
     def _turn(self, passes: Passes) -> dict[int, Tensor]:
         """One pass: constants along the carried directions, by row, and the directions turned."""
-        found = list(passes.run(self._directions, graph=True, rounds=1 + self.products))
+        found = list(passes.run(self._directions, How(graph=True, rounds=1 + self.products)))
         self._directions = {k: torch.cat([seen[k].directions for seen in found]) for k in passes.layers}
         return {k: torch.cat([seen[k].value for seen in found]) for k in passes.layers}

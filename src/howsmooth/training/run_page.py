@@ -1,19 +1,16 @@
 """The page of a training run, from the file that a recorder wrote: one HTML file that fetches nothing."""
 
-import base64
-import hashlib
 import math
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 from pathlib import Path
 from string import Template
 from typing import Any, final
 
 from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.report.answer import number
-from howsmooth.report.page import asset, embed
-from howsmooth.run import read, writing
+from howsmooth.report.shell import asset, check_page, save, whole_page
+from howsmooth.run import read
 from howsmooth.training.recorder import FILE
 from howsmooth.training.tracker import PREFIX
 
@@ -132,21 +129,20 @@ def _named(key: str) -> tuple[str, int | None]:
 
 def render(run: RunRecord) -> str:
     """The page as text."""
-    script = asset("charts.js") + _asset("training.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sentences = run.sentences()
-    return Template(_asset("training.html")).substitute(
-        policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'",
-        description=escape(sentences[0]),
-        title=escape(f"Smoothness of {run.folder.resolve().name} while it trains"),
-        style=asset("page.css"),
-        meta=escape(f"{len(run.layers)} layers · {len(run.steps)} updates"),
-        answer="".join(f"<p>{escape(sentence)}</p>" for sentence in sentences),
+    main = Template(asset("training.html", "training")).substitute(
         alarms="".join(f"<li>{escape(said)}</li>" for *_, said in run.alarms) or "<li>none</li>",
         software=escape(", ".join(f"{k} {v}" for k, v in run.versions.items())),
-        version=escape(run.versions.get("howsmooth", "")),
-        data=embed(_payload(run)),
-        script=script,
+    )
+    return whole_page(
+        main,
+        title=f"Smoothness of {run.folder.resolve().name} while it trains",
+        meta=f"{len(run.layers)} layers · {len(run.steps)} updates",
+        description=sentences[0],
+        answer=[escape(sentence) for sentence in sentences],
+        version=run.versions.get("howsmooth", ""),
+        script=asset("training.js", "training"),
+        data=_payload(run),
     )
 
 
@@ -175,16 +171,8 @@ def _thin(steps: tuple[int, ...], values: Any, telling: Any) -> list[list[float]
     return [telling(there[i : i + size], key=lambda p: p[1]) for i in range(0, len(there), size)]
 
 
-def _asset(name: str) -> str:
-    return resources.files("howsmooth.training").joinpath("assets", name).read_text("utf-8")
-
-
 def write_run_page(run: RunRecord, out: str | Path | None = None, *, force: bool = False) -> Path:
     """Write the page, into the run's folder by default; a page of ours there is replaced, another file only if `force`."""
     page = run.folder / PAGE if out is None else Path(out)
-    if out is not None and page.exists() and not force:
-        raise ResultsError(f"expected a new file, got {page}, which exists; pass --force to replace it")
-    text = render(run).encode("utf-8", "replace")
-    with writing(page, parents=True) as part:
-        part.write_bytes(text)
-    return page
+    check_page(page, force or out is None)
+    return save(render(run), page)

@@ -16,7 +16,9 @@ from howsmooth.settings import flag, number, whole
 from howsmooth.training.aside import aside, bare, first_bad
 from howsmooth.training.blocks import orthonormal
 from howsmooth.training.looks import squares
-from howsmooth.training.passes import Inputs, Passes, Seen
+from howsmooth.training.passes import Passes
+from howsmooth.training.probe import Inputs
+from howsmooth.training.turns import How, Seen
 
 PREFIX = "smoothness"
 _START = 8  # passes from a random start, where no certified solve gives the first directions
@@ -122,7 +124,7 @@ class Tracker:
             raise BadInputError(f"expected a torch module that trains, got {type(self.model).__name__}; pass the model")
         with aside(loaded.module):
             passes = Passes(loaded, self.probe, self.layers, self.map)
-        if self.heads and not (passes.kernels and passes.together and all(passes.heads.values())):
+        if self.heads and not (passes.course.kernels and passes.probe.together and all(passes.heads.values())):
             raise BadInputError(
                 "expected a model whose heads can be told apart for heads=True, got one whose attention is its own code; "
                 "leave heads out"
@@ -136,7 +138,7 @@ class Tracker:
     @property
     def names(self) -> dict[int, str]:
         """The tracked layers by number, as they are called in the model."""
-        return {route.index: route.name for route in self._now.passes.routes}
+        return {route.index: route.name for route in self._now.passes.course.routes}
 
     @property
     def broken(self) -> str | None:
@@ -209,7 +211,7 @@ class Tracker:
         """One step of power iteration in every layer, and more where the weights have moved far."""
         state, passes = self._now, self._now.passes
         given = {k: u for (k, h), u in state.directions.items() if h is None}
-        found = list(passes.run(given, times=state.times, rounds=_MOST, settled=_SETTLED, looks=True))
+        found = list(passes.run(given, How(times=state.times, rounds=_MOST, settled=_SETTLED, looks=True)))
         rows = {k: there for k in passes.layers if len(there := [seen[k] for seen in found if k in seen]) == len(found)}
         values = {self.key(k): state.turn(k, rows[k]) if k in rows else math.nan for k in passes.layers}
         names: list[str] = []
@@ -222,7 +224,7 @@ class Tracker:
         if self.heads:
             most = max(passes.heads.values())
             given = {k: v for (k, h), v in state.directions.items() if h is not None}
-            for seen in passes.run(given, times=most, heads=True):
+            for seen in passes.run(given, How(times=most, heads=True)):
                 for k in passes.layers:
                     values |= self._by_head(k, seen.get(k), most)
         values |= dict(zip(names, torch.cat(numbers).tolist() if numbers else (), strict=True))
@@ -233,18 +235,18 @@ class Tracker:
 
     def _missing(self, layer: int) -> dict[str, float]:
         """What is logged of a layer that could not be measured."""
-        names = self._names(layer, self._now.passes.heads[layer] if self._now.passes.kernels else 0)
+        names = self._names(layer, self._now.passes.heads[layer] if self._now.passes.course.kernels else 0)
         return dict.fromkeys(names, math.nan)
 
     def _names(self, layer: int, heads: int) -> list[str]:
         """What is logged of a layer beside its constant. heads: how many, nothing where attention cannot be seen."""
-        seen = [self.key(layer, what) for what in ("entropy", "sink", "max_logit")] if self._now.passes.kernels else []
+        seen = [self.key(layer, what) for what in ("entropy", "sink", "max_logit")] if self._now.passes.course.kernels else []
         return [self.key(layer, "radius"), *seen, *(self.key(layer, "max_logit", h) for h in range(heads))]
 
     def _beside(self, layer: int, there: list[Seen]) -> tuple[list[str], list[Tensor]]:
         """What is logged of a layer beside its constant: names, and numbers that are still on its device."""
         passes = self._now.passes
-        lengths = [squares(seen.x, real) for seen, real in zip(there, passes.real, strict=True)]
+        lengths = [squares(seen.x, real) for seen, real in zip(there, passes.probe.real, strict=True)]
         radius, looks = torch.cat(lengths).mean(0, keepdim=True).sqrt(), [t.double() for seen in there for t in seen.looks]
         if not looks:
             return [self.key(layer, "radius")], [radius]
@@ -260,7 +262,7 @@ class Tracker:
         if seen is None:
             return dict.fromkeys(keys, math.nan)
         state.point(layer, seen)
-        values = seen.value.reshape(len(passes.rows), most).amax(0)
+        values = seen.value.reshape(len(passes.probe.rows), most).amax(0)
         return dict(zip(keys, values.tolist(), strict=False))
 
     def _certified(self, step: int, strict: bool = False) -> Check | None:
@@ -272,7 +274,7 @@ class Tracker:
                 state.capture(row).measure(
                     passes.layers, self.map, heads=self.heads, tol=self.tol, certify=self.certify, closed=False
                 )
-                for row in passes.rows
+                for row in passes.probe.rows
             ]
         except HowSmoothError as error:
             if strict:
@@ -292,7 +294,7 @@ class Tracker:
                 by_head[k] = torch.stack([v for each in filled for v in each])
                 rows += [_compared(k, h, state.tracked, [m.heads[h] for m in own]) for h in range(passes.heads[k])]
         state.lead(list(passes.run({}, starts=tops)))
-        for seen in passes.run({}, starts=by_head, times=most, heads=True) if self.heads else ():
+        for seen in passes.run({}, How(times=most, heads=True), starts=by_head) if self.heads else ():
             for k, there in seen.items():
                 state.point(k, there)
         return Check(step, tuple(rows))
@@ -309,7 +311,7 @@ class Tracker:
         state = self._now
         if state.broken is not None:
             return
-        blocks = {route.index: route for route in state.passes.routes}
+        blocks = {route.index: route for route in state.passes.course.routes}
         where = next((k for k, r in blocks.items() if first_bad(dict(r.block.named_parameters())) is not None), None)
         bad = first_bad(dict(state.loaded.module.named_parameters()))
         if where is not None:
@@ -335,7 +337,7 @@ class _State:
         self.tracked: dict[tuple[int, int | None], float] = {}
         self.updates = 0
         self.broken: str | None = None
-        self.times = min(_WIDTH, passes.least) if passes.together else 1
+        self.times = min(_WIDTH, passes.least) if passes.probe.together else 1
 
     def capture(self, row: Inputs) -> Any:
         return self.loaded.capture(inputs=row) if isinstance(row, Tensor) else self.loaded.capture(**row)
@@ -383,9 +385,10 @@ def _again(row: Checked, tracked: dict[tuple[int, int | None], float]) -> Checke
 
 def _spread(measured: Measurement, direction: Tensor, passes: Passes, row: int) -> Tensor:
     """A direction of all tokens of a row, zero at padding."""
-    real = passes.real[0 if passes.together else row]
-    own = None if real is None else real[row if passes.together else 0, :, 0]
-    direction = direction.to(passes.device, passes.work)
+    probe = passes.probe
+    real = probe.real[0 if probe.together else row]
+    own = None if real is None else real[row if probe.together else 0, :, 0]
+    direction = direction.to(passes.device, passes.course.work)
     if own is None or len(direction) == len(own):
         return direction
     whole_ = direction.new_zeros(len(own), direction.shape[-1])

@@ -1,0 +1,132 @@
+"""Steps of power iteration in the layers that one pass has recorded."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import BadInputError
+from howsmooth.training.bundle import Bundle, Recorded
+from howsmooth.training.looks import look
+
+_COARSE = 2.0**-9  # error of a layer's products on a GPU: four times the rounding of operands with eleven bits
+
+
+@final
+@dataclass(eq=False)
+class Seen:
+    """What one pass saw of one layer.
+
+    x: the tokens that entered, as they came.  value: by row of the probe, or by head of every row, `max |J w|` over unit `w` in
+    the span of the last `v`, a lower end of the constant, less what rounding may have added; where a graph was asked for,
+    `|Jᵀ u|` with its graph, at the unit `u` of the last image, held fixed.  directions: the next `u`, (rows · times, N).
+    looks: of its attention calls, as `look` gives them, where they were asked for.
+    """
+
+    x: Tensor
+    value: Tensor
+    directions: Tensor
+    looks: list[Tensor] = field(default_factory=list)
+
+
+@final
+@dataclass(frozen=True)
+class How:
+    """How a pass measures.
+
+    graph: keep the graph of `value` down to the weights, on attention with second derivatives.  times: how many directions a
+    row has; each gets a copy of the row.  heads: the copies are for one head each, alone.  rounds: steps of power iteration at
+    most.  settled: the gain of a step at which no further one is needed.  looks: also what attention looks like.
+    """
+
+    graph: bool = False
+    times: int = 1
+    heads: bool = False
+    rounds: int = 1
+    settled: float = 0.0
+    looks: bool = False
+
+
+@final
+class Turns:
+    """What is measured in one pass.
+
+    rows: of the pass, copies included.  real: which tokens are not padding.  directions: by layer, the `u`.  starts: the `v`,
+    where they are known instead.
+    """
+
+    def __init__(
+        self,
+        how: How,
+        rows: int,
+        real: Tensor | None,
+        directions: Mapping[int, Tensor],
+        starts: Mapping[int, Tensor],
+    ):
+        self.how, self.rows, self.times, self.real = how, rows, how.times, real
+        self.directions, self.starts = directions, starts
+        self.found: dict[int, Seen] = {}
+
+    def measure(self, recorded: Sequence[Recorded]) -> None:
+        """Layers, those of a kind together; what refuses is left out."""
+        kinds: dict[Any, list[Recorded]] = {}
+        for layer in recorded:
+            kinds.setdefault(layer.kind, []).append(layer)
+        for layers in kinds.values():
+            try:
+                self._turn(layers)
+            except BadInputError:  # one of them, or all
+                for layer in layers if len(layers) > 1 else ():
+                    with suppress(BadInputError):
+                        self._turn([layer])
+
+    @torch.enable_grad()
+    def _turn(self, layers: list[Recorded]) -> None:
+        """Values and next directions of layers of a kind."""
+        bundle = Bundle(layers, self.rows, self.times, self.how.heads, self._masked)
+        starts = [self.starts[layer.index] for layer in layers if layer.index in self.starts] or None
+        turned = bundle.step(bundle.first([self._direction(layer.index, layer.y) for layer in layers]), starts)
+        for _ in range(self.how.rounds - 1):
+            if not turned.gain > self.how.settled:
+                break
+            turned = bundle.step(bundle.back(turned.directions.chunk(len(layers))))
+        values, directions = turned.value.chunk(len(layers)), turned.directions.flatten(0, 1).chunk(len(layers))
+        if self.how.graph:
+            values = [self._sizes(t) for t in bundle.back(directions, graph=True)]
+        else:  # what rounding may have added is taken off
+            noise = max((kernel.noise for kernel in bundle.kernels), default=0.0)
+            noise += _COARSE if layers[0].x.is_cuda and layers[0].x.dtype == torch.float32 else 0.0
+            values = [max(0.0, 1 - noise) * t for t in values]
+        looks = [look(kernel, self.real, len(layers)) for kernel in bundle.kernels] if self.how.looks else []
+        for i, layer in enumerate(layers):
+            x = layer.x.detach()[:: self.times]
+            self.found[layer.index] = Seen(x, values[i], directions[i], [each[i] for each in looks])
+
+    def _direction(self, index: int, y: Tensor) -> Tensor:
+        """The `u` of a layer whose output is `y`: carried over, or random; none where it is known what goes in."""
+        u = self.directions.get(index)
+        if index in self.starts:
+            u = torch.zeros_like(y)
+        elif u is None or u.numel() != y.numel():
+            u = self._unit(torch.randn(y.shape, generator=torch.Generator().manual_seed(index)).to(y))
+        return u.detach().to(y).reshape(y.shape)
+
+    def _masked(self, t: Tensor) -> Tensor:
+        return t if self.real is None else t * self._mask(t)
+
+    def _mask(self, t: Tensor) -> Tensor:
+        assert self.real is not None
+        return self.real.repeat_interleave(self.times, 0).reshape(*t.shape[:-1], 1)
+
+    def _sizes(self, t: Tensor) -> Tensor:
+        """Norms by row, of any layout where there is one row."""
+        return (t.flatten(1) if self.rows > 1 else t.reshape(1, -1)).norm(dim=-1)
+
+    def _unit(self, t: Tensor) -> Tensor:
+        """Of length one in every row, zero at padding."""
+        t = self._masked(t)
+        size = self._sizes(t)
+        return t / torch.where(size > 0, size, 1.0).reshape(-1, *[1] * (t.ndim - 1))
