@@ -97,6 +97,7 @@ def configurations(attn: Attention, n: int, within: TokenSet | float, *, head: i
     ['clusters', 'half', 'opposite', 'tie']
     """
     space, counts, candidates = _space(attn, n, within), _counts(n), []
+    attn = attn.to("cpu")  # where a GPU would wait for one small decomposition after the other
     room_for_ties = n > 2 and attn.width > (2 if isinstance(space, Ellipsoid) else 1)
     for one in sorted(_heads(attn, head), key=lambda one: -one.size)[:_HEADS]:
         candidates += _eigenvector_families(one, space)
@@ -138,7 +139,6 @@ def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | Non
     `D^{½} J D^{−½}` (docs/explanation/worst-inputs.md §1). Two or three tokens stand for `n`.
     """
     space = _space(attn, n, within)
-    attn = attn.to("cpu")  # a GPU would wait for one small step after the other
     layer = replace(attn, causal=False, window=None, bias=None)
     dtype = torch.promote_types(attn.dtype, torch.float32)
     groups: dict[tuple[int, ...], list[Configuration]] = {}
@@ -147,8 +147,8 @@ def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | Non
     scored: list[tuple[float, Configuration]] = []
     for counts, group in groups.items():
         here = [i for i, count in enumerate(counts) if count]
-        weights = torch.tensor([counts[i] for i in here], dtype=dtype)
-        x = space.tokens(torch.stack([c.coordinates[here] for c in group])).to(dtype)
+        weights = torch.tensor([counts[i] for i in here], dtype=dtype, device=attn.w_q.device)
+        x = space.tokens(torch.stack([c.coordinates[here] for c in group])).to(weights)
         root = weights.sqrt()[None, :, None]
         operator = Weighted(replace(layer, bias=weights.log()[None, None, None]).linearize(x)[1], root, 1 / root)
         solutions = GolubKahan().solve(operator, _RANKING, None, [0] * operator.batch)
