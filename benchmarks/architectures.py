@@ -46,11 +46,11 @@ def _row(name: str) -> dict[str, Any]:
     layer = captured.trace.layers[animal.layer]
     cut = captured.map(animal.layer)
     with torch.no_grad():
-        calls = cut.run(cut.start)[1]
+        calls = cut.run(cut.start).calls
     return {
         "architecture": name,
         "attention": type(layer.module).__name__,
-        "mask": _mask(calls[0].kernel.scores) if calls else "its own",
+        "mask": _mask(calls[0].call.scores) if calls else "its own",
         "way": "kernels" if found["attention"].cut else "falls back",
         "as `Attention`": "no" if captured.closed(animal.layer) is None else "yes",
         "error, attention": f"{errors['attention']:.0e}",

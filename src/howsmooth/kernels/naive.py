@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
+from howsmooth.kernels.base import Keys, Offsets, Outputs, Queries, Scores, Values
 from howsmooth.kernels.kinds import Pointwise, Sinkhorn
-from howsmooth.kernels.kinds.kind import Vectors
+from howsmooth.kernels.kinds.kind import Logits, Vectors
 
 _TIED = 16  # units in the last place within which two logits are one
 
@@ -19,22 +19,16 @@ def plain_attention(q: Queries, k: Keys, v: Values, scores: Scores, rows: int = 
     _, _, n, m = scores.check(q, k, v)
     kind, mask = scores.kind, scores.mask.to(q.device, q.dtype)
     entry, inner = kind.enter(q, k, v, scores.scale), kind.inner(scores)
-    q, k, v, offset = Vectors(q, k, v) if entry is None else entry.vectors
+    q, k, v, offset = by_head(Vectors(q, k, v) if entry is None else entry.vectors)
     bias = None if inner.mask.bias is None else inner.mask.bias.to(q.device, q.dtype)
     slack = logit_slack(q, k, inner.scale, bias)
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     shift = kind.shift(mask, m) if isinstance(kind, Pointwise) else None
     if isinstance(kind, Sinkhorn):
         rows = n
     outputs = []
     for start in range(0, n, rows):
         stop = min(start + rows, n)
-        s = inner.scale * (q[:, :, start:stop] @ k.mT)
-        if offset is not None:
-            s = s + offset.repeat_interleave(group, dim=1)[:, :, None]
-        if scores.softcap is not None:
-            s = scores.softcap * torch.tanh(s / scores.softcap)
+        s = logits_of(q[:, :, start:stop], k, offset, inner)
         seen = mask.visible(slice(start, stop), slice(0, m), q.device)
         if mask.keys is not None:
             seen = seen & mask.keys[:, None, None, :]
@@ -48,6 +42,20 @@ def plain_attention(q: Queries, k: Keys, v: Values, scores: Scores, rows: int = 
     out = torch.cat(outputs, dim=2)
     leave = kind.leave(out)
     return out if leave is None else leave.output
+
+
+def by_head(at: Vectors) -> Vectors:
+    """Keys and values once for every head of the queries."""
+    group = at.q.shape[1] // at.k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1) for t in (at.k, at.v))
+    return Vectors(at.q, k, v, None if at.offset is None else at.offset.repeat_interleave(group, dim=1))
+
+
+def logits_of(q: Queries, k: Keys, offset: Offsets | None, inner: Scores) -> Logits:
+    """Soft-capped, before any mask. inner: the scores between a kind's `enter` and `leave`."""
+    s = inner.scale * (q @ k.mT)
+    s = s if offset is None else s + offset[:, :, None]
+    return s if inner.softcap is None else inner.softcap * torch.tanh(s / inner.softcap)
 
 
 def logit_slack(q: Queries, k: Keys, scale: float, bias: Tensor | None) -> Float[Tensor, "batch heads n 1"]:

@@ -259,8 +259,7 @@ def variants_report(reader: Reader, setting: Setting, measured: Measured, comman
     source = None if reader.source is None else reader.source.text
     methods = _methods(reader, setting, ALICE if source is None else Path(source).name, command, measured)
     notes = ("Every layer on this page is the model's own with softmax put in, beside other kinds of attention.",)
-    if measured.failures:
-        notes += (f"{len(measured.failures)} tasks gave nothing; the first: {measured.failures[0]}",)
+    notes += _lost(measured.failures)
     data = ReportData((*({**row, "kind": "layer"} for row in rows), *measured.of("variant")), methods, notes=notes)
     return Report(data, measured.failures)
 
@@ -315,9 +314,11 @@ def _notes(reader: Reader, setting: Setting, data: ReportData, failures: tuple[s
         notes.append(f"In layers {named} attention is the model's own code, differentiated as it is.")
     if data.methods.map == "attention" and not data.bounds:
         notes.append("Bounds, splitting and worst inputs need attention as a formula of its weights; no layer here is one.")
-    if failures:
-        notes.append(f"{len(failures)} tasks gave nothing; the first: {failures[0]}")
-    return tuple(notes)
+    return (*notes, *_lost(failures))
+
+
+def _lost(failures: tuple[str, ...]) -> tuple[str, ...]:
+    return (f"{len(failures)} tasks gave nothing; the first: {failures[0]}",) if failures else ()
 
 
 def _nearest(lengths: Sequence[int], n: int) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -115,13 +115,17 @@ def asked(
     lengths: Sequence[int] | None,
     samples: int,
     layers: Sequence[int] | None,
+    usual: Callable[[Reader, int], tuple[int, ...]] | None = None,
     **options: Any,
 ) -> tuple[Reader, Setting]:
-    """A model and a text, and a question of them that can be answered, its lengths and layers filled in."""
+    """A model and a text, and a question of them that can be answered, its lengths and layers filled in.
+
+    usual: the lengths for so many samples where none are named, `fitting_lengths` by default.
+    """
     samples = sample_count(samples)
     question = Question(LENGTHS if lengths is None else lengths, samples, layers, **options)  # pyright: ignore  makes tuples
     reader = Reader.of(model, text)
-    fits = question if lengths is not None else replace(question, lengths=fitting_lengths(reader, samples))
+    fits = question if lengths is not None else replace(question, lengths=(usual or fitting_lengths)(reader, samples))
     return reader, settle(reader, fits)
 
 

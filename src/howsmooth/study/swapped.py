@@ -25,8 +25,8 @@ from howsmooth.models.measurement import estimate_columns
 from howsmooth.run import Progress
 from howsmooth.settings import choice, items, number
 from howsmooth.study.jobs import Job, Measured, Row, run_here, to_frame
-from howsmooth.study.layers import Part, Question, Setting, parts, sample_count, settle
-from howsmooth.study.lengths import fitting_lengths
+from howsmooth.study.layers import Part, Setting, parts
+from howsmooth.study.lengths import asked, fitting_lengths
 from howsmooth.study.reader import Reader
 from howsmooth.verbs import lipschitz_batch
 
@@ -341,10 +341,8 @@ def variants(
     >>> [(line["kind"], line["scale"]) for line in found.table()]
     [('softmax', 'both'), ('cosine', 'published'), ('cosine', 'matched')]
     """
-    names, reader = kind_names(kinds), Reader.of(model, text)
-    given = usual_lengths(reader, sample_count(samples)) if lengths is None else lengths
-    chosen_layers = None if layers is None else tuple(layers)
-    setting = settle(reader, Question(tuple(given), samples, chosen_layers, tol=tol, certify=certify, seed=seed))
+    names, how = kind_names(kinds), {"tol": tol, "certify": certify, "seed": seed}
+    reader, setting = asked(model, text, lengths, samples, layers, usual_lengths, **how)
     chosen = run_here(reader, choice_jobs(setting, names))
     return of(chosen, run_here(reader, variant_jobs(setting, chosen.of("choice"), factors), progress))
 

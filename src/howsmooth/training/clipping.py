@@ -17,7 +17,7 @@ from howsmooth.models.reading import Stage, head_entries, written_along
 from howsmooth.settings import choice, number
 from howsmooth.solve import Options, solve
 from howsmooth.training.aside import aside, bare
-from howsmooth.training.probe import Inputs, rows_of
+from howsmooth.training.probe import Inputs, captured, rows_of
 from howsmooth.training.route import chosen
 
 Quantity = Literal["constant", "logit"]
@@ -120,7 +120,7 @@ def clip_(
 
 
 def _captures(model: Model, probe: Inputs) -> list[Capture]:
-    return [model.capture(inputs=r) if isinstance(r, Tensor) else model.capture(**r) for r in rows_of(probe)]
+    return [captured(model, row) for row in rows_of(probe)]
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import Model
-from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName, Span
 from howsmooth.settings import choice
 from howsmooth.training.one_pass import OnePass
-from howsmooth.training.probe import Inputs, Probe, rows_of
+from howsmooth.training.probe import Inputs, Probe, captured, rows_of
 from howsmooth.training.route import Course, Route, chosen
 from howsmooth.training.turns import How, Seen, Turns
 
@@ -38,7 +37,7 @@ class Passes:
     def __init__(self, model: Model, probe: Inputs, layers: str | Sequence[int], map: MapName):
         self.model, self.map = model, choice(map, "a map", FAST)
         rows = rows_of(probe)
-        samples = [self._sample(row) for row in rows]
+        samples = [captured(model, row).sample for row in rows]
         first = samples[0]
         self.count = len(first.trace.layers)
         self.layers = chosen(layers, self.count)
@@ -66,10 +65,6 @@ class Passes:
         kind = next((p.dtype for p in self.model.module.parameters() if p.is_floating_point()), torch.float32)
         other.probe = self.probe.fed(batch, self.device, kind)
         return other
-
-    def _sample(self, row: Inputs) -> Sample:
-        captured = self.model.capture(inputs=row) if isinstance(row, Tensor) else self.model.capture(**row)
-        return captured.sample
 
     def run(
         self, directions: Mapping[int, Tensor], how: How | None = None, *, starts: Mapping[int, Tensor] | None = None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import check_dense
+from howsmooth.models import Capture, Model
 from howsmooth.models.sample import Sample
 
 Inputs = Tensor | Mapping[str, Any]
@@ -61,9 +62,14 @@ class Probe:
         mask = None if isinstance(batch, Tensor) or "input_ids" not in batch else batch.get("attention_mask")
         padded = mask if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
         masks = None if padded is None else padded.bool()[:, :, None]
-        apart = [None] * len(rows) if masks is None else [own[None] for own in masks]
+        apart: list[Tensor | None] = [None] * len(rows) if masks is None else [own[None] for own in masks]
         runs = [ready(batch)] if self.together else [ready(row) for row in rows]
         return Probe(rows, self.together, runs, [masks] if self.together else apart)
+
+
+def captured(model: Model, row: Inputs) -> Capture:
+    """A model at one row."""
+    return model.capture(inputs=row) if isinstance(row, Tensor) else model.capture(**row)
 
 
 def _batch_first(sample: Sample) -> bool:

@@ -17,7 +17,7 @@ from howsmooth.training.aside import aside, bare, first_bad
 from howsmooth.training.blocks import orthonormal
 from howsmooth.training.looks import squares
 from howsmooth.training.passes import Passes
-from howsmooth.training.probe import Inputs
+from howsmooth.training.probe import Inputs, captured
 from howsmooth.training.turns import How, Seen
 
 PREFIX = "smoothness"
@@ -271,7 +271,7 @@ class Tracker:
         rows: list[Checked] = []
         try:
             by_row = [
-                state.capture(row).measure(
+                captured(state.loaded, row).measure(
                     passes.layers, self.map, heads=self.heads, tol=self.tol, certify=self.certify, closed=False
                 )
                 for row in passes.probe.rows
@@ -338,9 +338,6 @@ class _State:
         self.updates = 0
         self.broken: str | None = None
         self.times = min(_WIDTH, passes.least) if passes.probe.together else 1
-
-    def capture(self, row: Inputs) -> Any:
-        return self.loaded.capture(inputs=row) if isinstance(row, Tensor) else self.loaded.capture(**row)
 
     def turn(self, layer: int, rows: list[Seen]) -> float:
         """A layer's constant, and its directions carried over."""

@@ -1,13 +1,14 @@
 """Weights whose rows and columns are normalised in turn."""
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
-from howsmooth.kernels.kinds.kind import Kind, Logits, Seen
+from howsmooth.kernels.kinds.kind import Counts, Kind, Logits, Seen
 from howsmooth.settings import whole
 
 ROUNDS = 2000  # normalisations of rows and columns within which the limit must be reached
@@ -53,52 +54,83 @@ class Sinkhorn(Kind):
                 f"expected as many queries as keys for Sinkhorn attention, got {n} and {m}; rows and columns must balance"
             )
 
-    def weigh(self, s, seen, slack):
+    def weigh(self, s, seen, slack, counts=None):
         seen = seen.expand(s.shape)
         seen = seen & seen.any(-2).unsqueeze(-1)  # a token that is no key is no query
         s = s.masked_fill(~seen, -torch.inf)
+        log_count = s.new_zeros(()).expand(1, 1, 1, s.shape[-1]) if counts is None else counts.log()
+        balance = self.balance(s, seen, log_count)
+        if self.iterations is None and not bool(balance.settled.all()):
+            raise NoConvergenceError(unbalanced())
+        weights = _weights(s, seen, balance.f, balance.g)
+        return weights if counts is None else weights * counts
+
+    def balance(self, s: Logits, seen: Seen, log_count: Counts) -> "Balance":
+        """Potentials of logits that are `−inf` where not seen: `a_j exp(s_ij + f_i + g_j)` are the weights, `a` the counts.
+
+        Rows sum to one, and columns, every row as often as it counts, to `a_j`.
+        """
         f, g = s.new_zeros(*s.shape[:-1], 1), s.new_zeros(*s.shape[:-2], 1, s.shape[-1])
         if self.iterations is None:
-            f, g = _limit(s, seen, f, g)
-        for step in range(self.iterations or 0):
-            f, g = _normalised(s, seen, f, g, step % 2)
-        return _weights(s, seen, f, g)
+            return _limit(s, seen, f, g, log_count)
+        before, lost = g, _lost(seen)
+        for step in range(self.iterations):
+            before = g if step % 2 else before
+            f, g = _normalised(s, lost[step % 2], f, g, log_count, step % 2)
+        return Balance(f, g, before, torch.ones(len(s), dtype=torch.bool, device=s.device))
+
+
+class Balance(NamedTuple):
+    """Potentials of rows, of columns, of columns before the last step on them; whether the limit was reached."""
+
+    f: Tensor
+    g: Tensor
+    before: Tensor
+    settled: Bool[Tensor, " batch"]
 
 
 def _weights(s: Logits, seen: Seen, f: Tensor, g: Tensor) -> Logits:
     return torch.where(seen, s + f + g, -torch.inf).exp()
 
 
-def _normalised(s: Logits, seen: Seen, f: Tensor, g: Tensor, side: int) -> tuple[Tensor, Tensor]:
+def _lost(seen: Seen) -> tuple[Tensor, Tensor]:
+    """Rows and columns in which there is nothing."""
+    return ~seen.any(-1, keepdim=True), ~seen.any(-2, keepdim=True)
+
+
+def _normalised(s: Logits, lost: Tensor, f: Tensor, g: Tensor, log_count: Counts, side: int) -> tuple[Tensor, Tensor]:
     """Potentials of rows and columns after rows (0) or columns (1) were divided by their sums; 0 where there is nothing."""
-    axis, other = (-1, g) if side == 0 else (-2, f)
-    lost = ~seen.any(axis, keepdim=True)
+    axis, other = (-1, g + log_count) if side == 0 else (-2, f + log_count.mT)
     sums = torch.logsumexp((s + other).masked_fill(lost, 0.0), axis, keepdim=True).masked_fill(lost, 0.0)
     return (-sums, g) if side == 0 else (f, -sums)
 
 
-def _limit(s: Logits, seen: Seen, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Potentials of the limit without a graph, then chord steps on `rows and columns sum to one` with one."""
-    still, enough = s.detach(), 64 * torch.finfo(s.dtype).eps
+def _limit(s: Logits, seen: Seen, f: Tensor, g: Tensor, log_count: Counts) -> Balance:
+    """Potentials of the limit without a graph, then chord steps on `rows and columns sum to what they stand for` with one."""
+    mass = log_count.exp().expand(*s.shape[:-2], 1, s.shape[-1])  # (batch, heads, 1, m)
+    pairs, still, enough = mass.mT * mass, s.detach(), 64 * torch.finfo(s.dtype).eps
+    settled, lost = torch.zeros(len(s), dtype=torch.bool, device=s.device), _lost(seen)
     for _ in range(ROUNDS):
         before = g
-        f, g = _normalised(still, seen, f, g, 0)
-        f, g = _normalised(still, seen, f, g, 1)
-        if bool((g - before).abs().max() <= enough * (1 + g.abs().max())):
+        for side in (0, 1):
+            f, g = _normalised(still, lost[side], f, g, log_count, side)
+        change, size = (t.abs().flatten(1).amax(-1) for t in (g - before, g))
+        settled = change <= enough * (1 + size)
+        if bool(settled.all()):
             break
-    else:
-        raise NoConvergenceError(unbalanced())
-    p = _weights(still, seen, f, g)
+    p = pairs * _weights(still, seen, f, g)
     rows, columns = p.sum(-1), p.sum(-2)
     across, down = torch.cat([rows.diag_embed(), p], -1), torch.cat([p.mT, columns.diag_embed()], -1)
-    inverse = torch.linalg.pinv(torch.cat([across, down], -2), hermitian=True)
+    system = torch.where(settled[:, None, None, None], torch.cat([across, down], -2), 0.0)
+    inverse = torch.linalg.pinv(system, hermitian=True)
+    targets = torch.cat([torch.where(t > 0, mass[..., 0, :], 0.0) for t in (rows, columns)], -1)
     n = s.shape[-2]
     for _ in range(_CHORDS):
-        p = _weights(s, seen, f, g)
-        off = torch.cat([p.sum(-1) - rows.round(), p.sum(-2) - columns.round()], -1)
+        p = pairs * _weights(s, seen, f, g)
+        off = torch.cat([p.sum(-1), p.sum(-2)], -1) - targets
         step = (inverse @ off[..., None])[..., 0]
         f, g = f - step[..., :n, None], g - step[..., None, n:]
-    return f, g
+    return Balance(f, g, g, settled)
 
 
 def unbalanced() -> str:

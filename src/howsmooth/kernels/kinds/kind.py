@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Logits = Float[Tensor, "batch heads n m"]
 Seen = Bool[Tensor, "*batch n m"]
+Counts = Float[Tensor, "batch 1 1 m"]
 Tile = Float[Tensor, "g rows cols"]
 
 
@@ -120,10 +121,11 @@ class Kind(ABC):
         return scores
 
     @abstractmethod
-    def weigh(self, s: Logits, seen: Seen, slack: Float[Tensor, "batch heads n 1"]) -> Logits:
+    def weigh(self, s: Logits, seen: Seen, slack: Float[Tensor, "batch heads n 1"], counts: Counts | None = None) -> Logits:
         """Weights from finite logits, in out-of-place operations of torch; zero where a key is not seen.
 
-        slack: of the logits in each row, the part that rounding may have made.
+        slack: of the logits in each row, the part that rounding may have made.  counts: how many equal tokens each key stands
+        for, or what mass it has; it gets the weights of all of them. One by default (docs/explanation/kinds.md 8.12).
         """
 
     def __repr__(self) -> str:
@@ -163,8 +165,8 @@ class Pointwise(Kind):
     flat: ClassVar[bool] = False
     grows: ClassVar[bool] = True
 
-    def shift(self, mask: Mask, m: int) -> float | Float[Tensor, " batch"] | None:
-        """A number added to every logit of an item of the batch, after soft-cap and bias."""
+    def shift(self, mask: Mask, m: int | Float[Tensor, " batch"]) -> float | Float[Tensor, " batch"] | None:
+        """A number added to every logit of an item of the batch, after soft-cap and bias. m: of tokens among its keys."""
         return None
 
     def start(self, rows: Float[Tensor, "batch heads n"]) -> Float[Tensor, "batch heads n"] | None:

@@ -17,8 +17,8 @@ class _OfSoftmax(Kind):
 
     maps: ClassVar[bool] = True
 
-    def weigh(self, s, seen, slack):
-        return Softmax().weigh(s, seen, slack)
+    def weigh(self, s, seen, slack, counts=None):
+        return Softmax().weigh(s, seen, slack, counts)
 
 
 @final

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.kinds.kind import Entry, Pointwise, Vectors, hidden_as
+from howsmooth.kernels.kinds.kind import Counts, Entry, Pointwise, Vectors, hidden_as
 from howsmooth.kernels.tensors import check_tensor
 from howsmooth.settings import choice, flag, number, whole
 
@@ -52,7 +52,8 @@ class Softmax(Pointwise):
     def head(self, index):
         return self if self.sink is None else Softmax(self.sink[index : index + 1])
 
-    def weigh(self, s, seen, slack):
+    def weigh(self, s, seen, slack, counts=None):
+        s = s if counts is None else s + counts.log()
         if self.sink is not None:
             sink = self.sink.to(s)[:, None, None].expand(*s.shape[:-1], 1)
             return torch.softmax(torch.cat([s.masked_fill(~seen, -torch.inf), sink], -1), -1)[..., :-1]
@@ -94,10 +95,11 @@ class Sigmoid(Pointwise):
     def shift(self, mask, m):
         if self.bias is not None:
             return self.bias
-        return -math.log(m) if mask.keys is None else -mask.keys.sum(-1).clamp_min(1).double().log()
+        m = m if mask.keys is None else mask.keys.sum(-1).clamp_min(1).double()
+        return -m.log() if isinstance(m, Tensor) else -math.log(m)
 
-    def weigh(self, s, seen, slack):
-        return hidden_as(torch.sigmoid(s), seen)
+    def weigh(self, s, seen, slack, counts=None):
+        return _times(hidden_as(torch.sigmoid(s), seen), counts)
 
     def tile(self, s, row, cap):
         weights = s.sigmoid_()
@@ -126,11 +128,20 @@ class Hard(Pointwise):
         top = whole(self.top, "a whole number of keys for Hard, at least 1", "top=1 takes the largest logit", least=1)
         object.__setattr__(self, "top", top)
 
-    def weigh(self, s, seen, slack):
+    def weigh(self, s, seen, slack, counts=None):
         s = s.detach().masked_fill(~seen, -torch.inf)
-        last = s.topk(min(self.top, s.shape[-1]), -1).values[..., -1:]
-        chosen = hidden_as((s >= last - slack).to(s.dtype), seen)
-        return chosen / chosen.sum(-1, keepdim=True).clamp_min(1.0)
+        last = s.topk(min(self.top, s.shape[-1]), -1).values[..., -1:] if counts is None else self._last(s, counts)
+        chosen = _times(hidden_as((s >= last - slack).to(s.dtype), seen), counts)
+        total = chosen.sum(-1, keepdim=True)
+        return chosen / torch.where(total > 0, total, 1.0)
+
+    def _last(self, s: Tensor, counts: Counts) -> Tensor:
+        """The least logit of each row that gets in: from the best on, until keys stand for `top` tokens; of mass, the best."""
+        order = s.argsort(-1, descending=True)
+        sizes = counts.expand(s.shape).gather(-1, order)
+        before = sizes.cumsum(-1) - sizes
+        few = before < self.top - 0.5 if self.top > 1 else before <= 0
+        return torch.where(few, s.gather(-1, order), torch.inf).amin(-1, keepdim=True)
 
     def statistic(self, tiles, rows, slack):
         best = rows.new_full((*rows.shape, self.top), -torch.inf)
@@ -185,8 +196,8 @@ class Linear(Pointwise):
     def enter(self, q, k, v, scale):
         return _Featured(q, k, v, self.features)
 
-    def weigh(self, s, seen, slack):
-        s = hidden_as(s, seen)
+    def weigh(self, s, seen, slack, counts=None):
+        s = _times(hidden_as(s, seen), counts)
         if not self.normalized:
             return s
         total = s.sum(-1, keepdim=True)
@@ -195,6 +206,10 @@ class Linear(Pointwise):
     def tile(self, s, row, cap):
         seen = s > -torch.inf
         return s.masked_fill_(~seen, 0.0), seen.to(s.dtype)
+
+
+def _times(weights: Tensor, counts: Counts | None) -> Tensor:
+    return weights if counts is None else weights * counts
 
 
 class _Featured(Entry):
