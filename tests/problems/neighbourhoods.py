@@ -115,7 +115,7 @@ def examine(case: Near, looked: Looked, samples: int = 3, steps: int = 3) -> Non
     found = _attained(case, steps, bound.slope)
     if found is not None:
         assert found.point is not None
-        way = found.direction.double() / float(found.direction.norm())
+        way = found.direction.double() / float(lengths(found.direction.double().flatten()))
         points += [_held(case, sign * case.area.far * way) for sign in (1, -1)] + [found.point]
     looked.unmeasured += found is None
     for y, truth in zip(points, truths(case, points), strict=True):
@@ -126,7 +126,7 @@ def examine(case: Near, looked: Looked, samples: int = 3, steps: int = 3) -> Non
         if found is not None and y is found.point:
             looked.wrong += [f"{why}; {case.name}" for why in not_attained(found, case, truth.norm)]
     if found is not None and found.lower > 0 and math.isfinite(found.upper):
-        looked.widths.append((case.within / max(float(case.area.point.norm(dim=-1).mean()), 1e-300), found.lower, found.upper))
+        looked.widths.append((case.within / max(float(lengths(case.area.point).mean()), 1e-300), found.lower, found.upper))
 
 
 def _attained(case: Near, steps: int, upper: float) -> hs.Estimate | None:
@@ -142,9 +142,9 @@ def _attained(case: Near, steps: int, upper: float) -> hs.Estimate | None:
 
 def _held(case: Near, step: Tensor) -> Tensor:
     """The point a step leads to, shortened to where it may lead."""
-    long = step.norm(dim=-1, keepdim=True)
+    long = lengths(step)[:, None]
     step = step * (case.area.radii[:, None] / torch.where(long > 0, long, 1.0)).clamp_max(1.0)
-    whole = float(step.norm())
+    whole = float(lengths(step.flatten()))
     if case.area.total is not None and whole > case.area.total:
         step = step * (case.area.total / whole)
     return case.area.point + step * (1 - 1e-12)
@@ -175,10 +175,10 @@ def truths(case: Near, points: list[Tensor]) -> list[Truth | None]:
     sizes = float(np.abs(J).max()), float(values.abs().max())
     if not all(s < _RANGE for s in sizes):
         return [None] * len(points)
-    longest = float(every.norm(dim=-1).max())
+    longest = float(lengths(every).max())
     w_v, b_v, w_o = (0.0 if t is None else float(lengths(t.flatten())) for t in (layer.w_v, layer.b_v, layer.w_o))
     fuzz = 1e-13 * n * (w_v * longest + b_v) * (1.0 if layer.w_o is None else w_o) + 1e-14 * longest * sizes[0]
-    moved = (values[1:] - values[0]).norm(dim=-1)
+    moved = lengths(values[1:] - values[0])
     return [Truth(_norm(K), _norm(K - J[0]), m, fuzz) for K, m in zip(J[1:], moved, strict=True)]
 
 
@@ -204,7 +204,7 @@ def refuted(bound: Around, norm: float, change: float, moved: Tensor, fuzz: floa
     for what, most, got, room in (
         ("slope", bound.slope, norm, 1e-13 * norm),
         ("change", bound.change, change, 1e-12 * norm),
-        ("moved_total", bound.moved_total, float(moved.norm()), fuzz),
+        ("moved_total", bound.moved_total, float(lengths(moved)), fuzz),
         *(("moved", float(a), float(b), fuzz) for a, b in zip(bound.moved, moved, strict=True)),
     ):
         if not got <= most * (1 + ROUNDING) + room:  # nan is no bound
@@ -215,12 +215,12 @@ def refuted(bound: Around, norm: float, change: float, moved: Tensor, fuzz: floa
 def not_attained(found: hs.Estimate, case: Near, norm: float) -> list[str]:
     """Sentences where `lower` is not attained at `point`, or that lies outside."""
     assert found.point is not None
-    step = (found.point - case.area.point).norm(dim=-1)
+    step = lengths(found.point - case.area.point)
     unit = 1e-15 * float(case.area.point.abs().max()) * case.area.point.shape[1]
     wrong = []
     if (
         bool((step > case.area.radii * (1 + ROUNDING) + unit).any())
-        or float(step.norm()) > case.area.far * (1 + ROUNDING) + unit
+        or float(lengths(step)) > case.area.far * (1 + ROUNDING) + unit
     ):
         wrong.append("the point lies outside")
     known = case.layer.linearize(found.point[None])[1].rounding()  # of products, where heads or values cancel
