@@ -313,7 +313,7 @@ class Fused(AttentionKernel):
         probes = dq.shape[0]
         rows, cols = padded_length(n), padded_length(m)
         count = probes * batch
-        keyed = self._options["KEYS"]
+        keyed = self._offset is not None
         scales = torch.empty(7 * count, device=dq.device)
         still = scales if not keyed else torch.zeros(count, device=dq.device)
         launch(
@@ -374,7 +374,7 @@ class Fused(AttentionKernel):
         dq = torch.empty(probes, batch, n, heads, d, device=g.device).transpose(2, 3)
         dk = torch.empty(probes, batch, m, kv_heads, d, device=g.device).transpose(2, 3)
         dv = torch.empty(probes, batch, m, kv_heads, d_v, device=g.device).transpose(2, 3)
-        dkeys = torch.empty(probes * batch * kv_heads, cols, device=g.device) if self._options["KEYS"] else scales
+        dkeys = torch.empty(probes * batch * kv_heads, cols, device=g.device) if self._offset is not None else scales
         two = probes % 2 == 0 and self._passes == 1
         inputs = (
             self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,

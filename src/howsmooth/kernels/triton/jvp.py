@@ -10,16 +10,17 @@ from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finis
 def _probe(
     b_acc, b_row, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_k, b_k_lo, b_v, b_v_lo, b_dq, b_dq_lo,
     DK, DK_LO, DV_P, DV_LO, DKEYS, at_k, at_v, kappa, one,
-    PASSES: tl.constexpr, PROMOTE: tl.constexpr, KEYS: tl.constexpr,
+    PASSES: tl.constexpr, PROMOTE: tl.constexpr, MOVE: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """What one block of `P` adds to one probe: `Σ_j t v + p dv` and `Σ_j t`, `t = p ∘ dS`."""
+    """What one block of `P` adds to one probe: `Σ_j t v + p dv` and, where rows have a term, `Σ_j t`, with `t = p ∘ dS`."""
     b_dk, b_dk_lo = load(DK, DK_LO, at_k, PASSES)
     b_ds = dot(b_dq, b_dq_lo, b_k, b_k_lo, tl.zeros(b_slope.shape, tl.float32), PASSES)
     b_ds = dot(b_q, b_q_lo, b_dk, b_dk_lo, b_ds, PASSES)
-    if KEYS:
+    if MOVE:
         b_ds += tl.load(DKEYS)[None, :]
     b_t = b_slope * (b_ds * kappa)
-    b_row += tl.sum(b_t, 1)
+    if ROW:
+        b_row += tl.sum(b_t, 1)
     b_t, b_t_lo = split(b_t, PASSES)
     b_acc = accumulate(b_t, b_t_lo, b_v, b_v_lo, b_acc, one, PASSES, PROMOTE)
     b_dv, b_dv_lo = load(DV_P, DV_LO, at_v, PASSES)
@@ -50,9 +51,10 @@ def jvp(
 ):  # fmt: skip
     """One block of rows of one head, for probe `z` or probes `2z, 2z + 1`. SCALES: κ, 1/(2¹⁴ γ κ s_v), 1/(2¹⁴ γ κ).
 
-    KEYS: numbers for every key, and in `DKEYS` their derivatives times γ. SIGMOID: rows have no term of their own, the last of
-    SCALES is zero.
+    KEYS: numbers for every key, and in `DKEYS` their derivatives times γ. SIGMOID: those do not move, and rows have no term of
+    their own, the last of SCALES is zero.
     """
+    MOVE: tl.constexpr = KEYS and not SIGMOID
     i_g = tl.program_id(1).to(tl.int64)
     i_head = i_g % heads
     i_item = i_g // heads
@@ -102,13 +104,14 @@ def jvp(
             b_acc, b_row = _probe(
                 b_acc, b_row, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_k, b_k_lo, b_v, b_v_lo, b_dq, b_dq_lo,
                 DK, DK_LO, DV_P, DV_LO, DKEYS + (i_probe * batch * kv_heads + i_kv) * m_rows + j,
-                at_k + i_probe * next_k, at_v + i_probe * next_v, kappa, one, PASSES, PROMOTE, KEYS,
+                at_k + i_probe * next_k, at_v + i_probe * next_v, kappa, one, PASSES, PROMOTE, MOVE, not SIGMOID,
             )  # fmt: skip
             if TWO:
                 b_acc2, b_row2 = _probe(
                     b_acc2, b_row2, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_k, b_k_lo, b_v, b_v_lo, b_dq2, b_dq2_lo,
                     DK, DK_LO, DV_P, DV_LO, DKEYS + ((i_probe + 1) * batch * kv_heads + i_kv) * m_rows + j,
-                    at_k + (i_probe + 1) * next_k, at_v + (i_probe + 1) * next_v, kappa2, one, PASSES, PROMOTE, KEYS,
+                    at_k + (i_probe + 1) * next_k, at_v + (i_probe + 1) * next_v, kappa2, one,
+                    PASSES, PROMOTE, MOVE, not SIGMOID,
                 )  # fmt: skip
     _write(OUT, OLD, SCALES, i_item, i_head, b_acc, b_row, i, c_v, n, d_v, out_probe, out_item, out_head, out_row,
            o_item, o_head, o_row, i_probe, batch)  # fmt: skip

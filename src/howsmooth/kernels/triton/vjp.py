@@ -9,7 +9,7 @@ from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finis
 @triton.jit
 def _column_probe(
     b_dk, b_dv, b_col, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA, at_g, at_row, kappa, one,
-    PASSES: tl.constexpr, PROMOTE: tl.constexpr, KEYS: tl.constexpr,
+    PASSES: tl.constexpr, PROMOTE: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
     """What one block of `Pᵀ` adds to `dv = Pᵀ g`, `dk = dSᵀ q` and the column sums of `dS` of one probe."""
     b_g, b_g_lo = load(G, G_LO, at_g, PASSES)
@@ -17,7 +17,7 @@ def _column_probe(
     b_dv = accumulate(b_p, b_p_lo, b_g, b_g_lo, b_dv, one, PASSES, PROMOTE)
     b_dp = dot(b_v, b_v_lo, tl.trans(b_g), tl.trans(b_g_lo), tl.zeros(b_slope.shape, tl.float32), PASSES)
     b_ds = b_slope * ((b_dp - b_delta[None, :]) * kappa)
-    if KEYS:
+    if MOVE:
         b_col += tl.sum(b_ds, 1)
     b_ds, b_ds_lo = split(b_ds, PASSES)
     return accumulate(b_ds, b_ds_lo, b_q, b_q_lo, b_dk, one, PASSES, PROMOTE), b_dv, b_col
@@ -35,8 +35,9 @@ def vjp_columns(
 ):  # fmt: skip
     """`dk` and `dv` of one block of columns, summed over the query heads that share them. SCALES: of dq, dk, dv.
 
-    KEYS: numbers for every key, whose gradients go to `DKEYS` in the units of `dk` and `q̂`.
+    KEYS: numbers for every key, whose gradients go to `DKEYS` in the units of `dk` and `q̂`; a sigmoid's do not move.
     """
+    MOVE: tl.constexpr = KEYS and not SIGMOID
     i_g = tl.program_id(1).to(tl.int64)
     kv_heads = heads // group
     i_item = i_g // kv_heads
@@ -79,13 +80,13 @@ def vjp_columns(
                 at_row = i_row * n_rows + i
                 b_dk, b_dv, b_col = _column_probe(
                     b_dk, b_dv, b_col, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA, at_g, at_row, kappa, one,
-                    PASSES, PROMOTE, KEYS,
+                    PASSES, PROMOTE, MOVE,
                 )  # fmt: skip
                 if TWO:
                     b_dk2, b_dv2, b_col2 = _column_probe(
                         b_dk2, b_dv2, b_col2, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA,
                         at_g + batch * heads * n_rows.to(tl.int64) * DV, at_row + batch * heads * n_rows.to(tl.int64),
-                        kappa, one, PASSES, PROMOTE, KEYS,
+                        kappa, one, PASSES, PROMOTE, MOVE,
                     )  # fmt: skip
     p_dk = DK + i_item * dk_item + i_kv * dk_head + j[:, None].to(tl.int64) * dk_row + c[None, :]
     p_dv = DV_P + i_item * dv_item + i_kv * dv_head + j[:, None].to(tl.int64) * dv_row + c_v[None, :]
@@ -95,13 +96,13 @@ def vjp_columns(
     tl.store(p_dk + i_probe * dk_probe, b_dk * tl.load(SCALES + at + 1), mask=inside)
     tl.store(p_dv + i_probe * dv_probe, b_dv * tl.load(SCALES + at + 2), mask=inside_v)
     p_keys = DKEYS + (i_probe * batch * kv_heads + i_g) * m_rows + j
-    if KEYS:
+    if MOVE:
         tl.store(p_keys, b_col * tl.load(SCALES + at + 1))
     if TWO:
         at += 3 * batch
         tl.store(p_dk + (i_probe + 1) * dk_probe, b_dk2 * tl.load(SCALES + at + 1), mask=inside)
         tl.store(p_dv + (i_probe + 1) * dv_probe, b_dv2 * tl.load(SCALES + at + 2), mask=inside_v)
-        if KEYS:
+        if MOVE:
             tl.store(p_keys + batch * kv_heads * m_rows.to(tl.int64), b_col2 * tl.load(SCALES + at + 1))
 
 
