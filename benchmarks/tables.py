@@ -14,6 +14,24 @@ GPU = (
     "peer bf16/ours", "peer float32/ours",
 )  # fmt: skip
 
+# of `sdpa` on a GPU, by what was timed
+SDPA = {
+    "pair": ("n", "mask", "error", "ours ms", "replayed ms", "together ms", "GiB", "peer/ours", "peer/ours, replayed"),
+    "HVP": ("n", "mask", "error", "ours ms", "pair ms", "GiB"),
+    "MeanFlow": (
+        "what",
+        "n",
+        "ours ms",
+        "replayed ms",
+        "GiB",
+        "math ms",
+        "math GiB",
+        "plain ms",
+        "ours/plain",
+        "ours/plain, replayed",
+    ),
+}
+
 
 def markdown(rows: list[dict[str, Any]], columns: tuple[str, ...] | None = None) -> str:
     """Rows as a Markdown table."""
@@ -38,6 +56,8 @@ if __name__ == "__main__":
     results = {path.stem: json.loads(path.read_text())["rows"] for path in sorted(RESULTS.glob("*.json"))}
     tables = {name: markdown(rows) for name, rows in results.items()}
     tables["gpu"] = markdown(results["gpu"], GPU)
+    for what, columns in SDPA.items():
+        tables[f"gpu_sdpa {what}"] = markdown([row for row in results["gpu_sdpa"] if row["what"].startswith(what)], columns)
     for document in (
         "docs/reference/kinds.md",
         "docs/reference/performance.md",
