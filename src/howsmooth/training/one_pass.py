@@ -113,7 +113,7 @@ class OnePass:
                 tokens = self._enter(route, hidden)
                 if len(args) == 1 and args[0] is hidden and not kwargs:
                     return (tokens,), kwargs
-                return tree_map(lambda t: tokens if t is hidden else self._copied(t), (args, kwargs))
+                return _mapped(lambda t: tokens if t is hidden else self._copied(t), (args, kwargs))
 
         def leaves(_: nn.Module, args: Any, output: Any) -> Any:
             return self._leave(output) if self._is_active(route) else None
@@ -212,9 +212,17 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         return attend(q, k, v, scores)
 
 
-def _mapped(f: Callable[[Any], Any], output: Any) -> Any:
-    """`tree_map`, without its price where there is no tree."""
-    return f(output) if isinstance(output, Tensor) else tree_map(f, output)
+def _mapped(f: Callable[[Any], Any], value: Any) -> Any:
+    """`tree_map`, at its price only where there is more than tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        return f(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) is tuple:
+        return tuple([_mapped(f, t) for t in value])
+    if type(value) is dict:
+        return {name: _mapped(f, t) for name, t in value.items()}
+    return tree_map(f, value)
 
 
 def _same(t: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """What a layer's constant does while a model trains: cheap to follow, certified now and then."""
 
 import math
+import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -150,14 +152,12 @@ class Tracker:
 
         what: nothing for the constant, or `max_logit`, `entropy`, `sink`, `radius`, `head`, `upper`, `drift`.
         """
-        digits = max(2, len(str(self._now.passes.count - 1)))
-        parts = [
-            PREFIX,
-            *([what] if what else []),
-            f"layer_{layer:0{digits}d}",
-            *([] if head is None else [f"head_{head:02d}"]),
-        ]
-        return "/".join(parts)
+        keys, asked = self._now.keys, (layer, what, head)
+        if asked not in keys:
+            digits = max(2, len(str(self._now.passes.count - 1)))
+            parts = (what, f"layer_{layer:0{digits}d}", None if head is None else f"head_{head:02d}")
+            keys[asked] = "/".join([PREFIX, *filter(None, parts)])
+        return keys[asked]
 
     def update(self, step: int | None = None) -> dict[str, float]:
         """The numbers at the weights of this moment, by the names they are logged under.
@@ -214,20 +214,16 @@ class Tracker:
         found = list(passes.run(given, How(times=state.times, rounds=_MOST, settled=_SETTLED, looks=True)))
         rows = {k: there for k in passes.layers if len(there := [seen[k] for seen in found if k in seen]) == len(found)}
         values = {self.key(k): state.turn(k, rows[k]) if k in rows else math.nan for k in passes.layers}
-        names: list[str] = []
-        numbers: list[Tensor] = []
+        seen = {k: self._beside(rows[k]) for k in passes.layers if k in rows}
+        numbers = iter(torch.cat([t for parts in seen.values() for t in parts]).tolist() if seen else [])  # all at once
         for k in passes.layers:
-            own, parts = self._beside(k, rows[k]) if k in rows else ([], [])
-            names += own
-            numbers += parts
-            values |= {} if k in rows else self._missing(k)
+            values |= self._told(k, [list(islice(numbers, len(t))) for t in seen[k]]) if k in rows else self._missing(k)
         if self.heads:
             most = max(passes.heads.values())
             given = {k: v for (k, h), v in state.directions.items() if h is not None}
             for seen in passes.run(given, How(times=most, heads=True)):
                 for k in passes.layers:
                     values |= self._by_head(k, seen.get(k), most)
-        values |= dict(zip(names, torch.cat(numbers).tolist() if numbers else (), strict=True))
         state.tracked = {(k, None): values[self.key(k)] for k in passes.layers}
         if self.heads:
             state.tracked |= {(k, h): values[self.key(k, "head", h)] for k in passes.layers for h in range(passes.heads[k])}
@@ -243,18 +239,23 @@ class Tracker:
         seen = [self.key(layer, what) for what in ("entropy", "sink", "max_logit")] if self._now.passes.course.kernels else []
         return [self.key(layer, "radius"), *seen, *(self.key(layer, "max_logit", h) for h in range(heads))]
 
-    def _beside(self, layer: int, there: list[Seen]) -> tuple[list[str], list[Tensor]]:
-        """What is logged of a layer beside its constant: names, and numbers that are still on its device."""
-        passes = self._now.passes
-        lengths = [squares(seen.x, real) for seen, real in zip(there, passes.probe.real, strict=True)]
-        radius, looks = torch.cat(lengths).mean(0, keepdim=True).sqrt(), [t.double() for seen in there for t in seen.looks]
-        if not looks:
-            return [self.key(layer, "radius")], [radius]
-        alike = len({t.shape for t in looks}) == 1 and len(looks[0]) == 2 + passes.heads[layer]
-        means, logits = torch.stack([t[:2] for t in looks]).mean(0), [t[2:] for t in looks]
-        by_head = [torch.stack(logits).amax(0)] if alike else []
-        names = self._names(layer, passes.heads[layer] if alike else 0)
-        return names, [radius, means, torch.cat(logits).amax(0, keepdim=True), *by_head]
+    def _beside(self, there: list[Seen]) -> list[Tensor]:
+        """What a layer's numbers beside its constant are made of: the mean square of its tokens, then its looks."""
+        lengths = [squares(seen.x, real) for seen, real in zip(there, self._now.passes.probe.real, strict=True)]
+        tokens = lengths[0] if len(lengths) == 1 else torch.cat(lengths)
+        return [tokens.mean(0, keepdim=True), *(t for seen in there for t in seen.looks)]
+
+    def _told(self, layer: int, parts: list[list[float]]) -> dict[str, float]:
+        """Those numbers by the names they are logged under."""
+        (square,), *looks = parts
+        heads = self._now.passes.heads[layer]
+        told = [math.sqrt(square)]
+        alike = all(len(look) == 2 + heads for look in looks)
+        if looks:
+            told += [statistics.fmean(both) for both in zip(*(look[:2] for look in looks), strict=True)]
+            told += [_largest(t for look in looks for t in look[2:])]
+            told += [_largest(own) for own in zip(*(look[2:] for look in looks), strict=True)] if alike else []
+        return dict(zip(self._names(layer, heads if alike and looks else 0)[: len(told)], told, strict=True))
 
     def _by_head(self, layer: int, seen: Seen | None, most: int) -> dict[str, float]:
         state, passes = self._now, self._now.passes
@@ -335,6 +336,7 @@ class _State:
         self.loaded, self.passes = loaded, passes
         self.directions: dict[tuple[int, int | None], Tensor] = {}
         self.tracked: dict[tuple[int, int | None], float] = {}
+        self.keys: dict[tuple[int, str | None, int | None], str] = {}  # names that were asked for
         self.updates = 0
         self.broken: str | None = None
         self.times = min(_WIDTH, passes.least) if passes.probe.together else 1
@@ -368,6 +370,12 @@ class _State:
                 old = torch.randn(len(tops) * self.times, tops.shape[-1], generator=random).to(tops)
             both = torch.cat([tops, old.reshape(len(tops), self.times, -1)[:, : self.times - 1]], 1)
             self.directions[k, None] = orthonormal(both).flatten(0, 1)
+
+
+def _largest(numbers: Iterable[float]) -> float:
+    """NaN where one of them is."""
+    there = list(numbers)
+    return math.nan if any(x != x for x in there) else max(there)
 
 
 def _compared(layer: int, head: int | None, tracked: dict[Any, float], estimates: list[Any]) -> Checked:
