@@ -1,12 +1,14 @@
 """Shapes are checked as the tests run, in the inner packages whose input the outer ones have validated."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from types import FunctionType
+from typing import Any, get_args
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # fused kernels then run on the CPU, slowly
@@ -19,7 +21,28 @@ CHECKED = [
     "howsmooth.spectral.certificate",
 ]
 
-install_import_hook(CHECKED, "beartype.beartype")
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def names_a_shape(hint: Any) -> bool:
+    array = isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
+    return array or any(map(names_a_shape, get_args(hint)))
+
+
+def jaxtyped(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
+    """jaxtyping's own, which compiles a checker; not at every call anew, for inner functions whose types name no shape."""
+
+    def decorate(item: Any) -> Any:
+        inner = isinstance(item, FunctionType) and "<locals>" in item.__qualname__
+        if inner and not any(map(names_a_shape, item.__annotations__.values())):
+            return item
+        return _jaxtyped(item, typechecker=typechecker)
+
+    return decorate
+
+
+jaxtyping.jaxtyped = jaxtyped  # what modules under the hook call
+jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 pytest.register_assert_rewrite("checks", "problems")
 
 settings.register_profile("local", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])

@@ -1,6 +1,7 @@
 """`report`, `demo` and `study`: a page from a model folder, and one line with exit code 2 on everything that cannot be."""
 
 import json
+import shutil
 import sqlite3
 import sys
 from pathlib import Path
@@ -15,8 +16,7 @@ from howsmooth.study import beside_theory
 from howsmooth.study.swapped import USUAL
 from problems import readers
 
-SMALL = ("--lengths", "8,16,32", "--samples", "2", "--workers", "1")
-PLAIN = ("--workers", "1", "--no-figures")
+SMALL = ("--lengths", "8,16", "--samples", "1", "--layers", "0", "--workers", "1")
 
 
 def run(*arguments: str | Path):
@@ -30,6 +30,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     readers.save(folder / "model")
     (folder / "text.txt").write_text(readers.text())
     return folder
+
+
+@pytest.fixture(scope="module")
+def made(place: Path) -> Path:
+    """A finished report, to be copied."""
+    inputs = ("report", place / "model", "--text", place / "text.txt", *SMALL, "--no-figures", "--out", place / "made")
+    assert run(*inputs).exit_code == 0
+    return place / "made"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -71,8 +79,9 @@ def test_a_report_ends_with_the_path_of_its_page(place, tmp_path):
 @pytest.mark.slow
 def test_quiet_prints_the_path_alone_and_json_one_object(place, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/howsmooth", "report", "a model", "--quiet"])
-    inputs = (place / "model", "--text", place / "text.txt", "--lengths", "8,16", "--samples", "1", *PLAIN)
-    result = run("report", *inputs, "--out", tmp_path / "q", "--quiet")
+    inputs = (place / "model", "--text", place / "text.txt", "--lengths", "8,16", "--samples", "1", "--workers", "1")
+    inputs += ("--no-figures",)
+    result = run("report", *inputs, "--out", tmp_path / "q", "--quiet", "--layers", "0")
     assert result.stdout.splitlines() == [str(tmp_path / "q" / "index.html")]
     page = (tmp_path / "q" / "index.html").read_text()
     assert "howsmooth report &#x27;a model&#x27; --quiet" in page  # the command that made it, ready to be typed again
@@ -84,25 +93,25 @@ def test_quiet_prints_the_path_alone_and_json_one_object(place, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_a_report_that_exists_is_kept_resumed_or_replaced(place, tmp_path):
-    inputs = ("report", place / "model", "--text", place / "text.txt", "--samples", "1", *PLAIN, "--out", tmp_path / "r")
-    assert run(*inputs, "--lengths", "8,16").exit_code == 0
+def test_a_report_that_exists_is_kept_resumed_or_replaced(place, made, tmp_path):
+    inputs = ("report", place / "model", "--text", place / "text.txt", *SMALL, "--no-figures", "--out", tmp_path / "r")
+    shutil.copytree(made, tmp_path / "r")
     before = contents(tmp_path / "r")
     with sqlite3.connect(tmp_path / "r" / "results.sqlite") as db:
         runs = db.execute("SELECT key, run FROM results ORDER BY key").fetchall()
-    result = run(*inputs, "--lengths", "8,16")
+    result = run(*inputs)
     assert result.exit_code == 2
     assert "--resume" in result.stderr
     assert "--force" in result.stderr
     assert contents(tmp_path / "r") == before
 
-    result = run(*inputs, "--lengths", "8,16", "--resume", "--json")
+    result = run(*inputs, "--resume", "--json")
     assert result.exit_code == 0
     again = json.loads(result.stdout)["rows"]
     with sqlite3.connect(tmp_path / "r" / "results.sqlite") as db:
         assert db.execute("SELECT key, run FROM results ORDER BY key").fetchall() == runs  # nothing was measured twice
     assert "influence" in {row["kind"] for row in again}
-    result = run(*inputs, "--lengths", "8,16", "--force", "--json")
+    result = run(*inputs, "--force", "--json")
     assert result.exit_code == 0
     fresh = json.loads(result.stdout)["rows"]
     assert [r["value"] for r in fresh] == [r["value"] for r in again]
@@ -111,10 +120,10 @@ def test_a_report_that_exists_is_kept_resumed_or_replaced(place, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [("--resume",), ("--force",)])
-def test_results_of_another_version_are_refused_and_left_alone(place, tmp_path, extra):
+def test_results_of_another_version_are_refused_and_left_alone(place, made, tmp_path, extra):
     out = tmp_path / "r"
-    inputs = ("report", place / "model", "--text", place / "text.txt", "--lengths", "8", "--samples", "1", "--out", out)
-    assert run(*inputs, *PLAIN).exit_code == 0
+    inputs = ("report", place / "model", "--text", place / "text.txt", *SMALL, "--out", out)
+    shutil.copytree(made, out)
     with sqlite3.connect(out / "results.sqlite") as db:
         db.execute("PRAGMA user_version=99")
     before = contents(out)
@@ -198,7 +207,7 @@ def test_every_study_prints_a_table_and_keeps_its_rows(place, tmp_path, name):
 @pytest.mark.slow
 def test_kinds_have_a_page_of_their_own_and_a_section_of_a_report(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    where = (place / "model", "--text", place / "text.txt", "--samples", "1", "--lengths", "8,16", "--workers", "1")
+    where = (place / "model", "--text", place / "text.txt", *SMALL)
     result = run("study", "variants", *where, "--kinds", "linear,cosine", "--page", "page", "--factors", "2")
     assert result.exit_code == 0, result.output
     assert {"index.html", "measurements.csv", "variants.csv", "figures/variants.png"} <= set(contents(tmp_path / "page"))

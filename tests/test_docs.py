@@ -79,7 +79,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the commands name."""
     folder = tmp_path_factory.mktemp("desk")
     readers.save(folder / "path" / "to" / "model")
-    (folder / "my.txt").write_text(readers.text())
+    (folder / "my.txt").write_text(readers.text(60))
     (folder / "ids.json").write_text(json.dumps(readers.ids(8)))
     for name in ("alice.txt", "book.txt"):
         (folder / name).write_text(alice(), "utf-8")

@@ -118,6 +118,9 @@ def browser() -> Iterator[Any]:
 
 
 def visitor(browser: Any, home: str) -> Visitor:
+    """The only one: pages left open go on drawing."""
+    for earlier in browser.contexts:
+        earlier.close()
     return Visitor(browser.new_page(), home)
 
 

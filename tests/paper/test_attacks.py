@@ -23,7 +23,7 @@ def windows(model) -> tuple[Window, ...]:
 
 @pytest.mark.slow
 def test_robustness(model, windows):
-    results = robustness(model, windows[:1], layers=[0, 3, 5], budgets=[1e-4, 0.1], steps=6, ways=["gradient"], scored=4)
+    results = robustness(model, windows[:1], layers=[0, 3, 5], budgets=[1e-4, 0.1], steps=3, ways=["gradient"], scored=3)
     assert [case.layer for case in results.cases] == [0, 3, 5]
     for case in results.cases:
         small = [row for row in case.attacks if row.epsilon == pytest.approx(1e-4 * case.length)]

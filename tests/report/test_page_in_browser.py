@@ -412,7 +412,7 @@ def test_odd_reports_draw_what_they_have(browser, tmp_path, kind):
 @pytest.mark.slow
 def test_a_model_becomes_a_page_that_works(browser, tmp_path):
     """From weights and text to the reader: every part measured, drawn, and true to the measurement."""
-    found = hs.inspect(hs.load(readers.bert()), readers.ids(), lengths=(8, 12, 16, 24, 32), samples=2, radii=0.1, variants=True)
+    found = hs.inspect(hs.load(readers.bert()), readers.ids(), lengths=(8, 16, 24, 32), samples=1, radii=0.1, variants=True)
     path = found.save(tmp_path / "report", figures=False)
     with visit(browser, path) as seen:
         charts = seen.page.evaluate(SURVEY)
@@ -420,7 +420,7 @@ def test_a_model_becomes_a_page_that_works(browser, tmp_path):
         assert all(chart["shapes"] and not chart["bad"] for chart in charts.values())
         spoken = " ".join(seen.page.inner_text(".answer").split())
         assert f"Layer {found.data.least_smooth()['layer']} is the least smooth" in spoken
-        assert len(seen.page.query_selector_all("#text-body .token")) in {8, 12, 16, 24, 32}
+        assert len(seen.page.query_selector_all("#text-body .token")) in {8, 16, 24, 32}
         shades = []
         for layer in ("0", "1"):
             seen.page.select_option("[data-pick=text-layer]", layer)

@@ -61,12 +61,12 @@ def test_the_comparison_sees_a_wrong_row_a_missing_one_and_one_too_many(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks up worker processes under /proc")
-def test_a_sweep_killed_five_times_at_random_moments_ends_with_the_rows_of_one_that_was_not(tmp_path):
+def test_a_sweep_killed_three_times_at_random_moments_ends_with_the_rows_of_one_that_was_not(tmp_path):
     whole, broken = tmp_path / "whole.sqlite", tmp_path / "broken.sqlite"
     sweep(plan(TASKS, pause=PAUSE), whole)
     choose = random.Random(time.time_ns())
     seen, orphans = [], []
-    for workers, more, delay in ((1, 0, 1.0), (2, 30, PAUSE), (1, 30, PAUSE), (2, 30, PAUSE), (1, 30, PAUSE)):
+    for workers, more, delay in ((1, 0, 1.0), (2, 60, PAUSE), (1, 60, PAUSE)):
         wanted = count(broken) + choose.randint(more > 0, more)
         process = start(broken, workers)
         while count(broken) < wanted and process.poll() is None:
@@ -81,7 +81,7 @@ def test_a_sweep_killed_five_times_at_random_moments_ends_with_the_rows_of_one_t
     assert start(broken, 1).wait() == 0
     assert len(read(broken)) == TASKS
     assert same(read(broken), read(whole))
-    assert len(orphans) == 4
+    assert len(orphans) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in orphans)
 
 

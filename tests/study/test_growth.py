@@ -61,7 +61,7 @@ def test_a_sweep_gives_the_rows_of_a_run_here_and_resumes(tmp_path):
     text.write_text(readers.text())
     reader = Reader.by_name(str(folder), str(text))
     assert reader.source is not None
-    setting = settle(reader, Question((8, 20), samples=3))
+    setting = settle(reader, Question((8, 20), samples=2))
     jobs = layer_jobs(setting) + head_jobs(setting)
     here = run_here(reader, jobs)
     swept = run_sweep(reader, jobs, tmp_path / "two.sqlite", engine=Local(workers=2))
@@ -110,7 +110,7 @@ def test_the_same_on_ray(tmp_path):
 @pytest.mark.slow
 def test_the_demo_jumps_past_128_through_one_head():
     """The page must let a reader find it: where, by how much, which head, and that positions break there."""
-    found = hs.inspect("demo", lengths=(32, 64, 96, 128, 136, 160, 192), samples=1, layers=[0])
+    found = hs.inspect("demo", lengths=(16, 48, 96, 128, 136, 160, 192), samples=1, layers=[0])
     jump = next(b for b in found.data.fits[0].breaks if b.kind == "jump")
     assert (jump.before, jump.after) == (128, 136)
     assert 2 < jump.change.value < 4
