@@ -253,6 +253,26 @@ def test_levels_that_differentiate_nothing_have_no_graph(name, run, passed, monk
     assert len(calls) == passed
 
 
+def test_no_grad_holds_for_all_levels_further_out():
+    """As in torch: a constant inside a function that is differentiated in forward mode, or twice."""
+    q, k, v = (gaussian(1, 2, 3, 2, seed=i) for i in range(3))
+    weights = leaves((k, v))
+    with torch.no_grad():
+        moved = jvp(lambda q: sdpa(q, *weights), (q,), (q,))
+    assert not any(t.requires_grad for t in moved)
+
+    def still(f):
+        def product(q):
+            with torch.no_grad():
+                weighed = f(q, k, v)
+            return curved(weighed * q)
+
+        return product
+
+    assert distance(*(grad(lambda q, f=f: jvp(still(f), (q,), (k,))[1])(q) for f in (sdpa, plain))) <= EQUAL
+    assert distance(*(grad(lambda q, f=f: curved(grad(still(f))(q)))(q) for f in (sdpa, plain))) <= EQUAL
+
+
 def test_a_mask_that_is_learned_gets_its_derivatives():
     q, k, v = (gaussian(2, 3, 4, 2, seed=i) for i in range(3))
     bias = gaussian(3, 4, 4, seed=4)

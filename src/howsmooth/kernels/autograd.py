@@ -11,6 +11,7 @@ on `x` is in either the gradient of φ in `x`, one and the same product `H(x; t,
 their tangents arrive with those of `x` and are what the next product needs. `H` and `D` are not differentiated again.
 """
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ ATTEND, JVP, VJP, HVP, JVP2 = (
 )
 
 _TWICE = "expected first or second derivatives of attention, got a third; use torch.nn.functional.scaled_dot_product_attention"
+_CALLED = threading.local()  # backward: whether that mode was on where an operator was called last
 _MASK = "expected a constant mask under these transforms, got one that is differentiated; use torch's function for it"
 
 
@@ -45,11 +47,16 @@ def _moves(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _below(op: Any, *args: Any) -> Found:
-    """What the operator itself gives; levels further out still see it."""
+    """What the operator itself gives; levels further out still see it, and differentiate backward if that was on."""
     if peek_interpreter_stack() is None:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+    # both modes are off inside an autograd function; forward mode inside its jvp too, where levels further out want it
+    with (
+        torch.set_grad_enabled(_CALLED.backward),
+        forward_ad._set_fwd_grad_enabled(True),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
         return op(*args)
 
 
@@ -219,10 +226,12 @@ def _place_tangents(ctx: Any, at: Sequence[Any], tangents: Sequence[Tensor | Non
 
 def _register(op: Any, function: Any) -> None:
     def at_one_level(*args: Any) -> Found:
-        if not _moves(args[:-4]):  # all but how
-            return _below(op, *args)
+        moves = _moves(args[:-4])  # all but how
         if peek_interpreter_stack() is None:
-            return function.apply(*args)
+            return function.apply(*args) if moves else _below(op, *args)
+        _CALLED.backward = torch.is_grad_enabled()
+        if not moves:
+            return _below(op, *args)
         with enable_single_level_autograd_function():
             return function.apply(*args)
 
