@@ -364,6 +364,7 @@ BAD: dict[str, tuple[tuple, dict[str, Any]]] = {
     "widths": ((Q, Q[..., :3], Q), {}),
     "lengths": ((Q, Q, Q[:, :2]), {}),
     "batches": ((Q, Q.expand(3, 2, 3, 4)[:, :1].squeeze(1), Q), {}),
+    "batches of values, keys without": ((Q, Q[0], Q[:1].expand(3, 3, 4)), {}),
     "heads without gqa": ((torch.zeros(4, 3, 2), torch.zeros(2, 3, 2), torch.zeros(2, 3, 2)), {}),
     "heads that do not divide": ((torch.zeros(3, 3, 2), torch.zeros(2, 3, 2), torch.zeros(2, 3, 2)), {"enable_gqa": True}),
     "gqa without heads": ((Q[0], Q[0], Q[0]), {"enable_gqa": True}),

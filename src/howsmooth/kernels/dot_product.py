@@ -250,8 +250,8 @@ def _check_groups(q, k, v) -> None:
 
 def broadcasts(shapes) -> bool:
     """Whether axes are equal or 1, counted from the last."""
-    for axis in zip(*(shape[::-1] for shape in shapes), strict=False):
-        sizes = {size for size in axis if size != 1}
+    for axis in range(1, 1 + max(len(shape) for shape in shapes)):
+        sizes = {shape[-axis] for shape in shapes if axis <= len(shape) and shape[-axis] != 1}
         if len(sizes) > 1:
             return False
     return True
