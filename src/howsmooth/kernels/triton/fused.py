@@ -61,6 +61,10 @@ class Fused(AttentionKernel):
         kind = scores.kind
         if not isinstance(kind, Softmax | Sigmoid) or (offset is not None and scores.softcap is not None):
             raise BadInputError(f"expected softmax or sigmoids for the fused kernels, got {kind!r}; use kernel='blocked'")
+        if offset is not None and isinstance(kind, Sigmoid):
+            raise BadInputError(
+                "expected softmax beside an offset of keys, got sigmoids, whose keys stay; use kernel='blocked'"
+            )
         super().__init__(q, k, v, scores, torch.float32)
         self.check_range(q, k, offset, torch.float32)
         batch, heads, n, d = q.shape
