@@ -7,6 +7,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Kind, Linear, Sigmoid, Sinkhorn, Softmax
 from howsmooth.maps import Attention
+from howsmooth.maps.atoms import counted
 
 F64 = torch.float64
 COUNTS = torch.tensor([1, 2, 3, 2])
@@ -44,6 +45,14 @@ def layer_of(kind: Kind, **options) -> Attention:
 
 def tokens(n: int = 4) -> Tensor:
     return torch.randn(n, 3, generator=torch.Generator().manual_seed(1), dtype=F64)
+
+
+@pytest.mark.parametrize("kind", [Sigmoid(), Sigmoid(0.4), Linear(normalized=False), Hard(2)], ids=repr)
+def test_counts_are_tokens_written_as_often(kind: Kind):
+    """Of kinds that count tokens, which are no maps of measures."""
+    attn, x, index = layer_of(kind), tokens(), torch.arange(4).repeat_interleave(COUNTS)
+    got = counted(attn, x[None], COUNTS[None].double())[0]
+    assert torch.allclose(got[index], attn(x[index]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ON_MEASURES, ids=repr)

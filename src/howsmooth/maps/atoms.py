@@ -56,7 +56,7 @@ def counted(attn: "Attention", x: Points, counts: Counts, seen: Seen | None = No
         weights = _balanced(kind, s if at is None else _logits(attn, own)[0], s, many)
     else:
         shift = kind.shift(inner.mask, counts.sum(-1)) if isinstance(kind, Pointwise) else None
-        s = s if shift is None else s + torch.as_tensor(shift).to(s).reshape(-1, 1, 1, 1)
+        s = s if shift is None else s + torch.as_tensor(shift, dtype=s.dtype, device=s.device).reshape(-1, 1, 1, 1)
         seen = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device) if seen is None else seen
         weights = kind.weigh(s, seen, _TIE * s.detach().abs().amax(-1, keepdim=True), many)
     o = weights @ v
