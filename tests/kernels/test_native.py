@@ -60,6 +60,19 @@ def test_every_product(kind, dtype):
         assert error <= ALLOWED[dtype], f"{name}: error {error:.1e}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_precision_set_under_torchs_newer_names(dtype):
+    """Which its older ones refuse to read."""
+    q, setting = gaussian(1, 1, 5, 8, seed=0).to(DEVICE, dtype), torch.backends.cuda.matmul
+    before, wide = setting.fp32_precision, q.double()
+    try:
+        setting.fp32_precision = "tf32"
+        error = float((hs.sdpa(q, q, q) - hs.sdpa(wide, wide, wide)).norm())
+    finally:
+        setting.fp32_precision = before
+    assert error < 1e-2
+
+
 class Compiled:
     """What Triton gives back after a launch."""
 

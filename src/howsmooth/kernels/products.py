@@ -30,3 +30,15 @@ def float32_products(*, coarse: bool = False) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
         if mixed:
             torch.backends.cuda.matmul.fp32_precision = newer
+
+
+def whole_float32() -> bool:
+    """Whether torch was told that matrix products in float32 keep all bits of their operands, as they do by default.
+
+    >>> whole_float32()
+    True
+    """
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # set under torch's newer names only
+        return torch.backends.cuda.matmul.fp32_precision != "tf32"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth.kernels.products import whole_float32
 from howsmooth.kernels.tensors import heads_last
 from howsmooth.kernels.triton import blocks, native_first, native_second
 from howsmooth.kernels.triton.compiling import Launch
@@ -32,7 +33,7 @@ class _Problem:
             self.bias = _rows(bias)
             bias_strides = tuple(s if size > 1 else 0 for s, size in zip(self.bias.stride()[:3], bias.shape[:3], strict=True))
         self.strides = (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *bias_strides)
-        precise = torch.get_float32_matmul_precision() == "highest"
+        precise = q.dtype == torch.float32 and whole_float32()
         self.given = (q.shape, k.shape, v.shape[-1], q.dtype, precise, bias is not None, tuple(how))
 
     def run(self, name: blocks.Native, probes: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...]) -> None:
@@ -56,7 +57,7 @@ def _launch(name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, pr
         "BN": b.cols,
         "PAD": width != d or width_v != d_v,
         "RAGGED": n % 128 > 0 or m % 128 > 0,  # some block is not whole
-        "PRECISION": "tf32x3" if single and precise else "tf32",
+        "PRECISION": "tf32x3" if precise else "tf32",
         "CAUSAL": causal,
         "WINDOW": window is not None,
         "BIAS": biased,
