@@ -284,5 +284,5 @@ def test_a_study_of_splitting_says_which_layers_have_none(place, tmp_path, monke
     monkeypatch.setitem(beside_theory._KNOWN, beside_theory.measure_splitting, ("splitting", lambda _: "they count"))
     result = run(*study, "--workers", "1", "--out", tmp_path / "results.sqlite")
     assert result.exit_code == 2
-    assert "expected a layer whose tokens can be split, got none; layers 0, 1 have no splitting: they count" in result.stderr
+    assert "expected a layer whose tokens can be split, got none (layers 0, 1 have no splitting: they count" in result.stderr
     assert not (tmp_path / "results.sqlite").exists()

@@ -121,7 +121,7 @@ def test_other_kinds_are_refused_by_name_and_go_elsewhere():
     with pytest.raises(BadInputError, match="got Hard attention, which has none"):
         linearize(q, q, q, Scores(1.0, kind=Hard()), "triton")
     assert not isinstance(linearize(q, q, q, Scores(1.0, kind=Hard())), Fused)
-    with pytest.raises(BadInputError, match="expected softmax beside an offset of keys, got sigmoids"):
+    with pytest.raises(BadInputError, match="expected plain softmax beside an offset of keys, got sigmoids"):
         Fused(q, q, q, Scores(1.0, kind=Sigmoid()), offset=q[..., 0])
 
 

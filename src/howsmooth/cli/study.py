@@ -95,7 +95,9 @@ def study(
     jobs = choice_jobs(setting, put_in) if name == "variants" else _jobs(name, setting, scales, moves)
     lacking = unanswered(setting, measure_splitting) if name == "splitting" else ()
     if not jobs and lacking:
-        raise BadInputError(f"expected a layer whose tokens can be split, got none; {lacking[0]}")
+        raise BadInputError(
+            f"expected a layer whose tokens can be split, got none ({lacking[0].rstrip('.')}); measure another layer"
+        )
     if not jobs:
         raise BadInputError(f"expected the map attention for the study {name}, got {map_name!r}; leave --map out")
     for sentence in lacking:

@@ -48,7 +48,7 @@ def seen(attn: Attention, radius: float) -> dict[int, float]:
         return {}
     pairs = [c for c in configurations(attn, 2, radius) if c.gamma is not None]
     lengths = [2**k for k in range(1, 10)] if pairs else []
-    batches = {n: torch.stack([c.place(n) for c in pairs]) for n in lengths}
+    batches = {n: torch.stack([c.place(n) for c in pairs]).to(attn.w_q.device) for n in lengths}
     return {n: float(lipschitz_batch(attn, batch).value.max()) for n, batch in batches.items()}
 
 

@@ -143,7 +143,8 @@ def _attention(operator: Operator) -> AttentionJacobian:
     if isinstance(operator, AttentionJacobian):
         why = no_splitting(operator.layer.kind)
         if why is not None:
-            raise BadInputError(f"expected a kind of attention whose tokens can be split, got {operator.layer.kind!r}; {why}")
+            got = f"{operator.layer.kind!r}: {why}"
+            raise BadInputError(f"expected a kind of attention whose tokens can be split, got {got}; move tokens only")
         return operator
     raise BadInputError(
         f"expected the Jacobian of a map of this package, got {type(operator).__name__}; pass a function instead"

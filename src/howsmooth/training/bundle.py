@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.kernels import AttentionKernel, linearize
+from howsmooth.kernels.kinds import Softmax
 from howsmooth.models.intercept import Answered
 from howsmooth.training.blocks import Turned, basis, ritz
 
@@ -37,9 +38,11 @@ class Recorded:
         """Layers of one kind go together."""
         scores = []
         for scored in (c.call.scores for c in self.calls):
-            mask = scored.mask
-            tensors = [None if t is None else id(t) for t in (mask.keys, mask.bias, mask.ends)]  # kept alive by the calls
-            scores.append((scored.kind, scored.scale, scored.softcap, mask.causal, mask.window, *tensors))
+            mask, kind = scored.mask, scored.kind
+            sink = kind.sink if isinstance(kind, Softmax) else None  # to compare its numbers would be to wait for the device
+            tensors = [None if t is None else id(t) for t in (sink, mask.keys, mask.bias, mask.ends)]  # kept alive by the calls
+            kind = Softmax() if sink is not None else kind
+            scores.append((kind, scored.scale, scored.softcap, mask.causal, mask.window, *tensors))
         return (self.x.shape, self.y.shape, *(t.shape for c in self.calls for t in c.call.qkv), *scores)
 
     @property

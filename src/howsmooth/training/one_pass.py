@@ -61,7 +61,8 @@ class OnePass:
         """Run the model at some arguments; what was seen of each layer."""
         course, (args, kwargs) = self.course, given
         with ExitStack() as stack:
-            stack.enter_context(float32_products(coarse=True))
+            if not self.graph:  # whose backward pass comes later, in whatever precision torch was told
+                stack.enter_context(float32_products(coarse=True))
             stack.enter_context(torch.set_grad_enabled(self.graph))
             stack.callback(self._abandon)
             for route in course.routes:

@@ -59,12 +59,11 @@ class Fused(AttentionKernel):
         if scores.mask.ends is not None:
             raise BadInputError("expected a mask by order for the fused kernels, got one by positions; use kernel='blocked'")
         kind = scores.kind
-        if not isinstance(kind, Softmax | Sigmoid) or (offset is not None and scores.softcap is not None):
+        if not isinstance(kind, Softmax | Sigmoid):
             raise BadInputError(f"expected softmax or sigmoids for the fused kernels, got {kind!r}; use kernel='blocked'")
-        if offset is not None and isinstance(kind, Sigmoid):
-            raise BadInputError(
-                "expected softmax beside an offset of keys, got sigmoids, whose keys stay; use kernel='blocked'"
-            )
+        if offset is not None and (scores.softcap is not None or isinstance(kind, Sigmoid)):
+            got = "sigmoids, whose keys stay" if isinstance(kind, Sigmoid) else "a soft-cap, which would bend it"
+            raise BadInputError(f"expected plain softmax beside an offset of keys, got {got}; use kernel='blocked'")
         super().__init__(q, k, v, scores, torch.float32)
         self.check_range(q, k, offset, torch.float32)
         batch, heads, n, d = q.shape

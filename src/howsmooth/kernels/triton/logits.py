@@ -97,7 +97,7 @@ def weigh(b_s, b_lse, b_slope, CAP: tl.constexpr, SIGMOID: tl.constexpr):
     below where it overflows; the slope is the weight times `σ(−s)`, which is the weight times `e`.
     """
     if SIGMOID:
-        b_e = tl.exp2(tl.minimum(b_lse - b_s, 126.0))
+        b_e = tl.exp2(tl.minimum(b_lse - b_s, 126.0))  # which hides NaN: logits are checked before
         b_root = tl.math.rsqrt(tl.exp2(b_lse) + b_e)
         b_w = b_root * b_root  # a division takes several instructions more
         b_own = b_w * (b_w * b_e)
