@@ -9,14 +9,15 @@ from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finis
 @triton.jit
 def _column_probe(
     b_dk, b_dv, b_col, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA, at_g, at_row, kappa, one,
-    PASSES: tl.constexpr, PROMOTE: tl.constexpr, MOVE: tl.constexpr,
+    PASSES: tl.constexpr, PROMOTE: tl.constexpr, MOVE: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """What one block of `Pᵀ` adds to `dv = Pᵀ g`, `dk = dSᵀ q` and the column sums of `dS` of one probe."""
     b_g, b_g_lo = load(G, G_LO, at_g, PASSES)
-    b_delta = tl.load(DELTA + at_row)
     b_dv = accumulate(b_p, b_p_lo, b_g, b_g_lo, b_dv, one, PASSES, PROMOTE)
     b_dp = dot(b_v, b_v_lo, tl.trans(b_g), tl.trans(b_g_lo), tl.zeros(b_slope.shape, tl.float32), PASSES)
-    b_ds = b_slope * ((b_dp - b_delta[None, :]) * kappa)
+    if ROW:
+        b_dp -= tl.load(DELTA + at_row)[None, :]
+    b_ds = b_slope * (b_dp * kappa)
     if MOVE:
         b_col += tl.sum(b_ds, 1)
     b_ds, b_ds_lo = split(b_ds, PASSES)
@@ -80,13 +81,13 @@ def vjp_columns(
                 at_row = i_row * n_rows + i
                 b_dk, b_dv, b_col = _column_probe(
                     b_dk, b_dv, b_col, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA, at_g, at_row, kappa, one,
-                    PASSES, PROMOTE, MOVE,
+                    PASSES, PROMOTE, MOVE, not SIGMOID,
                 )  # fmt: skip
                 if TWO:
                     b_dk2, b_dv2, b_col2 = _column_probe(
                         b_dk2, b_dv2, b_col2, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA,
                         at_g + batch * heads * n_rows.to(tl.int64) * DV, at_row + batch * heads * n_rows.to(tl.int64),
-                        kappa, one, PASSES, PROMOTE, MOVE,
+                        kappa, one, PASSES, PROMOTE, MOVE, not SIGMOID,
                     )  # fmt: skip
     p_dk = DK + i_item * dk_item + i_kv * dk_head + j[:, None].to(tl.int64) * dk_row + c[None, :]
     p_dv = DV_P + i_item * dv_item + i_kv * dv_head + j[:, None].to(tl.int64) * dv_row + c_v[None, :]
@@ -108,11 +109,14 @@ def vjp_columns(
 
 @triton.jit
 def _row_probe(
-    b_dq, b_slope, b_k, b_k_lo, b_v, b_v_lo, b_g, b_g_lo, b_delta, kappa, one, PASSES: tl.constexpr, PROMOTE: tl.constexpr
-):
-    """What one block of `P` adds to `dq = dS k` of one probe. `b_v` is transposed."""
+    b_dq, b_slope, b_k, b_k_lo, b_v, b_v_lo, b_g, b_g_lo, b_delta, kappa, one,
+    PASSES: tl.constexpr, PROMOTE: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
+    """What one block of `P` adds to `dq = dS k` of one probe. `b_v` is transposed. ROW: rows have a term of their own."""
     b_dp = dot(b_g, b_g_lo, b_v, b_v_lo, tl.zeros(b_slope.shape, tl.float32), PASSES)
-    b_ds = b_slope * ((b_dp - b_delta[:, None]) * kappa)
+    if ROW:
+        b_dp -= b_delta[:, None]
+    b_ds = b_slope * (b_dp * kappa)
     b_ds, b_ds_lo = split(b_ds, PASSES)
     return accumulate(b_ds, b_ds_lo, tl.trans(b_k), tl.trans(b_k_lo), b_dq, one, PASSES, PROMOTE)
 
@@ -166,10 +170,12 @@ def vjp_rows(
             )  # fmt: skip
             b_s = keyed(b_s, KEYS_P + i_kv * m_rows, j[None, :], KEYS)
             _, b_slope = weigh(b_s, b_lse[:, None], b_slope, CAP, SIGMOID)
-            b_dq = _row_probe(b_dq, b_slope, b_k, b_k_lo, b_v, b_v_lo, b_g, b_g_lo, b_delta, kappa, one, PASSES, PROMOTE)
+            b_dq = _row_probe(
+                b_dq, b_slope, b_k, b_k_lo, b_v, b_v_lo, b_g, b_g_lo, b_delta, kappa, one, PASSES, PROMOTE, not SIGMOID
+            )
             if TWO:
                 b_dq2 = _row_probe(
-                    b_dq2, b_slope, b_k, b_k_lo, b_v, b_v_lo, b_g2, b_g2_lo, b_delta2, kappa, one, PASSES, PROMOTE
+                    b_dq2, b_slope, b_k, b_k_lo, b_v, b_v_lo, b_g2, b_g2_lo, b_delta2, kappa, one, PASSES, PROMOTE, not SIGMOID
                 )
     p_dq = DQ + i_item * dq_item + i_head * dq_head + i[:, None].to(tl.int64) * dq_row + c[None, :]
     inside = (i[:, None] < n) & (c[None, :] < d)
