@@ -263,7 +263,7 @@ def _lower_end(c: Case, area: Neighbourhood, looked: Looked) -> Tensor | None:
     unit = 1e-15 * float(c.x.abs().max()) * c.x.shape[1]
     if bool((step > area.radii * (1 + ROUNDING) + unit).any()) or float(step.norm()) > area.far * (1 + ROUNDING) + unit:
         looked.wrong.append(f"the point lies outside; {c.name}")
-    # centred, two entries are one number: of a layer norm's derivative only what its epsilon leaves, the rest cancels in float64
+    # centred, two entries are one number: of a layer norm's derivative only what epsilon leaves, the rest cancels in float64
     apart = 0.01 if c.x.shape[1] == 2 and "layer norm" in c.name else 1e-6
     if not found.estimate.lower <= norm * (1 + apart):
         looked.wrong.append(
