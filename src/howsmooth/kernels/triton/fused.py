@@ -323,7 +323,7 @@ class Fused(AttentionKernel):
             operands.jvp_scales, (1,),
             *(operands.largest(t) for t in (dq, dk, dv)), still if doffset is None else _largest_number(doffset),
             scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v, self._kappa_jvp, 2.0 ** (SHIFT - self._rho),
-            0.0 if self._options["SIGMOID"] else 1.0, COUNT=triton.next_power_of_2(count), TOP=TOP, KEYS=keyed,
+            COUNT=triton.next_power_of_2(count), TOP=TOP, KEYS=keyed,
         )  # fmt: skip
         p_dq, p_dk, p_dv = (pack(t, scales[i * count : (i + 1) * count], self._passes)[0] for i, t in enumerate((dq, dk, dv)))
         undo = scales[3 * count :]
@@ -370,9 +370,7 @@ class Fused(AttentionKernel):
             operands.largest(g), scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v,
             self._kappa_vjp, 2.0 ** (SHIFT - self._rho), COUNT=triton.next_power_of_2(count), TOP=TOP,
         )  # fmt: skip
-        # sigmoids have no row term: its factor is zero
-        own = 0.0 if self._options["SIGMOID"] else self._s_v
-        p_g, delta = pack(g, scales[:count], self._passes, dot=self._o, dot_scale=own)
+        p_g, delta = pack(g, scales[:count], self._passes, dot=self._o, dot_scale=self._s_v)
         undo = scales[count:]
         dq = torch.empty(probes, batch, n, heads, d, device=g.device).transpose(2, 3)
         dk = torch.empty(probes, batch, m, kv_heads, d, device=g.device).transpose(2, 3)

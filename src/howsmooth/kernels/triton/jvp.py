@@ -52,7 +52,7 @@ def jvp(
     """One block of rows of one head, for probe `z` or probes `2z, 2z + 1`. SCALES: κ, 1/(2¹⁴ γ κ s_v), 1/(2¹⁴ γ κ).
 
     KEYS: numbers for every key, and in `DKEYS` their derivatives times γ. SIGMOID: those do not move, and rows have no term of
-    their own, the last of SCALES is zero.
+    their own.
     """
     MOVE: tl.constexpr = KEYS and not SIGMOID
     i_g = tl.program_id(1).to(tl.int64)

@@ -113,13 +113,12 @@ def _power(size, TOP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def jvp_scales(
-    DQ, DK, DV, DKEYS, OUT, count, tau, s_q, s_k, s_v, kappa, shift, rows,
+    DQ, DK, DV, DKEYS, OUT, count, tau, s_q, s_k, s_v, kappa, shift,
     COUNT: tl.constexpr, TOP: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """From the sizes of `dq, dk, dv` of every item what multiplies them, then κ and what undoes it all, then γ: README.md.
 
-    DKEYS: the size of what is added to dS for a key.  shift: what weights are multiplied by.  rows: 1, or 0 for kinds whose
-    rows have no term of their own.
+    DKEYS: the size of what is added to dS for a key.  shift: what weights are multiplied by.
     """
     i = tl.arange(0, COUNT)
     inside = i < count
@@ -140,7 +139,7 @@ def jvp_scales(
     p_undo = OUT + 3 * count + 3 * i
     tl.store(p_undo, b_kappa, mask=inside)
     tl.store(p_undo + 1, 1 / (b_unit * s_v) / shift, mask=inside)
-    tl.store(p_undo + 2, rows / b_unit / shift, mask=inside)
+    tl.store(p_undo + 2, 1 / b_unit / shift, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
