@@ -5,12 +5,16 @@ PIP := $(PY) -m pip install -qq -c constraints.txt
 demo test: export OMP_WAIT_POLICY ?= PASSIVE
 test: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-gpu oldest lint bench docs clean
+.PHONY: demo test suite test-gpu oldest lint bench docs clean
 
 demo: .venv/.package
 	@.venv/bin/howsmooth demo --force
 
-test: lint docs
+# the suite beside lint and docs, of which each would keep one core busy alone
+test: .venv/.dev .venv/.docs
+	@$(MAKE) --no-print-directory --jobs=2 suite lint docs
+
+suite: .venv/.dev .venv/.docs
 	$(PY) -m pytest -q -n auto
 
 # What depends on the device, on a GPU: kernels, maps, solvers and models. pytest-benchmark does not go with several processes.

@@ -128,6 +128,18 @@ def test_wide_heads_on_a_gpu(d, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize(("d", "d_v"), [(20, 8), (32, 8), (24, 40), (100, 16), (192, 128), (256, 16), (16, 200)])
+def test_keys_and_values_of_different_widths_on_a_gpu(d, d_v):
+    shapes = ((1, 2, 70, d), (1, 2, 130, d), (1, 2, 130, d_v))
+    x, t = (tuple(gaussian(*s, seed=i + k).to(DEVICE, torch.bfloat16) for i, s in enumerate(shapes)) for k in (0, 10))
+    g = gaussian(1, 2, 70, d_v, seed=20).to(DEVICE, torch.bfloat16)
+    want = products(tuple(a.double() for a in x), tuple(a.double() for a in t), g.double())
+    for a, b in zip(products(x, t, g), want, strict=True):
+        assert float((a.double() - b).norm() / b.norm()) <= ALLOWED[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_one_query_on_a_gpu():
     q, k = gaussian(1, 2, 1, 64, seed=0).to(DEVICE), gaussian(1, 2, 1, 64, seed=1).to(DEVICE)
     out = hs.sdpa(q.float(), k.float(), k.float())

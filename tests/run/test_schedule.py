@@ -62,6 +62,12 @@ def test_every_task_is_done_once():
     assert crew.started == 2
 
 
+def test_every_second_worker_begins_at_the_end():
+    crew = Scripted(lambda worker, task: "done")
+    run(crew, tasks=6, count=2)
+    assert [[task for who, task in crew.tried if who == worker] for worker in (1, 2)] == [[0, 1, 2], [5, 4, 3]]
+
+
 def test_no_more_workers_than_tasks_are_started():
     crew = Scripted(lambda worker, task: "done")
     run(crew, tasks=1, count=8)

@@ -11,7 +11,6 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Linear, Sigmoid, Softmax
 from howsmooth.models import MapName
 from howsmooth.study.beside_theory import (
-    bound_jobs,
     change_jobs,
     in_words,
     measure_splitting,
@@ -21,7 +20,7 @@ from howsmooth.study.beside_theory import (
     worst_jobs,
 )
 from howsmooth.study.jobs import run_here
-from howsmooth.study.layers import Question, Setting, layer_jobs, radius_jobs, settle
+from howsmooth.study.layers import Question, Setting, bound_jobs, layer_jobs, radius_jobs, settle
 from howsmooth.study.norms import norm_calls, norm_in_front, norm_jobs
 from howsmooth.study.positions import position_break
 from howsmooth.study.reader import Reader
@@ -88,7 +87,7 @@ def test_tokens_that_no_norm_made_have_none_in_front():
 
 def test_upper_bounds_are_above_and_lower_ones_speak_of_the_ball():
     reader = readers.reader()
-    rows = run_here(reader, bound_jobs(asked(reader, 8, 16), [8, 16])).rows
+    rows = run_here(reader, bound_jobs(asked(reader, 8, 16))).of("bounds")
     assert len(rows) == 4
     for row in rows:
         upper = [b for b in row["bounds"] if b["side"] == "upper" and b["log_value"] is not None]
@@ -182,10 +181,10 @@ def test_worst_inputs_stay_below_the_ceiling():
 def test_layers_that_are_no_closed_form_have_no_bounds_and_other_maps_no_jobs():
     reader = Reader.of(hs.load(randomize(ZOO["deberta-v2"].build())), readers.ids())
     setting = asked(reader)
-    jobs = bound_jobs(setting, [10]) + splitting_jobs(setting) + worst_jobs(setting, 10) + near_jobs(setting, 10)
+    jobs = splitting_jobs(setting) + worst_jobs(setting, 10) + near_jobs(setting, 10)
     assert run_here(reader, jobs).rows == ()
     block = asked(reader, map="block")
-    assert bound_jobs(block, [10]) + splitting_jobs(block) + worst_jobs(block, 10) == []
+    assert bound_jobs(block) + splitting_jobs(block) + worst_jobs(block, 10) == []
     assert near_jobs(block, 10) + change_jobs(block, 10, 0.1) == []
 
 

@@ -18,9 +18,9 @@ from howsmooth.errors import BadInputError
 from howsmooth.report.assemble import variants_report
 from howsmooth.run import check_folder, check_writable, progress_bar, write_table
 from howsmooth.settings import whole
-from howsmooth.study.beside_theory import bound_jobs, measure_splitting, splitting_jobs, unanswered, worst_jobs
+from howsmooth.study.beside_theory import measure_splitting, splitting_jobs, unanswered, worst_jobs
 from howsmooth.study.jobs import Job, Measured, Row, run_sweep
-from howsmooth.study.layers import FACTORS, Question, Setting, head_jobs, layer_jobs, radius_jobs, settle
+from howsmooth.study.layers import FACTORS, Question, Setting, bound_jobs, head_jobs, layer_jobs, radius_jobs, settle
 from howsmooth.study.lengths import fitting_lengths
 from howsmooth.study.lengths import of as growth_of
 from howsmooth.study.norms import norm_jobs
@@ -144,7 +144,7 @@ def _jobs(name: str, setting: Setting, factors: Sequence[float], steps: int) -> 
         "layers": lambda: layer_jobs(setting) + head_jobs(setting),
         "radius": lambda: radius_jobs(setting, factors),
         "norms": lambda: norm_jobs(setting),
-        "bounds": lambda: bound_jobs(setting, lengths),
+        "bounds": lambda: bound_jobs(setting),
         "splitting": lambda: splitting_jobs(setting),
         "worst": lambda: [job for n in lengths for job in worst_jobs(setting, n, steps)],
     }[name]()
@@ -176,8 +176,8 @@ def _splits(rows: list[Row]) -> Row:
 
 
 def _bounds(rows: list[Row]) -> Row:
-    row = rows[0]  # only the first sample is asked
-    return {"L": row["value"]} | {b["id"]: _exp(b["log_value"]) for b in row["bounds"] if b["log_value"] is not None}
+    bounds = [b for row in rows if row["kind"] == "bounds" for b in row["bounds"]]  # only the first sample is asked
+    return {"L": rows[0]["value"]} | {b["id"]: _exp(b["log_value"]) for b in bounds if b["log_value"] is not None}
 
 
 def _worst(rows: list[Row]) -> Row:

@@ -17,7 +17,7 @@ from howsmooth.report.page import write_page
 from howsmooth.run import Engine, Progress, claim_folder, writing
 from howsmooth.settings import flag
 from howsmooth.settings import number as number_in
-from howsmooth.study.beside_theory import bound_jobs, change_jobs, near_jobs, splitting_jobs, unanswered, worst_jobs
+from howsmooth.study.beside_theory import change_jobs, near_jobs, splitting_jobs, unanswered, worst_jobs
 from howsmooth.study.influence import influence_job
 from howsmooth.study.jobs import Job, Measured, Row, run_here, run_sweep, to_frame
 from howsmooth.study.layers import Setting, head_jobs, layer_jobs, map_jobs, parts
@@ -192,9 +192,9 @@ def report_jobs(setting: Setting, radii: float | None = None) -> list[Job]:
     """Everything a page shows, the long work first."""
     lengths = sorted(set(setting.question.lengths))
     middle, short, few = (_nearest(lengths, n) for n in (128, 32, 16))  # where each costs seconds
-    jobs = layer_jobs(setting, shares=True, held=True)
+    bounds = [middle, lengths[-1]] if setting.question.map == "attention" else []
+    jobs = layer_jobs(setting, shares=True, held=True, bounds=bounds)
     jobs += map_jobs(setting)
-    jobs += bound_jobs(setting, [middle, lengths[-1]])
     jobs += head_jobs(setting, [n for n in lengths if n <= _HEADS] or lengths[:1])
     jobs += near_jobs(setting, few)
     jobs += [] if radii is None else change_jobs(setting, few, radii)

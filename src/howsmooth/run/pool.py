@@ -163,17 +163,26 @@ class _Attempts:
 def schedule(crew: Crew, plan: Plan, count: int, tries: int) -> Outcomes:
     """Run tasks on `count` workers.
 
-    A task whose worker dies or that raises is tried again on another worker, `tries` times in all; a refusal of ours
-    (`HowSmoothError`) is final at once. A worker that cannot be prepared ends the sweep with its reason; where workers die
-    again and again before their first task, the others go on without them.
+    Every second worker begins at the end of the plan, so that work of different kinds goes on side by side, and each worker
+    finds tasks together that share something. A task whose worker dies or that raises is tried again on another worker,
+    `tries` times in all; a refusal of ours (`HowSmoothError`) is final at once. A worker that cannot be prepared ends the
+    sweep with its reason; where workers die again and again before their first task, the others go on without them.
     """
     waiting = deque(_Attempts(task) for task in plan.tasks)
     left, stillborn = len(waiting), 0
     ready: dict[Any, bool] = {}  # whether a living worker is prepared
     busy: dict[Any, _Attempts] = {}
+    backwards: set[Any] = set()
+
+    def start() -> None:
+        worker = crew.start()
+        if len(ready) % 2:
+            backwards.add(worker)
+        ready[worker] = False
+
     try:
         for _ in range(min(count, left)):
-            ready[crew.start()] = False
+            start()
         while left:
             for worker, outcome in crew.wait():
                 attempts = busy.pop(worker, None)
@@ -181,7 +190,7 @@ def schedule(crew: Crew, plan: Plan, count: int, tries: int) -> Outcomes:
                     del ready[worker]
                     stillborn += attempts is None
                     if attempts is not None or stillborn < tries:
-                        ready[crew.start()] = False
+                        start()
                     elif not ready:
                         raise WorkerError(
                             f"expected workers that start, got {outcome.reason} {stillborn} times; try fewer workers"
@@ -201,9 +210,10 @@ def schedule(crew: Crew, plan: Plan, count: int, tries: int) -> Outcomes:
                 again = f", {attempts.tries} times" if attempts.tries > 1 else ""
                 reason = outcome.reason and outcome.reason + again
                 yield attempts.task, replace(outcome, reason=reason, tries=attempts.tries, seconds=attempts.seconds)
-            # the first waiting task that an idle worker has not failed at; any, when there is nobody else to try it
+            # the next waiting task that an idle worker has not failed at; any, when there is nobody else to try it
             for worker in [w for w, prepared in ready.items() if prepared and w not in busy]:
-                fresh = (a for a in waiting if worker not in a.failed_on or ready.keys() <= a.failed_on)
+                order = reversed(waiting) if worker in backwards else waiting
+                fresh = (a for a in order if worker not in a.failed_on or ready.keys() <= a.failed_on)
                 attempts = next(fresh, None)
                 if attempts is not None:
                     waiting.remove(attempts)

@@ -32,16 +32,17 @@ class _Doubt(NamedTuple):
 
     reach: float
     most: float
+    coarse: float
     risk: float
 
     def past(self, tol: float) -> float:
-        """`reach · tol`, but no more than `most` or `tol`: what is hidden below it may be that far off."""
-        return min(self.reach * tol, max(self.most, tol))
+        """`reach · tol`, but no more than `most` or `coarse · tol`: what is hidden below it may be that far off."""
+        return min(self.reach * tol, max(self.most, self.coarse * tol))
 
 
 # Chosen by experiment, so that `value` is within `tol` of the norm on all but one of a thousand layers (benchmarks: settle).
-_PLAIN = _Doubt(20, 0.02, 0.05)  # the top direction is the one that was guessed, or its Ritz value stands alone
-_OTHERWISE = _Doubt(3, 0.01, 0.05)
+_PLAIN = _Doubt(20, 0.02, 5, 0.05)  # the top direction is the one that was guessed, or its Ritz value stands alone
+_OTHERWISE = _Doubt(3, 0.01, 1, 0.05)
 _ALONE = 0.2  # gap to the next Ritz value, as a share of the top one
 _GUESS = 20.0  # length of a guess, in units of what a random start has along any direction: enough to lead, no more than that
 _SHARE = 0.5  # entry of the top Ritz vector along the start, as a share of the guess's own; chance gives others a twentieth

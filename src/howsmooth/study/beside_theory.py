@@ -1,5 +1,5 @@
-"""A layer on text beside theory: every bound there, what is certified near it, whether splitting a token pays, and the worst
-input of the same size.
+"""A layer on text beside theory: what is certified near it, whether splitting a token pays, and the worst input of the same
+size.
 
 All of these need the layer's weights, so they have rows for layers in closed form alone, and for the map `attention`.
 """
@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from howsmooth.study.jobs import Job, Row
 from howsmooth.study.layers import Part, Setting, parts
 from howsmooth.study.radius import certified_radius
 from howsmooth.study.reader import Reader
-from howsmooth.theory import Bound, ball_bounds, point_bounds
 from howsmooth.theory.around import AroundAttention, Neighbourhood
 from howsmooth.theory.blocks import no_splitting
 from howsmooth.theory.softmax_only import not_softmax
@@ -32,6 +31,7 @@ from howsmooth.verbs import splitting, worst_case
 
 NEAR = (1e-4, 1e-3, 1e-2)  # radii, in lengths of a token
 _CLIMB = 1  # steps of ascent from each start: near an input its gradient is nearly all there is
+_NEAR = 12  # layers
 _WIDEST = 1024  # wider layers take longer near an input than everything else on a page
 _WORDS = {
     "tie": "most tokens alike and undecided between two",
@@ -41,25 +41,14 @@ _WORDS = {
 }
 
 
-def bound_jobs(setting: Setting, lengths: Sequence[int]) -> list[Job]:
-    """What was measured beside each bound, every layer on the first sample, at these lengths."""
-    return _jobs(measure_bounds, setting, lengths, 1)
-
-
-def measure_bounds(reader: Reader, part: dict[str, Any]) -> list[Row]:
-    """One row with every bound at the input, and over the ball that just holds its tokens."""
-
-    def row(m: Measurement, attn: Attention, x: Tensor) -> Row:
-        bounds = [_cells("point", b) for b in point_bounds(attn, x)]
-        bounds += [_cells("ball", b) for b in ball_bounds(attn, m.n, m.radius_max)]
-        return m.row("bounds", bounds=bounds)
-
-    return _rows(reader, part, row)
-
-
 def near_jobs(setting: Setting, n: int) -> list[Job]:
-    """The largest constant near the text, attained and certified; every layer on the first sample, at one length."""
-    return _jobs(measure_near, setting, [n], 1)
+    """The largest constant near the text, attained and certified, on the first sample at one length; of the layers, at most
+    twelve that are evenly spaced."""
+    layers = setting.layers
+    if len(layers) > _NEAR:
+        layers = tuple(layers[round(k * (len(layers) - 1) / (_NEAR - 1))] for k in range(_NEAR))
+    kinds = tuple(setting.kinds[setting.layers.index(layer)] for layer in layers)
+    return _jobs(measure_near, replace(setting, layers=layers, kinds=kinds), [n], 1)
 
 
 def measure_near(reader: Reader, part: dict[str, Any]) -> list[Row]:
@@ -194,11 +183,6 @@ def _rows(
     (measurement, window), *_ = one.measure(reader)
     cells = row(measurement, attn, captured.tokens(layer))
     return [cells | window | {"seconds": time.perf_counter() - began}]
-
-
-def _cells(where: str, bound: Bound) -> Row:
-    names = ("id", "name", "side", "log_value", "statement", "source", "reason")
-    return {"where": where, **{name: getattr(bound, name) for name in names}}
 
 
 def in_words(start: str) -> str:

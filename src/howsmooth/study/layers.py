@@ -11,11 +11,12 @@ from howsmooth.kernels.kinds import Kind
 from howsmooth.models import MAPS, Capture, FallbackWarning, MapName, Measurement
 from howsmooth.models.capture import LOCK_STEP
 from howsmooth.settings import choice, items, number, seed_of, whole
+from howsmooth.study.bound_rows import bounds_row
 from howsmooth.study.jobs import Job, Row
 from howsmooth.study.reader import Reader
 
 FACTORS = (0.125, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 8.0)
-_LAYERS = 8  # of one part
+_LAYERS, _FEW = 8, 2  # of one part; where each takes long
 _LENGTHS = "a list of lengths, each of at least one token"
 _SAMPLES = 1_000_000  # windows of one text
 _BESIDE = 1e-2  # least relative accuracy of what is only set beside a measurement
@@ -153,24 +154,31 @@ def settle(reader: Reader, question: Question) -> Setting:
     return setting
 
 
-def layer_jobs(setting: Setting, shares: bool = False, held: bool = False) -> list[Job]:
+def layer_jobs(setting: Setting, shares: bool = False, held: bool = False, bounds: Sequence[int] = ()) -> list[Job]:
     """Every layer at every length on every sample.
 
     shares: also how much of the worst direction falls on each token, for the first sample.
     held: also the constant at the longest length, for the first sample, while the token that carries most is held fixed.
+    bounds: lengths at which the first sample's constants are set beside every bound, of layers in closed form.
     """
     longest = max(setting.question.lengths)
 
     def job(part: Part) -> Job:
         first = part.first == 0
-        more = {"shares": shares and first, "held": held and first and part.n == longest}
+        more = {"shares": shares and first, "held": held and first and part.n == longest, "bounds": first and part.n in bounds}
         return Job(measure_layers, {"part": asdict(part), **more})
 
     return [job(part) for part in parts(setting)]
 
 
-def measure_layers(reader: Reader, part: dict[str, Any], shares: bool, held: bool) -> list[Row]:
-    """A row for every layer and window, and one for every token that is held."""
+def bound_jobs(setting: Setting) -> list[Job]:
+    """Every layer at every length on the first sample, beside every bound; for attention."""
+    first = replace(setting, starts=setting.starts[:1])
+    return layer_jobs(first, bounds=setting.question.lengths) if setting.question.map == "attention" else []
+
+
+def measure_layers(reader: Reader, part: dict[str, Any], shares: bool, held: bool, bounds: bool) -> list[Row]:
+    """A row for every layer and window, and one for every token that is held, or set of bounds."""
     rows, whole = [], Part.of(part)
     for m, window in whole.measure(reader):
         row = m.row("layer", **window, **m.about())
@@ -180,7 +188,19 @@ def measure_layers(reader: Reader, part: dict[str, Any], shares: bool, held: boo
         rows.append(row)
         if held and first and m.n > 1:
             rows.append(_held(whole.capture(reader)[0], m, whole, window))
+        if bounds and first:
+            rows += _bounds(whole.capture(reader)[0], m, window)
     return rows
+
+
+def _bounds(captured: Capture, m: Measurement, window: Row) -> list[Row]:
+    """A row with every bound; none for a layer that has no closed form, or whose weights are out of range."""
+    began, attn = time.perf_counter(), captured.closed(m.layer)
+    try:
+        row = None if attn is None else bounds_row(m, attn, captured.tokens(m.layer))
+    except BadInputError:
+        return []
+    return [] if row is None else [row | window | {"seconds": time.perf_counter() - began}]
 
 
 def _held(captured: Capture, m: Measurement, part: Part, window: Row) -> Row:
@@ -203,7 +223,7 @@ def map_jobs(setting: Setting) -> list[Job]:
         Job(measure_maps, {"part": asdict(replace(part, map=name))})
         for name in SIDE_BY_SIDE
         if name != q.map
-        for part in parts(rough, [max(q.lengths)], samples=1)
+        for part in parts(rough, [max(q.lengths)], samples=1, layers=_FEW)
     ]
 
 
@@ -223,7 +243,7 @@ def head_jobs(setting: Setting, lengths: Sequence[int] | None = None) -> list[Jo
     """Every head alone, on the first sample, at these lengths."""
     if setting.question.map not in ("attention", "normed"):
         return []
-    return [Job(measure_heads, {"part": asdict(part)}) for part in parts(setting, lengths, samples=1)]
+    return [Job(measure_heads, {"part": asdict(part)}) for part in parts(setting, lengths, samples=1, layers=_FEW)]
 
 
 def measure_heads(reader: Reader, part: dict[str, Any]) -> list[Row]:

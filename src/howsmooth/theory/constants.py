@@ -223,10 +223,10 @@ def constants(layer: Attention) -> Constants:
     v_norm = spectral_norm(outputs) + blur
     by = torch.where(v_norm > 0, v_norm, 1.0)
     even, share = outputs / by[:, None, None], blur / by
-    cross = torch.diag((v_norm > 0).double())
+    cross, gram = torch.diag((v_norm > 0).double()), _gram(even)
     if layer.heads > 1:
         i, j = torch.triu_indices(layer.heads, layer.heads, 1)
-        cross[i, j] = cross[j, i] = spectral_norm(even[i].mT @ even[j]) + share[i] + share[j]
+        cross[i, j] = cross[j, i] = spectral_norm(gram[i, :, j]) + share[i] + share[j]
     top = largest_entry(outputs)
     logit_blur = product_blur(w.k * abs(scale), w.q)
     found = Constants(
@@ -240,8 +240,8 @@ def constants(layer: Attention) -> Constants:
         w_o=rounded_up(spectral_norm(w.o), width),
         cross=cross.cpu() * slack(width),
         stacked=(
-            max((_stacked(outputs / top) * top + float(blur.norm())) * unit, TINY),
-            _stacked(even) + float(share.norm()),
+            max((_stacked(outputs / top, gram, by / top) * top + float(blur.norm())) * unit, TINY),
+            _stacked(even, gram, torch.ones_like(by)) + float(share.norm()),
         ),
         blur=tuple(zip(logit_blur.tolist(), (blur * unit).tolist(), strict=True)),
         bias_range=_bias_range(layer),
@@ -260,12 +260,32 @@ def _triangle(w: Float[Tensor, "heads r d"]) -> Float[Tensor, "heads r k"]:
     return torch.linalg.qr(w.mT, mode="r")[1].mT
 
 
-def _stacked(outputs: Float[Tensor, "heads d_out r"]) -> float:
-    flat = outputs.transpose(0, 1).flatten(1)  # (d_out, heads·r)
+def _gram(outputs: Float[Tensor, "heads d_out r"]) -> Float[Tensor, "heads r heads r"]:
+    """`V_hᵀ V_k` of all pairs of heads, in one product."""
+    heads, _, r = outputs.shape
+    flat = outputs.transpose(0, 1).flatten(1)
+    return (flat.mT @ flat).unflatten(1, (heads, r)).unflatten(0, (heads, r))
+
+
+def _stacked(outputs: Float[Tensor, "heads d_out r"], gram: Tensor, sizes: Float[Tensor, " heads"]) -> float:
+    """The norm of heads side by side. gram: of the same ones divided by their sizes."""
+    heads, d_out, r = outputs.shape
+    if d_out < heads * r:
+        return _norm(outputs.transpose(0, 1).flatten(1))
+    if heads * r > _LARGEST_GRAM:
+        return math.inf
+    return _root((gram * sizes[:, None, None, None] * sizes[:, None]).flatten(2).flatten(0, 1), d_out)
+
+
+def _norm(flat: Float[Tensor, "p q"]) -> float:
+    """The norm of a matrix, from above; infinite where it is too large to compute."""
     if min(flat.shape) > _LARGEST_GRAM:
         return math.inf
-    gram = flat @ flat.mT if flat.shape[0] <= flat.shape[1] else flat.mT @ flat
-    return max(float(torch.linalg.eigvalsh(gram)[-1]), 0.0) ** 0.5 * slack(max(flat.shape))
+    return _root(flat @ flat.mT if flat.shape[0] <= flat.shape[1] else flat.mT @ flat, max(flat.shape))
+
+
+def _root(gram: Float[Tensor, "p p"], size: int) -> float:
+    return max(float(torch.linalg.eigvalsh(gram)[-1]), 0.0) ** 0.5 * slack(size)
 
 
 def _bias_range(layer: Attention) -> float:
@@ -316,7 +336,7 @@ def _whole(w: Float[Tensor, "heads head d"], head: int, norm: LayerNorm | RMSNor
     if norm is None or norm.width == head:
         return None
     centred = norm.to(w.device, torch.float64).center(w[:: len(w) * head // norm.width].flatten(0, 1).mT).mT
-    return min(_stacked(centred), float(centred.norm()) * slack(max(centred.shape)))
+    return min(_norm(centred), float(centred.norm()) * slack(max(centred.shape)))
 
 
 def _planes(layer: Attention, sizes: Float[Tensor, "*heads head"]) -> Tensor:

@@ -20,7 +20,7 @@ from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.tiled import Blocked
 from howsmooth.kernels.triton import blocks, forward, jvp, operands, received, vjp
 from howsmooth.kernels.triton.compiling import compiling, in_parallel, launch, soon
-from howsmooth.kernels.triton.operands import ROWS, TOP, Operand, pack, padded_length, padded_width, power
+from howsmooth.kernels.triton.operands import ROWS, TOP, Operand, pack, padded_length, padded_width, power, value_width
 
 WIDEST = 256
 _HEAVY = 2**28  # visible logits past which float64 costs more than all other products: about 0.1 s on an H200
@@ -81,10 +81,11 @@ class Fused(AttentionKernel):
         q_row, k_row, v_row = (s * r for s, r in zip((self._s_q, self._s_k, self._s_v), lengths, strict=True))
         # κ keeps P̂ ∘ dS in range: |dq̂| ≤ √d 2¹², |dk̂| ≤ √d 2¹², and |ĝ·(v̂ − ô)| ≤ 2 √d_v 2¹² max|v̂|
         self._kappa_jvp = power(padded_width(d) ** 0.5 * 2.0**TOP * (q_row + k_row), top=1)
-        self._kappa_vjp = power(padded_width(v.shape[-1]) ** 0.5 * 2.0**TOP * 2 * v_row, top=1)
+        self._width_v = value_width(d, v.shape[-1])
+        self._kappa_vjp = power(self._width_v**0.5 * 2.0**TOP * 2 * v_row, top=1)
         self._q = self._pack(q[None], tau * self._s_q)
         self._k = self._pack(k[None], self._s_k)
-        self._v = self._pack(v[None], self._s_v)
+        self._v = self._pack(v[None], self._s_v, self._width_v)
         bias = _bias(self.scores, batch, heads, n, m)
         # over items, heads and rows; without a bias another tensor stands in its place, never read
         self._bias, self._strides = (self._q.hi, (0, 0, 0)) if bias is None else (bias, bias.stride()[:3])
@@ -156,8 +157,8 @@ class Fused(AttentionKernel):
         if self.heavy and finest not in _COMPILED:
             _COMPILED[finest] = soon(finest.try_out)
 
-    def _pack(self, t: Tensor, scale: float) -> Operand:
-        return pack(t, torch.full(t.shape[:2], scale, device=t.device), 3)[0]
+    def _pack(self, t: Tensor, scale: float, width: int = 0) -> Operand:
+        return pack(t, torch.full(t.shape[:2], scale, device=t.device), 3, width=width)[0]
 
     @property
     def output(self):
@@ -189,7 +190,7 @@ class Fused(AttentionKernel):
         finer.precision, finer._s_passes, finer._lse = self.finer, 3, self._fine_lse
         finer._q, finer._k = self._pack(q[None], self.scores.scale * self._s_q), self._pack(k[None], self._s_k)
         if finer.precision == "strict":
-            finer._passes, finer._promote, finer._v = 3, True, self._pack(v[None], self._s_v)
+            finer._passes, finer._promote, finer._v = 3, True, self._pack(v[None], self._s_v, self._width_v)
         if q.is_cuda:
             finer._compile_ahead()
         return finer
@@ -325,7 +326,10 @@ class Fused(AttentionKernel):
             scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v, self._kappa_jvp, 2.0 ** (SHIFT - self._rho),
             COUNT=triton.next_power_of_2(count), TOP=TOP, KEYS=keyed,
         )  # fmt: skip
-        p_dq, p_dk, p_dv = (pack(t, scales[i * count : (i + 1) * count], self._passes)[0] for i, t in enumerate((dq, dk, dv)))
+        p_dq, p_dk, p_dv = (
+            pack(t, scales[i * count : (i + 1) * count], self._passes, width=width)[0]
+            for i, (t, width) in enumerate(((dq, 0), (dk, 0), (dv, self._width_v)))
+        )
         undo = scales[3 * count :]
         dkeys = self._moved_keys(doffset, scales[6 * count :], probes) if keyed else scales
         out = torch.empty(probes, batch, n, heads, d_v, device=dq.device).transpose(2, 3)
@@ -370,7 +374,7 @@ class Fused(AttentionKernel):
             operands.largest(g), scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v,
             self._kappa_vjp, 2.0 ** (SHIFT - self._rho), COUNT=triton.next_power_of_2(count), TOP=TOP,
         )  # fmt: skip
-        p_g, delta = pack(g, scales[:count], self._passes, dot=self._o, dot_scale=self._s_v)
+        p_g, delta = pack(g, scales[:count], self._passes, dot=self._o, dot_scale=self._s_v, width=self._width_v)
         undo = scales[count:]
         dq = torch.empty(probes, batch, n, heads, d, device=g.device).transpose(2, 3)
         dk = torch.empty(probes, batch, m, kv_heads, d, device=g.device).transpose(2, 3)

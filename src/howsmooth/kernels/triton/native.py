@@ -45,17 +45,18 @@ class _Problem:
 def _launch(name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, precise: bool, biased: bool, how) -> Launch:
     """Sizes and options of a kernel, for queries and keys of these shapes."""
     (batch, heads, n, d), (kv_heads, m), (scale, softcap, causal, window) = q, k[1:3], how
-    width, width_v, single = padded_width(d), padded_width(d_v), dtype == torch.float32
-    b = blocks.pick_native(name, max(width, width_v), single, causal)
+    # one width for both: compiled by Triton 3.6, keys padded to 32 entries beside values padded to 16 come out wrong
+    width, single = max(padded_width(d), padded_width(d_v)), dtype == torch.float32
+    b = blocks.pick_native(name, width, single, causal)
     by_columns = name in ("columns", "hvp_columns")
     count, items = (-(-m // b.cols), batch * kv_heads) if by_columns else (-(-n // b.rows), batch * heads)
     numbers = (heads, heads // kv_heads, d, d_v, window or 0, scale, softcap or 1.0)
     options = {
         "D": width,
-        "DV": width_v,
+        "DV": width,
         "BM": b.rows,
         "BN": b.cols,
-        "PAD": width != d or width_v != d_v,
+        "PAD": width != d or width != d_v,
         "RAGGED": n % 128 > 0 or m % 128 > 0,  # some block is not whole
         "PRECISION": "tf32x3" if precise else "tf32",
         "CAUSAL": causal,

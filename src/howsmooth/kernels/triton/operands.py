@@ -36,6 +36,14 @@ def padded_width(d: int) -> int:
     return max(16, 1 << (d - 1).bit_length())
 
 
+def value_width(d: int, d_v: int) -> int:
+    """The padded width of values beside keys of width `d`: a quarter of theirs at least.
+
+    Compiled by Triton 3.6, kernels for keys of 256 entries and values of 16 or 32 read where they may not.
+    """
+    return max(padded_width(d_v), padded_width(d) // 4)
+
+
 def power(size: float, top: int = TOP) -> float:
     """The power of two that brings `size` into `[2^(top−1), 2^top)`; 1 for zero."""
     return 2.0 ** max(-100, min(100, top - math.frexp(size)[1])) if size > 0 else 1.0
@@ -52,14 +60,18 @@ def pack(
     passes: int,
     dot: Float[Tensor, "batch heads n d"] | None = None,
     dot_scale: float = 1.0,
+    width: int = 0,
 ) -> tuple[Operand, Tensor]:
-    """`scale · t` in half precision, zero in the padding; with `dot`, also the row sums of `scale · t ∘ dot_scale · dot`."""
+    """`scale · t` in half precision, zero in the padding; with `dot`, also the row sums of `scale · t ∘ dot_scale · dot`.
+
+    width: padded, if more than `t` needs.
+    """
     probes, batch, heads, n, d = t.shape
     if t.stride(-1) != 1:
         t = t.contiguous()
     if dot is not None and dot.stride(-1) != 1:
         dot = dot.contiguous()
-    rows, width = padded_length(n), padded_width(d)
+    rows, width = padded_length(n), max(width, padded_width(d))
     hi = torch.empty(probes * batch * heads, rows, width, dtype=torch.float16, device=t.device)
     lo = torch.empty_like(hi) if passes == 3 else hi
     sums = torch.empty(probes * batch * heads, rows, dtype=torch.float32, device=t.device) if dot is not None else scale
