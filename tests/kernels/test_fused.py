@@ -92,7 +92,7 @@ def test_lengths_that_are_no_multiple_of_a_block(n, m):
     check(problem(batch=1, heads=1, n=n, m=m, d=5, d_v=3), "half")
 
 
-@pytest.mark.parametrize(("d", "d_v"), [(1, 1), (24, 40), (96, 33), (256, 256)])
+@pytest.mark.parametrize(("d", "d_v"), [(1, 1), (24, 40), (96, 33), (256, 16), (256, 256)])
 def test_head_widths(d, d_v):
     check(problem(batch=1, heads=1, n=17, d=d, d_v=d_v), "half")
 
