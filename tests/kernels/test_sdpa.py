@@ -399,6 +399,7 @@ def test_nan_stays_nan():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own, where it finds a GPU
 def test_compiled_without_a_graph_break():
     x, g = SMALL, gaussian(1, 2, 3, 1, seed=4)
 

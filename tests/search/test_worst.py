@@ -105,6 +105,19 @@ def test_compositions_and_large_layers():
     assert set(large.to_dict()) >= {"value", "tokens", "trace", "ratio", "note"}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_search_is_where_the_layer_is():
+    weights = [gaussian(32, 32, seed=s, dtype=torch.float32) / 32**0.5 for s in range(4)]
+    layer, around = hs.Attention(*weights, heads=2, causal=True), BallAround(gaussian(40, 32, seed=9, dtype=torch.float32), 1.0)
+    here, there = (worst_case(a, 40, 4.0, steps=3, restarts=4) for a in (layer, layer.to("cuda")))
+    assert there.tokens.is_cuda
+    assert there.value == pytest.approx(here.value, rel=0.02)
+    near = worst_case(layer.to("cuda"), over=BallAround(around.x.to("cuda"), 1.0), steps=3, restarts=4)
+    assert near.tokens.is_cuda
+    assert near.value == pytest.approx(worst_case(layer, over=around, steps=3, restarts=4).value, rel=0.02)
+
+
 def test_same_seed_same_answer():
     first, second = (worst_case(random_head(5), 5, 1.0, steps=10, restarts=6, seed=3) for _ in range(2))
     assert torch.equal(first.tokens, second.tokens)

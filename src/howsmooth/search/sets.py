@@ -187,7 +187,7 @@ class BallAround(_Round):
         """Gaussian directions, on the boundary."""
         step = torch.randn(count, n, d, generator=random, dtype=torch.float64)
         step *= self.radius / step.flatten(1).norm(dim=-1)[:, None, None]
-        return self.project(self.x.detach().double() + step)
+        return self.project(self.x.detach().double() + step.to(self.x.device))
 
 
 @final

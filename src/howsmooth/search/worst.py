@@ -10,7 +10,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Softmax
-from howsmooth.maps import Attention, Map
+from howsmooth.maps import Attention, Composition, Map
 from howsmooth.search.ascent import Climb, ascend
 from howsmooth.search.families import check_layer, ranked
 from howsmooth.search.gradient import DENSE_SIZE
@@ -92,10 +92,12 @@ def find_worst(
     options = Options(certify=certify, seed=seed)
     random = torch.Generator().manual_seed(seed)
     z, labels, designed = _starts(f, space, n, d, restarts, random)
+    place = z.device if isinstance(space, BallAround) else _place(f)
     f, dtype = _precision(f, space, z, small)
-    climb = ascend(f, space, z.to(dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
+    # small ones on the CPU: a GPU would decompose one Jacobian after the other
+    climb = ascend(f, space, z.to("cpu" if small else place, dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
     best = int(climb.value.argmax())
-    tokens = space.tokens(climb.z[best : best + 1])[0].detach()
+    tokens = space.tokens(climb.z[best : best + 1])[0].detach().to(place)
     estimate = solve_batch(f, tokens[None], options)[0][0]
     bound = Bounds(tuple(ball_bounds(f, n, space.reach)), "over the set").upper if isinstance(f, Attention) else None
     ratio = None
@@ -137,6 +139,13 @@ def _shape(f: Function, space: TokenSet, n: int | None) -> tuple[int, int]:
     if isinstance(f, Attention):
         check_layer(f, n)
     return check_count(n), d
+
+
+def _place(f: Function) -> torch.device:
+    """Where the weights of a map are."""
+    while isinstance(f, Composition):
+        f = f.outer
+    return f.w_q.device if isinstance(f, Attention) else torch.device("cpu")
 
 
 def _precision(f: Function, space: TokenSet, z: Tensor, small: bool) -> tuple[Function, torch.dtype]:

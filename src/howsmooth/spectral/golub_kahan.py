@@ -32,8 +32,8 @@ class _Doubt(NamedTuple):
 
     reach: float
     most: float
-    coarse: float
     risk: float
+    coarse: float = 1.0
 
     def past(self, tol: float) -> float:
         """`reach · tol`, but no more than `most` or `coarse · tol`: what is hidden below it may be that far off."""
@@ -41,11 +41,14 @@ class _Doubt(NamedTuple):
 
 
 # Chosen by experiment, so that `value` is within `tol` of the norm on all but one of a thousand layers (benchmarks: settle).
-_PLAIN = _Doubt(20, 0.02, 5, 0.05)  # the top direction is the one that was guessed, or its Ritz value stands alone
-_OTHERWISE = _Doubt(3, 0.01, 1, 0.05)
+_CLEAR = _Doubt(20, 0.02, 0.05, coarse=5)  # the top direction is clearly the one that was guessed
+_PLAIN = _Doubt(20, 0.02, 0.05)  # it is the one that was guessed, or its Ritz value stands alone
+_OTHERWISE = _Doubt(3, 0.01, 0.05)
 _ALONE = 0.2  # gap to the next Ritz value, as a share of the top one
 _GUESS = 20.0  # length of a guess, in units of what a random start has along any direction: enough to lead, no more than that
-_SHARE = 0.5  # entry of the top Ritz vector along the start, as a share of the guess's own; chance gives others a twentieth
+# entry of the top Ritz vector along the start, as a share of the guess's own, from which it is the one that was guessed, and
+# clearly so; chance gives others a twentieth
+_SHARE, _CLEARLY = 0.5, 0.7
 
 
 @final
@@ -246,12 +249,12 @@ class _Run:
         close = torch.where(alone, residual.minimum(refined), residual) <= 2 * self.tol * theta
         if not bool(close.any()):
             return close
-        foreseen = vectors[:, 0, -1].abs() >= self.foreseen
-        plain, otherwise = (
+        along = vectors[:, 0, -1].abs() / self.foreseen  # foreseen from 1
+        clear, plain, otherwise = (
             certificate.log_growth(theta * (1 + doubt.past(self.tol)) ** 2, ritz, beta) >= self._rarity(doubt.risk)
-            for doubt in (_PLAIN, _OTHERWISE)
+            for doubt in (_CLEAR, _PLAIN, _OTHERWISE)
         )
-        return close & (otherwise | (plain & (foreseen | alone)))
+        return close & (otherwise | (plain & ((along >= 1) | alone)) | (clear & (along >= _CLEARLY / _SHARE)))
 
     def _rarity(self, risk: float) -> Tensor:
         return certificate.log_rarity(self.starts, self.size, risk) + self.shift
