@@ -2,8 +2,8 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq -c constraints.txt
 
 # Threads that spin while they wait slow torch down many times over when another program holds a core.
-demo test: export OMP_WAIT_POLICY ?= PASSIVE
-test: export OMP_NUM_THREADS ?= 1
+demo test suite: export OMP_WAIT_POLICY ?= PASSIVE
+test suite: export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test suite test-gpu oldest lint bench docs clean
 

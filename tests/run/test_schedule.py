@@ -68,6 +68,13 @@ def test_every_second_worker_begins_at_the_end():
     assert [[task for who, task in crew.tried if who == worker] for worker in (1, 2)] == [[0, 1, 2], [5, 4, 3]]
 
 
+def test_what_failed_comes_last_and_who_died_is_replaced_at_the_same_end():
+    crew = Scripted(lambda worker, task: {(1, 1): "dies", (2, 5): "failed"}.get((worker, task), "done"))
+    assert set(run(crew, tasks=6, count=2).values()) == {("done", 1, None), ("done", 2, None)}
+    assert [task for who, task in crew.tried if who == 3][:1] == [2]
+    assert sorted(task for _, task in crew.tried[-2:]) == [1, 5]
+
+
 def test_no_more_workers_than_tasks_are_started():
     crew = Scripted(lambda worker, task: "done")
     run(crew, tasks=1, count=8)

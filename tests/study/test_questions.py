@@ -1,8 +1,11 @@
 """Radius, norms, bounds, splitting, worst, positions: each against what it must equal or never exceed."""
 
+import gc
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import pandas
 import pytest
 import torch
 
@@ -10,6 +13,9 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Linear, Sigmoid, Softmax
 from howsmooth.models import MapName
+from howsmooth.run.files import write_table
+from howsmooth.study import bound_rows
+from howsmooth.study import layers as study_layers
 from howsmooth.study.beside_theory import (
     change_jobs,
     in_words,
@@ -19,7 +25,7 @@ from howsmooth.study.beside_theory import (
     unanswered,
     worst_jobs,
 )
-from howsmooth.study.jobs import run_here
+from howsmooth.study.jobs import run_here, run_sweep
 from howsmooth.study.layers import Question, Setting, bound_jobs, layer_jobs, radius_jobs, settle
 from howsmooth.study.norms import norm_calls, norm_in_front, norm_jobs
 from howsmooth.study.positions import position_break
@@ -94,6 +100,36 @@ def test_upper_bounds_are_above_and_lower_ones_speak_of_the_ball():
         assert {"point", "ball"} == {b["where"] for b in upper}
         assert all(b["log_value"] >= math.log(row["value"]) for b in upper)
         assert all(b["reason"] for b in row["bounds"] if b["log_value"] is None)
+
+
+def test_bounds_that_fail_leave_the_measurement_and_say_why(monkeypatch: pytest.MonkeyPatch):
+    def fails(*_):
+        raise RuntimeError("no decomposition")
+
+    monkeypatch.setattr(study_layers, "bounds_row", fails)
+    reader = readers.reader()
+    measured = run_here(reader, bound_jobs(asked(reader, 8)))
+    assert len(measured.of("layer")) == 2
+    assert {(row["reason"], len(row["bounds"])) for row in measured.of("bounds")} == {("no decomposition", 0)}
+
+
+def test_norms_of_weights_go_with_their_layer():
+    reader, before = readers.reader(), set(bound_rows._KNOWN)
+    run_here(reader, bound_jobs(asked(reader, 8)))
+    assert len(set(bound_rows._KNOWN) - before) == 2
+    del reader, before
+    gc.collect()
+    assert len(bound_rows._KNOWN) == 0
+
+
+def test_bounds_as_a_table(tmp_path: Path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'howsmooth[parquet]' runs this")
+    folder, text = readers.save(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text(readers.text())
+    reader = Reader.by_name(str(folder), str(text))
+    run_sweep(reader, bound_jobs(asked(reader, 8)), tmp_path / "r.sqlite")
+    table = pandas.read_parquet(write_table(tmp_path / "r.sqlite", tmp_path / "r.parquet"))
+    assert sorted(table["kind"]) == ["bounds", "bounds", "layer", "layer"]
 
 
 def test_splitting_is_that_of_the_closed_form():

@@ -111,6 +111,8 @@ def study(
         measured = Measured(first.rows + then.rows, first.failures + then.failures, then.versions)
     else:
         measured = run_sweep(reader, jobs, results, engine=hands, resume=resume, progress=bar)
+    if name == "bounds" and not measured.of("bounds"):
+        raise BadInputError("expected a layer that is a formula of its weights, got none; study growth measures any layer")
     if page is not None:
         variants_report(reader, setting, measured, typed()).save(page, force=True)
     if table is not None:

@@ -314,6 +314,10 @@ def _notes(reader: Reader, setting: Setting, data: ReportData, failures: tuple[s
         notes.append(f"In layers {named} attention is the model's own code, differentiated as it is.")
     if data.methods.map == "attention" and not data.bounds:
         notes.append("Bounds, splitting and worst inputs need attention as a formula of its weights; no layer here is one.")
+    without = [row for row in data.of("bounds") if row.get("reason")]
+    if without:
+        named = ", ".join(str(layer) for layer in sorted({row["layer"] for row in without}))
+        notes.append(f"Layers {named} have no bounds: {without[0]['reason']}.")
     return (*notes, *_lost(failures))
 
 

@@ -179,8 +179,8 @@ def _near(data: ReportData) -> str:
     most = max(known, key=lambda row: row["upper_ends"][k] / row["value"])
     up, found = (number(most[ends][k] / most["value"]) for ends in ("upper_ends", "lower_ends"))
     where = f"layer {most['layer']}, where {found} times is attained"
-    of = "no layer's L" if len(rows) == len(data.layers) else f"of the {len(rows)} layers that were asked no L"
-    return f"Within r = {share} {of} is more than {up} times that at the text ({where})."
+    none = "no layer's L" if len(known) == len(data.layers) else f"no L of the {len(known)} layers asked"
+    return f"Within r = {share} {none} is more than {up} times that at the text ({where})."
 
 
 def _part(data: ReportData) -> str:

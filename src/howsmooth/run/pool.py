@@ -169,20 +169,21 @@ def schedule(crew: Crew, plan: Plan, count: int, tries: int) -> Outcomes:
     sweep with its reason; where workers die again and again before their first task, the others go on without them.
     """
     waiting = deque(_Attempts(task) for task in plan.tasks)
+    later: deque[_Attempts] = deque()  # tried before; they come last
     left, stillborn = len(waiting), 0
     ready: dict[Any, bool] = {}  # whether a living worker is prepared
     busy: dict[Any, _Attempts] = {}
     backwards: set[Any] = set()
 
-    def start() -> None:
+    def start(from_end: bool) -> None:
         worker = crew.start()
-        if len(ready) % 2:
+        if from_end:
             backwards.add(worker)
         ready[worker] = False
 
     try:
-        for _ in range(min(count, left)):
-            start()
+        for k in range(min(count, left)):
+            start(k % 2 == 1)
         while left:
             for worker, outcome in crew.wait():
                 attempts = busy.pop(worker, None)
@@ -190,7 +191,7 @@ def schedule(crew: Crew, plan: Plan, count: int, tries: int) -> Outcomes:
                     del ready[worker]
                     stillborn += attempts is None
                     if attempts is not None or stillborn < tries:
-                        start()
+                        start(worker in backwards)
                     elif not ready:
                         raise WorkerError(
                             f"expected workers that start, got {outcome.reason} {stillborn} times; try fewer workers"
@@ -204,19 +205,22 @@ def schedule(crew: Crew, plan: Plan, count: int, tries: int) -> Outcomes:
                 attempts.seconds += outcome.seconds
                 if outcome.ending in ("failed", "died") and attempts.tries < tries:
                     attempts.failed_on.add(worker)
-                    waiting.append(attempts)
+                    later.append(attempts)
                     continue
                 left -= 1
                 again = f", {attempts.tries} times" if attempts.tries > 1 else ""
                 reason = outcome.reason and outcome.reason + again
                 yield attempts.task, replace(outcome, reason=reason, tries=attempts.tries, seconds=attempts.seconds)
-            # the next waiting task that an idle worker has not failed at; any, when there is nobody else to try it
+            # the next task; of those tried before one that an idle worker has not failed at, or any when nobody else is there
             for worker in [w for w, prepared in ready.items() if prepared and w not in busy]:
-                order = reversed(waiting) if worker in backwards else waiting
-                fresh = (a for a in order if worker not in a.failed_on or ready.keys() <= a.failed_on)
-                attempts = next(fresh, None)
+                attempts = None
+                if waiting:
+                    attempts = waiting.pop() if worker in backwards else waiting.popleft()
+                else:
+                    attempts = next((a for a in later if worker not in a.failed_on or ready.keys() <= a.failed_on), None)
+                    if attempts is not None:
+                        later.remove(attempts)
                 if attempts is not None:
-                    waiting.remove(attempts)
                     busy[worker] = attempts
                     crew.send(worker, attempts.task)
     finally:

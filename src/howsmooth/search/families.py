@@ -34,7 +34,7 @@ _HEADS = 12  # that build candidates: those whose ‖A‖‖V‖ is largest
 _PLACES = 2  # pairs of places kept for each head
 _CLIMB, _STEP = 200, 0.25  # steps to places far apart, in units of 1/‖A‖: half of 1/(2‖A‖), safe where |∇²δ| = ‖A + Aᵀ‖
 _POWER = 30  # steps of the power iteration for the direction that V stretches most; a good direction is enough
-_STEPS = 4  # of the solver, for the constants that candidates are ranked by: their Jacobians are nearly of rank one
+_RANKING, _STEPS = 1e-2, 4  # accuracy of the constants that candidates are ranked by, in so many steps: nearly of rank one
 _ANGLES = (20, 40, 60, 75, 85)  # degrees between the two sides of a tie and what decides it
 
 
@@ -151,7 +151,7 @@ def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | Non
         x = space.tokens(torch.stack([c.coordinates[here] for c in group])).to(weights)
         root = weights.sqrt()[None, :, None]
         operator = Weighted(replace(layer, bias=weights.log()[None, None, None]).linearize(x)[1], root, 1 / root)
-        solutions = GolubKahan(max_steps=_STEPS).solve(operator, 1e-2, None, [0] * operator.batch)
+        solutions = GolubKahan(max_steps=_STEPS).solve(operator, _RANKING, None, [0] * operator.batch)
         scored += [(s.value if math.isfinite(s.value) else 0.0, c) for s, c in zip(solutions, group, strict=True)]
     return [c for _, c in sorted(scored, key=lambda pair: -pair[0])]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Softmax
-from howsmooth.maps import Attention, Composition, Map
+from howsmooth.maps import Attention, Composition, LayerNorm, Map, RMSNorm
 from howsmooth.search.ascent import Climb, ascend
 from howsmooth.search.families import check_layer, ranked
 from howsmooth.search.gradient import DENSE_SIZE
@@ -31,11 +31,11 @@ _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the
 class WorstCase:
     """The worst input found: a lower bound on the constant over the set, attained by `tokens`.
 
-    estimate: `L` at `tokens`, from both sides.  start: where the climb began; began: `L` there.  trace: the best `L` of all
-    starts, first at the starts, then after each step.  best_configuration: the best `L` among the configurations, if any.
-    bound: the least upper bound of `bounds` over a ball that holds the set; ratio: `L / bound`, at most 1.
-    status: `improved`, or `not improved` where no step gained over the best start.  note: what a reader should know, in one
-    sentence.  unimproved: the starts that no step improved.
+    tokens: where the layer is.  estimate: `L` there, from both sides.  start: where the climb began; began: `L` there.
+    trace: the best `L` of all starts, first at the starts, then after each step.  best_configuration: the best `L` among the
+    configurations, if any.  bound: the least upper bound of `bounds` over a ball that holds the set; ratio: `L / bound`, at
+    most 1.  status: `improved`, or `not improved` where no step gained over the best start.  note: what a reader should know,
+    in one sentence.  unimproved: the starts that no step improved.
     """
 
     tokens: Float[Tensor, "n d"]
@@ -92,10 +92,11 @@ def find_worst(
     options = Options(certify=certify, seed=seed)
     random = torch.Generator().manual_seed(seed)
     z, labels, designed = _starts(f, space, n, d, restarts, random)
-    place = z.device if isinstance(space, BallAround) else _place(f)
+    place = z.device if isinstance(space, BallAround) else _place(f, space)
     f, dtype = _precision(f, space, z, small)
-    # small ones on the CPU: a GPU would decompose one Jacobian after the other
-    climb = ascend(f, space, z.to("cpu" if small else place, dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
+    # small maps on the CPU: a GPU would decompose one Jacobian after the other
+    at = torch.device("cpu") if small and isinstance(f, Map) else place
+    climb = ascend(f, space, z.to(at, dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
     best = int(climb.value.argmax())
     tokens = space.tokens(climb.z[best : best + 1])[0].detach().to(place)
     estimate = solve_batch(f, tokens[None], options)[0][0]
@@ -141,11 +142,15 @@ def _shape(f: Function, space: TokenSet, n: int | None) -> tuple[int, int]:
     return check_count(n), d
 
 
-def _place(f: Function) -> torch.device:
-    """Where the weights of a map are."""
-    while isinstance(f, Composition):
-        f = f.outer
-    return f.w_q.device if isinstance(f, Attention) else torch.device("cpu")
+def _place(f: Function, space: TokenSet) -> torch.device:
+    """Where to search: where a map's weights are, or those of the norm that makes the set."""
+    if isinstance(f, Composition):
+        return max((_place(part, space) for part in (f.outer, f.inner)), key=lambda device: device.type != "cpu")
+    if isinstance(f, Attention):
+        return f.w_q.device
+    if isinstance(f, LayerNorm | RMSNorm):
+        return f.weight.device
+    return space.norm.weight.device if isinstance(space, Ellipsoid) else torch.device("cpu")
 
 
 def _precision(f: Function, space: TokenSet, z: Tensor, small: bool) -> tuple[Function, torch.dtype]:

@@ -31,7 +31,7 @@ from howsmooth.verbs import splitting, worst_case
 
 NEAR = (1e-4, 1e-3, 1e-2)  # radii, in lengths of a token
 _CLIMB = 1  # steps of ascent from each start: near an input its gradient is nearly all there is
-_NEAR = 12  # layers
+_SPACED = 12  # layers that are asked what is certified near the text
 _WIDEST = 1024  # wider layers take longer near an input than everything else on a page
 _WORDS = {
     "tie": "most tokens alike and undecided between two",
@@ -45,8 +45,8 @@ def near_jobs(setting: Setting, n: int) -> list[Job]:
     """The largest constant near the text, attained and certified, on the first sample at one length; of the layers, at most
     twelve that are evenly spaced."""
     layers = setting.layers
-    if len(layers) > _NEAR:
-        layers = tuple(layers[round(k * (len(layers) - 1) / (_NEAR - 1))] for k in range(_NEAR))
+    if len(layers) > _SPACED:
+        layers = tuple(layers[round(k * (len(layers) - 1) / (_SPACED - 1))] for k in range(_SPACED))
     kinds = tuple(setting.kinds[setting.layers.index(layer)] for layer in layers)
     return _jobs(measure_near, replace(setting, layers=layers, kinds=kinds), [n], 1)
 

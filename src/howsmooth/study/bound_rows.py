@@ -1,5 +1,6 @@
 """Rows with every bound beside what was measured."""
 
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -18,9 +19,10 @@ _KNOWN: WeakKeyDictionary[Attention, Constants] = WeakKeyDictionary()
 def bounds_row(m: Measurement, attn: Attention, x: Tensor) -> Row:
     """One row with every bound at the input, and over the ball that just holds its tokens."""
     if attn not in _KNOWN:
-        _KNOWN[attn] = constants(attn.to("cpu"))
+        _KNOWN[attn] = replace(constants(replace(attn.to("cpu"))))  # the layer is another one, or it would keep itself here
+    known = replace(_KNOWN[attn])  # what rows derive from it, larger than the layer, goes with them
     bounds = [_cells("point", b) for b in point_bounds(attn, x)]
-    bounds += [_cells("ball", b) for b in rows_over_ball(_KNOWN[attn], m.n, m.radius_max)]
+    bounds += [_cells("ball", b) for b in rows_over_ball(known, m.n, m.radius_max)]
     return m.row("bounds", bounds=bounds)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
-from howsmooth.errors import BadInputError
+from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels.kinds import Kind
 from howsmooth.models import MAPS, Capture, FallbackWarning, MapName, Measurement
 from howsmooth.models.capture import LOCK_STEP
@@ -16,7 +16,7 @@ from howsmooth.study.jobs import Job, Row
 from howsmooth.study.reader import Reader
 
 FACTORS = (0.125, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 8.0)
-_LAYERS, _FEW = 8, 2  # of one part; where each takes long
+_LAYERS = 8  # of one part; where each takes long there is one
 _LENGTHS = "a list of lengths, each of at least one token"
 _SAMPLES = 1_000_000  # windows of one text
 _BESIDE = 1e-2  # least relative accuracy of what is only set beside a measurement
@@ -99,6 +99,10 @@ class Part:
         """Each window as a part of its own."""
         return [replace(self, starts=(start,), first=self.first + k) for k, start in enumerate(self.starts)]
 
+    def split(self, layers: int) -> "list[Part]":
+        """The same windows, at most so many layers in each part."""
+        return [replace(self, layers=self.layers[k : k + layers]) for k in range(0, len(self.layers), layers)]
+
     def capture(self, reader: Reader) -> Capture:
         return reader.capture(self.n, self.starts)
 
@@ -125,9 +129,8 @@ def parts(
     for n in sorted(set(q.lengths if lengths is None else lengths), reverse=True):
         size = max(1, LOCK_STEP // n)
         for first in range(0, len(starts), size):
-            for k in range(0, len(setting.layers), layers):
-                some = setting.layers[k : k + layers]
-                cut.append(Part(n, starts[first : first + size], first, some, q.map, q.tol, q.certify))
+            whole = Part(n, starts[first : first + size], first, setting.layers, q.map, q.tol, q.certify)
+            cut += whole.split(layers)
     return cut
 
 
@@ -163,12 +166,13 @@ def layer_jobs(setting: Setting, shares: bool = False, held: bool = False, bound
     """
     longest = max(setting.question.lengths)
 
-    def job(part: Part) -> Job:
-        first = part.first == 0
-        more = {"shares": shares and first, "held": held and first and part.n == longest, "bounds": first and part.n in bounds}
-        return Job(measure_layers, {"part": asdict(part), **more})
+    def jobs(part: Part) -> list[Job]:
+        wanted = {"shares": shares, "held": held and part.n == longest, "bounds": part.n in bounds}
+        also = ",".join(name for name, asked in wanted.items() if asked and part.first == 0)
+        split = part.split(1) if "bounds" in also else [part]
+        return [Job(measure_layers, {"part": asdict(one), "also": also}) for one in split]
 
-    return [job(part) for part in parts(setting)]
+    return [job for part in parts(setting) for job in jobs(part)]
 
 
 def bound_jobs(setting: Setting) -> list[Job]:
@@ -177,30 +181,32 @@ def bound_jobs(setting: Setting) -> list[Job]:
     return layer_jobs(first, bounds=setting.question.lengths) if setting.question.map == "attention" else []
 
 
-def measure_layers(reader: Reader, part: dict[str, Any], shares: bool, held: bool, bounds: bool) -> list[Row]:
-    """A row for every layer and window, and one for every token that is held, or set of bounds."""
-    rows, whole = [], Part.of(part)
+def measure_layers(reader: Reader, part: dict[str, Any], also: str) -> list[Row]:
+    """A row for every layer and window. also: what else there is of the first sample, of `shares`, `held` and `bounds`."""
+    rows, whole, asked = [], Part.of(part), also.split(",")
     for m, window in whole.measure(reader):
         row = m.row("layer", **window, **m.about())
         first = row["sample"] == 0
-        if shares and first:
+        if "shares" in asked and first:
             row["shares"] = [round(s, 7) for s in m.input_share]
         rows.append(row)
-        if held and first and m.n > 1:
+        if "held" in asked and first and m.n > 1:
             rows.append(_held(whole.capture(reader)[0], m, whole, window))
-        if bounds and first:
+        if "bounds" in asked and first:
             rows += _bounds(whole.capture(reader)[0], m, window)
     return rows
 
 
 def _bounds(captured: Capture, m: Measurement, window: Row) -> list[Row]:
-    """A row with every bound; none for a layer that has no closed form, or whose weights are out of range."""
+    """A row with every bound; none for a layer that has no closed form. What fails there keeps nobody from the measurement."""
     began, attn = time.perf_counter(), captured.closed(m.layer)
-    try:
-        row = None if attn is None else bounds_row(m, attn, captured.tokens(m.layer))
-    except BadInputError:
+    if attn is None:
         return []
-    return [] if row is None else [row | window | {"seconds": time.perf_counter() - began}]
+    try:
+        row = bounds_row(m, attn, captured.tokens(m.layer))
+    except (HowSmoothError, RuntimeError) as error:  # weights out of range, too little memory, no decomposition
+        row = m.row("bounds", bounds=[], reason=" ".join(str(error).split())[:500])
+    return [row | window | {"seconds": time.perf_counter() - began}]
 
 
 def _held(captured: Capture, m: Measurement, part: Part, window: Row) -> Row:
@@ -223,7 +229,7 @@ def map_jobs(setting: Setting) -> list[Job]:
         Job(measure_maps, {"part": asdict(replace(part, map=name))})
         for name in SIDE_BY_SIDE
         if name != q.map
-        for part in parts(rough, [max(q.lengths)], samples=1, layers=_FEW)
+        for part in parts(rough, [max(q.lengths)], samples=1, layers=1)
     ]
 
 
@@ -243,7 +249,7 @@ def head_jobs(setting: Setting, lengths: Sequence[int] | None = None) -> list[Jo
     """Every head alone, on the first sample, at these lengths."""
     if setting.question.map not in ("attention", "normed"):
         return []
-    return [Job(measure_heads, {"part": asdict(part)}) for part in parts(setting, lengths, samples=1, layers=_FEW)]
+    return [Job(measure_heads, {"part": asdict(part)}) for part in parts(setting, lengths, samples=1, layers=1)]
 
 
 def measure_heads(reader: Reader, part: dict[str, Any]) -> list[Row]:

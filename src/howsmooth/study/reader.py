@@ -15,7 +15,6 @@ from howsmooth.models import Capture, Model, Text, Window, load
 from howsmooth.settings import items, whole
 
 ALICE = "Alice in Wonderland"
-_SHORT = 512  # tokens of windows that are kept beside longer ones
 
 
 @final
@@ -46,7 +45,7 @@ class Reader:
 
     def __init__(self, model: Model, text: Text, source: Source | None = None):
         self.model, self.text, self.source = model, text, source
-        self._held: dict[bool, tuple[tuple[int, tuple[int, ...]], Capture]] = {}  # the last ones, by whether they are short
+        self._held: tuple[tuple[int, tuple[int, ...]], Capture] | None = None
 
     @classmethod
     def of(cls, model: Model | nn.Module | str | Path, text: str | Sequence[int] | None = None) -> "Reader":
@@ -80,13 +79,12 @@ class Reader:
         return self.text.window(n, start)
 
     def capture(self, n: int, starts: Sequence[int]) -> Capture:
-        """The model at these windows, kept until others are asked for that are as long, or as short."""
-        wanted, short = (n, tuple(starts)), n * len(starts) <= _SHORT
-        held = self._held.get(short)
-        if held is None or held[0] != wanted:
-            self._held.pop(short, None)  # the old ones go before the new ones come
-            self._held[short] = held = wanted, self.model.capture([self.window(n, start) for start in starts])
-        return held[1]
+        """The model at these windows, kept until others are asked for."""
+        wanted = (n, tuple(starts))
+        if self._held is None or self._held[0] != wanted:
+            self._held = None  # the old ones go before the new ones come
+            self._held = wanted, self.model.capture([self.window(n, start) for start in starts])
+        return self._held[1]
 
 
 def prepare(**source: Any) -> Reader:

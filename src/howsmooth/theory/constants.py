@@ -285,6 +285,7 @@ def _norm(flat: Float[Tensor, "p q"]) -> float:
 
 
 def _root(gram: Float[Tensor, "p p"], size: int) -> float:
+    """The norm of a matrix from its Gram matrix, from above."""
     return max(float(torch.linalg.eigvalsh(gram)[-1]), 0.0) ** 0.5 * slack(size)
 
 

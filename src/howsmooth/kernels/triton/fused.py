@@ -82,7 +82,7 @@ class Fused(AttentionKernel):
         # κ keeps P̂ ∘ dS in range: |dq̂| ≤ √d 2¹², |dk̂| ≤ √d 2¹², and |ĝ·(v̂ − ô)| ≤ 2 √d_v 2¹² max|v̂|
         self._kappa_jvp = power(padded_width(d) ** 0.5 * 2.0**TOP * (q_row + k_row), top=1)
         self._width_v = value_width(d, v.shape[-1])
-        self._kappa_vjp = power(self._width_v**0.5 * 2.0**TOP * 2 * v_row, top=1)
+        self._kappa_vjp = power(padded_width(v.shape[-1]) ** 0.5 * 2.0**TOP * 2 * v_row, top=1)
         self._q = self._pack(q[None], tau * self._s_q)
         self._k = self._pack(k[None], self._s_k)
         self._v = self._pack(v[None], self._s_v, self._width_v)
