@@ -109,6 +109,8 @@ def _row(case: Case, quick: bool) -> dict[str, Any]:
     steps, updates = _medians(step, tracker.update, rounds=3 if quick else 10)
     share = updates / (EVERY * steps)
     say(f"step {1e3 * steps:.1f} ms, update {1e3 * updates:.1f} ms, {share:.1%} of {EVERY} steps")
+    longer = _longer(step, tracker.update, rounds=1 if quick else 5)
+    say(f"a run with an update every {EVERY} steps takes {longer:+.1%}")
     held, with_update = _peak(step), _peak(lambda: (step(), tracker.update()))
     if held:
         say(f"peak {held / 2**30:.2f} GiB, with an update {with_update / held - 1:+.1%}")
@@ -124,6 +126,7 @@ def _row(case: Case, quick: bool) -> dict[str, Any]:
         "step_ms": 1e3 * steps,
         "update_ms": 1e3 * updates,
         "share": share,
+        "run_longer": longer,
         "memory": with_update / held - 1 if held else None,
         "penalty_times": priced / plain,
         "penalty_memory": with_penalty / held - 1 if held else None,
@@ -148,6 +151,23 @@ def _medians(step: Callable[[], Any], other: Callable[[], Any], rounds: int, eve
         steps += [_seconds(step) for _ in range(every)]
         others.append(_seconds(other))
     return statistics.median(steps), statistics.median(others)
+
+
+def _longer(step: Callable[[], Any], update: Callable[[], Any], rounds: int, updates: int = 3) -> float:
+    """By how much a run takes longer with updates, side by side.
+
+    Nothing waits for the device between steps, as in a run: on a GPU an update is prepared while the steps before it go on.
+    """
+
+    def run(with_updates: bool) -> None:
+        for _ in range(updates):
+            for _ in range(EVERY):
+                step()
+            if with_updates:
+                update()
+
+    plain, followed = zip(*((_seconds(lambda: run(False)), _seconds(lambda: run(True))) for _ in range(rounds)), strict=True)
+    return statistics.median(followed) / statistics.median(plain) - 1
 
 
 def _seconds(run: Callable[[], Any]) -> float:

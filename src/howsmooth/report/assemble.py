@@ -317,7 +317,7 @@ def _notes(reader: Reader, setting: Setting, data: ReportData, failures: tuple[s
     without = [row for row in data.of("bounds") if row.get("reason")]
     if without:
         named = ", ".join(str(layer) for layer in sorted({row["layer"] for row in without}))
-        notes.append(f"Layers {named} have no bounds: {without[0]['reason']}.")
+        notes.append(f"In layers {named} there are no bounds: {without[0]['reason']}.")
     return (*notes, *_lost(failures))
 
 
