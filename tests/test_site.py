@@ -79,7 +79,11 @@ class Visitor:
             self.page.evaluate(
                 "name => document.body.setAttribute('data-md-color-scheme', name)", SCHEMES[scheme]
             )  # the switch
-            seen = self.page.evaluate(SURVEY)
+            for _ in range(20):  # charts follow the width when the browser finds the time
+                seen = self.page.evaluate(SURVEY)
+                if seen["over"] <= 0:
+                    break
+                self.page.wait_for_timeout(100)
             where = (path, width, scheme, seen)
             assert not self.troubles, (*where, self.troubles)
             assert seen["over"] <= 0, where
