@@ -45,9 +45,7 @@ jaxtyping.jaxtyped = jaxtyped  # what modules under the hook call
 jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 pytest.register_assert_rewrite("checks", "problems")
 
-settings.register_profile(
-    "local", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
+settings.register_profile("local", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 

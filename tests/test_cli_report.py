@@ -13,6 +13,7 @@ import howsmooth
 from howsmooth.cli import app
 from howsmooth.cli.study import STUDIES
 from howsmooth.study import beside_theory
+from howsmooth.study import layers as study_layers
 from howsmooth.study.swapped import USUAL
 from problems import readers
 
@@ -248,6 +249,16 @@ def test_studies_that_cannot_be(place, tmp_path, monkeypatch, arguments, message
     assert len(result.stderr.strip().splitlines()) == 1
     assert message in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_bounds_of_a_model_without_formulas_are_refused(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(study_layers, "_bounds", lambda *_: [])
+    where, table = (place / "model", "--text", place / "text.txt"), tmp_path / "rows.csv"
+    more = ("--lengths", "8", "--samples", "1", "--workers", "1", "--out", tmp_path / "rows.sqlite", "--table", table)
+    result = run("study", "bounds", *where, *more)
+    assert result.exit_code == 2
+    assert "expected a layer that is a formula of its weights, got none" in result.stderr
+    assert not table.exists()
 
 
 @pytest.mark.parametrize("command", ["report", "demo", "study"])

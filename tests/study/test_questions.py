@@ -219,6 +219,7 @@ def test_layers_that_are_no_closed_form_have_no_bounds_and_other_maps_no_jobs():
     setting = asked(reader)
     jobs = splitting_jobs(setting) + worst_jobs(setting, 10) + near_jobs(setting, 10)
     assert run_here(reader, jobs).rows == ()
+    assert not run_here(reader, bound_jobs(setting)).of("bounds")
     block = asked(reader, map="block")
     assert bound_jobs(block) + splitting_jobs(block) + worst_jobs(block, 10) == []
     assert near_jobs(block, 10) + change_jobs(block, 10, 0.1) == []

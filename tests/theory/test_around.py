@@ -45,10 +45,10 @@ KINDS = {
 def test_no_point_of_a_hostile_neighbourhood_is_above_its_bounds():
     looked = Looked()
     # the last with values or tokens of 1e-150, padding before products that cancel, and output weights whose squares overflow
-    for seed in [*range(45), 90031, 90407, 2749, 2858, 10814]:
+    for seed in [*range(75), 90031, 90407, 2749, 2858, 10814]:
         examine(near(seed), looked)
     assert not looked.wrong, looked.wrong[0]
-    assert looked.neighbourhoods > 33
+    assert looked.neighbourhoods > 55
     assert looked.points > 3 * looked.neighbourhoods
 
 

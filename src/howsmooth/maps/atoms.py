@@ -105,6 +105,10 @@ class OnMeasure(Map):
     def dtype(self) -> torch.dtype:
         return self.layer.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.layer.device
+
     def __repr__(self) -> str:
         return f"{self.layer!r} on a measure"
 

@@ -247,6 +247,10 @@ class Attention(Map):
         return functools.reduce(torch.promote_types, kinds)
 
     @property
+    def device(self) -> torch.device:
+        return self.w_q.device
+
+    @property
     def coupled(self) -> bool:
         """Whether a norm on queries or keys goes over several heads together."""
         return any(norm is not None and norm.width != self.part_width for norm in (self.q_norm, self.k_norm))

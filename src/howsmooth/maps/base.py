@@ -36,6 +36,11 @@ class Map(ABC):
     def dtype(self) -> torch.dtype:
         """The precision of its weights."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are; the CPU where it has none."""
+        return torch.device("cpu")
+
     @abstractmethod
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
         """The same map on another device, in another precision; `None` leaves either as it is."""
@@ -124,6 +129,10 @@ class Composition(Map):
     @property
     def dtype(self) -> torch.dtype:
         return torch.promote_types(self.outer.dtype, self.inner.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.outer.device if self.outer.device.type != "cpu" else self.inner.device
 
     def moved(self, device, dtype):
         return Composition(self.outer.to(device, dtype), self.inner.to(device, dtype))

@@ -41,6 +41,10 @@ class _Norm(Map):
     def dtype(self) -> torch.dtype:
         return self.weight.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
     def moved(self, device, dtype):
         weight = self.weight.to(device, dtype)
         bias = None if self.bias is None else self.bias.to(device, dtype)

@@ -115,6 +115,10 @@ class Cut(Map):
     def dtype(self) -> torch.dtype:
         return self.work
 
+    @property
+    def device(self) -> torch.device:
+        return self.trace.output.device
+
     def moved(self, device, dtype):
         return self if dtype in (None, self.work) else replace(self, work=dtype)
 

@@ -181,6 +181,15 @@ def schedule(crew: Crew, plan: Plan, count: int, tries: int) -> Outcomes:
             backwards.add(worker)
         ready[worker] = False
 
+    def next_for(worker: Any) -> _Attempts | None:
+        """A new task; else of those tried before one that the worker has not failed at, or any when nobody else is there."""
+        if waiting:
+            return waiting.pop() if worker in backwards else waiting.popleft()
+        found = next((a for a in later if worker not in a.failed_on or ready.keys() <= a.failed_on), None)
+        if found is not None:
+            later.remove(found)
+        return found
+
     try:
         for k in range(min(count, left)):
             start(k % 2 == 1)
@@ -211,15 +220,8 @@ def schedule(crew: Crew, plan: Plan, count: int, tries: int) -> Outcomes:
                 again = f", {attempts.tries} times" if attempts.tries > 1 else ""
                 reason = outcome.reason and outcome.reason + again
                 yield attempts.task, replace(outcome, reason=reason, tries=attempts.tries, seconds=attempts.seconds)
-            # the next task; of those tried before one that an idle worker has not failed at, or any when nobody else is there
             for worker in [w for w, prepared in ready.items() if prepared and w not in busy]:
-                attempts = None
-                if waiting:
-                    attempts = waiting.pop() if worker in backwards else waiting.popleft()
-                else:
-                    attempts = next((a for a in later if worker not in a.failed_on or ready.keys() <= a.failed_on), None)
-                    if attempts is not None:
-                        later.remove(attempts)
+                attempts = next_for(worker)
                 if attempts is not None:
                     busy[worker] = attempts
                     crew.send(worker, attempts.task)

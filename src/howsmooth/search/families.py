@@ -124,7 +124,7 @@ def worst_configuration(
     space = _space(attn, n, within)
     order = ranked(attn, n, space, head=head)
     x = space.tokens(torch.stack([c.place(n) for c in order[:_MEASURED]]))
-    x = x.to(attn.w_q.device, torch.promote_types(attn.dtype, torch.float32))
+    x = x.to(attn.device, torch.promote_types(attn.dtype, torch.float32))
     estimates = solve_batch(attn, x, Options(seed=seed))[0]
     best = max(range(len(estimates)), key=lambda i: estimates[i].value)
     estimate = estimates[best] if certify is None else solve(attn, x[best], Options(seed=seed, certify=certify))[0]
@@ -147,7 +147,7 @@ def ranked(attn: Attention, n: int, within: TokenSet | float, *, head: int | Non
     scored: list[tuple[float, Configuration]] = []
     for counts, group in groups.items():
         here = [i for i, count in enumerate(counts) if count]
-        weights = torch.tensor([counts[i] for i in here], dtype=dtype, device=attn.w_q.device)
+        weights = torch.tensor([counts[i] for i in here], dtype=dtype, device=attn.device)
         x = space.tokens(torch.stack([c.coordinates[here] for c in group])).to(weights)
         root = weights.sqrt()[None, :, None]
         operator = Weighted(replace(layer, bias=weights.log()[None, None, None]).linearize(x)[1], root, 1 / root)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Softmax
-from howsmooth.maps import Attention, Composition, LayerNorm, Map, RMSNorm
+from howsmooth.maps import Attention, Map
 from howsmooth.search.ascent import Climb, ascend
 from howsmooth.search.families import check_layer, ranked
 from howsmooth.search.gradient import DENSE_SIZE
@@ -92,7 +92,7 @@ def find_worst(
     options = Options(certify=certify, seed=seed)
     random = torch.Generator().manual_seed(seed)
     z, labels, designed = _starts(f, space, n, d, restarts, random)
-    place = z.device if isinstance(space, BallAround) else _place(f, space)
+    place = _place(f, space, z)
     f, dtype = _precision(f, space, z, small)
     # small maps on the CPU: a GPU would decompose one Jacobian after the other
     at = torch.device("cpu") if small and isinstance(f, Map) else place
@@ -142,15 +142,13 @@ def _shape(f: Function, space: TokenSet, n: int | None) -> tuple[int, int]:
     return check_count(n), d
 
 
-def _place(f: Function, space: TokenSet) -> torch.device:
-    """Where to search: where a map's weights are, or those of the norm that makes the set."""
-    if isinstance(f, Composition):
-        return max((_place(part, space) for part in (f.outer, f.inner)), key=lambda device: device.type != "cpu")
-    if isinstance(f, Attention):
-        return f.w_q.device
-    if isinstance(f, LayerNorm | RMSNorm):
-        return f.weight.device
-    return space.norm.weight.device if isinstance(space, Ellipsoid) else torch.device("cpu")
+def _place(f: Function, space: TokenSet, z: Tensor) -> torch.device:
+    """Where to search: where an input is that is searched around, else a map's weights, else those of the norm of a set."""
+    if isinstance(space, BallAround):
+        return z.device
+    if isinstance(f, Map):
+        return f.device
+    return space.norm.device if isinstance(space, Ellipsoid) else z.device
 
 
 def _precision(f: Function, space: TokenSet, z: Tensor, small: bool) -> tuple[Function, torch.dtype]:

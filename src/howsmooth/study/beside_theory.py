@@ -44,10 +44,9 @@ _WORDS = {
 def near_jobs(setting: Setting, n: int) -> list[Job]:
     """The largest constant near the text, attained and certified, on the first sample at one length; of the layers, at most
     twelve that are evenly spaced."""
-    layers = setting.layers
-    if len(layers) > _SPACED:
-        layers = tuple(layers[round(k * (len(layers) - 1) / (_SPACED - 1))] for k in range(_SPACED))
-    kinds = tuple(setting.kinds[setting.layers.index(layer)] for layer in layers)
+    last, count = len(setting.layers) - 1, min(len(setting.layers), _SPACED)
+    chosen = [round(k * last / max(1, count - 1)) for k in range(count)]
+    layers, kinds = (tuple(every[i] for i in chosen) for every in (setting.layers, setting.kinds))
     return _jobs(measure_near, replace(setting, layers=layers, kinds=kinds), [n], 1)
 
 
