@@ -1,6 +1,7 @@
 """Shapes are checked as the tests run, in the inner packages whose input the outer ones have validated."""
 
 import os
+import signal
 from collections.abc import Callable, Generator
 from types import FunctionType
 from typing import Any, get_args
@@ -12,6 +13,11 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # fused kernels then run on the CPU, slowly
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in a job in the background, which would hand it down to all it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 KERNELS = ["base", "balanced", "dispatch", "autograd", "mapped", "masks", "naive", "summed", "tiled", "tiles", "triton.fused"]
 CHECKED = [

@@ -116,7 +116,7 @@ def test_workers_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     model: Any = OnGpu()
     monkeypatch.setattr(options, "cores", lambda: 16)
     monkeypatch.setattr(options, "free", lambda device: 100)
-    for taken, held in ((0, 4), (5, 4), (10, 3), (17, 1), (99, 1)):
+    for taken, held in ((0, 6), (5, 6), (10, 3), (17, 1), (99, 1)):
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, taken=taken: taken)
         assert engine_of("local", None, None, model, "auto") == Local(workers=held)
     assert engine_of("ray", None, 2, model, "auto") == Ray(workers=2, gpus=1.0)

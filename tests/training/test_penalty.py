@@ -147,3 +147,52 @@ def test_bad_input():
         hs.smoothness(lambda t: t, x, {})  # pyright: ignore[reportArgumentType]
     with pytest.raises(hs.HowSmoothError, match="finite"):
         hs.smoothness(lambda t: t, x * torch.nan)
+
+
+def test_layers_asked_at_once_are_those_asked_alone():
+    """Each layer's constant depends on all layers before it, and its products on none of them."""
+    model, ids = gpt(), torch.tensor([[1, 5, 2, 7, 3]])
+    together = hs.SmoothnessPenalty(model, target=1e-3, products=30)
+    whole = together(input_ids=ids)
+    parts = [hs.SmoothnessPenalty(model, target=1e-3, layers=[k], products=30)(input_ids=ids) for k in range(2)]
+    assert whole.item() == pytest.approx(sum(p.item() for p in parts) / 2, rel=1e-9)
+    weights = [p for name, p in model.named_parameters() if "ln_f" not in name and "h.1.mlp" not in name]
+    ours, theirs = (torch.autograd.grad(t, weights, allow_unused=True) for t in (whole, (parts[0] + parts[1]) / 2))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+
+
+class Beside(nn.Module):
+    """A block that may add something to what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, beside: torch.Tensor | float = 0.0) -> torch.Tensor:
+        return self.attention(x, x, x, need_weights=False)[0] + beside
+
+
+class Past(nn.Module):
+    """The second block knows of the first one past the tokens that enter it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Beside() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](x)
+        return self.blocks[1](first.sin(), beside=first.square())
+
+
+def test_layers_that_know_of_each_other_are_asked_one_by_one():
+    torch.manual_seed(0)
+    model, x = Past(), 3 * torch.randn(1, 5, 8, dtype=torch.float64)
+    penalty = hs.SmoothnessPenalty(model, target=1e-3, map="block", products=60)
+    whole = penalty(x)
+    parts = [hs.SmoothnessPenalty(model, target=1e-3, layers=[k], map="block", products=60)(x) for k in range(2)]
+    assert whole.item() == pytest.approx(sum(p.item() for p in parts) / 2, rel=1e-9)
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    ours, theirs = (torch.autograd.grad(t, weights) for t in (whole, (parts[0] + parts[1]) / 2))
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(ours, theirs, strict=True))

@@ -64,13 +64,13 @@ def engine_of(name: str, address: str | None, workers: int | None, model: Model,
 
 
 def _workers(model: Model) -> int:
-    """As many as there are cores and as memory holds, four at most: a GPU waits for Python most of the time.
+    """As many as there are cores and as memory holds, four at most, six on a GPU, which waits for Python most of the time.
 
     On a GPU the longest window has been through the model by now; a measurement there takes about twice as much beside it.
     """
     if model.device.type == "cuda":
         taken = torch.cuda.max_memory_allocated(model.device)
-        held = min(cores() // 2, 4, free(model.device) // max(1, 3 * taken))
+        held = min(cores() // 2, 6, free(model.device) // max(1, 3 * taken))
         return 1 if model.where is not None else max(1, held)
     size = sum(p.numel() * p.element_size() for p in model.module.parameters())
     return min(cores(), 4) if size < _LARGE else 1

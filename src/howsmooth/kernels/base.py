@@ -84,9 +84,10 @@ class AttentionKernel(ABC):
 
     def check_range(self, q: Queries, k: Keys, offset: Tensor | None, dtype: torch.dtype) -> None:
         """Write down `largest_logit`; refuse logits that leave the range of a precision. offset: of every key."""
-        longest_q, longest_k = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max().item() for t in (q, k))
-        self.largest_logit = abs(self.scores.scale) * longest_q * longest_k
-        self.largest_logit += 0.0 if offset is None else float(offset.abs().max())
+        sizes = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max() for t in (q, k)]
+        sizes += [] if offset is None else [offset.abs().max().double()]
+        longest_q, longest_k, *shift = torch.stack(sizes).tolist()  # the device is waited for once
+        self.largest_logit = abs(self.scores.scale) * longest_q * longest_k + sum(shift)
         if not self.largest_logit < 0.25 * torch.finfo(dtype).max:
             raise BadInputError(
                 f"expected logits within the range of {dtype}, got up to {self.largest_logit:.1e}; "

@@ -17,7 +17,7 @@ class Turned(NamedTuple):
     """value: by row.  gain: how far the furthest may still grow.  directions: the next ones."""
 
     value: Float[Tensor, " rows"]
-    gain: float
+    gain: Float[Tensor, ""]
     directions: Block
 
 
@@ -32,7 +32,7 @@ def basis(block: Block) -> tuple[Block, Products]:
     wide = block.double()
     products = _products(wide)
     shift = _DEPENDENT * products.diagonal(dim1=-2, dim2=-1).sum(-1) + torch.finfo(torch.float64).tiny
-    one = torch.eye(block.shape[1]).to(wide)
+    one = torch.eye(block.shape[1], dtype=wide.dtype, device=wide.device)
     factor = torch.linalg.cholesky_ex(products + shift[:, None, None] * one)[0]
     # the small factor is inverted, not solved for long directions: a GPU takes seconds to solve for a million columns
     inverse = torch.linalg.solve_triangular(factor, one.expand_as(factor), upper=False)
@@ -44,6 +44,7 @@ def ritz(pulled: Products, image: Block) -> Turned:
 
     The value is `max |J w|` over unit `w` in the span of `V`; the gain `value/max |Jᵀu| − 1` over `u` in that of `U`. The left
     singular vectors of `J V` are the next `U`. Where something is not finite the value is NaN and the directions are zero.
+    With one direction a row, nobody waits for the device.
 
     >>> diagonal = torch.tensor([3.0, 2.0, 1.0])
     >>> v, products = basis(torch.eye(3)[None, :2] * diagonal)
@@ -51,6 +52,12 @@ def ritz(pulled: Products, image: Block) -> Turned:
     3.0
     """
     wide = image.double()
+    if image.shape[1] == 1:
+        value, before = wide[:, 0].norm(dim=-1), pulled[:, 0, 0].sqrt()
+        value = torch.where(value.isfinite() & before.isfinite(), value, torch.nan)
+        gain = (value / torch.where(before > 0, before, torch.inf)).amax() - 1
+        turned = wide * torch.where(value > 0, 1 / value, 0.0)[:, None, None]
+        return Turned(value, gain, torch.where(value.isfinite()[:, None, None], turned, 0.0).to(image))
     products: Any = torch.stack([_products(wide), pulled]).numpy(force=True)  # the device is waited for once
     finite = np.isfinite(products).all((0, 2, 3))
     squares, turn = np.linalg.eigh(np.where(finite[:, None, None], products, 0.0))
@@ -61,7 +68,7 @@ def ritz(pulled: Products, image: Block) -> Turned:
     turned = torch.from_numpy(turn / sizes[..., None]).to(image) @ image
     if not finite.all():
         turned = torch.where(torch.from_numpy(finite).to(image.device)[:, None, None], turned, 0.0)
-    return Turned(torch.from_numpy(np.where(finite, tops[0], np.nan)), float(gain), turned)
+    return Turned(torch.from_numpy(np.where(finite, tops[0], np.nan)), torch.tensor(gain), turned)
 
 
 def _products(block: Block) -> Products:

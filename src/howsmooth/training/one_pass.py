@@ -18,12 +18,13 @@ from howsmooth.kernels.products import float32_products
 from howsmooth.models.intercept import Answered, Call
 from howsmooth.models.trace import find_hidden, first_tensor
 from howsmooth.training.bundle import Recorded
+from howsmooth.training.gate import Gates, apart
 from howsmooth.training.probe import Arguments
 from howsmooth.training.route import Course, Route
 from howsmooth.training.turns import Seen, Turns
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
-_HELD = 2**28  # bytes of layers that wait to be measured together
+_HELD = {"cpu": 2**28, "cuda": 2**31}  # bytes of layers that wait to be measured together: a GPU prefers much at once
 
 
 class _Enough(Exception):
@@ -56,6 +57,7 @@ class OnePass:
         self.within: dict[nn.Module, int] = {}  # of attention modules since their block began
         self.within_entry: Route | None = None  # whose first module is still running
         self.active: _Entered | None = None
+        self.gates = Gates()
 
     def seen(self, given: Arguments) -> dict[int, Seen]:
         """Run the model at some arguments; what was seen of each layer."""
@@ -81,7 +83,11 @@ class OnePass:
 
     def _measure(self) -> None:
         left, self.left = self.left, []
-        self.turns.measure(left)
+        if self.graph and self.course.apart is None:
+            self.course.apart = apart([(layer.x, layer.y) for layer in left])
+        for layers in [left] if not self.graph or self.course.apart else [[layer] for layer in left]:
+            self.turns.measure(layers)
+        self.gates.shut = False
 
     def _listen(self, stack: ExitStack, route: Route) -> None:
         block, module, span = route.block, route.module, route.span
@@ -146,7 +152,8 @@ class OnePass:
         x = hidden if self.graph else hidden.detach()
         x = x.to(self.course.work)
         x = x if self.times == 1 else x.repeat_interleave(self.times, 0)
-        x = x if x.requires_grad else x.requires_grad_()
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        x = self.gates.behind(x) if self.graph else x
         self.active, self.within_entry = _Entered(route, x, stack, hidden.dtype), route
         return x.clone()  # which the model may write into
 
@@ -158,7 +165,7 @@ class OnePass:
             entered.stack.close()
             self.left.append(Recorded(entered.route.index, entered.x, first_tensor(output), entered.calls))
             self.count += 1
-            if self.graph or sum(layer.held for layer in self.left) > _HELD:
+            if not self.graph and sum(layer.held for layer in self.left) > _HELD.get(entered.x.device.type, 2**28):
                 self._measure()
             if self.count == len(self.course.routes):
                 raise _Enough

@@ -78,8 +78,14 @@ class Passes:
         """
         how = How() if how is None else how
         count, start = self.probe.rows_a_run * how.times, 0
-        for given, real in zip(self.probe.runs, self.probe.real, strict=True):
+        probe = self.probe
+        for given, real, positions in zip(probe.runs, probe.real, probe.positions, strict=True):
             us, vs = ({k: t[start : start + count] for k, t in (by or {}).items()} for by in (directions, starts))
-            turns = Turns(how, count, None if real is None else real.to(self.device), us, vs)
-            yield OnePass(self.course, turns).seen(given)
+            mask = None if real is None else real.to(self.device)
+            found = None
+            while found is None:
+                with positions.remembered():
+                    found = OnePass(self.course, Turns(how, count, mask, us, vs)).seen(given)
+                found = found if positions.held() else None
+            yield found
             start += count

@@ -29,6 +29,7 @@ from howsmooth.training.turns import How
 
 _BASIS = 12  # vectors between restarts
 _RESTARTS = 40
+_FIRST = 20  # steps in the first call of a penalty
 _SETTLED = {torch.float64: 1e-9, torch.float32: 1e-4}  # |JᵀJ v − σ² v|/σ² at which a direction is the top one
 
 Function = Map | Callable[[Tensor], Tensor]
@@ -204,7 +205,8 @@ class SmoothnessPenalty:
 
     model: the one that trains.  target: of every layer's constant, above 0.  layers, map: as for `Tracker`.
     rows: how many of a batch's, the first ones; all by default.  products: steps of power iteration that turn the carried
-    directions towards the top ones in each call, beside the one it makes anyway; 0 where the same rows come every time.
+    directions towards the top ones before they are used, beside the one it makes for the next call; 0 where the same rows come
+    every time. The first call makes more.
 
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> penalty = SmoothnessPenalty(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), target=1e6)
@@ -233,7 +235,7 @@ class SmoothnessPenalty:
         self._model = model if isinstance(model, Model) else Model.of(bare(model), type(bare(model)).__name__, None, None)
         self._passes: Passes | None = None
         self._directions: dict[int, Tensor] = {}
-        self.values: dict[int, float] = {}  # the largest constants of the last call, by layer
+        self._found: dict[int, Tensor] = {}
 
     def __call__(self, probe: Inputs | None = None, **inputs: Any) -> Tensor:
         """The penalty at a batch: a tensor, or the model's inputs by name."""
@@ -246,8 +248,13 @@ class SmoothnessPenalty:
             else:
                 self._passes = self._passes.fed(batch)
             sigmas = self._turn(self._passes)
-        self.values = {k: float(t.detach().max()) for k, t in sigmas.items()}
+        self._found = {k: t.detach() for k, t in sigmas.items()}
         return torch.stack([(t / self.target - 1).relu().mean() for t in sigmas.values()]).mean()
+
+    @property
+    def values(self) -> dict[int, float]:
+        """The largest constants of the last call, by layer. Looking at them waits for the device."""
+        return {k: float(t.max()) for k, t in self._found.items()}
 
     def _first_rows(self, batch: Inputs) -> Inputs:
         if self.rows is None:
@@ -258,6 +265,7 @@ class SmoothnessPenalty:
 
     def _turn(self, passes: Passes) -> dict[int, Tensor]:
         """One pass: constants along the carried directions, by row, and the directions turned."""
-        found = list(passes.run(self._directions, How(graph=True, rounds=1 + self.products)))
+        rounds = 1 + self.products if self._directions else max(_FIRST, 1 + self.products)
+        found = list(passes.run(self._directions, How(graph=True, rounds=rounds)))
         self._directions = {k: torch.cat([seen[k].directions for seen in found]) for k in passes.layers}
         return {k: torch.cat([seen[k].value for seen in found]) for k in passes.layers}

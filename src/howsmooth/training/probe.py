@@ -1,7 +1,7 @@
 """A batch that a model is measured at: its rows, how they are run, which of their tokens are real."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -11,6 +11,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import check_dense
 from howsmooth.models import Capture, Model
 from howsmooth.models.sample import Sample
+from howsmooth.training.positions import Positions
 
 Inputs = Tensor | Mapping[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -23,12 +24,17 @@ class Probe:
 
     rows: one sequence in each.  together: in one run, since the model keeps rows apart along its first axis; else one by one.
     runs: the arguments of each run.  real: for each run, which tokens are not padding, (rows, n, 1); nothing where all are.
+    positions: what is known of each run's.
     """
 
     rows: list[Inputs]
     together: bool
     runs: list[Arguments]
     real: list[Tensor | None]
+    positions: list[Positions] = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "positions", [Positions() for _ in self.runs])
 
     @classmethod
     def of(cls, rows: list[Inputs], samples: Sequence[Sample]) -> "Probe":

@@ -54,7 +54,8 @@ class Course:
     """A model and the routes of the layers that are asked for.
 
     base: how the model is run.  kernels: whether attention calls reach the kernels.  work: the precision of measurements.
-    watched: until a whole pass has come through the library's interfaces alone.
+    watched: until a whole pass has come through the library's interfaces alone.  apart: whether layers of one graph depend on
+    each other only through the tokens that enter them; looked up in the first pass that keeps one.
     """
 
     module: nn.Module
@@ -63,6 +64,7 @@ class Course:
     kernels: bool
     work: torch.dtype
     watched: bool = True
+    apart: bool | None = None
 
     def widened(self) -> dict[str, Tensor]:
         """Weights of the measured parts in the precision of the measurement, where they are in another."""

@@ -22,7 +22,7 @@ class Seen:
 
     x: the tokens that entered, as they came.  value: by row of the probe, or by head of every row, `max |J w|` over unit `w` in
     the span of the last `v`, a lower end of the constant, less what rounding may have added; where a graph was asked for,
-    `|Jᵀ u|` with its graph, at the unit `u` of the last image, held fixed.  directions: the next `u`, (rows · times, N).
+    `|Jᵀ u|` with its graph, at the unit `u` before the last step, held fixed.  directions: the next `u`, (rows · times, N).
     looks: of its attention calls, as `look` gives them, where they were asked for.
     """
 
@@ -88,18 +88,20 @@ class Turns:
         """Values and next directions of layers of a kind."""
         bundle = Bundle(layers, self.rows, self.times, self.how.heads, self._masked)
         starts = [self.starts[layer.index] for layer in layers if layer.index in self.starts] or None
-        turned = bundle.step(bundle.first([self._direction(layer.index, layer.y) for layer in layers]), starts)
+        pulled = bundle.first([self._direction(layer.index, layer.y) for layer in layers])
+        turned = bundle.step(pulled, starts)
         for _ in range(self.how.rounds - 1):
-            if not turned.gain > self.how.settled:
+            if not bool(turned.gain > self.how.settled):
                 break
-            turned = bundle.step(bundle.back(turned.directions.chunk(len(layers))))
-        values, directions = turned.value.chunk(len(layers)), turned.directions.flatten(0, 1).chunk(len(layers))
+            pulled = bundle.back(turned.directions.chunk(len(layers)), graph=self.how.graph)
+            turned = bundle.step(pulled)
+        directions = turned.directions.flatten(0, 1).chunk(len(layers))
         if self.how.graph:
-            values = [self._sizes(t) for t in bundle.back(directions, graph=True)]
+            values = [self._sizes(t) for t in pulled]
         else:  # what rounding may have added is taken off
             noise = max((kernel.noise for kernel in bundle.kernels), default=0.0)
             noise += _COARSE if layers[0].x.is_cuda and layers[0].x.dtype == torch.float32 else 0.0
-            values = [max(0.0, 1 - noise) * t for t in values]
+            values = (max(0.0, 1 - noise) * turned.value.cpu()).chunk(len(layers))
         looks = [look(kernel, self.real, len(layers)) for kernel in bundle.kernels] if self.how.looks else []
         for i, layer in enumerate(layers):
             x = layer.x.detach()[:: self.times]

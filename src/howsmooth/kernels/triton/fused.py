@@ -76,8 +76,9 @@ class Fused(AttentionKernel):
         tau = scores.scale
         entries = [torch.linalg.vector_norm(t, torch.inf, dtype=torch.float32) for t in (q, k, v)]
         rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (q, k, v)]
-        self._s_q, self._s_k, self._s_v = (power(s) for s in _largest(entries, tau))
-        lengths = _largest(rows, tau)
+        sizes = [size * factor for size, factor in zip(torch.stack(entries + rows).tolist(), 2 * (abs(tau), 1, 1), strict=True)]
+        self._s_q, self._s_k, self._s_v = (power(s) for s in sizes[:3])
+        lengths = sizes[3:]
         q_row, k_row, v_row = (s * r for s, r in zip((self._s_q, self._s_k, self._s_v), lengths, strict=True))
         # κ keeps P̂ ∘ dS in range: |dq̂| ≤ √d 2¹², |dk̂| ≤ √d 2¹², and |ĝ·(v̂ − ô)| ≤ 2 √d_v 2¹² max|v̂|
         self._kappa_jvp = power(padded_width(d) ** 0.5 * 2.0**TOP * (q_row + k_row), top=1)
@@ -166,7 +167,9 @@ class Fused(AttentionKernel):
 
     def tiled(self) -> Blocked:
         q, k, v = (t.float() for t in self.inputs)
-        return Blocked(q, k, v, self.scores, offset=self._offset)
+        tiled = Blocked(q, k, v, self.scores, offset=self._offset, trusted=True)  # it was checked here
+        tiled.largest_logit = self.largest_logit
+        return tiled
 
     def select(self, items: Tensor) -> "Fused":
         q, k, v = (t[items] for t in self.inputs)
@@ -409,12 +412,6 @@ class Fused(AttentionKernel):
 def _largest_number(t: Tensor) -> Tensor:
     """The largest number of a key of each item, in absolute value."""
     return torch.linalg.vector_norm(t, torch.inf, dim=(2, 3), dtype=torch.float32)
-
-
-def _largest(norms: list[Tensor], tau: float) -> tuple[float, float, float]:
-    """Sizes of `q, k, v` on the host, that of `q` as `τq`."""
-    size_q, size_k, size_v = torch.stack(norms).tolist()
-    return abs(tau) * size_q, size_k, size_v
 
 
 def _bias(scores: Scores, batch: int, heads: int, n: int, m: int) -> Tensor | None:
