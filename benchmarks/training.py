@@ -1,6 +1,6 @@
 """What it costs to follow, or to penalise, the constants of a model that trains; answers are compared first.
 
-Numbers are printed as they come. On a GPU the whole of it takes less than three minutes.
+Numbers are printed as they come.
 """
 
 import importlib.util
@@ -20,6 +20,7 @@ from benchmarks.harness import WrongAnswerError
 
 TITLE = "Training: update() every 10 steps, and a step with the penalty, against plain steps"
 EVERY = 10
+Seconds = Callable[[Callable[[], Any]], float]
 
 
 @dataclass(frozen=True)
@@ -36,22 +37,18 @@ class Case:
     probe: int
 
 
-def run(quick: bool = False) -> list[dict[str, Any]]:
-    if torch.cuda.is_available():
-        torch.set_float32_matmul_precision("high")  # as scripts that train on a GPU do
-        return [_row(_gpt2("GPT-2, 124 M", {}, 8, 1024, probe), quick) for probe in (1024, 256)]
+def run(quick: bool) -> list[dict[str, Any]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         # nanoGPT's settings for a CPU
         small = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 80}
-        return [_row(_study(), quick), _row(_gpt2("characters, 0.8 M", small, 12, 64, 64), quick)]
+        return [timed(_study(), quick), timed(gpt2("characters, 0.8 M", small, 12, 64, 64, "cpu"), quick)]
     finally:
         torch.set_num_threads(threads)
 
 
-def _gpt2(name: str, size: dict[str, Any], batch: int, n: int, probe: int) -> Case:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def gpt2(name: str, size: dict[str, Any], batch: int, n: int, probe: int, device: str) -> Case:
     torch.manual_seed(0)
     ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     model: Any = GPT2LMHeadModel(GPT2Config(**(ends | size))).train()
@@ -80,9 +77,9 @@ def _study() -> Case:
     return Case("examples/divergence.py, 0.2 M", model, loss, lambda ids: ids, 80, study.BATCH, study.LENGTH, study.PROBE)
 
 
-def _row(case: Case, quick: bool) -> dict[str, Any]:
-    cuda, begun = torch.cuda.is_available(), time.perf_counter()
+def timed(case: Case, quick: bool) -> dict[str, Any]:
     model, device = case.model, next(case.model.parameters()).device
+    cuda, begun = device.type == "cuda", time.perf_counter()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=cuda)
     ids = torch.randint(case.letters, (case.batch, case.n), device=device)
     probe = case.inputs(ids[:1, : case.probe])
@@ -106,17 +103,18 @@ def _row(case: Case, quick: bool) -> dict[str, Any]:
     ends = sorted({0, max(tracker.names)})
     _agree(hs.Tracker(model, probe, layers=ends, check_every=0), updates=4)
     say("tracked constants of the first and the last layer agree with certified ones")
-    steps, updates = _medians(step, tracker.update, rounds=3 if quick else 10)
+    seconds = _by_clock if cuda else _by_processor
+    steps, updates = _medians(seconds, step, tracker.update, rounds=3 if quick else 10)
     share = updates / (EVERY * steps)
     say(f"step {1e3 * steps:.1f} ms, update {1e3 * updates:.1f} ms, {share:.1%} of {EVERY} steps")
-    longer = _longer(step, tracker.update, rounds=1 if quick else 5)
+    longer = _longer(seconds, step, tracker.update, rounds=1 if quick else 5)
     say(f"a run with an update every {EVERY} steps takes {longer:+.1%}")
-    held, with_update = _peak(step), _peak(lambda: (step(), tracker.update()))
+    held, with_update = (_peak(step), _peak(lambda: (step(), tracker.update()))) if cuda else (0, 0)
     if held:
         say(f"peak {held / 2**30:.2f} GiB, with an update {with_update / held - 1:+.1%}")
     penalised()
-    plain, priced = _medians(step, penalised, rounds=3 if quick else 6, every=2)
-    with_penalty = _peak(penalised)
+    plain, priced = _medians(seconds, step, penalised, rounds=3 if quick else 6, every=2)
+    with_penalty = _peak(penalised) if cuda else 0
     say(f"a step with the penalty takes {priced / plain:.2f} plain ones")
     return {
         "model": case.name,
@@ -144,16 +142,18 @@ def _agree(tracker: hs.Tracker, updates: int) -> None:
             )
 
 
-def _medians(step: Callable[[], Any], other: Callable[[], Any], rounds: int, every: int = EVERY) -> tuple[float, float]:
+def _medians(
+    seconds: Seconds, step: Callable[[], Any], other: Callable[[], Any], rounds: int, every: int = EVERY
+) -> tuple[float, float]:
     """Seconds of a step, and of something else after every few of them, side by side."""
     steps, others = [], []
     for _ in range(rounds):
-        steps += [_seconds(step) for _ in range(every)]
-        others.append(_seconds(other))
+        steps += [seconds(step) for _ in range(every)]
+        others.append(seconds(other))
     return statistics.median(steps), statistics.median(others)
 
 
-def _longer(step: Callable[[], Any], update: Callable[[], Any], rounds: int, updates: int = 3) -> float:
+def _longer(seconds: Seconds, step: Callable[[], Any], update: Callable[[], Any], rounds: int, updates: int = 3) -> float:
     """By how much a run takes longer with updates, side by side.
 
     Nothing waits for the device between steps, as in a run: on a GPU an update is prepared while the steps before it go on.
@@ -166,16 +166,19 @@ def _longer(step: Callable[[], Any], update: Callable[[], Any], rounds: int, upd
             if with_updates:
                 update()
 
-    plain, followed = zip(*((_seconds(lambda: run(False)), _seconds(lambda: run(True))) for _ in range(rounds)), strict=True)
+    plain, followed = zip(*((seconds(lambda: run(False)), seconds(lambda: run(True))) for _ in range(rounds)), strict=True)
     return statistics.median(followed) / statistics.median(plain) - 1
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    """On a GPU by the clock, on a CPU by processor time, which other processes disturb less."""
-    if not torch.cuda.is_available():
-        start = time.process_time()
-        run()
-        return time.process_time() - start
+def _by_processor(run: Callable[[], Any]) -> float:
+    """On a CPU by processor time, which other processes disturb less."""
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def _by_clock(run: Callable[[], Any]) -> float:
+    """On a GPU."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
@@ -184,9 +187,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def _peak(run: Callable[[], Any]) -> int:
-    """Bytes at most on the device; 0 where nobody counts."""
-    if not torch.cuda.is_available():
-        return 0
+    """Bytes at most on the GPU."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()

@@ -1,5 +1,6 @@
 """The constant as something to differentiate: exact at the top pair, against finite differences in float64."""
 
+import math
 from typing import Any
 
 import pytest
@@ -196,3 +197,65 @@ def test_layers_that_know_of_each_other_are_asked_one_by_one():
     weights = [p for p in model.parameters() if p.ndim > 1]
     ours, theirs = (torch.autograd.grad(t, weights) for t in (whole, (parts[0] + parts[1]) / 2))
     assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
+
+
+class InPlace(nn.Module):
+    """Blocks that write into what attention gave, or into what it got."""
+
+    def __init__(self, into: str):
+        super().__init__()
+        self.into = into
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = 1.0 * x
+            y = block(x, x, x, need_weights=False)[0]
+            if self.into == "output":
+                y *= 3
+                x = x + y
+            elif self.into == "input":
+                x += 3 * y
+            else:
+                x = x + 3 * y
+        return x
+
+
+@pytest.mark.parametrize("into", ["output", "input"])
+def test_models_that_write_in_place(into: str):
+    torch.manual_seed(0)
+    plain, x = InPlace("neither"), torch.randn(1, 5, 8, dtype=torch.float64)
+    writes = InPlace(into)
+    writes.load_state_dict(plain.state_dict())
+    wanted, found = (hs.SmoothnessPenalty(model, target=1e-3, products=30)(x) for model in (plain, writes))
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-9)
+
+
+def test_other_padding_and_other_shapes_never_exceed_the_constant():
+    model = gpt()
+    penalty, loaded = hs.SmoothnessPenalty(model, target=1e-9, products=0, layers=[0]), hs.load(model)
+    batches = [([1, 5, 2, 7, 3, 9], 6), ([1, 5, 2, 7, 3, 9], 3), ([1, 5, 2, 7], 4), ([4, 4, 9, 0, 11, 2], 6)]
+    for ids, real in batches:
+        mask = torch.tensor([[1] * real + [0] * (len(ids) - real)])
+        penalty(input_ids=torch.tensor([ids]), attention_mask=mask)
+        truth = loaded.measure(layer=0, ids=ids[:real], tol=1e-6).value
+        assert 0.2 * truth < penalty.values[0] <= truth * (1 + 1e-9)
+
+
+def test_a_batch_that_is_not_finite_is_not_carried_over():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(1, 5, 8, dtype=torch.float64)
+    penalty = hs.SmoothnessPenalty(model, target=1e-3)
+    before = [penalty(x).item() for _ in range(20)][-1]
+    assert math.isnan(penalty(torch.full_like(x, math.nan)).item())
+    assert [penalty(x).item() for _ in range(20)][-1] == pytest.approx(before, rel=1e-6)
+
+
+def test_modules_with_backward_hooks_hear_of_their_own_gradients_alone():
+    model, ids, heard = gpt(), torch.tensor([[1, 5, 2, 7, 3]]), []
+    model.h[0].mlp.register_full_backward_hook(lambda module, before, after: heard.append(after[0].norm()))
+    loss = hs.SmoothnessPenalty(model, target=1e-3)(input_ids=ids)
+    assert not heard
+    loss.backward()
+    assert len(heard) == 1

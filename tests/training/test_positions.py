@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2Model, masking_utils
 
 import howsmooth as hs
@@ -36,12 +37,42 @@ def test_only_what_is_new_is_asked(asked: list[torch.Tensor]):
     assert (len(asked), positions.held()) == (3, True)
 
 
-def test_a_tracker_asks_once(asked: list[torch.Tensor]):
+def gpt() -> Any:
+    torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_embd=8, n_head=2, n_positions=8, vocab_size=12, bos_token_id=0, eos_token_id=0)
-    model: Any = GPT2Model(config)
-    tracker = hs.Tracker(model, {"input_ids": torch.tensor([[1, 5, 2, 7]])}, check_every=0)
+    return GPT2Model(config)
+
+
+def test_a_tracker_asks_once(asked: list[torch.Tensor]):
+    tracker = hs.Tracker(gpt(), {"input_ids": torch.tensor([[1, 5, 2, 7]])}, check_every=0)
     tracker.update()
     count = len(asked)
-    values = [tracker.update() for _ in range(3)]
+    assert count > 0
+    for _ in range(3):
+        tracker.update()
     assert len(asked) == count
-    assert values[0].keys() == values[-1].keys()
+
+
+class Moving(nn.Module):
+    """A model whose positions are others after a while, as no sensible one's are."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.packed = gpt(), False
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        positions = torch.tensor([[0, 1, 0, 1]]) if self.packed else torch.arange(4)[None]
+        return self.inner(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
+
+
+def test_positions_that_have_moved_are_not_taken_for_the_old_ones():
+    probe = {"input_ids": torch.tensor([[1, 5, 2, 7]])}
+    moved, still = Moving(), Moving()
+    tracker = hs.Tracker(moved, probe, check_every=0)
+    before = tracker.update()
+    moved.packed = still.packed = True
+    after, fresh = [tracker.update() for _ in range(6)][-1], hs.Tracker(still, probe, check_every=0)
+    wanted = [fresh.update() for _ in range(7)][-1]
+    for name in ("smoothness/layer_00", "smoothness/layer_01", "smoothness/entropy/layer_00"):
+        assert after[name] == pytest.approx(wanted[name], rel=1e-2)
+    assert before["smoothness/entropy/layer_00"] != pytest.approx(wanted["smoothness/entropy/layer_00"], rel=1e-2)

@@ -2,7 +2,7 @@
 
 from howsmooth.search.attacks import METHODS, Attack, Attacks, attack
 from howsmooth.search.families import Configuration, Configured, configurations, eigenvector_configuration, worst_configuration
-from howsmooth.search.near import find_near
+from howsmooth.search.near import find_near, slope_at
 from howsmooth.search.radius import Radius
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet
 from howsmooth.search.worst import WorstCase, find_worst
@@ -24,5 +24,6 @@ __all__ = [
     "eigenvector_configuration",
     "find_near",
     "find_worst",
+    "slope_at",
     "worst_configuration",
 ]

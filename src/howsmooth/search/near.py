@@ -29,12 +29,26 @@ class Found(NamedTuple):
     settled: bool
 
 
+def slope_at(f: Map, neighbourhood: Neighbourhood, tokens: tuple[int, ...] | None, here: Estimate) -> Float[Tensor, "moving d"]:
+    """The gradient of the constant at the centre, for any size of the neighbourhood. Parameters: as for `find_near`."""
+    function, area = _by_tokens(f.to(dtype=torch.float64), neighbourhood, tokens)
+    x = area.point[None]
+    return torch.nan_to_num(steepest(function, Near(area).tokens, x, top_pairs(function, x, None, here.seed))[0])
+
+
 def find_near(
-    f: Map, neighbourhood: Neighbourhood, tokens: tuple[int, ...] | None, steps: int | None, options: Options, here: Estimate
+    f: Map,
+    neighbourhood: Neighbourhood,
+    tokens: tuple[int, ...] | None,
+    steps: int | None,
+    options: Options,
+    here: Estimate,
+    slope: Float[Tensor, "moving d"] | None = None,
 ) -> Found:
     """The worst input found in a neighbourhood, in float64.
 
     tokens: by which the Jacobian is taken.  steps: measurements of every start.  here: the constant at the centre.
+    slope: of the constant there, as `slope_at` gives it, where it is known.
     """
     small = neighbourhood.point.numel() <= DENSE_SIZE
     default = _STEPS_SMALL if small else _STEPS
@@ -43,8 +57,7 @@ def find_near(
     function, area = _by_tokens(f.to(dtype=torch.float64), neighbourhood, tokens)
     space = Near(area)
     x = area.point[None]
-    pairs = top_pairs(function, x, None, here.seed)
-    slope = torch.nan_to_num(steepest(function, space.tokens, x, pairs)[0])
+    slope = slope_at(f, neighbourhood, tokens, here) if slope is None else slope
     length = slope.norm(dim=-1, keepdim=True)
     uphill = x + area.radii[:, None] * slope / torch.where(length > 0, length, 1.0)
     if area.total is not None and float(slope.norm()) > 0:

@@ -18,7 +18,7 @@ from howsmooth.kernels.kinds import Kind
 from howsmooth.maps import Attention
 from howsmooth.models import Measurement
 from howsmooth.models.measurement import estimate_columns
-from howsmooth.search import find_near
+from howsmooth.search import find_near, slope_at
 from howsmooth.solve import Options
 from howsmooth.study.jobs import Job, Row
 from howsmooth.study.layers import Part, Setting, parts
@@ -56,10 +56,10 @@ def measure_near(reader: Reader, part: dict[str, Any]) -> list[Row]:
     def row(m: Measurement, attn: Attention, x: Tensor) -> Row:
         layer, x = attn.to("cpu", torch.float64), x.double().cpu()
         bounds, size = AroundAttention(layer, x, seed=m.estimate.seed), float(x.norm(dim=-1).mean())
-        best, lower, upper = m.value, [], []
+        best, lower, upper, slope = m.value, [], [], slope_at(layer, Neighbourhood.of(x, 0.0), None, m.estimate)
         for share in NEAR:
             area = Neighbourhood.of(x, share * size)
-            found = find_near(layer, area, None, _CLIMB, Options(tol=m.estimate.tol), m.estimate)
+            found = find_near(layer, area, None, _CLIMB, Options(tol=m.estimate.tol), m.estimate, slope)
             best = max(best, found.estimate.lower)
             certified = max(best, bounds.within(area).slope)
             lower.append(best)

@@ -55,7 +55,7 @@ def ritz(pulled: Products, image: Block) -> Turned:
     if image.shape[1] == 1:
         value, before = wide[:, 0].norm(dim=-1), pulled[:, 0, 0].sqrt()
         value = torch.where(value.isfinite() & before.isfinite(), value, torch.nan)
-        gain = (value / torch.where(before > 0, before, torch.inf)).amax() - 1
+        gain = (value / torch.where(before > 0, before, torch.inf)).nan_to_num(0.0).amax() - 1
         turned = wide * torch.where(value > 0, 1 / value, 0.0)[:, None, None]
         return Turned(value, gain, torch.where(value.isfinite()[:, None, None], turned, 0.0).to(image))
     products: Any = torch.stack([_products(wide), pulled]).numpy(force=True)  # the device is waited for once

@@ -24,7 +24,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gates: Gates) -> Tensor:
         ctx.gates = gates
         ctx.set_materialize_grads(False)
-        return x.view_as(x)
+        return x.clone()  # which nobody else writes into
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -32,9 +32,9 @@ class _Gate(torch.autograd.Function):
 
 
 def apart(ends: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether every `y` depends on the `x` behind its own gate, and on no other one's by another way than through that gate.
+    """Whether no `y` reaches the gate of another layer but through its own.
 
-    ends: (x, y) of every layer.
+    ends: (x, y) of every layer, each `x` behind a gate.
 
     >>> gates = Gates()
     >>> a = gates.behind(torch.ones(2, requires_grad=True))

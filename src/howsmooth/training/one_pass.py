@@ -16,6 +16,7 @@ from howsmooth.kernels import Scores, attend, plain_attention
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.kernels.products import float32_products
 from howsmooth.models.intercept import Answered, Call
+from howsmooth.models.room import free
 from howsmooth.models.trace import find_hidden, first_tensor
 from howsmooth.training.bundle import Recorded
 from howsmooth.training.gate import Gates, apart
@@ -24,7 +25,8 @@ from howsmooth.training.route import Course, Route
 from howsmooth.training.turns import Seen, Turns
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
-_HELD = {"cpu": 2**28, "cuda": 2**31}  # bytes of layers that wait to be measured together: a GPU prefers much at once
+_HELD = 2**28  # bytes of layers that wait to be measured together
+_MOST_HELD = 2**31  # on a GPU, which prefers much at once
 
 
 class _Enough(Exception):
@@ -33,7 +35,7 @@ class _Enough(Exception):
 
 @dataclass(eq=False)
 class _Entered:
-    """A route that is being recorded. x: the leaf its graph begins at.  stack: what is let go of at its end.
+    """A route that is being recorded. x: what its graph begins at.  stack: what is let go of at its end.
     dtype: in which its tokens came."""
 
     route: Route
@@ -58,6 +60,8 @@ class OnePass:
         self.within_entry: Route | None = None  # whose first module is still running
         self.active: _Entered | None = None
         self.gates = Gates()
+        device = course.base.trace.output.device
+        self.room = max(_HELD, min(_MOST_HELD, free(device) // 16)) if device.type == "cuda" else _HELD
 
     def seen(self, given: Arguments) -> dict[int, Seen]:
         """Run the model at some arguments; what was seen of each layer."""
@@ -83,11 +87,18 @@ class OnePass:
 
     def _measure(self) -> None:
         left, self.left = self.left, []
-        if self.graph and self.course.apart is None:
-            self.course.apart = apart([(layer.x, layer.y) for layer in left])
-        for layers in [left] if not self.graph or self.course.apart else [[layer] for layer in left]:
+        if not self.graph:
+            self.turns.measure(left)
+            return
+        if self.course.apart is None and self.count == len(self.course.routes):
+            self.course.apart = not self._hooked() and apart([(layer.x, layer.y) for layer in left])
+        for layers in [left] if self.course.apart else [[layer] for layer in left]:
             self.turns.measure(layers)
         self.gates.shut = False
+
+    def _hooked(self) -> bool:
+        """Whether modules have hooks for gradients, which would hear of those that end at a gate."""
+        return any(part._backward_hooks or part._backward_pre_hooks for part in self.course.module.modules())
 
     def _listen(self, stack: ExitStack, route: Route) -> None:
         block, module, span = route.block, route.module, route.span
@@ -163,9 +174,11 @@ class OnePass:
         with torch._C.DisableTorchFunction():  # nothing in here is the model's
             self.active = None
             entered.stack.close()
-            self.left.append(Recorded(entered.route.index, entered.x, first_tensor(output), entered.calls))
+            y = first_tensor(output)
+            y = y.clone() if self.graph else y  # the model may write into its own before this one is measured
+            self.left.append(Recorded(entered.route.index, entered.x, y, entered.calls))
             self.count += 1
-            if not self.graph and sum(layer.held for layer in self.left) > _HELD.get(entered.x.device.type, 2**28):
+            if not self.graph and sum(layer.held for layer in self.left) > self.room:
                 self._measure()
             if self.count == len(self.course.routes):
                 raise _Enough

@@ -29,7 +29,7 @@ from howsmooth.training.turns import How
 
 _BASIS = 12  # vectors between restarts
 _RESTARTS = 40
-_FIRST = 20  # steps in the first call of a penalty
+_FIRST = 8  # steps of a penalty where directions are drawn
 _SETTLED = {torch.float64: 1e-9, torch.float32: 1e-4}  # |JᵀJ v − σ² v|/σ² at which a direction is the top one
 
 Function = Map | Callable[[Tensor], Tensor]
@@ -206,7 +206,7 @@ class SmoothnessPenalty:
     model: the one that trains.  target: of every layer's constant, above 0.  layers, map: as for `Tracker`.
     rows: how many of a batch's, the first ones; all by default.  products: steps of power iteration that turn the carried
     directions towards the top ones before they are used, beside the one it makes for the next call; 0 where the same rows come
-    every time. The first call makes more.
+    every time. It makes more where rows or tokens are not as many as in the call before.
 
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> penalty = SmoothnessPenalty(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), target=1e6)
@@ -265,7 +265,17 @@ class SmoothnessPenalty:
 
     def _turn(self, passes: Passes) -> dict[int, Tensor]:
         """One pass: constants along the carried directions, by row, and the directions turned."""
-        rounds = 1 + self.products if self._directions else max(_FIRST, 1 + self.products)
-        found = list(passes.run(self._directions, How(graph=True, rounds=rounds)))
-        self._directions = {k: torch.cat([seen[k].directions for seen in found]) for k in passes.layers}
+        found = list(passes.run(self._directions, How(graph=True, rounds=1 + self.products, first=_FIRST)))
+        missing = next((k for k in passes.layers if any(k not in seen for seen in found)), None)
+        if missing is not None:
+            raise BadInputError(
+                f"expected finite logits in layer {missing}, got NaN or numbers out of range; check the weights and this batch"
+            )
+        self._directions = {k: self._kept(k, torch.cat([seen[k].directions for seen in found])) for k in passes.layers}
         return {k: torch.cat([seen[k].value for seen in found]) for k in passes.layers}
+
+    def _kept(self, layer: int, fresh: Tensor) -> Tensor:
+        """The directions to carry over: new ones, but for rows where something was not finite."""
+        old = self._directions.get(layer)
+        old = torch.ones_like(fresh) if old is None or old.shape != fresh.shape else old
+        return torch.where(fresh.any(-1, keepdim=True), fresh, old)

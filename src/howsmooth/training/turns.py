@@ -39,13 +39,15 @@ class How:
 
     graph: keep the graph of `value` down to the weights, on attention with second derivatives.  times: how many directions a
     row has; each gets a copy of the row.  heads: the copies are for one head each, alone.  rounds: steps of power iteration at
-    most.  settled: the gain of a step at which no further one is needed.  looks: also what attention looks like.
+    most; first: the same where directions are drawn.  settled: the gain of a step at which no further one is needed.
+    looks: also what attention looks like.
     """
 
     graph: bool = False
     times: int = 1
     heads: bool = False
     rounds: int = 1
+    first: int = 1
     settled: float = 0.0
     looks: bool = False
 
@@ -90,7 +92,8 @@ class Turns:
         starts = [self.starts[layer.index] for layer in layers if layer.index in self.starts] or None
         pulled = bundle.first([self._direction(layer.index, layer.y) for layer in layers])
         turned = bundle.step(pulled, starts)
-        for _ in range(self.how.rounds - 1):
+        known = all(self._carried(layer.index, layer.y) is not None for layer in layers)
+        for _ in range(max(self.how.rounds, 0 if known else self.how.first) - 1):
             if not bool(turned.gain > self.how.settled):
                 break
             pulled = bundle.back(turned.directions.chunk(len(layers)), graph=self.how.graph)
@@ -109,12 +112,17 @@ class Turns:
 
     def _direction(self, index: int, y: Tensor) -> Tensor:
         """The `u` of a layer whose output is `y`: carried over, or random; none where it is known what goes in."""
-        u = self.directions.get(index)
         if index in self.starts:
-            u = torch.zeros_like(y)
-        elif u is None or u.numel() != y.numel():
-            u = self._unit(torch.randn(y.shape, generator=torch.Generator().manual_seed(index)).to(y))
-        return u.detach().to(y).reshape(y.shape)
+            return torch.zeros_like(y)
+        u = self._carried(index, y)
+        if u is None:
+            return self._unit(torch.randn(y.shape, generator=torch.Generator().manual_seed(index)).to(y))
+        u = u.detach().to(y).reshape(y.shape)
+        return self._unit(u) if self.how.graph else u  # its own length, and others than these rows' padding, would count
+
+    def _carried(self, index: int, y: Tensor) -> Tensor | None:
+        u = self.directions.get(index)
+        return u if u is not None and u.numel() == y.numel() and len(u) == self.rows else None
 
     def _masked(self, t: Tensor) -> Tensor:
         return t if self.real is None else t * self._mask(t)
