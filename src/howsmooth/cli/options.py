@@ -34,8 +34,8 @@ Address = Annotated[str | None, typer.Option(help="of a Ray cluster, auto for th
 Workers = Annotated[
     int | None,
     typer.Option(
-        help="processes; by default the cores, four at most, on a GPU half the cores, six at most and as many as its memory holds, "
-        "and one for a model above 1 GB on the CPU"
+        help="processes; by default the cores, four at most, on a GPU half of them, six at most and as many as its memory "
+        "holds, and one for a model above 1 GB on the CPU"
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the results that are there")]
