@@ -21,7 +21,7 @@ suite: .venv/.dev,docs
 test-gpu: export OMP_NUM_THREADS ?= 1
 test-gpu: GPU_PY ?= $(PY)
 test-gpu:
-	$(GPU_PY) -m pytest -q -n 14 --dist worksteal -p no:benchmark -p no:cacheprovider tests/kernels tests/maps tests/spectral tests/models tests/search/test_worst.py tests/test_local.py
+	$(GPU_PY) -m pytest -q -n 14 --dist worksteal -p no:benchmark -p no:cacheprovider tests/kernels tests/maps tests/spectral tests/models tests/search/test_worst.py tests/study/test_influence.py tests/test_local.py
 
 # The quick tests with the lowest versions that pyproject.toml allows, in an environment of their own.
 oldest: export OMP_NUM_THREADS ?= 1

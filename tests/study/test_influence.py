@@ -10,6 +10,7 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.maps import AttentionJacobian
 from howsmooth.solve import linear
+from howsmooth.study import influence
 from howsmooth.study.influence import _PROBE_WORK, _WORK, _probe_work, _work, exact, measure_influence, probed
 from howsmooth.study.layers import Part
 from howsmooth.study.reader import Reader
@@ -99,14 +100,37 @@ def test_a_study_takes_the_longest_length_it_can_afford(name, exactly):
         captured = reader.model.capture(ids=reader.window(20, 0))
         f = captured.map(1)
         known = truth(f, f.start)
-        assert measure_influence(reader, part, [600]) == []
     assert (row["n"], row["layer"], row["sample"]) == (20, 1, 0)
     norms = torch.tensor(row["norms"])
     assert row["accuracy"] == (0.0 if exactly else 0.25)
     torch.testing.assert_close(norms, known.to(norms), rtol=1e-3 if exactly else 2.0, atol=1e-4 * float(known.max()))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "longest", "affordable", "taken"), [([20], 12, 12, 12), ([20], 20, 16, 16), ([18, 20], 20, 18, 18)]
+)
+def test_there_is_a_picture_whatever_the_lengths(monkeypatch: pytest.MonkeyPatch, lengths, longest, affordable, taken):
+    reader = Reader.of(hs.load(randomize(ZOO["llama"].build())), readers.ids())
+    attn = reader.model.capture(ids=reader.window(20, 0)).closed(1)
+    assert attn is not None
+    monkeypatch.setattr(influence, "_LONGEST", longest)
+    monkeypatch.setattr(influence, "_WORK", {"cpu": _work(attn, affordable)})
+    monkeypatch.setattr(influence, "_PROBED", 0)
+    (row,) = measure_influence(reader, asdict(Part(20, (0,), 0, (1,), "attention", 1e-3, None)), lengths)
+    assert (row["n"], len(row["norms"])) == (taken, taken)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_norms_on_a_gpu(kind):
+    attn, x = layer(**KINDS[kind]), normal(N, 5, seed=9)
+    jacobian = linear(attn.to("cuda", torch.float32), x.to("cuda", torch.float32))
+    assert isinstance(jacobian, AttentionJacobian)
+    torch.testing.assert_close(exact(jacobian), truth(attn, x), rtol=1e-3, atol=1e-3 * float(truth(attn, x).max()))
+
+
 def test_wide_layers_get_shorter_pictures():
     wide = hs.Attention(*torch.zeros(4, 1024, 1024).unbind(), heads=8, rotary=hs.Rotary.from_base(128, 512))
-    assert _work(wide, 512) > _WORK > _work(wide, 64)
+    assert _work(wide, 512) > _WORK["cpu"] > _work(wide, 64)
     assert _probe_work(4096, 64) > _PROBE_WORK > _probe_work(4096, 8)

@@ -34,28 +34,30 @@ from howsmooth.study.reader import Reader
 _LONGEST = 512  # tokens that a picture can show
 _PROBED = 64  # the same where a product is needed for each token and probe
 _PROBES = 8
-_WORK = 2e11  # multiplications for a picture in closed form: a dozen seconds on one core
+_SHORT = (256, 128, 64, 32, 16)  # tokens of a picture where none of the lengths that are asked for is affordable
+_WORK = {"cpu": 2e11, "cuda": 1e13}  # multiplications for a picture in closed form: a dozen seconds at most
 _PROBE_WORK = 1e12  # the same for one by probes
 _BLOCKS = 2**22  # entries of diagonal blocks formed at once
 
 
 def influence_job(part: Part, lengths: Sequence[int]) -> Job:
-    """A picture of the layer and window of a part, at the longest of `lengths` that is affordable."""
+    """A picture of the layer and window of a part, at the longest of `lengths` that is affordable, or at a shorter one."""
     return Job(measure_influence, {"part": asdict(part), "lengths": sorted(lengths)})
 
 
 def measure_influence(reader: Reader, part: dict[str, Any], lengths: list[int]) -> list[Row]:
-    """One row for the layer and window of a part, at the longest of `lengths` that is affordable; none where none is.
+    """One row for the layer and window of a part, at the longest of `lengths` that is affordable, or at a shorter one.
 
     value: the Frobenius norm of all of `J`.  norms: `‖J_ij‖`, a list for each output token.  accuracy: their typical relative
     error, 0 where they are exact.
     """
     began, one = time.perf_counter(), Part.of(part)
     (layer,) = one.layers
-    for n in sorted({n for n in lengths if n <= _LONGEST}, reverse=True):
+    asked = sorted({n for n in lengths if n <= _LONGEST}, reverse=True) or [_LONGEST]
+    for n in (*asked, *(n for n in _SHORT if n < min(asked))):
         captured = replace(one, n=n).capture(reader)
         attn = captured.closed(layer) if one.map == "attention" else None
-        if attn is not None and _is_plain(attn) and _work(attn, n) <= _WORK:
+        if attn is not None and _is_plain(attn) and _work(attn, n) <= _WORK.get(attn.device.type, 2e11):
             jacobian = linear(attn, captured.tokens(layer))
             assert isinstance(jacobian, AttentionJacobian)
             norms, accuracy = exact(jacobian), 0.0
