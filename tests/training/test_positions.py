@@ -1,5 +1,6 @@
 """Positions that are asked about again are remembered, and never taken for others."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -35,6 +36,16 @@ def test_only_what_is_new_is_asked(asked: list[torch.Tensor]):
     with positions.remembered():  # of another shape
         assert masking_utils.find_packed_sequence_indices(packed[:, :3]) is not None
     assert (len(asked), positions.held()) == (3, True)
+
+
+def test_other_threads_are_answered_for_themselves():
+    plain, packed, positions = torch.arange(4)[None], torch.tensor([[0, 1, 0, 1]]), Positions()
+    with positions.remembered():
+        masking_utils.find_packed_sequence_indices(plain)
+    with positions.remembered(), ThreadPoolExecutor(1) as other:
+        assert other.submit(masking_utils.find_packed_sequence_indices, packed).result() is not None
+        assert masking_utils.find_packed_sequence_indices(plain) is None
+    assert positions.held()
 
 
 def gpt() -> Any:
