@@ -57,7 +57,7 @@ def measure_influence(reader: Reader, part: dict[str, Any], lengths: list[int]) 
     for n in (*asked, *(n for n in _SHORT if n < min(asked))):
         captured = replace(one, n=n).capture(reader)
         attn = captured.closed(layer) if one.map == "attention" else None
-        if attn is not None and _is_plain(attn) and _work(attn, n) <= _WORK.get(attn.device.type, 2e11):
+        if attn is not None and _is_plain(attn) and _work(attn, n) <= _WORK.get(attn.device.type, _WORK["cpu"]):
             jacobian = linear(attn, captured.tokens(layer))
             assert isinstance(jacobian, AttentionJacobian)
             norms, accuracy = exact(jacobian), 0.0

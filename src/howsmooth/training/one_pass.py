@@ -16,7 +16,6 @@ from howsmooth.kernels import Scores, attend, plain_attention
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.kernels.products import float32_products
 from howsmooth.models.intercept import Answered, Call
-from howsmooth.models.room import free
 from howsmooth.models.trace import find_hidden, first_tensor
 from howsmooth.training.bundle import Recorded
 from howsmooth.training.gate import Gates, apart
@@ -25,8 +24,6 @@ from howsmooth.training.route import Course, Route
 from howsmooth.training.turns import Seen, Turns
 
 _TORCH_ATTENTION = nn.functional.scaled_dot_product_attention
-_HELD = 2**28  # bytes of layers that wait to be measured together
-_MOST_HELD = 2**31  # on a GPU, which prefers much at once
 
 
 class _Enough(Exception):
@@ -60,8 +57,6 @@ class OnePass:
         self.within_entry: Route | None = None  # whose first module is still running
         self.active: _Entered | None = None
         self.gates = Gates()
-        device = course.base.trace.output.device
-        self.room = max(_HELD, min(_MOST_HELD, free(device) // 16)) if device.type == "cuda" else _HELD
 
     def seen(self, given: Arguments) -> dict[int, Seen]:
         """Run the model at some arguments; what was seen of each layer."""
@@ -178,7 +173,7 @@ class OnePass:
             y = y.clone() if self.graph else y  # the model may write into its own before this one is measured
             self.left.append(Recorded(entered.route.index, entered.x, y, entered.calls))
             self.count += 1
-            if not self.graph and sum(layer.held for layer in self.left) > self.room:
+            if not self.graph and sum(layer.held for layer in self.left) > self.course.room:
                 self._measure()
             if self.count == len(self.course.routes):
                 raise _Enough

@@ -77,15 +77,15 @@ class Passes:
         starts: by layer, the `v`, where they are known instead.
         """
         how = How() if how is None else how
-        count, start = self.probe.rows_a_run * how.times, 0
         probe = self.probe
+        count, start = probe.rows_a_run * how.times, 0
         for given, real, positions in zip(probe.runs, probe.real, probe.positions, strict=True):
             us, vs = ({k: t[start : start + count] for k, t in (by or {}).items()} for by in (directions, starts))
             mask = None if real is None else real.to(self.device)
-            found = None
-            while found is None:
+            while True:
                 with positions.remembered():
                     found = OnePass(self.course, Turns(how, count, mask, us, vs)).seen(given)
-                found = found if positions.held() else None
+                if positions.held():
+                    break
             yield found
             start += count

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -9,8 +10,11 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.models.cut import Cut
+from howsmooth.models.room import free
 from howsmooth.models.span import Span
 from howsmooth.settings import items, whole
+
+_HELD, _MOST_HELD = 2**28, 2**31  # bytes
 
 
 @final
@@ -65,6 +69,12 @@ class Course:
     work: torch.dtype
     watched: bool = True
     apart: bool | None = None
+
+    @cached_property
+    def room(self) -> int:
+        """Bytes of layers that wait to be measured together; a GPU prefers much at once."""
+        device = self.base.trace.output.device
+        return max(_HELD, min(_MOST_HELD, free(device) // 16)) if device.type == "cuda" else _HELD
 
     def widened(self) -> dict[str, Tensor]:
         """Weights of the measured parts in the precision of the measurement, where they are in another."""
