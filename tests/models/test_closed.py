@@ -277,3 +277,45 @@ def test_the_page_of_a_rotary_model_is_complete(tmp_path):
     assert any("theory certifies" in line for line in report.answer)
     page = report.save(tmp_path / "page", figures=False).read_text()
     assert page.count('"where":"point"') or page.count('"where": "point"')
+
+
+class Masked(nn.Module):
+    """Attention with the mask it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.inner(x).chunk(3, -1))
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+class Packed(nn.Module):
+    """Documents end at id 0 and do not attend to each other, as in packed training; with `bias` they do so less."""
+
+    def __init__(self, bias: bool):
+        super().__init__()
+        self.bias = bias
+        self.embedding, self.attention = nn.Embedding(16, 8), Masked()
+
+    def mask(self, input_ids: Tensor) -> Tensor:
+        document = (input_ids == 0).cumsum(-1)
+        same = (document[:, :, None] == document[:, None])[:, None]
+        return torch.where(same, 0.0, -2.0).to(self.embedding.weight) if self.bias else same
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.attention(self.embedding(input_ids), self.mask(input_ids))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_windows_of_one_length_keep_their_own_masks(bias: bool):
+    module = randomize(Packed(bias)).double()
+    windows = [[1, 2, 3, 4, 5, 6], [1, 0, 3, 0, 5, 6], [0, 2, 0, 4, 0, 6]]
+    for window, m in zip(windows, hs.load(module).capture(windows).measure([0]), strict=True):
+        tokens = torch.tensor([window])
+        x, mask = module.embedding(tokens).detach(), module.mask(tokens)
+        dense = torch.autograd.functional.jacobian(lambda t, mask=mask: module.attention(t, mask), x)
+        assert isinstance(dense, Tensor)
+        assert m.value == pytest.approx(float(torch.linalg.matrix_norm(dense.reshape(48, 48), 2)), rel=1e-6)

@@ -1,5 +1,6 @@
 """Plain torch modules: what calls torch's attention is cut out, what writes its own falls back, and all are right."""
 
+import copy
 import warnings
 
 import pytest
@@ -221,3 +222,35 @@ def test_cross_attention_is_no_layer():
         captured = hs.load(module).capture(inputs=(tokens(), memory))
         assert captured.names == ("own",)
         assert captured.measure(0, "model").value == pytest.approx(norm_of(lambda t: module(t, memory), tokens()), rel=1e-9)
+
+
+class Latent(nn.Module):
+    """Learned tokens enter the first block: a weight as it is, or a part of one."""
+
+    def __init__(self, taken: str):
+        super().__init__()
+        self.taken = taken
+        self.latents = nn.Parameter(torch.zeros(1, N + 2 if taken == "part" else N, WIDTH))
+        self.blocks = nn.ModuleList([Mine("residual"), Mine("residual")])
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.latents[:, :N] if self.taken == "part" else self.latents
+        for block in self.blocks:
+            h = block(h)
+        return h + self.inner(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("taken", ["whole", "part"])
+def test_measuring_a_model_leaves_its_learned_tokens(taken: str, dtype: torch.dtype):
+    module = randomize(Latent(taken)).to(dtype)
+    x = tokens().to(dtype)
+    before = {k: t.clone() for k, t in module.state_dict().items()}
+    h = module.latents.detach().double()[:, :N]
+    double = copy.deepcopy(module).double()
+    truth = norm_of(lambda t: double.blocks[1](double.blocks[0](t)), 2 * h)
+    captured = hs.load(module).capture(inputs=x)
+    assert captured.measure(0, "model", factor=2.0).value == pytest.approx(truth, rel=1e-9)
+    captured.map(0, "model").value(torch.zeros(1, N, WIDTH, dtype=torch.float64))
+    assert all(torch.equal(t, before[k]) for k, t in module.state_dict().items())

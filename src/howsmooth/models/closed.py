@@ -20,8 +20,9 @@ _MOST = 2**31  # bytes of weights kept, the latest layers'
 class ClosedForms:
     """Layers of one model in closed form, each read off once, at its longest input so far.
 
-    A shorter input finds the same function, unless its output there says otherwise; a longer one is read off anew, since a
-    mask may hide something from it that it hid from none before.
+    An input of the same length or shorter finds the same function, unless its output there says otherwise (packed documents of
+    one length have masks of their own); a longer one is read off anew, since a mask may hide something from it that it hid from
+    none before.
     """
 
     def __init__(self):
@@ -36,7 +37,7 @@ class ClosedForms:
             return None
         n, attn = self._kept.get(layer, (0, None))
         tried = self._tried.setdefault(sample, {})
-        untried = n > len(x) and attn is not None and tried.get(layer, _nothing)() is not attn
+        untried = n >= len(x) and attn is not None and tried.get(layer, _nothing)() is not attn
         if n < len(x) or (attn is not None and untried and not _fits(attn, sample, layer)):
             n, attn = len(x), self._read(sample, layer)
             self._kept.pop(layer, None)
@@ -63,7 +64,7 @@ def _nothing() -> None:
 def _fits(attn: Attention, sample: Sample, layer: int) -> bool:
     """Whether a layer in closed form gives what the cut layer gives at this input."""
     cut = sample.cut(layer, "attention")
-    if cut is None or attn.bias is not None:  # a bias belongs to one length
+    if cut is None or (attn.bias is not None and attn.bias.shape[-1] != cut.start.shape[-2]):  # a bias belongs to one length
         return False
     x = cut.start.to(attn.dtype)
     return same(attn.linearize(x[None])[0], cut.value(x[None]))

@@ -186,7 +186,8 @@ class Cut(Map):
 
     def state(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
         """A module's parameters and buffers there, in the precision of this map."""
-        convert = _converter(device, self.work, set())  # a weight of two names stays one
+        written = self.span.everywhere  # tokens are written in place, and may be a weight or a view of one
+        convert = _converter(device, self.work, set(), copy=written)  # a weight of two names stays one
         return {k: convert(t) if t.is_floating_point() else t.detach().to(device) for k, t in weights_of(module).items()}
 
     @contextmanager
@@ -449,10 +450,10 @@ def _stop_at(stack: ExitStack, end: nn.Module, before: bool, counted: nn.Module,
     stack.enter_context(end.register_forward_pre_hook(taken) if before else end.register_forward_hook(given))
 
 
-def _converter(device: torch.device, dtype: torch.dtype, keep: set[int]) -> Callable[[Any], Any]:
+def _converter(device: torch.device, dtype: torch.dtype, keep: set[int], copy: bool = False) -> Callable[[Any], Any]:
     """Floating-point tensors where and as they are needed; storages in `keep`, which only stand for something, as they are.
 
-    A tensor that occurs twice stays one tensor.
+    A tensor that occurs twice stays one tensor. With `copy` nothing shares memory with what was given.
     """
     done: dict[int, Tensor] = {}
 
@@ -460,7 +461,7 @@ def _converter(device: torch.device, dtype: torch.dtype, keep: set[int]) -> Call
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.untyped_storage().data_ptr() in keep:
             return leaf
         if id(leaf) not in done:
-            done[id(leaf)] = leaf.detach().to(device, dtype)
+            done[id(leaf)] = leaf.detach().to(device, dtype, copy=copy)
         return done[id(leaf)]
 
     return convert
