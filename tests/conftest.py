@@ -1,12 +1,14 @@
 """Shapes are checked as the tests run, in the inner packages whose input the outer ones have validated."""
 
 import os
+import random
 import signal
 from collections.abc import Callable, Generator
 from types import FunctionType
 from typing import Any, get_args
 
 import jaxtyping
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -55,9 +57,26 @@ settings.register_profile("ci", settings.get_profile("local"), derandomize=True,
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def seed() -> None:
+    """Start every generator that has a global state at the same place."""
+    random.seed(0)
+    numpy.random.seed(0)  # noqa: NPY002, it is the global state that others draw from
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What fixtures of any scope draw does not depend on the tests before."""
+    seed()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Machines with a GPU may lack POT, which does not run there: tests that come to it are skipped."""
+    """A test draws the same numbers whichever tests, or fixtures of a wider scope, ran before it.
+
+    Machines with a GPU may lack POT, which does not run there: tests that come to it are skipped.
+    """
+    seed()
     try:
         return (yield)
     except ModuleNotFoundError as error:
