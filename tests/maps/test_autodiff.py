@@ -42,7 +42,7 @@ def test_equals_jacrev_batched(name, batch):
     f, x = FUNCTIONS[name], gaussian(batch, 5, 4, seed=1)
     op = AutodiffJacobian(f, x, batched=True)
     assert (op.in_shape, op.out_shape) == ((5, 4), tuple(f(x).shape[1:]))
-    assert torch.equal(op.output, f(x))
+    torch.testing.assert_close(op.output, f(x), rtol=1e-14, atol=1e-14)  # torch's fused attention rounds anew with a graph
     check_operator(op, jacobians(f, x), growth=10)
     check_batch_equals_loop(lambda t: AutodiffJacobian(f, t, batched=True), x, growth=10)
 
@@ -210,9 +210,19 @@ def test_a_backward_that_cannot_be_differentiated(mixed):
     check_operator(op, jacobians(lambda t: t**3 + mixed * t, x), growth=10)
 
 
+class Backless(Cube):
+    """`x³` with a backward pass that torch cannot run in batches, and none in forward mode."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * float(grad_outputs[0].sum())
+
+
 def test_no_derivative_in_either_mode_is_refused():
     with pytest.raises(BadFunctionError, match="expected a function with derivatives"):
-        AutodiffJacobian(lambda t: torch.cdist(t, 2 * t + 1), gaussian(5, 4, seed=1), batched=False)
+        AutodiffJacobian(Backless.apply, gaussian(5, 4, seed=1), batched=False)
 
 
 @pytest.mark.parametrize(

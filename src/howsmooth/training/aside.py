@@ -46,8 +46,12 @@ def _recorded(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
-# checkpoints run the model again, later, when it is no longer looked at
-_CHECKPOINTS = {"_checkpoint_without_reentrant_generator": _recorded, "CheckpointFunction": _Recorded}
+# checkpoints run the model again, later, when it is no longer looked at; the second is the first one's name from torch 2.15 on
+_CHECKPOINTS = {
+    "_checkpoint_without_reentrant_generator": _recorded,
+    "_checkpoint_without_reentrant_generator_impl": _recorded,
+    "CheckpointFunction": _Recorded,
+}
 
 
 @contextmanager
@@ -72,8 +76,8 @@ def aside(model: nn.Module) -> Iterator[None]:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # an old kind of checkpoint's
             warnings.filterwarnings("ignore", FORWARD_MODE, DeprecationWarning)
-            for name, plain in _CHECKPOINTS.items():
-                stack.enter_context(mock.patch.object(torch.utils.checkpoint, name, plain))
+            for name in _CHECKPOINTS.keys() & vars(torch.utils.checkpoint).keys():
+                stack.enter_context(mock.patch.object(torch.utils.checkpoint, name, _CHECKPOINTS[name]))
             if any(_compiled(part) for part in parts):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
