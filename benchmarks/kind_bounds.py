@@ -4,6 +4,8 @@ import time
 from typing import Any
 
 from tests.problems.kind_cases import KINDS, fuzz
+from tests.problems.kind_hostile import HOSTILE, fuzz_hostile
+from tests.problems.kind_saturated import fuzz_saturated
 
 from benchmarks.harness import WrongAnswerError
 
@@ -14,10 +16,10 @@ _FIRST = 1_000  # other layers than the tests take
 def run(quick: bool, cases: int | None = None) -> list[dict[str, Any]]:
     """cases: layers at an input, for each kind."""
     cases = cases or (300 if quick else 20_000)
-    rows = []
-    for name in KINDS:
+    rows, looks = [], [*((name, fuzz) for name in KINDS), *((name, fuzz_hostile) for name in HOSTILE)]
+    for name, look in [*looks, ("sigmoid, saturated", fuzz_saturated)]:
         start = time.perf_counter()
-        tally = fuzz(name, range(_FIRST, _FIRST + cases), cases)
+        tally = look(name, range(_FIRST, _FIRST + cases), cases)
         if tally.wrong:
             raise WrongAnswerError(tally.wrong[0])
         tightest = ", ".join(f"{id} {ratio:.2f}" for id, ratio in sorted(tally.tightest.items()))

@@ -92,6 +92,54 @@ def test_sigmoids_of_any_size(bias):
         assert relative(a, b, float(want[2].norm())) <= LIMITS["half"]
 
 
+@pytest.mark.parametrize("precision", ["half", "strict"])
+@pytest.mark.parametrize("bias", [16.0, 36.0, 60.0])
+def test_slopes_of_saturated_sigmoids(bias, precision):
+    """`dS` goes through slopes of `exp(−bias)` beside weights of one; where values stay, it is all there is."""
+    q, k, v = (gaussian(1, h, 20, d, seed=i) for i, (h, d) in enumerate([(2, 16), (1, 16), (1, 8)]))
+    p = Problem(q / 16, k / 16, 1e4 * v, Scores(1.0, kind=Sigmoid(bias)))
+    kernel, _ = fused_and_true(p, precision)
+    q, k, v = (t.float().double().expand(1, 2, 20, t.shape[-1]) for t in p.qkv)
+    dq, dk = (gaussian(1, *t.shape, seed=i).float() for i, t in enumerate((p.q, p.k), 5))
+    e = torch.exp(-(q @ k.mT + bias))
+    slope = e / (1 + e) ** 2
+    moved = (slope * (dq.double() @ k.mT + q @ dk.double().mT)) @ v
+    still = torch.zeros(1, *p.v.shape, device=DEVICE)
+    assert relative(kernel.jvp(dq.to(DEVICE), dk.to(DEVICE), still), moved) <= LIMITS[precision]
+    g = gaussian(1, 1, 2, 20, 8, seed=9).float()
+    ds = slope * (g.double() @ v.mT)
+    got = kernel.vjp(g.to(DEVICE))
+    assert relative(got[0], ds @ k) <= LIMITS[precision]
+    assert relative(got[1], (ds.mT @ q).sum(2, keepdim=True)) <= LIMITS[precision]
+
+
+@pytest.mark.parametrize("precision", ["half", "strict"])
+@pytest.mark.parametrize("name", ["softmax", "sink"])
+@pytest.mark.parametrize("offset", [-1e9, 1e9, torch.finfo(torch.float32).min])
+def test_rows_that_share_an_offset(offset, name, precision):
+    """Beside which logits have no digits: their weights are equal, or those of the sink, and sum to one in products too."""
+    bias = torch.zeros(1, 1, 9, 9)
+    bias[..., :3, :] = offset
+    bias[..., 3, 4:] = offset
+    p = kind_problem(name, batch=1, heads=2, kv_heads=1, n=9, d=16, d_v=8, mask=Mask(bias=bias)).to(torch.float32)
+    q, k, v = (t.to(DEVICE) for t in p.qkv)
+    kernel = linearize(q, k, v, p.scores, "triton", precision)
+    weights = torch.zeros(1, 2, 9, 9).double()
+    weights[..., :3, :] = 0.0 if name == "sink" and offset < 0 else 1 / 9
+    along = [gaussian(1, *t.shape, seed=i) for i, t in enumerate(p.qkv)]
+    got = kernel.jvp(*(t.float().to(DEVICE) for t in along))[0, :, :, :3]
+    ds = p.scores.scale * (along[0][0] @ p.k.double().mT + p.q.double() @ along[1][0].mT)[..., :3, :]
+    t = weights[..., :3, :] * ds
+    o = weights[..., :3, :] @ p.v.double()
+    want = t @ p.v.double() - t.sum(-1, keepdim=True) * o + weights[..., :3, :] @ along[2][0]
+    assert relative(kernel.output[..., :3, :], o, 1e-6) <= 1e-5
+    assert relative(got, want, 1e-6) <= LIMITS[precision]
+    g = torch.zeros(1, 2, 9, 8)
+    g[..., :3, :] = gaussian(1, 2, 3, 8, seed=9)
+    received = weights[..., :3, :].mT @ g[..., :3, :].double()
+    assert relative(kernel.vjp(g[None].to(DEVICE))[2][0], received.sum(1, keepdim=True), 1e-6) <= LIMITS[precision]
+
+
 @pytest.mark.parametrize("name", CORES)
 def test_a_row_that_sees_nothing(name):
     hidden = torch.zeros(1, 1, 9, 9).double()

@@ -218,12 +218,15 @@ def autodiff_agrees(layer: Attention, x: Tensor, noise: float) -> bool:
 LOWER_EVERY, AUTODIFF_EVERY = 10, 20  # layers
 
 
-def fuzz(name: str, seeds: range, inputs: float = math.inf) -> KindTally:
-    """The cases of these numbers of one kind, until so many inputs were compared or a bound is refuted."""
+def fuzz(name: str, seeds: range, inputs: float = math.inf, make: Callable[[str, int], KindCase] = draw) -> KindTally:
+    """The cases of these numbers of one kind, until so many inputs were compared or a bound is refuted.
+
+    make: what draws a case from a name and a number.
+    """
     tally = KindTally()
     for seed in seeds:
         try:
-            case = draw(name, seed)
+            case = make(name, seed)
         except HowSmoothError:
             tally.refused += 1
             continue

@@ -12,6 +12,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels.autograd import ATTEND
 from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
 from howsmooth.kernels.naive import plain_attention
+from howsmooth.kernels.saturating import tanh
 from howsmooth.kernels.tensors import REAL, described
 from howsmooth.settings import flag, number, shown, whole
 
@@ -185,7 +186,7 @@ def _plain(q, k, v, mask: Tensor, scale: float, grouped: bool, window: int | Non
         k, v = _repeat(k, q.shape[-3]), _repeat(v, q.shape[-3])
     s = scale * (q @ k.mT)
     if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
+        s = softcap * tanh(s / softcap)
     seen = mask != -torch.inf
     if window is not None:
         i, j = (torch.arange(t.shape[-2], device=q.device) for t in (q, k))

@@ -7,6 +7,7 @@ from torch import Tensor
 from howsmooth.kernels.base import Keys, Offsets, Outputs, Queries, Scores, Values
 from howsmooth.kernels.kinds import Pointwise, Sinkhorn
 from howsmooth.kernels.kinds.kind import Logits, Vectors
+from howsmooth.kernels.saturating import tanh
 
 _TIED = 16  # units in the last place within which two logits are one
 
@@ -55,7 +56,7 @@ def logits_of(q: Queries, k: Keys, offset: Offsets | None, inner: Scores) -> Log
     """Soft-capped, before any mask. inner: the scores between a kind's `enter` and `leave`."""
     s = inner.scale * (q @ k.mT)
     s = s if offset is None else s + offset[:, :, None]
-    return s if inner.softcap is None else inner.softcap * torch.tanh(s / inner.softcap)
+    return s if inner.softcap is None else inner.softcap * tanh(s / inner.softcap)
 
 
 def logit_slack(q: Queries, k: Keys, scale: float, bias: Tensor | None) -> Float[Tensor, "batch heads n 1"]:

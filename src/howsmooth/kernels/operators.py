@@ -1,6 +1,6 @@
 """Attention's five products as operators of torch: `torch.ops.howsmooth.attend` and what its derivatives are made of.
 
-    attend       q, k, v ↦ o, ℓ                         the output and the log-sum-exp of every row of logits
+    attend       q, k, v ↦ o, ℓ                         the output and the log-sum-exp of every row of logits, in two parts
     attend_jvp   dq, dk, dv ↦ do, dℓ                    derivatives of both
     attend_vjp   g ↦ gradients of ⟨g, o⟩ in q, k, v
     attend_hvp   dq, dk, dv, do, dℓ, g ↦ derivatives of those gradients
@@ -10,6 +10,10 @@ Each is a function of tensors and numbers alone, with a kernel for fake tensors 
 node) and a batching rule; `autograd.py` says how they are each other's derivatives. Heads are (batch, heads, tokens, width),
 keys and values may have fewer heads, a bias is (1 or batch, 1 or heads, 1 or n, m). What moves may have one more axis in front,
 the probes, which share the weights. Nothing waits for the device.
+
+`ℓ` is (batch, heads, 2, n): the largest logit `t` of a row, and `log Σ exp(s − t)`, which one number for both would lose beside
+an offset of the whole row. Their sum does not depend on `t`, so `t` counts as a constant: derivatives of `ℓ` are zero and that
+of the second part. Kernels on a GPU count in units of log 2.
 """
 
 import functools
@@ -81,8 +85,7 @@ def attend_jvp(q, k, v, bias, o, lse, dq, dk, dv, *how: Any) -> Tensors:
         return _native().jvp(q, k, v, bias, o, lse, dq, dk, dv, how)
     with _outside_autocast(q.device):
         at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
-        do, dlse = at.jvp_and_drift(*_probes((dq, dk, dv), dq, at.q.dtype))
-        return (_placed(do, q), dlse.contiguous()) if dq.ndim == 5 else (_placed(do[0], q), dlse[0].contiguous())
+        return _moved(*at.jvp_and_drift(*_probes((dq, dk, dv), dq, at.q.dtype)), q, dq)
 
 
 def attend_vjp(q, k, v, bias, o, lse, g, *how: Any) -> Tensors:
@@ -99,15 +102,21 @@ def attend_hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, *how: Any) -> Ten
     with _outside_autocast(q.device):
         at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
         dq, dk, dv, do, dlse, g_ = _probes((dq, dk, dv, do, dlse, g), g, at.q.dtype)
-        return _gradients(second.hvp(at, (dq, dk, dv), do, dlse, g_), q, g)
+        return _gradients(second.hvp(at, (dq, dk, dv), do, dlse[..., 1, :], g_), q, g)
 
 
 def attend_jvp2(q, k, v, bias, o, lse, dq, dk, dv, dlse, eq, ek, ev, else_, *how: Any) -> Tensors:
     with _outside_autocast(q.device):
-        at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
-        moving = _probes((dq, dk, dv, dlse, eq, ek, ev, else_), dq, at.q.dtype)
-        do, row = second.jvp2(at, (moving[0], moving[1], moving[2]), moving[3], (moving[4], moving[5], moving[6]), moving[7])
-        return (_placed(do, q), row.contiguous()) if dq.ndim == 5 else (_placed(do[0], q), row[0].contiguous())
+        saved = None if _fused(q, v) else (o, lse)  # the logits of tiles are not those of the GPU's kernels to the last bit
+        at = _tiles(q, k, v, bias, how, saved)  # pyright: ignore[reportArgumentType]
+        m = _probes((dq, dk, dv, dlse[..., 1, :], eq, ek, ev, else_[..., 1, :]), dq, at.q.dtype)
+        return _moved(*second.jvp2(at, (m[0], m[1], m[2]), m[3], (m[4], m[5], m[6]), m[7]), q, dq)
+
+
+def _moved(do: Tensor, row: Tensor, like: Tensor, moving: Tensor) -> Tensors:
+    """Derivatives of the output, and of both parts of the log-sum-exp."""
+    dlse = torch.stack([torch.zeros_like(row), row], -2)
+    return (_placed(do, like), dlse) if moving.ndim == 5 else (_placed(do[0], like), dlse[0])
 
 
 def _gradients(found: Sequence[Tensor], like: Tensor, moving: Tensor) -> Tensors:
@@ -115,9 +124,10 @@ def _gradients(found: Sequence[Tensor], like: Tensor, moving: Tensor) -> Tensors
 
 
 def _fake_outputs(q: Tensor, v: Tensor, moving: Tensor) -> Tensors:
-    """An output and a log-sum-exp."""
-    shape = moving.shape[:-1]
-    return heads_last((*shape, v.shape[-1]), q), q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
+    """An output and a log-sum-exp in two parts."""
+    *lead, n, _ = moving.shape
+    lse = q.new_empty((*lead, 2, n), dtype=torch.promote_types(q.dtype, torch.float32))
+    return heads_last((*lead, n, v.shape[-1]), q), lse
 
 
 def _fake_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensors:

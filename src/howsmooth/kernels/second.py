@@ -24,11 +24,11 @@ Rows = Float[Tensor, "probes batch heads n"]
 def hvp(at: Tiled, along: Along, do: Outputs, dlse: Rows, g: Outputs) -> Along:
     """Derivative along `dq, dk, dv` of the gradients of `⟨g, o⟩`: the Hessian of `⟨g, o⟩` times `along`.
 
-    at: made from a saved output and log-sum-exp.  do, dlse: the derivatives of those.
+    at: made from a saved output and log-sum-exp.  do, dlse: the derivatives of those. Tiles hold `P z`, `g` is divided by `z`.
     """
     left, right = at.along(along[0], along[1])
     dq, dk, dv = flat(along[0]), *(flat(at.expand(t)) for t in along[1:])  # (g, probes, tokens, width)
-    g_, rho = flat(g), flat(dlse[..., None])
+    g_, rho = flat(g) * at.inverse[:, None], flat(dlse[..., None])
     delta, ddelta = (g_ * at.o[:, None]).sum(-1, keepdim=True), (g_ * flat(do)).sum(-1, keepdim=True)
     probes = g_.shape[1]
     hq, hk, hv = (torch.zeros_like(t) for t in (dq, dk, dv))
@@ -39,9 +39,9 @@ def hvp(at: Tiled, along: Along, do: Outputs, dlse: Rows, g: Outputs) -> Along:
         pull = torch.bmm(g_[h, :, i].flatten(1, 2), at.v[h, j].mT).unflatten(1, (probes, -1)).sub_(delta[h, :, i])
         second = torch.matmul(g_[h, :, i], dv[h, :, j].mT).sub_(ddelta[h, :, i])
         if at.scores.softcap is not None:
-            tanh = at.capped(b)[:, None]
+            tanh, slope = (t[:, None] for t in at.capped(b))
             second.addcmul_(pull * moved, tanh, value=-2 / at.scores.softcap)
-            moved.mul_(1 - tanh.square())
+            moved.mul_(slope)
         second.addcmul_(moved.sub_(rho[h, :, i]), pull).mul_(b.slope[:, None])
         first = pull.mul_(b.slope[:, None])
         moved.mul_(weights)
@@ -67,8 +67,7 @@ def jvp2(at: Tiled, along: Along, dlse: Rows, twice: Along, dlse2: Rows) -> tupl
         moved, moved2 = left[h, :, i] @ right[h, :, j].mT, left2[h, :, i] @ right2[h, :, j].mT
         second = mixed[h, :, i] @ mixed_right[h, :, j].mT
         if at.scores.softcap is not None:
-            tanh = at.capped(b)[:, None]
-            slope = 1 - tanh.square()
+            tanh, slope = (t[:, None] for t in at.capped(b))
             second.addcmul_(moved * moved2, tanh, value=-2 / at.scores.softcap).mul_(slope)
             moved.mul_(slope)
             moved2.mul_(slope)
@@ -78,4 +77,5 @@ def jvp2(at: Tiled, along: Along, dlse: Rows, twice: Along, dlse2: Rows) -> tupl
         row[h, :, i] += second.sum(-1, keepdim=True)
         out[h, :, i] += torch.bmm(second.flatten(1, 2), at.v[h, j]).unflatten(1, (probes, -1))
         out[h, :, i] += moved.mul_(weights) @ dv2[h, :, j] + moved2.mul_(weights) @ dv[h, :, j]
-    return at.unflat(out.addcmul_(row, at.o[:, None], value=-1)), at.unflat(row)[..., 0]
+    scale = at.inverse[:, None]
+    return at.unflat(out.addcmul_(row, at.o[:, None], value=-1).mul_(scale)), at.unflat(row.mul_(scale))[..., 0]

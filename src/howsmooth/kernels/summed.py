@@ -19,6 +19,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.base import AttentionKernel, Keys, Queries, Scores, Values
 from howsmooth.kernels.kinds import Linear
+from howsmooth.kernels.kinds.features import check_sums, supported
 
 _CHUNK = 128  # tokens whose weights are formed at once: then both halves of the work are alike for heads of usual width
 
@@ -39,12 +40,24 @@ class Summed(AttentionKernel):
             self.v = torch.cat([self.v, torch.ones_like(self.v[..., :1])], -1)
         self._sums = None if mask.causal else self.k.mT @ self.v  # of all keys; none where each query has its own
         o = causal(q, self.k, self.v) if self._sums is None else q @ self._sums
+        total = o[..., -1:] if kind.normalized else self._products(q, self.k)
+        check_sums(total, k.shape[2], lambda: self._products(*self._positive()) > 0, divided=kind.normalized)
         if kind.normalized:
-            total = o[..., -1:]
             self._inverse = torch.where(total > 0, 1 / total, 0.0)
             self._o = o[..., :-1] * self._inverse
         else:
             self._o = o
+
+    def _products(self, q: Tensor, k: Tensor) -> Float[Tensor, "batch heads n 1"]:
+        """Row sums of `q kᵀ`."""
+        ones = torch.ones_like(k[..., :1])
+        return causal(q, k, ones) if self._sums is None else q @ (k.mT @ ones)
+
+    def _positive(self) -> tuple[Tensor, Tensor]:
+        """One where features are positive before rounding."""
+        kind = self.scores.kind
+        assert isinstance(kind, Linear)
+        return supported(self.q, kind.features), self._hide(supported(self.k, kind.features))
 
     @property
     def output(self):

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.base import Keys, Offsets, Outputs, Queries, Scores, Values
-from howsmooth.kernels.kinds import Pointwise, Softmax
+from howsmooth.kernels.kinds import Linear, Pointwise, Softmax
+from howsmooth.kernels.kinds.features import check_sums, supported
+from howsmooth.kernels.saturating import tanh_slope
 from howsmooth.kernels.tiles import OnTiles, Tile, TileSize, flat, wide
 
 
@@ -57,11 +59,11 @@ class Tiled(OnTiles):
         *,
         offset: Offsets | None = None,
         trusted: bool = False,
-        saved: tuple[Outputs, Float[Tensor, "batch heads n"]] | None = None,
+        saved: tuple[Outputs, Float[Tensor, "batch heads 2 n"]] | None = None,
     ):
         """offset: as for `OnTiles`.  trusted: the inputs are not checked.
 
-        saved: output and log-sum-exp of an earlier forward pass of softmax attention at the same place.
+        saved: `output` and `log_sum_exp` of an earlier forward pass of softmax attention at the same place.
         """
         kind = scores.kind
         if not isinstance(kind, Pointwise):
@@ -72,8 +74,8 @@ class Tiled(OnTiles):
         self._kind: Pointwise = kind if trusted else self.scores.kind  # pyright: ignore[reportAttributeAccessIssue]
         batch, heads, n, _ = self.shape
         if saved is not None:
-            self.o, self.largest = saved[0].flatten(0, 1), saved[1].flatten(0, 1)
-            self.inverse = self.o.new_ones(()).expand(batch * heads, n, 1)
+            self.o, (self.largest, total) = saved[0].flatten(0, 1), saved[1].flatten(0, 1).unbind(1)
+            self.inverse = torch.exp(-total)[..., None]
             return
         self.largest = self.q.new_full((batch * heads, n), -torch.inf)
         self.o = self.q.new_zeros(batch * heads, n, v.shape[-1])
@@ -81,6 +83,8 @@ class Tiled(OnTiles):
         if started is not None:
             self.largest.copy_(started.flatten(0, 1))
         total = self._forward()
+        if isinstance(self._kind, Linear):
+            check_sums(total, self.shape[3], self._positive, divided=self._kind.normalized)
         if not self._kind.divided:
             self.inverse = self.o.new_ones(()).expand(batch * heads, n, 1)
             return
@@ -108,14 +112,27 @@ class Tiled(OnTiles):
             self.o[b.heads, b.rows] += torch.bmm(b.weights, self.v[b.heads, b.cols])
         return total
 
+    def _positive(self) -> Bool[Tensor, "g n"]:
+        """Which rows have products of features that are positive before rounding."""
+        assert isinstance(self._kind, Linear)
+        q, k = (supported(t, self._kind.features) for t in (self.q, self.k))
+        found = torch.zeros_like(self.largest, dtype=torch.bool)
+        for b in self.blocks():  # the slope of a feature's product is one where it is seen
+            both = torch.bmm(q[b.heads, b.rows], k[b.heads, b.cols].mT) * b.slope
+            found[b.heads, b.rows] |= (both > 0).any(-1)
+        return found
+
     @property
     def output(self) -> Outputs:
         return self.o.unflatten(0, self.shape[:2])
 
     @property
-    def log_sum_exp(self) -> Float[Tensor, "batch heads n"]:
-        """Of every row of logits and its sink; +inf where nothing is seen, so that `exp(s − ℓ)` is zero there."""
-        return (self.largest - self.inverse[..., 0].log()).unflatten(0, self.shape[:2])
+    def log_sum_exp(self) -> Float[Tensor, "batch heads 2 n"]:
+        """Of every row of logits and its sink, in two parts: the largest `t`, and `log Σ exp(s − t)`, +inf where none is seen.
+
+        In one number the second part would have no digits beside an offset that the whole row shares.
+        """
+        return torch.stack([self.largest, -self.inverse[..., 0].log()], 1).unflatten(0, self.shape[:2])
 
     @property
     def noise(self) -> float:
@@ -203,11 +220,13 @@ class Tiled(OnTiles):
             received[b.heads, b.cols] += torch.bmm(b.weights.mT, self.inverse[b.heads, b.rows])
         return received[..., 0].unflatten(0, (batch, heads)).mean(1)
 
-    def capped(self, b: Block) -> Float[Tensor, "g rows cols"]:
-        """`tanh(s/c)` of a block under a soft-cap `c`."""
+    def capped(self, b: Block) -> tuple[Float[Tensor, "g rows cols"], Float[Tensor, "g rows cols"]]:
+        """`tanh(s/c)` of a block under a soft-cap `c`, and the cap's slope `1 − tanh²`."""
         assert self.scores.softcap is not None
         s = torch.bmm(self.q[b.heads, b.rows], self.k[b.heads, b.cols].mT)
-        return s.mul_(self.scores.scale / self.scores.softcap).tanh_()
+        s *= self.scores.scale / self.scores.softcap
+        slope = tanh_slope(s)
+        return s.tanh_(), slope
 
     def row_slopes(self, g: int, rows: slice) -> Float[Tensor, "rows m"]:
         """Whole rows of one head, of the derivative of `P̂` in the logits."""

@@ -11,6 +11,7 @@ from howsmooth.kernels.base import AttentionKernel, Keys, Offsets, Queries, Scor
 from howsmooth.kernels.kinds import Pointwise
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.naive import logit_slack
+from howsmooth.kernels.saturating import tanh_slope
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,9 @@ class OnTiles(AttentionKernel):
             s = torch.baddbmm(self.offset[heads, None, tile.cols], q, k, alpha=self.scores.scale)
         slope = None
         if self.scores.softcap is not None:
-            s.div_(self.scores.softcap).tanh_()
-            slope = 1 - s.square()
-            s *= self.scores.softcap
+            s.div_(self.scores.softcap)
+            slope = tanh_slope(s)
+            s.tanh_().mul_(self.scores.softcap)
         mask = self.scores.mask
         if tile.partial:
             s.masked_fill_(~mask.visible(tile.rows, tile.cols, s.device), -torch.inf)

@@ -84,6 +84,12 @@ class Rotary:
         size = (self.cos.double().square() + self.sin.double().square()).max().sqrt()
         return max(1.0, float(size) * (1 + 1e-15))
 
+    @property
+    def shrink(self) -> float:
+        """The smallest factor by which a vector grows: 1 for exact tables, rounded down; entries left alone count."""
+        size = (self.cos.double().square() + self.sin.double().square()).min().sqrt()
+        return min(1.0, float(size) * (1 - 1e-15))
+
     def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Rotary":
         """The same tables in another precision or on another device, named as for a tensor."""
         device, dtype = place(device, dtype)

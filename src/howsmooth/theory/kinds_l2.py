@@ -1,8 +1,9 @@
 """L2 attention with tied queries and keys: every token is nearest to itself, so its weights cannot all fall on another.
 
-With `z_i = √τ (W_q x_i + b_q)` weights are `softmax_j(−|z_i − z_j|²)`. Three numbers bound the derivative (8.4): the spread of
-`z` under a row, at most `c = φ⁻¹(n−1)`, about log n; the columns of `P`, at most `1.797^r` in `r` dimensions, whatever n and R;
-and the columns of `P_ij |z_i − z_j|²`, likewise. Numbers such as 8.4 are those of docs/explanation/kinds.md.
+With `z_i = √τ (W_q x_i + b_q)`, turned where there are phases, weights are `softmax_j(−|z_i − z_j|²)`. Three numbers bound the
+derivative (8.4): the spread of `z` under a row, at most `c = φ⁻¹(n−1)`, about log n; the columns of `P`, at most `1.797^r` in
+`r` dimensions, whatever n and R; and the columns of `P_ij |z_i − z_j|²`, likewise. Numbers such as 8.4 are those of
+docs/explanation/kinds.md.
 """
 
 import math
@@ -31,9 +32,10 @@ def tied(layer: Constants, n: int | None, radius: float) -> Bound:
         or (_masked(layer) if n is None else None)
         or heads_together(layer, lambda h: _ell(layer, n, h, radius))
     )
-    statement = "Lip ≤ ‖V‖[√C + 2ρ(√min(c, ρ²) + √D)], ρ² = τ‖W_q‖²R², c = φ⁻¹(n−1), C ≤ 1.797^r, D ≤ min(4ρ²C, D_r)"
+    points = "ρ = √τ‖W_q‖R, ρ′ = ρ, and √τ|b_q| more with phases"
+    statement = f"Lip ≤ ‖V‖[√C + 2ρ(√min(c, ρ′²) + √D)], {points}, c = φ⁻¹(n−1), C ≤ 1.797^r, D ≤ min(4ρ′²C, D_r)"
     id, name = ("T1m", "tied L2, any n") if n is None else ("T1", "tied L2")
-    return at_most(id, name, statement, f"{SOURCE} 8.4", _ASSUMES, answer, mean_field=n is None)
+    return at_most(id, name, statement, f"{SOURCE} 8.4", f"{_ASSUMES}, phases", answer, mean_field=n is None)
 
 
 def tied_everywhere(layer: Constants, n: int, radius: float) -> Bound:
@@ -41,29 +43,29 @@ def tied_everywhere(layer: Constants, n: int, radius: float) -> Bound:
 
     radius: what is left of `V − M W_q`, a rounding, moves in the ball.
     """
-    reason = _not_tied(layer)
-    answer = reason or _through_queries(layer, n, radius, kernel_constant(layer, n))
+    answer = _not_tied(layer) or _turned(layer) or _through_queries(layer, n, radius, kernel_constant(layer, n))
     statement = "Lip ≤ ‖M‖‖W_q‖[√C + 2c + 2√(cD)], V = M W_q, c = φ⁻¹(n−1), C ≤ 1.797^r, D ≤ D_r, any radius"
     return at_most("T2", "tied L2, any radius", statement, f"{SOURCE} 8.4", f"{_ASSUMES}; V = M W_q", answer)
 
 
 def published(layer: Constants, n: int, radius: float) -> Bound:
     """K2 of a layer: as Kim et al. state it, for values that are a function of the queries (bounds.md 3.17)."""
-    answer = _not_tied(layer) or _through_queries(layer, n, radius, math.log(math.sqrt(n) * (4 * inverse_phi(n - 1) + 1)))
+    log_kernel = math.log(math.sqrt(n) * (4 * inverse_phi(n - 1) + 1))
+    answer = _not_tied(layer) or _turned(layer) or _through_queries(layer, n, radius, log_kernel)
     statement = "Lip ≤ √n(4φ⁻¹(n−1) + 1)‖M‖‖W_q‖, V = M W_q, φ(x) = x exp(x+1), any radius"
     source = "Kim, Papamakarios & Mnih 2021, Theorem 3.2; proved in howsmooth, docs/explanation/bounds.md Theorem 3.17"
     return at_most("K2", "L2 attention", statement, source, f"{_ASSUMES}; V = M W_q", answer)
 
 
-_ASSUMES = "W_k = W_q and equal biases, no logit bias, no norms on queries and keys; every mask, heads, groups, phases"
+_ASSUMES = "W_k = W_q and equal biases, no logit bias, no norms on queries and keys; every mask, heads, groups"
 
 
 def _ell(layer: Constants, n: int | None, h: int, radius: float) -> float:
-    """log of `√C + 2ρ(√min(c, ρ²) + √D)`."""
-    size = _spread_of_points(layer, h, radius)
+    """log of `√C + 2ρ(√min(c, ρ′²) + √D)`, every `z` within `ρ′` of one point."""
+    slope, size = _slope_of_points(layer, h, radius), _size_of_points(layer, h, radius)
     within = log_of(least_of(size * size, _crowd(layer, n)))  # of z under a row
     moved = log_add(0.5 * within, 0.5 * _moved_columns(layer, n, size))
-    return log_add(0.5 * _columns(layer, n), math.log(2) + log_of(size) + moved)
+    return log_add(0.5 * _columns(layer, n), math.log(2) + log_of(slope) + moved)
 
 
 def kernel_constant(layer: Constants, n: int) -> float:
@@ -86,9 +88,19 @@ def _masked(layer: Constants) -> str | None:
     return "columns are bounded without n for attention without a mask" if masked else None
 
 
-def _spread_of_points(layer: Constants, h: int, radius: float) -> float:
-    """ρ: `√τ` times the longest `W_q x`."""
+def _turned(layer: Constants) -> str | None:
+    return None if layer.layer.rotary is None else "with rotary phases values are no function of the turned queries; see T1"
+
+
+def _slope_of_points(layer: Constants, h: int, radius: float) -> float:
+    """ρ: `√τ` times the longest `W_q x`, or as much more as the phases make of it."""
     return math.sqrt(layer.layer.scale) * layer.unit[0].slope(h, radius) * radius
+
+
+def _size_of_points(layer: Constants, h: int, radius: float) -> float:
+    """ρ′: ρ, since `z` lies around its bias; phases turn the bias too, and then it is the longest `z`."""
+    turned = layer.layer.rotary is not None
+    return math.sqrt(layer.layer.scale) * layer.unit[0].length(h, radius) if turned else _slope_of_points(layer, h, radius)
 
 
 def _crowd(layer: Constants, n: int | None) -> float:
@@ -105,14 +117,16 @@ def _columns(layer: Constants, n: int | None) -> float:
 
 
 def _moved_columns(layer: Constants, n: int | None, size: float) -> float:
-    """log D: the most that a column of `P_ij |z_i − z_j|²` sums to; size: ρ."""
+    """log D: the most that a column of `P_ij |z_i − z_j|²` sums to; size: ρ′."""
     seen = seen_by(layer, n)
     logs = [log_of(4 * size * size) + _columns(layer, n), log_of(inverse_phi(1)) + log_of(seen - 1)]
     return least_of(*logs) if _masked(layer) else least_of(*logs, moved_at_most(_rank(layer)))
 
 
 def _rank(layer: Constants) -> int:
-    return min(layer.layer.head_width, layer.layer.width)
+    """Dimensions that points `z` lie in: all of the head where phases turn each by itself."""
+    attn = layer.layer
+    return attn.head_width if attn.rotary is not None else min(attn.head_width, attn.width)
 
 
 @cache

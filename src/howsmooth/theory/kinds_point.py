@@ -13,11 +13,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Kind, Linear, Sigmoid, Sinkhorn, Softmax
+from howsmooth.kernels.kinds.features import features_of, supported
 from howsmooth.kernels.kinds.mapped import softened
-from howsmooth.kernels.kinds.pointwise import features_of
+from howsmooth.kernels.saturating import sigmoid_slope, tanh_slope
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
 from howsmooth.theory import ramapuram2024
-from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of
+from howsmooth.theory.bound import ROUNDINGS, TINY, Bound, at_most, log_of
 from howsmooth.theory.constants import Constants, Scaled, constants
 from howsmooth.theory.kinds_difference import halves
 from howsmooth.theory.kinds_slopes import SOURCE
@@ -27,6 +28,8 @@ _TOKENS = 8192  # up to which a head's matrix of block norms is formed
 _STEPS = 12  # of power iteration on it; every number of them gives a bound
 _ROUNDS = 2000  # pairs of normalisations for the limit of Sinkhorn
 _SETTLED = 1e-13  # sums this close to one are those of the limit
+_SMALL = 1e-130  # sums below which the squares of their terms leave the range
+_BLUR = 1e-13  # of `|q||k|`: far above the rounding of their product
 
 PerPair = Float[Tensor, "n n"]
 
@@ -150,14 +153,13 @@ def _dot_products(attn: Attention, head: Head) -> tuple[PerPair, PerPair, PerPai
     tau, s = abs(attn.scale), attn.scale * head.q @ head.k.mT
     by_key = tau * head.q.norm(dim=-1)[:, None] * head.slope_k
     by_query = tau * head.slope_q[:, None] * head.k.norm(dim=-1)
-    return *_capped(attn, s), by_key, by_query
-
-
-def _capped(attn: Attention, s: PerPair) -> tuple[PerPair, PerPair]:
-    if attn.softcap is None:
-        return s, torch.ones_like(s)
-    t = (s / attn.softcap).tanh()
-    return attn.softcap * t, 1 - t.square() + 1e-15
+    cap = attn.softcap
+    if cap is None:
+        return s, torch.ones_like(s), by_key, by_query
+    # the slope falls with |s|, which rounding may have moved away from zero
+    off = _BLUR * tau * head.q.norm(dim=-1)[:, None] * head.k.norm(dim=-1)
+    slope = tanh_slope((s.abs() - off).clamp_min(0.0) / cap) * (1 + 1e-12) + TINY
+    return cap * (s / cap).tanh(), slope, by_key, by_query
 
 
 def _softmaxed(
@@ -205,25 +207,33 @@ def _block_norms(attn: Attention, kind: Kind, h: int, head: Head) -> tuple[PerPa
     assert isinstance(kind, Sigmoid)
     s, slope, by_key, by_query = _dot_products(attn, head)
     s = s + head.bias + (-math.log(len(q)) if kind.bias is None else kind.bias)
-    P = s.sigmoid() * head.seen
-    slope = slope * P * (1 - P).clamp_min(0.0) * v.norm(dim=-1) * (1 + 1e-12)
+    P = (s.sigmoid() + TINY) * head.seen  # TINY: what underflow may take
+    slope = slope * (sigmoid_slope(s) * (1 + 1e-12) + TINY) * head.seen * v.norm(dim=-1)
     return P * head.slope_v + slope * by_key + (slope * by_query).sum(-1).diag_embed(), float(s.abs().max())
 
 
 def _featured(kind: Linear, head: Head) -> tuple[PerPair, float]:
-    (q, dq), (k, dk) = (features_of(t, kind.features) for t in (head.q, head.k))
+    made = features_of(head.q[None], head.k[None], kind.features, divided=kind.normalized)
+    q, dq, k, dk = (t[0] for t in made)
     F = (q @ k.mT) * head.seen
-    by_key = (q.square() @ dk.square().mT).sqrt() * head.slope_k * head.seen
-    by_query = (dq.square() @ k.square().mT).sqrt() * head.slope_q[:, None] * head.seen
-    total = F.sum(-1, keepdim=True)
+    by_key = _lengths(q, dk) * head.slope_k * head.seen
+    by_query = _lengths(dq, k) * head.slope_q[:, None] * head.seen
+    far = head.v.norm(dim=-1)
     if kind.normalized:
+        total = F.sum(-1, keepdim=True)
         by = torch.where(total > 0, 1 / total, 0.0)
         F, by_key, by_query = F * by, by_key * by, by_query * by
         far = _distances(head.v, F @ head.v)
-    else:
-        far = head.v.norm(dim=-1)
-    size = float(head.q.abs().max() + head.k.abs().max())  # exp makes a share of an error
+        seen = supported(head.q, kind.features) @ supported(head.k, kind.features).mT * head.seen
+        F[(total < _SMALL)[:, 0] & (seen > 0).any(-1)] = torch.inf  # squares of what it is made of underflow
+    size = 3 * float(head.q.abs().max() + head.k.abs().max())  # exp makes a share of an error
     return F * head.slope_v + far * by_key + (far * by_query).sum(-1).diag_embed(), size
+
+
+def _lengths(a: Float[Tensor, "n d"], b: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
+    """`|a_i ∘ b_j|`, entries that would leave the range when squared divided by the largest one before."""
+    size_a, size_b = (float(t.abs().max().clamp_min(TINY)) for t in (a, b))
+    return ((a / size_a).square() @ (b / size_b).square().mT).sqrt() * size_a * size_b
 
 
 def _chosen(attn: Attention, kind: Hard, head: Head) -> tuple[PerPair, float]:

@@ -94,8 +94,9 @@ def logit_slopes(layer: Constants, h: int, radius: float) -> Slopes:
     if isinstance(kind, Cosine):
         root = math.sqrt(kind.epsilon)
         unit_q, unit_k = unit_length(long_q, root), unit_length(long_k, root)
-        key = tau * unit_q * slope_k / math.hypot(_nearest(k, h, radius), root)
-        query = tau * unit_k * slope_q / math.hypot(_nearest(q, h, radius), root)
+        shrink = 1.0 if attn.rotary is None else attn.rotary.shrink
+        key = tau * unit_q * slope_k / math.hypot(shrink * _nearest(k, h, radius), root)
+        query = tau * unit_k * slope_q / math.hypot(shrink * _nearest(q, h, radius), root)
         size, cap = tau * unit_q * unit_k, attn.softcap
         return Slopes(key, query, 2 * (size if cap is None else cap * math.tanh(size / cap)) + layer.bias_range)
     if isinstance(kind, L2):
@@ -121,10 +122,10 @@ def unit_length(length: float, root: float) -> float:
 
 
 def _nearest(t: Scaled, h: int, radius: float) -> float:
-    """The least length of a query, key or value in the ball, from below; zero behind a norm."""
+    """The least length of a query, key or value in the ball before phases, rounded down; zero behind a norm."""
     if t.alpha is not None:
         return 0.0
-    return max(0.0, t.shift[h] * (1 - 1e-9) - t.weight[h] * radius) / t.gain
+    return max(0.0, t.shift[h] * (1 - 1e-9) - t.weight[h] * radius)
 
 
 _SAID = {

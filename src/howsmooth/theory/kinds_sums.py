@@ -91,8 +91,10 @@ def logit_size(layer: Constants, h: int, radius: float) -> float:
 
 
 def _query_reach(layer: Constants, h: int, radius: float) -> float:
-    """How fast a logit moves with its query, with nothing that a row ignores."""
-    return layer.key_reach(h, radius) if layer.pairs else layer.a[h] * radius + layer.key_shift[h]
+    """How fast a logit moves with its query; what all keys of a row share counts, as rows do not sum to one."""
+    if not layer.pairs:
+        return layer.a[h] * radius + layer.key_shift[h]
+    return abs(layer.layer.scale) * min(q.slope(h, radius) * k.length(h, radius) for q, k in layer.pairs)
 
 
 def _log_sigmoid(t: float) -> float:

@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import ClassVar, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.kinds.kind import Counts, Entry, Pointwise, Vectors, hidden_as
+from howsmooth.kernels.kinds.features import Featured, FeatureMap, short
+from howsmooth.kernels.kinds.kind import Counts, Pointwise, hidden_as
+from howsmooth.kernels.saturating import sigmoid
 from howsmooth.kernels.tensors import check_tensor
 from howsmooth.settings import choice, flag, number, whole
 
@@ -99,11 +101,12 @@ class Sigmoid(Pointwise):
         return -m.log() if isinstance(m, Tensor) else -math.log(m)
 
     def weigh(self, s, seen, slack, counts=None):
-        return _times(hidden_as(torch.sigmoid(s), seen), counts)
+        return _times(hidden_as(sigmoid(s), seen), counts)
 
     def tile(self, s, row, cap):
+        slope = s.neg().sigmoid_()  # σ(−s), which 1 − σ(s) is not where σ(s) is near one
         weights = s.sigmoid_()
-        slope = torch.addcmul(weights, weights, weights, value=-1)
+        slope.mul_(weights)
         return weights, slope if cap is None else slope.mul_(cap)
 
 
@@ -154,16 +157,14 @@ class Hard(Pointwise):
         return chosen, s.new_zeros(()).expand(s.shape)
 
 
-Features = Literal["elu", "relu"]
-
-
 @final
 @dataclass(frozen=True, repr=False)
 class Linear(Pointwise):
     """`P_ij = φ(q_i)·φ(k_j) / Σ_j φ(q_i)·φ(k_j)` (Katharopoulos et al. 2020), in time linear in the number of tokens.
 
     features: `φ`, "elu" for `elu(x) + 1` or "relu", entry by entry.  normalized: False leaves the sum out.
-    A query whose sum is zero, as "relu" allows, gives zero.
+    A query whose sum is zero, as "relu" allows, gives zero. Where a sum underflows, as it can beside keys that a mask hides, a
+    plain value is nan, and a derivative is refused.
 
     >>> Linear(), Linear("relu", normalized=False)
     (Linear(), Linear(features='relu', normalized=False))
@@ -175,7 +176,7 @@ class Linear(Pointwise):
         "softcap": "its weights are products of features, there are no logits to cap",
         "bias": "its weights are products of features, there are no logits to add to",
     }
-    features: Features = "elu"
+    features: FeatureMap = "elu"
     normalized: bool = True
 
     def __post_init__(self):
@@ -194,14 +195,17 @@ class Linear(Pointwise):
             raise BadInputError(f"expected no scale for Linear attention, got {scale:g}; features have none, pass scale=None")
 
     def enter(self, q, k, v, scale):
-        return _Featured(q, k, v, self.features)
+        return Featured(q, k, v, self.features, self.normalized)
 
     def weigh(self, s, seen, slack, counts=None):
         s = _times(hidden_as(s, seen), counts)
         if not self.normalized:
             return s
         total = s.sum(-1, keepdim=True)
-        return hidden_as(s / torch.where(total > 0, total, 1.0), total > 0)
+        weights = hidden_as(s / torch.where(total > 0, total, 1.0), total > 0)
+        positive = seen.any(-1, keepdim=True) if self.features == "elu" else total > 0
+        keys = s.shape[-1] if counts is None else counts.sum(-1, keepdim=True)
+        return weights.masked_fill(short(total, keys) & positive, torch.nan)
 
     def tile(self, s, row, cap):
         seen = s > -torch.inf
@@ -210,30 +214,3 @@ class Linear(Pointwise):
 
 def _times(weights: Tensor, counts: Counts | None) -> Tensor:
     return weights if counts is None else weights * counts
-
-
-class _Featured(Entry):
-    """Features of queries and keys, entry by entry."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, features: Features):
-        (q_, self._dq), (k_, self._dk) = (features_of(t, features) for t in (q, k))
-        self.vectors = Vectors(q_, k_, v)
-        self._pair = q, k
-
-    @property
-    def roundings(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return 4 + sum(float(t.abs().max()) for t in self._pair)  # exp turns an error in x into a share
-
-    def push(self, dq, dk, dv):
-        return Vectors(dq * self._dq, dk * self._dk, dv)
-
-    def pull(self, g):
-        return g.q * self._dq, g.k * self._dk, g.v
-
-
-def features_of(t: Tensor, features: Features) -> tuple[Tensor, Tensor]:
-    """`φ` and its slope; that of relu at zero is zero, as torch takes it."""
-    if features == "relu":
-        return t.relu(), (t > 0).to(t.dtype)
-    low = t.clamp_max(0.0).exp()
-    return torch.where(t > 0, t + 1, low), low

@@ -18,10 +18,11 @@ def forward(
 ):  # fmt: skip
     """One block of rows of one head: the online softmax, and the range of logits, in three passes: this runs once.
 
+    LSE: (rows of all heads, 2, n), the largest logit of a row and what the logarithm of the sum adds to it.
     COARSE: beside it the log-sum-exp of logits in one pass, so that the rows of `P` which products make of those sum to one.
     KEYS: numbers for every key.  SINK: a logit of every head that rows have seen before their first key.
-    SIGMOID: weights are sigmoids; LSE takes the largest `min(s, 0)` of a row, no less than the logarithm of its largest weight,
-    but no less than −100 either, so that a power of two undoes it.
+    SIGMOID: weights are sigmoids; LSE takes zero and the largest `min(s, 0)` of a row, no less than the logarithm of its
+    largest weight, but no less than −100 either, so that a power of two undoes it.
     """
     LEAST: tl.constexpr = -100.0
     i_g = tl.program_id(1).to(tl.int64)
@@ -75,7 +76,7 @@ def forward(
             b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_shrink = tl.exp2(b_max - b_base)
             if SIGMOID:
-                b_p, _ = weigh(b_s, b_base[:, None] - 14, b_s, False, True)
+                b_p, _ = weigh(b_s, b_s, b_base[:, None] - 14, b_s, False, True)
             else:
                 b_p = tl.exp2(b_s - b_base[:, None] + 14)
             b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
@@ -91,11 +92,15 @@ def forward(
     b_acc = tl.where(seen[:, None], b_acc * out_scale / b_sum[:, None], 0.0)
     # rows without a visible key, and padding, get P = exp2(s − ∞) = 0
     seen = seen & (i < n)
-    b_lse = b_max if SIGMOID else b_max + tl.log2(b_sum) - 14
-    tl.store(LSE + i_g * n_rows + i, tl.where(seen, b_lse, float("inf")))
+    b_lse = b_max if SIGMOID else tl.log2(b_sum) - 14
+    b_top = tl.zeros([BM], tl.float32) if SIGMOID else tl.where(seen, b_max, 0.0)
+    at_row = i_g * 2 * n_rows + i
+    tl.store(LSE + at_row, b_top)
+    tl.store(LSE + at_row + n_rows, tl.where(seen, b_lse, float("inf")))
     if COARSE:
-        b_lse = b_coarse_max + tl.log2(tl.where(seen, b_coarse_sum, 1.0))
-        tl.store(COARSE_LSE + i_g * n_rows + i, tl.where(seen, b_lse, float("inf")))
+        b_lse = tl.log2(tl.where(seen, b_coarse_sum, 1.0))
+        tl.store(COARSE_LSE + at_row, tl.where(seen, b_coarse_max, 0.0))
+        tl.store(COARSE_LSE + at_row + n_rows, tl.where(seen, b_lse, float("inf")))
     tl.store(LOW + i_g * n_rows + i, tl.where(i < n, b_low, float("inf")))
     tl.store(HIGH + i_g * n_rows + i, tl.where(i < n, b_high, float("-inf")))
     p_out = OUT + i_item * out_item + i_head * out_head + i[:, None].to(tl.int64) * out_row + c_v[None, :]

@@ -26,6 +26,7 @@ WIDEST = 256
 _HEAVY = 2**28  # visible logits past which float64 costs more than all other products: about 0.1 s on an H200
 SHIFT = 14  # weights are kept as 2¹⁴ P, so that half precision reaches down to 2⁻³⁸
 _LONG = 2**15
+_FLATTEST = 80  # slopes of sigmoids are kept in units of `2^−80` at least: smaller ones leave float32 soon
 _LOG2E = math.log2(math.e)
 _SAMPLE = 16, 512  # at most so many blocks of rows, and about so many rows, on which the error of products is measured
 
@@ -128,11 +129,17 @@ class Fused(AttentionKernel):
         return keys.mul_(_LOG2E).flatten(0, 1)
 
     def _even_out(self) -> None:
-        """One unit for the weights of all rows: a power of two above the largest of them."""
-        seen = self._lse.isfinite()
-        largest = float(self._lse.masked_fill(~seen, -torch.inf).max())
-        self._rho = math.ceil(largest) if math.isfinite(largest) else 0
-        self._lse = self._fine_lse = torch.where(seen, float(self._rho), torch.inf).to(self._lse)
+        """One unit for the weights of all rows: a power of two above the largest. Another for their slopes, below `2^−|s|`."""
+        lse = self._lse[:, 1]
+        seen = lse.isfinite()
+        largest = float(lse.masked_fill(~seen, -torch.inf).max())
+        if not math.isfinite(largest):
+            return
+        self._rho = math.ceil(largest)
+        lse.masked_fill_(seen, self._rho)
+        nearest = max(0.0, float(self._low.min()), -float(self._high.max()))  # to zero, of all logits
+        flatter = 2.0 ** min(_FLATTEST, max(0, math.floor(nearest) + self._rho))
+        self._kappa_jvp, self._kappa_vjp = self._kappa_jvp * flatter, self._kappa_vjp * flatter
 
     def _compile_ahead(self) -> None:
         """Compile what the products of this problem will take, side by side; what its lower end will take, meanwhile."""
@@ -265,7 +272,7 @@ class Fused(AttentionKernel):
             return max(abs(x) for x in self.logit_range())
         if self.scores.mask.bias is None and self._sink is None:
             return 0.0
-        return math.log(2) * float(self._lse.masked_fill(~self._lse.isfinite(), 0.0).abs().max())
+        return math.log(2) * float(self._lse.masked_fill(~self._lse.isfinite(), 0.0).sum(1).abs().max())
 
     def attention_received(self):
         batch, heads, kv_heads, n, m, _, _ = self._shape
@@ -293,12 +300,13 @@ class Fused(AttentionKernel):
         return blocks.pick(kernel, width, max(self._passes, self._s_passes), two, self.scores.mask.causal)
 
     def _forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Outputs; of every row the log-sum-exp, that of the products' own logits, the least and the greatest logit."""
+        """Outputs; of every row the log-sum-exp, in two parts, that of the products' own logits, the least and top logit."""
         batch, heads, kv_heads, n, m, _, d_v = self._shape
         rows, cols = padded_length(n), padded_length(m)
         device = self._q.hi.device
         out = torch.empty(batch, n, heads, d_v, device=device).transpose(1, 2)
-        lse, low, high = (torch.empty(batch * heads, rows, device=device) for _ in range(3))
+        lse = torch.empty(batch * heads, 2, rows, device=device)
+        low, high = (torch.empty(batch * heads, rows, device=device) for _ in range(2))
         both = self._s_passes == 1 and not self._options["SIGMOID"]
         coarse = torch.empty_like(lse) if both else lse
         b = blocks.pick("forward", max(self._q.hi.shape[-1], self._v.hi.shape[-1]), 3, False, self.scores.mask.causal)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finish, first_row, keyed, load, split, weigh
+from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finish, first_row, keyed, load, split, stats, weigh
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def jvp(
     if TWO:
         b_dq2, b_dq2_lo = load(DQ, DQ_LO, at_q + (i_probe + 1) * next_q, PASSES)
         kappa2 = tl.load(SCALES + ((i_probe + 1) * batch + i_item) * 3)
-    b_lse = tl.load(LSE + i_g * n_rows + i) - 14
+    b_top, b_lse = stats(LSE, i_g, n_rows, i)
     start, whole_start, whole_end, end = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
         low = start if phase == 0 else (whole_start if phase == 1 else whole_end)
@@ -98,7 +98,7 @@ def jvp(
                 CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
             )  # fmt: skip
             b_s = keyed(b_s, KEYS_P + i_kv * m_rows, j[None, :], KEYS)
-            b_w, b_slope = weigh(b_s, b_lse[:, None], b_slope, CAP, SIGMOID)
+            b_w, b_slope = weigh(b_s, b_top[:, None], b_lse[:, None] - 14, b_slope, CAP, SIGMOID)
             b_p, b_p_lo = split(b_w, PASSES)
             b_v, b_v_lo = load(V, V_LO, at_v, PASSES)
             b_acc, b_row = _probe(

@@ -70,7 +70,9 @@ def finish(
         b_s = b_s * (scale * LOG2E)
     if BIAS:
         p_bias = P_BIAS + tl.minimum(i, n - 1).to(tl.int64) * bias_row + tl.minimum(j, m - 1)
-        b_s += tl.load(p_bias) * LOG2E
+        b_bias = tl.load(p_bias).to(tl.float32)
+        # only −∞ hides a key: the least finite number, which masks are filled with, must not become that in these units
+        b_s += b_bias * tl.where(tl.abs(b_bias) < 2.3e38, LOG2E, 1.0)
     if EDGE:
         seen = j < m
         if CAUSAL:
@@ -90,11 +92,19 @@ def keyed(b_s, P_KEYS, j, KEYS: tl.constexpr):
 
 
 @triton.jit
-def weigh(b_s, b_lse, b_slope, CAP: tl.constexpr, SIGMOID: tl.constexpr):
-    """Weights in units of `2^lse`, and their slope in logits before the soft-cap. `b_lse` broadcasts against `b_s`.
+def stats(LSE, i_row, n_rows, i):
+    """The largest logit of each row, and what the logarithm of its sum adds to it."""
+    p = LSE + i_row * 2 * n_rows + i
+    return tl.load(p), tl.load(p + n_rows)
 
-    Softmax: `2^(s − lse)`, its own slope. Sigmoid: `2^−lse σ(s) = 1/(2^lse + e)` with one exponential `e = 2^(lse − s)`, held
-    below where it overflows; the slope is the weight times `σ(−s)`, which is the weight times `e`.
+
+@triton.jit
+def weigh(b_s, b_top, b_lse, b_slope, CAP: tl.constexpr, SIGMOID: tl.constexpr):
+    """Weights in units of `2^lse`, and their slope in logits before the soft-cap. `b_top` and `b_lse` broadcast against `b_s`.
+
+    Softmax: `2^(s − top − lse)`, its own slope; the largest logit `top` is apart, for offsets that a whole row shares.
+    Sigmoid: `2^−lse σ(s) = 1/(2^lse + e)` with one exponential `e = 2^(lse − s)`, kept below where it overflows; the slope is
+    the weight times `σ(−s)`, which is the weight times `e`.
     """
     if SIGMOID:
         b_e = tl.exp2(tl.minimum(b_lse - b_s, 126.0))  # which hides NaN: logits are checked before
@@ -102,7 +112,7 @@ def weigh(b_s, b_lse, b_slope, CAP: tl.constexpr, SIGMOID: tl.constexpr):
         b_w = b_root * b_root  # a division takes several instructions more
         b_own = b_w * (b_w * b_e)
         return b_w, b_slope * b_own if CAP else b_own
-    b_w = tl.exp2(b_s - b_lse)
+    b_w = tl.exp2(b_s - b_top - b_lse)
     return b_w, b_slope * b_w if CAP else b_w
 
 

@@ -73,7 +73,7 @@ def _launch(name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, pr
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any]) -> tuple[Tensor, Tensor]:
     p = _Problem(q, k, v, bias, how)
     out = heads_last((*q.shape[:-1], v.shape[-1]), q)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    lse = torch.empty((*q.shape[:2], 2, q.shape[2]), dtype=torch.float32, device=q.device)
     p.run("forward", 1, (p.q, p.k, p.v, p.bias, out, lse), out.stride()[:3])
     return out, lse
 
@@ -82,7 +82,7 @@ def jvp(q, k, v, bias, o, lse, dq, dk, dv, how: Sequence[Any]) -> tuple[Tensor, 
     p = _Problem(q, k, v, bias, how)
     o, dq, dk, dv = _rows(o), _rows(dq), _rows(dk), _rows(dv)
     out = heads_last((*dq.shape[:-1], v.shape[-1]), q)
-    dlse = torch.empty(dq.shape[:-1], dtype=torch.float32, device=q.device)
+    dlse = torch.empty((*dq.shape[:-2], 2, dq.shape[-2]), dtype=torch.float32, device=q.device)
     tensors = (p.q, p.k, p.v, dq, dk, dv, p.bias, o, lse, out, dlse)
     p.run("jvp", _probes(dq), tensors, (*_strides(dq, dk, dv), *o.stride()[:3], *_strides(out)))
     return out, dlse

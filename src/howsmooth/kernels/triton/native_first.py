@@ -31,6 +31,13 @@ def stat(P, n, i, other, RAGGED: tl.constexpr):
 
 
 @triton.jit
+def stats(LSE, i_row, n, i, RAGGED: tl.constexpr):
+    """Both parts of the log-sum-exp of each row, (rows, 2, n): the largest logit, and what the sum beside it adds."""
+    p = LSE + i_row * 2 * n + i
+    return stat(p, n, i, 0.0, RAGGED), stat(p + n, n, i, float("inf"), RAGGED)
+
+
+@triton.jit
 def put(P, b_x, start, limit, stride, c, width, N: tl.constexpr):
     """Write rows of a matrix."""
     r = tl.arange(0, N)
@@ -53,7 +60,6 @@ def forward(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head, by the online softmax."""
-    LOG2E: tl.constexpr = 1.4426950408889634
     i_g = tl.program_id(1).to(tl.int64)
     i_head, i_item = i_g % heads, i_g // heads
     i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -88,8 +94,9 @@ def forward(
             b_acc = dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], PRECISION)
     lost = b_sum == 0  # no key is seen: zero, and P = exp2(s − ∞) = 0 in every product
     b_sum = tl.where(lost, 1.0, b_sum)
-    b_lse = tl.where(lost, float("inf"), (b_max + tl.log2(b_sum)) / LOG2E)
-    tl.store(LSE + i_g * n + i, b_lse, mask=i < n)
+    # apart: beside an offset that the whole row shares, the sum would have no digits left
+    tl.store(LSE + i_g * 2 * n + i, tl.where(lost, 0.0, b_max), mask=i < n)
+    tl.store(LSE + i_g * 2 * n + n + i, tl.where(lost, float("inf"), tl.log2(b_sum)), mask=i < n)
     put(OUT + i_item * out_item + i_head * out_head, b_acc / b_sum[:, None], i0, n, out_row, c_v, d_v, BM)
 
 
@@ -105,7 +112,6 @@ def jvp(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """`do = T v + P dv − r(T) o` and `dℓ = r(T)` with `T = P ∘ τ(dq kᵀ + q dkᵀ)`, for one block of rows of one head."""
-    LOG2E: tl.constexpr = 1.4426950408889634
     i_g, i_probe = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_head, i_item = i_g % heads, i_g // heads
     i_kv = i_head // group
@@ -118,7 +124,7 @@ def jvp(
     p_bias = BIAS_P + i_item * bias_item + i_head * bias_head
     b_q = tile(Q + i_item * q_item + i_head * q_head, i0, n, q_row, c, d, BM, PAD, RAGGED)
     b_dq = tile(DQ + i_probe * dq_probe + i_item * dq_item + i_head * dq_head, i0, n, dq_row, c, d, BM, PAD, RAGGED)
-    b_lse = stat(LSE + i_g * n + i, n, i, float("inf"), RAGGED) * LOG2E
+    b_top, b_sum = stats(LSE, i_g, n, i, RAGGED)
     b_row = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, DV], tl.float32)
     start, whole_start, whole_end, end = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
@@ -136,7 +142,7 @@ def jvp(
                 b_s, i[:, None], j[None, :], n, m, window, scale, cap, p_bias, bias_row,
                 CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
             )  # fmt: skip
-            b_p = tl.exp2(b_s - b_lse[:, None])
+            b_p = tl.exp2(b_s - b_top[:, None] - b_sum[:, None])
             b_t = b_p * (b_ds * scale)
             if CAP:
                 b_t *= b_slope
@@ -146,7 +152,9 @@ def jvp(
             b_dv = tile(p_dv, j0, m, dv_row, c_v, d_v, BN, PAD, RAGGED)
             b_acc = dot(b_p.to(b_dv.dtype), b_dv, b_acc, PRECISION)
     b_o = tile(OLD + i_item * o_item + i_head * o_head, i0, n, o_row, c_v, d_v, BM, PAD, RAGGED).to(tl.float32)
-    tl.store(DLSE + (i_probe * batch * heads + i_g) * n + i, b_row, mask=i < n)
+    p_dlse = DLSE + (i_probe * batch * heads + i_g) * 2 * n + i
+    tl.store(p_dlse, tl.zeros([BM], tl.float32), mask=i < n)  # the largest logit counts as a constant
+    tl.store(p_dlse + n, b_row, mask=i < n)
     p_out = OUT + i_probe * out_probe + i_item * out_item + i_head * out_head
     put(p_out, b_acc - b_row[:, None] * b_o, i0, n, out_row, c_v, d_v, BM)
 
@@ -162,7 +170,6 @@ def vjp_rows(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """`dq = τ (P ∘ (g vᵀ − δ)) k` of one block of rows, and `δ = r(g ∘ o)` for the columns' kernel, which runs after it."""
-    LOG2E: tl.constexpr = 1.4426950408889634
     i_g, i_probe = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_head, i_item = i_g % heads, i_g // heads
     i_kv = i_head // group
@@ -176,7 +183,7 @@ def vjp_rows(
     b_o = tile(OLD + i_item * o_item + i_head * o_head, i0, n, o_row, c_v, d_v, BM, PAD, RAGGED)
     b_delta = tl.sum(b_g.to(tl.float32) * b_o.to(tl.float32), 1)
     tl.store(DELTA + (i_probe * batch * heads + i_g) * n + i, b_delta, mask=i < n)
-    b_lse = stat(LSE + i_g * n + i, n, i, float("inf"), RAGGED) * LOG2E
+    b_top, b_sum = stats(LSE, i_g, n, i, RAGGED)
     b_dq = tl.zeros([BM, D], tl.float32)
     start, whole_start, whole_end, end = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
@@ -192,7 +199,7 @@ def vjp_rows(
                 b_s, i[:, None], j[None, :], n, m, window, scale, cap, p_bias, bias_row,
                 CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
             )  # fmt: skip
-            b_ds = tl.exp2(b_s - b_lse[:, None]) * (b_dp - b_delta[:, None])
+            b_ds = tl.exp2(b_s - b_top[:, None] - b_sum[:, None]) * (b_dp - b_delta[:, None])
             if CAP:
                 b_ds *= b_slope
             b_dq = dot(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
@@ -210,7 +217,6 @@ def vjp_columns(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """`dk = τ (P ∘ (g vᵀ − δ))ᵀ q` and `dv = Pᵀ g` of one block of columns, over the query heads that share them."""
-    LOG2E: tl.constexpr = 1.4426950408889634
     i_g, i_probe = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     kv_heads = heads // group
     i_item, i_kv = i_g // kv_heads, i_g % kv_heads
@@ -236,7 +242,7 @@ def vjp_columns(
                 i = i0 + tl.arange(0, BM)
                 b_q = tile(p_q, i0, n, q_row, c, d, BM, PAD, RAGGED)
                 b_g = tile(p_g, i0, n, g_row, c_v, d_v, BM, PAD, RAGGED)
-                b_lse = stat(LSE + i_row * n + i, n, i, float("inf"), RAGGED) * LOG2E
+                b_top, b_sum = stats(LSE, i_row, n, i, RAGGED)
                 b_delta = stat(p_delta + i, n, i, 0.0, RAGGED)
                 b_s = dot(b_k, tl.trans(b_q), tl.zeros([BN, BM], tl.float32), PRECISION)
                 b_dp = dot(b_v, tl.trans(b_g), tl.zeros([BN, BM], tl.float32), PRECISION)
@@ -244,7 +250,7 @@ def vjp_columns(
                     b_s, i[None, :], j[:, None], n, m, window, scale, cap, p_bias, bias_row,
                     CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
                 )  # fmt: skip
-                b_p = tl.exp2(b_s - b_lse[None, :])
+                b_p = tl.exp2(b_s - b_top[None, :] - b_sum[None, :])
                 b_dv = dot(b_p.to(b_g.dtype), b_g, b_dv, PRECISION)
                 b_ds = b_p * (b_dp - b_delta[None, :])
                 if CAP:

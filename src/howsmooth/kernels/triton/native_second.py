@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from howsmooth.kernels.triton.logits import columns, finish, rows
-from howsmooth.kernels.triton.native_first import ANY, dot, put, stat, tile
+from howsmooth.kernels.triton.native_first import ANY, dot, put, stat, stats, tile
 
 
 @triton.jit
@@ -41,7 +41,6 @@ def hvp_rows(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """`τ(C k + (P ∘ G) dk)` of one block of rows, `δ = r(g ∘ o)` and `δ' = r(g ∘ do)` for the columns' kernel, run next."""
-    LOG2E: tl.constexpr = 1.4426950408889634
     i_g, i_probe = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_head, i_item = i_g % heads, i_g // heads
     i_kv = i_head // group
@@ -62,8 +61,8 @@ def hvp_rows(
     at_row = (i_probe * batch * heads + i_g) * n + i
     tl.store(DELTA + at_row, b_delta, mask=i < n)
     tl.store(DELTA2 + at_row, b_delta2, mask=i < n)
-    b_lse = stat(LSE + i_g * n + i, n, i, float("inf"), RAGGED) * LOG2E
-    b_rho = stat(DLSE + at_row, n, i, 0.0, RAGGED)
+    b_top, b_sum = stats(LSE, i_g, n, i, RAGGED)
+    b_rho = stat(DLSE + (i_probe * batch * heads + i_g) * 2 * n + n + i, n, i, 0.0, RAGGED)
     b_hq = tl.zeros([BM, D], tl.float32)
     start, whole_start, whole_end, end = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
@@ -80,7 +79,7 @@ def hvp_rows(
                 b_raw, i[:, None], j[None, :], n, m, window, scale, cap, p_bias, bias_row,
                 CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
             )  # fmt: skip
-            b_p = tl.exp2(b_s - b_lse[:, None])
+            b_p = tl.exp2(b_s - b_top[:, None] - b_sum[:, None])
             b_du = dot(b_dq, tl.trans(b_k), tl.zeros([BM, BN], tl.float32), PRECISION)
             b_du = dot(b_q, tl.trans(b_dk), b_du, PRECISION)
             b_pull = dot(b_g, tl.trans(b_v), tl.zeros([BM, BN], tl.float32), PRECISION) - b_delta[:, None]
@@ -103,7 +102,6 @@ def hvp_columns(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """`τ(Cᵀ q + (P ∘ G)ᵀ dq)` and `P'ᵀ g` of one block of columns, over the query heads that share them."""
-    LOG2E: tl.constexpr = 1.4426950408889634
     i_g, i_probe = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     kv_heads = heads // group
     i_item, i_kv = i_g // kv_heads, i_g % kv_heads
@@ -133,8 +131,8 @@ def hvp_columns(
                 b_q = tile(p_q, i0, n, q_row, c, d, BM, PAD, RAGGED)
                 b_dq = tile(p_dq, i0, n, dq_row, c, d, BM, PAD, RAGGED)
                 b_g = tile(p_g, i0, n, g_row, c_v, d_v, BM, PAD, RAGGED)
-                b_lse = stat(LSE + i_row * n + i, n, i, float("inf"), RAGGED) * LOG2E
-                b_rho = stat(DLSE + first + i, n, i, 0.0, RAGGED)
+                b_top, b_sum = stats(LSE, i_row, n, i, RAGGED)
+                b_rho = stat(DLSE + 2 * first + n + i, n, i, 0.0, RAGGED)
                 b_delta = stat(DELTA + first + i, n, i, 0.0, RAGGED)
                 b_delta2 = stat(DELTA2 + first + i, n, i, 0.0, RAGGED)
                 b_raw = dot(b_k, tl.trans(b_q), tl.zeros([BN, BM], tl.float32), PRECISION)
@@ -142,7 +140,7 @@ def hvp_columns(
                     b_raw, i[None, :], j[:, None], n, m, window, scale, cap, p_bias, bias_row,
                     CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
                 )  # fmt: skip
-                b_p = tl.exp2(b_s - b_lse[None, :])
+                b_p = tl.exp2(b_s - b_top[None, :] - b_sum[None, :])
                 b_du = dot(b_k, tl.trans(b_dq), tl.zeros([BN, BM], tl.float32), PRECISION)
                 b_du = dot(b_dk, tl.trans(b_q), b_du, PRECISION)
                 b_pull = dot(b_v, tl.trans(b_g), tl.zeros([BN, BM], tl.float32), PRECISION) - b_delta[None, :]

@@ -139,7 +139,9 @@ def jvp_scales(
     b_dv = tl.load(DV + i, mask=inside, other=0.0)
     b_gamma = tl.minimum(_power(b_dq, TOP) * s_k, _power(b_dk, TOP) * s_q)
     b_gamma = tl.minimum(b_gamma, 1e30)
-    b_kappa = tl.minimum(kappa, _power(b_dv, TOP) / (b_gamma * s_v))
+    LARGEST: tl.constexpr = 1.2676506002282294e30  # 2¹⁰⁰: products of scales stay in range
+    b_room = tl.where(b_dv > 0, _power(b_dv, TOP), LARGEST) / s_v
+    b_kappa = tl.minimum(kappa, tl.minimum(b_room, LARGEST) / b_gamma)
     if KEYS:  # two terms of dS: each at most half
         b_dkeys = tl.load(DKEYS + i, mask=inside, other=0.0)
         b_kappa = tl.where(b_dkeys > 0, tl.minimum(0.5 * b_kappa, _power(b_gamma * b_dkeys, 0)), b_kappa)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from howsmooth.kernels.triton.logits import ANY, dot, finish, keyed, load, rows, weigh
+from howsmooth.kernels.triton.logits import ANY, dot, finish, keyed, load, rows, stats, weigh
 
 
 @triton.jit(do_not_specialize=[*ANY, "group"])
@@ -38,13 +38,13 @@ def received(
             for i0 in tl.range(low, high, BM):
                 i = i0 + tl.arange(0, BM)
                 b_q, b_q_lo = load(Q, Q_LO, i_q * n_rows * D + i[:, None] * D + c[None, :], S_PASSES)
-                b_lse = tl.load(LSE + i_q * n_rows + i)
+                b_top, b_lse = stats(LSE, i_q, n_rows, i)
                 b_s = dot(b_k, b_k_lo, tl.trans(b_q), tl.trans(b_q_lo), tl.zeros([BN, BM], tl.float32), S_PASSES)
                 b_s, _ = finish(
                     b_s, i[None, :], j[:, None], n, m, window, scale, cap, p_bias, bias_row,
                     CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
                 )  # fmt: skip
                 b_s = keyed(b_s, KEYS_P + i_g * m_rows, j[:, None], KEYS)
-                b_w, _ = weigh(b_s, b_lse[None, :], b_s, False, SIGMOID)
+                b_w, _ = weigh(b_s, b_top[None, :], b_lse[None, :], b_s, False, SIGMOID)
                 b_sum += tl.sum(b_w, 1)
     tl.store(OUT + i_g * m_rows + j, b_sum, mask=j < m)

@@ -3,7 +3,20 @@
 import triton
 import triton.language as tl
 
-from howsmooth.kernels.triton.logits import ANY, accumulate, columns, dot, finish, first_row, keyed, load, rows, split, weigh
+from howsmooth.kernels.triton.logits import (
+    ANY,
+    accumulate,
+    columns,
+    dot,
+    finish,
+    first_row,
+    keyed,
+    load,
+    rows,
+    split,
+    stats,
+    weigh,
+)
 
 
 @triton.jit
@@ -68,14 +81,14 @@ def vjp_columns(
             for i0 in tl.range(low, high, BM):
                 i = i0 + tl.arange(0, BM)
                 b_q, b_q_lo = load(Q, Q_LO, i_q * n_rows * D + i[:, None] * D + c[None, :], S_PASSES)
-                b_lse = tl.load(LSE + i_q * n_rows + i) - 14
+                b_top, b_lse = stats(LSE, i_q, n_rows, i)
                 b_s = dot(b_k, b_k_lo, tl.trans(b_q), tl.trans(b_q_lo), tl.zeros([BN, BM], tl.float32), S_PASSES)
                 b_s, b_slope = finish(
                     b_s, i[None, :], j[:, None], n, m, window, scale, cap, p_bias, bias_row,
                     CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
                 )  # fmt: skip
                 b_s = keyed(b_s, KEYS_P + i_g * m_rows, j[:, None], KEYS)
-                b_w, b_slope = weigh(b_s, b_lse[None, :], b_slope, CAP, SIGMOID)
+                b_w, b_slope = weigh(b_s, b_top[None, :], b_lse[None, :] - 14, b_slope, CAP, SIGMOID)
                 b_p, b_p_lo = split(b_w, PASSES)
                 at_g = i_row * n_rows * DV + i[:, None] * DV + c_v[None, :]
                 at_row = i_row * n_rows + i
@@ -154,7 +167,7 @@ def vjp_rows(
     if TWO:
         b_g2, b_g2_lo = load(G, G_LO, at_g + next_row * DV, PASSES)
         b_delta2 = tl.load(DELTA + (i_row * n_rows + next_row) + i)
-    b_lse = tl.load(LSE + i_g * n_rows + i) - 14
+    b_top, b_lse = stats(LSE, i_g, n_rows, i)
     start, whole_start, whole_end, end = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
         low = start if phase == 0 else (whole_start if phase == 1 else whole_end)
@@ -169,7 +182,7 @@ def vjp_rows(
                 CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
             )  # fmt: skip
             b_s = keyed(b_s, KEYS_P + i_kv * m_rows, j[None, :], KEYS)
-            _, b_slope = weigh(b_s, b_lse[:, None], b_slope, CAP, SIGMOID)
+            _, b_slope = weigh(b_s, b_top[:, None], b_lse[:, None] - 14, b_slope, CAP, SIGMOID)
             b_dq = _row_probe(
                 b_dq, b_slope, b_k, b_k_lo, b_v, b_v_lo, b_g, b_g_lo, b_delta, kappa, one, PASSES, PROMOTE, not SIGMOID
             )
