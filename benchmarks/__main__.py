@@ -23,6 +23,7 @@ ALL = [
     "kind_bounds",
     "around",
     "around_blocks",
+    "hidden_ways",
     "near",
     "models",
     "report",
@@ -33,7 +34,7 @@ ALL = [
     "training",
     "sdpa",
 ]
-COUNTED = ["around", "around_blocks", "kind_bounds"]
+COUNTED = ["around", "around_blocks", "hidden_ways", "kind_bounds"]
 ON_A_GPU = ["gpu", "gpu_kinds", "gpu_sdpa", "gpu_solve", "gpu_models", "gpu_report", "gpu_training"]
 
 if __name__ == "__main__":

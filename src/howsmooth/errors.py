@@ -23,3 +23,7 @@ class ResultsError(HowSmoothError):
 
 class WorkerError(HowSmoothError):
     """A sweep whose workers cannot be started or prepared, so that no task can be tried."""
+
+
+class RefutedBoundError(HowSmoothError):
+    """A bound of this package that is below what a measurement attains: an error of ours, which should be reported."""

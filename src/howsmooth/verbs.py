@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
+from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.maps.attention import Attention
 from howsmooth.maps.base import Map, check_input
 from howsmooth.maps.products import Jacobian
 from howsmooth.measures.measure import Measure
 from howsmooth.search import Ball, TokenSet, WorstCase, find_near, find_worst
 from howsmooth.settings import Positions, moving, shown
-from howsmooth.solve import BLIND, Options, linear, solve, solve_batch, solve_moving
+from howsmooth.solve import SMALL, Options, assumed, linear, solve, solve_batch, solve_moving
 from howsmooth.spectral import Estimate, Estimates, GolubKahan, Solver
 from howsmooth.theory.around import Neighbourhood
 from howsmooth.theory.around_blocks import bound_around, check_structure
@@ -46,16 +46,17 @@ def lipschitz(
     measured: that of moving atoms and of splitting them (docs/explanation/meanfield.md, Theorem 5.2). `lipschitz_batch` takes
     many inputs.
     within: the largest constant over all inputs that are this close to `x`, for attention layers, norms and compositions of
-    them: `upper` is certified, `lower` attained at `point` (docs/explanation/around.md).  per: "token", every token moves at
+    them: `upper` is certified, `value` attained at `point` (docs/explanation/around.md).  per: "token", every token moves at
     most so far, or "sequence", all of them together (Frobenius norm).  tokens: positions that may move, in the input and in
-    its perturbations; all by default.  steps: measurements of each start of the search for `lower`. With `certify`, large
+    its perturbations; all by default.  steps: measurements of each start of the search for `value`. With `certify`, large
     inputs too get the bound that treats the top singular pairs apart; it costs as much as some forty solves.
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
     default made from `x` and `f(x)`, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
 
-    Work is done in the precision of `x` and `f`, `lower` is evaluated again in float64. Where the certificate leaves the
-    interval wide, the deterministic bound at a point stands in if it is smaller, and `confidence` is 1.
+    Work is done in the precision of `x` and `f`, `value` is evaluated again in float64, and `lower` is what is proved of it
+    whatever rounding did. Where the certificate leaves the interval wide, the deterministic bound at a point stands in if it
+    is smaller, and `confidence` is 1.
 
     >>> from howsmooth import Attention
     >>> identity = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
@@ -103,7 +104,8 @@ def solve_near(
     known = here.upper if options.certify is None and area.point.numel() > _THOROUGH else None
     bound = bound_around(f, area, tokens=tokens, norm=known, delta=delta, seed=here.seed)
     found = find_near(f, area, tokens, steps, options, here)
-    lower, upper = found.estimate.lower, max(found.estimate.lower, bound.slope)
+    lower = found.estimate.lower
+    upper = max(found.estimate.value, bound.upper_end(lower, found.estimate.noise))
     narrow = upper <= lower * (1 + (options.tol if options.certify is None else options.certify))
     return replace(
         found.estimate,
@@ -112,7 +114,7 @@ def solve_near(
         status="certified" if narrow else "converged" if found.settled else "step limit",
         point=found.point,
         around=bound.reason,
-        assumes=BLIND if bound.confidence < 1 else "",
+        assumes=assumed(bound.confidence < 1, SMALL not in found.estimate.assumes),
     )
 
 
@@ -158,7 +160,8 @@ def bounds(attn: Attention, x: Tensor | None = None, *, n: int | None = None, ra
     """What theory says of a layer's Lipschitz constant.
 
     With `x`, (n, d): bounds at that input, beside the measured constant. With `n` and `radius`: bounds over all sequences of
-    `n` tokens in the ball of that radius. A row whose assumptions fail says so and has no number.
+    `n` tokens in the ball of that radius. A row whose assumptions fail says so and has no number; where `lipschitz` refuses an
+    input, bounds stand alone and `where` says why.
     """
     if not isinstance(attn, Attention):
         raise BadInputError(f"expected an Attention layer, got {type(attn).__name__}; bounds need its weights")
@@ -166,7 +169,11 @@ def bounds(attn: Attention, x: Tensor | None = None, *, n: int | None = None, ra
         if n is not None or radius is not None:
             raise BadInputError("expected either x, or n and radius, got both; a point and a ball are two questions")
         rows = point_bounds(attn, x)
-        return Bounds(tuple(rows), f"at an input of {x.shape[0]} tokens", lipschitz(attn, x).value)
+        where = f"at an input of {x.shape[0]} tokens"
+        try:
+            return Bounds(tuple(rows), where, lipschitz(attn, x).value)
+        except HowSmoothError as error:  # rows need no products
+            return Bounds(tuple(rows), f"{where}, which is not measured: {error}")
     if n is None or radius is None:
         raise BadInputError(f"expected n and radius, or an input x, got n={shown(n)}, radius={shown(radius)}; give both")
     rows = ball_bounds(attn, n, radius)

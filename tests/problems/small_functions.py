@@ -56,7 +56,7 @@ class Case:
         return Neighbourhood.of(self.x, within, "sequence" if self.together else "token", self.tokens)
 
 
-class _Chance:
+class Chance:
     """Choices and matrices of a number."""
 
     def __init__(self, seed: int):
@@ -80,12 +80,12 @@ class _Chance:
 
 def case(seed: int) -> Case:
     """The case of that number: a block, or two, of one kind or another; radii over six decades of the tokens' own size."""
-    r = _Chance(seed)
+    r = Chance(seed)
     n, heads = int(r.pick(*"1234")), int(r.pick(*"12"))
     d = heads * int(r.pick(*"24"))
     kind, act, norm, gated = r.pick(*KINDS), r.pick(*ACTIVATIONS), r.pick("layer norm", "rms norm"), r.pick("gated", "plain")
     eps, tokens = float(r.pick("1e-5", "1e-5", "1e-12", "0.1")), r.pick(*TOKENS)
-    x = _input(r, tokens, n, d)
+    x = tokens_of(r, tokens, n, d)
 
     def normalise(t: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
         if norm == "layer norm":
@@ -94,7 +94,7 @@ def case(seed: int) -> Case:
 
     blocks, kinds = [], [kind, act, norm, gated]
     for _ in range(int(r.pick(*"12"))):
-        layer, has = _layer(r, n, d, heads)
+        layer, has = attention_of(r, n, d, heads)
         up, weight, shift = r.matrix(HIDDEN, d), 1 + 0.3 * r.normal(d), 0.3 * r.normal(d)
         bias = r.normal(HIDDEN)
         if r.happens(0.3):  # the first token sits where ReLU has its kink, unless something comes between
@@ -106,7 +106,7 @@ def case(seed: int) -> Case:
     def attend(layer: Attention, t: Tensor, taken: bool) -> Tensor:
         if taken:
             return recorder.take_whole(t, torch.zeros_like(t), lambda z: layer.value(z[None])[0], layer)
-        return _written_out(layer, t)
+        return written_out(layer, t)
 
     def run(x: Tensor, taken: bool) -> Tensor:
         for layer, up, bias, gate, down, *affine in blocks:
@@ -145,7 +145,7 @@ def case(seed: int) -> Case:
     )
 
 
-def _input(r: _Chance, kind: str, n: int, d: int) -> Tensor:
+def tokens_of(r: Chance, kind: str, n: int, d: int) -> Tensor:
     x = r.normal(n, d)
     if kind == "equal":
         x[:] = x[:1]
@@ -158,7 +158,7 @@ def _input(r: _Chance, kind: str, n: int, d: int) -> Tensor:
     return x * float(r.pick("0.1", "1", "10"))
 
 
-def _layer(r: _Chance, n: int, d: int, heads: int) -> tuple[Attention, list[str]]:
+def attention_of(r: Chance, n: int, d: int, heads: int) -> tuple[Attention, list[str]]:
     """An attention layer, and what it has that plain attention has not."""
     w_q, w_k, w_v, w_o = (r.matrix(d, d) for _ in range(4))
     has: list[str] = []
@@ -180,7 +180,7 @@ def _layer(r: _Chance, n: int, d: int, heads: int) -> tuple[Attention, list[str]
     return Attention(w_q, w_k, w_v, w_o, heads=heads, **options), has
 
 
-def _written_out(layer: Attention, t: Tensor) -> Tensor:
+def written_out(layer: Attention, t: Tensor) -> Tensor:
     q, k, v = layer.project(t[None], with_bias=True)  # (1, heads, n, d_h)
     q, k = (
         p if own is None else p * torch.rsqrt(p.pow(2).mean(-1, keepdim=True) + own.eps) * own.weight

@@ -109,3 +109,32 @@ def test_bad_functions():
         hs.certified_radius("demo", x)  # pyright: ignore[reportArgumentType]
     with pytest.raises(HowSmoothError, match="NaN"):
         hs.certified_radius(lambda t: t.mean(0), torch.full((2, 3), torch.nan))
+
+
+@pytest.mark.parametrize("ends", ["as they are", "scaled", "turned round", "shifted"])
+def test_what_is_done_to_many_answers_behind_a_matrix(ends: str):
+    """Only what is added moves no margin; a factor, or another order, is another question."""
+    random = torch.Generator().manual_seed(3)
+    w, b = torch.randn(100, 3, generator=random).double(), torch.zeros(100).double()
+    b[7] = 4.0
+    more = {
+        "as they are": lambda z: z,
+        "scaled": lambda z: 5 * z,
+        "turned round": lambda z: z.flip(-1),
+        "shifted": lambda z: z + b,
+    }
+    x = torch.randn(2, 3, generator=random).double()
+
+    def f(t: Tensor) -> Tensor:
+        return more[ends](nn.functional.linear(torch.tanh(t), w, b))
+
+    if ends in ("scaled", "turned round"):
+        with pytest.raises(HowSmoothError, match="scores that a matrix makes"):
+            hs.certified_radius(f, x)
+        return
+    radius = hs.certified_radius(f, x)
+    assert 0 < radius.certified <= radius.attacked
+    for _ in range(200):
+        step = torch.randn(2, 3, generator=random).double()
+        step *= radius.certified / step.norm(dim=-1, keepdim=True)
+        assert int(f(x + step)[-1].argmax()) == radius.label == int(f(x)[-1].argmax())

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Blocked
 from howsmooth.maps import Attention, AttentionJacobian, LayerNorm, RMSNorm
@@ -279,3 +280,15 @@ def test_softmax_derivative_is_at_most_the_concentration():
         g = top[:, 0] * (1 - top[:, 0] + top[:, 1])
         assert_sound(g, truth)
         assert float(g.max()) <= 0.5 + SLACK
+
+
+def test_bounds_of_an_input_that_cannot_be_measured():
+    """Tokens far from the origin leave products no digits; rows stand without them."""
+    layer = Attention.from_matrices(gaussian(3, 3, seed=0), torch.eye(3).double())
+    x = gaussian(6, 3, seed=1) + 1e8
+    with pytest.raises(BadInputError, match="carry no more digits"):
+        hs.lipschitz(layer, x)
+    found = hs.bounds(layer, x)
+    assert found.measured is None
+    assert len(found) == len(point_bounds(layer, x))
+    assert "which is not measured: expected tol ≥" in found.where

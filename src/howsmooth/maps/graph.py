@@ -37,10 +37,14 @@ class Node:
 @final
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Operations in order, the first one the input, and which of them is the output."""
+    """Operations in order, the first one the input, and which of them is the output.
+
+    rounding: what a function that it was recorded from may differ by, as a part of the largest number on the way.
+    """
 
     nodes: tuple[Node, ...]
     output: int
+    rounding: float = 1e-13
 
     def values(
         self, x: Tensor, given: Mapping[int, Tensor] | None = None, known: Sequence[Any] | None = None, until: int | None = None
@@ -114,7 +118,7 @@ def pruned(graph: Graph) -> Graph:
     kept = [i for i, needed in enumerate(graph.reaching()) if needed or i == 0]
     place = {i: k for k, i in enumerate(kept)}
     nodes = tuple(replace(graph.nodes[i], inputs=tuple(place[j] for j in graph.nodes[i].inputs)) for i in kept)
-    return Graph(nodes, place[graph.output])
+    return replace(graph, nodes=nodes, output=place[graph.output])
 
 
 def normalised(centred: bool, eps: float) -> Callable[[Tensor], Tensor]:

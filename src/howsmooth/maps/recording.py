@@ -1,13 +1,15 @@
 """A function written down as torch's own operations, by watching one run of it.
 
-Norms and scalar functions that are spelled out in several operations are put together again, so that a bound sees them whole.
-What a graph gives is checked against the function in float64, at the input and beside it.
+The run gets a placeholder that has a shape and no numbers, so what it does cannot depend on them. The graph says how values
+move, and its derivative is that of the values: detach, no_grad and backward passes of one's own leave nothing out. Norms and
+scalar functions that are spelled out in several operations are put together again, so that a bound sees them whole. What a
+graph gives is checked against the function in float64, at the input and beside it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,22 +17,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from howsmooth.errors import BadFunctionError
+from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.maps.graph import Graph, Kind, Node, normalised, pruned
+from howsmooth.maps.joining import joined
 from howsmooth.maps.scalars import known_scalar
 
 _LINEAR = {
     "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "expand", "slice", "select", "unsqueeze",
     "squeeze", "clone", "alias", "detach", "cat", "stack", "split", "split_with_sizes", "unbind", "chunk", "add", "sub", "rsub",
     "neg", "scaled add", "sum", "mean", "index", "index_select", "gather", "where", "masked_fill", "_to_copy",
-    "constant_pad_nd", "copy",
-    "lift_fresh", "roll", "flip", "contiguous", "unfold", "as_strided", "narrow", "positive", "flatten",
+    "constant_pad_nd", "copy", "lift_fresh", "roll", "flip", "contiguous", "unfold", "narrow", "positive", "flatten",
 }  # fmt: skip
 _MATRIX = {"mm", "addmm", "bmm", "baddbmm", "matmul", "mv", "dot"}
 _SCALAR = {"gelu", "silu", "relu", "tanh", "sigmoid", "erf", "exp", "pow", "rsqrt", "sqrt", "reciprocal", "square"}
 _BESIDE = (0.0, 1e-3, 0.3)  # how far beside its input a graph is compared, relative to it
 _AGREE = 1e-7  # float32 constants inside a model, grown by its layers, explain no more
-_ROUNDING = 1e-13  # of the largest number on the way: what an output that cancels is made of
+_CAST = 2.0**-23  # of the largest number on the way: what a cast to float32 that is left out explains
 
 
 @dataclass(frozen=True)
@@ -46,145 +48,288 @@ def record(
     x: Tensor,
     recorder: "Recorder | None" = None,
     truth: Callable[[Tensor], Tensor] | None = None,
+    within: float = 0.0,
 ) -> Graph:
     """The operations that `f` makes of `x`, in the precision of `x`; refused where they do not say what `f` does.
 
     recorder: one that `f` tells of layers which are to be taken whole.  truth: what the graph must agree with, `f` by default.
+    within: how far tokens will move; the graph is compared there too.
     """
     recorder = Recorder() if recorder is None else recorder
     with sdpa_kernel(SDPBackend.MATH):
         with recorder:
-            start = recorder.start(x)
-            y = f(start)
-        out = recorder.known.get(id(y))
-        if out is None:
-            raise BadFunctionError("expected an output that depends on x, got one that does not; look for detach or numpy")
-        graph = pruned(_joined(Graph(tuple(recorder.nodes), out)))
-        _check(graph, truth or f, x)
+            y = _ran(recorder, f, x)
+        if not isinstance(y, Placeholder):
+            raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
+        graph = pruned(joined(Graph(tuple(recorder.nodes), y.node)))
+        strange = next((node.name for node in graph.nodes if node.kind == "unknown"), None)
+        if strange is not None:
+            raise BadFunctionError(
+                f"expected linear operations, products, softmax, norms and known activations, got {strange}; "
+                "measure a part of the function without it"
+            )
+        graph = replace(graph, rounding=graph.rounding + _CAST * recorder.widened)
+        check_agrees(graph, truth or f, _beside(x, within))
     return graph
 
 
-def _check(graph: Graph, f: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def _ran(recorder: "Recorder", f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    try:
+        y = f(recorder.start(x))
+        if isinstance(y, Placeholder):
+            recorder.check_current(y)
+        return y
+    except _Refused as refused:
+        raise BadFunctionError(str(refused)) from None
+    except (RuntimeError, TypeError, BadInputError) as error:  # where something asks for numbers that are not there
+        said = next(iter(str(error).strip().splitlines()), "no word")[:120]
+        raise BadFunctionError(
+            f"expected a function made of torch operations alone, got one that ends in an error without numbers ({said}); "
+            "write it in torch operations"
+        ) from error
+
+
+def _beside(x: Tensor, within: float) -> list[Tensor]:
     step = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
-    for share in _BESIDE:
-        at = x + share * float(x.abs().mean()) * step
-        values, theirs = graph.values(at), f(at.clone())
-        error = float((values[graph.output] - theirs).abs().max())
+    size = float(x.abs().mean()) or 1.0
+    points = [x + share * size * step for share in _BESIDE]
+    if within > 0:
+        points += [x + sign * within * step / step.norm(dim=-1, keepdim=True) for sign in (1, -1)]
+    return points
+
+
+@torch.no_grad()
+def check_agrees(graph: Graph, f: Callable[[Tensor], Tensor], points: Sequence[Tensor]) -> None:
+    """Refuse a graph that does not give what `f` gives at some points."""
+    truths = [f(at.clone()) for at in points]
+    size = max(float(y.abs().max()) for y in truths)
+    for at, truth in zip(points, truths, strict=True):
+        values = graph.values(at)
+        error = float((values[graph.output].reshape(truth.shape) - truth).abs().max())
         sizes = [
             float(t.abs().max()) for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
         ]
         largest = max((size for size in sizes if size < math.inf), default=0.0)  # what a mask hides is minus infinity
-        if not error <= _AGREE * max(float(theirs.abs().max()), 1e-300) + _ROUNDING * largest:
+        if not error <= _AGREE * max(size, 1e-300) + graph.rounding * largest:
             raise BadFunctionError(
                 f"expected a function that torch's operations on its input describe, got one that they miss by {error:.1e}; "
                 "look for values taken out of the graph"
             )
 
 
+class _Refused(BaseException):
+    """A refusal that no `except Exception` of the function catches."""
+
+
+def _refuse_reading(*_: Any, **__: Any) -> NoReturn:
+    raise _Refused(
+        "expected a function that runs the same way for every input, got one that reads a number off it on the way; "
+        "write choices as torch operations"
+    )
+
+
+def _refuse_writing(name: str) -> NoReturn:
+    raise _Refused(f"expected operations that write nothing in place, got {name}; write it another way")
+
+
+class Placeholder(Tensor):
+    """Stands for what a node gives while a function is recorded: it has a shape and a type, and no numbers to be read."""
+
+    node: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    tolist = numpy = data_ptr = untyped_storage = apply_ = map_ = map2_ = _refuse_reading
+    __array__ = __dlpack__ = __reduce_ex__ = __repr__ = __format__ = _refuse_reading
+
+    @staticmethod
+    def __new__(cls, value: Tensor, node: int) -> "Placeholder":
+        made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
+        )
+        made.node = node
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> NoReturn:
+        raise BadFunctionError(
+            "expected a function that keeps nothing of one call for the next, got one that does; compute it anew in every call"
+        )
+
+
 class Recorder(TorchDispatchMode):
-    """Writes down every operation that what it was started with has a part in."""
+    """Writes down every operation that what it was started with has a part in.
+
+    widened: how many casts from float64 to float32 were left out.
+    """
 
     def __init__(self):
         super().__init__()
         self.nodes: list[Node] = []
-        self.known: dict[int, int] = {}  # tensors that depend on the input, by identity
-        self._alive: list[Any] = []  # so that no identity is used twice
+        self.widened = 0
+        self._values: dict[int, Tensor] = {}  # what placeholders stand for
+        self._overwritten: set[int] = set()  # nodes whose values were written over by way of another tensor
+        self._dtype = torch.float64
 
     def start(self, x: Tensor) -> Tensor:
-        start = x.clone()
-        self.nodes, self.known, self._alive = [Node("input", "input", (), lambda: None, tuple(x.shape))], {}, []
-        return self._note(start, 0)
+        self.nodes, self._values = [Node("input", "input", (), lambda: None, tuple(x.shape))], {}
+        self.widened, self._dtype, self._overwritten = 0, x.dtype, set()
+        return self._note(x.clone(), 0)
 
     def take_whole(self, entering: Tensor, leaving: Tensor, run: Callable[[Tensor], Tensor], layer: Any) -> Tensor:
         """From here on, `leaving` is what a layer makes of `entering` in one operation."""
-        source = self.known.get(id(entering))
-        if source is None:
+        if not isinstance(entering, Placeholder):
             return leaving
-        fresh = leaving.clone()
-        self.nodes.append(Node("opaque", "layer", (source,), run, tuple(fresh.shape), opaque=layer))
-        return self._note(fresh, len(self.nodes) - 1)
+        value = self._values[leaving.node] if isinstance(leaving, Placeholder) else leaving
+        self.nodes.append(Node("opaque", "layer", (entering.node,), run, tuple(leaving.shape), opaque=layer))
+        return self._note(value.clone(), len(self.nodes) - 1)
 
-    def _note(self, t: Tensor, index: int) -> Tensor:
-        self._alive.append(t)
-        self.known[id(t)] = index
-        return t
+    def _note(self, value: Tensor, node: int) -> Placeholder:
+        self._values[node] = value
+        return Placeholder(value, node)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if not any(id(t) in self.known for t in leaves):
-            self._alive.append(out)
-            return out
+        if not any(isinstance(t, Placeholder) for t in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        self._check(func, args)
+        written = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        if written and (written != [0] or not isinstance(args[0], Placeholder)):
+            _refuse_writing(func._schema.name.split("::")[-1])
+        wide = self._dtype is torch.float64
+        if wide and kwargs.get("dtype") is torch.float32:
+            kwargs, self.widened = kwargs | {"dtype": torch.float64}, self.widened + 1
         inputs: list[int] = []
 
         def stand(t: Any) -> Any:
-            if isinstance(t, Tensor) and id(t) in self.known:
-                inputs.append(self.known[id(t)])
+            if isinstance(t, Placeholder):
+                self.check_current(t)
+                inputs.append(t.node)
                 return Ref(len(inputs) - 1)
-            return t.clone() if isinstance(t, Tensor) else t
+            if not isinstance(t, Tensor):
+                return t
+            return t.double() if wide and t.dtype is torch.float32 else t.clone()
 
         spec_args, spec_kwargs = tree_map(stand, (args, kwargs))
-        functional = _functional(func)
+        call, functional = _called(func, spec_args, spec_kwargs), _functional(func)
 
         def run(*values: Any) -> Any:
-            a, k = tree_map(lambda t: values[t.index] if isinstance(t, Ref) else t, (spec_args, spec_kwargs))
-            return functional(*a, **k)
+            return _filled(functional, spec_args, spec_kwargs, values)
 
-        self._record(func, spec_args, spec_kwargs, tuple(inputs), run, out)
-        if isinstance(out, Tensor) and out is (args[0] if args else None):  # written in place
-            self.known[id(out)] = len(self.nodes) - 1
-        return out
+        try:
+            out = _filled(func, spec_args, spec_kwargs, [self._values[i] for i in inputs])
+        except Exception as error:  # it may depend on numbers whether there is one
+            raise _Refused(f"expected a function that takes float64, got an error from {call.name} ({error})") from error
+        given = self._record(call, tuple(inputs), run, out)
+        if not written:
+            return given
+        if given.shape != args[0].shape:
+            _refuse_writing(call.name)
+        args[0].node = given.node
+        memory = out.untyped_storage()._cdata
+        self._overwritten |= {i for i, v in self._values.items() if v is not out and v.untyped_storage()._cdata == memory}
+        return args[0]
 
-    def _record(self, func: Any, args: Any, kwargs: Any, inputs: tuple[int, ...], run: Callable[..., Any], out: Any) -> None:
-        name = func._schema.name.split("::")[-1].rstrip("_") or func._schema.name
-        name = "scaled add" if kwargs.get("alpha", 1) != 1 else name
-        kind = _kind(name, args, inputs)
-        if name == "native_layer_norm":
-            self._layer_norm(args, inputs, out)
-            return
+    def check_current(self, t: Placeholder) -> None:
+        """Refuse a tensor whose memory was written to by way of a view of it, or of what it is a view of."""
+        if t.node in self._overwritten:
+            _refuse_writing("a view that was written to")
+
+    def _check(self, func: Any, args: Any) -> None:
+        """Refuse what is not torch's own, and outputs whose shape depends on numbers."""
+        if func.namespace != "aten":
+            raise _Refused(f"expected torch's own operations, got {func.name()}; write it in them")
+        chosen = args[1:] if func.overloadpacket is torch.ops.aten.index else args
+        if torch.Tag.dynamic_output_shape in func.tags and any(isinstance(t, Placeholder) for t in tree_leaves(chosen)):
+            _refuse_reading()
+
+    def _record(self, call: "_Call", inputs: tuple[int, ...], run: Callable[..., Any], out: Any) -> Any:
+        if call.name == "native_layer_norm" and isinstance(call.args[0], Ref) and len(inputs) == len(call.args[1]) == 1:
+            return self._layer_norm(call.args, inputs, run, out)
         if not isinstance(out, Tensor | tuple | list):
-            raise BadFunctionError(
-                "expected a function that runs the same way for every input, got one that reads a number off it on the way; "
-                "write choices as torch operations"
-            )
+            _refuse_reading()
+        kind = _kind(call, inputs)
         if not isinstance(out, Tensor):
-            self.nodes.append(Node("pick", name, inputs, run, ()))
+            self.nodes.append(Node("pick", call.name, inputs, run, ()))
             whole = len(self.nodes) - 1
-            for i, part in enumerate(out):
-                if isinstance(part, Tensor):
-                    chosen: Kind = kind if part.is_floating_point() else "unknown"
-                    self.nodes.append(Node(chosen, name, (whole,), lambda t, i=i: t[i], tuple(part.shape)))
-                    self._note(part, len(self.nodes) - 1)
-            return
-        if not out.is_floating_point():  # comparisons: choices that may change beside the input
-            kind = "unknown"
-        axis = args[1] if kind == "softmax" else -1
-        numbers = all(not isinstance(t, Tensor) or t.numel() == 1 for t in tree_leaves((args, kwargs)))
+            return type(out)(self._part(call, kind, whole, i, part) for i, part in enumerate(out))
         shape = tuple(out.shape)
-        alike = name in _SPELLED and numbers and all(self.nodes[j].shape == shape for j in inputs)
+        if call.bilinear:
+            self.nodes.append(Node("matrix product", "matmul", inputs, torch.matmul, shape))
+            self.nodes.append(_after(call.name, len(self.nodes) - 1, _scaled(call), out))
+            return self._note(out, len(self.nodes) - 1)
+        fits = out.dtype is self._dtype
+        kind = kind if fits else "unknown"  # comparisons, and whatever rounds: they jump
+        axis = -1
+        if kind == "softmax":
+            axis = call.args[1] - (out.ndim if call.args[1] >= 0 else 0)
+        numbers = all(not isinstance(t, Tensor) or t.numel() == 1 for t in tree_leaves((call.args, call.kwargs)))
+        alike = fits and call.name in _SPELLED and numbers and all(self.nodes[j].shape == shape for j in inputs)
         scalar = known_scalar(run) if kind == "pointwise" and alike else None
-        constant = _constant(name, args) if kind == "linear" else None
-        self.nodes.append(Node(kind, name, inputs, run, shape, axis=axis, scalar=scalar, alike=alike, constant=constant))
-        self._note(out, len(self.nodes) - 1)
+        constant = _constant(call.name, call.args) if kind == "linear" else None
+        self.nodes.append(Node(kind, call.name, inputs, run, shape, axis=axis, scalar=scalar, alike=alike, constant=constant))
+        return self._note(out, len(self.nodes) - 1)
 
-    def _layer_norm(self, args: Any, inputs: tuple[int, ...], out: Any) -> None:
-        """Split into the norm itself, the weight and the bias."""
-        _, shape, weight, bias, eps = args
-        d = len(shape)
-        if len(inputs) != 1 or d != 1:
-            self.nodes.append(Node("unknown", "native_layer_norm", inputs, lambda *v: v[0], tuple(out[0].shape)))
-            self._note(out[0], len(self.nodes) - 1)
-            return
+    def _part(self, call: "_Call", kind: Kind, whole: int, i: int, part: Any) -> Any:
+        """One of several tensors that an operation gives."""
+        if not isinstance(part, Tensor):
+            _refuse_reading()
+        kind = kind if part.dtype is self._dtype else "unknown"
+        self.nodes.append(Node(kind, call.name, (whole,), lambda t: t[i], tuple(part.shape)))
+        return self._note(part, len(self.nodes) - 1)
+
+    def _layer_norm(self, args: Any, inputs: tuple[int, ...], run: Callable[..., Any], out: Any) -> Any:
+        """Split into the norm itself, the weight and the bias; mean and scale are known to nobody."""
+        _, _, weight, bias, eps = args
+        y, *rest = out
         self.nodes.append(
-            Node("norm", "layer_norm", inputs, normalised(True, eps), tuple(out[0].shape), eps=float(eps), centred=True)
+            Node("norm", "layer_norm", inputs, normalised(True, eps), tuple(y.shape), eps=float(eps), centred=True)
         )
         if weight is not None:
-            node = _after("mul", len(self.nodes) - 1, lambda t, w=weight: t * w, out[0])
+            node = _after("mul", len(self.nodes) - 1, lambda t, w=weight: t * w, y)
             self.nodes.append(replace(node, constant=weight))
         if bias is not None:
-            self.nodes.append(_after("add", len(self.nodes) - 1, lambda t, b=bias: t + b, out[0]))
-        self._note(out[0], len(self.nodes) - 1)
+            self.nodes.append(_after("add", len(self.nodes) - 1, lambda t, b=bias: t + b, y))
+        made = [self._note(y, len(self.nodes) - 1)]
+        for i, part in enumerate(rest, 1):
+            self.nodes.append(Node("unknown", "layer_norm", inputs, lambda *v, i=i: run(*v)[i], tuple(part.shape)))
+            made.append(self._note(part, len(self.nodes) - 1))
+        return tuple(made)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operation with its arguments, references where they depend on the input.
+
+    name: torch's, changed where arguments make another operation of it.
+    bilinear: a product of two matrices that depend on the input, scaled and added to what does not.
+    """
+
+    name: str
+    args: Any
+    kwargs: Any
+    bilinear: bool = False
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> _Call:
+    name = func._schema.name.split("::")[-1].rstrip("_")
+    if kwargs.get("rounding_mode") is not None:
+        name = "rounded " + name
+    elif name in ("addmm", "baddbmm") and [isinstance(a, Ref) for a in args[:3]] == [False, True, True]:
+        return _Call(name, args, kwargs, bilinear=True)
+    elif kwargs.get("alpha", 1) != 1:
+        name = "scaled add" if name in ("add", "sub", "rsub") else "scaled " + name
+    return _Call(name, args, kwargs)
+
+
+def _filled(run: Callable[..., Any], args: Any, kwargs: Any, values: Any) -> Any:
+    """What an operation gives where values stand for the references among its arguments."""
+    a, k = tree_map(lambda t: values[t.index] if isinstance(t, Ref) else t, (args, kwargs))
+    return run(*a, **k)
+
+
+def _scaled(call: _Call) -> Callable[[Tensor], Tensor]:
+    """What `addmm` does with a product of matrices."""
+    beta, alpha, added = call.kwargs.get("beta", 1), call.kwargs.get("alpha", 1), call.args[0]
+    return lambda t: alpha * t if beta == 0 else beta * added + alpha * t
 
 
 def _constant(name: str, args: Any) -> Any:
@@ -205,19 +350,22 @@ def _after(name: str, source: int, run: Callable[[Tensor], Tensor], like: Tensor
 def _functional(func: Any) -> Callable[..., Any]:
     """The operation without writing in place."""
     name = func._schema.name.split("::")[-1]
+    if name in ("detach", "detach_"):  # what is cut off for derivatives moves all the same
+        return lambda t: t.clone()
     if not func._schema.is_mutable:
         return func
     if name == "copy_":
-        return lambda old, new, *rest: new.expand(old.shape).clone() if isinstance(old, Tensor) else new
+        return lambda old, new, *rest: new.expand(old.shape).to(old.dtype, copy=True)
     plain = getattr(torch.ops.aten, name.rstrip("_"), None)
     overload = None if plain is None else getattr(plain, func._overloadname, None)
     if overload is None:
-        raise BadFunctionError(f"expected operations that write nothing in place, got {name}; write it another way")
+        _refuse_writing(name)
     return overload
 
 
-def _kind(name: str, args: Any, inputs: tuple[int, ...]) -> Kind:
+def _kind(call: _Call, inputs: tuple[int, ...]) -> Kind:
     """What an operation is in those of its arguments that depend on the input."""
+    name, args = call.name, call.args
     if name in _LINEAR:
         chosen = {"where": args[:1], "index": args[1:], "index_select": args[2:], "gather": args[2:], "masked_fill": args[1:2]}
         return "unknown" if any(isinstance(a, Ref) for a in tree_leaves(chosen.get(name, ()))) else "linear"
@@ -225,10 +373,11 @@ def _kind(name: str, args: Any, inputs: tuple[int, ...]) -> Kind:
         if len(inputs) == 1:
             return "linear" if name == "mul" or isinstance(args[0], Ref) else "unknown"
         return "product" if name == "mul" else "unknown"
-    if name in _MATRIX:
-        last = [isinstance(a, Ref) for a in args[-2:]]
-        return "matrix product" if all(last) else "linear"
-    if name in ("_softmax", "_safe_softmax", "softmax"):
+    if name.removeprefix("scaled ") in _MATRIX:
+        if not all(isinstance(a, Ref) for a in args[-2:]):
+            return "linear"
+        return "matrix product" if name in ("mm", "bmm") else "unknown"
+    if name in ("_softmax", "_safe_softmax"):
         return "softmax"
     if name in _SCALAR and len(inputs) == 1:
         return "pointwise"
@@ -237,94 +386,3 @@ def _kind(name: str, args: Any, inputs: tuple[int, ...]) -> Kind:
 
 _SPELLED = {"mul", "add", "sub", "rsub", "div", "neg", "pow", "square", "tanh", "erf", "sigmoid", "exp", "relu", "reciprocal",
             "silu", "gelu", "sqrt", "rsqrt", "clone", "_to_copy", "alias", "detach"}  # fmt: skip
-
-
-def _joined(graph: Graph) -> Graph:
-    """Norms and scalar functions that were spelled out, each in one node again."""
-    nodes = list(graph.nodes)
-    for i in range(len(nodes)):
-        nodes[i] = _as_norm(nodes, i) or nodes[i]
-    source: dict[int, int] = {}  # of what a node is a function of, entry by entry
-    for i, node in enumerate(nodes):
-        if node.alike and node.inputs:
-            origins = {source.get(j, j) for j in node.inputs}
-            if len(origins) == 1:
-                source[i] = origins.pop()
-    users: dict[int, list[int]] = {}
-    for i, node in enumerate(nodes):
-        for j in node.inputs:
-            users.setdefault(j, []).append(i)
-    for i, origin in source.items():
-        leaves = i == graph.output or any(source.get(k) != origin for k in users.get(i, ()))
-        if not leaves:
-            continue
-        inside = _between(nodes, i, origin)
-        bent = [k for k in inside if nodes[k].kind != "linear"]
-        if len(inside) > 1 and bent:
-            run = _spelled(nodes, inside, origin, i)
-            scalar = known_scalar(run)
-            if scalar is not None:
-                nodes[i] = replace(nodes[i], kind="pointwise", name=scalar.name, inputs=(origin,), run=run, scalar=scalar)
-    return replace(graph, nodes=tuple(nodes))
-
-
-def _between(nodes: list[Node], end: int, origin: int) -> list[int]:
-    """The nodes on the ways from `origin` to `end`, in order."""
-    found: set[int] = set()
-    open_ = [end]
-    while open_:
-        i = open_.pop()
-        if i != origin and i not in found:
-            found.add(i)
-            open_ += nodes[i].inputs
-    return sorted(found)
-
-
-def _spelled(nodes: list[Node], inside: list[int], origin: int, end: int) -> Callable[[Tensor], Tensor]:
-    parts = [(k, nodes[k]) for k in inside]
-
-    def run(t: Tensor) -> Tensor:
-        values = {origin: t}
-        for k, node in parts:
-            values[k] = node.run(*(values[j] for j in node.inputs))
-        return values[end]
-
-    return run
-
-
-def _as_norm(nodes: list[Node], i: int) -> Node | None:
-    """`u · rsqrt(mean u² + eps)` or `u / sqrt(mean u² + eps)` over the last axis, whatever its parts are called."""
-    node = nodes[i]
-    if node.name not in ("mul", "div") or len(node.inputs) != 2 or len(node.shape) < 1:
-        return None
-    for u, s in (node.inputs, node.inputs[::-1]):
-        if nodes[u].shape != node.shape or nodes[s].shape != (*node.shape[:-1], 1):
-            continue
-        inside = _between(nodes, s, u)
-        if not inside or any(k < u for k in inside) or any(nodes[k].kind in ("input", "opaque") for k in inside):
-            continue
-        run = _spelled(nodes, [*inside, i], u, i)
-        found = _norm_of(run, node.shape[-1])
-        if found is not None:
-            centred, eps = found
-            return replace(node, kind="norm", name="norm", inputs=(u,), run=normalised(centred, eps), eps=eps, centred=centred)
-    return None
-
-
-def _norm_of(run: Callable[[Tensor], Tensor], d: int) -> tuple[bool, float] | None:
-    """Whether a function of tokens divides them by `√(mean u² + eps)`, and that eps."""
-    t = torch.randn(3, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    try:
-        y = run(t)
-    except RuntimeError:
-        return None
-    if y.shape != t.shape or not bool(y.isfinite().all()):
-        return None
-    small = 1e-4 * t
-    ratio = (small / run(small))[:, :1]
-    eps = max(0.0, float((ratio.square() - small.square().mean(-1, keepdim=True)).mean()))
-    for guess in (eps, 0.0):
-        plain = normalised(False, guess)
-        if all(torch.allclose(run(s * t), plain(s * t), rtol=1e-9, atol=1e-12) for s in (1e-4, 1e-2, 1.0, 30.0)):
-            return False, guess
-    return None

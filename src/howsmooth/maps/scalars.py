@@ -11,6 +11,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from howsmooth.kernels.saturating import sigmoid_slope, tanh_slope
+
 _TANH_BEND = math.atanh(1 / math.sqrt(3))  # where tanh'' is extreme
 _SILU_BEND = 3.435840993535111  # the positive root of 6t = x(3t² − 1), t = tanh(x/2), where silu'' is extreme
 _GELU_C, _GELU_B = math.sqrt(2 / math.pi), 0.044715
@@ -92,33 +94,29 @@ def _normal(x: Tensor) -> Tensor:
 
 
 def _gelu_slope(x: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * _normal(x)
+    return 0.5 * torch.erfc(-x / math.sqrt(2)) + x * _normal(x)
 
 
 def _tanh_gelu(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`T = tanh g` and its first two derivatives."""
+    """`(1 + T)/2` with `T = tanh g`, and the first two derivatives of `T`."""
     g1, g2 = _GELU_C * (1 + 3 * _GELU_B * x.square()), _GELU_C * 6 * _GELU_B * x
-    t = torch.tanh(_GELU_C * (x + _GELU_B * x**3))
-    flat = 1 - t.square()
+    g = _GELU_C * (x + _GELU_B * x**3)
+    flat = tanh_slope(g)
     # far out flat is zero and its factors are large: their product is below any number that matters
-    return t, torch.where(flat == 0, 0.0, g1 * flat), torch.where(flat == 0, 0.0, (g2 - 2 * t * g1.square()) * flat)
+    second = torch.where(flat == 0, 0.0, (g2 - 2 * torch.tanh(g) * g1.square()) * flat)
+    return torch.sigmoid(2 * g), torch.where(flat == 0, 0.0, g1 * flat), second
 
 
 def _silu(beta: float) -> Scalar:
     """`x σ(βx)`."""
 
-    def parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        u = beta * x
-        t = torch.tanh(0.5 * u)
-        return u, 0.5 * (1 + t), 0.25 * (1 - t.square()), t
-
     def slope(x: Tensor) -> Tensor:
-        u, s, s1, _ = parts(x)
-        return s + u * s1
+        u = beta * x
+        return torch.sigmoid(u) + u * sigmoid_slope(u)
 
     def second(x: Tensor) -> Tensor:
-        u, _, s1, t = parts(x)
-        return beta * s1 * (2 - u * t)
+        u = beta * x
+        return beta * sigmoid_slope(u) * (2 - u * torch.tanh(0.5 * u))
 
     bends = (0.0, _SILU_BEND / beta, -_SILU_BEND / beta)
     return Scalar(f"x·sigmoid({beta:g}x)", lambda x: x * torch.sigmoid(beta * x), slope, second, bends, swing=1.21)
@@ -142,7 +140,7 @@ SCALARS = (
     Scalar(
         "tanh gelu",
         lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        lambda x: 0.5 * (1 + _tanh_gelu(x)[0]) + 0.5 * x * _tanh_gelu(x)[1],
+        lambda x: _tanh_gelu(x)[0] + 0.5 * x * _tanh_gelu(x)[1],
         lambda x: _tanh_gelu(x)[1] + 0.5 * x * _tanh_gelu(x)[2],
         None,
         _GELU_THIRD,
@@ -153,16 +151,16 @@ SCALARS = (
     Scalar(
         "tanh",
         torch.tanh,
-        lambda x: 1 - torch.tanh(x).square(),
-        lambda x: -2 * torch.tanh(x) * (1 - torch.tanh(x).square()),
+        tanh_slope,
+        lambda x: -2 * torch.tanh(x) * tanh_slope(x),
         (_TANH_BEND, -_TANH_BEND),
         swing=1.0,
     ),
     Scalar(
         "sigmoid",
         torch.sigmoid,
-        lambda x: 0.25 * (1 - torch.tanh(0.5 * x).square()),
-        lambda x: -0.25 * torch.tanh(0.5 * x) * (1 - torch.tanh(0.5 * x).square()),
+        sigmoid_slope,
+        lambda x: -torch.tanh(0.5 * x) * sigmoid_slope(x),
         (2 * _TANH_BEND, -2 * _TANH_BEND),
         swing=0.25,
     ),
@@ -185,7 +183,8 @@ SCALARS = (
 
 def known_scalar(f: Callable[[Tensor], Tensor]) -> Scalar | None:
     """The function that `f` is, found by its values; nothing where it is none of ours."""
-    x = torch.cat([torch.linspace(-9, 9, 401, dtype=torch.float64), torch.tensor([1e-3, 17.3, -23.1], dtype=torch.float64)])
+    far = torch.logspace(-3, 8, 67, dtype=torch.float64)  # 17.8 and 26.1 among them: where exp is as small as rounding
+    x = torch.cat([torch.linspace(-9, 9, 401, dtype=torch.float64), far, -far])
     try:
         y = f(x)
     except RuntimeError:

@@ -234,10 +234,10 @@ class Capture:
     def _near(self, sample: Sample, layer: int, asked: "_Asked") -> Measurement:
         """The largest constant near the input, of a map made of known pieces."""
         assert asked.within is not None
-        f = watched(sample, layer, asked.map, asked.head)
         cut = sample.map(layer, asked.map, asked.head)
         x = asked.factor * cut.start.double()
         area = Neighbourhood.of(x, asked.within, asked.per, asked.options.tokens)
+        f = watched(sample, layer, asked.map, asked.head, asked.within)
         estimate = solve_near(f, area, asked.options.tokens, asked.steps, asked.options)
         point = x if estimate.point is None else estimate.point
         image = f.linearize(point[None])[1].jvp(estimate.direction.double()[None, None])[0, 0]

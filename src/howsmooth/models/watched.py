@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
 from howsmooth.maps.graph import Graph, GraphMap
-from howsmooth.maps.recording import Recorder, record
+from howsmooth.maps.recording import Placeholder, Recorder, record
 from howsmooth.models.closed import as_attention
 from howsmooth.models.cut import Cut
 from howsmooth.models.intercept import Call
@@ -21,11 +21,11 @@ from howsmooth.models.span import MapName
 from howsmooth.models.trace import Layer, find_hidden, first_tensor
 
 
-def watched(sample: Sample, layer: int, map: MapName, head: int | None = None) -> Map:
+def watched(sample: Sample, layer: int, map: MapName, head: int | None = None, within: float = 0.0) -> Map:
     """A map in float64, made of known pieces: an attention layer, or a graph.
 
     Attention layers are read off as `howsmooth.Attention` and taken whole. A graph must give what the model gives, at its
-    input and beside it; what is not made of known pieces is refused.
+    input and beside it; what is not made of known pieces is refused.  within: how far tokens will move.
     """
     if map in ("cross", "context"):
         raise BadInputError(
@@ -40,7 +40,7 @@ def watched(sample: Sample, layer: int, map: MapName, head: int | None = None) -
         attn = attn if head is None else attn.head(head)
         return attn.to("cpu", torch.float64)
     inside = [k for k in cut.trace.layers if map == "model" or k.index == layer]
-    graph = _record(_precise(cut), inside, _read_off(sample, inside, head), x, exact=head is None)
+    graph = _record(_precise(cut), inside, _read_off(sample, inside, head), x, head is None, within)
     return GraphMap(graph, (len(x), x.shape[1]))
 
 
@@ -94,7 +94,7 @@ def _read_off(sample: Sample, inside: list[Layer], head: int | None) -> dict[int
     return layers if head is None else {i: attn.head(head) for i, attn in layers.items()}
 
 
-def _record(cut: Cut, inside: list[Layer], layers: dict[int, Attention], x: Tensor, exact: bool) -> Graph:
+def _record(cut: Cut, inside: list[Layer], layers: dict[int, Attention], x: Tensor, exact: bool, within: float = 0.0) -> Graph:
     recorder = Recorder()
 
     def nothing(call: Call) -> Tensor:  # what comes behind the output projection is put in there
@@ -107,7 +107,7 @@ def _record(cut: Cut, inside: list[Layer], layers: dict[int, Attention], x: Tens
     def truth(t: Tensor) -> Tensor:
         return cut.run(t).output if exact else f(t)
 
-    return record(f, x, recorder, truth)
+    return record(f, x, recorder, truth, within)
 
 
 class _Swap:
@@ -140,6 +140,6 @@ class _Swap:
         def run(t: Tensor) -> Tensor:
             return attn.value(t.reshape(1, -1, t.shape[-1]))[0].reshape(*leaving.shape)
 
-        known = id(entered) in self._recorder.known
+        known = isinstance(entered, Placeholder)
         value = self._recorder.take_whole(entered, leaving, run, attn) if known else run(entered)
         return tree_map(lambda t: value if t is leaving else t, output)

@@ -92,14 +92,16 @@ def smallest_change(
     per: Per,
     tokens: tuple[int, ...] | None,
     starts: Sequence[Tensor] = (),
+    slopes: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[float, Tensor | None]:
     """The shortest change found after which some margin is not positive, and the input there.
 
     Steps to the nearest boundary of the linearised margins (Moosavi-Dezfooli et al. 2016), for the nearest answers one by one;
     then back along the way, and on from what was reached.
 
-    starts: changes to begin from, where the margins have no gradient at `x` itself.
+    starts: changes to begin from, where the margins have no gradient at `x` itself.  slopes: the same margins, for gradients.
     """
+    bent = margins if slopes is None else slopes
     free = torch.zeros(len(x), 1, dtype=x.dtype)
     free[list(range(len(x))) if tokens is None else list(tokens)] = 1.0
     start = _values(margins, x)
@@ -107,7 +109,7 @@ def smallest_change(
     tries = [(k, torch.zeros_like(x)) for k in start.argsort()[:_RIVALS].tolist()] if not starts else [(0, s) for s in starts]
     for rival, delta in tries:
         for _ in range(_STEPS):
-            value, slope = _slope(margins, x + delta, rival)
+            value, slope = _slope(bent, x + delta, rival)
             if value <= 0:
                 break
             delta = _towards(delta, value, slope * free, per)
@@ -119,7 +121,7 @@ def smallest_change(
         if delta is None:
             continue
         for _ in range(_STEPS):  # closer: along the boundary, from where it was crossed
-            _, slope = _slope(margins, x + delta, rival)
+            _, slope = _slope(bent, x + delta, rival)
             nearer = _back(margins, x, _projected(delta, slope * free, per))
             if nearer is None or length_of_change(nearer, per) >= (1 - 1e-4) * length_of_change(delta, per):
                 break

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from howsmooth.maps import Map
 from howsmooth.maps.base import check_finite, check_input
 from howsmooth.maps.graph import Graph, Node, graph_of, pruned
 from howsmooth.maps.jacobian import doubled
-from howsmooth.maps.recording import record
+from howsmooth.maps.recording import check_agrees, record
 from howsmooth.models import MapName, Model
 from howsmooth.models.tokens import Window
 from howsmooth.models.watched import to_the_end, watched
@@ -53,7 +53,8 @@ def certified_radius(
     per: lengths are of every token's move (`"token"`) or of all together (`"sequence"`).  tokens: the positions that may move.
     attack: whether to look for the shortest change that does change the answer.
 
-    In float64. Small functions are expanded whole (docs/explanation/around-blocks.md §3), others by certified norms (§4).
+    In float64, casts to float32 left out. Small functions are expanded whole (docs/explanation/around-blocks.md §3), others by
+    certified norms (§4). What counts is how values move, also where a detach hides it from autograd.
 
     >>> flat = torch.tensor([[1.0, 0.0]])
     >>> certified_radius(lambda t: t.mean(0), flat, per="sequence").certified > 0.7  # the line x = y is 1/√2 away
@@ -161,16 +162,18 @@ def _of_answer(a: _Answered, label: int | None, per: Per, free: tuple[int, ...] 
         z = a.f(t)[-1]
         return z[label] - z[near]
 
-    linear = first_order(lead[near], _slopes(margins, a.x) * _free(a.x, free), per)
-    attacked, point = smallest_change(margins, a.x, per, free) if attack else (math.inf, None)
-    start = min(attacked, linear)
     bounds = _bounds(a, per, free, lambda g: _with_margins(g, label, near, far), margins if not len(far) else None)
+    slopes = _slopes(bounds.graph, a.x) * _free(a.x, free)
+    linear = first_order(lead[near], slopes, per)
+    attacked, point = smallest_change(margins, a.x, per, free, slopes=bounds.graph) if attack else (math.inf, None)
+    start = min(attacked, linear)
 
     def holds(r: float) -> bool:
         changes, behind = bounds.scalars(r)
         return bool((lead[near] - changes > 0).all()) and bool((lead[far] - behind > 0).all())
 
     found = largest(holds, start if math.isfinite(start) else _START * size)
+    check_agrees(bounds.graph, margins, _edge(a.x, found, per, free, slopes[0]))
     reason = "margins and how far they can move" if found else "some part of the function can move without a bound"
     return Radius(found, attacked, linear, per, label, margin, size, bounds.confidence(), reason, point)
 
@@ -185,15 +188,21 @@ def _of_change(a: _Answered, change: float, per: Per, free: tuple[int, ...] | No
     def left(t: Tensor) -> Tensor:
         return (most - (a.f(t) - y).norm())[None]
 
-    estimate = solve(lambda t: a.f(t), a.x, Options(tokens=free)).estimate
+    bounds = _bounds(a, per, free, None, a.f)
+
+    def output(t: Tensor) -> Tensor:
+        return bounds.graph(t).reshape(y.shape)
+
+    estimate = solve(output, a.x, Options(tokens=free)).estimate
     count = len(a.x) if free is None else len(free)
     linear = most / estimate.value / (math.sqrt(count) if per == "token" else 1.0) if estimate.value else math.inf
     attacked, point = math.inf, None
     if attack and estimate.value:
         way = 2 * most / estimate.value * estimate.direction.double()
-        attacked, point = smallest_change(left, a.x, per, free, [way, -way])
-    bounds, start = _bounds(a, per, free, None, a.f), min(attacked, linear)
+        attacked, point = smallest_change(left, a.x, per, free, [way, -way], lambda t: (most - (output(t) - y).norm())[None])
+    start = min(attacked, linear)
     found = largest(lambda r: bounds.total(r) <= most, start if math.isfinite(start) else _START * size)
+    check_agrees(bounds.graph, a.f, _edge(a.x, found, per, free, estimate.direction.double()))
     reason = "how far the output can move" if found else "some part of the function can move without a bound"
     return Radius(found, attacked, linear, per, None, most, size, bounds.confidence(), reason, point)
 
@@ -202,6 +211,14 @@ def _free(x: Tensor, free: tuple[int, ...] | None) -> Tensor:
     rows = torch.zeros(len(x), 1, dtype=torch.float64)
     rows[list(range(len(x))) if free is None else list(free)] = 1.0
     return rows
+
+
+def _edge(x: Tensor, r: float, per: Per, free: tuple[int, ...] | None, way: Tensor) -> list[Tensor]:
+    """Points at the edge of what is certified: both ways along a change and along two random ones."""
+    random = torch.Generator().manual_seed(0)
+    ways = _free(x, free) * torch.stack([way, *torch.randn(2, *x.shape, generator=random, dtype=torch.float64)])
+    lengths = ways.norm(dim=-1, keepdim=True) if per == "token" else ways.norm(dim=(-2, -1), keepdim=True)
+    return [x + sign * step for step in r * ways / lengths.clamp_min(1e-300) for sign in (1, -1)]
 
 
 def _slopes(margins: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -215,9 +232,11 @@ def _slopes(margins: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class _Bounds:
     """What is certified within a radius.
 
-    scalars: how far margins of the near rivals can fall, and of the far ones.  total: how far the output can move.
+    graph: of the margins of the near rivals, or of the output.  scalars: how far margins of the near rivals can fall, and of
+    the far ones.  total: how far the output can move.
     """
 
+    graph: Graph
     scalars: Callable[[float], tuple[Tensor, Tensor]]
     total: Callable[[float], float]
     confidence: Callable[[], float]
@@ -270,7 +289,7 @@ def _expanded(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None)
         far = torch.zeros(0) if hidden is None else what.lengths * hidden.at(radii(hidden, r)).total
         return m.spread - m.shift, far
 
-    return _Bounds(scalars, lambda r: whole.at(radii(whole, r)).total, lambda: 1.0)
+    return _Bounds(what.graph, scalars, lambda r: whole.at(radii(whole, r)).total, lambda: 1.0)
 
 
 def _by_norms(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None) -> _Bounds:
@@ -288,7 +307,7 @@ def _by_norms(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None)
     def confidence() -> float:
         return max(0.0, whole.confidence + (0.0 if hidden is None else hidden.confidence - 1))
 
-    return _Bounds(scalars, lambda r: output_move(whole, around(r)), confidence)
+    return _Bounds(what.graph, scalars, lambda r: output_move(whole, around(r)), confidence)
 
 
 def _with_margins(graph: Graph, label: int, near: Tensor, far: Tensor) -> _Margins:
@@ -297,7 +316,8 @@ def _with_margins(graph: Graph, label: int, near: Tensor, far: Tensor) -> _Margi
     while graph.nodes[at].kind == "linear" and len(graph.nodes[at].inputs) == 1 and graph.nodes[at].name not in ("mm", "addmm"):
         at = graph.nodes[at].inputs[0]
     matrix = graph.nodes[at].constant if graph.nodes[at].name in ("mm", "addmm") else None
-    if not isinstance(matrix, Tensor):
+    offset = _offset(graph, at, matrix) if isinstance(matrix, Tensor) else None
+    if not isinstance(matrix, Tensor) or offset is None:
         if len(far):
             raise BadInputError(
                 f"expected at most {_RIVALS + 1} answers, or scores that a matrix makes of the last token, got "
@@ -305,17 +325,36 @@ def _with_margins(graph: Graph, label: int, near: Tensor, far: Tensor) -> _Margi
             )
         return _Margins(_behind(graph, graph.output, lambda z: z[label] - z[near], len(near)), None, torch.zeros(0))
     source, w = graph.nodes[at].inputs[0], matrix.double()
-    margins = _behind(graph, source, lambda h: h @ (w[:, label : label + 1] - w[:, near]), len(near))
+    rows, more = w[:, label : label + 1] - w[:, near], offset[label] - offset[near]
+    margins = _behind(graph, source, lambda h: h @ rows + more, len(near))
     if not len(far):
         return _Margins(margins, None, torch.zeros(0))
     lengths = (w[:, label : label + 1] - w[:, far]).norm(dim=0) * (1 + 1e-9)
     return _Margins(margins, _behind(graph, source, lambda h: h, w.shape[0]), lengths)
 
 
+def _offset(graph: Graph, at: int, matrix: Tensor) -> Tensor | None:
+    """What is added to `h @ matrix` in the last row of the output, `h` what enters a node; nothing where more is done to it."""
+    ways = [at]
+    while ways[-1] != graph.output:
+        ways.append(next(i for i in range(ways[-1] + 1, len(graph.nodes)) if ways[-1] in graph.nodes[i].inputs))
+
+    def scores(h: Tensor) -> Tensor:
+        for i in ways:
+            h = graph.nodes[i].run(h)
+        return h.reshape(-1, h.shape[-1])[-1]
+
+    shape = graph.nodes[graph.nodes[at].inputs[0]].shape
+    h = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    offset, product = scores(torch.zeros_like(h)), h[-1] @ matrix.double()
+    made = scores(h) - offset
+    return offset if made.shape == product.shape and torch.allclose(made, product, rtol=1e-9, atol=1e-9) else None
+
+
 def _behind(graph: Graph, source: int, run: Callable[[Tensor], Tensor], count: int) -> Graph:
     """The graph up to a node, and a linear function of its last row."""
     node = Node("linear", "last row", (source,), lambda t: run(t.reshape(-1, t.shape[-1])[-1]), (count,))
-    return pruned(Graph((*graph.nodes[: source + 1], node), source + 1))
+    return pruned(replace(graph, nodes=(*graph.nodes[: source + 1], node), output=source + 1))
 
 
 @dataclass(frozen=True, eq=False)

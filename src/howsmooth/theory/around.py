@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
+from howsmooth.errors import BadInputError, RefutedBoundError
 from howsmooth.maps import Attention
 from howsmooth.settings import Positions, choice, moving, number
 from howsmooth.theory.around_deflate import Curves, Effort, Pairs, curves, deflated, top_pairs
@@ -98,6 +98,18 @@ class Around:
     centre: float = math.inf
     confidence: float = 1.0
     rest: float = math.inf
+
+    def upper_end(self, lower: float, noise: float = 0.0) -> float:
+        """The slope as an upper end beside a lower end that is attained inside, which refutes the slope if it is larger.
+
+        noise: the relative rounding error of the lower end where it is more than that of the slope.
+        """
+        if not lower <= self.slope * (1 + max(ROUNDED, noise)):
+            raise RefutedBoundError(
+                f"expected an upper end of at least the lower end up to rounding, got {self.slope!r} below {lower!r}, which is "
+                f"attained inside the neighbourhood, from {self.reason}; the bound is wrong, please report it with map and x"
+            )
+        return max(lower, self.slope)
 
 
 def around_attention(

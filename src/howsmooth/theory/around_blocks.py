@@ -20,7 +20,7 @@ from howsmooth.maps import Attention, Map
 from howsmooth.maps.graph import Graph, Node, graph_of
 from howsmooth.theory.around import Around, Neighbourhood, around_attention
 from howsmooth.theory.around_norms import SAME_ROWS, Certified
-from howsmooth.theory.around_pieces import norm_change, norm_ratios, norm_remainder, norm_slope
+from howsmooth.theory.around_pieces import norm_change, norm_ratios, norm_remainder, norm_slope, shared_shape, slice_lengths
 from howsmooth.theory.softmax_only import check_softmax
 
 _UP = 1 + 1e-9
@@ -45,7 +45,7 @@ class _Bent:
 
     change: how far its derivative can move.  rest: what it adds beyond first order, in length.  each: the same by token or by
     entry, broadcast over its output.  total: how far what enters can move, in length.  turn: of a diagonal derivative, the
-    change of every entry.
+    change of every entry.  factors: of a product of different shapes, how far its derivative by either factor can move.
     """
 
     change: float
@@ -53,6 +53,7 @@ class _Bent:
     each: Tensor
     total: float
     turn: Tensor | None = None
+    factors: tuple[float, float] | None = None
 
 
 def bound_around(
@@ -92,18 +93,22 @@ def around_graph(certified: Certified, neighbourhood: Neighbourhood) -> Around:
         return certified.attention(graph.nodes[1], neighbourhood.point).within(neighbourhood)
     bent, reach = spread(certified, neighbourhood)
     far = neighbourhood.far
-    made: dict[int, float] = {}  # ‖√C_v F_v(Y)‖ where C_v is how far the derivative of v moves
+    turned: dict[int, float] = {}  # ‖(D_v(Y) − D_v(X)) F_v(Y)‖
     change = 0.0
     for v in certified.bends:
-        moving = sum(_times(certified.between(u, v), math.sqrt(bent[u].change) * made[u]) for u in made)
-        root = math.sqrt(bent[v].change)
-        turn = bent[v].turn
-        if turn is None:
-            into, out = root * certified.into(v), root * certified.out_of(v)
+        here = bent[v]
+        moving = sum(_times(certified.between(u, v), turned[u]) for u in turned)
+        if here.turn is None:
+            turned[v] = _times(here.change, certified.into(v) + moving)
+            if here.factors is not None:
+                turned[v] = min(turned[v], _factor_by_factor(certified, v, here.factors, turned))
+            change += _times(certified.out_of(v), turned[v])
         else:
-            into, out = certified.weighted(v, turn)
-        made[v] = into + _times(root, moving)
-        change += _times(out, made[v])
+            into, out = certified.weighted(v, here.turn)
+            root = math.sqrt(here.change)
+            made = into + _times(root, moving)
+            turned[v] = _times(root, made)
+            change += _times(out, made)
     centre = certified.whole()
     last = reach[graph.output]
     slope, reason = min(
@@ -118,6 +123,15 @@ def around_graph(certified: Certified, neighbourhood: Neighbourhood) -> Around:
     if last.rows is not None and len(last.rows) == n:
         rows = torch.minimum(rows, last.rows)
     return Around(slope * _UP, change * _UP, rows * _UP, total * _UP, reason, centre, certified.confidence)
+
+
+def _factor_by_factor(certified: Certified, v: int, factors: tuple[float, float], turned: dict[int, float]) -> float:
+    """`‖(D_v(Y) − D_v(X)) F_v(Y)‖` of a product, factor by factor. factors: how far slices of the other one can move."""
+    total = 0.0
+    for j, size in zip(certified.graph.nodes[v].inputs, factors, strict=True):
+        moving = sum(_times(certified.reaching(u, j), turned[u]) for u in turned if u <= j)
+        total += _times(size, certified.upto(j) + moving)
+    return total
 
 
 def output_move(certified: Certified, neighbourhood: Neighbourhood) -> float:
@@ -169,10 +183,8 @@ def spread(certified: Certified, neighbourhood: Neighbourhood) -> tuple[dict[int
             entering = [reach[j] for j in node.inputs]
             if i in certified.spread_out and entering[0].rows is not None:
                 # entries behind a matrix move by its columns' lengths times how far a row moves: worth a norm of its own
-                total = certified.upto(node.inputs[0]) * neighbourhood.far
-                total += sum(_times(certified.reaching(u, node.inputs[0]), bent[u].rest) for u in bent)
-                rows = entering[0].rows.clamp_max(total * _UP) if total == total else entering[0].rows
-                entering = [replace(entering[0], rows=rows)]
+                total = _length_moved(certified, bent, node.inputs[0], neighbourhood.far)
+                entering = [replace(entering[0], rows=entering[0].rows.clamp_max(total))]
             reach.append(_through(node, entering, graph, len(x)))
             continue
         rest = sum(_times(certified.between(u, i), bent[u].rest) for u in bent)
@@ -182,14 +194,34 @@ def spread(certified: Certified, neighbourhood: Neighbourhood) -> tuple[dict[int
         for e in entering:
             if len(entering) == 1 and e.rows is not None:
                 total = min(total, float(e.rows.norm()))
-        bent[i], after = _bend(node, entering, [certified.values[j] for j in node.inputs], total * _UP, certified)
+        at, totals = [certified.values[j] for j in node.inputs], [total * _UP] * len(node.inputs)
+        if len({t.shape for t in at}) > 1:  # a small factor moves less than both together
+            totals = [
+                min(t, _length_moved(certified, bent, j, neighbourhood.far)) for t, j in zip(totals, node.inputs, strict=True)
+            ]
+        moved = [_entry_moves(e, z, t) for e, z, t in zip(entering, at, totals, strict=True)]
+        rows = [_row_moves(e, z, t) for e, z, t in zip(entering, at, totals, strict=True)]
+        bent[i], after = _bend(node, entering, at, moved, rows, total * _UP, certified)
         reach.append(after)
     return bent, reach
 
 
-def _bend(node: Node, entering: list[_Reach], at: list[Tensor], total: float, certified: Certified) -> tuple[_Bent, _Reach]:
-    moved = [_entry_moves(e, z, total) for e, z in zip(entering, at, strict=True)]
-    rows = [_row_moves(e, z, total) for e, z in zip(entering, at, strict=True)]
+def _length_moved(certified: Certified, bent: dict[int, _Bent], j: int, far: float) -> float:
+    """How far what leaves a node can move, in length."""
+    total = certified.upto(j) * far + sum(_times(certified.reaching(u, j), bent[u].rest) for u in bent if u <= j)
+    return total * _UP if total == total else math.inf
+
+
+def _bend(
+    node: Node,
+    entering: list[_Reach],
+    at: list[Tensor],
+    moved: list[Tensor],
+    rows: list[Tensor],
+    total: float,
+    certified: Certified,
+) -> tuple[_Bent, _Reach]:
+    """moved, rows, total: how far entries and rows of what enters, and all of it, can move."""
     slope = entering[0].slope
     if node.kind == "norm":
         z, d = at[0], at[0].shape[-1]
@@ -216,14 +248,21 @@ def _bend(node: Node, entering: list[_Reach], at: list[Tensor], total: float, ce
         return bend, _Reach(after, entries, slope * float(steep.max()))
     if node.kind == "product":
         a, b = moved
+        shared = shared_shape(at[0].shape, at[1].shape)
+        # entries meet whole slices of the other factor where it is repeated (Lemma 4.3)
+        alpha, beta = (
+            torch.minimum(slice_lengths(m, shared), slice_lengths(r[..., None], (*shared[:-1], 1)))
+            for m, r in zip(moved, rows, strict=True)
+        )
         each = a * b
-        size = min(float(each.norm()), 0.5 * total**2)  # entries of one vector: |ab| ≤ (a² + b²)/2
-        bend = _Bent(min(float((a.square() + b.square()).sqrt().max()), total), size, each, total)
+        size = min(float(each.norm()), 0.5 * total**2)
+        factors = None if at[0].shape == at[1].shape else (float(beta.max()), float(alpha.max()))
+        bend = _Bent(min(float(torch.hypot(alpha, beta).max()), total), size, each, total, factors=factors)
         entries = at[0].abs() * b + at[1].abs() * a + each
-        most = (float((at[1].abs() + b).max()), float((at[0].abs() + a).max()))
-        both = most[0] * entering[0].slope + most[1] * entering[1].slope
-        flat = entries.reshape(-1, entries.shape[-1]).norm(dim=-1)
-        return bend, _Reach(flat if entering[0].rows is not None else None, entries, both)
+        most = [float((slice_lengths(z, shared) + m).max()) for z, m in zip(at, (alpha, beta), strict=True)]
+        both = most[1] * entering[0].slope + most[0] * entering[1].slope
+        after = None if entering[0].rows is None else entries.reshape(-1, entries.shape[-1]).norm(dim=-1)
+        return bend, _Reach(after, entries, both)
     assert isinstance(node.opaque, Attention)
     x = at[0].reshape(-1, at[0].shape[-1])
     r = rows[0].flatten()
@@ -287,7 +326,8 @@ def _through(node: Node, entering: list[_Reach], graph: Graph, n: int) -> _Reach
 
 def _same_rows(node: Node, before: tuple[int, ...], n: int) -> bool:
     """Whether a node leaves n tokens in their order, whatever axes of length one stand beside them."""
-    if not (len(before) > 1 and before[-1] == node.shape[-1] and math.prod(before[:-1]) == math.prod(node.shape[:-1]) == n):
+    rows = math.prod(before[:-1]), math.prod(node.shape[:-1])
+    if not (len(before) > 1 and before[-1:] == node.shape[-1:] and rows == (n, n)):
         return False
     if node.name in ("add", "sub"):
         return True

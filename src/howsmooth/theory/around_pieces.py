@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.theory.bound import largest_entry
+
 BEND = 2 / math.sqrt(3)  # the largest second derivative of `u/√(|u|²/d + eps)` is this over `√d s²` (Lemma 2.1)
 _LARGE = 300.0  # exponents past which a weight may be anything
 _GONE = 1e-60  # weights that float64 takes for zero are below this wherever no exponent is large
@@ -47,6 +49,18 @@ def norm_remainder(scale: Tensor, moved: Tensor, d: int, eps: float) -> Tensor:
 def norm_ratios(scale: Tensor, moved: Tensor, d: int, eps: float) -> tuple[Tensor, Tensor]:
     """Bounds on the remainder over `|y − x|` and over its square, for all shorter moves too."""
     return norm_change(scale, moved, d, eps), _UP * 0.5 * _bend(scale, moved, d, eps)
+
+
+def shared_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the axes that two factors of a product share, of length one where either is repeated (Lemma 4.3)."""
+    return tuple(min(p, q) for p, q in zip(a[::-1], b[::-1], strict=False))[::-1]
+
+
+def slice_lengths(t: Tensor, shared: tuple[int, ...]) -> Tensor:
+    """Lengths of the slices of a factor, one for each entry of the axes that it shares with the other factor."""
+    size = largest_entry(t)
+    size = size if size < math.inf else 1.0  # taken out, so that squares stay in range
+    return (t / size).square().sum_to_size(shared).sqrt() * size
 
 
 def softmax_remainder(

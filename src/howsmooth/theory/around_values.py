@@ -224,7 +224,8 @@ def _tangent(node: Node, at: tuple[Tensor, ...], out: Tensor, c: list[Tensor]) -
     if node.kind == "softmax":
         return out * (c[0] - (out * c[0]).sum(node.axis, keepdim=True))
     if node.kind == "product":
-        return c[0] * at[1] + at[0] * c[1]
+        left, right = (t.reshape(len(t), *[1] * (out.ndim + 1 - t.ndim), *t.shape[1:]) for t in c)
+        return left * at[1] + at[0] * right
     if node.kind == "matrix product":
         return c[0] @ at[1] + at[0] @ c[1]
     raise BadFunctionError(
@@ -259,7 +260,7 @@ def _lengths(c: Float[Tensor, "columns entries"], groups: Groups) -> Float[Tenso
 
 def _entries(c: Tensor, groups: Groups) -> Float[Tensor, "*shape groups"]:
     """How far a group of length one moves every entry."""
-    return _lengths(c.flatten(1), groups).T.reshape(*c.shape[1:], groups.number)
+    return _lengths(c.reshape(len(c), -1), groups).T.reshape(*c.shape[1:], groups.number)
 
 
 def _operator_sizes(c: Float[Tensor, "columns *rows d"], groups: Groups) -> Float[Tensor, "*rows groups"]:

@@ -1,0 +1,101 @@
+"""Norms and scalar functions that a function spells out in several operations, put together again: known by their values."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from howsmooth.maps.graph import Graph, Node, normalised
+from howsmooth.maps.scalars import known_scalar
+
+
+def joined(graph: Graph) -> Graph:
+    """Norms and scalar functions that were spelled out, each in one node again."""
+    nodes = list(graph.nodes)
+    for i in range(len(nodes)):
+        nodes[i] = _as_norm(nodes, i) or nodes[i]
+    source: dict[int, int] = {}  # of what a node is a function of, entry by entry
+    for i, node in enumerate(nodes):
+        if node.alike and node.inputs:
+            origins = {source.get(j, j) for j in node.inputs}
+            if len(origins) == 1:
+                source[i] = origins.pop()
+    users: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for j in node.inputs:
+            users.setdefault(j, []).append(i)
+    for i, origin in source.items():
+        leaves = i == graph.output or any(source.get(k) != origin for k in users.get(i, ()))
+        if not leaves:
+            continue
+        inside = _between(nodes, i, origin)
+        bent = [nodes[k].name for k in inside if nodes[k].kind != "linear"]
+        if len(inside) > 1 and bent and "relu" not in bent:  # what has kinks is not known by its values
+            run = _spelled(nodes, inside, origin, i)
+            scalar = known_scalar(run)
+            if scalar is not None:
+                nodes[i] = replace(nodes[i], kind="pointwise", name=scalar.name, inputs=(origin,), run=run, scalar=scalar)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _between(nodes: list[Node], end: int, origin: int) -> list[int]:
+    """The nodes on the ways from `origin` to `end`, in order."""
+    found: set[int] = set()
+    open_ = [end]
+    while open_:
+        i = open_.pop()
+        if i != origin and i not in found:
+            found.add(i)
+            open_ += nodes[i].inputs
+    return sorted(found)
+
+
+def _spelled(nodes: list[Node], inside: list[int], origin: int, end: int) -> Callable[[Tensor], Tensor]:
+    parts = [(k, nodes[k]) for k in inside]
+
+    def run(t: Tensor) -> Tensor:
+        values = {origin: t}
+        for k, node in parts:
+            values[k] = node.run(*(values[j] for j in node.inputs))
+        return values[end]
+
+    return run
+
+
+def _as_norm(nodes: list[Node], i: int) -> Node | None:
+    """`u · rsqrt(mean u² + eps)` or `u / sqrt(mean u² + eps)` over the last axis, whatever its parts are called."""
+    node = nodes[i]
+    if node.name not in ("mul", "div") or len(node.inputs) != 2 or len(node.shape) < 1:
+        return None
+    for u, s in (node.inputs, node.inputs[::-1]):
+        if nodes[u].shape != node.shape or nodes[s].shape != (*node.shape[:-1], 1):
+            continue
+        inside = _between(nodes, s, u)
+        if not inside or any(k < u for k in inside) or any(nodes[k].kind in ("input", "opaque") for k in inside):
+            continue
+        run = _spelled(nodes, [*inside, i], u, i)
+        found = _norm_of(run, node.shape[-1])
+        if found is not None:
+            centred, eps = found
+            return replace(node, kind="norm", name="norm", inputs=(u,), run=normalised(centred, eps), eps=eps, centred=centred)
+    return None
+
+
+def _norm_of(run: Callable[[Tensor], Tensor], d: int) -> tuple[bool, float] | None:
+    """Whether a function of tokens divides them by `√(mean u² + eps)`, and that eps."""
+    t = torch.randn(3, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    try:
+        y = run(t)
+    except RuntimeError:
+        return None
+    if y.shape != t.shape or not bool(y.isfinite().all()):
+        return None
+    small = 1e-4 * t
+    ratio = (small / run(small))[:, :1]
+    eps = max(0.0, float((ratio.square() - small.square().mean(-1, keepdim=True)).mean()))
+    for guess in (eps, 0.0):
+        plain = normalised(False, guess)
+        if all(torch.allclose(run(s * t), plain(s * t), rtol=1e-9, atol=1e-12) for s in (1e-4, 1e-2, 1.0, 30.0, 1e4, 1e8)):
+            return False, guess
+    return None

@@ -1,0 +1,316 @@
+"""What a recording refuses, what it keeps, and that certificates of it bound the values of the function itself."""
+
+import ctypes
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.errors import BadFunctionError, HowSmoothError
+from howsmooth.maps.recording import Placeholder, check_agrees, record
+from howsmooth.maps.scalars import known_scalar
+from howsmooth.theory.around import Neighbourhood
+from howsmooth.theory.around_blocks import around_graph
+from howsmooth.theory.around_norms import Certified
+from howsmooth.theory.around_values import expand
+from problems.hidden_ways import HIDING, SHAPES, Case, Looked, case, examine, least_lead, refuted
+
+W = torch.tensor([[1.0, -1.0], [0.5, 2.0]]).double()
+X = torch.tensor([[1.0, 0.2], [0.3, -0.4]]).double()
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda t: t[0, 0].item() < 1.45,
+    "bool": lambda t: bool(t[0, 0] < 1.45),
+    "int": lambda t: int(t[0, 0]) < 2,
+    "tolist": lambda t: t.tolist()[0][0] < 1.45,
+    "tolist of data": lambda t: t.data.tolist()[0][0] < 1.45,
+    "numpy": lambda t: t.detach().numpy()[0, 0] < 1.45,
+    "numpy by force": lambda t: t.numpy(force=True)[0, 0] < 1.45,
+    "asarray": lambda t: np.asarray(t.detach())[0, 0] < 1.45,
+    "from_dlpack": lambda t: torch.from_dlpack(t.detach()).tolist()[0][0] < 1.45,
+    "a pointer": lambda t: ctypes.cast(t.data_ptr(), ctypes.POINTER(ctypes.c_double))[0] < 1.45,
+    "its storage": lambda t: bytes(t.detach().untyped_storage())[7] < 64,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t.detach()))[0, 0] < 1.45,
+    "save": lambda t: (lambda b: (torch.save(t.detach(), b), b.seek(0), torch.load(b)[0, 0] < 1.45)[-1])(io.BytesIO()),
+    "apply_": lambda t: t.detach().clone().apply_(lambda v: v)[0, 0] < 1.45,
+    "text": lambda t: "1." in repr(t.detach()),
+    "a number in text": lambda t: f"{t.detach()[0, 0].tolist():.3f}" < "1.45",
+    "a subclass": lambda t: t.as_subclass(Tensor).tolist()[0][0] < 1.45,
+    "the number of entries": lambda t: len((t > 1.45).nonzero()) == 0,
+    "the shape behind a mask": lambda t: t[t > 1.45].numel() == 0,
+    "masked_select": lambda t: t.masked_select(t > 1.45).numel() == 0,
+    "repeats": lambda t: len(torch.repeat_interleave((t > 1.45).flatten().long())) == 0,
+    "equality": lambda t: torch.equal(t.clamp(max=1.45), t),
+    "a tensor made before": lambda t: torch.zeros(2, 2).double().copy_(t.detach()).tolist()[0][0] < 1.45,
+    "an output given": lambda t: torch.mul(t.detach(), 1, out=torch.zeros(2, 2).double()).tolist()[0][0] < 1.45,
+    "a part of a layer norm": lambda t: torch.native_layer_norm(t, (2,), None, None, 1e-5)[1].tolist()[0][0] > 0,
+    "an error": lambda t: _raises(lambda: torch.linalg.cholesky(torch.eye(2) * (1.45 - t[0, 0]))),
+    "what it catches itself": lambda t: not _raises(lambda: 1 / (t.tolist()[0][0] < 1.45)),
+}
+
+
+def _raises(f: Callable[[], object]) -> bool:
+    try:
+        f()
+    except Exception:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_function_that_reads_its_input_is_refused(name: str):
+    """Each flips the answer where the first entry passes 1.45, which derivatives and points nearby do not show."""
+    with pytest.raises(BadFunctionError):
+        hs.certified_radius(lambda t: (t @ W).mean(0) * (1 if READS[name](t) else -1), X, attack=False)
+
+
+JUMPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "round": torch.round,
+    "trunc": torch.trunc,
+    "sign": torch.sign,
+    "fmod": lambda t: torch.fmod(t, 0.5),
+    "remainder": lambda t: t % 0.5,
+    "division by floor": lambda t: torch.div(t, 0.5, rounding_mode="floor"),
+    "division by trunc": lambda t: torch.div(t, 0.5, rounding_mode="trunc"),
+    "division in place": lambda t: t.clone().div_(0.5, rounding_mode="floor"),
+    "floor division": lambda t: t // 0.5,
+    "half": lambda t: t.half().double(),
+    "bfloat16": lambda t: t.bfloat16().double(),
+    "int": lambda t: (8 * t).int().double(),
+    "int8": lambda t: (8 * t).to(torch.int8).double(),
+    "a comparison": lambda t: (t > 0.5).double(),
+    "a sum of integers": lambda t: t.sum(-1, keepdim=True, dtype=torch.int64).double(),
+    "a mean in half": lambda t: t.mean(-1, keepdim=True, dtype=torch.float16).double(),
+    "a half in place": lambda t: t.clone().copy_(t.half()),
+    "bits": lambda t: t.view(torch.float32).double()[:, :2],
+    "argmax": lambda t: torch.nn.functional.one_hot(t.argmax(-1), 2).double(),
+    "bucketize": lambda t: torch.bucketize(t, torch.tensor([0.0, 0.5]).double()).double(),
+    "fake quantization": lambda t: torch.fake_quantize_per_tensor_affine(t.float(), 0.1, 0, -128, 127).double(),
+    "where": lambda t: torch.where(t > 0.5, t, -t),
+    "masked_fill": lambda t: t.masked_fill(t > 0.5, 0.0),
+    "index": lambda t: t[:, t.argmax(0)],
+    "gather": lambda t: t.gather(1, t.argsort(1)),
+    "nan_to_num": lambda t: torch.nan_to_num(t, posinf=1.0),
+    "copysign": lambda t: torch.copysign(torch.ones_like(t), t),
+    "heaviside": lambda t: torch.heaviside(t, torch.zeros_like(t)),
+    "strides": lambda t: t.T.as_strided((2, 2), (2, 1)),
+    "a layer norm's weight": lambda t: torch.nn.functional.layer_norm(X, (2,), t[0], None),
+}
+
+
+@pytest.mark.parametrize("name", JUMPS)
+def test_what_jumps_or_has_no_bound_is_refused(name: str):
+    with pytest.raises(BadFunctionError):
+        hs.certified_radius(lambda t: JUMPS[name](t).mean(0) + 0.01 * (t @ W).mean(0), X, attack=False)
+
+
+def test_what_jumps_on_constants_alone_is_kept():
+    steps = torch.div(torch.arange(4).reshape(2, 2), 2, rounding_mode="floor").double()
+    plain = hs.certified_radius(lambda t: (t @ W + steps).mean(0), X, attack=False)
+    noted = hs.certified_radius(
+        lambda t: (t @ W + torch.div(torch.arange(4).reshape(2, 2), 2, rounding_mode="floor")).mean(0), X, attack=False
+    )
+    assert noted.certified == plain.certified > 0
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+def test_values_are_bounded_whatever_autograd_is_told(hiding: str):
+    looked = Looked()
+    for seed, shape in enumerate(list(SHAPES)[:3]):
+        examine(case(seed, shape, hiding), looked)
+    assert looked.certified == looked.slopes == 3
+    assert looked.wrong == []
+
+
+@pytest.mark.slow
+def test_values_are_bounded_on_many():
+    looked = Looked()
+    for seed in range(40):
+        examine(case(seed), looked)
+    assert looked.certified == 40
+    assert looked.wrong == []
+
+
+def test_checker_fails_on_a_wrong_radius():
+    c = case(0, "a gate", "detach")
+    radius = hs.certified_radius(c.f, c.x, per=c.per)
+    assert refuted(c, radius) == []
+    assert refuted(c, replace(radius, certified=1.1 * radius.attacked))
+    assert refuted(c, replace(radius, point=c.x))
+
+
+def test_a_gate_that_is_cut_off():
+    """Another answer leads by 0.16 within 0.675, which is what follows where the gate is thought to stay."""
+    gate = hs.certified_radius(lambda t: ((t @ W) * torch.sigmoid(4 * (t @ W)).detach()).mean(0), X)
+    plain = hs.certified_radius(lambda t: ((t @ W) * torch.sigmoid(4 * (t @ W))).mean(0), X)
+    c = Case(lambda t: t, lambda t: ((t @ W) * torch.sigmoid(4 * (t @ W))).mean(0), X, "token", ())
+    assert least_lead(c.plain, X, 1, 0.675, "token") < -0.1
+    assert 0.2 < gate.certified < 0.5 * 0.675
+    assert gate.certified == pytest.approx(plain.certified)
+    assert gate.attacked == pytest.approx(plain.attacked)
+    assert gate.first_order == pytest.approx(plain.first_order)
+
+
+@pytest.mark.parametrize("change", [0.1, 1.0])
+def test_a_change_of_what_is_cut_off(change: float):
+    hidden, plain = (hs.certified_radius(f, X, change=change) for f in (lambda t: (t @ W).detach(), lambda t: t @ W))
+    assert hidden.certified == pytest.approx(plain.certified)
+    assert hidden.attacked == pytest.approx(plain.attacked)
+
+
+class _Block(torch.nn.Module):
+    """Attention, and a gate that gradients do not go through."""
+
+    def __init__(self, hide: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        self.up, self.hide = torch.nn.Linear(8, 8), hide
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0.1 * self.attention(x, x, x, need_weights=False)[0]
+        z = self.up(x)
+        gate = torch.sigmoid(4 * z)
+        return x + 3 * z * (gate.detach() if self.hide else gate)
+
+
+@pytest.mark.parametrize("within", [1e-3, 0.3])
+def test_the_slope_of_a_block_counts_what_is_cut_off(within: float):
+    x = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(1))
+    found = hs.load(_Block(True).eval()).measure(inputs=x, layer=0, map="block", within=within, steps=2)
+    plain = _Block(False).double().eval()
+    random, start = torch.Generator().manual_seed(2), x.double()
+    for share in (0.0, 1.0):
+        step = torch.randn(1, 3, 8, generator=random).double()
+        J = torch.autograd.functional.jacobian(plain, start + share * within * step / step.norm(dim=-1, keepdim=True))
+        assert float(torch.linalg.matrix_norm(J.reshape(24, 24), 2)) <= found.upper  # pyright: ignore[reportAttributeAccessIssue]
+    assert found.estimate.point is not None
+    J = torch.autograd.functional.jacobian(plain, found.estimate.point[None])
+    norm = float(torch.linalg.matrix_norm(J.reshape(24, 24), 2))  # pyright: ignore[reportAttributeAccessIssue]
+    assert found.lower == pytest.approx(norm, rel=1e-5)
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax of columns": lambda t: torch.softmax(t @ W, 0),
+    "softmax of an axis counted from the front": lambda t: torch.softmax(t @ W, 1),
+    "softmax in float32": lambda t: torch.softmax(t @ W, -1, dtype=torch.float32),
+    "addmm": lambda t: torch.addmm(X, t, W, alpha=3.0).tanh(),
+    "addmm of both": lambda t: torch.addmm(X, t, t.T, beta=2.0, alpha=3.0),
+    "baddbmm of both": lambda t: torch.baddbmm(X[None], t[None], t.T[None], beta=0.5, alpha=-2.0)[0],
+    "a difference with a factor": lambda t: torch.sub(t, t @ W, alpha=2.5).sigmoid(),
+    "a product with one row": lambda t: t * t[0],
+    "a product with a row of ones width": lambda t: (t[:, :1] * t[0, :1]).expand(-1, 2) + t,
+    "a copy in place": lambda t: t.clone().copy_(t.tanh()) + t,
+    "a tensor of it": lambda t: torch.tensor(t.detach()) @ W,
+    "float32 on the way": lambda t: (t.float() @ W.float()).tanh().double() + t,
+    "vmap": lambda t: torch.vmap(lambda r: torch.tanh(r) * 2)(t),
+    "relu with two kinks": lambda t: torch.relu(t) + 5 * torch.relu(t - 20),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("r", [1e-4, 0.1, 40.0])
+def test_operations_stay_within_their_expansion(name: str, r: float):
+    f = OPERATIONS[name]
+    room = 1e-5 if "float32" in name else 1e-12
+    for together in (True, False):
+        expanded = expand(record(f, X), X, together)
+        moved = expanded.at(torch.full((expanded.inputs,), r).double())
+        random = torch.Generator().manual_seed(0)
+        for _ in range(100):
+            step = torch.randn(2, 2, generator=random).double()
+            step = r * step / (step.norm() if together else step.norm(dim=-1, keepdim=True))
+            change = (f(X + step) - f(X)).double()
+            size = room * (1 + float(f(X + step).abs().max()))
+            assert bool(((change - moved.shift).abs() <= moved.spread * (1 + 1e-9) + size).all())
+            assert float(change.norm()) <= moved.total * (1 + 1e-9) + size
+
+
+def test_at_small_radii_an_expansion_is_tight():
+    """A wrong derivative would be too long or too short."""
+    for name in ("softmax of columns", "softmax of an axis counted from the front", "addmm of both", "a product with one row"):
+        f, r = OPERATIONS[name], 1e-7
+        moved = expand(record(f, X), X, True).at(torch.full((1,), r).double())
+        J = torch.autograd.functional.jacobian(f, X).reshape(4, 4)  # pyright: ignore[reportAttributeAccessIssue]
+        assert moved.total == pytest.approx(r * float(torch.linalg.matrix_norm(J, 2)), rel=1e-4)
+
+
+def test_a_derivative_through_detach_is_that_of_the_values():
+    f = record(lambda t: (t @ W).detach() * torch.tanh(t).data, X)
+    J = torch.autograd.functional.jacobian(f, X)
+    truth = torch.autograd.functional.jacobian(lambda t: (t @ W) * torch.tanh(t), X)
+    assert torch.allclose(J, truth)  # pyright: ignore[reportArgumentType]
+    slope = around_graph(Certified(f, X), Neighbourhood.of(X, 1e-9)).slope
+    assert slope >= float(torch.linalg.matrix_norm(truth.reshape(4, 4), 2))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_what_has_kinks_or_bends_far_out_is_not_known_by_its_values():
+    assert known_scalar(lambda t: torch.tanh(t) + torch.exp(t - 60)) is None
+    nodes = record(lambda t: torch.relu(t) + 5 * torch.relu(t - 20), X).nodes
+    assert sum(node.name == "relu" and node.scalar is not None for node in nodes) == 2
+    with pytest.raises(BadFunctionError, match="got clamp"):
+        record(lambda t: t * torch.rsqrt(t.square().mean(-1, keepdim=True).clamp(max=1e6) + 1e-5), X)
+
+
+def test_a_graph_is_compared_where_it_is_used():
+    state = {"calls": 0}
+
+    def other_later(t: Tensor) -> Tensor:
+        state["calls"] += 1
+        return t * (1.0 if state["calls"] == 1 else 1.1)
+
+    with pytest.raises(BadFunctionError, match="miss by"):
+        record(other_later, X)
+    with pytest.raises(BadFunctionError, match="miss by"):
+        record(lambda t: t * 1.0, X * 0, truth=lambda t: t * 2.0)  # at zero both agree
+    graph = record(torch.tanh, X)
+    check_agrees(graph, torch.tanh, [X, X + 100])
+    with pytest.raises(BadFunctionError, match="miss by"):
+        check_agrees(graph, lambda t: torch.where(t > 50, 2.0, torch.tanh(t)), [X, X + 100])
+
+
+def test_what_is_kept_for_the_next_call_is_refused():
+    kept: list[Tensor] = []
+
+    def f(t: Tensor) -> Tensor:
+        kept.append(t @ W)
+        return kept[0]
+
+    with pytest.raises(BadFunctionError, match="keeps nothing"):
+        record(f, X)
+    assert isinstance(kept[0], Placeholder)
+
+
+def test_a_layer_inside_a_function_is_refused_in_one_sentence():
+    layer = hs.Attention.from_matrices(torch.eye(2), torch.eye(2))
+    with pytest.raises(HowSmoothError, match="torch operations alone"):
+        hs.certified_radius(lambda t: layer(t.float()).mean(0), X)
+
+
+@pytest.mark.parametrize("limit", [1.0, 100.0])
+def test_memory_that_is_written_to_by_way_of_a_view(limit: float):
+    def through_a_view(t: Tensor) -> Tensor:
+        z = t * 2
+        z.view(-1).add_(z.new_zeros(1) + limit)
+        return z
+
+    def through_the_whole(t: Tensor) -> Tensor:
+        z = t * 2
+        first = z[0]
+        z.mul_(limit)
+        return z + first
+
+    for f in (through_a_view, through_the_whole):
+        with pytest.raises(BadFunctionError, match="a view that was written to"):
+            record(f, X)
+    kept = record(lambda t: (t * 2).view(-1).mul_(limit).reshape(2, 2), X)
+    assert torch.allclose(kept(X), 2 * limit * X)
