@@ -38,7 +38,7 @@ def _measure(n: int) -> dict[str, Any]:
     times.append(time.perf_counter())
     moved, operator, _ = solve_moving(attn, mu, Options())
     times.append(time.perf_counter())
-    split = block_norms(operator, above=moved.lower)
+    split = block_norms(operator, above=moved.value)
     times.append(time.perf_counter())
     push, move, own = (b - a for a, b in itertools.pairwise(times))
     return {
@@ -49,7 +49,7 @@ def _measure(n: int) -> dict[str, Any]:
         "extra peak GiB": (_peak() - before) / 2**30,
         "weights would take GiB": n * n * 4 / 2**30,
         "moving": moved.value,
-        "splitting": float(split.lower.max()),
+        "splitting": float(split.value.max()),
     }
 
 

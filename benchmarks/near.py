@@ -28,12 +28,12 @@ def run(quick: bool) -> list[dict[str, Any]]:
 def _demo(name: str, layer: hs.Attention, x: Tensor, shares: tuple[float, ...]) -> list[dict[str, Any]]:
     """Changes are relative to the constant at the input, which is measured to 1e-7."""
     x = x.double()
-    at, size = hs.lipschitz(layer, x, tol=1e-7).lower, float(x.norm(dim=-1).mean())
+    at, size = hs.lipschitz(layer, x, tol=1e-7).value, float(x.norm(dim=-1).mean())
     bounds, rows = AroundAttention(layer, x), []
     for share in shares:
         area = Neighbourhood.of(x, share * size)
         certified = bounds.within(area).slope
-        attained = hs.lipschitz(layer, x, within=share * size, tol=1e-7, steps=4).lower
+        attained = hs.lipschitz(layer, x, within=share * size, tol=1e-7, steps=4).value
         if not attained <= certified:
             raise WrongAnswerError(f"{name}, r = {share:g}|x|: {attained} is attained above the bound {certified}")
         ball = min(b.value for b in ball_bounds(layer, len(x), area.reach) if b.side == "upper" and b.value is not None)

@@ -1,5 +1,5 @@
-"""The norm of a Jacobian from a map and an input: choose a precision and a solver, solve, evaluate the lower end, widen the
-upper one. Everything the package says of a constant comes through here."""
+"""The norm of a Jacobian from a map and an input: choose a precision and a solver, solve, evaluate the value, and put both
+ends beside it. Everything the package says of a constant comes through here."""
 
 import hashlib
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic, doubled
-from howsmooth.maps.operator import Operator, Restricted, Weighted, drawn, stream
+from howsmooth.maps.operator import Operator, Restricted, Rounded, Weighted, drawn, stream
 from howsmooth.measures.measure import Measure
 from howsmooth.settings import number, seed_of, shown
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
@@ -26,6 +26,7 @@ _APART = 0.1  # share of the accuracy asked for that two precisions of a functio
 _MODERATE = 1e8  # squares of products between its inverse and this leave float32 no trouble
 _SAMPLED = 2**20  # entries of an input that its mark is made of
 BLIND = "rounding errors that do not depend on the random start"
+SMALL = "rounding errors that are small beside the product they are made in"
 
 Function = Map | Callable[[Tensor], Tensor]
 
@@ -65,7 +66,7 @@ class Options:
 
 
 class Solved(NamedTuple):
-    """One constant, the operator (of a batch of one) that its lower end was evaluated with, and `J v` of its direction `v`."""
+    """One constant, the operator (of a batch of one) that its value was evaluated with, and `J v` of its direction `v`."""
 
     estimate: Estimate
     operator: Operator
@@ -242,14 +243,17 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
             solutions, apart = None, [0.0] * len(seeds)  # two functions: the float64 one is meant
     if solutions is None:
         operator, solutions = precise, _in_double(solver, precise, options, seeds)
-    lowers, images = _attained(precise, solutions, exact=rigorous)
+    values, lowers, errors, images = _attained(precise, solutions)
     if rigorous and options.certify is None:
         _check_proved(solutions, lowers, options.tol)
     noise = 0.0 if dense or rigorous else operator.noise
-    uppers, certain = _uppers(solutions, lowers, noise, apart, precise)
+    if not dense and not rigorous:  # whose upper ends count the rounding of all products
+        apart = apart if errors is None else [a + error for a, error in zip(apart, errors, strict=True)]
+    uppers, certain = _uppers(solutions, values, noise, apart, precise)
     delta = solver.delta if isinstance(solver, GolubKahan) else 0.0
     estimates = Estimates(
         Estimate(
+            value=value,
             lower=lower,
             upper=upper,
             confidence=1.0 if sure else 1 - delta,
@@ -261,9 +265,9 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
             certify=options.certify,
             seed=seed,
             noise=noise,
-            assumes="" if dense or rigorous or sure else BLIND,
+            assumes=assumed(not (dense or rigorous or sure), errors is not None),
         )
-        for solution, lower, upper, sure, seed in zip(solutions, lowers, uppers, certain, seeds, strict=True)
+        for solution, value, lower, upper, sure, seed in zip(solutions, values, lowers, uppers, certain, seeds, strict=True)
     )
     return SolvedBatch(estimates, precise.operator if isinstance(precise, Restricted) else precise, images)
 
@@ -281,7 +285,7 @@ def _finer(operator: Operator, enough: Callable[[Operator], bool]) -> Operator:
 
 
 def _precise(operator: Operator, problem: _Problem) -> Operator:
-    """What `lower` is evaluated with: float64, or the finest products short of it where float64 is out of proportion."""
+    """What `value` is evaluated with: float64, or the finest products short of it where float64 is out of proportion."""
     if operator.dtype == torch.float64:
         return operator
     return _finer(operator, lambda _: False) if operator.heavy else problem.precise() or operator
@@ -318,35 +322,60 @@ def _in_double(solver: Solver, operator: Operator, options: Options, seeds: Sequ
             f"expected tol ≥ {operator.noise:.1e} and certify ≥ {8 * operator.noise:.1e}, got tol={tol}, "
             f"certify={certify}; the products of this map at this x carry no more digits in {operator.dtype}"
         )
-    if isinstance(solver, DenseSVD) or (isinstance(solver, GolubKahan) and solver.rigorous):
+    if isinstance(solver, DenseSVD):
         return solver.solve(operator, tol, certify, seeds)
     v = torch.stack([drawn(operator.in_shape, stream(seed, "size", operator.device)) for seed in seeds])[None]
     v = v.to(operator.device, operator.dtype)
     size = operator.jvp(v)[0].flatten(1).abs().amax(-1)
     size = torch.where(size > 0, size, 1.0)
+    if isinstance(solver, GolubKahan) and solver.rigorous:  # divided only if need be, and by a power of two, without rounding
+        if bool(((size > 1 / _MODERATE) & (size < _MODERATE)).all()):
+            return solver.solve(operator, tol, certify, seeds)
+        size = size.log2().round().exp2()
     rows = (1 / size).reshape(-1, *[1] * len(operator.out_shape))
     solutions = solver.solve(Weighted(operator, rows, torch.ones_like(v[0])), tol, certify, seeds)
     return [replace(s, value=s.value * c, upper=s.upper * c) for s, c in zip(solutions, size.tolist(), strict=True)]
 
 
-@torch.no_grad()
-def _attained(operator: Operator, solutions: list[Solution], exact: bool) -> tuple[list[float], Tensor]:
-    """`|J v|/|v|` for the directions `v`, less the error that the product may have; and `J v`.
+def assumed(blind: bool, proved: bool) -> str:
+    """What an interval assumes of rounding.  blind: for its upper end.  proved: nothing for its lower one."""
+    return "; ".join([BLIND] * blind + [SMALL] * (not proved))
 
-    exact: less all that is proved of it, where something is.
+
+class _Attained(NamedTuple):
+    """`|J v|/|v|` for directions `v` as evaluated, what is left of it whatever rounding did, how much that is, and `J v`.
+
+    errors: nothing where nothing is proved of them; then both numbers are less the noise of a product, no more.
     """
+
+    values: list[float]
+    lowers: list[float]
+    errors: list[float] | None
+    images: Tensor
+
+
+@torch.no_grad()
+def _attained(operator: Operator, solutions: list[Solution]) -> _Attained:
     v = torch.stack([s.direction for s in solutions])[None].to(operator.device, operator.dtype)
-    images = operator.jvp(v)
-    image = images.flatten(2)
+    product = operator.rounded(Rounded.exact(v))
+    image = product.vector.flatten(2)
     size = image.abs().amax(-1, keepdim=True)  # taken out, so that squares stay in range
     size = torch.where(size > 0, size, 1.0)
     lengths = (image / size).norm(dim=-1) / v.flatten(2).norm(dim=-1) * size[..., 0]
-    lowers = (1 - operator.noise) * lengths[0].double()
-    known = operator.rounding() if exact else None
-    if known is not None:
-        sums = 1 - 4 * (operator.in_size + operator.out_size) * torch.finfo(operator.dtype).eps
-        lowers = lowers * sums - known.error - known.fixed
-    return lowers.clamp_min(0.0).tolist(), images[0]
+    values = ((1 - operator.noise) * lengths[0].double()).clamp_min(0.0)
+    if product.off is None:
+        return _Attained(values.tolist(), values.tolist(), None, product.vector[0])
+
+    def length(t: Tensor) -> Tensor:
+        """Of rows first, then of what they make, so that sums are short."""
+        return t.double().norm(dim=-1).flatten(2).norm(dim=-1)[0]
+
+    sums = 4 * (sum(operator.in_shape) + sum(operator.out_shape)) * torch.finfo(torch.float64).eps
+    errors = (1 + sums) * (product.off.flatten(2).norm(dim=-1)[0] + torch.finfo(torch.float64).tiny) / length(v)
+    lowers = (1 - sums) * length(product.vector / size[..., None]) * size[0, :, 0].double() / length(v) - errors
+    lowers = torch.where(lowers > 0, lowers, 0.0).minimum(values)  # also where overflow leaves no number
+    errors = torch.where(errors.isfinite(), errors, torch.inf)
+    return _Attained(values.tolist(), lowers.tolist(), errors.tolist(), product.vector[0])
 
 
 def _check_proved(solutions: list[Solution], lowers: list[float], tol: float) -> None:
@@ -360,34 +389,36 @@ def _check_proved(solutions: list[Solution], lowers: list[float], tol: float) ->
 
 
 def _uppers(
-    solutions: list[Solution], lowers: list[float], noise: float, apart: list[float], precise: Operator
+    solutions: list[Solution], values: list[float], noise: float, apart: list[float], precise: Operator
 ) -> tuple[list[float], list[bool]]:
-    """Upper ends widened by what rounding explains and by what precisions are apart, and which of them are certain.
+    """Upper ends widened by what rounding explains and by what maps are apart, and which of them are certain.
 
     Where the certificate leaves an interval wide, the deterministic bound at a point stands in if it is smaller.
     """
     likely = [
-        max(low, s.upper * (1 + noise + (2 * abs(s.value - low) / low if noise and low else 0.0)) + more)
-        for s, low, more in zip(solutions, lowers, apart, strict=True)
+        max(value, s.upper * (1 + noise + (2 * abs(s.value - value) / value if noise and value else 0.0)) + more)
+        for s, value, more in zip(solutions, values, apart, strict=True)
     ]
-    likely = [up if up >= low else math.inf for up, low in zip(likely, lowers, strict=True)]  # nan is no bound
-    loose = any(up > _LOOSE * low for up, low in zip(likely, lowers, strict=True))
+    likely = [up if up >= value else math.inf for up, value in zip(likely, values, strict=True)]  # nan is no bound
+    loose = any(up > _LOOSE * value for up, value in zip(likely, values, strict=True))
     bound = operator_bound(precise.operator if isinstance(precise, Restricted) else precise) if loose else None
     sure = [math.inf] * len(likely) if bound is None else bound.tolist()
-    uppers = [max(low, min(a, b)) for low, a, b in zip(lowers, likely, sure, strict=True)]
+    uppers = [max(value, min(a, b)) for value, a, b in zip(values, likely, sure, strict=True)]
     return uppers, [b < a for a, b in zip(likely, sure, strict=True)]
 
 
 def _with_splitting(moved: Estimate, operator: Operator, measure: Measure, options: Options) -> Estimate:
     """The larger of moving atoms and of splitting one, Theorem 5.2. Directions are displacements of length one in `L²(μ)`."""
-    both = of_blocks(moved, operator, measure, above=moved.lower)
-    best = both.split if float(both.norms.max()) > moved.lower else moved
-    upper, status = max(best.lower, moved.upper, both.split.upper), moved.status
+    both = of_blocks(moved, operator, measure, above=moved.value)
+    best = both.split if float(both.norms.max()) > moved.value else moved
+    lower, status = max(moved.lower, both.split.lower), moved.status
+    upper = max(best.value, moved.upper, both.split.upper)
     if status != "dense" or both.split.confidence < 1:
-        status = _status(status != "step limit", best.lower, upper, options)
+        status = _status(status != "step limit", lower, upper, options)
     return replace(
         moved,
-        lower=best.lower,
+        value=best.value,
+        lower=lower,
         upper=upper,
         confidence=both.confidence,
         status=status,

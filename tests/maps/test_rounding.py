@@ -212,9 +212,10 @@ def test_a_composition_adds_its_parts():
     one, both = J.rounding(), Composed(J, J).rounding()
     assert one is not None
     assert both is not None
-    assert both.size == one.size**2
+    assert both.size >= one.size**2
     assert both.error > 2 * one.size * one.error
-    assert both.fixed == pytest.approx(2 * one.size * one.fixed)
+    assert both.fixed > 2 * one.size * one.fixed  # the outer one is linearised at what the inner one gives, which is rounded
+    assert both.moved > one.moved > 0
 
 
 def test_a_bound_that_is_too_small_is_caught():

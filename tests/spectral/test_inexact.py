@@ -44,7 +44,7 @@ class Inexact(Operator):
     def vjp(self, u):
         return self.jvp(u)
 
-    def rounding(self):
+    def rounding(self, moved=0.0):
         return Rounding(1.0, self.eta, 0.0)
 
     def select(self, items):

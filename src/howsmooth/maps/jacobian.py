@@ -17,8 +17,8 @@ from howsmooth.errors import BadFunctionError
 from howsmooth.kernels import AttentionKernel
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps.leading import led_to
-from howsmooth.maps.operator import Operator, drawn, inner, over_heads, stream
-from howsmooth.maps.rounding import attention_rounding, norm_rounding
+from howsmooth.maps.operator import Operator, Rounded, drawn, inner, over_heads, stream
+from howsmooth.maps.rounding import Point, attention_errors, attention_point, attention_rounding, norm_errors, norm_rounding
 
 if TYPE_CHECKING:
     from howsmooth.maps.attention import Attention
@@ -96,7 +96,10 @@ class AttentionJacobian(Operator):
 
     def vectors(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Directions of the tokens → those of queries, keys and values as attention takes them."""
-        dq, dk, dv = self.layer.project(v, with_bias=False)
+        return self._placed(*self.layer.project(v, with_bias=False))
+
+    def _placed(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Directions of projected tokens → those behind norms and phases."""
         dq = dq if self.q_slope is None else over_heads(self.q_slope.jvp, dq, self.q_slope.in_shape[-1])
         dk = dk if self.k_slope is None else over_heads(self.k_slope.jvp, dk, self.k_slope.in_shape[-1])
         if (rotary := self.layer.rotary) is not None:
@@ -155,9 +158,31 @@ class AttentionJacobian(Operator):
         outward = w_o.unflatten(1, (layer.heads, -1)).transpose(0, 1)
         return self.vjp(led_to(outward, inward, seeds)[None, :, None].expand(1, self.batch, *self.out_shape))[0]
 
+    @functools.cached_property
+    def _here(self) -> Point | None:
+        """What rounding has done to the point, where tokens are exact."""
+        return attention_point(self, torch.zeros(self.batch, dtype=torch.float64, device=self.device))
+
+    def _point(self, moved: Tensor) -> Point | None:
+        return attention_point(self, moved) if bool(moved.any()) else self._here
+
     @torch.no_grad()
-    def rounding(self):
-        return attention_rounding(self)
+    def rounding(self, moved=0.0):
+        point = self._point(torch.full((self.batch,), moved, dtype=torch.float64, device=self.device))
+        return None if point is None else attention_rounding(self, point)
+
+    @torch.no_grad()
+    def rounded(self, v):
+        w_o = self.layer.w_o
+        with float32_products(coarse=self.coarse):
+            projected = self.layer.project(v.vector, with_bias=False)
+            vectors = self._placed(*projected)
+            t = self.layer.concat(self.kernel.jvp(*vectors))
+            image = t if w_o is None else t @ w_o.mT
+        point = None if v.moved is None else self._point(v.moved)
+        if point is None or v.off is None:
+            return Rounded(image, None, None)
+        return Rounded(image, attention_errors(self, point, (v.vector, v.off), projected, vectors, t), point.moved)
 
     def select(self, items):
         layer = self.layer
@@ -174,7 +199,8 @@ class AttentionJacobian(Operator):
 class NormJacobian(Operator):
     """`diag(α) (I − u uᵀ/d) C / s` token by token, `u` the normalised token, `C` the centring.
 
-    `u` is centred, so `C` may come last in the product and first in its transpose. `offset` is the largest `|mean x|/s`.
+    `u` is centred, so `C` may come last in the product and first in its transpose. `offset` is the largest `|mean x|/s` of
+    every item.
     """
 
     def __init__(
@@ -182,7 +208,7 @@ class NormJacobian(Operator):
         norm: "LayerNorm | RMSNorm",
         unit: Float[Tensor, "batch *axes d"],
         scale: Float[Tensor, "batch *axes 1"],
-        offset: Float[Tensor, ""],
+        offset: Float[Tensor, " batch"],
     ):
         self.norm, self.unit, self.scale, self.offset = norm, unit, scale, offset
         self.batch = unit.shape[0]
@@ -195,11 +221,14 @@ class NormJacobian(Operator):
     def vjp(self, u):
         return self._project(self.norm.weight * u)
 
-    def rounding(self):
-        return norm_rounding(self)
+    def rounding(self, moved=0.0):
+        return norm_rounding(self, moved)
+
+    def rounded(self, v):
+        return Rounded(self.jvp(v.vector), *norm_errors(self, v))
 
     def select(self, items):
-        return NormJacobian(self.norm, self.unit[items], self.scale[items], self.offset)
+        return NormJacobian(self.norm, self.unit[items], self.scale[items], self.offset[items])
 
     def _project(self, v: Tensor) -> Tensor:
         along = (self.unit * v).mean(-1, keepdim=True)

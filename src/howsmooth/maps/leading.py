@@ -15,7 +15,7 @@ def led_to(
     outward: Float[Tensor, "heads d_out d_v"], inward: Float[Tensor, "heads d_v d"], seeds: Sequence[int]
 ) -> Float[Tensor, "batch d_out"]:
     """Unit output directions that values reach most, one for each seed: the top output of `Σ_h Wₒ^h W_v^h`, by Lanczos."""
-    a, b = outward.transpose(0, 1).flatten(1), inward.flatten(0, 1)
+    a, b = (_moderate(w) for w in (outward.transpose(0, 1).flatten(1), inward.flatten(0, 1)))
     own = {seed: i for i, seed in enumerate(dict.fromkeys(seeds))}  # items of one seed share a start
     u = torch.stack([torch.randn(b.shape[1], generator=stream(seed, "guess")) for seed in own]).to(b)[:, None]
     basis = u[:, :0]
@@ -28,3 +28,9 @@ def led_to(
     images = (basis @ b.mT) @ a.mT
     _, vectors = torch.linalg.eigh(images @ images.mT)
     return unit_rows((vectors[:, :, -1:].mT @ images)[:, 0])[[own[seed] for seed in seeds]]
+
+
+def _moderate(w: Tensor) -> Tensor:
+    """The same directions from numbers whose products stay in range."""
+    size = float(w.abs().max())
+    return w / size if size and not 1e-6 < size < 1e6 else w

@@ -75,7 +75,7 @@ class _Norm(Map):
         if not bool(scale.isfinite().all()):
             raise BadInputError(f"expected tokens whose squares stay in the range of {x.dtype}, got larger ones; use float64")
         unit = centered / scale
-        offset = ((x - centered).abs().amax(-1, keepdim=True) / scale).max()
+        offset = ((x - centered).abs().amax(-1, keepdim=True) / scale).flatten(1).amax(-1)
         jacobian = NormJacobian(norm, unit, scale, offset)  # pyright: ignore[reportArgumentType]  a LayerNorm or an RMSNorm
         return norm.value(x), jacobian
 

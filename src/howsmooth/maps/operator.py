@@ -20,12 +20,30 @@ class Rounding(NamedTuple):
     Weights, means and slopes are computed once, so products are those of a fixed map `J̃` beside `J`, up to rounding.
 
     size: bounds `|J|` and `|J̃|`.  error: how far a computed product with a unit vector is off that of `J̃`, either way.
-    fixed: `|J̃ − J|`.
+    fixed: `|J̃ − J|`.  moved: how far a row of the map's value is off, which is the point of the next map.
     """
 
     size: float
     error: float
     fixed: float
+    moved: float = math.inf
+
+
+class Rounded(NamedTuple):
+    """A vector as it was computed, and what rounding has done to it at most (docs/explanation/theory.md, Proposition 2.7).
+
+    off: how far each row is off the exact one.  moved: how far a row of the point is off that the next map is linearised at.
+    None where nothing is proved.
+    """
+
+    vector: Float[Tensor, "probes batch *shape"]
+    off: Float[Tensor, "probes batch *rows"] | None
+    moved: Float[Tensor, " batch"] | None
+
+    @classmethod
+    def exact(cls, v: Float[Tensor, "probes batch *shape"]) -> "Rounded":
+        """A vector that is what it is, at a point that is given."""
+        return cls(v, v.new_zeros(v.shape[:-1], dtype=torch.float64), v.new_zeros(v.shape[1], dtype=torch.float64))
 
 
 class Operator(ABC):
@@ -62,9 +80,13 @@ class Operator(ABC):
         """
         return None
 
-    def rounding(self) -> Rounding | None:
-        """What is proved of the rounding of products, or nothing."""
+    def rounding(self, moved: float = 0.0) -> Rounding | None:
+        """What is proved of the rounding of all products, or nothing.  moved: how far a row of the point is off."""
         return None
+
+    def rounded(self, v: Rounded) -> Rounded:
+        """`J v` with what is proved of its rounding, which for one vector is quick to know and less than for all."""
+        return Rounded(self.jvp(v.vector), None, None)
 
     def select(self, items: Tensor) -> "Operator":
         """The maps of some items of the batch. Subclasses that can, do the work of those items only."""
@@ -163,8 +185,8 @@ class Around(Operator):
         operator = self.operator.refined()
         return None if operator is None else self.around(operator)
 
-    def rounding(self):
-        return self.operator.rounding()
+    def rounding(self, moved=0.0):
+        return self.operator.rounding(moved)
 
 
 @final
@@ -233,12 +255,16 @@ class Composed(Operator):
         outer = self.outer.guess(seeds)
         return None if outer is None else self.inner.vjp(outer[None])[0]
 
-    def rounding(self):
-        outer, inner = self.outer.rounding(), self.inner.rounding()
+    def rounding(self, moved=0.0):
+        inner = self.inner.rounding(moved)
+        outer = None if inner is None else self.outer.rounding(inner.moved)
         if outer is None or inner is None:
             return None
         error = outer.size * inner.error + outer.error * inner.size + outer.error * inner.error
-        return Rounding(outer.size * inner.size, error, outer.size * inner.fixed + outer.fixed * inner.size)
+        return Rounding(outer.size * inner.size, error, outer.size * inner.fixed + outer.fixed * inner.size, outer.moved)
+
+    def rounded(self, v):
+        return self.outer.rounded(self.inner.rounded(v))
 
     def select(self, items):
         return Composed(self.outer.select(items), self.inner.select(items))
@@ -272,13 +298,23 @@ class Weighted(Around):
     def vjp(self, u):
         return self._cols * self.operator.vjp(self._rows * u)
 
-    def rounding(self):
-        own = self.operator.rounding()
+    def rounding(self, moved=0.0):
+        own = self.operator.rounding(moved)
         if own is None:
             return None
         gain = float(self._rows.abs().max()) * float(self._cols.abs().max())
         error = own.error + 2 * torch.finfo(self.dtype).eps * (own.size + own.error)
-        return Rounding(gain * own.size, gain * error, gain * own.fixed)
+        return Rounding(gain * own.size, gain * error, gain * own.fixed, own.moved)
+
+    def rounded(self, v):
+        units = 4 * torch.finfo(self.dtype).eps  # of a weight and of a product with it
+
+        def weighted(t: Rounded, weights: Tensor) -> Rounded:
+            vector = weights * t.vector
+            off = None if t.off is None else (1 + units) * weights.abs().amax(-1) * t.off + units * vector.double().norm(dim=-1)
+            return t._replace(vector=vector, off=off)
+
+        return weighted(self.operator.rounded(weighted(v, self._cols)), self._rows)
 
     def guess(self, seeds):
         """The operator's own, weighted: exact too where the operator has rank one."""
@@ -318,6 +354,12 @@ class Restricted(Around):
 
     def vjp(self, u):
         return self._gather(self.operator.vjp(u))
+
+    def rounded(self, v):
+        off = v.off
+        if off is not None:
+            off = off.new_zeros(*off.shape[:-1], self.operator.in_shape[0]).index_copy_(-1, self.tokens, off)
+        return self.operator.rounded(Rounded(self.spread(v.vector), off, v.moved))
 
     def gram(self, v):
         product, energy = self.operator.gram(self.spread(v))

@@ -72,7 +72,7 @@ def find_near(
     gained = climb.trace[-1] - climb.trace[0]
     late = climb.trace[-1] - climb.trace[-1 - len(climb.trace) // 3]
     settled = here.status != "step limit" and steps > 0 and late <= max(_SETTLED * gained, options.tol * climb.trace[-1])
-    if there.lower > here.lower:
+    if there.value > here.value:
         return Found(there, whole_point, settled)
     return Found(here, neighbourhood.point, settled)
 

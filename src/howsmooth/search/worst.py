@@ -29,7 +29,7 @@ _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the
 @final
 @dataclass(frozen=True, eq=False)
 class WorstCase:
-    """The worst input found: a lower bound on the constant over the set, attained by `tokens`.
+    """The worst input found: the constant over the set is at least `estimate.lower`, and `value` is attained by `tokens`.
 
     tokens: where the layer is.  estimate: `L` there, from both sides.  start: where the climb began; began: `L` there.
     trace: the best `L` of all starts, first at the starts, then after each step.  best_configuration: the best `L` among the

@@ -38,21 +38,24 @@ class Solver(Protocol):
 class Estimate:
     """`lower ≤ ‖J‖₂ ≤ upper`.
 
-    lower: `|J direction| / |direction|`, evaluated in `precision`: attained, so never above the norm.
+    value: `|J direction| / |direction|`, evaluated in `precision`: attained, up to the rounding of one product.
+    lower: what is proved of it, whatever that rounding did; `value` itself where nothing is proved of rounding (`assumes`).
     upper: holds with probability `confidence` over the random start (1.0 from a dense decomposition or a theorem).
-    assumes: what that rests on beside the start: nothing for a dense or a rigorous answer, else that rounding errors do not
-    know the start (docs/explanation/theory.md §2).
+    assumes: what both ends rest on beside the start (docs/explanation/theory.md §2): `upper` on rounding errors that do not
+    know the start, unless it is dense, rigorous or a theorem's; `lower` on nothing for softmax attention and norms, else on
+    rounding errors that are small beside the product.
     status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (the run has settled to
     `tol`: a larger value was looked for and not seen, the interval may be wide), `step limit` (neither; `lower` and `upper`
     still hold).
     direction: the input direction that is stretched most, the shape of one input.  steps: products with `J` and with `Jᵀ`.
     note: what happened, in a sentence.
-    point: where `lower` is attained, for the largest constant over a neighbourhood; nothing at an input.  around: what the
+    point: where `value` is attained, for the largest constant over a neighbourhood; nothing at an input.  around: what the
     upper end over a neighbourhood is made of.
     split: of a measure, whether the largest stretch takes splitting an atom: half of it moves along its row of `direction`,
     half against it, and all other rows are zero.
     """
 
+    value: float
     lower: float
     upper: float
     confidence: float
@@ -70,11 +73,6 @@ class Estimate:
     around: str = ""
 
     @property
-    def value(self) -> float:
-        """The estimate itself: `lower`."""
-        return self.lower
-
-    @property
     def width(self) -> float:
         """Relative width of the interval, `upper/lower − 1`."""
         if self.lower == 0:
@@ -86,7 +84,7 @@ class Estimate:
         """What happened, and which argument changes it."""
         if self.point is not None:
             upper = self.around or "that at the input"
-            return f"The lower end is attained at point; the upper end is made of {upper}. {self._search_note}"
+            return f"The value is attained at point; the upper end is made of {upper}. {self._search_note}"
         if self.status == "dense":
             return "The Jacobian was formed and decomposed, so both ends are exact to rounding."
         asked = "tol" if self.certify is None else "certify"
@@ -94,8 +92,13 @@ class Estimate:
             return f"The interval is {self.width:.2g} wide relative to its lower end, as narrow as {asked} asks."
         if self.status == "converged":
             return (
-                f"The lower end has settled to tol={self.tol:g}; the interval is {self.width:.2g} wide relative to it, "
+                f"The value has settled to tol={self.tol:g}; the interval is {self.width:.2g} wide relative to its lower end, "
                 "and certify=0.02 would narrow it to 2 %."
+            )
+        if self.value - self.lower > 0.5 * (self.tol if self.certify is None else self.certify) * self.value:
+            return (
+                f"Rounding alone leaves the interval wider than {asked} asks; both ends hold all the same. Terms of this map "
+                f"cancel here, or its logits are large: raise {asked}."
             )
         return (
             f"{self.steps} steps were not enough for {asked}={self.tol if self.certify is None else self.certify:g}; both ends "
@@ -104,17 +107,17 @@ class Estimate:
 
     @property
     def _search_note(self) -> str:
-        """What became of the search for the lower end."""
+        """What became of the search for the value."""
         if self.status == "certified":
             return f"The interval is {self.width:.2g} wide relative to its lower end, as narrow as was asked."
         if self.status == "converged":
-            return "The search for the lower end has settled."
-        return "The search for the lower end stopped while it still gained; raise steps."
+            return "The search for the value has settled."
+        return "The search for the value stopped while it still gained; raise steps."
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON; the direction and the point are left out."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("direction", "point")}
-        return {"value": self.value, **plain, "note": self.note}
+        return {**plain, "note": self.note}
 
     def __str__(self) -> str:
         sure = "certain" if self.confidence == 1 else f"probability {self.confidence:.9g}"
@@ -136,7 +139,7 @@ class Estimates(tuple[Estimate, ...]):
 
     @property
     def value(self) -> Float[Tensor, " batch"]:
-        return self.lower
+        return torch.tensor([e.value for e in self], dtype=torch.float64)
 
     @property
     def lower(self) -> Float[Tensor, " batch"]:

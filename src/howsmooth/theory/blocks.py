@@ -33,8 +33,13 @@ _WIDTH, _DELTA = 0.02, 1e-6  # where blocks are too wide to decompose: the inter
 
 
 class BlockNorms(NamedTuple):
-    """`lower_i ≤ ‖S_i‖ ≤ upper_i`, float64; confidence: with which all upper ends hold together, 1 where decomposed."""
+    """`lower_i ≤ ‖S_i‖ ≤ upper_i`, float64.
 
+    value: what is attained, as evaluated.  lower: less what rounding explains.  confidence: with which all upper ends hold
+    together, 1 where decomposed.
+    """
+
+    value: Float[Tensor, "batch n"]
     lower: Float[Tensor, "batch n"]
     upper: Float[Tensor, "batch n"]
     confidence: float
@@ -52,7 +57,7 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
     batch, n = sizes.bound.shape
     d, d_out = operator.in_shape[-1], operator.out_shape[-1]
     dense = min(d, d_out) <= _DENSE
-    lower, upper = torch.zeros_like(sizes.bound), sizes.bound.clone()
+    value, lower, upper = torch.zeros_like(sizes.bound), torch.zeros_like(sizes.bound), sizes.bound.clone()
     step = max(1, _NUMBERS.get(operator.device.type, _NUMBERS["cpu"]) // (batch * (d * d_out if dense else _BASIS * d)))
     used = False
     for start in range(0, n, step):
@@ -71,9 +76,9 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
             solutions = GolubKahan(delta=_DELTA / (batch * n)).solve(blocks, 0.1 * _WIDTH, _WIDTH, [0] * blocks.batch)
             low, high = size.new_tensor([(s.value, s.upper) for s in solutions]).T.unflatten(1, (batch, -1))
             used = True
-        lower[:, rows] = low
+        value[:, rows], lower[:, rows] = low, (low - slack).clamp_min(0.0)
         upper[:, rows] = torch.fmin(torch.maximum(high + slack, low), torch.maximum(size, low))
-    return BlockNorms(lower, no_nan(upper), 1 - _DELTA if used else 1.0)
+    return BlockNorms(value, lower, no_nan(upper), 1 - _DELTA if used else 1.0)
 
 
 @torch.no_grad()
@@ -96,7 +101,7 @@ def splitting_blocks(operator: Operator, rows: slice) -> Operator:
         return Composed(splitting_blocks(operator.outer, rows), splitting_blocks(operator.inner, rows))
     if isinstance(operator, NormJacobian):
         unit, scale = (t[:, rows].flatten(0, 1)[:, None] for t in (operator.unit, operator.scale))
-        return NormJacobian(operator.norm, unit, scale, operator.offset)
+        return NormJacobian(operator.norm, unit, scale, operator.offset.repeat_interleave(len(unit) // operator.batch))
     if isinstance(operator, AtomJacobian):
         return FormedBlocks(_formed(operator)[:, rows].flatten(0, 1))
     attention = _attention(operator)
@@ -273,7 +278,7 @@ def _norm_at(operator: AttentionJacobian, rows: slice) -> NormJacobian | None:
         return None
     unit, scale = (t[:, None] if t.ndim == 3 else t for t in (slope.unit, slope.scale))  # (batch, heads or 1, n, ·)
     unit, scale = (t[:, :, rows].transpose(1, 2).flatten(0, 1)[:, None] for t in (unit, scale))
-    return NormJacobian(slope.norm, unit, scale, slope.offset)
+    return NormJacobian(slope.norm, unit, scale, slope.offset.repeat_interleave(len(unit) // slope.batch))
 
 
 def _through_queries(operator: AttentionJacobian, rows: slice) -> Float[Tensor, "batch rows heads d_v d_h"]:

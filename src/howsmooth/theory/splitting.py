@@ -84,16 +84,17 @@ def of_blocks(moved: Estimate, operator: Operator, mu: Measure, above: float = 0
     moved: the constant of moving the atoms of `mu`.  operator: what it is the norm of.  above: as for `block_norms`.
     """
     norms = block_norms(operator, above)
-    token = int(norms.lower[0].argmax())
-    along, lower = block_direction(operator, token)
+    token = int(norms.value[0].argmax())
+    along, value = block_direction(operator, token)
+    lower = min(value, float(norms.lower.max()))
     direction = torch.zeros_like(moved.direction)
     direction[token] = along / float(mu.mass[token]) ** 0.5
-    upper = max(lower, float(norms.upper.max()))
+    upper = max(value, float(norms.upper.max()))
     narrow = "certified" if upper <= lower * (1 + (moved.certify or moved.tol)) else "converged"
     status = "dense" if norms.confidence == 1 else narrow
-    split = replace(moved, lower=lower, upper=upper, confidence=norms.confidence, status=status, direction=direction)
-    split = replace(split, steps=0, precision="float64", noise=0.0, split=True)  # blocks are formed, not multiplied
-    return Splitting(moved, split, token, along, norms.lower[0])
+    split = replace(moved, value=value, lower=lower, upper=upper, confidence=norms.confidence, status=status, split=True)
+    split = replace(split, direction=direction, steps=0, precision="float64", noise=0.0)  # blocks are formed, not multiplied
+    return Splitting(moved, split, token, along, norms.value[0])
 
 
 Function = Callable[[Tensor], Tensor]
@@ -120,8 +121,8 @@ def of_halves(moved: Estimate, split: Estimate, jacobian: Operator) -> Splitting
     token = int(norms.argmax())
     direction = torch.zeros_like(split.direction)
     direction[token] = directions[token].to(direction)
-    lower = max(split.lower, float(norms[token]))
-    split = replace(split, lower=lower, upper=max(split.upper, lower), direction=direction, split=True)
+    value, lower = max(split.value, float(norms[token])), max(split.lower, (1 - jacobian.noise) * float(norms[token]))
+    split = replace(split, value=value, lower=lower, upper=max(split.upper, value), direction=direction, split=True)
     return Splitting(moved, split, token, directions[token], norms)
 
 
