@@ -17,6 +17,7 @@ FLOORS = (
     "measures",
     "maps",
     "spectral",
+    "program",
     "theory",
     "solve",
     "search",
@@ -29,7 +30,7 @@ FLOORS = (
     "paper",
     "cli",
 )
-NUMERICS = {"errors", "settings", "kernels", "maps", "spectral", "theory", "solve"}
+NUMERICS = {"errors", "settings", "kernels", "maps", "spectral", "program", "theory", "solve"}
 NUMERICS_MAY_IMPORT = {"torch", "jaxtyping", "triton", "scipy"} | sys.stdlib_module_names
 HEAVY = ("triton", "transformers", "ot", "pandas", "matplotlib", "plotly", "ray", "scipy")
 

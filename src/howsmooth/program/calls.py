@@ -1,0 +1,136 @@
+"""Where a recorded run attends: torch's own calls, and attention written out as product, weights, product."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from howsmooth.program.flow import Flow
+from howsmooth.program.nodes import is_float, name, shape
+from howsmooth.program.operations import LOGITS, MATRIX, PRODUCT, WEIGHTS
+
+WHOLE = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One call of attention: what its logits and its values are made of, and what it gives.
+
+    queries, keys: the operands of the products that make the logits.  weights, products: the nodes that make weights of logits,
+    and logits of queries and keys; none where the call is one operation.
+    """
+
+    queries: tuple[Node, ...]
+    keys: tuple[Node, ...]
+    values: tuple[Node, ...]
+    output: Node
+    weights: tuple[Node, ...] = ()
+    products: tuple[Node, ...] = ()
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        return (*self.queries, *self.keys, *self.values)
+
+    def __or__(self, other: "AttentionCall") -> "AttentionCall":
+        """Two sets of weights that one product applies to values, as one call."""
+
+        def both(a: tuple[Node, ...], b: tuple[Node, ...]) -> tuple[Node, ...]:
+            return tuple(dict.fromkeys((*a, *b)))
+
+        return AttentionCall(
+            both(self.queries, other.queries),
+            both(self.keys, other.keys),
+            both(self.values, other.values),
+            self.output,
+            both(self.weights, other.weights),
+            both(self.products, other.products),
+        )
+
+
+def whole_call(n: Node) -> AttentionCall:
+    """A call of torch's own function."""
+    q, k, v = n.args[:3]
+    assert isinstance(q, Node)
+    assert isinstance(k, Node)
+    assert isinstance(v, Node)
+    return AttentionCall((q,), (k,), (v,), n)
+
+
+def find_calls(flow: Flow) -> list[AttentionCall]:
+    """Every call of attention that is live, in order."""
+    found: dict[Node, AttentionCall] = {}
+    for n in flow.nodes:
+        if n.op != "call_function" or not flow.live(n):
+            continue
+        if name(n) == WHOLE:
+            found[n] = whole_call(n)
+        elif name(n) in WEIGHTS:
+            for call in _written_out(flow, n):
+                found[call.output] = found[call.output] | call if call.output in found else call
+    return sorted(found.values(), key=lambda call: flow.index[call.output])
+
+
+def _written_out(flow: Flow, weights: Node) -> Iterator[AttentionCall]:
+    """The attention whose weights a node makes."""
+    products = _products_behind(flow, weights)
+    if not products:
+        return
+    queries, keys = (tuple(dict.fromkeys(side)) for side in zip(*(_factors(flow, p) for p in products), strict=True))
+    for output, values in _applied(flow, weights):
+        yield AttentionCall(queries, keys, (values,), output, (weights,), tuple(products))
+
+
+def _factors(flow: Flow, n: Node) -> list[Node]:
+    """The two live operands of a product; fewer where it is none."""
+    if name(n) not in PRODUCT:
+        return []
+    given = n.args[1] if name(n) == "einsum" else n.args[1:3] if name(n) in ("baddbmm", "addbmm", "addmm") else n.args[:2]
+    assert isinstance(given, list | tuple)
+    return [m for m in given if isinstance(m, Node) and flow.live(m)]
+
+
+def _products_behind(flow: Flow, weights: Node) -> list[Node]:
+    """The products of two live tensors that the logits are made of."""
+    todo, visited, found = flow.feeds(weights), set[Node](), []
+    while todo:
+        n = todo.pop()
+        if n in visited:
+            continue
+        visited.add(n)
+        if len(_factors(flow, n)) == 2:
+            found.append(n)
+        elif name(n) in LOGITS or (name(n) in MATRIX and _mixes_heads(flow, n)):
+            todo += flow.feeds(n)
+    size = shape(weights)
+    if size is None or len(size) < 2:
+        return []
+    return [p for p in sorted(found, key=flow.index.__getitem__) if len(shape(p) or ()) >= 2]
+
+
+def _mixes_heads(flow: Flow, n: Node) -> bool:
+    """Whether a matrix is small beside what it is applied to, as one that mixes heads is."""
+    live = flow.feeds(n)
+    others = [m for m in n.all_input_nodes if m not in live and is_float(m)]
+    if len(live) != 1 or not others:
+        return False
+    size, matrix = shape(live[0]) or (), shape(others[0]) or ()
+    if not matrix or len(size) < 3:
+        return False
+    return max(matrix) <= max(size[:-2]) or (len(size) >= 4 and matrix[-1] == size[-1])
+
+
+def _applied(flow: Flow, weights: Node) -> Iterator[tuple[Node, Node]]:
+    """The products of the weights with something live that is not made of them, and that something."""
+    own = flow.down(weights)
+    todo, visited = [weights], set[Node]()
+    while todo:
+        for u in todo.pop().users:
+            if u in visited or not flow.live(u):
+                continue
+            visited.add(u)
+            factors = _factors(flow, u)
+            others = [m for m in factors if not own & flow.bit(m)]
+            if len(factors) == 2 and others:
+                yield u, others[0]
+            elif name(u) in LOGITS or (name(u) in MATRIX and _mixes_heads(flow, u)):
+                todo.append(u)

@@ -1,0 +1,195 @@
+"""Which nodes a named map of a layer begins and ends at."""
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from howsmooth.errors import BadInputError
+from howsmooth.program.calls import AttentionCall
+from howsmooth.program.flow import Flow
+from howsmooth.program.layers import Layer, Layers
+from howsmooth.program.nodes import name, shape
+from howsmooth.program.operations import MATRIX, PARTS, SHAPE
+from howsmooth.program.sites import AttentionSites, Group
+from howsmooth.program.streams import every_stream
+
+_SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
+MAPS = ("attention", "heads", "normed", "block", "update", "cross", "context", "model")
+
+
+@dataclass(frozen=True, eq=False)
+class Ends:
+    """Where a map begins and ends; several nodes are one input, or output, of stacked parts.
+
+    flow: what moves with the input.  less: the input is taken off, as a block's residual path is.  through: nodes that all ways
+    lead through; what the input reaches otherwise stays as it is.
+    """
+
+    enter: tuple[Node, ...]
+    leave: tuple[Node, ...]
+    flow: Flow
+    less: bool = False
+    through: tuple[Node, ...] = ()
+
+    def one_stream(self, stream: int | None) -> "Ends":
+        """The ends of one stream of several."""
+        if stream is None:
+            return self
+        if len(self.enter) < 2 or len(self.leave) != len(self.enter) or not 0 <= stream < len(self.enter):
+            raise BadInputError(f"expected stream=None, or one of several streams, got {stream} of {len(self.enter)}")
+        return Ends(self.enter[stream : stream + 1], self.leave[stream : stream + 1], self.flow, self.less)
+
+
+def ends_of(
+    layers: Layers,
+    layer: int,
+    map: str = "attention",
+    *,
+    to: int | str | None = None,
+    stream: int | None = None,
+    call: int | None = None,
+) -> Ends:
+    """Where a map of a layer begins and ends; with `to`, from what enters a layer to what leaves a later one.
+
+    to: a layer, "final" for the last one, "logits" for what the module returns.  stream: one of those that attention joins.
+    call: which attention of a block that attends several times; the first by default.
+    """
+    if map not in MAPS:
+        raise BadInputError(f"expected a map among {', '.join(MAPS)}, got {map!r}; name one of them")
+    count = len(layers.found)
+    if not count:
+        raise BadInputError("expected a module with attention or with a list of blocks, got none; measure the function itself")
+    if not 0 <= layer < count:
+        raise BadInputError(f"expected a layer from 0 to {count - 1}, got {layer}; there is no other")
+    at = layers.found[layer]
+    if to is not None:
+        return _span(layers, layer, to).one_stream(stream)
+    if map == "model":
+        return _model(layers).one_stream(stream)
+    if map in ("block", "update"):
+        enter, leave = _block(layers, at)
+        if map == "update" and [shape(n) for n in enter] != [shape(n) for n in leave]:
+            raise BadInputError(
+                "expected a block that keeps the shape of its tokens, got one that changes it; measure map='block'"
+            )
+        return Ends(enter, leave, layers.flow, map == "update").one_stream(stream)
+    if map in ("cross", "context"):
+        return _cross(layers, at, map, call or 0)
+    if not 0 <= (call or 0) < len(at.groups):
+        raise BadInputError(
+            f"expected a layer with softmax attention of its own tokens, calls from 0 to {len(at.groups) - 1}, got layer "
+            f"{layer} and call {call or 0}; measure map='block'"
+        )
+    group = at.groups[call or 0]
+    enter, leave = group.enter, _leaves(layers.attention, group, heads=map == "heads")
+    if map == "normed":
+        enter = _block(layers, at)[0]
+        if enter == group.enter:
+            raise BadInputError(
+                "expected a block that normalises before it attends, got one that does not; measure map='attention'"
+            )
+    return Ends(enter, leave, layers.flow).one_stream(stream)
+
+
+def _span(layers: Layers, layer: int, to: int | str) -> Ends:
+    found, flow = layers.found, layers.flow
+    enter = _block(layers, found[layer])[0]
+    if to == "logits":
+        behind = tuple(n for n in flow.outputs if n not in layers.ends and flow.up(n) & flow.bits(layers.ends))
+        return Ends(enter, behind or layers.ends, flow)
+    last = len(found) - 1 if to == "final" else to
+    if not isinstance(last, int) or not layer <= last < len(found):
+        raise BadInputError(
+            f"expected to from {layer} to {len(found) - 1}, 'final' or 'logits', got {to!r}; name a later layer"
+        )
+    return Ends(enter, _block(layers, found[last])[1], flow)
+
+
+def _model(layers: Layers) -> Ends:
+    """From what enters the first block to the last node of the width of the last one, behind the final norm."""
+    if any(shape(n) == () for n in layers.flow.outputs):
+        raise BadInputError(
+            "expected a module that returns its tokens, got one that returns a single number too; leave labels out"
+        )
+    enter, (last, *more) = _block(layers, layers.found[0])[0], _block(layers, layers.found[-1])[1]
+    if more:
+        return Ends(enter, layers.ends, layers.flow)
+    index, size = layers.flow.index, (shape(last) or ())[-2:]
+    behind = [w for w in layers.waists if index[w] >= index[last] and (shape(w) or ())[-2:] == size]
+    return Ends(enter, tuple(behind[-1:]) or (last,), layers.flow)
+
+
+def _block(layers: Layers, layer: Layer) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Where a block begins and ends, stream by stream."""
+    if not layer.groups or len(layer.groups[0].enter) == 1:
+        enter, leave = layers.block(layer)
+        return (enter,), (leave,)
+    flow = layers.flow
+    inside = {n for n in flow.nodes if flow.live(n) and n.op != "output" and layer.holds(n)}
+    entering = sorted({m for n in inside for m in flow.feeds(n)} - inside, key=flow.index.__getitem__)
+    left: dict[Node, list[Node]] = {n: [] for n in entering}
+    for n in sorted(inside, key=flow.index.__getitem__):
+        users = [u for u in n.users if u.op == "output" or flow.live(u)]
+        if not users or n in flow.outputs or any(u not in inside for u in users):
+            for e in entering:
+                if layers.attention.near(n) & flow.bit(e):
+                    left[e].append(n)
+    given = [n for part in left.values() for n in part]
+    if len(entering) != len(layer.groups[0].enter) or not given or any(len(part) > 1 for part in left.values()):
+        raise BadInputError(
+            f"expected a block that takes and gives the {len(layer.groups[0].enter)} streams that attention joins, got "
+            f"{len(entering)} tensors that enter {layer.path} and {len(given)} that leave; measure map='attention'"
+        )
+    return tuple(entering), tuple(given)
+
+
+def _leaves(attention: AttentionSites, group: Group, *, heads: bool) -> tuple[Node, ...]:
+    """Where attention ends, stream by stream."""
+    if len(group.enter) == 1:
+        return (attention.leave(group, heads=heads),)
+    parts = [Group((AttentionCall((), (), (), n),), group.enter) for n in _split(attention.flow, group.outputs[0])]
+    return tuple(attention.leave(part, heads=heads) for part in parts)
+
+
+def _split(flow: Flow, n: Node) -> list[Node]:
+    """Where the output of joint attention is split into streams."""
+    while True:
+        users = [u for u in n.users if flow.live(u)]
+        if len(users) == 1 and (name(users[0]) in SHAPE | _SPLITS or shape(users[0]) == shape(n)):
+            n = users[0]
+        elif len(users) > 1 and all(name(u) in PARTS for u in users):
+            return sorted(users, key=flow.index.__getitem__)
+        else:
+            return [n]
+
+
+def _cross(layers: Layers, layer: Layer, map: str, number: int) -> Ends:
+    """Cross-attention in its queries' tokens, or in its context."""
+    flow = every_stream(layers.program, layers.flow)
+    attention = AttentionSites(layers.program, flow)
+    own = {call.output for group in layers.attention.groups for call in group.calls}
+    calls = [call for call in attention.calls if layer.holds(call.output) and call.output not in own]
+    if not 0 <= number < len(calls):
+        raise BadInputError(
+            f"expected a block with cross-attention, got {layer.path or 'one'} with {len(calls)} such calls, and call "
+            f"{number}; measure map='attention'"
+        )
+    call = calls[number]
+    if map == "cross":
+        through, enter = call.queries, [_projected_from(flow, call.queries)]
+    else:
+        through, last = (*call.keys, *call.values), attention.common((*call.keys, *call.values))
+        context = AttentionCall((), call.keys, call.values, call.output)
+        enter = [m for n in last for m in attention.before_projection(n, context)]
+    if len(enter) != 1:
+        raise BadInputError("expected keys and values that are made of one context, got several; measure map='block'")
+    leave = attention.leave(Group((call,), (enter[0],)))
+    return Ends((enter[0],), (leave,), flow, through=through)
+
+
+def _projected_from(flow: Flow, nodes: tuple[Node, ...]) -> Node:
+    """The last node that some are projected from, with nothing beside it."""
+    for start in reversed(flow.waists(nodes)):
+        if any(name(n) in MATRIX for n in flow.between([start], nodes)):
+            return start
+    raise BadInputError("expected queries that are projected from tokens, got queries that are not; measure map='context'")

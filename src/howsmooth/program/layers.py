@@ -1,0 +1,227 @@
+"""The blocks of a model in its recorded run, numbered as the model numbers them.
+
+Blocks begin and end where every path of the token stream meets. They are the elements of a list of modules, where attention is
+in one, and the outermost modules with one self-attention elsewhere.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from howsmooth.errors import BadInputError
+from howsmooth.program.nodes import name, order, shape
+from howsmooth.program.operations import ADDS, MATRIX
+from howsmooth.program.replay import segment
+from howsmooth.program.sites import AttentionSites, Group
+from howsmooth.program.streams import stream_of, token_begins
+from howsmooth.program.tracing import Program, Scope
+
+
+@dataclass(eq=False)
+class Element:
+    """One run of an element of a list of modules: the orders of its nodes, and the parts of it that were called."""
+
+    path: str
+    parent: str
+    first: int
+    last: int
+    parts: set[str]
+
+    def among_blocks(self, module: nn.Module) -> bool:
+        """Whether the list is one of blocks: a ModuleList, or a Sequential of parts that are alike."""
+        parent = module.get_submodule(self.parent)
+        return isinstance(parent, nn.ModuleList) or len({type(m) for m in parent.children()}) == 1
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One block: its path, the orders of its nodes, the self-attentions inside; none where it mixes tokens otherwise."""
+
+    path: str
+    first: int
+    last: int
+    groups: tuple[Group, ...]
+
+    def holds(self, n: Node) -> bool:
+        return self.first <= order(n) < self.last
+
+
+class Layers:
+    """The layers of a program: `found`, and where each begins and ends."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.flow = stream_of(program)
+        self.attention = AttentionSites(program, self.flow)
+
+    @functools.cached_property
+    def ends(self) -> tuple[Node, ...]:
+        """What the module returns of the token stream: what depends on the last attention, before heads that it returns too."""
+        flow, last = self.flow, list(self.flow.outputs)
+        if self.attention.calls:
+            behind = flow.down(self.attention.calls[-1].output)
+            last = [n for n in last if behind & flow.bit(n)] or last
+        early = tuple(n for n in last if any(m is not n and flow.up(m) & flow.bit(n) for m in last))
+        return early or tuple(last)
+
+    @functools.cached_property
+    def waists(self) -> list[Node]:
+        """Where every path of the token stream meets."""
+        return self.flow.waists(self.ends)
+
+    @functools.cached_property
+    def found(self) -> list[Layer]:
+        """The blocks, in order."""
+        found: list[Layer] = []
+        for group in self.attention.groups:
+            if any(group in layer.groups for layer in found):
+                continue
+            path, first, last = self._block_of(group)
+            inside = tuple(g for g in self.attention.groups if g is group or any(first <= order(n) < last for n in g.outputs))
+            found.append(Layer(path, first, last, inside))
+        found += self._without_self_attention(found)
+        if not found and self.attention.calls:
+            found.append(Layer("", 0, order(self.program.nodes[-1]) + 1, ()))
+        return sorted(found, key=lambda layer: layer.first)
+
+    def block(self, layer: Layer) -> tuple[Node, Node]:
+        """Where a block begins and ends; refused where no single node does."""
+        ends = self._around(layer.first, layer.last)
+        others = [other for other in self.found if other is not layer]
+        if ends is not None:
+            way = self.flow.between(ends[:1], ends[1:])
+            behind = any(other.first > layer.first and order(ends[1]) >= max(other.first, layer.last) for other in others)
+            if behind or any(other.holds(n) for other in others for n in way):
+                ends = None
+        if ends is None or self._several_streams:
+            what = "several streams that do not meet" if self._several_streams else "paths that go around it"
+            raise BadInputError(
+                f"expected a block before and behind which all paths of the tokens meet, got {what} at "
+                f"{layer.path or 'the module'}; measure map='attention'"
+            )
+        return ends
+
+    # which nodes are a block
+
+    def _around(self, first: int, last: int) -> tuple[Node, Node] | None:
+        """The waists around the nodes of some orders; nothing where there are none."""
+        inside = [n for n in self.flow.unpack(self.flow.up(*self.ends)) if first <= order(n) < last]
+        if not inside:
+            return None
+        before = [w for w in self.waists if order(w) < first or (w in self.flow.begins and w not in inside)]
+        behind = [w for w in self.waists if self.flow.index[w] >= self.flow.index[inside[-1]]]
+        return (before[-1], behind[0]) if before and behind else None
+
+    def _keeps_shape(self, part: Element | Scope) -> bool:
+        ends = self._around(part.first, part.last)
+        return ends is not None and shape(ends[0]) == shape(ends[1])
+
+    def _one_attention(self, part: Element | Scope) -> bool:
+        groups = self.attention.groups
+        return sum(any(part.first <= order(n) < part.last for n in g.outputs) for g in groups) == 1
+
+    def _block_of(self, group: Group) -> tuple[str, int, int]:
+        """The path and the orders of a group's block."""
+        at = order(group.outputs[0])
+        around = [e for e in self._elements if e.first <= at < e.last]
+        single = [e for e in around if self._one_attention(e)]
+        keeps = [e for e in single if self._keeps_shape(e)]
+        for e in (*(e for e in keeps if e.among_blocks(self.program.module)), *keeps, *single):
+            return e.path, e.first, e.last
+        scopes = [s for s in self.program.scopes if s.holds(*group.outputs)]
+        if around:
+            half = self._half(around[-1], scopes)
+            return (around[-1].path, around[-1].first, around[-1].last) if half is None else (half.path, half.first, half.last)
+        modules = [s for s in scopes if self._one_attention(s)]
+        if modules:
+            s = max([s for s in modules if self._keeps_shape(s)] or modules, key=len)
+            return s.path, s.first, s.last
+        return "", *self._cut_at_waists(group)
+
+    def _half(self, e: Element, scopes: list[Scope]) -> Scope | None:
+        """A module inside an element of several self-attentions that is a block: they share all of its matrices among them."""
+        parts = [s for s in self.program.scopes if s.path.startswith(f"{e.path}.") and self._one_attention(s)]
+        stream = self.flow.unpack(self.flow.up(*self.ends))
+        matrices = [n for n in stream if e.first <= order(n) < e.last and name(n) in MATRIX]
+        if not all(any(s.holds(n) for s in parts) for n in matrices):
+            return None
+        return max((s for s in scopes if s in parts and self._keeps_shape(s)), key=len, default=None)
+
+    def _cut_at_waists(self, group: Group) -> tuple[int, int]:
+        """The orders of a group's block where no module is one: from the last waist before it to the last before the next."""
+        groups, index = self.attention.groups, self.flow.index
+
+        def start(g: Group) -> int:
+            at = max(index[n] for n in g.enter)
+            return max((order(w) + 1 for w in self.waists if index[w] <= at), default=0)
+
+        first, k = start(group), groups.index(group) + 1
+        if k < len(groups):
+            return first, start(groups[k])
+        adds = [w for w in self.waists if order(w) >= first and name(w) in ADDS and len(self.flow.feeds(w)) > 1]
+        return first, order(adds[-1] if adds else self.program.nodes[-1]) + 1
+
+    @functools.cached_property
+    def _elements(self) -> list[Element]:
+        """Runs of elements of lists of modules, each after those it is inside."""
+        lists = {p for p, m in self.program.module.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
+        known: dict[str, Element] = {}
+        found: list[Element] = []
+        for scope in sorted(self.program.scopes, key=lambda s: (s.first, -s.last)):
+            words = scope.path.split(".") if scope.path else []
+            for i in range(1, len(words) + 1):
+                path, parent, part = ".".join(words[:i]), ".".join(words[: i - 1]), ".".join(words[i:])
+                if parent not in lists:
+                    continue
+                e = known.get(path)
+                if e is not None and scope.last <= e.last:  # inside a call that is known
+                    continue
+                if e is None or part in e.parts:
+                    known[path] = Element(path, parent, scope.first, scope.last, {part})
+                    found.append(known[path])
+                else:
+                    e.last = max(e.last, scope.last)
+                    e.parts.add(part)
+        return sorted(found, key=lambda e: (e.first, -e.last))
+
+    # blocks that mix tokens otherwise
+
+    def _without_self_attention(self, found: list[Layer]) -> list[Layer]:
+        """Elements beside those blocks, or of the outermost lists where there are none, that mix tokens in some other way."""
+        module = self.program.module
+        lists = {e.parent for e in self._elements for layer in found if (e.path, e.first) == (layer.path, layer.first)}
+        if not found:
+            lists = {e.parent for e in self._elements if e.among_blocks(module) and "." not in e.parent}
+        more: list[Layer] = []
+        for e in self._elements:
+            apart = all(e.last <= layer.first or layer.last <= e.first for layer in (*found, *more))
+            attends = not found and any(e.first <= order(c.output) < e.last for c in self.attention.calls)
+            if e.parent in lists and apart and (attends or self._mixes(e)):
+                more.append(Layer(e.path, e.first, e.last, ()))
+        return more
+
+    def _mixes(self, e: Element) -> bool:
+        """Whether an element that keeps the tokens' shape moves one of them with another."""
+        ends = self._around(e.first, e.last)
+        if ends is None or shape(ends[0]) != shape(ends[1]) or len(shape(ends[0]) or ()) < 3:
+            return False
+        f, (x,) = segment(self.program, self.flow, ends[:1], ends[1:], check=False)
+        x.requires_grad_()
+        with torch.enable_grad():
+            (y,) = f(x)
+            seed = torch.zeros_like(y)
+            seed[..., y.shape[-2] // 2, :] = torch.randn(y.shape[-1], generator=torch.Generator().manual_seed(0)).to(y)
+            (grad,) = torch.autograd.grad(y, x, seed)
+        return int((grad.abs().sum(-1).reshape(-1, y.shape[-2]).sum(0) > 0).sum()) > 1
+
+    @functools.cached_property
+    def _several_streams(self) -> bool:
+        """Whether tokens that the first attention does not reach attend to themselves."""
+        begins = [b for b in token_begins(self.program) if not self.flow.live(b)]
+        if not begins:
+            return False
+        other = AttentionSites(self.program, type(self.flow)(self.program, begins))
+        return any(other.enter(call) for call in other.calls if not self.flow.live(call.output))

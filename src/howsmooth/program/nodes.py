@@ -1,0 +1,67 @@
+"""Names and facts of nodes: which aten operation a node is, what it reads, what its value looks like."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+RANDOM = torch.Tag.nondeterministic_seeded
+
+
+def order(n: Node) -> int:
+    """The place of a node in the recording; nodes that came later have the place of what they replace."""
+    return n.meta["order"]
+
+
+def name(n: Node) -> str:
+    """The operation without namespace and overload, as in `add`; the target of others."""
+    schema = getattr(n.target, "_schema", None)
+    return str(n.target) if n.op != "call_function" else schema.name.partition("::")[2] if schema else n.target.__name__  # pyright: ignore
+
+
+def value(n: Node) -> Any:
+    """What the node gave in the recording, in shape, dtype and device."""
+    return n.meta.get("val")
+
+
+def shape(n: Node) -> tuple[int, ...] | None:
+    """The shape of the node's tensor; nothing where it is none."""
+    val = value(n)
+    return tuple(val.shape) if isinstance(val, Tensor) else None
+
+
+def is_float(n: Node) -> bool:
+    """Whether the node is a floating-point tensor, or holds some."""
+    val = value(n)
+    parts = val if isinstance(val, list | tuple) else [val]
+    return any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in parts)
+
+
+def is_random(n: Node) -> bool:
+    """Whether two runs of the node differ: random numbers, but for dropout that drops nothing."""
+    if n.op != "call_function" or RANDOM not in getattr(n.target, "tags", ()):
+        return False
+    if name(n) in ("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
+        return bool(n.args[2]) and bool(n.args[1])
+    return name(n) != "scaled_dot_product_attention" or bool((*n.args, *(0.0,) * 5)[4] or n.kwargs.get("dropout_p"))
+
+
+def writes(n: Node) -> Node | None:
+    """The node whose memory this one writes into."""
+    schema = getattr(n.target, "_schema", None)
+    if n.op != "call_function" or schema is None or not schema.is_mutable:
+        return None
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found = n.args[i] if i < len(n.args) else n.kwargs.get(argument.name)
+            return found if isinstance(found, Node) else None
+    return None
+
+
+def is_view(n: Node) -> bool:
+    """Whether the node may share the memory of its first argument."""
+    schema = getattr(n.target, "_schema", None)
+    if n.op != "call_function" or not n.args or not isinstance(n.args[0], Node):
+        return False
+    return name(n) == "getitem" or (schema is not None and any(r.alias_info is not None for r in schema.returns))

@@ -1,0 +1,236 @@
+"""Where attention begins and ends in a recorded run.
+
+Its input is the last that all of a call's queries, keys and values depend on, before the projections. Its output is the last
+behind attention that depends on nothing but attention and gates, up to the residual's addition, projection and adapters
+included, inside the module that attends.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from howsmooth.errors import BadInputError
+from howsmooth.program.calls import AttentionCall, find_calls
+from howsmooth.program.flow import Flow
+from howsmooth.program.nodes import name
+from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PARTS, SHAPE
+from howsmooth.program.tracing import Program, Scope
+
+_SAME = SHAPE | PARTS | JOINS
+_AFFINE = MATRIX | _SAME | ADDS | GATES | {"div"}
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Calls that make one attention: heads or chunks of queries that are taken one by one.
+
+    enter: what queries, keys and values are made of; several nodes where several streams are joined.
+    """
+
+    calls: tuple[AttentionCall, ...]
+    enter: tuple[Node, ...]
+
+    @property
+    def outputs(self) -> tuple[Node, ...]:
+        return tuple(call.output for call in self.calls)
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        """The first nodes that are attention's own."""
+        return (*self.outputs, *(n for call in self.calls for n in (*call.weights, *call.products)))
+
+
+class AttentionSites:
+    """The calls of attention that some begins reach, and where each begins and ends."""
+
+    def __init__(self, program: Program, flow: Flow):
+        self._scopes, self.flow, self.calls = program.scopes, flow, find_calls(flow)
+
+    # where it begins
+
+    def near(self, n: Node) -> int:
+        """What a node depends on without going through attention, as bits."""
+        return self._near[self.flow.index[n]]
+
+    @functools.cached_property
+    def _near(self) -> list[int]:
+        outputs, near = self.flow.bits(call.output for call in self.calls), list[int]()
+        for i, n in enumerate(self.flow.nodes):
+            bits = (1 << i) * self.flow.live(n)
+            if bits and not outputs & bits:
+                for m in self.flow.feeds(n):
+                    bits |= near[self.flow.index[m]]
+            near.append(bits)
+        return near
+
+    def common(self, nodes: Sequence[Node]) -> list[Node]:
+        """The last nodes that all of some depend on without going through attention: of those, the ones no other depends on."""
+        rest, found = -1, list[Node]()
+        for n in nodes:
+            rest &= self.near(n)
+        while rest > 0:
+            n = self.flow.nodes[rest.bit_length() - 1]
+            found.append(n)
+            rest &= ~self.flow.up(n)
+        return found[::-1]
+
+    def enter(self, call: AttentionCall) -> tuple[Node, ...]:
+        """What a call's queries, keys and values are projected from; nothing where they are of several inputs."""
+        last = self.common(call.operands)
+        if not last or self._crosses(call, last):
+            return ()
+        return tuple(dict.fromkeys(m for n in last for m in self.before_projection(n, call)))
+
+    def _crosses(self, call: AttentionCall, last: list[Node]) -> bool:
+        """Whether attention lies between what is common and an operand, which is then of other tokens."""
+        own = self.flow.down(*last)
+        attended = [c.output for c in self.calls if own & self.flow.bit(c.output)]
+        return bool(self.flow.bits(self.flow.between(last, call.operands)) & self.flow.down(*attended))
+
+    def before_projection(self, n: Node, call: AttentionCall) -> list[Node]:
+        """What the projections that a call's operands have in common take: one node, or one a stream."""
+        operands = [m for m in call.operands if self.flow.live(m)]
+        projected = any(name(m) in MATRIX for m in self.flow.between([n], operands))
+        if projected or (len(set(operands)) == 1 and not self._made_inside(call, n)):
+            return [n]
+        found = self._projected(n)
+        if found is None:
+            return [n]
+        first = [n for n in found if not any(m is not n and self.flow.up(n) & self.flow.bit(m) for m in found)]
+        return sorted(first, key=self.flow.index.__getitem__)
+
+    def _projected(self, n: Node) -> set[Node] | None:
+        """What the matrices right before a node take; nothing where something else comes first."""
+        feeds = self.flow.feeds(n)
+        if name(n) in MATRIX and len(feeds) == 1:
+            return set(feeds)
+        if not feeds or name(n) not in _SAME | ADDS | GATES:
+            return None
+        parts = [self._projected(m) for m in feeds]
+        return None if None in parts else {m for part in parts if part is not None for m in part}
+
+    def _made_inside(self, call: AttentionCall, n: Node) -> bool:
+        """Whether the module that makes a call also made a node."""
+        scopes = [s for s in self._scopes if s.holds(call.output) and s.path]
+        return bool(scopes) and min(scopes, key=len).holds(n)
+
+    # where it ends
+
+    def leave(self, group: Group, *, heads: bool = False) -> Node:
+        """Where attention's own output is; with `heads`, what enters the output projection."""
+        flow, outs, own = self.flow, group.outputs, self.flow.down(*group.sources)
+        ends = [n for n in flow.outputs if own & flow.bit(n)] or [
+            n for n in flow.unpack(flow.down(*outs)) if not any(flow.live(u) for u in n.users)
+        ]
+        scope, stream, projected = self._scope(group), flow.up(*group.enter), False
+        end = outs[0] if len(outs) == 1 else None
+        for n in flow.after(outs, ends):
+            part = [m for m in flow.between(outs, [n]) if end is None or not flow.up(end) & flow.bit(m)]
+            if any(self._is_residual(m, own, stream) for m in part):
+                break
+            inside = scope is not None and scope.holds(n)
+            matrix = any(name(m) in MATRIX and m not in outs for m in part)
+            joined = any(not own & flow.bit(f) for m in part if name(m) not in GATES for f in flow.feeds(m))
+            if joined and (projected or heads or not self._projected_behind(n, scope, own, stream, ends)):
+                break
+            if projected and not inside and not self._gates_alone(part):
+                break
+            if matrix and not projected and (heads or not (inside or self._is_projection(n, part, own, stream))):
+                break
+            end, projected = n, projected or matrix
+        if end is None:
+            raise BadInputError("expected attention whose heads are put together, got none such; measure map='block'")
+        return end
+
+    def _scope(self, group: Group) -> Scope | None:
+        """The smallest call of a module that made a group's attention and its projections."""
+        ways = self.flow.between(group.enter, group.outputs)
+        inside = [*group.outputs, *([n for n in ways if name(n) in MATRIX and n not in group.outputs] or ways)]
+        return min((s for s in self._scopes if s.holds(*inside)), key=len, default=None)
+
+    def _gates_alone(self, part: Sequence[Node]) -> bool:
+        return all(name(n) in GATES | SHAPE for n in part) and any(len(self.flow.feeds(n)) > 1 for n in part)
+
+    def _is_residual(self, n: Node, own: int, stream: int) -> bool:
+        """Whether a node adds what attention's input is made of to what attention gives."""
+        if name(n) not in ADDS | JOINS | {"where"}:
+            return False
+        return any(stream & self.flow.bit(self._bare(m)) for m in self.flow.feeds(n) if not own & self.flow.bit(m))
+
+    def _bare(self, n: Node) -> Node:
+        """A node without what only shapes or scales it."""
+        while name(n) in SHAPE | {"mul", "div"} and len(feeds := self.flow.feeds(n)) == 1:
+            n = feeds[0]
+        return n
+
+    def _projected_behind(self, n: Node, scope: Scope | None, own: int, stream: int, ends: Sequence[Node]) -> bool:
+        """Whether the module that attends has its projection behind a node."""
+        if scope is None or not scope.holds(n):
+            return False
+        for m in self.flow.after([n], ends):
+            part = self.flow.between([n], [m])
+            if not scope.holds(m) or any(self._is_residual(p, own, stream) for p in part):
+                return False
+            if any(name(p) in MATRIX for p in part):
+                return True
+        return False
+
+    def _is_projection(self, n: Node, part: Sequence[Node], own: int, stream: int) -> bool:
+        """Whether a matrix outside the module that attends is its projection: affine, and then the residual is added."""
+        if not all(name(m) in _AFFINE for m in part):
+            return False
+        todo = [n]
+        while todo:
+            for u in todo.pop().users:
+                if u.op == "output" or self._is_residual(u, own, stream):
+                    return True
+                if name(u) in SHAPE | {"mul", "div"} | NORMS:
+                    todo.append(u)
+        return False
+
+    # which calls are one attention
+
+    @functools.cached_property
+    def groups(self) -> list[Group]:
+        """The self-attentions, in order: calls with one input whose outputs meet before anything else happens to them."""
+        found: list[Group] = []
+        for call in self.calls:
+            enter = self.enter(call)
+            if not enter:
+                continue
+            k = next((k for k, g in enumerate(found) if g.enter == enter and self._meets(g, call)), None)
+            if k is None:
+                found.append(Group((call,), enter))
+            else:
+                found[k] = Group((*found[k].calls, call), enter)
+        return found
+
+    def _meets(self, group: Group, call: AttentionCall) -> bool:
+        """Whether a call's output meets those of a group inside one module, before a residual is added."""
+        flow = self.flow
+        outs = [group.outputs[0], call.output]
+        first = next(flow.unpack(flow.down(outs[0]) & flow.down(outs[1])), None)
+        if first is None or name(first) not in JOINS | ADDS:
+            return False
+        own, stream = flow.down(*group.sources, call.output), flow.up(*group.enter)
+        part = flow.between(outs, [first])
+        if any(self._is_residual(n, own, stream) for n in part):
+            return False
+        if all(name(n) in _AFFINE - MATRIX for n in part):
+            return True
+        scope = min((s for s in self._scopes if s.holds(*outs, first)), key=len, default=None)
+        if scope is None or any(
+            s.first >= scope.first and s.last < scope.last and self._attends(s, call) for s in self._scopes
+        ):
+            return False
+        return not any(self._is_residual(n, own, stream) for n in flow.unpack(flow.down(first)) if scope.holds(n))
+
+    def _attends(self, scope: Scope, call: AttentionCall) -> bool:
+        """Whether a module makes a call, the projections of its queries, keys and values, and that of its output."""
+        if not scope.holds(call.output):
+            return False
+        before, behind = self.flow.up(call.output), self.flow.down(call.output) & ~self.flow.bit(call.output)
+        inside = self.flow.bits(n for n in self.flow.nodes if scope.holds(n) and name(n) in MATRIX)
+        return (inside & before).bit_count() >= 3 and bool(inside & behind)

@@ -1,0 +1,293 @@
+"""A module's run at an input, recorded as a graph of aten operations in which weights are inputs by name.
+
+The recording is PyTorch's own (`make_fx`): `linear`, `scaled_dot_product_attention`, `layer_norm`, `einsum` and `softmax` stay
+single nodes, and what is recorded is the function itself, whatever `no_grad`, `detach` or checkpointing do to its derivative.
+Afterwards the graph is made functional (`howsmooth.program.functional`), and equal operations on equal inputs are one node.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from howsmooth.errors import BadFunctionError
+from howsmooth.program.functional import functional
+from howsmooth.program.nodes import is_random, is_view, name, order, value, writes
+
+_lazy_clone: Any = vars(torch)["_lazy_clone"]
+_inside: Any = torch._C
+_MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
+_SUMS = {"addmm": torch.ops.aten.mm.default, "baddbmm": torch.ops.aten.bmm.default}
+
+Heard = list[tuple[nn.Module, Node | None, Node | None]]  # calls of modules, with the last nodes before and in each
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """One call of a module: its path, and the orders of the nodes it made, `first` to before `last`."""
+
+    path: str
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def holds(self, *nodes: Node) -> bool:
+        return all(self.first <= order(n) < self.last for n in nodes)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A recorded run: the graph, what its placeholders stand for, and which module made which nodes.
+
+    code: the graph with its constants.  weights: names, by placeholder.  inputs: placeholders of the tensors among the
+    arguments.  scopes: calls of modules, each after those inside it.  example, spec: the arguments, flat, and how they nest.
+    """
+
+    module: nn.Module
+    code: GraphModule
+    weights: Mapping[Node, str]
+    inputs: tuple[Node, ...]
+    scopes: tuple[Scope, ...]
+    example: tuple[Any, ...]
+    spec: TreeSpec
+
+    @functools.cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(self.code.graph.nodes)
+
+    @property
+    def outputs(self) -> tuple[Node, ...]:
+        """The tensors that the module returns, in order."""
+        return tuple(n for n in tree_leaves(self.nodes[-1].args) if isinstance(n, Node))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors among the arguments."""
+        return tuple(t for t in self.example if isinstance(t, Tensor))
+
+    def weights_now(self) -> dict[str, Tensor]:
+        """The weights as they are now, by name."""
+        return _weights(self.module)
+
+    def own(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """What the module itself gives with other tensors among its arguments."""
+        rest = iter([t.clone() for t in tensors])
+        args, kwargs = tree_unflatten([next(rest) if isinstance(t, Tensor) else t for t in self.example], self.spec)
+        with torch.no_grad():
+            return list(tensors_in(self.module(*args, **kwargs)))
+
+
+def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Program:
+    """The program of one run of `module(*args, **kwargs)` without gradients, not yet compared with the module."""
+    leaves, spec = tree_flatten((tuple(args), dict(kwargs or {})))
+    tensors, weights = [t for t in leaves if isinstance(t, Tensor)], _weights(module)
+    given = {key: _lazy_clone(t.detach()) for key, t in weights.items()}  # copied only where the run writes into them
+
+    def run(given: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        rest = iter(tensors)
+        args, kwargs = tree_unflatten([next(rest) if isinstance(t, Tensor) else t for t in leaves], spec)
+        return list(tensors_in(torch.func.functional_call(module, given, args, kwargs)))
+
+    def graph(calls: Heard, whole: bool) -> GraphModule:
+        made = make_fx(run, tracing_mode="real", pre_dispatch=whole, _error_on_data_dependent_ops=False)
+        plain = nullcontext() if whole else sdpa_kernel(SDPBackend.MATH)
+        with torch.no_grad(), _heard(calls), plain:
+            return made(given, [t.detach().clone() for t in tensors])
+
+    calls: Heard = []
+    try:
+        code = graph(calls, whole=True)
+    except RuntimeError:  # as older versions of torch end in inside vmap
+        code = None
+    if code is None or _wrapped(code):  # the function uses torch.func, whose operations show at the level below alone
+        calls = []
+        code = graph(calls, whole=False)
+    for i, n in enumerate(code.graph.nodes):
+        n.meta["order"] = i
+    holders = [n for n in code.graph.nodes if n.op == "placeholder"]
+    _check(code, given, weights, set(holders[: len(given)]))
+    _split_sums(code)
+    code = functional(code, [*given.values(), *tensors])
+    _merge(code)
+    names = dict(zip(holders, given, strict=False))
+    return Program(module, code, names, tuple(holders[len(given) :]), _scopes(module, calls), tuple(leaves), spec)
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """The module that a user wrote, behind what compiles it or spreads it over devices."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
+            break
+        module = inner
+    if isinstance(module, torch.jit.ScriptModule):
+        raise BadFunctionError(
+            f"expected a module of Python code, got a {type(module).__name__}; pass the module that it was made from"
+        )
+    return module
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a module returns, in order."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for part in fields(leaf):
+                yield from tensors_in(getattr(leaf, part.name))
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Inside it a module is in eval mode; afterwards its modes, attributes and buffers are as they were."""
+    parts = list(module.modules())
+    before = [dict(vars(m)) for m in parts]
+    inside = [(v, v.copy()) for state in before for v in state.values() if isinstance(v, list | dict | set)]
+    buffers = [(t, t.clone()) for t in module.buffers()]
+    for m in parts:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m, state in zip(parts, before, strict=True):
+            vars(m).clear()
+            vars(m).update(state)
+        for v, old in inside:
+            if v != old if isinstance(v, set) else len(v) != len(old) or any(a is not b for a, b in zip(v, old, strict=True)):
+                v.clear()
+                v.extend(old) if isinstance(v, list) else v.update(old)
+            elif isinstance(v, dict):
+                v.update(old)
+        for t, old in buffers:
+            if not torch.equal(t, old):
+                t.data.copy_(old)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, a tensor of two names once."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for path, t in named:
+        first.setdefault(id(t), path)
+    return {path: t for path, t in named if first[id(t)] == path}
+
+
+@contextmanager
+def _heard(calls: Heard) -> Iterator[None]:
+    """Inside it every call of a module is noted."""
+    began: list[tuple[nn.Module, Node | None]] = []
+
+    def last() -> Node | None:
+        mode = get_proxy_mode()
+        return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+    def before(module: nn.Module, _: Any) -> None:
+        began.append((module, last()))
+
+    def after(module: nn.Module, _: Any, __: Any) -> None:
+        while began:
+            known, start = began.pop()
+            if known is module:
+                calls.append((module, start, last()))
+                return
+
+    hooks = register_module_forward_pre_hook(before), register_module_forward_hook(after)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _scopes(module: nn.Module, calls: Heard) -> tuple[Scope, ...]:
+    """The calls of modules; a module of several paths has the one that its caller's path begins."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        paths.setdefault(part, []).append(path)
+    found: list[Scope] = []
+    around: list[Scope] = []
+    for part, before, end in reversed(calls):  # callers first
+        if part not in paths:
+            continue
+        first, last = (0 if n is None else order(n) + 1 for n in (before, end))
+        while around and not (around[-1].first <= first and last <= around[-1].last):
+            around.pop()
+        begun = [p for s in reversed(around) for p in paths[part] if p.startswith(f"{s.path}." if s.path else "")]
+        found.append(Scope((begun or paths[part])[0], first, last))
+        around.append(found[-1])
+    return tuple(reversed(found))
+
+
+def _wrapped(code: GraphModule) -> bool:
+    """Whether a graph holds constants that belong to a transform of torch.func."""
+    constants = [t for t in (*vars(code).values(), *code.buffers()) if isinstance(t, Tensor)]
+    return any(_inside._functorch.is_functorch_wrapped_tensor(t) for t in constants)
+
+
+def _check(code: GraphModule, given: Mapping[str, Tensor], weights: Mapping[str, Tensor], holders: set[Node]) -> None:
+    """Refuse random numbers, and a run that writes into its weights, which would be others at the next call."""
+    for n in code.graph.nodes:
+        if is_random(n):
+            raise BadFunctionError(
+                f"expected a function that gives the same twice, got random numbers ({n.target}) in it; take them out"
+            )
+        target = writes(n)
+        while target is not None and is_view(target):
+            target = target.all_input_nodes[0]
+        if target in holders:
+            raise BadFunctionError(f"expected a forward pass that leaves its weights alone, got {n.target} into one of them")
+    for key, t in given.items():
+        if not _inside._is_cow_tensor(t) and not torch.equal(t, weights[key]):
+            raise BadFunctionError(f"expected a forward pass that leaves its weights alone, got one that writes into {key}")
+
+
+def _split_sums(code: GraphModule) -> None:
+    """Make a sum and a product of each `addmm` and the like, so that a residual in it is a node of its own."""
+    graph = code.graph
+    for n in list(graph.nodes):
+        if n.op != "call_function":
+            continue
+        n.meta["mode"] = getattr(n.target, "__name__", "") in _MODES
+        if name(n) not in _SUMS or len(value(n.args[0]).shape) < 2:
+            continue
+        beta, alpha = n.kwargs.get("beta", 1), n.kwargs.get("alpha", 1)
+        with graph.inserting_before(n):
+            product = graph.call_function(_SUMS[name(n)], n.args[1:3])
+            first = n.args[0] if beta == 1 else graph.call_function(torch.ops.aten.mul.Tensor, (n.args[0], beta))
+            total = graph.call_function(torch.ops.aten.add.Tensor, (first, product), {} if alpha == 1 else {"alpha": alpha})
+        for new in (product, first, total):
+            new.meta.setdefault("order", order(n))
+            new.meta.setdefault("val", value(n))
+        n.replace_all_uses_with(total)
+        graph.erase_node(n)
+
+
+def _merge(code: GraphModule) -> None:
+    """Make equal operations on equal inputs one node."""
+    known: dict[Any, Node] = {}
+    for n in list(code.graph.nodes):
+        if n.op == "get_attr":
+            key: Any = n.target
+        elif n.op == "call_function" and not n.meta.get("mode"):
+            key = (n.target, repr(n.args), repr(n.kwargs))
+        else:
+            continue
+        if key in known:
+            n.replace_all_uses_with(known[key])
+            code.graph.erase_node(n)
+        else:
+            known[key] = n
+    code.recompile()

@@ -1,0 +1,109 @@
+"""Small modules as people write them: every question is answered rightly or refused, and the module is left as it was."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import HowSmoothError
+from howsmooth.program import Layers, ends_of, record, segment
+from problems.modules import QUESTIONS, Question, constants
+
+# Questions that have an answer and are refused: paths beside the block, queries and context of different inputs, flex_attention
+REFUSED = {
+    "kdim and vdim · block",
+    "cross-attention alone · block 1",
+    "cross-attention alone · update",
+    "skips, the third block · block 2",
+    "averages of what came before · block 2",
+    "averages of what came before, whole · model",
+    "first tokens in every block · model",
+    "first tokens in every block · 0>1",
+    "values of the first block · block",
+    "values of the first block · 0>1",
+    "values of the first block · model",
+    "keys and values shared by the second half · 0>final",
+    "keys and values shared by the second half · model",
+    "flex_attention · attention",
+    "flex_attention · heads",
+    "flex_attention · block",
+}
+HERE = {"layer", "map", "to", "stream", "call"}  # a side of a model and a single head are asked of others
+ASKED = [q for q in QUESTIONS.values() if set(q.ask) <= HERE]
+MODULES: dict[Any, list[Question]] = {}
+for question in ASKED:
+    MODULES.setdefault((question.build, question.inputs), []).append(question)
+
+
+def layers_of(module: nn.Module, inputs: Any) -> Layers:
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    return Layers(record(module, args, kwargs))
+
+
+def norm_of(layers: Layers, **ask: Any) -> float:
+    """The norm of the dense Jacobian of a map."""
+    ends = ends_of(layers, ask.pop("layer", 0), **ask)
+    f, points = segment(layers.program, ends.flow, ends.enter, ends.leave, ends.through)
+    sizes = [p.numel() for p in points]
+
+    def stacked(t: Tensor) -> Tensor:
+        given = [part.reshape(p.shape) for part, p in zip(t.split(sizes), points, strict=True)]
+        made = torch.cat([y.reshape(-1) for y in f(*given)])
+        return made - t if ends.less else made
+
+    at = torch.cat([p.reshape(-1) for p in points])
+    dense = torch.autograd.functional.jacobian(stacked, at, vectorize=True)
+    assert isinstance(dense, Tensor)
+    return float(torch.linalg.matrix_norm(dense, 2))
+
+
+def wrong(question: Question, layers: Layers | HowSmoothError) -> str:
+    """What is wrong with the answer to a question; nothing where it is right."""
+    truths = constants(question)
+    try:
+        if isinstance(layers, HowSmoothError):
+            raise layers
+        value = norm_of(layers, **question.ask)
+    except HowSmoothError as refusal:
+        said = str(refusal)
+        fine = None in truths or question.name in REFUSED
+        return "" if fine and said.startswith("expected ") else f"{question.name}: refused, {said!r}, the truth is {truths}"
+    right = any(t is not None and abs(value - t) <= 1e-6 * t for t in truths)
+    stale = ", and is on the list of refused ones" if question.name in REFUSED else ""
+    return "" if right and not stale else f"{question.name}: {value}, the truth is {truths}{stale}"
+
+
+@cache
+def same_state(key: Any) -> tuple[nn.Module, Any]:
+    build, inputs = key
+    return build(), inputs()
+
+
+@pytest.mark.parametrize("key", MODULES, ids=[qs[0].name.partition(" · ")[0] for qs in MODULES.values()])
+def test_answered_or_refused(key):
+    build, inputs = key
+    module = build()
+    state = {name: t.clone() for name, t in module.state_dict().items() if isinstance(t, Tensor)}
+    try:
+        layers: Layers | HowSmoothError = layers_of(module, inputs())
+    except HowSmoothError as refusal:
+        layers = refusal
+    assert not list(filter(None, (wrong(q, layers) for q in MODULES[key])))
+    assert all(torch.equal(t, state[name]) for name, t in module.state_dict().items() if isinstance(t, Tensor))
+
+
+def test_few_answers_are_refused():
+    answerable = [q for q in ASKED if q.truth is not None]
+    assert set(QUESTIONS) >= REFUSED
+    assert len(REFUSED) <= 0.02 * len(answerable)
+
+
+def test_checker_refuses():
+    question = next(q for q in ASKED if q.truth is not None and None not in q.either)
+    layers = layers_of(question.build(), question.inputs())
+    assert not wrong(question, layers)
+    assert wrong(question, HowSmoothError("expected another"))
+    other = next(q for q in ASKED if q.truth is None)
+    assert wrong(Question(other.name, question.build, question.inputs, question.ask, None), layers)
