@@ -11,8 +11,9 @@ from torch import nn
 
 import howsmooth as hs
 from howsmooth.kernels import Mask
-from howsmooth.models import FallbackWarning, Model, cut, intercept, masks, sample
+from howsmooth.models import FallbackWarning, Model, cut, intercept, sample
 from howsmooth.models.rows import sample_rows
+from howsmooth.program import masks
 from problems.zoo import GROUPED, PLAIN, TOKENS, ids, randomize
 
 N, WINDOW = 400, 300  # a window longer than the part that is seen whole
@@ -69,14 +70,14 @@ def test_attention_that_is_written_out_is_compared_in_rows(name, monkeypatch):
     assert capture.map(0, "block").kernels
     assert capture.map(0).kernels
     assert "_plain" not in vars(capture.sample)
-    real = masks.from_tensor
+    real = masks.of_tensor
 
     def late(term, dtype):  # a mask that is lost at the long input alone
         mask = real(term, dtype)
         return mask if term.shape[3] < N else replace(mask, causal=False, bias=None, window=None)
 
     if name != "mpnet":
-        monkeypatch.setattr(masks, "from_tensor", late)
+        monkeypatch.setattr(masks, "of_tensor", late)
         assert not own(model)
 
 
@@ -85,8 +86,8 @@ def test_padding_is_seen(side, monkeypatch):
     mask = [True] * N
     mask[slice(0, 300) if side == "left" else slice(350, N)] = [False] * (300 if side == "left" else 50)
     assert own(gemma(), mask=mask)
-    read = masks.from_rule
-    monkeypatch.setattr(masks, "from_rule", lambda *a: Mask(read(*a).causal, read(*a).window))
+    read = masks.of_rule
+    monkeypatch.setattr(masks, "of_rule", lambda *a: Mask(read(*a).causal, read(*a).window))
     assert own(gemma(), mask=mask) == (side == "right")  # behind a causal mask, padding on the right is hidden anyway
 
 
@@ -122,8 +123,8 @@ def test_a_loss_at_long_inputs_alone_is_noticed(loss, monkeypatch):
 def test_what_is_not_the_models_own_goes_through_its_code(monkeypatch):
     truth = gemma().measure(ids=ids(n=N), layer=0, tol=1e-4)
     assert truth.cut
-    read = masks.from_rule
-    monkeypatch.setattr(masks, "from_rule", lambda *a: Mask(read(*a).causal, None, read(*a).keys))
+    read = masks.of_rule
+    monkeypatch.setattr(masks, "of_rule", lambda *a: Mask(read(*a).causal, None, read(*a).keys))
     with pytest.warns(FallbackWarning):
         got = gemma().capture(ids=ids(n=N)).measure(0, tol=1e-4)
     assert not got.cut

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels import Mask, Scores, attend
 from howsmooth.kernels.kinds import Softmax
-from howsmooth.models import masks
+from howsmooth.program import masks
 
 IMPLEMENTATION = "howsmooth"
 WRITTEN_OUT = "eager, followed"  # the model's plain code inside `ByHand`
@@ -104,7 +104,7 @@ class Intercept:
             raise self.refuse("a mask that depends on the input")
         if mask.ndim != 4 or (mask.is_floating_point() and bool(mask.isnan().any())):
             raise self.refuse(f"a mask of shape {tuple(mask.shape)} that the model has rewritten")
-        return masks.from_tensor(mask, dtype)
+        return masks.of_tensor(mask, dtype)
 
     def with_sink(self, sink: Tensor, heads: int) -> Softmax:
         """Softmax with a logit of every head's own beside the keys."""
@@ -235,7 +235,7 @@ def _library_mask(
     if rule is causal_mask_function and keys is None and q_length == kv_length:
         mask = Mask(causal=q_length > 1)  # to evaluate the rule would be to wait for the device
     else:
-        mask = masks.from_rule(one_by_one if use_vmap else rule, batch_size, q_length, kv_length, keys, device)
+        mask = masks.of_rule(one_by_one if use_vmap else rule, batch_size, q_length, kv_length, keys, device)
     return _active().tag(mask, rows, (batch_size, 1, q_length, kv_length), dtype, device)
 
 

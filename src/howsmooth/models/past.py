@@ -13,8 +13,8 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores
 from howsmooth.kernels.kinds import L2, Kind, Sigmoid, Softmax
 from howsmooth.maps.operator import drawn, stream
-from howsmooth.models import masks
 from howsmooth.models.intercept import Call, UncuttableError, answer
+from howsmooth.program import masks
 
 LOW = -1e4  # a fill this low hides a key
 _ALIKE = 1e3  # units in the last place within which a sum of squares, added up in another order, is the same
@@ -131,7 +131,7 @@ def called(past: Past, v: Float[Tensor, "batch heads m d_v"]) -> Float[Tensor, "
         raise UncuttableError("a bias that depends on the input")
     mask = Mask()
     for term in terms:
-        mask = _both(mask, masks.from_tensor(term.expand(*term.shape[:3], m), past.q.dtype))
+        mask = _both(mask, masks.of_tensor(term.expand(*term.shape[:3], m), past.q.dtype))
     try:
         scores = Scores(scale if past.cap is None else past.cap * scale, past.cap and abs(past.cap), mask, kind)
     except BadInputError as error:

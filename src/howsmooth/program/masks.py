@@ -1,6 +1,7 @@
 """Reading masks: causal, window and padding masks by their rule, anything else as what it adds to the logits."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,14 +14,14 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _TILE = {"cpu": 2**22, "cuda": 2**26}  # entries of a rule evaluated at once
 
 
-def from_rule(rule: Rule, batch: int, n: int, m: int, keys: Bool[Tensor, "batch m"] | None, device: torch.device) -> Mask:
+def of_rule(rule: Rule, batch: int, n: int, m: int, keys: Bool[Tensor, "batch m"] | None, device: torch.device) -> Mask:
     """The mask of a visibility rule `rule(batch, head, query, key)` on index tensors that broadcast.
 
     The band (causal, window) is guessed from two rows and compared with the rule everywhere, a tile at a time: a rule that is
     a band costs O(n) memory. Any other rule becomes a bias of 0 and −inf.
 
     >>> rule = lambda b, h, q, k: (k <= q) & (k > q - 2)
-    >>> mask = from_rule(rule, 1, 5, 5, None, torch.device("cpu"))
+    >>> mask = of_rule(rule, 1, 5, 5, None, torch.device("cpu"))
     >>> mask.causal, mask.window, mask.bias
     (True, 2, None)
     """
@@ -44,7 +45,7 @@ def from_rule(rule: Rule, batch: int, n: int, m: int, keys: Bool[Tensor, "batch 
     return Mask(keys=keys, bias=torch.zeros(seen.shape, device=device).masked_fill(~seen, -torch.inf))
 
 
-def from_tensor(mask: Tensor, dtype: torch.dtype) -> Mask:
+def of_tensor(mask: Tensor, dtype: torch.dtype) -> Mask:
     """The mask that a tensor of four axes stands for: boolean (true where seen), or added to the logits.
 
     The lowest finite number of a half or single precision type, which models write for −inf, is read as −inf.
@@ -66,6 +67,16 @@ def from_tensor(mask: Tensor, dtype: torch.dtype) -> Mask:
 def with_bias(mask: Mask, bias: Float[Tensor, "#batch #heads #n m"]) -> Mask:
     """`mask` with `bias` added to the logits."""
     return Mask(mask.causal, mask.window, mask.keys, bias if mask.bias is None else mask.bias.to(bias) + bias)
+
+
+def joined(one: Mask, other: Mask) -> Mask:
+    """What two masks leave together."""
+    if one.keys is not None and other.keys is not None:
+        other = replace(other, keys=one.keys & other.keys)
+    windows = [w for w in (one.window, other.window) if w is not None]
+    keys = one.keys if other.keys is None else other.keys
+    bias = other.bias if one.bias is None else one.bias if other.bias is None else one.bias + other.bias
+    return Mask(one.causal or other.causal, min(windows, default=None), keys, bias)
 
 
 def _band(seen: Bool[Tensor, "batch heads n m"]) -> Mask | None:

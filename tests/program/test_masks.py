@@ -9,7 +9,8 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.kernels import Mask
-from howsmooth.models import FallbackWarning, masks
+from howsmooth.models import FallbackWarning
+from howsmooth.program import masks
 from problems.zoo import GROUPED, TOKENS, ids, randomize
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ def test_bands_are_recognised(causal: bool, window: int | None, padded: bool):
     n = 7
     keys = torch.ones(2, n, dtype=torch.bool)
     keys[1, -2:] = not padded
-    found = masks.from_rule(rule_of(causal, window), 2, n, n, keys, CPU)
+    found = masks.of_rule(rule_of(causal, window), 2, n, n, keys, CPU)
     assert found.bias is None
     assert (found.keys is None) != padded
     whole = slice(0, n)
@@ -38,7 +39,7 @@ def test_bands_are_recognised(causal: bool, window: int | None, padded: bool):
     assert torch.equal(found.visible(whole, whole, CPU), want)
     seen = want[None, None] & keys[:, None, None]
     for mask in (seen, torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)):
-        read = masks.from_tensor(mask, torch.float32)
+        read = masks.of_tensor(mask, torch.float32)
         assert torch.equal(shown(read, n), seen)
 
 
@@ -50,7 +51,7 @@ def shown(mask: Mask, n: int) -> Tensor:
 
 def test_other_rules_become_a_bias():
     rule = lambda b, h, q, k: (k // 3 == q // 3) & (k <= q)  # noqa: E731
-    found = masks.from_rule(rule, 1, 7, 7, None, CPU)
+    found = masks.of_rule(rule, 1, 7, 7, None, CPU)
     assert found.bias is not None
     i = torch.arange(7)
     assert torch.equal(found.bias[0, 0] == 0, rule(0, 0, i[:, None], i[None]))
@@ -59,7 +60,7 @@ def test_other_rules_become_a_bias():
 
 def test_a_real_bias_stays_one():
     bias = torch.randn(1, 2, 4, 4)
-    found = masks.from_tensor(bias, torch.float64).bias
+    found = masks.of_tensor(bias, torch.float64).bias
     assert found is not None
     assert torch.equal(found, bias.double())
 
@@ -102,15 +103,15 @@ def test_a_lost_mask_is_noticed(loss: str, monkeypatch: pytest.MonkeyPatch):
     model = hs.load(gemma(attn_implementation="eager"))
     truth = model.measure(ids=ids(), mask=mask, layer=0)
     assert truth.cut
-    read = masks.from_rule
+    read = masks.of_rule
     scores = intercept.Scores
     if loss == "window":
-        monkeypatch.setattr(masks, "from_rule", lambda *a: Mask(read(*a).causal, None, read(*a).keys))
+        monkeypatch.setattr(masks, "of_rule", lambda *a: Mask(read(*a).causal, None, read(*a).keys))
     elif loss == "keys":
         left = [False, *mask[1:-1], True]
         truth = model.measure(ids=ids(), mask=left, layer=1)
         mask = left
-        monkeypatch.setattr(masks, "from_rule", lambda *a: Mask(read(*a).causal, read(*a).window))
+        monkeypatch.setattr(masks, "of_rule", lambda *a: Mask(read(*a).causal, read(*a).window))
     else:
         monkeypatch.setattr(intercept, "Scores", lambda scale, softcap, *more: scores(scale, None, *more))
     with pytest.warns(FallbackWarning):

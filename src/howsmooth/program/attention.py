@@ -1,0 +1,124 @@
+"""Attention as one operation of a recorded run, be it torch's function, the library's interface or plain products.
+
+A graph in which attention is one operation has nodes whose target is `attention`. A replay may answer them by kernels of its
+own choice (`answering`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
+from howsmooth.kernels import Mask, Scores, attend
+from howsmooth.kernels.kinds import L2, Kind, Sigmoid, Softmax
+from howsmooth.program import masks
+
+
+class MovingTermError(HowSmoothError):
+    """What is added to logits depends on the input, for which the kernels have no derivative."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of attention in a replay: heads (batch, heads, n, d), and how logits come from them."""
+
+    q: Float[Tensor, "batch heads n d"]
+    k: Float[Tensor, "batch kv_heads m d"]
+    v: Float[Tensor, "batch kv_heads m d_v"]
+    scores: Scores
+
+    def head(self, index: int) -> "Call":
+        """The call of one head alone."""
+        kind, bias = self.scores.kind, self.scores.mask.bias
+        parts, group = kind.parts, self.q.shape[1] // self.k.shape[1]
+        scores = replace(self.scores, kind=kind.head(index))
+        q, k, v = (slice(h * p, (h + 1) * p) for h, p in ((index, parts), (index // group, parts), (index // group, 1)))
+        if bias is not None and bias.shape[1] > 1:
+            scores = replace(scores, mask=replace(scores.mask, bias=bias[:, index : index + 1]))
+        return Call(self.q[:, q], self.k[:, k], self.v[:, v], scores)
+
+
+Answer = Callable[[Call], Tensor]
+_ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
+
+
+@contextmanager
+def answering(answer: Answer) -> Iterator[None]:
+    """Inside it, `answer` gives the output of every call of attention in a replay."""
+    token = _ANSWER.set(answer)
+    try:
+        yield
+    finally:
+        _ANSWER.reset(token)
+
+
+def attention(
+    q: Float[Tensor, "*lead n d"],
+    k: Float[Tensor, "*kv_lead m d"],
+    v: Float[Tensor, "*kv_lead m d_v"],
+    terms: Sequence[Float[Tensor, "..."]] = (),
+    keys: Tensor | None = None,
+    sink: Tensor | None = None,
+    *,
+    kind: str = "softmax",
+    scale: float,
+    softcap: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    shift: float = 0.0,
+) -> Float[Tensor, "*lead n d_v"]:
+    """The output of attention of one kind ("softmax", "sigmoid", "l2"), with logits `scale · q·k`, soft-capped, plus the terms.
+
+    Two to any number of axes; the one before tokens counts heads, those before it are a batch. Keys and values may have fewer
+    heads.  terms: each broadcasts to (…, heads, n, m); true hides no key where one is boolean.  keys: (batch, m), true where a
+    key may be seen.  sink: one logit a head that takes weight and gives no value.  shift: a number added to every logit, which
+    only a sigmoid feels.
+    """
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*terms, *(() if sink is None else (sink,)))):
+        raise MovingTermError(
+            "expected attention whose biases stay as they are, got one that depends on the input; replay its steps"
+        )
+    lead = q.shape[:-2]
+    q4, k4, v4 = (_four(t) for t in (q, k, v))
+    k4, v4 = (t.expand(q4.shape[0], -1, -1, -1) for t in (k4, v4))
+    mask = Mask(causal, window, keys)
+    for term in terms:
+        mask = masks.joined(mask, masks.of_tensor(_term(term, q, q4, k4.shape[2]), q.dtype))
+    try:
+        call = Call(q4, k4, v4, Scores(scale, softcap, mask, _kind(kind, sink, q4.shape[1], shift)))
+    except BadInputError as error:
+        raise BadFunctionError(str(error)) from None
+    answer = _ANSWER.get()
+    out = attend(call.q, call.k, call.v, call.scores) if answer is None else answer(call)
+    return out.reshape(*lead, *out.shape[-2:])
+
+
+def _kind(name: str, sink: Tensor | None, heads: int, shift: float) -> Kind:
+    if name == "sigmoid":
+        return Sigmoid(shift)
+    if name == "l2":
+        return L2()
+    if sink is None:
+        return Softmax()
+    own = sink.detach().reshape(-1)
+    return Softmax((own if len(own) == heads else own.expand(heads)) - shift)
+
+
+def _four(t: Tensor) -> Tensor:
+    """Heads with a batch in front: (batch, heads, n, d)."""
+    if t.ndim == 3:
+        return t[:, None]
+    return t[None, None] if t.ndim == 2 else t.reshape(-1, *t.shape[-3:])
+
+
+def _term(term: Tensor, q: Tensor, q4: Tensor, m: int) -> Tensor:
+    """What is added to logits, with the axes that the kernels' masks have."""
+    while term.ndim < q.ndim:
+        term = term[None]
+    term = _four(term if term.ndim <= 4 else term.expand(*q.shape[:-3], *term.shape[-3:]))
+    return term.expand(*term.shape[:3], m)
