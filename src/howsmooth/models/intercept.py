@@ -7,7 +7,7 @@ Within `Intercept`, whoever calls the attention interface (with the implementati
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,8 +15,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
-from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.kernels import Mask, Scores, attend
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.program import masks
@@ -162,6 +163,44 @@ def torch_attention(
     return out.reshape(*lead, *out.shape[-2:])
 
 
+@contextmanager
+def recording(model: nn.Module, name: str | None) -> Iterator[None]:
+    """Inside it a model is recorded: with an attention implementation of that name, the library's calls kept whole.
+
+    name: nothing for the model's own choice.
+    """
+    with ExitStack() as stack:
+        if name is not None:
+            stack.enter_context(implementation(model, name))
+        token = _ACTIVE.set(Intercept(answer_nothing))
+        stack.callback(_ACTIVE.reset, token)
+        yield
+
+
+def answer_nothing(call: Call) -> Tensor:
+    """A listener of a recording, which keeps calls as they are."""
+    raise UncuttableError("attention that is called outside of the recording")
+
+
+def _kept_whole(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, **how: Any) -> Tensor:
+    """The output of a call of the library's interface, which the recording under way keeps as one node."""
+    dropout, causal, bias = how["dropout"], how["is_causal"], how["position_bias"]
+    if dropout:
+        raise BadFunctionError("expected attention without dropout, got some; call model.eval()")
+    causal = bool(getattr(module, "is_causal", False)) if causal is None else bool(causal)
+    known = None if given is None else _active().masks.get(storage(given))
+    if known is not None:
+        mask, terms = known.mask, [] if known.mask.bias is None else [known.mask.bias]
+    else:
+        mask = Mask(causal=causal and given is None and q.shape[2] > 1)
+        terms = [] if given is None else [given]
+    terms += [] if bias is None else [bias]
+    scale = q.shape[-1] ** -0.5 if how["scaling"] is None else float(how["scaling"])
+    return torch.ops.howsmooth.attention(
+        q, k, v, terms, mask.keys, how["sink"], scale, how["softcap"], mask.causal, mask.window
+    )
+
+
 def _four_axes(t: Tensor) -> Tensor:
     """(…, heads, n, d), at least (n, d), as (batch, heads, n, d)."""
     if t.ndim == 3:
@@ -185,6 +224,10 @@ def _library_attention(
 ) -> tuple[Tensor, None]:
     """The attention interface's function: (batch, heads, n, d) in, (batch, n, heads, d_v) out."""
     intercept = _active()
+    if get_proxy_mode() is not None:
+        how = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "is_causal": is_causal}
+        more = {"position_bias": position_bias, "sink": s_aux}
+        return _kept_whole(module, query, key, value, attention_mask, **how, **more).transpose(1, 2).contiguous(), None
     if dropout:
         raise intercept.refuse("dropout, as in training")
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else bool(is_causal)
@@ -232,11 +275,12 @@ def _library_mask(
         given: Any = {"attention_mask": attention_mask, "dtype": torch.float32, **own}
         return torch.cat([eager_mask(q_length=1, q_offset=i, **given) for i in index.tolist()], dim=2)
 
-    if rule is causal_mask_function and keys is None and q_length == kv_length:
-        mask = Mask(causal=q_length > 1)  # to evaluate the rule would be to wait for the device
-    else:
-        mask = masks.of_rule(one_by_one if use_vmap else rule, batch_size, q_length, kv_length, keys, device)
-    return _active().tag(mask, rows, (batch_size, 1, q_length, kv_length), dtype, device)
+    with disable_proxy_modes_tracing():  # what a recording keeps of a mask is what it stands for
+        if rule is causal_mask_function and keys is None and q_length == kv_length:
+            mask = Mask(causal=q_length > 1)  # to evaluate the rule would be to wait for the device
+        else:
+            mask = masks.of_rule(one_by_one if use_vmap else rule, batch_size, q_length, kv_length, keys, device)
+        return _active().tag(mask, rows, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
 class _Recent(OrderedDict[int, Tagged]):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.fx import GraphModule
 
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.kernels import Mask, Scores, attend
@@ -122,3 +123,42 @@ def _term(term: Tensor, q: Tensor, q4: Tensor, m: int) -> Tensor:
         term = term[None]
     term = _four(term if term.ndim <= 4 else term.expand(*q.shape[:-3], *term.shape[-3:]))
     return term.expand(*term.shape[:3], m)
+
+
+# what a recording keeps as one node where a model's code hands attention over
+_LIBRARY = torch.library.Library("howsmooth", "FRAGMENT")
+_LIBRARY.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor[] terms, Tensor? keys, Tensor? sink, "
+    "float scale, float? softcap, bool causal, int? window) -> Tensor"
+)
+
+
+def _whole(q, k, v, terms, keys, sink, scale, softcap, causal, window) -> Tensor:
+    return attention(q, k, v, terms, keys, sink, scale=scale, softcap=softcap, causal=causal, window=window)
+
+
+_LIBRARY.impl("attention", _whole, "CompositeExplicitAutograd")
+
+
+def attend_whole(call: Call) -> Tensor:
+    """The output of a call, which a recording that is under way keeps as one node."""
+    scores, mask = call.scores, call.scores.mask
+    terms = [] if mask.bias is None else [mask.bias]
+    sink = scores.kind.sink if isinstance(scores.kind, Softmax) else None
+    return torch.ops.howsmooth.attention(
+        call.q, call.k, call.v, terms, mask.keys, sink, scores.scale, scores.softcap, mask.causal, mask.window
+    )
+
+
+def unify(code: GraphModule) -> None:
+    """Make every attention that was kept as one node a call of `attention`."""
+    for n in list(code.graph.nodes):
+        if n.target is not torch.ops.howsmooth.attention.default:
+            continue
+        *given, scale, softcap, causal, window = n.args
+        with code.graph.inserting_before(n):
+            how = {"scale": scale, "softcap": softcap, "causal": causal, "window": window}
+            new = code.graph.call_function(attention, tuple(given), how)
+        new.meta.update(n.meta)
+        n.replace_all_uses_with(new)
+        code.graph.erase_node(n)

@@ -9,7 +9,7 @@ from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import is_float, name, shape
 from howsmooth.program.operations import LOGITS, MATRIX, PRODUCT, WEIGHTS
 
-WHOLE = "scaled_dot_product_attention"
+WHOLE = ("attention", "scaled_dot_product_attention")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class AttentionCall:
 
 
 def whole_call(n: Node) -> AttentionCall:
-    """A call of torch's own function."""
+    """A call of attention that is one node."""
     q, k, v = n.args[:3]
     assert isinstance(q, Node)
     assert isinstance(k, Node)
@@ -62,7 +62,7 @@ def find_calls(flow: Flow) -> list[AttentionCall]:
     for n in flow.nodes:
         if n.op != "call_function" or not flow.live(n):
             continue
-        if name(n) == WHOLE:
+        if name(n) in WHOLE:
             found[n] = whole_call(n)
         elif name(n) in WEIGHTS:
             for call in _written_out(flow, n):

@@ -1,15 +1,16 @@
 """A recording that is confirmed by the module itself: compared with it at the input and beside it."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Interpreter
 
 from howsmooth.errors import BadFunctionError
-from howsmooth.program.tracing import Program, bare, tensors_in, trace, unchanged
+from howsmooth.program.replay import Run
+from howsmooth.program.tracing import Program, bare, trace, unchanged
 
 # relative to the largest entry: what products in another order explain
 _SAME = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -17,11 +18,16 @@ _COARSE = 1e-2
 _STEP = 0.01  # of the size of features, by which they are moved
 
 
-def record(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Program:
+def record(
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    prepared: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Program:
     """The program of `module(*args, **kwargs)`, confirmed by the module itself.
 
     The module is run three times, in eval mode and without gradients; its parameters, buffers, attributes and modes stay as
-    they are.
+    they are.  prepared: what holds while the module is recorded, and not while it is compared with.
 
     >>> program = record(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), (torch.ones(1, 2),))
     >>> [n.name for n in program.nodes if n.op == "call_function"]
@@ -32,7 +38,8 @@ def record(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     module = bare(module)
     with unchanged(module), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # of torch's older checkpoints
-        program = trace(module, args, kwargs)
+        with prepared():
+            program = trace(module, args, kwargs)
         confirm(program)
     return program
 
@@ -46,7 +53,7 @@ def confirm(program: Program) -> None:
     beside = tuple(_beside(t, generator) for t in program.tensors)
     for where, tensors in (("at its input", program.tensors), ("beside its input", beside)):
         ours, own = replayed(program, tensors), program.own(tensors)
-        if len(own) != len(ours) or not all(map(_same, own, ours)):
+        if not agrees(own, ours):
             raise BadFunctionError(
                 f"expected a function that the operations of one run describe, got one that they miss {where}; look for numpy, "
                 "item(), caches and state, and pass use_cache=False"
@@ -56,8 +63,13 @@ def confirm(program: Program) -> None:
 @torch.no_grad()
 def replayed(program: Program, tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """What the recording gives with other tensors among the arguments, in the module's own precision."""
-    weights = [t.detach() for t in program.weights_now().values()]
-    return list(tensors_in(Interpreter(program.code).run(*weights, *(t.clone() for t in tensors))))
+    values = Run(program, tuple(t.clone() for t in tensors), None).values(program.outputs)
+    return [values[n] for n in program.outputs]
+
+
+def agrees(own: Sequence[Tensor], ours: Sequence[Tensor]) -> bool:
+    """Whether a replay gives what the module itself gives, to the rounding of another order of its products."""
+    return len(own) == len(ours) and all(map(_same, own, ours))
 
 
 def _same(own: Tensor, ours: Tensor) -> bool:

@@ -18,6 +18,8 @@ MATRIX = {
     "linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "convolution", "mv", "addbmm",
     "tensordot", "_convolution", "bilinear", "conv_transpose1d", "conv_transpose2d", "inner", "dot", "linalg_matmul",
 }  # fmt: skip
+CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d"}
+PICKS = {"topk", "argmax", "sort", "argsort", "argmin", "kthvalue"}
 PRODUCT = {"matmul", "bmm", "baddbmm", "einsum", "mm", "addbmm", "cdist", "_euclidean_dist", "inner", "tensordot", "addmm"}
 WEIGHTS = {"softmax", "_softmax", "_safe_softmax", "special_softmax", "sigmoid", "relu", "exp", "log_softmax"}
 LOGITS = SHAPE | PARTS | JOINS | {

@@ -1,6 +1,10 @@
-"""A part of a recorded run as a function of what enters it, in float64, at the weights of the moment."""
+"""Replays of a recorded run: values of its nodes at an input, and a part of it as a function of what enters it.
 
-from collections.abc import Callable, Mapping, Sequence
+Weights are looked up by name each time, so they are those of the moment.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,13 +19,87 @@ from howsmooth.program.nodes import name, value
 from howsmooth.program.operations import CASTS, JUMPS
 from howsmooth.program.tracing import Program
 
-_NARROW = (torch.float16, torch.bfloat16, torch.float32)
 # what another layout in memory cannot be a view of, it can be a copy of
 _INSTEAD: dict[Any, Any] = {
     op.default: torch.ops.aten.reshape.default for op in (torch.ops.aten.view, torch.ops.aten._unsafe_view)
 }
+_NARROW: dict[torch.dtype | None, tuple[torch.dtype, ...]] = {
+    torch.float64: (torch.float16, torch.bfloat16, torch.float32),
+    torch.float32: (torch.float16, torch.bfloat16),
+}
 
 Segment = Callable[..., list[Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A program at an input: values of its nodes, computed when they are needed.
+
+    tensors: those among the arguments.  work: the precision, in which casts to narrower ones are left out; nothing for the
+    module's own.  kept: values that are known already, in the module's own precision, as hidden states between blocks are.
+    """
+
+    program: Program
+    tensors: tuple[Tensor, ...]
+    work: torch.dtype | None = torch.float64
+    kept: Mapping[Node, Tensor] = field(default_factory=dict)
+
+    def at(self, work: torch.dtype | None) -> "Run":
+        """The same run in another precision."""
+        return self if work is self.work else replace(self, work=work)
+
+    @torch.no_grad()
+    def values(self, wanted: Iterable[Node]) -> dict[Node, Any]:
+        """What some nodes give; what is needed on the way is let go of as soon as it can be."""
+        wanted, program = set(wanted), self.program
+        order = self._needed(wanted)
+        last = {m: n for n in order for m in n.all_input_nodes}
+        weights, given = program.weights_now(), dict(zip(program.inputs, self.tensors, strict=True))
+        env: dict[Node, Any] = {}
+
+        def known(n: Node) -> Any:
+            if n in env:
+                return env[n]
+            if n in program.weights:
+                return self.fit(weights[program.weights[n]].detach())
+            if n in self.kept:
+                return self.fit(self.kept[n])
+            return self.fit(given[n] if n.op == "placeholder" else getattr(program.code, str(n.target)))
+
+        for n in order:
+            if n.op != "call_function":
+                continue
+            env[n] = called(n, known, self.work)
+            for m in n.all_input_nodes:
+                if last[m] is n and m not in wanted:
+                    env.pop(m, None)
+        return {n: known(n) for n in wanted}
+
+    def fit(self, t: Any) -> Any:
+        """A tensor in the precision of the run, where the run's input is."""
+        if not isinstance(t, Tensor):
+            return t
+        device = self.device
+        moved = t if t.device == device or t.ndim == 0 else t.to(device)
+        if self.work is None or not (moved.is_floating_point() or moved.is_complex()):
+            return moved
+        return moved.to(self.work.to_complex() if moved.is_complex() else self.work)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the run is computed: where its input is."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+    def _needed(self, wanted: set[Node]) -> list[Node]:
+        """The nodes that lead from what is known to what is wanted, in order, and in the own precision modes of torch too."""
+        needed, todo = set[Node](), list(wanted)
+        while todo:
+            n = todo.pop()
+            if n not in needed and n not in self.kept:
+                needed.add(n)
+                todo += n.all_input_nodes
+        modes = self.work is None
+        return [n for n in self.program.nodes if n in needed or (modes and n.meta.get("mode"))]
 
 
 def segment(
@@ -33,31 +111,75 @@ def segment(
     *,
     check: bool = True,
 ) -> tuple[Segment, list[Tensor]]:
-    """The function between some nodes, and what enters it in the recording.
+    """The function between some nodes, and what enters it in the recording, in float64.
 
     What is not on the way stays as it is in the recording, choices made from the input among it. through: nodes that all ways
     lead through.  check: refuse operations that have no derivative.
     """
-    ends = [n for n in leave if n not in enter]
-    path = flow.between(enter, ends) if ends else []
-    if through:
-        inside = {*flow.between(enter, through), *flow.between(through, leave)}
-        path = [n for n in path if n in inside]
-    if check:
-        check_smooth(path, flow)
-    kept = values(program, ({m for n in path for m in n.all_input_nodes} | {*enter, *leave}) - set(path))
+    way = Way.of(flow, enter, leave, through, check=check)
+    kept = Run(program, program.tensors).values((*way.beside, *enter))
 
     def f(*points: Tensor) -> list[Tensor]:
-        env = dict(zip(enter, points, strict=True))
-
-        def known(n: Node) -> Any:
-            return env[n] if n in env else kept[n]
-
-        for n in path:
-            env[n] = _call(n, known)
-        return [known(n) for n in leave]
+        return way.follow(kept, points, torch.float64)
 
     return f, [kept[n].detach().clone() for n in enter]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """The nodes on the ways from some nodes to others, in order, and those beside them that they read."""
+
+    enter: tuple[Node, ...]
+    leave: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+
+    @classmethod
+    def of(
+        cls, flow: Flow, enter: Sequence[Node], leave: Sequence[Node], through: Sequence[Node] = (), *, check: bool = True
+    ) -> "Way":
+        """The way through a flow. through: nodes that all of it leads through.  check: refuse what has no derivative."""
+        ends = [n for n in leave if n not in enter]
+        path = flow.between(enter, ends) if ends else []
+        if through:
+            inside = {*flow.between(enter, through), *flow.between(through, leave)}
+            path = [n for n in path if n in inside]
+        if check:
+            check_smooth(path, flow)
+        return cls(tuple(enter), tuple(leave), tuple(path))
+
+    @property
+    def beside(self) -> set[Node]:
+        """What is read on the way and does not move."""
+        own = {*self.nodes, *self.enter}
+        return {m for n in self.nodes for m in n.all_input_nodes if m not in own} | {n for n in self.leave if n not in own}
+
+    def follow(self, beside: Mapping[Node, Any], points: Sequence[Tensor], work: torch.dtype) -> list[Tensor]:
+        """What leaves where `points` enter, given the values beside the way."""
+        env: dict[Node, Any] = dict(zip(self.enter, points, strict=True))
+        last = {m: n for n in self.nodes for m in n.all_input_nodes}
+
+        def known(n: Node) -> Any:
+            return env[n] if n in env else beside[n]
+
+        for n in self.nodes:
+            env[n] = called(n, known, work)
+            for m in n.all_input_nodes:
+                if last[m] is n and m not in self.leave:
+                    env.pop(m, None)
+        return [known(n) for n in self.leave]
+
+
+def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> Any:
+    """What a node gives. In another precision than the module's own, casts are to that one, and what is detached moves."""
+    args: tuple[Any, ...] = map_arg(n.args, known)
+    kwargs: Mapping[str, Any] = map_arg(dict(n.kwargs), known)
+    if work is None:
+        return n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+    if name(n) in ("detach", "alias"):
+        return args[0]
+    narrow = _NARROW[work]
+    args, kwargs = tree_map(lambda t: work if isinstance(t, torch.dtype) and t in narrow else t, (args, kwargs))
+    return _INSTEAD.get(n.target, n.target)(*args, **kwargs)
 
 
 def check_smooth(path: Sequence[Node], flow: Flow) -> None:
@@ -91,46 +213,3 @@ def _rounded(n: Node, flow: Flow) -> bool:
         if not moving:
             todo += m.all_input_nodes
     return False
-
-
-@torch.no_grad()
-def values(program: Program, wanted: set[Node]) -> dict[Node, Any]:
-    """What some nodes give at the recording's input and today's weights, in float64; others are kept no longer than needed."""
-    needed, todo = set[Node](), list(wanted)
-    while todo:
-        n = todo.pop()
-        if n not in needed:
-            needed.add(n)
-            todo += n.all_input_nodes
-    order = [n for n in program.nodes if n in needed]
-    last = {m: n for n in order for m in n.all_input_nodes}
-    given: dict[Node, Tensor] = dict(zip(program.inputs, program.tensors, strict=True))
-    weights = program.weights_now()
-    env: dict[Node, Any] = {}
-    for n in order:
-        if n.op == "placeholder":
-            env[n] = _wide(weights[program.weights[n]].detach() if n in program.weights else given[n])
-        elif n.op == "get_attr":
-            env[n] = _wide(getattr(program.code, str(n.target)))
-        else:
-            env[n] = _call(n, env.__getitem__)
-        for m in n.all_input_nodes:
-            if last[m] is n and m not in wanted:
-                env.pop(m, None)
-    return {n: env[n] for n in wanted}
-
-
-def _wide(t: Any) -> Any:
-    return t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
-
-
-def _call(n: Node, known: Callable[[Node], Any]) -> Any:
-    """What a node gives, casts to narrower floating-point numbers left out, and what is detached moving like the rest."""
-    args: tuple[Any, ...] = map_arg(n.args, known)
-    kwargs: Mapping[str, Any] = map_arg(dict(n.kwargs), known)
-    if name(n) in ("detach", "alias"):
-        return args[0]
-    wide_args, wide_kwargs = tree_map(
-        lambda t: torch.float64 if isinstance(t, torch.dtype) and t in _NARROW else t, (args, kwargs)
-    )
-    return _INSTEAD.get(n.target, n.target)(*wide_args, **wide_kwargs)

@@ -27,7 +27,7 @@ def stream_of(program: Program) -> Flow:
     flow = _near(program, Flow(program, begins))
     known: set[Node] = set()
     for _ in range(_ROUNDS):
-        calls = [whole_call(n) for n in flow.nodes if n.op == "call_function" and name(n) == WHOLE]
+        calls = [whole_call(n) for n in flow.nodes if n.op == "call_function" and name(n) in WHOLE]
         more = _roots(flow, calls)
         if more <= known:
             break

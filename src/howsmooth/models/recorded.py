@@ -1,0 +1,121 @@
+"""Recorded runs of a model: one for every kind of input, compared with the model itself at each input."""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils._pytree import tree_flatten
+
+from howsmooth.errors import BadFunctionError, HowSmoothError
+from howsmooth.models.intercept import IMPLEMENTATION, recording, register
+from howsmooth.program import Layers, Program, record
+from howsmooth.program.attention import attention
+from howsmooth.program.confirm import agrees
+from howsmooth.program.flow import Flow
+from howsmooth.program.replay import Run
+
+_MOST = 8  # recordings kept of a model, the latest ones
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A model's run as a graph, and the layers in it."""
+
+    program: Program
+    layers: Layers
+
+    @functools.cached_property
+    def hidden(self) -> tuple[Node, ...]:
+        """The hidden states that layers begin with: what is kept of a run."""
+        layers, found = self.layers, list[Node]()
+        for layer in layers.found:
+            before = [w for w in layers.waists if layers.flow.index[w] <= layer.first]
+            found += before[-1:] or [n for group in layer.groups for n in group.enter]
+        return tuple(dict.fromkeys(found))
+
+    def run(self, tensors: tuple[Tensor, ...]) -> tuple[Run, list[Tensor]]:
+        """A run at some tensors with its hidden states, in the module's own precision, and what the module would return."""
+        plain = Run(self.program, tensors, None)
+        values = plain.values((*self.hidden, *self.program.outputs))
+        run = Run(self.program, tensors, None, {n: values[n] for n in self.hidden})
+        return run, [values[n] for n in self.program.outputs]
+
+
+class Recordings:
+    """The recorded runs of one model, by the shapes, dtypes, masks and other arguments of its inputs."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Any, Recording] = OrderedDict()
+
+    def at(self, owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Recording, Run]:
+        """The recording that fits an input, and its run there, which gives what the model itself gives."""
+        key, tensors = _key(owner, args, kwargs)
+        known = self._known.get(key)
+        if known is not None:
+            run, ours = known.run(tensors)
+            if agrees(known.program.own(tensors), ours):
+                self._known.move_to_end(key)
+                return known, run
+        new = recorded(owner, args, kwargs)
+        self._known[key] = new
+        self._known.move_to_end(key)
+        while len(self._known) > _MOST:
+            self._known.popitem(last=False)
+        run, ours = new.run(tensors)
+        if not agrees(new.program.own(tensors), ours):
+            raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
+        return new, run
+
+
+def recorded(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:
+    """A model's run, its attention on the kernels where they express it."""
+    refusal: HowSmoothError | None = None
+    for code in _codes(owner):
+        try:
+            program = record(owner, args, kwargs, functools.partial(recording, owner, code))
+        except HowSmoothError as error:
+            refusal = refusal or error
+            continue
+        except KeyError:  # a model that looks its implementation up in a table of its own
+            if code is None:
+                raise
+            continue
+        layers = Layers(program)
+        if code is None or not _moving_terms(layers.flow):
+            return Recording(program, layers)
+    assert refusal is not None
+    raise refusal
+
+
+def _codes(owner: nn.Module) -> tuple[str | None, ...]:
+    """The attention implementations to record a model with: the library's interface first, then the model's own choice."""
+    if not hasattr(getattr(owner, "config", None), "_attn_implementation_internal"):
+        return (None,)
+    register()
+    return (IMPLEMENTATION, None)
+
+
+def _moving_terms(flow: Flow) -> bool:
+    """Whether something that depends on the tokens is added to the logits of attention, which the kernels do not follow."""
+    calls = [n for n in flow.nodes if n.target is attention and flow.live(n)]
+    return any(flow.live(m) for n in calls for m in n.all_input_nodes if m not in n.args[:3])
+
+
+def _key(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
+    """What inputs of one recording share, and the tensors among them."""
+    leaves, spec = tree_flatten((args, dict(kwargs)))
+    names = {id(t): name for name, t in kwargs.items()}
+    parts: list[Any] = [str(spec)]
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            parts.append(repr(leaf))
+            continue
+        parts.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+        if not leaf.is_floating_point() and names.get(id(leaf)) != "input_ids":
+            parts.append(bytes(leaf.detach().cpu().contiguous().flatten().to(torch.int64).numpy().tobytes()))
+    return tuple(parts), tuple(t for t in leaves if isinstance(t, Tensor))
