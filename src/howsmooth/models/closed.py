@@ -11,8 +11,9 @@ from howsmooth.maps import Attention, Rotary
 from howsmooth.maps.operator import drawn, stream
 from howsmooth.models.cut import Cut
 from howsmooth.models.intercept import UncuttableError
+from howsmooth.models.model_input import FallbackWarning
 from howsmooth.models.reading import FORMULA, Stage, agree, off, read_projection, read_sides
-from howsmooth.models.sample import FallbackWarning, Sample, same
+from howsmooth.models.sample import Sample, same
 
 _MOST = 2**31  # bytes of weights kept, the latest layers'
 
