@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from howsmooth.program.editing import TURNS, Editor, aten, permutation, size
 from howsmooth.program.equations import MATMULS, Equation, equation_of
-from howsmooth.program.nodes import is_float, name, value
+from howsmooth.program.nodes import is_float, name, order, value
 
 LOW = -1e4  # a fill this low hides a key
 _FLOOR = -1e30  # a floor this low is none
@@ -224,9 +224,10 @@ class LogitsReader:
         op = aten.div.Tensor if inverse else aten.mul.Tensor
         if logits.weights is not None:
             if size(by)[-1] == 1:
+                _need(not self._made_of(by, logits))
                 by = self.edit.call(aten.reciprocal.default, by) if inverse else by
                 return self._all(logits, lambda part: replace(part, gains=(*part.gains, by)))
-            _need(not inverse and logits.weights == "sigmoid" and not logits.beside)
+            _need(not inverse and logits.weights != "softmax" and not logits.beside)
             return replace(logits, terms=(*logits.terms, self.edit.call(aten.ne.Scalar, by, 0)))  # a mask of 0 and 1
         _need(logits.cap is None and logits.sink is None and 1 in size(by)[-2:])
         terms = [t if value(t).dtype is torch.bool else self.edit.call(op, t, by) for t in logits.terms]
@@ -241,6 +242,19 @@ class LogitsReader:
         if size(by)[-1] == 1:
             return replace(logits, q=self.edit.call(op, logits.q, by))
         return replace(logits, k=self.edit.call(op, logits.k, self.edit.swapped(by)))
+
+    def _made_of(self, n: Node, logits: LazyLogits) -> bool:
+        """Whether a tensor is made of logits of the same keys, which then are there in any case."""
+        todo, visited = [n], set[Node]()
+        while todo:
+            m = todo.pop()
+            known = self._known.get(m)
+            if isinstance(known, LazyLogits) and known.k is logits.k:
+                return True
+            if m not in visited and order(m) > order(logits.k):
+                visited.add(m)
+                todo += m.all_input_nodes
+        return False
 
     def _normalised(self, n: Node, logits: LazyLogits, b: Node, row: LazyRow) -> LazyLogits:
         """`exp(s)` over its own sum, and what is added to that: a sink."""
@@ -326,7 +340,7 @@ class LogitsReader:
         if logits.weights == "softmax":  # of keys that are hidden already
             _need(low == 0)
             return logits
-        _need(low is not None and (low == 0 if logits.weights else low <= LOW) and logits.weights != "exp")
+        _need(low is not None and (low == 0 if logits.weights else low <= LOW))
         return self._hidden(logits, self.edit.call(aten.logical_not.default, mask))
 
     def _where(self, n: Node, shown: Node, a: Any, b: Any) -> LazyLogits:

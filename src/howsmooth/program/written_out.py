@@ -34,8 +34,8 @@ _COARSEST = 1e-3  # beyond which nothing is told apart
 class Reading:
     """A node of a graph that is read as attention: the nodes of attention, and what of them stands for it.
 
-    squares: by a node of attention, the terms that move and are a number of each key.  sigmas: the `σ` for which their sum is
-    `−σ |k|²`, so that weights are those of `−σ |q' − k|²`; nothing where there is none.
+    squares: by a node of attention, the terms that move.  sigmas: the `σ` for which their sum is `−σ |k|²`, so that weights are
+    those of `−σ |q' − k|²`; nothing where there is none.
     """
 
     output: Node
@@ -65,7 +65,8 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
             if reading.agrees and sigma is not None:
                 _as_distances(new, n, sigma, reading.squares[n])
     if flow is not None:
-        moving = moving_terms(new, Flow(_fresh(new), [places[b] for b in flow.begins]))
+        both = _fresh(new)
+        moving = moving_terms(both, Flow(both, [places[b] for b in flow.begins]))
         for reading in readings:
             reading.agrees &= not moving & {*reading.attention}
     for reading in readings:
@@ -304,9 +305,9 @@ class _Comparing(Interpreter):
 
 
 def _of_keys(n: Node, term: Node) -> bool:
-    """Whether a term is a number of each key."""
+    """Whether a term may be a number of each key, and one of each query that softmax does not see."""
     plain = n.kwargs["kind"] == "softmax" and n.kwargs.get("sink") is None and n.kwargs.get("softcap") is None
-    return plain and is_float(term) and size(term)[-2] == 1 < size(term)[-1]
+    return plain and is_float(term) and size(term)[-1] > 1
 
 
 def _tolerance(t: Tensor) -> float:
