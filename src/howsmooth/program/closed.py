@@ -15,9 +15,9 @@ from howsmooth.maps import Attention, Rotary
 from howsmooth.program.attention import Call, answering, attention
 from howsmooth.program.calls import WHOLE
 from howsmooth.program.ends import Ends
-from howsmooth.program.nodes import name, shape
-from howsmooth.program.sides import Side, read_affine, read_side
-from howsmooth.program.stretch import FORMULA, Recorded, Values, agree, features_last, off, random_tensor
+from howsmooth.program.nodes import name, value
+from howsmooth.program.sides import SideFormula, read_affine, read_side
+from howsmooth.program.stretch import FORMULA, PartOfRun, Values, agree, features_last, off, random_tensor
 from howsmooth.program.tracing import Program
 
 
@@ -42,12 +42,12 @@ class Operands:
         assert isinstance(v, Node)
         if n.target is attention:
             named = dict(n.kwargs)
-            terms, keys, sink = ([*rest, (), None, None][i] if i < len(rest) else None for i in range(3))
-            terms, keys, sink = named.pop("terms", terms), named.pop("keys", keys), named.pop("sink", sink)
-            return cls(q, k, v, tuple(terms or ()), keys, sink, named)
+            given: dict[str, Any] = dict(zip(("terms", "keys", "sink"), rest, strict=False))
+            given |= {key: named.pop(key) for key in ("terms", "keys", "sink") if key in named}
+            return cls(q, k, v, tuple(given.get("terms", ())), given.get("keys"), given.get("sink"), named)
         given = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | dict(n.kwargs)
         mask, scale = given.get("attn_mask"), given.get("scale")
-        scale = (shape(q) or ())[-1] ** -0.5 if scale is None else scale
+        scale = value(q).shape[-1] ** -0.5 if scale is None else scale
         settings = {"scale": scale, "causal": bool(given.get("is_causal"))}
         return cls(q, k, v, () if mask is None else (mask,), None, None, settings)
 
@@ -78,7 +78,7 @@ class ReadCall:
     tokens: the entries of what enters by token and feature.  x: their values.  kind: the module that attends, for people.
     """
 
-    part: Recorded
+    part: PartOfRun
     enter: Node
     leave: Node
     node: Node
@@ -105,7 +105,7 @@ class ReadCall:
                 "measure it instead"
             )
         vectors = (operands.q, operands.k, operands.v)
-        part = Recorded.of(flow, enter, leave, values, *vectors, *operands.beside)
+        part = PartOfRun.of(flow, enter, leave, values, *vectors, *operands.beside)
         try:
             call = operands.call(part.known)
         except BadFunctionError as error:
@@ -204,7 +204,7 @@ def _formula(read: ReadCall) -> Attention:
     )
 
 
-def _one_rotary(q: Side, k: Side) -> Rotary | None:
+def _one_rotary(q: SideFormula, k: SideFormula) -> Rotary | None:
     """The phases that queries and keys have in common."""
     a, b = q.rotary, k.rotary
     if a is None and b is None:

@@ -4,7 +4,6 @@ From the call back to the tokens every node that all ways lead through is a plac
 tokens, or what is behind it moves entries, normalises or turns them. Each of these is decided by evaluating that stretch.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from howsmooth.maps import LayerNorm, RMSNorm, Rotary
 from howsmooth.maps.operator import over_heads
 from howsmooth.program.nodes import name, shape
 from howsmooth.program.operations import MATRIX
-from howsmooth.program.stretch import Recorded, Stretch, agree, distinct, labels, random_tensor
+from howsmooth.program.stretch import PartOfRun, Stretch, agree, heads_of, labels, random_tensor, unmoved
 
 _UNITS = 2**12  # unit vectors sent through an affine stretch at once
 _TABLE = 1e-6  # rounding of phases that are kept in float32
@@ -47,7 +46,7 @@ class Affine(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class SideFormula:
     """Queries, keys or values as a formula of tokens.
 
     heads: how many differ.  norm: over a head, or over all of them where it is that wide.
@@ -58,13 +57,13 @@ class Side:
     norm: Norm | None = None
     rotary: Rotary | None = None
 
-    def repeated(self, heads: int) -> "Side":
+    def repeated(self, heads: int) -> "SideFormula":
         """The same side with each of its heads as often as it takes to have so many."""
         if heads == self.heads:
             return self
         if heads % self.heads or (self.norm is not None and self.norm.width != self.width):
             raise UnreadableError("expected keys and values that as many heads share, got others; measure the layer instead")
-        return Side(heads, self.matrix.repeated(self.heads, heads // self.heads), self.norm, self.rotary)
+        return SideFormula(heads, self.matrix.repeated(self.heads, heads // self.heads), self.norm, self.rotary)
 
     @property
     def width(self) -> int:
@@ -73,7 +72,7 @@ class Side:
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class HeadMap:
     """A stretch between two nodes of one shape, as a function of heads, (heads, n, d)."""
 
     stretch: Stretch
@@ -85,25 +84,21 @@ class Stage:
         return out.reshape(-1)[self.layout][::group]
 
 
-def read_side(part: Recorded, enter: Node, operand: Node, tokens: Int[Tensor, "n d"], x: Float[Tensor, "n d"]) -> Side:
+def read_side(part: PartOfRun, enter: Node, operand: Node, tokens: Int[Tensor, "n d"], x: Float[Tensor, "n d"]) -> SideFormula:
     """One operand of an attention call as a formula of what enters; refused where it is none."""
-    waists, size = [enter, *part.flow.after([enter], [operand])], shape(operand) or ()
-    if waists[-1] is not operand or size[-2] != len(x):
+    waists, layout = [enter, *part.flow.after([enter], [operand])], heads_of(operand, x)
+    if waists[-1] is not operand or layout.shape[1] != len(x):
         raise UnreadableError("expected queries, keys and values of the same tokens, got others; measure the layer instead")
-    layout = torch.arange(math.prod(size), device=x.device).reshape(-1, *size[-2:])
-    stages, at = list[Stage](), len(waists) - 1
+    stages, at = list[HeadMap](), len(waists) - 1
     while True:
-        index = part.between(waists[at - 1], waists[at]).moved(x) if at else None
-        if index is not None:
-            layout, at = distinct(index.reshape(-1)[layout])[0], at - 1
-            continue
+        at, layout = unmoved(part, waists[: at + 1], layout, x)
         stretch = part.between(enter, waists[at])
         if stretch.real and _affine(stretch, tokens, layout, x):
             break
         before = [j for j in range(at) if shape(waists[j]) == shape(waists[at])]
         if not before or not part.between(waists[before[-1]], waists[at]).real:
             raise UnreadableError("expected affine, normalised or turned queries and keys, got others; measure it instead")
-        stages.insert(0, Stage(part.between(waists[before[-1]], waists[at]), layout))
+        stages.insert(0, HeadMap(part.between(waists[before[-1]], waists[at]), layout))
         at = before[-1]
     matrix = read_affine(part, enter, waists[at], tokens, layout.transpose(0, 1).flatten(1), x)
     return _behind(len(layout), matrix, stages, len(x))
@@ -124,7 +119,7 @@ def _affine(stretch: Stretch, tokens: Tensor, layout: Tensor, x: Tensor) -> bool
 
 
 def read_affine(
-    part: Recorded, start: Node, end: Node, into: Int[Tensor, "n d"], out: Int[Tensor, "n o"], like: Tensor
+    part: PartOfRun, start: Node, end: Node, into: Int[Tensor, "n d"], out: Int[Tensor, "n o"], like: Tensor
 ) -> Affine:
     """The matrix and the bias that a stretch applies to every token, from its only weight or from its answers to unit vectors.
 
@@ -152,7 +147,7 @@ def read_affine(
     return Affine(weight, bias)
 
 
-def _only_weight(part: Recorded, stretch: Stretch, into: Tensor, out: Tensor, like: Tensor) -> Tensor | None:
+def _only_weight(part: PartOfRun, stretch: Stretch, into: Tensor, out: Tensor, like: Tensor) -> Tensor | None:
     """The rows and columns of the only matrix on a stretch, where all else there moves, scales or shifts single entries."""
     products = [n for n in stretch.nodes if name(n) in MATRIX]
     if len(products) != 1 or name(products[0]) not in ("linear", "mm", "matmul"):
@@ -180,7 +175,7 @@ def _only_weight(part: Recorded, stretch: Stretch, into: Tensor, out: Tensor, li
 # what is behind the affine part
 
 
-def _behind(heads: int, matrix: Affine, stages: Sequence[Stage], n: int) -> Side:
+def _behind(heads: int, matrix: Affine, stages: Sequence[HeadMap], n: int) -> SideFormula:
     """A side whose affine part and the stages behind it are known: a norm, then factors and phases."""
     z = random_tensor(heads, n, len(matrix.bias) // heads, like=matrix.bias, name="heads")
     for count in range(len(stages), -1, -1):
@@ -194,17 +189,17 @@ def _behind(heads: int, matrix: Affine, stages: Sequence[Stage], n: int) -> Side
         if norm is None:
             w, b = matrix
             by = factor.flatten()
-            return Side(heads, matrix if bool((by == 1).all()) else Affine(w * by[:, None], b * by), None, rotary)
+            return SideFormula(heads, matrix if bool((by == 1).all()) else Affine(w * by[:, None], b * by), None, rotary)
         wide = norm.width > z.shape[-1]
         if not wide and not agree(factor, factor[:1].expand_as(factor)):
             continue
         by = factor.flatten() if wide else factor[0]
         bias = None if norm.bias is None else norm.bias * by
-        return Side(heads, matrix, type(norm)(norm.weight * by, bias, norm.eps), rotary)
+        return SideFormula(heads, matrix, type(norm)(norm.weight * by, bias, norm.eps), rotary)
     raise UnreadableError("expected affine, normalised or turned queries and keys, got others; measure the layer instead")
 
 
-def _composed(stages: Sequence[Stage]) -> OnHeads:
+def _composed(stages: Sequence[HeadMap]) -> OnHeads:
     def f(z: Tensor) -> Tensor:
         for stage in stages:
             z = stage(z)
@@ -217,7 +212,7 @@ def _linear(f: OnHeads, z: Tensor) -> bool:
     return agree(f(-2 * z), -2 * f(z)) and agree(f(z.flip(-1)) + f(z), f(z.flip(-1) + z))
 
 
-def _norm(f: OnHeads, stages: Sequence[Stage], z: Float[Tensor, "heads n d"]) -> Norm | None:
+def _norm(f: OnHeads, stages: Sequence[HeadMap], z: Float[Tensor, "heads n d"]) -> Norm | None:
     """The norm that a function is: its eps is among the numbers of its nodes, its weight and bias follow from its answers."""
     heads, _, d = z.shape
     up, down = f(z), f(-z)
@@ -238,12 +233,14 @@ def _norm(f: OnHeads, stages: Sequence[Stage], z: Float[Tensor, "heads n d"]) ->
     return None
 
 
-def _numbers(stages: Sequence[Stage], width: int) -> Iterator[float]:
+def _numbers(stages: Sequence[HeadMap], width: int) -> Iterator[float]:
     """What may be the eps of a norm: numbers that nodes are given, as a mean's or as a sum's, torch's own, and zero."""
     found: dict[float, None] = {}
     for stage in stages:
         for n in stage.stretch.nodes:
-            for leaf in tree_leaves((n.args, dict(n.kwargs))):
+            schema = getattr(n.target, "_schema", None)  # a number that is the default is not among the arguments
+            defaults = [] if schema is None else [a.default_value for a in schema.arguments]
+            for leaf in tree_leaves((n.args, dict(n.kwargs), defaults)):
                 t = stage.stretch.known.get(leaf) if isinstance(leaf, Node) else leaf
                 t = float(t) if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point() else t
                 if isinstance(t, float) and 0 < t < 1:

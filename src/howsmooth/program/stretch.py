@@ -5,7 +5,7 @@ move entries by sending labels through them.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,14 +94,14 @@ class Stretch:
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class PartOfRun:
     """A part of a program at one input: what moves with the input, and the values of what does not."""
 
     flow: Flow
     known: Mapping[Node, Any]
 
     @classmethod
-    def of(cls, flow: Flow, start: Node, end: Node, values: Values, *more: Node) -> "Recorded":
+    def of(cls, flow: Flow, start: Node, end: Node, values: Values, *more: Node) -> "PartOfRun":
         """The part between two nodes; `more` nodes are evaluated with it."""
         path = flow.between([start], [end])
         beside = {m for n in path for m in n.all_input_nodes} - {start, *path}
@@ -120,6 +120,22 @@ def features_last(n: Node, tokens: int) -> Int[Tensor, "tokens features"] | None
         if size[axis] * tokens == math.prod(size):
             return torch.arange(math.prod(size)).reshape(size).movedim(axis, -1).reshape(tokens, size[axis])
     return None
+
+
+def heads_of(n: Node, like: Tensor) -> Int[Tensor, "heads n d"]:
+    """The entries of an operand of attention by head, token and feature."""
+    size = value(n).shape
+    return torch.arange(math.prod(size), device=like.device).reshape(-1, *size[-2:])
+
+
+def unmoved(
+    part: PartOfRun, waists: Sequence[Node], layout: Int[Tensor, "heads n d"], like: Tensor
+) -> tuple[int, Int[Tensor, "kept n d"]]:
+    """Back from the last node as far as entries are only moved: which node that is, and the heads' entries there, each once."""
+    at = len(waists) - 1
+    while at and (index := part.between(waists[at - 1], waists[at]).moved(like)) is not None:
+        layout, at = distinct(index.reshape(-1)[layout])[0], at - 1
+    return at, layout
 
 
 def distinct(layout: Int[Tensor, "heads n d"]) -> tuple[Int[Tensor, "kept n d"], int]:
