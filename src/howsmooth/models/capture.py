@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import AttentionKernel
 from howsmooth.maps import Attention, AttentionJacobian
-from howsmooth.models.closed import ClosedForms, as_attention
+from howsmooth.models.closed import ClosedForms, closed_form
 from howsmooth.models.measurement import Measurement, Measurements, shares
 from howsmooth.models.model_input import ModelInput, Which
 from howsmooth.models.span import MapName
@@ -125,12 +125,12 @@ class Capture:
 
         Its mask is that of the only input; `tokens(layer)` are the tokens that enter it there.
         """
-        return as_attention(self.sample.old.map(layer))
+        return closed_form(self.sample, layer)
 
     def closed(self, layer: int) -> Attention | None:
         """The same in the precision of the measurement, read off once for all captures of a model; nothing where refused."""
         self.sample.check(layer, Which())
-        return self.forms.of(self.sample.old, layer)
+        return self.forms.of(self.sample, layer)
 
     @overload
     def measure(self, layer: int, map: MapName = ..., **how: Unpack[How]) -> Measurement: ...
@@ -223,8 +223,8 @@ class Capture:
             size = max(1, LOCK_STEP // length)
             for first in range(0, len(together), size):
                 some = together[first : first + size]
-                attn = self.forms.of(some[0].old, layer)
-                if attn is None or any(self.forms.of(s.old, layer) is not attn for s in some[1:]):
+                attn = self.forms.of(some[0], layer)
+                if attn is None or any(self.forms.of(s, layer) is not attn for s in some[1:]):
                     measured += [self._of_segment(s, layer, asked) for s in some]
                 else:
                     measured += self._of_closed(some, layer, attn, asked)
