@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from howsmooth.program import Ends, Layers, Program, ends_of, record, segment
 from howsmooth.program.attention import attention
 from howsmooth.program.calls import WHOLE, find_calls
 from howsmooth.program.closed import as_attention
+from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import name
 from howsmooth.program.replay import values
 from howsmooth.program.stretch import agree, off
@@ -54,16 +56,16 @@ def library(kind: str) -> tuple[Program, int]:
     return record(model.double(), (), given), layer
 
 
-def closed(program: Program, layer: int = 0) -> tuple[hs.Attention, Tensor, Ends]:
+def closed(program: Program, layer: int = 0, ends: Ends | None = None) -> tuple[hs.Attention, Tensor, Ends]:
     """The closed form of a layer, what enters it, and its ends."""
-    ends = ends_of(Layers(program), layer)
+    ends = ends_of(Layers(program), layer) if ends is None else ends
     attn = as_attention(program, ends, functools.partial(values, program))
     return attn, values(program, set(ends.enter))[ends.enter[0]].reshape(-1, attn.width), ends
 
 
-def check(program: Program, layer: int = 0) -> hs.Attention:
+def check(program: Program, layer: int = 0, ends: Ends | None = None) -> hs.Attention:
     """The closed form of a layer, compared with the graph: queries, keys and values, output, and the norm of the Jacobian."""
-    attn, x, ends = closed(program, layer)
+    attn, x, ends = closed(program, layer, ends)
     between = ends.flow.between(ends.enter, ends.leave)
     (node,) = (n for n in between if n.target is attention or name(n) == WHOLE)
     own = values(program, {*node.args[:3], ends.leave[0]})  # pyright: ignore[reportArgumentType]
@@ -97,16 +99,17 @@ def test_soft_capped_attention():
     program = record(model, (), {"input_ids": ids(), "use_cache": False})
     with pytest.raises(BadInputError, match="one attention call"):
         closed(program, 0)
+    ends = ends_of(Layers(program), 0)
     settings, graph = {"scale": 6**-0.5, "softcap": 10.0, "causal": True, "window": 4}, program.code.graph
-    for call in find_calls(Layers(program).flow)[:1]:
+    for call in find_calls(ends.flow)[:1]:
         (q,), (k,), (v,) = call.queries, call.keys, call.values
         with graph.inserting_before(call.output):
             new = graph.call_function(attention, (q, k.args[0], v), settings)
         new.meta.update(call.output.meta)
         call.output.replace_all_uses_with(new)
     program.code.recompile()
-    again = Program(program.module, program.code, program.weights, program.inputs, program.scopes, program.example, program.spec)
-    attn = check(again, 0)
+    again = replace(program)
+    attn = check(again, 0, Ends(ends.enter, ends.leave, Flow(again, ends.flow.begins)))
     assert (attn.softcap, attn.window, attn.causal, attn.scale) == (10.0, 4, True, 6**-0.5)
 
 

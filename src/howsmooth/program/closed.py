@@ -75,7 +75,8 @@ class Operands:
 class ReadCall:
     """A layer's only attention call at an input: what enters, what leaves, and the values of what stays as it is.
 
-    tokens: the entries of what enters by token and feature.  x: their values.  kind: the module that attends, for people.
+    gates: what reaches the nodes behind the call without going through it.  tokens: the entries of what enters by token and
+    feature.  x: their values.  kind: the module that attends, for people.
     """
 
     part: PartOfRun
@@ -84,6 +85,7 @@ class ReadCall:
     node: Node
     operands: Operands
     call: Call
+    gates: tuple[Node, ...]
     tokens: Int[Tensor, "n d"]
     x: Float[Tensor, "n d"]
     kind: str
@@ -104,8 +106,9 @@ class ReadCall:
                 "expected logits that are products of queries and keys, got a bias that depends on the tokens; "
                 "measure it instead"
             )
-        vectors = (operands.q, operands.k, operands.v)
-        part = PartOfRun.of(flow, enter, leave, values, *vectors, *operands.beside)
+        behind, vectors = flow.between([node], [leave]), (operands.q, operands.k, operands.v)
+        gates = {m: None for n in behind for m in n.all_input_nodes if own & flow.bit(m) and m not in (node, *behind)}
+        part = PartOfRun.of(flow, enter, leave, values, *vectors, *operands.beside, *gates)
         try:
             call = operands.call(part.known)
         except BadFunctionError as error:
@@ -115,14 +118,7 @@ class ReadCall:
             raise alone
         entered: Tensor = part.known[enter]
         tokens = tokens.to(entered.device)
-        return cls(part, enter, leave, node, operands, call, tokens, entered.reshape(-1)[tokens], kind)
-
-    @property
-    def behind(self) -> set[Node]:
-        """What reaches the nodes behind the call from the tokens without going through it, as gates do."""
-        flow = self.part.flow
-        way, own = flow.between([self.node], [self.leave]), flow.down(self.enter)
-        return {m for n in way for m in n.all_input_nodes if own & flow.bit(m)} - {self.node, *way}
+        return cls(part, enter, leave, node, operands, call, tuple(gates), tokens, entered.reshape(-1)[tokens], kind)
 
     @property
     def heads(self) -> tuple[Tensor, Tensor]:
@@ -150,7 +146,7 @@ def as_attention(program: Program, ends: Ends, values: Values) -> Attention:
     that is not this formula are refused.
     """
     read = ReadCall.of(program, ends, values)
-    if read.behind:
+    if read.gates:
         raise _other(read, "with gates")
     attn = _formula(read)
     error = max(*_off_before(attn, read), _off_behind(attn, read))

@@ -105,7 +105,7 @@ class _Weighted:
             if n in needed and n.op == "call_function" and is_float(n):
                 made |= dict.fromkeys([n] * any(m in names or m in made for m in n.all_input_nodes))
         beside = {m for n in (*path, *made) for m in n.all_input_nodes} - {*inside, *made}
-        return cls(flow, {n: key for n, key in names.items() if n in beside}, tuple(made), values(beside))
+        return cls(flow, {n: key for n, key in names.items() if n in beside}, tuple(made), values({*beside, *read.gates}))
 
     @property
     def weights(self) -> dict[Node, Tensor]:

@@ -23,6 +23,7 @@ from howsmooth.program.stretch import PartOfRun, Stretch, agree, heads_of, label
 
 _UNITS = 2**12  # unit vectors sent through an affine stretch at once
 _TABLE = 1e-6  # rounding of phases that are kept in float32
+_FEW = 4  # tokens at which a norm is looked for
 _SCALES = (1.0, 1e-3, 1e-6)  # of tokens at which a norm is compared, so that its eps counts
 
 Norm = LayerNorm | RMSNorm
@@ -215,8 +216,8 @@ def _linear(f: OnHeads, z: Tensor) -> bool:
 def _norm(f: OnHeads, stages: Sequence[HeadMap], z: Float[Tensor, "heads n d"]) -> Norm | None:
     """The norm that a function is: its eps is among the numbers of its nodes, its weight and bias follow from its answers."""
     heads, _, d = z.shape
-    up, down = f(z), f(-z)
-    odd, bias = (up - down) / 2, (up + down) / 2
+    answers = [f(c * z)[:, :_FEW] for c in (*_SCALES, -1.0)]
+    odd, bias, z = (answers[0] - answers[-1]) / 2, (answers[0] + answers[-1]) / 2, z[:, :_FEW]
     unbiased = float(bias.abs().max()) <= 1e-12 * float(odd.abs().max())
     for wide in (False, True) if heads > 1 else (False,):
         width = heads * d if wide else d
@@ -228,7 +229,8 @@ def _norm(f: OnHeads, stages: Sequence[HeadMap], z: Float[Tensor, "heads n d"]) 
                 if not bool(w.isfinite().all() & b.isfinite().all()):
                     continue
                 found = kind(w, None if unbiased else b, eps)
-                if all(agree(over_heads(found.value, c * z, width), f(c * z)) for c in _SCALES):
+                ours = (over_heads(found.value, c * z, width) for c in _SCALES)
+                if all(agree(a, b) for a, b in zip(ours, answers, strict=False)):
                     return found
     return None
 
