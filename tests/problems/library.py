@@ -6,7 +6,7 @@ of one with two sides, a side is taken.
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -53,6 +53,16 @@ SIZES: dict[int, str] = {
 SMALL = {key: size for size, keys in SIZES.items() for key in keys.split()}
 
 
+# what the recipe leaves wrong: sizes that have to fit each other
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "codegen": {"n_head": 4, "rotary_dim": 4},  # heads in four parts
+    "mamba2": {"num_heads": 4, "head_dim": 8},  # heads of the doubled width
+    **{kind: {"depths": [2, 2], "num_heads": [2, 2], "window_size": 2} for kind in ("swin", "swinv2", "donut-swin", "maskformer-swin")},
+    "hiera": {"depths": [2, 2], "num_query_pool": 1, "num_heads": [1, 2], "image_size": [32, 32], "masked_unit_size": [2, 2], "patch_stride": [4, 4]},
+}
+KEYS = {"num_key_value_heads", "n_kv_heads", "num_kv_heads"}
+
+
 def architectures() -> list[str]:
     """The names of all architectures, by their configurations' types."""
     return list(MODEL_MAPPING_NAMES)
@@ -61,7 +71,7 @@ def architectures() -> list[str]:
 def config_of(kind: str) -> PreTrainedConfig:
     """The tiny configuration of an architecture."""
     made = CONFIG_MAPPING[kind]
-    return made(**small(made()))
+    return made(**{**small(made()), **EXCEPTIONS.get(kind, {})})
 
 
 def small(config: PreTrainedConfig) -> dict[str, Any]:
@@ -70,17 +80,19 @@ def small(config: PreTrainedConfig) -> dict[str, Any]:
     for number, (key, value) in enumerate(config.__dict__.items()):
         if isinstance(value, PreTrainedConfig):
             found[key] = {**small(value), "model_type": value.model_type}
+        elif key in KEYS and value == config.__dict__.get("num_attention_heads"):
+            found[key] = 2
         elif key in SMALL and type(value) is int:
             found[key] = min(value, SMALL[key]) if SMALL[key] <= 4 else SMALL[key]
         elif key in SMALL and value is None and key in ("head_dim", "vocab_size"):
             found[key] = SMALL[key]
         elif type(value) is int and key.endswith(("_token_id", "_token_index", "_token_idx")) and value >= VOCABULARY:
             found[key] = {"pad": 0, "bos": 1, "eos": 2}.get(key.partition("_")[0], VOCABULARY - 1 - number % 20)
-    heads = found.get("num_attention_heads") or found.get("n_head") or 2
+    if "qk_rope_head_dim" in found and "head_dim" in found:
+        found["head_dim"] = found["qk_rope_head_dim"]
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and "mrope_section" in rope:
         found["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
-    del heads
     return found
 
 
@@ -141,6 +153,7 @@ def inputs_of(model: nn.Module, main: str | None = None) -> dict[str, Any]:
     more = {"use_cache": False} if "use_cache" in names else {}
     if main in ("input_ids", "decoder_input_ids"):
         ids = torch.randint(3, VOCABULARY // 2, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+        more |= {"bbox": torch.full((1, LENGTH, 4), 5)} if "bbox" in names else {}
         return {main: ids, **more}
     size = getattr(config, "image_size", None) or getattr(config, "img_size", None) or IMAGE
     height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -156,6 +169,8 @@ def inputs_of(model: nn.Module, main: str | None = None) -> dict[str, Any]:
         frames = 2 * number(config, "max_source_positions", default=16)
         own = normal(1, bins, frames) if "max_source_positions" in vars(config) else normal(1, frames, bins)
         return {main: own, **more}
+    if main == "input_values" and "num_mel_bins" in vars(config):
+        return {main: normal(1, number(config, "max_length", default=32), config.num_mel_bins), **more}
     if main == "input_values":
         return {main: normal(1, 1600), **more}
     raise ValueError(f"expected a main input of text, picture or sound, got {main}")
@@ -175,16 +190,17 @@ class DoneError(Exception):
     """What is looked for has been reached."""
 
 
-def dense(module: nn.Module, inputs: dict[str, Any], start: nn.Module, end: nn.Module) -> Tensor:
-    """The Jacobian from the tokens that enter the module `start` to the output of `end`, at their first calls, row by row.
+def dense(module: nn.Module, inputs: dict[str, Any], start: nn.Module, end: nn.Module, call: int = 0) -> Tensor:
+    """The Jacobian from the tokens that enter the module `start` to the output of `end`, at some call of it, row by row.
 
     The whole model runs, with its own code; nothing of the package takes part.
     """
     entered: list[Tensor] = []
     left: list[Tensor] = []
+    number = iter(range(call + 1))
 
-    def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if entered:
+    def enter(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if next(number, None) != call:
             return args, kwargs
         tensors = [t for t in (kwargs.get("hidden_states"), *args, *kwargs.values()) if isinstance(t, Tensor)]
         hidden = next(t for t in tensors if t.is_floating_point() and t.ndim >= 2)
@@ -195,23 +211,42 @@ def dense(module: nn.Module, inputs: dict[str, Any], start: nn.Module, end: nn.M
 
         return tuple(map(moved, args)), {key: moved(t) for key, t in kwargs.items()}
 
-    def leave(_: nn.Module, args: tuple, output: Any) -> None:
+    def leave(output: Any) -> Any:
         if entered:
             left.append(next(t for t in tree_leaves(output) if isinstance(t, Tensor)))
             raise DoneError
+        return output
 
-    hooks = start.register_forward_pre_hook(enter, with_kwargs=True), end.register_forward_hook(leave)
-    try:
-        with Wide(), torch.enable_grad(), contextlib.suppress(DoneError):
+    with watched(start, enter, lambda output: output), watched(end, lambda *given: given, leave), Wide(), torch.enable_grad():
+        with contextlib.suppress(DoneError):
             module(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     flat = left[0].reshape(-1)
     if not flat.requires_grad:
         return torch.zeros(len(flat), entered[0].numel(), dtype=torch.float64)
-    rows = [torch.autograd.grad(y, entered, retain_graph=True)[0] for y in flat]
-    return torch.stack(rows).reshape(len(flat), -1)
+    try:
+        (rows,) = torch.autograd.grad(flat, entered, torch.eye(len(flat), dtype=flat.dtype), retain_graph=True, is_grads_batched=True)
+    except RuntimeError:  # some derivatives know no batches
+        rows = torch.stack([torch.autograd.grad(y, entered, retain_graph=True)[0] for y in flat])
+    return rows.reshape(len(flat), -1)
+
+
+@contextlib.contextmanager
+def watched(module: nn.Module, enter: Callable[..., Any], leave: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside it what enters and what leaves a module goes through two functions; hooks would miss direct calls of `forward`."""
+    forward = module.forward
+
+    def between(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = enter(args, kwargs)
+        return leave(forward(*args, **kwargs))
+
+    before = vars(module).get("forward")
+    vars(module)["forward"] = between
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if before is not None:
+            vars(module)["forward"] = before
 
 
 def own_classes(module: nn.Module, output: str) -> tuple[type[nn.Module], ...]:
@@ -229,6 +264,8 @@ def own_classes(module: nn.Module, output: str) -> tuple[type[nn.Module], ...]:
 
 def attention_in(module: nn.Module, block: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """The modules of a block at which its self-attention begins and ends, by the model's own classes, or by their names."""
+    if isinstance(getattr(block, "post_attention", None), nn.Module):  # of SqueezeBERT: its projection is a part of the next
+        return block.attention, block.post_attention.conv1d  # pyright: ignore
     known = own_classes(module, "attentions")
     inside = [(path, m) for path, m in block.named_modules() if path]
     found = [m for _, m in inside if isinstance(m, known)]
@@ -239,9 +276,10 @@ def attention_in(module: nn.Module, block: nn.Module) -> tuple[nn.Module, nn.Mod
     deeper = [m for m in start.modules() if m is not start and type(m).__name__.lower().endswith(("attention", "attn"))]
     if deeper and not any(isinstance(m, nn.Linear | Conv1D) for m in start.children()):
         start = deeper[0]
-    if isinstance(getattr(start, "self", None), nn.Module):
-        start = start.self
     around = next(m for m in block.modules() if any(child is start for child in m.children()))
-    output = getattr(around, "output", None)
-    end = getattr(output, "dense", None)
-    return start, end if isinstance(end, nn.Module) and around is not block else start
+    last = list(start.children())[-1:]
+    if any("norm" in type(m).__name__.lower() for m in last):  # it adds the residual itself
+        return start, getattr(start, "dense", start)
+    output = getattr(around, "output", None) if around is not block else None
+    end = getattr(output, "dense", output)
+    return (around, end) if isinstance(end, nn.Linear) else (start, start)
