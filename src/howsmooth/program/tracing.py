@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -103,7 +105,8 @@ def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, An
     def graph(calls: Heard, whole: bool) -> GraphModule:
         made = make_fx(run, tracing_mode="real", pre_dispatch=whole, _error_on_data_dependent_ops=False)
         plain = nullcontext() if whole else sdpa_kernel(SDPBackend.MATH)
-        with torch.no_grad(), _heard(calls), plain, wide_experts(module):
+        shapes = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))  # one for all nodes, not one for each
+        with torch.no_grad(), _heard(calls), plain, wide_experts(module), shapes:
             return made(given, [t.detach().clone() for t in tensors])
 
     calls: Heard = []
