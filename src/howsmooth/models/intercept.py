@@ -116,6 +116,7 @@ class Intercept:
         return Softmax(sink.flatten())
 
 
+_RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
 _ACTIVE: ContextVar[Intercept] = ContextVar("intercept")
 
 
@@ -170,6 +171,8 @@ def recording(model: nn.Module, name: str | None) -> Iterator[None]:
     name: nothing for the model's own choice.
     """
     with ExitStack() as stack:
+        flag = _RECORDED.set(True)
+        stack.callback(_RECORDED.reset, flag)
         if name is not None:
             stack.enter_context(implementation(model, name))
         token = _ACTIVE.set(Intercept(answer_nothing))
@@ -343,7 +346,8 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
     before = [(c, key, getattr(c, key)) for c in configurations(model) for key in _CHOICES if hasattr(c, key)]
     try:
         for config, key, _ in before:
-            setattr(config, key, name if key == _CHOICES[0] and name != WRITTEN_OUT else "eager")
+            if key == _CHOICES[0] or not _RECORDED.get():
+                setattr(config, key, name if key == _CHOICES[0] and name != WRITTEN_OUT else "eager")
         yield
     finally:
         for config, key, old in before:

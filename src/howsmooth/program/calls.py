@@ -63,7 +63,7 @@ def whole_call(n: Node) -> AttentionCall:
 
 
 def find_calls(flow: Flow) -> list[AttentionCall]:
-    """Every call of attention that is live, in order."""
+    """Every call of attention that is live, in order; but for those that only choose, as an indexer of keys does."""
     found: dict[Node, AttentionCall] = {}
     for n in flow.nodes:
         if n.op != "call_function" or not flow.live(n):
@@ -73,7 +73,9 @@ def find_calls(flow: Flow) -> list[AttentionCall]:
         elif name(n) in WEIGHTS:
             for call in _written_out(flow, n):
                 found[call.output] = found[call.output] | call if call.output in found else call
-    return sorted(found.values(), key=lambda call: flow.index[call.output])
+    returned = flow.bits(flow.outputs)
+    used = {n: call for n, call in found.items() if flow.down(n) & returned} or found
+    return sorted(used.values(), key=lambda call: flow.index[call.output])
 
 
 def _written_out(flow: Flow, weights: Node) -> Iterator[AttentionCall]:

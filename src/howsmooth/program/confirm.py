@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from howsmooth.errors import BadFunctionError
+from howsmooth.program.nodes import is_float, name
+from howsmooth.program.operations import TABLES
 from howsmooth.program.replay import Run
 from howsmooth.program.tracing import Program, bare, trace, unchanged
 
@@ -49,9 +53,7 @@ def confirm(program: Program) -> None:
 
     What the recording cannot know shows there: numbers that are read off (numpy, `item`), caches, state, choices.
     """
-    generator = torch.Generator().manual_seed(0)
-    near = tuple(beside(t, generator) for t in program.tensors)
-    for where, tensors in (("at its input", program.tensors), ("beside its input", near)):
+    for where, tensors in (("at its input", program.tensors), ("beside its input", beside(program))):
         ours, own = replayed(program, tensors), program.own(tensors)
         if not agrees(own, ours):
             raise BadFunctionError(
@@ -83,10 +85,45 @@ def same(own: Tensor, ours: Tensor) -> bool:
     return torch.allclose(own, ours, rtol=0.0, atol=_SAME.get(own.dtype, _COARSE) * max(size, 1e-300), equal_nan=True)
 
 
-def beside(t: Tensor, generator: torch.Generator) -> Tensor:
-    """Another tensor of the same kind: features are moved, ids exchanged among their places."""
-    if t.dtype is torch.bool or t.numel() < 2:
-        return t
+def beside(program: Program) -> tuple[Tensor, ...]:
+    """Other tensors of the recording's kind: features moved, ordinary ids exchanged among their places, all else as it is."""
+    generator = torch.Generator().manual_seed(0)
+    kinds, special = _kinds(program), _special(program.module)
+    return tuple(_near(t, kind, special, generator) for t, kind in zip(program.tensors, kinds, strict=True))
+
+
+def _near(t: Tensor, ids: bool, special: Tensor, generator: torch.Generator) -> Tensor:
+    """Another tensor of the same kind."""
     if t.is_floating_point():
-        return t + _STEP * t.abs().mean() * torch.randn(t.shape, generator=generator).to(t)
-    return t.flatten()[torch.randperm(t.numel(), generator=generator).to(t.device)].view(t.shape)
+        return t + _STEP * t.abs().mean() * torch.randn(t.shape, generator=generator).to(t) if t.numel() else t
+    if not ids:
+        return t
+    flat = t.flatten()
+    places = (~torch.isin(flat, special.to(t))).nonzero().flatten()
+    found = flat.clone()
+    found[places] = flat[places[torch.randperm(len(places), generator=generator).to(t.device)]]
+    return found.view(t.shape)
+
+
+def _kinds(program: Program) -> list[bool]:
+    """Whether each tensor among the arguments holds ids: whole numbers that look up a table, positions apart."""
+    looked_up, todo = set[Node](), [n.args[1] for n in program.nodes if n.op == "call_function" and name(n) in TABLES]
+    while todo:
+        n = todo.pop()
+        if isinstance(n, Node) and n not in looked_up and not is_float(n):
+            looked_up.add(n)
+            todo += n.all_input_nodes
+    args, kwargs = tree_unflatten(list(range(len(program.example))), program.spec)
+    positions = {i for key, value in kwargs.items() if "position" in key for i in tree_leaves(value)}
+    at = [i for i, t in enumerate(program.example) if isinstance(t, Tensor)]
+    return [n in looked_up and i not in positions for n, i in zip(program.inputs, at, strict=True)]
+
+
+def _special(module: nn.Module) -> Tensor:
+    """The ids that a model's configurations name: of the ends of texts, of padding, of what stands for a picture."""
+    found = set[int]()
+    for config in (getattr(m, "config", None) for m in module.modules()):
+        for key, value in getattr(config, "__dict__", {}).items():
+            if key.rpartition("_")[2] in ("id", "ids", "index") and "token" in key:
+                found.update(v for v in tree_leaves(value) if isinstance(v, int))
+    return torch.tensor(sorted(found), dtype=torch.long)

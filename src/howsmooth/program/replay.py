@@ -19,10 +19,8 @@ from howsmooth.program.nodes import name, value
 from howsmooth.program.operations import CASTS, JUMPS
 from howsmooth.program.tracing import Program
 
-# what another layout in memory cannot be a view of, it can be a copy of
-_INSTEAD: dict[Any, Any] = {
-    op.default: torch.ops.aten.reshape.default for op in (torch.ops.aten.view, torch.ops.aten._unsafe_view)
-}
+_VIEWS = {"view", "_unsafe_view"}
+_GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
 _NARROW: dict[torch.dtype | None, tuple[torch.dtype, ...]] = {
     torch.float64: (torch.float16, torch.bfloat16, torch.float32),
     torch.float32: (torch.float16, torch.bfloat16),
@@ -179,7 +177,7 @@ def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> A
         return args[0]
     narrow = _NARROW[work]
     args, kwargs = tree_map(lambda t: work if isinstance(t, torch.dtype) and t in narrow else t, (args, kwargs))
-    return _INSTEAD.get(n.target, n.target)(*args, **kwargs)
+    return _widened(n)(*args, **kwargs)
 
 
 def check_smooth(path: Sequence[Node], flow: Flow) -> None:
@@ -213,3 +211,27 @@ def _rounded(n: Node, flow: Flow) -> bool:
         if not moving:
             todo += m.all_input_nodes
     return False
+
+
+def _widened(n: Node) -> Callable[..., Any]:
+    """The operation of a node, or one in its place that knows float64 and any layout in memory."""
+    if name(n) in _VIEWS and isinstance(n.args[1], list | tuple):
+        return torch.ops.aten.reshape.default
+    return grouped_product if name(n) in _GROUPED else n.target  # pyright: ignore
+
+
+def grouped_product(
+    x: Tensor, weights: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Rows of `x` times the matrix of their group, one product a group; `offs` gives where groups of rows end.
+
+    >>> grouped_product(torch.eye(2), torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]), torch.tensor([1, 2]))
+    tensor([[1.],
+            [4.]])
+    """
+    if offs is None or x.ndim != 2 or weights.ndim != 3:
+        raise BadFunctionError("expected products of groups of rows, got groups of columns; measure a part without them")
+    ends = [0, *offs.tolist()]
+    made = torch.cat([x[a:b] @ w for a, b, w in zip(ends, ends[1:], weights, strict=False)])
+    made = made if bias is None else made + bias
+    return torch.nn.functional.pad(made, (0, 0, 0, len(x) - len(made)))

@@ -171,10 +171,10 @@ class AttentionSites:
             return False
         for m in self.flow.after([n], ends):
             part = self.flow.between([n], [m])
-            if not scope.holds(m) or any(self._is_residual(p, own, stream) for p in part):
+            if any(self._is_residual(p, own, stream) for p in part):
                 return False
             if any(name(p) in MATRIX for p in part):
-                return True
+                return scope.holds(m) or self._is_projection(m, part, own, stream)
         return False
 
     def _is_projection(self, n: Node, part: Sequence[Node], own: int, stream: int) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,6 +29,7 @@ from howsmooth.program.nodes import is_random, is_view, name, order, value, writ
 _lazy_clone: Any = vars(torch)["_lazy_clone"]
 _inside: Any = torch._C
 _MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
+_EXPERTS = "_experts_implementation_internal"
 _SUMS = {"addmm": torch.ops.aten.mm.default, "baddbmm": torch.ops.aten.bmm.default}
 
 Heard = list[tuple[nn.Module, Node | None, Node | None]]  # calls of modules, with the last nodes before and in each
@@ -85,7 +88,7 @@ class Program:
         """What the module itself gives with other tensors among its arguments."""
         rest = iter([t.clone() for t in tensors])
         args, kwargs = tree_unflatten([next(rest) if isinstance(t, Tensor) else t for t in self.example], self.spec)
-        with torch.no_grad():
+        with torch.no_grad(), wide_experts(self.module):
             return list(tensors_in(self.module(*args, **kwargs)))
 
 
@@ -103,7 +106,8 @@ def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, An
     def graph(calls: Heard, whole: bool) -> GraphModule:
         made = make_fx(run, tracing_mode="real", pre_dispatch=whole, _error_on_data_dependent_ops=False)
         plain = nullcontext() if whole else sdpa_kernel(SDPBackend.MATH)
-        with torch.no_grad(), _heard(calls), plain:
+        shapes = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))  # one for all nodes, not one for each
+        with torch.no_grad(), _heard(calls), plain, wide_experts(module), shapes:
             return made(given, [t.detach().clone() for t in tensors])
 
     calls: Heard = []
@@ -176,6 +180,21 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         for t, old in buffers:
             if not torch.equal(t, old):
                 t.data.copy_(old)
+
+
+@contextmanager
+def wide_experts(module: nn.Module) -> Iterator[None]:
+    """Inside it transformers' experts in float64 are products for each token, as its grouped ones know no float64."""
+    wide = any(p.dtype is torch.float64 for p in module.parameters())
+    configs = [getattr(m, "config", None) for m in module.modules()] if wide else []
+    before = {id(c): (c, vars(c)[_EXPERTS]) for c in configs if _EXPERTS in getattr(c, "__dict__", ())}
+    try:
+        for config, _ in before.values():
+            setattr(config, _EXPERTS, "batched_mm")
+        yield
+    finally:
+        for config, old in before.values():
+            setattr(config, _EXPERTS, old)
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

@@ -257,7 +257,7 @@ def _confirm(program: Program, readings: list[Reading]) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = [t.detach() for t in program.weights_now().values()]
     program.code.recompile()
-    for tensors in (program.tensors, tuple(beside(t, generator) for t in program.tensors)):
+    for tensors in (program.tensors, beside(program)):
         with torch.no_grad():
             _Comparing(program, readings).run(*weights, *(t.clone() for t in tensors))
 
