@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from howsmooth.program import Program, record, segment
-from howsmooth.program.attention import MovingTermError, attention
+from howsmooth.program.attention import attention
 from howsmooth.program.nodes import name, shape
 from howsmooth.program.streams import stream_of
-from howsmooth.program.written_out import moving_terms, rewrite
+from howsmooth.program.written_out import rewrite
 
 N, D, HEADS = 6, 8, 2
 CAUSAL = torch.ones(N, N, dtype=torch.bool).tril()

@@ -1,6 +1,6 @@
 """Attention that is written out in a recorded graph, as one operation each; torch's own function too.
 
-Each product of weights and values for which `howsmooth.program.lazy_logits` has a reading gets a node of attention beside it.
+Each product of weights and values for which `howsmooth.program.logits_steps` has a reading gets a node of attention beside it.
 The graph is then run with both, at the recording's input and beside it, and a reading that is apart anywhere is dropped: its
 steps stay as they are, exact, with all their logits.
 """
@@ -20,10 +20,11 @@ from howsmooth.program.attention import attention
 from howsmooth.program.calls import WHOLE
 from howsmooth.program.confirm import beside, same
 from howsmooth.program.editing import Editor, aten, size, unrepeated
-from howsmooth.program.equations import Equation, equation_of
+from howsmooth.program.equations import equation_of
 from howsmooth.program.flow import Flow
 from howsmooth.program.lazy_logits import LazyLogits, LogitsReader
-from howsmooth.program.nodes import is_float, name, order, shape, value
+from howsmooth.program.logits_steps import read
+from howsmooth.program.nodes import is_float, name, shape, value
 from howsmooth.program.tracing import Program
 
 _ALIKE = 1e3  # units in the last place within which a sum of squares, added up in another order, is the same
@@ -78,7 +79,7 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
 
 
 def moving_terms(program: Program, flow: Flow) -> set[Node]:
-    """The nodes of attention whose biases or sinks move with what a flow begins at: for those the kernels have no derivative."""
+    """The nodes of attention whose biases or sinks are live in a flow, for which the kernels have no derivative."""
     calls = [n for n in program.nodes if n.target is attention]
     return {n for n in calls if any(isinstance(t, Node) and flow.live(t) for t in (*_terms(n), n.kwargs.get("sink")))}
 
@@ -105,9 +106,7 @@ def _copy(program: Program) -> tuple[Program, dict[Node, Node]]:
 
 def _fresh(program: Program) -> Program:
     """A program whose graph was changed, its nodes listed anew."""
-    return Program(
-        program.module, program.code, program.weights, program.inputs, program.scopes, program.example, program.spec
-    )
+    return Program(program.module, program.code, program.weights, program.inputs, program.scopes, program.example, program.spec)
 
 
 # readings
@@ -124,7 +123,7 @@ def _readings(program: Program) -> list[Reading]:
         edit.at(n)
         reading = _whole(edit, n) if name(n) == WHOLE else _written(edit, reader, n)
         if reading is None:
-            reader.read(n)
+            read(reader, n)
         else:
             found.append(reading)
     return found
@@ -132,11 +131,11 @@ def _readings(program: Program) -> list[Reading]:
 
 def _whole(edit: Editor, n: Node) -> Reading | None:
     """Torch's own function."""
-    q, k, v, mask, dropout, causal = (*n.args, *(None, 0.0, False)[len(n.args) - 3 :])
-    mask, dropout, causal = (n.kwargs.get(key, t) for key, t in (("attn_mask", mask), ("dropout_p", dropout), ("is_causal", causal)))
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, n.args, strict=False)), **n.kwargs}
+    q, k, v, mask, dropout, causal, scale = (given.get(key) for key in (*names, "scale"))
     if dropout:
         return None
-    scale = n.kwargs.get("scale")
     own = size(q)[-1] ** -0.5 if scale is None else float(scale)  # pyright: ignore
     kwargs = {"causal": True} if causal else {}
     made = edit.call(attention, q, k, v, () if mask is None else (mask,), val=value(n), scale=own, **kwargs)
@@ -199,10 +198,9 @@ def _call(edit: Editor, part: LazyLogits, v: Node, output: Node) -> Node | None:
     sink = _sink(edit, part, v)
     if sink is not None:
         kwargs["sink"] = sink
-    few = unrepeated(k), unrepeated(v)
-    shared = few[0] is not None and few[1] is not None and size(few[0])[1] == size(few[1])[1]
-    if shared and not any(t in edit.moving for t in terms):
-        k, v = few[0], few[1]
+    few_k, few_v = unrepeated(k), unrepeated(v)
+    if few_k is not None and few_v is not None and size(few_k)[1] == size(few_v)[1] and not edit.moving & {*terms}:
+        k, v = few_k, few_v
     val = edit.blank(v, (*part.lead, part.n, size(v)[-1]))
     made = edit.call(attention, q, k, v, terms, val=val, **kwargs)
     made.meta["written_out"] = True
