@@ -58,6 +58,7 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
     ['attention']
     """
     new, places = _copy(program)
+    unused = {n for n in new.nodes if not n.users and (is_float(n) or n.op != "call_function" or n.meta.get("mode"))}
     readings = _readings(new)
     if readings:
         _confirm(new, readings)
@@ -73,7 +74,9 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
     for reading in readings:
         if reading.agrees:
             reading.output.replace_all_uses_with(reading.answer)
-    new.code.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or n.meta.get("mode", False))
+    new.code.graph.eliminate_dead_code(
+        lambda n: n.op == "placeholder" or n in unused
+    )  # what nobody reads stays, as streams end
     new.code.recompile()
     return _fresh(new)
 
@@ -261,7 +264,10 @@ def _confirm(program: Program, readings: list[Reading]) -> None:
 
 
 class _Comparing(Interpreter):
-    """Runs a graph in which attention stands beside its steps, and notes which readings are apart."""
+    """Runs a graph in which attention stands beside its steps, and notes which readings are apart.
+
+    All of it runs in the widest precision of the program, as a replay does: rounding in between would hide what is apart.
+    """
 
     def __init__(self, program: Program, readings: list[Reading]):
         super().__init__(program.code)
@@ -271,24 +277,22 @@ class _Comparing(Interpreter):
         self._widest = max(floats, key=lambda t: t.itemsize, default=torch.float32)
 
     def run_node(self, n: Node) -> Any:
-        if n in self._of:
-            result = self._attend(n, self._of[n])
-        elif n.op == "call_function":  # a cast to less precision would hide what is apart
-            args, kwargs = tree_map(self._wide, self.fetch_args_kwargs_from_env(n))
-            result = n.target(*args, **kwargs)  # pyright: ignore
-        else:
+        if n.op != "call_function":
             result = super().run_node(n)
+            return result.to(self._widest) if isinstance(result, Tensor) and self._narrow(result.dtype) else result
+        if n.meta.get("mode"):
+            return None
+        args, kwargs = tree_map(lambda t: self._widest if self._narrow(t) else t, self.fetch_args_kwargs_from_env(n))
+        result = self._attend(n, self._of[n], args, kwargs) if n in self._of else n.target(*args, **kwargs)  # pyright: ignore
         reading = self._readings.get(n)
         if reading is not None:
             reading.agrees &= same(self.env[reading.output], result)
         return result
 
-    def _wide(self, t: Any) -> Any:
-        narrow = isinstance(t, torch.dtype) and t.is_floating_point and t.itemsize < self._widest.itemsize
-        return self._widest if narrow else t
+    def _narrow(self, t: Any) -> bool:
+        return isinstance(t, torch.dtype) and t.is_floating_point and t.itemsize < self._widest.itemsize
 
-    def _attend(self, n: Node, reading: Reading) -> Any:
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
+    def _attend(self, n: Node, reading: Reading, args: Any, kwargs: Any) -> Any:
         squares = reading.squares.get(n, ())
         try:
             if squares and reading.sigmas.get(n, 0.0) is not None:
