@@ -25,10 +25,11 @@ from howsmooth.program.flow import Flow
 from howsmooth.program.lazy_logits import LazyLogits, LogitsReader
 from howsmooth.program.logits_steps import read
 from howsmooth.program.nodes import is_float, name, shape, value
+from howsmooth.program.replay import values
 from howsmooth.program.tracing import Program
 
 _ALIKE = 1e3  # units in the last place within which a sum of squares, added up in another order, is the same
-_COARSEST = 1e-3  # beyond which nothing is told apart
+_COARSEST = 0.05  # beyond which nothing is told apart
 
 
 @dataclass(eq=False)
@@ -65,7 +66,7 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
     for reading in readings:
         for n, sigma in reading.sigmas.items():
             if reading.agrees and sigma is not None:
-                _as_distances(new, n, sigma, reading.squares[n])
+                _as_distances(_fresh(new), n, reading.squares[n])
     if flow is not None:
         both = _fresh(new)
         moving = moving_terms(both, Flow(both, [places[b] for b in flow.begins]))
@@ -296,7 +297,7 @@ class _Comparing(Interpreter):
         squares = reading.squares.get(n, ())
         try:
             if squares and reading.sigmas.get(n, 0.0) is not None:
-                sigma = _sigma(args[0], args[1], [self.env[t] for t in squares], kwargs["scale"])
+                sigma = _sigma(args[1], [self.env[t] for t in squares], kwargs["scale"])
                 known = reading.sigmas.setdefault(n, sigma)
                 same_sigma = known is not None and sigma is not None and abs(sigma - known) <= _tolerance(args[1]) * abs(known)
                 reading.sigmas[n] = known if same_sigma else None
@@ -316,7 +317,7 @@ def _tolerance(t: Tensor) -> float:
     return min(_ALIKE * torch.finfo(t.dtype).eps, _COARSEST)
 
 
-def _sigma(q: Tensor, k: Tensor, terms: list[Tensor], scale: float) -> float | None:
+def _sigma(k: Tensor, terms: list[Tensor], scale: float) -> float | None:
     """The `σ` for which terms are `−σ |k|²` and a number of each query's own, so that softmax sees `−σ |q' − k|²`."""
     lengths = k.double().square().sum(-1)[..., None, :]
     total: Any = sum(t.double() for t in terms)
@@ -329,13 +330,18 @@ def _sigma(q: Tensor, k: Tensor, terms: list[Tensor], scale: float) -> float | N
     return sigma if sigma != 0 and error <= _tolerance(k) * most else None
 
 
-def _as_distances(program: Program, n: Node, sigma: float, squares: tuple[Node, ...]) -> None:
-    """Make attention of products and of squares of keys one of distances."""
+def _as_distances(program: Program, n: Node, squares: tuple[Node, ...]) -> None:
+    """Make attention of products and of squares of keys one of distances, with its `σ` to double precision."""
     edit = Editor(program.code.graph, program.inputs)
-    q, scale = n.args[0], n.kwargs["scale"]
+    q, k, scale = n.args[0], n.args[1], n.kwargs["scale"]
     assert isinstance(q, Node)
+    assert isinstance(k, Node)
     assert isinstance(scale, float)
-    if abs(2 * sigma / scale - 1) <= _tolerance(value(q)):
+    exact = values(program, {k, *squares})
+    sigma = _sigma(exact[k], [exact[t] for t in squares], scale)
+    if sigma is None:
+        return
+    if abs(2 * sigma / scale - 1) <= _tolerance(exact[k]):
         sigma = scale / 2
     else:
         edit.before(n)
