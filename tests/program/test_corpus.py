@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import HowSmoothError
 from howsmooth.program import Layers, ends_of, record, segment
+from howsmooth.program.written_out import rewrite
 from problems.modules import QUESTIONS, Question, constants
 
 # Questions that have an answer and are refused: paths beside the block, queries and context of different inputs, flex_attention
@@ -83,14 +84,16 @@ def same_state(key: Any) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("key", MODULES, ids=[qs[0].name.partition(" · ")[0] for qs in MODULES.values()])
 def test_answered_or_refused(key):
+    """As it was recorded, and with attention as one operation."""
     build, inputs = key
     module = build()
     state = {name: t.clone() for name, t in module.state_dict().items() if isinstance(t, Tensor)}
     try:
-        layers: Layers | HowSmoothError = layers_of(module, inputs())
+        recorded: Layers | HowSmoothError = layers_of(module, inputs())
+        whole: Layers | HowSmoothError = Layers(rewrite(recorded.program, recorded.flow))
     except HowSmoothError as refusal:
-        layers = refusal
-    assert not list(filter(None, (wrong(q, layers) for q in MODULES[key])))
+        recorded = whole = refusal
+    assert not list(filter(None, (wrong(q, layers) for layers in (recorded, whole) for q in MODULES[key])))
     assert all(torch.equal(t, state[name]) for name, t in module.state_dict().items() if isinstance(t, Tensor))
 
 
