@@ -116,9 +116,9 @@ def test_soft_capped_attention():
 def test_weights_are_the_models_own():
     program, layer = library("llama")
     attn, _, _ = closed(program, layer)
-    block = program.module.get_submodule(f"layers.{layer}.self_attn")
     for side in "qkvo":
-        assert torch.equal(getattr(attn, f"w_{side}"), block.get_submodule(f"{side}_proj").weight)
+        weight = program.module.get_parameter(f"layers.{layer}.self_attn.{side}_proj.weight")
+        assert torch.equal(getattr(attn, f"w_{side}"), weight)
     assert attn.b_q is None
     assert attn.rotary is not None
     angle = torch.arange(8)[:, None] * 10000.0 ** (-torch.arange(0, 6, 2) / 6)
@@ -297,7 +297,7 @@ def test_torchs_own_module(options: dict[str, Any]):
     attn, truth = check(record(module, (x,))), hs.Attention.from_module(module.attention)
     for side in ("w_q", "w_k", "w_v", "w_o", "b_q", "b_v", "b_o"):
         ours, theirs = getattr(attn, side), getattr(truth, side)
-        assert (ours is None and theirs is None) or torch.equal(ours, theirs), side
+        assert ours is None if theirs is None else torch.equal(ours, theirs), side
 
 
 def test_weights_that_are_zero_hide_nothing():
