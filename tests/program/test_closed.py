@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.fx import Node
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
@@ -100,25 +101,50 @@ def test_soft_capped_attention():
     with pytest.raises(BadInputError, match="one attention call"):
         closed(program, 0)
     ends = ends_of(Layers(program), 0)
-    settings, graph = {"scale": 6**-0.5, "softcap": 10.0, "causal": True, "window": 4}, program.code.graph
-    for call in find_calls(ends.flow)[:1]:
-        (q,), (k,), (v,) = call.queries, call.keys, call.values
-        with graph.inserting_before(call.output):
-            new = graph.call_function(attention, (q, k.args[0], v), settings)
-        new.meta.update(call.output.meta)
-        call.output.replace_all_uses_with(new)
+    (call,) = (c for c in find_calls(ends.flow) if ends.flow.up(ends.leave[0]) & ends.flow.bit(c.output))
+    (q,), (k,), (v,) = call.queries, call.keys, call.values
+    assert isinstance(k.args[0], Node)
+    settings = {"scale": 6**-0.5, "softcap": 10.0, "causal": True, "window": 4}
+    attn = check(*attending(program, ends, call.output, (q, k.args[0], v), settings))
+    assert (attn.softcap, attn.window, attn.causal, attn.scale) == (10.0, 4, True, 6**-0.5)
+
+
+def attending(
+    program: Program, ends: Ends, output: Node, operands: tuple[Node, ...], settings: dict[str, Any]
+) -> tuple[Program, int, Ends]:
+    """The program with the package's own attention in the place of a node."""
+    with program.code.graph.inserting_before(output):
+        new = program.code.graph.call_function(attention, operands, settings)
+    new.meta.update(output.meta)
+    output.replace_all_uses_with(new)
     program.code.recompile()
     again = replace(program)
-    attn = check(again, 0, Ends(ends.enter, ends.leave, Flow(again, ends.flow.begins)))
-    assert (attn.softcap, attn.window, attn.causal, attn.scale) == (10.0, 4, True, 6**-0.5)
+    return again, 0, Ends(ends.enter, ends.leave, Flow(again, ends.flow.begins))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_kinds_and_sinks(kind: str):
+    program, sink = recorded(Plain()), torch.tensor([0.5, -1.0], dtype=torch.float64)
+    ends = ends_of(Layers(program), 0)
+    (node,) = (n for n in program.nodes if name(n) == WHOLE)
+    settings: dict[str, Any] = {"scale": 0.3, "kind": kind}
+    if kind == "softmax":
+        program.code.register_buffer("sink", sink)
+        with program.code.graph.inserting_before(node):
+            settings["sink"] = program.code.graph.get_attr("sink")
+        settings["sink"].meta.update(val=sink, order=node.meta["order"])
+    else:
+        settings["shift"] = -1.0
+    attn = check(*attending(program, ends, node, node.args[:3], settings))  # pyright: ignore[reportArgumentType]
+    assert attn.kind == (hs.kinds.Softmax(sink) if kind == "softmax" else hs.kinds.Sigmoid(-1.0))
 
 
 def test_weights_are_the_models_own():
     program, layer = library("llama")
     attn, _, _ = closed(program, layer)
-    block = program.module.get_submodule(f"layers.{layer}.self_attn")
     for side in "qkvo":
-        assert torch.equal(getattr(attn, f"w_{side}"), block.get_submodule(f"{side}_proj").weight)
+        weight = program.module.get_parameter(f"layers.{layer}.self_attn.{side}_proj.weight")
+        assert torch.equal(getattr(attn, f"w_{side}"), weight)
     assert attn.b_q is None
     assert attn.rotary is not None
     angle = torch.arange(8)[:, None] * 10000.0 ** (-torch.arange(0, 6, 2) / 6)
@@ -297,7 +323,7 @@ def test_torchs_own_module(options: dict[str, Any]):
     attn, truth = check(record(module, (x,))), hs.Attention.from_module(module.attention)
     for side in ("w_q", "w_k", "w_v", "w_o", "b_q", "b_v", "b_o"):
         ours, theirs = getattr(attn, side), getattr(truth, side)
-        assert (ours is None and theirs is None) or torch.equal(ours, theirs), side
+        assert ours is None if theirs is None else torch.equal(ours, theirs), side
 
 
 def test_weights_that_are_zero_hide_nothing():
