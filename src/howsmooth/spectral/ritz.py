@@ -84,9 +84,7 @@ def krylov(gram: Callable[[Block], Block], start: Block, products: int, count: i
 
 def converged(gram: Callable[[Block], Block], start: Block, products: int, tol: float, count: int = 1) -> Ritz:
     """The same, begun again from the first `count` vectors until the residual of each is at most `tol` of the top value."""
-    for _ in range(_RESTARTS):
-        found = krylov(gram, start, products, count)
-        if found.residual(count) <= tol:
-            return found
-        start = found.ahead(count)
+    found, rounds = krylov(gram, start, products, count), 1
+    while found.residual(count) > tol and rounds < _RESTARTS:
+        found, rounds = krylov(gram, found.ahead(count), products, count), rounds + 1
     return found
