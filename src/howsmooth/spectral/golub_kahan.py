@@ -8,7 +8,7 @@ are the squares of Golub–Kahan's singular values.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -80,9 +80,17 @@ class GolubKahan:
 class _Run:
     """One batch on its way. Vectors stay on the operator's device, (batch, N); numbers are on the host, in float64."""
 
-    def __init__(self, solver: GolubKahan, operator: Operator, tol: float, certify: float | None, seeds: Any, start: Any):
+    def __init__(
+        self,
+        solver: GolubKahan,
+        operator: Operator,
+        tol: float,
+        certify: float | None,
+        seeds: Sequence[int],
+        start: Tensor | None,
+    ):
         self.solver, self.operator, self.tol, self.certify, self.seeds = solver, operator, tol, certify, list(seeds)
-        self.given = start
+        self.start = start
         self.size, self.rounding = operator.in_size, operator.noise
         self.error, self.fixed = self._errors() if solver.rigorous else (0.0, 0.0)
         self.basis = _Basis(operator)
@@ -157,7 +165,7 @@ class _Run:
         guess would cost steps: what they tell of all other directions is measured against the length of the start.
         """
         q = self._gaussian()
-        guess = None if self.size <= 2 else self.operator.guess(self.seeds) if self.given is None else self.given
+        guess = None if self.size <= 2 else self.operator.guess(self.seeds) if self.start is None else self.start
         if guess is not None:
             length = min(1.0, _GUESS * self.size**-0.5)
             q = q + length * unit_rows(guess.flatten(1).to(q))

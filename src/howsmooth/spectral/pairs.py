@@ -83,16 +83,14 @@ def top_pairs(
     else:
         right = _right(operator, count, start, seeds, tol)
         image = operator.jvp(right.unflatten(-1, operator.in_shape)).flatten(2)
-        if not bool(image.isfinite().all()):
-            raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; rescale the map")
         u, value, turn = torch.linalg.svd(image.permute(1, 2, 0), full_matrices=False)
         sign = torch.where(turn.diagonal(dim1=1, dim2=2) < 0, -1.0, 1.0).to(turn)  # nothing is turned about in vain
         u, right = u * sign[:, None], torch.einsum("bkp,pbN->kbN", sign[..., None] * turn, right)
         if delta is not None:
-            # not the start that a run to a tolerance has shown the pairs
-            apart = [seed + (tol is not None) for seed in seeds]
+            if start is not None or tol is not None:  # pairs of a run like the certificate's may know its random start
+                seeds = [stream(seed, "rest").initial_seed() for seed in seeds]
             solver = GolubKahan(max_steps=_REST_STEPS, delta=delta)
-            rest = norm_above(Deflated(operator, u.mT, right.transpose(0, 1)), solver, _NARROW, apart)
+            rest = norm_above(Deflated(operator, u.mT, right.transpose(0, 1)), solver, _NARROW, seeds)
             rest = rest + operator.noise * value[:, 0].to(rest)
     left = u.permute(2, 0, 1).unflatten(-1, operator.out_shape)
     return TopPairs(value.T, left, right.unflatten(-1, operator.in_shape), rest)
