@@ -74,23 +74,17 @@ class GolubKahan:
         self, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int], start: Tensor | None = None
     ) -> list[Solution]:
         """The top singular pair of every map of a batch, in lock step; each stops by itself. start: in place of its guess."""
-        return _Run(self, operator, tol, certify, seeds, start).finish()
+        run = _Run(self, operator, tol, certify, seeds)
+        run.start = start
+        return run.finish()
 
 
 class _Run:
     """One batch on its way. Vectors stay on the operator's device, (batch, N); numbers are on the host, in float64."""
 
-    def __init__(
-        self,
-        solver: GolubKahan,
-        operator: Operator,
-        tol: float,
-        certify: float | None,
-        seeds: Sequence[int],
-        start: Tensor | None,
-    ):
+    def __init__(self, solver: GolubKahan, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int]):
         self.solver, self.operator, self.tol, self.certify, self.seeds = solver, operator, tol, certify, list(seeds)
-        self.start = start
+        self.start: Tensor | None = None  # in place of the operator's own guess
         self.size, self.rounding = operator.in_size, operator.noise
         self.error, self.fixed = self._errors() if solver.rigorous else (0.0, 0.0)
         self.basis = _Basis(operator)
