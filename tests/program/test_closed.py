@@ -1,6 +1,5 @@
 """Closed forms read off the graph: queries, keys, values and output are the layer's own; what is no such form is refused."""
 
-import functools
 import inspect
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from howsmooth.program.calls import WHOLE, find_calls
 from howsmooth.program.closed import as_attention
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import name
-from howsmooth.program.replay import values
+from howsmooth.program.replay import Run
 from howsmooth.program.stretch import agree, off
 from problems.zoo import GROUPED, SMALL, TOKENS, ZOO, ids, randomize
 
@@ -60,8 +59,8 @@ def library(kind: str) -> tuple[Program, int]:
 def closed(program: Program, layer: int = 0, ends: Ends | None = None) -> tuple[hs.Attention, Tensor, Ends]:
     """The closed form of a layer, what enters it, and its ends."""
     ends = ends_of(Layers(program), layer) if ends is None else ends
-    attn = as_attention(program, ends, functools.partial(values, program))
-    return attn, values(program, set(ends.enter))[ends.enter[0]].reshape(-1, attn.width), ends
+    attn = as_attention(program, ends, Run(program, program.tensors).values)
+    return attn, Run(program, program.tensors).values(set(ends.enter))[ends.enter[0]].reshape(-1, attn.width), ends
 
 
 def check(program: Program, layer: int = 0, ends: Ends | None = None) -> hs.Attention:
@@ -69,7 +68,7 @@ def check(program: Program, layer: int = 0, ends: Ends | None = None) -> hs.Atte
     attn, x, ends = closed(program, layer, ends)
     between = ends.flow.between(ends.enter, ends.leave)
     (node,) = (n for n in between if n.target is attention or name(n) == WHOLE)
-    own = values(program, {*node.args[:3], ends.leave[0]})  # pyright: ignore[reportArgumentType]
+    own = Run(program, program.tensors).values({*node.args[:3], ends.leave[0]})  # pyright: ignore[reportArgumentType]
     for ours, theirs in zip(attn.vectors(x[None]), node.args[:3], strict=True):
         wanted = own[theirs].reshape(-1, *own[theirs].shape[-2:])  # pyright: ignore[reportArgumentType]
         assert off(ours[0].repeat_interleave(len(wanted) // ours.shape[1], 0), wanted) <= 1e-9

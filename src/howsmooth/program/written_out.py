@@ -25,7 +25,7 @@ from howsmooth.program.flow import Flow
 from howsmooth.program.lazy_logits import LazyLogits, LogitsReader
 from howsmooth.program.logits_steps import read
 from howsmooth.program.nodes import is_float, name, shape, value
-from howsmooth.program.replay import values
+from howsmooth.program.replay import Run
 from howsmooth.program.tracing import Program
 
 _ALIKE = 1e3  # units in the last place within which a sum of squares, added up in another order, is the same
@@ -336,7 +336,7 @@ def _as_distances(program: Program, n: Node, squares: tuple[Node, ...]) -> None:
     assert isinstance(q, Node)
     assert isinstance(k, Node)
     assert isinstance(scale, float)
-    exact = values(program, {k, *squares})
+    exact = Run(program, program.tensors).values({k, *squares})
     sigma = _sigma(exact[k], [exact[t] for t in squares], scale)
     if sigma is None:
         return
