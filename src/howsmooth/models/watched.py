@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
-from howsmooth.maps.graph import Graph, GraphMap
-from howsmooth.maps.recording import Placeholder, Recorder, record
 from howsmooth.models.closed import as_attention
 from howsmooth.models.cut import Cut
 from howsmooth.models.intercept import Call
 from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName
 from howsmooth.models.trace import Layer, find_hidden, first_tensor
+from howsmooth.program.pieces import Pieces, PiecesMap
+from howsmooth.program.reading import read_function
 
 
 def watched(sample: Sample, layer: int, map: MapName, head: int | None = None, within: float = 0.0) -> Map:
@@ -41,10 +41,10 @@ def watched(sample: Sample, layer: int, map: MapName, head: int | None = None, w
         return attn.to("cpu", torch.float64)
     inside = [k for k in cut.trace.layers if map == "model" or k.index == layer]
     graph = _record(_precise(cut), inside, _read_off(sample, inside, head), x, head is None, within)
-    return GraphMap(graph, (len(x), x.shape[1]))
+    return PiecesMap(graph, (len(x), x.shape[1]))
 
 
-def to_the_end(sample: Sample, layer: int) -> tuple[Callable[[Tensor], Tensor], Callable[[], Graph], Tensor]:
+def to_the_end(sample: Sample, layer: int) -> tuple[Callable[[Tensor], Tensor], Callable[[], Pieces], Tensor]:
     """What a model makes of the tokens that enter one of its layers, (n, d) → rows of its output, in float64, in its own code.
 
     Also a way to the same as a graph with attention layers taken whole, and the tokens.
@@ -59,7 +59,7 @@ def to_the_end(sample: Sample, layer: int) -> tuple[Callable[[Tensor], Tensor], 
     from_here = replace(cut.trace, layers=cut.trace.layers[layer:])
     own = _precise(replace(cut, trace=from_here))
 
-    def graph() -> Graph:
+    def graph() -> Pieces:
         on_kernels = sample.cut(layer, "model")
         if on_kernels is None:
             raise BadInputError(
@@ -94,28 +94,29 @@ def _read_off(sample: Sample, inside: list[Layer], head: int | None) -> dict[int
     return layers if head is None else {i: attn.head(head) for i, attn in layers.items()}
 
 
-def _record(cut: Cut, inside: list[Layer], layers: dict[int, Attention], x: Tensor, exact: bool, within: float = 0.0) -> Graph:
-    recorder = Recorder()
-
+def _record(cut: Cut, inside: list[Layer], layers: dict[int, Attention], x: Tensor, exact: bool, within: float = 0.0) -> Pieces:
     def nothing(call: Call) -> Tensor:  # what comes behind the output projection is put in there
         return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
 
-    def f(t: Tensor) -> Tensor:
-        with _Swap(recorder, inside, layers).active():
-            return cut.through(t, nothing)
+    def f(t: Tensor) -> tuple[Tensor, ...]:
+        swap = _Swap(inside, layers)
+        with swap.active():
+            y = cut.through(t, nothing)
+        return *swap.ends, y
 
     def truth(t: Tensor) -> Tensor:
-        return cut.run(t).output if exact else f(t)
+        return cut.run(t).output if exact else f(t)[-1]
 
-    return record(f, x, recorder, truth, within)
+    return read_function(f, x, [layers[k.index] for k in inside], truth=truth, within=within)
 
 
 class _Swap:
-    """Puts an attention layer's own formula in for its output, call by call."""
+    """Puts an attention layer's own formula in for its output, call by call. ends: what entered and left each of them."""
 
-    def __init__(self, recorder: Recorder, inside: list[Layer], layers: dict[int, Attention]):
-        self._recorder, self._inside, self._layers = recorder, inside, layers
+    def __init__(self, inside: list[Layer], layers: dict[int, Attention]):
+        self._inside, self._layers = inside, layers
         self._next, self._entered = 0, None
+        self.ends: list[Tensor] = []
 
     def active(self) -> ExitStack:
         stack = ExitStack()
@@ -135,11 +136,7 @@ class _Swap:
             return None
         entered, self._entered = self._entered, None
         self._next += 1
-        attn, leaving = self._layers[layer.index], first_tensor(output)
-
-        def run(t: Tensor) -> Tensor:
-            return attn.value(t.reshape(1, -1, t.shape[-1]))[0].reshape(*leaving.shape)
-
-        known = isinstance(entered, Placeholder)
-        value = self._recorder.take_whole(entered, leaving, run, attn) if known else run(entered)
+        leaving = first_tensor(output)
+        value = self._layers[layer.index].value(entered.reshape(1, -1, entered.shape[-1]))[0].reshape(leaving.shape)
+        self.ends += [entered, value]
         return tree_map(lambda t: value if t is leaving else t, output)

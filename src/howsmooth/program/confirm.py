@@ -1,12 +1,13 @@
 """A recording that is confirmed by the module itself: compared with it at the input and beside it."""
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter
+from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.program.tracing import Program, bare, tensors_in, trace, unchanged
@@ -35,6 +36,44 @@ def record(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
         program = trace(module, args, kwargs)
         confirm(program)
     return program
+
+
+@final
+class Function(nn.Module):
+    """A function as a module of no weights, so that what it is made of stays in the mode that it is in.
+
+    derived: it is run with gradients, for it takes derivatives itself.
+    """
+
+    def __init__(self, f: Callable[..., Any], derived: bool = False):
+        super().__init__()
+        self._f, self._derived = (f,), derived  # in a tuple, where no module is looked for
+
+    def forward(self, *args: Any) -> Any:
+        if not self._derived:
+            return self._f[0](*args)
+        with torch.enable_grad():
+            found = self._f[0](*(t.detach().requires_grad_(t.is_floating_point()) for t in args))
+        return tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, found)
+
+
+def record_function(f: Callable[..., Any], *args: Tensor) -> Program:
+    """The program of `f(*args)`, confirmed by `f` itself; one that takes derivatives is recorded below them.
+
+    The tensors in its closure, the weights of modules among them, are constants of the program.
+
+    >>> [n.name for n in record_function(lambda t: 2 * t.detach(), torch.ones(3)).nodes]
+    ['tensors_1', 'detach', 'mul', 'output']
+    """
+    try:
+        return record(Function(f), args)
+    except (BadFunctionError, RuntimeError) as error:
+        try:
+            program = trace(Function(f, derived=True), args, whole=False)
+            confirm(program)
+        except (BadFunctionError, RuntimeError):
+            raise error from None
+        return program
 
 
 def confirm(program: Program) -> None:

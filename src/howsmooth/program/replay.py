@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
 from howsmooth.errors import BadFunctionError
+from howsmooth.program.confirm import record_function
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import name, value
 from howsmooth.program.operations import CASTS, JUMPS
@@ -32,11 +33,12 @@ def segment(
     through: Sequence[Node] = (),
     *,
     check: bool = True,
+    wide: bool = True,
 ) -> tuple[Segment, list[Tensor]]:
     """The function between some nodes, and what enters it in the recording.
 
     What is not on the way stays as it is in the recording, choices made from the input among it. through: nodes that all ways
-    lead through.  check: refuse operations that have no derivative.
+    lead through.  check: refuse operations that have no derivative.  wide: in float64, else in the precision of the recording.
     """
     ends = [n for n in leave if n not in enter]
     path = flow.between(enter, ends) if ends else []
@@ -45,7 +47,8 @@ def segment(
         path = [n for n in path if n in inside]
     if check:
         check_smooth(path, flow)
-    kept = values(program, ({m for n in path for m in n.all_input_nodes} | {*enter, *leave}) - set(path))
+    kept = values(program, ({m for n in path for m in n.all_input_nodes} | {*enter, *leave}) - set(path), wide)
+    last = {m: n for n in path for m in n.all_input_nodes}
 
     def f(*points: Tensor) -> list[Tensor]:
         env = dict(zip(enter, points, strict=True))
@@ -54,10 +57,23 @@ def segment(
             return env[n] if n in env else kept[n]
 
         for n in path:
-            env[n] = _call(n, known)
+            env[n] = call(n, known, wide)
+            for m in n.all_input_nodes:
+                if last[m] is n and m not in leave:
+                    env.pop(m, None)
         return [known(n) for n in leave]
 
     return f, [kept[n].detach().clone() for n in enter]
+
+
+def function_at(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function of one tensor, recorded at `x` and confirmed, in its own precision; its derivative is that of its values."""
+    program = record_function(f, x)
+    flow, (y,) = Flow(program, program.inputs), program.outputs
+    if not flow.live(y):
+        raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
+    again, _ = segment(program, flow, program.inputs, (y,), wide=False)
+    return lambda t: again(t)[0]
 
 
 def check_smooth(path: Sequence[Node], flow: Flow) -> None:
@@ -94,8 +110,8 @@ def _rounded(n: Node, flow: Flow) -> bool:
 
 
 @torch.no_grad()
-def values(program: Program, wanted: set[Node]) -> dict[Node, Any]:
-    """What some nodes give at the recording's input and today's weights, in float64; others are kept no longer than needed."""
+def values(program: Program, wanted: set[Node], wide: bool = True) -> dict[Node, Any]:
+    """What some nodes give at the recording's input and today's weights; others are kept no longer than needed."""
     needed, todo = set[Node](), list(wanted)
     while todo:
         n = todo.pop()
@@ -109,28 +125,34 @@ def values(program: Program, wanted: set[Node]) -> dict[Node, Any]:
     env: dict[Node, Any] = {}
     for n in order:
         if n.op == "placeholder":
-            env[n] = _wide(weights[program.weights[n]].detach() if n in program.weights else given[n])
+            env[n] = _widened(weights[program.weights[n]] if n in program.weights else given[n], wide)
         elif n.op == "get_attr":
-            env[n] = _wide(getattr(program.code, str(n.target)))
+            env[n] = _widened(getattr(program.code, str(n.target)), wide)
         else:
-            env[n] = _call(n, env.__getitem__)
+            env[n] = call(n, env.__getitem__, wide)
         for m in n.all_input_nodes:
             if last[m] is n and m not in wanted:
                 env.pop(m, None)
     return {n: env[n] for n in wanted}
 
 
-def _wide(t: Any) -> Any:
-    return t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
+def _widened(t: Any, wide: bool) -> Any:
+    if not isinstance(t, Tensor):
+        return t
+    return t.detach().double() if wide and t.is_floating_point() else t.detach()
 
 
-def _call(n: Node, known: Callable[[Node], Any]) -> Any:
-    """What a node gives, casts to narrower floating-point numbers left out, and what is detached moving like the rest."""
+def call(n: Node, known: Callable[[Node], Any], wide: bool = True) -> Any:
+    """What a node gives, and what is detached moves like the rest.
+
+    wide: casts to narrower floating-point numbers are left out.
+    """
     args: tuple[Any, ...] = map_arg(n.args, known)
     kwargs: Mapping[str, Any] = map_arg(dict(n.kwargs), known)
     if name(n) in ("detach", "alias"):
         return args[0]
-    wide_args, wide_kwargs = tree_map(
-        lambda t: torch.float64 if isinstance(t, torch.dtype) and t in _NARROW else t, (args, kwargs)
-    )
-    return _INSTEAD.get(n.target, n.target)(*wide_args, **wide_kwargs)
+    if wide:
+        args, kwargs = tree_map(
+            lambda t: torch.float64 if isinstance(t, torch.dtype) and t in _NARROW else t, (args, kwargs)
+        )
+    return _INSTEAD.get(n.target, n.target)(*args, **kwargs)

@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from howsmooth.errors import BadFunctionError
 from howsmooth.program.functional import functional
 from howsmooth.program.nodes import is_random, is_view, name, order, value, writes
+from howsmooth.program.reads import NotedReads
 
 _lazy_clone: Any = vars(torch)["_lazy_clone"]
 _inside: Any = torch._C
@@ -88,8 +89,13 @@ class Program:
             return list(tensors_in(self.module(*args, **kwargs)))
 
 
-def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Program:
-    """The program of one run of `module(*args, **kwargs)` without gradients, not yet compared with the module."""
+def trace(
+    module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, whole: bool = True
+) -> Program:
+    """The program of one run of `module(*args, **kwargs)` without gradients, not yet compared with the module.
+
+    whole: operations made of others are single nodes, unless the run uses torch.func.
+    """
     leaves, spec = tree_flatten((tuple(args), dict(kwargs or {})))
     tensors, weights = [t for t in leaves if isinstance(t, Tensor)], _weights(module)
     given = {key: _lazy_clone(t.detach()) for key, t in weights.items()}  # copied only where the run writes into them
@@ -97,7 +103,8 @@ def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, An
     def run(given: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
         rest = iter(tensors)
         args, kwargs = tree_unflatten([next(rest) if isinstance(t, Tensor) else t for t in leaves], spec)
-        return list(tensors_in(torch.func.functional_call(module, given, args, kwargs)))
+        with NotedReads():
+            return list(tensors_in(torch.func.functional_call(module, given, args, kwargs)))
 
     def graph(calls: Heard, whole: bool) -> GraphModule:
         made = make_fx(run, tracing_mode="real", pre_dispatch=whole, _error_on_data_dependent_ops=False)
@@ -107,7 +114,7 @@ def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, An
 
     calls: Heard = []
     try:
-        code = graph(calls, whole=True)
+        code = graph(calls, whole=True) if whole else None
     except RuntimeError:  # as older versions of torch end in inside vmap
         code = None
     if code is None or _wrapped(code):  # the function uses torch.func, whose operations show at the level below alone

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.maps import Attention, AutodiffJacobian, Weighted
-from howsmooth.maps.graph import Graph, Node
+from howsmooth.program.pieces import Pieces, Piece
 from howsmooth.maps.operator import Operator, Restricted
 from howsmooth.spectral import DenseSVD, GolubKahan
 from howsmooth.theory.around import AroundAttention
@@ -31,7 +31,7 @@ SAME_ROWS = {
 class Certified:
     """Norms of derivatives of a graph at an input, each certified once and kept. tokens: the positions that may move."""
 
-    graph: Graph
+    graph: Pieces
     x: Float[Tensor, "n d"]
     tokens: tuple[int, ...] | None = None
     delta: float = 1e-6
@@ -116,7 +116,7 @@ class Certified:
         behind = [i for i in self.bends if self.graph.nodes[i].kind == "opaque"]
         return [w for i in behind if (w := next((w for w in self.waists if w > i), None)) is not None]
 
-    def attention(self, node: Node, x: Tensor) -> AroundAttention:
+    def attention(self, node: Piece, x: Tensor) -> AroundAttention:
         """Bounds around what enters an attention layer."""
         if id(node) not in self._layers:
             self.used += 1
@@ -198,7 +198,7 @@ class Certified:
         return solution.upper * repeated * (1 + 1e-6) if math.isfinite(solution.upper) else math.inf
 
 
-def check_known(node: Node) -> None:
+def check_known(node: Piece) -> None:
     """Refuse what no bound here is made for."""
     if isinstance(node.opaque, Attention):
         check_softmax(node.opaque.kind, "a bound around an input")

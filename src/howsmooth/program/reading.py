@@ -1,0 +1,267 @@
+"""A part of a recorded run, or a function, as pieces that bounds around an input are known of, in float64.
+
+The operations that torch makes of others are taken apart by torch's own tracer; norms and scalar functions that are spelled out
+are put together again. What the pieces give is compared with what they were read from, at the input and beside it.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+
+from howsmooth.errors import BadFunctionError
+from howsmooth.maps.attention import Attention
+from howsmooth.program.confirm import record_function
+from howsmooth.program.flow import Flow
+from howsmooth.program.joining import joined
+from howsmooth.program.kinds import Operation, Ref, layer_norm, pieces_for
+from howsmooth.program.nodes import is_float, name, value
+from howsmooth.program.operations import SHAPE_ALONE
+from howsmooth.program.pieces import Piece, Pieces, pruned
+from howsmooth.program.reads import read_by, reads
+from howsmooth.program.replay import call, values
+from howsmooth.program.tracing import Program
+
+_BESIDE = (0.0, 1e-3, 0.3)  # how far beside its input a function is compared, relative to it
+_AGREE = 1e-7  # float32 constants inside a model, grown by its layers, explain no more
+_CAST = 2.0**-23  # of the largest number on the way: what a cast to float32 that is left out explains
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A layer that is taken whole: it stands for all that a program does from one node to another."""
+
+    enter: Node
+    leave: Node
+    layer: Attention
+
+
+@torch.no_grad()
+def read(
+    program: Program,
+    flow: Flow,
+    enter: Node,
+    leave: Node,
+    layers: Iterable[Whole] = (),
+    *,
+    truth: Callable[[Tensor], Tensor] | None = None,
+    within: float = 0.0,
+) -> Pieces:
+    """What a program makes of one node's value, up to another node, as pieces; refused where a piece is not known.
+
+    layers: those that are taken whole.  truth: what the pieces must agree with, the program's own operations by default; both in
+    float64.  within: how far tokens will move; the two are compared there too.
+    """
+    path, wholes = _path(flow, enter, leave, layers)
+    _check_read(program, flow, enter, leave, path, wholes)
+    at = values(program, {m for n in path for m in n.all_input_nodes} | {enter, leave, *(w.leave for w in wholes)})
+    start = at[enter].clone()
+    with sdpa_kernel(SDPBackend.MATH):
+        code = make_fx(_replay(path, enter, leave, wholes, at), _error_on_data_dependent_ops=False)(
+            start, [at[w.leave].clone() for w in wholes]
+        )
+        pieces = pruned(joined(_Reader(code, wholes).pieces()))
+        strange = next((piece.name for piece in pieces.nodes if piece.kind == "unknown"), None)
+        if strange is not None:
+            raise BadFunctionError(
+                f"expected linear operations, products, softmax, norms and known activations, got {strange}; "
+                "measure a part of the function without it"
+            )
+        casts = sum(_dtype(n) is torch.float32 and any(_dtype(m) is torch.float64 for m in n.all_input_nodes) for n in path)
+        pieces = replace(pieces, rounding=pieces.rounding + _CAST * casts)
+        own = _replay(*_path(flow, enter, leave, ()), enter, leave, (), at) if truth is None else None
+        check_agrees(pieces, truth or (lambda t: own(t, [])[1]), _beside(start, within))
+    return pieces
+
+
+def read_function(
+    f: Callable[[Tensor], Any],
+    x: Tensor,
+    layers: Sequence[Attention] = (),
+    *,
+    truth: Callable[[Tensor], Tensor] | None = None,
+    within: float = 0.0,
+) -> Pieces:
+    """A function of tokens in float64 as pieces, once its recording is confirmed.
+
+    layers: those that are taken whole; `f` gives what enters and what leaves each of them in turn, and then its value.
+
+    >>> [piece.name for piece in read_function(lambda t: torch.tanh(t) * t, torch.ones(2, 3).double()).nodes]
+    ['input', 'tanh', 'mul']
+    """
+    program = record_function(f, x)
+    flow, (*ends, y) = Flow(program, program.inputs), program.outputs
+    if not flow.live(y):
+        raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
+    wholes = [Whole(a, b, layer) for a, b, layer in zip(ends[::2], ends[1::2], layers, strict=True)]
+    own = truth or (f if not layers else lambda t: f(t)[-1])
+    return read(program, flow, program.inputs[0], y, wholes, truth=own, within=within)
+
+
+def _beside(x: Tensor, within: float) -> list[Tensor]:
+    step = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
+    size = float(x.abs().mean()) or 1.0
+    points = [x + share * size * step for share in _BESIDE]
+    if within > 0:
+        points += [x + sign * within * step / step.norm(dim=-1, keepdim=True) for sign in (1, -1)]
+    return points
+
+
+@torch.no_grad()
+def check_agrees(pieces: Pieces, f: Callable[[Tensor], Tensor], points: Sequence[Tensor]) -> None:
+    """Refuse pieces that do not give what `f` gives at some points."""
+    truths = [f(at.clone()) for at in points]
+    size = max(float(y.abs().max()) for y in truths)
+    for at, truth in zip(points, truths, strict=True):
+        found = pieces.values(at)
+        error = float((found[pieces.output].reshape(truth.shape) - truth).abs().max())
+        sizes = [
+            float(t.abs().max()) for t in tree_leaves(found) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
+        ]
+        largest = max((size for size in sizes if size < math.inf), default=0.0)  # what a mask hides is minus infinity
+        if not error <= _AGREE * max(size, 1e-300) + pieces.rounding * largest:
+            raise BadFunctionError(
+                f"expected a function that torch's operations on its input describe, got one that they miss by {error:.1e}; "
+                "look for values taken out of the graph"
+            )
+
+
+def _path(flow: Flow, enter: Node, leave: Node, layers: Iterable[Whole]) -> tuple[list[Node], list[Whole]]:
+    """The nodes from one to another that are needed beside the layers, and those of the layers that are on the way."""
+    ends, needed = {w.leave: w for w in layers if w.leave is not enter}, {leave}
+    path: list[Node] = []
+    for n in reversed(flow.between([enter], [leave]) if leave is not enter else []):
+        if n in needed:
+            path.append(n)
+            needed.update([ends[n].enter] if n in ends else n.all_input_nodes)
+    return path[::-1], [ends[n] for n in reversed(path) if n in ends]
+
+
+def _replay(
+    path: Sequence[Node], enter: Node, leave: Node, wholes: Sequence[Whole], at: dict[Node, Any]
+) -> Callable[[Tensor, list[Tensor]], tuple[list[Tensor], Tensor]]:
+    """What enters each layer and what leaves in the end, as a function of what enters and of what each layer gives."""
+    layers = [w.leave for w in wholes]
+
+    def f(x: Tensor, given: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        env: dict[Node, Any] = {enter: x}
+        for n in path:
+            env[n] = given[layers.index(n)] if n in layers else call(n, lambda m: env[m] if m in env else at[m])
+        return [env[w.enter] for w in wholes], env[leave]
+
+    return f
+
+
+def _check_read(
+    program: Program, flow: Flow, enter: Node, leave: Node, path: Sequence[Node], wholes: Sequence[Whole]
+) -> None:
+    """Refuse what may jump: numbers that are read off, choices that are made by values, and casts that round."""
+    inside = {n for w in wholes for n in flow.between([w.enter], [w.leave])} - {w.leave for w in wholes}
+    moving = {enter}
+    for n in program.nodes[flow.index[enter] + 1 : flow.index[leave] + 1]:
+        if name(n) in SHAPE_ALONE or n in inside or not moving.intersection(n.all_input_nodes):
+            continue
+        moving.add(n)
+        if reads(n) and moving.intersection(read_by(n)):
+            raise BadFunctionError(
+                "expected a function that runs the same way for every input, got one that reads a number off it on the way; "
+                "write choices as torch operations"
+            )
+    width = min(4, value(enter).dtype.itemsize)
+    for n in path:
+        chosen = next((m for m in n.all_input_nodes if m in moving and m is not enter and not flow.live(m)), None)
+        if chosen is not None or (is_float(n) and 0 < getattr(_dtype(n), "itemsize", 0) < width):
+            raise BadFunctionError(
+                f"expected linear operations, products, softmax, norms and known activations, got {name(chosen or n)}, which "
+                "jumps; measure a part of the function without it"
+            )
+
+
+def _dtype(n: Node) -> torch.dtype | None:
+    return getattr(value(n), "dtype", None)
+
+
+@final
+class _Reader:
+    """Reads the pieces off a graph of operations below torch's composite ones, one node after another."""
+
+    def __init__(self, code: GraphModule, wholes: Sequence[Whole]):
+        self._code, self._nodes = code, list(code.graph.nodes)
+        *entered, self._leave = tree_leaves(self._nodes[-1].args)
+        start, *given = (n for n in self._nodes if n.op == "placeholder")
+        self._layers = dict(zip(given, zip(entered, wholes, strict=True), strict=True))
+        self._made = [Piece("input", "input", (), lambda: None, tuple(value(start).shape))]
+        self._place: dict[Node, int] = {start: 0}  # of what moves
+        self._known: dict[Node, Any] = {}  # values of all else
+        self._several: dict[Node, Operation] = {}  # those that give several tensors
+
+    def pieces(self) -> Pieces:
+        for n in self._nodes:
+            if n.op == "get_attr":
+                self._known[n] = getattr(self._code, str(n.target)).detach()
+            elif n.op == "call_function" and any(self._moves(m) for m in n.all_input_nodes):
+                self._read(n)
+            elif n.op == "call_function":
+                args, kwargs = map_arg((n.args, dict(n.kwargs)), self._known.__getitem__)
+                self._known[n] = n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        return Pieces(tuple(self._made), self._at(self._leave))
+
+    def _moves(self, n: Node) -> bool:
+        return n in self._place or n in self._layers
+
+    def _at(self, n: Node) -> int:
+        """The place of what moves; a layer's piece is made where it is first needed."""
+        if n not in self._place:
+            entered, whole = self._layers[n]
+            attn, shape = whole.layer, tuple(value(n).shape)
+
+            def run(t: Tensor) -> Tensor:
+                return attn.value(t.reshape(1, -1, t.shape[-1]))[0].reshape(shape)
+
+            inputs = (self._at(entered),)
+            self._place[n] = self._add(Piece("opaque", "layer", inputs, run, shape, opaque=attn))
+        return self._place[n]
+
+    def _add(self, *pieces: Piece) -> int:
+        self._made += pieces
+        return len(self._made) - 1
+
+    def _read(self, n: Node) -> None:
+        inputs: list[int] = []
+
+        def stand(m: Node) -> Any:
+            if not self._moves(m):
+                return self._known[m]
+            inputs.append(self._at(m))
+            return Ref(len(inputs) - 1)
+
+        args, kwargs = map_arg((n.args, dict(n.kwargs)), stand)
+        if n.target is operator.getitem:
+            self._place[n] = self._part(n.args[0], args[1], value(n))  # pyright: ignore[reportArgumentType]
+            return
+        op, made = Operation.of(n.target, args, kwargs, tuple(inputs)), value(n)
+        if isinstance(made, Tensor):
+            before = [self._made[j].shape for j in inputs]
+            pieces = pieces_for(op, tuple(made.shape), made.dtype is torch.float64, before, len(self._made))
+            self._place[n] = self._add(*pieces)
+            return
+        self._several[n] = op
+        self._place[n] = self._add(Piece("pick" if isinstance(made, tuple | list) else "unknown", op.name, op.inputs, op.run, ()))
+
+    def _part(self, n: Node, index: int, made: Any) -> int:
+        """One of several tensors that an operation gives."""
+        op, shape = self._several[n], tuple(getattr(made, "shape", ()))
+        norm = layer_norm(op, shape, len(self._made))
+        if norm is not None and index == 0:
+            return self._add(*norm)
+        kind = op.kind if norm is None and getattr(made, "dtype", None) is torch.float64 else "unknown"
+        return self._add(Piece(kind, op.name, (self._place[n],), lambda t: t[index], shape))
