@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-
 from .small_functions import Case, Chance, attention_of, both_ways, tokens_of, written_out
 
 HEADS = 2

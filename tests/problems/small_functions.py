@@ -260,7 +260,7 @@ def bounds_within(certified: Certified, expanded: Expansion, area: Neighbourhood
 
 def _lower_end(c: Case, area: Neighbourhood, looked: Looked) -> Tensor | None:
     """The point where ascent ends, once what is said of it is checked."""
-    f, options = PiecesMap(c.whole, (c.x.shape[0], c.x.shape[1])), Options(tokens=c.tokens)
+    f, options = PiecesMap(c.whole), Options(tokens=c.tokens)
     try:
         found = find_near(f, area, c.tokens, 2, options, solve(f, c.x, options).estimate)
     except HowSmoothError:

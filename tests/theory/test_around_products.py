@@ -135,7 +135,7 @@ def test_gates_of_many_tokens(f: Callable[[Tensor], Tensor]):
         assert float(torch.linalg.matrix_norm(J - at, 2)) <= around.change
         assert float(torch.linalg.matrix_norm(J, 2)) <= around.slope
         assert float((f(y) - f(x)).norm()) <= around.moved_total
-    near = solve_near(PiecesMap(graph, (30, 10)), area, None, 2, Options())
+    near = solve_near(PiecesMap(graph), area, None, 2, Options())
     assert near.lower <= near.upper == pytest.approx(around.slope, rel=0.05)
 
 

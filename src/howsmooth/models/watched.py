@@ -41,7 +41,7 @@ def watched(sample: Sample, layer: int, map: MapName, head: int | None = None, w
         return attn.to("cpu", torch.float64)
     inside = [k for k in cut.trace.layers if map == "model" or k.index == layer]
     graph = _record(_precise(cut), inside, _read_off(sample, inside, head), x, head is None, within)
-    return PiecesMap(graph, (len(x), x.shape[1]))
+    return PiecesMap(graph)
 
 
 def to_the_end(sample: Sample, layer: int) -> tuple[Callable[[Tensor], Tensor], Callable[[], Pieces], Tensor]:

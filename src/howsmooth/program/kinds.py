@@ -53,7 +53,7 @@ class Operation:
         both = name in ("addmm", "baddbmm") and [isinstance(a, Ref) for a in args[:3]] == [False, True, True]
         if kwargs.get("rounding_mode") is not None:
             name = "rounded " + name
-        elif target is torch.ops.aten.view.dtype or not target.namespace == "aten" or target._schema.is_mutable:
+        elif target is torch.ops.aten.view.dtype or target.namespace != "aten" or target._schema.is_mutable:
             name = str(target)
         elif kwargs.get("alpha", 1) != 1 and not both:
             name = "scaled add" if name in ("add", "sub", "rsub") else "scaled " + name

@@ -85,14 +85,13 @@ class Pieces:
 @final
 @dataclass(frozen=True, eq=False)
 class PiecesMap(Map):
-    """A graph as a map of tokens, (n, d) of one length, in float64."""
+    """Pieces as a map of tokens, (n, d) of one length, in float64."""
 
     graph: Pieces
-    shape: tuple[int, int]
 
     @property
     def width(self) -> int:
-        return self.shape[1]
+        return self.graph.nodes[0].shape[1]
 
     @property
     def out_width(self) -> int:

@@ -18,9 +18,10 @@ from torch.fx.node import map_arg
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
-from howsmooth.errors import BadFunctionError
+from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.maps.attention import Attention
 from howsmooth.program.confirm import record_function
+from howsmooth.program.ends import Ends
 from howsmooth.program.flow import Flow
 from howsmooth.program.joining import joined
 from howsmooth.program.kinds import Operation, Ref, layer_norm, pieces_for
@@ -48,25 +49,26 @@ class Whole:
 @torch.no_grad()
 def read(
     program: Program,
-    flow: Flow,
-    enter: Node,
-    leave: Node,
+    ends: Ends,
     layers: Iterable[Whole] = (),
     *,
     truth: Callable[[Tensor], Tensor] | None = None,
     within: float = 0.0,
 ) -> Pieces:
-    """What a program makes of one node's value, up to another node, as pieces; refused where a piece is not known.
+    """A map of a program as pieces, of tokens (n, d) in float64; refused where a piece is not known.
 
-    layers: those that are taken whole.  truth: what the pieces must agree with, the program's own operations by default; both in
-    float64.  within: how far tokens will move; the two are compared there too.
+    ends: where it begins and ends; several nodes are one input, or output, of stacked rows.  layers: those taken whole.
+    truth: what the pieces must agree with, the program's own operations by default.  within: how far tokens will move; the two
+    are compared there too.
     """
-    path, wholes = _path(flow, enter, leave, layers)
-    _check_read(program, flow, enter, leave, path, wholes)
-    at = values(program, {m for n in path for m in n.all_input_nodes} | {enter, leave, *(w.leave for w in wholes)})
-    start = at[enter].clone()
+    if ends.through:
+        raise BadInputError("expected a map of all ways from its input, got one of some; measure it at the input")
+    path, wholes = _path(ends, layers)
+    _check_read(program, ends, path, wholes)
+    at = values(program, {m for n in path for m in n.all_input_nodes} | {*ends.enter, *ends.leave, *(w.leave for w in wholes)})
+    start = torch.cat([at[n].clone() if at[n].ndim < 3 else at[n].flatten(0, -2) for n in ends.enter])
     with sdpa_kernel(SDPBackend.MATH):
-        code = make_fx(_replay(path, enter, leave, wholes, at), _error_on_data_dependent_ops=False)(
+        code = make_fx(_replay(ends, path, wholes, at), _error_on_data_dependent_ops=False)(
             start, [at[w.leave].clone() for w in wholes]
         )
         pieces = pruned(joined(_Reader(code, wholes).pieces()))
@@ -78,8 +80,7 @@ def read(
             )
         casts = sum(_dtype(n) is torch.float32 and any(_dtype(m) is torch.float64 for m in n.all_input_nodes) for n in path)
         pieces = replace(pieces, rounding=pieces.rounding + _CAST * casts)
-        own = _replay(*_path(flow, enter, leave, ()), enter, leave, (), at) if truth is None else None
-        check_agrees(pieces, truth or (lambda t: own(t, [])[1]), _beside(start, within))
+        check_agrees(pieces, truth or _own(program, ends), _beside(start, within))
     return pieces
 
 
@@ -104,7 +105,7 @@ def read_function(
         raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
     wholes = [Whole(a, b, layer) for a, b, layer in zip(ends[::2], ends[1::2], layers, strict=True)]
     own = truth or (f if not layers else lambda t: f(t)[-1])
-    return read(program, flow, program.inputs[0], y, wholes, truth=own, within=within)
+    return read(program, Ends(program.inputs, (y,), flow), wholes, truth=own, within=within)
 
 
 def _beside(x: Tensor, within: float) -> list[Tensor]:
@@ -135,39 +136,51 @@ def check_agrees(pieces: Pieces, f: Callable[[Tensor], Tensor], points: Sequence
             )
 
 
-def _path(flow: Flow, enter: Node, leave: Node, layers: Iterable[Whole]) -> tuple[list[Node], list[Whole]]:
-    """The nodes from one to another that are needed beside the layers, and those of the layers that are on the way."""
-    ends, needed = {w.leave: w for w in layers if w.leave is not enter}, {leave}
+def _path(ends: Ends, layers: Iterable[Whole]) -> tuple[list[Node], list[Whole]]:
+    """The nodes of a map that are needed beside the layers, and those of the layers that are on the way."""
+    over, needed = {w.leave: w for w in layers}, {*ends.leave}
     path: list[Node] = []
-    for n in reversed(flow.between([enter], [leave]) if leave is not enter else []):
+    for n in reversed(ends.flow.between(ends.enter, ends.leave)):
         if n in needed:
             path.append(n)
-            needed.update([ends[n].enter] if n in ends else n.all_input_nodes)
-    return path[::-1], [ends[n] for n in reversed(path) if n in ends]
+            needed.update([over[n].enter] if n in over else n.all_input_nodes)
+    return path[::-1], [over[n] for n in reversed(path) if n in over]
 
 
 def _replay(
-    path: Sequence[Node], enter: Node, leave: Node, wholes: Sequence[Whole], at: dict[Node, Any]
-) -> Callable[[Tensor, list[Tensor]], tuple[list[Tensor], Tensor]]:
-    """What enters each layer and what leaves in the end, as a function of what enters and of what each layer gives."""
-    layers = [w.leave for w in wholes]
+    ends: Ends, path: Sequence[Node], wholes: Sequence[Whole], at: dict[Node, Any]
+) -> Callable[[Tensor, list[Tensor]], list[Tensor]]:
+    """What enters each layer, and in the end the map's value, as a function of tokens and of what each layer gives."""
+    layers, shapes = [w.leave for w in wholes], [at[n].shape for n in ends.enter]
+    rows = [math.prod(shape[:-1]) for shape in shapes]
 
-    def f(x: Tensor, given: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        env: dict[Node, Any] = {enter: x}
+    def f(x: Tensor, given: list[Tensor]) -> list[Tensor]:
+        parts = [x] if len(shapes) == 1 else x.split(rows)
+        env: dict[Node, Any] = {
+            n: t if t.shape == s else t.reshape(s) for n, t, s in zip(ends.enter, parts, shapes, strict=True)
+        }
         for n in path:
             env[n] = given[layers.index(n)] if n in layers else call(n, lambda m: env[m] if m in env else at[m])
-        return [env[w.enter] for w in wholes], env[leave]
+        found = [env[n] if n in env else at[n] for n in ends.leave]
+        y = found[0] if len(found) == 1 else torch.cat([t.reshape(-1, t.shape[-1]) for t in found])
+        return [*(env[w.enter] for w in wholes), y.reshape(x.shape) - x if ends.less else y]
 
     return f
 
 
-def _check_read(
-    program: Program, flow: Flow, enter: Node, leave: Node, path: Sequence[Node], wholes: Sequence[Whole]
-) -> None:
+def _own(program: Program, ends: Ends) -> Callable[[Tensor], Tensor]:
+    """The map by the program's own operations."""
+    path, _ = _path(ends, ())
+    f = _replay(ends, path, (), values(program, {m for n in path for m in n.all_input_nodes} | {*ends.enter, *ends.leave}))
+    return lambda t: f(t, [])[-1]
+
+
+def _check_read(program: Program, ends: Ends, path: Sequence[Node], wholes: Sequence[Whole]) -> None:
     """Refuse what may jump: numbers that are read off, choices that are made by values, and casts that round."""
+    flow, moving = ends.flow, {*ends.enter}
     inside = {n for w in wholes for n in flow.between([w.enter], [w.leave])} - {w.leave for w in wholes}
-    moving = {enter}
-    for n in program.nodes[flow.index[enter] + 1 : flow.index[leave] + 1]:
+    last = len(program.nodes) if {*ends.leave} & {*program.outputs} else max(map(flow.index.__getitem__, ends.leave)) + 1
+    for n in program.nodes[:last]:
         if name(n) in SHAPE_ALONE or n in inside or not moving.intersection(n.all_input_nodes):
             continue
         moving.add(n)
@@ -176,9 +189,9 @@ def _check_read(
                 "expected a function that runs the same way for every input, got one that reads a number off it on the way; "
                 "write choices as torch operations"
             )
-    width = min(4, value(enter).dtype.itemsize)
+    width = min(4, *(value(n).dtype.itemsize for n in ends.enter))
     for n in path:
-        chosen = next((m for m in n.all_input_nodes if m in moving and m is not enter and not flow.live(m)), None)
+        chosen = next((m for m in n.all_input_nodes if m in moving and not flow.live(m)), None)
         if chosen is not None or (is_float(n) and 0 < getattr(_dtype(n), "itemsize", 0) < width):
             raise BadFunctionError(
                 f"expected linear operations, products, softmax, norms and known activations, got {name(chosen or n)}, which "
@@ -255,7 +268,9 @@ class _Reader:
             self._place[n] = self._add(*pieces)
             return
         self._several[n] = op
-        self._place[n] = self._add(Piece("pick" if isinstance(made, tuple | list) else "unknown", op.name, op.inputs, op.run, ()))
+        self._place[n] = self._add(
+            Piece("pick" if isinstance(made, tuple | list) else "unknown", op.name, op.inputs, op.run, ())
+        )
 
     def _part(self, n: Node, index: int, made: Any) -> int:
         """One of several tensors that an operation gives."""

@@ -47,6 +47,6 @@ def reads(n: Node) -> bool:
 
 def read_by(n: Node) -> list[Node]:
     """The nodes whose numbers a node that reads takes."""
-    if name(n) != "index":
-        return n.all_input_nodes
-    return [m for m in n.args[1] if isinstance(m, Node)]  # pyright: ignore[reportGeneralTypeIssues]
+    chosen = n.args[1] if name(n) == "index" else n.all_input_nodes
+    assert isinstance(chosen, list | tuple)
+    return [m for m in chosen if isinstance(m, Node)]

@@ -152,7 +152,5 @@ def call(n: Node, known: Callable[[Node], Any], wide: bool = True) -> Any:
     if name(n) in ("detach", "alias"):
         return args[0]
     if wide:
-        args, kwargs = tree_map(
-            lambda t: torch.float64 if isinstance(t, torch.dtype) and t in _NARROW else t, (args, kwargs)
-        )
+        args, kwargs = tree_map(lambda t: torch.float64 if isinstance(t, torch.dtype) and t in _NARROW else t, (args, kwargs))
     return _INSTEAD.get(n.target, n.target)(*args, **kwargs)

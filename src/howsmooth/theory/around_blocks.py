@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
-from howsmooth.program.pieces import Pieces, Piece, pieces_of
+from howsmooth.program.pieces import Piece, Pieces, pieces_of
 from howsmooth.theory.around import Around, Neighbourhood, around_attention
 from howsmooth.theory.around_norms import SAME_ROWS, Certified
 from howsmooth.theory.around_pieces import norm_change, norm_ratios, norm_remainder, norm_slope, shared_shape, slice_lengths

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.maps import Attention, AutodiffJacobian, Weighted
-from howsmooth.program.pieces import Pieces, Piece
 from howsmooth.maps.operator import Operator, Restricted
+from howsmooth.program.pieces import Piece, Pieces
 from howsmooth.spectral import DenseSVD, GolubKahan
 from howsmooth.theory.around import AroundAttention
 from howsmooth.theory.softmax_only import check_softmax

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadFunctionError
-from howsmooth.program.pieces import Pieces, Piece
+from howsmooth.program.pieces import Piece, Pieces
 from howsmooth.theory.around_pieces import norm_remainder, softmax_remainder
 
 _UP = 1 + 1e-9  # rounding of sums of positive numbers
