@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from howsmooth.program.reading import read_function
 from torch import Tensor, nn
 
 import howsmooth as hs
 from benchmarks.certified_models import Behind, Digits, build
 from benchmarks.harness import WrongAnswerError
+from howsmooth.program.reading import read_function
 from howsmooth.theory.around import AroundAttention, Neighbourhood
 from howsmooth.theory.around_blocks import around_graph
 from howsmooth.theory.around_norms import Certified
