@@ -269,7 +269,7 @@ def test_a_graph_is_compared_where_it_is_used():
         state["calls"] += 1
         return t * (1.0 if state["calls"] == 1 else 1.1)
 
-    with pytest.raises(BadFunctionError, match="miss by"):
+    with pytest.raises(BadFunctionError, match="they miss at its input"):
         read_function(other_later, X)
     with pytest.raises(BadFunctionError, match="miss by"):
         read_function(lambda t: t * 1.0, X * 0, truth=lambda t: t * 2.0)  # at zero both agree
@@ -290,10 +290,13 @@ def test_what_is_kept_for_the_next_call_is_refused():
         read_function(f, X)
 
 
-def test_a_layer_inside_a_function_is_refused_in_one_sentence():
-    layer = hs.Attention.from_matrices(torch.eye(2), torch.eye(2))
-    with pytest.raises(HowSmoothError, match="reads a number off"):
-        hs.certified_radius(lambda t: layer(t.float()).mean(0), X)
+def test_a_layer_inside_a_function_is_what_it_computes():
+    layer = hs.Attention(W, W.T, torch.eye(2).double(), W)
+    taken = hs.certified_radius(lambda t: layer(t).mean(0), X)
+    plain = hs.certified_radius(lambda t: (torch.softmax(layer.scale * (t @ W.T) @ (t @ W).T, -1) @ t @ W.T).mean(0), X)
+    assert taken.certified == pytest.approx(plain.certified, rel=0.1)
+    assert taken.attacked == pytest.approx(plain.attacked, rel=1e-6)
+    assert taken.certified <= taken.attacked
 
 
 @pytest.mark.parametrize("limit", [1.0, 100.0])

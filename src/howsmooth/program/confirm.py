@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.fx import Interpreter
 from torch.utils._pytree import tree_map
 
-from howsmooth.errors import BadFunctionError
+from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.program.nodes import name
 from howsmooth.program.tracing import Program, bare, tensors_in, trace, unchanged
 
 # relative to the largest entry: what products in another order explain
@@ -66,14 +67,20 @@ def record_function(f: Callable[..., Any], *args: Tensor) -> Program:
     ['tensors_1', 'detach', 'mul', 'output']
     """
     try:
-        return record(Function(f), args)
-    except (BadFunctionError, RuntimeError) as error:
-        try:
-            program = trace(Function(f, derived=True), args, whole=False)
-            confirm(program)
-        except (BadFunctionError, RuntimeError):
-            raise error from None
-        return program
+        program = trace(Function(f), args)
+        derived = any(n.args == (True,) for n in program.nodes if name(n) == "_set_grad_enabled")
+    except (RuntimeError, TypeError, BadInputError):  # as of a derivative where there are no gradients
+        derived = True
+    try:
+        program = trace(Function(f, derived=True), args, whole=False) if derived else program
+    except (RuntimeError, TypeError, BadInputError) as error:
+        said = next(iter(str(error).strip().splitlines()), "no word")[:120]
+        raise BadFunctionError(
+            f"expected a function made of torch operations alone, got one that ends in an error as it is recorded ({said}); "
+            "write it in torch operations"
+        ) from error
+    confirm(program)
+    return program
 
 
 def confirm(program: Program) -> None:

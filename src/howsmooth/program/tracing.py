@@ -239,9 +239,10 @@ def _scopes(module: nn.Module, calls: Heard) -> tuple[Scope, ...]:
 
 
 def _wrapped(code: GraphModule) -> bool:
-    """Whether a graph holds constants that belong to a transform of torch.func."""
+    """Whether a graph holds constants that belong to a transform of torch.func, or its numbers with a derivative."""
     constants = [t for t in (*vars(code).values(), *code.buffers()) if isinstance(t, Tensor)]
-    return any(_inside._functorch.is_functorch_wrapped_tensor(t) for t in constants)
+    dual = any(n.op == "call_function" and name(n) == "_make_dual" for n in code.graph.nodes)
+    return dual or any(_inside._functorch.is_functorch_wrapped_tensor(t) for t in constants)
 
 
 def _check(code: GraphModule, given: Mapping[str, Tensor], weights: Mapping[str, Tensor], holders: set[Node]) -> None:
