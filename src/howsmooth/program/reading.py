@@ -65,7 +65,7 @@ def read(
         raise BadInputError("expected a map of all ways from its input, got one of some; measure it at the input")
     path, wholes = _path(ends, layers)
     _check_read(program, ends, path, wholes)
-    at = values(program, {m for n in path for m in n.all_input_nodes} | {*ends.enter, *ends.leave, *(w.leave for w in wholes)})
+    at = _frozen(program, ends, path, {w.leave for w in wholes})
     start = torch.cat([at[n].clone() if at[n].ndim < 3 else at[n].flatten(0, -2) for n in ends.enter])
     with sdpa_kernel(SDPBackend.MATH):
         code = make_fx(_replay(ends, path, wholes, at), _error_on_data_dependent_ops=False)(
@@ -171,8 +171,14 @@ def _replay(
 def _own(program: Program, ends: Ends) -> Callable[[Tensor], Tensor]:
     """The map by the program's own operations."""
     path, _ = _path(ends, ())
-    f = _replay(ends, path, (), values(program, {m for n in path for m in n.all_input_nodes} | {*ends.enter, *ends.leave}))
+    f = _replay(ends, path, (), _frozen(program, ends, path, set()))
     return lambda t: f(t, [])[-1]
+
+
+def _frozen(program: Program, ends: Ends, path: Sequence[Node], more: set[Node]) -> dict[Node, Any]:
+    """The values of what a path takes from outside, of where it begins, and of some more nodes."""
+    taken = {m for n in path for m in n.all_input_nodes} | {*ends.leave}
+    return values(program, (taken - {*path}) | {*ends.enter} | more)
 
 
 def _check_read(program: Program, ends: Ends, path: Sequence[Node], wholes: Sequence[Whole]) -> None:
