@@ -226,7 +226,7 @@ def _recorded(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -> Autodi
     """The Jacobian of a function's values: of its operations, whatever it tells automatic differentiation."""
     with torch.inference_mode(False), torch.enable_grad():
         x = x.detach().clone()
-        check_output(applied(f, x.clone().requires_grad_()))
+        check_output(applied(f, x.clone().requires_grad_().clone()))  # a clone, so that f may work in place
     return AutodiffJacobian(function_at(f, x), x, batched)
 
 
