@@ -1,5 +1,6 @@
 """What is read off a program: what is refused, what is kept, and that certificates bound the values of the function itself."""
 
+import copy
 import ctypes
 import io
 import pickle
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.errors import BadFunctionError, HowSmoothError
+from howsmooth.errors import BadFunctionError
 from howsmooth.maps.scalars import known_scalar
 from howsmooth.program import Layers, ends_of, record
 from howsmooth.program.reading import Whole, check_agrees, read, read_function
@@ -43,6 +44,9 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "text": lambda t: "1." in repr(t.detach()),
     "a number in text": lambda t: f"{t.detach()[0, 0].tolist():.3f}" < "1.45",
     "a subclass": lambda t: t.as_subclass(Tensor).tolist()[0][0] < 1.45,
+    "a number of a subclass": lambda t: t.as_subclass(Tensor)[0, 0].item() < 9.0,
+    "a parameter": lambda t: torch.nn.Parameter(t.detach())[0, 0].item() < 9.0,
+    "a deep copy": lambda t: copy.deepcopy(t.detach())[0, 0].item() < 9.0,
     "the number of entries": lambda t: len((t > 1.45).nonzero()) == 0,
     "the shape behind a mask": lambda t: t[t > 1.45].numel() == 0,
     "masked_select": lambda t: t.masked_select(t > 1.45).numel() == 0,

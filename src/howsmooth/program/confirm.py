@@ -49,10 +49,10 @@ class Function(nn.Module):
     def __init__(self, f: Callable[..., Any], derived: bool = False):
         super().__init__()
         plain = getattr(f, "_orig_mod", None) or getattr(f, "_torchdynamo_orig_callable", f)  # what torch.compile was given
-        self._f, self._derived = (plain,), derived  # in a tuple, where no module is looked for
+        self._f, self.derived = (plain,), derived  # in a tuple, where no module is looked for
 
     def forward(self, *args: Any) -> Any:
-        if not self._derived:
+        if not self.derived:
             return self._f[0](*args)
         with torch.enable_grad():
             found = self._f[0](*(t.detach().requires_grad_(t.is_floating_point()).clone() for t in args))

@@ -51,7 +51,7 @@ def is_random(n: Node) -> bool:
 
 
 def _given(n: Node, argument: str) -> Any:
-    """An argument of an operation by its name in the schema, with the default where it is left out; nothing where it has none."""
+    """An argument of an operation by its name, or its default; nothing where there is none of that name."""
     for i, known in enumerate(n.target._schema.arguments):  # pyright: ignore
         if known.name == argument:
             return n.args[i] if i < len(n.args) else n.kwargs.get(argument, known.default_value)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.maps.attention import Attention
-from howsmooth.program.confirm import record_function
+from howsmooth.program.confirm import Function, record_function
 from howsmooth.program.ends import Ends
 from howsmooth.program.flow import Flow
 from howsmooth.program.joining import joined
@@ -30,11 +30,15 @@ from howsmooth.program.operations import SHAPE_ALONE
 from howsmooth.program.pieces import Piece, Pieces, pruned
 from howsmooth.program.reads import read_by, reads
 from howsmooth.program.replay import call, values
-from howsmooth.program.tracing import Program
+from howsmooth.program.tracing import Program, trace
 
 _BESIDE = (0.0, 1e-3, 0.3)  # how far beside its input a function is compared, relative to it
 _AGREE = 1e-7  # float32 constants inside a model, grown by its layers, explain no more
 _CAST = 2.0**-23  # of the largest number on the way: what a cast to float32 that is left out explains
+_READS = (
+    "expected a function that runs the same way for every input, got one that reads a number off it on the way; "
+    "write choices as torch operations"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +104,25 @@ def read_function(
     ['input', 'tanh', 'mul']
     """
     program = record_function(f, x)
+    _check_constants(program, _beside(x, 0.0)[1])
     flow, (*ends, y) = Flow(program, program.inputs), program.outputs
     if not flow.live(y):
         raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
     wholes = [Whole(a, b, layer) for a, b, layer in zip(ends[::2], ends[1::2], layers, strict=True)]
     own = truth or (f if not layers else lambda t: f(t)[-1])
     return read(program, Ends(program.inputs, (y,), flow), wholes, truth=own, within=within)
+
+
+def _check_constants(program: Program, beside: Tensor) -> None:
+    """Refuse constants that are others at another input: numbers of it, which may be read off unnoticed."""
+    assert isinstance(program.module, Function)
+    again = trace(program.module, (beside,), whole=not program.module.derived)
+    ours, theirs = ([getattr(p.code, str(n.target)) for n in p.nodes if n.op == "get_attr"] for p in (program, again))
+    same = len(ours) == len(theirs) and all(
+        a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(ours, theirs, strict=True)
+    )
+    if not same:
+        raise BadFunctionError(_READS)
 
 
 def _beside(x: Tensor, within: float) -> list[Tensor]:
@@ -191,10 +208,7 @@ def _check_read(program: Program, ends: Ends, path: Sequence[Node], wholes: Sequ
             continue
         moving.add(n)
         if reads(n) and moving.intersection(read_by(n)):
-            raise BadFunctionError(
-                "expected a function that runs the same way for every input, got one that reads a number off it on the way; "
-                "write choices as torch operations"
-            )
+            raise BadFunctionError(_READS)
     width = min(4, *(value(n).dtype.itemsize for n in ends.enter))
     for n in path:
         chosen = next((m for m in n.all_input_nodes if m in moving and not flow.live(m)), None)

@@ -13,8 +13,8 @@ from howsmooth.program.nodes import name
 _READERS = {
     getattr(Tensor, reader)
     for reader in (
-        "tolist", "numpy", "data_ptr", "untyped_storage", "apply_", "map_", "map2_", "__array__", "__dlpack__", "__reduce_ex__",
-        "__repr__", "__format__",
+        "tolist", "numpy", "data_ptr", "untyped_storage", "storage", "apply_", "map_", "map2_", "__array__", "__dlpack__",
+        "__reduce_ex__", "__deepcopy__", "__repr__", "__format__",
     )
 }  # fmt: skip
 _DATA: Any = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
