@@ -107,7 +107,7 @@ def _record(cut: Cut, inside: list[Layer], layers: dict[int, Attention], x: Tens
     def truth(t: Tensor) -> Tensor:
         return cut.run(t).output if exact else f(t)[-1]
 
-    return read_function(f, x, [layers[k.index] for k in inside], truth=truth, within=within)
+    return read_function(f, x, [layers[k.index] for k in inside], truth=truth, within=within, closed=False)
 
 
 class _Swap:

@@ -267,9 +267,9 @@ def _bounds(
     if moved <= _SMALL or a.graph is None:
         try:
             if f is not None:
-                return _expanded(a.x, _Margins(read_function(f, a.x), None, torch.zeros(0)), per, free)
+                return _expanded(a.x, _Margins(read_function(f, a.x, closed=a.graph is None), None, torch.zeros(0)), per, free)
             assert behind is not None
-            return _expanded(a.x, behind(read_function(a.f, a.x)), per, free)
+            return _expanded(a.x, behind(read_function(a.f, a.x, closed=a.graph is None)), per, free)
         except BadFunctionError:
             if a.graph is None:
                 raise
