@@ -69,11 +69,11 @@ def record_function(f: Callable[..., Any], *args: Tensor) -> Program:
     """
     try:
         program = trace(Function(f), args)
-        derived = any(n.args == (True,) for n in program.nodes if name(n) == "_set_grad_enabled")
     except (RuntimeError, TypeError, BadInputError):  # as of a derivative where there are no gradients
-        derived = True
+        program = None
     try:
-        program = trace(Function(f, derived=True), args, whole=False) if derived else program
+        if program is None or any(n.args == (True,) for n in program.nodes if name(n) == "_set_grad_enabled"):
+            program = trace(Function(f, derived=True), args, whole=False)
     except (RuntimeError, TypeError, BadInputError) as error:
         said = next(iter(str(error).strip().splitlines()), "no word")[:120]
         raise BadFunctionError(
