@@ -107,7 +107,6 @@ HIDDEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
     "a backward pass of its own": (lambda t: Lying.apply(t) + t.square(), lambda t: 2 * t + t.square()),  # pyright: ignore
     "a derivative": (lambda t: torch.func.grad(lambda s: s.sin().sum())(t), lambda t: t.cos()),
     "written in place": (lambda t: t.mul_(2).sin(), lambda t: (2 * t).sin()),
-    "compiled": (torch.compile(lambda t: t.sin(), backend="eager"), lambda t: t.sin()),
     "a branch": (lambda t: t.sin() if t.sum() < 1e3 else t, lambda t: t.sin()),
 }
 
