@@ -27,7 +27,6 @@ from howsmooth.kernels.products import float32_products
 from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
 from howsmooth.maps.leading import led_to
-from howsmooth.maps.recording import Placeholder
 from howsmooth.models.by_hand import ByHand
 from howsmooth.models.guess import paths
 from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, Answered, Call, Intercept, implementation
@@ -424,10 +423,7 @@ def _put_in(stack: ExitStack, span: Span, module: nn.Module, index: int, x: Tens
         assert old is not None
         value = x.reshape(old.shape)
         if span.everywhere:
-            if isinstance(value, Placeholder):  # has no numbers to be written
-                torch.utils.swap_tensors(old, value)
-            else:
-                old.copy_(value)
+            old.copy_(value)
             return None
         return tree_map(lambda t: value if t is old else t, (args, kwargs))
 

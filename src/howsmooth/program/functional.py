@@ -100,7 +100,8 @@ def _pure(n: Node) -> Any:
     """The operation that gives what an in-place one writes."""
     if name(n) == "copy_":
         return copied
-    base, overload = name(n).removesuffix("_"), n.target._overloadname  # pyright: ignore
+    operator = name(n).startswith("__i")  # as in __iand__
+    base, overload = f"__{name(n)[3:]}" if operator else name(n).removesuffix("_"), n.target._overloadname  # pyright: ignore
     packet = getattr(torch.ops.aten, base, None)
     found = getattr(packet, overload, None) if name(n).endswith("_") else None
     if found is None:

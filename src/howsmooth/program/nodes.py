@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.fx import Node
 
 RANDOM = torch.Tag.nondeterministic_seeded
+_DROP = {"dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "lstm", "gru", "rnn_tanh",
+         "rnn_relu"}  # fmt: skip
 
 
 def order(n: Node) -> int:
@@ -42,9 +44,18 @@ def is_random(n: Node) -> bool:
     """Whether two runs of the node differ: random numbers, but for dropout that drops nothing."""
     if n.op != "call_function" or RANDOM not in getattr(n.target, "tags", ()):
         return False
-    if name(n) in ("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
-        return bool(n.args[2]) and bool(n.args[1])
-    return name(n) != "scaled_dot_product_attention" or bool((*n.args, *(0.0,) * 5)[4] or n.kwargs.get("dropout_p"))
+    if name(n) == "scaled_dot_product_attention":
+        return bool(_given(n, "dropout_p"))
+    drops = _given(n, "p") or _given(n, "dropout")
+    return bool(drops and _given(n, "train")) if name(n) in _DROP else True
+
+
+def _given(n: Node, argument: str) -> Any:
+    """An argument of an operation by its name, or its default; nothing where there is none of that name."""
+    for i, known in enumerate(n.target._schema.arguments):  # pyright: ignore
+        if known.name == argument:
+            return n.args[i] if i < len(n.args) else n.kwargs.get(argument, known.default_value)
+    return None
 
 
 def writes(n: Node) -> Node | None:

@@ -38,7 +38,7 @@ SHAPE_ALONE = {
     "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
 }  # fmt: skip
 JUMPS = {
-    "round", "floor", "ceil", "trunc", "sign", "fix", "frac", "floor_divide", "remainder", "fmod", "heaviside", "sgn",
+    "round", "floor", "ceil", "trunc", "fix", "frac", "floor_divide", "remainder", "fmod", "heaviside",
     "bucketize", "searchsorted", "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine",
 }  # fmt: skip
 CASTS = {"to", "_to_copy", "type", "int", "long", "short", "char", "type_as"}

@@ -108,17 +108,18 @@ def segment(
     through: Sequence[Node] = (),
     *,
     check: bool = True,
+    wide: bool = True,
 ) -> tuple[Segment, list[Tensor]]:
     """The function between some nodes, and what enters it in the recording, in float64.
 
     What is not on the way stays as it is in the recording, choices made from the input among it. through: nodes that all ways
-    lead through.  check: refuse operations that have no derivative.
+    lead through.  check: refuse operations that have no derivative.  wide: in float64, else in the precision of the recording.
     """
-    way = Way.of(flow, enter, leave, through, check=check)
-    kept = Run(program, program.tensors).values((*way.beside, *enter))
+    way, work = Way.of(flow, enter, leave, through, check=check), torch.float64 if wide else None
+    kept = Run(program, program.tensors, work).values((*way.beside, *enter))
 
     def f(*points: Tensor) -> list[Tensor]:
-        return way.follow(kept, points, torch.float64)
+        return way.follow(kept, points, work)
 
     return f, [kept[n].detach().clone() for n in enter]
 
@@ -151,7 +152,7 @@ class Way:
         own = {*self.nodes, *self.enter}
         return {m for n in self.nodes for m in n.all_input_nodes if m not in own} | {n for n in self.leave if n not in own}
 
-    def follow(self, beside: Mapping[Node, Any], points: Sequence[Tensor], work: torch.dtype) -> list[Tensor]:
+    def follow(self, beside: Mapping[Node, Any], points: Sequence[Tensor], work: torch.dtype | None) -> list[Tensor]:
         """What leaves where `points` enter, given the values beside the way."""
         env: dict[Node, Any] = dict(zip(self.enter, points, strict=True))
         last = {m: n for n in self.nodes for m in n.all_input_nodes}
@@ -171,10 +172,10 @@ def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> A
     """What a node gives. In another precision than the module's own, casts are to that one, and what is detached moves."""
     args: tuple[Any, ...] = map_arg(n.args, known)
     kwargs: Mapping[str, Any] = map_arg(dict(n.kwargs), known)
-    if work is None:
-        return n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
     if name(n) in ("detach", "alias"):
         return args[0]
+    if work is None:
+        return n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
     narrow = _NARROW[work]
     args, kwargs = tree_map(lambda t: work if isinstance(t, torch.dtype) and t in narrow else t, (args, kwargs))
     return _widened(n)(*args, **kwargs)

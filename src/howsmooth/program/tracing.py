@@ -24,6 +24,7 @@ from howsmooth.errors import BadFunctionError
 from howsmooth.program.attention import unify
 from howsmooth.program.functional import functional
 from howsmooth.program.nodes import is_random, is_view, name, order, value, writes
+from howsmooth.program.reads import NotedReads
 from howsmooth.program.weights import Loans, ModuleCalls, NamedWeights, unhooked, watching
 
 _lazy_clone: Any = vars(torch)["_lazy_clone"]
@@ -93,8 +94,13 @@ class Program:
             return list(tensors_in(self.module(*args, **kwargs)))
 
 
-def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Program:
-    """The program of one run of `module(*args, **kwargs)` without gradients, not yet compared with the module."""
+def trace(
+    module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, whole: bool = True
+) -> Program:
+    """The program of one run of `module(*args, **kwargs)` without gradients, not yet compared with the module.
+
+    whole: operations made of others are single nodes, unless the run uses torch.func.
+    """
     leaves, spec = tree_flatten((tuple(args), dict(kwargs or {})))
     tensors, weights = [t for t in leaves if isinstance(t, Tensor)], NamedWeights(module)
     loans = Loans(module, tensors[0].device if tensors else None)
@@ -103,7 +109,8 @@ def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, An
     def run(given: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
         rest = iter(tensors)
         args, kwargs = tree_unflatten([next(rest) if isinstance(t, Tensor) else t for t in leaves], spec)
-        return list(tensors_in(torch.func.functional_call(module, given, args, kwargs)))
+        with NotedReads():
+            return list(tensors_in(torch.func.functional_call(module, given, args, kwargs)))
 
     def graph(calls: Calls, whole: bool) -> GraphModule:
         made = make_fx(run, tracing_mode="real", pre_dispatch=whole, _error_on_data_dependent_ops=False)
@@ -114,7 +121,7 @@ def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, An
 
     calls: Calls = []
     try:
-        code = graph(calls, whole=True)
+        code = graph(calls, whole=True) if whole else None
     except RuntimeError:  # as older versions of torch end in inside vmap
         code = None
     if code is None or _wrapped(code):  # the function uses torch.func, whose operations show at the level below alone
@@ -244,9 +251,10 @@ def _scopes(module: nn.Module, calls: Calls) -> tuple[Scope, ...]:
 
 
 def _wrapped(code: GraphModule) -> bool:
-    """Whether a graph holds constants that belong to a transform of torch.func."""
+    """Whether a graph holds constants that belong to a transform of torch.func, or its numbers with a derivative."""
     constants = [t for t in (*vars(code).values(), *code.buffers()) if isinstance(t, Tensor)]
-    return any(_inside._functorch.is_functorch_wrapped_tensor(t) for t in constants)
+    dual = any(n.op == "call_function" and name(n) == "_make_dual" for n in code.graph.nodes)
+    return dual or any(_inside._functorch.is_functorch_wrapped_tensor(t) for t in constants)
 
 
 def _check(code: GraphModule, given: Mapping[str, Tensor], weights: Mapping[str, Tensor], holders: set[Node]) -> None:
