@@ -16,8 +16,8 @@ JOINS = {
 }  # fmt: skip
 MATRIX = {
     "linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "convolution", "mv", "addbmm",
-    "tensordot", "_convolution", "bilinear", "conv_transpose1d", "conv_transpose2d", "inner", "dot", "linalg_matmul", "_grouped_mm",
-    "grouped_mm_fallback",
+    "tensordot", "_convolution", "bilinear", "conv_transpose1d", "conv_transpose2d", "inner", "dot", "linalg_matmul",
+    "_grouped_mm", "grouped_mm_fallback",
 }  # fmt: skip
 PRODUCT = {"matmul", "bmm", "baddbmm", "einsum", "mm", "addbmm", "cdist", "_euclidean_dist", "inner", "tensordot", "addmm"}
 WEIGHTS = {"softmax", "_softmax", "_safe_softmax", "special_softmax", "sigmoid", "relu", "exp", "log_softmax"}

@@ -156,4 +156,3 @@ def grouped_product(
     made = torch.cat([x[a:b] @ w for a, b, w in zip(ends, ends[1:], weights, strict=False)])
     made = made if bias is None else made + bias
     return torch.nn.functional.pad(made, (0, 0, 0, len(x) - len(made)))
-
