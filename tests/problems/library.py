@@ -43,7 +43,8 @@ SIZES: dict[int, str] = {
     12: "image_size img_size qk_head_dim",
     16: "hidden_size d_model n_embd dim embed_dim embedding_size emb_dim word_embed_proj_dim projection_dim n_inner hidden_dim "
     "q_lora_rank kv_lora_rank encoder_hidden_size decoder_hidden_size lru_width out_hidden_size attention_hidden_size "
-    "projection_hidden_size bottleneck_size pooler_hidden_size input_embedding_size output_embedding_size entity_emb_size",
+    "projection_hidden_size bottleneck_size pooler_hidden_size input_embedding_size output_embedding_size entity_emb_size "
+    "true_hidden_size intra_bottleneck_size",
     24: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff d_inner mlp_dim moe_intermediate_size ffn_hidden_size "
     "shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size dense_intermediate_size "
     "moe_shared_expert_intermediate_size encoder_intermediate_size decoder_intermediate_size intermediate_size_mlp "
@@ -65,6 +66,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         for kind in ("swin", "swinv2", "donut-swin", "maskformer-swin")
     },
     "hiera": {
+        "patch_size": [7, 7],
         "depths": [2, 2],
         "num_query_pool": 1,
         "num_heads": [1, 2],
@@ -297,7 +299,8 @@ def attention_in(module: nn.Module, block: nn.Module) -> tuple[nn.Module, nn.Mod
     if kind in UNKNOWN:
         return None
     if kind in ENDS:
-        return block if kind in STARTS else start, start.get_submodule(ENDS[kind])
+        begin = block if kind in STARTS else start
+        return begin, begin.get_submodule(ENDS[kind])
     around = next(m for m in block.modules() if any(child is start for child in m.children()))
     output = getattr(around, "output", None) if around is not block else None
     end = getattr(output, "dense", output if isinstance(output, nn.Linear) else None)
@@ -305,13 +308,17 @@ def attention_in(module: nn.Module, block: nn.Module) -> tuple[nn.Module, nn.Mod
 
 
 # modules that attend, add the residual themselves and normalise: where their projection is
-ENDS = {"AlbertAttention": "dense", "FunnelRelMultiheadAttention": "post_proj", "MobileBertAttention": "output.dense"}
+ENDS = {
+    "AlbertAttention": "dense",
+    "FunnelRelMultiheadAttention": "post_proj",
+    "MobileBertSelfAttention": "attention.output.dense",
+}
 # attention alone, in a list of its own beside those of norms and feed-forward layers
 PARTS = {"MultiHeadAttention"}
 # whose projection is no module of its own
 UNKNOWN = {"XLNetRelativeAttention"}
 # whose queries and values are of different widths: all are made of what enters the block
-STARTS = {"MobileBertAttention"}
+STARTS = {"MobileBertSelfAttention"}
 
 # with a picture among the words: the grid of its patches for those that are given patches, and how many tokens it becomes
 PICTURED: dict[str, tuple[int, ...]] = {"llava": (), "qwen3_vl": (1, 4, 4), "internvl": ()}

@@ -133,6 +133,7 @@ def test_equal_to_the_models_own(kind):
 @pytest.mark.parametrize("kind", sorted(NO_SOFTMAX))
 def test_without_softmax_layers_are_blocks(kind):
     _, part, inputs = next(parts(build(kind)))
+    assert runs(part, inputs)  # RWKV scales its weights in place at its first run, which is no function
     layers = Layers(record(part, (), inputs))
     assert [len(layer.groups) for layer in layers.found] == [0, 0]
     with pytest.raises(HowSmoothError, match="measure map='block'"):

@@ -205,7 +205,8 @@ class Layers:
         module = self.program.module
         lists = {e.parent for e in self._elements for layer in found if (e.path, e.first) == (layer.path, layer.first)}
         if not found:
-            lists = {e.parent for e in self._elements if e.among_blocks(module) and "." not in e.parent}
+            inner = tuple(f"{e.path}." for e in self._elements)
+            lists = {e.parent for e in self._elements if e.among_blocks(module) and not e.parent.startswith(inner)}
         more: list[Layer] = []
         for e in self._elements:
             apart = all(e.last <= layer.first or layer.last <= e.first for layer in (*found, *more))
