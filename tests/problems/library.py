@@ -26,7 +26,8 @@ SIZES: dict[int, str] = {
     1: "num_key_value_heads n_kv_heads num_kv_heads n_group topk_group n_groups mamba_n_groups first_k_dense_replace "
     "decoder_num_key_value_heads encoder_num_key_value_heads n_shared_experts spatial_merge_size pixel_shuffle_factor "
     "temporal_patch_size num_dense_layers",
-    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers depth "
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
+    "depth "
     "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_encoder_attention_heads "
     "num_decoder_attention_heads attention_heads moe_top_k moe_k num_experts_per_tok num_experts_per_token top_k_experts "
     "decoder_num_hidden_layers encoder_num_hidden_layers decoder_num_attention_heads encoder_num_attention_heads index_n_heads "
@@ -37,11 +38,13 @@ SIZES: dict[int, str] = {
     "qk_rope_head_dim patch_size mamba_n_heads mamba_num_heads n_mamba_heads kernel_size sliding_window_size",
     8: "head_dim d_kv attention_head_size qk_nope_head_dim v_head_dim kv_channels d_head linear_key_head_dim linear_head_dim "
     "linear_value_head_dim index_head_dim mamba_d_head mamba_head_dim mamba_headdim chunk_size mamba_chunk_size rotary_dim "
-    "attention_chunk_size num_mel_bins swa_head_dim global_head_dim hidden_size_per_layer_input query_pre_attn_scalar block_size",
+    "attention_chunk_size num_mel_bins swa_head_dim global_head_dim hidden_size_per_layer_input query_pre_attn_scalar "
+    "block_size",
     12: "image_size img_size qk_head_dim",
     16: "hidden_size d_model n_embd dim embed_dim embedding_size emb_dim word_embed_proj_dim projection_dim n_inner hidden_dim "
     "q_lora_rank kv_lora_rank encoder_hidden_size decoder_hidden_size lru_width out_hidden_size attention_hidden_size "
-    "projection_hidden_size bottleneck_size pooler_hidden_size input_embedding_size output_embedding_size entity_emb_size",
+    "projection_hidden_size bottleneck_size pooler_hidden_size input_embedding_size output_embedding_size entity_emb_size "
+    "true_hidden_size intra_bottleneck_size",
     24: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff d_inner mlp_dim moe_intermediate_size ffn_hidden_size "
     "shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size dense_intermediate_size "
     "moe_shared_expert_intermediate_size encoder_intermediate_size decoder_intermediate_size intermediate_size_mlp "
@@ -56,9 +59,21 @@ SMALL = {key: size for size, keys in SIZES.items() for key in keys.split()}
 # what the recipe leaves wrong: sizes that have to fit each other
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "codegen": {"n_head": 4, "rotary_dim": 4},  # heads in four parts
+    "internvl": {"downsample_ratio": 1.0},  # of three patches a side
     "mamba2": {"num_heads": 4, "head_dim": 8},  # heads of the doubled width
-    **{kind: {"depths": [2, 2], "num_heads": [2, 2], "window_size": 2} for kind in ("swin", "swinv2", "donut-swin", "maskformer-swin")},
-    "hiera": {"depths": [2, 2], "num_query_pool": 1, "num_heads": [1, 2], "image_size": [32, 32], "masked_unit_size": [2, 2], "patch_stride": [4, 4]},
+    **{
+        kind: {"depths": [2, 2], "num_heads": [2, 2], "window_size": 2}
+        for kind in ("swin", "swinv2", "donut-swin", "maskformer-swin")
+    },
+    "hiera": {
+        "patch_size": [7, 7],
+        "depths": [2, 2],
+        "num_query_pool": 1,
+        "num_heads": [1, 2],
+        "image_size": [32, 32],
+        "masked_unit_size": [2, 2],
+        "patch_stride": [4, 4],
+    },
 }
 KEYS = {"num_key_value_heads", "n_kv_heads", "num_kv_heads"}
 
@@ -84,6 +99,8 @@ def small(config: PreTrainedConfig) -> dict[str, Any]:
             found[key] = 2
         elif key in SMALL and type(value) is int:
             found[key] = min(value, SMALL[key]) if SMALL[key] <= 4 else SMALL[key]
+        elif key in ("image_size", "patch_size") and isinstance(value, list | tuple):
+            found[key] = [SMALL[key]] * len(value)
         elif key in SMALL and value is None and key in ("head_dim", "vocab_size"):
             found[key] = SMALL[key]
         elif type(value) is int and key.endswith(("_token_id", "_token_index", "_token_idx")) and value >= VOCABULARY:
@@ -132,11 +149,9 @@ def parts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, dict[str, An
             width = number(decoder.config, "hidden_size", "d_model", default=16)
             context = normal(1, 6, number(config, "cross_attention_hidden_size", default=width))
             yield "decoder", decoder, {**inputs_of(decoder, "input_ids"), "encoder_hidden_states": context}
-    elif isinstance(getattr(model, "text_model", None), nn.Module) and isinstance(
-        getattr(model, "vision_model", None), nn.Module
-    ):
-        yield "text", model.text_model, inputs_of(model.text_model, "input_ids")
-        yield "vision", model.vision_model, inputs_of(model.vision_model, "pixel_values")
+    elif (sides := dict(model.named_children())).keys() >= {"text_model", "vision_model"}:
+        yield "text", sides["text_model"], inputs_of(sides["text_model"], "input_ids")
+        yield "vision", sides["vision_model"], inputs_of(sides["vision_model"], "pixel_values")
     else:
         yield "", model, inputs_of(model)
 
@@ -182,7 +197,9 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        wide = tree_map(lambda a: torch.float64 if isinstance(a, torch.dtype) and a == torch.float32 else a, (args, kwargs or {}))
+        wide = tree_map(
+            lambda a: torch.float64 if isinstance(a, torch.dtype) and a == torch.float32 else a, (args, kwargs or {})
+        )
         return func(*wide[0], **wide[1])
 
 
@@ -217,14 +234,16 @@ def dense(module: nn.Module, inputs: dict[str, Any], start: nn.Module, end: nn.M
             raise DoneError
         return output
 
-    with watched(start, enter, lambda output: output), watched(end, lambda *given: given, leave), Wide(), torch.enable_grad():
-        with contextlib.suppress(DoneError):
-            module(**inputs)
+    entering, leaving = watched(start, enter, lambda output: output), watched(end, lambda *given: given, leave)
+    with entering, leaving, Wide(), torch.enable_grad(), contextlib.suppress(DoneError):
+        module(**inputs)
     flat = left[0].reshape(-1)
     if not flat.requires_grad:
         return torch.zeros(len(flat), entered[0].numel(), dtype=torch.float64)
     try:
-        (rows,) = torch.autograd.grad(flat, entered, torch.eye(len(flat), dtype=flat.dtype), retain_graph=True, is_grads_batched=True)
+        (rows,) = torch.autograd.grad(
+            flat, entered, torch.eye(len(flat), dtype=flat.dtype), retain_graph=True, is_grads_batched=True
+        )
     except RuntimeError:  # some derivatives know no batches
         rows = torch.stack([torch.autograd.grad(y, entered, retain_graph=True)[0] for y in flat])
     return rows.reshape(len(flat), -1)
@@ -271,15 +290,52 @@ def attention_in(module: nn.Module, block: nn.Module) -> tuple[nn.Module, nn.Mod
     found = [m for _, m in inside if isinstance(m, known)]
     found = found or [m for _, m in inside if type(m).__name__.lower().endswith(("attention", "attn", "selfattention"))]
     if not found:
-        return None
+        return (block, block) if type(block).__name__ in PARTS else None
     start = found[0]
     deeper = [m for m in start.modules() if m is not start and type(m).__name__.lower().endswith(("attention", "attn"))]
     if deeper and not any(isinstance(m, nn.Linear | Conv1D) for m in start.children()):
         start = deeper[0]
+    kind = type(start).__name__
+    if kind in UNKNOWN:
+        return None
+    if kind in ENDS:
+        begin = block if kind in STARTS else start
+        return begin, begin.get_submodule(ENDS[kind])
     around = next(m for m in block.modules() if any(child is start for child in m.children()))
-    last = list(start.children())[-1:]
-    if any("norm" in type(m).__name__.lower() for m in last):  # it adds the residual itself
-        return start, getattr(start, "dense", start)
     output = getattr(around, "output", None) if around is not block else None
-    end = getattr(output, "dense", output)
-    return (around, end) if isinstance(end, nn.Linear) else (start, start)
+    end = getattr(output, "dense", output if isinstance(output, nn.Linear) else None)
+    return (around, end) if isinstance(end, nn.Module) else (start, start)
+
+
+# modules that attend, add the residual themselves and normalise: where their projection is
+ENDS = {
+    "AlbertAttention": "dense",
+    "FunnelRelMultiheadAttention": "post_proj",
+    "MobileBertSelfAttention": "attention.output.dense",
+}
+# attention alone, in a list of its own beside those of norms and feed-forward layers
+PARTS = {"MultiHeadAttention"}
+# whose projection is no module of its own
+UNKNOWN = {"XLNetRelativeAttention"}
+# whose queries and values are of different widths: all are made of what enters the block
+STARTS = {"MobileBertSelfAttention"}
+
+# with a picture among the words: the grid of its patches for those that are given patches, and how many tokens it becomes
+PICTURED: dict[str, tuple[int, ...]] = {"llava": (), "qwen3_vl": (1, 4, 4), "internvl": ()}
+TOKENS_OF_A_PICTURE = {"llava": 9, "qwen3_vl": 16, "internvl": 9}
+
+
+def pictured(kind: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model that reads text and pictures, and a text with a picture in it."""
+    model = build(kind)
+    config: Any = model.config
+    vision = config.vision_config
+    words = inputs_of(model)["input_ids"][0]
+    picture = torch.full((TOKENS_OF_A_PICTURE[kind],), config.image_token_id)
+    found: dict[str, Any] = {"input_ids": torch.cat([words[:3], picture, words[3:]])[None], "use_cache": False}
+    if PICTURED[kind]:
+        grid = torch.tensor([PICTURED[kind]])
+        width = 3 * vision.temporal_patch_size * vision.patch_size**2
+        found["mm_token_type_ids"] = (found["input_ids"] == config.image_token_id).int()
+        return model, {**found, "pixel_values": normal(int(grid.prod()), width), "image_grid_thw": grid}
+    return model, {**found, "pixel_values": normal(1, 3, IMAGE, IMAGE)}

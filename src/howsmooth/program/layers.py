@@ -133,7 +133,7 @@ class Layers:
     def _block_of(self, group: Group) -> tuple[str, int, int]:
         """The path and the orders of a group's block."""
         at = order(group.outputs[0])
-        around = [e for e in self._elements if e.first <= at < e.last]
+        around = [self._with_neighbours(e) for e in self._elements if e.first <= at < e.last]
         single = [e for e in around if self._one_attention(e)]
         keeps = [e for e in single if self._keeps_shape(e)]
         for e in (*(e for e in keeps if e.among_blocks(self.program.module)), *keeps, *single):
@@ -147,6 +147,17 @@ class Layers:
             s = max([s for s in modules if self._keeps_shape(s)] or modules, key=len)
             return s.path, s.first, s.last
         return "", *self._cut_at_waists(group)
+
+    def _with_neighbours(self, e: Element) -> Element:
+        """An element whose residual is added outside, with those of its number in lists side by side."""
+        ends, owner, number = self._around(e.first, e.last), e.parent.rpartition(".")[0], e.path.rpartition(".")[2]
+        if ends is None or order(ends[1]) < e.last:
+            return e
+        beside = [o for o in self._elements if o.parent.rpartition(".")[0] == owner]
+        same = [o for o in beside if o.path.rpartition(".")[2] == number and o.first >= e.first]
+        last = max(o.last for o in same)
+        late = [o for o in beside if o not in same and e.first < o.first < last]
+        return e if late or len({o.parent for o in same}) < len(same) else Element(e.path, e.parent, e.first, last, e.parts)
 
     def _half(self, e: Element, scopes: list[Scope]) -> Scope | None:
         """A module inside an element of several self-attentions that is a block: they share all of its matrices among them."""
@@ -201,7 +212,8 @@ class Layers:
         module = self.program.module
         lists = {e.parent for e in self._elements for layer in found if (e.path, e.first) == (layer.path, layer.first)}
         if not found:
-            lists = {e.parent for e in self._elements if e.among_blocks(module) and "." not in e.parent}
+            inner = tuple(f"{e.path}." for e in self._elements)
+            lists = {e.parent for e in self._elements if e.among_blocks(module) and not e.parent.startswith(inner)}
         more: list[Layer] = []
         for e in self._elements:
             apart = all(e.last <= layer.first or layer.last <= e.first for layer in (*found, *more))

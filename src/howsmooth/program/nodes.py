@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+LIKE = {"type_as", "view_as", "reshape_as", "expand_as"}
 RANDOM = torch.Tag.nondeterministic_seeded
 _DROP = {"dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "lstm", "gru", "rnn_tanh",
          "rnn_relu"}  # fmt: skip
@@ -38,6 +39,12 @@ def is_float(n: Node) -> bool:
     val = value(n)
     parts = val if isinstance(val, list | tuple) else [val]
     return any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in parts)
+
+
+def reads(n: Node) -> list[Node]:
+    """The nodes whose numbers a node reads; what only gives it a shape or a dtype is left out."""
+    alike = getattr(n.target, "_overloadname", "") == "other" if name(n) == "to" else name(n) in LIKE
+    return [m for m in n.all_input_nodes if not alike or m is n.args[0]]
 
 
 def is_random(n: Node) -> bool:
