@@ -67,7 +67,7 @@ def ends_of(
     if map == "model":
         return _model(layers).one_stream(stream)
     if map in ("block", "update"):
-        enter, leave = _block(layers, at)
+        enter, leave = _enter(layers, at), _leave(layers, at)
         if map == "update" and [shape(n) for n in enter] != [shape(n) for n in leave]:
             raise BadInputError(
                 "expected a block that keeps the shape of its tokens, got one that changes it; measure map='block'"
@@ -83,7 +83,7 @@ def ends_of(
     group = at.groups[call or 0]
     enter, leave = group.enter, _leaves(layers.attention, group, heads=map == "heads")
     if map == "normed":
-        enter = _block(layers, at)[0]
+        enter = _enter(layers, at)
         if enter == group.enter:
             raise BadInputError(
                 "expected a block that normalises before it attends, got one that does not; measure map='attention'"
@@ -93,7 +93,7 @@ def ends_of(
 
 def _span(layers: Layers, layer: int, to: int | str) -> Ends:
     found, flow = layers.found, layers.flow
-    enter = _block(layers, found[layer])[0]
+    enter = _enter(layers, found[layer])
     if to == "logits":
         behind = tuple(n for n in flow.outputs if n not in layers.ends and flow.up(n) & flow.bits(layers.ends))
         return Ends(enter, behind or layers.ends, flow)
@@ -102,7 +102,7 @@ def _span(layers: Layers, layer: int, to: int | str) -> Ends:
         raise BadInputError(
             f"expected to from {layer} to {len(found) - 1}, 'final' or 'logits', got {to!r}; name a later layer"
         )
-    return Ends(enter, _block(layers, found[last])[1], flow)
+    return Ends(enter, _leave(layers, found[last]), flow)
 
 
 def _model(layers: Layers) -> Ends:
@@ -111,7 +111,7 @@ def _model(layers: Layers) -> Ends:
         raise BadInputError(
             "expected a module that returns its tokens, got one that returns a single number too; leave labels out"
         )
-    enter, (last, *more) = _block(layers, layers.found[0])[0], _block(layers, layers.found[-1])[1]
+    enter, (last, *more) = _enter(layers, layers.found[0]), _leave(layers, layers.found[-1])
     if more:
         return Ends(enter, layers.ends, layers.flow)
     index, size = layers.flow.index, (shape(last) or ())[-2:]
@@ -119,11 +119,22 @@ def _model(layers: Layers) -> Ends:
     return Ends(enter, tuple(behind[-1:]) or (last,), layers.flow)
 
 
-def _block(layers: Layers, layer: Layer) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Where a block begins and ends, stream by stream."""
-    if not layer.groups or len(layer.groups[0].enter) == 1:
-        enter, leave = layers.block(layer)
-        return (enter,), (leave,)
+def _enter(layers: Layers, layer: Layer) -> tuple[Node, ...]:
+    """Where a block begins, stream by stream."""
+    return (layers.enter(layer),) if _is_single(layer) else _streams(layers, layer)[0]
+
+
+def _leave(layers: Layers, layer: Layer) -> tuple[Node, ...]:
+    """Where a block ends, stream by stream."""
+    return (layers.leave(layer),) if _is_single(layer) else _streams(layers, layer)[1]
+
+
+def _is_single(layer: Layer) -> bool:
+    return not layer.groups or len(layer.groups[0].enter) == 1
+
+
+def _streams(layers: Layers, layer: Layer) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Where a block whose attention joins several streams begins and ends, stream by stream."""
     flow = layers.flow
     inside = {n for n in flow.nodes if flow.live(n) and n.op != "output" and layer.holds(n)}
     entering = sorted({m for n in inside for m in flow.feeds(n)} - inside, key=flow.index.__getitem__)

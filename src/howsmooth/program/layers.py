@@ -5,6 +5,7 @@ in one, and the outermost modules with one self-attention elsewhere.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,13 @@ from torch.fx import Node
 
 from howsmooth.errors import BadInputError
 from howsmooth.program.nodes import name, order, shape
-from howsmooth.program.operations import ADDS, MATRIX
+from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PARTS, SHAPE
 from howsmooth.program.replay import segment
 from howsmooth.program.sites import AttentionSites, Group
 from howsmooth.program.streams import stream_of, token_begins
 from howsmooth.program.tracing import Program, Scope
+
+_RESIDUAL = ADDS | SHAPE | PARTS | JOINS | NORMS | GATES | {"div", "where"}
 
 
 @dataclass(eq=False)
@@ -87,22 +90,89 @@ class Layers:
             found.append(Layer("", 0, order(self.program.nodes[-1]) + 1, ()))
         return sorted(found, key=lambda layer: layer.first)
 
-    def block(self, layer: Layer) -> tuple[Node, Node]:
-        """Where a block begins and ends; refused where no single node does."""
-        ends = self._around(layer.first, layer.last)
-        others = [other for other in self.found if other is not layer]
+    def enter(self, layer: Layer) -> Node:
+        """Where all paths of the tokens meet before a block, or the only node that it takes."""
+        ends = self._meeting(layer)
+        return self._one_stream(layer, self.taken(self._inside(layer)) if ends is None else ends[:1])
+
+    def leave(self, layer: Layer) -> Node:
+        """Where all paths of the tokens meet behind a block, or the only node that it gives to the stream."""
+        ends = self._meeting(layer)
         if ends is not None:
-            way = self.flow.between(ends[:1], ends[1:])
-            behind = any(other.first > layer.first and order(ends[1]) >= max(other.first, layer.last) for other in others)
-            if behind or any(other.holds(n) for other in others for n in way):
-                ends = None
-        if ends is None or self._several_streams:
+            return self._one_stream(layer, ends[1:])
+        inside = self._with_sums(layer)
+        taken = self.taken(inside)
+        found = [n for n in self.given(inside) if self.residual(taken, n)]
+        behind = self._around(layer.first, layer.last)
+        return self._one_stream(layer, found if len(found) == 1 else ([behind[1]] if behind and self._is_next(layer, behind[1]) else []))
+
+    def _meeting(self, layer: Layer) -> tuple[Node, Node] | None:
+        """Where all paths of the tokens meet before and behind a block; nothing where there are other layers between."""
+        ends = self._around(layer.first, layer.last)
+        if ends is None or not self._is_next(layer, ends[1]):
+            return None
+        others = [other for other in self.found if other is not layer]
+        return None if any(other.holds(n) for n in self.flow.between(ends[:1], ends[1:]) for other in others) else ends
+
+    def _is_next(self, layer: Layer, n: Node) -> bool:
+        """Whether a node behind a layer is before all later ones."""
+        return all(order(n) < max(other.first, layer.last) for other in self.found if other.first > layer.first)
+
+    def _with_sums(self, layer: Layer) -> list[Node]:
+        """The nodes of a layer, and the sums of two of them, or of one and of what it takes, that are right behind it."""
+        found = self._inside(layer)
+        of = {n: n for n in (*found, *self.taken(found))}  # what a node is but another scale or shape of
+        for n in self.flow.unpack(self.flow.down(*found)):
+            feeds = self.flow.feeds(n)
+            if n in of or not self._is_next(layer, n) or not all(m in of for m in feeds):
+                continue
+            if name(n) in SHAPE | GATES | {"div"} and len(feeds) == 1:
+                of[n] = of[feeds[0]]
+            elif name(n) in ADDS and len({of[m] for m in feeds}) > 1:
+                of[n] = n
+        kept = self.flow.up(*(n for n in of if name(n) in ADDS))
+        return [*found, *(n for n in of if n not in found and kept & self.flow.bit(n) and n not in self.taken(found))]
+
+    def _one_stream(self, layer: Layer, found: Sequence[Node]) -> Node:
+        if len(found) != 1 or self._several_streams:
             what = "several streams that do not meet" if self._several_streams else "paths that go around it"
             raise BadInputError(
                 f"expected a block before and behind which all paths of the tokens meet, got {what} at "
                 f"{layer.path or 'the module'}; measure map='attention'"
             )
-        return ends
+        return found[0]
+
+    # what blocks take and give
+
+    def _inside(self, layer: Layer) -> list[Node]:
+        """The nodes of a layer that what is returned depends on."""
+        return [n for n in self.flow.unpack(self.flow.up(*self.ends)) if layer.holds(n)]
+
+    def taken(self, inside: Sequence[Node]) -> list[Node]:
+        """The nodes that some depend on right away and that are not among them."""
+        before = {m for n in inside for m in self.flow.feeds(n)} - {*inside}
+        return sorted(before, key=self.flow.index.__getitem__)
+
+    def given(self, inside: Sequence[Node]) -> list[Node]:
+        """The nodes among some that others depend on, or that are returned."""
+        among, need = {*inside}, self.flow.up(*self.ends)
+        return [
+            n
+            for n in inside
+            if n in self.ends or any(u not in among and u.op != "output" and need & self.flow.bit(u) for u in n.users)
+        ]
+
+    def residual(self, before: Sequence[Node], n: Node) -> bool:
+        """Whether a node is a sum, or a norm of a sum, that some others are terms of."""
+        todo, visited = [n], set[Node]()
+        while todo:
+            m = todo.pop()
+            if m in before:
+                return True
+            if m not in visited and name(m) in _RESIDUAL:
+                visited.add(m)
+                todo += self.flow.feeds(m)
+        return False
 
     # which nodes are a block
 
@@ -118,6 +188,10 @@ class Layers:
     def _keeps_shape(self, part: Element | Scope) -> bool:
         ends = self._around(part.first, part.last)
         return ends is not None and shape(ends[0]) == shape(ends[1])
+
+    def _has_residual(self, part: Element | Scope) -> bool:
+        ends = self._around(part.first, part.last)
+        return ends is not None and self.residual(ends[:1], ends[1])
 
     def _one_attention(self, part: Element | Scope) -> bool:
         groups = self.attention.groups
@@ -137,7 +211,8 @@ class Layers:
             return (around[-1].path, around[-1].first, around[-1].last) if half is None else (half.path, half.first, half.last)
         modules = [s for s in scopes if self._one_attention(s)]
         if modules:
-            s = max([s for s in modules if self._keeps_shape(s)] or modules, key=len)
+            keeps = [s for s in modules if self._keeps_shape(s)]
+            s = max([s for s in keeps if self._has_residual(s)] or keeps or modules, key=len)
             return s.path, s.first, s.last
         return "", *self._cut_at_waists(group)
 

@@ -14,7 +14,7 @@ from torch.fx import Node
 from howsmooth.errors import BadInputError
 from howsmooth.program.calls import AttentionCall, find_calls
 from howsmooth.program.flow import Flow
-from howsmooth.program.nodes import name
+from howsmooth.program.nodes import name, shape
 from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PARTS, SHAPE
 from howsmooth.program.tracing import Program, Scope
 
@@ -78,10 +78,24 @@ class AttentionSites:
 
     def enter(self, call: AttentionCall) -> tuple[Node, ...]:
         """What a call's queries, keys and values are projected from; nothing where they are of several inputs."""
-        last = self.common(call.operands)
+        last = self._whole(self.common(call.operands))
         if not last or self._crosses(call, last):
             return ()
         return tuple(dict.fromkeys(m for n in last for m in self.before_projection(n, call)))
+
+    def _whole(self, nodes: list[Node]) -> list[Node]:
+        """One node where several are but parts of it, put into other shapes."""
+        if len(nodes) < 2:
+            return nodes
+        return next(([n] for n in self._uncut(nodes[0]) if shape(n) and all(n in self._uncut(m) for m in nodes[1:])), nodes)
+
+    def _uncut(self, n: Node) -> list[Node]:
+        """The nodes that one is a part of, in another shape."""
+        found = list[Node]()
+        while name(n) in SHAPE | PARTS and len(feeds := self.flow.feeds(n)) == 1:
+            n = feeds[0]
+            found.append(n)
+        return found
 
     def _crosses(self, call: AttentionCall, last: list[Node]) -> bool:
         """Whether attention lies between what is common and an operand, which is then of other tokens."""
