@@ -114,44 +114,44 @@ def _model(layers: Layers) -> Ends:
     enter, (last, *more) = _enter(layers, layers.found[0]), _leave(layers, layers.found[-1])
     if more:
         return Ends(enter, layers.ends, layers.flow)
-    index, size = layers.flow.index, (shape(last) or ())[-2:]
-    behind = [w for w in layers.waists if index[w] >= index[last] and (shape(w) or ())[-2:] == size]
-    return Ends(enter, tuple(behind[-1:]) or (last,), layers.flow)
+    return Ends(enter, (_normed_behind(layers, last),), layers.flow)
+
+
+def _normed_behind(layers: Layers, last: Node) -> Node:
+    """The last node behind the last block that has its shape and that no matrix lies before."""
+    flow, size, found = layers.flow, (shape(last) or ())[-2:], last
+    ends = [n for n in flow.outputs if n is not last and flow.up(n) & flow.bit(last)]
+    for n in flow.after([last], ends):
+        if any(name(m) in MATRIX for m in flow.between([found], [n])):
+            break
+        if (shape(n) or ())[-2:] == size:
+            found = n
+    return found
 
 
 def _enter(layers: Layers, layer: Layer) -> tuple[Node, ...]:
     """Where a block begins, stream by stream."""
-    return (layers.enter(layer),) if _is_single(layer) else _streams(layers, layer)[0]
+    return _streams(layers, layer)[0] if layers.joins(layer) else (layers.enter(layer),)
 
 
 def _leave(layers: Layers, layer: Layer) -> tuple[Node, ...]:
     """Where a block ends, stream by stream."""
-    return (layers.leave(layer),) if _is_single(layer) else _streams(layers, layer)[1]
-
-
-def _is_single(layer: Layer) -> bool:
-    return not layer.groups or len(layer.groups[0].enter) == 1
+    return _streams(layers, layer)[1] if layers.joins(layer) else (layers.leave(layer),)
 
 
 def _streams(layers: Layers, layer: Layer) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     """Where a block whose attention joins several streams begins and ends, stream by stream."""
-    flow = layers.flow
-    inside = {n for n in flow.nodes if flow.live(n) and n.op != "output" and layer.holds(n)}
-    entering = sorted({m for n in inside for m in flow.feeds(n)} - inside, key=flow.index.__getitem__)
-    left: dict[Node, list[Node]] = {n: [] for n in entering}
-    for n in sorted(inside, key=flow.index.__getitem__):
-        users = [u for u in n.users if u.op == "output" or flow.live(u)]
-        if not users or n in flow.outputs or any(u not in inside for u in users):
-            for e in entering:
-                if layers.attention.near(n) & flow.bit(e):
-                    left[e].append(n)
-    given = [n for part in left.values() for n in part]
-    if len(entering) != len(layer.groups[0].enter) or not given or any(len(part) > 1 for part in left.values()):
+    inside = layers.inside(layer, returned=False)
+    entering = layers.taken(inside)
+    given = layers.given(inside, returned=False)
+    left = [[n for n in given if layers.residual([e], n)] for e in entering]
+    count = len(layer.groups[0].enter)
+    if (len(entering) != count and count > 1) or not any(left) or any(len(part) > 1 for part in left):
         raise BadInputError(
-            f"expected a block that takes and gives the {len(layer.groups[0].enter)} streams that attention joins, got "
+            f"expected a block that takes and gives the {count} streams that attention joins, got "
             f"{len(entering)} tensors that enter {layer.path} and {len(given)} that leave; measure map='attention'"
         )
-    return tuple(entering), tuple(given)
+    return tuple(entering), tuple(n for part in left for n in part)
 
 
 def _leaves(attention: AttentionSites, group: Group, *, heads: bool) -> tuple[Node, ...]:

@@ -91,20 +91,26 @@ class Layers:
         return sorted(found, key=lambda layer: layer.first)
 
     def enter(self, layer: Layer) -> Node:
-        """Where all paths of the tokens meet before a block, or the only node that it takes."""
-        ends = self._meeting(layer)
-        return self._one_stream(layer, self.taken(self._inside(layer)) if ends is None else ends[:1])
+        """The only node that a block takes, or the last before it that all paths of the tokens meet at."""
+        own, ends = self._own(layer), self._meeting(layer)
+        return self._one_stream(layer, own[:1] or (self.taken(self.inside(layer)) if ends is None else ends[:1]))
 
     def leave(self, layer: Layer) -> Node:
-        """Where all paths of the tokens meet behind a block, or the only node that it gives to the stream."""
-        ends = self._meeting(layer)
-        if ends is not None:
-            return self._one_stream(layer, ends[1:])
+        """The only node that a block gives to the stream, or the first behind it that all paths of the tokens meet at."""
+        own, ends = self._own(layer), self._meeting(layer)
+        if own or ends is not None:
+            return self._one_stream(layer, own[1:] or ends[1:])
+        inside = self._with_sums(layer)
+        found = [n for n in self.given(inside) if self.residual(self.taken(inside), n)]
+        behind = self._around(layer.first, layer.last)
+        return self._one_stream(layer, found or ([behind[1]] if behind and self._is_next(layer, behind[1]) else []))
+
+    def _own(self, layer: Layer) -> tuple[Node, ...]:
+        """The only nodes that a block takes and gives, where one is a term of the other; nothing where there are several."""
         inside = self._with_sums(layer)
         taken = self.taken(inside)
         found = [n for n in self.given(inside) if self.residual(taken, n)]
-        behind = self._around(layer.first, layer.last)
-        return self._one_stream(layer, found if len(found) == 1 else ([behind[1]] if behind and self._is_next(layer, behind[1]) else []))
+        return (*taken, *found) if len(taken) == len(found) == 1 else ()
 
     def _meeting(self, layer: Layer) -> tuple[Node, Node] | None:
         """Where all paths of the tokens meet before and behind a block; nothing where there are other layers between."""
@@ -120,7 +126,7 @@ class Layers:
 
     def _with_sums(self, layer: Layer) -> list[Node]:
         """The nodes of a layer, and the sums of two of them, or of one and of what it takes, that are right behind it."""
-        found = self._inside(layer)
+        found = self.inside(layer)
         of = {n: n for n in (*found, *self.taken(found))}  # what a node is but another scale or shape of
         for n in self.flow.unpack(self.flow.down(*found)):
             feeds = self.flow.feeds(n)
@@ -144,23 +150,34 @@ class Layers:
 
     # what blocks take and give
 
-    def _inside(self, layer: Layer) -> list[Node]:
-        """The nodes of a layer that what is returned depends on."""
-        return [n for n in self.flow.unpack(self.flow.up(*self.ends)) if layer.holds(n)]
+    def joins(self, layer: Layer) -> bool:
+        """Whether attention joins several streams of a block: it takes them apart, and gives as many."""
+        if not layer.groups or len(layer.groups[0].enter) > 1:
+            return bool(layer.groups)
+        inside, near = self.inside(layer, returned=False), self.attention.near(layer.groups[0].enter[0])
+        taken = self.taken(inside)
+        given = [n for n in self.given(inside, returned=False) if self.residual(taken, n)]
+        return len(taken) == len(given) > 1 and all(near & self.flow.bit(n) for n in taken)
+
+    def inside(self, layer: Layer, *, returned: bool = True) -> list[Node]:
+        """The live nodes of a layer; with `returned`, those that what is returned depends on."""
+        need = self.flow.up(*self.ends) if returned else self.flow.up(*self.flow.nodes)
+        return [n for n in self.flow.unpack(need) if layer.holds(n) and n.op != "output"]
 
     def taken(self, inside: Sequence[Node]) -> list[Node]:
         """The nodes that some depend on right away and that are not among them."""
         before = {m for n in inside for m in self.flow.feeds(n)} - {*inside}
         return sorted(before, key=self.flow.index.__getitem__)
 
-    def given(self, inside: Sequence[Node]) -> list[Node]:
-        """The nodes among some that others depend on, or that are returned."""
-        among, need = {*inside}, self.flow.up(*self.ends)
-        return [
-            n
-            for n in inside
-            if n in self.ends or any(u not in among and u.op != "output" and need & self.flow.bit(u) for u in n.users)
-        ]
+    def given(self, inside: Sequence[Node], *, returned: bool = True) -> list[Node]:
+        """The tensors among some that others depend on, or that are returned; without `returned`, those that nothing reads too."""
+        among, need = {*inside}, self.flow.up(*(self.ends if returned else self.flow.nodes))
+
+        def is_given(n: Node) -> bool:
+            users = [u for u in n.users if u.op != "output" and need & self.flow.bit(u)]
+            return n in self.ends or any(u not in among for u in users) or not (users or returned)
+
+        return [n for n in inside if shape(n) and is_given(n)]
 
     def residual(self, before: Sequence[Node], n: Node) -> bool:
         """Whether a node is a sum, or a norm of a sum, that some others are terms of."""

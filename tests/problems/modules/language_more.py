@@ -507,9 +507,9 @@ class LocalAttention(nn.Module):
         bq, bk, bv = (t.reshape(*t.shape[:2], -1, w, t.shape[-1]) for t in (q, k, v))
 
         def look_around(t: Tensor, value: float) -> Tensor:
-            padded = F.pad(t, (0, 0) * (t.ndim - 3) + (0, 0, 1, 0) if t.ndim > 3 else (0, 0, 1, 0), value=value)
-            dim = 2 if t.ndim > 3 else 1
-            return torch.cat([padded.narrow(dim, 0, t.shape[dim]), padded.narrow(dim, 1, t.shape[dim])], dim=dim + 1)
+            dim = 1 if t.ndim == 3 else 2
+            before = torch.full_like(t.narrow(dim, 0, 1), value)
+            return torch.cat([torch.cat([before, t.narrow(dim, 0, t.shape[dim] - 1)], dim), t], dim=dim + 1)
 
         bk, bv, at = look_around(bk, 0.0), look_around(bv, 0.0), look_around(b_t.float(), -1.0).long()
         sim = torch.einsum("bhwie,bhwje->bhwij", bq, bk) * 0.5
@@ -638,7 +638,7 @@ def performer(a: Any, x: Tensor) -> Tensor:
     def features(t: Tensor) -> Tensor:
         y = t * 4**-0.25 @ a.projection.mT
         top = y.amax((-1, -2), keepdim=True)
-        return (y - t.square().sum(-1, keepdim=True) / 4 - top.detach()).exp() + 1e-4
+        return (y - t.square().sum(-1, keepdim=True) / 4 - top).exp() + 1e-4
 
     q, k, v = features(split(a.q(x))), features(split(a.k(x))), split(a.v(x))
     w = q @ k.mT
@@ -716,7 +716,7 @@ def by(heads: Any, out: str, inner: Any = None) -> Any:
             t = t + run(b.ln1(t))
             return t + b.mlp(b.ln2(t))
 
-        return Step(block, run, lambda t: heads(b.att, t), b.ln1)
+        return Step(block, run, lambda t: b.att.inner(heads(b.att, t)) if inner else heads(b.att, t), b.ln1)
 
     return of
 
