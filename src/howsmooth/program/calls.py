@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from howsmooth.program.flex import FLEX
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import is_float, name, shape
 from howsmooth.program.operations import LOGITS, MATRIX, PRODUCT, WEIGHTS
 
-WHOLE = "scaled_dot_product_attention"
+WHOLE = {"scaled_dot_product_attention", FLEX}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ def find_calls(flow: Flow) -> list[AttentionCall]:
     for n in flow.nodes:
         if n.op != "call_function" or not flow.live(n):
             continue
-        if name(n) == WHOLE:
+        if name(n) in WHOLE:
             found[n] = whole_call(n)
         elif name(n) in WEIGHTS:
             for call in _written_out(flow, n):

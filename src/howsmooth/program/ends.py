@@ -11,7 +11,6 @@ from howsmooth.program.layers import Layer, Layers
 from howsmooth.program.nodes import name, shape
 from howsmooth.program.operations import MATRIX, PARTS, SHAPE
 from howsmooth.program.sites import AttentionSites, Group
-from howsmooth.program.streams import every_stream
 
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
 MAPS = ("attention", "heads", "normed", "block", "update", "cross", "context", "model")
@@ -176,8 +175,7 @@ def _split(flow: Flow, n: Node) -> list[Node]:
 
 def _cross(layers: Layers, layer: Layer, map: str, number: int) -> Ends:
     """Cross-attention in its queries' tokens, or in its context."""
-    flow = every_stream(layers.program, layers.flow)
-    attention = AttentionSites(layers.program, flow)
+    attention, flow = layers.wide, layers.wide.flow
     own = {call.output for group in layers.attention.groups for call in group.calls}
     calls = [call for call in attention.calls if layer.holds(call.output) and call.output not in own]
     if not 0 <= number < len(calls):

@@ -17,7 +17,7 @@ from howsmooth.program.nodes import name, order, shape
 from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PARTS, SHAPE
 from howsmooth.program.replay import segment
 from howsmooth.program.sites import AttentionSites, Group
-from howsmooth.program.streams import stream_of, token_begins
+from howsmooth.program.streams import every_stream, stream_of, token_begins
 from howsmooth.program.tracing import Program, Scope
 
 _RESIDUAL = ADDS | SHAPE | PARTS | JOINS | NORMS | GATES | {"div", "where"}
@@ -71,6 +71,11 @@ class Layers:
         return early or tuple(last)
 
     @functools.cached_property
+    def wide(self) -> AttentionSites:
+        """The calls that any tokens reach, cross-attention among them."""
+        return AttentionSites(self.program, every_stream(self.program, self.flow))
+
+    @functools.cached_property
     def waists(self) -> list[Node]:
         """Where every path of the token stream meets."""
         return self.flow.waists(self.ends)
@@ -86,31 +91,31 @@ class Layers:
             inside = tuple(g for g in self.attention.groups if g is group or any(first <= order(n) < last for n in g.outputs))
             found.append(Layer(path, first, last, inside))
         found += self._without_self_attention(found)
-        if not found and self.attention.calls:
+        if not found and self.wide.calls:
             found.append(Layer("", 0, order(self.program.nodes[-1]) + 1, ()))
         return sorted(found, key=lambda layer: layer.first)
 
     def enter(self, layer: Layer) -> Node:
         """The only node that a block takes, or the last before it that all paths of the tokens meet at."""
-        own, ends = self._own(layer), self._meeting(layer)
-        return self._one_stream(layer, own[:1] or (self.taken(self.inside(layer)) if ends is None else ends[:1]))
+        ends = self._own(layer) or self._meeting(layer)
+        return self._one_stream(layer, self.taken(self.inside(layer)) if ends is None else ends[:1])
 
     def leave(self, layer: Layer) -> Node:
         """The only node that a block gives to the stream, or the first behind it that all paths of the tokens meet at."""
-        own, ends = self._own(layer), self._meeting(layer)
-        if own or ends is not None:
-            return self._one_stream(layer, own[1:] or ends[1:])
+        ends = self._own(layer) or self._meeting(layer)
+        if ends is not None:
+            return self._one_stream(layer, ends[1:])
         inside = self._with_sums(layer)
         found = [n for n in self.given(inside) if self.residual(self.taken(inside), n)]
         behind = self._around(layer.first, layer.last)
         return self._one_stream(layer, found or ([behind[1]] if behind and self._is_next(layer, behind[1]) else []))
 
-    def _own(self, layer: Layer) -> tuple[Node, ...]:
+    def _own(self, layer: Layer) -> tuple[Node, Node] | None:
         """The only nodes that a block takes and gives, where one is a term of the other; nothing where there are several."""
         inside = self._with_sums(layer)
         taken = self.taken(inside)
         found = [n for n in self.given(inside) if self.residual(taken, n)]
-        return (*taken, *found) if len(taken) == len(found) == 1 else ()
+        return (taken[0], found[0]) if len(taken) == len(found) == 1 else None
 
     def _meeting(self, layer: Layer) -> tuple[Node, Node] | None:
         """Where all paths of the tokens meet before and behind a block; nothing where there are other layers between."""
@@ -152,8 +157,10 @@ class Layers:
 
     def joins(self, layer: Layer) -> bool:
         """Whether attention joins several streams of a block: it takes them apart, and gives as many."""
-        if not layer.groups or len(layer.groups[0].enter) > 1:
-            return bool(layer.groups)
+        if not layer.groups:
+            return False
+        if len(layer.groups[0].enter) > 1:
+            return True
         inside, near = self.inside(layer, returned=False), self.attention.near(layer.groups[0].enter[0])
         taken = self.taken(inside)
         given = [n for n in self.given(inside, returned=False) if self.residual(taken, n)]
@@ -170,7 +177,7 @@ class Layers:
         return sorted(before, key=self.flow.index.__getitem__)
 
     def given(self, inside: Sequence[Node], *, returned: bool = True) -> list[Node]:
-        """The tensors among some that others depend on, or that are returned; without `returned`, those that nothing reads too."""
+        """The tensors among some that others depend on, or that are returned; without `returned`, also those that nothing reads."""
         among, need = {*inside}, self.flow.up(*(self.ends if returned else self.flow.nodes))
 
         def is_given(n: Node) -> bool:
@@ -290,7 +297,7 @@ class Layers:
         more: list[Layer] = []
         for e in self._elements:
             apart = all(e.last <= layer.first or layer.last <= e.first for layer in (*found, *more))
-            attends = not found and any(e.first <= order(c.output) < e.last for c in self.attention.calls)
+            attends = not found and any(e.first <= order(c.output) < e.last for c in self.wide.calls)
             if e.parent in lists and apart and (attends or self._mixes(e)):
                 more.append(Layer(e.path, e.first, e.last, ()))
         return more

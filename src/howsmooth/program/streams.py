@@ -79,7 +79,7 @@ def _roots(flow: Flow) -> set[Node]:
     for n in flow.nodes:
         if n.op != "call_function":
             continue
-        operands = whole_call(n).operands if name(n) == WHOLE else lonely_operands(flow, n)
+        operands = whole_call(n).operands if name(n) in WHOLE else lonely_operands(flow, n)
         for m in operands:
             while not flow.live(m) and (first := next((f for f in m.all_input_nodes if is_float(f)), None)) is not None:
                 m = first

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from howsmooth.errors import BadFunctionError
+from howsmooth.program.flex import replace_flex
 from howsmooth.program.functional import functional
 from howsmooth.program.nodes import is_random, is_view, name, order, value, writes
 
@@ -118,6 +119,7 @@ def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, An
     holders = [n for n in code.graph.nodes if n.op == "placeholder"]
     _check(code, given, weights, set(holders[: len(given)]))
     _split_sums(code)
+    replace_flex(code)
     code = functional(code, [*given.values(), *tensors])
     _merge(code)
     names = dict(zip(holders, given, strict=False))
