@@ -6,14 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Interpreter
+from torch.fx import Interpreter, Node
 
 from howsmooth.errors import BadFunctionError
+from howsmooth.program.nodes import name
+from howsmooth.program.operations import PARTS, SHAPE, TABLES
 from howsmooth.program.tracing import Program, bare, tensors_in, trace, unchanged
 
 # relative to the largest entry: what products in another order explain
 _SAME = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 _COARSE = 1e-2
+_COMPARED = {"eq", "ne", "lt", "le", "gt", "ge"}
 _STEP = 0.01  # of the size of features, by which they are moved
 
 
@@ -43,9 +46,16 @@ def confirm(program: Program) -> None:
     What the recording cannot know shows there: numbers that are read off (numpy, `item`), caches, state, choices.
     """
     generator = torch.Generator().manual_seed(0)
-    beside = tuple(_beside(t, generator) for t in program.tensors)
+    special = _special_ids(program)
+    beside = tuple(_beside(t, special.get(n), generator) for n, t in zip(program.inputs, program.tensors, strict=True))
     for where, tensors in (("at its input", program.tensors), ("beside its input", beside)):
-        ours, own = replayed(program, tensors), program.own(tensors)
+        try:
+            ours, own = replayed(program, tensors), program.own(tensors)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise BadFunctionError(
+                f"expected a function that runs again {where}, got {type(error).__name__} ({str(error).splitlines()[0][:80]}); "
+                "look for caches, state and choices that depend on values"
+            ) from error
         if len(own) != len(ours) or not all(map(_same, own, ours)):
             raise BadFunctionError(
                 f"expected a function that the operations of one run describe, got one that they miss {where}; look for numpy, "
@@ -70,10 +80,34 @@ def _same(own: Tensor, ours: Tensor) -> bool:
     return torch.allclose(own, ours, rtol=0.0, atol=_SAME.get(own.dtype, _COARSE) * max(size, 1e-300), equal_nan=True)
 
 
-def _beside(t: Tensor, generator: torch.Generator) -> Tensor:
-    """Another tensor of the same kind: features are moved, ids exchanged among their places."""
-    if t.dtype is torch.bool or t.numel() < 2:
-        return t
+def _special_ids(program: Program) -> dict[Node, set[int]]:
+    """The arguments that hold ids of tables, and their ids that the module compares with numbers of its own, or pads with."""
+    found: dict[Node, set[int]] = {}
+    for n in program.inputs:
+        todo, visited, special, is_id = [n], {n}, set[int](), False
+        while todo:
+            for u in todo.pop().users:
+                if u in visited:
+                    continue
+                visited.add(u)
+                if name(u) in TABLES:
+                    is_id, special = True, special | {i for i in u.args[2:3] if isinstance(i, int)}
+                elif name(u) in _COMPARED:
+                    special |= {i for i in u.args if isinstance(i, int)}
+                elif name(u) in SHAPE | PARTS | {"where", "masked_fill", "add", "clamp", "clamp_min"}:
+                    todo.append(u)
+        if is_id:
+            found[n] = special
+    return found
+
+
+def _beside(t: Tensor, special: set[int] | None, generator: torch.Generator) -> Tensor:
+    """Another tensor of the same kind: features are moved, ordinary ids exchanged among their places, all else left."""
     if t.is_floating_point():
-        return t + _STEP * t.abs().mean() * torch.randn(t.shape, generator=generator).to(t)
-    return t.flatten()[torch.randperm(t.numel(), generator=generator).to(t.device)].view(t.shape)
+        return t + _STEP * t.abs().mean() * torch.randn(t.shape, generator=generator).to(t) if t.numel() else t
+    if special is None:
+        return t
+    flat = t.flatten().clone()
+    places = (~torch.isin(flat, torch.tensor(sorted(special), dtype=t.dtype, device=t.device))).nonzero()[:, 0]
+    flat[places] = flat[places[torch.randperm(len(places), generator=generator).to(t.device)]]
+    return flat.view(t.shape)

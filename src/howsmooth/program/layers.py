@@ -157,11 +157,10 @@ class Layers:
 
     def joins(self, layer: Layer) -> bool:
         """Whether attention joins several streams of a block: it takes them apart, and gives as many."""
-        if not layer.groups:
-            return False
-        if len(layer.groups[0].enter) > 1:
-            return True
-        inside, near = self.inside(layer, returned=False), self.attention.near(layer.groups[0].enter[0])
+        entered = [group.enter for group in layer.groups[:1]]
+        if not entered or len(entered[0]) > 1:
+            return bool(entered)
+        inside, near = self.inside(layer, returned=False), self.attention.near(*entered[0])
         taken = self.taken(inside)
         given = [n for n in self.given(inside, returned=False) if self.residual(taken, n)]
         return len(taken) == len(given) > 1 and all(near & self.flow.bit(n) for n in taken)
@@ -177,7 +176,7 @@ class Layers:
         return sorted(before, key=self.flow.index.__getitem__)
 
     def given(self, inside: Sequence[Node], *, returned: bool = True) -> list[Node]:
-        """The tensors among some that others depend on, or that are returned; without `returned`, also those that nothing reads."""
+        """The tensors among some that others read or that are returned; without `returned`, also those that nothing reads."""
         among, need = {*inside}, self.flow.up(*(self.ends if returned else self.flow.nodes))
 
         def is_given(n: Node) -> bool:

@@ -44,7 +44,7 @@ def segment(
         inside = {*flow.between(enter, through), *flow.between(through, leave)}
         path = [n for n in path if n in inside]
     if check:
-        check_smooth(path, flow)
+        check_smooth(program, path, flow)
     kept = values(program, ({m for n in path for m in n.all_input_nodes} | {*enter, *leave}) - set(path))
 
     def f(*points: Tensor) -> list[Tensor]:
@@ -60,19 +60,27 @@ def segment(
     return f, [kept[n].detach().clone() for n in enter]
 
 
-def check_smooth(path: Sequence[Node], flow: Flow) -> None:
+def check_smooth(program: Program, path: Sequence[Node], flow: Flow) -> None:
     """Refuse nodes that round what moves, or whose operation is not one of torch's own with a derivative."""
     for n in path:
         schema = getattr(n.target, "_schema", None)
         quantized = schema is not None and schema.name.startswith("quantized")
         if name(n) in JUMPS or n.kwargs.get("rounding_mode") is not None or quantized:
             raise BadFunctionError(
-                f"expected operations with a derivative, got {name(n)}, which rounds; measure a part without it"
+                f"expected operations with a derivative, got {name(n)} in {_place(program, n)}, which rounds; "
+                "measure a part without it"
             )
         if any(not flow.live(m) and _rounded(m, flow) for m in n.all_input_nodes):
             raise BadFunctionError(
-                f"expected operations with a derivative, got a cast to integers before {name(n)}; measure a part without it"
+                f"expected operations with a derivative, got a cast to integers before {name(n)} in {_place(program, n)}; "
+                "measure a part without it"
             )
+
+
+def _place(program: Program, n: Node) -> str:
+    """The module that made a node."""
+    inside = [s for s in program.scopes if s.holds(n) and s.path]
+    return min(inside, key=len).path if inside else "the module"
 
 
 def _rounded(n: Node, flow: Flow) -> bool:

@@ -149,6 +149,7 @@ class AttentionSites:
         ]
         scope, stream, projected = self._scope(group), flow.up(*group.enter), False
         end = outs[0] if len(outs) == 1 else None
+        adds = scope is not None and any(self._is_residual(n, own, stream) for n in flow.unpack(own) if scope.holds(n))
         for n in flow.after(outs, ends):
             part = [m for m in flow.between(outs, [n]) if end is None or not flow.up(end) & flow.bit(m)]
             if any(self._is_residual(m, own, stream) for m in part):
@@ -158,7 +159,7 @@ class AttentionSites:
             joined = any(not own & flow.bit(f) for m in part if name(m) not in GATES for f in flow.feeds(m))
             if joined and (projected or heads or not self._projected_behind(n, scope, own, stream, ends)):
                 break
-            if projected and not inside and not self._gates_alone(part):
+            if projected and (adds or not inside) and not self._gates_alone(part):
                 break
             if not shape(n):
                 continue
