@@ -92,7 +92,8 @@ class Layers:
             found.append(Layer(path, first, last, inside))
         found += self._without_self_attention(found)
         if not found and self.wide.calls:
-            found.append(Layer("", 0, order(self.program.nodes[-1]) + 1, ()))
+            begun = max(order(b) for b in self.flow.begins) + 1
+            found.append(Layer("", begun, order(self.program.nodes[-1]) + 1, ()))
         return sorted(found, key=lambda layer: layer.first)
 
     def enter(self, layer: Layer) -> Node:

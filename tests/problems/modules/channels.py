@@ -1,5 +1,6 @@
 """Attention between channels, class attention behind the blocks, convolutions before attention."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class ClassBlock(nn.Module):
 
 
 class Xcit(nn.Module):
-    def __init__(self, kind: type = XcaBlock) -> None:
+    def __init__(self, kind: Callable[[], nn.Module] = XcaBlock) -> None:
         super().__init__()
         self.embed, self.cls_token = nn.Conv2d(3, D, 1), nn.Parameter(torch.zeros(1, 1, D))
         self.blocks = nn.ModuleList([kind(), kind()])

@@ -83,7 +83,7 @@ class NanoGpt(nn.Module):
             }
         )
         self.lm_head = nn.Linear(D, 9, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
+        self.transformer["wte"].weight = self.lm_head.weight  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
         pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
@@ -133,7 +133,7 @@ class T5Attention(nn.Module):
         assert self.relative_attention_bias is not None
         return self.relative_attention_bias(buckets).permute(2, 0, 1).unsqueeze(0)
 
-    def forward(self, x: Tensor, position_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         q, k, v = split(self.q(x)), split(self.k(x)), split(self.v(x))
         scores = torch.matmul(q, k.transpose(3, 2))
         if position_bias is None:
@@ -148,7 +148,7 @@ class T5SelfLayer(nn.Module):
         super().__init__()
         self.SelfAttention, self.layer_norm, self.dropout = T5Attention(biased), nn.RMSNorm(D, eps=1e-6), nn.Dropout(0.1)
 
-    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         out, bias = self.SelfAttention(self.layer_norm(x), bias)
         return x + self.dropout(out), bias
 
@@ -173,7 +173,7 @@ class T5Block(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList([T5SelfLayer(biased), T5Ff()])
 
-    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         x, bias = self.layer[0](x, bias)
         return self.layer[-1](x), bias
 

@@ -141,10 +141,11 @@ class SamBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shortcut, x = x, self.norm1(x)
         h = x.shape[1]
+        s = self.window or h
+        pad = -h % s
+        p = h + pad
         if self.window:
-            s, pad = self.window, -h % self.window
             x = F.pad(x, (0, 0, 0, pad, 0, pad))
-            p = h + pad
             x = x.view(1, p // s, s, p // s, s, D).permute(0, 1, 3, 2, 4, 5).contiguous().view(-1, s, s, D)
         x = self.attn(x)
         if self.window:

@@ -90,7 +90,7 @@ class TransformerXl(nn.Module):
         states = []
         for i, layer in enumerate(self.layers):
             states.append(x)
-            x = layer(x, r, self.mems[i], mask)
+            x = layer(x, r, self.mems[i], mask)  # pyright: ignore[reportIndexIssue]
         return x.transpose(0, 1), states
 
 
