@@ -106,17 +106,21 @@ class Layers:
         ends = self._own(layer) or self._meeting(layer)
         if ends is not None:
             return self._one_stream(layer, ends[1:])
-        inside = self._with_sums(layer)
-        found = [n for n in self.given(inside) if self.residual(self.taken(inside), n)]
+        found = self._continued(self._with_sums(layer))
         behind = self._around(layer.first, layer.last)
         return self._one_stream(layer, found or ([behind[1]] if behind and self._is_next(layer, behind[1]) else []))
 
     def _own(self, layer: Layer) -> tuple[Node, Node] | None:
         """The only nodes that a block takes and gives, where one is a term of the other; nothing where there are several."""
-        inside = self._with_sums(layer)
-        taken = self.taken(inside)
-        found = [n for n in self.given(inside) if self.residual(taken, n)]
+        inside = self.inside(layer)
+        taken, among = self.taken(inside), {*inside}
+        found = [n for n in self._continued(inside) if among.isdisjoint(n.users)] or self._continued(self._with_sums(layer))
         return (taken[0], found[0]) if len(taken) == len(found) == 1 else None
+
+    def _continued(self, inside: Sequence[Node]) -> list[Node]:
+        """The nodes among some that others read and that what these take is a term of."""
+        taken = self.taken(inside)
+        return [n for n in self.given(inside) if self.residual(taken, n)]
 
     def _meeting(self, layer: Layer) -> tuple[Node, Node] | None:
         """Where all paths of the tokens meet before and behind a block; nothing where there are other layers between."""
@@ -133,17 +137,18 @@ class Layers:
     def _with_sums(self, layer: Layer) -> list[Node]:
         """The nodes of a layer, and the sums of two of them, or of one and of what it takes, that are right behind it."""
         found = self.inside(layer)
-        of = {n: n for n in (*found, *self.taken(found))}  # what a node is but another scale or shape of
+        own, taken = {*found}, {*self.taken(found)}
+        of = {n: n for n in (*found, *taken)}  # what a node is but another scale or shape of
         for n in self.flow.unpack(self.flow.down(*found)):
             feeds = self.flow.feeds(n)
-            if n in of or not self._is_next(layer, n) or not all(m in of for m in feeds):
+            if n in of or not all(m in of for m in feeds) or not self._is_next(layer, n):
                 continue
             if name(n) in SHAPE | GATES | {"div"} and len(feeds) == 1:
                 of[n] = of[feeds[0]]
             elif name(n) in ADDS and len({of[m] for m in feeds}) > 1:
                 of[n] = n
         kept = self.flow.up(*(n for n in of if name(n) in ADDS))
-        return [*found, *(n for n in of if n not in found and kept & self.flow.bit(n) and n not in self.taken(found))]
+        return [*found, *(n for n in of if n not in own | taken and kept & self.flow.bit(n))]
 
     def _one_stream(self, layer: Layer, found: Sequence[Node]) -> Node:
         if len(found) != 1 or self._several_streams:
