@@ -94,6 +94,7 @@ def _span(layers: Layers, layer: int, to: int | str) -> Ends:
     found, flow = layers.found, layers.flow
     enter = _enter(layers, found[layer])
     if to == "logits":
+        _refuse_losses(layers)
         behind = tuple(n for n in flow.outputs if n not in layers.ends and flow.up(n) & flow.bits(layers.ends))
         return Ends(enter, behind or layers.ends, flow)
     last = len(found) - 1 if to == "final" else to
@@ -104,12 +105,16 @@ def _span(layers: Layers, layer: int, to: int | str) -> Ends:
     return Ends(enter, _leave(layers, found[last]), flow)
 
 
-def _model(layers: Layers) -> Ends:
-    """From what enters the first block to the last node of the width of the last one, behind the final norm."""
+def _refuse_losses(layers: Layers) -> None:
     if any(shape(n) == () for n in layers.flow.outputs):
         raise BadInputError(
             "expected a module that returns its tokens, got one that returns a single number too; leave labels out"
         )
+
+
+def _model(layers: Layers) -> Ends:
+    """From what enters the first block to the last node of the width of the last one, behind the final norm."""
+    _refuse_losses(layers)
     enter, (last, *more) = _enter(layers, layers.found[0]), _leave(layers, layers.found[-1])
     if more:
         return Ends(enter, layers.ends, layers.flow)
