@@ -201,7 +201,7 @@ QUESTIONS: list[Question] = [
     *asks(
         "series as tokens",
         lambda: seeded(Inverted()),
-        lambda: (tokens(N, 4).mT.reshape(1, 5, 4).new_tensor(tokens(6, 4)),),
+        lambda: (tokens(6, 4),),
         inverted,
         "attention, normed, block 1, model, 0>final",
     ),
