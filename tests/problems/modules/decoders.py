@@ -290,7 +290,13 @@ MODELS = "attention, heads 1, normed, block, block 1, update 1, model, 0>final, 
 
 QUESTIONS: list[Question] = [
     *asks("nanoGPT", lambda: seeded(NanoGpt()), ids, nano, MODELS),
-    *asks("nanoGPT with targets", lambda: seeded(NanoGpt()), with_targets, nano, "attention, block 1, 0>1, model refused, 0>logits refused"),
+    *asks(
+        "nanoGPT with targets",
+        lambda: seeded(NanoGpt()),
+        with_targets,
+        nano,
+        "attention, block 1, 0>1, model refused, 0>logits refused",
+    ),
     *asks(
         "a T5 encoder",
         lambda: seeded(T5Encoder()),
