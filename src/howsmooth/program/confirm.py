@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.program.attention import attention
 from howsmooth.program.flow import Flow
-from howsmooth.program.nodes import is_float, name
-from howsmooth.program.operations import TABLES
+from howsmooth.program.nodes import name
+from howsmooth.program.operations import PARTS, SHAPE, TABLES
 from howsmooth.program.replay import Run, segment
 from howsmooth.program.tracing import Program, bare, trace, unchanged
 
@@ -23,6 +23,7 @@ _SAME = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch
 # the same where attention is served by other code: what casts to float32 inside a model explain, and no lost key or window
 _REPLACED = {torch.float64: 1e-5, torch.complex128: 1e-5, torch.float32: 1e-3, torch.complex64: 1e-3}
 _COARSE = 2e-2
+_COMPARED = {"eq", "ne", "lt", "le", "gt", "ge"}
 _STEP = 0.01  # of the size of features, by which they are moved
 
 
@@ -113,7 +114,14 @@ def confirm(program: Program) -> None:
     What the recording cannot know shows there: numbers that are read off (numpy, `item`), caches, state, choices.
     """
     for where, tensors in (("at its input", program.tensors), ("beside its input", beside(program))):
-        ours, own = replayed(program, tensors), program.own(tensors)
+        try:
+            ours, own = replayed(program, tensors), program.own(tensors)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            said = next(iter(str(error).splitlines()), "")[:80]
+            raise BadFunctionError(
+                f"expected a function that runs again {where}, got {type(error).__name__} ({said}); look for caches, state and "
+                "choices that depend on values"
+            ) from error
         if not agrees(program, own, ours):
             raise BadFunctionError(
                 f"expected a function that the operations of one run describe, got one that they miss {where}; look for numpy, "
@@ -148,42 +156,56 @@ def same(own: Tensor, ours: Tensor, most: Mapping[torch.dtype, float] = _SAME) -
 def beside(program: Program) -> tuple[Tensor, ...]:
     """Other tensors of the recording's kind: features moved, ordinary ids exchanged among their places, all else as it is."""
     generator = torch.Generator().manual_seed(0)
-    kinds, special = _kinds(program), _special(program.module)
-    return tuple(_near(t, kind, special, generator) for t, kind in zip(program.tensors, kinds, strict=True))
+    special = _special_ids(program)
+    return tuple(_near(t, special.get(n), generator) for n, t in zip(program.inputs, program.tensors, strict=True))
 
 
-def _near(t: Tensor, ids: bool, special: Tensor, generator: torch.Generator) -> Tensor:
-    """Another tensor of the same kind."""
+def _near(t: Tensor, special: set[int] | None, generator: torch.Generator) -> Tensor:
+    """Another tensor of the same kind. special: ids that stay in their places; nothing where the tensor holds no ids."""
     if t.is_floating_point():
         return t + _STEP * t.abs().mean() * torch.randn(t.shape, generator=generator).to(t) if t.numel() else t
-    if not ids:
+    if special is None:
         return t
-    flat = t.flatten()
-    places = (~torch.isin(flat, special.to(t))).nonzero().flatten()
-    found = flat.clone()
-    found[places] = flat[places[torch.randperm(len(places), generator=generator).to(t.device)]]
-    return found.view(t.shape)
+    flat = t.flatten().clone()
+    places = (~torch.isin(flat, torch.tensor(sorted(special), dtype=t.dtype, device=t.device))).nonzero()[:, 0]
+    flat[places] = flat[places[torch.randperm(len(places), generator=generator).to(t.device)]]
+    return flat.view(t.shape)
 
 
-def _kinds(program: Program) -> list[bool]:
-    """Whether each tensor among the arguments holds ids: whole numbers that look up a table, positions apart."""
-    looked_up, todo = set[Node](), [n.args[1] for n in program.nodes if n.op == "call_function" and name(n) in TABLES]
-    while todo:
-        n = todo.pop()
-        if isinstance(n, Node) and n not in looked_up and not is_float(n):
-            looked_up.add(n)
-            todo += n.all_input_nodes
-    args, kwargs = tree_unflatten(list(range(len(program.example))), program.spec)
-    positions = {i for key, value in kwargs.items() if "position" in key for i in tree_leaves(value)}
-    at = [i for i, t in enumerate(program.example) if isinstance(t, Tensor)]
-    return [n in looked_up and i not in positions for n, i in zip(program.inputs, at, strict=True)]
+def _special_ids(program: Program) -> dict[Node, set[int]]:
+    """The arguments that hold ids of tables, and their ids that the module compares with numbers of its own, or pads with."""
+    found, named, positions = dict[Node, set[int]](), _named_ids(program.module), _positions(program)
+    for n in (n for n in program.inputs if n not in positions):
+        todo, visited, special, is_id = [n], {n}, set[int](), False
+        while todo:
+            for u in todo.pop().users:
+                if u in visited:
+                    continue
+                visited.add(u)
+                if name(u) in TABLES:
+                    is_id, special = True, special | {i for i in u.args[2:3] if isinstance(i, int)}
+                elif name(u) in _COMPARED:
+                    special |= {i for i in u.args if isinstance(i, int)}
+                elif name(u) in SHAPE | PARTS | {"where", "masked_fill", "add", "clamp", "clamp_min"}:
+                    todo.append(u)
+        if is_id:
+            found[n] = special | named
+    return found
 
 
-def _special(module: nn.Module) -> Tensor:
+def _named_ids(module: nn.Module) -> set[int]:
     """The ids that a model's configurations name: of the ends of texts, of padding, of what stands for a picture."""
     found = set[int]()
     for config in (getattr(m, "config", None) for m in module.modules()):
         for key, value in getattr(config, "__dict__", {}).items():
             if key.rpartition("_")[2] in ("id", "ids", "index") and "token" in key:
                 found.update(v for v in tree_leaves(value) if isinstance(v, int))
-    return torch.tensor(sorted(found), dtype=torch.long)
+    return found
+
+
+def _positions(program: Program) -> set[Node]:
+    """The arguments that are named as positions."""
+    _, kwargs = tree_unflatten(list(range(len(program.example))), program.spec)
+    named = {i for key, value in kwargs.items() if "position" in key for i in tree_leaves(value)}
+    at = [i for i, t in enumerate(program.example) if isinstance(t, Tensor)]
+    return {n for n, i in zip(program.inputs, at, strict=True) if i in named}

@@ -17,7 +17,7 @@ class Flow:
     """
 
     def __init__(self, program: Program, begins: Iterable[Node]):
-        self.nodes, self._returned = program.nodes, program.outputs
+        self.program, self.nodes, self._returned = program, program.nodes, program.outputs
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.begins = tuple(dict.fromkeys(begins))
         first = {self.index[n] for n in self.begins}

@@ -188,12 +188,20 @@ def check_smooth(path: Sequence[Node], flow: Flow) -> None:
         quantized = schema is not None and schema.name.startswith("quantized")
         if name(n) in JUMPS or n.kwargs.get("rounding_mode") is not None or quantized:
             raise BadFunctionError(
-                f"expected operations with a derivative, got {name(n)}, which rounds; measure a part without it"
+                f"expected operations with a derivative, got {name(n)} in {_place(flow.program, n)}, which rounds; "
+                "measure a part without it"
             )
         if any(not flow.live(m) and _rounded(m, flow) for m in n.all_input_nodes):
             raise BadFunctionError(
-                f"expected operations with a derivative, got a cast to integers before {name(n)}; measure a part without it"
+                f"expected operations with a derivative, got a cast to integers before {name(n)} in {_place(flow.program, n)}; "
+                "measure a part without it"
             )
+
+
+def _place(program: Program, n: Node) -> str:
+    """The module that made a node."""
+    inside = [s for s in program.scopes if s.holds(n) and s.path]
+    return min(inside, key=len).path if inside else "the module"
 
 
 def _rounded(n: Node, flow: Flow) -> bool:

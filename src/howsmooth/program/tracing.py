@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.program.attention import unify
+from howsmooth.program.flex import replace_flex
 from howsmooth.program.functional import functional
 from howsmooth.program.nodes import is_random, is_view, name, order, value, writes
 from howsmooth.program.reads import NotedReads
@@ -133,6 +134,7 @@ def trace(
     _check(code, given, weights, set(holders[: len(given)]))
     _split_sums(code)
     unify(code)
+    replace_flex(code)
     code = functional(code, [*given.values(), *tensors])
     _merge(code)
     names = dict(zip(holders, given, strict=False))

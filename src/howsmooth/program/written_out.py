@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.errors import HowSmoothError
 from howsmooth.program.attention import attention
-from howsmooth.program.calls import WHOLE
+from howsmooth.program.calls import SDPA
 from howsmooth.program.confirm import beside, same
 from howsmooth.program.editing import Editor, aten, size, unrepeated
 from howsmooth.program.equations import equation_of
@@ -125,7 +125,7 @@ def _readings(program: Program) -> list[Reading]:
         if n.op != "call_function":
             continue
         edit.at(n)
-        reading = _whole(edit, n) if name(n) == WHOLE else _written(edit, reader, n)
+        reading = _whole(edit, n) if name(n) == SDPA else _written(edit, reader, n)
         if reading is None:
             read(reader, n)
         else:
