@@ -68,7 +68,7 @@ def attention(n: int, quick: bool = False) -> list[dict[str, Any]]:
 
 def _block(quick: bool) -> list[dict[str, Any]]:
     capture = hs.load("demo").capture(text=TEXT, n=N_BLOCK)
-    own: nn.Module = capture.sample.trace.layers[LAYER].block.module
+    own: nn.Module = capture.sample.owner.get_submodule(capture.map(LAYER, "block").place)
     names = {
         "attention.q": "attention.self.query", "attention.k": "attention.self.key", "attention.v": "attention.self.value",
         "attention.o": "attention.output.dense", "first": "attention.output.LayerNorm", "up": "intermediate.dense",

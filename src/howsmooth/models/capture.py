@@ -16,8 +16,8 @@ from howsmooth.models.closed import ClosedForms, closed_form
 from howsmooth.models.measurement import Measurement, Measurements, shares
 from howsmooth.models.model_input import ModelInput, Which
 from howsmooth.models.near import in_pieces
-from howsmooth.models.span import MapName
 from howsmooth.models.tokens import Window
+from howsmooth.program.ends import MapName
 from howsmooth.program.segments import SegmentJacobian, SegmentMap
 from howsmooth.settings import Positions, flag, items, moving, number
 from howsmooth.solve import Options, solve, solve_batch

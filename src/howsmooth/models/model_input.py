@@ -79,12 +79,6 @@ class ModelInput:
         return layers
 
     @functools.cached_property
-    def old(self) -> Any:
-        from howsmooth.models.sample import Sample
-
-        return Sample(self.name, self.owner, self.args, self.kwargs, self.window, self.work)
-
-    @functools.cached_property
     def real(self) -> Tensor | None:
         """Positions that are not padding; nothing where all are real."""
         if self.window.mask is None or all(self.window.mask):

@@ -1,6 +1,7 @@
 """Which nodes a named map of a layer begins and ends at."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torch.fx import Node
 
@@ -13,7 +14,8 @@ from howsmooth.program.operations import MATRIX, PARTS, SHAPE
 from howsmooth.program.sites import AttentionSites, Group
 
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
-MAPS = ("attention", "heads", "normed", "block", "update", "cross", "context", "model")
+MapName = Literal["attention", "heads", "normed", "block", "update", "cross", "context", "model"]
+MAPS: tuple[MapName, ...] = get_args(MapName)
 
 
 @dataclass(frozen=True, eq=False)

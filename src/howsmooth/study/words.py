@@ -19,9 +19,9 @@ from howsmooth.errors import BadInputError
 from howsmooth.models.capture import Capture
 from howsmooth.models.model import Model
 from howsmooth.models.recorded import Recording
-from howsmooth.models.span import MapName
 from howsmooth.models.tokens import Window
 from howsmooth.program import ends_of
+from howsmooth.program.ends import MapName
 from howsmooth.program.flow import Flow
 from howsmooth.program.replay import Run, Way
 

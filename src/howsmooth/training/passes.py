@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import Model
-from howsmooth.models.span import MapName, Span
+from howsmooth.program.ends import MapName, Span
 from howsmooth.settings import choice
 from howsmooth.training.one_pass import OnePass
 from howsmooth.training.probe import Inputs, Probe, captured, rows_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from howsmooth.errors import BadInputError
 from howsmooth.models.cut import Cut
 from howsmooth.models.room import free
-from howsmooth.models.span import Span
+from howsmooth.program.ends import Span
 from howsmooth.settings import items, whole
 
 _HELD, _MOST_HELD = 2**28, 2**31  # bytes
