@@ -7,7 +7,7 @@ import torch
 import howsmooth as hs
 from benchmarks.harness import WrongAnswerError
 from howsmooth.search.families import worst_configuration
-from howsmooth.search.gradient import top_pairs
+from howsmooth.search.gradient import pairs_at
 from howsmooth.search.sets import Ball
 from howsmooth.verbs import worst_case
 
@@ -46,4 +46,4 @@ def random_head(seed: int) -> hs.Attention:
 def best_of_random(attn: hs.Attention, count: int, seed: int) -> float:
     """The largest `L` of random inputs in the ball, half of them on its boundary."""
     x = Ball(RADIUS).sample(count, N, D, torch.Generator().manual_seed(seed))
-    return float(top_pairs(attn, x, None, 0).value.max())
+    return float(pairs_at(attn, x, None, 0).value.max())

@@ -16,12 +16,11 @@ from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic, doubl
 from howsmooth.maps.operator import Operator, Restricted, Rounded, Weighted, drawn, stream
 from howsmooth.measures.measure import Measure
 from howsmooth.settings import number, seed_of, shown
-from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status
+from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status, small
 from howsmooth.theory.point import operator_bound
 from howsmooth.theory.splitting import of_blocks
 
 _LOOSE = 5.0  # upper/lower past which a deterministic bound may do better
-_DENSE_SIZE = 256  # rows and columns up to which a dense decomposition is the quicker way too
 _APART = 0.1  # share of the accuracy asked for that two precisions of a function may differ by
 _MODERATE = 1e8  # squares of products between its inverse and this leave float32 no trouble
 _SAMPLED = 2**20  # entries of an input that its mark is made of
@@ -228,8 +227,7 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
     if options.tokens is not None:
         problem = problem.restricted(options.tokens)
     operator = _finer(problem.operator, options.resolved_by)
-    small = max(operator.in_size, operator.out_size) <= _DENSE_SIZE
-    solver = options.solver or (DenseSVD() if small else GolubKahan())
+    solver = options.solver or (DenseSVD() if small(operator) else GolubKahan())
     dense, rigorous = isinstance(solver, DenseSVD), isinstance(solver, GolubKahan) and solver.rigorous
     seeds = problem.seeds(options.seed)
     working = not dense and not rigorous and options.resolved_by(operator)

@@ -10,7 +10,7 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.search.ascent import ascend
 from howsmooth.search.families import worst_configuration
-from howsmooth.search.gradient import top_pairs
+from howsmooth.search.gradient import pairs_at
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid
 from howsmooth.verbs import worst_case
 from problems.layers import gaussian
@@ -30,7 +30,7 @@ def test_beats_configurations_and_random_inputs(seed):
     found = hs.worst_case(attn, n=8, radius=2.0, steps=60, restarts=16)
     x = Ball(2.0).sample(2000, 8, 4, torch.Generator().manual_seed(seed))
     assert found.value >= worst_configuration(attn, 8, 2.0).estimate.value
-    assert found.value >= float(top_pairs(attn, x, None, 0).value.max())
+    assert found.value >= float(pairs_at(attn, x, None, 0).value.max())
     assert found.ratio is not None
     assert 0.1 < found.ratio <= 1
     assert all(a <= b for a, b in itertools.pairwise(found.trace))
@@ -47,7 +47,7 @@ def test_brute_force_on_a_line(n, points, radius, causal):
     attn = hs.Attention.from_matrices(-torch.eye(1, dtype=torch.float64), torch.eye(1, dtype=torch.float64), causal=causal)
     line = torch.linspace(-radius, radius, points, dtype=torch.float64)
     grid = torch.cartesian_prod(*[line] * n).reshape(-1, n, 1)
-    best = max(float(top_pairs(attn, part, None, 0).value.max()) for part in grid.split(20_000))
+    best = max(float(pairs_at(attn, part, None, 0).value.max()) for part in grid.split(20_000))
     assert worst_case(attn, n, radius, steps=60).value >= best * (1 - 1e-6)
 
 

@@ -9,7 +9,7 @@ import torch
 import howsmooth as hs
 from howsmooth.maps import Attention, LayerNorm, RMSNorm, Rotary
 from howsmooth.theory.around import AroundAttention, Neighbourhood, around_attention
-from howsmooth.theory.around_deflate import Second, top_pairs
+from howsmooth.theory.around_deflate import Second, pairs_at
 from howsmooth.theory.around_jets import Centre, Jet, _past_linear, _softmax, moves
 from howsmooth.theory.around_linear import _top
 from howsmooth.theory.ball import ball_bounds
@@ -166,7 +166,7 @@ def test_pairs_bound_the_norm_at_the_centre():
     x = torch.randn(16, 24, generator=g).double()  # more than is decomposed outright
     operator = layer.linearize(x[None])[1]
     truth = torch.linalg.svdvals(operator.dense()[0])
-    pairs = top_pairs(operator, None, 4, 1e-6, 0)
+    pairs = pairs_at(operator, None, 4, 1e-6, 0)
     assert float(truth[0]) <= pairs.norm <= 1.001 * float(truth[0])
     assert float(truth[4]) <= pairs.others * (1 + 1e-9)
 

@@ -129,7 +129,7 @@ def test_decomposed(kind, numbers, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_through_products(kind, monkeypatch):
-    monkeypatch.setattr(module, "_DENSE", 0)
+    monkeypatch.setattr(module, "SMALL", 0)
     operator, truth = problem(kind, 1)
     found = block_norms(operator)
     assert found.confidence == 1 - 1e-6

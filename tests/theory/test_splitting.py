@@ -128,7 +128,7 @@ def test_certain_needs_intervals_apart():
 
 
 def test_wide_layers_go_through_products(monkeypatch):
-    monkeypatch.setattr("howsmooth.theory.blocks._DENSE", 0)
+    monkeypatch.setattr("howsmooth.theory.blocks.SMALL", 0)
     f, x = make("grouped", 0), gaussian(5, 3, seed=0)
     s = hs.splitting(f, x)
     assert s.split.confidence == pytest.approx(1 - 1e-6)

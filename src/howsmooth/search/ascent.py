@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.search.gradient import Pairs, steepest, top_pairs
+from howsmooth.search.gradient import pairs_at, steepest
 from howsmooth.search.sets import TokenSet
 from howsmooth.solve import Function
+from howsmooth.spectral import TopPairs
 
 _FIRST = 0.1  # first step, in units of the set's size for each token that moves
 _LONGER, _SHORTER = 1.6, 0.35  # what a step that gained, and one that did not, make of the longest step allowed
@@ -41,8 +42,8 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
     f: a map or a batched function.  space: the set.  starts: coordinates, projected first.  steps: measurements of each start.
     """
     z = space.project(starts)
-    pairs = top_pairs(f, space.tokens(z), None, seed)
-    began, value, reached = pairs.value.clone(), pairs.value.clone(), z.clone()
+    pairs = pairs_at(f, space.tokens(z), None, seed)
+    began, value, reached = pairs.value[0].clone(), pairs.value[0].clone(), z.clone()
     active = torch.arange(len(z), device=z.device)
     radius = torch.full_like(began, _FIRST * space.size * z.shape[1] ** 0.5)
     losses = torch.zeros_like(active)
@@ -57,8 +58,8 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
         length = _length(move).clamp_min(torch.finfo(z.dtype).tiny)
         scale = torch.where(learned, (radius / length).clamp_max(1.0), radius / length)
         trial = space.project(z + scale[:, None, None] * move)
-        ahead = top_pairs(f, space.tokens(trial), pairs.right[0], seed)
-        gained = ahead.value > pairs.value * (1 + 4 * torch.finfo(z.dtype).eps)
+        ahead = pairs_at(f, space.tokens(trial), pairs.right[0], seed)
+        gained = ahead.value[0] > pairs.value[0] * (1 + 4 * torch.finfo(z.dtype).eps)
         taken = scale * length
         radius = torch.where(gained, torch.maximum(radius, _LONGER * taken), _SHORTER * taken)
         radius = torch.where(radius < _LEAST * space.size, _AGAIN * space.size, radius)
@@ -71,10 +72,10 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
             z, slope = z.clone(), slope.clone()
             z[items], slope[items] = trial[items], new
         memory.inverse[:, losses >= _PATIENCE] = 0.0
-        value[active], reached[active] = pairs.value, z
+        value[active], reached[active] = pairs.value[0], z
         trace.append(float(value.max()))
         on = torch.nonzero(losses < _REST)[:, 0]
-        on = on[pairs.value[on].argsort(descending=True)[: _left(k, steps, len(began), keep)]]
+        on = on[pairs.value[0, on].argsort(descending=True)[: _left(k, steps, len(began), keep)]]
         if len(on) == 0:
             break
         if len(on) < len(active):
@@ -91,9 +92,9 @@ def _left(k: int, steps: int, starts: int, keep: int) -> int:
     return keep if 3 * (k + 1) >= 2 * steps else max(keep, round((starts * keep) ** 0.5))
 
 
-def _slope(f: Function, space: TokenSet, z: Tensor, pairs: Pairs) -> Float[Tensor, "batch n d"]:
+def _slope(f: Function, space: TokenSet, z: Tensor, pairs: TopPairs) -> Float[Tensor, "batch n d"]:
     """The gradient of `log L` in the set; zero where `L` is zero or has no derivative."""
-    g = steepest(f, space.tokens, z, pairs) / pairs.value[:, None, None]
+    g = steepest(f, space.tokens, z, pairs) / pairs.value[0, :, None, None]
     return space.tangent(z, torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0))
 
 

@@ -6,71 +6,31 @@ values are equal, `σ` is the largest of smooth functions and the steepest of th
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.errors import NoConvergenceError
-from howsmooth.maps import AutodiffJacobian, Map, Operator
-from howsmooth.maps.operator import Around
+from howsmooth.maps import AutodiffJacobian, Map
 from howsmooth.solve import Function
-from howsmooth.spectral import GolubKahan
+from howsmooth.spectral import TopPairs, small, top_pairs
 
-DENSE_SIZE = 256  # rows and columns up to which a batch of Jacobians is decomposed outright
 _CLUSTER = 3  # top pairs that a cluster is looked for among
 _NEAR = 1e-3  # singular values this close to the top belong to its cluster
 _TOL = 1e-3  # of the solver, where Jacobians are not decomposed
 
 
-class Pairs(NamedTuple):
-    """The top singular pairs of a batch of Jacobians, the largest first; `near` where one belongs to the top's cluster."""
-
-    value: Float[Tensor, " batch"]
-    left: Float[Tensor, "pairs batch *out"]
-    right: Float[Tensor, "pairs batch *in"]
-    near: Bool[Tensor, "pairs batch"]
-
-    def put(self, items: Tensor, other: "Pairs") -> "Pairs":
-        """These pairs, with those of `items` replaced."""
-        pairs = Pairs(*(t.clone() for t in self))
-        pairs.value[items] = other.value
-        for mine, theirs in zip(pairs[1:], other[1:], strict=True):
-            mine[:, items] = theirs
-        return pairs
-
-    def select(self, items: Tensor) -> "Pairs":
-        return Pairs(self.value[items], *(t[:, items] for t in self[1:]))
-
-
-@torch.no_grad()
-def top_pairs(f: Function, x: Float[Tensor, "batch n d"], guess: Float[Tensor, "batch n d"] | None, seed: int) -> Pairs:
-    """The top pairs at every input of a batch; `value` is attained by the first.
-
-    guess: directions to start the solver from where the Jacobian is too large to be decomposed.
-    """
-    operator = f.linearize(x)[1] if isinstance(f, Map) else AutodiffJacobian(f, x, batched=True)
-    if max(operator.in_size, operator.out_size) <= DENSE_SIZE:
-        matrices = operator.dense()
-        if not bool(matrices.isfinite().all()):
-            raise NoConvergenceError("expected a finite Jacobian, got NaN or infinity; search a smaller set")
-        u, sigma, vh = torch.linalg.svd(matrices, full_matrices=False)
-        left = u[..., :_CLUSTER].permute(2, 0, 1).unflatten(-1, operator.out_shape)
-        right = vh[:, :_CLUSTER].transpose(0, 1).unflatten(-1, operator.in_shape)
-        return Pairs(sigma[:, 0], left, right, (sigma[:, :_CLUSTER] >= (1 - _NEAR) * sigma[:, :1]).T)
-    solutions = GolubKahan().solve(operator if guess is None else _Warm(operator, guess), _TOL, None, [seed] * operator.batch)
-    right = torch.stack([s.direction for s in solutions]).to(x)
-    right = right / right.flatten(1).norm(dim=-1)[:, None, None]
-    image = operator.jvp(right[None])[0]
-    value = image.flatten(1).norm(dim=-1)
-    left = image / value.clamp_min(torch.finfo(value.dtype).tiny).reshape(-1, *[1] * (image.ndim - 1))
-    return Pairs(value, left[None], right[None], torch.ones(1, len(x), dtype=torch.bool, device=x.device))
+def pairs_at(f: Function, x: Float[Tensor, "batch n d"], start: Float[Tensor, "batch n d"] | None, seed: int) -> TopPairs:
+    """The top pairs at every input of a batch. start: directions that may be near the top ones, from a call before."""
+    with torch.no_grad():
+        operator = f.linearize(x)[1] if isinstance(f, Map) else AutodiffJacobian(f, x, batched=True)
+    count = _CLUSTER if small(operator) else 1
+    return top_pairs(operator, count, None if start is None else start[None], seeds=[seed] * operator.batch, tol=_TOL)
 
 
 def steepest(
-    f: Function, embed: Callable[[Tensor], Tensor], z: Float[Tensor, "batch n d"], pairs: Pairs
+    f: Function, embed: Callable[[Tensor], Tensor], z: Float[Tensor, "batch n d"], pairs: TopPairs
 ) -> Float[Tensor, "batch n d"]:
     """`∂_z ⟨u, J v⟩` of the pair in each cluster whose gradient is longest.
 
@@ -79,10 +39,11 @@ def steepest(
     and the length never falls.
     """
     whole = _gradient(f, embed, z, pairs.left[0], pairs.right[0])
-    items = torch.nonzero(pairs.near.sum(0) > 1)[:, 0]
+    near = pairs.value >= (1 - _NEAR) * pairs.value[0]
+    items = torch.nonzero(near.sum(0) > 1)[:, 0]
     if len(items) == 0:
         return whole
-    count, near = len(pairs.near), pairs.near[:, items]
+    count, near = len(near), near[:, items]
     parts = z.new_zeros(count, count, len(items), *z.shape[1:])
     for i in range(count):
         for j in range(i, count):
@@ -115,30 +76,3 @@ def _gradient(
             return torch.zeros_like(z)
         (g,) = torch.autograd.grad((pulled * right.detach()).sum(), z, materialize_grads=True)
     return g.detach()
-
-
-@final
-class _Warm(Around):
-    """An operator with a guess of its top direction."""
-
-    def __init__(self, operator: Operator, direction: Float[Tensor, "batch *in_shape"]):
-        super().__init__(operator)
-        self._direction = direction
-
-    def around(self, operator):
-        return _Warm(operator, self._direction)
-
-    def jvp(self, v):
-        return self.operator.jvp(v)
-
-    def vjp(self, u):
-        return self.operator.vjp(u)
-
-    def gram(self, v):
-        return self.operator.gram(v)
-
-    def guess(self, seeds):
-        return self._direction
-
-    def select(self, items):
-        return _Warm(self.operator.select(items), self._direction[items])

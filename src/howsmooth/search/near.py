@@ -9,11 +9,11 @@ from torch import Tensor
 
 from howsmooth.maps import Attention, Map
 from howsmooth.search.ascent import ascend
-from howsmooth.search.gradient import DENSE_SIZE, steepest, top_pairs
+from howsmooth.search.gradient import pairs_at, steepest
 from howsmooth.search.sets import Near
 from howsmooth.settings import whole
 from howsmooth.solve import Function, Options, solve
-from howsmooth.spectral import Estimate
+from howsmooth.spectral import SMALL, Estimate
 from howsmooth.theory.around import Neighbourhood
 
 _STARTS = 4  # the input, the boundary up its gradient, and random points of the boundary
@@ -33,7 +33,7 @@ def slope_at(f: Map, neighbourhood: Neighbourhood, tokens: tuple[int, ...] | Non
     """The gradient of the constant at the centre, for any size of the neighbourhood. Parameters: as for `find_near`."""
     function, area = _by_tokens(f.to(dtype=torch.float64), neighbourhood, tokens)
     x = area.point[None]
-    return torch.nan_to_num(steepest(function, Near(area).tokens, x, top_pairs(function, x, None, here.seed))[0])
+    return torch.nan_to_num(steepest(function, Near(area).tokens, x, pairs_at(function, x, None, here.seed))[0])
 
 
 def find_near(
@@ -50,7 +50,7 @@ def find_near(
     tokens: by which the Jacobian is taken.  steps: measurements of every start.  here: the constant at the centre.
     slope: of the constant there, as `slope_at` gives it, where it is known.
     """
-    small = neighbourhood.point.numel() <= DENSE_SIZE
+    small = neighbourhood.point.numel() <= SMALL
     default = _STEPS_SMALL if small else _STEPS
     fix = "leave it out for the default"
     steps = default if steps is None else whole(steps, "a whole number of steps, at least 0", fix)

@@ -13,11 +13,10 @@ from howsmooth.kernels.kinds import Softmax
 from howsmooth.maps import Attention, Map
 from howsmooth.search.ascent import Climb, ascend
 from howsmooth.search.families import check_layer, ranked
-from howsmooth.search.gradient import DENSE_SIZE
 from howsmooth.search.sets import BallAround, Ellipsoid, TokenSet, check_width
 from howsmooth.settings import seed_of, whole
 from howsmooth.solve import Function, Options, solve_batch
-from howsmooth.spectral import Estimate
+from howsmooth.spectral import SMALL, Estimate
 from howsmooth.theory import Bound, Bounds, ball_bounds
 from howsmooth.theory.ball import check_count
 from howsmooth.theory.splitting import in_double
@@ -81,7 +80,7 @@ def find_worst(
 ) -> WorstCase:
     """The worst sequence of `n` tokens found in a set; the search behind `howsmooth.worst_case`, which says what is what."""
     n, d = _shape(f, space, n)
-    small, medium = n * d <= DENSE_SIZE, n * d <= 16 * DENSE_SIZE
+    small, medium = n * d <= SMALL, n * d <= 16 * SMALL
     steps = _count((100 if small else 30) if steps is None else steps, "steps", 0)
     restarts = _count((32 if small else 8 if medium else 4) if restarts is None else restarts, "restarts", 1)
     if restarts * n * d > _MOST:

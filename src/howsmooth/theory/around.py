@@ -15,7 +15,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError, RefutedBoundError
 from howsmooth.maps import Attention
 from howsmooth.settings import Positions, choice, moving, number
-from howsmooth.theory.around_deflate import Curves, Effort, Pairs, curves, deflated, top_pairs
+from howsmooth.theory.around_deflate import Curves, Effort, Pairs, curves, deflated, pairs_at
 from howsmooth.theory.around_jets import ROUNDED, Centre, Parts, parts
 from howsmooth.theory.around_linear import linear_parts, matrix_norm
 from howsmooth.theory.ball import LARGEST, rows_over_ball
@@ -167,7 +167,7 @@ class AroundAttention:
 
     @cached_property
     def _pairs(self) -> Pairs:
-        return top_pairs(self._centre.operator, self.tokens, self._effort.pairs, self._delta / 2, self._seed)
+        return pairs_at(self._centre.operator, self.tokens, self._effort.pairs, self._delta / 2, self._seed)
 
     @cached_property
     def _curves(self) -> Curves:

@@ -12,18 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import NoConvergenceError
 from howsmooth.maps import AttentionJacobian
-from howsmooth.maps.operator import Operator, Restricted, Weighted, stream
-from howsmooth.spectral import DenseSVD, GolubKahan, Solver
+from howsmooth.maps.operator import Operator, Restricted
+from howsmooth.spectral import SMALL, DenseSVD, GolubKahan, norm_above, small, top_pairs
 from howsmooth.theory.around_jets import ROUNDED, Centre, Jet, Parts, moves
-from howsmooth.theory.bound import TINY, lengths, no_nan
+from howsmooth.theory.bound import lengths, no_nan
 
-_DENSE_SIZE = 256  # rows and columns up to which the Jacobian at the centre is decomposed
-_RITZ_STEPS = 24  # products with `JᵀJ` that the pairs are found with: better ones give smaller bounds, any are sound
-_REST_STEPS = 32  # at most, for the certificate of what the pairs leave
 _SECOND_STEPS = 6  # for each certificate of a second derivative: within a factor of two where spectra fall off
-_NARROW = 0.04  # of the certificate of what the pairs leave
 
 
 Product = Callable[[Tensor], Tensor]
@@ -38,7 +33,7 @@ class Effort(NamedTuple):
     @classmethod
     def of(cls, size: int) -> "Effort":
         """For inputs of so many entries."""
-        return cls(2, 2) if size <= _DENSE_SIZE else cls(6, 6)
+        return cls(2, 2) if size <= SMALL else cls(6, 6)
 
 
 class Pairs(NamedTuple):
@@ -73,84 +68,24 @@ def together(pairs: Pairs, core: Tensor, rows: Tensor, columns: Tensor, others: 
 
 
 @torch.no_grad()
-def top_pairs(operator: AttentionJacobian, tokens: tuple[int, ...] | None, count: int, delta: float, seed: int) -> Pairs:
-    """The top pairs at the centre: decomposed, or with a certificate of probability `1 − delta` for what they leave."""
+def pairs_at(operator: AttentionJacobian, tokens: tuple[int, ...] | None, count: int, delta: float, seed: int) -> Pairs:
+    """The top pairs at the centre, with a certificate of probability `1 − delta` for what they leave."""
     J: Operator = operator if tokens is None else Restricted(operator, tokens)
-    dense = max(J.in_size, J.out_size) <= _DENSE_SIZE
-    if dense:
-        matrix = J.dense()[0]
-        size = float(matrix.abs().max()) or 1.0
-        u, s, vt = torch.linalg.svd(matrix / size, full_matrices=False)
-        m = max(1, min(count, len(s) - 1))
-        right, left = vt[:m], u[:, :m].T
-        slack = 64 * torch.finfo(torch.float64).eps * max(matrix.shape) * float(s[0]) * size
-        others = float(s[m]) * size + slack if len(s) > m else slack
-    else:
-        right, others = _ritz(J, min(count, J.in_size - 1, J.out_size - 1), seed), 0.0
-        left = torch.linalg.qr(J.jvp(right.unflatten(-1, J.in_shape)[:, None]).flatten(1).T)[0].T
-    image = J.jvp(right.unflatten(-1, J.in_shape)[:, None]).flatten(1)
-    back = J.vjp(left.unflatten(-1, J.out_shape)[:, None]).flatten(1)
+    count = min(count, J.in_size - 1, J.out_size - 1)
+    found = top_pairs(J, count, seeds=[seed], delta=delta)
+    assert found.rest is not None
+    image, back = J.jvp(found.right).flatten(1), J.vjp(found.left).flatten(1)
+    right, left = found.right.flatten(1), found.left.flatten(1)
     core = left @ image.T
-    if not dense:
-        others = _norm_above(_Deflated(J, left, right), GolubKahan(max_steps=_REST_STEPS, delta=delta), _NARROW, seed)
     # what rounding makes of orthonormal vectors and of their products
     noise = (1e-13 + J.noise) * float(core.abs().max())
-    if dense and (known := J.rounding()) is not None:  # where heads cancel, that is more
-        noise = noise + known.error + known.fixed
-        others = others + min(J.in_size, J.out_size) ** 0.5 * known.error + known.fixed
+    if small(J) and (rounded := J.rounding()) is not None:  # where heads cancel, that is more
+        noise = noise + rounded.error + rounded.fixed
     beside = lengths(back - core @ right) + noise
     under = lengths(image - core.T @ left) + noise
-    core = core.abs() + noise
-    whole = right.unflatten(-1, J.in_shape)
-    whole = J.spread(whole) if isinstance(J, Restricted) else whole
-    return Pairs(left.unflatten(-1, J.out_shape), whole, core, beside, under, others)
-
-
-def _ritz(J: Operator, count: int, seed: int) -> Float[Tensor, "pairs N"]:
-    """Orthonormal vectors near the top right singular ones, float64: Lanczos on `JᵀJ` from a guess."""
-    q = torch.randn(J.in_size, generator=stream(seed, "pairs")).to(J.device, J.dtype)
-    guess = J.guess([seed])
-    if guess is not None:
-        q = q / q.norm() + guess[0].flatten().to(q) / guess.norm().clamp_min(1e-30)
-    basis = [q / q.norm()]
-    products = []
-    for _ in range(min(_RITZ_STEPS, J.in_size)):
-        products.append(J.gram(basis[-1].reshape(1, 1, *J.in_shape))[0].flatten())
-        known = torch.stack(basis)
-        w = products[-1]
-        for _ in range(2):
-            w = w - known.T @ (known @ w)
-        if not float(w.norm()) > 64 * torch.finfo(J.dtype).eps * float(products[-1].norm()):
-            break
-        basis.append(w / w.norm())
-    known, images = torch.stack(basis[: len(products)]).double(), torch.stack(products).double()
-    small = known @ images.T
-    _, vectors = torch.linalg.eigh((small + small.T) / 2)
-    return torch.linalg.qr((vectors[:, -count:].flip(1).T @ known).T)[0].T
-
-
-@final
-class _Deflated(Operator):
-    """`(I − UUᵀ) J (I − VVᵀ)`."""
-
-    def __init__(self, whole: Operator, left: Float[Tensor, "pairs M"], right: Float[Tensor, "pairs N"]):
-        self._whole, self._left, self._right = whole, left, right
-        self.batch, self.in_shape, self.out_shape = whole.batch, whole.in_shape, whole.out_shape
-        self.dtype, self.device = whole.dtype, whole.device
-
-    @property
-    def noise(self) -> float:
-        return self._whole.noise
-
-    def _without(self, t: Tensor, basis: Tensor) -> Tensor:
-        flat = t.flatten(2)
-        return (flat - (flat @ basis.T) @ basis).reshape(t.shape)
-
-    def jvp(self, v):
-        return self._without(self._whole.jvp(self._without(v, self._right)), self._left)
-
-    def vjp(self, u):
-        return self._without(self._whole.vjp(self._without(u, self._left)), self._right)
+    inputs = found.right[:, 0]
+    inputs = J.spread(inputs) if isinstance(J, Restricted) else inputs
+    return Pairs(found.left[:, 0], inputs, core.abs() + noise, beside, under, float(found.rest[0]))
 
 
 class Contracted(NamedTuple):
@@ -296,21 +231,7 @@ class Second:
 def _certified(forward: Product, back: Product, inward: tuple, outward: tuple, like: Tensor, delta: float, seed: int) -> float:
     operator = _Products(forward, back, tuple(inward), tuple(outward), like)
     solver = DenseSVD() if operator.in_size <= _SECOND_STEPS else GolubKahan(max_steps=_SECOND_STEPS, delta=delta)
-    return _norm_above(operator, solver, 0.2, seed)
-
-
-def _norm_above(operator: Operator, solver: Solver, narrow: float, seed: int) -> float:
-    """The upper end of a norm, of the operator divided by a size it attains, so that squares stay in range."""
-    v = torch.randn(operator.in_shape, generator=stream(seed, "size"), dtype=torch.float64).to(operator.device)
-    size = float(operator.jvp(v[None, None]).abs().max())
-    if not math.isfinite(size):
-        return math.inf
-    even = Weighted(operator, torch.full_like(v[..., :1], 1 / size if size > TINY else 1.0)[:1], torch.ones_like(v))
-    try:
-        upper = solver.solve(even, 1e-3, narrow, [seed])[0].upper
-    except NoConvergenceError:  # products past the range of float64
-        return math.inf
-    return upper * (size if size > TINY else 1.0) * (1 + ROUNDED)
+    return float(norm_above(operator, solver, 0.2, [seed])[0])
 
 
 @final

@@ -12,12 +12,11 @@ from howsmooth.errors import BadFunctionError
 from howsmooth.maps import Attention, AutodiffJacobian, Weighted
 from howsmooth.maps.graph import Graph, Node
 from howsmooth.maps.operator import Operator, Restricted
-from howsmooth.spectral import DenseSVD, GolubKahan
+from howsmooth.spectral import DenseSVD, GolubKahan, small
 from howsmooth.theory.around import AroundAttention
 from howsmooth.theory.softmax_only import check_softmax
 
 _UP = 1 + 1e-9
-_DENSE = 256  # rows and columns up to which a derivative is decomposed
 _PAIRS = 12  # nodes that are not linear up to which every two of them have a norm of their own
 _WIDTH = 0.1  # of the interval of norms that are multiplied by a change
 SAME_ROWS = {
@@ -191,7 +190,7 @@ class Certified:
         if u == 0 and self.tokens is not None:
             J = Restricted(J, self.tokens)
         repeated = math.sqrt(max(targets.count(k) for k in targets))
-        if max(J.in_size, J.out_size) <= _DENSE:
+        if small(J):
             return DenseSVD().solve(J, 1e-3, None, [self.seed])[0].upper * repeated * _UP
         self.used += 1
         solution = GolubKahan(delta=self.delta).solve(J, 0.02, width, [self.seed + self.used])[0]

@@ -20,13 +20,12 @@ from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
 from howsmooth.maps.atoms import AtomJacobian, CountedAttention
-from howsmooth.spectral import DenseSVD, GolubKahan
+from howsmooth.spectral import SMALL, DenseSVD, GolubKahan
 from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan, spectral_norm
 from howsmooth.theory.heads import lost, query_slopes
 from howsmooth.theory.perron import inverse_rows
 
 _FEATURES = 2**23  # products of values and keys kept at once
-_DENSE = 256  # widths up to which every block is decomposed
 _NUMBERS = {"cpu": 2**21, "cuda": 2**26}  # entries of blocks worked on at once: what a cache holds, what keeps a GPU busy
 _BASIS = 64  # vectors kept for a block that goes through products
 _WIDTH, _DELTA = 0.02, 1e-6  # where blocks are too wide to decompose: the interval asked for, and how likely one is missed
@@ -56,7 +55,7 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
     sizes = block_sizes(operator)
     batch, n = sizes.bound.shape
     d, d_out = operator.in_shape[-1], operator.out_shape[-1]
-    dense = min(d, d_out) <= _DENSE
+    dense = min(d, d_out) <= SMALL
     value, lower, upper = torch.zeros_like(sizes.bound), torch.zeros_like(sizes.bound), sizes.bound.clone()
     step = max(1, _NUMBERS.get(operator.device.type, _NUMBERS["cpu"]) // (batch * (d * d_out if dense else _BASIS * d)))
     used = False
@@ -86,7 +85,7 @@ def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
 def block_direction(operator: Operator, token: int) -> tuple[Float[Tensor, " d"], float]:
     """The unit direction that `S_token` stretches most, and by how much, for an operator of one input."""
     block = splitting_blocks(operator, slice(token, token + 1))
-    solver = DenseSVD() if min(block.in_size, block.out_size) <= _DENSE else GolubKahan()
+    solver = DenseSVD() if min(block.in_size, block.out_size) <= SMALL else GolubKahan()
     v = solver.solve(block, 1e-6, None, [0])[0].direction.reshape(1, 1, *block.in_shape).to(block.dtype)
     v = v / v.norm()
     return v.flatten(), float(block.jvp(v).norm())

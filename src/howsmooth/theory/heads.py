@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
+from howsmooth.spectral.ritz import krylov
 from howsmooth.theory.bound import ROUNDINGS, TINY, largest_entry, lengths, no_less, no_nan, product_blur, slack, spectral_norm
 from howsmooth.theory.constants import by_heads, plane_factors
 from howsmooth.theory.perron import inverse_rows
@@ -96,7 +97,7 @@ def _shared_root(terms: list[tuple[Float[Tensor, "heads d r"], PerHead]], dtype:
 def largest_eigenvalue(m: Float[Tensor, "d d"], noise: float, step: float = 0.01) -> float:
     """The largest eigenvalue of a positive semi-definite `m` from above: `s − m` has a Cholesky factor (Lemma 4.6).
 
-    noise: error of `m`, as a share of its trace.  step: by how much Lanczos's value is raised first.
+    noise: error of `m`, as a share of its trace.  step: by how much the Ritz value is raised first.
     """
     if not bool(m.isfinite().all()):
         return math.inf
@@ -111,7 +112,7 @@ def largest_eigenvalue(m: Float[Tensor, "d d"], noise: float, step: float = 0.01
 
 
 def _ritz_value(m: Float[Tensor, "d d"], steps: int = 16) -> float:
-    """The largest eigenvalue of a positive semi-definite `m` of trace 1 from below, by Lanczos's method; at least its diagonal.
+    """The largest eigenvalue of a positive semi-definite `m` of trace 1 from below, by Rayleigh–Ritz; at least its diagonal.
 
     The start `m(z ± e_k)`, `z` any vector and `m_kk` the largest diagonal entry, is no vector of the kernel: with the sign of
     `⟨m z, m e_k⟩` its length is at least `|m e_k| ≥ m_kk`. `z` has the row sums of `|m|`, with random signs.
@@ -121,18 +122,8 @@ def _ritz_value(m: Float[Tensor, "d d"], steps: int = 16) -> float:
     image = m @ (signs * m.abs().sum(0))
     image = image * (column.norm() / image.norm().clamp_min(torch.finfo(m.dtype).tiny))  # neither drowns the other
     start = image + torch.copysign(torch.ones_like(image[0]), image @ column) * column
-    basis, images = [start / start.norm()], []
-    for _ in range(min(steps, len(m))):
-        images.append(m @ basis[-1])
-        known = torch.stack(basis)
-        rest = images[-1] - known.mT @ (known @ images[-1])
-        rest = rest - known.mT @ (known @ rest)
-        size = rest.norm()
-        if not bool(size > 1e-10 * images[-1].norm()):
-            break
-        basis.append(rest / size)
-    small = torch.stack(basis[: len(images)]) @ torch.stack(images).mT
-    return max(float(m.diagonal().max()), float(torch.linalg.eigvalsh((small + small.mT) / 2)[-1]))
+    found = krylov(lambda block: block @ m, start[None, None], steps)
+    return max(float(m.diagonal().max()), float(found.values[0, 0]))
 
 
 class Lost(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 from howsmooth.kernels import AttentionKernel, linearize
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.models.intercept import Answered
-from howsmooth.training.blocks import Turned, basis, ritz
+from howsmooth.spectral.step import Turned, block_step
 
 Made = list[list[Tensor | None]]  # what a backward pass through a piece makes, by layer: for tokens, then for earlier calls
 
@@ -86,9 +86,11 @@ class Bundle:
     def step(self, pulled: Sequence[Tensor], starts: Sequence[Tensor] | None = None) -> Turned:
         """A step of power iteration in all layers, (layers · rows, times, N). starts: `v` to go on from instead of `pulled`."""
         times = 1 if self.alone else self.times  # heads have a direction each
-        v, products = basis(self._rows(pulled, times))
-        images = self.forth(v.flatten(0, 1).chunk(len(self.layers)) if starts is None else starts)
-        return ritz(products, self._rows(images, times))
+
+        def forward(v: Tensor) -> Tensor:
+            return self._rows(self.forth(v.flatten(0, 1).chunk(len(self.layers)) if starts is None else starts), times)
+
+        return block_step(self._rows(pulled, times), forward)
 
     def _rows(self, each: Sequence[Tensor], times: int) -> Tensor:
         """(layers · rows, times, N)."""

@@ -22,13 +22,13 @@ from howsmooth.maps.operator import stream
 from howsmooth.models import MapName, Model
 from howsmooth.models.trace import evaluating
 from howsmooth.settings import choice, flag, number, whole
+from howsmooth.spectral.ritz import converged, krylov
 from howsmooth.training.aside import FORWARD_MODE, aside, bare
 from howsmooth.training.passes import FAST, Passes
 from howsmooth.training.probe import Inputs
 from howsmooth.training.turns import How
 
 _BASIS = 12  # vectors between restarts
-_RESTARTS = 40
 _FIRST = 8  # steps of a penalty where directions are drawn
 _SETTLED = {torch.float64: 1e-9, torch.float32: 1e-4}  # |JᵀJ v − σ² v|/σ² at which a direction is the top one
 
@@ -88,11 +88,8 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
         g, xs, lead = _by_items(f, x, flag(batched, "batched"))
         at = xs.detach()
         v = None if state is None else state.v
-        if v is None or v.shape != xs.shape:
-            v = _settled(g, at)
-        else:
-            assert state is not None
-            v = _lanczos(g, at, v.to(at), state.products)[0]
+        known = None if v is None or v.shape != xs.shape else v.to(at)
+        v = _turned(g, at, known, _BASIS if state is None else state.products)
         if state is not None:
             state.v = v
         with torch.no_grad():
@@ -163,36 +160,22 @@ def _sizes(t: Tensor) -> Tensor:
     return torch.where(size > 0, size, 1.0)
 
 
-def _lanczos(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor, products: int) -> tuple[Tensor, float]:
-    """The best direction that so many products with `M = JᵀJ` find from `v`, and how far from one of `M`'s own it is.
+def _turned(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor | None, products: int) -> Tensor:
+    """The best directions that so many products with `JᵀJ` find from `v`, after one more of them, which costs nothing.
 
-    Rayleigh–Ritz on the Krylov space of `v`; the Ritz vector is multiplied by `M` once more, which costs nothing.
+    From random starts it goes on until they have converged; where the top is shared by several, one of them is found.
     """
-    basis, images = v.new_zeros(len(v), 0, v[0].numel()), v.new_zeros(len(v), 0, v[0].numel())
-    for _ in range(products):
-        basis = torch.cat([basis, (v / _sizes(v)).flatten(1)[:, None]], 1)
-        images = torch.cat([images, _gram(g, xs, basis[:, -1].reshape(xs.shape)).flatten(1)[:, None]], 1)
-        v = images[:, -1]
-        for _ in range(2):
-            v = v - ((v[:, None] @ basis.mT) @ basis)[:, 0]
-        v = v.reshape(xs.shape)
-    small = basis @ images.mT
-    theta, vectors = torch.linalg.eigh((small + small.mT) / 2)
-    weights, top = vectors[:, None, :, -1], theta[:, -1]
-    ritz, image = (weights @ basis)[:, 0], (weights @ images)[:, 0]
-    rest = (image - top[:, None] * ritz).norm(dim=-1) / torch.where(top > 0, top, 1.0)
-    image = torch.where((top > 0)[:, None], image, ritz).reshape(xs.shape)
-    return image / _sizes(image), float(rest.max())
 
+    def gram(block: Tensor) -> Tensor:
+        return _gram(g, xs, block.reshape(xs.shape)).flatten(1)[:, None]
 
-def _settled(g: Callable[[Tensor], Tensor], xs: Tensor) -> Tensor:
-    """Top directions from random starts; where the top is shared by several, one of them."""
-    v = torch.stack([torch.randn(xs.shape[1:], generator=stream(i, "smoothness")) for i in range(len(xs))]).to(xs)
-    for _ in range(_RESTARTS):
-        v, rest = _lanczos(g, xs, v, min(_BASIS, xs[0].numel()))
-        if rest <= _SETTLED.get(xs.dtype, 1e-4):
-            break
-    return v
+    if v is not None:
+        found = krylov(gram, v.flatten(1)[:, None], products)
+    else:
+        v = torch.stack([torch.randn(xs.shape[1:], generator=stream(i, "smoothness")) for i in range(len(xs))]).to(xs)
+        found = converged(gram, v.flatten(1)[:, None], _BASIS, _SETTLED.get(xs.dtype, 1e-4))
+    ahead = found.ahead(1).reshape(xs.shape)
+    return ahead / _sizes(ahead)
 
 
 @final

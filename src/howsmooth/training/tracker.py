@@ -15,8 +15,8 @@ from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.models import MapName, Model
 from howsmooth.models.measurement import Measurement
 from howsmooth.settings import flag, number, whole
+from howsmooth.spectral.ritz import orthonormal
 from howsmooth.training.aside import aside, bare, first_bad
-from howsmooth.training.blocks import orthonormal
 from howsmooth.training.looks import squares
 from howsmooth.training.passes import Passes
 from howsmooth.training.probe import Inputs, captured
@@ -369,7 +369,7 @@ class _State:
                 random = torch.Generator().manual_seed(k)
                 old = torch.randn(len(tops) * self.times, tops.shape[-1], generator=random).to(tops)
             both = torch.cat([tops, old.reshape(len(tops), self.times, -1)[:, : self.times - 1]], 1)
-            self.directions[k, None] = orthonormal(both).flatten(0, 1)
+            self.directions[k, None] = orthonormal(both.double()).to(tops).flatten(0, 1)
 
 
 def _largest(numbers: Iterable[float]) -> float:
