@@ -49,27 +49,33 @@ class Recording:
 class Recordings:
     """The recorded runs of one model, by the shapes, dtypes, masks and other arguments of its inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MOST) -> None:
         self._known: OrderedDict[Any, Recording] = OrderedDict()
+        self._most = most
 
     def at(self, owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Recording, Run]:
         """The recording that fits an input, and its run there, which gives what the model itself gives."""
+        for anew in (False, True):
+            found, tensors = self.find(owner, args, kwargs, anew=anew)
+            run, ours = found.run(tensors)
+            if agrees(found.program.own(tensors), ours):
+                return found, run
+        raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
+
+    def find(
+        self, owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, anew: bool = False
+    ) -> tuple[Recording, tuple[Tensor, ...]]:
+        """The recording that fits an input, which is still to be compared with the model there, and the input's tensors.
+
+        anew: record again.
+        """
         key, tensors = _key(owner, args, kwargs)
-        known = self._known.get(key)
-        if known is not None:
-            run, ours = known.run(tensors)
-            if agrees(known.program.own(tensors), ours):
-                self._known.move_to_end(key)
-                return known, run
-        new = recorded(owner, args, kwargs)
-        self._known[key] = new
+        if anew or key not in self._known:
+            self._known[key] = recorded(owner, args, kwargs)
         self._known.move_to_end(key)
-        while len(self._known) > _MOST:
+        while len(self._known) > self._most:
             self._known.popitem(last=False)
-        run, ours = new.run(tensors)
-        if not agrees(new.program.own(tensors), ours):
-            raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
-        return new, run
+        return self._known[key], tensors
 
 
 def recorded(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:

@@ -16,9 +16,9 @@ from howsmooth.models import Capture, Model
 from howsmooth.models.reading import Stage, head_entries, written_along
 from howsmooth.settings import choice, number
 from howsmooth.solve import Options, solve
-from howsmooth.training.aside import aside, bare
+from howsmooth.training.paths import chosen
 from howsmooth.training.probe import Inputs, captured, rows_of
-from howsmooth.training.route import chosen
+from howsmooth.training.untouched import untouched as aside, whole_model as bare
 
 Quantity = Literal["constant", "logit"]
 _PARTS = ("qk", "vo", "qkvo")

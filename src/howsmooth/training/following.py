@@ -1,0 +1,216 @@
+"""Replays of a model that turn carried directions of all of its layers towards the top ones."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.kernels.products import float32_products
+from howsmooth.models import MapName, Model
+from howsmooth.models.recorded import Recordings
+from howsmooth.models.room import free
+from howsmooth.program.confirm import agrees
+from howsmooth.program.replay import Run
+from howsmooth.program.segments import SegmentMap
+from howsmooth.solve import Options, solve
+from howsmooth.spectral import Estimate
+from howsmooth.spectral.ritz import Block
+from howsmooth.training.jacobians import LayerJacobians, drawn, kinds_of, power_steps
+from howsmooth.training.looks import look
+from howsmooth.training.paths import Linearized, Paths, Values, recorded_paths
+from howsmooth.training.probe import Inputs, Probe
+
+_WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
+_COARSE = 2.0**-9  # error of a layer's products on a GPU: four times the rounding of operands with eleven bits
+_GRAPHS, _MOST_GRAPHS = 2**28, 2**31  # bytes of layers that wait to be measured together
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What one replay found of one layer.
+
+    x: the tokens that enter.  value: by row of the probe, or by head of every row, `max |J w|` over unit `w` in the span of the
+    last `v`, less what rounding may have added.  directions: the next `u`.  looks: of its attention calls, as `look` gives
+    them.
+    """
+
+    x: Tensor
+    value: Tensor
+    directions: Block
+    looks: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class _Copies:
+    """A recorded run with copies of every row, each for a direction of its own. alone: each for one head alone."""
+
+    paths: Paths
+    copies: int = 1
+    items: int = 1
+    times: int = 1
+    alone: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.items * self.times
+
+
+@final
+class Following:
+    """A model at a probe, replayed again and again as its weights change.
+
+    times: how many directions are carried for every row; one for the whole batch where the model does not keep its rows apart
+    along the first axis.
+    """
+
+    def __init__(self, model: Model, batch: Inputs, layers: str | Sequence[int], map: MapName):
+        self.model, self._map, self._chosen = model, map, layers
+        self.probe, self._recordings = Probe.of(model, batch), Recordings()
+        self.record()
+
+    def record(self, *, anew: bool = False) -> None:
+        """Record the model, the first time or anew."""
+        self.paths = paths = self._recorded(self.probe, anew)
+        self.layers, self.count, rows = list(paths.ends), len(paths.recording.layers.found), self.probe.rows
+        times = max(1, min(_WIDTH, paths.least // rows))
+        many = self._repeated(times, anew)
+        self._plain = _Copies(paths) if many is None else _Copies(many, times, rows, times)
+        self.items, self.times = self._plain.items, self._plain.times
+        self.tells_heads = many is not None and all(paths.heads.values())
+        self._heads: _Copies | None = None
+
+    @property
+    def _by_head(self) -> _Copies:
+        if self._heads is None:
+            most = max(self.paths.heads.values())
+            paths = self._recorded(self.probe.repeated(most))
+            self._heads = _Copies(paths, most, self.probe.rows * most, alone=True)
+        return self._heads
+
+    def _recorded(self, probe: Probe, anew: bool = False) -> Paths:
+        return recorded_paths(self.model, self._recordings, probe, self._chosen, self._map, anew=anew)
+
+    def _repeated(self, times: int, anew: bool) -> Paths | None:
+        """The recorded run with copies of every row; nothing where rows are not apart along the first axis."""
+        try:
+            many = self._recorded(self.probe.repeated(times), anew) if self.paths.by_row else None
+        except HowSmoothError:
+            return None
+        if many is None or not many.by_row or many.ends.keys() != self.paths.ends.keys():
+            return None
+        copies = _Copies(many, times, self.probe.rows, times)
+        for part in self._parts(copies, self._hidden()):
+            jacobians = LayerJacobians([found.graph for found in part.values()], copies.rows, 1, None)
+            if not jacobians.apart():
+                return None
+        return many
+
+    def _hidden(self) -> Values:
+        """What enters the layers at the weights of the moment."""
+        with torch.no_grad():
+            return self.paths.replayed(self.paths.weights())
+
+    def run(
+        self, directions: Mapping[int, Block], *, rounds: int = 1, first: int = 1, least: float = 0.0, looks: bool = False
+    ) -> dict[int, Observed]:
+        """One replay: what it finds of each layer. What cannot be measured, since something is not finite there, is left out.
+
+        directions: by layer, the `u`, (items, times, N); drawn where there is none.  rounds: steps of power iteration at most;
+        first: the same where directions are drawn.  least: the gain of a step behind which there is no further one.
+        """
+        return self._run(self._plain, directions, rounds, first, least, looks)
+
+    def run_heads(self, directions: Mapping[int, Block]) -> dict[int, Observed]:
+        """The same for every head alone, with one direction; values by row and head."""
+        return self._run(self._by_head, directions, 1, 1, 0.0, False)
+
+    def confirmed(self) -> bool:
+        """Whether the model itself gives what its replay gives; nothing is said against one that is not finite."""
+        program = self.paths.recording.program
+        with torch.no_grad():
+            values = self.paths.replayed(self.paths.weights(), program.outputs)
+        own = program.own(self.paths.tensors)
+        return not all(bool(t.isfinite().all()) for t in own) or agrees(own, [values[n] for n in program.outputs])
+
+    def certified(self, layer: int, head: int | None, options: Options) -> tuple[list[Estimate], Tensor]:
+        """The constants of a layer at every row, and what their directions go to, (items, N)."""
+        run = Run(self.paths.recording.program, self.paths.tensors, None, self._hidden())
+        ends, items = self.paths.ends[layer], self._plain.items
+        whole = SegmentMap(run, ends, self.paths.place(layer), head, work=self.model.dtype)
+        estimates, tops = [], torch.zeros(())
+        for row in range(items):
+            chosen = self.paths.tokens(ends.enter, row if items > 1 else None)
+            one = whole if chosen is None else replace(whole, real=chosen)
+            solved = solve(one, one.start, options)
+            estimates.append(solved.estimate)
+            tops = tops + self.paths.spread(solved.image, ends.leave, chosen, items)
+        return estimates, tops
+
+    # one replay
+
+    def _run(
+        self, run: _Copies, directions: Mapping[int, Block], rounds: int, first: int, least: float, looks: bool
+    ) -> dict[int, Observed]:
+        found: dict[int, Observed] = {}
+        hidden, real = self._hidden(), self.probe.real
+        for part in self._parts(run, hidden):
+            for layers in kinds_of({k: layer.graph for k, layer in part.items()}, run.rows):
+                kind = {k: part[k] for k in layers}
+                with torch.enable_grad(), float32_products(coarse=True):
+                    turned = _turned(kind, run, directions, rounds, first, least)
+                for (k, layer), (value, u) in zip(kind.items(), turned, strict=True):
+                    seen = [look(kernel, real) for kernel in layer.kernels if looks and self.paths.calls(k)]
+                    found[k] = Observed(hidden[self.paths.ends[k].enter[0]], value, u, seen)
+        return found
+
+    def _parts(self, run: _Copies, hidden: Values) -> Iterator[dict[int, Linearized]]:
+        """The graphs of layers, so many at once as there is room for; without those whose logits are not finite."""
+        pairs = {k: list(zip(run.paths.ends[k].enter, self.paths.ends[k].enter, strict=True)) for k in self.layers}
+        entered = {b: hidden[a] for own in pairs.values() for b, a in own}
+        if run.copies > 1:
+            entered = {n: t.repeat_interleave(run.copies, 0) for n, t in entered.items()}
+        work = self.model.dtype
+        with torch.no_grad():
+            frozen = run.paths.frozen(entered, self.paths.weights(), work)
+        part: dict[int, Linearized] = {}
+        room = self._room
+        for k, own in pairs.items():
+            try:
+                with torch.enable_grad(), float32_products(coarse=True):
+                    enter = [entered[n] for n, _ in own]
+                    part[k] = run.paths.linearized(k, enter, frozen, work, run.copies, alone=run.alone)
+            except BadInputError:
+                continue
+            room -= part[k].size
+            if room < 0:
+                yield part
+                part, room = {}, self._room
+        if part:
+            yield part
+
+    @property
+    def _room(self) -> int:
+        """Bytes of layers that wait to be measured together; a GPU prefers much at once."""
+        device = self.model.device
+        return max(_GRAPHS, min(_MOST_GRAPHS, free(device) // 16)) if device.type == "cuda" else _GRAPHS
+
+
+def _turned(
+    layers: Mapping[int, Linearized], run: _Copies, directions: Mapping[int, Block], rounds: int, first: int, least: float
+) -> list[tuple[Tensor, Block]]:
+    """Values and next directions of layers of one size."""
+    graphs = [layer.graph for layer in layers.values()]
+    jacobians = LayerJacobians(graphs, run.rows, run.times, run.paths.probe.real)
+    like = graphs[0].leave[0]
+    shape = (run.items, run.times, graphs[0].sizes(run.rows)[1])
+    carried = {k: u for k in layers if (u := directions.get(k)) is not None and u.shape == shape}
+    u = torch.cat([carried[k].to(like) if k in carried else drawn(k, shape, like) for k in layers])
+    turned, _ = power_steps(jacobians, u, rounds if len(carried) == len(layers) else max(rounds, first), least)
+    noise = max((kernel.noise for layer in layers.values() for kernel in layer.kernels), default=0.0)
+    noise += _COARSE if like.is_cuda and like.dtype == torch.float32 else 0.0
+    values = max(0.0, 1 - noise) * turned.value.cpu()  # what rounding may have added is taken off
+    return list(zip(values.chunk(len(layers)), turned.directions.chunk(len(layers)), strict=True))

@@ -1,0 +1,249 @@
+"""Where the maps of a model's layers lie in its recorded run, and their graphs at the weights of the moment."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.kernels import AttentionKernel, attend, attention_and_kernel, plain_attention
+from howsmooth.kernels.kinds import Softmax
+from howsmooth.models import MapName, Model
+from howsmooth.models.library import reason
+from howsmooth.models.recorded import Recording, Recordings
+from howsmooth.program import Ends, ends_of
+from howsmooth.program.attention import Call, answering, attention
+from howsmooth.program.nodes import shape
+from howsmooth.program.replay import Run, Way
+from howsmooth.settings import items, whole
+from howsmooth.training.jacobians import LayerGraph
+from howsmooth.training.probe import Probe
+
+FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
+Values = Mapping[Node, Tensor]
+Weights = Mapping[str, Tensor]
+
+
+class Linearized(NamedTuple):
+    """A layer's graph, and the kernels of its attention calls."""
+
+    graph: LayerGraph
+    kernels: list[AttentionKernel]
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it keeps."""
+        tensors = [t for side in self.graph for t in side] + [t for kernel in self.kernels for t in (*kernel.inputs, kernel.output)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Paths:
+    """A recorded run at a probe, and the ends of the maps that are looked at, by layer."""
+
+    recording: Recording
+    tensors: tuple[Tensor, ...]
+    probe: Probe
+    ends: Mapping[int, Ends]
+
+    @functools.cached_property
+    def ways(self) -> dict[int, Way]:
+        """The nodes between the ends of each map."""
+        return {k: Way.of(e.flow, e.enter, e.leave, e.through) for k, e in self.ends.items()}
+
+    @functools.cached_property
+    def enter(self) -> tuple[Node, ...]:
+        """What enters some map."""
+        return tuple(dict.fromkeys(n for ends in self.ends.values() for n in ends.enter))
+
+    @functools.cached_property
+    def beside(self) -> set[Node]:
+        """What is read on the ways and does not move."""
+        return {n for way in self.ways.values() for n in way.beside}
+
+    @functools.cached_property
+    def heads(self) -> dict[int, int]:
+        """How many heads the only attention call of each map has; 0 where there are several calls, or none on the kernels."""
+        found = {}
+        for k, way in self.ways.items():
+            queries = [n.args[0] for n in way.nodes if n.target is attention]
+            size = shape(queries[0]) or () if len(queries) == 1 and isinstance(queries[0], Node) else ()
+            found[k] = size[-3] if len(size) > 3 and size[0] == self.probe.rows else 0
+        return found
+
+    @functools.cached_property
+    def _calls(self) -> dict[int, bool]:
+        kinds = {k: {n.kwargs.get("kind", "softmax") for n in w.nodes if n.target is attention} for k, w in self.ways.items()}
+        return {k: own == {"softmax"} for k, own in kinds.items()}
+
+    def calls(self, layer: int) -> bool:
+        """Whether attention of a map is softmax on the kernels, where it can be looked at."""
+        return self._calls[layer]
+
+    @functools.cached_property
+    def by_row(self) -> bool:
+        """Whether all that enters and leaves has the rows of the probe along its first axis."""
+        sizes = [shape(n) or () for e in self.ends.values() for n in (*e.enter, *e.leave)]
+        return all(len(size) > 1 and size[0] == self.probe.rows for size in sizes)
+
+    def place(self, layer: int) -> str:
+        """The module of a map, as it is called in the model."""
+        way, program = self.ways[layer], self.recording.program
+        scopes = [s for s in program.scopes if s.holds(*way.nodes[:1], *self.ends[layer].leave)]
+        return min(scopes, key=len).path if scopes else self.recording.layers.found[layer].path
+
+    @property
+    def least(self) -> int:
+        """How many numbers the smallest of what enters and leaves has."""
+        sides = [side for e in self.ends.values() for side in (e.enter, e.leave)]
+        return min(sum(math.prod(shape(n) or ()) for n in side) for side in sides)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of the moment, without gradients."""
+        return {name: t.detach() for name, t in self.recording.program.weights_now().items()}
+
+    def tokens(self, nodes: Sequence[Node], row: int | None) -> Tensor | None:
+        """The places of real tokens in what some nodes hold, one below the other; nothing where that is all of them.
+
+        row: of the probe, all of them otherwise.
+        """
+        real, found, start = self.probe.real, [], 0
+        for n in nodes:
+            axes = (shape(n) or ())[:-1]
+            grid = torch.arange(math.prod(axes)).reshape(axes) + start
+            start += grid.numel()
+            if real is not None and grid.ndim == 2 and axes in (real.shape, real.mT.shape):
+                kept = (real if axes == real.shape else real.mT).cpu()
+            else:
+                kept = torch.ones(axes, dtype=torch.bool)
+            if row is not None:
+                kept = kept & (torch.arange(axes[0]) == row).reshape(-1, *[1] * (len(axes) - 1))
+            found.append(grid[kept])
+        places = torch.cat(found)
+        return None if len(places) == start else places
+
+    def spread(self, image: Tensor, nodes: Sequence[Node], places: Tensor | None, items: int) -> Tensor:
+        """Rows of what some nodes hold, at some places or at all, as one row for each item."""
+        sizes = [math.prod(shape(n) or ()) // image.shape[-1] for n in nodes]
+        whole_ = image if places is None else image.new_zeros(sum(sizes), image.shape[-1]).index_copy_(0, places.to(image.device), image)
+        return torch.cat([t.reshape(items, -1) for t in whole_.split(sizes)], 1)
+
+    def block(self, layer: int) -> str:
+        """The path of a layer's block."""
+        return self.recording.layers.found[layer].path
+
+    # values
+
+    def replayed(self, weights: Weights, outputs: Sequence[Node] = (), kept: Values | None = None) -> dict[Node, Tensor]:
+        """What enters the maps, and some nodes beside, in the model's own precision."""
+        run = Run(self.recording.program, self.tensors, None, kept or {}, weights)
+        with answering(_answer, derives=True):
+            return run.values((*self.enter, *outputs))
+
+    def frozen(self, hidden: Values, weights: Weights, work: torch.dtype) -> dict[Node, Tensor]:
+        """What is read on the ways and does not move. hidden: what enters the maps."""
+        run = Run(self.recording.program, self.tensors, work, hidden, weights)
+        with answering(_answer, derives=True):
+            return run.values(self.beside)
+
+    def graph(self, layer: int, enter: Sequence[Tensor], frozen: Values, work: torch.dtype) -> LayerGraph:
+        """A layer's map, attention with second derivatives. enter: what enters, of which a graph begins."""
+        points = [_begun(t.to(work)) for t in enter]
+        with answering(_answer, derives=True), sdpa_kernel(SDPBackend.MATH):
+            return LayerGraph(points, self.ways[layer].follow(frozen, points, work))
+
+    def linearized(
+        self, layer: int, enter: Sequence[Tensor], frozen: Values, work: torch.dtype, copies: int, *, alone: bool = False
+    ) -> Linearized:
+        """A layer's map where it is, attention on the kernels. copies: of every row.  alone: each is for one head alone."""
+        kernels: list[AttentionKernel] = []
+
+        def answer(call: Call) -> Tensor:
+            own = copies if len(call.q) == self.probe.rows else 1
+            out, kernel = attention_and_kernel(call.q, call.k, call.v, call.scores, "strict", own)
+            kernels.append(kernel)
+            if not alone:
+                return out
+            one = torch.eye(copies, device=out.device, dtype=out.dtype)[:, : out.shape[1]]
+            return out * one.repeat(len(out) // copies, 1)[:, :, None, None]
+
+        points = [_begun(t.to(work)) for t in enter]
+        with answering(answer), sdpa_kernel(SDPBackend.MATH):
+            leave = self.ways[layer].follow(frozen, points, work)
+        return Linearized(LayerGraph(points, leave), kernels)
+
+
+def recorded_paths(
+    model: Model, recordings: Recordings, probe: Probe, layers: str | Sequence[int], map: MapName, *, anew: bool = False
+) -> Paths:
+    """The maps of layers in a model's recorded run. layers: `"all"` that have the map, or which.  anew: record again."""
+    name = type(model.module).__name__
+    try:
+        recording, tensors = recordings.find(model.module, probe.args, probe.kwargs, anew=anew)
+        count = len(recording.layers.found)
+    except HowSmoothError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError) as error:
+        raise BadInputError(
+            f"expected inputs that {name} runs on, got {type(error).__name__} from it ({reason(error)[:160]}); check their "
+            "shapes and kinds"
+        ) from error
+    if not count:
+        raise BadInputError(f"expected a model with self-attention, got {name} without; follow another one")
+    every = isinstance(layers, str) and layers == "all"
+    ends: dict[int, Ends] = {}
+    refusal: HowSmoothError | None = None
+    for k in chosen(layers, count):
+        try:
+            ends[k] = ends_of(recording.layers, k, map)
+        except BadInputError as error:
+            if not every:
+                raise
+            refusal = refusal or error
+    if not ends and refusal is not None:
+        raise refusal
+    return Paths(recording, tensors, probe, ends)
+
+
+def chosen(layers: str | Sequence[int], count: int) -> list[int]:
+    """Layers by number, in order, of a model that has so many."""
+    fix = "count from 0"
+    if isinstance(layers, str) and layers == "all":
+        return list(range(count))
+    given = items(layers, '"all" or a list of layers', fix)
+    expected = f"layers from 0 to {count - 1}"
+    found = sorted({whole(k, expected, fix, below=count) for k in given})
+    if not found:
+        raise BadInputError(f"expected {expected}, got an empty list; {fix}")
+    return found
+
+
+def _begun(x: Tensor) -> Tensor:
+    """What a graph begins at: apart from the run that it comes from, whose gradients still reach back."""
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+
+
+def _answer(call: Call) -> Tensor:
+    """Attention with first and second derivatives, NaN where logits are not finite."""
+    scores, mask = call.scores, call.scores.mask
+    extra = [mask.bias, scores.kind.sink if isinstance(scores.kind, Softmax) else None]
+    if mask.ends is not None or any(t is not None and t.requires_grad for t in extra):
+        return plain_attention(call.q, call.k, call.v, scores)
+    plain = scores.softmax and scores.softcap is None and mask.window is None and mask.keys is None and mask.bias is None
+    if plain and not torch.is_grad_enabled():
+        grouped = call.q.shape[1] != call.k.shape[1]
+        how = {"is_causal": mask.causal, "scale": scores.scale, "enable_gqa": grouped}
+        return torch.nn.functional.scaled_dot_product_attention(call.q, call.k, call.v, **how)
+    try:
+        return attend(call.q, call.k, call.v, scores)
+    except BadInputError:
+        if torch.is_grad_enabled():
+            raise
+        return torch.full_like(call.q[..., :1], torch.nan).expand(*call.q.shape[:-1], call.v.shape[-1])
