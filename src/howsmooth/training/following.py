@@ -68,7 +68,7 @@ class Following:
     """
 
     def __init__(self, model: Model, batch: Inputs, layers: str | Sequence[int], map: MapName):
-        self.model, self._map, self._chosen = model, map, layers
+        self.model, self._chosen, self._map = model, layers, map
         self.probe, self._recordings = Probe.of(model, batch), Recordings()
         self.record()
 
@@ -80,6 +80,7 @@ class Following:
         many = self._repeated(times, anew)
         self._plain = _Copies(paths) if many is None else _Copies(many, times, rows, times)
         self.items, self.times = self._plain.items, self._plain.times
+        self.calls = {k: self._plain.paths.calls(k) for k in self.layers}  # whether attention can be looked at
         self.tells_heads = many is not None and all(paths.heads.values())
         self._heads: _Copies | None = None
 
@@ -163,7 +164,7 @@ class Following:
                 with torch.enable_grad(), float32_products(coarse=True):
                     turned = _turned(kind, run, directions, rounds, first, least)
                 for (k, layer), (value, u) in zip(kind.items(), turned, strict=True):
-                    seen = [look(kernel, real) for kernel in layer.kernels if looks and self.paths.calls(k)]
+                    seen = [look(kernel, real) for kernel in layer.kernels if looks and self.calls[k]]
                     found[k] = Observed(hidden[self.paths.ends[k].enter[0]], value, u, seen)
         return found
 

@@ -78,14 +78,10 @@ class Paths:
             found[k] = size[-3] if len(size) > 3 and size[0] == self.probe.rows else 0
         return found
 
-    @functools.cached_property
-    def _calls(self) -> dict[int, bool]:
-        kinds = {k: {n.kwargs.get("kind", "softmax") for n in w.nodes if n.target is attention} for k, w in self.ways.items()}
-        return {k: own == {"softmax"} for k, own in kinds.items()}
-
     def calls(self, layer: int) -> bool:
         """Whether attention of a map is softmax on the kernels, where it can be looked at."""
-        return self._calls[layer]
+        kinds = [str(n.kwargs.get("kind", "softmax")) for n in self.ways[layer].nodes if n.target is attention]
+        return bool(kinds) and set(kinds) == {"softmax"}
 
     @functools.cached_property
     def by_row(self) -> bool:
@@ -116,7 +112,7 @@ class Paths:
         """
         real, found, start = self.probe.real, [], 0
         for n in nodes:
-            axes = (shape(n) or ())[:-1]
+            axes = tuple((shape(n) or ())[:-1])
             grid = torch.arange(math.prod(axes)).reshape(axes) + start
             start += grid.numel()
             if real is not None and grid.ndim == 2 and axes in (real.shape, real.mT.shape):
@@ -124,7 +120,7 @@ class Paths:
             else:
                 kept = torch.ones(axes, dtype=torch.bool)
             if row is not None:
-                kept = kept & (torch.arange(axes[0]) == row).reshape(-1, *[1] * (len(axes) - 1))
+                kept = kept & (torch.arange(len(grid)) == row).reshape(-1, *[1] * (grid.ndim - 1))
             found.append(grid[kept])
         places = torch.cat(found)
         return None if len(places) == start else places

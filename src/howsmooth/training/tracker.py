@@ -253,12 +253,13 @@ class Tracker:
 
     def _missing(self, layer: int) -> dict[str, float]:
         """What is logged of a layer that could not be measured."""
-        paths = self._now.following.paths
-        return dict.fromkeys(self._names(layer, paths.heads[layer] if paths.calls(layer) else 0), math.nan)
+        following = self._now.following
+        heads = following.paths.heads[layer] if following.calls[layer] else 0
+        return dict.fromkeys(self._names(layer, heads), math.nan)
 
     def _names(self, layer: int, heads: int) -> list[str]:
         """What is logged of a layer beside its constant. heads: how many, nothing where attention cannot be seen."""
-        what = ("entropy", "sink", "max_logit") if self._now.following.paths.calls(layer) else ()
+        what = ("entropy", "sink", "max_logit") if self._now.following.calls[layer] else ()
         return [self.key(layer, w) for w in ("radius", *what)] + [self.key(layer, "max_logit", h) for h in range(heads)]
 
     def _beside(self, there: Observed) -> list[Tensor]:
