@@ -5,8 +5,8 @@ from howsmooth.models.cut import Cut
 from howsmooth.models.loading import device_of, load
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model import Model
+from howsmooth.models.model_input import FallbackWarning
 from howsmooth.models.patching import patch, use_sdpa
-from howsmooth.models.sample import FallbackWarning
 from howsmooth.models.span import MAPS, MapName
 from howsmooth.models.tokens import Text, Window
 

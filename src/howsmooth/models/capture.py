@@ -12,14 +12,13 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import AttentionKernel
 from howsmooth.maps import Attention, AttentionJacobian
-from howsmooth.models.closed import ClosedForms, as_attention
-from howsmooth.models.cut import Cut, CutJacobian
+from howsmooth.models.closed import ClosedForms, closed_form
 from howsmooth.models.measurement import Measurement, Measurements, shares
-from howsmooth.models.sample import Sample
-from howsmooth.models.span import MapName, Span
+from howsmooth.models.model_input import ModelInput, Which
+from howsmooth.models.span import MapName
 from howsmooth.models.tokens import Window
-from howsmooth.models.trace import Trace
 from howsmooth.models.watched import watched
+from howsmooth.program.segments import SegmentJacobian, SegmentMap
 from howsmooth.settings import Positions, flag, items, moving, number
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate
@@ -36,6 +35,9 @@ class How(TypedDict, total=False):
     heads: bool
     factor: float
     tokens: Positions | None
+    to: int | str | None
+    stream: int | None
+    call: int | None
     closed: bool | None
     within: float | None
     per: str
@@ -48,14 +50,14 @@ class How(TypedDict, total=False):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Capture:
-    """A model at one input, or at several windows: for every attention layer what enters it and how it was called.
+    """A model at one input, or at several windows: its recorded run there.
 
     `measure` gives the constants of maps of layers; nothing is run again but those layers' blocks. `attention` gives a layer
     as `howsmooth.Attention`, `map` any map as it is, `tokens` what enters it. `capture[i]` is the capture of one window.
     """
 
     model: str
-    samples: tuple[Sample, ...]
+    samples: tuple[ModelInput, ...]
     forms: ClosedForms
     notes: tuple[str, ...] = ()
 
@@ -69,21 +71,16 @@ class Capture:
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
-        lengths = sorted({len(s.trace.layers[0].x) for s in self.samples})
+        lengths = sorted({len(s.segment(0).start) if s.layers.found[0].groups else len(s.window) for s in self.samples})
         span = " to ".join(map(str, dict.fromkeys((lengths[0], lengths[-1]))))
         return f"Capture({self.model}, {self.num_layers} layers, {len(self)} × {span} tokens)"
 
     @property
-    def sample(self) -> Sample:
+    def sample(self) -> ModelInput:
         """The only input."""
         if len(self.samples) != 1:
             raise BadInputError(f"expected a capture of one input, got {len(self)} windows; take one of them, as in capture[0]")
         return self.samples[0]
-
-    @property
-    def trace(self) -> Trace:
-        """The forward pass of the only input."""
-        return self.sample.trace
 
     @property
     def window(self) -> Window:
@@ -92,38 +89,47 @@ class Capture:
 
     @property
     def num_layers(self) -> int:
-        return len(self.samples[0].trace.layers)
+        return len(self.samples[0].layers.found)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The attention modules, in order."""
-        return tuple(layer.name for layer in self.samples[0].trace.layers)
+        """The attention modules, in order; where a layer has none, its block."""
+        layers = self.samples[0].layers
+        return tuple(layers.module_of(layer) or layer.path for layer in layers.found)
 
     def heads(self, layer: int) -> int:
         """How many heads a layer has; 0 where they cannot be told apart."""
-        self.samples[0].check(layer, "attention", None)
-        return self.samples[0].trace.layers[layer].heads
+        self.samples[0].check(layer, Which())
+        return self.samples[0].segment(layer).heads
 
     def tokens(self, layer: int, map: MapName = "attention") -> Tensor:
         """What enters a map of the only input, (n, d), padding left out."""
-        self.sample.check(layer, map, None)
-        tokens, real = Span.of(map, self.trace, self.trace.layers[layer]).tokens, self.sample.real
-        return (tokens if real is None else tokens[real]).to(self.trace.output.device)
+        self.sample.check(layer, Which(map))
+        return self.sample.segment(layer, Which(map)).start
 
-    def map(self, layer: int, map: MapName = "attention", head: int | None = None) -> Cut:
+    def map(
+        self,
+        layer: int,
+        map: MapName = "attention",
+        head: int | None = None,
+        *,
+        to: int | str | None = None,
+        stream: int | None = None,
+        call: int | None = None,
+    ) -> SegmentMap:
         """A map of a layer at the only input, to be called or measured like any other map."""
-        return self.sample.map(layer, map, head)
+        return self.sample.map(layer, Which(map, head, to, stream, call))
 
     def attention(self, layer: int) -> Attention:
         """A layer as `howsmooth.Attention` in float64, for bounds and searches; refused where it is not of that form.
 
         Its mask is that of the only input; `tokens(layer)` are the tokens that enter it there.
         """
-        return as_attention(self.map(layer))
+        return closed_form(self.sample, layer)
 
     def closed(self, layer: int) -> Attention | None:
         """The same in the precision of the measurement, read off once for all captures of a model; nothing where refused."""
-        self.sample.check(layer, "attention", None)
+        self.sample.check(layer, Which())
         return self.forms.of(self.sample, layer)
 
     @overload
@@ -139,6 +145,9 @@ class Capture:
         heads: bool = False,
         factor: float = 1.0,
         tokens: Positions | None = None,
+        to: int | str | None = None,
+        stream: int | None = None,
+        call: int | None = None,
         closed: bool | None = None,
         within: float | None = None,
         per: str = "token",
@@ -153,6 +162,10 @@ class Capture:
         factor: what the tokens that enter are multiplied by.
         tokens: the positions that may move, as `Measurement.tokens` counts them, or a mask that is true there; the others are
         held fixed, all outputs count.
+        to: from what enters the layer's block to what leaves a later one, by its number; "final" for the last block, before the
+        final norm; "logits" for what the model returns.
+        stream: of several streams that attention joins, one of them; all as one input by default.
+        call: of a block that attends several times, another attention than the first.
         closed: measure a layer's closed form, read off once and kept, where it has one, short windows in lock step; by default
         where there are several windows.
         within, per, steps: the largest constant over all inputs this close, as in `howsmooth.lipschitz`; in float64, for maps
@@ -171,12 +184,12 @@ class Capture:
         if not layers:
             raise BadInputError(f"expected {expected}, got an empty list; {fix}")
         closed = (len(self) > 1 and within is None) if closed is None else flag(closed, "closed")
+        which = Which(map if to is None else "block", head, to, stream, call)
         for k in layers:
             for sample in self.samples:
-                sample.check(k, map, head)
+                sample.check(k, which)
         asked = _Asked(
-            map=map,
-            head=None if head is None else int(head),
+            which=replace(which, head=None if head is None else int(head)),
             heads=flag(heads, "heads"),
             factor=number(factor, "a positive factor below 1e6", "1 leaves the tokens as they are", above=0.0, below=1e6),
             options=options,
@@ -191,100 +204,101 @@ class Capture:
         measured: list[Measurement] = []
         for k in (int(k) for k in layers):
             if tokens is not None:
-                for window in self:  # a mask fits one length alone, positions are the same at all
-                    free = moving(tokens, len(window.tokens(k, map)))
+                for sample in self.samples:  # a mask fits one length alone, positions are the same at all
+                    free = moving(tokens, len(sample.segment(k, asked.which).start))
                     asked = replace(asked, options=replace(options, tokens=free))
             if within is not None:
                 measured += [self._near(sample, k, asked) for sample in self.samples]
-            elif closed and map == "attention":
+            elif closed and asked.which in (Which(), Which(head=asked.which.head)):
                 measured += self._closed_layer(k, asked)
             else:
-                measured += [self._of_cut(sample, k, asked) for sample in self.samples]
+                measured += [self._of_segment(sample, k, asked) for sample in self.samples]
         return measured[0] if one else Measurements(measured)
 
     def _closed_layer(self, layer: int, asked: "_Asked") -> list[Measurement]:
         """A layer at every window, in closed form where it has one."""
         measured: list[Measurement] = []
-        for length, run in groupby(self.samples, lambda s: len(s.trace.layers[layer].x)):
+        for length, run in groupby(self.samples, lambda s: len(s.segment(layer).start)):
             together = list(run)
             size = max(1, LOCK_STEP // length)
             for first in range(0, len(together), size):
                 some = together[first : first + size]
                 attn = self.forms.of(some[0], layer)
                 if attn is None or any(self.forms.of(s, layer) is not attn for s in some[1:]):
-                    measured += [self._of_cut(s, layer, asked) for s in some]
+                    measured += [self._of_segment(s, layer, asked) for s in some]
                 else:
                     measured += self._of_closed(some, layer, attn, asked)
         return measured
 
-    def _of_cut(self, sample: Sample, layer: int, asked: "_Asked") -> Measurement:
-        """Through the model's graph, the attention calls in it on the kernels."""
-        cut, solved = sample.solve(layer, asked.map, asked.head, asked.factor, asked.options)
-        kernels = solved.operator.kernels if isinstance(solved.operator, CutJacobian) else []
-        notes = solved.operator.notes if isinstance(solved.operator, CutJacobian) else ()
+    def _of_segment(self, sample: ModelInput, layer: int, asked: "_Asked") -> Measurement:
+        """Through the model's recorded run, the attention calls in it on the kernels."""
+        segment, solved = sample.solve(layer, asked.which, asked.factor, asked.options)
+        operator = solved.operator
+        kernels = operator.kernels if isinstance(operator, SegmentJacobian) else []
+        output = operator.output if isinstance(operator, SegmentJacobian) else None
         alone: tuple[Estimate, ...] = ()
-        if asked.heads and cut.kernels:
-            count = cut.attends.heads
-            x = asked.factor * cut.start
-            alone = tuple(solve(replace(cut, head=h), x, asked.options).estimate for h in range(count))
-        output = solved.operator.output if isinstance(solved.operator, CutJacobian) else None
-        measured = self._measurement(sample, layer, asked, cut, solved.estimate, solved.image, output, kernels, alone)
-        return replace(measured, notes=measured.notes + notes)
+        if asked.heads and sample.on_kernels(segment):
+            x = asked.factor * segment.start
+            alone = tuple(solve(replace(segment, head=h), x, asked.options).estimate for h in range(segment.heads))
+        return self._measurement(sample, layer, asked, segment, solved.estimate, solved.image, output, kernels, alone)
 
-    def _near(self, sample: Sample, layer: int, asked: "_Asked") -> Measurement:
+    def _near(self, sample: ModelInput, layer: int, asked: "_Asked") -> Measurement:
         """The largest constant near the input, of a map made of known pieces."""
         assert asked.within is not None
-        cut = sample.map(layer, asked.map, asked.head)
-        x = asked.factor * cut.start.double()
+        which = asked.which
+        segment = sample.map(layer, which)
+        x = asked.factor * segment.start.double()
         area = Neighbourhood.of(x, asked.within, asked.per, asked.options.tokens)
-        f = watched(sample, layer, asked.map, asked.head, asked.within)
+        name: Any = which.map
+        f = watched(sample.old, layer, name, which.head, asked.within)
         estimate = solve_near(f, area, asked.options.tokens, asked.steps, asked.options)
         point = x if estimate.point is None else estimate.point
         image = f.linearize(point[None])[1].jvp(estimate.direction.double()[None, None])[0, 0]
         with torch.no_grad():
-            ran = cut.run(x.to(cut.work))
-        measured = self._measurement(sample, layer, asked, cut, estimate, image, ran.output, ran.kernels, ())
+            ran = segment.replayed(x.to(segment.work))
+        measured = self._measurement(sample, layer, asked, segment, estimate, image, ran.output, ran.kernels, ())
         return replace(measured, within=asked.within, per=asked.per)
 
-    def _of_closed(self, samples: list[Sample], layer: int, attn: Attention, asked: "_Asked") -> list[Measurement]:
+    def _of_closed(self, samples: list[ModelInput], layer: int, attn: Attention, asked: "_Asked") -> list[Measurement]:
         """In closed form, several windows in lock step."""
-        x = asked.factor * torch.stack([s.trace.layers[layer].x.to(s.trace.output.device) for s in samples])
-        estimates, operator, images = solve_batch(attn if asked.head is None else attn.head(asked.head), x, asked.options)
+        x = asked.factor * torch.stack([s.segment(layer).start for s in samples])
+        estimates, operator, images = solve_batch(
+            attn if asked.which.head is None else attn.head(asked.which.head), x, asked.options
+        )
         assert isinstance(operator, AttentionJacobian)
         count = attn.heads if asked.heads else 0
         alone = [solve_batch(attn.head(h), x, asked.options).estimates for h in range(count)]
         measured, outputs = [], operator.layer.finish(operator.kernel.output)
         for i, (sample, estimate) in enumerate(zip(samples, estimates, strict=True)):
-            cut = sample.cut(layer, "attention")
-            assert cut is not None
+            segment = sample.segment(layer, asked.which)
             kernel = operator.kernel if len(samples) == 1 else operator.kernel.select(torch.tensor([i], device=x.device))
             heads = tuple(head[i] for head in alone)
-            measured.append(self._measurement(sample, layer, asked, cut, estimate, images[i], outputs[i], [kernel], heads))
+            measured.append(self._measurement(sample, layer, asked, segment, estimate, images[i], outputs[i], [kernel], heads))
         return measured
 
     def _measurement(
         self,
-        sample: Sample,
+        sample: ModelInput,
         layer: int,
         asked: "_Asked",
-        cut: Cut,
+        segment: SegmentMap,
         estimate: Estimate,
         image: Tensor,
         output: Tensor | None,
         kernels: Sequence[AttentionKernel],
         heads: tuple[Estimate, ...],
     ) -> Measurement:
-        lengths = (asked.factor * cut.start.double()).norm(dim=-1)
-        n = len(lengths)
-        own = len(sample.words) == n and asked.map != "context"  # a context has tokens of its own
+        lengths = (asked.factor * segment.start.double()).norm(dim=-1)
+        n, which = len(lengths), asked.which
+        own = len(sample.words) == n and which.map != "context"  # a context has tokens of its own
         words = sample.words if own else tuple(map(str, range(n)))
         ranges = [kernel.logit_range() for kernel in kernels]
         return Measurement(
             model=self.model,
             layer=layer,
-            module=cut.span.place,
-            map=asked.map,
-            head=asked.head,
+            module=segment.place,
+            map=which.map,
+            head=which.head,
             n=n,
             estimate=estimate,
             radius_rms=float(lengths.square().mean().sqrt()),
@@ -294,13 +308,14 @@ class Capture:
             input_share=shares(estimate.direction),
             output_share=shares(image),
             received=None
-            if asked.map == "cross"
+            if which.map == "cross"
             else _received(kernels, len(sample.window) if own else n, sample.real if own else None),
             # a head alone has no output that all ways to it agree on: the bias belongs to all of them
-            output_norm=None if output is None or asked.head is not None else float(output.double().norm()),
+            output_norm=None if output is None or which.head is not None else float(output.double().norm()),
             moving=asked.options.tokens,
-            cut=cut.kernels,
-            notes=self.notes,
+            cut=bool(kernels) and sample.on_kernels(segment),
+            notes=self.notes + sample.notes(layer, which, segment),
+            to=which.to,
             heads=heads,
         )
 
@@ -309,8 +324,7 @@ class Capture:
 class _Asked:
     """What is measured of a layer: the arguments of `Capture.measure`."""
 
-    map: MapName
-    head: int | None
+    which: Which
     heads: bool
     factor: float
     options: Options

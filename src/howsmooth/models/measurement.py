@@ -25,6 +25,7 @@ class Measurement:
     input_share, output_share: how much of the worst direction and of its image falls on each token; each sums to one.
     received: how much of all attention each token gets, averaged over heads and queries.
     output_norm: Frobenius norm of all tokens that leave, nothing for a head alone.
+    to: where the map ends, if behind its layer: a later layer, "final" or "logits".
     moving: positions that may move, nothing where all may.  within, per: over which neighbourhood of the input the constant is
     the largest one, nothing at the input itself.
     heads: one estimate per head, if asked for.  notes: what was widened, and that experts stay as chosen.
@@ -51,6 +52,7 @@ class Measurement:
     per: str | None = None
     notes: tuple[str, ...] = ()
     heads: tuple[Estimate, ...] = ()
+    to: int | str | None = None
 
     @property
     def value(self) -> float:

@@ -15,8 +15,9 @@ from howsmooth.models.capture import Capture
 from howsmooth.models.closed import ClosedForms
 from howsmooth.models.library import reason, tokenizer_of
 from howsmooth.models.measurement import Measurement, Measurements
+from howsmooth.models.model_input import ModelInput
+from howsmooth.models.recorded import Recordings
 from howsmooth.models.room import device_of, fits, offloaded
-from howsmooth.models.sample import Sample
 from howsmooth.models.span import MapName
 from howsmooth.models.tokens import Text, Window, of_ids
 from howsmooth.settings import Positions, items, shown, whole, words
@@ -41,6 +42,7 @@ class Model:
     tokenizer_source: Any = None  # the tokenizer, or where to load it from
     notes: tuple[str, ...] = ()
     forms: ClosedForms = field(default_factory=ClosedForms)
+    recordings: Recordings = field(default_factory=Recordings)
     where: torch.device | None = None  # the device of the measurement, where weights stay elsewhere
 
     @classmethod
@@ -170,6 +172,9 @@ class Model:
         head: int | None = None,
         heads: bool = False,
         tokens: Positions | None = None,
+        to: int | str | None = None,
+        stream: int | None = None,
+        call: int | None = None,
         within: float | None = None,
         per: str = "token",
         steps: int | None = None,
@@ -181,8 +186,11 @@ class Model:
         """The local Lipschitz constants of a map at one input: of one layer, of several, or of all where none is named.
 
         map: `attention` (what enters the attention sub-layer → output projection), `heads` (before that projection),
-        `normed` (the block's own norm first), `block` (the whole layer), `cross` and `context` (the block's cross-attention, in
-        its queries' tokens or in its context), `model` (first block → last hidden state).
+        `normed` (the block's own norm first), `block` (the whole layer), `update` (the block without its residual path),
+        `cross` and `context` (the block's cross-attention, in its queries' tokens or in its context), `model` (first block →
+        last hidden state, behind the final norm).
+        to: from what enters the layer's block to what leaves block `to`, `"final"` for the last one, `"logits"` for the head.
+        stream: one of several streams that attention joins.  call: which attention of a block that attends several times.
         head: one head alone.  heads: one estimate per head beside the whole.
         tokens: the positions that may move, or a mask that is true there; all by default.
         within, per, steps: the largest constant over all inputs this close to what enters, as in `howsmooth.lipschitz`.
@@ -190,7 +198,7 @@ class Model:
         input: text, ids, inputs, or the model's own arguments by name, as for `capture`.
         """
         captured = self.capture(**input)
-        near: dict[str, Any] = {"within": within, "per": per, "steps": steps}
+        near: dict[str, Any] = {"within": within, "per": per, "steps": steps, "to": to, "stream": stream, "call": call}
         return captured.measure(layer, map, head=head, heads=heads, tokens=tokens, tol=tol, certify=certify, seed=seed, **near)
 
     def _window(self, ids: Ids | str, mask: Sequence[bool] | Tensor | None = None) -> Window:
@@ -211,7 +219,7 @@ class Model:
         except BadInputError:
             return None
 
-    def _of_window(self, window: Window) -> Sample:
+    def _of_window(self, window: Window) -> ModelInput:
         self._check_ids(window.ids, window.mask)
         ids = torch.tensor([window.ids], device=self.device)
         accepted = inspect.signature(self.module.forward).parameters
@@ -228,7 +236,7 @@ class Model:
             raise BadInputError(f"expected a model that takes a padding mask, got {type(self.module).__name__}; leave mask out")
         return self._sample((), kwargs, window)
 
-    def _of_inputs(self, inputs: Inputs) -> list[Sample]:
+    def _of_inputs(self, inputs: Inputs) -> list[ModelInput]:
         """The module's own arguments, one sample for every row of `input_ids`."""
         if isinstance(inputs, Mapping):
             args, kwargs = (), dict(inputs)
@@ -269,12 +277,12 @@ class Model:
                 "check the name"
             )
 
-    def _sample(self, args: tuple[Any, ...], kwargs: dict[str, Any], window: Window) -> Sample:
+    def _sample(self, args: tuple[Any, ...], kwargs: dict[str, Any], window: Window) -> ModelInput:
         if "use_cache" in inspect.signature(self.module.forward).parameters:
             kwargs["use_cache"] = False
-        sample = Sample(self.name, self.module, args, kwargs, window, self.dtype)
+        sample = ModelInput(self.name, self.module, args, kwargs, window, self.dtype, self.recordings)
         try:
-            _ = sample.trace
+            _ = sample.layers
         except IndexError:
             raise BadInputError(
                 f"expected ids within the vocabulary and no more tokens than {self.name} has positions, got {len(window)}; "

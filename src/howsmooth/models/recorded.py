@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_flatten
 from howsmooth.errors import BadFunctionError, HowSmoothError
 from howsmooth.models.intercept import IMPLEMENTATION, recording, register
 from howsmooth.program import Layers, Program, record
-from howsmooth.program.attention import attention
 from howsmooth.program.confirm import agrees
-from howsmooth.program.flow import Flow
 from howsmooth.program.replay import Run
+from howsmooth.program.written_out import moving_terms, rewrite
 
 _MOST = 8  # recordings kept of a model, the latest ones
 
@@ -91,9 +90,10 @@ def recorded(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             if code is None:
                 raise
             continue
-        layers = Layers(program)
-        if code is None or not _moving_terms(layers.flow):
-            return Recording(program, layers)
+        flow = Layers(program).flow
+        if code is None or not moving_terms(program, flow):
+            whole = rewrite(program, flow)
+            return Recording(whole, Layers(whole))
     assert refusal is not None
     raise refusal
 
@@ -104,12 +104,6 @@ def _codes(owner: nn.Module) -> tuple[str | None, ...]:
         return (None,)
     register()
     return (IMPLEMENTATION, None)
-
-
-def _moving_terms(flow: Flow) -> bool:
-    """Whether something that depends on the tokens is added to the logits of attention, which the kernels do not follow."""
-    calls = [n for n in flow.nodes if n.target is attention and flow.live(n)]
-    return any(flow.live(m) for n in calls for m in n.all_input_nodes if m not in n.args[:3])
 
 
 def _key(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:

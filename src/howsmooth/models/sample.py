@@ -18,6 +18,7 @@ from howsmooth.maps.operator import drawn, stream
 from howsmooth.models.by_hand import ByHand
 from howsmooth.models.cut import Cut, CutJacobian
 from howsmooth.models.intercept import IMPLEMENTATION, WRITTEN_OUT, UncuttableError, implementation, register
+from howsmooth.models.model_input import FallbackWarning
 from howsmooth.models.room import check_room, enough
 from howsmooth.models.rows import OwnRows, sample_rows
 from howsmooth.models.span import MAPS, MapName, Span
@@ -47,10 +48,6 @@ def _beside(x: Tensor, step: float) -> Tensor:
     if not step:
         return x
     return x + step * x.square().mean().sqrt() * drawn(tuple(x.shape), stream(0, "beside", x.device), x.dtype)
-
-
-class FallbackWarning(UserWarning):
-    """A layer whose attention is not cut out: its constant is right, its products go through the model's own code."""
 
 
 @final

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from howsmooth.errors import BadInputError
 from howsmooth.models.trace import Invocation, Layer, Trace
 
-MapName = Literal["attention", "heads", "normed", "block", "cross", "context", "model"]
+MapName = Literal["attention", "heads", "normed", "block", "update", "cross", "context", "model"]
 MAPS: tuple[MapName, ...] = get_args(MapName)
 
 

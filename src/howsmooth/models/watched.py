@@ -13,7 +13,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
 from howsmooth.maps.graph import Graph, GraphMap
 from howsmooth.maps.recording import Placeholder, Recorder, record
-from howsmooth.models.closed import as_attention
+from howsmooth.models.closed_old import as_attention
 from howsmooth.models.cut import Cut
 from howsmooth.models.intercept import Call
 from howsmooth.models.sample import Sample

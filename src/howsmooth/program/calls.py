@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from howsmooth.program.attention import attention
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import is_float, name, shape
 from howsmooth.program.operations import LOGITS, MATRIX, PRODUCT, WEIGHTS
 
-WHOLE = ("attention", "scaled_dot_product_attention")
+WHOLE = "scaled_dot_product_attention"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +48,13 @@ class AttentionCall:
         )
 
 
+def is_whole(n: Node) -> bool:
+    """Whether a node is attention that the recorded code calls as one operation, be its operands live or frozen."""
+    return n.op == "call_function" and (name(n) == WHOLE or (n.target is attention and not n.meta.get("written_out")))
+
+
 def whole_call(n: Node) -> AttentionCall:
-    """A call of attention that is one node."""
+    """Attention that is one node."""
     q, k, v = n.args[:3]
     assert isinstance(q, Node)
     assert isinstance(k, Node)
@@ -62,7 +68,7 @@ def find_calls(flow: Flow) -> list[AttentionCall]:
     for n in flow.nodes:
         if n.op != "call_function" or not flow.live(n):
             continue
-        if name(n) in WHOLE:
+        if is_whole(n) or (n.target is attention and all(flow.live(m) for m in whole_call(n).operands)):
             found[n] = whole_call(n)
         elif name(n) in WEIGHTS:
             for call in _written_out(flow, n):

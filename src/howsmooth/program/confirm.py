@@ -50,8 +50,8 @@ def confirm(program: Program) -> None:
     What the recording cannot know shows there: numbers that are read off (numpy, `item`), caches, state, choices.
     """
     generator = torch.Generator().manual_seed(0)
-    beside = tuple(_beside(t, generator) for t in program.tensors)
-    for where, tensors in (("at its input", program.tensors), ("beside its input", beside)):
+    near = tuple(beside(t, generator) for t in program.tensors)
+    for where, tensors in (("at its input", program.tensors), ("beside its input", near)):
         ours, own = replayed(program, tensors), program.own(tensors)
         if not agrees(own, ours):
             raise BadFunctionError(
@@ -69,10 +69,11 @@ def replayed(program: Program, tensors: tuple[Tensor, ...]) -> list[Tensor]:
 
 def agrees(own: Sequence[Tensor], ours: Sequence[Tensor]) -> bool:
     """Whether a replay gives what the module itself gives, to the rounding of another order of its products."""
-    return len(own) == len(ours) and all(map(_same, own, ours))
+    return len(own) == len(ours) and all(map(same, own, ours))
 
 
-def _same(own: Tensor, ours: Tensor) -> bool:
+def same(own: Tensor, ours: Tensor) -> bool:
+    """Whether two tensors agree to rounding in their precision, NaN and infinity in the same places."""
     if own.shape != ours.shape or own.dtype != ours.dtype:
         return False
     if not own.is_floating_point() and not own.is_complex():
@@ -82,7 +83,7 @@ def _same(own: Tensor, ours: Tensor) -> bool:
     return torch.allclose(own, ours, rtol=0.0, atol=_SAME.get(own.dtype, _COARSE) * max(size, 1e-300), equal_nan=True)
 
 
-def _beside(t: Tensor, generator: torch.Generator) -> Tensor:
+def beside(t: Tensor, generator: torch.Generator) -> Tensor:
     """Another tensor of the same kind: features are moved, ids exchanged among their places."""
     if t.dtype is torch.bool or t.numel() < 2:
         return t

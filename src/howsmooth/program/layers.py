@@ -104,6 +104,13 @@ class Layers:
             )
         return ends
 
+    def module_of(self, layer: Layer, call: int = 0) -> str:
+        """The path of the module that makes one attention of a block; empty where it is none of the block's."""
+        if not call < len(layer.groups):
+            return ""
+        scope = self.attention.scope_of(layer.groups[call])
+        return "" if scope is None else scope.path
+
     # which nodes are a block
 
     def _around(self, first: int, last: int) -> tuple[Node, Node] | None:

@@ -124,7 +124,7 @@ class AttentionSites:
         ends = [n for n in flow.outputs if own & flow.bit(n)] or [
             n for n in flow.unpack(flow.down(*outs)) if not any(flow.live(u) for u in n.users)
         ]
-        scope, stream, projected = self._scope(group), flow.up(*group.enter), False
+        scope, stream, projected = self.scope_of(group), flow.up(*group.enter), False
         end = outs[0] if len(outs) == 1 else None
         for n in flow.after(outs, ends):
             part = [m for m in flow.between(outs, [n]) if end is None or not flow.up(end) & flow.bit(m)]
@@ -144,7 +144,7 @@ class AttentionSites:
             raise BadInputError("expected attention whose heads are put together, got none such; measure map='block'")
         return end
 
-    def _scope(self, group: Group) -> Scope | None:
+    def scope_of(self, group: Group) -> Scope | None:
         """The smallest call of a module that made a group's attention and its projections."""
         ways = self.flow.between(group.enter, group.outputs)
         inside = [*group.outputs, *([n for n in ways if name(n) in MATRIX and n not in group.outputs] or ways)]

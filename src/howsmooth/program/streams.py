@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch.fx import Node
 
-from howsmooth.program.calls import WHOLE, AttentionCall, find_calls, whole_call
+from howsmooth.program.calls import AttentionCall, find_calls, is_whole, whole_call
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import is_float, name, shape
 from howsmooth.program.operations import TABLES
@@ -27,7 +27,7 @@ def stream_of(program: Program) -> Flow:
     flow = _near(program, Flow(program, begins))
     known: set[Node] = set()
     for _ in range(_ROUNDS):
-        calls = [whole_call(n) for n in flow.nodes if n.op == "call_function" and name(n) in WHOLE]
+        calls = [whole_call(n) for n in flow.nodes if is_whole(n)]
         more = _roots(flow, calls)
         if more <= known:
             break

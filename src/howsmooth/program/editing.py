@@ -1,0 +1,131 @@
+"""New nodes in a recorded graph: each knows its value's shape, and has the place of the node that it comes right behind."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map
+
+from howsmooth.program.nodes import name, order, shape, value
+
+aten = torch.ops.aten
+TURNS = {"permute", "transpose", "mT", "t", "numpy_T", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "T"}
+_VIEWS = {"view", "reshape", "_unsafe_view", "flatten"}
+
+
+def permutation(n: Node) -> tuple[int, ...]:
+    """The order in which a node that turns axes has those of its first argument."""
+    ndim = len(size(n.args[0]))
+    turned = n.target(torch.empty(tuple(range(2, 2 + ndim)), device="meta"), *n.args[1:])  # pyright: ignore[reportCallIssue]
+    return tuple(s - 2 for s in turned.shape)
+
+
+def size(n: Any) -> tuple[int, ...]:
+    """The shape of a node's tensor, which it must have."""
+    found = shape(n)
+    assert found is not None
+    return found
+
+
+class Editor:
+    """Adds nodes to a graph right behind one of its own (`at`); those that depend on the module's input are `moving`."""
+
+    def __init__(self, graph: Graph, inputs: Sequence[Node]):
+        self._graph, self.moving, self._fake = graph, set(inputs), FakeTensorMode()
+        for n in graph.nodes:
+            if any(m in self.moving for m in n.all_input_nodes):
+                self.moving.add(n)
+
+    def at(self, n: Node) -> None:
+        """Put what is added next behind a node."""
+        self._last, self._order = n, order(n)
+
+    def before(self, n: Node) -> None:
+        """Put what is added next before a node."""
+        self._last, self._order = n.prev, order(n)
+
+    def call(self, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> Node:
+        """A new node."""
+        with self._graph.inserting_after(self._last):
+            n = self._graph.call_function(target, args, kwargs)
+        if val is None:
+            with self._fake:
+                val = target(*map_arg(n.args, self._blank), **map_arg(dict(n.kwargs), self._blank))
+        n.meta.update(order=self._order, val=val)
+        self._last = n
+        if any(m in self.moving for m in n.all_input_nodes):
+            self.moving.add(n)
+        return n
+
+    def blank(self, like: Node, shape: Sequence[int]) -> Tensor:
+        """What stands for a tensor of a shape, in the precision and on the device of a node's."""
+        with self._fake:
+            return torch.empty(shape, dtype=value(like).dtype, device=value(like).device)
+
+    def _blank(self, n: Node) -> Any:
+        def one(t: Any) -> Any:
+            return torch.empty(t.shape, dtype=t.dtype, device=t.device) if isinstance(t, Tensor) else t
+
+        return tree_map(one, value(n))
+
+    def permute(self, n: Node, perm: Sequence[int]) -> Node:
+        """A node with its axes in another order, without turning them twice."""
+        perm = tuple(perm)
+        while name(n) in TURNS and isinstance(n.args[0], Node):
+            before = permutation(n)
+            n, perm = n.args[0], tuple(before[p] for p in perm)
+        return n if perm == tuple(range(len(perm))) else self.call(aten.permute.default, n, list(perm))
+
+    def swapped(self, n: Node) -> Node:
+        """A node with its last two axes exchanged."""
+        ndim = len(size(n))
+        return self.permute(n, (*range(ndim - 2), ndim - 1, ndim - 2))
+
+    def expand(self, n: Node, wanted: Sequence[int]) -> Node:
+        return n if size(n) == tuple(wanted) else self.call(aten.expand.default, n, list(wanted))
+
+    def reshape(self, n: Node, wanted: Sequence[int]) -> Node:
+        return n if size(n) == tuple(wanted) else self.call(aten.reshape.default, n, list(wanted))
+
+    def unsqueeze(self, n: Node, axis: int) -> Node:
+        return self.call(aten.unsqueeze.default, n, axis)
+
+    def squeeze(self, n: Node, axis: int) -> Node:
+        """A node without an axis of one entry."""
+        if name(n) == "unsqueeze" and isinstance(n.args[0], Node) and n.args[1] in (axis, axis - len(size(n))):
+            return n.args[0]
+        return self.call(aten.squeeze.dim, n, axis)
+
+    def times(self, n: Node, factor: Node | float) -> Node:
+        return n if isinstance(factor, float) and factor == 1 else self.call(aten.mul.Tensor, n, factor)
+
+    def like(self, n: Node, other: Node) -> Node:
+        """A node in the precision of another."""
+        dtype = value(other).dtype
+        return n if value(n).dtype == dtype else self.call(aten.to.dtype, n, dtype)
+
+    def item(self, n: Node, index: int) -> Node:
+        return self.call(operator.getitem, n, index)
+
+
+def unrepeated(n: Node) -> Node | None:
+    """The keys or values (batch, kv_heads, m, d) that heads share which a node (batch, heads, m, d) repeats for each."""
+    if name(n) == "repeat_interleave" and len(size(n)) == 4:
+        given = n.args[0]
+        fits = isinstance(given, Node) and isinstance(n.args[1], int) and (*n.args, None)[2] in (1, -3)
+        return given if fits else None
+    if name(n) not in _VIEWS or len(size(n)) != 4:
+        return None
+    n = n.args[0]  # pyright: ignore[reportAssignmentType]
+    while name(n) in ("clone", "contiguous"):
+        n = n.args[0]  # pyright: ignore[reportAssignmentType]
+    source = n.args[0] if name(n) == "expand" else None
+    if not isinstance(source, Node) or name(source) != "unsqueeze" or len(size(source)) != 5 or size(source)[2] != 1:
+        return None
+    given = source.args[0]
+    return given if isinstance(given, Node) and size(given) == (*size(source)[:2], *size(source)[3:]) else None

@@ -1,0 +1,288 @@
+"""Queries, keys or values of an attention call as a formula of tokens: `turn(norm(x Wᵀ + b))`, read off the graph.
+
+From the call back to the tokens every node that all ways lead through is a place to stop: what is before it is affine in the
+tokens, or what is behind it moves entries, normalises or turns them. Each of these is decided by evaluating that stretch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from howsmooth.errors import BadInputError
+from howsmooth.maps import LayerNorm, RMSNorm, Rotary
+from howsmooth.maps.operator import over_heads
+from howsmooth.program.nodes import name, shape
+from howsmooth.program.operations import MATRIX
+from howsmooth.program.stretch import PartOfRun, Stretch, agree, heads_of, labels, random_tensor, unmoved
+
+_UNITS = 2**12  # unit vectors sent through an affine stretch at once
+_TABLE = 1e-6  # rounding of phases that are kept in float32
+_FEW = 4  # tokens at which a norm is looked for
+_SCALES = (1.0, 1e-3, 1e-6)  # of tokens at which a norm is compared, so that its eps counts
+
+Norm = LayerNorm | RMSNorm
+OnHeads = Callable[[Tensor], Tensor]
+
+
+class UnreadableError(BadInputError):
+    """A stretch of the graph is not of the form that is looked for."""
+
+
+class Affine(NamedTuple):
+    """`x ↦ x Wᵀ + b`."""
+
+    weight: Float[Tensor, "out d"]
+    bias: Float[Tensor, " out"]
+
+    def repeated(self, heads: int, by: int) -> "Affine":
+        """The same with every head `by` times."""
+        w, b = (t.unflatten(0, (heads, -1)).repeat_interleave(by, 0).flatten(0, 1) for t in self)
+        return Affine(w, b)
+
+
+@dataclass(frozen=True, eq=False)
+class SideFormula:
+    """Queries, keys or values as a formula of tokens.
+
+    heads: how many differ.  norm: over a head, or over all of them where it is that wide.
+    """
+
+    heads: int
+    matrix: Affine
+    norm: Norm | None = None
+    rotary: Rotary | None = None
+
+    def repeated(self, heads: int) -> "SideFormula":
+        """The same side with each of its heads as often as it takes to have so many."""
+        if heads == self.heads:
+            return self
+        if heads % self.heads or (self.norm is not None and self.norm.width != self.width):
+            raise UnreadableError("expected keys and values that as many heads share, got others; measure the layer instead")
+        return SideFormula(heads, self.matrix.repeated(self.heads, heads // self.heads), self.norm, self.rotary)
+
+    @property
+    def width(self) -> int:
+        """The width of a head."""
+        return len(self.matrix.bias) // self.heads
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMap:
+    """A stretch between two nodes of one shape, as a function of heads, (heads, n, d)."""
+
+    stretch: Stretch
+    layout: Int[Tensor, "heads n d"]
+
+    def __call__(self, z: Float[Tensor, "kept n d"]) -> Tensor:
+        group = len(self.layout) // len(z)
+        out = self.stretch.filled(self.layout, z.repeat_interleave(group, 0))
+        return out.reshape(-1)[self.layout][::group]
+
+
+def read_side(part: PartOfRun, enter: Node, operand: Node, tokens: Int[Tensor, "n d"], x: Float[Tensor, "n d"]) -> SideFormula:
+    """One operand of an attention call as a formula of what enters; refused where it is none."""
+    waists, layout = [enter, *part.flow.after([enter], [operand])], heads_of(operand, x)
+    if waists[-1] is not operand or layout.shape[1] != len(x):
+        raise UnreadableError("expected queries, keys and values of the same tokens, got others; measure the layer instead")
+    stages, at = list[HeadMap](), len(waists) - 1
+    while True:
+        at, layout = unmoved(part, waists[: at + 1], layout, x)
+        stretch = part.between(enter, waists[at])
+        if stretch.real and _affine(stretch, tokens, layout, x):
+            break
+        before = [j for j in range(at) if shape(waists[j]) == shape(waists[at])]
+        if not before or not part.between(waists[before[-1]], waists[at]).real:
+            raise UnreadableError("expected affine, normalised or turned queries and keys, got others; measure it instead")
+        stages.insert(0, HeadMap(part.between(waists[before[-1]], waists[at]), layout))
+        at = before[-1]
+    matrix = read_affine(part, enter, waists[at], tokens, layout.transpose(0, 1).flatten(1), x)
+    return _behind(len(layout), matrix, stages, len(x))
+
+
+# what is affine
+
+
+def _affine(stretch: Stretch, tokens: Tensor, layout: Tensor, x: Tensor) -> bool:
+    """Whether a stretch looks affine, and the same for every token."""
+
+    def f(t: Tensor) -> Tensor:
+        return stretch.filled(tokens, t).reshape(-1)[layout]
+
+    t = random_tensor(*x.shape, like=x)
+    zero = f(torch.zeros_like(t))
+    return agree(f(-2 * t.flip(0)) - zero, -2 * (f(t) - zero).flip(1))
+
+
+def read_affine(
+    part: PartOfRun, start: Node, end: Node, into: Int[Tensor, "n d"], out: Int[Tensor, "n o"], like: Tensor
+) -> Affine:
+    """The matrix and the bias that a stretch applies to every token, from its only weight or from its answers to unit vectors.
+
+    into, out: which entries of the start and of the end are whose.
+    """
+    stretch = part.between(start, end)
+
+    def f(t: Tensor) -> Tensor:
+        return stretch.filled(into, t).reshape(-1)[out]
+
+    (n, d), t = into.shape, random_tensor(*into.shape, like=like)
+    bias, answer = f(torch.zeros_like(t))[0], f(t)
+    weight = _only_weight(part, stretch, into, out, like)
+    if weight is not None and agree(t @ weight.mT + bias, answer):
+        return Affine(weight, bias)
+    units = torch.eye(d, dtype=t.dtype, device=t.device)
+    units = torch.cat([units, units.new_zeros(-d % n, d)]).reshape(-1, n, d)
+    many = torch.func.vmap(f)
+    answers = torch.cat([many(u) for u in units.split(max(1, _UNITS // n))]).flatten(0, 1)[:d]
+    weight = (answers - bias).mT.contiguous()
+    if not agree(t @ weight.mT + bias, answer):
+        raise UnreadableError(
+            "expected a projection that is affine and the same for every token, got another; measure it instead"
+        )
+    return Affine(weight, bias)
+
+
+def _only_weight(part: PartOfRun, stretch: Stretch, into: Tensor, out: Tensor, like: Tensor) -> Tensor | None:
+    """The rows and columns of the only matrix on a stretch, where all else there moves, scales or shifts single entries."""
+    products = [n for n in stretch.nodes if name(n) in MATRIX]
+    if len(products) != 1 or name(products[0]) not in ("linear", "mm", "matmul"):
+        return None
+    (product,), (given, weight) = products, products[0].args[:2]
+    w = part.known.get(weight) if isinstance(weight, Node) else None
+    if not isinstance(given, Node) or not isinstance(w, Tensor) or w.ndim != 2:
+        return None
+    w = w if name(product) == "linear" else w.mT
+    index = part.between(stretch.start, given).moved(like)
+    if index is None:
+        return None
+    place = torch.full((stretch.numel,), -1, device=like.device)
+    place[index.reshape(-1)] = torch.arange(index.numel(), device=like.device)
+    behind, columns = part.between(product, stretch.end), place[into[0]]
+    mark = labels(behind.numel, like)
+    zero, one, marked = (behind(t).reshape(-1)[out[0]] for t in (0 * mark, torch.ones_like(mark), mark))
+    rows = (marked - zero) / (one - zero)
+    if not bool(rows.isfinite().all()) or bool((columns < 0).any()):
+        return None
+    found, factor = w[(rows.round().long() - 1) % len(w)][:, columns % w.shape[1]], one - zero
+    return found if bool((factor - 1).abs().max() <= 1e-12) else found * factor[:, None]
+
+
+# what is behind the affine part
+
+
+def _behind(heads: int, matrix: Affine, stages: Sequence[HeadMap], n: int) -> SideFormula:
+    """A side whose affine part and the stages behind it are known: a norm, then factors and phases."""
+    z = random_tensor(heads, n, len(matrix.bias) // heads, like=matrix.bias, name="heads")
+    for count in range(len(stages), -1, -1):
+        before, behind = _composed(stages[:count]), _composed(stages[count:])
+        if not _linear(behind, z):
+            continue
+        norm = _norm(before, stages[:count], z) if count else None
+        if count and norm is None:
+            continue
+        factor, rotary = _turned(behind, z)
+        if norm is None:
+            w, b = matrix
+            by = factor.flatten()
+            return SideFormula(heads, matrix if bool((by == 1).all()) else Affine(w * by[:, None], b * by), None, rotary)
+        wide = norm.width > z.shape[-1]
+        if not wide and not agree(factor, factor[:1].expand_as(factor)):
+            continue
+        by = factor.flatten() if wide else factor[0]
+        bias = None if norm.bias is None else norm.bias * by
+        return SideFormula(heads, matrix, type(norm)(norm.weight * by, bias, norm.eps), rotary)
+    raise UnreadableError("expected affine, normalised or turned queries and keys, got others; measure the layer instead")
+
+
+def _composed(stages: Sequence[HeadMap]) -> OnHeads:
+    def f(z: Tensor) -> Tensor:
+        for stage in stages:
+            z = stage(z)
+        return z
+
+    return f
+
+
+def _linear(f: OnHeads, z: Tensor) -> bool:
+    return agree(f(-2 * z), -2 * f(z)) and agree(f(z.flip(-1)) + f(z), f(z.flip(-1) + z))
+
+
+def _norm(f: OnHeads, stages: Sequence[HeadMap], z: Float[Tensor, "heads n d"]) -> Norm | None:
+    """The norm that a function is: its eps is among the numbers of its nodes, its weight and bias follow from its answers."""
+    heads, _, d = z.shape
+    answers = [f(c * z)[:, :_FEW] for c in (*_SCALES, -1.0)]
+    odd, bias, z = (answers[0] - answers[-1]) / 2, (answers[0] + answers[-1]) / 2, z[:, :_FEW]
+    unbiased = float(bias.abs().max()) <= 1e-12 * float(odd.abs().max())
+    for wide in (False, True) if heads > 1 else (False,):
+        width = heads * d if wide else d
+        for kind in (RMSNorm, LayerNorm):
+            for eps in _numbers(stages, width):
+                unit = over_heads(kind(z.new_ones(width), eps=eps).value, z, width)
+                w, b = (t[:, 0] for t in (odd / unit, bias))
+                w, b = (t.flatten() if wide else t[0] for t in (w, b))
+                if not bool(w.isfinite().all() & b.isfinite().all()):
+                    continue
+                found = kind(w, None if unbiased else b, eps)
+                ours = (over_heads(found.value, c * z, width) for c in _SCALES)
+                if all(agree(a, b) for a, b in zip(ours, answers, strict=False)):
+                    return found
+    return None
+
+
+def _numbers(stages: Sequence[HeadMap], width: int) -> Iterator[float]:
+    """What may be the eps of a norm: numbers that nodes are given, as a mean's or as a sum's, torch's own, and zero."""
+    found: dict[float, None] = {}
+    for stage in stages:
+        for n in stage.stretch.nodes:
+            schema = getattr(n.target, "_schema", None)  # a number that is the default is not among the arguments
+            defaults = [] if schema is None else [a.default_value for a in schema.arguments]
+            for leaf in tree_leaves((n.args, dict(n.kwargs), defaults)):
+                t = stage.stretch.known.get(leaf) if isinstance(leaf, Node) else leaf
+                t = float(t) if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point() else t
+                if isinstance(t, float) and 0 < t < 1:
+                    found |= {t: None, t / width: None}
+    return iter((*found, torch.finfo(torch.float64).eps, 0.0))
+
+
+def _turned(f: OnHeads, z: Float[Tensor, "heads n d"]) -> tuple[Float[Tensor, "heads d"], Rotary | None]:
+    """The factors and phases of a linear function, the phases those relative to the first token's where these are none."""
+    value, ones = f(z), f(torch.ones_like(z))
+    if agree(ones[:, :1] * z, value):
+        factor = ones[:, 0]
+        return (torch.ones_like(factor) if agree(factor, torch.ones_like(factor), 1e-12) else factor), None
+    for first, second, interleaved in _planes(f, z):
+        probe = torch.zeros_like(z)
+        probe[..., first] = 1
+        of_first = f(probe)
+        of_second = f(torch.ones_like(z) - probe)
+        cos, sin = of_first[..., first], of_first[..., second]
+        factor = torch.ones_like(ones[:, 0])
+        rest = [c for c in range(z.shape[-1]) if c not in {*first, *second}]
+        factor[:, rest] = ones[:, 0, rest]
+        factor[:, first] = torch.hypot(cos[:, 0], sin[:, 0]).copysign(cos[:, 0])
+        factor[:, second] = torch.hypot(of_second[:, 0, second], of_second[:, 0, first]).copysign(of_second[:, 0, second])
+        factor = torch.where((factor - 1).abs() <= _TABLE, 1.0, factor)
+        cos, sin = (t[0] / factor[:1, first] for t in (cos, sin))
+        if bool(cos.isfinite().all() & sin.isfinite().all()):
+            rotary = Rotary(cos, sin, interleaved)
+            if agree(rotary.turn(factor[:, None] * z), value):
+                return factor, rotary
+    raise UnreadableError("expected rotary phases on the first entries of a head, got others; measure the layer instead")
+
+
+def _planes(f: OnHeads, z: Tensor) -> Iterator[tuple[list[int], list[int], bool]]:
+    """The pairs of entries that phases may turn into each other, from where the first entry goes."""
+    probe = torch.zeros_like(z)
+    probe[..., 0] = 1
+    reach = f(probe).abs().amax((0, 1))
+    reach[0] = 0
+    partner, even = int(reach.argmax()), z.shape[-1] // 2 * 2
+    if 0 < 2 * partner <= even:
+        yield list(range(partner)), list(range(partner, 2 * partner)), False
+    yield list(range(0, even, 2)), list(range(1, even, 2)), True
