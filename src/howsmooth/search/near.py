@@ -13,7 +13,8 @@ from howsmooth.search.gradient import pairs_at, steepest
 from howsmooth.search.sets import Near
 from howsmooth.settings import whole
 from howsmooth.solve import Function, Options, solve
-from howsmooth.spectral import SMALL, Estimate
+from howsmooth.spectral import Estimate
+from howsmooth.spectral.dense import SMALL
 from howsmooth.theory.around import Neighbourhood
 
 _STARTS = 4  # the input, the boundary up its gradient, and random points of the boundary

@@ -16,7 +16,8 @@ from howsmooth.search.families import check_layer, ranked
 from howsmooth.search.sets import BallAround, Ellipsoid, TokenSet, check_width
 from howsmooth.settings import seed_of, whole
 from howsmooth.solve import Function, Options, solve_batch
-from howsmooth.spectral import SMALL, Estimate
+from howsmooth.spectral import Estimate
+from howsmooth.spectral.dense import SMALL
 from howsmooth.theory import Bound, Bounds, ball_bounds
 from howsmooth.theory.ball import check_count
 from howsmooth.theory.splitting import in_double

@@ -28,7 +28,7 @@ def decomposed(operator: Operator, dtype: torch.dtype = torch.float64) -> tuple[
     return torch.linalg.svd(matrices, full_matrices=False)
 
 
-def off(operator: Operator, sigma: Float[Tensor, "batch k"]) -> Float[Tensor, " batch"]:
+def rounding_of(operator: Operator, sigma: Float[Tensor, "batch k"]) -> Float[Tensor, " batch"]:
     """How far singular values that were decomposed may be off: the SVD's own error, and that of the products it was made of."""
     known = operator.rounding()
     sides = operator.in_size, operator.out_size
@@ -52,5 +52,5 @@ class DenseSVD:
                 steps=min(operator.in_size, operator.out_size),
                 converged=True,
             )
-            for s, vh, e in zip(sigma, right, off(operator, sigma), strict=True)
+            for s, vh, e in zip(sigma, right, rounding_of(operator, sigma), strict=True)
         ]

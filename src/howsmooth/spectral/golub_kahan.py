@@ -70,9 +70,13 @@ class GolubKahan:
         object.__setattr__(self, "delta", number(self.delta, "0 < delta < 1", "the default is 1e-6", above=0, below=1))
         object.__setattr__(self, "rigorous", flag(self.rigorous, "rigorous"))
 
-    def solve(self, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int]) -> list[Solution]:
-        """The top singular pair of every map of a batch, in lock step; each stops by itself."""
-        return _Run(self, operator, tol, certify, seeds).finish()
+    def solve(
+        self, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int], start: Tensor | None = None
+    ) -> list[Solution]:
+        """The top singular pair of every map of a batch, in lock step; each stops by itself. start: in place of its guess."""
+        run = _Run(self, operator, tol, certify, seeds)
+        run.start = start
+        return run.finish()
 
 
 class _Run:
@@ -80,6 +84,7 @@ class _Run:
 
     def __init__(self, solver: GolubKahan, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int]):
         self.solver, self.operator, self.tol, self.certify, self.seeds = solver, operator, tol, certify, list(seeds)
+        self.start: Tensor | None = None  # in place of the operator's own guess
         self.size, self.rounding = operator.in_size, operator.noise
         self.error, self.fixed = self._errors() if solver.rigorous else (0.0, 0.0)
         self.basis = _Basis(operator)
@@ -154,7 +159,7 @@ class _Run:
         guess would cost steps: what they tell of all other directions is measured against the length of the start.
         """
         q = self._gaussian()
-        guess = self.operator.guess(self.seeds) if self.size > 2 else None
+        guess = None if self.size <= 2 else self.operator.guess(self.seeds) if self.start is None else self.start
         if guess is not None:
             length = min(1.0, _GUESS * self.size**-0.5)
             q = q + length * unit_rows(guess.flatten(1).to(q))

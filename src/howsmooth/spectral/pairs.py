@@ -11,7 +11,7 @@ from torch import Tensor
 from howsmooth.errors import NoConvergenceError
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps.operator import Around, Operator, Weighted, stream, unit_rows
-from howsmooth.spectral.dense import decomposed, off, small
+from howsmooth.spectral.dense import decomposed, rounding_of, small
 from howsmooth.spectral.estimate import Solver
 from howsmooth.spectral.golub_kahan import GolubKahan
 from howsmooth.spectral.ritz import Block, converged, krylov
@@ -20,16 +20,15 @@ _PRODUCTS = 24  # with `JᵀJ`, that the pairs are found with unless more is wan
 _AHEAD = 4  # the same for each pair, where there are many
 _REST_STEPS = 32  # at most, for the certificate of what the pairs leave
 _NARROW = 0.04  # of that certificate
-_ROUNDED = 1e-9  # what upper ends are raised by, relatively
+_ROUNDED = 1 + 1e-9  # by which upper ends are raised
 _TINY = torch.finfo(torch.float64).tiny
 
 
 class TopPairs(NamedTuple):
     """Orthonormal directions with `J right = value · left`, the largest value first.
 
-    value: attained, so at most the singular value of its number.  rest: `‖(I − UUᵀ) J (I − VVᵀ)‖` from above, with `U` and `V`
-    the left and the right directions: certain where `J` was decomposed, else with probability `1 − delta` for each item;
-    nothing where it was not wanted.
+    value: attained, so at most the singular value of its number.  rest: an upper bound on `‖(I − UUᵀ) J (I − VVᵀ)‖`, with the
+    left directions `U` and the right ones `V`: certain where `J` was decomposed, else with probability `1 − delta` an item.
     """
 
     value: Float[Tensor, "pairs batch"]
@@ -39,13 +38,11 @@ class TopPairs(NamedTuple):
 
     def put(self, items: Tensor, other: "TopPairs") -> "TopPairs":
         """These pairs, with those of `items` replaced."""
-        value, left, right = (t.index_copy(1, items, new) for t, new in zip(self[:3], other[:3], strict=True))
-        return TopPairs(value, left, right)
+        return TopPairs(*(t.index_copy(1, items, new) for t, new in zip(self[:3], other[:3], strict=True)))
 
     def select(self, items: Tensor) -> "TopPairs":
         """The pairs of some items of the batch."""
-        value, left, right = (t[:, items] for t in self[:3])
-        return TopPairs(value, left, right, None if self.rest is None else self.rest[items])
+        return TopPairs(*(t[:, items] for t in self[:3]))
 
 
 @torch.no_grad()
@@ -61,15 +58,14 @@ def top_pairs(
 ) -> TopPairs:
     """The `count` top singular pairs of every map of a batch, fewer where a side of it has no more.
 
-    Small maps are decomposed. Else the right directions are Ritz vectors of one block Krylov space of `JᵀJ`: it begins with
-    `start` and a random direction, so that no start hides a pair for good, and as few directions as there are make it deep,
-    which spectra that fall off reward. The SVD of `J V` gives the values and the left directions, and what a product costs is
-    all that a wrong start does: the certificate has a random start of its own (Theorem 2.2 on the deflated map), whatever the
-    pairs are.
+    Small maps are decomposed. Else `V` are Ritz vectors of a block Krylov space of `JᵀJ`, and the SVD of `J V` gives the rest.
+    The block is `start` and one random direction, so that no start hides a pair: few directions make the space deep, which
+    spectra that fall off reward. A bad start costs quality, never the certificate, which has a random start of its own on the
+    deflated map (Theorem 2.2).
 
-    start: directions that may be near the top ones, from a call before or a guess; the operator's own guess otherwise.
-    seeds: of every item.  tol: go on until the pairs have converged so far: one pair by Golub–Kahan, which also waits until a
-    larger value would have shown; without it 24 products are made, or four for each pair.  delta: certify what is left.
+    start: directions that may be near the top ones, from a call before; the operator's guess by default.  seeds: of every item.
+    tol: go on until the pairs have converged so far, one pair by Golub–Kahan, which waits until a larger value would show; by
+    default 24 products are made, or four for each pair.  delta: certify what is left.
 
     >>> from howsmooth.maps import AutodiffJacobian
     >>> J = AutodiffJacobian(lambda x: torch.tensor([3.0, 2.0, 1.0]) * x, torch.zeros(1, 3), batched=True)
@@ -77,34 +73,27 @@ def top_pairs(
     >>> pairs.value[:, 0].tolist(), round(float(pairs.rest), 3)
     ([3.0, 2.0], 1.0)
     """
-    count = max(1, min(count, operator.in_size, operator.out_size))
+    count, rest = max(1, min(count, operator.in_size, operator.out_size)), None
     if small(operator):
-        return _decomposed(operator, count, delta is not None)
-    right = _right(operator, count, start, seeds, tol).unflatten(-1, operator.in_shape)
-    image = operator.jvp(right).flatten(2)
-    if not bool(image.isfinite().all()):
-        raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; rescale the map")
-    u, value, wt = torch.linalg.svd(image.permute(1, 2, 0), full_matrices=False)  # image of item b: U S Wᵀ
-    sign = torch.where(wt.diagonal(dim1=1, dim2=2) < 0, -1.0, 1.0).to(wt)[..., None]  # no pair is turned about for nothing
-    right = torch.einsum("bkp,pbN->kbN", sign * wt, right.flatten(2))
-    left = (u * sign.mT).permute(2, 0, 1)
-    rest = None
-    if delta is not None:
-        others = Deflated(operator, left.transpose(0, 1), right.transpose(0, 1))
-        apart = [seed + 1 for seed in seeds]  # the pairs must not know the certificate's start
-        rest = norm_above(others, GolubKahan(max_steps=_REST_STEPS, delta=delta), _NARROW, apart)
-        rest = rest + operator.noise * value[:, 0].to(rest)
-    return TopPairs(value.T, left.unflatten(-1, operator.out_shape), right.unflatten(-1, operator.in_shape), rest)
-
-
-def _decomposed(operator: Operator, count: int, certify: bool) -> TopPairs:
-    u, sigma, vh = decomposed(operator, operator.dtype)
-    left = u[..., :count].permute(2, 0, 1).unflatten(-1, operator.out_shape)
-    right = vh[:, :count].transpose(0, 1).unflatten(-1, operator.in_shape)
-    if not certify:
-        return TopPairs(sigma[:, :count].T, left, right)
-    beyond = sigma[:, count] if sigma.shape[1] > count else torch.zeros_like(sigma[:, 0])
-    return TopPairs(sigma[:, :count].T, left, right, beyond.double() + off(operator, sigma))
+        u, value, vh = decomposed(operator, operator.dtype)
+        if delta is not None:
+            beyond = value[:, count].double() if value.shape[1] > count else 0.0
+            rest = beyond + rounding_of(operator, value)
+        u, value, right = u[..., :count], value[:, :count], vh[:, :count].transpose(0, 1)
+    else:
+        right = _right(operator, count, start, seeds, tol)
+        image = operator.jvp(right.unflatten(-1, operator.in_shape)).flatten(2)
+        u, value, turn = torch.linalg.svd(image.permute(1, 2, 0), full_matrices=False)
+        sign = torch.where(turn.diagonal(dim1=1, dim2=2) < 0, -1.0, 1.0).to(turn)  # nothing is turned about in vain
+        u, right = u * sign[:, None], torch.einsum("bkp,pbN->kbN", sign[..., None] * turn, right)
+        if delta is not None:
+            if start is not None or tol is not None:  # pairs of a run like the certificate's may know its random start
+                seeds = [stream(seed, "rest").initial_seed() for seed in seeds]
+            solver = GolubKahan(max_steps=_REST_STEPS, delta=delta)
+            rest = norm_above(Deflated(operator, u.mT, right.transpose(0, 1)), solver, _NARROW, seeds)
+            rest = rest + operator.noise * value[:, 0].to(rest)
+    left = u.permute(2, 0, 1).unflatten(-1, operator.out_shape)
+    return TopPairs(value.T, left, right.unflatten(-1, operator.in_shape), rest)
 
 
 def _right(
@@ -112,8 +101,8 @@ def _right(
 ) -> Float[Tensor, "pairs batch N"]:
     """Orthonormal directions near the top right singular ones."""
     if count == 1 and tol is not None:
-        begun = operator if start is None else Started(operator, start[0])
-        found = torch.stack([s.direction for s in GolubKahan().solve(begun, tol, None, seeds)])
+        solutions = GolubKahan().solve(operator, tol, None, seeds, None if start is None else start[0])
+        found = torch.stack([s.direction for s in solutions])
         return unit_rows(found.to(operator.device, operator.dtype).flatten(1))[None]
 
     def gram(block: Block) -> Block:
@@ -137,14 +126,13 @@ def norm_above(operator: Operator, solver: Solver, narrow: float, seeds: Sequenc
     """
     v = torch.stack([torch.randn(operator.in_shape, generator=stream(s, "size"), dtype=torch.float64) for s in seeds])
     size = operator.jvp(v.to(operator.device, operator.dtype)[None])[0].flatten(1).abs().amax(-1)
-    size = torch.where(size > _TINY, size, 1.0).reshape(-1, *[1] * len(operator.out_shape))
-    if not bool(size.isfinite().all()):
-        return torch.full((operator.batch,), math.inf, dtype=torch.float64, device=operator.device)
+    size = torch.where(size > _TINY, size, 1.0)
+    even = Weighted(operator, (1 / size).reshape(-1, *[1] * len(operator.out_shape)), size.new_ones(()))
     try:
-        solutions = solver.solve(Weighted(operator, 1 / size, torch.ones_like(size.flatten()[0])), 1e-3, narrow, seeds)
+        upper = [s.upper for s in solver.solve(even, 1e-3, narrow, seeds)] if bool(size.isfinite().all()) else math.inf
     except NoConvergenceError:  # products past the range
-        return torch.full((operator.batch,), math.inf, dtype=torch.float64, device=operator.device)
-    return size.flatten().double() * size.new_tensor([s.upper for s in solutions], dtype=torch.float64) * (1 + _ROUNDED)
+        upper = math.inf
+    return size.double().nan_to_num(nan=math.inf, posinf=math.inf) * size.new_tensor(upper, dtype=torch.float64) * _ROUNDED
 
 
 @final
@@ -174,30 +162,3 @@ class Deflated(Around):
 def _without(t: Float[Tensor, "probes batch *shape"], basis: Block) -> Tensor:
     flat = t.flatten(2).transpose(0, 1)
     return (flat - (flat @ basis.mT) @ basis).transpose(0, 1).reshape(t.shape)
-
-
-@final
-class Started(Around):
-    """An operator with a guess of its top direction."""
-
-    def __init__(self, operator: Operator, direction: Float[Tensor, "batch *in_shape"]):
-        super().__init__(operator)
-        self._direction = direction
-
-    def around(self, operator):
-        return Started(operator, self._direction)
-
-    def jvp(self, v):
-        return self.operator.jvp(v)
-
-    def vjp(self, u):
-        return self.operator.vjp(u)
-
-    def gram(self, v):
-        return self.operator.gram(v)
-
-    def guess(self, seeds):
-        return self._direction
-
-    def select(self, items):
-        return Started(self.operator.select(items), self._direction[items])

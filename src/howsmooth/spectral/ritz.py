@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.errors import NoConvergenceError
+
 _DEPENDENT = 64  # units of rounding below which nothing is left of a direction
 _RESTARTS = 40
 
@@ -77,16 +79,16 @@ def krylov(gram: Callable[[Block], Block], start: Block, products: int, count: i
         basis, w = torch.cat([basis, w], 1), gram(w)
         images = torch.cat([images, w], 1)
     small = (basis @ images.mT).double()
+    if not bool(small.isfinite().all()):
+        raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; rescale the map")
     values, turn = torch.linalg.eigh((small + small.mT) / 2)
     turn = turn.flip(-1).mT.to(basis)
     return Ritz(values.flip(-1), turn @ basis, turn @ images)
 
 
 def converged(gram: Callable[[Block], Block], start: Block, products: int, tol: float, count: int = 1) -> Ritz:
-    """The same, begun again from the first `count` vectors until the residual of each is at most `tol` of the top value."""
-    for _ in range(_RESTARTS):
-        found = krylov(gram, start, products, count)
-        if found.residual(count) <= tol:
-            return found
-        start = found.ahead(count)
+    """`krylov`, restarted from its first `count` vectors until the residual of each is at most `tol` of the top value."""
+    found, rounds = krylov(gram, start, products, count), 1
+    while found.residual(count) > tol and rounds < _RESTARTS:
+        found, rounds = krylov(gram, found.ahead(count), products, count), rounds + 1
     return found

@@ -1,7 +1,7 @@
-"""One step of subspace iteration in several maps at once, for who follows maps that change from step to step.
+"""One step of subspace iteration in several maps at once, to follow maps that change slowly.
 
-A call has a block of output directions `U` from the call before. `JᵀU` is orthonormalised to `V`, `J V` decomposed, and its left
-singular vectors are the next `U`: two block products for a value that is attained, and no wait for a device in between.
+A call has a block of output directions `U` from the call before. `JᵀU` is orthonormalised to `V`, and the left singular vectors
+of `J V` are the next `U`: two block products for a value that is attained, and no wait for the device between them.
 """
 
 from collections.abc import Callable

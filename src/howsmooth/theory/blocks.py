@@ -20,7 +20,8 @@ from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
 from howsmooth.maps.atoms import AtomJacobian, CountedAttention
-from howsmooth.spectral import SMALL, DenseSVD, GolubKahan
+from howsmooth.spectral import DenseSVD, GolubKahan
+from howsmooth.spectral.dense import SMALL
 from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan, spectral_norm
 from howsmooth.theory.heads import lost, query_slopes
 from howsmooth.theory.perron import inverse_rows
