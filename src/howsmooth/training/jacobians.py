@@ -96,9 +96,7 @@ class LayerJacobians:
         found = []
         for layer, own in zip(self._layers, block.flatten(0, 1).chunk(len(self._layers)), strict=True):
             sizes = [t.numel() // self._rows for t in layer[side]]
-            found += [
-                self._masked(p.to(t).reshape(t.shape)) for p, t in zip(own.split(sizes, 1), layer[side], strict=True)
-            ]
+            found += [self._masked(p.to(t).reshape(t.shape)) for p, t in zip(own.split(sizes, 1), layer[side], strict=True)]
         return found
 
     def _masked(self, t: Tensor) -> Tensor:

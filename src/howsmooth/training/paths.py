@@ -39,7 +39,9 @@ class Linearized(NamedTuple):
     @property
     def size(self) -> int:
         """About how many bytes it keeps."""
-        tensors = [t for side in self.graph for t in side] + [t for kernel in self.kernels for t in (*kernel.inputs, kernel.output)]
+        tensors = [t for side in self.graph for t in side] + [
+            t for kernel in self.kernels for t in (*kernel.inputs, kernel.output)
+        ]
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -52,6 +54,7 @@ class Paths:
     tensors: tuple[Tensor, ...]
     probe: Probe
     ends: Mapping[int, Ends]
+    map: MapName = "attention"
 
     @functools.cached_property
     def ways(self) -> dict[int, Way]:
@@ -91,9 +94,9 @@ class Paths:
 
     def place(self, layer: int) -> str:
         """The module of a map, as it is called in the model."""
-        way, program = self.ways[layer], self.recording.program
-        scopes = [s for s in program.scopes if s.holds(*way.nodes[:1], *self.ends[layer].leave)]
-        return min(scopes, key=len).path if scopes else self.recording.layers.found[layer].path
+        found, layers = self.recording.layers.found[layer], self.recording.layers
+        inner = layers.module_of(found) if self.map in ("attention", "heads") else ""
+        return inner or found.path or type(self.recording.program.module).__name__
 
     @property
     def least(self) -> int:
@@ -128,7 +131,11 @@ class Paths:
     def spread(self, image: Tensor, nodes: Sequence[Node], places: Tensor | None, items: int) -> Tensor:
         """Rows of what some nodes hold, at some places or at all, as one row for each item."""
         sizes = [math.prod(shape(n) or ()) // image.shape[-1] for n in nodes]
-        whole_ = image if places is None else image.new_zeros(sum(sizes), image.shape[-1]).index_copy_(0, places.to(image.device), image)
+        whole_ = (
+            image
+            if places is None
+            else image.new_zeros(sum(sizes), image.shape[-1]).index_copy_(0, places.to(image.device), image)
+        )
         return torch.cat([t.reshape(items, -1) for t in whole_.split(sizes)], 1)
 
     def block(self, layer: int) -> str:
@@ -205,7 +212,7 @@ def recorded_paths(
             refusal = refusal or error
     if not ends and refusal is not None:
         raise refusal
-    return Paths(recording, tensors, probe, ends)
+    return Paths(recording, tensors, probe, ends, map)
 
 
 def chosen(layers: str | Sequence[int], count: int) -> list[int]:

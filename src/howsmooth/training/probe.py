@@ -96,13 +96,3 @@ def _check(model: Model, batch: Inputs) -> None:
             raise BadInputError(
                 f"expected token ids from 0 to {size - 1}, got {least if least < 0 else most}; use the model's own tokenizer"
             )
-
-
-def captured(model, row):
-    return model.capture(inputs=row) if isinstance(row, Tensor) else model.capture(**row)
-
-
-def rows_of(probe):
-    p = [t for t in probe.values() if isinstance(t, Tensor)] if isinstance(probe, Mapping) else [probe]
-    count = len(p[0])
-    return [probe[i : i + 1] if isinstance(probe, Tensor) else {k: t[i : i + 1] for k, t in probe.items()} for i in range(count)]
