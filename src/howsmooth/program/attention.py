@@ -97,7 +97,7 @@ def attention(
     for term in terms:
         mask = masks.joined(mask, masks.of_tensor(_term(term, q, q4, k4.shape[2]), q.dtype))
     try:
-        call = Call(q4, k4, v4, Scores(scale, softcap, mask, _kind(kind, sink, q4.shape[1], shift)))
+        call = Call(q4, k4, v4, Scores(scale, softcap, mask, kind_of(kind, sink, q4.shape[1], shift)))
     except BadInputError as error:
         raise BadFunctionError(str(error)) from None
     answer = _ANSWER.get()
@@ -105,7 +105,8 @@ def attention(
     return out.reshape(*lead, *out.shape[-2:])
 
 
-def _kind(name: str, sink: Tensor | None, heads: int, shift: float) -> Kind:
+def kind_of(name: str, sink: Tensor | None, heads: int, shift: float) -> Kind:
+    """The kind of weights of a call."""
     if name == "sigmoid":
         return Sigmoid(shift)
     if name == "l2":

@@ -116,7 +116,7 @@ class _Weighted:
         """The part with other numbers for its parameters."""
         env = {**self.known, **weights}
         for n in self.made:
-            env[n] = called(n, env.__getitem__)
+            env[n] = called(n, env.__getitem__, torch.float64)
         return PartOfRun(self.flow, env)
 
     def labels(self, numbers: Callable[[PartOfRun], tuple[Tensor, Tensor]]) -> Labels:

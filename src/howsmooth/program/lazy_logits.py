@@ -280,7 +280,9 @@ class LogitsReader:
                 _need(row.more == 0 and alpha == 1)
                 number = self._number(more)
                 return replace(row, more=more if number is None else number)
-        if isinstance(known_b, LazyLogits) and (not isinstance(known_a, LazyLogits) or (known_a.weights is None) != (known_b.weights is None)):
+        if isinstance(known_b, LazyLogits) and (
+            not isinstance(known_a, LazyLogits) or (known_a.weights is None) != (known_b.weights is None)
+        ):
             return self._plus(self._times(n, b, float(alpha)), a, 1.0)
         logits = self._logits(a)
         if isinstance(known_b, LazyLogits) and known_b.axes == logits.axes and len(logits.axes) == len(known_b.axes):
@@ -404,7 +406,11 @@ class LogitsReader:
         """The same with a constant column."""
         logits, number = self._before(a), {"value": rest[-1] if rest else None, **given}["value"]
         number = 0 if isinstance(number, str) or number is None else number
-        _need(list(pad) in ([0, 1], [1, 0]) and logits.axes[-1] == len(logits.axes) - 1 and given.get("mode", 0) in (0, "constant"))
+        _need(
+            list(pad) in ([0, 1], [1, 0])
+            and logits.axes[-1] == len(logits.axes) - 1
+            and given.get("mode", 0) in (0, "constant")
+        )
         return replace(logits, sink=float(number), sink_first=list(pad) == [1, 0])
 
     def _slice(self, n: Node, a: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> LazyLogits:

@@ -193,8 +193,9 @@ def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> A
 def last_reads(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     """What each of some nodes, which run in order, is the last one to read."""
     found: dict[Node, list[Node]] = {}
-    for m, n in {m: n for n in nodes for m in n.all_input_nodes}.items():
-        found.setdefault(n, []).append(m)
+    last = {m: n for n in nodes for m in n.all_input_nodes}
+    for m, reader in last.items():
+        found.setdefault(reader, []).append(m)
     return found
 
 

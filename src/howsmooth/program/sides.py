@@ -200,6 +200,12 @@ def _behind(heads: int, matrix: Affine, stages: Sequence[HeadMap], n: int) -> Si
     raise UnreadableError("expected affine, normalised or turned queries and keys, got others; measure the layer instead")
 
 
+def read_norm(part: PartOfRun, before: Node, after: Node, tokens: Int[Tensor, "n d"], like: Tensor) -> Norm | None:
+    """The norm of every token that leads from one node to another of its shape; nothing where that is none."""
+    stage = HeadMap(part.between(before, after), tokens[None])
+    return _norm(stage, [stage], random_tensor(1, *tokens.shape, like=like)) if stage.stretch.real else None
+
+
 def _composed(stages: Sequence[HeadMap]) -> OnHeads:
     def f(z: Tensor) -> Tensor:
         for stage in stages:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from howsmooth.maps.operator import drawn, stream
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import shape, value
-from howsmooth.program.replay import _call as called
+from howsmooth.program.replay import called
 
 FORMULA = 1e-9  # agreement in float64 that only the same formula, evaluated another way, gives
 
@@ -64,7 +64,7 @@ class Stretch:
             return env[n] if n in env else self.known[n]
 
         for n in self.nodes:
-            env[n] = called(n, known)
+            env[n] = called(n, known, torch.float64)
         return env[self.end]
 
     @property

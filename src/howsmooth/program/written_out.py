@@ -105,9 +105,7 @@ def _copy(program: Program) -> tuple[Program, dict[Node, Node]]:
 
 def _fresh(program: Program) -> Program:
     """A program whose graph was changed, its nodes listed anew."""
-    return Program(
-        program.module, program.code, program.weights, program.inputs, program.scopes, program.example, program.spec
-    )
+    return Program(program.module, program.code, program.weights, program.inputs, program.scopes, program.example, program.spec)
 
 
 # readings
@@ -133,7 +131,9 @@ def _readings(program: Program) -> list[Reading]:
 def _whole(edit: Editor, n: Node) -> Reading | None:
     """Torch's own function."""
     q, k, v, mask, dropout, causal = (*n.args, *(None, 0.0, False)[len(n.args) - 3 :])
-    mask, dropout, causal = (n.kwargs.get(key, t) for key, t in (("attn_mask", mask), ("dropout_p", dropout), ("is_causal", causal)))
+    mask, dropout, causal = (
+        n.kwargs.get(key, t) for key, t in (("attn_mask", mask), ("dropout_p", dropout), ("is_causal", causal))
+    )
     if dropout:
         return None
     scale = n.kwargs.get("scale")

@@ -213,7 +213,8 @@ class _OfModel:
         first = self._maps[0]
         if not first.heads or not isinstance(self._call_kind(first), Softmax):
             raise BadInputError(
-                f"expected softmax attention to clip, got {first.place}, whose heads cannot be told apart; leave layer {index} out"
+                f"expected softmax attention to clip, got {first.place}, whose heads cannot be told apart; "
+                f"leave layer {index} out"
             )
         self.parts: HeadParameters = head_weights(first.run.program, first.ends, first.run.at(torch.float64).values)
         self.heads = first.heads

@@ -68,7 +68,8 @@ class Following:
     """
 
     def __init__(self, model: Model, batch: Inputs, layers: str | Sequence[int], map: MapName):
-        self.model, self._chosen, self._map = model, layers, map
+        self.model, self._chosen = model, layers
+        self._map: MapName = map
         self.probe, self._recordings = Probe.of(model, batch), Recordings()
         self.record()
 

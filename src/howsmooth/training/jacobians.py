@@ -1,7 +1,7 @@
 """Products with the Jacobians of several layers at once.
 
-Every layer has a graph of its own, from a copy of the tokens that enter it. A backward pass, itself recorded, is linear in what it
-is applied to, so a backward pass through that gives the forward product. One call of torch serves all layers.
+Every layer has a graph of its own, from a copy of the tokens that enter it. A backward pass, itself recorded, is linear in what
+it is applied to, so a backward pass through that gives the forward product. One call of torch serves all layers.
 """
 
 from collections.abc import Mapping, Sequence

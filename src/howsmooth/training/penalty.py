@@ -90,6 +90,8 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
         warnings.filterwarnings("ignore", FORWARD_MODE, DeprecationWarning)
         if isinstance(f, nn.Module):
             stack.enter_context(unchanged(f))
+            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layers have no derivatives
         g, xs, lead = _by_items(f, x, flag(batched, "batched"))
         at = xs.detach()
         v = None if state is None else state.v
