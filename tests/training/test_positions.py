@@ -56,10 +56,10 @@ def test_a_temperature_that_has_changed_counts():
     torch.manual_seed(0)
     model, x = nn.Sequential(Scaled()), 3 * torch.randn(2, 5, 8)
     tracker, penalty = hs.Tracker(model, x, check_every=0), hs.SmoothnessPenalty(model, target=1e-3, rows=1)
-    before = [(tracker.update()["smoothness/layer_00"], penalty(x), penalty.values[0])[::2] for _ in range(6)][-1]
+    before = [(tracker.update()["smoothness/layer_00"], penalty(x), penalty.values[0])[::2] for _ in range(20)][-1]
     model[0].temperature = 0.25
-    after = [(tracker.update()["smoothness/layer_00"], penalty(x), penalty.values[0])[::2] for _ in range(6)][-1]
+    after = [(tracker.update()["smoothness/layer_00"], penalty(x), penalty.values[0])[::2] for _ in range(20)][-1]
     fresh, other = hs.Tracker(model, x, check_every=0), hs.SmoothnessPenalty(model, target=1e-3, rows=1)
-    wanted = [(fresh.update()["smoothness/layer_00"], other(x), other.values[0])[::2] for _ in range(6)][-1]
+    wanted = [(fresh.update()["smoothness/layer_00"], other(x), other.values[0])[::2] for _ in range(20)][-1]
     assert after == pytest.approx(wanted, rel=1e-2)
     assert before[0] != pytest.approx(wanted[0], rel=0.05)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from howsmooth.errors import BadFunctionError
@@ -57,7 +57,7 @@ class Run:
 
     def _values(self, wanted: set[Node]) -> dict[Node, Any]:
         weights = self.program.weights_now() if self.weights is None else self.weights
-        program, order = self.program, self._needed(wanted)
+        program, order = self.program, self.needed(wanted)
         last, given = last_reads(order), dict(zip(program.inputs, self.tensors, strict=True))
         env: dict[Node, Any] = {}
 
@@ -95,7 +95,7 @@ class Run:
         """Where the run is computed: where its input is."""
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
-    def _needed(self, wanted: set[Node]) -> list[Node]:
+    def needed(self, wanted: set[Node]) -> list[Node]:
         """The nodes that lead from what is known to what is wanted, in order, and in the own precision modes of torch too."""
         needed, todo = set[Node](), list(wanted)
         while todo:
@@ -188,6 +188,28 @@ def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> A
     if work is None:
         return n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
     return args[0] if name(n) in ("detach", "alias") else _INSTEAD.get(n.target, n.target)(*args, **kwargs)
+
+
+def compiled(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node], work: torch.dtype | None) -> Segment:
+    """Nodes that run in order as Python code of their own, for replays that come often. work: as for `called`."""
+    graph, env, narrow = Graph(), dict[Node, Any](), _NARROW[work]
+
+    def given(leaf: Any) -> Any:
+        if isinstance(leaf, Node):
+            return env[leaf]
+        return work if isinstance(leaf, torch.dtype) and leaf in narrow else leaf
+
+    for i, n in enumerate(inputs):
+        env[n] = graph.placeholder(f"given_{i}")
+    for n in nodes:
+        args, kwargs = map_aggregate(n.args, given), map_aggregate(n.kwargs, given)
+        if work is not None and name(n) in ("detach", "alias"):
+            env[n] = env[n.all_input_nodes[0]]
+        else:
+            target: Any = n.target if work is None else _INSTEAD.get(n.target, n.target)
+            env[n] = graph.call_function(target, args, kwargs)  # pyright: ignore[reportArgumentType]
+    graph.output([env[n] for n in outputs])
+    return GraphModule(torch.nn.Module(), graph).forward
 
 
 def last_reads(nodes: Sequence[Node]) -> dict[Node, list[Node]]:

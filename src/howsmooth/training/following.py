@@ -20,7 +20,7 @@ from howsmooth.spectral import Estimate
 from howsmooth.spectral.ritz import Block
 from howsmooth.training.jacobians import LayerJacobians, drawn, kinds_of, power_steps
 from howsmooth.training.looks import look
-from howsmooth.training.paths import Linearized, Paths, Values, recorded_paths
+from howsmooth.training.paths import Linearized, Paths, recorded_paths
 from howsmooth.training.probe import Inputs, Probe
 
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
@@ -76,6 +76,7 @@ class Following:
     def record(self, *, anew: bool = False) -> None:
         """Record the model, the first time or anew."""
         self.paths = paths = self._recorded(self.probe, anew)
+        self.replay()
         self.layers, self.count, rows = list(paths.ends), len(paths.recording.layers.found), self.probe.rows
         times = max(1, min(_WIDTH, paths.least // rows))
         many = self._repeated(times, anew)
@@ -105,16 +106,22 @@ class Following:
         if many is None or not many.by_row or many.ends.keys() != self.paths.ends.keys():
             return None
         copies = _Copies(many, times, self.probe.rows, times)
-        for part in self._parts(copies, self._hidden()):
+        for part in self._parts(copies):
             jacobians = LayerJacobians([found.graph for found in part.values()], copies.rows, 1, None)
             if not jacobians.apart():
                 return None
         return many
 
-    def _hidden(self) -> Values:
-        """What enters the layers at the weights of the moment."""
-        with torch.no_grad():
-            return self.paths.replayed(self.paths.weights())
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Replay the model at the weights of the moment, which the runs that follow are at."""
+        self.weights = self.paths.weights()
+        self._hidden, self._returned = self.paths.replayed(self.weights)
+
+    def confirmed(self) -> bool:
+        """Whether the model itself gives what its replay gave; nothing is said against one that is not finite."""
+        own = self.paths.recording.program.own(self.paths.tensors)
+        return agrees(own, self._returned) or not all(bool(t.isfinite().all()) for t in own)
 
     def run(
         self, directions: Mapping[int, Block], *, rounds: int = 1, first: int = 1, least: float = 0.0, looks: bool = False
@@ -130,17 +137,9 @@ class Following:
         """The same for every head alone, with one direction; values by row and head."""
         return self._run(self._by_head, directions, 1, 1, 0.0, False)
 
-    def confirmed(self) -> bool:
-        """Whether the model itself gives what its replay gives; nothing is said against one that is not finite."""
-        program = self.paths.recording.program
-        with torch.no_grad():
-            values = self.paths.replayed(self.paths.weights(), program.outputs)
-        own = program.own(self.paths.tensors)
-        return not all(bool(t.isfinite().all()) for t in own) or agrees(own, [values[n] for n in program.outputs])
-
     def certified(self, layer: int, head: int | None, options: Options) -> tuple[list[Estimate], Tensor]:
         """The constants of a layer at every row, and what their directions go to, (items, N)."""
-        run = Run(self.paths.recording.program, self.paths.tensors, None, self._hidden())
+        run = Run(self.paths.recording.program, self.paths.tensors, None, self._hidden)
         ends, items = self.paths.ends[layer], self._plain.items
         whole = SegmentMap(run, ends, self.paths.place(layer), head, work=self.model.dtype)
         estimates, tops = [], torch.zeros(())
@@ -158,8 +157,8 @@ class Following:
         self, run: _Copies, directions: Mapping[int, Block], rounds: int, first: int, least: float, looks: bool
     ) -> dict[int, Observed]:
         found: dict[int, Observed] = {}
-        hidden, real = self._hidden(), self.probe.real
-        for part in self._parts(run, hidden):
+        hidden, real = self._hidden, self.probe.real
+        for part in self._parts(run):
             for layers in kinds_of({k: layer.graph for k, layer in part.items()}, run.rows):
                 kind = {k: part[k] for k in layers}
                 with torch.enable_grad(), float32_products(coarse=True):
@@ -169,22 +168,21 @@ class Following:
                     found[k] = Observed(hidden[self.paths.ends[k].enter[0]], value, u, seen)
         return found
 
-    def _parts(self, run: _Copies, hidden: Values) -> Iterator[dict[int, Linearized]]:
+    def _parts(self, run: _Copies) -> Iterator[dict[int, Linearized]]:
         """The graphs of layers, so many at once as there is room for; without those whose logits are not finite."""
         pairs = {k: list(zip(run.paths.ends[k].enter, self.paths.ends[k].enter, strict=True)) for k in self.layers}
-        entered = {b: hidden[a] for own in pairs.values() for b, a in own}
+        entered = {b: self._hidden[a] for own in pairs.values() for b, a in own}
         if run.copies > 1:
             entered = {n: t.repeat_interleave(run.copies, 0) for n, t in entered.items()}
-        work = self.model.dtype
         with torch.no_grad():
-            frozen = run.paths.frozen(entered, self.paths.weights(), work)
+            frozen = run.paths.frozen(entered, self.weights)
         part: dict[int, Linearized] = {}
         room = self._room
         for k, own in pairs.items():
             try:
                 with torch.enable_grad(), float32_products(coarse=True):
                     enter = [entered[n] for n, _ in own]
-                    part[k] = run.paths.linearized(k, enter, frozen, work, run.copies, alone=run.alone)
+                    part[k] = run.paths.linearized(k, enter, frozen, run.copies, alone=run.alone)
             except BadInputError:
                 continue
             room -= part[k].size

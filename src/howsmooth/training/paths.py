@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from howsmooth.models.recorded import Recording, Recordings
 from howsmooth.program import Ends, ends_of
 from howsmooth.program.attention import Call, answering, attention
 from howsmooth.program.nodes import shape
-from howsmooth.program.replay import Run, Way
+from howsmooth.program.replay import Run, Segment, Way, compiled
 from howsmooth.settings import items, whole
 from howsmooth.training.jacobians import LayerGraph
 from howsmooth.training.probe import Probe
@@ -48,13 +48,14 @@ class Linearized(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """A recorded run at a probe, and the ends of the maps that are looked at, by layer."""
+    """A recorded run at a probe, and the ends of the maps that are looked at, by layer. work: the precision of the maps."""
 
     recording: Recording
     tensors: tuple[Tensor, ...]
     probe: Probe
     ends: Mapping[int, Ends]
     map: MapName = "attention"
+    work: torch.dtype = torch.float64
 
     @functools.cached_property
     def ways(self) -> dict[int, Way]:
@@ -144,26 +145,76 @@ class Paths:
 
     # values
 
-    def replayed(self, weights: Weights, outputs: Sequence[Node] = (), kept: Values | None = None) -> dict[Node, Tensor]:
-        """What enters the maps, and some nodes beside, in the model's own precision."""
-        run = Run(self.recording.program, self.tensors, None, kept or {}, weights)
+    def replayed(self, weights: Weights) -> tuple[dict[Node, Tensor], list[Tensor]]:
+        """What enters the maps, and what the model returns, in the model's own precision."""
+        code, inputs, wanted = self._whole
         with answering(_answer, derives=True):
-            return run.values((*self.enter, *outputs))
+            values = code(*self._given(inputs, weights, {}, None))
+        return dict(zip(wanted, values, strict=True)), values[len(self.enter) :]
 
-    def frozen(self, hidden: Values, weights: Weights, work: torch.dtype) -> dict[Node, Tensor]:
+    def frozen(self, hidden: Values, weights: Weights) -> dict[Node, Tensor]:
         """What is read on the ways and does not move. hidden: what enters the maps."""
-        run = Run(self.recording.program, self.tensors, work, hidden, weights)
+        code, inputs, wanted = self._still
         with answering(_answer, derives=True):
-            return run.values(self.beside)
+            values = code(*self._given(inputs, weights, hidden, self.work))
+        return dict(zip(wanted, values, strict=True))
 
-    def graph(self, layer: int, enter: Sequence[Tensor], frozen: Values, work: torch.dtype) -> LayerGraph:
+    def _given(self, nodes: Sequence[Node], weights: Weights, hidden: Values, work: torch.dtype | None) -> list[Any]:
+        """Weights, arguments, constants and hidden states, in a precision."""
+        program, found = self.recording.program, []
+        for n in nodes:
+            if n in program.weights:
+                t = weights[program.weights[n]]
+            elif n in hidden:
+                t = hidden[n]
+            else:
+                t = self._arguments[n] if n.op == "placeholder" else getattr(program.code, str(n.target))
+            found.append(t.to(work) if work and isinstance(t, Tensor) and t.is_floating_point() else t)
+        return found
+
+    @functools.cached_property
+    def _arguments(self) -> dict[Node, Tensor]:
+        return dict(zip(self.recording.program.inputs, self.tensors, strict=True))
+
+    @functools.cached_property
+    def _whole(self) -> tuple[Segment, list[Node], list[Node]]:
+        return self._compiled([*self.enter, *self.recording.program.outputs], (), None)
+
+    @functools.cached_property
+    def _still(self) -> tuple[Segment, list[Node], list[Node]]:
+        return self._compiled(list(self.beside), self.enter, self.work)
+
+    def _compiled(
+        self, wanted: list[Node], known: Sequence[Node], work: torch.dtype | None
+    ) -> tuple[Segment, list[Node], list[Node]]:
+        """Code for some nodes, what it takes and what it gives. known: what needs not be computed."""
+        run = Run(self.recording.program, self.tensors, work, dict.fromkeys(known))  # pyright: ignore[reportArgumentType]
+        nodes = [n for n in run.needed(set(wanted)) if n.op == "call_function"]
+        inputs = [*dict.fromkeys([m for n in nodes for m in n.all_input_nodes] + wanted)]
+        inputs = [n for n in inputs if n not in set(nodes)]
+        return compiled(nodes, inputs, wanted, work), inputs, wanted
+
+    @functools.cached_property
+    def _steps(self) -> dict[int, tuple[Segment, list[Node]]]:
+        """The code of every map, and what it reads beside what enters."""
+        found = {}
+        for k, way in self.ways.items():
+            beside = list(way.beside)
+            found[k] = compiled(way.nodes, (*way.enter, *beside), way.leave, self.work), beside
+        return found
+
+    def _follow(self, layer: int, points: Sequence[Tensor], frozen: Values) -> list[Tensor]:
+        code, beside = self._steps[layer]
+        return code(*points, *[frozen[n] for n in beside])
+
+    def graph(self, layer: int, enter: Sequence[Tensor], frozen: Values) -> LayerGraph:
         """A layer's map, attention with second derivatives. enter: what enters, of which a graph begins."""
-        points = [_begun(t.to(work)) for t in enter]
+        points = [_begun(t.to(self.work)) for t in enter]
         with answering(_answer, derives=True), sdpa_kernel(SDPBackend.MATH):
-            return LayerGraph(points, self.ways[layer].follow(frozen, points, work))
+            return LayerGraph(points, self._follow(layer, points, frozen))
 
     def linearized(
-        self, layer: int, enter: Sequence[Tensor], frozen: Values, work: torch.dtype, copies: int, *, alone: bool = False
+        self, layer: int, enter: Sequence[Tensor], frozen: Values, copies: int, *, alone: bool = False
     ) -> Linearized:
         """A layer's map where it is, attention on the kernels. copies: of every row.  alone: each is for one head alone."""
         kernels: list[AttentionKernel] = []
@@ -177,9 +228,9 @@ class Paths:
             one = torch.eye(copies, device=out.device, dtype=out.dtype)[:, : out.shape[1]]
             return out * one.repeat(len(out) // copies, 1)[:, :, None, None]
 
-        points = [_begun(t.to(work)) for t in enter]
+        points = [_begun(t.to(self.work)) for t in enter]
         with answering(answer), sdpa_kernel(SDPBackend.MATH):
-            leave = self.ways[layer].follow(frozen, points, work)
+            leave = self._follow(layer, points, frozen)
         return Linearized(LayerGraph(points, leave), kernels)
 
 
@@ -212,7 +263,7 @@ def recorded_paths(
             refusal = refusal or error
     if not ends and refusal is not None:
         raise refusal
-    return Paths(recording, tensors, probe, ends, map)
+    return Paths(recording, tensors, probe, ends, map, model.dtype)
 
 
 def chosen(layers: str | Sequence[int], count: int) -> list[int]:

@@ -267,9 +267,8 @@ class SmoothnessPenalty:
         paths, hidden, weights = self._replayed(probe)
         if not self._by_row.get(paths.recording, probe.rows == 1 or paths.by_row):
             return None
-        work = self._model.dtype
-        frozen = paths.frozen(hidden, weights, work)
-        graphs = {k: paths.graph(k, [hidden[n] for n in e.enter], frozen, work) for k, e in paths.ends.items()}
+        frozen = paths.frozen(hidden, weights)
+        graphs = {k: paths.graph(k, [hidden[n] for n in e.enter], frozen) for k, e in paths.ends.items()}
         found: dict[int, tuple[Tensor, ...]] = {}
         for layers in kinds_of(graphs, probe.rows):
             jacobians = LayerJacobians([graphs[k] for k in layers], probe.rows, 1, probe.real)
@@ -291,13 +290,10 @@ class SmoothnessPenalty:
         """The recorded run of the model at a batch, what enters its layers, and its weights, with their graph."""
         for anew in (False, True):
             paths = recorded_paths(self._model, self._recordings, probe, self.layers, self.map, anew=anew)
-            program = paths.recording.program
-            weights = program.weights_now()
-            hidden = paths.replayed(weights)
-            with torch.no_grad():
-                values = paths.replayed(weights, program.outputs, hidden)
-            own = program.own(paths.tensors)
-            if agrees(own, [values[n] for n in program.outputs]) or not all(bool(t.isfinite().all()) for t in own):
+            weights = paths.recording.program.weights_now()
+            hidden, returned = paths.replayed(weights)
+            own = paths.recording.program.own(paths.tensors)
+            if agrees(own, [t.detach() for t in returned]) or not all(bool(t.isfinite().all()) for t in own):
                 return paths, hidden, weights
         raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
 

@@ -189,6 +189,7 @@ class Tracker:
         state = self._now
         step = state.updates if step is None else step
         with untouched(state.following.model.module):
+            state.following.replay()
             if not state.following.confirmed():
                 state.following.record(anew=True)
             if state.directions:
@@ -202,6 +203,7 @@ class Tracker:
         """The numbers of an update, from a recording that gives what the model itself gives."""
         state = self._now
         for _ in range(2):
+            state.following.replay()
             values, bad, check = self._updated(step, checks)
             if state.following.confirmed():
                 break
