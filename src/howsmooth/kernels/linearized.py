@@ -95,7 +95,7 @@ class _Attention(torch.autograd.Function):
             raise BadInputError(_ONCE)
         graph = torch.is_grad_enabled()  # of the backward pass itself, for another one through it
         products = _Transposed.apply(ctx.here, graph, *g)
-        if graph:
+        if graph and ctx.here.copies == 1:
             guard = _Guard.apply(*ctx.qkv)
             products = (t + guard for t in products)
         return None, *products

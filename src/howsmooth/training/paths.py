@@ -1,5 +1,6 @@
 """Where the maps of a model's layers lie in its recorded run, and their graphs at the weights of the moment."""
 
+import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -161,18 +162,24 @@ class Paths:
 
     def _given(self, nodes: Sequence[Node], weights: Weights, hidden: Values, work: torch.dtype | None) -> list[Any]:
         """Weights, arguments, constants and hidden states, in a precision."""
-        program, found = self.recording.program, []
+        program, arguments, found = self.recording.program, self._arguments, []
         for n in nodes:
             if n in program.weights:
                 t = weights[program.weights[n]]
             elif n in hidden:
                 t = hidden[n]
             else:
-                t = self._arguments[n] if n.op == "placeholder" else getattr(program.code, str(n.target))
+                t = arguments[n] if n.op == "placeholder" else getattr(program.code, str(n.target))
             found.append(t.to(work) if work and isinstance(t, Tensor) and t.is_floating_point() else t)
         return found
 
-    @functools.cached_property
+    def at(self, tensors: tuple[Tensor, ...], probe: Probe) -> "Paths":
+        """The same at another batch of the kind."""
+        other = copy.copy(self)
+        vars(other).update(tensors=tensors, probe=probe)
+        return other
+
+    @property
     def _arguments(self) -> dict[Node, Tensor]:
         return dict(zip(self.recording.program.inputs, self.tensors, strict=True))
 
@@ -235,9 +242,19 @@ class Paths:
 
 
 def recorded_paths(
-    model: Model, recordings: Recordings, probe: Probe, layers: str | Sequence[int], map: MapName, *, anew: bool = False
+    model: Model,
+    recordings: Recordings,
+    probe: Probe,
+    layers: str | Sequence[int],
+    map: MapName,
+    *,
+    anew: bool = False,
+    known: Mapping[Recording, Paths] | None = None,
 ) -> Paths:
-    """The maps of layers in a model's recorded run. layers: `"all"` that have the map, or which.  anew: record again."""
+    """The maps of layers in a model's recorded run.
+
+    layers: `"all"` that have the map, or which.  anew: record again.  known: of recordings that were found before.
+    """
     name = type(model.module).__name__
     try:
         recording, tensors = recordings.find(model.module, probe.args, probe.kwargs, anew=anew)
@@ -249,6 +266,8 @@ def recorded_paths(
             f"expected inputs that {name} runs on, got {type(error).__name__} from it ({reason(error)[:160]}); check their "
             "shapes and kinds"
         ) from error
+    if known and recording in known:
+        return known[recording].at(tensors, probe)
     if not count:
         raise BadInputError(f"expected a model with self-attention, got {name} without; follow another one")
     every = isinstance(layers, str) and layers == "all"

@@ -224,6 +224,7 @@ class SmoothnessPenalty:
         self.map: MapName = map
         self._model = model if isinstance(model, Model) else _loaded(model)
         self._recordings = Recordings(_RECORDINGS)
+        self._paths: dict[Recording, Paths] = {}
         self._by_row: WeakKeyDictionary[Recording, bool] = WeakKeyDictionary()
         self._directions: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
@@ -289,7 +290,10 @@ class SmoothnessPenalty:
     def _replayed(self, probe: Probe) -> tuple[Paths, dict[Node, Tensor], dict[str, Tensor]]:
         """The recorded run of the model at a batch, what enters its layers, and its weights, with their graph."""
         for anew in (False, True):
-            paths = recorded_paths(self._model, self._recordings, probe, self.layers, self.map, anew=anew)
+            known = self._paths
+            paths = recorded_paths(self._model, self._recordings, probe, self.layers, self.map, anew=anew, known=known)
+            if paths.recording not in known:
+                self._paths = {**dict(list(known.items())[1 - _RECORDINGS :]), paths.recording: paths}
             weights = paths.recording.program.weights_now()
             hidden, returned = paths.replayed(weights)
             own = paths.recording.program.own(paths.tensors)
