@@ -3,6 +3,7 @@
 Weights are looked up by name each time, so they are those of the moment.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -190,9 +191,20 @@ def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> A
     return args[0] if name(n) in ("detach", "alias") else _INSTEAD.get(n.target, n.target)(*args, **kwargs)
 
 
-def compiled(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node], work: torch.dtype | None) -> Segment:
-    """Nodes that run in order as Python code of their own, for replays that come often. work: as for `called`."""
+def compiled(
+    nodes: Sequence[Node],
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+    work: torch.dtype | None,
+    together: Sequence[Sequence[Node]] = (),
+) -> Segment:
+    """Nodes that run in order as Python code of their own, for replays that come often.
+
+    work: as for `called`.  together: calls of attention that run as one, items of one behind those of another, in the place of
+    the last.
+    """
     graph, env, narrow = Graph(), dict[Node, Any](), _NARROW[work]
+    groups = {n: group for group in together for n in group}
 
     def given(leaf: Any) -> Any:
         if isinstance(leaf, Node):
@@ -202,12 +214,21 @@ def compiled(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[No
     for i, n in enumerate(inputs):
         env[n] = graph.placeholder(f"given_{i}")
     for n in nodes:
-        args, kwargs = map_aggregate(n.args, given), map_aggregate(n.kwargs, given)
-        if work is not None and name(n) in ("detach", "alias"):
+        group = groups.get(n, ())
+        if group and n is not group[-1]:
+            continue
+        args: Any = map_aggregate(n.args, given)
+        kwargs: Any = map_aggregate(n.kwargs, given)
+        if group:
+            joined = [graph.call_function(torch.cat, ([given(m.args[i]) for m in group],)) for i in range(3)]
+            whole = graph.call_function(n.target, (*joined, *args[3:]), kwargs)  # pyright: ignore[reportArgumentType]
+            parts = graph.call_function(torch.chunk, (whole, len(group)))
+            env |= {m: graph.call_function(operator.getitem, (parts, i)) for i, m in enumerate(group)}
+        elif work is not None and name(n) in ("detach", "alias"):
             env[n] = env[n.all_input_nodes[0]]
         else:
             target: Any = n.target if work is None else _INSTEAD.get(n.target, n.target)
-            env[n] = graph.call_function(target, args, kwargs)  # pyright: ignore[reportArgumentType]
+            env[n] = graph.call_function(target, args, kwargs)
     graph.output([env[n] for n in outputs])
     return GraphModule(torch.nn.Module(), graph).forward
 

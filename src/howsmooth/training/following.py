@@ -6,6 +6,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels.products import float32_products
@@ -20,7 +21,7 @@ from howsmooth.spectral import Estimate
 from howsmooth.spectral.ritz import Block
 from howsmooth.training.jacobians import LayerJacobians, drawn, kinds_of, power_steps
 from howsmooth.training.looks import look
-from howsmooth.training.paths import Linearized, Paths, recorded_paths
+from howsmooth.training.paths import Linearized, Paths, Values, recorded_paths
 from howsmooth.training.probe import Inputs, Probe
 
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
@@ -70,7 +71,7 @@ class Following:
     def __init__(self, model: Model, batch: Inputs, layers: str | Sequence[int], map: MapName):
         self.model, self._chosen = model, layers
         self._map: MapName = map
-        self.probe, self._recordings = Probe.of(model, batch), Recordings()
+        self.probe, self._recordings, self._bytes = Probe.of(model, batch), Recordings(), 0  # of one layer's graph
         self.record()
 
     def record(self, *, anew: bool = False) -> None:
@@ -106,10 +107,10 @@ class Following:
         if many is None or not many.by_row or many.ends.keys() != self.paths.ends.keys():
             return None
         copies = _Copies(many, times, self.probe.rows, times)
-        for part in self._parts(copies):
-            jacobians = LayerJacobians([found.graph for found in part.values()], copies.rows, 1, None)
-            if not jacobians.apart():
-                return None
+        for found in self._parts(copies):
+            for layers in kinds_of(found.graphs, copies.rows):
+                if not LayerJacobians([found.graphs[k] for k in layers], copies.rows, 1, None).apart():
+                    return None
         return many
 
     @torch.no_grad()
@@ -157,40 +158,43 @@ class Following:
         self, run: _Copies, directions: Mapping[int, Block], rounds: int, first: int, least: float, looks: bool
     ) -> dict[int, Observed]:
         found: dict[int, Observed] = {}
-        hidden, real = self._hidden, self.probe.real
+        real = self.probe.real
         for part in self._parts(run):
-            for layers in kinds_of({k: layer.graph for k, layer in part.items()}, run.rows):
-                kind = {k: part[k] for k in layers}
+            seen: dict[int, list[Tensor]] = {k: [] for k in part.graphs}
+            for kernel in part.kernels if looks and all([self.calls[k] for k in seen]) else ():
+                for k, own in zip(seen, look(kernel, real, len(seen)), strict=True):
+                    seen[k].append(own)
+            for layers in kinds_of(part.graphs, run.rows):
                 with torch.enable_grad(), float32_products(coarse=True):
-                    turned = _turned(kind, run, directions, rounds, first, least)
-                for (k, layer), (value, u) in zip(kind.items(), turned, strict=True):
-                    seen = [look(kernel, real) for kernel in layer.kernels if looks and self.calls[k]]
-                    found[k] = Observed(hidden[self.paths.ends[k].enter[0]], value, u, seen)
+                    turned = _turned(layers, part, run, directions, rounds, first, least)
+                for k, (value, u) in zip(layers, turned, strict=True):
+                    found[k] = Observed(self._hidden[self.paths.ends[k].enter[0]], value, u, seen[k])
         return found
 
-    def _parts(self, run: _Copies) -> Iterator[dict[int, Linearized]]:
-        """The graphs of layers, so many at once as there is room for; without those whose logits are not finite."""
-        pairs = {k: list(zip(run.paths.ends[k].enter, self.paths.ends[k].enter, strict=True)) for k in self.layers}
-        entered = {b: self._hidden[a] for own in pairs.values() for b, a in own}
-        if run.copies > 1:
-            entered = {n: t.repeat_interleave(run.copies, 0) for n, t in entered.items()}
+    def _parts(self, run: _Copies) -> Iterator[Linearized]:
+        """The graphs of layers that are alike, so many at once as there is room for; without those that are not finite."""
+        entered: dict[Node, Tensor] = {}
+        for k in self.layers:
+            for b, a in zip(run.paths.ends[k].enter, self.paths.ends[k].enter, strict=True):
+                hidden = self._hidden[a]
+                entered[b] = hidden if run.copies == 1 else hidden.repeat_interleave(run.copies, 0)
         with torch.no_grad():
             frozen = run.paths.frozen(entered, self.weights)
-        part: dict[int, Linearized] = {}
-        room = self._room
-        for k, own in pairs.items():
-            try:
-                with torch.enable_grad(), float32_products(coarse=True):
-                    enter = [entered[n] for n, _ in own]
-                    part[k] = run.paths.linearized(k, enter, frozen, run.copies, alone=run.alone)
-            except BadInputError:
-                continue
-            room -= part[k].size
-            if room < 0:
-                yield part
-                part, room = {}, self._room
-        if part:
-            yield part
+        for alike in run.paths.alike:
+            many = max(1, self._room // self._bytes) if self._bytes else 1
+            for start in range(0, len(alike), many):
+                yield from self._linearized(run, tuple(alike[start : start + many]), entered, frozen)
+
+    def _linearized(self, run: _Copies, layers: tuple[int, ...], entered: Values, frozen: Values) -> Iterator[Linearized]:
+        try:
+            with torch.enable_grad(), float32_products(coarse=True):
+                found = run.paths.linearized(layers, entered, frozen, run.copies, alone=run.alone)
+        except BadInputError:  # one of them, or all
+            for k in layers if len(layers) > 1 else ():
+                yield from self._linearized(run, (k,), entered, frozen)
+            return
+        self._bytes = max(self._bytes, found.size // len(layers))
+        yield found
 
     @property
     def _room(self) -> int:
@@ -200,17 +204,23 @@ class Following:
 
 
 def _turned(
-    layers: Mapping[int, Linearized], run: _Copies, directions: Mapping[int, Block], rounds: int, first: int, least: float
+    layers: list[int],
+    part: Linearized,
+    run: _Copies,
+    directions: Mapping[int, Block],
+    rounds: int,
+    first: int,
+    least: float,
 ) -> list[tuple[Tensor, Block]]:
     """Values and next directions of layers of one size."""
-    graphs = [layer.graph for layer in layers.values()]
+    graphs = [part.graphs[k] for k in layers]
     jacobians = LayerJacobians(graphs, run.rows, run.times, run.paths.probe.real)
     like = graphs[0].leave[0]
     shape = (run.items, run.times, graphs[0].sizes(run.rows)[1])
     carried = {k: u for k in layers if (u := directions.get(k)) is not None and u.shape == shape}
     u = torch.cat([carried[k].to(like) if k in carried else drawn(k, shape, like) for k in layers])
     turned, _ = power_steps(jacobians, u, rounds if len(carried) == len(layers) else max(rounds, first), least)
-    noise = max((kernel.noise for layer in layers.values() for kernel in layer.kernels), default=0.0)
+    noise = max([kernel.noise for kernel in part.kernels], default=0.0)
     noise += _COARSE if like.is_cuda and like.dtype == torch.float32 else 0.0
     values = max(0.0, 1 - noise) * turned.value.cpu()  # what rounding may have added is taken off
     return list(zip(values.chunk(len(layers)), turned.directions.chunk(len(layers)), strict=True))

@@ -11,8 +11,8 @@ from howsmooth.kernels.kinds import Softmax
 
 
 @torch.no_grad()
-def look(kernel: AttentionKernel, real: Tensor | None) -> Tensor:
-    """What attention looks like in a layer, (2 + heads,).
+def look(kernel: AttentionKernel, real: Tensor | None, layers: int = 1) -> Tensor:
+    """What attention looks like in each of the layers that a kernel's rows belong to, (layers, 2 + heads).
 
     First the mean entropy of the rows, then the largest share of all attention that one token gets, then the largest logits
     by head. With `P̂ = z P`: `H = −Σ P log P = Σ P log z − Σ P̂ log P̂ / z`; a sink has no part in it.
@@ -35,15 +35,16 @@ def look(kernel: AttentionKernel, real: Tensor | None) -> Tensor:
     entropy = (entropy - mass * inverse.clamp_min(tiny).log()) * inverse
     # the largest number of a row may be its sink: what is left of the largest weight says by how much
     largest = torch.where(top > 0, tiled.largest + top.log(), tiled.largest)
-    entropy, logits = (t.unflatten(0, (batch, heads)) for t in (entropy, largest))  # (rows, heads, n)
-    share = received[..., 0].unflatten(0, (batch, heads)).mean(1)
-    mean = entropy.mean()
-    if real is not None and real.shape == (batch, n):
-        rows = real.to(entropy.device)[:, None].expand_as(entropy)
-        mean = entropy.where(rows, 0.0).sum() / rows.sum()
+    by_layer = layers, batch // layers, heads
+    entropy, logits = (t.unflatten(0, by_layer) for t in (entropy, largest))  # (layers, rows, heads, n)
+    share = received[..., 0].unflatten(0, by_layer).mean(2)
+    mean = entropy.mean((1, 2, 3))
+    if real is not None and (layers * len(real), real.shape[1]) == (batch, n):
+        rows = real.to(entropy.device)[None, :, None].expand_as(entropy)
+        mean = entropy.where(rows, 0.0).sum((1, 2, 3)) / rows.sum((1, 2, 3))
         logits = logits.masked_fill(~rows, -math.inf)
     share = share / share.sum(-1, keepdim=True).clamp_min(tiny)
-    return torch.cat([torch.stack([mean, share.amax(-1).mean()]), logits.amax((0, 2))])
+    return torch.cat([torch.stack([mean, share.amax(-1).mean(-1)], -1), logits.amax((1, 3))], -1)
 
 
 def squares(x: Tensor, real: Tensor | None) -> Tensor:

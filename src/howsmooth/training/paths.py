@@ -32,18 +32,17 @@ Weights = Mapping[str, Tensor]
 
 
 class Linearized(NamedTuple):
-    """A layer's graph, and the kernels of its attention calls."""
+    """The graphs of layers, and the kernels of their attention calls, each of which serves all of them."""
 
-    graph: LayerGraph
+    graphs: dict[int, LayerGraph]
     kernels: list[AttentionKernel]
 
     @property
     def size(self) -> int:
-        """About how many bytes it keeps."""
-        tensors = [t for side in self.graph for t in side] + [
-            t for kernel in self.kernels for t in (*kernel.inputs, kernel.output)
-        ]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        """About how many bytes they keep."""
+        tensors = [t for graph in self.graphs.values() for side in graph for t in side]
+        tensors += [t for kernel in self.kernels for t in (*kernel.inputs, kernel.output)]
+        return sum([t.numel() * t.element_size() for t in tensors])
 
 
 @final
@@ -202,32 +201,57 @@ class Paths:
         return compiled(nodes, inputs, wanted, work), inputs, wanted
 
     @functools.cached_property
-    def _steps(self) -> dict[int, tuple[Segment, list[Node]]]:
-        """The code of every map, and what it reads beside what enters."""
-        found = {}
-        for k, way in self.ways.items():
-            beside = list(way.beside)
-            found[k] = compiled(way.nodes, (*way.enter, *beside), way.leave, self.work), beside
+    def alike(self) -> list[list[int]]:
+        """Layers whose attention calls can run as one."""
+        found: dict[Any, list[int]] = {}
+        for k in self.ends:
+            found.setdefault(self._signature(k), []).append(k)
+        return list(found.values())
+
+    def _signature(self, layer: int) -> Any:
+        calls, found = [n for n in self.ways[layer].nodes if n.target is attention], list[Any]()
+        for n in calls:
+            sizes = [shape(m) or () for m in n.args[:3] if isinstance(m, Node)]
+            if len(n.all_input_nodes) > 3 or any(len(size) != 4 or size[0] != self.probe.rows for size in sizes):
+                return layer
+            found.append((sizes, n.args[3:], dict(n.kwargs)))
+        ends = self.ends[layer]
+        return repr((found, [shape(n) for n in (*ends.enter, *ends.leave)])) if calls else layer
+
+    @functools.cached_property
+    def _steps(self) -> dict[tuple[int, ...], tuple[Segment, list[Node]]]:
+        return {}
+
+    def _follow(self, layers: tuple[int, ...], points: Mapping[int, list[Tensor]], frozen: Values) -> dict[int, LayerGraph]:
+        """What leaves some maps where `points` enter."""
+        ways = [self.ways[k] for k in layers]
+        if layers not in self._steps:
+            beside = list(dict.fromkeys(n for way in ways for n in way.beside))
+            stages = [_stages(way.nodes) for way in ways]
+            nodes = [n for stage in zip(*stages, strict=True) for part in stage for n in part]
+            together = [calls for calls in zip(*([s[-1] for s in own[:-1]] for own in stages), strict=True) if len(calls) > 1]
+            inputs, outputs = [*(n for way in ways for n in way.enter), *beside], [n for way in ways for n in way.leave]
+            self._steps[layers] = compiled(nodes, inputs, outputs, self.work, together), beside
+        code, beside = self._steps[layers]
+        left = iter(code(*[t for k in layers for t in points[k]], *[frozen[n] for n in beside]))
+        return {k: LayerGraph(points[k], [next(left) for _ in way.leave]) for k, way in zip(layers, ways, strict=True)}
+
+    def graphs(self, hidden: Values, frozen: Values) -> dict[int, LayerGraph]:
+        """All maps, attention with second derivatives. hidden: what enters, of which graphs begin."""
+        found: dict[int, LayerGraph] = {}
+        with answering(_answer, derives=True), sdpa_kernel(SDPBackend.MATH):
+            for k in self.ends:
+                found |= self._follow((k,), self._begun((k,), hidden), frozen)
         return found
 
-    def _follow(self, layer: int, points: Sequence[Tensor], frozen: Values) -> list[Tensor]:
-        code, beside = self._steps[layer]
-        return code(*points, *[frozen[n] for n in beside])
-
-    def graph(self, layer: int, enter: Sequence[Tensor], frozen: Values) -> LayerGraph:
-        """A layer's map, attention with second derivatives. enter: what enters, of which a graph begins."""
-        points = [_begun(t.to(self.work)) for t in enter]
-        with answering(_answer, derives=True), sdpa_kernel(SDPBackend.MATH):
-            return LayerGraph(points, self._follow(layer, points, frozen))
-
     def linearized(
-        self, layer: int, enter: Sequence[Tensor], frozen: Values, copies: int, *, alone: bool = False
+        self, layers: tuple[int, ...], hidden: Values, frozen: Values, copies: int, *, alone: bool = False
     ) -> Linearized:
-        """A layer's map where it is, attention on the kernels. copies: of every row.  alone: each is for one head alone."""
+        """Maps of layers that are alike, attention on the kernels. copies: of every row.  alone: each is for one head alone."""
         kernels: list[AttentionKernel] = []
 
         def answer(call: Call) -> Tensor:
-            own = copies if len(call.q) == self.probe.rows else 1
+            own = copies if len(call.q) == self.probe.rows * len(layers) else 1
             out, kernel = attention_and_kernel(call.q, call.k, call.v, call.scores, "strict", own)
             kernels.append(kernel)
             if not alone:
@@ -235,10 +259,26 @@ class Paths:
             one = torch.eye(copies, device=out.device, dtype=out.dtype)[:, : out.shape[1]]
             return out * one.repeat(len(out) // copies, 1)[:, :, None, None]
 
-        points = [_begun(t.to(self.work)) for t in enter]
         with answering(answer), sdpa_kernel(SDPBackend.MATH):
-            leave = self._follow(layer, points, frozen)
-        return Linearized(LayerGraph(points, leave), kernels)
+            return Linearized(self._follow(layers, self._begun(layers, hidden), frozen), kernels)
+
+    def _begun(self, layers: tuple[int, ...], hidden: Values) -> dict[int, list[Tensor]]:
+        """What enters, as the begin of graphs apart from the run that it comes from, whose gradients still reach back."""
+        found: dict[int, list[Tensor]] = {}
+        for k in layers:
+            points = [hidden[n].to(self.work) for n in self.ends[k].enter]
+            found[k] = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in points]
+        return found
+
+
+def _stages(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Nodes in order, a stage ending behind each call of attention."""
+    stages: list[list[Node]] = [[]]
+    for n in nodes:
+        stages[-1].append(n)
+        if n.target is attention:
+            stages.append([])
+    return stages
 
 
 def recorded_paths(
@@ -296,11 +336,6 @@ def chosen(layers: str | Sequence[int], count: int) -> list[int]:
     if not found:
         raise BadInputError(f"expected {expected}, got an empty list; {fix}")
     return found
-
-
-def _begun(x: Tensor) -> Tensor:
-    """What a graph begins at: apart from the run that it comes from, whose gradients still reach back."""
-    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
 
 def _answer(call: Call) -> Tensor:

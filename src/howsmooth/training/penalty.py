@@ -269,7 +269,7 @@ class SmoothnessPenalty:
         if not self._by_row.get(paths.recording, probe.rows == 1 or paths.by_row):
             return None
         frozen = paths.frozen(hidden, weights)
-        graphs = {k: paths.graph(k, [hidden[n] for n in e.enter], frozen) for k, e in paths.ends.items()}
+        graphs = paths.graphs(hidden, frozen)
         found: dict[int, tuple[Tensor, ...]] = {}
         for layers in kinds_of(graphs, probe.rows):
             jacobians = LayerJacobians([graphs[k] for k in layers], probe.rows, 1, probe.real)
