@@ -57,7 +57,7 @@ def test_a_temperature_that_has_changed_counts():
     model, x = nn.Sequential(Scaled()), 3 * torch.randn(2, 5, 8)
     tracker, penalty = hs.Tracker(model, x, check_every=0), hs.SmoothnessPenalty(model, target=1e-3, rows=1)
     before = [(tracker.update()["smoothness/layer_00"], penalty(x), penalty.values[0])[::2] for _ in range(20)][-1]
-    model[0].temperature = 0.25
+    model[0].temperature = 0.1
     after = [(tracker.update()["smoothness/layer_00"], penalty(x), penalty.values[0])[::2] for _ in range(20)][-1]
     fresh, other = hs.Tracker(model, x, check_every=0), hs.SmoothnessPenalty(model, target=1e-3, rows=1)
     wanted = [(fresh.update()["smoothness/layer_00"], other(x), other.values[0])[::2] for _ in range(20)][-1]

@@ -15,12 +15,11 @@ from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.maps.base import Map, check_finite, check_tokens
 from howsmooth.models import Model
 from howsmooth.models.recorded import Recordings
-from howsmooth.program import ends_of
 from howsmooth.program.head_weights import ByHead, HeadParameters, head_weights
 from howsmooth.program.segments import SegmentMap
 from howsmooth.settings import choice, number
 from howsmooth.solve import Options, solve
-from howsmooth.training.paths import Paths, chosen, recorded_paths
+from howsmooth.training.paths import RowRun, chosen, recorded_paths
 from howsmooth.training.probe import Inputs, Probe
 from howsmooth.training.untouched import untouched, whole_model
 
@@ -222,14 +221,8 @@ class _OfModel:
 
     def _read(self) -> list[SegmentMap]:
         """The layer's map at every row, at the weights of the moment."""
-        found = []
-        for i in range(self._probe.rows):
-            row = self._probe.row(i)
-            recording, run = self._recordings.at(self._model.module, row.args, row.kwargs)
-            ends = ends_of(recording.layers, self._index)
-            paths = Paths(recording, run.tensors, row, {self._index: ends})
-            found.append(SegmentMap(run, ends, paths.place(self._index), None, paths.tokens(ends.enter, None)))
-        return found
+        rows = RowRun.every(self._model, self._recordings, self._probe)
+        return [row.segment(self._index, "attention", torch.float64) for row in rows]
 
     def _call_kind(self, map: SegmentMap) -> Any:
         return map.replayed(map.start).calls[0].scores.kind

@@ -1,7 +1,7 @@
 """Replays of a model that turn carried directions of all of its layers towards the top ones."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -14,17 +14,16 @@ from howsmooth.models import MapName, Model
 from howsmooth.models.recorded import Recordings
 from howsmooth.models.room import free
 from howsmooth.program.confirm import agrees
-from howsmooth.program.replay import Run
-from howsmooth.program.segments import SegmentMap
 from howsmooth.solve import Options, solve
 from howsmooth.spectral import Estimate
 from howsmooth.spectral.ritz import Block
 from howsmooth.training.jacobians import LayerJacobians, drawn, kinds_of, power_steps
 from howsmooth.training.looks import look
-from howsmooth.training.paths import Linearized, Paths, Values, recorded_paths
+from howsmooth.training.paths import Linearized, Paths, RowRun, Values, recorded_paths
 from howsmooth.training.probe import Inputs, Probe
 
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
+_RECORDINGS = 64  # kept, of rows with masks of their own
 _COARSE = 2.0**-9  # error of a layer's products on a GPU: four times the rounding of operands with eleven bits
 _GRAPHS, _MOST_GRAPHS = 2**28, 2**31  # bytes of layers that wait to be measured together
 
@@ -71,7 +70,7 @@ class Following:
     def __init__(self, model: Model, batch: Inputs, layers: str | Sequence[int], map: MapName):
         self.model, self._chosen = model, layers
         self._map: MapName = map
-        self.probe, self._recordings, self._bytes = Probe.of(model, batch), Recordings(), 0  # of one layer's graph
+        self.probe, self._recordings, self._bytes = Probe.of(model, batch), Recordings(_RECORDINGS), 0  # of one layer's graph
         self.record()
 
     def record(self, *, anew: bool = False) -> None:
@@ -92,6 +91,7 @@ class Following:
         if self._heads is None:
             most = max(self.paths.heads.values())
             paths = self._recorded(self.probe.repeated(most))
+            self.paths.with_copies(paths)
             self._heads = _Copies(paths, most, self.probe.rows * most, alone=True)
         return self._heads
 
@@ -101,10 +101,10 @@ class Following:
     def _repeated(self, times: int, anew: bool) -> Paths | None:
         """The recorded run with copies of every row; nothing where rows are not apart along the first axis."""
         try:
-            many = self._recorded(self.probe.repeated(times), anew) if self.paths.by_row else None
+            many = self._recorded(self.probe.repeated(times), anew)
         except HowSmoothError:
             return None
-        if many is None or not many.by_row or many.ends.keys() != self.paths.ends.keys():
+        if not self.paths.with_copies(many):
             return None
         copies = _Copies(many, times, self.probe.rows, times)
         for found in self._parts(copies):
@@ -138,19 +138,25 @@ class Following:
         """The same for every head alone, with one direction; values by row and head."""
         return self._run(self._by_head, directions, 1, 1, 0.0, False)
 
-    def certified(self, layer: int, head: int | None, options: Options) -> tuple[list[Estimate], Tensor]:
-        """The constants of a layer at every row, and what their directions go to, (items, N)."""
-        run = Run(self.paths.recording.program, self.paths.tensors, None, self._hidden)
-        ends, items = self.paths.ends[layer], self._plain.items
-        whole = SegmentMap(run, ends, self.paths.place(layer), head, work=self.model.dtype)
-        estimates, tops = [], torch.zeros(())
-        for row in range(items):
-            chosen = self.paths.tokens(ends.enter, row if items > 1 else None)
-            one = whole if chosen is None else replace(whole, real=chosen)
-            solved = solve(one, one.start, options)
+    def row_runs(self) -> list[RowRun]:
+        """The rows alone, for certified solves."""
+        return RowRun.every(self.model, self._recordings, self.probe)
+
+    def certified(
+        self, rows: Sequence[RowRun], layer: int, head: int | None, options: Options
+    ) -> tuple[list[Estimate], Tensor | None]:
+        """The constants of a layer at every row, and what their directions go to, (items, N); nothing for rows in one item."""
+        estimates, tops = list[Estimate](), list[Tensor]()
+        for row in rows:
+            map = row.segment(layer, self._map, self.model.dtype, head)
+            solved = solve(map, map.start, options)
             estimates.append(solved.estimate)
-            tops = tops + self.paths.spread(solved.image, ends.leave, chosen, items)
-        return estimates, tops
+            image, real = solved.image, row.real
+            if real is not None:
+                n = self.probe.real.shape[1] if self.probe.real is not None else len(image)
+                image = image.new_zeros(n, image.shape[-1]).index_copy_(0, real.to(image.device), image)
+            tops.append(image.flatten())
+        return estimates, torch.stack(tops) if len(tops) == self.items else None
 
     # one replay
 
@@ -161,14 +167,15 @@ class Following:
         real = self.probe.real
         for part in self._parts(run):
             seen: dict[int, list[Tensor]] = {k: [] for k in part.graphs}
-            for kernel in part.kernels if looks and all([self.calls[k] for k in seen]) else ():
+            for kernel in part.kernels if looks and all(self.calls[k] for k in seen) else ():
                 for k, own in zip(seen, look(kernel, real, len(seen)), strict=True):
                     seen[k].append(own)
             for layers in kinds_of(part.graphs, run.rows):
                 with torch.enable_grad(), float32_products(coarse=True):
                     turned = _turned(layers, part, run, directions, rounds, first, least)
                 for k, (value, u) in zip(layers, turned, strict=True):
-                    found[k] = Observed(self._hidden[self.paths.ends[k].enter[0]], value, u, seen[k])
+                    enter = self.paths.ends[k].enter[0]
+                    found[k] = Observed(self._hidden[enter].movedim(self.paths.axes[enter] or 0, 0), value, u, seen[k])
         return found
 
     def _parts(self, run: _Copies) -> Iterator[Linearized]:
@@ -177,7 +184,7 @@ class Following:
         for k in self.layers:
             for b, a in zip(run.paths.ends[k].enter, self.paths.ends[k].enter, strict=True):
                 hidden = self._hidden[a]
-                entered[b] = hidden if run.copies == 1 else hidden.repeat_interleave(run.copies, 0)
+                entered[b] = hidden if run.copies == 1 else hidden.repeat_interleave(run.copies, self.paths.axes[a] or 0)
         with torch.no_grad():
             frozen = run.paths.frozen(entered, self.weights)
         for alike in run.paths.alike:

@@ -18,28 +18,36 @@ _APART = 1e-6  # share of a product that may reach another item, as rounding doe
 
 
 class LayerGraph(NamedTuple):
-    """A layer's graph between tokens that enter and what leaves, each in one tensor or several."""
+    """A layer's graph between tokens that enter and what leaves, each in one tensor or several.
+
+    axes: of each of them, along which its rows lie; nothing where there is one row.
+    """
 
     enter: Sequence[Tensor]
     leave: Sequence[Tensor]
+    axes: tuple[Sequence[int | None], Sequence[int | None]]
 
     def sizes(self, rows: int) -> tuple[int, int]:
         """How many numbers of a row enter and leave."""
-        enter, leave = (sum(t.numel() for t in side) // rows for side in self)
+        enter, leave = (sum([t.numel() for t in side]) // rows for side in (self.enter, self.leave))
         return enter, leave
+
+    def side(self, leave: int) -> Sequence[Tensor]:
+        """What leaves, or what enters."""
+        return self.leave if leave else self.enter
 
 
 @final
 class LayerJacobians:
     """`Jᵀ u` and `J v` of layers of one size, on blocks (layers · items, times, N).
 
-    rows: along the first axis of all tensors, `times` copies of every item.  real: which tokens of the rows are not padding;
+    rows: `times` copies of every item, one behind the other.  real: which tokens of the rows are not padding;
     the others neither move nor count.
     """
 
     def __init__(self, layers: Sequence[LayerGraph], rows: int, times: int, real: Bool[Tensor, "rows n"] | None):
         self._layers, self._rows, self._times, self._real = layers, rows, times, real
-        self._enter, self._leave = ([t for layer in layers for t in layer[side]] for side in (0, 1))
+        self._enter, self._leave = ([t for layer in layers for t in layer.side(s)] for s in (0, 1))
         self._us: list[Tensor] = []
         self._pulled: Sequence[Tensor] = ()
 
@@ -71,8 +79,9 @@ class LayerJacobians:
     def apart(self) -> bool:
         """Whether what is asked of the last row reaches no other."""
         random = torch.Generator().manual_seed(0)
-        us = [torch.randn(t.shape, generator=random).to(t) * _last(t, self._rows) for t in self._leave]
-        found = self._block(self._back(us, graph=False), 0).flatten(0, 1).unflatten(0, (-1, self._rows)).abs().amax(-1)
+        us = self._block([torch.randn(t.shape, generator=random).to(t) for t in self._leave], 1).flatten(0, 1)
+        us.unflatten(0, (-1, self._rows))[:, :-1] = 0
+        found = self.vjp(us[:, None]).flatten(0, 1).unflatten(0, (-1, self._rows)).abs().amax(-1)
         return bool((found[:, :-1] <= _APART * found[:, -1:]).all())
 
     def _back(self, us: Sequence[Tensor], *, graph: bool) -> Sequence[Tensor]:
@@ -87,28 +96,27 @@ class LayerJacobians:
         """Tensors of one side of all layers as a block."""
         found, rest = [], iter(tensors)
         for layer in self._layers:
-            own = [self._masked(next(rest)).reshape(self._rows, -1) for _ in layer[side]]
+            own = [self._masked(_rows_first(next(rest), axis)).reshape(self._rows, -1) for axis in layer.axes[side]]
             found.append(own[0] if len(own) == 1 else torch.cat(own, 1))
         return torch.cat(found).unflatten(0, (-1, self._times))
 
     def _split(self, block: Block, side: int) -> list[Tensor]:
         """The other way round."""
-        found = []
+        found: list[Tensor] = []
         for layer, own in zip(self._layers, block.flatten(0, 1).chunk(len(self._layers)), strict=True):
-            sizes = [t.numel() // self._rows for t in layer[side]]
-            found += [self._masked(p.to(t).reshape(t.shape)) for p, t in zip(own.split(sizes, 1), layer[side], strict=True)]
+            parts = own.split([t.numel() // self._rows for t in layer.side(side)], 1)
+            for part, t, axis in zip(parts, layer.side(side), layer.axes[side], strict=True):
+                whole = self._masked(part.to(t).reshape(_rows_first(t, axis).shape))
+                found.append(whole.movedim(0, axis) if axis else whole)
         return found
 
     def _masked(self, t: Tensor) -> Tensor:
         real = self._real
-        if real is None or t.ndim != 3 or t.shape[:2] not in (real.shape, real.mT.shape):
-            return t
-        return t * (real if t.shape[:2] == real.shape else real.mT)[..., None].to(t)
+        return t if real is None or t.ndim != 3 or t.shape[:2] != real.shape else t * real[..., None].to(t)
 
 
-def _last(t: Tensor, rows: int) -> Tensor:
-    """One in the last row, zero elsewhere."""
-    return (torch.arange(rows, device=t.device) == rows - 1).to(t).repeat_interleave(t.numel() // rows).reshape(t.shape)
+def _rows_first(t: Tensor, axis: int | None) -> Tensor:
+    return t.movedim(axis, 0) if axis else t
 
 
 def kinds_of(graphs: Mapping[int, LayerGraph], rows: int) -> list[list[int]]:

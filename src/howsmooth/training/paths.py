@@ -22,6 +22,7 @@ from howsmooth.program import Ends, ends_of
 from howsmooth.program.attention import Call, answering, attention
 from howsmooth.program.nodes import shape
 from howsmooth.program.replay import Run, Segment, Way, compiled
+from howsmooth.program.segments import SegmentMap
 from howsmooth.settings import items, whole
 from howsmooth.training.jacobians import LayerGraph
 from howsmooth.training.probe import Probe
@@ -40,7 +41,7 @@ class Linearized(NamedTuple):
     @property
     def size(self) -> int:
         """About how many bytes they keep."""
-        tensors = [t for graph in self.graphs.values() for side in graph for t in side]
+        tensors = [t for graph in self.graphs.values() for t in (*graph.enter, *graph.leave)]
         tensors += [t for kernel in self.kernels for t in (*kernel.inputs, kernel.output)]
         return sum([t.numel() * t.element_size() for t in tensors])
 
@@ -88,10 +89,32 @@ class Paths:
         return bool(kinds) and set(kinds) == {"softmax"}
 
     @functools.cached_property
+    def ends_nodes(self) -> tuple[Node, ...]:
+        """What enters and leaves, map by map."""
+        return tuple(n for e in self.ends.values() for n in (*e.enter, *e.leave))
+
+    @functools.cached_property
+    def axes(self) -> dict[Node, int | None]:
+        """The axis along which rows of the probe lie in what enters and leaves; nothing where there is none."""
+        rows = self.probe.rows
+        return {n: next((a for a in (0, 1) if _is_axis(n, a, rows)), None) for n in self.ends_nodes}
+
+    @property
     def by_row(self) -> bool:
-        """Whether all that enters and leaves has the rows of the probe along its first axis."""
-        sizes = [shape(n) or () for e in self.ends.values() for n in (*e.enter, *e.leave)]
-        return all(len(size) > 1 and size[0] == self.probe.rows for size in sizes)
+        """Whether all that enters and leaves has an axis for rows."""
+        return None not in self.axes.values()
+
+    def with_copies(self, many: "Paths") -> bool:
+        """Find the axes of rows from a run with copies of them; false where there are none."""
+        if many.ends.keys() != self.ends.keys() or len(many.ends_nodes) != len(self.ends_nodes):
+            return False
+        found = dict[Node, int | None]()
+        for one, other in zip(self.ends_nodes, many.ends_nodes, strict=True):
+            sizes = shape(one) or (), shape(other) or ()
+            rest = [a for a in (0, 1) if _is_axis(one, a, self.probe.rows) and _is_axis(other, a, many.probe.rows)]
+            found[one] = found[other] = next((a for a in rest if _without(sizes[0], a) == _without(sizes[1], a)), None)
+        vars(self)["axes"], vars(many)["axes"] = ({n: found[n] for n in p.ends_nodes} for p in (self, many))
+        return self.by_row
 
     def place(self, layer: int) -> str:
         """The module of a map, as it is called in the model."""
@@ -108,36 +131,6 @@ class Paths:
     def weights(self) -> dict[str, Tensor]:
         """The weights of the moment, without gradients."""
         return {name: t.detach() for name, t in self.recording.program.weights_now().items()}
-
-    def tokens(self, nodes: Sequence[Node], row: int | None) -> Tensor | None:
-        """The places of real tokens in what some nodes hold, one below the other; nothing where that is all of them.
-
-        row: of the probe, all of them otherwise.
-        """
-        real, found, start = self.probe.real, [], 0
-        for n in nodes:
-            axes = tuple((shape(n) or ())[:-1])
-            grid = torch.arange(math.prod(axes)).reshape(axes) + start
-            start += grid.numel()
-            if real is not None and grid.ndim == 2 and axes in (real.shape, real.mT.shape):
-                kept = (real if axes == real.shape else real.mT).cpu()
-            else:
-                kept = torch.ones(axes, dtype=torch.bool)
-            if row is not None:
-                kept = kept & (torch.arange(len(grid)) == row).reshape(-1, *[1] * (grid.ndim - 1))
-            found.append(grid[kept])
-        places = torch.cat(found)
-        return None if len(places) == start else places
-
-    def spread(self, image: Tensor, nodes: Sequence[Node], places: Tensor | None, items: int) -> Tensor:
-        """Rows of what some nodes hold, at some places or at all, as one row for each item."""
-        sizes = [math.prod(shape(n) or ()) // image.shape[-1] for n in nodes]
-        whole_ = (
-            image
-            if places is None
-            else image.new_zeros(sum(sizes), image.shape[-1]).index_copy_(0, places.to(image.device), image)
-        )
-        return torch.cat([t.reshape(items, -1) for t in whole_.split(sizes)], 1)
 
     def block(self, layer: int) -> str:
         """The path of a layer's block."""
@@ -234,7 +227,13 @@ class Paths:
             self._steps[layers] = compiled(nodes, inputs, outputs, self.work, together), beside
         code, beside = self._steps[layers]
         left = iter(code(*[t for k in layers for t in points[k]], *[frozen[n] for n in beside]))
-        return {k: LayerGraph(points[k], [next(left) for _ in way.leave]) for k, way in zip(layers, ways, strict=True)}
+        return {
+            k: LayerGraph(points[k], [next(left) for _ in w.leave], self._axes(w)) for k, w in zip(layers, ways, strict=True)
+        }
+
+    def _axes(self, layer: int) -> tuple[list[int | None], list[int | None]]:
+        ends = self.ends[layer]
+        return [self.axes[n] for n in ends.enter], [self.axes[n] for n in ends.leave]
 
     def graphs(self, hidden: Values, frozen: Values) -> dict[int, LayerGraph]:
         """All maps, attention with second derivatives. hidden: what enters, of which graphs begin."""
@@ -271,6 +270,15 @@ class Paths:
         return found
 
 
+def _is_axis(n: Node, axis: int, rows: int) -> bool:
+    size = shape(n) or ()
+    return len(size) > 2 and size[axis] == rows
+
+
+def _without(size: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*size[:axis], *size[axis + 1 :])
+
+
 def _stages(nodes: Sequence[Node]) -> list[list[Node]]:
     """Nodes in order, a stage ending behind each call of attention."""
     stages: list[list[Node]] = [[]]
@@ -279,6 +287,32 @@ def _stages(nodes: Sequence[Node]) -> list[list[Node]]:
         if n.target is attention:
             stages.append([])
     return stages
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RowRun:
+    """The recorded run of one row, compared with the model there, for certified solves. real: the tokens that are no padding."""
+
+    recording: Recording
+    run: Run
+    real: Tensor | None
+
+    @classmethod
+    def every(cls, model: Model, recordings: Recordings, probe: Probe) -> "list[RowRun]":
+        """The runs of all rows of a probe."""
+        found = []
+        for i in range(probe.rows):
+            row = probe.row(i)
+            real = None if row.real is None or bool(row.real.all()) else row.real[0].nonzero()[:, 0]
+            found.append(cls(*recordings.at(model.module, row.args, row.kwargs), real))
+        return found
+
+    def segment(self, layer: int, map: str, work: torch.dtype, head: int | None = None) -> SegmentMap:
+        """A layer's map at this row."""
+        found = self.recording.layers.found[layer]
+        place = self.recording.layers.module_of(found) or found.path
+        return SegmentMap(self.run, ends_of(self.recording.layers, layer, map), place, head, self.real, work)
 
 
 def recorded_paths(

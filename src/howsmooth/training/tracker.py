@@ -29,6 +29,9 @@ _MOST = 6  # passes in one update; one is enough while weights change slowly
 _GAIN = 0.06  # gain of a step at which a layer is left until the next update: docs/explanation/penalty.md, tracking
 
 
+Certified = dict[tuple[int, int | None], tuple[float, float]]  # value and upper end, by layer and head
+
+
 class TrackingWarning(UserWarning):
     """Something that whoever trains should know; training goes on."""
 
@@ -280,31 +283,28 @@ class Tracker:
             told += [_largest(own) for own in zip(*(look[2:] for look in looks), strict=True)] if alike else []
         return dict(zip(self._names(layer, len(looks[0]) - 2 if alike else 0), told, strict=True))
 
-    def _certified_or_said(self, step: int) -> "Certified | None":
+    def _certified_or_said(self, step: int) -> Certified | None:
         try:
             return self._certified()
         except HowSmoothError as error:
             warnings.warn(f"step {step}: no certified constants ({error})", TrackingWarning, stacklevel=6)
             return None
 
-    def _certified(self) -> "Certified":
+    def _certified(self) -> Certified:
         """Certified solves, by layer and head, whose directions tracking takes over."""
         state, following = self._now, self._now.following
-        options, found = Options(self.tol, self.certify), {}
+        options, found, rows = Options(self.tol, self.certify), Certified(), following.row_runs()
         for k in following.layers:
-            estimates, top = following.certified(k, None, options)
-            found[k, None] = max(e.value for e in estimates), max(e.upper for e in estimates)
-            state.lead(k, top)
-            heads = []
-            for h in range(following.paths.heads[k] if self.heads else 0):
-                estimates, top = following.certified(k, h, options)
+            tops: list[Tensor | None] = []
+            for h in (None, *range(following.paths.heads[k] if self.heads else 0)):
+                estimates, top = following.certified(rows, k, h, options)
                 found[k, h] = max(e.value for e in estimates), max(e.upper for e in estimates)
-                heads.append(top)
-            if heads:
-                state.point(k, heads)
+                tops.append(top)
+            state.lead(k, tops[0])
+            state.point(k, [t for t in tops[1:] if t is not None])
         return found
 
-    def _compared(self, step: int, certified: "Certified") -> Check:
+    def _compared(self, step: int, certified: Certified) -> Check:
         """Tracked numbers beside certified ones."""
         tracked = self._now.tracked
         return Check(step, tuple(Checked(k, h, tracked[k, h], *ends) for (k, h), ends in certified.items()))
@@ -333,9 +333,6 @@ class Tracker:
             said = f"what enters layer {layer} ({self.names[layer]}), or its logits, is not finite or out of range"
         state.broken = f"step {step}: {said}"
         warnings.warn(f"{state.broken}; its constants are NaN from here on, training goes on", TrackingWarning, stacklevel=4)
-
-
-Certified = dict[tuple[int, int | None], tuple[float, float]]  # value and upper end, by layer and head
 
 
 class _State:
@@ -368,8 +365,10 @@ class _State:
         self.directions[where] = fresh
         return float(found.value.max())  # NaN where one is
 
-    def lead(self, layer: int, top: Tensor) -> None:
+    def lead(self, layer: int, top: Tensor | None) -> None:
         """Put what certified top directions go to, (items, N), before the carried ones."""
+        if top is None:
+            return
         times, old = self.following.times, self.directions.get((layer, None))
         if old is None or old.shape[::2] != top.shape:
             old = drawn(layer, (len(top), times, top.shape[-1]), top)
@@ -377,6 +376,8 @@ class _State:
 
     def point(self, layer: int, tops: list[Tensor]) -> None:
         """The same for the heads, each with a direction of its own."""
+        if not tops:
+            return
         most = max(self.following.paths.heads.values())
         block = torch.stack(tops, 1)  # (items, heads, N)
         filled = torch.cat([block, block.new_zeros(len(block), most - len(tops), block.shape[-1])], 1)
