@@ -227,9 +227,8 @@ class Paths:
             self._steps[layers] = compiled(nodes, inputs, outputs, self.work, together), beside
         code, beside = self._steps[layers]
         left = iter(code(*[t for k in layers for t in points[k]], *[frozen[n] for n in beside]))
-        return {
-            k: LayerGraph(points[k], [next(left) for _ in w.leave], self._axes(w)) for k, w in zip(layers, ways, strict=True)
-        }
+        leave = {k: [next(left) for _ in way.leave] for k, way in zip(layers, ways, strict=True)}
+        return {k: LayerGraph(points[k], leave[k], self._axes(k)) for k in layers}
 
     def _axes(self, layer: int) -> tuple[list[int | None], list[int | None]]:
         ends = self.ends[layer]
@@ -292,7 +291,7 @@ def _stages(nodes: Sequence[Node]) -> list[list[Node]]:
 @final
 @dataclass(frozen=True, eq=False)
 class RowRun:
-    """The recorded run of one row, compared with the model there, for certified solves. real: the tokens that are no padding."""
+    """The recorded run of one row, compared with the model there, for certified solves. real: tokens that are no padding."""
 
     recording: Recording
     run: Run
