@@ -1,67 +1,19 @@
-"""Positions that are asked about again are remembered, and never taken for others."""
+"""A model that has changed in what its recording keeps as it was is recorded again, and never taken for the old one."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2Model, masking_utils
+from transformers import GPT2Config, GPT2Model
 
 import howsmooth as hs
-from howsmooth.training.positions import Positions
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What the library's own function was asked."""
-    find, calls = masking_utils.find_packed_sequence_indices, []
-
-    def counted(positions: torch.Tensor) -> torch.Tensor | None:
-        calls.append(positions)
-        return find(positions)
-
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", counted)
-    return calls
-
-
-def test_only_what_is_new_is_asked(asked: list[torch.Tensor]):
-    plain, packed, positions = torch.arange(4)[None], torch.tensor([[0, 1, 0, 1]]), Positions()
-    for given, count, held in ((plain, 1, True), (plain, 1, True), (packed, 1, False), (packed, 2, True), (packed, 2, True)):
-        with positions.remembered():
-            answer = masking_utils.find_packed_sequence_indices(given)
-        assert (len(asked), positions.held()) == (count, held)
-        if held:
-            assert (answer is None) == (given is plain)
-    with positions.remembered():  # of another shape
-        assert masking_utils.find_packed_sequence_indices(packed[:, :3]) is not None
-    assert (len(asked), positions.held()) == (3, True)
-
-
-def test_other_threads_are_answered_for_themselves():
-    plain, packed, positions = torch.arange(4)[None], torch.tensor([[0, 1, 0, 1]]), Positions()
-    with positions.remembered():
-        masking_utils.find_packed_sequence_indices(plain)
-    with positions.remembered(), ThreadPoolExecutor(1) as other:
-        assert other.submit(masking_utils.find_packed_sequence_indices, packed).result() is not None
-        assert masking_utils.find_packed_sequence_indices(plain) is None
-    assert positions.held()
 
 
 def gpt() -> Any:
     torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_embd=8, n_head=2, n_positions=8, vocab_size=12, bos_token_id=0, eos_token_id=0)
     return GPT2Model(config)
-
-
-def test_a_tracker_asks_once(asked: list[torch.Tensor]):
-    tracker = hs.Tracker(gpt(), {"input_ids": torch.tensor([[1, 5, 2, 7]])}, check_every=0)
-    tracker.update()
-    count = len(asked)
-    assert count > 0
-    for _ in range(3):
-        tracker.update()
-    assert len(asked) == count
 
 
 class Moving(nn.Module):
@@ -87,3 +39,27 @@ def test_positions_that_have_moved_are_not_taken_for_the_old_ones():
     for name in ("smoothness/layer_00", "smoothness/layer_01", "smoothness/entropy/layer_00"):
         assert after[name] == pytest.approx(wanted[name], rel=1e-2)
     assert before["smoothness/entropy/layer_00"] != pytest.approx(wanted["smoothness/entropy/layer_00"], rel=1e-2)
+
+
+class Scaled(nn.Module):
+    """A block whose temperature is a number, which a schedule changes while it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.temperature = nn.MultiheadAttention(8, 2, batch_first=True), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x / self.temperature, x, x, need_weights=False)[0]
+
+
+def test_a_temperature_that_has_changed_counts():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Scaled()), 3 * torch.randn(2, 5, 8)
+    tracker, penalty = hs.Tracker(model, x, check_every=0), hs.SmoothnessPenalty(model, target=1e-3, rows=1)
+    before = [(tracker.update()["smoothness/layer_00"], penalty(x), penalty.values[0])[::2] for _ in range(20)][-1]
+    model[0].temperature = 0.1
+    after = [(tracker.update()["smoothness/layer_00"], penalty(x), penalty.values[0])[::2] for _ in range(20)][-1]
+    fresh, other = hs.Tracker(model, x, check_every=0), hs.SmoothnessPenalty(model, target=1e-3, rows=1)
+    wanted = [(fresh.update()["smoothness/layer_00"], other(x), other.values[0])[::2] for _ in range(20)][-1]
+    assert after == pytest.approx(wanted, rel=1e-2)
+    assert before[0] != pytest.approx(wanted[0], rel=0.05)

@@ -24,7 +24,7 @@ from transformers import (
 import howsmooth as hs
 from howsmooth.models import FallbackWarning
 from howsmooth.training import TrackingWarning
-from howsmooth.training.aside import aside
+from howsmooth.training.untouched import untouched
 
 SIZE: dict[str, Any] = {"vocab_size": 30, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -251,7 +251,7 @@ def test_compiled_models(way):
     assert frames == again > 0
 
 
-def test_aside_restores_what_a_model_does_to_itself():
+def test_untouched_restores_what_a_model_does_to_itself():
     class Counts(nn.Module):
         calls: torch.Tensor
         table: torch.Tensor
@@ -267,7 +267,7 @@ def test_aside_restores_what_a_model_does_to_itself():
 
     module = Counts()
     table, before = module.table, torch.random.get_rng_state()
-    with aside(module):
+    with untouched(module):
         module()
         assert module.table.shape == (3,)
     assert module.table is table

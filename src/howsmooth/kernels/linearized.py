@@ -8,7 +8,7 @@ How `J` changes with `q, k, v` is no part of a linearisation: that raises.
 """
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,17 +23,26 @@ _ONCE = "expected first derivatives only, got a derivative of a derivative; use 
 
 
 def attention_and_kernel(
-    q: Queries, k: Keys, v: Values, scores: Scores, precision: Precision = "half"
+    q: Queries, k: Keys, v: Values, scores: Scores, precision: Precision = "half", copies: int = 1
 ) -> tuple[Outputs, AttentionKernel]:
     """`softmax(s) v`, and the kernel that serves it: for whoever puts it inside a model and must know how exact it is.
+
+    copies: how often every item comes, one copy behind the other, each with a direction of its own; the kernel serves one.
 
     >>> x = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
     >>> out, kernel = attention_and_kernel(x, x, x, Scores(1.0))
     >>> torch.autograd.grad(out.sum(), x)[0].shape
     torch.Size([1, 1, 3, 2])
     """
-    here = _Here(scores, "auto", precision)
+    here = _Here(_first(scores, len(q), copies), "auto", precision, copies)
     return here.attend(q, k, v), here.kernel
+
+
+def _first(scores: Scores, items: int, copies: int) -> Scores:
+    """The scores of the first copy of every item."""
+    mask = scores.mask
+    keys, bias = (t[::copies] if t is not None and len(t) == items else t for t in (mask.keys, mask.bias))
+    return scores if copies == 1 else replace(scores, mask=replace(mask, keys=keys, bias=bias))
 
 
 @dataclass(eq=False)
@@ -43,8 +52,13 @@ class _Here:
     scores: Scores
     name: Kernel
     precision: Precision = "half"
+    copies: int = 1
     kernel: AttentionKernel = field(init=False)
     dual: bool = field(init=False)  # torch's own forward mode is on
+
+    def probes(self, t: Tensor) -> Tensor:
+        """Directions, one for each copy, as the kernel takes them: a probe for each copy."""
+        return t.to(self.kernel.output.dtype).unflatten(0, (-1, self.copies)).transpose(0, 1)
 
     def attend(self, *qkv: Tensor) -> Tensor:
         if max(_transforms(t) for t in qkv) > 1:
@@ -66,9 +80,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(here: _Here, *qkv: Tensor) -> Tensor:
         kind = torch.promote_types(qkv[0].dtype, torch.float32)
-        q, k, v = (t.detach().to(kind) for t in qkv)
+        q, k, v = (t.detach()[:: here.copies].to(kind) for t in qkv)
         here.kernel = linearize(q, k, v, here.scores, here.name, here.precision)
-        return here.kernel.output.to(qkv[0].dtype, copy=True)  # the kernel keeps its own
+        out = here.kernel.output.to(qkv[0].dtype, copy=True)  # the kernel keeps its own
+        return out if here.copies == 1 else out.repeat_interleave(here.copies, 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -80,7 +95,7 @@ class _Attention(torch.autograd.Function):
             raise BadInputError(_ONCE)
         graph = torch.is_grad_enabled()  # of the backward pass itself, for another one through it
         products = _Transposed.apply(ctx.here, graph, *g)
-        if graph:
+        if graph and ctx.here.copies == 1:
             guard = _Guard.apply(*ctx.qkv)
             products = (t + guard for t in products)
         return None, *products
@@ -96,8 +111,7 @@ class _Along(torch.autograd.Function):
 
     @staticmethod
     def forward(here: _Here, *tangents: Tensor) -> Tensor:
-        kind = here.kernel.output.dtype
-        return here.kernel.jvp(*(t.to(kind)[None] for t in tangents))[0].to(tangents[0].dtype)
+        return here.kernel.jvp(*map(here.probes, tangents)).transpose(0, 1).flatten(0, 1).to(tangents[0].dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -113,9 +127,9 @@ class _Transposed(torch.autograd.Function):
 
     @staticmethod
     def forward(here: _Here, graph: bool, g: Tensor) -> tuple[Tensor, ...]:
-        if graph and not bool(g.any()):  # the graph of a linear map is made at zero
+        if graph and here.copies == 1 and not bool(g.any()):  # the graph of a linear map is made at zero
             return tuple(torch.zeros_like(t, dtype=g.dtype) for t in here.kernel.inputs)
-        return tuple(t[0].to(g.dtype) for t in here.kernel.vjp(g.to(here.kernel.output.dtype)[None]))
+        return tuple(t.transpose(0, 1).flatten(0, 1).to(g.dtype) for t in here.kernel.vjp(here.probes(g)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:

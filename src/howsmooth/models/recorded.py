@@ -16,6 +16,7 @@ from howsmooth.models.interface import IMPLEMENTATION, implementation, register
 from howsmooth.program import Layers, Program, record
 from howsmooth.program.confirm import agrees
 from howsmooth.program.replay import Run
+from howsmooth.program.tracing import unchanged
 from howsmooth.program.written_out import moving_terms, rewrite
 
 _MOST = 8  # recordings kept of a model, the latest ones
@@ -54,27 +55,35 @@ class Recording:
 class Recordings:
     """The recorded runs of one model, by the shapes, dtypes, masks and other arguments of its inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MOST) -> None:
         self._known: OrderedDict[Any, Recording] = OrderedDict()
+        self._most = most
 
     def at(self, owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Recording, Run]:
         """The recording that fits an input, and its run there, which gives what the model itself gives."""
+        for anew in (False, True):
+            found, tensors = self.find(owner, args, kwargs, anew=anew)
+            run, ours = found.run(tensors)
+            with unchanged(found.program.module):
+                own = found.program.own(tensors)
+            if agrees(found.program, own, ours):
+                return found, run
+        raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
+
+    def find(
+        self, owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, anew: bool = False
+    ) -> tuple[Recording, tuple[Tensor, ...]]:
+        """The recording that fits an input, which is still to be compared with the model there, and the input's tensors.
+
+        anew: record again.
+        """
         key, tensors = _key(owner, args, kwargs)
-        known = self._known.get(key)
-        if known is not None:
-            run, ours = known.run(tensors)
-            if agrees(known.program, known.program.own(tensors), ours):
-                self._known.move_to_end(key)
-                return known, run
-        new = recorded(owner, args, kwargs)
-        self._known[key] = new
+        if anew or key not in self._known:
+            self._known[key] = recorded(owner, args, kwargs)
         self._known.move_to_end(key)
-        while len(self._known) > _MOST:
+        while len(self._known) > self._most:
             self._known.popitem(last=False)
-        run, ours = new.run(tensors)
-        if not agrees(new.program, new.program.own(tensors), ours):
-            raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
-        return new, run
+        return self._known[key], tensors
 
 
 def recorded(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:

@@ -46,16 +46,21 @@ class Call:
 
 Answer = Callable[[Call], Tensor]
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
+_DERIVES: ContextVar[bool] = ContextVar("derives", default=False)
 
 
 @contextmanager
-def answering(answer: Answer) -> Iterator[None]:
-    """Inside it, `answer` gives the output of every call of attention in a replay."""
-    token = _ANSWER.set(answer)
+def answering(answer: Answer, *, derives: bool = False) -> Iterator[None]:
+    """Inside it, `answer` gives the output of every call of attention in a replay.
+
+    derives: with a derivative in biases and sinks too.
+    """
+    token, derived = _ANSWER.set(answer), _DERIVES.set(derives)
     try:
         yield
     finally:
         _ANSWER.reset(token)
+        _DERIVES.reset(derived)
 
 
 def attention(
@@ -80,7 +85,8 @@ def attention(
     key may be seen.  sink: one logit a head that takes weight and gives no value.  shift: a number added to every logit, which
     only a sigmoid feels.
     """
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*terms, *(() if sink is None else (sink,)))):
+    moving = any(t.requires_grad for t in (*terms, *(() if sink is None else (sink,))))
+    if moving and torch.is_grad_enabled() and not _DERIVES.get():
         raise MovingTermError(
             "expected attention whose biases stay as they are, got one that depends on the input; replay its steps"
         )
@@ -107,7 +113,7 @@ def kind_of(name: str, sink: Tensor | None, heads: int, shift: float) -> Kind:
         return L2()
     if sink is None:
         return Softmax()
-    own = sink.detach().reshape(-1)
+    own = sink.reshape(-1)
     return Softmax((own if len(own) == heads else own.expand(heads)) - shift)
 
 

@@ -3,15 +3,15 @@
 Weights are looked up by name each time, so they are those of the moment.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
-from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.program.flow import Flow
@@ -24,6 +24,7 @@ _GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
 _NARROW: dict[torch.dtype | None, tuple[torch.dtype, ...]] = {
     torch.float64: (torch.float16, torch.bfloat16, torch.float32),
     torch.float32: (torch.float16, torch.bfloat16),
+    None: (),
 }
 
 Segment = Callable[..., list[Tensor]]
@@ -35,31 +36,36 @@ class Run:
 
     tensors: those among the arguments.  work: the precision, in which casts to narrower ones are left out; nothing for the
     module's own.  kept: values that are known already, in the module's own precision, as hidden states between blocks are.
+    weights: in place of the module's own, which are looked up each time; values then have a graph where these have one.
     """
 
     program: Program
     tensors: tuple[Tensor, ...]
     work: torch.dtype | None = torch.float64
     kept: Mapping[Node, Tensor] = field(default_factory=dict)
+    weights: Mapping[str, Tensor] | None = None
 
     def at(self, work: torch.dtype | None) -> "Run":
         """The same run in another precision."""
         return self if work is self.work else replace(self, work=work)
 
-    @torch.no_grad()
     def values(self, wanted: Iterable[Node]) -> dict[Node, Any]:
         """What some nodes give; what is needed on the way is let go of as soon as it can be."""
-        wanted, program = set(wanted), self.program
-        order = self._needed(wanted)
-        last = {m: n for n in order for m in n.all_input_nodes}
-        weights, given = program.weights_now(), dict(zip(program.inputs, self.tensors, strict=True))
+        with torch.set_grad_enabled(self.weights is not None and torch.is_grad_enabled()):
+            return self._values(set(wanted))
+
+    def _values(self, wanted: set[Node]) -> dict[Node, Any]:
+        weights = self.program.weights_now() if self.weights is None else self.weights
+        program, order = self.program, self.needed(wanted)
+        last, given = last_reads(order), dict(zip(program.inputs, self.tensors, strict=True))
         env: dict[Node, Any] = {}
 
         def known(n: Node) -> Any:
             if n in env:
                 return env[n]
             if n in program.weights:
-                return self.fit(weights[program.weights[n]].detach())
+                t = weights[program.weights[n]]
+                return self.fit(t.detach() if self.weights is None else t)
             if n in self.kept:
                 return self.fit(self.kept[n])
             return self.fit(given[n] if n.op == "placeholder" else getattr(program.code, str(n.target)))
@@ -68,8 +74,8 @@ class Run:
             if n.op != "call_function":
                 continue
             env[n] = called(n, known, self.work)
-            for m in n.all_input_nodes:
-                if last[m] is n and m not in wanted:
+            for m in last.get(n, ()):
+                if m not in wanted:
                     env.pop(m, None)
         return {n: known(n) for n in wanted}
 
@@ -88,7 +94,7 @@ class Run:
         """Where the run is computed: where its input is."""
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
-    def _needed(self, wanted: set[Node]) -> list[Node]:
+    def needed(self, wanted: set[Node]) -> list[Node]:
         """The nodes that lead from what is known to what is wanted, in order, and in the own precision modes of torch too."""
         needed, todo = set[Node](), list(wanted)
         while todo:
@@ -155,30 +161,84 @@ class Way:
     def follow(self, beside: Mapping[Node, Any], points: Sequence[Tensor], work: torch.dtype | None) -> list[Tensor]:
         """What leaves where `points` enter, given the values beside the way."""
         env: dict[Node, Any] = dict(zip(self.enter, points, strict=True))
-        last = {m: n for n in self.nodes for m in n.all_input_nodes}
+        last = last_reads(self.nodes)
 
         def known(n: Node) -> Any:
             return env[n] if n in env else beside[n]
 
         for n in self.nodes:
             env[n] = called(n, known, work)
-            for m in n.all_input_nodes:
-                if last[m] is n and m not in self.leave:
+            for m in last.get(n, ()):
+                if m not in self.leave:
                     env.pop(m, None)
         return [known(n) for n in self.leave]
 
 
 def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> Any:
     """What a node gives. In another precision than the module's own, casts are to that one, and what is detached moves."""
-    args: tuple[Any, ...] = map_arg(n.args, known)
-    kwargs: Mapping[str, Any] = map_arg(dict(n.kwargs), known)
+    narrow = _NARROW.get(work, ())
+
+    def given(leaf: Any) -> Any:
+        if isinstance(leaf, Node):
+            return known(leaf)
+        return work if isinstance(leaf, torch.dtype) and leaf in narrow else leaf
+
+    args: Any = map_aggregate(n.args, given)
+    kwargs: Any = map_aggregate(n.kwargs, given) if n.kwargs else {}
     if name(n) in ("detach", "alias"):
         return args[0]
-    if work is None:
-        return n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-    narrow = _NARROW[work]
-    args, kwargs = tree_map(lambda t: work if isinstance(t, torch.dtype) and t in narrow else t, (args, kwargs))
-    return _widened(n)(*args, **kwargs)
+    return (n.target if work is None else _widened(n))(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+
+def compiled(
+    nodes: Sequence[Node],
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+    work: torch.dtype | None,
+    together: Sequence[Sequence[Node]] = (),
+) -> Segment:
+    """Nodes that run in order as Python code of their own, for replays that come often.
+
+    work: as for `called`.  together: calls of attention that run as one, items of one behind those of another, in the place of
+    the last.
+    """
+    graph, env, narrow = Graph(), dict[Node, Any](), _NARROW.get(work, ())
+    groups = {n: group for group in together for n in group}
+
+    def given(leaf: Any) -> Any:
+        if isinstance(leaf, Node):
+            return env[leaf]
+        return work if isinstance(leaf, torch.dtype) and leaf in narrow else leaf
+
+    for i, n in enumerate(inputs):
+        env[n] = graph.placeholder(f"given_{i}")
+    for n in nodes:
+        group = groups.get(n, ())
+        if group and n is not group[-1]:
+            continue
+        args: Any = map_aggregate(n.args, given)
+        kwargs: Any = map_aggregate(n.kwargs, given)
+        if group:
+            joined = [graph.call_function(torch.cat, ([given(m.args[i]) for m in group],)) for i in range(3)]
+            whole = graph.call_function(n.target, (*joined, *args[3:]), kwargs)  # pyright: ignore[reportArgumentType]
+            parts = graph.call_function(torch.chunk, (whole, len(group)))
+            env |= {m: graph.call_function(operator.getitem, (parts, i)) for i, m in enumerate(group)}
+        elif work is not None and name(n) in ("detach", "alias"):
+            env[n] = env[n.all_input_nodes[0]]
+        else:
+            target: Any = n.target if work is None else _widened(n)
+            env[n] = graph.call_function(target, args, kwargs)
+    graph.output([env[n] for n in outputs])
+    return GraphModule(torch.nn.Module(), graph).forward
+
+
+def last_reads(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """What each of some nodes, which run in order, is the last one to read."""
+    found: dict[Node, list[Node]] = {}
+    last = {m: n for n in nodes for m in n.all_input_nodes}
+    for m, reader in last.items():
+        found.setdefault(reader, []).append(m)
+    return found
 
 
 def check_smooth(path: Sequence[Node], flow: Flow) -> None:

@@ -6,6 +6,7 @@ Afterwards the graph is made functional (`howsmooth.program.functional`), and eq
 """
 
 import functools
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
@@ -171,11 +172,14 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Inside it a module is in eval mode; afterwards its modes, attributes and buffers are as they were."""
     parts = list(module.modules())
-    before = [dict(vars(m)) for m in parts]
-    inside = [(v, v.copy()) for state in before for v in state.values() if isinstance(v, list | dict | set)]
+    before = [vars(m).copy() for m in parts]
+    inside = [(v, v.copy() if v else None) for state in before for v in state.values() if isinstance(v, list | dict | set)]
     buffers = [(t, t.clone()) for t in module.buffers()]
     for m in parts:
-        m.training = False
+        if "training" in vars(m):
+            vars(m)["training"] = False  # many times as fast as torch's way of setting attributes
+        else:  # a scripted module
+            m.training = False
     try:
         yield
     finally:
@@ -183,7 +187,9 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             vars(m).clear()
             vars(m).update(state)
         for v, old in inside:
-            if v != old if isinstance(v, set) else len(v) != len(old) or any(a is not b for a, b in zip(v, old, strict=True)):
+            if old is None:
+                v.clear()
+            elif v != old if isinstance(v, set) else len(v) != len(old) or any(map(operator.is_not, v, old)):
                 v.clear()
                 v.extend(old) if isinstance(v, list) else v.update(old)
             elif isinstance(v, dict):

@@ -1,9 +1,10 @@
 """Weights scaled down in place until a layer's constant, or its largest logit, is at most a target."""
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +12,16 @@ from torch import Tensor, nn
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.maps import Attention, AttentionJacobian
-from howsmooth.maps.base import check_finite, check_tokens
-from howsmooth.models import Capture, Model
-from howsmooth.models.reading import Stage, head_entries, written_along
+from howsmooth.maps.base import Map, check_finite, check_tokens
+from howsmooth.models import Model
+from howsmooth.models.recorded import Recordings
+from howsmooth.program.head_weights import ByHead, HeadParameters, head_weights
+from howsmooth.program.segments import SegmentMap
 from howsmooth.settings import choice, number
 from howsmooth.solve import Options, solve
-from howsmooth.training.aside import aside, bare
-from howsmooth.training.probe import Inputs, captured, rows_of
-from howsmooth.training.route import chosen
+from howsmooth.training.paths import RowRun, chosen, recorded_paths
+from howsmooth.training.probe import Inputs, Probe
+from howsmooth.training.untouched import untouched, whole_model
 
 Quantity = Literal["constant", "logit"]
 _PARTS = ("qk", "vo", "qkvo")
@@ -108,19 +111,16 @@ def clip_(
             raise BadInputError(
                 f"expected softmax attention to clip, got {layer.kind!r}; how its logits and values scale is not settled here"
             )
-        return Clipped(quantity, target, tuple(_clip(_Own(layer, x, 0), asked)))
+        return Clipped(quantity, target, tuple(_clip(_Own(layer, x), asked, 0)))
     if not isinstance(layer, nn.Module | Model):
         raise BadInputError(f"expected an Attention or a model, got {type(layer).__name__}; pass one of them")
-    loaded = layer if isinstance(layer, Model) else Model.of(bare(layer), type(bare(layer)).__name__, None, None)
-    with aside(loaded.module):
-        first = _captures(loaded, x)
-        which = chosen(layers, first[0].num_layers)
-        rows = [row for k in which for row in _clip(_OfModel(loaded, x, k), asked)]
+    loaded = layer if isinstance(layer, Model) else Model.of(whole_model(layer), type(whole_model(layer)).__name__, None, None)
+    with untouched(loaded.module):
+        probe, recordings = Probe.of(loaded, x), Recordings()
+        paths = recorded_paths(loaded, recordings, probe.row(0), "all", "attention")
+        which = list(paths.ends) if layers == "all" else chosen(layers, len(paths.recording.layers.found))
+        rows = [row for k in which for row in _clip(_OfModel(loaded, recordings, probe, k), asked, k)]
     return Clipped(quantity, target, tuple(rows))
-
-
-def _captures(model: Model, probe: Inputs) -> list[Capture]:
-    return [captured(model, row) for row in rows_of(probe)]
 
 
 @dataclass(frozen=True)
@@ -130,17 +130,63 @@ class _Asked:
     parts: str
 
 
+class _Clipping(Protocol):
+    """A layer as something to clip. heads, groups: query heads, and those that share keys, and values."""
+
+    heads: int
+    key_groups: int
+    value_groups: int
+
+    def check(self, parts: str) -> None:
+        """Refuse what scaling does not scale."""
+        ...
+
+    def measure(self, head: int, quantity: Quantity, logits: float = 1.0, values: float = 1.0) -> float:
+        """The largest over the rows of a probe, the head's logits and what it gives multiplied by factors."""
+        ...
+
+    def factors(self, logits: Tensor, values: Tensor) -> "_Factors":
+        """By which weights are multiplied."""
+        ...
+
+    def scale(self, factors: "_Factors") -> None:
+        """Write into the weights."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are written to."""
+        ...
+
+
 class _Own:
     """An `Attention` as something to clip."""
 
-    def __init__(self, layer: Attention, x: Tensor, index: int):
-        self.layer, self.x, self.index = layer, x, index
+    def __init__(self, layer: Attention, x: Tensor):
+        self.layer, self.x = layer, x
+        self.heads, self.key_groups, self.value_groups = layer.heads, layer.kv_heads, layer.kv_heads
         used = [t for t in (layer.w_q, layer.w_k, layer.w_v, layer.w_o) if t is not None]
         if len({t.data_ptr() for t in used}) < len(used):
             raise BadInputError("expected weights that are tensors of their own, got one tensor twice; clone it")
 
-    def forms(self) -> list[tuple[Attention, Tensor]]:
-        return [(self.layer.to(torch.float64), self.x.double())]
+    def check(self, parts: str) -> None:
+        if "qk" in parts and (self.layer.q_norm is not None or self.layer.k_norm is not None):
+            raise _normed()
+        if self.layer.w_o is None and "vo" in parts and self.heads != self.value_groups:
+            raise BadInputError("expected an output projection for heads that share values, got none; give w_o")
+
+    def measure(self, head: int, quantity: Quantity, logits: float = 1.0, values: float = 1.0) -> float:
+        one, x = self.layer.to(torch.float64).head(head), self.x.double()
+        b_q, b_v = (None if b is None else c * b for b, c in ((one.b_q, logits), (one.b_v, values)))
+        scaled = replace(one, w_q=logits * one.w_q, b_q=b_q, w_v=values * one.w_v, b_v=b_v)
+        if quantity == "constant":
+            return _constant(scaled, x)
+        operator = scaled.linearize(x[None])[1]
+        assert isinstance(operator, AttentionJacobian)
+        return operator.kernel.logit_range()[1]
+
+    def factors(self, logits: Tensor, values: Tensor) -> "_Factors":
+        shared, projected = self.layer.w_k is not None, self.layer.w_o is not None  # else the tokens themselves are keys
+        return _Factors.of(logits, values, self.key_groups if shared else None, self.value_groups, projected)
 
     def scale(self, factors: "_Factors") -> None:
         a = self.layer
@@ -158,104 +204,122 @@ class _Own:
 
 
 class _OfModel:
-    """A layer of a model as something to clip: its heads' weights found by watching which entries a head is made of."""
+    """A layer of a model as something to clip: the entries of its parameters that make each head, read off its recorded run."""
 
-    def __init__(self, model: Model, probe: Inputs, index: int):
-        self.model, self.probe, self.index = model, probe, index
-        captured = _captures(model, probe)[0]
-        self._read(captured)
+    def __init__(self, model: Model, recordings: Recordings, probe: Probe, index: int):
+        self._model, self._recordings, self._probe, self._index = model, recordings, probe, index
+        self._maps = self._read()
+        first = self._maps[0]
+        if not first.heads or not isinstance(self._call_kind(first), Softmax):
+            raise BadInputError(
+                f"expected softmax attention to clip, got {first.place}, whose heads cannot be told apart; "
+                f"leave layer {index} out"
+            )
+        self.parts: HeadParameters = head_weights(first.run.program, first.ends, first.run.at(torch.float64).values)
+        self.heads = first.heads
+        self.key_groups, self.value_groups = (len(by or ()) or self.heads for by in (self.parts.keys, self.parts.values))
 
-    def forms(self) -> list[tuple[Attention, Tensor]]:
-        return [(c.attention(self.index), c.tokens(self.index).double()) for c in _captures(self.model, self.probe)]
+    def _read(self) -> list[SegmentMap]:
+        """The layer's map at every row, at the weights of the moment."""
+        rows = RowRun.every(self._model, self._recordings, self._probe)
+        return [row.segment(self._index, "attention", torch.float64) for row in rows]
 
-    def _read(self, captured: Capture) -> None:
-        captured.attention(self.index)  # refuses what is no plain attention
-        cut = captured.map(self.index).to(torch.float64)
-        stage = Stage(cut)
-        module, self.sides = cut.layer.module, list[list[list[tuple[Tensor, int, Tensor]]]]()
-        if stage.parts:
-            for heads in head_entries(stage):
-                self.sides.append([_places(stage, entries) for entries in heads])
-        elif isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
-            width = module.embed_dim // module.num_heads
-            for role in range(3):
-                rows = [torch.arange(width) + role * module.embed_dim + h * width for h in range(module.num_heads)]
-                own = [t for t in (module.in_proj_weight, module.in_proj_bias) if t is not None]
-                self.sides.append([[(t, 0, r) for t in own] for r in rows])
-        else:
-            raise _untouchable(module)
-        self.projection = cut.layer.projection
-        width = stage.call.v.shape[-1] * stage.call.q.shape[1]
-        axis = None if self.projection is None else written_along(self.projection, stage, width)
-        self.columns: list[tuple[Tensor, int, Tensor]] = []
-        if self.projection is not None and axis is not None:
-            weight: Any = self.projection.weight
-            self.columns = [(weight, 1 - axis, own) for own in torch.arange(width).chunk(stage.call.q.shape[1])]
+    def _call_kind(self, map: SegmentMap) -> Any:
+        return map.replayed(map.start).calls[0].scores.kind
+
+    def check(self, parts: str) -> None:
+        if "qk" in parts and self.parts.queries is None:
+            raise _normed()
+        if "vo" in parts and self.parts.outputs is None and (self.parts.values is None or self.heads != self.value_groups):
+            raise BadInputError("expected an output projection that is a matrix of its own, got none; use parts='qk'")
+
+    def measure(self, head: int, quantity: Quantity, logits: float = 1.0, values: float = 1.0) -> float:
+        factors = self.factors(
+            *(torch.ones(self.heads, dtype=torch.float64).index_fill(0, torch.tensor(head), c) for c in (logits, values))
+        )
+        return max(self._measured(map, head, quantity, factors) for map in self._maps)
+
+    def _measured(self, map: SegmentMap, head: int, quantity: Quantity, factors: "_Factors") -> float:
+        weights = {name: t.detach() for name, t in map.run.program.weights_now().items()}
+        for name, axis, index, by in self._entries(factors):
+            own = weights[name].double()
+            weights[name] = own.index_copy(axis, index, by * own.index_select(axis, index))
+        one = replace(map, head=head, run=replace(map.run, weights=weights))
+        if quantity == "constant":
+            return _constant(one, map.start)
+        return one.replayed(map.start).kernels[0].logit_range()[1]
+
+    def factors(self, logits: Tensor, values: Tensor) -> "_Factors":
+        keys = None if self.parts.keys is None else self.key_groups
+        shared = None if self.parts.values is None else self.value_groups
+        return _Factors.of(logits, values, keys, shared, self.parts.outputs is not None)
+
+    def _entries(self, factors: "_Factors") -> list[tuple[str, int, Tensor, float]]:
+        """Rows of parameters, and what they are multiplied by."""
+        sides: list[tuple[ByHead | None, Tensor]] = [
+            (self.parts.queries, factors.q),
+            (self.parts.keys, factors.k),
+            (self.parts.values, factors.v),
+            (self.parts.outputs, factors.o),
+            (self.parts.facing, factors.logits),
+        ]
+        return [
+            (rows.name, rows.axis, rows.index, c)
+            for side, by in sides
+            for own, c in zip(side or (), by.tolist(), strict=False)
+            for rows in own
+            if c != 1
+        ]
 
     def scale(self, factors: "_Factors") -> None:
-        for heads, by in zip(self.sides, (factors.q, factors.k, factors.v), strict=True):
-            for places, factor in zip(heads, by.tolist(), strict=True):
-                for t, axis, rows in places:
-                    _write(t, axis, factor, rows)
-        if bool((factors.o != 1).any()):
-            if not self.columns:
-                raise BadInputError("expected an output projection that is a matrix of its own, got none; use parts='qk'")
-            for (t, axis, rows), factor in zip(self.columns, factors.o.tolist(), strict=True):
-                _write(t, axis, factor, rows)
+        for name, axis, index, by in self._entries(factors):
+            _write(self._named[name], axis, by, index)
+        self._maps = self._read()
+
+    @functools.cached_property
+    def _named(self) -> dict[str, Tensor]:
+        return dict(self._model.module.named_parameters(remove_duplicate=False))
 
     def tensors(self) -> list[Tensor]:
-        own = {id(t): t for heads in self.sides for places in heads for t, _, _ in places}
-        own |= {id(t): t for t, _, _ in self.columns}
-        return list(own.values())
+        sides = (self.parts.queries, self.parts.keys, self.parts.values, self.parts.outputs, self.parts.facing)
+        return [self._named[name] for name in {rows.name for side in sides for own in side or () for rows in own}]
 
 
-def _places(stage: Stage, entries: Tensor) -> list[tuple[Tensor, int, Tensor]]:
-    """The rows of parameters that give some entries of what the parts give: tensor, axis, rows."""
-    places, start = list[tuple[Tensor, int, Tensor]](), 0
-    for part, width in zip(stage.parts, stage.widths, strict=True):
-        rows = entries[(entries >= start) & (entries < start + width)].cpu() - start
-        start += width
-        if not len(rows):
-            continue
-        axis = written_along(part, stage, stage.x.shape[1])
-        if axis is None:
-            raise _untouchable(part)
-        weight: Any = part.weight
-        places.append((weight, axis, rows))
-        if isinstance(bias := getattr(part, "bias", None), Tensor):
-            places.append((bias, 0, rows))
-    return places
-
-
-def _untouchable(module: nn.Module) -> BadInputError:
+def _normed() -> BadInputError:
     return BadInputError(
-        f"expected queries and keys from matrices with weights of their own, got {type(module).__name__}; merge adapters, or "
-        "scale by hand"
+        "expected queries and keys without norms, which undo any factor, got some, or weights that several heads share; bound "
+        "the norms' weights, or pass parts='vo'"
     )
 
 
 @dataclass(frozen=True)
 class _Factors:
-    """By which weights are multiplied: q and o by query head, k and v by key/value head."""
+    """By which weights are multiplied: q, o and what logits are by query head, k and v by key/value head."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     o: Tensor
+    logits: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, values: Tensor, groups: int) -> "_Factors":
-        """From factors of every head's logits and of what it gives; groups: key/value heads.
+    def of(cls, logits: Tensor, values: Tensor, keys: int | None, shared: int | None, projected: bool) -> "_Factors":
+        """From factors of every head's logits and of what it gives.
 
-        Shared keys take the square root of the largest factor of their group, so no head loses more than it must.
+        keys, shared: how many heads of keys and of values have weights, nothing where these have none; they take the square
+        root of the largest factor of their group, so no head loses more than it must.  projected: whether outputs have weights.
         """
 
-        def split(by: Tensor) -> tuple[Tensor, Tensor]:
-            shared = by.reshape(groups, -1).amax(1).sqrt()
-            return by / shared.repeat_interleave(len(by) // groups), shared
+        def split(by: Tensor, groups: int | None) -> tuple[Tensor, Tensor]:
+            if groups is None:
+                return by, torch.ones_like(by)
+            both = by.reshape(groups, -1).amax(1).sqrt()
+            return by / both.repeat_interleave(len(by) // groups), both
 
-        (q, k), (o, v) = split(logits), split(values)
-        return cls(q, k, v, o)
+        (q, k), (o, v) = split(logits, keys), split(values, shared)
+        if not projected:
+            o, v = torch.ones_like(values), values
+        return cls(q, k, v, o, logits)
 
 
 @torch.no_grad()
@@ -273,77 +337,47 @@ def _write(t: Tensor, axis: int, by: Tensor | float, rows: Tensor | None = None)
         raise BadInputError(f"expected weights that can be written to, got a tensor that cannot ({error}); clone it") from None
 
 
-def _clip(layer: "_Own | _OfModel", asked: _Asked) -> list[ClippedHead]:
+def _clip(layer: _Clipping, asked: _Asked, index: int) -> list[ClippedHead]:
     """Scale, measure, and scale again where rounding of the weights took something back."""
-    forms = layer.forms()
-    first = forms[0][0]
-    if "qk" in asked.parts and (first.q_norm is not None or first.k_norm is not None):
-        raise BadInputError(
-            "expected queries and keys without norms, which undo any factor, got some; bound the norms' weights, or "
-            "pass parts='vo'"
-        )
-    if isinstance(layer, _Own) and first.w_o is None and "vo" in asked.parts and first.heads != first.kv_heads:
-        raise BadInputError("expected an output projection for heads that share values, got none; give w_o")
-    before = after = _measured(forms, asked, range(first.heads))
-    total, kept = torch.ones(first.heads, dtype=torch.float64), [t.detach().clone() for t in layer.tensors()]
+    layer.check(asked.parts)
+    heads = range(layer.heads)
+    before = after = [layer.measure(h, asked.quantity) for h in heads]
+    total, kept = torch.ones(layer.heads, dtype=torch.float64), [t.detach().clone() for t in layer.tensors()]
     aim = asked.target
     try:
         for _ in range(_TRIES):
-            over = [h for h in range(first.heads) if not after[h] <= asked.target]
+            over = [h for h in heads if not after[h] <= asked.target]
             if not over:
                 break
-            by = torch.ones(first.heads, dtype=torch.float64)
+            by = torch.ones(layer.heads, dtype=torch.float64)
             for h in over:
-                by[h] = _factor(forms, asked, h, aim)
+                by[h] = _factor(layer, asked, h, aim)
             one = torch.ones_like(by)
-            layer.scale(_scaled(first, by if "qk" in asked.parts else one, by if "vo" in asked.parts else one))
-            total, forms = total * by, layer.forms()
-            after = _measured(forms, asked, range(first.heads))
+            layer.scale(layer.factors(by if "qk" in asked.parts else one, by if "vo" in asked.parts else one))
+            total, after = total * by, [layer.measure(h, asked.quantity) for h in heads]
             aim *= 0.995  # room for weights of few digits
-        untouched = [h for h in range(first.heads) if total[h] == 1]
-        good = all(after[h] <= asked.target for h in range(first.heads))
-        if not good or not all(math.isclose(after[h], before[h], rel_tol=0.02) for h in untouched):
+        good = all(after[h] <= asked.target for h in heads)
+        if not good or not all(math.isclose(after[h], before[h], rel_tol=0.02) for h in heads if total[h] == 1):
             raise BadInputError(
-                f"expected heads of layer {layer.index} that follow their weights' scale, got {asked.quantity} "
+                f"expected heads of layer {index} that follow their weights' scale, got {asked.quantity} "
                 f"{max(after):.4g} after scaling to {asked.target:g}; nothing was changed, scale by hand"
             )
     except BaseException:
-        with torch.no_grad():
-            for t, old in zip(layer.tensors(), kept, strict=True):
-                t.copy_(old)
+        for t, old in zip(layer.tensors(), kept, strict=True):
+            t.copy_(old)
         raise
-    return [ClippedHead(layer.index, h, before[h], after[h], float(total[h])) for h in range(first.heads)]
+    return [ClippedHead(index, h, before[h], after[h], float(total[h])) for h in heads]
 
 
-def _scaled(attn: Attention, logits: Tensor, values: Tensor) -> _Factors:
-    factors = _Factors.of(logits, values, attn.kv_heads)
-    if attn.w_k is None:  # the tokens themselves are keys
-        factors = replace(factors, q=logits, k=torch.ones_like(factors.k))
-    if attn.w_o is None:
-        factors = replace(factors, v=values, o=torch.ones_like(values))
-    return factors
+def _constant(map: Map, x: Tensor) -> float:
+    return solve(map, x, Options(tol=1e-4)).estimate.value
 
 
-def _measured(forms: list[tuple[Attention, Tensor]], asked: _Asked, heads: Iterable[int]) -> list[float]:
-    """The largest over the rows of a probe, by head."""
-    return [max(_measure(attn.head(h), x, asked.quantity) for attn, x in forms) for h in heads]
-
-
-def _measure(head: Attention, x: Tensor, quantity: Quantity) -> float:
-    if quantity == "constant":
-        return solve(head, x, Options(tol=1e-4)).estimate.value
-    operator = head.linearize(x[None])[1]
-    assert isinstance(operator, AttentionJacobian)
-    return operator.kernel.logit_range()[1]
-
-
-def _factor(forms: list[tuple[Attention, Tensor]], asked: _Asked, head: int, aim: float) -> float:
+def _factor(layer: _Clipping, asked: _Asked, head: int, aim: float) -> float:
     """The factor, found by bisection, that brings a head to at most `aim` and not more than 1 % below it."""
-    heads = [(attn.head(head), x) for attn, x in forms]
 
     def at(c: float) -> float:
-        logits, values = c if "qk" in asked.parts else 1.0, c if "vo" in asked.parts else 1.0
-        return max(_measure(_times(attn, logits, values), x, asked.quantity) for attn, x in heads)
+        return layer.measure(head, asked.quantity, c if "qk" in asked.parts else 1.0, c if "vo" in asked.parts else 1.0)
 
     guess = aim / at(1.0) * (1 - 1e-6)
     if aim * (1 - _NEAR) <= at(guess) <= aim:  # logits without a cap or bias, values: proportional
@@ -372,10 +406,3 @@ def _falls_to(at: Callable[[float], float], aim: float, start: float) -> float |
             return c
         c /= 4
     return None
-
-
-def _times(head: Attention, logits: float, values: float) -> Attention:
-    def by(t: Tensor | None, c: float) -> Tensor | None:
-        return None if t is None else c * t
-
-    return replace(head, w_q=logits * head.w_q, b_q=by(head.b_q, logits), w_v=values * head.w_v, b_v=by(head.b_v, values))

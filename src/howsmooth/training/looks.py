@@ -16,7 +16,7 @@ def look(kernel: AttentionKernel, real: Tensor | None, layers: int = 1) -> Tenso
 
     First the mean entropy of the rows, then the largest share of all attention that one token gets, then the largest logits
     by head. With `P̂ = z P`: `H = −Σ P log P = Σ P log z − Σ P̂ log P̂ / z`; a sink has no part in it.
-    real: (rows, n, 1), which tokens are not padding.
+    real: (rows, n), which tokens are not padding.
     """
     if not isinstance(kernel.scores.kind, Softmax):
         raise BadInputError(f"expected softmax attention to look at, got {kernel.scores.kind!r}; its rows have no entropy here")
@@ -30,16 +30,17 @@ def look(kernel: AttentionKernel, real: Tensor | None, layers: int = 1) -> Tenso
         mass[b.heads, b.rows] += b.weights.sum(-1)
         top[b.heads, b.rows] = torch.maximum(top[b.heads, b.rows], b.weights.amax(-1))
         received[b.heads, b.cols] += torch.bmm(b.weights.mT, tiled.inverse[b.heads, b.rows])
-    seen, by_layer = tiled.inverse[..., 0], (layers, batch // layers, heads)
-    tiny = torch.finfo(seen.dtype).tiny
-    entropy = (entropy - mass * seen.clamp_min(tiny).log()) * seen
+    inverse = tiled.inverse[..., 0]
+    tiny = torch.finfo(inverse.dtype).tiny
+    entropy = (entropy - mass * inverse.clamp_min(tiny).log()) * inverse
     # the largest number of a row may be its sink: what is left of the largest weight says by how much
     largest = torch.where(top > 0, tiled.largest + top.log(), tiled.largest)
-    entropy, logits = entropy.unflatten(0, by_layer), largest.unflatten(0, by_layer)  # (layers, rows, heads, n)
+    by_layer = layers, batch // layers, heads
+    entropy, logits = (t.unflatten(0, by_layer) for t in (entropy, largest))  # (layers, rows, heads, n)
     share = received[..., 0].unflatten(0, by_layer).mean(2)
     mean = entropy.mean((1, 2, 3))
     if real is not None and (layers * len(real), real.shape[1]) == (batch, n):
-        rows = real.to(entropy.device)[None, :, None, :, 0].expand_as(entropy)
+        rows = real.to(entropy.device)[None, :, None].expand_as(entropy)
         mean = entropy.where(rows, 0.0).sum((1, 2, 3)) / rows.sum((1, 2, 3))
         logits = logits.masked_fill(~rows, -math.inf)
     share = share / share.sum(-1, keepdim=True).clamp_min(tiny)

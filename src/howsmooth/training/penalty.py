@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, BadInputError
@@ -20,15 +22,18 @@ from howsmooth.kernels.products import float32_products
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.operator import stream
 from howsmooth.models import MapName, Model
-from howsmooth.models.trace import evaluating
+from howsmooth.models.recorded import Recording, Recordings
+from howsmooth.program.confirm import agrees
+from howsmooth.program.tracing import unchanged
 from howsmooth.settings import choice, flag, number, whole
 from howsmooth.spectral.ritz import converged, krylov
-from howsmooth.training.aside import FORWARD_MODE, aside, bare
-from howsmooth.training.passes import FAST, Passes
-from howsmooth.training.probe import Inputs
-from howsmooth.training.turns import How
+from howsmooth.training.jacobians import LayerJacobians, drawn, kinds_of, power_steps
+from howsmooth.training.paths import FAST, Paths, recorded_paths
+from howsmooth.training.probe import Inputs, Probe
+from howsmooth.training.untouched import FORWARD_MODE, untouched, whole_model
 
 _BASIS = 12  # vectors between restarts
+_RECORDINGS = 64  # kept, of batches of different shapes
 _FIRST = 8  # steps of a penalty where directions are drawn
 _SETTLED = {torch.float64: 1e-9, torch.float32: 1e-4}  # |JᵀJ v − σ² v|/σ² at which a direction is the top one
 
@@ -84,7 +89,9 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", FORWARD_MODE, DeprecationWarning)
         if isinstance(f, nn.Module):
-            stack.enter_context(evaluating(f))
+            stack.enter_context(unchanged(f))
+            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layers have no derivatives
         g, xs, lead = _by_items(f, x, flag(batched, "batched"))
         at = xs.detach()
         v = None if state is None else state.v
@@ -215,8 +222,10 @@ class SmoothnessPenalty:
         choice(map, "a map", FAST)
         self.layers: str | Sequence[int] = layers
         self.map: MapName = map
-        self._model = model if isinstance(model, Model) else Model.of(bare(model), type(bare(model)).__name__, None, None)
-        self._passes: Passes | None = None
+        self._model = model if isinstance(model, Model) else _loaded(model)
+        self._recordings = Recordings(_RECORDINGS)
+        self._paths: dict[Recording, Paths] = {}
+        self._by_row: WeakKeyDictionary[Recording, bool] = WeakKeyDictionary()
         self._directions: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
 
@@ -225,12 +234,8 @@ class SmoothnessPenalty:
         if (probe is None) == (not inputs):
             raise BadInputError("expected a batch, as one tensor or by name, got none or both; pass penalty(**batch)")
         batch = self._first_rows(inputs if probe is None else probe)
-        with aside(self._model.module):
-            if self._passes is None:
-                self._passes = Passes(self._model, batch, self.layers, self.map)
-            else:
-                self._passes = self._passes.fed(batch)
-            sigmas = self._turn(self._passes)
+        with untouched(self._model.module), torch.enable_grad():
+            sigmas = self._turn(Probe.of(self._model, batch, check=not self._found))
         self._found = {k: t.detach() for k, t in sigmas.items()}
         return torch.stack([(t / self.target - 1).relu().mean() for t in sigmas.values()]).mean()
 
@@ -246,19 +251,64 @@ class SmoothnessPenalty:
             return {k: t[: self.rows] if isinstance(t, Tensor) and t.ndim else t for k, t in batch.items()}
         return batch[: self.rows]
 
-    def _turn(self, passes: Passes) -> dict[int, Tensor]:
-        """One pass: constants along the carried directions, by row, and the directions turned."""
-        found = list(passes.run(self._directions, How(graph=True, rounds=1 + self.products, first=_FIRST)))
-        missing = next((k for k in passes.layers if any(k not in seen for seen in found)), None)
-        if missing is not None:
-            raise BadInputError(
-                f"expected finite logits in layer {missing}, got NaN or numbers out of range; check the weights and this batch"
-            )
-        self._directions = {k: self._kept(k, torch.cat([seen[k].directions for seen in found])) for k in passes.layers}
-        return {k: torch.cat([seen[k].value for seen in found]) for k in passes.layers}
+    def _turn(self, probe: Probe) -> dict[int, Tensor]:
+        """Constants along the carried directions, by row, and the directions turned."""
+        found = self._run(probe, 0)
+        if found is None:  # rows are not apart along the first axis
+            rows = [self._run(probe.row(i), i) for i in range(probe.rows)]
+            found = {k: tuple(map(torch.cat, zip(*(row[k] for row in rows if row), strict=True))) for k in rows[0] or ()}
+        self._directions = {k: self._kept(k, u) for k, (_, u) in found.items()}
+        return {k: sigma for k, (sigma, _) in found.items()}
+
+    def _run(self, probe: Probe, first: int) -> dict[int, tuple[Tensor, ...]] | None:
+        """By layer, the constant along a direction of every row and the next directions; nothing where rows are mixed.
+
+        first: the number of the first row among the carried directions.
+        """
+        paths, hidden, weights = self._replayed(probe)
+        if not self._by_row.get(paths.recording, probe.rows == 1 or paths.by_row):
+            return None
+        frozen = paths.frozen(hidden, weights)
+        graphs = paths.graphs(hidden, frozen)
+        found: dict[int, tuple[Tensor, ...]] = {}
+        for layers in kinds_of(graphs, probe.rows):
+            jacobians = LayerJacobians([graphs[k] for k in layers], probe.rows, 1, probe.real)
+            size, like = graphs[layers[0]].sizes(probe.rows)[1], graphs[layers[0]].leave[0]
+            if probe.rows > 1 and paths.recording not in self._by_row and not jacobians.apart():
+                self._by_row[paths.recording] = False
+                return None
+            carried = {k: u[first : first + probe.rows] for k in layers if (u := self._directions.get(k)) is not None}
+            carried = {k: u for k, u in carried.items() if u.shape == (probe.rows, 1, size)}
+            u = [carried[k].to(like) if k in carried else drawn(k, (probe.rows, 1, size), like) for k in layers]
+            rounds = 1 + self.products if len(carried) == len(layers) else max(1 + self.products, _FIRST)
+            turned, pulled = power_steps(jacobians, jacobians.unit(torch.cat(u)), rounds, graph=True)
+            sigmas = pulled[:, 0].norm(dim=-1).chunk(len(layers))
+            found |= dict(zip(layers, zip(sigmas, turned.directions.chunk(len(layers)), strict=True), strict=True))
+        self._by_row[paths.recording] = True
+        return {k: found[k] for k in paths.ends}
+
+    def _replayed(self, probe: Probe) -> tuple[Paths, dict[Node, Tensor], Mapping[str, Tensor]]:
+        """The recorded run of the model at a batch, what enters its layers, and its weights, with their graph."""
+        for anew in (False, True):
+            known = self._paths
+            paths = recorded_paths(self._model, self._recordings, probe, self.layers, self.map, anew=anew, known=known)
+            if paths.recording not in known:
+                self._paths = {**dict(list(known.items())[1 - _RECORDINGS :]), paths.recording: paths}
+            weights = paths.recording.program.weights_now()
+            hidden, returned = paths.replayed(weights)
+            program = paths.recording.program
+            own = program.own(paths.tensors)
+            if agrees(program, own, [t.detach() for t in returned]) or not all(bool(t.isfinite().all()) for t in own):
+                return paths, hidden, weights
+        raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
 
     def _kept(self, layer: int, fresh: Tensor) -> Tensor:
         """The directions to carry over: new ones, but for rows where something was not finite."""
         old = self._directions.get(layer)
         old = torch.ones_like(fresh) if old is None or old.shape != fresh.shape else old
         return torch.where(fresh.any(-1, keepdim=True), fresh, old)
+
+
+def _loaded(model: nn.Module) -> Model:
+    module = whole_model(model)
+    return Model.of(module, type(module).__name__, None, None)

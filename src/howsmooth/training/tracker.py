@@ -11,22 +11,25 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.models import MapName, Model
-from howsmooth.models.measurement import Measurement
-from howsmooth.settings import flag, number, whole
+from howsmooth.settings import choice, flag, number, whole
+from howsmooth.solve import Options
 from howsmooth.spectral.ritz import orthonormal
-from howsmooth.training.aside import aside, bare, first_bad
+from howsmooth.training.following import Following, Observed
+from howsmooth.training.jacobians import drawn
 from howsmooth.training.looks import squares
-from howsmooth.training.passes import Passes
-from howsmooth.training.probe import Inputs, captured
-from howsmooth.training.turns import How, Seen
+from howsmooth.training.paths import FAST
+from howsmooth.training.probe import Inputs
+from howsmooth.training.untouched import first_bad, untouched, whole_model
 
 PREFIX = "smoothness"
 _START = 8  # passes from a random start, where no certified solve gives the first directions
 _MOST = 6  # passes in one update; one is enough while weights change slowly
-_SETTLED = 0.06  # gain of a step at which a layer is left until the next update: docs/explanation/penalty.md, tracking
-_WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
+_GAIN = 0.06  # gain of a step at which a layer is left until the next update: docs/explanation/penalty.md, tracking
+
+
+Certified = dict[tuple[int, int | None], tuple[float, float]]  # value and upper end, by layer and head
 
 
 class TrackingWarning(UserWarning):
@@ -117,21 +120,23 @@ class Tracker:
         }
         for name, value in known.items():
             object.__setattr__(self, name, value)
+        choice(self.map, "a map", FAST)
+        Options(self.tol, self.certify)
         if isinstance(self.model, Model):
             loaded = self.model
         elif isinstance(self.model, nn.Module):
-            module = bare(self.model)
+            module = whole_model(self.model)
             loaded = Model.of(module, type(module).__name__, None, None)
         else:
             raise BadInputError(f"expected a torch module that trains, got {type(self.model).__name__}; pass the model")
-        with aside(loaded.module):
-            passes = Passes(loaded, self.probe, self.layers, self.map)
-        if self.heads and not (passes.course.kernels and passes.probe.together and all(passes.heads.values())):
+        with untouched(loaded.module):
+            following = Following(loaded, self.probe, self.layers, self.map)
+        if self.heads and not following.tells_heads:
             raise BadInputError(
                 "expected a model whose heads can be told apart for heads=True, got one whose attention is its own code; "
                 "leave heads out"
             )
-        vars(self)["_state"] = _State(loaded, passes)
+        vars(self)["_state"] = _State(following)
 
     @property
     def _now(self) -> "_State":
@@ -140,7 +145,8 @@ class Tracker:
     @property
     def names(self) -> dict[int, str]:
         """The tracked layers by number, as they are called in the model."""
-        return {route.index: route.name for route in self._now.passes.course.routes}
+        following = self._now.following
+        return {k: following.paths.place(k) for k in following.layers}
 
     @property
     def broken(self) -> str | None:
@@ -154,7 +160,7 @@ class Tracker:
         """
         keys, asked = self._now.keys, (layer, what, head)
         if asked not in keys:
-            digits = max(2, len(str(self._now.passes.count - 1)))
+            digits = max(2, len(str(self._now.following.count - 1)))
             parts = (what, f"layer_{layer:0{digits}d}", None if head is None else f"head_{head:02d}")
             keys[asked] = "/".join([PREFIX, *filter(None, parts)])
         return keys[asked]
@@ -176,133 +182,136 @@ class Tracker:
             state.updates += 1
             return {}
         checks = self.check_every > 0 and state.updates % self.check_every == 0
-        with aside(state.loaded.module):
-            if checks and not state.directions:
-                self._certified(step)
-            elif not state.directions:
-                for _ in range(_START):
-                    self._follow()
-            values = self._follow()
-            bad = [k for k in state.passes.layers if not math.isfinite(values[self.key(k)])]
-            if bad:
-                self._say(step, bad[0])
-            elif checks:
-                check = self._certified(step)
-                for row in check.rows if check else ():
-                    for what, number_ in (("upper", row.upper), ("drift", row.drift)):
-                        values[self.key(row.layer, what, row.head)] = number_
+        with untouched(state.following.model.module):
+            values = self._confirmed(step, checks)
         state.updates += 1
         return self._averaged(values) if distributed and self.average else values
 
     def check(self, step: int | None = None) -> Check:
         """Certified solves of everything that is tracked, beside what tracking says now, which goes on from there."""
         state = self._now
-        with aside(state.loaded.module):
+        step = state.updates if step is None else step
+        with untouched(state.following.model.module):
+            state.following.replay()
+            if not state.following.confirmed():
+                state.following.record(anew=True)
             if state.directions:
                 self._follow()
-            checked = self._certified(state.updates if step is None else step, strict=True)
-            assert checked is not None
-            if not state.tracked:  # nothing was followed before
+                return self._compared(step, self._certified())
+            estimates = self._certified()
+            self._follow()
+            return self._compared(step, estimates)
+
+    def _confirmed(self, step: int, checks: bool) -> dict[str, float]:
+        """The numbers of an update, from a recording that gives what the model itself gives."""
+        state = self._now
+        for _ in range(2):
+            state.following.replay()
+            values, bad, check = self._updated(step, checks)
+            if state.following.confirmed():
+                break
+            state.following.record(anew=True)
+        else:
+            raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
+        if bad is not None:
+            self._say(step, bad)
+        for row in check.rows if check else ():
+            for what, number_ in (("upper", row.upper), ("drift", row.drift)):
+                values[self.key(row.layer, what, row.head)] = number_
+        return values
+
+    def _updated(self, step: int, checks: bool) -> tuple[dict[str, float], int | None, Check | None]:
+        """Numbers by name, the first layer whose constant is not finite, and what certified solves say."""
+        state, estimates = self._now, None
+        if checks and not state.directions:
+            estimates = self._certified_or_said(step)
+        elif not state.directions:
+            for _ in range(_START):
                 self._follow()
-                checked = Check(checked.step, tuple(_again(row, state.tracked) for row in checked.rows))
-        return checked
+        values = self._follow()
+        bad = next((k for k in state.following.layers if not math.isfinite(values[self.key(k)])), None)
+        if bad is None and checks:
+            estimates = self._certified_or_said(step) if estimates is None else estimates
+            return values, bad, None if estimates is None else self._compared(step, estimates)
+        return values, bad, None
 
     def _follow(self) -> dict[str, float]:
         """One step of power iteration in every layer, and more where the weights have moved far."""
-        state, passes = self._now, self._now.passes
-        given = {k: u for (k, h), u in state.directions.items() if h is None}
-        found = list(passes.run(given, How(times=state.times, rounds=_MOST, settled=_SETTLED, looks=True)))
-        rows = {k: there for k in passes.layers if len(there := [seen[k] for seen in found if k in seen]) == len(found)}
-        values = {self.key(k): state.turn(k, rows[k]) if k in rows else math.nan for k in passes.layers}
-        seen = {k: self._beside(rows[k]) for k in passes.layers if k in rows}
-        numbers = iter(torch.cat([t for parts in seen.values() for t in parts]).tolist() if seen else [])  # all at once
-        for k in passes.layers:
-            values |= self._told(k, [list(islice(numbers, len(t))) for t in seen[k]]) if k in rows else self._missing(k)
-        if self.heads:
-            most = max(passes.heads.values())
-            given = {k: v for (k, h), v in state.directions.items() if h is not None}
-            for seen in passes.run(given, How(times=most, heads=True)):
-                for k in passes.layers:
-                    values |= self._by_head(k, seen.get(k), most)
-        state.tracked = {(k, None): values[self.key(k)] for k in passes.layers}
-        if self.heads:
-            state.tracked |= {(k, h): values[self.key(k, "head", h)] for k in passes.layers for h in range(passes.heads[k])}
+        state, following = self._now, self._now.following
+        found = following.run(state.carried(None), rounds=_MOST, least=_GAIN, looks=True)
+        values = {self.key(k): state.turn((k, None), found.get(k)) for k in following.layers}
+        parts = {k: self._beside(there) for k, there in found.items()}
+        numbers = iter(torch.cat([t for own in parts.values() for t in own]).tolist() if parts else [])  # all at once
+        for k in following.layers:
+            own = [list(islice(numbers, len(t))) for t in parts.get(k, ())]
+            values |= self._told(k, own) if own else self._missing(k)
+        state.tracked = {(k, None): values[self.key(k)] for k in following.layers}
+        by_head = following.run_heads(state.carried(-1)) if self.heads else {}
+        for k in following.layers if self.heads else ():
+            state.turn((k, -1), by_head.get(k))
+            heads = range(following.paths.heads[k])
+            own = by_head[k].value.reshape(following.probe.rows, -1).amax(0).tolist() if k in by_head else []
+            told = dict(zip(heads, own or [math.nan] * len(heads), strict=False))
+            values |= {self.key(k, "head", h): value for h, value in told.items()}
+            state.tracked |= {(k, h): value for h, value in told.items()}
         return values
 
     def _missing(self, layer: int) -> dict[str, float]:
         """What is logged of a layer that could not be measured."""
-        names = self._names(layer, self._now.passes.heads[layer] if self._now.passes.course.kernels else 0)
-        return dict.fromkeys(names, math.nan)
+        following = self._now.following
+        heads = following.paths.heads[layer] if following.calls[layer] else 0
+        return dict.fromkeys(self._names(layer, heads), math.nan)
 
     def _names(self, layer: int, heads: int) -> list[str]:
         """What is logged of a layer beside its constant. heads: how many, nothing where attention cannot be seen."""
-        seen = [self.key(layer, what) for what in ("entropy", "sink", "max_logit")] if self._now.passes.course.kernels else []
-        return [self.key(layer, "radius"), *seen, *(self.key(layer, "max_logit", h) for h in range(heads))]
+        what = ("entropy", "sink", "max_logit") if self._now.following.calls[layer] else ()
+        return [self.key(layer, w) for w in ("radius", *what)] + [self.key(layer, "max_logit", h) for h in range(heads)]
 
-    def _beside(self, there: list[Seen]) -> list[Tensor]:
+    def _beside(self, there: Observed) -> list[Tensor]:
         """What a layer's numbers beside its constant are made of: the mean square of its tokens, then its looks."""
-        lengths = [squares(seen.x, real) for seen, real in zip(there, self._now.passes.probe.real, strict=True)]
-        tokens = lengths[0] if len(lengths) == 1 else torch.cat(lengths)
-        return [tokens.mean(0, keepdim=True), *(t for seen in there for t in seen.looks)]
+        tokens = squares(there.x, self._now.following.probe.real)
+        return [tokens.mean(0, keepdim=True), *there.looks]
 
     def _told(self, layer: int, parts: list[list[float]]) -> dict[str, float]:
         """Those numbers by the names they are logged under."""
         (square,), *looks = parts
-        heads = self._now.passes.heads[layer]
         told = [math.sqrt(square)]
-        alike = all(len(look) == 2 + heads for look in looks)
+        alike = bool(looks) and all(len(look) == len(looks[0]) for look in looks)
         if looks:
             told += [statistics.fmean(both) for both in zip(*(look[:2] for look in looks), strict=True)]
             told += [_largest(t for look in looks for t in look[2:])]
             told += [_largest(own) for own in zip(*(look[2:] for look in looks), strict=True)] if alike else []
-        return dict(zip(self._names(layer, heads if alike and looks else 0)[: len(told)], told, strict=True))
+        return dict(zip(self._names(layer, len(looks[0]) - 2 if alike else 0), told, strict=True))
 
-    def _by_head(self, layer: int, seen: Seen | None, most: int) -> dict[str, float]:
-        state, passes = self._now, self._now.passes
-        keys = [self.key(layer, "head", h) for h in range(passes.heads[layer])]
-        if seen is None:
-            return dict.fromkeys(keys, math.nan)
-        state.point(layer, seen)
-        values = seen.value.reshape(len(passes.probe.rows), most).amax(0)
-        return dict(zip(keys, values.tolist(), strict=False))
-
-    def _certified(self, step: int, strict: bool = False) -> Check | None:
-        """Certified solves, whose directions tracking takes over. strict: what refuses them is raised, and said otherwise."""
-        state, passes = self._now, self._now.passes
-        rows: list[Checked] = []
+    def _certified_or_said(self, step: int) -> Certified | None:
         try:
-            by_row = [
-                captured(state.loaded, row).measure(
-                    passes.layers, self.map, heads=self.heads, tol=self.tol, certify=self.certify, closed=False
-                )
-                for row in passes.probe.rows
-            ]
+            return self._certified()
         except HowSmoothError as error:
-            if strict:
-                raise
-            warnings.warn(f"step {step}: no certified constants ({error})", TrackingWarning, stacklevel=4)
+            warnings.warn(f"step {step}: no certified constants ({error})", TrackingWarning, stacklevel=6)
             return None
-        tops: dict[int, Tensor] = {}
-        by_head: dict[int, Tensor] = {}
-        most = max(passes.heads.values())
-        for i, k in enumerate(passes.layers):
-            own = [measured[i] for measured in by_row]
-            tops[k] = torch.stack([_spread(m, m.direction, passes, r) for r, m in enumerate(own)])
-            rows.append(_compared(k, None, state.tracked, [m.estimate for m in own]))
-            if self.heads:
-                whole_ = [[_spread(m, e.direction, passes, r) for e in m.heads] for r, m in enumerate(own)]
-                filled = [each + [torch.zeros_like(each[0])] * (most - len(each)) for each in whole_]
-                by_head[k] = torch.stack([v for each in filled for v in each])
-                rows += [_compared(k, h, state.tracked, [m.heads[h] for m in own]) for h in range(passes.heads[k])]
-        state.lead(list(passes.run({}, starts=tops)))
-        for seen in passes.run({}, How(times=most, heads=True), starts=by_head) if self.heads else ():
-            for k, there in seen.items():
-                state.point(k, there)
-        return Check(step, tuple(rows))
+
+    def _certified(self) -> Certified:
+        """Certified solves, by layer and head, whose directions tracking takes over."""
+        state, following = self._now, self._now.following
+        options, found, rows = Options(self.tol, self.certify), Certified(), following.row_runs()
+        for k in following.layers:
+            tops: list[Tensor | None] = []
+            for h in (None, *range(following.paths.heads[k] if self.heads else 0)):
+                estimates, top = following.certified(rows, k, h, options)
+                found[k, h] = max(e.value for e in estimates), max(e.upper for e in estimates)
+                tops.append(top)
+            state.lead(k, tops[0])
+            state.point(k, [t for t in tops[1:] if t is not None])
+        return found
+
+    def _compared(self, step: int, certified: Certified) -> Check:
+        """Tracked numbers beside certified ones."""
+        tracked = self._now.tracked
+        return Check(step, tuple(Checked(k, h, tracked[k, h], *ends) for (k, h), ends in certified.items()))
 
     def _averaged(self, values: dict[str, float]) -> dict[str, float]:
         state = self._now
-        here = state.passes.device if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
+        here = state.following.model.device if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
         total = torch.tensor(list(values.values()), dtype=torch.float64, device=here)
         torch.distributed.all_reduce(total)
         return dict(zip(values, (total / torch.distributed.get_world_size()).tolist(), strict=True))
@@ -312,15 +321,16 @@ class Tracker:
         state = self._now
         if state.broken is not None:
             return
-        blocks = {route.index: route for route in state.passes.course.routes}
-        where = next((k for k, r in blocks.items() if first_bad(dict(r.block.named_parameters())) is not None), None)
-        bad = first_bad(dict(state.loaded.module.named_parameters()))
+        module, paths = state.following.model.module, state.following.paths
+        weights = {k: module.get_submodule(paths.block(k)) for k in state.following.layers}
+        where = next((k for k, part in weights.items() if first_bad(dict(part.named_parameters())) is not None), None)
+        bad = first_bad(dict(module.named_parameters()))
         if where is not None:
-            said = f"weights of layer {where} ({blocks[where].name}) are not finite"
+            said = f"weights of layer {where} ({self.names[where]}) are not finite"
         elif bad is not None:
-            said = f"weights outside of the layers ({bad}) are not finite, seen first by layer {layer} ({blocks[layer].name})"
+            said = f"weights outside of the layers ({bad}) are not finite, seen first by layer {layer} ({self.names[layer]})"
         else:
-            said = f"what enters layer {layer} ({blocks[layer].name}), or its logits, is not finite or out of range"
+            said = f"what enters layer {layer} ({self.names[layer]}), or its logits, is not finite or out of range"
         state.broken = f"step {step}: {said}"
         warnings.warn(f"{state.broken}; its constants are NaN from here on, training goes on", TrackingWarning, stacklevel=4)
 
@@ -328,73 +338,53 @@ class Tracker:
 class _State:
     """What changes from update to update.
 
-    directions: unit vectors at the outputs, (rows · times, N), by layer and -1 for all heads, or nothing for the layer itself.
+    directions: unit vectors at the outputs, (items, times, N), by layer and -1 for all heads, or nothing for the layer itself.
     tracked: by layer and head.
     """
 
-    def __init__(self, loaded: Model, passes: Passes):
-        self.loaded, self.passes = loaded, passes
+    def __init__(self, following: Following):
+        self.following = following
         self.directions: dict[tuple[int, int | None], Tensor] = {}
         self.tracked: dict[tuple[int, int | None], float] = {}
         self.keys: dict[tuple[int, str | None, int | None], str] = {}  # names that were asked for
         self.updates = 0
         self.broken: str | None = None
-        self.times = min(_WIDTH, passes.least) if passes.probe.together else 1
 
-    def turn(self, layer: int, rows: list[Seen]) -> float:
-        """A layer's constant, and its directions carried over."""
-        value = torch.cat([seen.value for seen in rows])
-        self._carry((layer, None), torch.cat([seen.directions for seen in rows]), value)
-        return float(value.max())  # NaN where one is
+    def carried(self, head: int | None) -> dict[int, Tensor]:
+        """The directions of layers, or of their heads."""
+        return {k: u for (k, h), u in self.directions.items() if h == head}
 
-    def point(self, layer: int, seen: Seen) -> None:
-        """Carry the heads' directions over."""
-        self._carry((layer, -1), seen.directions, seen.value)
+    def turn(self, where: tuple[int, int | None], found: Observed | None) -> float:
+        """A constant, and its directions carried over; those that are none are left as they were."""
+        if found is None:
+            return math.nan
+        old, good = self.directions.get(where), found.value > 0
+        fresh = found.directions
+        if old is not None and old.shape == fresh.shape and not bool(good.all()):
+            fresh = torch.where(good.to(fresh.device)[:, None, None], fresh, old)
+        self.directions[where] = fresh
+        return float(found.value.max())  # NaN where one is
 
-    def _carry(self, where: tuple[int, int | None], fresh: Tensor, value: Tensor) -> None:
-        """Those that are none are left as they were."""
-        old, good = self.directions.get(where), value > 0
-        if old is None or bool(good.all()):
-            self.directions[where] = fresh
-        else:
-            kept = good.repeat_interleave(len(fresh) // len(value)).to(fresh.device)[:, None]
-            self.directions[where] = torch.where(kept, fresh, old)
+    def lead(self, layer: int, top: Tensor | None) -> None:
+        """Put what certified top directions go to, (items, N), before the carried ones."""
+        if top is None:
+            return
+        times, old = self.following.times, self.directions.get((layer, None))
+        if old is None or old.shape[::2] != top.shape:
+            old = drawn(layer, (len(top), times, top.shape[-1]), top)
+        self.directions[layer, None] = orthonormal(torch.cat([top[:, None].to(old), old[:, : times - 1]], 1))
 
-    def lead(self, found: list[dict[int, Seen]]) -> None:
-        """Put what certified top directions go to before the carried ones."""
-        for k in set.intersection(*(set(seen) for seen in found)):
-            tops = torch.cat([seen[k].directions for seen in found])[:, None]  # (rows, 1, N)
-            old = self.directions.get((k, None))
-            if old is None:
-                random = torch.Generator().manual_seed(k)
-                old = torch.randn(len(tops) * self.times, tops.shape[-1], generator=random).to(tops)
-            both = torch.cat([tops, old.reshape(len(tops), self.times, -1)[:, : self.times - 1]], 1)
-            self.directions[k, None] = orthonormal(both.double()).to(tops).flatten(0, 1)
+    def point(self, layer: int, tops: list[Tensor]) -> None:
+        """The same for the heads, each with a direction of its own."""
+        if not tops:
+            return
+        most = max(self.following.paths.heads.values())
+        block = torch.stack(tops, 1)  # (items, heads, N)
+        filled = torch.cat([block, block.new_zeros(len(block), most - len(tops), block.shape[-1])], 1)
+        self.directions[layer, -1] = filled.flatten(0, 1)[:, None]
 
 
 def _largest(numbers: Iterable[float]) -> float:
     """NaN where one of them is."""
     there = list(numbers)
     return math.nan if any(x != x for x in there) else max(there)
-
-
-def _compared(layer: int, head: int | None, tracked: dict[Any, float], estimates: list[Any]) -> Checked:
-    value, upper = max(e.value for e in estimates), max(e.upper for e in estimates)
-    known = tracked.get((layer, head))
-    return Checked(layer, head, value if known is None else known, value, upper)
-
-
-def _again(row: Checked, tracked: dict[tuple[int, int | None], float]) -> Checked:
-    return Checked(row.layer, row.head, tracked[row.layer, row.head], row.value, row.upper)
-
-
-def _spread(measured: Measurement, direction: Tensor, passes: Passes, row: int) -> Tensor:
-    """A direction of all tokens of a row, zero at padding."""
-    probe = passes.probe
-    real = probe.real[0 if probe.together else row]
-    own = None if real is None else real[row if probe.together else 0, :, 0]
-    direction = direction.to(passes.device, passes.course.work)
-    if own is None or len(direction) == len(own):
-        return direction
-    whole_ = direction.new_zeros(len(own), direction.shape[-1])
-    return whole_.index_copy_(0, torch.nonzero(own)[:, 0].to(direction.device), direction)
