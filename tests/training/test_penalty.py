@@ -264,7 +264,8 @@ def test_modules_with_backward_hooks_hear_nothing_of_a_replay():
 def test_gradient_reaches_biases_and_sinks():
     """Positions' biases and sinks are weights too: `hs.smoothness` of the layer says what the slope is."""
     torch.manual_seed(0)
-    model, x = Biased(), torch.randn(1, 5, 8, dtype=torch.float64)
+    model: Any = Biased()
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
     penalty = hs.SmoothnessPenalty(model, target=1e-3, products=60)
     (g,) = torch.autograd.grad(penalty(x), model.blocks[0].table)
     v = torch.randn(g.shape, generator=torch.Generator().manual_seed(1), dtype=g.dtype)

@@ -54,7 +54,8 @@ class Scaled(nn.Module):
 
 def test_a_temperature_that_has_changed_counts():
     torch.manual_seed(0)
-    model, x = nn.Sequential(Scaled()), 3 * torch.randn(2, 5, 8)
+    model: Any = nn.Sequential(Scaled())
+    x = 3 * torch.randn(2, 5, 8)
     tracker, penalty = hs.Tracker(model, x, check_every=0), hs.SmoothnessPenalty(model, target=1e-3, rows=1)
     before = [(tracker.update()["smoothness/layer_00"], penalty(x), penalty.values[0])[::2] for _ in range(20)][-1]
     model[0].temperature = 0.1

@@ -170,7 +170,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Inside it a module is in eval mode; afterwards its modes, attributes and buffers are as they were."""
+    """Inside it a module is in eval mode and not compiled; afterwards its modes, attributes and buffers are as they were."""
     parts = list(module.modules())
     before = [vars(m).copy() for m in parts]
     inside = [(v, v.copy() if v else None) for state in before for v in state.values() if isinstance(v, list | dict | set)]
@@ -180,6 +180,10 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             vars(m)["training"] = False  # many times as fast as torch's way of setting attributes
         else:  # a scripted module
             m.training = False
+        if vars(m).get("_compiled_call_impl") is not None:  # by torch, whose compiled code cannot be recorded
+            vars(m)["_compiled_call_impl"] = None
+        if isinstance(inner := m._modules.get("_orig_mod"), nn.Module):
+            vars(m)["forward"] = inner.__call__
     try:
         yield
     finally:

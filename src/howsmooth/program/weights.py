@@ -23,16 +23,14 @@ class NamedWeights(Mapping[str, Tensor]):
         known: set[int] = set()
         for prefix, part in module.named_modules():
             kept = _kept(vars(part).get("_hf_hook"))
-            for key, t in (*part._parameters.items(), *part._buffers.items()):
-                if t is not None and id(t) not in known:
+            for key, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+                if id(t) not in known:
                     known.add(id(t))
                     self._at[f"{prefix}.{key}".removeprefix(".")] = part, key, kept
 
     def __getitem__(self, name: str) -> Tensor:
         part, key, kept = self._at[name]
-        t = part._parameters.get(key)
-        t = part._buffers[key] if t is None else t
-        assert t is not None
+        t: Tensor = getattr(part, key)
         return kept[key] if t.is_meta and kept is not None else t
 
     def __iter__(self) -> Iterator[str]:

@@ -196,10 +196,19 @@ class Paths:
     @functools.cached_property
     def alike(self) -> list[list[int]]:
         """Layers whose attention calls can run as one."""
-        found: dict[Any, list[int]] = {}
+        found: list[tuple[Any, list[int]]] = []
         for k in self.ends:
-            found.setdefault(self._signature(k), []).append(k)
-        return list(found.values())
+            kind = self._signature(k)
+            group = next((g for other, g in found if other == kind and not any(self._meet(k, j) for j in g)), None)
+            if group is None:
+                found.append((kind, [k]))
+            else:
+                group.append(k)
+        return [group for _, group in found]
+
+    def _meet(self, one: int, other: int) -> bool:
+        """Whether what enters one of two maps is made in the other, as between blocks."""
+        return any(n in self.ways[b].nodes for a, b in ((one, other), (other, one)) for n in self.ends[a].enter)
 
     def _signature(self, layer: int) -> Any:
         calls, found = [n for n in self.ways[layer].nodes if n.target is attention], list[Any]()
