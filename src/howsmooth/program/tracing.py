@@ -32,6 +32,7 @@ from howsmooth.program.weights import Loans, ModuleCalls, NamedWeights, unhooked
 _lazy_clone: Any = vars(torch)["_lazy_clone"]
 _inside: Any = torch._C
 _MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
+_LARGE = 2**28  # bytes of a weight
 _EXPERTS = "_experts_implementation_internal"
 _SUMS = {"addmm": torch.ops.aten.mm.default, "baddbmm": torch.ops.aten.bmm.default}
 
@@ -106,7 +107,7 @@ def trace(
     leaves, spec = tree_flatten((tuple(args), dict(kwargs or {})))
     tensors, weights = [t for t in leaves if isinstance(t, Tensor)], NamedWeights(module)
     loans = Loans(module, tensors[0].device if tensors else None)
-    given = {key: _lazy_clone(t.detach()) for key, t in weights.items()}  # copied only where the run writes into them
+    given = {key: _spare(t.detach()) for key, t in weights.items()}
 
     def run(given: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
         rest = iter(tensors)
@@ -140,6 +141,14 @@ def trace(
     _merge(code)
     names = dict(zip(holders, given, strict=False))
     return Program(module, code, names, tuple(holders[len(given) :]), _scopes(module, calls), tuple(leaves), spec)
+
+
+def _spare(t: Tensor) -> Tensor:
+    """A tensor of the same numbers, copied where the run writes into it, or where its memory is a file's and it is not large."""
+    try:
+        return _lazy_clone(t)
+    except RuntimeError:
+        return t.clone() if t.numel() * t.element_size() <= _LARGE else t
 
 
 def bare(module: nn.Module) -> nn.Module:
