@@ -43,14 +43,13 @@ def _row(name: str) -> dict[str, Any]:
         agree(f"{name} {kind}", found[kind].value, truth, 1e-6)
         errors[kind] = abs(found[kind].value / truth - 1)
     module.set_attn_implementation(before)
-    layer = captured.trace.layers[animal.layer]
-    cut = captured.map(animal.layer)
+    segment = captured.map(animal.layer)
     with torch.no_grad():
-        calls = cut.run(cut.start).calls
+        calls = segment.replayed(segment.start).calls
     return {
         "architecture": name,
-        "attention": type(layer.module).__name__,
-        "mask": _mask(calls[0].call.scores) if calls else "its own",
+        "attention": type(module.get_submodule(segment.place)).__name__,
+        "mask": _mask(calls[0].scores) if calls else "its own",
         "way": "kernels" if found["attention"].cut else "falls back",
         "as `Attention`": "no" if captured.closed(animal.layer) is None else "yes",
         "error, attention": f"{errors['attention']:.0e}",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from benchmarks.certified_models import Behind, Digits, build
 from benchmarks.harness import WrongAnswerError
-from howsmooth.maps.recording import Recorder, record
+from howsmooth.program.reading import read_function
 from howsmooth.theory.around import AroundAttention, Neighbourhood
 from howsmooth.theory.around_blocks import around_graph
 from howsmooth.theory.around_norms import Certified
@@ -68,7 +68,7 @@ def attention(n: int, quick: bool = False) -> list[dict[str, Any]]:
 
 def _block(quick: bool) -> list[dict[str, Any]]:
     capture = hs.load("demo").capture(text=TEXT, n=N_BLOCK)
-    own: nn.Module = capture.sample.trace.layers[LAYER].block.module
+    own: nn.Module = capture.sample.owner.get_submodule(capture.map(LAYER, "block").place)
     names = {
         "attention.q": "attention.self.query", "attention.k": "attention.self.key", "attention.v": "attention.self.value",
         "attention.o": "attention.output.dense", "first": "attention.output.LayerNorm", "up": "intermediate.dense",
@@ -102,15 +102,15 @@ def _block(quick: bool) -> list[dict[str, Any]]:
 
 def _block_graph(model: Behind, layer: hs.Attention, x: Tensor) -> Any:
     """The block with its attention layer taken whole."""
-    recorder = Recorder()
 
-    def f(t: Tensor) -> Tensor:
-        attended = recorder.take_whole(t, t.clone(), lambda z: layer.value(z[None])[0], layer)
+    def f(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        attended = layer.value(t[None])[0]
         y = nn.functional.layer_norm(t + attended, t.shape[-1:], model.first.weight, model.first.bias, model.first.eps)
         z = model.down(nn.functional.gelu(model.up(y), approximate="tanh"))
-        return nn.functional.layer_norm(y + z, t.shape[-1:], model.second.weight, model.second.bias, model.second.eps)
+        out = nn.functional.layer_norm(y + z, t.shape[-1:], model.second.weight, model.second.bias, model.second.eps)
+        return t, attended, out
 
-    return record(f, x, recorder, lambda t: model(t[None])[0])
+    return read_function(f, x, [layer], truth=lambda t: model(t[None])[0])
 
 
 def _product_of_norms(model: Behind, x: Tensor, r: float) -> float:

@@ -28,7 +28,7 @@ def _demo(layers: list[int]) -> list[dict[str, Any]]:
     import howsmooth as hs
     from benchmarks.harness import agree, seconds
     from benchmarks.rivals import power_iteration
-    from howsmooth.models.intercept import implementation
+    from howsmooth.models.interface import implementation
 
     model = hs.load("demo")
     captured = model.capture(text=resources.files("howsmooth").joinpath("data/alice.txt").read_text("utf-8"), n=N)

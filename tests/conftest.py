@@ -85,6 +85,17 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         pytest.skip("needs POT: pip install POT")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--weekly", action="store_true", help="run the tests marked weekly too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--weekly"):
+        for item in items:
+            if item.get_closest_marker("weekly") is not None:
+                item.add_marker(pytest.mark.skip(reason="takes an hour with the others of its kind: pass --weekly"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # torch's own first use of forward mode says this of itself
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")

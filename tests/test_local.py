@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth.errors import BadInputError, NoConvergenceError
+from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.spectral import DenseSVD, Estimates, GolubKahan, Solver
 from problems.spectra import attention, norm_of
 
@@ -78,6 +78,67 @@ def test_a_closure_in_single_precision_says_so(solver: Solver):
     assert est.value == pytest.approx(dense_norm(mlp().double(), x.double()), rel=2e-3)
     cast = hs.lipschitz(lambda x: torch.sin(x.float()), x, solver=solver)
     assert cast.precision == "float32"
+
+
+def no_gradients(t: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.sin(t)
+
+
+class Lying(torch.autograd.Function):
+    """`2 x` with another backward pass."""
+
+    @staticmethod
+    def forward(ctx, t: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * t
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 1e-3 * g
+
+
+# each beside the same function with nothing hidden from automatic differentiation
+HIDDEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "detach": (lambda t: t.detach() * t, lambda t: t * t),
+    "all detached": (lambda t: 2 * t.detach(), lambda t: 2 * t),
+    "data": (lambda t: t.data.sin() + t, lambda t: t.sin() + t),
+    "no_grad": (lambda t: no_gradients(t) + t, lambda t: t.sin() + t),
+    "straight through": (lambda t: t + (t.tanh() - t).detach(), lambda t: t.tanh()),
+    "a backward pass of its own": (lambda t: Lying.apply(t) + t.square(), lambda t: 2 * t + t.square()),  # pyright: ignore
+    "a derivative": (lambda t: torch.func.grad(lambda s: s.sin().sum())(t), lambda t: t.cos()),
+    "written in place": (lambda t: t.mul_(2).sin(), lambda t: (2 * t).sin()),
+    "a branch": (lambda t: t.sin() if t.sum() < 1e3 else t, lambda t: t.sin()),
+}
+
+
+@pytest.mark.parametrize("hiding", HIDDEN)
+@pytest.mark.parametrize("solver", [DenseSVD(), GolubKahan()], ids=str)
+def test_what_is_measured_is_how_values_move(hiding: str, solver: Solver):
+    (f, plain), x = HIDDEN[hiding], randn(4, 5)
+    assert hs.lipschitz(f, x, solver=solver, tol=1e-8).value == pytest.approx(dense_norm(plain, x), rel=1e-7)
+    batch = hs.lipschitz_batch(f, x, solver=solver, tol=1e-8)
+    assert batch.value.tolist() == pytest.approx([dense_norm(plain, row) for row in x], rel=1e-7)
+    truth = torch.autograd.functional.jacobian(plain, x)
+    assert isinstance(truth, Tensor)
+    torch.testing.assert_close(hs.jacobian(f, x).dense(), truth.reshape(20, 20), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda t: t + torch.from_numpy(t.detach().numpy()),
+        lambda t: t * t.sum().item(),
+        lambda t: t + torch.tensor(t.tolist()),
+        lambda t: t * 2 if float(t.detach().sum()) == float(randn(4, 5).sum()) else t * 3,
+        lambda t: t + torch.round(t),
+        lambda t: t + t.half(),
+        lambda t: t + torch.rand_like(t),
+    ],
+    ids=["numpy", "item", "a list", "a branch", "rounding", "half", "random"],
+)
+def test_what_a_recording_cannot_know_is_refused(f: Callable[[Tensor], Tensor]):
+    with pytest.raises(BadFunctionError, match=r"^expected .* got .*"):
+        hs.lipschitz(f, randn(4, 5))
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4, 5), (1,), (2, 3, 4)])

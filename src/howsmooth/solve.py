@@ -12,9 +12,10 @@ from torch import Tensor
 
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.maps.base import Map, check_finite, check_input
-from howsmooth.maps.jacobian import AutodiffJacobian, check_deterministic, doubled
+from howsmooth.maps.jacobian import AutodiffJacobian, applied, check_output, doubled
 from howsmooth.maps.operator import Operator, Restricted, Rounded, Weighted, drawn, stream
 from howsmooth.measures.measure import Measure
+from howsmooth.program.confirm import function_at
 from howsmooth.settings import number, seed_of, shown
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status, small
 from howsmooth.theory.point import operator_bound
@@ -201,8 +202,7 @@ def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -
     if x.dtype not in (torch.float32, torch.float64):
         raise BadInputError(f"expected float32 or float64 input, got {x.dtype}; pass x.float() and f in float32")
     check_finite(x, "input")
-    jacobian = AutodiffJacobian(f, x, batched)
-    check_deterministic(f, x, jacobian.output)
+    jacobian = _recorded(f, x, batched)
     if not batched and x.ndim > 2 and len(x) > 1 and jacobian.items_apart():
         raise BadInputError(
             f"expected one input, got {len(x)} of them that the function treats apart, shape {tuple(x.shape)}; "
@@ -211,15 +211,22 @@ def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -
 
     def precise() -> Operator | None:
         """In float64, where the function can be."""
-        g = doubled(f)
         try:
-            finer = AutodiffJacobian(g, x.detach().double(), batched)
+            finer = _recorded(doubled(f), x.detach().double(), batched)
         except (RuntimeError, TypeError, BadFunctionError):
             return None
         return finer if finer.output.dtype == torch.float64 else None
 
     inputs, outputs = (x, jacobian.output) if batched else (x[None], jacobian.output[None])
     return _Problem(jacobian, precise, x.shape[1:] if batched else x.shape, inputs, outputs, foreign=True)
+
+
+def _recorded(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -> AutodiffJacobian:
+    """The Jacobian of a function's values: of its operations, whatever it tells automatic differentiation."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = x.detach().clone()
+        check_output(applied(f, x.clone().requires_grad_().clone()))  # a clone, so that f may work in place
+    return AutodiffJacobian(function_at(f, x), x, batched)
 
 
 def _solve(problem: _Problem, options: Options) -> SolvedBatch:

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from checks import assert_close, check_batch_equals_loop, check_operator, jacobians
 from howsmooth.errors import BadFunctionError
 from howsmooth.maps import AutodiffJacobian, jacobian
-from howsmooth.maps.jacobian import check_deterministic
 from problems.layers import gaussian
 
 W = gaussian(3, 4, seed=0)
@@ -183,14 +182,6 @@ def test_mixing_items_is_refused(f):
 def test_functions_without_a_derivative_are_refused(f, message):
     with pytest.raises(BadFunctionError, match=message):
         AutodiffJacobian(f, gaussian(2, 3, seed=1), batched=True)
-
-
-def test_check_deterministic():
-    x = gaussian(4, 3, seed=1)
-    check_deterministic(torch.sin, x, torch.sin(x))
-    torch.manual_seed(0)
-    with pytest.raises(BadFunctionError, match="dropout"):
-        check_deterministic(lambda t: F.dropout(t, 0.5), x, x)
 
 
 class Once(Cube):

@@ -87,7 +87,7 @@ def test_equals_the_models_own_layer(name: str):
 
 def test_sinks_are_the_models_own():
     capture, layer = captured("gpt-oss local")
-    sink: Any = capture.trace.layers[layer].module.sinks
+    sink: Any = capture.sample.owner.get_submodule(capture.names[layer]).sinks
     attn = capture.attention(layer)
     assert attn.kind == hs.kinds.Softmax(sink.detach())
     assert (attn.causal, attn.window) == (True, 4)
@@ -107,7 +107,7 @@ def test_attention_of_its_own_is_refused(name: str):
 
 def test_weights_are_the_models_own():
     capture, layer = captured("llama")
-    attn, module = capture.attention(layer), capture.trace.layers[layer].module
+    attn, module = capture.attention(layer), capture.sample.owner.get_submodule(capture.names[layer])
     for name in "qkvo":
         weight: Any = module.get_submodule(f"{name}_proj").weight
         assert torch.equal(getattr(attn, f"w_{name}"), weight)

@@ -9,8 +9,9 @@ from torch import nn
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.models import model, room, trace
-from howsmooth.models.room import enough, lent, too_little
+from howsmooth.models import model, recorded, room
+from howsmooth.models.room import enough, too_little
+from howsmooth.program.weights import Loans, watching
 from problems.zoo import GROUPED, TOKENS, ids, randomize
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -29,7 +30,7 @@ def test_weights_come_and_go_with_their_block():
     """On one device everything is in place; a loan to another is tried out on a GPU."""
     own = llama()
     before = {k: v.data_ptr() for k, v in own.state_dict().items()}
-    with lent(own, torch.device("cpu")):
+    with watching(Loans(own, torch.device("cpu"))):
         own(ids())
     assert {k: v.data_ptr() for k, v in own.state_dict().items()} == before
 
@@ -99,9 +100,9 @@ def test_running_out_on_the_way_is_said_too():
 @needs_gpu
 def test_tokens_may_be_kept_on_the_host(monkeypatch: pytest.MonkeyPatch):
     truth = hs.load(llama(), "cuda").measure(ids=ids(), layer=1, map="block")
-    monkeypatch.setattr(trace, "_KEPT", 2**62)
+    monkeypatch.setattr(recorded, "_KEPT", 2**62)
     captured = hs.load(llama(), "cuda").capture(ids=ids())
-    assert captured.trace.layers[1].x.device.type == "cpu"
+    assert {t.device.type for t in captured.sample.run.kept.values()} == {"cpu"}
     assert captured.measure(1, "block").value == pytest.approx(truth.value, rel=1e-6)
     assert captured.tokens(1).is_cuda
     assert captured.measure([0, 1], closed=True)[1].direction.is_cuda

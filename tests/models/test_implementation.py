@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
-from howsmooth.models import intercept
-from howsmooth.models.intercept import register
+from howsmooth.models import interface
+from howsmooth.models.interface import register
 from problems.layers import gaussian
 
 N, WIDTH = 11, 16
@@ -92,4 +92,4 @@ def test_masks_are_forgotten_in_the_end():
     model = pair("mistral")[1]
     for _ in range(50):
         model(torch.arange(5)[None], use_cache=False)
-    assert len(intercept._BY_ITSELF.masks) <= 64
+    assert len(interface._HANDED_OUT) <= 64

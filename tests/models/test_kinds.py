@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ import howsmooth as hs
 from checks import PARITY
 from howsmooth import kinds
 from howsmooth.kernels.kinds import Kind
-from howsmooth.models import FallbackWarning, past, sample
-from howsmooth.models.intercept import Call, register
+from howsmooth.models import FallbackWarning
+from howsmooth.models.interface import register
+from howsmooth.program import attention
 from problems.zoo import ZOO, ids, randomize
 
 N, D, HEADS = 6, 8, 2
@@ -389,35 +389,16 @@ def test_near_misses_fall_back_and_are_right(name: str):
     assert got.value == pytest.approx(truth, rel=PARITY)
 
 
-FEW = ["sigmoid_masked_before", "distances_of_three_axes", "expanded", "sink_behind", "differential", "capped"]
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_a_sample_of_queries_says_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Where the code's own logits would be too many, its steps are taken at some queries."""
-    module, x, truth = built(WAYS[name][0])
-    monkeypatch.setattr(sample, "_MOST_LOGITS", 1)
-    got = hs.load(module).measure(inputs=x, layer=0)
-    assert got.cut
-    assert got.value == pytest.approx(truth, rel=PARITY)
-
-
-@pytest.mark.parametrize("most", [1, 2**26], ids=["some queries", "all"])
 @pytest.mark.parametrize("name", ["sigmoid", "differences", "sink_behind"])
-def test_a_wrong_reading_is_found_out(name: str, most: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_reading_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch):
     module, x, truth = built(WAYS[name][0])
-    right = past.answer
+    right = attention.kind_of
 
-    def wrong(call: Call) -> Tensor:
-        kind = call.scores.kind
-        if isinstance(kind, kinds.Sigmoid):
-            return right(replace(call, scores=replace(call.scores, kind=kinds.Sigmoid(-1.7))))
-        if isinstance(kind, kinds.L2):
-            return right(replace(call, scores=replace(call.scores, scale=1.01 * call.scores.scale)))
-        return right(replace(call, scores=replace(call.scores, kind=kinds.Softmax())))
+    def wrong(kind: str, sink: Tensor | None, heads: int, shift: float) -> kinds.Kind:
+        found = right(kind, sink, heads, shift)
+        return kinds.Sigmoid(-1.7) if isinstance(found, kinds.Sigmoid) else kinds.Hard()
 
-    monkeypatch.setattr(past, "answer", wrong)
-    monkeypatch.setattr(sample, "_MOST_LOGITS", most)
+    monkeypatch.setattr(attention, "kind_of", wrong)
     with pytest.warns(FallbackWarning):
         got = hs.load(module).measure(inputs=x, layer=0)
     assert got.value == pytest.approx(truth, rel=PARITY)

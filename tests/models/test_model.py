@@ -15,7 +15,6 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.models import Model
 from howsmooth.models.tokens import Text
-from howsmooth.models.trace import KeepDouble
 from problems.zoo import GROUPED, PLAIN, TOKENS, VOCABULARY, ids, randomize
 
 ALICE = resources.files("howsmooth").joinpath("data/alice.txt").read_text("utf-8")[:4000]
@@ -151,16 +150,6 @@ def test_single_and_double_agree():
     single = randomize(t.Qwen3Model(t.Qwen3Config(**GROUPED, **TOKENS)))
     value = hs.load(single).measure(ids=ids(), layer=1, map="block").value
     assert hs.load(single.double()).measure(ids=ids(), layer=1, map="block").value == pytest.approx(value, rel=1e-4)
-
-
-def test_keep_double():
-    x = torch.randn(4, 4, dtype=torch.float64)
-    with KeepDouble():
-        assert x.float().dtype == x.to(torch.float32).dtype == x.type(torch.float32).dtype == torch.float64
-        assert torch.softmax(x, -1, dtype=torch.float32).dtype == torch.float64
-        assert torch.nn.functional.softmax(x, dim=-1, dtype=torch.float32).dtype == torch.float64
-        assert x.to(torch.float16).dtype == torch.float16
-    assert x.float().dtype == torch.float32
 
 
 def test_words_without_a_fast_tokenizer():

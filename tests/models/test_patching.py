@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.models.intercept import configurations
+from howsmooth.models.interface import configurations
 from problems.layers import gaussian
 
 TORCHS = torch.nn.functional.scaled_dot_product_attention

@@ -13,7 +13,7 @@ from checks import PARITY
 from howsmooth.models import FallbackWarning, Model
 from howsmooth.models.capture import Capture
 from howsmooth.models.measurement import Measurement
-from howsmooth.models.span import MapName
+from howsmooth.program.ends import MapName
 from problems.zoo import LENGTH, ZOO, Animal, ids, randomize, reference
 
 

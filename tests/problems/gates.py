@@ -5,9 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from howsmooth.maps.recording import Recorder, record
-
-from .small_functions import Case, Chance, attention_of, tokens_of, written_out
+from .small_functions import Case, Chance, attention_of, both_ways, tokens_of, written_out
 
 HEADS = 2
 Product = Callable[[Tensor, Tensor], Tensor]  # of units (n, width) and gates (n, their number) into (n, any width)
@@ -71,27 +69,24 @@ def gated(seed: int, shape: str | None = None) -> Case:
     bias = torch.zeros(gates(width), dtype=torch.float64) if adds_up else r.normal(gates(width))
     down = _matrix(r, product(x @ up.T, x @ gate.T).shape[1], d, adds_up).T
     layer, has = attention_of(r, n, d, 1) if attends else (None, [])
-    recorder = Recorder()
 
-    def run(x: Tensor, taken: bool) -> Tensor:
+    def run(x: Tensor, ends: list[Tensor]) -> Tensor:
         t = nn.functional.layer_norm(x, (d,)) if norm else x
         y = product((t - start) @ up.T, ACTIVATIONS[act]((t - start) @ gate.T + bias)) @ down.T
-        if layer is not None and taken:
-            y = y + recorder.take_whole(t, torch.zeros_like(t), lambda z, f=layer: f.value(z[None])[0], layer)
-        elif layer is not None:
-            y = y + written_out(layer, t)
+        if layer is not None:
+            ends += [t, written_out(layer, t)]
+            y = y + ends[-1]
         return x + y if residual else y
 
     size = float(x.norm(dim=-1).mean())
     radii = tuple(size * 10.0 ** (-1.5 * (k + float(torch.rand(1, generator=r.random)))) for k in range(3))
     free = tuple(sorted({int(k) for k in torch.randint(n, (2,), generator=r.random)})) if r.happens(0.2) else None
     together = r.happens(0.5)
-    plain = record(lambda t: run(t, False), x)
-    whole = record(lambda t: run(t, True), x, recorder, lambda t: run(t, False))
+    plain, whole = both_ways(run, x, [] if layer is None else [layer])
     kinds = [shape, f"gates {act}", f"tokens {tokens}", *["layer norm"] * norm, *has, *["tokens held"] * (free is not None)]
     said = f"{', '.join(kinds)}, n {n}, d {d}, width {width}, together {together}, free {free}"
     return Case(
-        lambda t: run(t, False), plain, whole, x, radii, together, free, tuple(dict.fromkeys(kinds)), f"gated {seed}: {said}"
+        lambda t: run(t, []), plain, whole, x, radii, together, free, tuple(dict.fromkeys(kinds)), f"gated {seed}: {said}"
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.errors import HowSmoothError
-from howsmooth.maps.recording import record
+from howsmooth.program.reading import read_function
 from howsmooth.search.radius import Per, length_of_change
 from howsmooth.theory.around import Neighbourhood
 from howsmooth.theory.around_blocks import around_graph
@@ -155,7 +155,7 @@ def examine(c: Case, looked: Looked) -> None:
         looked.tightness.append(radius.gap)
     area = Neighbourhood.of(c.x, max(radius.certified, 1e-3), c.per)
     try:
-        slope = around_graph(Certified(record(c.f, c.x), c.x), area).slope
+        slope = around_graph(Certified(read_function(c.f, c.x), c.x), area).slope
     except HowSmoothError:  # a softmax that is spelled out
         return
     looked.slopes += 1

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from howsmooth.errors import HowSmoothError
 from howsmooth.maps import Attention, RMSNorm, Rotary
-from howsmooth.maps.graph import Graph, GraphMap
-from howsmooth.maps.recording import Recorder, record
+from howsmooth.program.pieces import Pieces, PiecesMap
+from howsmooth.program.reading import read_function
 from howsmooth.search import find_near
 from howsmooth.solve import Options, solve
 from howsmooth.theory.around import Around, Neighbourhood
@@ -43,8 +43,8 @@ class Case:
     """
 
     f: Callable[[Tensor], Tensor]
-    graph: Graph
-    whole: Graph
+    graph: Pieces
+    whole: Pieces
     x: Tensor
     radii: tuple[float, ...]
     together: bool
@@ -101,14 +101,12 @@ def case(seed: int) -> Case:
             bias, has = -(up @ normalise(x, weight, shift)[0]), [*has, "at the kink"]
         blocks.append((layer, up, bias, r.matrix(HIDDEN, d), r.matrix(d, HIDDEN), weight, shift))
         kinds += has
-    recorder = Recorder()
 
-    def attend(layer: Attention, t: Tensor, taken: bool) -> Tensor:
-        if taken:
-            return recorder.take_whole(t, torch.zeros_like(t), lambda z: layer.value(z[None])[0], layer)
-        return written_out(layer, t)
+    def run(x: Tensor, ends: list[Tensor]) -> Tensor:
+        def attend(layer: Attention, t: Tensor) -> Tensor:
+            ends.extend((t, written_out(layer, t)))
+            return ends[-1]
 
-    def run(x: Tensor, taken: bool) -> Tensor:
         for layer, up, bias, gate, down, *affine in blocks:
 
             def mlp(t: Tensor, up=up, bias=bias, gate=gate, down=down) -> Tensor:
@@ -117,32 +115,42 @@ def case(seed: int) -> Case:
 
             if kind == "side by side":
                 t = normalise(x, *affine)
-                x = x + attend(layer, t, taken) + mlp(t)
+                x = x + attend(layer, t) + mlp(t)
             elif kind == "norm first":
-                x = x + attend(layer, normalise(x, *affine), taken)
+                x = x + attend(layer, normalise(x, *affine))
                 x = x + mlp(normalise(x, *affine))
             elif kind == "norm behind":
-                x = normalise(x + attend(layer, x, taken), *affine)
+                x = normalise(x + attend(layer, x), *affine)
                 x = normalise(x + mlp(x), *affine)
             elif kind == "no attention":
                 x = x + mlp(normalise(x, *affine))
             else:
-                x = mlp(normalise(x + attend(layer, x, taken), *affine))
+                x = mlp(normalise(x + attend(layer, x), *affine))
         return x
 
     size = float(x.norm(dim=-1).mean())
     radii = tuple(size * 10.0 ** (-2 * (k + float(torch.rand(1, generator=r.random)))) for k in range(3))
     free = tuple(sorted({int(k) for k in torch.randint(n, (2,), generator=r.random)})) if r.happens(0.25) else None
     together = r.happens(0.5)
-    plain = record(lambda t: run(t, False), x)
-    whole = record(lambda t: run(t, True), x, recorder, lambda t: run(t, False))
+    plain, whole = both_ways(run, x, [layer for layer, *_ in blocks if kind != "no attention"])
     kinds += [f"tokens {tokens}"] + ["tokens held"] * (free is not None)
     said = (
         f"{len(blocks)} blocks, {', '.join(kinds)}, eps {eps:g}, n {n}, d {d}, {heads} heads, together {together}, free {free}"
     )
     return Case(
-        lambda t: run(t, False), plain, whole, x, radii, together, free, tuple(dict.fromkeys(kinds)), f"case {seed}: {said}"
+        lambda t: run(t, []), plain, whole, x, radii, together, free, tuple(dict.fromkeys(kinds)), f"case {seed}: {said}"
     )
+
+
+def both_ways(run: Callable[[Tensor, list[Tensor]], Tensor], x: Tensor, layers: list[Attention]) -> tuple[Pieces, Pieces]:
+    """A function as pieces, and with its attention layers taken whole. run: notes what enters and leaves each of them."""
+
+    def with_ends(t: Tensor) -> tuple[Tensor, ...]:
+        ends: list[Tensor] = []
+        y = run(t, ends)
+        return *ends, y
+
+    return read_function(lambda t: run(t, []), x), read_function(with_ends, x, layers, truth=lambda t: run(t, []))
 
 
 def tokens_of(r: Chance, kind: str, n: int, d: int) -> Tensor:
@@ -252,7 +260,7 @@ def bounds_within(certified: Certified, expanded: Expansion, area: Neighbourhood
 
 def _lower_end(c: Case, area: Neighbourhood, looked: Looked) -> Tensor | None:
     """The point where ascent ends, once what is said of it is checked."""
-    f, options = GraphMap(c.whole, (c.x.shape[0], c.x.shape[1])), Options(tokens=c.tokens)
+    f, options = PiecesMap(c.whole), Options(tokens=c.tokens)
     try:
         found = find_near(f, area, c.tokens, 2, options, solve(f, c.x, options).estimate)
     except HowSmoothError:

@@ -1,6 +1,5 @@
 """Closed forms read off the graph: queries, keys, values and output are the layer's own; what is no such form is refused."""
 
-import functools
 import inspect
 from dataclasses import replace
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.fx import Node
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
@@ -18,7 +18,7 @@ from howsmooth.program.calls import WHOLE, find_calls
 from howsmooth.program.closed import as_attention
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import name
-from howsmooth.program.replay import values
+from howsmooth.program.replay import Run
 from howsmooth.program.stretch import agree, off
 from problems.zoo import GROUPED, SMALL, TOKENS, ZOO, ids, randomize
 
@@ -59,8 +59,8 @@ def library(kind: str) -> tuple[Program, int]:
 def closed(program: Program, layer: int = 0, ends: Ends | None = None) -> tuple[hs.Attention, Tensor, Ends]:
     """The closed form of a layer, what enters it, and its ends."""
     ends = ends_of(Layers(program), layer) if ends is None else ends
-    attn = as_attention(program, ends, functools.partial(values, program))
-    return attn, values(program, set(ends.enter))[ends.enter[0]].reshape(-1, attn.width), ends
+    attn = as_attention(program, ends, Run(program, program.tensors).values)
+    return attn, Run(program, program.tensors).values(set(ends.enter))[ends.enter[0]].reshape(-1, attn.width), ends
 
 
 def check(program: Program, layer: int = 0, ends: Ends | None = None) -> hs.Attention:
@@ -68,7 +68,7 @@ def check(program: Program, layer: int = 0, ends: Ends | None = None) -> hs.Atte
     attn, x, ends = closed(program, layer, ends)
     between = ends.flow.between(ends.enter, ends.leave)
     (node,) = (n for n in between if n.target is attention or name(n) == WHOLE)
-    own = values(program, {*node.args[:3], ends.leave[0]})  # pyright: ignore[reportArgumentType]
+    own = Run(program, program.tensors).values({*node.args[:3], ends.leave[0]})  # pyright: ignore[reportArgumentType]
     for ours, theirs in zip(attn.vectors(x[None]), node.args[:3], strict=True):
         wanted = own[theirs].reshape(-1, *own[theirs].shape[-2:])  # pyright: ignore[reportArgumentType]
         assert off(ours[0].repeat_interleave(len(wanted) // ours.shape[1], 0), wanted) <= 1e-9
@@ -100,25 +100,50 @@ def test_soft_capped_attention():
     with pytest.raises(BadInputError, match="one attention call"):
         closed(program, 0)
     ends = ends_of(Layers(program), 0)
-    settings, graph = {"scale": 6**-0.5, "softcap": 10.0, "causal": True, "window": 4}, program.code.graph
-    for call in find_calls(ends.flow)[:1]:
-        (q,), (k,), (v,) = call.queries, call.keys, call.values
-        with graph.inserting_before(call.output):
-            new = graph.call_function(attention, (q, k.args[0], v), settings)
-        new.meta.update(call.output.meta)
-        call.output.replace_all_uses_with(new)
+    (call,) = (c for c in find_calls(ends.flow) if ends.flow.up(ends.leave[0]) & ends.flow.bit(c.output))
+    (q,), (k,), (v,) = call.queries, call.keys, call.values
+    assert isinstance(k.args[0], Node)
+    settings = {"scale": 6**-0.5, "softcap": 10.0, "causal": True, "window": 4}
+    attn = check(*attending(program, ends, call.output, (q, k.args[0], v), settings))
+    assert (attn.softcap, attn.window, attn.causal, attn.scale) == (10.0, 4, True, 6**-0.5)
+
+
+def attending(
+    program: Program, ends: Ends, output: Node, operands: tuple[Node, ...], settings: dict[str, Any]
+) -> tuple[Program, int, Ends]:
+    """The program with the package's own attention in the place of a node."""
+    with program.code.graph.inserting_before(output):
+        new = program.code.graph.call_function(attention, operands, settings)
+    new.meta.update(output.meta)
+    output.replace_all_uses_with(new)
     program.code.recompile()
     again = replace(program)
-    attn = check(again, 0, Ends(ends.enter, ends.leave, Flow(again, ends.flow.begins)))
-    assert (attn.softcap, attn.window, attn.causal, attn.scale) == (10.0, 4, True, 6**-0.5)
+    return again, 0, Ends(ends.enter, ends.leave, Flow(again, ends.flow.begins))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_kinds_and_sinks(kind: str):
+    program, sink = recorded(Plain()), torch.tensor([0.5, -1.0], dtype=torch.float64)
+    ends = ends_of(Layers(program), 0)
+    (node,) = (n for n in program.nodes if name(n) == WHOLE)
+    settings: dict[str, Any] = {"scale": 0.3, "kind": kind}
+    if kind == "softmax":
+        program.code.register_buffer("sink", sink)
+        with program.code.graph.inserting_before(node):
+            settings["sink"] = program.code.graph.get_attr("sink")
+        settings["sink"].meta.update(val=sink, order=node.meta["order"])
+    else:
+        settings["shift"] = -1.0
+    attn = check(*attending(program, ends, node, node.args[:3], settings))  # pyright: ignore[reportArgumentType]
+    assert attn.kind == (hs.kinds.Softmax(sink) if kind == "softmax" else hs.kinds.Sigmoid(-1.0))
 
 
 def test_weights_are_the_models_own():
     program, layer = library("llama")
     attn, _, _ = closed(program, layer)
-    block = program.module.get_submodule(f"layers.{layer}.self_attn")
     for side in "qkvo":
-        assert torch.equal(getattr(attn, f"w_{side}"), block.get_submodule(f"{side}_proj").weight)
+        weight = program.module.get_parameter(f"layers.{layer}.self_attn.{side}_proj.weight")
+        assert torch.equal(getattr(attn, f"w_{side}"), weight)
     assert attn.b_q is None
     assert attn.rotary is not None
     angle = torch.arange(8)[:, None] * 10000.0 ** (-torch.arange(0, 6, 2) / 6)
@@ -297,7 +322,7 @@ def test_torchs_own_module(options: dict[str, Any]):
     attn, truth = check(record(module, (x,))), hs.Attention.from_module(module.attention)
     for side in ("w_q", "w_k", "w_v", "w_o", "b_q", "b_v", "b_o"):
         ours, theirs = getattr(attn, side), getattr(truth, side)
-        assert (ours is None and theirs is None) or torch.equal(ours, theirs), side
+        assert ours is None if theirs is None else torch.equal(ours, theirs), side
 
 
 def test_weights_that_are_zero_hide_nothing():

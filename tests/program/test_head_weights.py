@@ -1,6 +1,5 @@
 """The rows of parameters that make a head: written into, they scale that head and no other."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from howsmooth.program import Ends, Layers, Program, ends_of, record
 from howsmooth.program.closed import ReadCall
 from howsmooth.program.head_weights import ByHead, HeadParameters, Rows, head_weights
-from howsmooth.program.replay import values
+from howsmooth.program.replay import Run
 from howsmooth.program.stretch import agree
 from problems.zoo import TOKENS, VOCABULARY, ids, randomize
 
@@ -22,12 +21,12 @@ t: Any = transformers
 
 def weights_of(program: Program, layer: int = 0) -> tuple[HeadParameters, Ends]:
     ends = ends_of(Layers(program), layer)
-    return head_weights(program, ends, functools.partial(values, program)), ends
+    return head_weights(program, ends, Run(program, program.tensors).values), ends
 
 
 def vectors(program: Program, ends: Ends) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of today's weights, (heads, n, d)."""
-    call = ReadCall.of(program, ends, functools.partial(values, program)).call
+    call = ReadCall.of(program, ends, Run(program, program.tensors).values).call
     return call.q[0], call.k[0], call.v[0]
 
 
@@ -57,7 +56,7 @@ def check_outputs(program: Program, ends: Ends, by_head: ByHead | None) -> None:
     assert by_head is not None
 
     def at(z: Tensor) -> Tensor:
-        read = ReadCall.of(program, ends, functools.partial(values, program))
+        read = ReadCall.of(program, ends, Run(program, program.tensors).values)
         return read.part.between(read.node, read.leave)(z)
 
     q, _, v = vectors(program, ends)

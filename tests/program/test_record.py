@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.program import Layers, ends_of, record, segment
-from howsmooth.program.confirm import replayed
+from howsmooth.program.confirm import beside, replayed
 from howsmooth.program.nodes import name, writes
 
 
@@ -200,3 +200,43 @@ def test_half_precision_is_replayed_in_float64():
     wide = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double()
     wide.load_state_dict(module.state_dict())
     torch.testing.assert_close(f(point)[0], wide(point).detach(), rtol=1e-13, atol=1e-13)
+
+
+class Places(nn.Module):
+    """Features take the places of the id 7, which have to stand first; id 0 is padding."""
+
+    def __init__(self, *, checked: bool = True):
+        super().__init__()
+        self.table, self.checked = nn.Embedding(8, 4, padding_idx=0), checked
+
+    def forward(self, ids: Tensor, features: Tensor) -> Tensor:
+        where = ids == 7
+        if self.checked and not bool(where[0, :2].all()):
+            raise ValueError("features have to stand first")
+        return self.table(ids).masked_scatter(where[..., None], features)
+
+
+def test_placeholder_and_special_ids_stay_where_they_are():
+    ids = torch.tensor([[7, 7, 3, 1, 2, 0]])
+    program = record(Places().double(), (ids, x(2, 4)))
+    moved, _ = beside(program)
+    assert not torch.equal(moved, ids)
+    assert torch.equal(moved[:, [0, 1, 5]], ids[:, [0, 1, 5]])
+    assert torch.equal(moved.sort().values, ids.sort().values)
+
+
+def test_errors_of_the_module_beside_its_input_are_one_sentence():
+    def first(t: Tensor) -> Tensor:
+        if float(t[0, 0]) != FIRST:
+            raise ValueError("another input\nand more")
+        return t * 2
+
+    with pytest.raises(BadFunctionError, match=r"^expected a function .* beside its input, got ValueError \(another input\); "):
+        record(Of(first), (torch.full((2, 4), FIRST, dtype=torch.float64),))
+
+
+def test_an_operation_that_rounds_is_named_with_its_module():
+    module = nn.Sequential(nn.Linear(4, 4), Of(torch.round)).double()
+    program = record(module, (x(1, 3, 4),))
+    with pytest.raises(BadFunctionError, match="got round in 1, which rounds; "):
+        segment(program, Layers(program).flow, program.inputs, program.outputs)

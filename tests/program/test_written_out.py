@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from howsmooth.program import Program, record, segment
-from howsmooth.program.attention import attention
-from howsmooth.program.nodes import name, shape
+from howsmooth.kernels import attend
+from howsmooth.program import Program, record, segment, written_out
+from howsmooth.program.attention import Call, MovingTermError, answering, attention
+from howsmooth.program.flow import Flow
+from howsmooth.program.nodes import name, order, shape
 from howsmooth.program.streams import stream_of
-from howsmooth.program.written_out import rewrite
+from howsmooth.program.written_out import moving_terms, rewrite
 
 N, D, HEADS = 6, 8, 2
 CAUSAL = torch.ones(N, N, dtype=torch.bool).tril()
@@ -472,6 +474,17 @@ def another_number_at_other_inputs(q, k, v):
     return torch.softmax((q @ k.mT + rows) * 1e-4, -1).masked_fill(~CAUSAL, 0.0) @ v
 
 
+@way("softmax")
+def times_a_mask(q, k, v):
+    shown = CAUSAL.to(q)
+    return (q @ k.mT / 2 * shown - 1e9 * (1 - shown)).softmax(-1) @ v
+
+
+@miss
+def times_a_mask_alone(q, k, v):
+    return (q @ k.mT * CAUSAL).softmax(-1) @ v
+
+
 @miss
 def two_layers(q, k, v):
     return torch.sigmoid(q @ PLACES[0].T) @ PLACES[1]
@@ -515,8 +528,7 @@ def assert_same_function(one: Program, other: Program) -> None:
     assert isinstance(theirs, Tensor)
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
     along = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
-    _, tangent = torch.func.jvp(f, (x,), (along,))
-    torch.testing.assert_close(tangent, (theirs * along).sum((-3, -2, -1)), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(torch.func.jvp(f, (x,), (along,))[1], (theirs * along).sum((-3, -2, -1)), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("called", WAYS)
@@ -539,3 +551,94 @@ def test_near_misses_stay_as_they_are(called: str):
     new = rewrite(program, stream_of(program))
     assert not kinds(new)
     assert_same_function(new, program)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("called", ["lowest", "chosen", "sigmoid_masked_behind", "one_more_in_the_sum", "cosine"])
+def test_other_precisions(called: str, dtype: torch.dtype):
+    """What is recorded in half or single precision is replayed in double precision all the same."""
+    f, wanted = WAYS[called]
+    program = recorded(f, dtype)
+    new = rewrite(program)
+    assert kinds(new) == list(wanted)
+    assert_same_function(new, program)
+
+
+def test_squares_in_single_precision_are_exact():
+    program = recorded(expanded, torch.float32)
+    new = rewrite(program)
+    assert kinds(new) == ["l2"]
+    assert_same_function(new, program)
+
+
+def test_terms_that_move():
+    """Without a flow they are read, and replays refuse their derivative; with one they stay written out."""
+    program = recorded(sigmoid_bias_of_queries)
+    new = rewrite(program)
+    assert kinds(new) == ["sigmoid"]
+    assert len(moving_terms(new, stream_of(new))) == 1
+    assert not moving_terms(new, Flow(new, ()))
+    f, x = whole(new)
+    torch.testing.assert_close(f(x), whole(program)[0](x), rtol=1e-9, atol=1e-12)
+    with pytest.raises(MovingTermError):
+        f(x.requires_grad_())
+
+
+def test_a_reading_that_is_right_at_one_input_alone_is_dropped():
+    first: list[float] = []
+
+    def another_beside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first.append(float(q[0, 0, 0, 0]))
+        apart = (q[:, :, :1, :1] - first[0]).abs() > 1e-9
+        return torch.softmax(q @ k.mT, -1).masked_fill(apart, 0.0) @ v
+
+    assert not kinds(rewrite(recorded(another_beside)))
+
+
+def test_wrong_operands_are_found_out(monkeypatch: pytest.MonkeyPatch):
+    """A reading with another scale is dropped, whichever way it was written."""
+    right = written_out.attention
+
+    def wrong(*args, scale: float, **kwargs):
+        return right(*args, scale=1.001 * scale, **kwargs)
+
+    for called in ("einsum_softmax", "sigmoid", "differences"):
+        program = recorded(WAYS[called][0])
+        with monkeypatch.context() as patched:
+            patched.setattr(written_out, "attention", wrong)
+            new = rewrite(program)
+        assert not [n for n in new.nodes if n.target in (wrong, attention)]
+        assert_same_function(new, program)
+
+
+def test_orders_and_values_are_those_of_what_is_replaced():
+    program = recorded(heads_behind_queries)
+    product = [n for n in program.nodes if name(n) == "einsum"][-1]
+    new = rewrite(program)
+    (call,) = (n for n in new.nodes if n.target is attention)
+    assert order(call) == order(product)
+    (turned,) = call.users
+    assert shape(turned) == shape(product)
+    assert [order(n) for n in new.nodes] == sorted(order(n) for n in new.nodes)
+    assert new.scopes == program.scopes
+    assert [*new.weights.values()] == [*program.weights.values()]
+
+
+def test_keys_that_heads_share_are_not_repeated():
+    (call,) = (n for n in rewrite(recorded(keys_that_heads_share)).nodes if n.target is attention)
+    assert [shape(n) for n in call.all_input_nodes[1:3]] == [(1, 1, N, D // HEADS)] * 2
+
+
+def test_bands_are_read_from_terms():
+    program = recorded(einsum_softmax)
+    new = rewrite(program)
+    calls: list[Call] = []
+
+    def answer(call: Call) -> Tensor:
+        calls.append(call)
+        return attend(call.q, call.k, call.v, call.scores)
+
+    f, x = whole(new)
+    with answering(answer):
+        torch.testing.assert_close(f(x), whole(program)[0](x), rtol=1e-9, atol=1e-12)
+    assert [c.scores.mask.causal and c.scores.mask.bias is None for c in calls] == [True]

@@ -59,7 +59,7 @@ def test_rows_hold_for_every_kind_of_layer(build):
             if row["sample"] == 0 and row["layer"] == 1:
                 head = row.get("head")
                 assert row["value"] == pytest.approx(captured.measure(1, head=head, tol=1e-6).value, rel=1e-5)
-    heads = captured.trace.layers[1].heads
+    heads = captured.heads(1)
     assert sum(row["kind"] == "head" for row in rows) == 2 * heads
     assert {row["cut"] for row in rows if row["kind"] == "layer"} == {heads > 0}
 

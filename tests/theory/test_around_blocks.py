@@ -7,7 +7,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadFunctionError, HowSmoothError
-from howsmooth.maps.recording import record
+from howsmooth.program.reading import read_function
 from howsmooth.theory.around_blocks import around_graph
 from howsmooth.theory.around_norms import Certified
 from howsmooth.theory.around_values import expand
@@ -76,13 +76,13 @@ def test_composition_of_maps_within():
 def test_refusals():
     x = torch.ones(2, 3, dtype=torch.float64)
     with pytest.raises(BadFunctionError, match="reads a number off"):
-        record(lambda t: t * 2 if t.sum() > 0 else t, x)
+        read_function(lambda t: t * 2 if t.sum() > 0 else t, x)
     with pytest.raises(BadFunctionError, match="expected linear operations"):
-        expand(record(lambda t: torch.sort(t, -1)[0] * 1.0, x + torch.arange(3)), x + torch.arange(3), True)
+        expand(read_function(lambda t: torch.sort(t, -1)[0] * 1.0, x + torch.arange(3)), x + torch.arange(3), True)
     with pytest.raises(BadFunctionError, match="expected attention layers"):
-        Certified(record(lambda t: torch.softmax(t, -1), x), x)
+        Certified(read_function(lambda t: torch.softmax(t, -1), x), x)
     with pytest.raises(BadFunctionError, match="does not"):
-        record(lambda t: torch.ones(2), x)
+        read_function(lambda t: torch.ones(2), x)
     with pytest.raises(HowSmoothError, match="composition of them"):
         hs.lipschitz(lambda t: t, x, within=0.1)
 
@@ -90,7 +90,7 @@ def test_refusals():
 def test_an_output_that_cancels_is_recorded():
     """What rounding leaves of it differs between two ways to the same number."""
     x = torch.full((1, 3), 0.1, dtype=torch.float64)
-    graph = record(lambda t: (t * 3 + 1e3 - 1e3) - t * 3, x, truth=lambda t: t * 0.0 + 1e-14)
+    graph = read_function(lambda t: (t * 3 + 1e3 - 1e3) - t * 3, x, truth=lambda t: t * 0.0 + 1e-14)
     assert graph(x).shape == x.shape
     with pytest.raises(BadFunctionError, match="miss by"):
-        record(lambda t: (t * 3 + 1e3 - 1e3) - t * 3, x, truth=lambda t: t * 0.0 + 1e-6)
+        read_function(lambda t: (t * 3 + 1e3 - 1e3) - t * 3, x, truth=lambda t: t * 0.0 + 1e-6)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth import verbs
 from howsmooth.errors import RefutedBoundError
-from howsmooth.maps.graph import GraphMap
-from howsmooth.maps.recording import record
+from howsmooth.program.pieces import PiecesMap
+from howsmooth.program.reading import read_function
 from howsmooth.solve import Options
 from howsmooth.theory import around_blocks
 from howsmooth.theory.around import Around, Neighbourhood
@@ -126,7 +126,7 @@ def test_gates_of_many_tokens(f: Callable[[Tensor], Tensor]):
     """Too many entries for a dense decomposition, and factors of one entry."""
     x = gaussian(30, 10, seed=3)
     area = Neighbourhood.of(x, 0.05)
-    graph = record(f, x)
+    graph = read_function(f, x)
     around = around_graph(Certified(graph, x), area)
     at = torch.autograd.functional.jacobian(f, x).reshape(300, 300)  # pyright: ignore[reportAttributeAccessIssue]
     step = torch.ones_like(x) / math.sqrt(10)
@@ -135,7 +135,7 @@ def test_gates_of_many_tokens(f: Callable[[Tensor], Tensor]):
         assert float(torch.linalg.matrix_norm(J - at, 2)) <= around.change
         assert float(torch.linalg.matrix_norm(J, 2)) <= around.slope
         assert float((f(y) - f(x)).norm()) <= around.moved_total
-    near = solve_near(GraphMap(graph, (30, 10)), area, None, 2, Options())
+    near = solve_near(PiecesMap(graph), area, None, 2, Options())
     assert near.lower <= near.upper == pytest.approx(around.slope, rel=0.05)
 
 

@@ -255,7 +255,7 @@ class AutodiffJacobian(Operator):
         self._f, self._batched = f, batched
         with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             self._x = x.detach().clone().requires_grad_()
-            self._y = _applied(f, self._x.clone())  # a clone, so that f may work in place
+            self._y = applied(f, self._x.clone())  # a clone, so that f may work in place
             self._check_output()
             self._u = torch.zeros_like(self._y, requires_grad=True)
             self._transposed = self._second_graph()
@@ -338,22 +338,12 @@ class AutodiffJacobian(Operator):
         return bool(difference.abs() <= noise)
 
     def _check_output(self) -> None:
-        y = self._y
-        if not isinstance(y, Tensor):
-            raise BadFunctionError(
-                f"expected a function that returns one tensor, got {type(y).__name__}; pick one, as in lambda x: f(x)[0]"
-            )
-        if not y.is_floating_point():
-            raise BadFunctionError(f"expected a floating-point output, got {y.dtype}; return a differentiable tensor")
-        if y.numel() == 0:
-            raise BadFunctionError(f"expected an output with entries, got shape {tuple(y.shape)}; return something to measure")
+        y = check_output(self._y)
         if not y.requires_grad:
             raise BadFunctionError(
                 "expected an output that depends on x, got one with no derivative in x; "
                 "look for detach, no_grad, item() or numpy inside the function"
             )
-        if not bool(y.isfinite().all()):
-            raise BadFunctionError("expected a finite output, got NaN or infinity; check the function at this x")
         if self._batched and (y.ndim == 0 or y.shape[0] != self._x.shape[0]):
             raise BadFunctionError(
                 f"expected one output per item of the batch ({self._x.shape[0]}), got shape {tuple(y.shape)}; "
@@ -378,7 +368,22 @@ class AutodiffJacobian(Operator):
         return True
 
 
-def _applied(f: Callable[[Tensor], Any], x: Tensor) -> Any:
+def check_output(y: Any) -> Tensor:
+    """What a function gave; refused unless it is one finite tensor of floating-point numbers."""
+    if not isinstance(y, Tensor):
+        raise BadFunctionError(
+            f"expected a function that returns one tensor, got {type(y).__name__}; pick one, as in lambda x: f(x)[0]"
+        )
+    if not y.is_floating_point():
+        raise BadFunctionError(f"expected a floating-point output, got {y.dtype}; return a differentiable tensor")
+    if y.numel() == 0:
+        raise BadFunctionError(f"expected an output with entries, got shape {tuple(y.shape)}; return something to measure")
+    if not bool(y.isfinite().all()):
+        raise BadFunctionError("expected a finite output, got NaN or infinity; check the function at this x")
+    return y
+
+
+def applied(f: Callable[[Tensor], Any], x: Tensor) -> Any:
     """`f(x)`. What `f` raises is its own to say; what torch raises in it is that `f` does not take `x`."""
     try:
         return f(x)
@@ -405,14 +410,3 @@ def _without_zeros(t: Tensor) -> Tensor:
 def doubled(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A function for float64: a module is copied, anything else must take it as it is."""
     return copy.deepcopy(f).double() if isinstance(f, nn.Module) else f
-
-
-def check_deterministic(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
-    """Refuse a function that gives another answer the second time, as dropout in training mode does."""
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        again = f(x.detach().clone())
-    drift = float((again - y).norm() / y.norm().clamp_min(torch.finfo(y.dtype).tiny))
-    if drift > 1e3 * torch.finfo(y.dtype).eps:
-        raise BadFunctionError(
-            f"expected the same output twice, got outputs {drift:.1e} apart; switch dropout off with module.eval()"
-        )

@@ -1,19 +1,17 @@
 """Real models: any Hugging Face transformer or torch module, measured layer by layer."""
 
 from howsmooth.models.capture import Capture
-from howsmooth.models.cut import Cut
 from howsmooth.models.loading import device_of, load
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model import Model
 from howsmooth.models.model_input import FallbackWarning
 from howsmooth.models.patching import patch, use_sdpa
-from howsmooth.models.span import MAPS, MapName
 from howsmooth.models.tokens import Text, Window
+from howsmooth.program.ends import MAPS, MapName
 
 __all__ = [
     "MAPS",
     "Capture",
-    "Cut",
     "FallbackWarning",
     "MapName",
     "Measurement",

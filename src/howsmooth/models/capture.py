@@ -15,9 +15,9 @@ from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.models.closed import ClosedForms, closed_form
 from howsmooth.models.measurement import Measurement, Measurements, shares
 from howsmooth.models.model_input import ModelInput, Which
-from howsmooth.models.span import MapName
+from howsmooth.models.near import in_pieces
 from howsmooth.models.tokens import Window
-from howsmooth.models.watched import watched
+from howsmooth.program.ends import MapName
 from howsmooth.program.segments import SegmentJacobian, SegmentMap
 from howsmooth.settings import Positions, flag, items, moving, number
 from howsmooth.solve import Options, solve, solve_batch
@@ -249,8 +249,7 @@ class Capture:
         segment = sample.map(layer, which)
         x = asked.factor * segment.start.double()
         area = Neighbourhood.of(x, asked.within, asked.per, asked.options.tokens)
-        name: Any = which.map
-        f = watched(sample.old, layer, name, which.head, asked.within)
+        f = in_pieces(sample, layer, which, asked.within)
         estimate = solve_near(f, area, asked.options.tokens, asked.steps, asked.options)
         point = x if estimate.point is None else estimate.point
         image = f.linearize(point[None])[1].jvp(estimate.direction.double()[None, None])[0, 0]

@@ -17,9 +17,10 @@ from howsmooth.models.library import reason, tokenizer_of
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model_input import ModelInput
 from howsmooth.models.recorded import Recordings
-from howsmooth.models.room import device_of, fits, offloaded
-from howsmooth.models.span import MapName
+from howsmooth.models.room import device_of, fits
 from howsmooth.models.tokens import Text, Window, of_ids
+from howsmooth.program.ends import MapName
+from howsmooth.program.weights import offloaded
 from howsmooth.settings import Positions, items, shown, whole, words
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]

@@ -7,13 +7,15 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds import Kind
 from howsmooth.models.recorded import Recording, Recordings
 from howsmooth.models.room import check_room, enough
 from howsmooth.models.tokens import Window
 from howsmooth.program import Ends, Layers, ends_of
-from howsmooth.program.attention import attention
+from howsmooth.program.attention import attention, kind_of
 from howsmooth.program.ends import MAPS
 from howsmooth.program.layers import Layer
 from howsmooth.program.replay import Run
@@ -75,12 +77,6 @@ class ModelInput:
                 "seen; measure the function itself with howsmooth.lipschitz"
             )
         return layers
-
-    @functools.cached_property
-    def old(self) -> Any:
-        from howsmooth.models.sample import Sample
-
-        return Sample(self.name, self.owner, self.args, self.kwargs, self.window, self.work)
 
     @functools.cached_property
     def real(self) -> Tensor | None:
@@ -154,6 +150,14 @@ class ModelInput:
         """Whether all attention on a map's way runs on the kernels."""
         inside = set(segment.way.nodes)
         return all(call.output.target is attention for call in self.layers.attention.calls if call.output in inside)
+
+    def kind(self, layer: int) -> Kind | None:
+        """The kind of weights of a layer's only attention call; nothing where the kernels do not express it."""
+        if not self.layers.found[layer].groups or len(calls := self.segment(layer).calls) != 1:
+            return None
+        sink, shift = calls[0].kwargs.get("sink", (*calls[0].args, *[None] * 6)[5]), calls[0].kwargs.get("shift", 0.0)
+        logits = self.run.values([sink])[sink] if isinstance(sink, Node) else None
+        return kind_of(str(calls[0].kwargs.get("kind", "softmax")), logits, self.segment(layer).heads, shift)  # pyright: ignore
 
     def place(self, layer: int, which: Which) -> str:
         """The path of the module that a map belongs to."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import sdpa
-from howsmooth.models.intercept import IMPLEMENTATION, configurations, register
+from howsmooth.models.interface import IMPLEMENTATION, configurations, register
 
 _NAME = "scaled_dot_product_attention"
 _TORCHS = getattr(nn.functional, _NAME)

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_flatten
 
 from howsmooth.errors import BadFunctionError, HowSmoothError
-from howsmooth.models.intercept import IMPLEMENTATION, recording, register
+from howsmooth.models.interface import IMPLEMENTATION, implementation, register
 from howsmooth.program import Layers, Program, record
 from howsmooth.program.confirm import agrees
 from howsmooth.program.replay import Run
@@ -20,6 +20,7 @@ from howsmooth.program.tracing import unchanged
 from howsmooth.program.written_out import moving_terms, rewrite
 
 _MOST = 8  # recordings kept of a model, the latest ones
+_KEPT = 8  # hidden states stay on a GPU up to this part of its memory, and go to the host beyond
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,12 @@ class Recording:
         """A run at some tensors with its hidden states, in the module's own precision, and what the module would return."""
         plain = Run(self.program, tensors, None)
         values = plain.values((*self.hidden, *self.program.outputs))
-        run = Run(self.program, tensors, None, {n: values[n] for n in self.hidden})
+        kept = {n: values[n] for n in self.hidden}
+        if plain.device.type == "cuda":
+            most = torch.cuda.get_device_properties(plain.device).total_memory // _KEPT
+            if sum(t.numel() * t.element_size() for t in kept.values()) > most:
+                kept = {n: t.cpu() for n, t in kept.items()}
+        run = Run(self.program, tensors, None, kept)
         return run, [values[n] for n in self.program.outputs]
 
 
@@ -60,7 +66,7 @@ class Recordings:
             run, ours = found.run(tensors)
             with unchanged(found.program.module):
                 own = found.program.own(tensors)
-            if agrees(own, ours):
+            if agrees(found.program, own, ours):
                 return found, run
         raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
 
@@ -85,7 +91,7 @@ def recorded(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     refusal: HowSmoothError | None = None
     for code in _codes(owner):
         try:
-            program = record(owner, args, kwargs, functools.partial(recording, owner, code))
+            program = record(owner, args, kwargs, functools.partial(implementation, owner, code))
         except HowSmoothError as error:
             refusal = refusal or error
             continue

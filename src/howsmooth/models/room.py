@@ -1,8 +1,7 @@
 """Room on a device: whether weights and a measurement fit, what is lent to a device block by block, and what to say if not."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +62,6 @@ def too_little(what: str, needed: str, there: int) -> BadInputError:
     )
 
 
-def offloaded(module: nn.Module) -> bool:
-    """Whether the library brings weights to where they are needed itself, as a `device_map` asks it to."""
-    return any("_hf_hook" in vars(part) for part in module.modules())
-
-
 def device_of(module: nn.Module) -> torch.device:
     """Where a module computes: on the first device of its `device_map` that computes, or where its weights are."""
     for place in (getattr(module, "hf_device_map", None) or {}).values():
@@ -78,73 +72,3 @@ def device_of(module: nn.Module) -> torch.device:
     if place is not None:
         return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
     return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, those that the library keeps elsewhere among them."""
-    weights: dict[str, Tensor] = {}
-    for prefix, part in module.named_modules():
-        kept = _kept(vars(part).get("_hf_hook"))
-        for name, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-            weights[f"{prefix}.{name}".removeprefix(".")] = kept[name] if t.is_meta and kept is not None else t
-    return weights
-
-
-def _kept(hook: Any) -> Any:
-    """The weights that a hook of the library brings, by name."""
-    hooks = getattr(hook, "hooks", (hook,))
-    return next((kept for one in hooks if (kept := getattr(one, "weights_map", None)) is not None), None)
-
-
-@contextmanager
-def unhooked(module: nn.Module) -> Iterator[None]:
-    """Inside it, the library brings no weights: whoever calls `module` hands them over."""
-    hooked = [(part, vars(part)["forward"]) for part in module.modules() if "_old_forward" in vars(part)]
-    for part, _ in hooked:
-        part.forward = vars(part)["_old_forward"]
-    try:
-        yield
-    finally:
-        for part, forward in hooked:
-            part.forward = forward
-
-
-@contextmanager
-def lent(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside it, weights that live elsewhere are on `device` while the block they belong to runs, and only then.
-
-    A block is an element of a list of modules; weights outside of any go with the module that holds them.
-    """
-    if offloaded(model) or all(t.device == device for t in (*model.parameters(), *model.buffers())):
-        yield
-        return
-    listed = [c for m in model.modules() if isinstance(m, _LISTS) for c in m.children() if not isinstance(c, _LISTS)]
-    inside = {part for block in listed for part in block.modules()}
-    blocks = [block for block in listed if not any(block is not other and block in set(other.modules()) for other in listed)]
-    with ExitStack() as stack:
-        for module in (*blocks, *(m for m in model.modules() if m not in inside)):
-            loan = _Loan(module, device, whole=module in inside)
-            if loan.weights:
-                stack.enter_context(module.register_forward_pre_hook(loan.take))
-                stack.enter_context(module.register_forward_hook(loan.give_back, always_call=True))
-        yield
-
-
-class _Loan:
-    """The weights of a module on their way to a device and back. whole: those of the modules inside it too."""
-
-    def __init__(self, module: nn.Module, device: torch.device, whole: bool):
-        own = (*module.parameters(recurse=whole), *module.buffers(recurse=whole))
-        self.weights = {id(t): t for t in own if t.device != device}
-        self.device, self.home = device, dict[int, Tensor]()
-
-    def take(self, *_: Any) -> None:
-        if not self.home:
-            self.home = {key: t.data for key, t in self.weights.items()}
-            for t in self.weights.values():
-                t.data = t.data.to(self.device)
-
-    def give_back(self, *_: Any) -> None:
-        for key, t in self.weights.items():
-            t.data = self.home[key]
-        self.home = {}

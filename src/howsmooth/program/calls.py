@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from howsmooth.program.attention import attention
+from howsmooth.program.flex import FLEX
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import is_float, name, shape
 from howsmooth.program.operations import LOGITS, MATRIX, PRODUCT, WEIGHTS
 
-WHOLE = "scaled_dot_product_attention"
+SDPA = "scaled_dot_product_attention"
+WHOLE = {SDPA, FLEX}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class AttentionCall:
 
 def is_whole(n: Node) -> bool:
     """Whether a node is attention that the recorded code calls as one operation, be its operands live or frozen."""
-    return n.op == "call_function" and (name(n) == WHOLE or (n.target is attention and not n.meta.get("written_out")))
+    return n.op == "call_function" and (name(n) in WHOLE or (n.target is attention and not n.meta.get("written_out")))
 
 
 def whole_call(n: Node) -> AttentionCall:
@@ -63,7 +65,7 @@ def whole_call(n: Node) -> AttentionCall:
 
 
 def find_calls(flow: Flow) -> list[AttentionCall]:
-    """Every call of attention that is live, in order."""
+    """Every call of attention that is live, in order; but for those that only choose, as an indexer of keys does."""
     found: dict[Node, AttentionCall] = {}
     for n in flow.nodes:
         if n.op != "call_function" or not flow.live(n):
@@ -73,7 +75,22 @@ def find_calls(flow: Flow) -> list[AttentionCall]:
         elif name(n) in WEIGHTS:
             for call in _written_out(flow, n):
                 found[call.output] = found[call.output] | call if call.output in found else call
-    return sorted(found.values(), key=lambda call: flow.index[call.output])
+    returned = flow.bits(flow.outputs)
+    used = {n: call for n, call in found.items() if flow.down(n) & returned} or found
+    return sorted(used.values(), key=lambda call: flow.index[call.output])
+
+
+def lonely_operands(flow: Flow, weights: Node) -> list[Node]:
+    """What weights that are made of one live tensor compare it with, as learned queries are."""
+    if weights.target is attention:
+        q, k = (whole_call(weights).queries[0], whole_call(weights).keys[0])
+        others = [m for m in (q, k) if not flow.live(m)]
+        return [m for m in others if len(others) == 1 and is_float(m) and len(shape(m) or ()) >= 3]
+    if name(weights) not in WEIGHTS or not flow.live(weights) or _products_behind(flow, weights):
+        return []
+    products = _products_behind(flow, weights, live=1)
+    others = [m for p in products for m in _operands(p) if not flow.live(m)]
+    return [m for m in others if is_float(m) and len(shape(m) or ()) >= 3]
 
 
 def _written_out(flow: Flow, weights: Node) -> Iterator[AttentionCall]:
@@ -88,22 +105,27 @@ def _written_out(flow: Flow, weights: Node) -> Iterator[AttentionCall]:
 
 def _factors(flow: Flow, n: Node) -> list[Node]:
     """The two live operands of a product; fewer where it is none."""
+    return [m for m in _operands(n) if flow.live(m)]
+
+
+def _operands(n: Node) -> list[Node]:
+    """The two operands of a product; none where it is none."""
     if name(n) not in PRODUCT:
         return []
     given = n.args[1] if name(n) == "einsum" else n.args[1:3] if name(n) in ("baddbmm", "addbmm", "addmm") else n.args[:2]
     assert isinstance(given, list | tuple)
-    return [m for m in given if isinstance(m, Node) and flow.live(m)]
+    return [m for m in given if isinstance(m, Node)]
 
 
-def _products_behind(flow: Flow, weights: Node) -> list[Node]:
-    """The products of two live tensors that the logits are made of."""
+def _products_behind(flow: Flow, weights: Node, live: int = 2) -> list[Node]:
+    """The products that the logits are made of, of two live tensors or of that many."""
     todo, visited, found = flow.feeds(weights), set[Node](), []
     while todo:
         n = todo.pop()
         if n in visited:
             continue
         visited.add(n)
-        if len(_factors(flow, n)) == 2:
+        if len(_factors(flow, n)) == live:
             found.append(n)
         elif name(n) in LOGITS or (name(n) in MATRIX and _mixes_heads(flow, n)):
             todo += flow.feeds(n)

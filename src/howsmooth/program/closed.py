@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.maps import Attention, Rotary
 from howsmooth.program.attention import Call, answering, attention
-from howsmooth.program.calls import WHOLE
+from howsmooth.program.calls import SDPA
 from howsmooth.program.ends import Ends
 from howsmooth.program.nodes import name, value
 from howsmooth.program.sides import SideFormula, read_affine, read_side
@@ -94,7 +94,7 @@ class ReadCall:
     def of(cls, program: Program, ends: Ends, values: Values) -> "ReadCall":
         """The call between the ends; refused where there are several, or where logits are no products alone."""
         flow = ends.flow
-        nodes = [n for n in flow.between(ends.enter, ends.leave) if n.target is attention or name(n) == WHOLE]
+        nodes = [n for n in flow.between(ends.enter, ends.leave) if n.target is attention or name(n) == SDPA]
         kind = _module_of(program, nodes[0] if nodes else ends.leave[0])
         alone = BadInputError(f"expected a layer with one attention call over all tokens, got {kind}; measure it instead")
         if len(nodes) != 1 or len(ends.enter) != 1 or len(ends.leave) != 1:

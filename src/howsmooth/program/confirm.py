@@ -3,18 +3,27 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
-from howsmooth.errors import BadFunctionError
-from howsmooth.program.replay import Run
+from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.program.attention import attention
+from howsmooth.program.flow import Flow
+from howsmooth.program.nodes import name
+from howsmooth.program.operations import PARTS, SHAPE, TABLES
+from howsmooth.program.replay import Run, segment
 from howsmooth.program.tracing import Program, bare, trace, unchanged
 
 # relative to the largest entry: what products in another order explain
 _SAME = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
-_COARSE = 1e-2
+# the same where attention is served by other code: what casts to float32 inside a model explain, and no lost key or window
+_REPLACED = {torch.float64: 1e-5, torch.complex128: 1e-5, torch.float32: 1e-3, torch.complex64: 1e-3}
+_COARSE = 2e-2
+_COMPARED = {"eq", "ne", "lt", "le", "gt", "ge"}
 _STEP = 0.01  # of the size of features, by which they are moved
 
 
@@ -44,16 +53,76 @@ def record(
     return program
 
 
+@final
+class Function(nn.Module):
+    """A function as a module of no weights, so that what it is made of stays in the mode that it is in.
+
+    derived: it is run with gradients, for it takes derivatives itself.
+    """
+
+    def __init__(self, f: Callable[..., Any], derived: bool = False):
+        super().__init__()
+        plain = getattr(f, "_orig_mod", None) or getattr(f, "_torchdynamo_orig_callable", f)  # what torch.compile was given
+        self._f, self.derived = (plain,), derived  # in a tuple, where no module is looked for
+
+    def forward(self, *args: Any) -> Any:
+        if not self.derived:
+            return self._f[0](*args)
+        with torch.enable_grad():
+            found = self._f[0](*(t.detach().requires_grad_(t.is_floating_point()).clone() for t in args))
+        return tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, found)
+
+
+def record_function(f: Callable[..., Any], *args: Tensor) -> Program:
+    """The program of `f(*args)`, confirmed by `f` itself; one that takes derivatives is recorded below them.
+
+    The tensors in its closure, the weights of modules among them, are constants of the program.
+
+    >>> [n.name for n in record_function(lambda t: 2 * t.detach(), torch.ones(3)).nodes]
+    ['tensors_1', 'detach', 'mul', 'output']
+    """
+    try:
+        program = trace(Function(f), args)
+    except (RuntimeError, TypeError, BadInputError):  # as of a derivative where there are no gradients
+        program = None
+    try:
+        if program is None or any(n.args == (True,) for n in program.nodes if name(n) == "_set_grad_enabled"):
+            program = trace(Function(f, derived=True), args, whole=False)
+    except (RuntimeError, TypeError, BadInputError) as error:
+        said = next(iter(str(error).strip().splitlines()), "no word")[:120]
+        raise BadFunctionError(
+            f"expected a function made of torch operations alone, got one that ends in an error as it is recorded ({said}); "
+            "write it in torch operations"
+        ) from error
+    confirm(program)
+    return program
+
+
+def function_at(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function of one tensor, recorded at `x` and confirmed, in its own precision; its derivative is that of its values."""
+    program = record_function(f, x)
+    flow, (y,) = Flow(program, program.inputs), program.outputs
+    if not flow.live(y):
+        raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
+    again, _ = segment(program, flow, program.inputs, (y,), wide=False)
+    return lambda t: again(t)[0]
+
+
 def confirm(program: Program) -> None:
     """Refuse a recording that does not give what the module gives next, at its input or beside it.
 
     What the recording cannot know shows there: numbers that are read off (numpy, `item`), caches, state, choices.
     """
-    generator = torch.Generator().manual_seed(0)
-    near = tuple(beside(t, generator) for t in program.tensors)
-    for where, tensors in (("at its input", program.tensors), ("beside its input", near)):
-        ours, own = replayed(program, tensors), program.own(tensors)
-        if not agrees(own, ours):
+    for where, tensors in (("at its input", program.tensors), ("beside its input", beside(program))):
+        try:
+            ours, own = replayed(program, tensors), program.own(tensors)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            said = next(iter(str(error).splitlines()), "")[:80]
+            raise BadFunctionError(
+                f"expected a function that runs again {where}, got {type(error).__name__} ({said}); look for caches, state and "
+                "choices that depend on values"
+            ) from error
+        if not agrees(program, own, ours):
             raise BadFunctionError(
                 f"expected a function that the operations of one run describe, got one that they miss {where}; look for numpy, "
                 "item(), caches and state, and pass use_cache=False"
@@ -67,12 +136,13 @@ def replayed(program: Program, tensors: tuple[Tensor, ...]) -> list[Tensor]:
     return [values[n] for n in program.outputs]
 
 
-def agrees(own: Sequence[Tensor], ours: Sequence[Tensor]) -> bool:
-    """Whether a replay gives what the module itself gives, to the rounding of another order of its products."""
-    return len(own) == len(ours) and all(map(same, own, ours))
+def agrees(program: Program, own: Sequence[Tensor], ours: Sequence[Tensor]) -> bool:
+    """Whether a replay gives what the module itself gives, to rounding where attention is served by other code."""
+    replaced = any(n.target is attention for n in program.nodes)
+    return len(own) == len(ours) and all(same(a, b, _REPLACED if replaced else _SAME) for a, b in zip(own, ours, strict=True))
 
 
-def same(own: Tensor, ours: Tensor) -> bool:
+def same(own: Tensor, ours: Tensor, most: Mapping[torch.dtype, float] = _SAME) -> bool:
     """Whether two tensors agree to rounding in their precision, NaN and infinity in the same places."""
     if own.shape != ours.shape or own.dtype != ours.dtype:
         return False
@@ -80,13 +150,62 @@ def same(own: Tensor, ours: Tensor) -> bool:
         return torch.equal(own, ours)
     finite = own[own.isfinite()]
     size = float(finite.abs().max()) if len(finite) else 0.0
-    return torch.allclose(own, ours, rtol=0.0, atol=_SAME.get(own.dtype, _COARSE) * max(size, 1e-300), equal_nan=True)
+    return torch.allclose(own, ours, rtol=0.0, atol=most.get(own.dtype, _COARSE) * max(size, 1e-300), equal_nan=True)
 
 
-def beside(t: Tensor, generator: torch.Generator) -> Tensor:
-    """Another tensor of the same kind: features are moved, ids exchanged among their places."""
-    if t.dtype is torch.bool or t.numel() < 2:
-        return t
+def beside(program: Program) -> tuple[Tensor, ...]:
+    """Other tensors of the recording's kind: features moved, ordinary ids exchanged among their places, all else as it is."""
+    generator = torch.Generator().manual_seed(0)
+    special = _special_ids(program)
+    return tuple(_near(t, special.get(n), generator) for n, t in zip(program.inputs, program.tensors, strict=True))
+
+
+def _near(t: Tensor, special: set[int] | None, generator: torch.Generator) -> Tensor:
+    """Another tensor of the same kind. special: ids that stay in their places; nothing where the tensor holds no ids."""
     if t.is_floating_point():
-        return t + _STEP * t.abs().mean() * torch.randn(t.shape, generator=generator).to(t)
-    return t.flatten()[torch.randperm(t.numel(), generator=generator).to(t.device)].view(t.shape)
+        return t + _STEP * t.abs().mean() * torch.randn(t.shape, generator=generator).to(t) if t.numel() else t
+    if special is None:
+        return t
+    flat = t.flatten().clone()
+    places = (~torch.isin(flat, torch.tensor(sorted(special), dtype=t.dtype, device=t.device))).nonzero()[:, 0]
+    flat[places] = flat[places[torch.randperm(len(places), generator=generator).to(t.device)]]
+    return flat.view(t.shape)
+
+
+def _special_ids(program: Program) -> dict[Node, set[int]]:
+    """The arguments that hold ids of tables, and their ids that the module compares with numbers of its own, or pads with."""
+    found, named, positions = dict[Node, set[int]](), _named_ids(program.module), _positions(program)
+    for n in (n for n in program.inputs if n not in positions):
+        todo, visited, special, is_id = [n], {n}, set[int](), False
+        while todo:
+            for u in todo.pop().users:
+                if u in visited:
+                    continue
+                visited.add(u)
+                if name(u) in TABLES:
+                    is_id, special = True, special | {i for i in u.args[2:3] if isinstance(i, int)}
+                elif name(u) in _COMPARED:
+                    special |= {i for i in u.args if isinstance(i, int)}
+                elif name(u) in SHAPE | PARTS | {"where", "masked_fill", "add", "clamp", "clamp_min"}:
+                    todo.append(u)
+        if is_id:
+            found[n] = special | named
+    return found
+
+
+def _named_ids(module: nn.Module) -> set[int]:
+    """The ids that a model's configurations name: of the ends of texts, of padding, of what stands for a picture."""
+    found = set[int]()
+    for config in (getattr(m, "config", None) for m in module.modules()):
+        for key, value in getattr(config, "__dict__", {}).items():
+            if key.rpartition("_")[2] in ("id", "ids", "index") and "token" in key:
+                found.update(v for v in tree_leaves(value) if isinstance(v, int))
+    return found
+
+
+def _positions(program: Program) -> set[Node]:
+    """The arguments that are named as positions."""
+    _, kwargs = tree_unflatten(list(range(len(program.example))), program.spec)
+    named = {i for key, value in kwargs.items() if "position" in key for i in tree_leaves(value)}
+    at = [i for i, t in enumerate(program.example) if isinstance(t, Tensor)]
+    return {n for n, i in zip(program.inputs, at, strict=True) if i in named}

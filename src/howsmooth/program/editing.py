@@ -115,17 +115,16 @@ class Editor:
 
 def unrepeated(n: Node) -> Node | None:
     """The keys or values (batch, kv_heads, m, d) that heads share which a node (batch, heads, m, d) repeats for each."""
-    if name(n) == "repeat_interleave" and len(size(n)) == 4:
-        given = n.args[0]
-        fits = isinstance(given, Node) and isinstance(n.args[1], int) and (*n.args, None)[2] in (1, -3)
-        return given if fits else None
-    if name(n) not in _VIEWS or len(size(n)) != 4:
+    if len(size(n)) != 4:
         return None
-    n = n.args[0]  # pyright: ignore[reportAssignmentType]
-    while name(n) in ("clone", "contiguous"):
-        n = n.args[0]  # pyright: ignore[reportAssignmentType]
-    source = n.args[0] if name(n) == "expand" else None
-    if not isinstance(source, Node) or name(source) != "unsqueeze" or len(size(source)) != 5 or size(source)[2] != 1:
+    given: Any = n.args[0] if n.op == "call_function" else None
+    if name(n) == "repeat_interleave":
+        return given if isinstance(n.args[1], int) and (*n.args, None)[2] in (1, -3) else None
+    while isinstance(given, Node) and name(given) in ("clone", "contiguous"):
+        given = given.args[0]
+    if name(n) not in _VIEWS or not isinstance(given, Node) or name(given) != "expand":
         return None
-    given = source.args[0]
-    return given if isinstance(given, Node) and size(given) == (*size(source)[:2], *size(source)[3:]) else None
+    repeated: Any = given.args[0]
+    source: Any = repeated.args[0] if name(repeated) == "unsqueeze" else None
+    fits = source is not None and len(size(source)) == 4
+    return source if fits and size(repeated) == (*size(source)[:2], 1, *size(source)[2:]) else None

@@ -1,6 +1,7 @@
 """Which nodes a named map of a layer begins and ends at."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torch.fx import Node
 
@@ -11,10 +12,10 @@ from howsmooth.program.layers import Layer, Layers
 from howsmooth.program.nodes import name, shape
 from howsmooth.program.operations import MATRIX, PARTS, SHAPE
 from howsmooth.program.sites import AttentionSites, Group
-from howsmooth.program.streams import every_stream
 
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
-MAPS = ("attention", "heads", "normed", "block", "update", "cross", "context", "model")
+MapName = Literal["attention", "heads", "normed", "block", "update", "cross", "context", "model"]
+MAPS: tuple[MapName, ...] = get_args(MapName)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ def ends_of(
     if map == "model":
         return _model(layers).one_stream(stream)
     if map in ("block", "update"):
-        enter, leave = _block(layers, at)
+        enter, leave = _enter(layers, at), _leave(layers, at)
         if map == "update" and [shape(n) for n in enter] != [shape(n) for n in leave]:
             raise BadInputError(
                 "expected a block that keeps the shape of its tokens, got one that changes it; measure map='block'"
@@ -83,7 +84,7 @@ def ends_of(
     group = at.groups[call or 0]
     enter, leave = group.enter, _leaves(layers.attention, group, heads=map == "heads")
     if map == "normed":
-        enter = _block(layers, at)[0]
+        enter = _enter(layers, at)
         if enter == group.enter:
             raise BadInputError(
                 "expected a block that normalises before it attends, got one that does not; measure map='attention'"
@@ -93,8 +94,9 @@ def ends_of(
 
 def _span(layers: Layers, layer: int, to: int | str) -> Ends:
     found, flow = layers.found, layers.flow
-    enter = _block(layers, found[layer])[0]
+    enter = _enter(layers, found[layer])
     if to == "logits":
+        _refuse_losses(layers)
         behind = tuple(n for n in flow.outputs if n not in layers.ends and flow.up(n) & flow.bits(layers.ends))
         return Ends(enter, behind or layers.ends, flow)
     last = len(found) - 1 if to == "final" else to
@@ -102,45 +104,60 @@ def _span(layers: Layers, layer: int, to: int | str) -> Ends:
         raise BadInputError(
             f"expected to from {layer} to {len(found) - 1}, 'final' or 'logits', got {to!r}; name a later layer"
         )
-    return Ends(enter, _block(layers, found[last])[1], flow)
+    return Ends(enter, _leave(layers, found[last]), flow)
 
 
-def _model(layers: Layers) -> Ends:
-    """From what enters the first block to the last node of the width of the last one, behind the final norm."""
+def _refuse_losses(layers: Layers) -> None:
     if any(shape(n) == () for n in layers.flow.outputs):
         raise BadInputError(
             "expected a module that returns its tokens, got one that returns a single number too; leave labels out"
         )
-    enter, (last, *more) = _block(layers, layers.found[0])[0], _block(layers, layers.found[-1])[1]
+
+
+def _model(layers: Layers) -> Ends:
+    """From what enters the first block to the last node of the width of the last one, behind the final norm."""
+    _refuse_losses(layers)
+    enter, (last, *more) = _enter(layers, layers.found[0]), _leave(layers, layers.found[-1])
     if more:
         return Ends(enter, layers.ends, layers.flow)
-    index, size = layers.flow.index, (shape(last) or ())[-2:]
-    behind = [w for w in layers.waists if index[w] >= index[last] and (shape(w) or ())[-2:] == size]
-    return Ends(enter, tuple(behind[-1:]) or (last,), layers.flow)
+    return Ends(enter, (_normed_behind(layers, last),), layers.flow)
 
 
-def _block(layers: Layers, layer: Layer) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Where a block begins and ends, stream by stream."""
-    if not layer.groups or len(layer.groups[0].enter) == 1:
-        enter, leave = layers.block(layer)
-        return (enter,), (leave,)
-    flow = layers.flow
-    inside = {n for n in flow.nodes if flow.live(n) and n.op != "output" and layer.holds(n)}
-    entering = sorted({m for n in inside for m in flow.feeds(n)} - inside, key=flow.index.__getitem__)
-    left: dict[Node, list[Node]] = {n: [] for n in entering}
-    for n in sorted(inside, key=flow.index.__getitem__):
-        users = [u for u in n.users if u.op == "output" or flow.live(u)]
-        if not users or n in flow.outputs or any(u not in inside for u in users):
-            for e in entering:
-                if layers.attention.near(n) & flow.bit(e):
-                    left[e].append(n)
-    given = [n for part in left.values() for n in part]
-    if len(entering) != len(layer.groups[0].enter) or not given or any(len(part) > 1 for part in left.values()):
+def _normed_behind(layers: Layers, last: Node) -> Node:
+    """The last node behind the last block that has its shape and that no matrix lies before."""
+    flow, size, found = layers.flow, (shape(last) or ())[-2:], last
+    ends = [n for n in flow.outputs if n is not last and flow.up(n) & flow.bit(last)]
+    for n in flow.after([last], ends):
+        if any(name(m) in MATRIX for m in flow.between([found], [n])):
+            break
+        if (shape(n) or ())[-2:] == size:
+            found = n
+    return found
+
+
+def _enter(layers: Layers, layer: Layer) -> tuple[Node, ...]:
+    """Where a block begins, stream by stream."""
+    return _streams(layers, layer)[0] if layers.joins(layer) else (layers.enter(layer),)
+
+
+def _leave(layers: Layers, layer: Layer) -> tuple[Node, ...]:
+    """Where a block ends, stream by stream."""
+    return _streams(layers, layer)[1] if layers.joins(layer) else (layers.leave(layer),)
+
+
+def _streams(layers: Layers, layer: Layer) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Where a block whose attention joins several streams begins and ends, stream by stream."""
+    inside = layers.inside(layer, returned=False)
+    entering = layers.taken(inside)
+    given = layers.given(inside, returned=False)
+    left = [[n for n in given if layers.residual([e], n)] for e in entering]
+    count = len(layer.groups[0].enter)
+    if (len(entering) != count and count > 1) or not any(left) or any(len(part) > 1 for part in left):
         raise BadInputError(
-            f"expected a block that takes and gives the {len(layer.groups[0].enter)} streams that attention joins, got "
+            f"expected a block that takes and gives the {count} streams that attention joins, got "
             f"{len(entering)} tensors that enter {layer.path} and {len(given)} that leave; measure map='attention'"
         )
-    return tuple(entering), tuple(given)
+    return tuple(entering), tuple(n for part in left for n in part)
 
 
 def _leaves(attention: AttentionSites, group: Group, *, heads: bool) -> tuple[Node, ...]:
@@ -165,8 +182,7 @@ def _split(flow: Flow, n: Node) -> list[Node]:
 
 def _cross(layers: Layers, layer: Layer, map: str, number: int) -> Ends:
     """Cross-attention in its queries' tokens, or in its context."""
-    flow = every_stream(layers.program, layers.flow)
-    attention = AttentionSites(layers.program, flow)
+    attention, flow = layers.wide, layers.wide.flow
     own = {call.output for group in layers.attention.groups for call in group.calls}
     calls = [call for call in attention.calls if layer.holds(call.output) and call.output not in own]
     if not 0 <= number < len(calls):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch.fx import Node
 
-from howsmooth.program.nodes import is_float, name
+from howsmooth.program.nodes import is_float, name, reads
 from howsmooth.program.operations import SHAPE_ALONE
 from howsmooth.program.tracing import Program
 
@@ -17,7 +17,7 @@ class Flow:
     """
 
     def __init__(self, program: Program, begins: Iterable[Node]):
-        self.nodes, self._returned = program.nodes, program.outputs
+        self.program, self.nodes, self._returned = program, program.nodes, program.outputs
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.begins = tuple(dict.fromkeys(begins))
         first = {self.index[n] for n in self.begins}
@@ -25,7 +25,7 @@ class Flow:
         for i, n in enumerate(self.nodes):
             bits = 1 << i if i in first else 0
             if not bits and n.op != "output" and is_float(n) and name(n) not in SHAPE_ALONE:
-                bits = self.up(*n.all_input_nodes)
+                bits = self.up(*reads(n))
                 bits |= (1 << i) * bool(bits)
             self._up.append(bits)
 
@@ -45,7 +45,7 @@ class Flow:
 
     def feeds(self, n: Node) -> list[Node]:
         """The live nodes that a node reads."""
-        return [] if n in self.begins else [m for m in n.all_input_nodes if self.live(m)]
+        return [] if n in self.begins else [m for m in reads(n) if self.live(m)]
 
     def up(self, *nodes: Node) -> int:
         """The live nodes that some of these depend on, themselves among them, as bits."""

@@ -19,6 +19,8 @@ def rewritten(old: Tensor, new: Tensor, layout: tuple[Any, ...]) -> Tensor:
             [0., 1., 0.]])
     """
     size, stride, start, part, step, begin = layout
+    if not old.numel() or not new.numel():
+        return old
     if (size, stride, start) == (part, step, begin):
         return new
     theirs, ours = _places(part, step, begin, new.device), _places(size, stride, start, new.device)
@@ -100,7 +102,8 @@ def _pure(n: Node) -> Any:
     """The operation that gives what an in-place one writes."""
     if name(n) == "copy_":
         return copied
-    base, overload = name(n).removesuffix("_"), n.target._overloadname  # pyright: ignore
+    operator = name(n).startswith("__i")  # as in __iand__
+    base, overload = f"__{name(n)[3:]}" if operator else name(n).removesuffix("_"), n.target._overloadname  # pyright: ignore
     packet = getattr(torch.ops.aten, base, None)
     found = getattr(packet, overload, None) if name(n).endswith("_") else None
     if found is None:

@@ -124,7 +124,7 @@ class _Weighted:
 
         numbers: a functional of all heads, and one in which each head counts by its number.
         """
-        weights = {n: w.detach().clone().requires_grad_() for n, w in self.weights.items()}
+        weights = {n: w.detach().requires_grad_() for n, w in self.weights.items()}
         with torch.enable_grad():
             one, coded = numbers(self.part(weights))
             if not one.requires_grad:
@@ -150,23 +150,22 @@ class _Weighted:
 
     def by_head(self, labels: Labels, heads: int) -> ByHead | None:
         """Labels as rows of parameters; nothing where they are no whole rows or columns."""
+        lines = {self.names[n]: _lines(label) for n, label in labels.items()}
         found: list[tuple[Rows, ...]] = []
         for h in range(heads):
-            rows = [_rows(self.names[n], label == h) for n, label in labels.items() if bool((label == h).any())]
-            if not rows or None in rows:
-                return None
-            found.append(tuple(r for r in rows if r is not None))
-        return tuple(found)
+            own = [(key, axis, (label == h).nonzero()[:, 0]) for key, (axis, label) in lines.items()]
+            found.append(tuple(Rows(key, axis, index) for key, axis, index in own if len(index)))
+        return tuple(found) if all(found) and all(axis >= 0 for axis, _ in lines.values()) else None
 
 
-def _rows(name: str, mask: Tensor) -> Rows | None:
-    """The whole rows along some axis that a mask is made of."""
-    for axis in range(mask.ndim):
-        lines = mask.movedim(axis, 0).reshape(mask.shape[axis], -1)
-        hit = lines.any(1)
-        if bool(lines[hit].all()):
-            return Rows(name, axis, hit.nonzero()[:, 0])
-    return None
+def _lines(label: Int[Tensor, "*axes"]) -> tuple[int, Int[Tensor, " rows"]]:
+    """The axis along which every row has one label, and the labels of its rows; −1 where there is none."""
+    for axis in range(label.ndim):
+        rows = label.movedim(axis, 0).reshape(label.shape[axis], -1)
+        first = rows[:, 0]
+        if bool((rows == first[:, None]).all()):
+            return axis, first
+    return -1, label.new_empty(0)
 
 
 @dataclass(frozen=True, eq=False)

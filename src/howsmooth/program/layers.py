@@ -5,6 +5,7 @@ in one, and the outermost modules with one self-attention elsewhere.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,13 @@ from torch.fx import Node
 
 from howsmooth.errors import BadInputError
 from howsmooth.program.nodes import name, order, shape
-from howsmooth.program.operations import ADDS, MATRIX
+from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PARTS, SHAPE
 from howsmooth.program.replay import segment
 from howsmooth.program.sites import AttentionSites, Group
-from howsmooth.program.streams import stream_of, token_begins
+from howsmooth.program.streams import every_stream, stream_of, token_begins
 from howsmooth.program.tracing import Program, Scope
+
+_RESIDUAL = ADDS | SHAPE | PARTS | JOINS | NORMS | GATES | {"div", "where"}
 
 
 @dataclass(eq=False)
@@ -68,6 +71,11 @@ class Layers:
         return early or tuple(last)
 
     @functools.cached_property
+    def wide(self) -> AttentionSites:
+        """The calls that any tokens reach, cross-attention among them."""
+        return AttentionSites(self.program, every_stream(self.program, self.flow))
+
+    @functools.cached_property
     def waists(self) -> list[Node]:
         """Where every path of the token stream meets."""
         return self.flow.waists(self.ends)
@@ -83,26 +91,117 @@ class Layers:
             inside = tuple(g for g in self.attention.groups if g is group or any(first <= order(n) < last for n in g.outputs))
             found.append(Layer(path, first, last, inside))
         found += self._without_self_attention(found)
-        if not found and self.attention.calls:
-            found.append(Layer("", 0, order(self.program.nodes[-1]) + 1, ()))
+        if not found and self.wide.calls:
+            begun = max(order(b) for b in self.flow.begins) + 1
+            found.append(Layer("", begun, order(self.program.nodes[-1]) + 1, ()))
         return sorted(found, key=lambda layer: layer.first)
 
-    def block(self, layer: Layer) -> tuple[Node, Node]:
-        """Where a block begins and ends; refused where no single node does."""
-        ends = self._around(layer.first, layer.last)
-        others = [other for other in self.found if other is not layer]
+    def enter(self, layer: Layer) -> Node:
+        """The only node that a block takes, or the last before it that all paths of the tokens meet at."""
+        ends = self._own(layer) or self._meeting(layer)
+        return self._one_stream(layer, self.taken(self.inside(layer)) if ends is None else ends[:1])
+
+    def leave(self, layer: Layer) -> Node:
+        """The only node that a block gives to the stream, or the first behind it that all paths of the tokens meet at."""
+        ends = self._own(layer) or self._meeting(layer)
         if ends is not None:
-            way = self.flow.between(ends[:1], ends[1:])
-            behind = any(other.first > layer.first and order(ends[1]) >= max(other.first, layer.last) for other in others)
-            if behind or any(other.holds(n) for other in others for n in way):
-                ends = None
-        if ends is None or self._several_streams:
+            return self._one_stream(layer, ends[1:])
+        found = self._continued(self._with_sums(layer))
+        behind = self._around(layer.first, layer.last)
+        return self._one_stream(layer, found or ([behind[1]] if behind and self._is_next(layer, behind[1]) else []))
+
+    def _own(self, layer: Layer) -> tuple[Node, Node] | None:
+        """The only nodes that a block takes and gives, where one is a term of the other; nothing where there are several."""
+        inside = self.inside(layer)
+        taken, among = self.taken(inside), {*inside}
+        found = [n for n in self._continued(inside) if among.isdisjoint(n.users)] or self._continued(self._with_sums(layer))
+        return (taken[0], found[0]) if len(taken) == len(found) == 1 else None
+
+    def _continued(self, inside: Sequence[Node]) -> list[Node]:
+        """The nodes among some that others read and that what these take is a term of."""
+        taken = self.taken(inside)
+        return [n for n in self.given(inside) if self.residual(taken, n)]
+
+    def _meeting(self, layer: Layer) -> tuple[Node, Node] | None:
+        """Where all paths of the tokens meet before and behind a block; nothing where there are other layers between."""
+        ends = self._around(layer.first, layer.last)
+        if ends is None or not self._is_next(layer, ends[1]):
+            return None
+        others = [other for other in self.found if other is not layer]
+        return None if any(other.holds(n) for n in self.flow.between(ends[:1], ends[1:]) for other in others) else ends
+
+    def _is_next(self, layer: Layer, n: Node) -> bool:
+        """Whether a node behind a layer is before all later ones."""
+        return all(order(n) < max(other.first, layer.last) for other in self.found if other.first > layer.first)
+
+    def _with_sums(self, layer: Layer) -> list[Node]:
+        """The nodes of a layer, and the sums of two of them, or of one and of what it takes, that are right behind it."""
+        found = self.inside(layer)
+        own, taken = {*found}, {*self.taken(found)}
+        of = {n: n for n in (*found, *taken)}  # what a node is but another scale or shape of
+        for n in self.flow.unpack(self.flow.down(*found)):
+            feeds = self.flow.feeds(n)
+            if n in of or not all(m in of for m in feeds) or not self._is_next(layer, n):
+                continue
+            if name(n) in SHAPE | GATES | {"div"} and len(feeds) == 1:
+                of[n] = of[feeds[0]]
+            elif name(n) in ADDS and len({of[m] for m in feeds}) > 1:
+                of[n] = n
+        kept = self.flow.up(*(n for n in of if name(n) in ADDS))
+        return [*found, *(n for n in of if n not in own | taken and kept & self.flow.bit(n))]
+
+    def _one_stream(self, layer: Layer, found: Sequence[Node]) -> Node:
+        if len(found) != 1 or self._several_streams:
             what = "several streams that do not meet" if self._several_streams else "paths that go around it"
             raise BadInputError(
                 f"expected a block before and behind which all paths of the tokens meet, got {what} at "
                 f"{layer.path or 'the module'}; measure map='attention'"
             )
-        return ends
+        return found[0]
+
+    # what blocks take and give
+
+    def joins(self, layer: Layer) -> bool:
+        """Whether attention joins several streams of a block: it takes them apart, and gives as many."""
+        entered = [group.enter for group in layer.groups[:1]]
+        if not entered or len(entered[0]) > 1:
+            return bool(entered)
+        inside, near = self.inside(layer, returned=False), self.attention.near(*entered[0])
+        taken = self.taken(inside)
+        given = [n for n in self.given(inside, returned=False) if self.residual(taken, n)]
+        return len(taken) == len(given) > 1 and all(near & self.flow.bit(n) for n in taken)
+
+    def inside(self, layer: Layer, *, returned: bool = True) -> list[Node]:
+        """The live nodes of a layer; with `returned`, those that what is returned depends on."""
+        need = self.flow.up(*self.ends) if returned else self.flow.up(*self.flow.nodes)
+        return [n for n in self.flow.unpack(need) if layer.holds(n) and n.op != "output"]
+
+    def taken(self, inside: Sequence[Node]) -> list[Node]:
+        """The nodes that some depend on right away and that are not among them."""
+        before = {m for n in inside for m in self.flow.feeds(n)} - {*inside}
+        return sorted(before, key=self.flow.index.__getitem__)
+
+    def given(self, inside: Sequence[Node], *, returned: bool = True) -> list[Node]:
+        """The tensors among some that others read or that are returned; without `returned`, also those that nothing reads."""
+        among, need = {*inside}, self.flow.up(*(self.ends if returned else self.flow.nodes))
+
+        def is_given(n: Node) -> bool:
+            users = [u for u in n.users if u.op != "output" and need & self.flow.bit(u)]
+            return n in self.ends or any(u not in among for u in users) or not (users or returned)
+
+        return [n for n in inside if shape(n) and is_given(n)]
+
+    def residual(self, before: Sequence[Node], n: Node) -> bool:
+        """Whether a node is a sum, or a norm of a sum, that some others are terms of."""
+        todo, visited = [n], set[Node]()
+        while todo:
+            m = todo.pop()
+            if m in before:
+                return True
+            if m not in visited and name(m) in _RESIDUAL:
+                visited.add(m)
+                todo += self.flow.feeds(m)
+        return False
 
     def module_of(self, layer: Layer, call: int = 0) -> str:
         """The path of the module that makes one attention of a block; empty where it is none of the block's."""
@@ -126,6 +225,10 @@ class Layers:
         ends = self._around(part.first, part.last)
         return ends is not None and shape(ends[0]) == shape(ends[1])
 
+    def _has_residual(self, part: Element | Scope) -> bool:
+        ends = self._around(part.first, part.last)
+        return ends is not None and self.residual(ends[:1], ends[1])
+
     def _one_attention(self, part: Element | Scope) -> bool:
         groups = self.attention.groups
         return sum(any(part.first <= order(n) < part.last for n in g.outputs) for g in groups) == 1
@@ -133,7 +236,7 @@ class Layers:
     def _block_of(self, group: Group) -> tuple[str, int, int]:
         """The path and the orders of a group's block."""
         at = order(group.outputs[0])
-        around = [e for e in self._elements if e.first <= at < e.last]
+        around = [self._with_neighbours(e) for e in self._elements if e.first <= at < e.last]
         single = [e for e in around if self._one_attention(e)]
         keeps = [e for e in single if self._keeps_shape(e)]
         for e in (*(e for e in keeps if e.among_blocks(self.program.module)), *keeps, *single):
@@ -144,9 +247,21 @@ class Layers:
             return (around[-1].path, around[-1].first, around[-1].last) if half is None else (half.path, half.first, half.last)
         modules = [s for s in scopes if self._one_attention(s)]
         if modules:
-            s = max([s for s in modules if self._keeps_shape(s)] or modules, key=len)
+            keeps = [s for s in modules if self._keeps_shape(s)]
+            s = max([s for s in keeps if self._has_residual(s)] or keeps or modules, key=len)
             return s.path, s.first, s.last
         return "", *self._cut_at_waists(group)
+
+    def _with_neighbours(self, e: Element) -> Element:
+        """An element whose residual is added outside, with those of its number in lists side by side."""
+        ends, owner, number = self._around(e.first, e.last), e.parent.rpartition(".")[0], e.path.rpartition(".")[2]
+        if ends is None or order(ends[1]) < e.last:
+            return e
+        beside = [o for o in self._elements if o.parent.rpartition(".")[0] == owner]
+        same = [o for o in beside if o.path.rpartition(".")[2] == number and o.first >= e.first]
+        last = max(o.last for o in same)
+        late = [o for o in beside if o not in same and e.first < o.first < last]
+        return e if late or len({o.parent for o in same}) < len(same) else Element(e.path, e.parent, e.first, last, e.parts)
 
     def _half(self, e: Element, scopes: list[Scope]) -> Scope | None:
         """A module inside an element of several self-attentions that is a block: they share all of its matrices among them."""
@@ -201,11 +316,12 @@ class Layers:
         module = self.program.module
         lists = {e.parent for e in self._elements for layer in found if (e.path, e.first) == (layer.path, layer.first)}
         if not found:
-            lists = {e.parent for e in self._elements if e.among_blocks(module) and "." not in e.parent}
+            inner = tuple(f"{e.path}." for e in self._elements)
+            lists = {e.parent for e in self._elements if e.among_blocks(module) and not e.parent.startswith(inner)}
         more: list[Layer] = []
         for e in self._elements:
             apart = all(e.last <= layer.first or layer.last <= e.first for layer in (*found, *more))
-            attends = not found and any(e.first <= order(c.output) < e.last for c in self.attention.calls)
+            attends = not found and any(e.first <= order(c.output) < e.last for c in self.wide.calls)
             if e.parent in lists and apart and (attends or self._mixes(e)):
                 more.append(Layer(e.path, e.first, e.last, ()))
         return more

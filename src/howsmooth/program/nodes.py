@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+LIKE = {"type_as", "view_as", "reshape_as", "expand_as"}
 RANDOM = torch.Tag.nondeterministic_seeded
+_DROP = {"dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "lstm", "gru", "rnn_tanh",
+         "rnn_relu"}  # fmt: skip
 
 
 def order(n: Node) -> int:
@@ -38,13 +41,28 @@ def is_float(n: Node) -> bool:
     return any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in parts)
 
 
+def reads(n: Node) -> list[Node]:
+    """The nodes whose numbers a node reads; what only gives it a shape or a dtype is left out."""
+    alike = getattr(n.target, "_overloadname", "") == "other" if name(n) == "to" else name(n) in LIKE
+    return [m for m in n.all_input_nodes if not alike or m is n.args[0]]
+
+
 def is_random(n: Node) -> bool:
     """Whether two runs of the node differ: random numbers, but for dropout that drops nothing."""
     if n.op != "call_function" or RANDOM not in getattr(n.target, "tags", ()):
         return False
-    if name(n) in ("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
-        return bool(n.args[2]) and bool(n.args[1])
-    return name(n) != "scaled_dot_product_attention" or bool((*n.args, *(0.0,) * 5)[4] or n.kwargs.get("dropout_p"))
+    if name(n) == "scaled_dot_product_attention":
+        return bool(_given(n, "dropout_p"))
+    drops = _given(n, "p") or _given(n, "dropout")
+    return bool(drops and _given(n, "train")) if name(n) in _DROP else True
+
+
+def _given(n: Node, argument: str) -> Any:
+    """An argument of an operation by its name, or its default; nothing where there is none of that name."""
+    for i, known in enumerate(n.target._schema.arguments):  # pyright: ignore
+        if known.name == argument:
+            return n.args[i] if i < len(n.args) else n.kwargs.get(argument, known.default_value)
+    return None
 
 
 def writes(n: Node) -> Node | None:

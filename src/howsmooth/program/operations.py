@@ -17,6 +17,7 @@ JOINS = {
 MATRIX = {
     "linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "convolution", "mv", "addbmm",
     "tensordot", "_convolution", "bilinear", "conv_transpose1d", "conv_transpose2d", "inner", "dot", "linalg_matmul",
+    "_grouped_mm", "grouped_mm_fallback",
 }  # fmt: skip
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d"}
 PICKS = {"topk", "argmax", "sort", "argsort", "argmin", "kthvalue"}
@@ -37,7 +38,7 @@ SHAPE_ALONE = {
     "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
 }  # fmt: skip
 JUMPS = {
-    "round", "floor", "ceil", "trunc", "sign", "fix", "frac", "floor_divide", "remainder", "fmod", "heaviside", "sgn",
+    "round", "floor", "ceil", "trunc", "fix", "frac", "floor_divide", "remainder", "fmod", "heaviside",
     "bucketize", "searchsorted", "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine",
 }  # fmt: skip
 CASTS = {"to", "_to_copy", "type", "int", "long", "short", "char", "type_as"}

@@ -19,10 +19,8 @@ from howsmooth.program.nodes import name, value
 from howsmooth.program.operations import CASTS, JUMPS
 from howsmooth.program.tracing import Program
 
-# what another layout in memory cannot be a view of, it can be a copy of
-_INSTEAD: dict[Any, Any] = {
-    op.default: torch.ops.aten.reshape.default for op in (torch.ops.aten.view, torch.ops.aten._unsafe_view)
-}
+_VIEWS = {"view", "_unsafe_view"}
+_GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
 _NARROW: dict[torch.dtype | None, tuple[torch.dtype, ...]] = {
     torch.float64: (torch.float16, torch.bfloat16, torch.float32),
     torch.float32: (torch.float16, torch.bfloat16),
@@ -116,17 +114,18 @@ def segment(
     through: Sequence[Node] = (),
     *,
     check: bool = True,
+    wide: bool = True,
 ) -> tuple[Segment, list[Tensor]]:
     """The function between some nodes, and what enters it in the recording, in float64.
 
     What is not on the way stays as it is in the recording, choices made from the input among it. through: nodes that all ways
-    lead through.  check: refuse operations that have no derivative.
+    lead through.  check: refuse operations that have no derivative.  wide: in float64, else in the precision of the recording.
     """
-    way = Way.of(flow, enter, leave, through, check=check)
-    kept = Run(program, program.tensors).values((*way.beside, *enter))
+    way, work = Way.of(flow, enter, leave, through, check=check), torch.float64 if wide else None
+    kept = Run(program, program.tensors, work).values((*way.beside, *enter))
 
     def f(*points: Tensor) -> list[Tensor]:
-        return way.follow(kept, points, torch.float64)
+        return way.follow(kept, points, work)
 
     return f, [kept[n].detach().clone() for n in enter]
 
@@ -159,7 +158,7 @@ class Way:
         own = {*self.nodes, *self.enter}
         return {m for n in self.nodes for m in n.all_input_nodes if m not in own} | {n for n in self.leave if n not in own}
 
-    def follow(self, beside: Mapping[Node, Any], points: Sequence[Tensor], work: torch.dtype) -> list[Tensor]:
+    def follow(self, beside: Mapping[Node, Any], points: Sequence[Tensor], work: torch.dtype | None) -> list[Tensor]:
         """What leaves where `points` enter, given the values beside the way."""
         env: dict[Node, Any] = dict(zip(self.enter, points, strict=True))
         last = last_reads(self.nodes)
@@ -186,9 +185,9 @@ def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> A
 
     args: Any = map_aggregate(n.args, given)
     kwargs: Any = map_aggregate(n.kwargs, given) if n.kwargs else {}
-    if work is None:
-        return n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-    return args[0] if name(n) in ("detach", "alias") else _INSTEAD.get(n.target, n.target)(*args, **kwargs)
+    if name(n) in ("detach", "alias"):
+        return args[0]
+    return (n.target if work is None else _widened(n))(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
 def compiled(
@@ -224,10 +223,10 @@ def compiled(
             whole = graph.call_function(n.target, (*joined, *args[3:]), kwargs)  # pyright: ignore[reportArgumentType]
             parts = graph.call_function(torch.chunk, (whole, len(group)))
             env |= {m: graph.call_function(operator.getitem, (parts, i)) for i, m in enumerate(group)}
-        elif work is not None and name(n) in ("detach", "alias"):
+        elif name(n) in ("detach", "alias"):
             env[n] = env[n.all_input_nodes[0]]
         else:
-            target: Any = n.target if work is None else _INSTEAD.get(n.target, n.target)
+            target: Any = n.target if work is None else _widened(n)
             env[n] = graph.call_function(target, args, kwargs)
     graph.output([env[n] for n in outputs])
     return GraphModule(torch.nn.Module(), graph).forward
@@ -249,12 +248,20 @@ def check_smooth(path: Sequence[Node], flow: Flow) -> None:
         quantized = schema is not None and schema.name.startswith("quantized")
         if name(n) in JUMPS or n.kwargs.get("rounding_mode") is not None or quantized:
             raise BadFunctionError(
-                f"expected operations with a derivative, got {name(n)}, which rounds; measure a part without it"
+                f"expected operations with a derivative, got {name(n)} in {_place(flow.program, n)}, which rounds; "
+                "measure a part without it"
             )
         if any(not flow.live(m) and _rounded(m, flow) for m in n.all_input_nodes):
             raise BadFunctionError(
-                f"expected operations with a derivative, got a cast to integers before {name(n)}; measure a part without it"
+                f"expected operations with a derivative, got a cast to integers before {name(n)} in {_place(flow.program, n)}; "
+                "measure a part without it"
             )
+
+
+def _place(program: Program, n: Node) -> str:
+    """The module that made a node."""
+    inside = [s for s in program.scopes if s.holds(n) and s.path]
+    return min(inside, key=len).path if inside else "the module"
 
 
 def _rounded(n: Node, flow: Flow) -> bool:
@@ -273,3 +280,27 @@ def _rounded(n: Node, flow: Flow) -> bool:
         if not moving:
             todo += m.all_input_nodes
     return False
+
+
+def _widened(n: Node) -> Callable[..., Any]:
+    """The operation of a node, or one in its place that knows float64 and any layout in memory."""
+    if name(n) in _VIEWS and isinstance(n.args[1], list | tuple):
+        return torch.ops.aten.reshape.default
+    return grouped_product if name(n) in _GROUPED else n.target  # pyright: ignore
+
+
+def grouped_product(
+    x: Tensor, weights: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Rows of `x` times the matrix of their group, one product a group; `offs` gives where groups of rows end.
+
+    >>> grouped_product(torch.eye(2), torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]), torch.tensor([1, 2]))
+    tensor([[1.],
+            [4.]])
+    """
+    if offs is None or x.ndim != 2 or weights.ndim != 3:
+        raise BadFunctionError("expected products of groups of rows, got groups of columns; measure a part without them")
+    ends = [0, *offs.tolist()]
+    made = torch.cat([x[a:b] @ w for a, b, w in zip(ends, ends[1:], weights, strict=False)])
+    made = made if bias is None else made + bias
+    return torch.nn.functional.pad(made, (0, 0, 0, len(x) - len(made)))

@@ -90,16 +90,19 @@ def read_side(part: PartOfRun, enter: Node, operand: Node, tokens: Int[Tensor, "
     waists, layout = [enter, *part.flow.after([enter], [operand])], heads_of(operand, x)
     if waists[-1] is not operand or layout.shape[1] != len(x):
         raise UnreadableError("expected queries, keys and values of the same tokens, got others; measure the layer instead")
-    stages, at = list[HeadMap](), len(waists) - 1
+    stages, at, t = list[HeadMap](), len(waists) - 1, random_tensor(*x.shape, like=x)
     while True:
         at, layout = unmoved(part, waists[: at + 1], layout, x)
-        stretch = part.between(enter, waists[at])
-        if stretch.real and _affine(stretch, tokens, layout, x):
-            break
         before = [j for j in range(at) if shape(waists[j]) == shape(waists[at])]
-        if not before or not part.between(waists[before[-1]], waists[at]).real:
+        stage = HeadMap(part.between(waists[before[-1]], waists[at]), layout) if before else None
+        stage = stage if stage is not None and stage.stretch.real else None
+        if stage is None or _affine(stage, random_tensor(*layout.shape, like=x)):  # the last stretch alone takes less
+            whole = part.between(enter, waists[at])
+            if whole.real and _affine(lambda z, to=whole, out=layout: to.filled(tokens, z).reshape(-1)[out], t):
+                break
+        if stage is None:
             raise UnreadableError("expected affine, normalised or turned queries and keys, got others; measure it instead")
-        stages.insert(0, HeadMap(part.between(waists[before[-1]], waists[at]), layout))
+        stages.insert(0, stage)
         at = before[-1]
     matrix = read_affine(part, enter, waists[at], tokens, layout.transpose(0, 1).flatten(1), x)
     return _behind(len(layout), matrix, stages, len(x))
@@ -108,15 +111,10 @@ def read_side(part: PartOfRun, enter: Node, operand: Node, tokens: Int[Tensor, "
 # what is affine
 
 
-def _affine(stretch: Stretch, tokens: Tensor, layout: Tensor, x: Tensor) -> bool:
-    """Whether a stretch looks affine, and the same for every token."""
-
-    def f(t: Tensor) -> Tensor:
-        return stretch.filled(tokens, t).reshape(-1)[layout]
-
-    t = random_tensor(*x.shape, like=x)
+def _affine(f: Callable[[Tensor], Tensor], t: Float[Tensor, "*heads n d"]) -> bool:
+    """Whether a function of tokens looks affine, and the same for every token."""
     zero = f(torch.zeros_like(t))
-    return agree(f(-2 * t.flip(0)) - zero, -2 * (f(t) - zero).flip(1))
+    return agree(f(-2 * t.flip(-2)) - zero, -2 * (f(t) - zero).flip(-2))
 
 
 def read_affine(

@@ -14,8 +14,8 @@ from torch.fx import Node
 from howsmooth.errors import BadInputError
 from howsmooth.program.calls import AttentionCall, find_calls
 from howsmooth.program.flow import Flow
-from howsmooth.program.nodes import name
-from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PARTS, SHAPE
+from howsmooth.program.nodes import name, shape
+from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PARTS, PRODUCT, SHAPE
 from howsmooth.program.tracing import Program, Scope
 
 _SAME = SHAPE | PARTS | JOINS
@@ -78,10 +78,33 @@ class AttentionSites:
 
     def enter(self, call: AttentionCall) -> tuple[Node, ...]:
         """What a call's queries, keys and values are projected from; nothing where they are of several inputs."""
-        last = self.common(call.operands)
+        last = self._whole(self.common(call.operands))
         if not last or self._crosses(call, last):
             return ()
-        return tuple(dict.fromkeys(m for n in last for m in self.before_projection(n, call)))
+        found = dict.fromkeys(m for n in last for m in self.before_projection(n, call))
+        return tuple(dict.fromkeys(self._without_memory(n, call) for n in found))
+
+    def _without_memory(self, n: Node, call: AttentionCall) -> Node:
+        """The tokens in a tensor that attention puts together of them and of others that stay as they are."""
+        feeds, ways = self.flow.feeds(n), {*self.flow.between([n], call.operands)}
+        if name(n) not in JOINS or len(feeds) != 1 or not all(u in ways for u in n.users):
+            return n
+        residual = any(u is not n and self.flow.live(u) for u in feeds[0].users)
+        return feeds[0] if residual or self._made_inside(call, n) else n
+
+    def _whole(self, nodes: list[Node]) -> list[Node]:
+        """One node where several are but parts of it, put into other shapes."""
+        if len(nodes) < 2:
+            return nodes
+        return next(([n] for n in self._uncut(nodes[0]) if shape(n) and all(n in self._uncut(m) for m in nodes[1:])), nodes)
+
+    def _uncut(self, n: Node) -> list[Node]:
+        """The nodes that one is a part of, in another shape."""
+        found = list[Node]()
+        while name(n) in SHAPE | PARTS and len(feeds := self.flow.feeds(n)) == 1:
+            n = feeds[0]
+            found.append(n)
+        return found
 
     def _crosses(self, call: AttentionCall, last: list[Node]) -> bool:
         """Whether attention lies between what is common and an operand, which is then of other tokens."""
@@ -126,6 +149,7 @@ class AttentionSites:
         ]
         scope, stream, projected = self.scope_of(group), flow.up(*group.enter), False
         end = outs[0] if len(outs) == 1 else None
+        adds = scope is not None and any(self._is_residual(n, own, stream) for n in flow.unpack(own) if scope.holds(n))
         for n in flow.after(outs, ends):
             part = [m for m in flow.between(outs, [n]) if end is None or not flow.up(end) & flow.bit(m)]
             if any(self._is_residual(m, own, stream) for m in part):
@@ -135,8 +159,10 @@ class AttentionSites:
             joined = any(not own & flow.bit(f) for m in part if name(m) not in GATES for f in flow.feeds(m))
             if joined and (projected or heads or not self._projected_behind(n, scope, own, stream, ends)):
                 break
-            if projected and not inside and not self._gates_alone(part):
+            if projected and (adds or not inside) and not self._gates_alone(part):
                 break
+            if not shape(n):
+                continue
             if matrix and not projected and (heads or not (inside or self._is_projection(n, part, own, stream))):
                 break
             end, projected = n, projected or matrix
@@ -171,10 +197,10 @@ class AttentionSites:
             return False
         for m in self.flow.after([n], ends):
             part = self.flow.between([n], [m])
-            if not scope.holds(m) or any(self._is_residual(p, own, stream) for p in part):
+            if any(self._is_residual(p, own, stream) for p in part):
                 return False
             if any(name(p) in MATRIX for p in part):
-                return True
+                return scope.holds(m) or self._is_projection(m, part, own, stream)
         return False
 
     def _is_projection(self, n: Node, part: Sequence[Node], own: int, stream: int) -> bool:
@@ -199,6 +225,9 @@ class AttentionSites:
         for call in self.calls:
             enter = self.enter(call)
             if not enter:
+                k = next((k for k, g in enumerate(found) if self._chained(g, call)), None)
+                if k is not None:
+                    found[k] = Group((*found[k].calls, call), found[k].enter)
                 continue
             k = next((k for k, g in enumerate(found) if g.enter == enter and self._meets(g, call)), None)
             if k is None:
@@ -207,18 +236,24 @@ class AttentionSites:
                 found[k] = Group((*found[k].calls, call), enter)
         return found
 
+    def _chained(self, group: Group, call: AttentionCall) -> bool:
+        """Whether a call takes what a group gives as it is, in another shape or scale, and all else from the group's input."""
+        rest = [n for n in call.operands if self._bare(n) not in group.outputs]
+        inputs = self.flow.bits(group.enter)
+        return len(rest) < len(call.operands) and all(self.flow.up(n) & inputs == inputs for n in rest)
+
     def _meets(self, group: Group, call: AttentionCall) -> bool:
         """Whether a call's output meets those of a group inside one module, before a residual is added."""
         flow = self.flow
         outs = [group.outputs[0], call.output]
         first = next(flow.unpack(flow.down(outs[0]) & flow.down(outs[1])), None)
-        if first is None or name(first) not in JOINS | ADDS:
+        if first is None or name(first) not in JOINS | ADDS | PRODUCT:
             return False
         own, stream = flow.down(*group.sources, call.output), flow.up(*group.enter)
         part = flow.between(outs, [first])
         if any(self._is_residual(n, own, stream) for n in part):
             return False
-        if all(name(n) in _AFFINE - MATRIX for n in part):
+        if all(name(n) in _AFFINE - MATRIX for n in part if n is not first or name(n) not in PRODUCT):
             return True
         scope = min((s for s in self._scopes if s.holds(*outs, first)), key=len, default=None)
         if scope is None or any(

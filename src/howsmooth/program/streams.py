@@ -4,10 +4,11 @@ from collections.abc import Iterable
 
 from torch.fx import Node
 
-from howsmooth.program.calls import AttentionCall, find_calls, is_whole, whole_call
+from howsmooth.program.calls import find_calls, is_whole, lonely_operands, whole_call
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import is_float, name, shape
-from howsmooth.program.operations import TABLES
+from howsmooth.program.operations import ADDS, TABLES
+from howsmooth.program.sites import AttentionSites, Group
 from howsmooth.program.tracing import Program
 
 _ROUNDS = 3  # of looking for streams that begin with a parameter
@@ -22,43 +23,66 @@ def token_begins(program: Program) -> list[Node]:
 
 
 def stream_of(program: Program) -> Flow:
-    """What moves with the tokens that reach the first attention: no condition, no table of positions, no time."""
-    begins = token_begins(program)
-    flow = _near(program, Flow(program, begins))
-    known: set[Node] = set()
-    for _ in range(_ROUNDS):
-        calls = [whole_call(n) for n in flow.nodes if is_whole(n)]
-        more = _roots(flow, calls)
-        if more <= known:
-            break
-        known |= more
-        flow = _near(program, Flow(program, (*flow.begins, *sorted(known, key=flow.index.__getitem__))))
-    return flow
-
-
-def every_stream(program: Program, flow: Flow) -> Flow:
-    """What moves with any tokens, those that only queries or only contexts are made of among them."""
-    wide = Flow(program, (*token_begins(program), *flow.begins))
-    for _ in range(_ROUNDS):
-        more = _roots(wide, find_calls(wide))
-        if more <= set(wide.begins):
-            break
-        wide = Flow(program, (*wide.begins, *sorted(more, key=wide.index.__getitem__)))
-    return wide
-
-
-def _near(program: Program, flow: Flow) -> Flow:
-    """The flow from those begins alone that reach the first attention."""
+    """What moves with the tokens that reach the first attention: no condition, no context, no table of positions, no time."""
+    wide = _with_learned(program, token_begins(program))
+    sites = AttentionSites(program, wide)
+    if sites.groups:
+        group = sites.groups[0]
+        near = [b for b in wide.begins if any(sites.near(n) & wide.bit(b) for n in group.enter)]
+        added = wide.up(*_added(wide, group))
+        return Flow(program, [b for b in near if added & wide.bit(b)] or near)
+    given = set(token_begins(program))
+    for call in sites.calls:
+        near = [b for b in wide.begins if b in given and any(sites.near(n) & wide.bit(b) for n in call.queries)]
+        if near:
+            return Flow(program, near)
+    flow = Flow(program, token_begins(program))
     calls = find_calls(flow)
     near = [b for b in flow.begins if calls and flow.up(*calls[0].operands) & flow.bit(b)]
     return Flow(program, near) if near else flow
 
 
-def _roots(flow: Flow, calls: Iterable[AttentionCall]) -> set[Node]:
-    """Where operands that no begin reaches come from, as learned queries do: what is projected, back to its start."""
+def every_stream(program: Program, flow: Flow) -> Flow:
+    """What moves with any tokens, those that only queries or only contexts are made of among them."""
+    return _with_learned(program, (*token_begins(program), *flow.begins))
+
+
+def _with_learned(program: Program, begins: Iterable[Node]) -> Flow:
+    """The flow from some begins and from the parameters that queries, keys or values are made of, as learned queries are."""
+    flow = Flow(program, begins)
+    for _ in range(_ROUNDS):
+        more = _roots(flow)
+        if more <= set(flow.begins):
+            break
+        flow = Flow(program, (*flow.begins, *sorted(more, key=flow.index.__getitem__)))
+    return flow
+
+
+def _added(flow: Flow, group: Group) -> list[Node]:
+    """What an attention's output is added to."""
+    own, todo, visited, found = flow.down(*group.sources), list(group.outputs), set[Node](), list[Node]()
+    while todo:
+        for u in todo.pop().users:
+            if u in visited or not flow.live(u):
+                continue
+            visited.add(u)
+            others = [m for m in flow.feeds(u) if not own & flow.bit(m)] if name(u) in ADDS else []
+            found += others
+            if not others:
+                todo.append(u)
+    return found
+
+
+def _roots(flow: Flow) -> set[Node]:
+    """Where operands of attention that no begin reaches come from: what is projected, back to its start."""
     found: set[Node] = set()
-    for n in (n for call in calls for n in call.operands if not flow.live(n)):
-        while (first := next((m for m in n.all_input_nodes if is_float(m)), None)) is not None:
-            n = first
-        found.add(n)
+    for n in flow.nodes:
+        if n.op != "call_function":
+            continue
+        operands = whole_call(n).operands if is_whole(n) else lonely_operands(flow, n)
+        for m in operands:
+            while not flow.live(m) and (first := next((f for f in m.all_input_nodes if is_float(f)), None)) is not None:
+                m = first
+            if not flow.live(m):
+                found.add(m)
     return found

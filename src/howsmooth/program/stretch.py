@@ -86,11 +86,11 @@ class Stretch:
         """Where every entry of the end lies in the start, where the stretch does no more than move entries."""
         if not self.real:
             return None
-        marked, probe = self(labels(self.numel, like)), random_tensor(self.numel, like=like)
-        if not bool(((marked >= 1) & (marked <= self.numel)).all()):
+        mark = labels(self.numel, like)
+        marked = self(mark)
+        if not bool(((marked >= 1) & (marked <= self.numel) & (marked == marked.round())).all()):
             return None
-        index = marked.round().long() - 1
-        return index if torch.equal(self(probe), probe[index]) else None
+        return marked.long() - 1 if torch.equal(self(-mark), -marked) else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,23 +14,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.program.attention import unify
+from howsmooth.program.flex import replace_flex
 from howsmooth.program.functional import functional
 from howsmooth.program.nodes import is_random, is_view, name, order, value, writes
+from howsmooth.program.reads import NotedReads
+from howsmooth.program.weights import Loans, ModuleCalls, NamedWeights, unhooked, watching
 
 _lazy_clone: Any = vars(torch)["_lazy_clone"]
 _inside: Any = torch._C
 _MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
+_EXPERTS = "_experts_implementation_internal"
 _SUMS = {"addmm": torch.ops.aten.mm.default, "baddbmm": torch.ops.aten.bmm.default}
 
-Heard = list[tuple[nn.Module, Node | None, Node | None]]  # calls of modules, with the last nodes before and in each
+Calls = list[tuple[nn.Module, Node | None, Node | None]]  # calls of modules, with the last nodes before and in each
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,38 +83,47 @@ class Program:
         """The tensors among the arguments."""
         return tuple(t for t in self.example if isinstance(t, Tensor))
 
-    def weights_now(self) -> dict[str, Tensor]:
+    def weights_now(self) -> NamedWeights:
         """The weights as they are now, by name."""
-        return _weights(self.module)
+        return NamedWeights(self.module)
 
     def own(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
         """What the module itself gives with other tensors among its arguments."""
         rest = iter([t.clone() for t in tensors])
         args, kwargs = tree_unflatten([next(rest) if isinstance(t, Tensor) else t for t in self.example], self.spec)
-        with torch.no_grad():
+        loans = Loans(self.module, tensors[0].device if tensors else None)
+        with torch.no_grad(), wide_experts(self.module), watching(loans):
             return list(tensors_in(self.module(*args, **kwargs)))
 
 
-def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Program:
-    """The program of one run of `module(*args, **kwargs)` without gradients, not yet compared with the module."""
+def trace(
+    module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, whole: bool = True
+) -> Program:
+    """The program of one run of `module(*args, **kwargs)` without gradients, not yet compared with the module.
+
+    whole: operations made of others are single nodes, unless the run uses torch.func.
+    """
     leaves, spec = tree_flatten((tuple(args), dict(kwargs or {})))
-    tensors, weights = [t for t in leaves if isinstance(t, Tensor)], _weights(module)
+    tensors, weights = [t for t in leaves if isinstance(t, Tensor)], NamedWeights(module)
+    loans = Loans(module, tensors[0].device if tensors else None)
     given = {key: _lazy_clone(t.detach()) for key, t in weights.items()}  # copied only where the run writes into them
 
     def run(given: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
         rest = iter(tensors)
         args, kwargs = tree_unflatten([next(rest) if isinstance(t, Tensor) else t for t in leaves], spec)
-        return list(tensors_in(torch.func.functional_call(module, given, args, kwargs)))
+        with NotedReads():
+            return list(tensors_in(torch.func.functional_call(module, given, args, kwargs)))
 
-    def graph(calls: Heard, whole: bool) -> GraphModule:
+    def graph(calls: Calls, whole: bool) -> GraphModule:
         made = make_fx(run, tracing_mode="real", pre_dispatch=whole, _error_on_data_dependent_ops=False)
         plain = nullcontext() if whole else sdpa_kernel(SDPBackend.MATH)
-        with torch.no_grad(), _heard(calls), plain:
+        shapes = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))  # one for all nodes, not one for each
+        with torch.no_grad(), watching(Heard(calls, loans)), plain, wide_experts(module), unhooked(module), shapes:
             return made(given, [t.detach().clone() for t in tensors])
 
-    calls: Heard = []
+    calls: Calls = []
     try:
-        code = graph(calls, whole=True)
+        code = graph(calls, whole=True) if whole else None
     except RuntimeError:  # as older versions of torch end in inside vmap
         code = None
     if code is None or _wrapped(code):  # the function uses torch.func, whose operations show at the level below alone
@@ -121,6 +135,7 @@ def trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, An
     _check(code, given, weights, set(holders[: len(given)]))
     _split_sums(code)
     unify(code)
+    replace_flex(code)
     code = functional(code, [*given.values(), *tensors])
     _merge(code)
     names = dict(zip(holders, given, strict=False))
@@ -188,43 +203,47 @@ def unchanged(module: nn.Module) -> Iterator[None]:
                 t.data.copy_(old)
 
 
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, a tensor of two names once."""
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    first: dict[int, str] = {}
-    for path, t in named:
-        first.setdefault(id(t), path)
-    return {path: t for path, t in named if first[id(t)] == path}
-
-
 @contextmanager
-def _heard(calls: Heard) -> Iterator[None]:
-    """Inside it every call of a module is noted."""
-    began: list[tuple[nn.Module, Node | None]] = []
-
-    def last() -> Node | None:
-        mode = get_proxy_mode()
-        return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
-
-    def before(module: nn.Module, _: Any) -> None:
-        began.append((module, last()))
-
-    def after(module: nn.Module, _: Any, __: Any) -> None:
-        while began:
-            known, start = began.pop()
-            if known is module:
-                calls.append((module, start, last()))
-                return
-
-    hooks = register_module_forward_pre_hook(before), register_module_forward_hook(after)
+def wide_experts(module: nn.Module) -> Iterator[None]:
+    """Inside it transformers' experts in float64 are products for each token, as its grouped ones know no float64."""
+    wide = any(p.dtype is torch.float64 for p in module.parameters())
+    configs = [getattr(m, "config", None) for m in module.modules()] if wide else []
+    before = {id(c): (c, vars(c)[_EXPERTS]) for c in configs if _EXPERTS in getattr(c, "__dict__", ())}
     try:
+        for config, _ in before.values():
+            setattr(config, _EXPERTS, "batched_mm")
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for config, old in before.values():
+            setattr(config, _EXPERTS, old)
 
 
-def _scopes(module: nn.Module, calls: Heard) -> tuple[Scope, ...]:
+class Heard(ModuleCalls):
+    """Notes every call of a module in the recording under way, and lends weights meanwhile."""
+
+    def __init__(self, calls: Calls, loans: Loans):
+        self._calls, self._loans = calls, loans
+        self._began: list[tuple[nn.Module, Node | None]] = []
+
+    def before(self, module: nn.Module) -> None:
+        self._began.append((module, _last_node()))
+        self._loans.before(module)
+
+    def after(self, module: nn.Module) -> None:
+        self._loans.after(module)
+        while self._began:
+            known, start = self._began.pop()
+            if known is module:
+                self._calls.append((module, start, _last_node()))
+                return
+
+
+def _last_node() -> Node | None:
+    mode = get_proxy_mode()
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+
+def _scopes(module: nn.Module, calls: Calls) -> tuple[Scope, ...]:
     """The calls of modules; a module of several paths has the one that its caller's path begins."""
     paths: dict[nn.Module, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
@@ -244,9 +263,10 @@ def _scopes(module: nn.Module, calls: Heard) -> tuple[Scope, ...]:
 
 
 def _wrapped(code: GraphModule) -> bool:
-    """Whether a graph holds constants that belong to a transform of torch.func."""
+    """Whether a graph holds constants that belong to a transform of torch.func, or its numbers with a derivative."""
     constants = [t for t in (*vars(code).values(), *code.buffers()) if isinstance(t, Tensor)]
-    return any(_inside._functorch.is_functorch_wrapped_tensor(t) for t in constants)
+    dual = any(n.op == "call_function" and name(n) == "_make_dual" for n in code.graph.nodes)
+    return dual or any(_inside._functorch.is_functorch_wrapped_tensor(t) for t in constants)
 
 
 def _check(code: GraphModule, given: Mapping[str, Tensor], weights: Mapping[str, Tensor], holders: set[Node]) -> None:

@@ -1,6 +1,6 @@
 """Attention that is written out in a recorded graph, as one operation each; torch's own function too.
 
-Each product of weights and values for which `howsmooth.program.lazy_logits` has a reading gets a node of attention beside it.
+Each product of weights and values for which `howsmooth.program.logits_steps` has a reading gets a node of attention beside it.
 The graph is then run with both, at the recording's input and beside it, and a reading that is apart anywhere is dropped: its
 steps stay as they are, exact, with all their logits.
 """
@@ -17,17 +17,19 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.errors import HowSmoothError
 from howsmooth.program.attention import attention
-from howsmooth.program.calls import WHOLE
+from howsmooth.program.calls import SDPA
 from howsmooth.program.confirm import beside, same
 from howsmooth.program.editing import Editor, aten, size, unrepeated
 from howsmooth.program.equations import equation_of
 from howsmooth.program.flow import Flow
 from howsmooth.program.lazy_logits import LazyLogits, LogitsReader
+from howsmooth.program.logits_steps import read
 from howsmooth.program.nodes import is_float, name, shape, value
+from howsmooth.program.replay import Run
 from howsmooth.program.tracing import Program
 
 _ALIKE = 1e3  # units in the last place within which a sum of squares, added up in another order, is the same
-_COARSEST = 1e-3  # beyond which nothing is told apart
+_COARSEST = 0.05  # beyond which nothing is told apart
 
 
 @dataclass(eq=False)
@@ -57,13 +59,14 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
     ['attention']
     """
     new, places = _copy(program)
+    unused = {n for n in new.nodes if not n.users and (is_float(n) or n.op != "call_function" or n.meta.get("mode"))}
     readings = _readings(new)
     if readings:
         _confirm(new, readings)
     for reading in readings:
         for n, sigma in reading.sigmas.items():
             if reading.agrees and sigma is not None:
-                _as_distances(new, n, sigma, reading.squares[n])
+                _as_distances(_fresh(new), n, reading.squares[n])
     if flow is not None:
         both = _fresh(new)
         moving = moving_terms(both, Flow(both, [places[b] for b in flow.begins]))
@@ -72,13 +75,15 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
     for reading in readings:
         if reading.agrees:
             reading.output.replace_all_uses_with(reading.answer)
-    new.code.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or n.meta.get("mode", False))
+    new.code.graph.eliminate_dead_code(
+        lambda n: n.op == "placeholder" or n in unused
+    )  # what nobody reads stays, as streams end
     new.code.recompile()
     return _fresh(new)
 
 
 def moving_terms(program: Program, flow: Flow) -> set[Node]:
-    """The nodes of attention whose biases or sinks move with what a flow begins at: for those the kernels have no derivative."""
+    """The nodes of attention whose biases or sinks are live in a flow, for which the kernels have no derivative."""
     calls = [n for n in program.nodes if n.target is attention]
     return {n for n in calls if any(isinstance(t, Node) and flow.live(t) for t in (*_terms(n), n.kwargs.get("sink")))}
 
@@ -120,9 +125,9 @@ def _readings(program: Program) -> list[Reading]:
         if n.op != "call_function":
             continue
         edit.at(n)
-        reading = _whole(edit, n) if name(n) == WHOLE else _written(edit, reader, n)
+        reading = _whole(edit, n) if name(n) == SDPA else _written(edit, reader, n)
         if reading is None:
-            reader.read(n)
+            read(reader, n)
         else:
             found.append(reading)
     return found
@@ -130,13 +135,11 @@ def _readings(program: Program) -> list[Reading]:
 
 def _whole(edit: Editor, n: Node) -> Reading | None:
     """Torch's own function."""
-    q, k, v, mask, dropout, causal = (*n.args, *(None, 0.0, False)[len(n.args) - 3 :])
-    mask, dropout, causal = (
-        n.kwargs.get(key, t) for key, t in (("attn_mask", mask), ("dropout_p", dropout), ("is_causal", causal))
-    )
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, n.args, strict=False)), **n.kwargs}
+    q, k, v, mask, dropout, causal, scale = (given.get(key) for key in (*names, "scale"))
     if dropout:
         return None
-    scale = n.kwargs.get("scale")
     own = size(q)[-1] ** -0.5 if scale is None else float(scale)  # pyright: ignore
     kwargs = {"causal": True} if causal else {}
     made = edit.call(attention, q, k, v, () if mask is None else (mask,), val=value(n), scale=own, **kwargs)
@@ -199,10 +202,9 @@ def _call(edit: Editor, part: LazyLogits, v: Node, output: Node) -> Node | None:
     sink = _sink(edit, part, v)
     if sink is not None:
         kwargs["sink"] = sink
-    few = unrepeated(k), unrepeated(v)
-    shared = few[0] is not None and few[1] is not None and size(few[0])[1] == size(few[1])[1]
-    if shared and not any(t in edit.moving for t in terms):
-        k, v = few[0], few[1]
+    few_k, few_v = unrepeated(k), unrepeated(v)
+    if few_k is not None and few_v is not None and size(few_k)[1] == size(few_v)[1] and not edit.moving & {*terms}:
+        k, v = few_k, few_v
     val = edit.blank(v, (*part.lead, part.n, size(v)[-1]))
     made = edit.call(attention, q, k, v, terms, val=val, **kwargs)
     made.meta["written_out"] = True
@@ -254,16 +256,18 @@ def _constants(program: Program) -> Callable[[Node, bool], float | None]:
 
 def _confirm(program: Program, readings: list[Reading]) -> None:
     """Find the readings that agree with what they stand for, at the recording's input and beside it."""
-    generator = torch.Generator().manual_seed(0)
     weights = [t.detach() for t in program.weights_now().values()]
     program.code.recompile()
-    for tensors in (program.tensors, tuple(beside(t, generator) for t in program.tensors)):
+    for tensors in (program.tensors, beside(program)):
         with torch.no_grad():
             _Comparing(program, readings).run(*weights, *(t.clone() for t in tensors))
 
 
 class _Comparing(Interpreter):
-    """Runs a graph in which attention stands beside its steps, and notes which readings are apart."""
+    """Runs a graph in which attention stands beside its steps, and notes which readings are apart.
+
+    All of it runs in the widest precision of the program, as a replay does: rounding in between would hide what is apart.
+    """
 
     def __init__(self, program: Program, readings: list[Reading]):
         super().__init__(program.code)
@@ -273,28 +277,26 @@ class _Comparing(Interpreter):
         self._widest = max(floats, key=lambda t: t.itemsize, default=torch.float32)
 
     def run_node(self, n: Node) -> Any:
-        if n in self._of:
-            result = self._attend(n, self._of[n])
-        elif n.op == "call_function":  # a cast to less precision would hide what is apart
-            args, kwargs = tree_map(self._wide, self.fetch_args_kwargs_from_env(n))
-            result = n.target(*args, **kwargs)  # pyright: ignore
-        else:
+        if n.op != "call_function":
             result = super().run_node(n)
+            return result.to(self._widest) if isinstance(result, Tensor) and self._narrow(result.dtype) else result
+        if n.meta.get("mode"):
+            return None
+        args, kwargs = tree_map(lambda t: self._widest if self._narrow(t) else t, self.fetch_args_kwargs_from_env(n))
+        result = self._attend(n, self._of[n], args, kwargs) if n in self._of else n.target(*args, **kwargs)  # pyright: ignore
         reading = self._readings.get(n)
         if reading is not None:
             reading.agrees &= same(self.env[reading.output], result)
         return result
 
-    def _wide(self, t: Any) -> Any:
-        narrow = isinstance(t, torch.dtype) and t.is_floating_point and t.itemsize < self._widest.itemsize
-        return self._widest if narrow else t
+    def _narrow(self, t: Any) -> bool:
+        return isinstance(t, torch.dtype) and t.is_floating_point and t.itemsize < self._widest.itemsize
 
-    def _attend(self, n: Node, reading: Reading) -> Any:
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
+    def _attend(self, n: Node, reading: Reading, args: Any, kwargs: Any) -> Any:
         squares = reading.squares.get(n, ())
         try:
             if squares and reading.sigmas.get(n, 0.0) is not None:
-                sigma = _sigma(args[0], args[1], [self.env[t] for t in squares], kwargs["scale"])
+                sigma = _sigma(args[1], [self.env[t] for t in squares], kwargs["scale"])
                 known = reading.sigmas.setdefault(n, sigma)
                 same_sigma = known is not None and sigma is not None and abs(sigma - known) <= _tolerance(args[1]) * abs(known)
                 reading.sigmas[n] = known if same_sigma else None
@@ -314,7 +316,7 @@ def _tolerance(t: Tensor) -> float:
     return min(_ALIKE * torch.finfo(t.dtype).eps, _COARSEST)
 
 
-def _sigma(q: Tensor, k: Tensor, terms: list[Tensor], scale: float) -> float | None:
+def _sigma(k: Tensor, terms: list[Tensor], scale: float) -> float | None:
     """The `σ` for which terms are `−σ |k|²` and a number of each query's own, so that softmax sees `−σ |q' − k|²`."""
     lengths = k.double().square().sum(-1)[..., None, :]
     total: Any = sum(t.double() for t in terms)
@@ -327,13 +329,18 @@ def _sigma(q: Tensor, k: Tensor, terms: list[Tensor], scale: float) -> float | N
     return sigma if sigma != 0 and error <= _tolerance(k) * most else None
 
 
-def _as_distances(program: Program, n: Node, sigma: float, squares: tuple[Node, ...]) -> None:
-    """Make attention of products and of squares of keys one of distances."""
+def _as_distances(program: Program, n: Node, squares: tuple[Node, ...]) -> None:
+    """Make attention of products and of squares of keys one of distances, with its `σ` to double precision."""
     edit = Editor(program.code.graph, program.inputs)
-    q, scale = n.args[0], n.kwargs["scale"]
+    q, k, scale = n.args[0], n.args[1], n.kwargs["scale"]
     assert isinstance(q, Node)
+    assert isinstance(k, Node)
     assert isinstance(scale, float)
-    if abs(2 * sigma / scale - 1) <= _tolerance(value(q)):
+    exact = Run(program, program.tensors).values({k, *squares})
+    sigma = _sigma(exact[k], [exact[t] for t in squares], scale)
+    if sigma is None:
+        return
+    if abs(2 * sigma / scale - 1) <= _tolerance(exact[k]):
         sigma = scale / 2
     else:
         edit.before(n)

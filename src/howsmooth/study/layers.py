@@ -10,6 +10,7 @@ from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels.kinds import Kind
 from howsmooth.models import MAPS, Capture, FallbackWarning, MapName, Measurement
 from howsmooth.models.capture import LOCK_STEP
+from howsmooth.models.model_input import Which
 from howsmooth.settings import choice, items, number, seed_of, whole
 from howsmooth.study.bound_rows import bounds_row
 from howsmooth.study.jobs import Job, Row
@@ -149,8 +150,8 @@ def settle(reader: Reader, question: Question) -> Setting:
         raise BadInputError(
             f"expected layers from 0 to {captured.num_layers - 1}, got {outside[0]!r}; {captured.model} has no other"
         )
-    captured.sample.check_room(layers[0], question.map)
-    kinds = tuple(captured.sample.trace.layers[layer].kind for layer in layers)
+    captured.sample.check_room(layers[0], Which(question.map))
+    kinds = tuple(captured.sample.kind(layer) for layer in layers)
     setting = Setting(question, layers, tuple(starts), kinds)
     first = parts(setting, [min(lengths)], samples=1)[0]
     replace(first, layers=layers[:1]).measure(reader, closed=False)  # refuses a map that the model lacks, and bad options

@@ -1,27 +1,29 @@
 """With and without the norm in front: attention alone at the tokens that enter it, the norm alone, and both together.
 
-The norm in front of a layer is the module whose output enters it: the block's own where a block normalises before it attends,
-that of the block before, or of the embeddings, where it normalises afterwards.
+The norm in front of a layer is what leads from an earlier node of the recorded run to where its attention begins: the block's
+own norm where a block normalises before it attends, that of the block before, or of the embeddings, where it normalises
+afterwards.
 """
 
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from howsmooth.maps import LayerNorm, Map, RMSNorm
+from howsmooth.maps import Map
 from howsmooth.models import Capture
-from howsmooth.models.intercept import implementation
 from howsmooth.models.measurement import estimate_columns
-from howsmooth.models.sample import same
-from howsmooth.models.trace import evaluating
+from howsmooth.program.nodes import shape
+from howsmooth.program.sides import Norm, read_norm
+from howsmooth.program.stretch import PartOfRun, features_last
 from howsmooth.study.jobs import Job, Row
 from howsmooth.study.layers import Part, Setting, parts
 from howsmooth.study.reader import Reader
 from howsmooth.verbs import lipschitz
+
+_NEAR = 8  # places in front of a layer where its norm may begin
 
 
 def norm_jobs(setting: Setting) -> list[Job]:
@@ -32,12 +34,11 @@ def norm_jobs(setting: Setting) -> list[Job]:
 def measure_norms(reader: Reader, part: dict[str, Any]) -> list[Row]:
     """Rows with map `attention`, `norm` and `normed` (the norm, then attention); the last two where a norm is in front."""
     one = replace(Part.of(part), map="attention")
-    captured = one.capture(reader)
-    calls, rows = norm_calls(captured), []
+    captured, rows = one.capture(reader), []
     for m, window in one.measure(reader):
         rows.append(m.row("norms", **window))
         attn: Map = captured.closed(m.layer) or captured.map(m.layer)
-        front = norm_in_front(calls, captured.tokens(m.layer))
+        front = norm_in_front(captured, m.layer)
         if front is None:
             continue
         norm, tokens = front
@@ -51,46 +52,21 @@ def measure_norms(reader: Reader, part: dict[str, Any]) -> list[Row]:
     return rows
 
 
-Call = tuple[nn.Module, Tensor, Tensor]
-
-
 @torch.no_grad()
-def norm_calls(captured: Capture) -> list[Call]:
-    """Every module with a vector of weights that ran, what entered it and what left it, (n, d)."""
-    calls: list[Call] = []
-
-    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].shape == output.shape:
-            calls.append((module, args[0].detach().flatten(0, -2).clone(), output.detach().flatten(0, -2).clone()))
-
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(captured.sample.owner))
-        stack.enter_context(implementation(captured.sample.owner, "eager"))  # some others leave a soft-cap out
-        for module in captured.sample.owner.modules():
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, Tensor) and weight.ndim == 1:
-                stack.enter_context(module.register_forward_hook(note))
-        captured.sample.owner(*captured.sample.args, **captured.sample.kwargs)
-    return calls
-
-
-def norm_in_front(calls: list[Call], x: Tensor) -> tuple[LayerNorm | RMSNorm, Tensor] | None:
-    """The norm whose output is `x`, and what it took; nothing where there is none of a form we know."""
-    for module, before, after in calls:
-        if after.shape != x.shape or not torch.allclose(after, x, rtol=1e-3, atol=1e-4 * float(x.abs().max())):
+def norm_in_front(captured: Capture, layer: int) -> tuple[Norm, Tensor] | None:
+    """The norm whose output enters a layer, and what it took, (n, d); nothing where there is none of a form we know."""
+    segment, values = captured.map(layer), captured.sample.run.at(torch.float64).values
+    flow, (enter, *more) = segment.ends.flow, segment.ends.enter
+    tokens = features_last(enter, len(segment.start))
+    if more or tokens is None:
+        return None
+    tokens = tokens.to(segment.device)
+    for before in reversed(flow.waists([enter])[:-1][-_NEAR:]):
+        if shape(before) != shape(enter):
             continue
-        for norm in _candidates(module):
-            if same(norm(before), after):
-                return norm, before
+        part = PartOfRun.of(flow, before, enter, values)
+        taken: Tensor = part.known[before].reshape(-1)[tokens]
+        norm = read_norm(part, before, enter, tokens, taken)
+        if norm is not None:
+            return norm.to(dtype=captured.sample.work), taken.to(captured.sample.work)
     return None
-
-
-def _candidates(module: nn.Module) -> list[LayerNorm | RMSNorm]:
-    """What a module of one vector, perhaps with a bias, may compute: LayerNorm, RMSNorm, RMSNorm with `1 + w` as in Gemma."""
-    weight, bias = module.weight, getattr(module, "bias", None)
-    if not isinstance(weight, Tensor) or (bias is not None and not isinstance(bias, Tensor)):
-        return []
-    weight, bias = weight.detach(), None if bias is None else bias.detach()
-    named = [getattr(module, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
-    eps = next((float(e) for e in named if isinstance(e, float)), 1e-6)
-    return [LayerNorm(weight, bias, eps), RMSNorm(weight, bias, eps), RMSNorm(1 + weight, bias, eps)]

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.maps import Map
 from howsmooth.maps.base import check_finite, check_input
-from howsmooth.maps.graph import Graph, Node, graph_of, pruned
 from howsmooth.maps.jacobian import doubled
-from howsmooth.maps.recording import check_agrees, record
 from howsmooth.models import MapName, Model
+from howsmooth.models.model_input import Which
+from howsmooth.models.near import in_pieces, to_the_end
 from howsmooth.models.tokens import Window
-from howsmooth.models.watched import to_the_end, watched
+from howsmooth.program.pieces import Piece, Pieces, pieces_of, pruned
+from howsmooth.program.reading import check_agrees, read_function
 from howsmooth.search.radius import PER, Per, Radius, first_order, largest, smallest_change
 from howsmooth.settings import choice, flag, moving, number, whole
 from howsmooth.solve import Options, solve
@@ -80,16 +81,15 @@ class _Answered:
     """What a function makes of tokens: rows of scores in float64, the last of which is the answer. graph: with layers whole."""
 
     f: Callable[[Tensor], Tensor]
-    graph: Callable[[], Graph] | None
+    graph: Callable[[], Pieces] | None
     x: Tensor
 
 
 def _from_model(model: Model, layer: int, map: MapName | None, input: dict[str, Any]) -> _Answered:
     sample = model.capture(**input).sample
     if map is not None:
-        sample.check(layer, map, None)
-        own, x = watched(sample, layer, map), sample.map(layer, map).start.double()
-        whole = graph_of(own, tuple(x.shape))
+        own, x = in_pieces(sample, layer, Which(map)), sample.segment(layer, Which(map)).start.double()
+        whole = pieces_of(own, tuple(x.shape))
         assert whole is not None
         return _Answered(whole, lambda: whole, x)
     f, graph, x = to_the_end(sample, layer)
@@ -111,7 +111,7 @@ def _from_function(f: Callable[[Tensor], Tensor], x: Tensor | None, input: dict[
     flat = (x[0] if batched else x).detach().double().cpu()
     if isinstance(f, Map):
         own = f.to("cpu", torch.float64)
-        graph = graph_of(own, tuple(flat.shape))
+        graph = pieces_of(own, tuple(flat.shape))
         return _Answered(own, None if graph is None else lambda: graph, flat)
     g: Any = doubled(f)  # a module is copied
     if isinstance(g, nn.Module):
@@ -236,7 +236,7 @@ class _Bounds:
     the far ones.  total: how far the output can move.
     """
 
-    graph: Graph
+    graph: Pieces
     scalars: Callable[[float], tuple[Tensor, Tensor]]
     total: Callable[[float], float]
     confidence: Callable[[], float]
@@ -246,8 +246,8 @@ class _Bounds:
 class _Margins:
     """Graphs of margins. hidden: what the answers are read off, and lengths: of how each far margin is."""
 
-    graph: Graph
-    hidden: Graph | None
+    graph: Pieces
+    hidden: Pieces | None
     lengths: Tensor
 
 
@@ -255,7 +255,7 @@ def _bounds(
     a: _Answered,
     per: Per,
     free: tuple[int, ...] | None,
-    behind: Callable[[Graph], _Margins] | None,
+    behind: Callable[[Pieces], _Margins] | None,
     f: Callable[[Tensor], Tensor] | None,
 ) -> _Bounds:
     """By expansion where the function is small enough, else by certified norms.
@@ -267,9 +267,9 @@ def _bounds(
     if moved <= _SMALL or a.graph is None:
         try:
             if f is not None:
-                return _expanded(a.x, _Margins(record(f, a.x), None, torch.zeros(0)), per, free)
+                return _expanded(a.x, _Margins(read_function(f, a.x, closed=a.graph is None), None, torch.zeros(0)), per, free)
             assert behind is not None
-            return _expanded(a.x, behind(record(a.f, a.x)), per, free)
+            return _expanded(a.x, behind(read_function(a.f, a.x, closed=a.graph is None)), per, free)
         except BadFunctionError:
             if a.graph is None:
                 raise
@@ -310,7 +310,7 @@ def _by_norms(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None)
     return _Bounds(what.graph, scalars, lambda r: output_move(whole, around(r)), confidence)
 
 
-def _with_margins(graph: Graph, label: int, near: Tensor, far: Tensor) -> _Margins:
+def _with_margins(graph: Pieces, label: int, near: Tensor, far: Tensor) -> _Margins:
     """A graph of scores cut short: the margins of the last row, from what the scores are read off where that is a matrix."""
     at = graph.output
     while graph.nodes[at].kind == "linear" and len(graph.nodes[at].inputs) == 1 and graph.nodes[at].name not in ("mm", "addmm"):
@@ -333,7 +333,7 @@ def _with_margins(graph: Graph, label: int, near: Tensor, far: Tensor) -> _Margi
     return _Margins(margins, _behind(graph, source, lambda h: h, w.shape[0]), lengths)
 
 
-def _offset(graph: Graph, at: int, matrix: Tensor) -> Tensor | None:
+def _offset(graph: Pieces, at: int, matrix: Tensor) -> Tensor | None:
     """What is added to `h @ matrix` in the last row of the output, `h` what enters a node; nothing where more is done to it."""
     ways = [at]
     while ways[-1] != graph.output:
@@ -351,9 +351,9 @@ def _offset(graph: Graph, at: int, matrix: Tensor) -> Tensor | None:
     return offset if made.shape == product.shape and torch.allclose(made, product, rtol=1e-9, atol=1e-9) else None
 
 
-def _behind(graph: Graph, source: int, run: Callable[[Tensor], Tensor], count: int) -> Graph:
+def _behind(graph: Pieces, source: int, run: Callable[[Tensor], Tensor], count: int) -> Pieces:
     """The graph up to a node, and a linear function of its last row."""
-    node = Node("linear", "last row", (source,), lambda t: run(t.reshape(-1, t.shape[-1])[-1]), (count,))
+    node = Piece("linear", "last row", (source,), lambda t: run(t.reshape(-1, t.shape[-1])[-1]), (count,))
     return pruned(replace(graph, nodes=(*graph.nodes[: source + 1], node), output=source + 1))
 
 

@@ -6,21 +6,24 @@ for all words and places at once: `|J_i Δ|² = E ⟨J_iᵀu, Δ⟩²` for Gauss
 the model.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.fx import Node
 
 from howsmooth.errors import BadInputError
 from howsmooth.models.capture import Capture
 from howsmooth.models.model import Model
-from howsmooth.models.span import MapName
+from howsmooth.models.recorded import Recording
 from howsmooth.models.tokens import Window
-from howsmooth.models.trace import evaluating, first_tensor
+from howsmooth.program import ends_of
+from howsmooth.program.ends import MapName
+from howsmooth.program.flow import Flow
+from howsmooth.program.replay import Run, Way
 
 Goal = Literal["output", "constant"]
 WAYS = ("nearest embedding", "gradient", "duplicate")
@@ -123,22 +126,20 @@ class _Runner:
         self, model: Model, window: Window, layer: int | None, map: MapName, goal: Goal, forbid: Sequence[str], whole: bool
     ):
         self.model, self.module, self.window, self.layer = model, model.module, window, 0 if layer is None else layer
+        self.whole = layer is None
         self.map: MapName = map
         self.goal: Goal = goal
         self.unedited = 1.0 if goal == "constant" else 0.0
         captured = model.capture(ids=window)
         captured.tokens(self.layer, map)  # refuses a layer that is not there
-        traced = captured.trace.layers[self.layer]
-        self.entry = traced.module if map == "attention" else traced.block.module
-        inside = traced.projection if map == "attention" and traced.projection is not None else self.entry
-        self.exit = None if layer is None else inside
         embedding = getattr(self.module, "get_input_embeddings", lambda: None)()
         weight = getattr(embedding, "weight", None)
         if not isinstance(embedding, nn.Module) or not isinstance(weight, Tensor):
             raise BadInputError(
                 f"expected a model with token embeddings, got {type(self.module).__name__}; attack its features instead"
             )
-        self.embedding, self.table = embedding, weight.detach()  # (vocabulary, d)
+        self.weight, self.table = weight, weight.detach()  # (vocabulary, d)
+        self.fixed = {k: v for k, v in captured.sample.kwargs.items() if k == "use_cache"}
         self.ids = torch.tensor(window.ids, device=self.table.device)
         self.base = self.outputs(self.ids[None])[0]
         self.constant = self._constant(captured) if goal == "constant" else 0.0
@@ -171,17 +172,43 @@ class _Runner:
         scores = self.scores(edits)
         return float(scores.mean()), float(scores.max())
 
-    def outputs(self, ids: Int[Tensor, "batch n"], hook: Callable[..., Any] | None = None) -> Float[Tensor, "batch n d"]:
-        """What leaves the layer, or the model."""
-        seen: list[Tensor] = []
-        with ExitStack() as stack:
-            stack.enter_context(evaluating(self.module))
-            if self.exit is not None:
-                stack.enter_context(self.exit.register_forward_hook(lambda m, a, out: seen.append(first_tensor(out))))
-            stack.enter_context(torch.no_grad() if hook is None else self.embedding.register_forward_hook(hook))
-            out = first_tensor(self.module(input_ids=ids))
-        y = seen[0] if seen else out
-        return y.reshape(len(ids), -1, y.shape[-1])
+    def outputs(self, ids: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n d"]:
+        """What leaves the layer, or the model. Some sequences more than asked are run, so that few batches are recorded."""
+        count = len(ids)
+        if count > 1:
+            ids = torch.cat([ids, ids[-1:].expand(_BATCH - count, -1)])
+        recording, run = self._run(ids)
+        end = self._end(recording)
+        y = run.values([end])[end]
+        return y.reshape(len(ids), -1, y.shape[-1])[:count]
+
+    def _run(self, ids: Int[Tensor, "batch n"]) -> tuple[Recording, Run]:
+        """The model's recorded run at a batch of sequences."""
+        recording, run = self.model.recordings.at(self.module, (), {"input_ids": ids} | self.fixed)
+        return recording, Run(run.program, run.tensors, None)
+
+    def _end(self, recording: Recording) -> Node:
+        """Where the layer ends, or the model."""
+        if self.whole:
+            return next(n for n in recording.program.outputs if recording.layers.flow.live(n))
+        return ends_of(recording.layers, self.layer, self.map).leave[0]
+
+    def _from_embedding(self, ids: Int[Tensor, " n"], *, to_end: bool) -> tuple[Float[Tensor, "1 n d"], Tensor]:
+        """The embeddings of a sequence, and on a graph what leaves the layer, else what enters its map."""
+        recording, run = self._run(ids[None])
+        program, layers = recording.program, recording.layers
+        weights = program.weights_now()
+        holder = next(n for n, key in program.weights.items() if weights[key] is self.weight)
+        tables = [n for n in holder.users if program.inputs[0] in n.all_input_nodes]
+        if len(tables) != 1:
+            raise BadInputError("expected ids that are looked up in one table, got others; attack its features instead")
+        stop = self._end(recording) if to_end else ends_of(layers, self.layer, self.map).enter[0]
+        way = Way.of(Flow(program, tables), tables, (stop,), check=False)
+        kept = run.at(self.model.dtype).values((*way.beside, *tables))
+        x = kept[tables[0]].detach().requires_grad_()
+        with torch.enable_grad():
+            (y,) = way.follow(kept, [x], self.model.dtype)
+        return x, y
 
     def scores(self, edits: Int[Tensor, "edits n"], keep: Sequence[Tensor] | None = None) -> Float[Tensor, " edits"]:
         """How far each edit moves the output, relative to its length, or how many times the constant it has.
@@ -202,41 +229,28 @@ class _Runner:
         return captured.measure(self.layer, self.map, tol=1e-2).value
 
     def slopes(self, ids: Int[Tensor, " n"], random: torch.Generator | None) -> Float[Tensor, "probes n d"]:
-        """Pulled back to the embeddings: random output directions, without `random` its change; or the constant's gradient."""
-        held: list[Tensor] = []
+        """The vjp at the embeddings of random output directions, without `random` of its change; or the constant's gradient."""
+        if self.goal == "constant":
+            x, y, probes = self._constant_slope(ids)
+        else:
+            x, y = self._from_embedding(ids, to_end=True)
+            y = y.reshape(self.base.shape)
+            change = (y - self.base).detach()[None]
+            probes = change if random is None else torch.randn(_SKETCH, *y.shape, generator=random).to(y)
+        return torch.stack([torch.autograd.grad(y, x, u, retain_graph=True)[0][0] for u in probes])
 
-        def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-            held.append(out.detach().requires_grad_())
-            return held[0]
-
-        with torch.enable_grad():
-            if self.goal == "constant":
-                target, probes = self._constant_slope(ids, hook)
-            else:
-                target = self.outputs(ids[None], hook)
-                change = (target - self.base).detach()[None]
-                probes = change if random is None else torch.randn(_SKETCH, *target.shape, generator=random).to(target)
-            return torch.stack([torch.autograd.grad(target, held[0], u, retain_graph=True)[0][0] for u in probes])
-
-    def _constant_slope(self, ids: Tensor, hook: Callable[..., Any]) -> tuple[Tensor, Tensor]:
-        """The layer's input, on a graph, and `∂_X ⟨u, J(X)v⟩` there, as the difference `(J(X+hv)ᵀu − J(X−hv)ᵀu)/2h`."""
+    def _constant_slope(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings, the layer's input on a graph, and `∂_X ⟨u, J(X)v⟩` there: `(J(X+hv)ᵀu − J(X−hv)ᵀu)/2h`."""
         captured = self.model.capture(ids=ids)
-        cut = captured.map(self.layer, self.map)
-        x = cut.start.double()
-        v = captured.measure(self.layer, self.map, tol=1e-2).direction.to(x)
-        u = cut.linearize(x[None])[1].jvp(v[None, None])
+        f = captured.map(self.layer, self.map)
+        point = f.start.double()
+        v = captured.measure(self.layer, self.map, tol=1e-2).direction.to(point)
+        u = f.linearize(point[None])[1].jvp(v[None, None])
         u = u / u.norm()
-        h = 1e-4 * float(x.norm())
-        ahead, behind = (cut.linearize((x + s * h * v)[None])[1].vjp(u)[0] for s in (1.0, -1.0))
-        g = (ahead - behind) / (2 * h)
-        held: list[Tensor] = []
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            held.append(next(t for t in (kwargs.get("hidden_states"), *args) if isinstance(t, Tensor)))
-
-        with self.entry.register_forward_pre_hook(before, with_kwargs=True):
-            self.outputs(ids[None], hook)
-        return held[0], g.reshape(1, *held[0].shape).to(held[0])
+        h = 1e-4 * float(point.norm())
+        ahead, behind = (f.linearize((point + s * h * v)[None])[1].vjp(u)[0] for s in (1.0, -1.0))
+        x, y = self._from_embedding(ids, to_end=False)
+        return x, y, ((ahead - behind) / (2 * h)).reshape(1, *y.shape).to(y)
 
 
 def _substitute(run: _Runner, words: int, random: torch.Generator, scored: int, way: str) -> TokenAttack:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
-from howsmooth.maps.graph import Graph, Node, graph_of
+from howsmooth.program.pieces import Piece, Pieces, pieces_of
 from howsmooth.theory.around import Around, Neighbourhood, around_attention
 from howsmooth.theory.around_norms import SAME_ROWS, Certified
 from howsmooth.theory.around_pieces import norm_change, norm_ratios, norm_remainder, norm_slope, shared_shape, slice_lengths
@@ -72,9 +72,9 @@ def bound_around(
     return around_graph(Certified(graph, neighbourhood.point, tokens, delta, seed, norm), neighbourhood)
 
 
-def check_structure(f: object, x: Tensor) -> Graph:
+def check_structure(f: object, x: Tensor) -> Pieces:
     """The graph of a map at an input of that shape; maps that no bound around an input is known for are refused."""
-    graph = graph_of(f, tuple(x.shape)) if isinstance(f, Map) else None
+    graph = pieces_of(f, tuple(x.shape)) if isinstance(f, Map) else None
     if graph is None:
         raise BadInputError(
             f"expected a layer, a norm or a composition of them for a bound around an input, got {type(f).__name__}; "
@@ -213,7 +213,7 @@ def _length_moved(certified: Certified, bent: dict[int, _Bent], j: int, far: flo
 
 
 def _bend(
-    node: Node,
+    node: Piece,
     entering: list[_Reach],
     at: list[Tensor],
     moved: list[Tensor],
@@ -296,7 +296,7 @@ def _length(each: Tensor, ratios: tuple[Tensor, Tensor], total: float) -> float:
     return min((b for b in bounds if b == b), default=math.inf)
 
 
-def _through(node: Node, entering: list[_Reach], graph: Graph, n: int) -> _Reach:
+def _through(node: Piece, entering: list[_Reach], graph: Pieces, n: int) -> _Reach:
     """A linear node, as far as it treats tokens as rows."""
     if node.kind == "pick" or any(e.rows is None and e.slope == math.inf for e in entering):
         return _Reach(None)
@@ -324,7 +324,7 @@ def _through(node: Node, entering: list[_Reach], graph: Graph, n: int) -> _Reach
     return _Reach(None)
 
 
-def _same_rows(node: Node, before: tuple[int, ...], n: int) -> bool:
+def _same_rows(node: Piece, before: tuple[int, ...], n: int) -> bool:
     """Whether a node leaves n tokens in their order, whatever axes of length one stand beside them."""
     rows = math.prod(before[:-1]), math.prod(node.shape[:-1])
     if not (len(before) > 1 and before[-1:] == node.shape[-1:] and rows == (n, n)):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.maps import Attention, AutodiffJacobian, Weighted
-from howsmooth.maps.graph import Graph, Node
 from howsmooth.maps.operator import Operator, Restricted
+from howsmooth.program.pieces import Piece, Pieces
 from howsmooth.spectral import DenseSVD, GolubKahan, small
 from howsmooth.theory.around import AroundAttention
 from howsmooth.theory.softmax_only import check_softmax
@@ -30,7 +30,7 @@ SAME_ROWS = {
 class Certified:
     """Norms of derivatives of a graph at an input, each certified once and kept. tokens: the positions that may move."""
 
-    graph: Graph
+    graph: Pieces
     x: Float[Tensor, "n d"]
     tokens: tuple[int, ...] | None = None
     delta: float = 1e-6
@@ -115,7 +115,7 @@ class Certified:
         behind = [i for i in self.bends if self.graph.nodes[i].kind == "opaque"]
         return [w for i in behind if (w := next((w for w in self.waists if w > i), None)) is not None]
 
-    def attention(self, node: Node, x: Tensor) -> AroundAttention:
+    def attention(self, node: Piece, x: Tensor) -> AroundAttention:
         """Bounds around what enters an attention layer."""
         if id(node) not in self._layers:
             self.used += 1
@@ -197,7 +197,7 @@ class Certified:
         return solution.upper * repeated * (1 + 1e-6) if math.isfinite(solution.upper) else math.inf
 
 
-def check_known(node: Node) -> None:
+def check_known(node: Piece) -> None:
     """Refuse what no bound here is made for."""
     if isinstance(node.opaque, Attention):
         check_softmax(node.opaque.kind, "a bound around an input")

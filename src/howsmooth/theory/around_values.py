@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadFunctionError
-from howsmooth.maps.graph import Graph, Node
+from howsmooth.program.pieces import Piece, Pieces
 from howsmooth.theory.around_pieces import norm_remainder, softmax_remainder
 
 _UP = 1 + 1e-9  # rounding of sums of positive numbers
@@ -46,7 +46,7 @@ class _Stop:
     first, columns: its own columns.  groups: its own groups, the first of them.
     """
 
-    node: Node
+    node: Piece
     index: int
     at: tuple[Tensor, ...]
     sizes: tuple[Tensor, ...]
@@ -101,7 +101,7 @@ class Expansion:
 
 
 @torch.no_grad()
-def expand(graph: Graph, x: Float[Tensor, "n d"], together: bool, tokens: Sequence[int] | None = None) -> Expansion:
+def expand(graph: Pieces, x: Float[Tensor, "n d"], together: bool, tokens: Sequence[int] | None = None) -> Expansion:
     """The expansion of a graph at tokens (n, d), float64.
 
     together: one radius for all tokens (Frobenius), else one for each.  tokens: the positions that may move, all by default.
@@ -172,7 +172,7 @@ def expand(graph: Graph, x: Float[Tensor, "n d"], together: bool, tokens: Sequen
     )
 
 
-def _last_use(graph: Graph) -> list[int]:
+def _last_use(graph: Pieces) -> list[int]:
     last = [graph.output + 1] * len(graph.nodes)
     for i, node in enumerate(graph.nodes[: graph.output + 1]):
         for j in node.inputs:
@@ -181,7 +181,7 @@ def _last_use(graph: Graph) -> list[int]:
     return last
 
 
-def _pushed(node: Node, at: tuple[Tensor, ...], entering: list) -> Tensor | tuple[Tensor, ...]:
+def _pushed(node: Piece, at: tuple[Tensor, ...], entering: list) -> Tensor | tuple[Tensor, ...]:
     """Columns through a linear node."""
     if node.kind == "linear" and len(entering) == 1 and isinstance(entering[0], tuple):
         return node.run(entering[0])  # one of several tensors
@@ -195,7 +195,7 @@ def _widened(c: Tensor, count: int) -> Tensor:
     return c if len(c) == count else torch.cat([c, c.new_zeros(count - len(c), *c.shape[1:])])
 
 
-def _weights(graph: Graph, i: int) -> int | None:
+def _weights(graph: Pieces, i: int) -> int | None:
     """The softmax that a node is, entry by entry in its order, if it is one."""
     while graph.nodes[i].kind == "linear" and graph.nodes[i].name in _SHAPES and len(graph.nodes[i].inputs) == 1:
         before = graph.nodes[graph.nodes[i].inputs[0]].shape
@@ -205,14 +205,14 @@ def _weights(graph: Graph, i: int) -> int | None:
     return i if graph.nodes[i].kind == "softmax" else None
 
 
-def _own_groups(node: Node, out: Tensor, rows: bool) -> Groups:
+def _own_groups(node: Piece, out: Tensor, rows: bool) -> Groups:
     size = out.numel()
     if node.kind == "norm" or rows:
         return Groups(torch.arange(size // out.shape[-1]).repeat_interleave(out.shape[-1]), size // out.shape[-1])
     return Groups(torch.arange(size), size)
 
 
-def _tangent(node: Node, at: tuple[Tensor, ...], out: Tensor, c: list[Tensor]) -> Tensor:
+def _tangent(node: Piece, at: tuple[Tensor, ...], out: Tensor, c: list[Tensor]) -> Tensor:
     """Columns through the derivative of a node that is not linear."""
     if node.kind == "pointwise" and node.scalar is not None:
         return node.scalar.slope(at[0]) * c[0]
@@ -235,7 +235,7 @@ def _tangent(node: Node, at: tuple[Tensor, ...], out: Tensor, c: list[Tensor]) -
 
 
 def _quantities(
-    node: Node, at: tuple[Tensor, ...], c: list[Tensor], out: Tensor, groups: Groups, rows: bool
+    node: Piece, at: tuple[Tensor, ...], c: list[Tensor], out: Tensor, groups: Groups, rows: bool
 ) -> list[tuple[Tensor, Tensor]]:
     """What a remainder asks for, each as sizes by group, (…, groups), and as signed columns."""
     if node.kind == "norm":

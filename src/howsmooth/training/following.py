@@ -122,7 +122,7 @@ class Following:
     def confirmed(self) -> bool:
         """Whether the model itself gives what its replay gave; nothing is said against one that is not finite."""
         own = self.paths.recording.program.own(self.paths.tensors)
-        return agrees(own, self._returned) or not all(bool(t.isfinite().all()) for t in own)
+        return agrees(self.paths.recording.program, own, self._returned) or not all(bool(t.isfinite().all()) for t in own)
 
     def run(
         self, directions: Mapping[int, Block], *, rounds: int = 1, first: int = 1, least: float = 0.0, looks: bool = False

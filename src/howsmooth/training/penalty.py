@@ -287,7 +287,7 @@ class SmoothnessPenalty:
         self._by_row[paths.recording] = True
         return {k: found[k] for k in paths.ends}
 
-    def _replayed(self, probe: Probe) -> tuple[Paths, dict[Node, Tensor], dict[str, Tensor]]:
+    def _replayed(self, probe: Probe) -> tuple[Paths, dict[Node, Tensor], Mapping[str, Tensor]]:
         """The recorded run of the model at a batch, what enters its layers, and its weights, with their graph."""
         for anew in (False, True):
             known = self._paths
@@ -297,7 +297,9 @@ class SmoothnessPenalty:
             weights = paths.recording.program.weights_now()
             hidden, returned = paths.replayed(weights)
             own = paths.recording.program.own(paths.tensors)
-            if agrees(own, [t.detach() for t in returned]) or not all(bool(t.isfinite().all()) for t in own):
+            if agrees(paths.recording.program, own, [t.detach() for t in returned]) or not all(
+                bool(t.isfinite().all()) for t in own
+            ):
                 return paths, hidden, weights
         raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
 

@@ -1,5 +1,6 @@
-"""What a recording refuses, what it keeps, and that certificates of it bound the values of the function itself."""
+"""What is read off a program: what is refused, what is kept, and that certificates bound the values of the function itself."""
 
+import copy
 import ctypes
 import io
 import pickle
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.errors import BadFunctionError, HowSmoothError
-from howsmooth.maps.recording import Placeholder, check_agrees, record
+from howsmooth.errors import BadFunctionError
 from howsmooth.maps.scalars import known_scalar
+from howsmooth.program import Layers, ends_of, record
+from howsmooth.program.reading import Whole, check_agrees, read, read_function
 from howsmooth.theory.around import Neighbourhood
 from howsmooth.theory.around_blocks import around_graph
 from howsmooth.theory.around_norms import Certified
@@ -42,6 +44,9 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "text": lambda t: "1." in repr(t.detach()),
     "a number in text": lambda t: f"{t.detach()[0, 0].tolist():.3f}" < "1.45",
     "a subclass": lambda t: t.as_subclass(Tensor).tolist()[0][0] < 1.45,
+    "a number of a subclass": lambda t: t.as_subclass(Tensor)[0, 0].item() < 9.0,
+    "a parameter": lambda t: torch.nn.Parameter(t.detach())[0, 0].item() < 9.0,
+    "a deep copy": lambda t: copy.deepcopy(t.detach())[0, 0].item() < 9.0,
     "the number of entries": lambda t: len((t > 1.45).nonzero()) == 0,
     "the shape behind a mask": lambda t: t[t > 1.45].numel() == 0,
     "masked_select": lambda t: t.masked_select(t > 1.45).numel() == 0,
@@ -223,7 +228,7 @@ def test_operations_stay_within_their_expansion(name: str, r: float):
     f = OPERATIONS[name]
     room = 1e-5 if "float32" in name else 1e-12
     for together in (True, False):
-        expanded = expand(record(f, X), X, together)
+        expanded = expand(read_function(f, X), X, together)
         moved = expanded.at(torch.full((expanded.inputs,), r).double())
         random = torch.Generator().manual_seed(0)
         for _ in range(100):
@@ -239,13 +244,13 @@ def test_at_small_radii_an_expansion_is_tight():
     """A wrong derivative would be too long or too short."""
     for name in ("softmax of columns", "softmax of an axis counted from the front", "addmm of both", "a product with one row"):
         f, r = OPERATIONS[name], 1e-7
-        moved = expand(record(f, X), X, True).at(torch.full((1,), r).double())
+        moved = expand(read_function(f, X), X, True).at(torch.full((1,), r).double())
         J = torch.autograd.functional.jacobian(f, X).reshape(4, 4)  # pyright: ignore[reportAttributeAccessIssue]
         assert moved.total == pytest.approx(r * float(torch.linalg.matrix_norm(J, 2)), rel=1e-4)
 
 
 def test_a_derivative_through_detach_is_that_of_the_values():
-    f = record(lambda t: (t @ W).detach() * torch.tanh(t).data, X)
+    f = read_function(lambda t: (t @ W).detach() * torch.tanh(t).data, X)
     J = torch.autograd.functional.jacobian(f, X)
     truth = torch.autograd.functional.jacobian(lambda t: (t @ W) * torch.tanh(t), X)
     assert torch.allclose(J, truth)  # pyright: ignore[reportArgumentType]
@@ -255,10 +260,10 @@ def test_a_derivative_through_detach_is_that_of_the_values():
 
 def test_what_has_kinks_or_bends_far_out_is_not_known_by_its_values():
     assert known_scalar(lambda t: torch.tanh(t) + torch.exp(t - 60)) is None
-    nodes = record(lambda t: torch.relu(t) + 5 * torch.relu(t - 20), X).nodes
+    nodes = read_function(lambda t: torch.relu(t) + 5 * torch.relu(t - 20), X).nodes
     assert sum(node.name == "relu" and node.scalar is not None for node in nodes) == 2
     with pytest.raises(BadFunctionError, match="got clamp"):
-        record(lambda t: t * torch.rsqrt(t.square().mean(-1, keepdim=True).clamp(max=1e6) + 1e-5), X)
+        read_function(lambda t: t * torch.rsqrt(t.square().mean(-1, keepdim=True).clamp(max=1e6) + 1e-5), X)
 
 
 def test_a_graph_is_compared_where_it_is_used():
@@ -268,11 +273,11 @@ def test_a_graph_is_compared_where_it_is_used():
         state["calls"] += 1
         return t * (1.0 if state["calls"] == 1 else 1.1)
 
+    with pytest.raises(BadFunctionError, match="they miss at its input"):
+        read_function(other_later, X)
     with pytest.raises(BadFunctionError, match="miss by"):
-        record(other_later, X)
-    with pytest.raises(BadFunctionError, match="miss by"):
-        record(lambda t: t * 1.0, X * 0, truth=lambda t: t * 2.0)  # at zero both agree
-    graph = record(torch.tanh, X)
+        read_function(lambda t: t * 1.0, X * 0, truth=lambda t: t * 2.0)  # at zero both agree
+    graph = read_function(torch.tanh, X)
     check_agrees(graph, torch.tanh, [X, X + 100])
     with pytest.raises(BadFunctionError, match="miss by"):
         check_agrees(graph, lambda t: torch.where(t > 50, 2.0, torch.tanh(t)), [X, X + 100])
@@ -285,15 +290,17 @@ def test_what_is_kept_for_the_next_call_is_refused():
         kept.append(t @ W)
         return kept[0]
 
-    with pytest.raises(BadFunctionError, match="keeps nothing"):
-        record(f, X)
-    assert isinstance(kept[0], Placeholder)
+    with pytest.raises(BadFunctionError, match=r"depends on x|they miss"):
+        read_function(f, X)
 
 
-def test_a_layer_inside_a_function_is_refused_in_one_sentence():
-    layer = hs.Attention.from_matrices(torch.eye(2), torch.eye(2))
-    with pytest.raises(HowSmoothError, match="torch operations alone"):
-        hs.certified_radius(lambda t: layer(t.float()).mean(0), X)
+def test_a_layer_inside_a_function_is_what_it_computes():
+    layer = hs.Attention(W, W.T, torch.eye(2).double(), W)
+    taken = hs.certified_radius(lambda t: layer(t).mean(0), X)
+    plain = hs.certified_radius(lambda t: (torch.softmax(layer.scale * (t @ W.T) @ (t @ W).T, -1) @ t @ W.T).mean(0), X)
+    assert taken.certified == pytest.approx(plain.certified, rel=0.1)
+    assert taken.attacked == pytest.approx(plain.attacked, rel=1e-6)
+    assert taken.certified <= taken.attacked
 
 
 @pytest.mark.parametrize("limit", [1.0, 100.0])
@@ -309,8 +316,106 @@ def test_memory_that_is_written_to_by_way_of_a_view(limit: float):
         z.mul_(limit)
         return z + first
 
-    for f in (through_a_view, through_the_whole):
-        with pytest.raises(BadFunctionError, match="a view that was written to"):
-            record(f, X)
-    kept = record(lambda t: (t * 2).view(-1).mul_(limit).reshape(2, 2), X)
-    assert torch.allclose(kept(X), 2 * limit * X)
+    for f in (through_a_view, through_the_whole, lambda t: (t * 2).view(-1).mul_(limit).reshape(2, 2)):
+        pieces = read_function(f, X)
+        assert torch.allclose(pieces(X + 1), f(X + 1))
+
+
+class _Layer(torch.nn.Module):
+    """Attention as people write it, inside a block; `reads` in the block, where a number is read off."""
+
+    def __init__(self, reads: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.o, self.up, self.down = (torch.nn.Linear(8, 8).double() for _ in range(6))
+        self.norm, self.reads = torch.nn.LayerNorm(8).double(), reads
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.o(torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm(x))
+        return x + self.down(torch.nn.functional.gelu(self.up(x))) * (2.0 if self.reads and x[0, 0, 0] > 50 else 1.0)
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, reads: bool = False):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([_Layer(reads), _Layer()])
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+TOKENS = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(3)).double()
+
+
+def _whole(block: _Layer) -> hs.Attention:
+    w = {f"w_{k}": getattr(block, k).weight.detach() for k in "qkvo"}
+    return hs.Attention(**w, **{f"b_{k}": getattr(block, k).bias.detach() for k in "qkvo"}, heads=2)
+
+
+@pytest.mark.parametrize("to", [None, 1])
+def test_the_segment_of_a_model(to: int | None):
+    """Bounds of a block, and of both, hold at every point and are sharp at small radii, attention taken whole or not."""
+    model = _Model()
+    program = record(model, (TOKENS,))
+    layers = Layers(program)
+    ends = ends_of(layers, 0, "block", to=to)
+    wholes = []
+    for k, block in enumerate(model.layers):
+        own = ends_of(layers, k, "attention")
+        assert isinstance(block, _Layer)
+        wholes.append(Whole(own.enter[0], own.leave[0], _whole(block)))
+    pieces, plain = read(program, ends, wholes), read(program, ends)
+    assert [p.name for p in pieces.nodes].count("layer") == (1 if to is None else 2)
+    x, f = TOKENS[0], model.layers[0] if to is None else model
+
+    def jacobian(y: Tensor) -> Tensor:
+        return torch.autograd.functional.jacobian(lambda t: f(t[None])[0], y).reshape(24, 24)  # pyright: ignore
+
+    assert torch.allclose(pieces(x), f(TOKENS)[0])
+    assert torch.allclose(plain(x), f(TOKENS)[0])
+    for r in (1e-7, 0.05):
+        around = around_graph(Certified(pieces, x), Neighbourhood.of(x, r))
+        moved = expand(plain, x, False).at(torch.full((3,), r).double())
+        for seed in range(5):
+            step = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed)).double()
+            y = x + r * step / step.norm(dim=-1, keepdim=True)
+            change = float((f(y[None])[0] - f(TOKENS)[0]).norm())
+            assert change <= around.moved_total * (1 + 1e-9)
+            assert change <= moved.total * (1 + 1e-9)
+            assert float(torch.linalg.matrix_norm(jacobian(y), 2)) <= around.slope
+    norm = float(torch.linalg.matrix_norm(jacobian(x), 2))
+    assert around_graph(Certified(pieces, x), Neighbourhood.of(x, 1e-9)).slope == pytest.approx(norm, rel=1e-3)
+
+
+def test_a_wrong_layer_is_refused():
+    model = _Model()
+    program = record(model, (TOKENS,))
+    layers = Layers(program)
+    block, own = model.layers[0], ends_of(layers, 0, "attention")
+    assert isinstance(block, _Layer)
+    wrong = replace(_whole(block), b_v=None)
+    with pytest.raises(BadFunctionError, match="miss by"):
+        read(program, ends_of(layers, 0, "block"), [Whole(own.enter[0], own.leave[0], wrong)])
+
+
+def test_a_block_that_reads_is_refused_and_its_neighbour_is_not():
+    program = record(_Model(reads=True), (TOKENS,))
+    layers = Layers(program)
+    with pytest.raises(BadFunctionError, match="reads a number off"):
+        read(program, ends_of(layers, 0, "block"))
+    read(program, ends_of(layers, 1, "block"))
+
+
+def test_a_block_without_its_residual_path():
+    model = _Model()
+    program = record(model, (TOKENS,))
+    layers = Layers(program)
+    pieces = read(program, ends_of(layers, 0, "update"))
+    assert torch.allclose(pieces(TOKENS[0]), (model.layers[0](TOKENS) - TOKENS)[0])

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from howsmooth.maps.graph import Graph, Node, normalised
 from howsmooth.maps.scalars import known_scalar
+from howsmooth.program.pieces import Piece, Pieces, normalised
 
 
-def joined(graph: Graph) -> Graph:
+def joined(graph: Pieces) -> Pieces:
     """Norms and scalar functions that were spelled out, each in one node again."""
     nodes = list(graph.nodes)
     for i in range(len(nodes)):
@@ -39,7 +39,7 @@ def joined(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def _between(nodes: list[Node], end: int, origin: int) -> list[int]:
+def _between(nodes: list[Piece], end: int, origin: int) -> list[int]:
     """The nodes on the ways from `origin` to `end`, in order."""
     found: set[int] = set()
     open_ = [end]
@@ -51,7 +51,7 @@ def _between(nodes: list[Node], end: int, origin: int) -> list[int]:
     return sorted(found)
 
 
-def _spelled(nodes: list[Node], inside: list[int], origin: int, end: int) -> Callable[[Tensor], Tensor]:
+def _spelled(nodes: list[Piece], inside: list[int], origin: int, end: int) -> Callable[[Tensor], Tensor]:
     parts = [(k, nodes[k]) for k in inside]
 
     def run(t: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _spelled(nodes: list[Node], inside: list[int], origin: int, end: int) -> Cal
     return run
 
 
-def _as_norm(nodes: list[Node], i: int) -> Node | None:
+def _as_norm(nodes: list[Piece], i: int) -> Piece | None:
     """`u · rsqrt(mean u² + eps)` or `u / sqrt(mean u² + eps)` over the last axis, whatever its parts are called."""
     node = nodes[i]
     if node.name not in ("mul", "div") or len(node.inputs) != 2 or len(node.shape) < 1:

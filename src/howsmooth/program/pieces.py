@@ -17,7 +17,7 @@ Kind = Literal["input", "linear", "pointwise", "product", "matrix product", "sof
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class Piece:
     """One operation. run: of what its references stand for, in order.  name: torch's, for people.  shape: of what it gives."""
 
     kind: Kind
@@ -36,13 +36,13 @@ class Node:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Graph:
+class Pieces:
     """Operations in order, the first one the input, and which of them is the output.
 
     rounding: what a function that it was recorded from may differ by, as a part of the largest number on the way.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[Piece, ...]
     output: int
     rounding: float = 1e-13
 
@@ -84,15 +84,14 @@ class Graph:
 
 @final
 @dataclass(frozen=True, eq=False)
-class GraphMap(Map):
-    """A graph as a map of tokens, (n, d) of one length, in float64."""
+class PiecesMap(Map):
+    """Pieces as a map of tokens, (n, d) of one length, in float64."""
 
-    graph: Graph
-    shape: tuple[int, int]
+    graph: Pieces
 
     @property
     def width(self) -> int:
-        return self.shape[1]
+        return self.graph.nodes[0].shape[1]
 
     @property
     def out_width(self) -> int:
@@ -113,7 +112,7 @@ class GraphMap(Map):
         return jacobian.output, jacobian
 
 
-def pruned(graph: Graph) -> Graph:
+def pruned(graph: Pieces) -> Pieces:
     """Without what the output does not depend on."""
     kept = [i for i, needed in enumerate(graph.reaching()) if needed or i == 0]
     place = {i: k for k, i in enumerate(kept)}
@@ -129,15 +128,15 @@ def normalised(centred: bool, eps: float) -> Callable[[Tensor], Tensor]:
     return run
 
 
-def graph_of(f: Map, shape: tuple[int, ...]) -> Graph | None:
+def pieces_of(f: Map, shape: tuple[int, ...]) -> Pieces | None:
     """A map of this package as a graph for tokens of that shape; nothing where its structure is not known."""
-    if isinstance(f, GraphMap):
+    if isinstance(f, PiecesMap):
         return f.graph
-    nodes = _nodes_of(f, [Node("input", "input", (), lambda: None, tuple(shape))])
-    return None if nodes is None else Graph(tuple(nodes), len(nodes) - 1)
+    nodes = _nodes_of(f, [Piece("input", "input", (), lambda: None, tuple(shape))])
+    return None if nodes is None else Pieces(tuple(nodes), len(nodes) - 1)
 
 
-def _nodes_of(f: Map, nodes: list[Node]) -> list[Node] | None:
+def _nodes_of(f: Map, nodes: list[Piece]) -> list[Piece] | None:
     """The nodes of a map behind others, of whose last one it is a function."""
     last, n = len(nodes) - 1, nodes[-1].shape[0]
     if isinstance(f, Composition):
@@ -145,14 +144,14 @@ def _nodes_of(f: Map, nodes: list[Node]) -> list[Node] | None:
         return None if inner is None else _nodes_of(f.outer, inner)
     if isinstance(f, Attention):
         layer = f.to(torch.float64)
-        return [*nodes, Node("opaque", "layer", (last,), lambda t: layer.value(t[None])[0], (n, f.out_width), opaque=layer)]
+        return [*nodes, Piece("opaque", "layer", (last,), lambda t: layer.value(t[None])[0], (n, f.out_width), opaque=layer)]
     if isinstance(f, LayerNorm | RMSNorm):
         weight, bias = f.weight.double(), 0.0 if f.bias is None else f.bias.double()
         centred, shape = isinstance(f, LayerNorm), (n, f.width)
         return [
             *nodes,
-            Node("norm", "norm", (last,), normalised(centred, f.eps), shape, eps=f.eps, centred=centred),
-            Node("linear", "mul", (last + 1,), lambda t: t * weight, shape, constant=weight),
-            Node("linear", "add", (last + 2,), lambda t: t + bias, shape),
+            Piece("norm", "norm", (last,), normalised(centred, f.eps), shape, eps=f.eps, centred=centred),
+            Piece("linear", "mul", (last + 1,), lambda t: t * weight, shape, constant=weight),
+            Piece("linear", "add", (last + 2,), lambda t: t + bias, shape),
         ]
     return None

@@ -1,0 +1,281 @@
+"""Steps from logits to weights: arithmetic, keys that are hidden, rows of weights; by the name of the operation."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from howsmooth.program import logits_axes as axes
+from howsmooth.program.editing import TURNS, aten, size
+from howsmooth.program.equations import MATMULS
+from howsmooth.program.lazy_logits import LazyLogits, LazyRow, LogitsReader, NotAttentionError, need
+from howsmooth.program.nodes import name, order, value
+
+LOW = -1e4  # a fill this low hides a key
+_FLOOR = -1e30  # a floor this low is none
+_BEGINS = MATMULS | {"einsum", "cdist", "_euclidean_dist", "linalg_vector_norm", "norm", "sum"}
+
+
+def read(r: LogitsReader, n: Node) -> None:
+    """Take notice of a node; the editor is at it."""
+    step = _STEPS.get(name(n)) if n.op == "call_function" else None
+    if step is None or not (name(n) in _BEGINS or any(m in r.known for m in n.all_input_nodes)):
+        return
+    try:
+        given = signature(step).bind(r, n, *n.args, **n.kwargs)
+    except TypeError:  # other arguments than those that attention is written with
+        return
+    try:
+        r.known[n] = step(*given.args, **given.kwargs)
+    except NotAttentionError:
+        return
+
+
+def _times(r: LogitsReader, n: Node, a: Any, b: Any, *, inverse: bool = False) -> LazyLogits:
+    if a is b:
+        return _power(r, n, a, 2)
+    if not isinstance(r.known.get(a), LazyLogits) and not inverse:
+        a, b = b, a
+    logits, row = r.logits(a), r.known.get(b) if isinstance(b, Node) else None
+    if isinstance(row, LazyRow):
+        return _normalised(r, n, logits, b, row)
+    number = r.number(b)
+    if number is None:
+        return _times_tensor(r, logits, r.own_axes(b, logits), inverse)
+    number = 1 / number if inverse else number
+    if logits.weights is not None:
+        return _all(r, logits, lambda part: replace(part, gain=part.gain * number))
+    need(logits.sink is None)
+    terms = tuple(t if value(t).dtype is torch.bool else r.edit.times(t, number) for t in logits.terms)
+    scaled = {"scale": logits.scale * number} if logits.cap is None else {"cap": logits.cap * number}
+    return replace(logits, **scaled, shift=logits.shift * number, terms=terms)
+
+
+def _all(r: LogitsReader, logits: LazyLogits, change: Callable[[LazyLogits], LazyLogits]) -> LazyLogits:
+    """A change of weights, those beside them too."""
+    need(logits.weights != "exp")
+    return replace(change(logits), beside=tuple(map(change, logits.beside)))
+
+
+def _times_tensor(r: LogitsReader, logits: LazyLogits, by: Node, inverse: bool) -> LazyLogits:
+    """Logits times a tensor that is the same for all keys, or for all queries: a factor of the vectors on the other side."""
+    op = aten.div.Tensor if inverse else aten.mul.Tensor
+    if logits.weights is not None:
+        if size(by)[-1] == 1:
+            need(not _made_of(r, by, logits))
+            by = r.edit.call(aten.reciprocal.default, by) if inverse else by
+            return _all(r, logits, lambda part: replace(part, gains=(*part.gains, by)))
+        need(not inverse and logits.weights != "softmax")
+        return _hidden(r, logits, r.edit.call(aten.ne.Scalar, by, 0))  # a mask of 0 and 1
+    if 1 not in size(by)[-2:]:  # such a mask too, with a low number added where it is 0
+        need(not inverse)
+        return _hidden(r, logits, r.edit.call(aten.ne.Scalar, by, 0))
+    need(logits.cap is None and logits.sink is None)
+    terms = [t if value(t).dtype is torch.bool else r.edit.call(op, t, by) for t in logits.terms]
+    if logits.shift:
+        one = r.edit.call(aten.full_like.default, by, logits.shift)
+        terms.append(r.edit.call(op, one, by))
+    logits = replace(logits, shift=0.0, terms=tuple(terms))
+    if logits.form != "product":
+        need(logits.form == "squared" and size(by)[-2:] == (1, 1))
+        by = r.edit.call(aten.sqrt.default, by)
+        return replace(logits, q=r.edit.call(op, logits.q, by), k=r.edit.call(op, logits.k, by))
+    if size(by)[-1] == 1:
+        return replace(logits, q=r.edit.call(op, logits.q, by))
+    return replace(logits, k=r.edit.call(op, logits.k, r.edit.swapped(by)))
+
+
+def _made_of(r: LogitsReader, n: Node, logits: LazyLogits) -> bool:
+    """Whether a tensor is made of logits of the same keys, which then are there in any case."""
+    todo, visited = [n], set[Node]()
+    while todo:
+        m = todo.pop()
+        known = r.known.get(m)
+        if isinstance(known, LazyLogits) and known.k is logits.k:
+            return True
+        if m not in visited and order(m) > order(logits.k):
+            visited.add(m)
+            todo += m.all_input_nodes
+    return False
+
+
+def _normalised(r: LogitsReader, n: Node, logits: LazyLogits, b: Node, row: LazyRow) -> LazyLogits:
+    """`exp(s)` over its own sum, and what is added to that: a sink."""
+    last = logits.axes[-1] == len(logits.axes) - 1
+    need(row.of is logits and logits.weights == "exp" and last and size(b) == (*size(n)[:-1], 1))
+    if row.more == 0:
+        return replace(logits, weights="softmax")
+    if not isinstance(row.more, Node):
+        return replace(logits, weights="softmax", sink=math.log(row.more) if row.more > 0 else math.nan)
+    return replace(logits, weights="softmax", sink=r.edit.call(aten.log.default, r.own_axes(row.more, logits)))
+
+
+def _negative(r: LogitsReader, n: Node, a: Any) -> LazyLogits:
+    return _times(r, n, a, -1.0)
+
+
+def _divide(r: LogitsReader, n: Node, a: Any, b: Any, **_: Any) -> LazyLogits:
+    need(not _.get("rounding_mode"))
+    return _times(r, n, a, b, inverse=True)
+
+
+def _add(r: LogitsReader, n: Node, a: Any, b: Any, *, alpha: float = 1) -> LazyLogits | LazyRow:
+    known_a, known_b = (r.known.get(t) if isinstance(t, Node) else None for t in (a, b))
+    for row, more in ((known_a, b), (known_b, a)):
+        if isinstance(row, LazyRow):
+            need(row.more == 0 and alpha == 1)
+            number = r.number(more)
+            return replace(row, more=more if number is None else number)
+    alike = (
+        isinstance(known_a, LazyLogits) and isinstance(known_b, LazyLogits) and bool(known_a.weights) == bool(known_b.weights)
+    )
+    if isinstance(known_b, LazyLogits) and not alike:
+        return _plus(r, _times(r, n, b, float(alpha)), a, 1.0)
+    logits = r.logits(a)
+    if isinstance(known_b, LazyLogits) and known_b.axes == logits.axes:
+        other = _times(r, n, b, float(alpha))
+        if logits.weights is not None:
+            need(other.lead == logits.lead and (other.n, other.m) == (logits.n, logits.m) and other.weights != "exp")
+            return replace(logits, beside=(*logits.beside, replace(other, beside=()), *other.beside))
+        if all(s.form == "product" and s.cap is None and s.sink is None for s in (logits, other)):
+            return _side_by_side(r, logits, other)
+    return _plus(r, logits, b, float(alpha))
+
+
+def _subtract(r: LogitsReader, n: Node, a: Any, b: Any, *, alpha: float = 1) -> LazyLogits | LazyRow:
+    return _add(r, n, a, b, alpha=-alpha)
+
+
+def _subtracted(r: LogitsReader, n: Node, a: Any, b: Any, alpha: float = 1) -> LazyLogits | LazyRow:
+    return _add(r, n, b, a, alpha=-alpha)
+
+
+def _plus(r: LogitsReader, logits: LazyLogits, b: Any, sign: float) -> LazyLogits:
+    """Logits and a term."""
+    need(logits.weights is None)
+    number = r.number(b)
+    if number is not None and logits.sink is None:
+        return replace(logits, shift=logits.shift + sign * number)
+    if number is not None:  # which logits and their sink share
+        return logits
+    term = r.own_axes(b, logits)
+    if logits.sink is not None:
+        need(size(term)[-1] == 1)
+        return logits
+    lead = torch.broadcast_shapes(logits.lead, size(term)[:-2])
+    logits = r.in_front(logits, lead, lambda t: r.edit.expand(t, (*lead, *size(t)[-2:])))
+    return replace(logits, terms=(*logits.terms, r.edit.times(term, sign)))
+
+
+def _side_by_side(r: LogitsReader, a: LazyLogits, b: LazyLogits) -> LazyLogits:
+    """The sum of two products: that of their vectors one behind the other."""
+    lead = torch.broadcast_shapes(a.lead, b.lead)
+    a, b = (r.in_front(s, lead, lambda t: r.edit.expand(t, (*lead, *size(t)[-2:]))) for s in (a, b))
+    need((a.n, a.m) == (b.n, b.m))
+    q = r.edit.call(aten.cat.default, [r.edit.times(a.q, a.scale), r.edit.times(b.q, b.scale)], -1)
+    k = r.edit.call(aten.cat.default, [a.k, b.k], -1)
+    return replace(a, q=q, k=k, scale=1.0, shift=a.shift + b.shift, terms=a.terms + b.terms)
+
+
+def _power(r: LogitsReader, n: Node, a: Any, exponent: Any = 2) -> LazyLogits:
+    logits = r.before(a)
+    need(logits.form == "distance" and exponent == 2 and not logits.terms and not logits.shift and logits.cap is None)
+    return replace(logits, form="squared", scale=logits.scale**2)
+
+
+def _tanh(r: LogitsReader, n: Node, a: Any) -> LazyLogits:
+    logits = r.before(a)
+    need(logits.form == "product" and logits.cap is None and not logits.terms and not logits.shift)
+    return replace(logits, cap=1.0)
+
+
+def _fill(r: LogitsReader, n: Node, a: Any, mask: Node, fill: Any) -> LazyLogits:
+    logits, low = r.logits(a), r.number(fill, weights=True)
+    if logits.weights == "softmax":  # of keys that are hidden already
+        need(low == 0)
+        return logits
+    need(low is not None and (low == 0 if logits.weights else low <= LOW))
+    return _hidden(r, logits, r.own_axes(r.edit.call(aten.logical_not.default, mask), logits))
+
+
+def _where(r: LogitsReader, n: Node, shown: Node, a: Any, b: Any) -> LazyLogits:
+    if isinstance(b, Node) and isinstance(r.known.get(b), LazyLogits):
+        return _fill(r, n, b, shown, a)
+    return _fill(r, n, a, r.edit.call(aten.logical_not.default, shown), b)
+
+
+def _hidden(r: LogitsReader, logits: LazyLogits, shown: Node) -> LazyLogits:
+    """Logits, or weights that a key does not share with others, of the keys that a mask shows."""
+    need(logits.sink is None and not logits.beside)
+    return replace(logits, terms=(*logits.terms, shown))
+
+
+def _floor(r: LogitsReader, n: Node, a: Any, least: Any = None, most: Any = None) -> LazyLogits:
+    if not isinstance(r.known.get(a), LazyLogits):
+        a, least = least, a
+    low = r.number(least, weights=True)
+    need(low is not None and low <= _FLOOR and most is None)
+    return r.before(a)
+
+
+def _softmax(r: LogitsReader, n: Node, a: Any, dim: int, *_: Any, **__: Any) -> LazyLogits:
+    logits = r.logits(a)
+    need(logits.weights is None)
+    along, last = logits.axes[dim], len(logits.axes) - 1
+    if along == last - 1:  # over queries: keys then are what was queries
+        need(logits.sink is None)
+        turned = tuple({last: last - 1, last - 1: last}.get(c, c) for c in logits.axes)
+        terms = tuple(r.edit.swapped(t) for t in logits.terms)
+        logits, along = replace(logits, q=logits.k, k=logits.q, axes=turned, terms=terms), last
+    need(along == last)
+    return replace(logits, weights="softmax")
+
+
+def _sigmoid(r: LogitsReader, n: Node, a: Any) -> LazyLogits:
+    return replace(r.before(a), weights="sigmoid")
+
+
+def _exp(r: LogitsReader, n: Node, a: Any) -> LazyLogits:
+    return replace(r.before(a), weights="exp")
+
+
+def _sum(r: LogitsReader, n: Node, a: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> LazyRow | LazyLogits:
+    need(dim in ([-1], [len(size(a)) - 1]))
+    if a not in r.known:
+        squares = name(a) == "square" or (name(a) == "pow" and a.args[1] == 2)
+        need((squares or (name(a) == "mul" and a.args[0] is a.args[1])) and not keepdim)
+        return axes.differences(r, a.args[0], "squared")
+    logits = r.logits(a)
+    need(logits.weights == "exp" and logits.axes[-1] == len(logits.axes) - 1)
+    return LazyRow(logits)
+
+
+_STEPS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys((*MATMULS, "einsum"), axes.product),
+    **dict.fromkeys(("cdist", "_euclidean_dist"), axes.cdist),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), axes.norm),
+    **dict.fromkeys(("mul", "multiply"), _times),
+    **dict.fromkeys(("div", "true_divide", "divide"), _divide),
+    **dict.fromkeys(("sub", "subtract"), _subtract),
+    **dict.fromkeys(("maximum", "clamp_min", "clamp"), _floor),
+    **dict.fromkeys(("softmax", "_softmax", "_safe_softmax", "special_softmax"), _softmax),
+    **dict.fromkeys(("sigmoid", "special_expit"), _sigmoid),
+    **dict.fromkeys(("cat", "concat", "concatenate"), axes.cat),
+    **dict.fromkeys(("pad", "constant_pad_nd"), axes.padded),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "unbind"), axes.cut),
+    **dict.fromkeys(("select", "index_select"), axes.selected),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), axes.spread_out),
+    **dict.fromkeys(TURNS, axes.turned),
+    **dict.fromkeys(
+        ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "clone", "contiguous", "alias",
+         "detach", "to", "_to_copy", "type_as", "float", "double", "dropout", "view_as", "reshape_as", "nan_to_num"),
+        axes.shaped,
+    ),
+    "add": _add, "rsub": _subtracted, "neg": _negative, "pow": _power, "square": _power, "tanh": _tanh,
+    "masked_fill": _fill, "where": _where, "max": _floor, "exp": _exp, "sum": _sum, "slice": axes.sliced,
+    "narrow": axes.narrow, "getitem": axes.item,
+}  # fmt: skip
