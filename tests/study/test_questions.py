@@ -27,7 +27,7 @@ from howsmooth.study.beside_theory import (
 )
 from howsmooth.study.jobs import run_here, run_sweep
 from howsmooth.study.layers import Question, Setting, bound_jobs, layer_jobs, radius_jobs, settle
-from howsmooth.study.norms import norm_calls, norm_in_front, norm_jobs
+from howsmooth.study.norms import norm_in_front, norm_jobs
 from howsmooth.study.positions import position_break
 from howsmooth.study.reader import Reader
 from problems import readers
@@ -82,13 +82,19 @@ def test_norms_of_every_kind_are_found_and_multiply(name):
         assert by[layer, "normed"] <= by[layer, "attention"] * by[layer, "norm"] * 1.01
 
 
-def test_tokens_that_no_norm_made_have_none_in_front():
-    reader = readers.reader()
-    captured = reader.capture(10, [0])
-    calls, x = norm_calls(captured), captured.tokens(1)
-    assert norm_in_front(calls, x) is not None
-    assert norm_in_front(calls, x + 1.0) is None
-    assert norm_in_front([], x) is None
+def test_a_layer_without_a_norm_in_front_has_none():
+    class Bare(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x, x, x, need_weights=False)[0]
+            return x
+
+    assert norm_in_front(readers.reader().capture(10, [0]), 1) is not None
+    assert norm_in_front(hs.load(Bare().double()).capture(inputs=torch.randn(1, 5, 8)), 1) is None
 
 
 def test_upper_bounds_are_above_and_lower_ones_speak_of_the_ball():

@@ -223,7 +223,7 @@ def compiled(
             whole = graph.call_function(n.target, (*joined, *args[3:]), kwargs)  # pyright: ignore[reportArgumentType]
             parts = graph.call_function(torch.chunk, (whole, len(group)))
             env |= {m: graph.call_function(operator.getitem, (parts, i)) for i, m in enumerate(group)}
-        elif work is not None and name(n) in ("detach", "alias"):
+        elif name(n) in ("detach", "alias"):
             env[n] = env[n.all_input_nodes[0]]
         else:
             target: Any = n.target if work is None else _widened(n)

@@ -155,6 +155,7 @@ class Paths:
     def _given(self, nodes: Sequence[Node], weights: Weights, hidden: Values, work: torch.dtype | None) -> list[Any]:
         """Weights, arguments, constants and hidden states, in a precision."""
         program, arguments, found = self.recording.program, self._arguments, []
+        fit = Run(program, self.tensors, work).fit
         for n in nodes:
             if n in program.weights:
                 t = weights[program.weights[n]]
@@ -162,7 +163,7 @@ class Paths:
                 t = hidden[n]
             else:
                 t = arguments[n] if n.op == "placeholder" else getattr(program.code, str(n.target))
-            found.append(t.to(work) if work and isinstance(t, Tensor) and t.is_floating_point() else t)
+            found.append(fit(t))
         return found
 
     def at(self, tensors: tuple[Tensor, ...], probe: Probe) -> "Paths":
