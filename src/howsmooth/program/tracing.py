@@ -144,7 +144,7 @@ def trace(
 
 
 def _spare(t: Tensor) -> Tensor:
-    """A tensor of the same numbers, copied where the run writes into it, or where its memory is a file's and it is not large."""
+    """A tensor of the same numbers, copied where the run writes into it, or where its memory is that of a file."""
     try:
         return _lazy_clone(t)
     except RuntimeError:
