@@ -138,7 +138,6 @@ CASES = {
         "to_out",
         "encoder_hidden_states",
         layer=0,
-        cut=False,
     ),
 }
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 import howsmooth as hs
 from checks import PARITY
 from howsmooth import kinds
+from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Kind
 from howsmooth.models import FallbackWarning
 from howsmooth.models.interface import register
@@ -27,6 +28,7 @@ ADDED = torch.zeros(N, N, dtype=torch.float64).masked_fill(~CAUSAL, -torch.inf)
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 WAYS: dict[str, tuple[Way, type[Kind] | None]] = {}  # with the kind it is read off as; None where it is cut and no more
 MISSES: dict[str, Way] = {}
+OTHERS: dict[str, Way] = {}  # that no product of queries and keys is weighed in
 
 
 def way(kind: type[Kind] | None) -> Callable[[Way], Way]:
@@ -39,6 +41,11 @@ def way(kind: type[Kind] | None) -> Callable[[Way], Way]:
 
 def miss(f: Way) -> Way:
     MISSES[f.__name__] = f
+    return f
+
+
+def other(f: Way) -> Way:
+    OTHERS[f.__name__] = f
     return f
 
 
@@ -281,7 +288,7 @@ def squares_that_grow(q, k, v):
     return torch.softmax(q @ k.mT - grows * (k * k).sum(-1).unsqueeze(-2), -1) @ v
 
 
-@miss
+@way(kinds.L2)
 def squares_and_a_bias(q, k, v):
     return torch.softmax(q @ k.mT - 0.5 * (k * k).sum(-1).unsqueeze(-2) + torch.arange(N) / 4, -1) @ v
 
@@ -321,7 +328,7 @@ def raised_weights(q, k, v):
     return (torch.softmax(q @ k.mT, -1) + 0.1) @ v
 
 
-@miss
+@other
 def no_weights(q, k, v):
     return q @ k.mT @ v
 
@@ -332,7 +339,7 @@ def half_a_softmax(q, k, v):
     return (e / e.sum(-1, keepdim=True).sqrt()) @ v
 
 
-@miss
+@other
 def products_of_features(q, k, v):
     p = (functional.elu(q) + 1) @ (functional.elu(k) + 1).mT
     return p / p.sum(-1, keepdim=True) @ v
@@ -383,10 +390,18 @@ def test_ways_to_write_it_are_cut(name: str):
 @pytest.mark.parametrize("name", MISSES)
 def test_near_misses_fall_back_and_are_right(name: str):
     module, x, truth = built(MISSES[name])
-    with pytest.warns(FallbackWarning, match="Written"):
+    with pytest.warns(FallbackWarning, match="attention of its own"):
         got = hs.load(module).measure(inputs=x, layer=0)
     assert not got.cut
     assert got.value == pytest.approx(truth, rel=PARITY)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_attention_is_measured_as_a_block(name: str):
+    module, x, truth = built(OTHERS[name])
+    with pytest.raises(BadInputError, match="measure map='block'"):
+        hs.load(module).measure(inputs=x, layer=0)
+    assert hs.load(module).measure(inputs=x, layer=0, map="block").value == pytest.approx(truth, rel=PARITY)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "differences", "sink_behind"])
@@ -436,9 +451,9 @@ def test_layers_of_several_kinds_keep_their_places(last: Way):
         capture = hs.load(module).capture(inputs=x)
         got = capture.measure(None, "block")
     assert capture.names == ("layers.0", "layers.1", "layers.2")
-    assert [m.cut for m in got] == ([True] * 3 if followed else [False, True, False])
+    assert [m.cut for m in got] == [True, True, followed]
     for block, m in zip(module.layers, got, strict=True):
-        jacobian = torch.autograd.functional.jacobian(block, x)
+        jacobian = torch.autograd.functional.jacobian(lambda t, block=block: t + block(t), x)
         assert isinstance(jacobian, Tensor)
         truth = torch.linalg.matrix_norm(jacobian.reshape(N * D, N * D), 2)
         assert m.value == pytest.approx(float(truth), rel=PARITY)

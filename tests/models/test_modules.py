@@ -57,7 +57,7 @@ class Mine(nn.Module):
 
 
 class Stack(nn.Module):
-    """Two blocks in a list, post-norm."""
+    """Two blocks in a list, whose residuals are added outside of their modules."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -87,10 +87,12 @@ def test_modules_that_call_torchs_attention(kind: str):
     got = captured.measure(1, "block")
     assert got.cut
     assert captured.num_layers == 2
-    assert got.value == pytest.approx(norm_of(module.blocks[1], second.detach()), rel=1e-9)
+    assert got.value == pytest.approx(norm_of(lambda t: t + module.blocks[1](t), second.detach()), rel=1e-9)
+    alone = captured.measure(1, "update").value
+    assert alone == pytest.approx(norm_of(module.blocks[1], second.detach()), rel=1e-9)
     assert captured.measure(0, "model").value == pytest.approx(norm_of(module, x), rel=1e-9)
     if kind != "residual":
-        assert captured.measure(1).value == pytest.approx(got.value, rel=1e-12)
+        assert captured.measure(1).value == pytest.approx(alone, rel=1e-12)
     else:  # attention ends at the projection, whatever the module adds to it
         plain = Mine()
         plain.load_state_dict(module.blocks[1].state_dict())
@@ -189,7 +191,6 @@ def test_a_module_is_left_alone_by_an_error():
     ("inputs", "options", "message"),
     [
         (tokens(), {"layer": 1}, "layer from 0 to 0"),
-        (tokens(), {"layer": 0, "map": "heads"}, "output projection"),
         (tokens(), {"layer": 0, "map": "normed"}, "normalises before"),
         (tokens(), {"layer": 0, "map": "mlp"}, "expected a map among"),
     ],
@@ -200,8 +201,19 @@ def test_refusals(inputs: Tensor, options: dict, message: str):
         hs.load(module).measure(inputs=inputs, **options)
 
 
+def test_heads_before_a_projection_that_is_no_module():
+    module = randomize(nn.MultiheadAttention(WIDTH, 2, batch_first=True)).double()
+
+    def heads(x: Tensor) -> Tensor:
+        q, k, v = (x @ module.in_proj_weight.mT + module.in_proj_bias).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    got = hs.load(module).measure(inputs=tokens(), layer=0, map="heads")
+    assert got.value == pytest.approx(norm_of(heads, tokens()), rel=1e-9)
+
+
 def test_no_attention():
-    with pytest.raises(BadInputError, match="self-attention"):
+    with pytest.raises(BadInputError, match="with attention or with a list of blocks"):
         hs.load(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())).measure(inputs=tokens().float(), layer=0)
 
 

@@ -14,7 +14,7 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.program import Ends, Layers, Program, ends_of, record, segment
 from howsmooth.program.attention import attention
-from howsmooth.program.calls import WHOLE, find_calls
+from howsmooth.program.calls import SDPA, find_calls
 from howsmooth.program.closed import as_attention
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import name
@@ -67,7 +67,7 @@ def check(program: Program, layer: int = 0, ends: Ends | None = None) -> hs.Atte
     """The closed form of a layer, compared with the graph: queries, keys and values, output, and the norm of the Jacobian."""
     attn, x, ends = closed(program, layer, ends)
     between = ends.flow.between(ends.enter, ends.leave)
-    (node,) = (n for n in between if n.target is attention or name(n) == WHOLE)
+    (node,) = (n for n in between if n.target is attention or name(n) == SDPA)
     own = Run(program, program.tensors).values({*node.args[:3], ends.leave[0]})  # pyright: ignore[reportArgumentType]
     for ours, theirs in zip(attn.vectors(x[None]), node.args[:3], strict=True):
         wanted = own[theirs].reshape(-1, *own[theirs].shape[-2:])  # pyright: ignore[reportArgumentType]
@@ -125,7 +125,7 @@ def attending(
 def test_kinds_and_sinks(kind: str):
     program, sink = recorded(Plain()), torch.tensor([0.5, -1.0], dtype=torch.float64)
     ends = ends_of(Layers(program), 0)
-    (node,) = (n for n in program.nodes if name(n) == WHOLE)
+    (node,) = (n for n in program.nodes if name(n) == SDPA)
     settings: dict[str, Any] = {"scale": 0.3, "kind": kind}
     if kind == "softmax":
         program.code.register_buffer("sink", sink)

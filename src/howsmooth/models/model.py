@@ -20,6 +20,7 @@ from howsmooth.models.recorded import Recordings
 from howsmooth.models.room import device_of, fits
 from howsmooth.models.tokens import Text, Window, of_ids
 from howsmooth.program.ends import MapName
+from howsmooth.program.tracing import distinct
 from howsmooth.program.weights import offloaded
 from howsmooth.settings import Positions, items, shown, whole, words
 
@@ -248,8 +249,10 @@ class Model:
             check_dense(t, "the inputs")
         kind = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
 
-        def fit(t: Any) -> Any:
-            return t.to(self.device, kind if t.is_floating_point() else t.dtype) if isinstance(t, Tensor) else t
+        fitted = {id(t): t.to(self.device, kind if t.is_floating_point() else t.dtype) for t in distinct((*args, *kwargs.values()))}
+
+        def fit(t: Any) -> Any:  # what is given twice stays one tensor
+            return fitted.get(id(t), t)
 
         args, kwargs = tuple(fit(a) for a in args), {k: fit(v) for k, v in kwargs.items()}
         if isinstance(self.module, nn.MultiheadAttention) and len(args) == 1:

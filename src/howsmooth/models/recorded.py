@@ -16,7 +16,7 @@ from howsmooth.models.interface import IMPLEMENTATION, implementation, register
 from howsmooth.program import Layers, Program, record
 from howsmooth.program.confirm import agrees
 from howsmooth.program.replay import Run
-from howsmooth.program.tracing import unchanged
+from howsmooth.program.tracing import distinct, unchanged
 from howsmooth.program.written_out import moving_terms, rewrite
 
 _MOST = 8  # recordings kept of a model, the latest ones
@@ -119,12 +119,14 @@ def _key(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     """What inputs of one recording share, and the tensors among them."""
     leaves, spec = tree_flatten((args, dict(kwargs)))
     names = {id(t): name for name, t in kwargs.items()}
+    tensors = distinct(leaves)
+    places = {id(t): i for i, t in enumerate(tensors)}
     parts: list[Any] = [str(spec)]
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             parts.append(repr(leaf))
             continue
-        parts.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+        parts.append((places[id(leaf)], tuple(leaf.shape), leaf.dtype, leaf.device))
         if not leaf.is_floating_point() and names.get(id(leaf)) != "input_ids":
             parts.append(bytes(leaf.detach().cpu().contiguous().flatten().to(torch.int64).numpy().tobytes()))
-    return tuple(parts), tuple(t for t in leaves if isinstance(t, Tensor))
+    return tuple(parts), tensors

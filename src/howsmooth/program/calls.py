@@ -9,7 +9,7 @@ from howsmooth.program.attention import attention
 from howsmooth.program.flex import FLEX
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import is_float, name, shape
-from howsmooth.program.operations import LOGITS, MATRIX, PRODUCT, WEIGHTS
+from howsmooth.program.operations import ADDS, GATES, LOGITS, MATRIX, NORMS, PRODUCT, SHAPE, WEIGHTS
 
 SDPA = "scaled_dot_product_attention"
 WHOLE = {SDPA, FLEX}
@@ -109,12 +109,38 @@ def _factors(flow: Flow, n: Node) -> list[Node]:
 
 
 def _operands(n: Node) -> list[Node]:
-    """The two operands of a product; none where it is none."""
+    """The two operands of a product, or of a sum or the like of each with each; none where a node is none of these."""
+    if name(n) in ADDS | GATES:
+        terms = [m for m in n.args[:2] if isinstance(m, Node)]
+        each = len(terms) == 2 and all(shape(m) != shape(n) and len(shape(m) or ()) >= 3 for m in terms)
+        return terms if each and len({_bare(m) for m in terms}) == 2 else []
     if name(n) not in PRODUCT:
         return []
     given = n.args[1] if name(n) == "einsum" else n.args[1:3] if name(n) in ("baddbmm", "addbmm", "addmm") else n.args[:2]
     assert isinstance(given, list | tuple)
     return [m for m in given if isinstance(m, Node)]
+
+
+def _bare(n: Node) -> Node:
+    """What a node is but another shape of."""
+    while name(n) in SHAPE and isinstance(n.args[0], Node):
+        n = n.args[0]
+    return n
+
+
+def _is_of_logits(flow: Flow, n: Node) -> bool:
+    """Whether a node makes logits of logits: entry by entry, or head by head, or of the entries that each with each has."""
+    feeds = flow.feeds(n)
+    alone = len(feeds) == 1 and shape(feeds[0]) == shape(n) and name(n) not in MATRIX | NORMS
+    return alone or name(n) in LOGITS or (name(n) in MATRIX and (_mixes_heads(flow, n) or _of_each_with_each(flow, n)))
+
+
+def _of_each_with_each(flow: Flow, n: Node) -> bool:
+    """Whether a matrix makes logits of the entries of sums of each with each, as additive attention does."""
+    feeds = flow.feeds(n)
+    while len(feeds) == 1 and feeds[0] is not n and name(feeds[0]) not in MATRIX and not _factors(flow, feeds[0]):
+        feeds = flow.feeds(feeds[0])
+    return len(feeds) == 1 and name(feeds[0]) in ADDS and len(_factors(flow, feeds[0])) == 2
 
 
 def _products_behind(flow: Flow, weights: Node, live: int = 2) -> list[Node]:
@@ -127,7 +153,7 @@ def _products_behind(flow: Flow, weights: Node, live: int = 2) -> list[Node]:
         visited.add(n)
         if len(_factors(flow, n)) == live:
             found.append(n)
-        elif name(n) in LOGITS or (name(n) in MATRIX and _mixes_heads(flow, n)):
+        elif _is_of_logits(flow, n):
             todo += flow.feeds(n)
     size = shape(weights)
     if size is None or len(size) < 2:
@@ -160,5 +186,5 @@ def _applied(flow: Flow, weights: Node) -> Iterator[tuple[Node, Node]]:
             others = [m for m in factors if not own & flow.bit(m)]
             if len(factors) == 2 and others:
                 yield u, others[0]
-            elif name(u) in LOGITS or (name(u) in MATRIX and _mixes_heads(flow, u)):
+            elif _is_of_logits(flow, u):
                 todo.append(u)

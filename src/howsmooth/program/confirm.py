@@ -206,6 +206,5 @@ def _named_ids(module: nn.Module) -> set[int]:
 def _positions(program: Program) -> set[Node]:
     """The arguments that are named as positions."""
     _, kwargs = tree_unflatten(list(range(len(program.example))), program.spec)
-    named = {i for key, value in kwargs.items() if "position" in key for i in tree_leaves(value)}
-    at = [i for i, t in enumerate(program.example) if isinstance(t, Tensor)]
-    return {n for n, i in zip(program.inputs, at, strict=True) if i in named}
+    named = {id(program.example[i]) for key, value in kwargs.items() if "position" in key for i in tree_leaves(value)}
+    return {n for n, t in zip(program.inputs, program.tensors, strict=True) if id(t) in named}

@@ -85,7 +85,7 @@ def ends_of(
     enter, leave = group.enter, _leaves(layers.attention, group, heads=map == "heads")
     if map == "normed":
         enter = _enter(layers, at)
-        if enter == group.enter:
+        if all(name(n) in SHAPE for n in layers.flow.between(enter, group.enter)):
             raise BadInputError(
                 "expected a block that normalises before it attends, got one that does not; measure map='attention'"
             )

@@ -98,17 +98,24 @@ class Layers:
 
     def enter(self, layer: Layer) -> Node:
         """The only node that a block takes, or the last before it that all paths of the tokens meet at."""
-        ends = self._own(layer) or self._meeting(layer)
+        ends = self._single(layer)
         return self._one_stream(layer, self.taken(self.inside(layer)) if ends is None else ends[:1])
 
     def leave(self, layer: Layer) -> Node:
         """The only node that a block gives to the stream, or the first behind it that all paths of the tokens meet at."""
-        ends = self._own(layer) or self._meeting(layer)
+        ends = self._single(layer)
         if ends is not None:
             return self._one_stream(layer, ends[1:])
         found = self._continued(self._with_sums(layer))
         behind = self._around(layer.first, layer.last)
         return self._one_stream(layer, found or ([behind[1]] if behind and self._is_next(layer, behind[1]) else []))
+
+    def _single(self, layer: Layer) -> tuple[Node, Node] | None:
+        """Where a block begins and ends: where all paths meet in one shape, else at what its module takes and gives."""
+        meeting = self._meeting(layer)
+        if meeting is not None and shape(meeting[0]) == shape(meeting[1]):
+            return meeting
+        return self._own(layer) or meeting
 
     def _own(self, layer: Layer) -> tuple[Node, Node] | None:
         """The only nodes that a block takes and gives, where one is a term of the other; nothing where there are several."""

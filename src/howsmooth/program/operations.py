@@ -27,7 +27,7 @@ LOGITS = SHAPE | PARTS | JOINS | {
     "add", "sub", "rsub", "mul", "div", "true_divide", "neg", "tanh", "masked_fill", "where", "maximum", "minimum", "clamp",
     "clamp_min", "clamp_max", "pow", "square", "max", "amax", "sum", "gather", "scale", "addcmul", "addcdiv", "constant_pad_nd",
     "pad", "tril", "triu", "nan_to_num", "sqrt", "mean", "logsumexp", "exp", "log", "threshold", "hardtanh", "abs",
-    "take_along_dim",
+    "take_along_dim", "norm", "linalg_vector_norm", "linalg_norm",
 }  # fmt: skip
 GATES = {"mul", "addcmul"}
 ADDS = {"add", "sub", "rsub", "lerp", "addcmul"}

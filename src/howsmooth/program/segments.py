@@ -118,7 +118,8 @@ class SegmentMap(Map):
 
     @float32_products()
     def value(self, x):
-        return torch.stack([self.replayed(item).output for item in x])
+        segment = self.to(x.dtype)
+        return torch.stack([segment.replayed(item).output for item in x])
 
     def linearize(self, x):
         if len(x) != 1:

@@ -7,7 +7,7 @@ Afterwards the graph is made functional (`howsmooth.program.functional`), and eq
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -81,8 +81,8 @@ class Program:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors among the arguments."""
-        return tuple(t for t in self.example if isinstance(t, Tensor))
+        """The tensors among the arguments; one that is given several times is one input."""
+        return distinct(self.example)
 
     def weights_now(self) -> NamedWeights:
         """The weights as they are now, by name."""
@@ -90,8 +90,7 @@ class Program:
 
     def own(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
         """What the module itself gives with other tensors among its arguments."""
-        rest = iter([t.clone() for t in tensors])
-        args, kwargs = tree_unflatten([next(rest) if isinstance(t, Tensor) else t for t in self.example], self.spec)
+        args, kwargs = tree_unflatten(_with(self.example, [t.clone() for t in tensors]), self.spec)
         loans = Loans(self.module, tensors[0].device if tensors else None)
         with torch.no_grad(), wide_experts(self.module), watching(loans):
             return list(tensors_in(self.module(*args, **kwargs)))
@@ -105,13 +104,12 @@ def trace(
     whole: operations made of others are single nodes, unless the run uses torch.func.
     """
     leaves, spec = tree_flatten((tuple(args), dict(kwargs or {})))
-    tensors, weights = [t for t in leaves if isinstance(t, Tensor)], NamedWeights(module)
+    tensors, weights = distinct(leaves), NamedWeights(module)
     loans = Loans(module, tensors[0].device if tensors else None)
     given = {key: _spare(t.detach()) for key, t in weights.items()}
 
     def run(given: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
-        rest = iter(tensors)
-        args, kwargs = tree_unflatten([next(rest) if isinstance(t, Tensor) else t for t in leaves], spec)
+        args, kwargs = tree_unflatten(_with(leaves, tensors), spec)
         with NotedReads():
             return list(tensors_in(torch.func.functional_call(module, given, args, kwargs)))
 
@@ -141,6 +139,17 @@ def trace(
     _merge(code)
     names = dict(zip(holders, given, strict=False))
     return Program(module, code, names, tuple(holders[len(given) :]), _scopes(module, calls), tuple(leaves), spec)
+
+
+def distinct(leaves: Iterable[Any]) -> tuple[Tensor, ...]:
+    """The tensors among arguments, one that is there several times once."""
+    return tuple({id(t): t for t in leaves if isinstance(t, Tensor)}.values())
+
+
+def _with(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """Arguments with others in the place of their distinct tensors."""
+    known = dict(zip(map(id, distinct(leaves)), tensors, strict=True))
+    return [known[id(t)] if isinstance(t, Tensor) else t for t in leaves]
 
 
 def _spare(t: Tensor) -> Tensor:
@@ -191,8 +200,8 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             m.training = False
         if vars(m).get("_compiled_call_impl") is not None:  # by torch, whose compiled code cannot be recorded
             vars(m)["_compiled_call_impl"] = None
-        if isinstance(inner := m._modules.get("_orig_mod"), nn.Module):
-            vars(m)["forward"] = inner.__call__
+        if "_orig_mod" in m._modules:
+            vars(m)["forward"] = m._modules["_orig_mod"]
     try:
         yield
     finally:
