@@ -249,7 +249,9 @@ class Model:
             check_dense(t, "the inputs")
         kind = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
 
-        fitted = {id(t): t.to(self.device, kind if t.is_floating_point() else t.dtype) for t in distinct((*args, *kwargs.values()))}
+        fitted = {
+            id(t): t.to(self.device, kind if t.is_floating_point() else t.dtype) for t in distinct((*args, *kwargs.values()))
+        }
 
         def fit(t: Any) -> Any:  # what is given twice stays one tensor
             return fitted.get(id(t), t)
