@@ -32,6 +32,7 @@ ALL = [
     "worst",
     "attack",
     "training",
+    "walk",
     "sdpa",
 ]
 COUNTED = ["around", "around_blocks", "hidden_ways", "kind_bounds"]

@@ -243,7 +243,7 @@ def test_self_attention_stays_what_it_was():
 def test_refused_in_one_sentence():
     model = hs.load(randomize(t.GPT2Model(t.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=VOCABULARY, **TOKENS))))
     for map in ("cross", "context"):
-        with pytest.raises(BadInputError, match=r"^expected a block with cross-attention, got layer 0 .*encoder_hidden_states"):
+        with pytest.raises(BadInputError, match=r"^expected a block with cross-attention, got h.0, .*encoder_hidden_states"):
             model.measure(ids=[3, 4, 5], layer=0, map=map)
     case = CASES["bart"]
     decoder = hs.load(randomize(case.build()).double(), side="decoder")

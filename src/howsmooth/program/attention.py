@@ -4,6 +4,7 @@ A graph in which attention is one operation has nodes whose target is `attention
 own choice (`answering`).
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.kernels import Mask, Scores, attend
@@ -96,6 +97,8 @@ def attention(
     mask = Mask(causal, window, keys)
     for term in terms:
         mask = masks.joined(mask, masks.of_tensor(_term(term, q, q4, k4.shape[2]), q.dtype))
+    if mask.keys is not None:
+        mask = replace(mask, keys=mask.keys.expand(q4.shape[0], -1))
     try:
         call = Call(q4, k4, v4, Scores(scale, softcap, mask, kind_of(kind, sink, q4.shape[1], shift)))
     except BadInputError as error:
@@ -147,25 +150,28 @@ def _whole(q, k, v, terms, keys, sink, scale, softcap, causal, window) -> Tensor
 _LIBRARY.impl("attention", _whole, "CompositeExplicitAutograd")
 
 
-def attend_whole(call: Call) -> Tensor:
-    """The output of a call, which a recording that is under way keeps as one node."""
-    scores, mask = call.scores, call.scores.mask
-    terms = [] if mask.bias is None else [mask.bias]
-    sink = scores.kind.sink if isinstance(scores.kind, Softmax) else None
-    return torch.ops.howsmooth.attention(
-        call.q, call.k, call.v, terms, mask.keys, sink, scores.scale, scores.softcap, mask.causal, mask.window
-    )
-
-
 def unify(code: GraphModule) -> None:
-    """Make every attention that was kept as one node a call of `attention`."""
+    """Make every attention that was kept as one node, the library's or `howsmooth.sdpa`, a call of `attention`."""
     for n in list(code.graph.nodes):
-        if n.target is not torch.ops.howsmooth.attention.default:
+        if n.target is torch.ops.howsmooth.attention.default:
+            old, (*given, scale, softcap, causal, window) = n, n.args
+        elif n.op == "call_function" and _is_first_of_own(n):
+            old, (q, k, v, bias, scale, softcap, causal, window) = n.args[0], n.args[0].args
+            given = [q, k, v, () if bias is None else (bias,)]
+        else:
             continue
-        *given, scale, softcap, causal, window = n.args
         with code.graph.inserting_before(n):
             how = {"scale": scale, "softcap": softcap, "causal": causal, "window": window}
             new = code.graph.call_function(attention, tuple(given), how)
         new.meta.update(n.meta)
         n.replace_all_uses_with(new)
-        code.graph.erase_node(n)
+        for gone in dict.fromkeys((n, *old.users, old)):
+            code.graph.erase_node(gone)
+
+
+def _is_first_of_own(n: Node) -> bool:
+    """Whether a node is the output of `howsmooth.sdpa`, whose other value nobody reads."""
+    source = n.args[0] if n.target is operator.getitem and n.args[1] == 0 else None
+    if not isinstance(source, Node) or source.target is not torch.ops.howsmooth.attend.default:
+        return False
+    return not any(u.users for u in source.users if u is not n)

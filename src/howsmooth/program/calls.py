@@ -88,6 +88,8 @@ def lonely_operands(flow: Flow, weights: Node) -> list[Node]:
         return [m for m in others if len(others) == 1 and is_float(m) and len(shape(m) or ()) >= 3]
     if name(weights) not in WEIGHTS or not flow.live(weights) or _products_behind(flow, weights):
         return []
+    if not any(_applied(flow, weights)):  # a gate, or what experts do entry by entry
+        return []
     products = _products_behind(flow, weights, live=1)
     others = [m for p in products for m in _operands(p) if not flow.live(m)]
     return [m for m in others if is_float(m) and len(shape(m) or ()) >= 3]

@@ -1,6 +1,6 @@
 """The closed form of an attention layer, read off the recorded graph: one attention call, one projection behind."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +94,9 @@ class ReadCall:
     def of(cls, program: Program, ends: Ends, values: Values) -> "ReadCall":
         """The call between the ends; refused where there are several, or where logits are no products alone."""
         flow = ends.flow
-        nodes = [n for n in flow.between(ends.enter, ends.leave) if n.target is attention or name(n) == SDPA]
-        kind = _module_of(program, nodes[0] if nodes else ends.leave[0])
+        between = flow.between(ends.enter, ends.leave)
+        nodes = [n for n in between if n.target is attention or name(n) == SDPA]
+        kind = _module_of(program, nodes[:1] or between)
         alone = BadInputError(f"expected a layer with one attention call over all tokens, got {kind}; measure it instead")
         if len(nodes) != 1 or len(ends.enter) != 1 or len(ends.leave) != 1:
             raise alone
@@ -131,9 +132,9 @@ class ReadCall:
         return own.to(self.x.device), out.to(self.x.device)
 
 
-def _module_of(program: Program, n: Node) -> str:
-    """The type of the module that made a node."""
-    scope = min((s for s in program.scopes if s.holds(n)), key=len, default=None)
+def _module_of(program: Program, nodes: Sequence[Node]) -> str:
+    """The type of the module that made some nodes."""
+    scope = min((s for s in program.scopes if s.holds(*nodes)), key=len, default=None)
     return type(program.module if scope is None else program.module.get_submodule(scope.path)).__name__
 
 

@@ -163,7 +163,8 @@ def beside(program: Program) -> tuple[Tensor, ...]:
 def _near(t: Tensor, special: set[int] | None, generator: torch.Generator) -> Tensor:
     """Another tensor of the same kind. special: ids that stay in their places; nothing where the tensor holds no ids."""
     if t.is_floating_point():
-        return t + _STEP * t.abs().mean() * torch.randn(t.shape, generator=generator).to(t) if t.numel() else t
+        size = t[t.isfinite()].abs()
+        return t + _STEP * size.mean() * torch.randn(t.shape, generator=generator).to(t) if len(size) else t
     if special is None:
         return t
     flat = t.flatten().clone()

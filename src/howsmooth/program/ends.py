@@ -186,9 +186,12 @@ def _cross(layers: Layers, layer: Layer, map: str, number: int) -> Ends:
     own = {call.output for group in layers.attention.groups for call in group.calls}
     calls = [call for call in attention.calls if layer.holds(call.output) and call.output not in own]
     if not 0 <= number < len(calls):
+        place = layer.path or "the module"
         raise BadInputError(
-            f"expected a block with cross-attention, got {layer.path or 'one'} with {len(calls)} such calls, and call "
-            f"{number}; measure map='attention'"
+            f"expected a cross-attention from 0 to {len(calls) - 1}, got {number} of {place}; there is no other"
+            if calls
+            else f"expected a block with cross-attention, got {place}, which has none at this input; pass its context, as in "
+            "encoder_hidden_states, or measure map='attention'"
         )
     call = calls[number]
     if map == "cross":

@@ -153,8 +153,9 @@ class SegmentMap(Map):
         if self.real is not None:
             whole = self._rows([self._entering[n] for n in self.ends.enter], self.ends.enter)
             x = whole.to(tokens).index_copy(0, self.real.to(tokens.device), tokens)
+        beside = self.run.at(self.work).values(self.way.beside)
         with answering(answer):
-            leaving = self.way.follow(self._beside(tokens), self._parts(x), self.work)
+            leaving = self.way.follow(beside, self._parts(x), self.work)
         y = self._rows(leaving, self.ends.leave)
         if self.ends.less:
             y = y - x
@@ -163,9 +164,6 @@ class SegmentMap(Map):
                 raise BadInputError(f"expected as many outputs as tokens under a padding mask, got {len(y)}; leave it out")
             y = y[self.real.to(y.device)]
         return found._replace(output=y)
-
-    def _beside(self, tokens: Tensor) -> dict[Node, Tensor]:
-        return self.run.at(self.work).values(self.way.beside)
 
     @functools.cached_property
     def _entering(self) -> dict[Node, Tensor]:
