@@ -1,6 +1,6 @@
 """Which nodes a named map of a layer begins and ends at."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from torch.fx import Node
@@ -164,7 +164,11 @@ def _leaves(attention: AttentionSites, group: Group, *, heads: bool) -> tuple[No
     """Where attention ends, stream by stream."""
     if len(group.enter) == 1:
         return (attention.leave(group, heads=heads),)
-    parts = [Group((AttentionCall((), (), (), n),), group.enter) for n in _split(attention.flow, group.outputs[0])]
+    flow = attention.flow
+    split = _split(flow, group.outputs[0])
+    needed = flow.bits(n for n in flow.nodes if name(n) in MATRIX or n in flow.outputs)
+    read = [n for n in split if flow.down(n) & needed]
+    parts = [Group((AttentionCall((), (), (), n),), group.enter) for n in read or split]
     return tuple(attention.leave(part, heads=heads) for part in parts)
 
 
@@ -198,8 +202,8 @@ def _cross(layers: Layers, layer: Layer, map: str, number: int) -> Ends:
         through, enter = call.queries, [_projected_from(flow, call.queries)]
     else:
         through, last = (*call.keys, *call.values), attention.common((*call.keys, *call.values))
-        context = AttentionCall((), call.keys, call.values, call.output)
-        enter = [m for n in last for m in attention.before_projection(n, context)]
+        call = replace(call, queries=())
+        enter = [m for n in last for m in attention.before_projection(n, call)]
     if len(enter) != 1:
         raise BadInputError("expected keys and values that are made of one context, got several; measure map='block'")
     leave = attention.leave(Group((call,), (enter[0],)))

@@ -106,7 +106,8 @@ class Layers:
         ends = self._single(layer)
         if ends is not None:
             return self._one_stream(layer, ends[1:])
-        found = self._continued(self._with_sums(layer))
+        inside = self._with_sums(layer)
+        found = self._continued(inside, self.taken(inside))
         behind = self._around(layer.first, layer.last)
         return self._one_stream(layer, found or ([behind[1]] if behind and self._is_next(layer, behind[1]) else []))
 
@@ -121,12 +122,12 @@ class Layers:
         """The only nodes that a block takes and gives, where one is a term of the other; nothing where there are several."""
         inside = self.inside(layer)
         taken, among = self.taken(inside), {*inside}
-        found = [n for n in self._continued(inside) if among.isdisjoint(n.users)] or self._continued(self._with_sums(layer))
+        found = [n for n in self._continued(inside, taken) if among.isdisjoint(n.users)]
+        found = found or self._continued(self._with_sums(layer), taken)
         return (taken[0], found[0]) if len(taken) == len(found) == 1 else None
 
-    def _continued(self, inside: Sequence[Node]) -> list[Node]:
+    def _continued(self, inside: Sequence[Node], taken: Sequence[Node]) -> list[Node]:
         """The nodes among some that others read and that what these take is a term of."""
-        taken = self.taken(inside)
         return [n for n in self.given(inside) if self.residual(taken, n)]
 
     def _meeting(self, layer: Layer) -> tuple[Node, Node] | None:
@@ -277,7 +278,12 @@ class Layers:
         matrices = [n for n in stream if e.first <= order(n) < e.last and name(n) in MATRIX]
         if not all(any(s.holds(n) for s in parts) for n in matrices):
             return None
-        return max((s for s in scopes if s in parts and self._keeps_shape(s)), key=len, default=None)
+        return max((s for s in scopes if s in parts and self._keeps_shape(s) and self._adds(s)), key=len, default=None)
+
+    def _adds(self, scope: Scope) -> bool:
+        """Whether a module adds the residual itself."""
+        ends = self._around(scope.first, scope.last)
+        return ends is not None and scope.holds(ends[1]) and self.residual(ends[:1], ends[1])
 
     def _cut_at_waists(self, group: Group) -> tuple[int, int]:
         """The orders of a group's block where no module is one: from the last waist before it to the last before the next."""
@@ -287,9 +293,10 @@ class Layers:
             at = max(index[n] for n in g.enter)
             return max((order(w) + 1 for w in self.waists if index[w] <= at), default=0)
 
-        first, k = start(group), groups.index(group) + 1
-        if k < len(groups):
-            return first, start(groups[k])
+        first = start(group)
+        later = [start(g) for g in groups if start(g) > first]
+        if later:
+            return first, min(later)
         adds = [w for w in self.waists if order(w) >= first and name(w) in ADDS and len(self.flow.feeds(w)) > 1]
         return first, order(adds[-1] if adds else self.program.nodes[-1]) + 1
 

@@ -72,8 +72,10 @@ class AttentionSites:
             rest &= self.near(n)
         while rest > 0:
             n = self.flow.nodes[rest.bit_length() - 1]
-            found.append(n)
             rest &= ~self.flow.up(n)
+            while shape(n) is None:  # several tensors, as what is split gives
+                n = self.flow.feeds(n)[0]
+            found.append(n)
         return found[::-1]
 
     def enter(self, call: AttentionCall) -> tuple[Node, ...]:
@@ -116,22 +118,27 @@ class AttentionSites:
         """What the projections that a call's operands have in common take: one node, or one a stream."""
         operands = [m for m in call.operands if self.flow.live(m)]
         projected = any(name(m) in MATRIX for m in self.flow.between([n], operands))
-        if projected or (len(set(operands)) == 1 and not self._made_inside(call, n)):
+        whole = all(self._bare(m) is self._bare(n) for m in operands)
+        if projected or (whole and not self._made_inside(call, n)):
             return [n]
-        found = self._projected(n)
+        found = self._projected(call, n)
         if found is None:
             return [n]
         first = [n for n in found if not any(m is not n and self.flow.up(n) & self.flow.bit(m) for m in found)]
         return sorted(first, key=self.flow.index.__getitem__)
 
-    def _projected(self, n: Node) -> set[Node] | None:
-        """What the matrices right before a node take; nothing where something else comes first."""
+    def _projected(self, call: AttentionCall, n: Node) -> set[Node] | None:
+        """What the matrices right before a node take; nothing where something else comes first.
+
+        The module that attends may have an activation or a norm behind its projections.
+        """
         feeds = self.flow.feeds(n)
         if name(n) in MATRIX and len(feeds) == 1:
             return set(feeds)
-        if not feeds or name(n) not in _SAME | ADDS | GATES:
+        alone = len(feeds) == 1 and shape(feeds[0]) == shape(n) and self._made_inside(call, n)
+        if not feeds or not (name(n) in _SAME | ADDS | GATES or alone):
             return None
-        parts = [self._projected(m) for m in feeds]
+        parts = [self._projected(call, m) for m in feeds]
         return None if None in parts else {m for part in parts if part is not None for m in part}
 
     def _made_inside(self, call: AttentionCall, n: Node) -> bool:
@@ -156,15 +163,25 @@ class AttentionSites:
                 break
             inside = scope is not None and scope.holds(n)
             matrix = any(name(m) in MATRIX and m not in outs for m in part)
+            gates = self._gates_alone(part)
             joined = any(not own & flow.bit(f) for m in part if name(m) not in GATES for f in flow.feeds(m))
-            if joined and (projected or heads or not self._projected_behind(n, scope, own, stream, ends)):
+            beside = joined and heads and any(name(m) in JOINS for m in part)
+            if joined and (projected or beside or not self._projected_behind(n, group, scope, own, ends)):
                 break
-            if projected and (adds or not inside) and not self._gates_alone(part):
+            if projected and (adds or not inside) and not gates:
                 break
             if not shape(n):
                 continue
-            if matrix and not projected and (heads or not (inside or self._is_projection(n, part, own, stream))):
+            if matrix and not projected and (heads or not (inside or self._is_projection(n, part, group, scope))):
                 break
+            if not (inside or matrix or gates or end is None):  # as far as a projection may lie behind
+                if not all(name(m) in _AFFINE for m in part):
+                    break
+                continue
+            if matrix and not projected and scope is not None and not scope.path and set(group.enter).isdisjoint(flow.begins):
+                # a whole model: where more matrices follow, they are not attention's
+                behind = flow.bits(m for m in flow.unpack(flow.down(n)) if m is not n and scope.holds(m) and name(m) in MATRIX)
+                adds |= bool(behind)
             end, projected = n, projected or matrix
         if end is None:
             raise BadInputError("expected attention whose heads are put together, got none such; measure map='block'")
@@ -172,8 +189,8 @@ class AttentionSites:
 
     def scope_of(self, group: Group) -> Scope | None:
         """The smallest call of a module that made a group's attention and its projections."""
-        ways = self.flow.between(group.enter, group.outputs)
-        inside = [*group.outputs, *([n for n in ways if name(n) in MATRIX and n not in group.outputs] or ways)]
+        ways = self.flow.between(group.enter, [n for call in group.calls for n in call.operands])
+        inside = [*group.sources, *([n for n in ways if name(n) in MATRIX and n not in group.outputs] or ways)]
         return min((s for s in self._scopes if s.holds(*inside)), key=len, default=None)
 
     def _gates_alone(self, part: Sequence[Node]) -> bool:
@@ -183,7 +200,12 @@ class AttentionSites:
         """Whether a node adds what attention's input is made of to what attention gives."""
         if name(n) not in ADDS | JOINS | {"where"}:
             return False
-        return any(stream & self.flow.bit(self._bare(m)) for m in self.flow.feeds(n) if not own & self.flow.bit(m))
+        return any(self._of_stream(m, stream) for m in self.flow.feeds(n) if not own & self.flow.bit(m))
+
+    def _of_stream(self, n: Node, stream: int) -> bool:
+        """Whether a node is what attention's input is made of, or a sum that this is a term of."""
+        n = self._bare(n)
+        return bool(stream & self.flow.bit(n)) or (name(n) in ADDS and any(self._of_stream(m, stream) for m in self.flow.feeds(n)))
 
     def _bare(self, n: Node) -> Node:
         """A node without what only shapes or scales it."""
@@ -191,26 +213,39 @@ class AttentionSites:
             n = feeds[0]
         return n
 
-    def _projected_behind(self, n: Node, scope: Scope | None, own: int, stream: int, ends: Sequence[Node]) -> bool:
-        """Whether the module that attends has its projection behind a node."""
+    def _projected_behind(self, n: Node, group: Group, scope: Scope | None, own: int, ends: Sequence[Node]) -> bool:
+        """Whether the module that attends has its projection behind a node, which nothing of attention goes around."""
         if scope is None or not scope.holds(n):
             return False
+        stream = self.flow.up(*group.enter)
         for m in self.flow.after([n], ends):
             part = self.flow.between([n], [m])
-            if any(self._is_residual(p, own, stream) for p in part):
+            around = any(name(p) in ADDS and n in map(self._bare, self.flow.feeds(p)) for p in part)
+            if around or any(self._is_residual(p, own, stream) or name(p) not in _AFFINE | NORMS for p in part):
                 return False
             if any(name(p) in MATRIX for p in part):
-                return scope.holds(m) or self._is_projection(m, part, own, stream)
+                return scope.holds(m) or self._is_projection(m, part, group, scope)
         return False
 
-    def _is_projection(self, n: Node, part: Sequence[Node], own: int, stream: int) -> bool:
-        """Whether a matrix outside the module that attends is its projection: affine, and then the residual is added."""
+    def _is_projection(self, n: Node, part: Sequence[Node], group: Group, scope: Scope | None) -> bool:
+        """Whether a matrix outside the module that attends is its projection: affine, and then the residual is added.
+
+        Or it is the last of the module around that one, or of all.
+        """
         if not all(name(m) in _AFFINE for m in part):
             return False
+        flow, own, stream = self.flow, self.flow.down(*group.sources), self.flow.up(*group.enter)
+        around = [s for s in self._scopes if s.path and s.holds(n, *group.outputs) and scope and len(s) > len(scope)]
+        parent = min(around, key=len, default=None)
+        if parent and any(self._is_residual(m, own, stream) for m in flow.unpack(flow.down(*group.outputs)) if parent.holds(m)):
+            parent = None
         todo = [n]
         while todo:
-            for u in todo.pop().users:
-                if u.op == "output" or self._is_residual(u, own, stream):
+            m = todo.pop()
+            for u in m.users:
+                if u.op == "output" and shape(m) == shape(group.enter[0]):
+                    return True
+                if self.flow.live(u) and (self._is_residual(u, own, stream) or (parent and not parent.holds(u))):
                     return True
                 if name(u) in SHAPE | {"mul", "div"} | NORMS:
                     todo.append(u)
@@ -229,11 +264,10 @@ class AttentionSites:
                 if k is not None:
                     found[k] = Group((*found[k].calls, call), found[k].enter)
                 continue
-            k = next((k for k, g in enumerate(found) if g.enter == enter and self._meets(g, call)), None)
-            if k is None:
-                found.append(Group((call,), enter))
-            else:
-                found[k] = Group((*found[k].calls, call), enter)
+            both = [g.enter if g.enter == enter else tuple(self._whole([*g.enter, *enter])) for g in found]
+            fits = ((k, e) for k, e in enumerate(both) if e == enter or len(e) == 1)
+            k, whole = next(((k, e) for k, e in fits if self._meets(found[k], call)), (len(found), enter))
+            found[k:] = [Group((*(found[k].calls if k < len(found) else ()), call), whole), *found[k + 1 :]]
         return found
 
     def _chained(self, group: Group, call: AttentionCall) -> bool:
