@@ -70,7 +70,7 @@ def captured(name: str) -> tuple[Capture, int]:
 def test_equals_the_models_own_layer(name: str):
     capture, layer = captured(name)
     attn, x, cut = capture.attention(layer), capture.tokens(layer), capture.map(layer)
-    assert capture.sample.on_kernels(cut)
+    assert cut.on_kernels
     value = cut.to(torch.float64).value(x[None])[0]
     assert float((attn(x) - value).abs().max()) <= 1e-9 * float(value.abs().max())
     measured = hs.lipschitz(cut, x, solver=hs.DenseSVD()).value

@@ -30,7 +30,7 @@ def llama() -> Model:
 def test_all_maps_are_on_the_kernels(build):
     capture = build().capture(ids=ids(n=N))
     for map in ("attention", "heads", "normed", "block", "update", "model"):
-        assert capture.sample.on_kernels(capture.map(0, map)), map
+        assert capture.map(0, map).on_kernels, map
 
 
 WRITTEN = {
@@ -46,8 +46,8 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_attention_that_is_written_out(name, monkeypatch):
     capture = hs.load(randomize(WRITTEN[name]())).capture(ids=ids(n=N))
-    assert capture.sample.on_kernels(capture.map(0))
-    assert capture.sample.on_kernels(capture.map(0, "block"))
+    assert capture.map(0).on_kernels
+    assert capture.map(0, "block").on_kernels
     real = masks.of_tensor
 
     def late(term, dtype):  # a mask that is misread at the long input
@@ -66,7 +66,7 @@ def test_torchs_own_attention(causal):
     model, x = hs.load(nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()), torch.randn(1, N, 16)
     mask = {"src_mask": nn.Transformer.generate_square_subsequent_mask(N), "is_causal": True} if causal else {}
     captured = model.capture(inputs={"src": x, **mask})
-    assert captured.sample.on_kernels(captured.map(0))
+    assert captured.map(0).on_kernels
 
 
 def test_a_model_that_changes_is_recorded_again():

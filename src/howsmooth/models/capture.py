@@ -237,7 +237,7 @@ class Capture:
         kernels = operator.kernels if isinstance(operator, SegmentJacobian) else []
         output = operator.output if isinstance(operator, SegmentJacobian) else None
         alone: tuple[Estimate, ...] = ()
-        if asked.heads and sample.on_kernels(segment):
+        if asked.heads and segment.on_kernels:
             x = asked.factor * segment.start
             alone = tuple(solve(replace(segment, head=h), x, asked.options).estimate for h in range(segment.heads))
         return self._measurement(sample, layer, asked, segment, solved.estimate, solved.image, output, kernels, alone)
@@ -312,7 +312,7 @@ class Capture:
             # a head alone has no output that all ways to it agree on: the bias belongs to all of them
             output_norm=None if output is None or which.head is not None else float(output.double().norm()),
             moving=asked.options.tokens,
-            cut=bool(kernels) and sample.on_kernels(segment),
+            cut=bool(kernels) and segment.on_kernels,
             notes=self.notes + sample.notes(layer, which, segment),
             to=which.to,
             heads=heads,

@@ -15,7 +15,7 @@ from howsmooth.models.recorded import Recording, Recordings
 from howsmooth.models.room import check_room, enough
 from howsmooth.models.tokens import Window
 from howsmooth.program import Ends, Layers, ends_of
-from howsmooth.program.attention import attention, kind_of
+from howsmooth.program.attention import kind_of
 from howsmooth.program.ends import MAPS
 from howsmooth.program.layers import Layer
 from howsmooth.program.replay import Run
@@ -132,7 +132,7 @@ class ModelInput:
         which = Which() if which is None else which
         self.check(layer, which)
         segment = self.segment(layer, which)
-        if not self.on_kernels(segment):
+        if not segment.on_kernels:
             if which.head is not None:
                 raise BadInputError(
                     f"expected a layer whose attention the kernels express to single out head {which.head}, got "
@@ -145,11 +145,6 @@ class ModelInput:
                 stacklevel=4,
             )
         return segment
-
-    def on_kernels(self, segment: SegmentMap) -> bool:
-        """Whether all attention on a map's way runs on the kernels."""
-        inside = set(segment.way.nodes)
-        return all(call.output.target is attention for call in self.layers.attention.calls if call.output in inside)
 
     def kind(self, layer: int) -> Kind | None:
         """The kind of weights of a layer's only attention call; nothing where the kernels do not express it."""

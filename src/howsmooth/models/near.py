@@ -11,6 +11,7 @@ from howsmooth.maps import Attention, Map
 from howsmooth.models.closed import closed_form
 from howsmooth.models.model_input import ModelInput, Which
 from howsmooth.program import Ends, ends_of
+from howsmooth.program.calls import find_calls
 from howsmooth.program.pieces import Pieces, PiecesMap
 from howsmooth.program.reading import Whole, read
 from howsmooth.program.segments import SegmentMap
@@ -42,15 +43,15 @@ def to_the_end(sample: ModelInput, layer: int) -> tuple[Callable[[Tensor], Tenso
     """
     _check_whole(sample)
     sample.check(layer, Which("block"))
-    enter, flow = sample.ends(layer, Which("block")).enter, sample.layers.flow
-    ends = Ends(enter, flow.outputs[:1], flow)
+    block = sample.ends(layer, Which("block"))
+    ends = Ends(block.enter, block.flow.outputs[:1], block.flow)
     segment = SegmentMap(sample.run, ends, sample.name, work=torch.float64, precision="strict")
     return lambda t: segment.replayed(t).output, lambda: _pieces(sample, ends, None), segment.start.double()
 
 
 def _pieces(sample: ModelInput, ends: Ends, head: int | None, within: float = 0.0) -> Pieces:
     inside = set(ends.flow.between(ends.enter, ends.leave))
-    if any(call.output in inside for call in sample.layers.attention.calls if call.output not in _own_calls(sample)):
+    if any(call.output in inside for call in find_calls(ends.flow) if call.output not in _own_calls(sample)):
         raise BadInputError(
             "expected a map without cross-attention for a neighbourhood, got one with it; measure it at the input"
         )

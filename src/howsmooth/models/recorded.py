@@ -33,9 +33,9 @@ class Recording:
     @functools.cached_property
     def hidden(self) -> tuple[Node, ...]:
         """The hidden states that layers begin with: what is kept of a run."""
-        layers, found = self.layers, list[Node]()
-        for layer in layers.found:
-            before = [w for w in layers.waists if layers.flow.index[w] <= layer.first]
+        found: list[Node] = []
+        for layer in self.layers.found:
+            before = [w for w in layer.of.waists if layer.of.flow.index[w] <= layer.first]
             found += before[-1:] or [n for group in layer.groups for n in group.enter]
         return tuple(dict.fromkeys(found))
 

@@ -133,7 +133,8 @@ def _bare(n: Node) -> Node:
 def _is_of_logits(flow: Flow, n: Node) -> bool:
     """Whether a node makes logits of logits: entry by entry, or head by head, or of the entries that each with each has."""
     feeds = flow.feeds(n)
-    alone = len(feeds) == 1 and shape(feeds[0]) == shape(n) and name(n) not in MATRIX | NORMS
+    by_head = name(n) == "batch_norm" and len(shape(n) or ()) == 4
+    alone = len(feeds) == 1 and shape(feeds[0]) == shape(n) and (name(n) not in MATRIX | NORMS or by_head)
     return alone or name(n) in LOGITS or (name(n) in MATRIX and (_mixes_heads(flow, n) or _of_each_with_each(flow, n)))
 
 

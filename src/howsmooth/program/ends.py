@@ -67,6 +67,7 @@ def ends_of(
         return _span(layers, layer, to).one_stream(stream)
     if map == "model":
         return _model(layers).one_stream(stream)
+    layers = at.of
     if map in ("block", "update"):
         enter, leave = _enter(layers, at), _leave(layers, at)
         if map == "update" and [shape(n) for n in enter] != [shape(n) for n in leave]:
@@ -93,18 +94,26 @@ def ends_of(
 
 
 def _span(layers: Layers, layer: int, to: int | str) -> Ends:
-    found, flow = layers.found, layers.flow
-    enter = _enter(layers, found[layer])
+    whole, found = layers, layers.found
+    enter, layers = _enter(found[layer].of, found[layer]), found[layer].of
+    flow = layers.flow
     if to == "logits":
         _refuse_losses(layers)
         behind = tuple(n for n in flow.outputs if n not in layers.ends and flow.up(n) & flow.bits(layers.ends))
         return Ends(enter, behind or layers.ends, flow)
-    last = len(found) - 1 if to == "final" else to
-    if not isinstance(last, int) or not layer <= last < len(found):
+    if to != "final" and not (isinstance(to, int) and layer <= to < len(found)):
         raise BadInputError(
             f"expected to from {layer} to {len(found) - 1}, 'final' or 'logits', got {to!r}; name a later layer"
         )
-    return Ends(enter, _leave(layers, found[last]), flow)
+    last = whole.last if to == "final" else found[to]
+    return Ends(enter, _reached(flow, _leave(last.of, last)), flow)
+
+
+def _reached(flow: Flow, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The same nodes, refused where tokens do not reach them."""
+    if not all(flow.live(n) for n in nodes):
+        raise BadInputError("expected a later layer that the tokens of the first reach, got one of other tokens; name another")
+    return nodes
 
 
 def _refuse_losses(layers: Layers) -> None:
@@ -117,10 +126,12 @@ def _refuse_losses(layers: Layers) -> None:
 def _model(layers: Layers) -> Ends:
     """From what enters the first block to the last node of the width of the last one, behind the final norm."""
     _refuse_losses(layers)
-    enter, (last, *more) = _enter(layers, layers.found[0]), _leave(layers, layers.found[-1])
+    first, last = layers.found[0], layers.last
+    enter, layers = _enter(first.of, first), first.of
+    end, *more = _reached(layers.flow, _leave(last.of, last))
     if more:
         return Ends(enter, layers.ends, layers.flow)
-    return Ends(enter, (_normed_behind(layers, last),), layers.flow)
+    return Ends(enter, (_normed_behind(layers, end),), layers.flow)
 
 
 def _normed_behind(layers: Layers, last: Node) -> Node:

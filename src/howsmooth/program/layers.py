@@ -6,18 +6,19 @@ in one, and the outermost modules with one self-attention elsewhere.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.fx import Node
 
 from howsmooth.errors import BadInputError
+from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import name, order, shape
 from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PARTS, SHAPE
 from howsmooth.program.replay import segment
 from howsmooth.program.sites import AttentionSites, Group
-from howsmooth.program.streams import every_stream, stream_of, token_begins
+from howsmooth.program.streams import every_stream, stream_of
 from howsmooth.program.tracing import Program, Scope
 
 _RESIDUAL = ADDS | SHAPE | PARTS | JOINS | NORMS | GATES | {"div", "where"}
@@ -41,24 +42,56 @@ class Element:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One block: its path, the orders of its nodes, the self-attentions inside; none where it mixes tokens otherwise."""
+    """One block: its path, the orders of its nodes, the self-attentions inside; none where it mixes tokens otherwise.
+
+    of: the layers of the tokens that the block is one of.
+    """
 
     path: str
     first: int
     last: int
     groups: tuple[Group, ...]
+    of: "Layers"
 
     def holds(self, n: Node) -> bool:
         return self.first <= order(n) < self.last
 
+    def overlaps(self, other: "Layer") -> bool:
+        return self.first < other.last and other.first < self.last
+
 
 class Layers:
-    """The layers of a program: `found`, and where each begins and ends."""
+    """The layers of a program: `found`, and where each begins and ends.
 
-    def __init__(self, program: Program):
-        self.program = program
-        self.flow = stream_of(program)
+    apart: what moves with the tokens of other layers, as those of an encoder, where these are of other tokens.
+    """
+
+    def __init__(self, program: Program, flow: Flow | None = None, apart: tuple[Flow, ...] = ()):
+        self.program, self._apart = program, apart
+        self.flow = stream_of(program) if flow is None else flow
         self.attention = AttentionSites(program, self.flow)
+
+    @functools.cached_property
+    def beside(self) -> "Layers | None":
+        """The layers of tokens that the first attention does not reach and that attend to themselves, as a decoder's do."""
+        known = (*self._apart, self.flow)
+        begins = [b for b in self.wide.flow.begins if not any(flow.live(b) for flow in known)]
+        sites = AttentionSites(self.program, Flow(self.program, begins))
+        own = [g for g in sites.groups if not any(self.flow.live(n) for n in g.outputs)]
+        near = [b for b in begins if own and any(sites.near(n) & sites.flow.bit(b) for n in own[0].enter)]
+        return Layers(self.program, Flow(self.program, near), known) if near else None
+
+    @functools.cached_property
+    def found(self) -> list[Layer]:
+        """The blocks, in order."""
+        others = [] if self.beside is None else self.beside.found
+        late = [a for a in self.own for b in others if a.overlaps(b) and b.of.reaches(a)]
+        own = [a for a in self.own if a not in late]
+        return sorted([*own, *(b for b in others if not any(a.overlaps(b) for a in own))], key=lambda layer: layer.first)
+
+    def reaches(self, layer: Layer) -> bool:
+        """Whether these tokens reach all self-attentions of a block."""
+        return all(self.flow.live(n) for group in layer.groups for n in group.outputs)
 
     @functools.cached_property
     def ends(self) -> tuple[Node, ...]:
@@ -81,20 +114,33 @@ class Layers:
         return self.flow.waists(self.ends)
 
     @functools.cached_property
-    def found(self) -> list[Layer]:
-        """The blocks, in order."""
+    def own(self) -> list[Layer]:
+        """The blocks that these tokens go through, in order."""
         found: list[Layer] = []
         for group in self.attention.groups:
             if any(group in layer.groups for layer in found):
                 continue
             path, first, last = self._block_of(group)
             inside = tuple(g for g in self.attention.groups if g is group or any(first <= order(n) < last for n in g.outputs))
-            found.append(Layer(path, first, last, inside))
+            found.append(Layer(path, first, last, inside, self))
         found += self._without_self_attention(found)
         if not found and self.wide.calls:
             begun = max(order(b) for b in self.flow.begins) + 1
-            found.append(Layer("", begun, order(self.program.nodes[-1]) + 1, ()))
+            found.append(Layer("", begun, order(self.program.nodes[-1]) + 1, (), self))
         return sorted(found, key=lambda layer: layer.first)
+
+    @property
+    def last(self) -> Layer:
+        """The last block, with the elements of its list behind it that move no token with another."""
+        last, module = self.found[-1], self.program.module
+        alike = {type(module.get_submodule(layer.path)) for layer in self.found}
+        end, parent = last.last, last.path.rpartition(".")[0]
+        for e in last.of._elements:
+            listed = e.parent == parent and e.first >= end
+            block = listed and (e.among_blocks(module) or type(module.get_submodule(e.path)) in alike)
+            if block and last.of._keeps_shape(e):
+                end = e.last
+        return replace(last, last=end)
 
     def enter(self, layer: Layer) -> Node:
         """The only node that a block takes, or the last before it that all paths of the tokens meet at."""
@@ -135,12 +181,12 @@ class Layers:
         ends = self._around(layer.first, layer.last)
         if ends is None or not self._is_next(layer, ends[1]):
             return None
-        others = [other for other in self.found if other is not layer]
+        others = [other for other in self.own if other is not layer]
         return None if any(other.holds(n) for n in self.flow.between(ends[:1], ends[1:]) for other in others) else ends
 
     def _is_next(self, layer: Layer, n: Node) -> bool:
         """Whether a node behind a layer is before all later ones."""
-        return all(order(n) < max(other.first, layer.last) for other in self.found if other.first > layer.first)
+        return all(order(n) < max(other.first, layer.last) for other in self.own if other.first > layer.first)
 
     def _with_sums(self, layer: Layer) -> list[Node]:
         """The nodes of a layer, and the sums of two of them, or of one and of what it takes, that are right behind it."""
@@ -159,13 +205,24 @@ class Layers:
         return [*found, *(n for n in of if n not in own | taken and kept & self.flow.bit(n))]
 
     def _one_stream(self, layer: Layer, found: Sequence[Node]) -> Node:
-        if len(found) != 1 or self._several_streams:
-            what = "several streams that do not meet" if self._several_streams else "paths that go around it"
+        several = self.beside is not None and any(layer.overlaps(b) for b in self.beside.found)
+        if len(found) != 1 or several or self._others_leave(layer, found[0]):
+            what = "paths that go around it" if len(found) != 1 else "streams that do not meet"
             raise BadInputError(
                 f"expected a block before and behind which all paths of the tokens meet, got {what} at "
                 f"{layer.path or 'the module'}; measure map='attention'"
             )
         return found[0]
+
+    def _others_leave(self, layer: Layer, n: Node) -> bool:
+        """Whether a block gives tokens of another stream too, which are made apart from those that one node of it is."""
+        size, behind = shape(n) or (), self.flow.up(n) | self.flow.down(n)
+        for m in self.given(self.inside(layer)):
+            other = shape(m) or ()
+            sums = name(m) in ADDS | NORMS and len(other) == len(size) and other[-1:] == size[-1:]
+            if sums and layer.groups and not behind & self.flow.bit(m):
+                return True
+        return False
 
     # what blocks take and give
 
@@ -215,7 +272,7 @@ class Layers:
         """The path of the module that makes one attention of a block; empty where it is none of the block's."""
         if not call < len(layer.groups):
             return ""
-        scope = self.attention.scope_of(layer.groups[call])
+        scope = layer.of.attention.scope_of(layer.groups[call])
         return "" if scope is None else scope.path
 
     # which nodes are a block
@@ -335,9 +392,9 @@ class Layers:
         more: list[Layer] = []
         for e in self._elements:
             apart = all(e.last <= layer.first or layer.last <= e.first for layer in (*found, *more))
-            attends = not found and any(e.first <= order(c.output) < e.last for c in self.wide.calls)
+            attends = any(e.first <= order(c.output) < e.last for c in self.wide.calls)
             if e.parent in lists and apart and (attends or self._mixes(e)):
-                more.append(Layer(e.path, e.first, e.last, ()))
+                more.append(Layer(e.path, e.first, e.last, (), self))
         return more
 
     def _mixes(self, e: Element) -> bool:
@@ -353,12 +410,3 @@ class Layers:
             seed[..., y.shape[-2] // 2, :] = torch.randn(y.shape[-1], generator=torch.Generator().manual_seed(0)).to(y)
             (grad,) = torch.autograd.grad(y, x, seed)
         return int((grad.abs().sum(-1).reshape(-1, y.shape[-2]).sum(0) > 0).sum()) > 1
-
-    @functools.cached_property
-    def _several_streams(self) -> bool:
-        """Whether tokens that the first attention does not reach attend to themselves."""
-        begins = [b for b in token_begins(self.program) if not self.flow.live(b)]
-        if not begins:
-            return False
-        other = AttentionSites(self.program, type(self.flow)(self.program, begins))
-        return any(other.enter(call) for call in other.calls if not self.flow.live(call.output))

@@ -24,6 +24,7 @@ from howsmooth.maps import AutodiffJacobian, Operator
 from howsmooth.maps.base import Map
 from howsmooth.maps.leading import led_to
 from howsmooth.program.attention import Call, answering, attention
+from howsmooth.program.calls import find_calls
 from howsmooth.program.ends import Ends
 from howsmooth.program.flow import Flow
 from howsmooth.program.guess import paths
@@ -70,6 +71,12 @@ class SegmentMap(Map):
     def calls(self) -> tuple[Node, ...]:
         """The attention calls on the way that run on the kernels."""
         return tuple(n for n in self.way.nodes if n.target is attention)
+
+    @functools.cached_property
+    def on_kernels(self) -> bool:
+        """Whether all attention on the way runs on the kernels."""
+        inside = set(self.way.nodes)
+        return all(call.output.target is attention for call in find_calls(self.ends.flow) if call.output in inside)
 
     @functools.cached_property
     def heads(self) -> int:

@@ -111,7 +111,7 @@ class AttentionSites:
     def _crosses(self, call: AttentionCall, last: list[Node]) -> bool:
         """Whether attention lies between what is common and an operand, which is then of other tokens."""
         own = self.flow.down(*last)
-        attended = [c.output for c in self.calls if own & self.flow.bit(c.output)]
+        attended = [c.output for c in self.calls if own & self.flow.bit(c.output) and c.output not in last]
         return bool(self.flow.bits(self.flow.between(last, call.operands)) & self.flow.down(*attended))
 
     def before_projection(self, n: Node, call: AttentionCall) -> list[Node]:

@@ -387,7 +387,7 @@ QUESTIONS: list[Question] = [
         with_lengths,
         "attention, heads",
     ),
-    *refused("two towers", lambda: seeded(Towers()), "block, model", inputs=pair),
+    *refused("two towers", lambda: seeded(Towers()), "model", inputs=pair),
     *refused("two streams that do not meet", lambda: seeded(Abreast()), "block, model", inputs=pair),
     *refused("no tensor returned", lambda: seeded(Number()), "model"),
     *refused(
