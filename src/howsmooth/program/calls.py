@@ -98,11 +98,25 @@ def lonely_operands(flow: Flow, weights: Node) -> list[Node]:
 def _written_out(flow: Flow, weights: Node) -> Iterator[AttentionCall]:
     """The attention whose weights a node makes."""
     products = _products_behind(flow, weights)
-    if not products:
+    if not products or (name(weights) == "exp" and not _normalised(flow, weights)):
         return
     queries, keys = (tuple(dict.fromkeys(side)) for side in zip(*(_factors(flow, p) for p in products), strict=True))
     for output, values in _applied(flow, weights):
         yield AttentionCall(queries, keys, (values,), output, (weights,), tuple(products))
+
+
+def _normalised(flow: Flow, weights: Node) -> bool:
+    """Whether something is divided by a sum of exponentials, be it these or their product with values."""
+    todo, visited = [weights], {weights}
+    while todo:
+        n = todo.pop()
+        for u in n.users:
+            if name(u) in ("div", "true_divide", "reciprocal") and n in u.args[-1:]:
+                return True
+            if u not in visited and flow.live(u) and (_is_of_logits(flow, u) or len(_factors(flow, u)) == 2):
+                visited.add(u)
+                todo.append(u)
+    return False
 
 
 def _factors(flow: Flow, n: Node) -> list[Node]:

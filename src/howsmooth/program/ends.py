@@ -124,11 +124,17 @@ def _refuse_losses(layers: Layers) -> None:
 
 
 def _model(layers: Layers) -> Ends:
-    """From what enters the first block to the last node of the width of the last one, behind the final norm."""
+    """From what enters the first block to the last hidden state, behind the final norm.
+
+    It is what the module returns by that name, or the last node of the width of the last block.
+    """
     _refuse_losses(layers)
     first, last = layers.found[0], layers.last
     enter, layers = _enter(first.of, first), first.of
     end, *more = _reached(layers.flow, _leave(last.of, last))
+    program = layers.program
+    if program.hidden is not None and layers.flow.up(program.outputs[program.hidden]) & layers.flow.bit(end):
+        return Ends(enter, program.outputs[program.hidden : program.hidden + 1], layers.flow)
     if more:
         return Ends(enter, layers.ends, layers.flow)
     return Ends(enter, (_normed_behind(layers, end),), layers.flow)

@@ -132,13 +132,11 @@ class Layers:
     @property
     def last(self) -> Layer:
         """The last block, with the elements of its list behind it that move no token with another."""
-        last, module = self.found[-1], self.program.module
-        alike = {type(module.get_submodule(layer.path)) for layer in self.found}
+        last = self.found[-1]
         end, parent = last.last, last.path.rpartition(".")[0]
         for e in last.of._elements:
-            listed = e.parent == parent and e.first >= end
-            block = listed and (e.among_blocks(module) or type(module.get_submodule(e.path)) in alike)
-            if block and last.of._keeps_shape(e):
+            listed = e.parent == parent and e.first >= end and e.among_blocks(self.program.module)
+            if listed and last.of._keeps_shape(e):
                 end = e.last
         return replace(last, last=end)
 
@@ -220,7 +218,7 @@ class Layers:
         for m in self.given(self.inside(layer)):
             other = shape(m) or ()
             sums = name(m) in ADDS | NORMS and len(other) == len(size) and other[-1:] == size[-1:]
-            if sums and layer.groups and not behind & self.flow.bit(m):
+            if sums and not behind & self.flow.bit(m):
                 return True
         return False
 
@@ -383,9 +381,13 @@ class Layers:
     # blocks that mix tokens otherwise
 
     def _without_self_attention(self, found: list[Layer]) -> list[Layer]:
-        """Elements beside those blocks, or of the outermost lists where there are none, that mix tokens in some other way."""
+        """Elements beside those blocks, or of the outermost lists where there are none, that mix tokens in some other way.
+
+        Or that are modules of the same type as one of those blocks.
+        """
         module = self.program.module
         lists = {e.parent for e in self._elements for layer in found if (e.path, e.first) == (layer.path, layer.first)}
+        types = {type(module.get_submodule(layer.path)) for layer in found if layer.path}
         if not found:
             inner = tuple(f"{e.path}." for e in self._elements)
             lists = {e.parent for e in self._elements if e.among_blocks(module) and not e.parent.startswith(inner)}
@@ -393,7 +395,8 @@ class Layers:
         for e in self._elements:
             apart = all(e.last <= layer.first or layer.last <= e.first for layer in (*found, *more))
             attends = any(e.first <= order(c.output) < e.last for c in self.wide.calls)
-            if e.parent in lists and apart and (attends or self._mixes(e)):
+            alike = type(module.get_submodule(e.path)) in types and self._keeps_shape(e)
+            if e.parent in lists and apart and (attends or alike or self._mixes(e)):
                 more.append(Layer(e.path, e.first, e.last, (), self))
         return more
 

@@ -15,10 +15,13 @@ _ROUNDS = 3  # of looking for streams that begin with a parameter
 
 
 def token_begins(program: Program) -> list[Node]:
-    """Floating-point arguments with a token axis, and what tables of embeddings give."""
+    """Floating-point arguments with a token axis, and what tables of embeddings give for arguments; not those of places."""
     given = [n for n in program.inputs if is_float(n)]
-    found = [n for n in given if len(shape(n) or ()) >= 3]
-    found += [n for n in program.nodes if n.op == "call_function" and name(n) in TABLES and len(shape(n) or ()) >= 3]
+    found, moving = [n for n in given if len(shape(n) or ()) >= 3], set(program.inputs)
+    for n in program.nodes:
+        if any(m in moving for m in n.all_input_nodes):
+            moving.add(n)
+            found += [n] * (n.op == "call_function" and name(n) in TABLES and len(shape(n) or ()) >= 3)
     return found or given
 
 

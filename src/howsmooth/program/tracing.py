@@ -60,6 +60,7 @@ class Program:
 
     code: the graph with its constants.  weights: names, by placeholder.  inputs: placeholders of the tensors among the
     arguments.  scopes: calls of modules, each after those inside it.  example, spec: the arguments, flat, and how they nest.
+    hidden: the place among the tensors that the module returns of the one that it calls its last hidden state.
     """
 
     module: nn.Module
@@ -69,6 +70,7 @@ class Program:
     scopes: tuple[Scope, ...]
     example: tuple[Any, ...]
     spec: TreeSpec
+    hidden: int | None = None
 
     @functools.cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -107,11 +109,15 @@ def trace(
     tensors, weights = distinct(leaves), NamedWeights(module)
     loans = Loans(module, tensors[0].device if tensors else None)
     given = {key: _spare(t.detach()) for key, t in weights.items()}
+    hidden: list[int] = []
 
     def run(given: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
         args, kwargs = tree_unflatten(_with(leaves, tensors), spec)
         with NotedReads():
-            return list(tensors_in(torch.func.functional_call(module, given, args, kwargs)))
+            returned = torch.func.functional_call(module, given, args, kwargs)
+        found, last = list(tensors_in(returned)), getattr(returned, "last_hidden_state", None)
+        hidden[:] = [i for i, t in enumerate(found) if t is last]
+        return found
 
     def graph(calls: Calls, whole: bool) -> GraphModule:
         made = make_fx(run, tracing_mode="real", pre_dispatch=whole, _error_on_data_dependent_ops=False)
@@ -138,7 +144,8 @@ def trace(
     code = functional(code, [*given.values(), *tensors])
     _merge(code)
     names = dict(zip(holders, given, strict=False))
-    return Program(module, code, names, tuple(holders[len(given) :]), _scopes(module, calls), tuple(leaves), spec)
+    inputs, scopes = tuple(holders[len(given) :]), _scopes(module, calls)
+    return Program(module, code, names, inputs, scopes, tuple(leaves), spec, next(iter(hidden), None))
 
 
 def distinct(leaves: Iterable[Any]) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ steps stay as they are, exact, with all their logits.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,12 +105,12 @@ def _copy(program: Program) -> tuple[Program, dict[Node, Node]]:
     weights = {places[n]: key for n, key in program.weights.items()}
     inputs = tuple(places[n] for n in program.inputs)
     code = GraphModule(program.code, graph)
-    return Program(program.module, code, weights, inputs, program.scopes, program.example, program.spec), places
+    return replace(program, code=code, weights=weights, inputs=inputs), places
 
 
 def _fresh(program: Program) -> Program:
     """A program whose graph was changed, its nodes listed anew."""
-    return Program(program.module, program.code, program.weights, program.inputs, program.scopes, program.example, program.spec)
+    return replace(program)
 
 
 # readings
