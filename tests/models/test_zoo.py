@@ -17,6 +17,10 @@ from howsmooth.program.ends import MapName
 from problems.zoo import LENGTH, ZOO, Animal, ids, randomize, reference
 
 
+# what these models give is NaN where a query sees no key: they add float64's lowest number to logits and cast them to float32
+NOT_FINITE = ("bloom", "gemma2 local", "gemma2 global")
+
+
 @cache
 def model_of(name: str) -> Model:
     return hs.load(randomize(ZOO[name].build(), scale=ZOO[name].scale).double(), side=ZOO[name].side)
@@ -72,6 +76,11 @@ def test_padding_is_no_part_of_the_input(name: str, left: bool):
     mask[0, LENGTH:] = int(left)
     batch = {"input_ids": torch.cat([row, longer]), "attention_mask": mask}
     real = torch.nonzero(mask[0])[:, 0]
+    if left and name in NOT_FINITE:
+        with pytest.raises(hs.HowSmoothError, match="finite"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            model_of(name).measure(ids=row, mask=mask[0], layer=ZOO[name].layer)
+        return
     _, truth = truth_of(name, "attention", batch, real)
     got = measured(name, model_of(name).capture(ids=row, mask=mask[0]), "attention")
     assert got.n == LENGTH == len(got.input_share) == len(got.output_share)
@@ -79,7 +88,7 @@ def test_padding_is_no_part_of_the_input(name: str, left: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "llama", "t5 encoder", "gemma2 local"])
+@pytest.mark.parametrize("name", ["bert", "llama", "t5 encoder", "gemma3 local"])
 def test_padding_on_the_right_changes_nothing(name: str):
     row = torch.cat([ids(), torch.zeros(1, 4, dtype=torch.long)], 1)
     alone = model_of(name).measure(ids=ids(), layer=ZOO[name].layer)

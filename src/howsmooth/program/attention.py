@@ -94,11 +94,9 @@ def attention(
     lead = q.shape[:-2]
     q4, k4, v4 = (_four(t) for t in (q, k, v))
     k4, v4 = (t.expand(q4.shape[0], -1, -1, -1) for t in (k4, v4))
-    mask = Mask(causal, window, keys)
+    mask = _for_batch(Mask(causal, window, keys), len(q4))
     for term in terms:
-        mask = masks.joined(mask, masks.of_tensor(_term(term, q, q4, k4.shape[2]), q.dtype))
-    if mask.keys is not None:
-        mask = replace(mask, keys=mask.keys.expand(q4.shape[0], -1))
+        mask = masks.joined(mask, _for_batch(masks.of_tensor(_term(term, q, q4, k4.shape[2]), q.dtype), len(q4)))
     try:
         call = Call(q4, k4, v4, Scores(scale, softcap, mask, kind_of(kind, sink, q4.shape[1], shift)))
     except BadInputError as error:
@@ -125,6 +123,11 @@ def _four(t: Tensor) -> Tensor:
     if t.ndim == 3:
         return t[:, None]
     return t[None, None] if t.ndim == 2 else t.reshape(-1, *t.shape[-3:])
+
+
+def _for_batch(mask: Mask, batch: int) -> Mask:
+    """A mask whose keys are named for every item of a batch."""
+    return mask if mask.keys is None else replace(mask, keys=mask.keys.expand(batch, -1))
 
 
 def _term(term: Tensor, q: Tensor, q4: Tensor, m: int) -> Tensor:

@@ -122,6 +122,9 @@ def confirm(program: Program) -> None:
                 f"expected a function that runs again {where}, got {type(error).__name__} ({said}); look for caches, state and "
                 "choices that depend on values"
             ) from error
+        floats = [t for t in own if t.is_floating_point() and t.numel()]
+        if floats and not any(bool(t.isfinite().any()) for t in floats):
+            raise BadFunctionError("expected a finite output, got NaN or infinity; check the function at this x")
         if not agrees(program, own, ours):
             raise BadFunctionError(
                 f"expected a function that the operations of one run describe, got one that they miss {where}; look for numpy, "
@@ -137,9 +140,17 @@ def replayed(program: Program, tensors: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def agrees(program: Program, own: Sequence[Tensor], ours: Sequence[Tensor]) -> bool:
-    """Whether a replay gives what the module itself gives, to rounding where attention is served by other code."""
-    replaced = any(n.target is attention for n in program.nodes)
-    return len(own) == len(ours) and all(same(a, b, _REPLACED if replaced else _SAME) for a, b in zip(own, ours, strict=True))
+    """Whether a replay gives what the module itself gives, to rounding where attention is served by other code.
+
+    What padding gives does not count: there is nothing that its queries may see, and code differs in what it makes of that.
+    """
+    most = _REPLACED if any(n.target is attention for n in program.nodes) else _SAME
+    masks = [t.bool() for t in _arguments(program, "attention_mask") if t.ndim == 2 and not bool(t.all())]
+
+    def real(t: Tensor) -> Tensor:
+        return next((t[m.to(t.device)] for m in masks if t.shape[:2] == m.shape), t)
+
+    return len(own) == len(ours) and all(same(real(a), real(b), most) for a, b in zip(own, ours, strict=True))
 
 
 def same(own: Tensor, ours: Tensor, most: Mapping[torch.dtype, float] = _SAME) -> bool:
@@ -175,8 +186,8 @@ def _near(t: Tensor, special: set[int] | None, generator: torch.Generator) -> Te
 
 def _special_ids(program: Program) -> dict[Node, set[int]]:
     """The arguments that hold ids of tables, and their ids that the module compares with numbers of its own, or pads with."""
-    found, named, positions = dict[Node, set[int]](), _named_ids(program.module), _positions(program)
-    for n in (n for n in program.inputs if n not in positions):
+    found, named, positions = dict[Node, set[int]](), _named_ids(program.module), set(map(id, _arguments(program, "position")))
+    for n in (n for n, t in zip(program.inputs, program.tensors, strict=True) if id(t) not in positions):
         todo, visited, special, is_id = [n], {n}, set[int](), False
         while todo:
             for u in todo.pop().users:
@@ -204,8 +215,7 @@ def _named_ids(module: nn.Module) -> set[int]:
     return found
 
 
-def _positions(program: Program) -> set[Node]:
-    """The arguments that are named as positions."""
-    _, kwargs = tree_unflatten(list(range(len(program.example))), program.spec)
-    named = {id(program.example[i]) for key, value in kwargs.items() if "position" in key for i in tree_leaves(value)}
-    return {n for n, t in zip(program.inputs, program.tensors, strict=True) if id(t) in named}
+def _arguments(program: Program, word: str) -> list[Tensor]:
+    """The tensors among the arguments whose name holds a word."""
+    _, kwargs = tree_unflatten(list(program.example), program.spec)
+    return [t for key, given in kwargs.items() if word in key for t in tree_leaves(given) if isinstance(t, Tensor)]

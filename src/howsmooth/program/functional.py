@@ -60,7 +60,7 @@ def functional(code: GraphModule, inputs: list[Tensor]) -> GraphModule:
             continue
         pure = _pure(n)
         with graph.inserting_after(n):
-            new = graph.call_function(pure, n.args, dict(n.kwargs))
+            new = graph.call_function(pure, n.args, {key: given for key, given in n.kwargs.items() if key != "out"})
         _like(new, n)
         storage, part = layouts.of[target]
         last = new
@@ -105,13 +105,23 @@ def _pure(n: Node) -> Any:
     operator = name(n).startswith("__i")  # as in __iand__
     base, overload = f"__{name(n)[3:]}" if operator else name(n).removesuffix("_"), n.target._overloadname  # pyright: ignore
     packet = getattr(torch.ops.aten, base, None)
-    found = getattr(packet, overload, None) if name(n).endswith("_") else None
+    found = getattr(packet, overload, None) if name(n).endswith("_") else _without_out(packet, n)
     if found is None:
         raise BadFunctionError(
             f"expected operations with a value of their own, got {n.target}, which writes in place; "
             "write x = f(x) instead of f_(x)"
         )
     return found
+
+
+def _without_out(packet: Any, n: Node) -> Any:
+    """The operation that returns what one with an argument `out` writes into it; nothing where there is none."""
+    wanted = [(a.name, str(a.type)) for a in n.target._schema.arguments if a.name != "out"]  # pyright: ignore
+    for overload in packet.overloads():
+        found = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted and isinstance(n.kwargs.get("out"), Node):
+            return found
+    return None
 
 
 class _Layouts(Interpreter):
