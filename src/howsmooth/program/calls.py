@@ -106,7 +106,18 @@ def _written_out(flow: Flow, weights: Node) -> Iterator[AttentionCall]:
 
 
 def _normalised(flow: Flow, weights: Node) -> bool:
-    """Whether something is divided by a sum of exponentials, be it these or their product with values."""
+    """Whether something is divided by a sum of exponentials, be it these or their product with values.
+
+    Or whether the logarithm of that sum was taken off before.
+    """
+    before, visited = flow.feeds(weights), {weights}
+    while before:
+        n = before.pop()
+        if name(n) == "logsumexp":
+            return True
+        if n not in visited and _is_of_logits(flow, n):
+            visited.add(n)
+            before += flow.feeds(n)
     todo, visited = [weights], {weights}
     while todo:
         n = todo.pop()

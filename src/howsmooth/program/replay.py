@@ -187,7 +187,7 @@ def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> A
     kwargs: Any = map_aggregate(n.kwargs, given) if n.kwargs else {}
     if name(n) in ("detach", "alias"):
         return args[0]
-    return (n.target if work is None else _widened(n))(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+    return _operation(n, work)(*args, **kwargs)
 
 
 def compiled(
@@ -226,8 +226,7 @@ def compiled(
         elif name(n) in ("detach", "alias"):
             env[n] = env[n.all_input_nodes[0]]
         else:
-            target: Any = n.target if work is None else _widened(n)
-            env[n] = graph.call_function(target, args, kwargs)
+            env[n] = graph.call_function(_operation(n, work), args, kwargs)
     graph.output([env[n] for n in outputs])
     return GraphModule(torch.nn.Module(), graph).forward
 
@@ -282,11 +281,58 @@ def _rounded(n: Node, flow: Flow) -> bool:
     return False
 
 
-def _widened(n: Node) -> Callable[..., Any]:
-    """The operation of a node, or one in its place that knows float64 and any layout in memory."""
+def _operation(n: Node, work: torch.dtype | None) -> Callable[..., Any]:
+    """The operation of a node, or one in its place that knows float64, any layout in memory, and its own derivative."""
     if name(n) in _VIEWS and isinstance(n.args[1], list | tuple):
         return torch.ops.aten.reshape.default
-    return grouped_product if name(n) in _GROUPED else n.target  # pyright: ignore
+    if name(n) in _GROUPED and work is not None:
+        return grouped_product
+    return _NORMS.get(name(n), n.target)  # pyright: ignore
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Tensor:
+    """Torch's batch norm as a formula: gradients of torch's own are wrong where they come in some layouts (torch 2.6 to 2.13).
+
+    >>> x = torch.randn(2, 3, 4)
+    >>> ours = batch_norm(x, None, None, torch.zeros(3), torch.ones(3), False)
+    >>> torch.allclose(ours, torch.nn.functional.batch_norm(x, torch.zeros(3), torch.ones(3)))
+    True
+    """
+    axes, channels = [i for i in range(x.ndim) if i != 1], [-1, *[1] * (x.ndim - 2)]
+    if training or mean is None or var is None:
+        mean, var = x.mean(axes), x.var(axes, correction=0)
+    y = (x - mean.reshape(channels)) * (var + eps).rsqrt().reshape(channels)
+    y = y if weight is None else y * weight.reshape(channels)
+    return y if bias is None else y + bias.reshape(channels)
+
+
+def instance_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Tensor:
+    """Torch's instance norm: the batch norm of every item alone."""
+    items = [batch_norm(t, weight, bias, mean, var, use_input_stats, momentum, eps) for t in x.split(1)]
+    return torch.cat(items)
+
+
+_NORMS: dict[str, Callable[..., Any]] = {"batch_norm": batch_norm, "instance_norm": instance_norm}
 
 
 def grouped_product(

@@ -274,13 +274,14 @@ QUESTIONS: list[Question] = [
         with_context,
         spatial,
         "attention, heads 1, normed, block, block 1, update, cross, cross 1, context, context 1, 0>final",
+        hidden="context 1",
     ),
     *asks(
         "self-attention of a GAN",
         lambda: seeded(Discriminator()),
         four,
         discriminator,
-        "attention or scaled, block, update or scaled",
+        "attention or scaled, block, update",
     ),
     *asks("CLIP's attention pool", lambda: seeded(ClipResnet()), four, clip_resnet, "attention, heads"),
 ]

@@ -266,11 +266,17 @@ class Cvt(nn.Module):
         return self.head(self.norm(cls).squeeze(1))
 
 
+def scaled(bn: Any, t: Tensor) -> Tensor:
+    """A batch norm in eval mode; torch's own gives wrong gradients in some layouts."""
+    by = bn.weight / (bn.running_var + bn.eps).sqrt()
+    return (t - bn.running_mean[:, None, None]) * by[:, None, None] + bn.bias[:, None, None]
+
+
 def cvt(m: Any, x: Tensor) -> Formula:
     def of(b: Any) -> Step:
         def heads(t: Tensor) -> Tensor:
             a, grid = b.attn, t[:, 1:].mT.reshape(1, D, 4, 4)
-            q, k, v = (torch.cat([t[:, :1], c.bn(c.conv(grid)).flatten(2).mT], 1) for c in (a.cq, a.ck, a.cv))
+            q, k, v = (torch.cat([t[:, :1], scaled(c.bn, c.conv(grid)).flatten(2).mT], 1) for c in (a.cq, a.ck, a.cv))
             return merge(attend(split(a.q(q)), split(a.k(k)), split(a.v(v)), scale=D**-0.5))
 
         def block(t: Tensor) -> Tensor:

@@ -297,5 +297,6 @@ QUESTIONS: list[Question] = [
         words_and_media,
         flamingo,
         "attention, block, block 1, update, cross or gated, context 1 or gated, 0>1, model, 0>logits",
+        hidden="context 1 or gated",
     ),
 ]
