@@ -4,11 +4,12 @@ ends beside it. Everything the package says of a constant comes through here."""
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
 from howsmooth.maps.base import Map, check_finite, check_input
@@ -16,6 +17,7 @@ from howsmooth.maps.jacobian import AutodiffJacobian, applied, check_output, dou
 from howsmooth.maps.operator import Operator, Restricted, Rounded, Weighted, drawn, stream
 from howsmooth.measures.measure import Measure
 from howsmooth.program.confirm import function_at
+from howsmooth.program.tracing import unchanged
 from howsmooth.settings import number, seed_of, shown
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status, small
 from howsmooth.theory.point import operator_bound
@@ -223,10 +225,12 @@ def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -
 
 def _recorded(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -> AutodiffJacobian:
     """The Jacobian of a function's values: of its operations, whatever it tells automatic differentiation."""
-    with torch.inference_mode(False), torch.enable_grad():
+    own = unchanged(f, evaluating=False) if isinstance(f, nn.Module) else nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), own:
         x = x.detach().clone()
         check_output(applied(f, x.clone().requires_grad_().clone()))  # a clone, so that f may work in place
-    return AutodiffJacobian(function_at(f, x), x, batched)
+        recorded = function_at(f, x)
+    return AutodiffJacobian(recorded, x, batched)
 
 
 def _solve(problem: _Problem, options: Options) -> SolvedBatch:

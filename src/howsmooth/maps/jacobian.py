@@ -376,6 +376,8 @@ def check_output(y: Any) -> Tensor:
         )
     if not y.is_floating_point():
         raise BadFunctionError(f"expected a floating-point output, got {y.dtype}; return a differentiable tensor")
+    if y.layout != torch.strided:
+        raise BadFunctionError(f"expected a dense output, got one of layout {y.layout}; call .to_dense() on it")
     if y.numel() == 0:
         raise BadFunctionError(f"expected an output with entries, got shape {tuple(y.shape)}; return something to measure")
     if not bool(y.isfinite().all()):

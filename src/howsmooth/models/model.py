@@ -20,7 +20,7 @@ from howsmooth.models.recorded import Recordings
 from howsmooth.models.room import device_of, fits
 from howsmooth.models.tokens import Text, Window, of_ids
 from howsmooth.program.ends import MapName
-from howsmooth.program.tracing import distinct
+from howsmooth.program.tracing import bare, distinct
 from howsmooth.program.weights import offloaded
 from howsmooth.settings import Positions, items, shown, whole, words
 
@@ -66,7 +66,7 @@ class Model:
                 f"expected weights in memory, got a {type(module).__name__} whose weights are elsewhere (device meta); load it "
                 "without device_map and pass device="
             )
-        chosen = _side(module, side)
+        chosen = bare(_side(bare(module), side))
         if device is not None and offloaded(chosen):
             raise BadInputError(
                 f"expected no device for a {type(module).__name__}, whose device_map says where it goes, got {device}; "

@@ -59,8 +59,9 @@ class ModelInput:
     recordings: Recordings
 
     @functools.cached_property
-    def _recorded(self) -> tuple[Recording, Run]:
-        return self.recordings.at(self.owner, self.args, self.kwargs)
+    def _recorded(self) -> tuple[Recording, Run, Any]:
+        recording, run = self.recordings.at(self.owner, self.args, self.kwargs)
+        return recording, run, recording.program.stamp()
 
     @property
     def run(self) -> Run:
@@ -100,13 +101,19 @@ class ModelInput:
         """Refuse a layer, map or head that is not there."""
         choice(which.map, "a map", MAPS)
         self.layer(layer)
+        if self.run.program.stamp() != self._recorded[2]:
+            raise BadInputError("expected the model that was captured, got one whose weights have changed since; capture again")
         if which.map == "context" and self.real is not None:
             raise BadInputError("expected an input without padding for map 'context', got a padded one; leave it out")
         if which.head is not None and (which.to is not None or which.map in ("block", "update", "model")):
             raise BadInputError(f"expected a map that is attention alone for a single head, got {which.map!r}; leave head out")
-        segment = self.segment(layer, which)
-        if which.head is not None and segment.heads:
-            heads = segment.heads
+        heads = self.segment(layer, which).heads
+        if which.head is not None and not heads:
+            raise BadInputError(
+                f"expected a layer with one attention call on the kernels for a single head, got {self.place(layer, which)}, "
+                "which has several or its own; leave head out"
+            )
+        if which.head is not None:
             whole(which.head, f"a head from 0 to {heads - 1}", f"layer {layer} has no other", below=heads)
 
     def ends(self, layer: int, which: Which) -> Ends:

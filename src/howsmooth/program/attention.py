@@ -120,9 +120,7 @@ def kind_of(name: str, sink: Tensor | None, heads: int, shift: float) -> Kind:
 
 def _four(t: Tensor) -> Tensor:
     """Heads with a batch in front: (batch, heads, n, d)."""
-    if t.ndim == 3:
-        return t[:, None]
-    return t[None, None] if t.ndim == 2 else t.reshape(-1, *t.shape[-3:])
+    return t[(None,) * (4 - t.ndim)] if t.ndim < 4 else t.reshape(-1, *t.shape[-3:])
 
 
 def _for_batch(mask: Mask, batch: int) -> Mask:

@@ -88,7 +88,7 @@ def lonely_operands(flow: Flow, weights: Node) -> list[Node]:
         return [m for m in others if len(others) == 1 and is_float(m) and len(shape(m) or ()) >= 3]
     if name(weights) not in WEIGHTS or not flow.live(weights) or _products_behind(flow, weights):
         return []
-    if not any(_applied(flow, weights)):  # a gate, or what experts do entry by entry
+    if not any(_applied(flow, weights)) or not _are_weights(flow, weights):  # a gate, what experts do entry by entry, a decay
         return []
     products = _products_behind(flow, weights, live=1)
     others = [m for p in products for m in _operands(p) if not flow.live(m)]
@@ -98,18 +98,20 @@ def lonely_operands(flow: Flow, weights: Node) -> list[Node]:
 def _written_out(flow: Flow, weights: Node) -> Iterator[AttentionCall]:
     """The attention whose weights a node makes."""
     products = _products_behind(flow, weights)
-    if not products or (name(weights) == "exp" and not _normalised(flow, weights)):
+    if not products or not _are_weights(flow, weights):
         return
     queries, keys = (tuple(dict.fromkeys(side)) for side in zip(*(_factors(flow, p) for p in products), strict=True))
     for output, values in _applied(flow, weights):
         yield AttentionCall(queries, keys, (values,), output, (weights,), tuple(products))
 
 
-def _normalised(flow: Flow, weights: Node) -> bool:
-    """Whether something is divided by a sum of exponentials, be it these or their product with values.
+def _are_weights(flow: Flow, weights: Node) -> bool:
+    """Whether a node makes weights of logits; exponentials do where they are normalised.
 
-    Or whether the logarithm of that sum was taken off before.
+    Something is then divided by their sum, or by their product with values, or the logarithm of the sum was taken off before.
     """
+    if name(weights) != "exp":
+        return True
     before, visited = flow.feeds(weights), {weights}
     while before:
         n = before.pop()

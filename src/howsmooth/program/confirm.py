@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.program.attention import attention
 from howsmooth.program.flow import Flow
-from howsmooth.program.nodes import name
+from howsmooth.program.functional import copied
+from howsmooth.program.nodes import name, value
 from howsmooth.program.operations import PARTS, SHAPE, TABLES
 from howsmooth.program.replay import Run, segment
 from howsmooth.program.tracing import Program, bare, trace, unchanged
@@ -99,12 +100,15 @@ def record_function(f: Callable[..., Any], *args: Tensor) -> Program:
 
 
 def function_at(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function of one tensor, recorded at `x` and confirmed, in its own precision; its derivative is that of its values."""
+    """A function of one tensor, recorded at `x` and confirmed; its derivative is that of its values.
+
+    In its own precision; casts of a function of float64 to narrower ones are left out.
+    """
     program = record_function(f, x)
     flow, (y,) = Flow(program, program.inputs), program.outputs
     if not flow.live(y):
         raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
-    again, _ = segment(program, flow, program.inputs, (y,), wide=False)
+    again, _ = segment(program, flow, program.inputs, (y,), wide=x.dtype is torch.float64)
     return lambda t: again(t)[0]
 
 
@@ -113,6 +117,7 @@ def confirm(program: Program) -> None:
 
     What the recording cannot know shows there: numbers that are read off (numpy, `item`), caches, state, choices.
     """
+    versions = _versions(program)
     for where, tensors in (("at its input", program.tensors), ("beside its input", beside(program))):
         try:
             ours, own = replayed(program, tensors), program.own(tensors)
@@ -122,6 +127,11 @@ def confirm(program: Program) -> None:
                 f"expected a function that runs again {where}, got {type(error).__name__} ({said}); look for caches, state and "
                 "choices that depend on values"
             ) from error
+        if versions != _versions(program):
+            raise BadFunctionError(
+                "expected a function that gives the same twice, got one that writes into a tensor that it keeps; "
+                "make the tensor anew in every call"
+            )
         floats = [t for t in own if t.is_floating_point() and t.numel()]
         if floats and not any(bool(t.isfinite().any()) for t in floats):
             raise BadFunctionError("expected a finite output, got NaN or infinity; check the function at this x")
@@ -130,6 +140,24 @@ def confirm(program: Program) -> None:
                 f"expected a function that the operations of one run describe, got one that they miss {where}; look for numpy, "
                 "item(), caches and state, and pass use_cache=False"
             )
+
+
+def _versions(program: Program) -> list[int]:
+    """How often the constants that outputs are made of were written into, but for the running statistics of norms."""
+    found: list[int] = []
+    for n in program.nodes:
+        t = getattr(program.code, str(n.target)) if n.op == "get_attr" else None
+        if not isinstance(t, Tensor) or t.is_inference():
+            continue
+        todo, visited = [n], {n}
+        while todo:
+            m = todo.pop()
+            over = [u for u in m.users if u.target is copied and u.args[1] is not m]  # all of what was there is gone
+            more = [u for u in m.users if u not in visited | {*over} and name(u) not in ("batch_norm", "instance_norm")]
+            visited.update(more)
+            todo += more
+        found += [t._version] * (program.nodes[-1] in visited)
+    return found
 
 
 @torch.no_grad()
@@ -144,7 +172,10 @@ def agrees(program: Program, own: Sequence[Tensor], ours: Sequence[Tensor]) -> b
 
     What padding gives does not count: there is nothing that its queries may see, and code differs in what it makes of that.
     """
-    most = _REPLACED if any(n.target is attention for n in program.nodes) else _SAME
+    calls = [value(n) for n in program.nodes if n.target is attention]
+    most: Any = _REPLACED if calls else _SAME
+    if any(_SAME.get(t.dtype) is None for t in calls):  # attention in half precision, whatever precision is around it
+        most = {}
     masks = [t.bool() for t in _arguments(program, "attention_mask") if t.ndim == 2 and not bool(t.all())]
 
     def real(t: Tensor) -> Tensor:
@@ -209,9 +240,9 @@ def _named_ids(module: nn.Module) -> set[int]:
     """The ids that a model's configurations name: of the ends of texts, of padding, of what stands for a picture."""
     found = set[int]()
     for config in (getattr(m, "config", None) for m in module.modules()):
-        for key, value in getattr(config, "__dict__", {}).items():
+        for key, ids in getattr(config, "__dict__", {}).items():
             if key.rpartition("_")[2] in ("id", "ids", "index") and "token" in key:
-                found.update(v for v in tree_leaves(value) if isinstance(v, int))
+                found.update(i for i in tree_leaves(ids) if isinstance(i, int))
     return found
 
 

@@ -81,9 +81,10 @@ def joined(one: Mask, other: Mask) -> Mask:
 
 def _band(seen: Bool[Tensor, "batch heads n m"]) -> Mask | None:
     """A boolean mask as band and keys, if it is one."""
-    batch, heads, n, m = seen.shape
-    if heads != 1:
+    n, m = seen.shape[2:]
+    if not torch.equal(seen, seen[:, :1].expand_as(seen)):  # heads that see other keys
         return None
+    seen = seen[:, :1]
     keys = seen.any(2)[:, 0]
     first = seen[0, 0, 0] | ~keys[0]
     last = seen[0, 0, -1] | ~keys[0]

@@ -29,6 +29,7 @@ LOGITS = SHAPE | PARTS | JOINS | {
     "pad", "tril", "triu", "nan_to_num", "sqrt", "mean", "logsumexp", "exp", "log", "threshold", "hardtanh", "abs",
     "take_along_dim", "norm", "linalg_vector_norm", "linalg_norm",
 }  # fmt: skip
+PADS = {"constant_pad_nd", "pad"}
 GATES = {"mul", "addcmul"}
 ADDS = {"add", "sub", "rsub", "lerp", "addcmul"}
 NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "_fused_rms_norm"}

@@ -121,10 +121,13 @@ def read_function(
 def _check_constants(program: Program, beside: Tensor) -> None:
     """Refuse constants that are others at another input: numbers of it, which may be read off unnoticed."""
     assert isinstance(program.module, Function)
-    again = trace(program.module, (beside,), whole=not program.module.derived)
-    ours, theirs = ([getattr(p.code, str(n.target)) for n in p.nodes if n.op == "get_attr"] for p in (program, again))
-    same = len(ours) == len(theirs) and all(
-        a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(ours, theirs, strict=True)
+    ours = program.constants
+    versions = [t._version for t in ours]
+    theirs = trace(program.module, (beside,), whole=not program.module.derived).constants
+    same = (
+        versions == [t._version for t in ours]
+        and len(ours) == len(theirs)
+        and all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(ours, theirs, strict=True))
     )
     if not same:
         raise BadFunctionError(_READS)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
-from howsmooth.program.nodes import name
+from howsmooth.program.nodes import is_float, name
 
 # ways past the dispatcher, where an operation would be recorded
 _READERS = {
@@ -19,6 +19,7 @@ _READERS = {
 }  # fmt: skip
 _DATA: Any = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_NUMBERS = {"float", "int", "bool", "number", "Scalar", "str"}  # what an operation may give in place of a tensor
 _FAILS = ("cholesky", "inv", "solve", "eig", "svd", "lstsq", "ldl", "lu_factor", "assert")  # with some numbers
 
 
@@ -41,8 +42,16 @@ def reads(n: Node) -> bool:
     """
     if n.op != "call_function":
         return False
-    fails = name(n).removeprefix("linalg_").lstrip("_").startswith(_FAILS)
+    numbers = any(str(r.type) in _NUMBERS for r in getattr(getattr(n.target, "_schema", None), "returns", ()))
+    fails = numbers or name(n).removeprefix("linalg_").lstrip("_").startswith(_FAILS)
     return fails or any(tag in getattr(n.target, "tags", ()) for tag in _TAGS)
+
+
+def reads_number(n: Node) -> bool:
+    """Whether a node takes a floating-point number to Python, where the graph knows nothing of what becomes of it."""
+    if n.op != "call_function" or not n.args or not isinstance(n.args[0], Node) or not is_float(n.args[0]):
+        return False
+    return name(n) in ("item", "_local_scalar_dense") or (name(n) == "equal" and n.args[0] is n.args[1])
 
 
 def read_by(n: Node) -> list[Node]:

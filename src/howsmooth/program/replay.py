@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
@@ -17,6 +18,7 @@ from howsmooth.errors import BadFunctionError
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import name, value
 from howsmooth.program.operations import CASTS, JUMPS
+from howsmooth.program.reads import read_by, reads_number
 from howsmooth.program.tracing import Program
 
 _VIEWS = {"view", "_unsafe_view"}
@@ -95,15 +97,15 @@ class Run:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     def needed(self, wanted: set[Node]) -> list[Node]:
-        """The nodes that lead from what is known to what is wanted, in order, and in the own precision modes of torch too."""
+        """The nodes that lead from what is known to what is wanted, in order, and in the own precision autocast too."""
         needed, todo = set[Node](), list(wanted)
         while todo:
             n = todo.pop()
             if n not in needed and n not in self.kept:
                 needed.add(n)
                 todo += n.all_input_nodes
-        modes = self.work is None
-        return [n for n in self.program.nodes if n in needed or (modes and n.meta.get("mode"))]
+        cast = self.work is None
+        return [n for n in self.program.nodes if n in needed or (cast and n.meta.get("mode") and "autocast" in str(n.target))]
 
 
 def segment(
@@ -150,6 +152,7 @@ class Way:
             path = [n for n in path if n in inside]
         if check:
             check_smooth(path, flow)
+            _check_unread(path, enter, flow)
         return cls(tuple(enter), tuple(leave), tuple(path))
 
     @property
@@ -245,6 +248,11 @@ def check_smooth(path: Sequence[Node], flow: Flow) -> None:
     for n in path:
         schema = getattr(n.target, "_schema", None)
         quantized = schema is not None and schema.name.startswith("quantized")
+        if isinstance(n.target, HigherOrderOperator):
+            raise BadFunctionError(
+                f"expected operations with a derivative, got {name(n)} in {_place(flow.program, n)}, which chooses between "
+                "functions; measure a part without it"
+            )
         if name(n) in JUMPS or n.kwargs.get("rounding_mode") is not None or quantized:
             raise BadFunctionError(
                 f"expected operations with a derivative, got {name(n)} in {_place(flow.program, n)}, which rounds; "
@@ -254,6 +262,17 @@ def check_smooth(path: Sequence[Node], flow: Flow) -> None:
             raise BadFunctionError(
                 f"expected operations with a derivative, got a cast to integers before {name(n)} in {_place(flow.program, n)}; "
                 "measure a part without it"
+            )
+
+
+def _check_unread(path: Sequence[Node], enter: Sequence[Node], flow: Flow) -> None:
+    """Refuse numbers that the run reads off what moves before the path ends: nobody knows what becomes of them."""
+    last, moving = max(map(flow.index.__getitem__, path), default=0), flow.bits(enter)
+    for n in flow.nodes[:last]:
+        if reads_number(n) and any(flow.up(m) & moving for m in read_by(n)):
+            raise BadFunctionError(
+                f"expected operations on tensors alone, got a number that {_place(flow.program, n)} reads off its tokens "
+                "(item, tolist, numpy or the like); keep it a tensor"
             )
 
 

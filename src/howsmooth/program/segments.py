@@ -35,6 +35,14 @@ from howsmooth.program.replay import Run, Way
 _SMALL = 4096  # entries up to which the graph is checked with a product each way of its own
 
 
+def _heads(call: Node) -> int:
+    """How many heads a call of attention has."""
+    q = call.args[0]
+    assert isinstance(q, Node)
+    size = shape(q) or ()
+    return size[-3] if len(size) > 2 else 1
+
+
 class Replayed(NamedTuple):
     """A map at some tokens: what it gave, (n, d_out), and the attention calls on the way with the kernel that served each."""
 
@@ -80,13 +88,10 @@ class SegmentMap(Map):
 
     @functools.cached_property
     def heads(self) -> int:
-        """How many heads the only attention call has; 0 where there are several calls, or none on the kernels."""
-        if len(self.calls) != 1:
-            return 0
-        q = self.calls[0].args[0]
-        assert isinstance(q, Node)
-        size = shape(q) or ()
-        return size[-3] if len(size) > 3 else 1
+        """How many heads its attention has; 0 where it is not on the kernels, or where calls are heads themselves."""
+        sizes = {_heads(n) for n in self.calls}
+        count = sizes.pop() if len(sizes) == 1 else 0
+        return count if len(self.calls) == 1 or count > 1 else 0
 
     @functools.cached_property
     def frozen_choice(self) -> bool:

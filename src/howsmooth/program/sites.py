@@ -15,7 +15,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.program.calls import AttentionCall, find_calls
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import name, shape
-from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PARTS, PRODUCT, SHAPE
+from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PADS, PARTS, PRODUCT, SHAPE
 from howsmooth.program.tracing import Program, Scope
 
 _SAME = SHAPE | PARTS | JOINS
@@ -84,15 +84,27 @@ class AttentionSites:
         if not last or self._crosses(call, last):
             return ()
         found = dict.fromkeys(m for n in last for m in self.before_projection(n, call))
-        return tuple(dict.fromkeys(self._without_memory(n, call) for n in found))
+        return tuple(dict.fromkeys(self._unshaped(self._without_memory(n, call), call) for n in found))
+
+    def _unshaped(self, n: Node, call: AttentionCall) -> Node:
+        """What a node is but another shape of, where attention takes that too: in its biases, or beside a dropout."""
+        while name(n) in SHAPE and len(feeds := self.flow.feeds(n)) == 1:
+            others = [u for u in feeds[0].users if u is not n and self.flow.live(u)]
+            if not any(self.flow.down(u) & self.flow.bit(call.output) for u in others):
+                break
+            n = feeds[0]
+        return n
 
     def _without_memory(self, n: Node, call: AttentionCall) -> Node:
-        """The tokens in a tensor that attention puts together of them and of others that stay as they are."""
-        feeds, ways = self.flow.feeds(n), {*self.flow.between([n], call.operands)}
-        if name(n) not in JOINS or len(feeds) != 1 or not all(u in ways for u in n.users):
+        """The tokens in a tensor that attention puts together of them and of others that stay as they are, padding too."""
+        whole = n
+        while name(whole) in SHAPE and len(feeds := self.flow.feeds(whole)) == 1:
+            whole = feeds[0]
+        feeds, ways = self.flow.feeds(whole), {*self.flow.between([whole], call.operands)}
+        if name(whole) not in JOINS | PADS or len(feeds) != 1 or not all(u in ways for u in whole.users):
             return n
-        residual = any(u is not n and self.flow.live(u) for u in feeds[0].users)
-        return feeds[0] if residual or self._made_inside(call, n) else n
+        residual = any(u is not whole and self.flow.live(u) for u in feeds[0].users)
+        return feeds[0] if residual or self._made_inside(call, whole) else n
 
     def _whole(self, nodes: list[Node]) -> list[Node]:
         """One node where several are but parts of it, put into other shapes."""
@@ -117,7 +129,7 @@ class AttentionSites:
     def before_projection(self, n: Node, call: AttentionCall) -> list[Node]:
         """What the projections that a call's operands have in common take: one node, or one a stream."""
         operands = [m for m in call.operands if self.flow.live(m)]
-        projected = any(name(m) in MATRIX for m in self.flow.between([n], operands))
+        projected = any(name(m) in MATRIX for m in self.flow.between([n], operands)) and not self._is_cut(n)
         whole = all(self._bare(m) is self._bare(n) for m in operands)
         if projected or (whole and not self._made_inside(call, n)):
             return [n]
@@ -127,6 +139,13 @@ class AttentionSites:
         first = [n for n in found if not any(m is not n and self.flow.up(n) & self.flow.bit(m) for m in found)]
         return sorted(first, key=self.flow.index.__getitem__)
 
+    def _is_cut(self, n: Node) -> bool:
+        """Whether nothing takes a node whole: it is cut into queries, keys and values, so that it is their projection."""
+        users = [u for u in n.users if self.flow.live(u)]
+        if len(users) == 1 and (name(users[0]) in SHAPE or shape(users[0]) is None):
+            return self._is_cut(users[0])
+        return len(users) > 1 and all(name(u) in PARTS for u in users)
+
     def _projected(self, call: AttentionCall, n: Node) -> set[Node] | None:
         """What the matrices right before a node take; nothing where something else comes first.
 
@@ -134,12 +153,19 @@ class AttentionSites:
         """
         feeds = self.flow.feeds(n)
         if name(n) in MATRIX and len(feeds) == 1:
-            return set(feeds)
+            before = self._bare(feeds[0])
+            again = name(before) in MATRIX and self._made_inside(call, before) and self._is_alone(before)
+            return self._projected(call, before) if again else set(feeds)
         alone = len(feeds) == 1 and shape(feeds[0]) == shape(n) and self._made_inside(call, n)
         if not feeds or not (name(n) in _SAME | ADDS | GATES or alone):
             return None
         parts = [self._projected(call, m) for m in feeds]
         return None if None in parts else {m for part in parts if part is not None for m in part}
+
+    def _is_alone(self, n: Node) -> bool:
+        """Whether one live node takes a node, in whatever shape."""
+        users = [u for u in n.users if self.flow.live(u)]
+        return len(users) == 1 and (name(users[0]) not in SHAPE or self._is_alone(users[0]))
 
     def _made_inside(self, call: AttentionCall, n: Node) -> bool:
         """Whether the module that makes a call also made a node."""
@@ -205,7 +231,9 @@ class AttentionSites:
     def _of_stream(self, n: Node, stream: int) -> bool:
         """Whether a node is what attention's input is made of, or a sum that this is a term of."""
         n = self._bare(n)
-        return bool(stream & self.flow.bit(n)) or (name(n) in ADDS and any(self._of_stream(m, stream) for m in self.flow.feeds(n)))
+        return bool(stream & self.flow.bit(n)) or (
+            name(n) in ADDS and any(self._of_stream(m, stream) for m in self.flow.feeds(n))
+        )
 
     def _bare(self, n: Node) -> Node:
         """A node without what only shapes or scales it."""

@@ -77,6 +77,23 @@ class Program:
         return tuple(self.code.graph.nodes)
 
     @property
+    def constants(self) -> list[Tensor]:
+        """The tensors that are in the graph as they are."""
+        found = [getattr(self.code, str(n.target)) for n in self.nodes if n.op == "get_attr"]
+        return [t for t in found if isinstance(t, Tensor)]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the module still has all weights by the names and in the shapes that the recording knows."""
+        now = self.weights_now()
+        return all(key in now and now[key].shape == value(n).shape for n, key in self.weights.items())
+
+    def stamp(self) -> list[tuple[int, int]]:
+        """What changes when a weight is written into, or when another tensor takes its place."""
+        weights = (*self.module.parameters(), *self.module.buffers())
+        return [(id(t), 0 if t.is_inference() else t._version) for t in weights]
+
+    @property
     def outputs(self) -> tuple[Node, ...]:
         """The tensors that the module returns, in order."""
         return tuple(n for n in tree_leaves(self.nodes[-1].args) if isinstance(n, Node))
@@ -94,7 +111,7 @@ class Program:
         """What the module itself gives with other tensors among its arguments."""
         args, kwargs = tree_unflatten(_with(self.example, [t.clone() for t in tensors]), self.spec)
         loans = Loans(self.module, tensors[0].device if tensors else None)
-        with torch.no_grad(), wide_experts(self.module), watching(loans):
+        with torch.no_grad(), wide_experts(self.module), watching(loans), written_path():
             return list(tensors_in(self.module(*args, **kwargs)))
 
 
@@ -194,14 +211,20 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Inside it a module is in eval mode and not compiled; afterwards its modes, attributes and buffers are as they were."""
+def unchanged(module: nn.Module, *, evaluating: bool = True) -> Iterator[None]:
+    """Inside it a module is not compiled, and in eval mode; afterwards its modes, attributes and buffers are as they were.
+
+    evaluating: false leaves it in the mode that it is in.
+    """
     parts = list(module.modules())
     before = [vars(m).copy() for m in parts]
     inside = [(v, v.copy() if v else None) for state in before for v in state.values() if isinstance(v, list | dict | set)]
-    buffers = [(t, t.clone()) for t in module.buffers()]
+    loose = [v for state in before for v in state.values() if isinstance(v, Tensor) and not v.is_meta]
+    buffers = [(t, t.clone()) for t in (*module.buffers(), *loose)]
     for m in parts:
-        if "training" in vars(m):
+        if not evaluating:
+            pass
+        elif "training" in vars(m):
             vars(m)["training"] = False  # many times as fast as torch's way of setting attributes
         else:  # a scripted module
             m.training = False
@@ -226,6 +249,17 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         for t, old in buffers:
             if not torch.equal(t, old):
                 t.data.copy_(old)
+
+
+@contextmanager
+def written_path() -> Iterator[None]:
+    """Inside it torch's encoders run as they are written: their fast path leaves padding out, and nothing else."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from howsmooth.program.flow import Flow
 from howsmooth.program.lazy_logits import LazyLogits, LogitsReader
 from howsmooth.program.logits_steps import read
 from howsmooth.program.nodes import is_float, name, shape, value
+from howsmooth.program.reads import reads
 from howsmooth.program.replay import Run
 from howsmooth.program.tracing import Program
 
@@ -55,11 +56,16 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
 
     >>> from howsmooth.program import record
     >>> program = record(torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), (torch.randn(1, 3, 4),))
-    >>> [name(n) for n in program.nodes if "attention" in name(n)], [name(n) for n in rewrite(program).nodes if "attention" in name(n)]
+    >>> (
+    ...     [name(n) for n in program.nodes if "attention" in name(n)],
+    ...     [name(n) for n in rewrite(program).nodes if "attention" in name(n)],
+    ... )
     (['scaled_dot_product_attention'], ['attention'])
     """
     new, places = _copy(program)
-    unused = {n for n in new.nodes if not n.users and (is_float(n) or n.op != "call_function" or n.meta.get("mode"))}
+    unused = {
+        n for n in new.nodes if not n.users and (is_float(n) or n.op != "call_function" or n.meta.get("mode") or reads(n))
+    }
     readings = _readings(new)
     if readings:
         _confirm(new, readings)

@@ -121,7 +121,7 @@ def _from_function(f: Callable[[Tensor], Tensor], x: Tensor | None, input: dict[
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            y = g(t[None] if batched else t)
+            y = g((t[None] if batched else t).clone())  # which g may write into
         except RuntimeError as error:
             said = next(iter(str(error).strip().splitlines()), "no word")[:120]
             raise BadInputError(

@@ -22,6 +22,8 @@ def look(kernel: AttentionKernel, real: Tensor | None, layers: int = 1) -> Tenso
         raise BadInputError(f"expected softmax attention to look at, got {kernel.scores.kind!r}; its rows have no entropy here")
     tiled = kernel.tiled()
     batch, heads, n, m = tiled.shape
+    if batch % layers:  # heads and rows lie along one axis
+        batch, heads = batch * heads, 1
     entropy, mass = torch.zeros_like(tiled.largest), torch.zeros_like(tiled.largest)
     top = torch.zeros_like(mass)
     received = tiled.o.new_zeros(batch * heads, m, 1)

@@ -5,8 +5,8 @@ derivative in the weights and in the input is that of the constant itself, since
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.fx import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.operator import stream
@@ -35,6 +35,7 @@ from howsmooth.training.untouched import FORWARD_MODE, untouched, whole_model
 _BASIS = 12  # vectors between restarts
 _RECORDINGS = 64  # kept, of batches of different shapes
 _FIRST = 8  # steps of a penalty where directions are drawn
+_APART = 0.05  # how far differences of values may be from a product with the Jacobian, relative to it
 _SETTLED = {torch.float64: 1e-9, torch.float32: 1e-4}  # |JᵀJ v − σ² v|/σ² at which a direction is the top one
 
 Function = Map | Callable[[Tensor], Tensor]
@@ -81,6 +82,7 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
             f"expected a howsmooth.training.WarmStart as state, got {type(state).__name__}; make one and keep it"
         )
     with ExitStack() as stack:
+        stack.enter_context(_said())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(x.device.type, enabled=False))
@@ -101,7 +103,42 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
             state.v = v
         with torch.no_grad():
             image = _along(g, at, v)[1]
-        return _pulled(g, xs, image / _sizes(image)).flatten(1).norm(dim=-1).reshape(lead)
+        pulled = _pulled(g, xs, image / _sizes(image))
+        if known is None:
+            _check_values(g, at, v, image, pulled)
+        return pulled.flatten(1).norm(dim=-1).reshape(lead)
+
+
+@torch.no_grad()
+def _check_values(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor, image: Tensor, back: Tensor) -> None:
+    """Refuse a derivative that is not that of the values, as `detach` and backward passes of one's own make it.
+
+    image, back: `J v`, and `Jᵀ` of it at unit length.
+    """
+    step = torch.finfo(xs.dtype).eps ** (1 / 3) * max(1.0, float(xs.abs().max()))
+    differences = (g(xs + step * v) - g(xs - step * v)) / (2 * step)
+    size, sizes = float(image.norm()), image.flatten(1).norm(dim=-1)
+    other = float((differences - image).norm()), float(((back * v).flatten(1).sum(1) - sizes).norm())
+    if not max(other) <= _APART * size:
+        raise BadFunctionError(
+            "expected a function whose derivative is that of its values, got one that moves otherwise; "
+            "look for detach, no_grad, numpy, random numbers and custom backward passes"
+        )
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """What torch raises while it differentiates a function, as a refusal."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        if isinstance(error, HowSmoothError | torch.OutOfMemoryError):
+            raise
+        said = next(iter(str(error).strip().splitlines()), "no word")[:120]
+        raise BadFunctionError(
+            f"expected a function with derivatives in both modes, got an error from it ({said}); "
+            "look for operations without them"
+        ) from error
 
 
 def _by_items(f: Function, x: Tensor, batched: bool) -> tuple[Callable[[Tensor], Tensor], Tensor, tuple[int, ...]]:
@@ -130,7 +167,7 @@ def _by_items(f: Function, x: Tensor, batched: bool) -> tuple[Callable[[Tensor],
 def _along(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`g(x)` and `J v`."""
     with forward_ad.dual_level():
-        y = g(forward_ad.make_dual(xs.clone(), v))  # a clone, since g may write into it
+        y = g(forward_ad.make_dual(xs.clone(), v.clone()))  # clones, since g may write into them
         if not isinstance(y, Tensor) or not y.is_floating_point() or len(y) != len(xs):
             raise BadFunctionError(
                 f"expected a function that gives one floating-point tensor for each input, got {type(y).__name__}; pick one, "
