@@ -10,7 +10,7 @@ from howsmooth.program.calls import AttentionCall
 from howsmooth.program.flow import Flow
 from howsmooth.program.layers import Layer, Layers
 from howsmooth.program.nodes import name, shape
-from howsmooth.program.operations import MATRIX, PARTS, SHAPE
+from howsmooth.program.operations import JOINS, MATRIX, PARTS, SHAPE
 from howsmooth.program.sites import AttentionSites, Group
 
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
@@ -63,6 +63,9 @@ def ends_of(
     if not 0 <= layer < count:
         raise BadInputError(f"expected a layer from 0 to {count - 1}, got {layer}; there is no other")
     at = layers.found[layer]
+    layers.check_number(at)
+    if isinstance(to, int) and 0 <= to < count:
+        layers.check_number(layers.found[to])
     if to is not None:
         return _span(layers, layer, to).one_stream(stream)
     if map == "model":
@@ -84,17 +87,18 @@ def ends_of(
         )
     group = at.groups[call or 0]
     enter, leave = group.enter, _leaves(layers.attention, group, heads=map == "heads")
+    beside = map != "heads" and layers.attention.is_joined(group, leave)
     if map == "normed":
         enter = _enter(layers, at)
         if all(name(n) in SHAPE for n in layers.flow.between(enter, group.enter)):
             raise BadInputError(
                 "expected a block that normalises before it attends, got one that does not; measure map='attention'"
             )
-    return Ends(enter, leave, layers.flow).one_stream(stream)
+    return Ends(enter, leave, layers.flow, through=group.outputs if beside else ()).one_stream(stream)
 
 
 def _span(layers: Layers, layer: int, to: int | str) -> Ends:
-    whole, found = layers, layers.found
+    found = layers.found
     enter, layers = _enter(found[layer].of, found[layer]), found[layer].of
     flow = layers.flow
     if to == "logits":
@@ -105,15 +109,18 @@ def _span(layers: Layers, layer: int, to: int | str) -> Ends:
         raise BadInputError(
             f"expected to from {layer} to {len(found) - 1}, 'final' or 'logits', got {to!r}; name a later layer"
         )
-    last = whole.last if to == "final" else found[to]
-    return Ends(enter, _reached(flow, _leave(last.of, last)), flow)
+    last = layers.last if to == "final" else found[to]
+    if last.of is not layers:
+        raise BadInputError("expected a later layer of the same tokens, got one of others; name another")
+    _leave(layers, found[layer])  # a block, or one sentence
+    return Ends(enter, _reached(flow, enter, _leave(layers, last)), flow)
 
 
-def _reached(flow: Flow, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-    """The same nodes, refused where tokens do not reach them."""
-    if not all(flow.live(n) for n in nodes):
+def _reached(flow: Flow, enter: tuple[Node, ...], leave: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Where a map ends, refused where what enters does not reach it."""
+    if not all(flow.up(n) & flow.bits(enter) for n in leave):
         raise BadInputError("expected a later layer that the tokens of the first reach, got one of other tokens; name another")
-    return nodes
+    return leave
 
 
 def _refuse_losses(layers: Layers) -> None:
@@ -129,9 +136,10 @@ def _model(layers: Layers) -> Ends:
     It is what the module returns by that name, or the last node of the width of the last block.
     """
     _refuse_losses(layers)
-    first, last = layers.found[0], layers.last
-    enter, layers = _enter(first.of, first), first.of
-    end, *more = _reached(layers.flow, _leave(last.of, last))
+    layers = min(layers.found, key=lambda layer: layer.first).of
+    first, last = min(layers.own, key=lambda layer: layer.first), layers.last
+    enter = _enter(layers, first)
+    end, *more = _reached(layers.flow, enter, _leave(layers, last))
     program = layers.program
     if program.hidden is not None and layers.flow.up(program.outputs[program.hidden]) & layers.flow.bit(end):
         return Ends(enter, program.outputs[program.hidden : program.hidden + 1], layers.flow)
@@ -184,9 +192,31 @@ def _leaves(attention: AttentionSites, group: Group, *, heads: bool) -> tuple[No
     flow = attention.flow
     split = _split(flow, group.outputs[0])
     needed = flow.bits(n for n in flow.nodes if name(n) in MATRIX or n in flow.outputs)
-    read = [n for n in split if flow.down(n) & needed]
-    parts = [Group((AttentionCall((), (), (), n),), group.enter) for n in read or split]
+    read = [n for n in split if flow.down(n) & needed] or split
+    order = _joined(flow, group)
+    if len(order) == len(read):  # parts lie side by side as the streams were put
+        read = [part for _, part in sorted(zip(order, sorted(read, key=_offset), strict=True), key=lambda pair: pair[0])]
+    parts = [Group((AttentionCall((), (), (), n),), group.enter) for n in read]
     return tuple(attention.leave(part, heads=heads) for part in parts)
+
+
+def _joined(flow: Flow, group: Group) -> list[int]:
+    """Which of the streams that enter attention lies where, side by side; nothing where that is not to be seen."""
+    for n in flow.between(group.enter, group.calls[0].queries):
+        given = n.args[0] if name(n) in JOINS and n.args else ()
+        parts = [m for m in given if isinstance(m, Node) and flow.live(m)] if isinstance(given, list | tuple) else []
+        of = [[i for i, e in enumerate(group.enter) if flow.up(m) & flow.bit(e)] for m in parts]
+        if len(parts) == len(group.enter) and sorted(of) == [[i] for i in range(len(parts))]:
+            return [i for (i,) in of]
+    return []
+
+
+def _offset(n: Node) -> int:
+    """Where a part of a tensor begins, or the number of the part."""
+    place = n.args[2] if name(n) in ("slice", "narrow") and len(n.args) > 2 else n.args[1] if len(n.args) > 1 else 0
+    start = place if isinstance(place, int) else 0
+    source = shape(n.args[0]) if isinstance(n.args[0], Node) else None
+    return start if start >= 0 or source is None else start + max(source)
 
 
 def _split(flow: Flow, n: Node) -> list[Node]:

@@ -87,7 +87,30 @@ class Layers:
         others = [] if self.beside is None else self.beside.found
         late = [a for a in self.own for b in others if a.overlaps(b) and b.of.reaches(a)]
         own = [a for a in self.own if a not in late]
-        return sorted([*own, *(b for b in others if not any(a.overlaps(b) for a in own))], key=lambda layer: layer.first)
+        found = sorted([*own, *(b for b in others if not any(a.overlaps(b) for a in own))], key=lambda layer: layer.first)
+        numbers = [self._number(layer) for layer in found]
+        listed = len({parent for parent, _ in numbers}) == 1 and len({*numbers}) == len(numbers)
+        return sorted(found, key=lambda layer: self._number(layer)[1]) if listed else found
+
+    def _number(self, layer: Layer) -> tuple[str, int]:
+        """The list that a block is an element of, and its place there; nothing and -1 where it is in none."""
+        parent, _, place = layer.path.rpartition(".")
+        listed = place.isdigit() and isinstance(self.program.module.get_submodule(parent), nn.ModuleList)
+        return (parent, int(place)) if listed else ("", -1)
+
+    def check_number(self, layer: Layer) -> None:
+        """Refuse a block whose number is not the model's, since a block like it before it in its list does not run."""
+        parent, place = self._number(layer)
+        if place < 0:
+            return
+        kinds = {type(self.program.module.get_submodule(other.path)) for other in self.found}
+        run, siblings = {e.path for e in self._elements}, self.program.module.get_submodule(parent).named_children()
+        for key, block in siblings:
+            if int(key) < place and type(block) in kinds and f"{parent}.{key}".removeprefix(".") not in run:
+                raise BadInputError(
+                    f"expected blocks that all run, got {parent}.{key}, which does not run at this input, so that numbers "
+                    "behind it are not the model's; take it out, or measure map='model'"
+                )
 
     def reaches(self, layer: Layer) -> bool:
         """Whether these tokens reach all self-attentions of a block."""
@@ -132,7 +155,7 @@ class Layers:
     @property
     def last(self) -> Layer:
         """The last block, with the elements of its list behind it that move no token with another."""
-        last = self.found[-1]
+        last = max(self.own, key=lambda layer: layer.first)
         end, parent = last.last, last.path.rpartition(".")[0]
         for e in last.of._elements:
             listed = e.parent == parent and e.first >= end and e.among_blocks(self.program.module)
@@ -296,10 +319,18 @@ class Layers:
         groups = self.attention.groups
         return sum(any(part.first <= order(n) < part.last for n in g.outputs) for g in groups) == 1
 
+    def _beside_others(self, e: Element) -> bool:
+        """Whether attention outside of an element lies between the waists around it, as where several attend at once."""
+        ends = self._around(e.first, e.last)
+        between = self.flow.bits(self.flow.between(ends[:1], ends[1:])) if ends else 0
+        outside = [n for g in self.attention.groups for n in g.outputs if not e.first <= order(n) < e.last]
+        return bool(between & self.flow.bits(outside))
+
     def _block_of(self, group: Group) -> tuple[str, int, int]:
         """The path and the orders of a group's block."""
         at = order(group.outputs[0])
         around = [self._with_neighbours(e) for e in self._elements if e.first <= at < e.last]
+        around = [e for e in around if not self._beside_others(e)] or around
         single = [e for e in around if self._one_attention(e)]
         keeps = [e for e in single if self._keeps_shape(e)]
         for e in (*(e for e in keeps if e.among_blocks(self.program.module)), *keeps, *single):
@@ -397,6 +428,11 @@ class Layers:
             attends = any(e.first <= order(c.output) < e.last for c in self.wide.calls)
             alike = type(module.get_submodule(e.path)) in types and self._keeps_shape(e)
             if e.parent in lists and apart and (attends or alike or self._mixes(e)):
+                more.append(Layer(e.path, e.first, e.last, (), self))
+        kinds = {(layer.path.rpartition(".")[0], type(module.get_submodule(layer.path))) for layer in more}
+        for e in self._elements if not found else ():  # stages that change the shape of tokens, beside others that do not
+            apart = all(e.last <= layer.first or layer.last <= e.first for layer in more)
+            if apart and (e.parent, type(module.get_submodule(e.path))) in kinds:
                 more.append(Layer(e.path, e.first, e.last, (), self))
         return more
 

@@ -189,7 +189,7 @@ class AttentionSites:
                 break
             inside = scope is not None and scope.holds(n)
             matrix = any(name(m) in MATRIX and m not in outs for m in part)
-            gates = self._gates_alone(part)
+            gates = self._gates_alone(part) or (inside and all(name(m) in GATES | SHAPE | {"div"} for m in part[-1:]))
             joined = any(not own & flow.bit(f) for m in part if name(m) not in GATES for f in flow.feeds(m))
             beside = joined and heads and any(name(m) in JOINS for m in part)
             if joined and (projected or beside or not self._projected_behind(n, group, scope, own, ends)):
@@ -212,6 +212,12 @@ class AttentionSites:
         if end is None:
             raise BadInputError("expected attention whose heads are put together, got none such; measure map='block'")
         return end
+
+    def is_joined(self, group: Group, leave: Sequence[Node]) -> bool:
+        """Whether one matrix projects attention together with another branch that lies beside it."""
+        own = self.flow.down(*group.sources)
+        joins = [n for n in self.flow.between(group.outputs, leave) if name(n) in JOINS]
+        return any(not own & self.flow.bit(m) for n in joins for m in self.flow.feeds(n))
 
     def scope_of(self, group: Group) -> Scope | None:
         """The smallest call of a module that made a group's attention and its projections."""

@@ -140,7 +140,16 @@ def trace(
         made = make_fx(run, tracing_mode="real", pre_dispatch=whole, _error_on_data_dependent_ops=False)
         plain = nullcontext() if whole else sdpa_kernel(SDPBackend.MATH)
         shapes = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))  # one for all nodes, not one for each
-        with torch.no_grad(), watching(Heard(calls, loans)), plain, wide_experts(module), unhooked(module), shapes:
+        heard = Heard(calls, loans)
+        with (
+            torch.no_grad(),
+            watching(heard),
+            _with_own_hooks(module, heard),
+            plain,
+            wide_experts(module),
+            unhooked(module),
+            shapes,
+        ):
             return made(given, [t.detach().clone() for t in tensors])
 
     calls: Calls = []
@@ -295,6 +304,25 @@ class Heard(ModuleCalls):
             if known is module:
                 self._calls.append((module, start, _last_node()))
                 return
+
+    def again(self, module: nn.Module) -> None:
+        """A module's own hooks have run, whose operations are part of its call."""
+        for i in reversed(range(len(self._calls))):
+            if self._calls[i][0] is module:
+                self._calls[i] = (*self._calls[i][:2], _last_node())
+                return
+
+
+@contextmanager
+def _with_own_hooks(module: nn.Module, heard: Heard) -> Iterator[None]:
+    """Inside it, `heard` is told when hooks of modules themselves have run, which come behind those of all modules."""
+    hooked = [part for part in module.modules() if vars(part).get("_forward_hooks")]
+    hooks = [part.register_forward_hook(lambda m, *_: heard.again(m)) for part in hooked]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _last_node() -> Node | None:
