@@ -105,7 +105,7 @@ def test_describing_a_model_leaves_it_as_it_was():
 
 TINY: dict[str, tuple[Any, tuple[str, ...], bool]] = {
     "electra": ({"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}, ("unmasked", "masked"), True),
-    "distilbert": ({"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}, ("unmasked",), True),
+    "distilbert": ({"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}, ("unmasked", "masked"), True),
     "llama": (
         {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
         ("masked",),

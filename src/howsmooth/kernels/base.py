@@ -11,6 +11,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Kind, Softmax
 from howsmooth.kernels.masks import Mask
+from howsmooth.kernels.tensors import numbers
 
 if TYPE_CHECKING:
     from howsmooth.kernels.tiled import Tiled
@@ -86,7 +87,7 @@ class AttentionKernel(ABC):
         """Write down `largest_logit`; refuse logits that leave the range of a precision. offset: of every key."""
         sizes = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max() for t in (q, k)]
         sizes += [] if offset is None else [offset.abs().max().double()]
-        longest_q, longest_k, *shift = torch.stack(sizes).tolist()  # the device is waited for once
+        longest_q, longest_k, *shift = numbers(torch.stack(sizes))  # the device is waited for once
         self.largest_logit = abs(self.scores.scale) * longest_q * longest_k + sum(shift)
         if not self.largest_logit < 0.25 * torch.finfo(dtype).max:
             raise BadInputError(

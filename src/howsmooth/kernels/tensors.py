@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.nn.parameter import is_lazy
 
 from howsmooth.errors import BadInputError
@@ -98,3 +99,13 @@ def heads_last(shape: Sequence[int], like: Tensor) -> Tensor:
     for axis in reversed(lead):
         strides, size = (size, *strides), size * axis
     return like.new_empty_strided(tuple(shape), strides)
+
+
+def numbers(t: Tensor) -> list[float]:
+    """What a tensor holds, read beside a recording that is under way: it decides whether there is an answer, not which.
+
+    >>> numbers(torch.ones(2))
+    [1.0, 1.0]
+    """
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+        return t.tolist()

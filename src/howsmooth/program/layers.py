@@ -5,6 +5,7 @@ in one, and the outermost modules with one self-attention elsewhere.
 """
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -44,14 +45,21 @@ class Element:
 class Layer:
     """One block: its path, the orders of its nodes, the self-attentions inside; none where it mixes tokens otherwise.
 
-    of: the layers of the tokens that the block is one of.
+    owner: the layers of the tokens that the block is one of, which know it.
     """
 
     path: str
     first: int
     last: int
     groups: tuple[Group, ...]
-    of: "Layers"
+    owner: "weakref.ref[Layers]"
+
+    @property
+    def of(self) -> "Layers":
+        """The layers of the tokens that the block is one of."""
+        layers = self.owner()
+        assert layers is not None
+        return layers
 
     def holds(self, n: Node) -> bool:
         return self.first <= order(n) < self.last
@@ -145,11 +153,11 @@ class Layers:
                 continue
             path, first, last = self._block_of(group)
             inside = tuple(g for g in self.attention.groups if g is group or any(first <= order(n) < last for n in g.outputs))
-            found.append(Layer(path, first, last, inside, self))
+            found.append(Layer(path, first, last, inside, weakref.ref(self)))
         found += self._without_self_attention(found)
         if not found and self.wide.calls:
             begun = max(order(b) for b in self.flow.begins) + 1
-            found.append(Layer("", begun, order(self.program.nodes[-1]) + 1, (), self))
+            found.append(Layer("", begun, order(self.program.nodes[-1]) + 1, (), weakref.ref(self)))
         return sorted(found, key=lambda layer: layer.first)
 
     @property
@@ -428,12 +436,12 @@ class Layers:
             attends = any(e.first <= order(c.output) < e.last for c in self.wide.calls)
             alike = type(module.get_submodule(e.path)) in types and self._keeps_shape(e)
             if e.parent in lists and apart and (attends or alike or self._mixes(e)):
-                more.append(Layer(e.path, e.first, e.last, (), self))
+                more.append(Layer(e.path, e.first, e.last, (), weakref.ref(self)))
         kinds = {(layer.path.rpartition(".")[0], type(module.get_submodule(layer.path))) for layer in more}
         for e in self._elements if not found else ():  # stages that change the shape of tokens, beside others that do not
             apart = all(e.last <= layer.first or layer.last <= e.first for layer in more)
             if apart and (e.parent, type(module.get_submodule(e.path))) in kinds:
-                more.append(Layer(e.path, e.first, e.last, (), self))
+                more.append(Layer(e.path, e.first, e.last, (), weakref.ref(self)))
         return more
 
     def _mixes(self, e: Element) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from howsmooth.maps import Map
 from howsmooth.models import Capture
 from howsmooth.models.measurement import estimate_columns
-from howsmooth.program.nodes import shape
+from howsmooth.program.nodes import name, shape
 from howsmooth.program.sides import Norm, read_norm
 from howsmooth.program.stretch import PartOfRun, features_last
 from howsmooth.study.jobs import Job, Row
@@ -23,6 +23,7 @@ from howsmooth.study.layers import Part, Setting, parts
 from howsmooth.study.reader import Reader
 from howsmooth.verbs import lipschitz
 
+_VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze"}  # the same tokens in the same order
 _NEAR = 8  # places in front of a layer where its norm may begin
 
 
@@ -44,11 +45,11 @@ def measure_norms(reader: Reader, part: dict[str, Any]) -> list[Row]:
         norm, tokens = front
         lengths = tokens.double().norm(dim=-1)
         radii = {"radius": float(lengths.square().mean().sqrt()), "radius_max": float(lengths.max())}
-        for name, f in (("norm", norm), ("normed", attn @ norm)):
+        for kind, f in (("norm", norm), ("normed", attn @ norm)):
             began = time.perf_counter()
             estimate = lipschitz(f, tokens, tol=one.tol, certify=one.certify)
             seconds = time.perf_counter() - began
-            rows.append(rows[-1] | estimate_columns(estimate) | radii | {"map": name, "seconds": seconds})
+            rows.append(rows[-1] | estimate_columns(estimate) | radii | {"map": kind, "seconds": seconds})
     return rows
 
 
@@ -57,6 +58,8 @@ def norm_in_front(captured: Capture, layer: int) -> tuple[Norm, Tensor] | None:
     """The norm whose output enters a layer, and what it took, (n, d); nothing where there is none of a form we know."""
     segment, values = captured.map(layer), captured.sample.run.at(torch.float64).values
     flow, (enter, *more) = segment.ends.flow, segment.ends.enter
+    while name(enter) in _VIEWS and len(feeds := flow.feeds(enter)) == 1:
+        enter = feeds[0]
     tokens = features_last(enter, len(segment.start))
     if more or tokens is None:
         return None
