@@ -125,7 +125,13 @@ def test_penalty_reaches_all_weights_before_a_layer():
 def test_gradient_where_a_model_turns_gradients_off_on_the_way():
     """As transformers does where it computes phases."""
     torch.manual_seed(0)
-    size = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 12}
+    size: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "vocab_size": 12,
+    }
     model: Any = LlamaModel(LlamaConfig(**size, bos_token_id=0, eos_token_id=0)).double().train()
     penalty, ids = hs.SmoothnessPenalty(model, target=1e-4, layers=[1], products=200), torch.tensor([[1, 5, 2, 7, 3]])
     loss, weight = penalty(input_ids=ids), model.layers[0].mlp.up_proj.weight

@@ -41,6 +41,9 @@ class Which:
     call: int | None = None
 
 
+ATTENTION = Which()
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class ModelInput:
@@ -113,13 +116,11 @@ class ModelInput:
         """Where a map begins and ends in the recorded run."""
         return ends_of(self.layers, layer, which.map, to=which.to, stream=which.stream, call=which.call)
 
-    def segment(self, layer: int, which: Which | None = None) -> SegmentMap:
+    def segment(self, layer: int, which: Which = ATTENTION) -> SegmentMap:
         """A map of a layer at this input."""
-        which = Which() if which is None else which
         key = layer, which
         if key not in self._segments:
-            ends = self.ends(layer, which)
-            place = self.place(layer, which)
+            ends, place = self.ends(layer, which), self.place(layer, which)
             self._segments[key] = SegmentMap(self.run, ends, place, which.head, self.real, self.work)
         return self._segments[key]
 
@@ -127,9 +128,8 @@ class ModelInput:
     def _segments(self) -> dict[tuple[int, Which], SegmentMap]:
         return {}
 
-    def map(self, layer: int, which: Which | None = None) -> SegmentMap:
+    def map(self, layer: int, which: Which = ATTENTION) -> SegmentMap:
         """A map of a layer that is there, with a warning where the kernels do not express its attention."""
-        which = Which() if which is None else which
         self.check(layer, which)
         segment = self.segment(layer, which)
         if not segment.on_kernels:
@@ -162,8 +162,7 @@ class ModelInput:
             return f"{found.path} to {which.to if which.to == 'logits' else self.layers.found[last].path}"
         if which.map == "model":
             return type(self.owner).__name__
-        inner = self.layers.module_of(found, which.call or 0) if which.map in ("attention", "heads") else ""
-        return inner or found.path or type(self.owner).__name__
+        return self._recorded[0].place(layer, which.map, which.call or 0)
 
     def solve(self, layer: int, which: Which, factor: float, options: Options) -> tuple[SegmentMap, Solved]:
         """A map, its tokens multiplied by `factor`, and its constant there."""

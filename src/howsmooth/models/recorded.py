@@ -39,6 +39,12 @@ class Recording:
             found += before[-1:] or [n for group in layer.groups for n in group.enter]
         return tuple(dict.fromkeys(found))
 
+    def place(self, layer: int, map: str, call: int = 0) -> str:
+        """The path of the module that a map of one layer belongs to; the type of the model where it is all of it."""
+        found = self.layers.found[layer]
+        inner = self.layers.module_of(found, call) if map in ("attention", "heads") else ""
+        return inner or found.path or type(self.program.module).__name__
+
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Run, list[Tensor]]:
         """A run at some tensors with its hidden states, in the module's own precision, and what the module would return."""
         plain = Run(self.program, tensors, None)

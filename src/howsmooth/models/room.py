@@ -12,7 +12,6 @@ _GIB = 2**30
 _WEIGHTS = 0.8  # of the free memory that weights may take; the rest is for the measurement
 _VECTORS = 12  # (n, d) that the shortest solve holds at once: tokens, a few steps of the basis, a product on its way
 _SAVED = 3  # outputs of every matrix of a block that its graph keeps at least: about half of what was measured on a Llama's
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def free(device: torch.device) -> int:

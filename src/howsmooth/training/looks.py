@@ -1,6 +1,7 @@
 """What attention looks like at a probe: its largest logits, how spread out it is, and who gets most of it."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +46,22 @@ def look(kernel: AttentionKernel, real: Tensor | None, layers: int = 1) -> Tenso
         logits = logits.masked_fill(~rows, -math.inf)
     share = share / share.sum(-1, keepdim=True).clamp_min(tiny)
     return torch.cat([torch.stack([mean, share.amax(-1).mean(-1)], -1), logits.amax((1, 3))], -1)
+
+
+def looks(tokens: Sequence[Tensor], kernels: Sequence[AttentionKernel], real: Tensor | None) -> list[Tensor]:
+    """By layer, the root mean square norm of the tokens that enter; where there are kernels, what `look` gives of all of them.
+
+    Of several attention calls that is the mean entropy, the mean share, the largest logit, and then the largest logit by head,
+    where all calls have as many. NaN where one of them is.
+    """
+    found = [squares(x, real).mean(0, keepdim=True).sqrt() for x in tokens]
+    if not kernels:
+        return found
+    calls = [look(kernel, real, len(tokens)).double() for kernel in kernels]
+    logits = [own[:, 2:] for own in calls]
+    by_head = [torch.stack(logits).amax(0)] if len({t.shape for t in logits}) == 1 else []
+    mean, top = torch.stack([own[:, :2] for own in calls]).mean(0), torch.cat(logits, 1).amax(1, keepdim=True)
+    return [torch.cat(both) for both in zip(found, torch.cat([mean, top, *by_head], 1), strict=True)]
 
 
 def squares(x: Tensor, real: Tensor | None) -> Tensor:
