@@ -14,7 +14,7 @@ from howsmooth.kernels.kinds import Kind
 from howsmooth.models.recorded import Recording, Recordings
 from howsmooth.models.room import check_room, enough
 from howsmooth.models.tokens import Window
-from howsmooth.program import Ends, Layers, ends_of
+from howsmooth.program import Ends, Layers
 from howsmooth.program.attention import kind_of
 from howsmooth.program.ends import MAPS
 from howsmooth.program.layers import Layer
@@ -114,7 +114,8 @@ class ModelInput:
 
     def ends(self, layer: int, which: Which) -> Ends:
         """Where a map begins and ends in the recorded run."""
-        return ends_of(self.layers, layer, which.map, to=which.to, stream=which.stream, call=which.call)
+        _ = self.layers  # refused where there are none
+        return self._recorded[0].ends(layer, which.map, to=which.to, stream=which.stream, call=which.call)
 
     def segment(self, layer: int, which: Which = ATTENTION) -> SegmentMap:
         """A map of a layer at this input."""

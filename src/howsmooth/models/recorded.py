@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from howsmooth.errors import BadFunctionError, HowSmoothError
 from howsmooth.models.interface import IMPLEMENTATION, implementation, register
-from howsmooth.program import Layers, Program, record
+from howsmooth.program import Ends, Layers, Program, ends_of, record
 from howsmooth.program.confirm import agrees
 from howsmooth.program.replay import Run
 from howsmooth.program.tracing import distinct, unchanged
@@ -38,6 +38,19 @@ class Recording:
             before = [w for w in layer.of.waists if layer.of.flow.index[w] <= layer.first]
             found += before[-1:] or [n for group in layer.groups for n in group.enter]
         return tuple(dict.fromkeys(found))
+
+    def ends(
+        self, layer: int, map: str, *, to: int | str | None = None, stream: int | None = None, call: int | None = None
+    ) -> Ends:
+        """Where a map begins and ends, as in `ends_of`, found once."""
+        key = layer, map, to, stream, call
+        if key not in self._ends:
+            self._ends[key] = ends_of(self.layers, layer, map, to=to, stream=stream, call=call)
+        return self._ends[key]
+
+    @functools.cached_property
+    def _ends(self) -> dict[Any, Ends]:
+        return {}
 
     def place(self, layer: int, map: str, call: int = 0) -> str:
         """The path of the module that a map of one layer belongs to; the type of the model where it is all of it."""

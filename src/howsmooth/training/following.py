@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple, final
 
 import torch
@@ -12,15 +13,16 @@ from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels import AttentionKernel, attention_and_kernel
 from howsmooth.kernels.products import float32_products
 from howsmooth.models import MapName, Model
-from howsmooth.models.model_input import Which
 from howsmooth.models.recorded import Recordings
 from howsmooth.models.room import free
 from howsmooth.program.attention import Call, answering
+from howsmooth.program.replay import Run
+from howsmooth.program.segments import SegmentMap
 from howsmooth.solve import Options, solve
 from howsmooth.spectral.ritz import Block, orthonormal
 from howsmooth.training.jacobians import LayerGraph, LayerJacobians, drawn
 from howsmooth.training.looks import looks
-from howsmooth.training.paths import Paths, Values, not_the_same, paths_of
+from howsmooth.training.paths import Paths, not_the_same, paths_of
 from howsmooth.training.probe import Inputs, Probe
 
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
@@ -42,20 +44,6 @@ class Observed(NamedTuple):
     beside: Tensor
 
 
-class _Part(NamedTuple):
-    """The graphs of layers, and the kernels of their attention calls, each of which serves all of them."""
-
-    graphs: dict[int, LayerGraph]
-    kernels: list[AttentionKernel]
-
-    @property
-    def size(self) -> int:
-        """About how many bytes they keep."""
-        tensors = [t for graph in self.graphs.values() for t in (*graph.enter, *graph.leave)]
-        tensors += [t for kernel in self.kernels for t in (*kernel.inputs, kernel.output)]
-        return sum([t.numel() * t.element_size() for t in tensors])
-
-
 @final
 class Following:
     """A model at a probe, replayed again and again as its weights change.
@@ -69,6 +57,7 @@ class Following:
         self.model, self._chosen, self._certifies = model, layers, certifies
         self._map: MapName = map
         self.probe, self._recordings, self._bytes = Probe.of(model, batch), Recordings(_RECORDINGS), 0  # of one layer's graph
+        self._rows = [self.probe.row(i) for i in range(self.probe.rows)]
         self.directions: dict[tuple[int, bool], Block] = {}
         self._record()
         self.replay()
@@ -81,8 +70,10 @@ class Following:
         self._many: Paths | None = None
         self._by_head: Paths | None = None
         with suppress(HowSmoothError):  # told where a certified solve is due
-            for row in self.probe.inputs(self.model, self._recordings) if self._certifies else ():
-                self._recordings.find(row.owner, row.args, row.kwargs)
+            for row in self._rows if self._certifies else ():
+                one = self._recordings.find(self.model.module, row.args, row.kwargs, anew=anew and len(self._rows) > 1)[0]
+                for k in self.layers:
+                    one.ends(k, self._map)
 
     def _paths(self, probe: Probe, anew: bool = False) -> Paths:
         return paths_of(self.model, self._recordings, probe, self._chosen, self._map, anew=anew)
@@ -113,9 +104,8 @@ class Following:
             return
         if not self.paths.with_copies(many):
             return
-        found = [part.graphs for part in self._parts(many)]
-        kinds = [kind for graphs in found for kind in LayerJacobians.of_kinds(graphs, many.probe.rows, 1, None)]
-        if all(kind.apart() for kind in kinds):
+        found = [LayerJacobians.of_kinds(graphs, many.probe.rows, 1, None) for graphs, _ in self._graphs(many)]
+        if all(kind.apart() for kinds in found for kind in kinds):
             self._many, self._items, self._times = many, rows, many.probe.rows // rows
 
     @property
@@ -123,33 +113,27 @@ class Following:
         """Whether rows are apart, and heads."""
         return self._many is not self.paths and all(self.paths.heads.values())
 
-    def turn(self, *, rounds: int = 1, least: float = 0.0) -> dict[int, Observed]:
+    def turn(self, rounds: int = 1, least: float = 0.0, *, alone: bool = False) -> dict[int, Observed]:
         """One replay: what it finds of each layer. What cannot be measured, since something is not finite there, is left out.
 
         rounds: steps of power iteration at most.  least: the gain of a step behind which there is no further one.
+        alone: of every head alone, with one direction each.
         """
-        assert self._many is not None
-        return self._turn(self._many, rounds, least)
-
-    def turn_heads(self) -> dict[int, Tensor]:
-        """The constants of every head alone, the largest over rows."""
-        most = max(self.paths.heads.values())
-        if self._by_head is None:
-            self._by_head = self._paths(self.probe.repeated(most))
-            self.paths.with_copies(self._by_head)
-        found = self._turn(self._by_head, 1, 0.0, alone=True)
-        return {k: own.value.unflatten(0, (-1, most)).amax(0)[: self.paths.heads[k]] for k, own in found.items()}
-
-    def _turn(self, paths: Paths, rounds: int, least: float, alone: bool = False) -> dict[int, Observed]:
-        found: dict[int, Observed] = {}
-        rows, times = (paths.probe.rows, 1) if alone else (self._items * self._times, self._times)
+        paths, (rows, times) = self._many, (self._items * self._times, self._times)
+        if alone:
+            paths = self._by_head = self._by_head or self._paths(self.probe.repeated(max(self.paths.heads.values())))
+            self.paths.with_copies(paths)
+            rows, times = paths.probe.rows, 1
+        assert paths is not None
         carried = {k: u for (k, heads), u in self.directions.items() if heads == alone}
-        for part in self._parts(paths, alone):
-            entered = [self._rows_first(self.paths.ends[k].enter[0]) for k in part.graphs]
-            softmax = not alone and all(self.is_softmax[k] for k in part.graphs)
-            beside = dict(zip(part.graphs, looks(entered, part.kernels if softmax else (), self.probe.real), strict=True))
-            noise = max([kernel.noise for kernel in part.kernels], default=0.0)
-            for kind in LayerJacobians.of_kinds(part.graphs, rows, times, paths.probe.real):
+        found: dict[int, Observed] = {}
+        for graphs, kernels in self._graphs(paths, alone):
+            enter = [self.paths.ends[k].enter[0] for k in graphs]
+            tokens = [self._hidden[n].movedim(self.paths.axes[n] or 0, 0) for n in enter]
+            softmax = not alone and all(self.is_softmax[k] for k in graphs)
+            beside = dict(zip(graphs, looks(tokens, kernels if softmax else (), self.probe.real), strict=True))
+            noise = max([kernel.noise for kernel in kernels], default=0.0)
+            for kind in LayerJacobians.of_kinds(graphs, rows, times, paths.probe.real):
                 with torch.enable_grad(), float32_products(coarse=True):
                     turned = kind.turn(carried, rounds, 1, least)
                 for k, (value, directions) in turned.items():
@@ -159,13 +143,11 @@ class Following:
                     found[k] = Observed(max(0.0, 1 - noise - coarse) * value.cpu(), beside[k])
         return found
 
-    def _rows_first(self, n: Node) -> Tensor:
-        return self._hidden[n].movedim(self.paths.axes[n] or 0, 0)
+    def _graphs(self, paths: Paths, alone: bool = False) -> Iterator[tuple[dict[int, LayerGraph], list[AttentionKernel]]]:
+        """The graphs of layers that are alike, and the kernels of their attention calls, each of which serves all of them.
 
-    def _parts(self, paths: Paths, alone: bool = False) -> Iterator[_Part]:
-        """The graphs of layers that are alike, so many at once as there is room for; without those that are not finite.
-
-        alone: every copy of a row is for one head alone.
+        So many layers at once as there is room for, without those that are not finite.  alone: every copy of a row is for one
+        head alone.
         """
         entered: dict[Node, Tensor] = {}
         copies = paths.probe.rows // self.probe.rows
@@ -175,54 +157,67 @@ class Following:
                 entered[b] = hidden if copies == 1 else hidden.repeat_interleave(copies, self.paths.axes[a] or 0)
         with torch.no_grad():
             frozen = paths.frozen(entered, self._weights)
-        room = _GRAPHS
-        if self.model.device.type == "cuda":  # which prefers much at once
-            room = max(_GRAPHS, min(_MOST_GRAPHS, free(self.model.device) // 16))
-        for alike in paths.alike:
-            many = max(1, room // self._bytes) if self._bytes else 1
-            for start in range(0, len(alike), many):
-                yield from self._part(paths, alike[start : start + many], entered, frozen, alone)
+        device = next(iter(entered.values())).device
+        room = max(_GRAPHS, min(_MOST_GRAPHS, free(device) // 16)) if device.type == "cuda" else _GRAPHS
+        todo = paths.alike[::-1]
+        while todo:
+            many = max(1, room // self._bytes) if self._bytes else len(todo[-1])
+            layers, rest = todo[-1][:many], todo[-1][many:]
+            todo[-1:] = [rest] * bool(rest)
+            kernels: list[AttentionKernel] = []
 
-    def _part(self, paths: Paths, layers: Sequence[int], entered: Values, frozen: Values, alone: bool) -> Iterator[_Part]:
-        kernels: list[AttentionKernel] = []
-        copies = paths.probe.rows // self.probe.rows
+            def answer(call: Call, kernels: list[AttentionKernel] = kernels, count: int = len(layers)) -> Tensor:
+                own = copies if len(call.q) == paths.probe.rows * count else 1
+                out, kernel = attention_and_kernel(call.q, call.k, call.v, call.scores, "strict", own)
+                kernels.append(kernel)
+                if not alone:
+                    return out
+                one = torch.eye(copies, device=out.device, dtype=out.dtype)[:, : out.shape[1]]
+                return out * one.repeat(len(out) // copies, 1)[:, :, None, None]
 
-        def answer(call: Call) -> Tensor:
-            own = copies if len(call.q) == paths.probe.rows * len(layers) else 1
-            out, kernel = attention_and_kernel(call.q, call.k, call.v, call.scores, "strict", own)
-            kernels.append(kernel)
-            if not alone:
-                return out
-            one = torch.eye(copies, device=out.device, dtype=out.dtype)[:, : out.shape[1]]
-            return out * one.repeat(len(out) // copies, 1)[:, :, None, None]
-
-        try:
-            with torch.enable_grad(), float32_products(coarse=True), answering(answer):
-                found = _Part(paths.graphs(layers, entered, frozen), kernels)
-        except BadInputError:  # one of them, or all
-            for k in layers if len(layers) > 1 else ():
-                yield from self._part(paths, [k], entered, frozen, alone)
-            return
-        self._bytes = max(self._bytes, found.size // len(layers))
-        yield found
+            try:
+                with torch.enable_grad(), float32_products(coarse=True), answering(answer):
+                    graphs = paths.graphs(layers, entered, frozen)
+            except BadInputError:  # one of them, or all
+                todo += [[k] for k in reversed(layers) if len(layers) > 1]
+                continue
+            kept = [t for graph in graphs.values() for t in (*graph.enter, *graph.leave)]
+            kept += [t for kernel in kernels for t in (*kernel.inputs, kernel.output)]
+            self._bytes = max(self._bytes, sum([t.numel() * t.element_size() for t in kept]) // len(layers))
+            yield graphs, kernels
 
     # certified solves
 
     def certified(self, options: Options, *, heads: bool) -> Certified:
         """Certified constants, the largest over the rows, whose directions are carried from here on. heads: of each alone."""
-        rows, found = self.probe.inputs(self.model, self._recordings), Certified()
+        found = Certified()
         for k in self.layers:
-            tops = list[Tensor]()
+            maps, tops = self._maps(k), list[Tensor]()
             for h in (None, *range(self.paths.heads[k] if heads else 0)):
-                maps = [row.segment(k, Which(self._map, h)) for row in rows]
-                solved = [solve(map, map.start, options) for map in maps]
+                solved = [solve(map if h is None else replace(map, head=h), map.start, options) for map in maps]
                 found[k, h] = max(s.estimate.value for s in solved), max(s.estimate.upper for s in solved)
-                images = [self._padded(s.image, row.real).flatten() for s, row in zip(solved, rows, strict=True)]
+                images = [self._padded(s.image, map.real).flatten() for s, map in zip(solved, maps, strict=True)]
                 tops += [torch.stack(images)] * (len(images) == self._items)
             if tops:
                 self._lead(k, tops[0])
             if tops[1:]:
                 self._point(k, tops[1:])
+        return found
+
+    def _maps(self, layer: int) -> list[SegmentMap]:
+        """The map of a layer at every row alone, from what enters it in the last replay."""
+        found = []
+        for i, row in enumerate(self._rows):
+            if self._many is self.paths:  # rows are mixed, so that one alone is another run
+                recording, run = self._recordings.at(self.model.module, row.args, row.kwargs)
+                ends = recording.ends(layer, self._map)
+            else:
+                recording, tensors = self._recordings.find(self.model.module, row.args, row.kwargs)
+                ends, entered = recording.ends(layer, self._map), self.paths.ends[layer].enter
+                hidden = [self._hidden[n].narrow(self.paths.axes[n] or 0, i, 1) for n in entered]
+                run = Run(recording.program, tensors, None, dict(zip(ends.enter, hidden, strict=True)))
+            real = None if row.real is None or bool(row.real.all()) else row.real[0].nonzero()[:, 0]
+            found.append(SegmentMap(run, ends, recording.place(layer, self._map), None, real, self.model.dtype))
         return found
 
     def _padded(self, image: Tensor, real: Tensor | None) -> Tensor:

@@ -76,7 +76,9 @@ class LayerJacobians:
         shape = (self._rows // self._times, self._times, sum([t.numel() for t in self._sides[1][0]]) // self._rows)
         known = {k: u for k in self.layers if (u := carried.get(k)) is not None and u.shape == shape}
         start = torch.cat([known[k].to(like) if k in known else drawn(k, shape, like) for k in self.layers])
-        transposed = self.record(self._unit(start) if graph else start)
+        self._us = [t.detach().requires_grad_() for t in self._split(self._unit(start) if graph else start, 1)]
+        self._transposed = self._back(self._us, graph=True)
+        transposed = self._block(self._transposed, 0)
         turned = block_step(transposed.detach(), self.jvp)
         for _ in range((rounds if len(known) == len(self.layers) else max(rounds, first)) - 1):
             if not bool(turned.gain > least):
@@ -88,18 +90,12 @@ class LayerJacobians:
         parts = zip(values.chunk(len(self.layers)), kept.chunk(len(self.layers)), strict=True)
         return dict(zip(self.layers, (LayerTurn(*own) for own in parts), strict=True))
 
-    def record(self, u: Block) -> Block:
-        """`Jᵀ u`, with a graph down to weights and to `u`; before any other product."""
-        self._us = [t.detach().requires_grad_() for t in self._split(u, 1)]
-        self._transposed = self._back(self._us, graph=True)
-        return self._block(self._transposed, 0)
-
     def vjp(self, u: Block, *, graph: bool = False) -> Block:
         """`Jᵀ u`. graph: down to weights."""
         return self._block(self._back(self._split(u, 1), graph=graph), 0)
 
     def jvp(self, v: Block) -> Block:
-        """`J v`, a backward pass through what `record` recorded."""
+        """`J v`, a backward pass through the first `Jᵀ u` of a turn, which has a graph down to `u`."""
         pairs = [(p, t) for p, t in zip(self._transposed, self._split(v, 0), strict=True) if p.requires_grad]
         if not pairs:
             return self._block([torch.zeros_like(u) for u in self._us], 1)

@@ -54,7 +54,11 @@ def looks(tokens: Sequence[Tensor], kernels: Sequence[AttentionKernel], real: Te
     Of several attention calls that is the mean entropy, the mean share, the largest logit, and then the largest logit by head,
     where all calls have as many. NaN where one of them is.
     """
-    found = [squares(x, real).mean(0, keepdim=True).sqrt() for x in tokens]
+    found: list[Tensor] = []
+    for x in tokens:
+        squares = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square().flatten()
+        own = squares if real is None or real.numel() != len(squares) else squares[real.flatten().to(squares.device)]
+        found.append(own.mean(0, keepdim=True).sqrt())
     if not kernels:
         return found
     calls = [look(kernel, real, len(tokens)).double() for kernel in kernels]
@@ -62,9 +66,3 @@ def looks(tokens: Sequence[Tensor], kernels: Sequence[AttentionKernel], real: Te
     by_head = [torch.stack(logits).amax(0)] if len({t.shape for t in logits}) == 1 else []
     mean, top = torch.stack([own[:, :2] for own in calls]).mean(0), torch.cat(logits, 1).amax(1, keepdim=True)
     return [torch.cat(both) for both in zip(found, torch.cat([mean, top, *by_head], 1), strict=True)]
-
-
-def squares(x: Tensor, real: Tensor | None) -> Tensor:
-    """Squared norms of the tokens that are not padding."""
-    tokens = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square().flatten()
-    return tokens if real is None or real.numel() != len(tokens) else tokens[real.flatten().to(tokens.device)]

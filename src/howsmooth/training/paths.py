@@ -17,7 +17,7 @@ from howsmooth.kernels.kinds import Softmax
 from howsmooth.models import MapName, Model
 from howsmooth.models.library import runs
 from howsmooth.models.recorded import Recording, Recordings
-from howsmooth.program import Ends, ends_of
+from howsmooth.program import Ends
 from howsmooth.program.attention import Call, answering, attention
 from howsmooth.program.confirm import agrees
 from howsmooth.program.nodes import shape
@@ -77,6 +77,11 @@ class Paths:
         return tuple(dict.fromkeys(n for ends in self.ends.values() for n in ends.enter))
 
     @functools.cached_property
+    def _returned(self) -> tuple[Node, ...]:
+        """What the model returns."""
+        return self.recording.program.outputs
+
+    @functools.cached_property
     def _beside(self) -> tuple[Node, ...]:
         """What is read on the ways and does not move."""
         return tuple(dict.fromkeys(n for way in self.ways.values() for n in way.beside))
@@ -115,9 +120,9 @@ class Paths:
         Nothing is said against a model that gives what is not finite.
         """
         program = self.recording.program
-        values = self._values((*self._enter, *program.outputs), {}, weights, None)
+        values = self._values((*self._enter, *self._returned), {}, weights, None)
         own = program.own(self.tensors)
-        same = agrees(program, own, [values[n].detach() for n in program.outputs])
+        same = agrees(program, own, [values[n].detach() for n in self._returned])
         return values if same or not all(bool(t.isfinite().all()) for t in own) else None
 
     def frozen(self, hidden: Values, weights: Weights) -> dict[Node, Tensor]:
@@ -177,33 +182,27 @@ class Paths:
 
     def graphs(self, layers: Sequence[int], hidden: Values, frozen: Values) -> dict[int, LayerGraph]:
         """Maps of layers that are alike. hidden: what enters, whose own graphs these reach back to, where it has some."""
-        ways = [self.ways[k] for k in layers]
-        points = [[self._begun(hidden[n]) for n in way.enter] for way in ways]
-        code, beside = self._step(tuple(layers))
-        with sdpa_kernel(SDPBackend.MATH):
-            left = iter(code(*[t for own in points for t in own], *[frozen[n] for n in beside]))
+        if (key := tuple(layers)) not in self._steps:
+            self._steps[key] = self._compiled([self.ways[k] for k in layers])
+        code, beside = self._steps[key]
         found: dict[int, LayerGraph] = {}
-        for k, way, enter in zip(layers, ways, points, strict=True):
-            axes = [self.axes[n] for n in way.enter], [self.axes[n] for n in way.leave]
-            found[k] = LayerGraph(enter, [next(left) for _ in way.leave], axes)
-        return found
+        for k in layers:  # begun apart from the run that they come from, whose gradients still reach back
+            enter = [hidden[n].to(self.work) for n in self.ways[k].enter]
+            enter = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in enter]
+            axes = [self.axes[n] for n in self.ways[k].enter], [self.axes[n] for n in self.ways[k].leave]
+            found[k] = LayerGraph(enter, [], axes)
+        with sdpa_kernel(SDPBackend.MATH):
+            left = iter(code(*[t for graph in found.values() for t in graph.enter], *[frozen[n] for n in beside]))
+        return {k: graph._replace(leave=[next(left) for _ in self.ways[k].leave]) for k, graph in found.items()}
 
-    def _begun(self, t: Tensor) -> Tensor:
-        """The begin of a graph apart from the run that a tensor comes from, whose gradients still reach back."""
-        x = t.to(self.work)
-        return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-
-    def _step(self, layers: tuple[int, ...]) -> tuple[Segment, list[Node]]:
+    def _compiled(self, ways: Sequence[Way]) -> tuple[Segment, list[Node]]:
         """The code of maps that are alike, their attention calls as one, and what it reads beside what enters."""
-        if layers not in self._steps:
-            ways = [self.ways[k] for k in layers]
-            beside = list(dict.fromkeys(n for way in ways for n in way.beside))
-            stages = [_stages(way.nodes) for way in ways]
-            nodes = [n for stage in zip(*stages, strict=True) for part in stage for n in part]
-            together = [calls for calls in zip(*([s[-1] for s in own[:-1]] for own in stages), strict=True) if len(calls) > 1]
-            inputs, outputs = [*(n for way in ways for n in way.enter), *beside], [n for way in ways for n in way.leave]
-            self._steps[layers] = compiled(nodes, inputs, outputs, self.work, together), beside
-        return self._steps[layers]
+        beside = list(dict.fromkeys(n for way in ways for n in way.beside))
+        stages = [_stages(way.nodes) for way in ways]
+        nodes = [n for stage in zip(*stages, strict=True) for part in stage for n in part]
+        together = [calls for calls in zip(*([s[-1] for s in own[:-1]] for own in stages), strict=True) if len(calls) > 1]
+        inputs, outputs = [*(n for way in ways for n in way.enter), *beside], [n for way in ways for n in way.leave]
+        return compiled(nodes, inputs, outputs, self.work, together), beside
 
 
 def _axes(n: Node, rows: int) -> Iterator[int]:
@@ -257,7 +256,7 @@ def paths_of(
     refusal: HowSmoothError | None = None
     for k in chosen(layers, count):
         try:
-            ends[k] = ends_of(recording.layers, k, map)
+            ends[k] = recording.ends(k, map)
         except BadInputError as error:
             if not every:
                 raise

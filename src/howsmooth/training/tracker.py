@@ -153,11 +153,25 @@ class Tracker:
         step: of the training, for what is said; counts updates by default.
         """
         step = self._updates if step is None else step
-        values: dict[str, float] = {}
-        if self.average or not rank():
-            with untouched(self._following.model.module):
-                self._following.replay()
-                values = self._updated(step)
+        following, checks = self._following, self.check_every > 0 and self._updates % self.check_every == 0
+        if rank() and not self.average:
+            self._updates += 1
+            return {}
+        with untouched(following.model.module):
+            following.replay()
+            certified = self._certified(step) if checks and not following.directions else None
+            if not following.directions and not checks:
+                for _ in range(_START):
+                    self._follow()
+            values = self._follow()
+            bad = next((k for k in following.layers if not math.isfinite(values[self.key(k)])), None)
+            if bad is not None:
+                self._say(step, bad)
+            elif checks:
+                certified = certified or self._certified(step)
+                for row in self._compared(step, certified).rows if certified else ():
+                    values[self.key(row.layer, "upper", row.head)] = row.upper
+                    values[self.key(row.layer, "drift", row.head)] = row.drift
         self._updates += 1
         return values if rank() is None or not self.average else self._averaged(values)
 
@@ -171,26 +185,6 @@ class Tracker:
             certified = certified or following.certified(self._options, heads=self.heads)
         return self._compared(self._updates if step is None else step, certified)
 
-    def _updated(self, step: int) -> dict[str, float]:
-        """The numbers of an update, from the last replay."""
-        following, certified = self._following, None
-        checks = self.check_every > 0 and self._updates % self.check_every == 0
-        if not following.directions and checks:
-            certified = self._certified(step)
-        elif not following.directions:
-            for _ in range(_START):
-                self._follow()
-        values = self._follow()
-        bad = next((k for k in following.layers if not math.isfinite(values[self.key(k)])), None)
-        if bad is not None:
-            self._say(step, bad)
-        elif checks:
-            certified = certified or self._certified(step)
-            for row in self._compared(step, certified).rows if certified else ():
-                values[self.key(row.layer, "upper", row.head)] = row.upper
-                values[self.key(row.layer, "drift", row.head)] = row.drift
-        return values
-
     def _follow(self) -> dict[str, float]:
         """One step of power iteration in every layer, and more where the weights have moved far."""
         following = self._following
@@ -201,9 +195,10 @@ class Tracker:
         beside = {k: [next(numbers) for _ in own.beside] for k, own in found.items()}
         for k in following.layers:
             values |= self._told(k, beside.get(k))
-        by_head = following.turn_heads() if self.heads else {}
+        by_head, most = following.turn(alone=True) if self.heads else {}, max(following.paths.heads.values())
         for k in following.layers if self.heads else ():
-            own = by_head[k].tolist() if k in by_head else [math.nan] * following.paths.heads[k]
+            own = by_head[k].value.unflatten(0, (-1, most)).amax(0).tolist() if k in by_head else [math.nan] * most
+            own = own[: following.paths.heads[k]]
             values |= {self.key(k, "head", h): value for h, value in enumerate(own)}
             self._tracked |= {(k, h): value for h, value in enumerate(own)}
         return values
@@ -222,7 +217,7 @@ class Tracker:
         try:
             return self._following.certified(self._options, heads=self.heads)
         except HowSmoothError as error:
-            warnings.warn(f"step {step}: no certified constants ({error})", TrackingWarning, stacklevel=4)
+            warnings.warn(f"step {step}: no certified constants ({error})", TrackingWarning, stacklevel=3)
             return None
 
     def _compared(self, step: int, certified: Certified) -> Check:
@@ -250,7 +245,7 @@ class Tracker:
         else:
             said = f"what enters layer {layer} ({self.names[layer]}), or its logits, is not finite or out of range"
         self._broken = f"step {step}: {said}"
-        warnings.warn(f"{self._broken}; its constants are NaN from here on, training goes on", TrackingWarning, stacklevel=4)
+        warnings.warn(f"{self._broken}; its constants are NaN from here on, training goes on", TrackingWarning, stacklevel=3)
 
 
 def rank() -> int | None:
