@@ -87,7 +87,7 @@ class Recordings:
                 own = found.program.own(tensors)
             if agrees(found.program, own, ours):
                 return found, run
-        raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
+        raise not_the_same()
 
     def find(
         self, owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, anew: bool = False
@@ -103,6 +103,10 @@ class Recordings:
         while len(self._known) > self._most:
             self._known.popitem(last=False)
         return self._known[key], tensors
+
+
+def not_the_same() -> BadFunctionError:
+    return BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
 
 
 def recorded(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:

@@ -1,5 +1,6 @@
 """Weights scaled down in place until a layer's constant, or its largest logit, is at most a target."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -307,19 +308,17 @@ def _constant(map: Map, x: Tensor) -> float:
 def _factor(layer: _Layer, asked: _Asked, head: int, aim: float) -> float:
     """The factor, found by bisection, that brings a head to at most `aim` and not more than 1 % below it."""
 
+    @functools.cache
     def at(c: float) -> float:
         return layer.measure(head, asked.quantity, c if "qk" in asked.parts else 1.0, c if "vo" in asked.parts else 1.0)
 
-    guess = aim / at(1.0) * (1 - 1e-6)
-    if aim * (1 - _NEAR) <= at(guess) <= aim:  # logits without a cap or bias, values: proportional
-        return guess
-    low = _falls_to(at, aim, guess)
-    high = 1.0
-    if low is None:
-        floor = at(_LEAST)
+    low, high = aim / at(1.0) * (1 - 1e-6), 1.0  # logits without a cap or bias, and values, are proportional
+    while low > _LEAST and not at(low) <= aim:
+        low /= 4
+    if not low > _LEAST:
         raise BadInputError(
             f"expected a target that scaling {asked.parts} can reach, got {asked.target:g} for head {head}, whose "
-            f"{asked.quantity} stays at {floor:.4g}; pass parts='qkvo' or a larger target"
+            f"{asked.quantity} stays at {at(_LEAST):.4g}; pass parts='qkvo' or a larger target"
         )
     for _ in range(_HALVINGS):
         if at(low) >= aim * (1 - _NEAR):
@@ -327,13 +326,3 @@ def _factor(layer: _Layer, asked: _Asked, head: int, aim: float) -> float:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if at(middle) <= aim else (low, middle)
     return low
-
-
-def _falls_to(at: Callable[[float], float], aim: float, start: float) -> float | None:
-    """A factor at which a quantity is at most `aim`; nothing where none is."""
-    c = start
-    while c > _LEAST:
-        if at(c) <= aim:
-            return c
-        c /= 4
-    return None

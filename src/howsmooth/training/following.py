@@ -13,7 +13,7 @@ from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels import AttentionKernel, attention_and_kernel
 from howsmooth.kernels.products import float32_products
 from howsmooth.models import MapName, Model
-from howsmooth.models.recorded import Recordings
+from howsmooth.models.recorded import Recordings, not_the_same
 from howsmooth.models.room import free
 from howsmooth.program.attention import Call, answering
 from howsmooth.program.replay import Run
@@ -22,7 +22,7 @@ from howsmooth.solve import Options, solve
 from howsmooth.spectral.ritz import Block, orthonormal
 from howsmooth.training.jacobians import LayerGraph, LayerJacobians, drawn
 from howsmooth.training.looks import looks
-from howsmooth.training.paths import Paths, not_the_same, paths_of
+from howsmooth.training.paths import Paths, paths_of
 from howsmooth.training.probe import Inputs, Probe
 
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there

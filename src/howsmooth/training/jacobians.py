@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from howsmooth.maps.operator import unit_rows
 from howsmooth.spectral.ritz import Block
 from howsmooth.spectral.step import block_step
 
@@ -76,7 +77,9 @@ class LayerJacobians:
         shape = (self._rows // self._times, self._times, sum([t.numel() for t in self._sides[1][0]]) // self._rows)
         known = {k: u for k in self.layers if (u := carried.get(k)) is not None and u.shape == shape}
         start = torch.cat([known[k].to(like) if k in known else drawn(k, shape, like) for k in self.layers])
-        self._us = [t.detach().requires_grad_() for t in self._split(self._unit(start) if graph else start, 1)]
+        us = self._split(start, 1)  # zero at padding
+        us = self._split(unit_rows(self._block(us, 1)), 1) if graph else us
+        self._us = [t.detach().requires_grad_() for t in us]
         self._transposed = self._back(self._us, graph=True)
         transposed = self._block(self._transposed, 0)
         turned = block_step(transposed.detach(), self.jvp)
@@ -102,12 +105,6 @@ class LayerJacobians:
         outputs, along = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, self._us, along, retain_graph=True, materialize_grads=True)
         return self._block(found, 1)
-
-    def _unit(self, u: Block) -> Block:
-        """Directions of length one, zero at padding."""
-        u = self._block(self._split(u, 1), 1)
-        size = u.norm(dim=-1, keepdim=True)
-        return u / torch.where(size > 0, size, 1.0)
 
     def apart(self) -> bool:
         """Whether what is wanted of the last row reaches no other."""

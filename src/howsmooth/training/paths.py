@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
+from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels import attend, plain_attention
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.models import MapName, Model
@@ -277,10 +277,6 @@ def chosen(layers: str | Sequence[int], count: int) -> list[int]:
     if not found:
         raise BadInputError(f"expected {expected}, got an empty list; {fix}")
     return found
-
-
-def not_the_same() -> BadFunctionError:
-    return BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
 
 
 def own_answer(call: Call) -> Tensor:

@@ -19,15 +19,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps.base import Map, check_finite, check_input
-from howsmooth.maps.operator import stream
+from howsmooth.maps.operator import stream, unit_rows
 from howsmooth.models import MapName, Model
-from howsmooth.models.recorded import Recording, Recordings
+from howsmooth.models.recorded import Recording, Recordings, not_the_same
 from howsmooth.program.attention import answering
 from howsmooth.program.tracing import unchanged
 from howsmooth.settings import choice, flag, number, whole
 from howsmooth.spectral.ritz import converged, krylov
 from howsmooth.training.jacobians import LayerGraph, LayerJacobians, LayerTurn
-from howsmooth.training.paths import FAST, Paths, not_the_same, own_answer, paths_of
+from howsmooth.training.paths import FAST, Paths, own_answer, paths_of
 from howsmooth.training.probe import Inputs, Probe, model_that_trains
 from howsmooth.training.untouched import FORWARD_MODE, untouched
 
@@ -100,7 +100,11 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
             state.v = v
         with torch.no_grad():
             image = _along(g, at, v)[1]
-        return _pulled(g, xs, image / _sizes(image)).flatten(1).norm(dim=-1).reshape(lead)
+        u = unit_rows(image.flatten(1)).reshape(image.shape)
+        # by a backward pass: differentiated again, torch's forward mode holds the moments of norms fixed
+        leaf = xs if xs.requires_grad else at.requires_grad_()
+        (slope,) = torch.autograd.grad(g(leaf.clone()), leaf, u, create_graph=True, materialize_grads=True)
+        return slope.flatten(1).norm(dim=-1).reshape(lead)
 
 
 def _by_items(f: Function, x: Tensor, batched: bool) -> tuple[Callable[[Tensor], Tensor], Tensor, tuple[int, ...]]:
@@ -146,26 +150,6 @@ def _along(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> tuple[Tensor
     return value, image
 
 
-def _gram(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> Tensor:
-    """`JᵀJ v`, without a graph."""
-    leaf = xs.detach().requires_grad_()
-    value, image = _along(g, leaf, v)
-    with forward_ad._set_fwd_grad_enabled(False):
-        return torch.autograd.grad(value, leaf, image.detach(), materialize_grads=True)[0].detach()
-
-
-def _pulled(g: Callable[[Tensor], Tensor], xs: Tensor, u: Tensor) -> Tensor:
-    """`Jᵀ u` with a graph, by a backward pass: differentiated again, torch's forward mode holds the moments of norms fixed."""
-    x = xs if xs.requires_grad else xs.detach().requires_grad_()
-    return torch.autograd.grad(g(x.clone()), x, u, create_graph=True, materialize_grads=True)[0]
-
-
-def _sizes(t: Tensor) -> Tensor:
-    """Norms of the items, one where there is nothing, to divide by."""
-    size = t.flatten(1).norm(dim=-1).reshape(-1, *[1] * (t.ndim - 1))
-    return torch.where(size > 0, size, 1.0)
-
-
 def _turned(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor | None, products: int) -> Tensor:
     """The best directions that so many products with `JᵀJ` find from `v`, after one more of them, which costs nothing.
 
@@ -173,15 +157,19 @@ def _turned(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor | None, product
     """
 
     def gram(block: Tensor) -> Tensor:
-        return _gram(g, xs, block.reshape(xs.shape)).flatten(1)[:, None]
+        """`JᵀJ v`, without a graph."""
+        leaf = xs.detach().requires_grad_()
+        value, image = _along(g, leaf, block.reshape(xs.shape))
+        with forward_ad._set_fwd_grad_enabled(False):
+            (found,) = torch.autograd.grad(value, leaf, image.detach(), materialize_grads=True)
+        return found.detach().flatten(1)[:, None]
 
     if v is not None:
         found = krylov(gram, v.flatten(1)[:, None], products)
     else:
         v = torch.stack([torch.randn(xs.shape[1:], generator=stream(i, "smoothness")) for i in range(len(xs))]).to(xs)
         found = converged(gram, v.flatten(1)[:, None], _BASIS, _SETTLED.get(xs.dtype, 1e-4))
-    ahead = found.ahead(1).reshape(xs.shape)
-    return ahead / _sizes(ahead)
+    return unit_rows(found.ahead(1)).reshape(xs.shape)
 
 
 @final
