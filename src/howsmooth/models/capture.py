@@ -14,7 +14,7 @@ from howsmooth.kernels import AttentionKernel
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.models.closed import ClosedForms, closed_form
 from howsmooth.models.measurement import Measurement, Measurements, shares
-from howsmooth.models.model_input import ModelInput, Which
+from howsmooth.models.model_input import ATTENTION, ModelInput, Which
 from howsmooth.models.near import in_pieces
 from howsmooth.models.tokens import Window
 from howsmooth.program.ends import MapName
@@ -99,7 +99,7 @@ class Capture:
 
     def heads(self, layer: int) -> int:
         """How many heads a layer has; 0 where they cannot be told apart."""
-        self.samples[0].check(layer, Which())
+        self.samples[0].check(layer, ATTENTION)
         return self.samples[0].segment(layer).heads
 
     def tokens(self, layer: int, map: MapName = "attention") -> Tensor:
@@ -129,7 +129,7 @@ class Capture:
 
     def closed(self, layer: int) -> Attention | None:
         """The same in the precision of the measurement, read off once for all captures of a model; nothing where refused."""
-        self.sample.check(layer, Which())
+        self.sample.check(layer, ATTENTION)
         return self.forms.of(self.sample, layer)
 
     @overload
@@ -255,8 +255,7 @@ class Capture:
         image = f.linearize(point[None])[1].jvp(estimate.direction.double()[None, None])[0, 0]
         with torch.no_grad():
             ran = segment.replayed(x.to(segment.work))
-        measured = self._measurement(sample, layer, asked, segment, estimate, image, ran.output, ran.kernels, ())
-        return replace(measured, within=asked.within, per=asked.per)
+        return self._measurement(sample, layer, asked, segment, estimate, image, ran.output, ran.kernels, ())
 
     def _of_closed(self, samples: list[ModelInput], layer: int, attn: Attention, asked: "_Asked") -> list[Measurement]:
         """In closed form, several windows in lock step."""
@@ -312,6 +311,8 @@ class Capture:
             # a head alone has no output that all ways to it agree on: the bias belongs to all of them
             output_norm=None if output is None or which.head is not None else float(output.double().norm()),
             moving=asked.options.tokens,
+            within=asked.within,
+            per=None if asked.within is None else asked.per,
             cut=bool(kernels) and segment.on_kernels,
             notes=self.notes + sample.notes(layer, which, segment),
             to=which.to,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +64,8 @@ def too_little(what: str, needed: str, there: int) -> BadInputError:
 
 def device_of(module: nn.Module) -> torch.device:
     """Where a module computes: on the first device of its `device_map` that computes, or where its weights are."""
-    for place in (getattr(module, "hf_device_map", None) or {}).values():
-        if place not in ("cpu", "disk"):
-            return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    mapped = (place for place in (getattr(module, "hf_device_map", None) or {}).values() if place not in ("cpu", "disk"))
     hooks = (vars(part).get("_hf_hook") for part in module.modules())
-    place = next((place for hook in hooks if (place := getattr(hook, "execution_device", None)) is not None), None)
-    if place is not None:
-        return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
+    hooked = (place for hook in hooks if (place := getattr(hook, "execution_device", None)) is not None)
+    place = next(chain(mapped, hooked, (p.device for p in module.parameters())), "cpu")
+    return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)

@@ -119,12 +119,12 @@ class Following:
         rounds: steps of power iteration at most.  least: the gain of a step behind which there is no further one.
         alone: of every head alone, with one direction each.
         """
-        paths, (rows, times) = self._many, (self._items * self._times, self._times)
-        if alone:
-            paths = self._by_head = self._by_head or self._paths(self.probe.repeated(max(self.paths.heads.values())))
-            self.paths.with_copies(paths)
-            rows, times = paths.probe.rows, 1
+        if alone and self._by_head is None:
+            self._by_head = self._paths(self.probe.repeated(max(self.paths.heads.values())))
+            self.paths.with_copies(self._by_head)
+        paths = self._by_head if alone else self._many
         assert paths is not None
+        rows, times = (paths.probe.rows, 1) if alone else (self._items * self._times, self._times)
         carried = {k: u for (k, heads), u in self.directions.items() if heads == alone}
         found: dict[int, Observed] = {}
         for graphs, kernels in self._graphs(paths, alone):
