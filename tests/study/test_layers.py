@@ -205,8 +205,8 @@ def test_a_closed_form_is_kept_for_shorter_inputs_only_where_it_is_the_same_laye
     kept = long.closed(1)
     assert kept is not None
     assert short.closed(1) is kept
-    monkeypatch.setattr(closed, "same", lambda *_: False)
-    monkeypatch.setattr(closed, "as_attention", lambda cut: replace(kept, causal=True))
+    monkeypatch.setattr(closed, "_fits", lambda *_: False)
+    monkeypatch.setattr(closed, "as_attention", lambda *_: replace(kept, causal=True))
     assert short.closed(1) is kept  # tried before
     other = reader.model.capture([reader.window(8, 1)]).closed(1)  # its output says otherwise, so it is read off anew
     assert other is not None
