@@ -1,5 +1,6 @@
 """Which nodes a named map of a layer begins and ends at."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -11,6 +12,7 @@ from howsmooth.program.flow import Flow
 from howsmooth.program.layers import Layer, Layers
 from howsmooth.program.nodes import name, shape
 from howsmooth.program.operations import MATRIX, PARTS, SHAPE
+from howsmooth.program.replay import Way
 from howsmooth.program.sites import AttentionSites, Group
 
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
@@ -31,6 +33,11 @@ class Ends:
     flow: Flow
     less: bool = False
     through: tuple[Node, ...] = ()
+
+    @functools.cached_property
+    def way(self) -> Way:
+        """The nodes between the ends."""
+        return Way.of(self.flow, self.enter, self.leave, self.through)
 
     def one_stream(self, stream: int | None) -> "Ends":
         """The ends of one stream of several."""

@@ -111,7 +111,7 @@ def clip_(
             raise BadInputError(
                 f"expected softmax attention to clip, got {layer.kind!r}; how its logits and values scale is not settled here"
             )
-        return Clipped(quantity, target, tuple(_clip(_attention(layer, x), asked, 0)))
+        return Clipped(quantity, target, tuple(_clip(_of_attention(layer, x), asked, 0)))
     if not isinstance(layer, nn.Module | Model):
         raise BadInputError(f"expected an Attention or a model, got {type(layer).__name__}; pass one of them")
     loaded = model_that_trains(layer)
@@ -119,7 +119,7 @@ def clip_(
         probe, recordings = Probe.of(loaded, x), Recordings()
         paths = paths_of(loaded, recordings, probe.row(0), "all", "attention")
         which = list(paths.ends) if layers == "all" else chosen(layers, len(paths.recording.layers.found))
-        rows = [row for k in which for row in _clip(_layer_of(loaded, recordings, probe, k), asked, k)]
+        rows = [row for k in which for row in _clip(_of_model(loaded, recordings, probe, k), asked, k)]
     return Clipped(quantity, target, tuple(rows))
 
 
@@ -210,7 +210,7 @@ class _Layer:
         return [(rows, by) for own, by in by_head for rows in own if by != 1]
 
 
-def _attention(layer: Attention, x: Tensor) -> _Layer:
+def _of_attention(layer: Attention, x: Tensor) -> _Layer:
     """An `Attention` as something to clip."""
     names = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v")
     named = {name: t for name in names if (t := getattr(layer, name)) is not None}
@@ -242,7 +242,7 @@ def _attention(layer: Attention, x: Tensor) -> _Layer:
     return _Layer(layer.heads, parts, named, lambda: measure, unprojected)
 
 
-def _layer_of(model: Model, recordings: Recordings, probe: Probe, index: int) -> _Layer:
+def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int) -> _Layer:
     """A layer of a model as something to clip: the entries of its parameters are read off its recorded run."""
     first = probe.row(0).inputs(model, recordings, torch.float64)[0]
     map = first.segment(index)

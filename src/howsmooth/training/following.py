@@ -48,9 +48,9 @@ class Observed(NamedTuple):
 class Following:
     """A model at a probe, replayed again and again as its weights change.
 
-    directions: unit vectors at the outputs, (items, times, N), by layer, and whether they are those of its heads, which have
-    one each. There are as many as the layer's numbers tell apart, one for the whole batch where the model does not keep its
-    rows apart along the first axis.
+    places: the modules of the maps, by layer, as they are called in the model.  directions: unit vectors at the outputs,
+    (items, times, N), by layer, and whether they are those of its heads, which have one each. There are as many as the layer's
+    numbers tell apart, one for the whole batch where the model does not keep its rows apart along the first axis.
     """
 
     def __init__(self, model: Model, batch: Inputs, layers: str | Sequence[int], map: MapName, *, certifies: bool = True):
@@ -67,13 +67,14 @@ class Following:
         self.paths = self._paths(self.probe, anew)
         self.layers, self.count = list(self.paths.ends), len(self.paths.recording.layers.found)
         self.is_softmax = {k: self.paths.is_softmax(k) for k in self.layers}
+        self.places = {k: self.paths.recording.place(k, self._map) for k in self.layers}
         self._many: Paths | None = None
         self._by_head: Paths | None = None
         with suppress(HowSmoothError):  # told where a certified solve is due
             for row in self._rows if self._certifies else ():
                 one = self._recordings.find(self.model.module, row.args, row.kwargs, anew=anew and len(self._rows) > 1)[0]
                 for k in self.layers:
-                    one.ends(k, self._map)
+                    _ = one.ends(k, self._map).way
 
     def _paths(self, probe: Probe, anew: bool = False) -> Paths:
         return paths_of(self.model, self._recordings, probe, self._chosen, self._map, anew=anew)
@@ -217,7 +218,7 @@ class Following:
                 hidden = [self._hidden[n].narrow(self.paths.axes[n] or 0, i, 1) for n in entered]
                 run = Run(recording.program, tensors, None, dict(zip(ends.enter, hidden, strict=True)))
             real = None if row.real is None or bool(row.real.all()) else row.real[0].nonzero()[:, 0]
-            found.append(SegmentMap(run, ends, recording.place(layer, self._map), None, real, self.model.dtype))
+            found.append(SegmentMap(run, ends, self.places[layer], None, real, self.model.dtype))
         return found
 
     def _padded(self, image: Tensor, real: Tensor | None) -> Tensor:

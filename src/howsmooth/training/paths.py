@@ -51,7 +51,7 @@ class Paths:
     @functools.cached_property
     def ways(self) -> dict[int, Way]:
         """The nodes between the ends of each map."""
-        return {k: Way.of(e.flow, e.enter, e.leave, e.through) for k, e in self.ends.items()}
+        return {k: e.way for k, e in self.ends.items()}
 
     @functools.cached_property
     def calls(self) -> dict[int, list[Node]]:

@@ -125,8 +125,7 @@ class Tracker:
     @property
     def names(self) -> dict[int, str]:
         """The tracked layers by number, as they are called in the model."""
-        recording = self._following.paths.recording
-        return {k: recording.place(k, self.map) for k in self._following.layers}
+        return dict(self._following.places)
 
     @property
     def broken(self) -> str | None:
@@ -195,8 +194,10 @@ class Tracker:
         beside = {k: [next(numbers) for _ in own.beside] for k, own in found.items()}
         for k in following.layers:
             values |= self._told(k, beside.get(k))
-        by_head, most = following.turn(alone=True) if self.heads else {}, max(following.paths.heads.values())
-        for k in following.layers if self.heads else ():
+        if not self.heads:
+            return values
+        by_head, most = following.turn(alone=True), max(following.paths.heads.values())
+        for k in following.layers:
             own = by_head[k].value.unflatten(0, (-1, most)).amax(0).tolist() if k in by_head else [math.nan] * most
             own = own[: following.paths.heads[k]]
             values |= {self.key(k, "head", h): value for h, value in enumerate(own)}
