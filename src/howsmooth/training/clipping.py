@@ -99,7 +99,7 @@ def clip_(
     parts = choice(parts, "parts", _PARTS)
     if quantity == "logit" and parts == "vo":
         raise BadInputError("expected parts 'qk' to bound logits, got 'vo', which they do not depend on; leave it out")
-    asked = _Asked(target, quantity, parts)
+    goal = _Goal(target, quantity, parts)
     if isinstance(layer, Attention):
         if not isinstance(x, Tensor):
             raise BadInputError(f"expected tokens (n, d) as a tensor, got {type(x).__name__}; pass what enters the layer")
@@ -111,7 +111,7 @@ def clip_(
             raise BadInputError(
                 f"expected softmax attention to clip, got {layer.kind!r}; how its logits and values scale is not settled here"
             )
-        return Clipped(quantity, target, tuple(_clip(_of_attention(layer, x), asked, 0)))
+        return Clipped(quantity, target, tuple(_clip(_of_attention(layer, x), goal, 0)))
     if not isinstance(layer, nn.Module | Model):
         raise BadInputError(f"expected an Attention or a model, got {type(layer).__name__}; pass one of them")
     loaded = model_that_trains(layer)
@@ -119,12 +119,12 @@ def clip_(
         probe, recordings = Probe.of(loaded, x), Recordings()
         paths = paths_of(loaded, recordings, probe.row(0), "all", "attention")
         which = list(paths.ends) if layers == "all" else chosen(layers, len(paths.recording.layers.found))
-        rows = [row for k in which for row in _clip(_of_model(loaded, recordings, probe, k), asked, k)]
+        rows = [row for k in which for row in _clip(_of_model(loaded, recordings, probe, k), goal, k)]
     return Clipped(quantity, target, tuple(rows))
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Goal:
     target: float
     quantity: Quantity
     parts: str
@@ -269,30 +269,30 @@ def _measured(map: SegmentMap, weights: Weights, head: int, quantity: Quantity) 
     return one.replayed(map.start).kernels[0].logit_range()[1]
 
 
-def _clip(layer: _Layer, asked: _Asked, index: int) -> list[ClippedHead]:
+def _clip(layer: _Layer, goal: _Goal, index: int) -> list[ClippedHead]:
     """Scale, measure, and scale again where rounding of the weights took something back."""
-    layer.check(asked.parts)
+    layer.check(goal.parts)
     heads = range(layer.heads)
-    before = after = [layer.measure(h, asked.quantity) for h in heads]
+    before = after = [layer.measure(h, goal.quantity) for h in heads]
     total, kept = torch.ones(layer.heads, dtype=torch.float64), [t.detach().clone() for t in layer.tensors()]
-    aim = asked.target
+    aim = goal.target
     try:
         for _ in range(_TRIES):
-            over = [h for h in heads if not after[h] <= asked.target]
+            over = [h for h in heads if not after[h] <= goal.target]
             if not over:
                 break
             by = torch.ones(layer.heads, dtype=torch.float64)
             for h in over:
-                by[h] = _factor(layer, asked, h, aim)
+                by[h] = _factor(layer, goal, h, aim)
             one = torch.ones_like(by)
-            layer.scale(by if "qk" in asked.parts else one, by if "vo" in asked.parts else one)
-            total, after = total * by, [layer.measure(h, asked.quantity) for h in heads]
+            layer.scale(by if "qk" in goal.parts else one, by if "vo" in goal.parts else one)
+            total, after = total * by, [layer.measure(h, goal.quantity) for h in heads]
             aim *= 0.995  # room for weights of few digits
-        good = all(after[h] <= asked.target for h in heads)
+        good = all(after[h] <= goal.target for h in heads)
         if not good or not all(math.isclose(after[h], before[h], rel_tol=0.02) for h in heads if total[h] == 1):
             raise BadInputError(
-                f"expected heads of layer {index} that follow their weights' scale, got {asked.quantity} "
-                f"{max(after):.4g} after scaling to {asked.target:g}; nothing was changed, scale by hand"
+                f"expected heads of layer {index} that follow their weights' scale, got {goal.quantity} "
+                f"{max(after):.4g} after scaling to {goal.target:g}; nothing was changed, scale by hand"
             )
     except BaseException:
         for t, old in zip(layer.tensors(), kept, strict=True):
@@ -305,20 +305,20 @@ def _constant(map: Map, x: Tensor) -> float:
     return solve(map, x, Options(tol=1e-4)).estimate.value
 
 
-def _factor(layer: _Layer, asked: _Asked, head: int, aim: float) -> float:
+def _factor(layer: _Layer, goal: _Goal, head: int, aim: float) -> float:
     """The factor, found by bisection, that brings a head to at most `aim` and not more than 1 % below it."""
 
     @functools.cache
     def at(c: float) -> float:
-        return layer.measure(head, asked.quantity, c if "qk" in asked.parts else 1.0, c if "vo" in asked.parts else 1.0)
+        return layer.measure(head, goal.quantity, c if "qk" in goal.parts else 1.0, c if "vo" in goal.parts else 1.0)
 
     low, high = aim / at(1.0) * (1 - 1e-6), 1.0  # logits without a cap or bias, and values, are proportional
     while low > _LEAST and not at(low) <= aim:
         low /= 4
     if not low > _LEAST:
         raise BadInputError(
-            f"expected a target that scaling {asked.parts} can reach, got {asked.target:g} for head {head}, whose "
-            f"{asked.quantity} stays at {at(_LEAST):.4g}; pass parts='qkvo' or a larger target"
+            f"expected a target that scaling {goal.parts} can reach, got {goal.target:g} for head {head}, whose "
+            f"{goal.quantity} stays at {at(_LEAST):.4g}; pass parts='qkvo' or a larger target"
         )
     for _ in range(_HALVINGS):
         if at(low) >= aim * (1 - _NEAR):

@@ -34,7 +34,7 @@ from howsmooth.training.untouched import FORWARD_MODE, untouched
 _BASIS = 12  # vectors between restarts
 _RECORDINGS = 64  # kept, of batches of different shapes
 _FIRST = 8  # steps of a penalty where directions are drawn
-_SETTLED = {torch.float64: 1e-9, torch.float32: 1e-4}  # |JᵀJ v − σ² v|/σ² at which a direction is the top one
+_CONVERGED = {torch.float64: 1e-9, torch.float32: 1e-4}  # |JᵀJ v − σ² v|/σ² at which a direction is the top one
 
 Function = Map | Callable[[Tensor], Tensor]
 
@@ -44,7 +44,7 @@ Function = Map | Callable[[Tensor], Tensor]
 class WarmStart:
     """Directions carried over from call to call of `smoothness`.
 
-    products: with `JᵀJ`, that each later call makes; the first one goes on until the directions have settled.
+    products: with `JᵀJ`, that each later call makes; the first one goes on until the directions have converged.
 
     >>> state = WarmStart(products=2)
     >>> smoothness(lambda x: 3 * x, torch.ones(2), state).item(), state.v is None
@@ -116,7 +116,7 @@ def _by_items(f: Function, x: Tensor, batched: bool) -> tuple[Callable[[Tensor],
         return f.to(x.device, x.dtype).value, x.reshape(-1, *x.shape[-2:]), tuple(x.shape[:-2])
     if not callable(f):
         raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
-    if x.dtype not in _SETTLED:
+    if x.dtype not in _CONVERGED:
         raise BadInputError(f"expected float32 or float64 input, got {x.dtype}; pass x.float() and f in float32")
     if batched and not x.ndim:
         raise BadInputError("expected many inputs along the first axis with batched=True, got one number; leave batched out")
@@ -168,7 +168,7 @@ def _turned(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor | None, product
         found = krylov(gram, v.flatten(1)[:, None], products)
     else:
         v = torch.stack([torch.randn(xs.shape[1:], generator=stream(i, "smoothness")) for i in range(len(xs))]).to(xs)
-        found = converged(gram, v.flatten(1)[:, None], _BASIS, _SETTLED.get(xs.dtype, 1e-4))
+        found = converged(gram, v.flatten(1)[:, None], _BASIS, _CONVERGED.get(xs.dtype, 1e-4))
     return unit_rows(found.ahead(1)).reshape(xs.shape)
 
 
