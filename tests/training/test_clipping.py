@@ -108,6 +108,15 @@ def test_a_model_through_its_own_parameters(name):
     assert model.training
 
 
+def test_a_model_that_cannot_be_brought_there_is_put_back():
+    torch.manual_seed(0)
+    model = grown(BUILD["fused, columns"]())
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(hs.HowSmoothError, match="expected a target that scaling qk can reach"):
+        hs.clip_(model, 1e-6, {"input_ids": IDS})
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
 def test_torch_s_own_module():
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)

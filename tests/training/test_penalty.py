@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2Model
+from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import howsmooth as hs
 
@@ -120,6 +120,31 @@ def test_penalty_reaches_all_weights_before_a_layer():
                 ends.append(penalty(input_ids=ids).item())
             p.add_(1e-5 * v)
         assert float((g * v).sum()) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-4, abs=1e-6)
+
+
+def test_gradient_where_a_model_turns_gradients_off_on_the_way():
+    """As transformers does where it computes phases."""
+    torch.manual_seed(0)
+    size: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "vocab_size": 12,
+    }
+    model: Any = LlamaModel(LlamaConfig(**size, bos_token_id=0, eos_token_id=0)).double().train()
+    penalty, ids = hs.SmoothnessPenalty(model, target=1e-4, layers=[1], products=200), torch.tensor([[1, 5, 2, 7, 3]])
+    loss, weight = penalty(input_ids=ids), model.layers[0].mlp.up_proj.weight
+    truth = hs.load(model).measure(layer=1, ids=ids[0].tolist(), tol=1e-6).value
+    assert loss.item() == pytest.approx(truth / 1e-4 - 1, rel=1e-4)
+    (g,) = torch.autograd.grad(loss, weight)
+    v = torch.randn(g.shape, generator=torch.Generator().manual_seed(3), dtype=g.dtype)
+    ends = []
+    with torch.no_grad():
+        for move in (1e-2, -2e-2):  # inside, norms are taken in float32
+            weight.add_(move * v)
+            ends.append(penalty(input_ids=ids).item())
+    assert float((g * v).sum()) == pytest.approx((ends[0] - ends[1]) / 2e-2, rel=1e-3)
 
 
 def test_penalty_is_zero_below_its_target_and_leaves_the_model_alone():

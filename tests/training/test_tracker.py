@@ -398,7 +398,7 @@ def test_a_map_with_two_attention_calls(checkpointed):
 def test_layers_of_several_kinds_are_followed_together():
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(8, heads, 12, batch_first=True) for heads in (2, 4, 2)]
-    model, x = nn.Sequential(*layers).train(), torch.randn(2, 5, 8)
+    model, x = nn.Sequential(*layers).train(), 3 * torch.randn(2, 5, 8)
     tracker = hs.Tracker(model, x, check_every=0)
     values = [tracker.update() for _ in range(8)][-1]
     loaded = hs.load(model)
@@ -406,6 +406,8 @@ def test_layers_of_several_kinds_are_followed_together():
         truth = max(loaded.capture(inputs=row[None]).measure(k).value for row in x)
         assert values[f"smoothness/layer_0{k}"] == pytest.approx(truth, rel=2e-3)
         assert f"smoothness/max_logit/layer_0{k}/head_0{(3 if k == 1 else 1)}" in values
+        tokens = torch.cat([loaded.capture(inputs=row[None]).tokens(k) for row in x])
+        assert values[f"smoothness/radius/layer_0{k}"] == pytest.approx(float(tokens.square().sum(-1).mean().sqrt()), rel=1e-4)
 
 
 def test_modes_are_left_alone_where_eval_does_more():

@@ -14,7 +14,7 @@ from howsmooth.kernels import AttentionKernel
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.models.closed import ClosedForms, closed_form
 from howsmooth.models.measurement import Measurement, Measurements, shares
-from howsmooth.models.model_input import ModelInput, Which
+from howsmooth.models.model_input import ATTENTION, ModelInput, Which
 from howsmooth.models.near import in_pieces
 from howsmooth.models.tokens import Window
 from howsmooth.program.ends import MapName
@@ -99,7 +99,7 @@ class Capture:
 
     def heads(self, layer: int) -> int:
         """How many heads a layer has; 0 where they cannot be told apart."""
-        self.samples[0].check(layer, Which())
+        self.samples[0].check(layer, ATTENTION)
         return self.samples[0].segment(layer).heads
 
     def tokens(self, layer: int, map: MapName = "attention") -> Tensor:
@@ -129,7 +129,7 @@ class Capture:
 
     def closed(self, layer: int) -> Attention | None:
         """The same in the precision of the measurement, read off once for all captures of a model; nothing where refused."""
-        self.sample.check(layer, Which())
+        self.sample.check(layer, ATTENTION)
         return self.forms.of(self.sample, layer)
 
     @overload
@@ -188,7 +188,7 @@ class Capture:
         for k in layers:
             for sample in self.samples:
                 sample.check(k, which)
-        asked = _Asked(
+        settings = _Settings(
             which=replace(which, head=None if head is None else int(head)),
             heads=flag(heads, "heads"),
             factor=number(factor, "a positive factor below 1e6", "1 leaves the tokens as they are", above=0.0, below=1e6),
@@ -199,23 +199,23 @@ class Capture:
         )
         if within is None and (per != "token" or steps is not None):
             raise BadInputError("expected within=r beside per and steps, got none; they say how an input may move")
-        if within is not None and (asked.heads or closed):
+        if within is not None and (settings.heads or closed):
             raise BadInputError("expected neither heads nor closed beside within, got one; measure heads one by one with head=")
         measured: list[Measurement] = []
         for k in (int(k) for k in layers):
             if tokens is not None:
                 for sample in self.samples:  # a mask fits one length alone, positions are the same at all
-                    free = moving(tokens, len(sample.segment(k, asked.which).start))
-                    asked = replace(asked, options=replace(options, tokens=free))
+                    free = moving(tokens, len(sample.segment(k, settings.which).start))
+                    settings = replace(settings, options=replace(options, tokens=free))
             if within is not None:
-                measured += [self._near(sample, k, asked) for sample in self.samples]
-            elif closed and asked.which in (Which(), Which(head=asked.which.head)):
-                measured += self._closed_layer(k, asked)
+                measured += [self._near(sample, k, settings) for sample in self.samples]
+            elif closed and settings.which in (Which(), Which(head=settings.which.head)):
+                measured += self._closed_layer(k, settings)
             else:
-                measured += [self._of_segment(sample, k, asked) for sample in self.samples]
+                measured += [self._of_segment(sample, k, settings) for sample in self.samples]
         return measured[0] if one else Measurements(measured)
 
-    def _closed_layer(self, layer: int, asked: "_Asked") -> list[Measurement]:
+    def _closed_layer(self, layer: int, settings: "_Settings") -> list[Measurement]:
         """A layer at every window, in closed form where it has one."""
         measured: list[Measurement] = []
         for length, run in groupby(self.samples, lambda s: len(s.segment(layer).start)):
@@ -225,61 +225,62 @@ class Capture:
                 some = together[first : first + size]
                 attn = self.forms.of(some[0], layer)
                 if attn is None or any(self.forms.of(s, layer) is not attn for s in some[1:]):
-                    measured += [self._of_segment(s, layer, asked) for s in some]
+                    measured += [self._of_segment(s, layer, settings) for s in some]
                 else:
-                    measured += self._of_closed(some, layer, attn, asked)
+                    measured += self._of_closed(some, layer, attn, settings)
         return measured
 
-    def _of_segment(self, sample: ModelInput, layer: int, asked: "_Asked") -> Measurement:
+    def _of_segment(self, sample: ModelInput, layer: int, settings: "_Settings") -> Measurement:
         """Through the model's recorded run, the attention calls in it on the kernels."""
-        segment, solved = sample.solve(layer, asked.which, asked.factor, asked.options)
+        segment, solved = sample.solve(layer, settings.which, settings.factor, settings.options)
         operator = solved.operator
         kernels = operator.kernels if isinstance(operator, SegmentJacobian) else []
         output = operator.output if isinstance(operator, SegmentJacobian) else None
         alone: tuple[Estimate, ...] = ()
-        if asked.heads and segment.on_kernels:
-            x = asked.factor * segment.start
-            alone = tuple(solve(replace(segment, head=h), x, asked.options).estimate for h in range(segment.heads))
-        return self._measurement(sample, layer, asked, segment, solved.estimate, solved.image, output, kernels, alone)
+        if settings.heads and segment.on_kernels:
+            x = settings.factor * segment.start
+            alone = tuple(solve(replace(segment, head=h), x, settings.options).estimate for h in range(segment.heads))
+        return self._measurement(sample, layer, settings, segment, solved.estimate, solved.image, output, kernels, alone)
 
-    def _near(self, sample: ModelInput, layer: int, asked: "_Asked") -> Measurement:
+    def _near(self, sample: ModelInput, layer: int, settings: "_Settings") -> Measurement:
         """The largest constant near the input, of a map made of known pieces."""
-        assert asked.within is not None
-        which = asked.which
+        assert settings.within is not None
+        which = settings.which
         segment = sample.map(layer, which)
-        x = asked.factor * segment.start.double()
-        area = Neighbourhood.of(x, asked.within, asked.per, asked.options.tokens)
-        f = in_pieces(sample, layer, which, asked.within)
-        estimate = solve_near(f, area, asked.options.tokens, asked.steps, asked.options)
+        x = settings.factor * segment.start.double()
+        area = Neighbourhood.of(x, settings.within, settings.per, settings.options.tokens)
+        f = in_pieces(sample, layer, which, settings.within)
+        estimate = solve_near(f, area, settings.options.tokens, settings.steps, settings.options)
         point = x if estimate.point is None else estimate.point
         image = f.linearize(point[None])[1].jvp(estimate.direction.double()[None, None])[0, 0]
         with torch.no_grad():
             ran = segment.replayed(x.to(segment.work))
-        measured = self._measurement(sample, layer, asked, segment, estimate, image, ran.output, ran.kernels, ())
-        return replace(measured, within=asked.within, per=asked.per)
+        return self._measurement(sample, layer, settings, segment, estimate, image, ran.output, ran.kernels, ())
 
-    def _of_closed(self, samples: list[ModelInput], layer: int, attn: Attention, asked: "_Asked") -> list[Measurement]:
+    def _of_closed(self, samples: list[ModelInput], layer: int, attn: Attention, settings: "_Settings") -> list[Measurement]:
         """In closed form, several windows in lock step."""
-        x = asked.factor * torch.stack([s.segment(layer).start for s in samples])
+        x = settings.factor * torch.stack([s.segment(layer).start for s in samples])
         estimates, operator, images = solve_batch(
-            attn if asked.which.head is None else attn.head(asked.which.head), x, asked.options
+            attn if settings.which.head is None else attn.head(settings.which.head), x, settings.options
         )
         assert isinstance(operator, AttentionJacobian)
-        count = attn.heads if asked.heads else 0
-        alone = [solve_batch(attn.head(h), x, asked.options).estimates for h in range(count)]
+        count = attn.heads if settings.heads else 0
+        alone = [solve_batch(attn.head(h), x, settings.options).estimates for h in range(count)]
         measured, outputs = [], operator.layer.finish(operator.kernel.output)
         for i, (sample, estimate) in enumerate(zip(samples, estimates, strict=True)):
-            segment = sample.segment(layer, asked.which)
+            segment = sample.segment(layer, settings.which)
             kernel = operator.kernel if len(samples) == 1 else operator.kernel.select(torch.tensor([i], device=x.device))
             heads = tuple(head[i] for head in alone)
-            measured.append(self._measurement(sample, layer, asked, segment, estimate, images[i], outputs[i], [kernel], heads))
+            measured.append(
+                self._measurement(sample, layer, settings, segment, estimate, images[i], outputs[i], [kernel], heads)
+            )
         return measured
 
     def _measurement(
         self,
         sample: ModelInput,
         layer: int,
-        asked: "_Asked",
+        settings: "_Settings",
         segment: SegmentMap,
         estimate: Estimate,
         image: Tensor,
@@ -287,8 +288,8 @@ class Capture:
         kernels: Sequence[AttentionKernel],
         heads: tuple[Estimate, ...],
     ) -> Measurement:
-        lengths = (asked.factor * segment.start.double()).norm(dim=-1)
-        n, which = len(lengths), asked.which
+        lengths = (settings.factor * segment.start.double()).norm(dim=-1)
+        n, which = len(lengths), settings.which
         own = len(sample.words) == n and which.map != "context"  # a context has tokens of its own
         words = sample.words if own else tuple(map(str, range(n)))
         ranges = [kernel.logit_range() for kernel in kernels]
@@ -311,7 +312,9 @@ class Capture:
             else _received(kernels, len(sample.window) if own else n, sample.real if own else None),
             # a head alone has no output that all ways to it agree on: the bias belongs to all of them
             output_norm=None if output is None or which.head is not None else float(output.double().norm()),
-            moving=asked.options.tokens,
+            moving=settings.options.tokens,
+            within=settings.within,
+            per=None if settings.within is None else settings.per,
             cut=bool(kernels) and segment.on_kernels,
             notes=self.notes + sample.notes(layer, which, segment),
             to=which.to,
@@ -320,7 +323,7 @@ class Capture:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Settings:
     """What is measured of a layer: the arguments of `Capture.measure`."""
 
     which: Which

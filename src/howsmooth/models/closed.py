@@ -1,13 +1,12 @@
 """Layers of a model as `howsmooth.Attention`, where they are that: one attention call, one projection behind."""
 
-from collections.abc import Callable
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakSet
 
 import torch
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
-from howsmooth.models.model_input import ModelInput, Which
+from howsmooth.models.model_input import ATTENTION, ModelInput
 from howsmooth.program.closed import as_attention
 
 _MOST = 2**31  # bytes of weights kept, the latest layers'
@@ -24,25 +23,22 @@ class ClosedForms:
     """
 
     def __init__(self):
-        self._kept: dict[int, tuple[int, Attention | None]] = {}  # by layer, with the length it was read off at
-        # by layer, what an input was given, in references that keep no weights
-        self._given: WeakKeyDictionary[ModelInput, dict[int, Callable[[], Attention | None]]] = WeakKeyDictionary()
+        # by layer: the length it was read off at, and the inputs where it is known to fit
+        self._kept: dict[int, tuple[int, Attention | None, WeakSet[ModelInput]]] = {}
 
     def of(self, sample: ModelInput, layer: int) -> Attention | None:
         """A layer in the precision of the measurement, or nothing where it is not of this form."""
         if sample.real is not None or not sample.layers.found[layer].groups:
             return None
         count = len(sample.segment(layer).start)
-        n, attn = self._kept.get(layer, (0, None))
-        given = self._given.setdefault(sample, {})
-        untried = n >= count and attn is not None and given.get(layer, _nothing)() is not attn
-        if n < count or (attn is not None and untried and not _fits(attn, sample, layer)):
-            n, attn = count, _read(sample, layer)
+        n, attn, fitting = self._kept.get(layer, (0, None, WeakSet[ModelInput]()))
+        if n < count or (attn is not None and sample not in fitting and not _fits(attn, sample, layer)):
+            attn, fitting = _read(sample, layer), WeakSet[ModelInput]()
             self._kept.pop(layer, None)
-            self._kept[layer] = n, attn
-            while len(self._kept) > 1 and sum(a.nbytes for _, a in self._kept.values() if a is not None) > _MOST:
+            self._kept[layer] = count, attn, fitting
+            while len(self._kept) > 1 and sum(a.nbytes for _, a, _ in self._kept.values() if a is not None) > _MOST:
                 del self._kept[next(iter(self._kept))]
-        given[layer] = _nothing if attn is None else ref(attn)
+        fitting.add(sample)
         return attn
 
 
@@ -50,8 +46,8 @@ def closed_form(sample: ModelInput, layer: int) -> Attention:
     """A layer in float64; refused where it is not of this form."""
     if sample.real is not None:
         raise BadInputError("expected an input without padding, got a padded one; leave the padding out")
-    sample.check(layer, Which())
-    return as_attention(sample.run.program, sample.ends(layer, Which()), sample.run.at(torch.float64).values)
+    sample.check(layer, ATTENTION)
+    return as_attention(sample.run.program, sample.ends(layer, ATTENTION), sample.run.at(torch.float64).values)
 
 
 def _read(sample: ModelInput, layer: int) -> Attention | None:
@@ -59,10 +55,6 @@ def _read(sample: ModelInput, layer: int) -> Attention | None:
         return closed_form(sample, layer).to(sample.work)
     except BadInputError:
         return None
-
-
-def _nothing() -> None:
-    """A reference to no layer."""
 
 
 @torch.no_grad()

@@ -2,18 +2,18 @@
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final, overload
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import Place, check_dense, place
 from howsmooth.models.capture import Capture
 from howsmooth.models.closed import ClosedForms
-from howsmooth.models.library import reason, tokenizer_of
+from howsmooth.models.library import runs, tokenizer_of
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model_input import ModelInput
 from howsmooth.models.recorded import Recordings
@@ -145,7 +145,7 @@ class Model:
             raise BadInputError("expected n together with text, got it otherwise; cut the input yourself")
         if ids is None and mask is not None:
             raise BadInputError("expected mask together with ids, got it otherwise; name it attention_mask among the inputs")
-        self._check_names(forward)
+        self.check_names(forward)
         if inputs is not None or forward:
             samples = self._of_inputs(forward if inputs is None else inputs)
         elif windows is not None:
@@ -213,33 +213,35 @@ class Model:
     def _of_ids(self, ids: list[int], mask: list[bool] | None) -> Window:
         """Ids that the model has, in the tokenizer's words."""
         self._check_ids(ids, mask)
-        return of_ids(ids, self._tokenizer_if_any(), mask)
-
-    def _tokenizer_if_any(self) -> Any | None:
         try:
-            return None if self.tokenizer_source is None else self.tokenizer
+            tokenizer = None if self.tokenizer_source is None else self.tokenizer
         except BadInputError:
-            return None
+            tokenizer = None
+        return of_ids(ids, tokenizer, mask)
 
     def _of_window(self, window: Window) -> ModelInput:
         self._check_ids(window.ids, window.mask)
-        ids = torch.tensor([window.ids], device=self.device)
-        accepted = inspect.signature(self.module.forward).parameters
-        if "input_ids" not in accepted:
+        ids = torch.tensor([window.ids])
+        if "input_ids" not in self.takes:
             raise BadInputError(
                 f"expected a model that takes token ids, got {type(self.module).__name__}; pass its inputs by name, as in "
                 "pixel_values=…"
             )
         kwargs: dict[str, Any] = {"input_ids": ids}
-        if "attention_mask" in accepted:
-            mask = torch.ones_like(ids) if window.mask is None else torch.tensor([window.mask], device=self.device).long()
-            kwargs["attention_mask"] = mask
+        if "attention_mask" in self.takes:
+            kwargs["attention_mask"] = torch.ones_like(ids) if window.mask is None else torch.tensor([window.mask]).long()
         elif window.mask is not None and not all(window.mask):
             raise BadInputError(f"expected a model that takes a padding mask, got {type(self.module).__name__}; leave mask out")
-        return self._sample((), kwargs, window)
+        return self._sample(*self.fitted(kwargs), window)
 
-    def _of_inputs(self, inputs: Inputs) -> list[ModelInput]:
-        """The module's own arguments, one sample for every row of `input_ids`."""
+    @functools.cached_property
+    def takes(self) -> tuple[str, ...]:
+        """The names that the module's `forward` lists."""
+        signature = inspect.signature(self.module.forward).parameters.values()
+        return tuple(p.name for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+
+    def fitted(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The module's own arguments, in order and by name: where the model is, in its precision, and without a cache."""
         if isinstance(inputs, Mapping):
             args, kwargs = (), dict(inputs)
         else:
@@ -259,6 +261,11 @@ class Model:
         args, kwargs = tuple(fit(a) for a in args), {k: fit(v) for k, v in kwargs.items()}
         if isinstance(self.module, nn.MultiheadAttention) and len(args) == 1:
             args = args * 3  # self-attention: the tokens are queries, keys and values
+        return args, kwargs | {"use_cache": False} if "use_cache" in self.takes else kwargs
+
+    def _of_inputs(self, inputs: Inputs) -> list[ModelInput]:
+        """One sample for every row of `input_ids`, or one of all."""
+        args, kwargs = self.fitted(inputs)
         ids = kwargs.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             return [self._sample(args, kwargs, Window((), ()))]
@@ -272,36 +279,35 @@ class Model:
             samples.append(self._sample(args, one, self._of_ids(_whole_numbers(one["input_ids"]), flags)))
         return samples
 
-    def _check_names(self, forward: Mapping[str, Any]) -> None:
+    def check_names(self, names: Iterable[str]) -> None:
         """Refuse a name that the module does not list; one that lists none, as a wrapper does, takes any."""
-        signature = inspect.signature(self.module.forward).parameters.values()
-        listed = [p.name for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        unknown = [name for name in forward if listed and name not in listed]
+        unknown = [name for name in names if self.takes and name not in self.takes]
         if unknown:
             raise BadInputError(
-                f"expected inputs that {type(self.module).__name__} takes ({', '.join(listed)}), got {unknown[0]!r}; "
+                f"expected inputs that {type(self.module).__name__} takes ({', '.join(self.takes)}), got {unknown[0]!r}; "
                 "check the name"
             )
 
     def _sample(self, args: tuple[Any, ...], kwargs: dict[str, Any], window: Window) -> ModelInput:
-        if "use_cache" in inspect.signature(self.module.forward).parameters:
-            kwargs["use_cache"] = False
         sample = ModelInput(self.name, self.module, args, kwargs, window, self.dtype, self.recordings)
-        try:
-            _ = sample.layers
-        except IndexError:
-            raise BadInputError(
-                f"expected ids within the vocabulary and no more tokens than {self.name} has positions, got {len(window)}; "
-                "give fewer tokens"
-            ) from None
-        except (HowSmoothError, torch.OutOfMemoryError):
-            raise
-        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError) as error:
-            raise BadInputError(
-                f"expected inputs that {type(self.module).__name__} runs on, got {type(error).__name__} from it "
-                f"({reason(error)[:160]}); check their shapes and kinds"
-            ) from error  # where in the module it happened is worth knowing
+        with runs(type(self.module).__name__):
+            try:
+                _ = sample.layers
+            except IndexError:
+                raise BadInputError(
+                    f"expected ids within the vocabulary and no more tokens than {self.name} has positions, got {len(window)}; "
+                    "give fewer tokens"
+                ) from None
         return sample
+
+    def check_vocabulary(self, ids: Sequence[int]) -> None:
+        """Refuse ids that the model does not have."""
+        size = getattr(getattr(self.module, "config", None), "vocab_size", None)
+        outside = [i for i in ids if i < 0 or (isinstance(size, int) and i >= size)]
+        if outside:
+            raise BadInputError(
+                f"expected token ids from 0 to {size - 1 if size else '…'}, got {outside[0]}; use the model's own tokenizer"
+            )
 
     def _check_ids(self, ids: Sequence[int], mask: Sequence[bool] | None) -> None:
         if not ids:
@@ -310,14 +316,8 @@ class Model:
             raise BadInputError(f"expected a mask of {len(ids)} entries, one per id, got {len(mask)}; match their lengths")
         if mask is not None and not any(mask):
             raise BadInputError("expected a token that is not padding, got a mask without one; leave the mask out")
-        config = getattr(self.module, "config", None)
-        size = getattr(config, "vocab_size", None)
-        outside = [i for i in ids if i < 0 or (isinstance(size, int) and i >= size)]
-        if outside:
-            raise BadInputError(
-                f"expected token ids from 0 to {size - 1 if size else '…'}, got {outside[0]}; use the model's own tokenizer"
-            )
-        limit = getattr(config, "max_position_embeddings", None)
+        self.check_vocabulary(ids)
+        limit = getattr(getattr(self.module, "config", None), "max_position_embeddings", None)
         if isinstance(limit, int) and 0 < limit < len(ids):
             raise BadInputError(f"expected at most {limit} tokens, the positions {self.name} has, got {len(ids)}; give fewer")
 

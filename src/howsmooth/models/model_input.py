@@ -14,7 +14,7 @@ from howsmooth.kernels.kinds import Kind
 from howsmooth.models.recorded import Recording, Recordings
 from howsmooth.models.room import check_room, enough
 from howsmooth.models.tokens import Window
-from howsmooth.program import Ends, Layers, ends_of
+from howsmooth.program import Ends, Layers
 from howsmooth.program.attention import kind_of
 from howsmooth.program.ends import MAPS
 from howsmooth.program.layers import Layer
@@ -39,6 +39,9 @@ class Which:
     to: int | str | None = None
     stream: int | None = None
     call: int | None = None
+
+
+ATTENTION = Which()
 
 
 @final
@@ -118,15 +121,14 @@ class ModelInput:
 
     def ends(self, layer: int, which: Which) -> Ends:
         """Where a map begins and ends in the recorded run."""
-        return ends_of(self.layers, layer, which.map, to=which.to, stream=which.stream, call=which.call)
+        _ = self.layers  # refused where there are none
+        return self._recorded[0].ends(layer, which.map, to=which.to, stream=which.stream, call=which.call)
 
-    def segment(self, layer: int, which: Which | None = None) -> SegmentMap:
+    def segment(self, layer: int, which: Which = ATTENTION) -> SegmentMap:
         """A map of a layer at this input."""
-        which = Which() if which is None else which
         key = layer, which
         if key not in self._segments:
-            ends = self.ends(layer, which)
-            place = self.place(layer, which)
+            ends, place = self.ends(layer, which), self.place(layer, which)
             self._segments[key] = SegmentMap(self.run, ends, place, which.head, self.real, self.work)
         return self._segments[key]
 
@@ -134,9 +136,8 @@ class ModelInput:
     def _segments(self) -> dict[tuple[int, Which], SegmentMap]:
         return {}
 
-    def map(self, layer: int, which: Which | None = None) -> SegmentMap:
+    def map(self, layer: int, which: Which = ATTENTION) -> SegmentMap:
         """A map of a layer that is there, with a warning where the kernels do not express its attention."""
-        which = Which() if which is None else which
         self.check(layer, which)
         segment = self.segment(layer, which)
         if not segment.on_kernels:
@@ -169,8 +170,7 @@ class ModelInput:
             return f"{found.path} to {which.to if which.to == 'logits' else self.layers.found[last].path}"
         if which.map == "model":
             return type(self.owner).__name__
-        inner = self.layers.module_of(found, which.call or 0) if which.map in ("attention", "heads") else ""
-        return inner or found.path or type(self.owner).__name__
+        return self._recorded[0].place(layer, which.map, which.call or 0)
 
     def solve(self, layer: int, which: Which, factor: float, options: Options) -> tuple[SegmentMap, Solved]:
         """A map, its tokens multiplied by `factor`, and its constant there."""

@@ -9,8 +9,8 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, Map
 from howsmooth.models.closed import closed_form
-from howsmooth.models.model_input import ModelInput, Which
-from howsmooth.program import Ends, ends_of
+from howsmooth.models.model_input import ATTENTION, ModelInput, Which
+from howsmooth.program import Ends
 from howsmooth.program.calls import find_calls
 from howsmooth.program.pieces import Pieces, PiecesMap
 from howsmooth.program.reading import Whole, read
@@ -51,7 +51,8 @@ def to_the_end(sample: ModelInput, layer: int) -> tuple[Callable[[Tensor], Tenso
 
 def _pieces(sample: ModelInput, ends: Ends, head: int | None, within: float = 0.0) -> Pieces:
     inside = set(ends.flow.between(ends.enter, ends.leave))
-    if any(call.output in inside for call in find_calls(ends.flow) if call.output not in _own_calls(sample)):
+    own_calls = {n for layer in sample.layers.found for group in layer.groups for n in group.outputs}
+    if any(call.output in inside for call in find_calls(ends.flow) if call.output not in own_calls):
         raise BadInputError(
             "expected a map without cross-attention for a neighbourhood, got one with it; measure it at the input"
         )
@@ -64,15 +65,11 @@ def _pieces(sample: ModelInput, ends: Ends, head: int | None, within: float = 0.
                 f"expected layers that attend once for a neighbourhood, got layer {k}, which attends {len(layer.groups)} "
                 "times; measure it at the input"
             )
-        own = ends_of(sample.layers, k, "attention")
+        own = sample.ends(k, ATTENTION)
         attn: Attention = closed_form(sample, k).to("cpu", torch.float64)
         wholes.append(Whole(own.enter[0], own.leave[0], attn if head is None else attn.head(head)))
     own = SegmentMap(sample.run, ends, sample.name, head, work=torch.float64, precision="strict")
     return read(sample.run.program, ends, wholes, run=sample.run, truth=lambda t: own.replayed(t).output, within=within)
-
-
-def _own_calls(sample: ModelInput) -> set[object]:
-    return {n for layer in sample.layers.found for group in layer.groups for n in group.outputs}
 
 
 def _check_whole(sample: ModelInput) -> None:

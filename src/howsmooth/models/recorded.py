@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from howsmooth.errors import BadFunctionError, HowSmoothError
 from howsmooth.models.interface import IMPLEMENTATION, implementation, register
-from howsmooth.program import Layers, Program, record
+from howsmooth.program import Ends, Layers, Program, ends_of, record
 from howsmooth.program.confirm import agrees
 from howsmooth.program.nodes import order
 from howsmooth.program.replay import Run
@@ -39,6 +39,25 @@ class Recording:
             before = [w for w in layer.of.waists if order(w) < layer.first]
             found += before[-1:] or [n for group in layer.groups for n in group.enter]
         return tuple(dict.fromkeys(found))
+
+    def ends(
+        self, layer: int, map: str, *, to: int | str | None = None, stream: int | None = None, call: int | None = None
+    ) -> Ends:
+        """Where a map begins and ends, as in `ends_of`, found once."""
+        key = layer, map, to, stream, call
+        if key not in self._ends:
+            self._ends[key] = ends_of(self.layers, layer, map, to=to, stream=stream, call=call)
+        return self._ends[key]
+
+    @functools.cached_property
+    def _ends(self) -> dict[Any, Ends]:
+        return {}
+
+    def place(self, layer: int, map: str, call: int = 0) -> str:
+        """The path of the module that a map of one layer belongs to; the type of the model where it is all of it."""
+        found = self.layers.found[layer]
+        inner = self.layers.module_of(found, call) if map in ("attention", "heads") else ""
+        return inner or found.path or type(self.program.module).__name__
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Run, list[Tensor]]:
         """A run at some tensors with its hidden states, in the module's own precision, and what the module would return."""
@@ -74,7 +93,7 @@ class Recordings:
                 own = found.program.own(tensors)
             if agrees(found.program, own, ours):
                 return found, run
-        raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
+        raise not_the_same()
 
     def find(
         self, owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, anew: bool = False
@@ -90,6 +109,10 @@ class Recordings:
         while len(self._known) > self._most:
             self._known.popitem(last=False)
         return self._known[key], tensors
+
+
+def not_the_same() -> BadFunctionError:
+    return BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
 
 
 def recorded(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ _GIB = 2**30
 _WEIGHTS = 0.8  # of the free memory that weights may take; the rest is for the measurement
 _VECTORS = 12  # (n, d) that the shortest solve holds at once: tokens, a few steps of the basis, a product on its way
 _SAVED = 3  # outputs of every matrix of a block that its graph keeps at least: about half of what was measured on a Llama's
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def free(device: torch.device) -> int:
@@ -64,11 +64,8 @@ def too_little(what: str, needed: str, there: int) -> BadInputError:
 
 def device_of(module: nn.Module) -> torch.device:
     """Where a module computes: on the first device of its `device_map` that computes, or where its weights are."""
-    for place in (getattr(module, "hf_device_map", None) or {}).values():
-        if place not in ("cpu", "disk"):
-            return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    mapped = (place for place in (getattr(module, "hf_device_map", None) or {}).values() if place not in ("cpu", "disk"))
     hooks = (vars(part).get("_hf_hook") for part in module.modules())
-    place = next((place for hook in hooks if (place := getattr(hook, "execution_device", None)) is not None), None)
-    if place is not None:
-        return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
+    hooked = (place for hook in hooks if (place := getattr(hook, "execution_device", None)) is not None)
+    place = next(chain(mapped, hooked, (p.device for p in module.parameters())), "cpu")
+    return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)

@@ -1,7 +1,8 @@
 """Which nodes a named map of a layer begins and ends at."""
 
+import functools
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch.fx import Node
 
@@ -11,6 +12,7 @@ from howsmooth.program.flow import Flow
 from howsmooth.program.layers import Layer, Layers
 from howsmooth.program.nodes import name, shape
 from howsmooth.program.operations import JOINS, MATRIX, PARTS, SHAPE
+from howsmooth.program.replay import Way
 from howsmooth.program.sites import AttentionSites, Group
 
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
@@ -31,6 +33,11 @@ class Ends:
     flow: Flow
     less: bool = False
     through: tuple[Node, ...] = ()
+
+    @functools.cached_property
+    def way(self) -> Way:
+        """The nodes between the ends."""
+        return Way.of(self.flow, self.enter, self.leave, self.through)
 
     def one_stream(self, stream: int | None) -> "Ends":
         """The ends of one stream of several."""
@@ -203,7 +210,7 @@ def _leaves(attention: AttentionSites, group: Group, *, heads: bool) -> tuple[No
 def _joined(flow: Flow, group: Group) -> list[int]:
     """Which of the streams that enter attention lies where, side by side; nothing where that is not to be seen."""
     for n in flow.between(group.enter, group.calls[0].queries):
-        given = n.args[0] if name(n) in JOINS and n.args else ()
+        given: Any = n.args[0] if name(n) in JOINS and n.args else ()
         parts = [m for m in given if isinstance(m, Node) and flow.live(m)] if isinstance(given, list | tuple) else []
         of = [[i for i, e in enumerate(group.enter) if flow.up(m) & flow.bit(e)] for m in parts]
         if len(parts) == len(group.enter) and sorted(of) == [[i] for i in range(len(parts))]:
@@ -213,9 +220,10 @@ def _joined(flow: Flow, group: Group) -> list[int]:
 
 def _offset(n: Node) -> int:
     """Where a part of a tensor begins, or the number of the part."""
-    place = n.args[2] if name(n) in ("slice", "narrow") and len(n.args) > 2 else n.args[1] if len(n.args) > 1 else 0
+    args: Any = n.args
+    place = args[2] if name(n) in ("slice", "narrow") and len(args) > 2 else args[1] if len(args) > 1 else 0
     start = place if isinstance(place, int) else 0
-    source = shape(n.args[0]) if isinstance(n.args[0], Node) else None
+    source = shape(args[0]) if isinstance(args[0], Node) else None
     return start if start >= 0 or source is None else start + max(source)
 
 

@@ -97,15 +97,15 @@ class Run:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     def needed(self, wanted: set[Node]) -> list[Node]:
-        """The nodes that lead from what is known to what is wanted, in order, and in the own precision autocast too."""
+        """The nodes that lead from what is known to what is wanted, in order; in the own precision, those of autocast too."""
         needed, todo = set[Node](), list(wanted)
         while todo:
             n = todo.pop()
             if n not in needed and n not in self.kept:
                 needed.add(n)
                 todo += n.all_input_nodes
-        cast = self.work is None
-        return [n for n in self.program.nodes if n in needed or (cast and n.meta.get("mode") and "autocast" in str(n.target))]
+        modes = {"_enter_autocast", "_exit_autocast"} if self.work is None else set[str]()
+        return [n for n in self.program.nodes if n in needed or name(n) in modes]
 
 
 def segment(

@@ -73,7 +73,7 @@ class SegmentMap(Map):
     @functools.cached_property
     def way(self) -> Way:
         """The nodes between the ends."""
-        return Way.of(self.ends.flow, self.ends.enter, self.ends.leave, self.ends.through)
+        return self.ends.way
 
     @functools.cached_property
     def calls(self) -> tuple[Node, ...]:

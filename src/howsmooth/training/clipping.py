@@ -2,9 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,13 @@ from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.maps.base import Map, check_finite, check_tokens
 from howsmooth.models import Model
 from howsmooth.models.recorded import Recordings
-from howsmooth.program.head_weights import ByHead, HeadParameters, head_weights
+from howsmooth.program.head_weights import ByHead, HeadParameters, Rows, head_weights
 from howsmooth.program.segments import SegmentMap
 from howsmooth.settings import choice, number
 from howsmooth.solve import Options, solve
-from howsmooth.training.paths import RowRun, chosen, recorded_paths
-from howsmooth.training.probe import Inputs, Probe
-from howsmooth.training.untouched import untouched, whole_model
+from howsmooth.training.paths import chosen, paths_of
+from howsmooth.training.probe import Inputs, Probe, model_that_trains
+from howsmooth.training.untouched import untouched
 
 Quantity = Literal["constant", "logit"]
 _PARTS = ("qk", "vo", "qkvo")
@@ -99,7 +99,7 @@ def clip_(
     parts = choice(parts, "parts", _PARTS)
     if quantity == "logit" and parts == "vo":
         raise BadInputError("expected parts 'qk' to bound logits, got 'vo', which they do not depend on; leave it out")
-    asked = _Asked(target, quantity, parts)
+    goal = _Goal(target, quantity, parts)
     if isinstance(layer, Attention):
         if not isinstance(x, Tensor):
             raise BadInputError(f"expected tokens (n, d) as a tensor, got {type(x).__name__}; pass what enters the layer")
@@ -111,256 +111,188 @@ def clip_(
             raise BadInputError(
                 f"expected softmax attention to clip, got {layer.kind!r}; how its logits and values scale is not settled here"
             )
-        return Clipped(quantity, target, tuple(_clip(_Own(layer, x), asked, 0)))
+        return Clipped(quantity, target, tuple(_clip(_of_attention(layer, x), goal, 0)))
     if not isinstance(layer, nn.Module | Model):
         raise BadInputError(f"expected an Attention or a model, got {type(layer).__name__}; pass one of them")
-    loaded = layer if isinstance(layer, Model) else Model.of(whole_model(layer), type(whole_model(layer)).__name__, None, None)
-    with untouched(loaded.module):
+    loaded = model_that_trains(layer)
+    with untouched(loaded.module), torch.no_grad():
         probe, recordings = Probe.of(loaded, x), Recordings()
-        paths = recorded_paths(loaded, recordings, probe.row(0), "all", "attention")
+        paths = paths_of(loaded, recordings, probe.row(0), "all", "attention")
         which = list(paths.ends) if layers == "all" else chosen(layers, len(paths.recording.layers.found))
-        rows = [row for k in which for row in _clip(_OfModel(loaded, recordings, probe, k), asked, k)]
+        rows = [row for k in which for row in _clip(_of_model(loaded, recordings, probe, k), goal, k)]
     return Clipped(quantity, target, tuple(rows))
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Goal:
     target: float
     quantity: Quantity
     parts: str
 
 
-class _Clipping(Protocol):
-    """A layer as something to clip. heads, groups: query heads, and those that share keys, and values."""
+Weights = Mapping[str, Tensor]
+Measure = Callable[[Weights, int, Quantity], float]  # of a head, with other numbers for some weights
 
-    heads: int
-    key_groups: int
-    value_groups: int
+
+@final
+class _Layer:
+    """A layer as something to clip: the entries of its weights that make each head.
+
+    named: its weights.  at: what measures it at the weights of the moment.  unprojected: what is said where outputs have no
+    weights.
+    """
+
+    def __init__(self, heads: int, parts: HeadParameters, named: Weights, at: Callable[[], Measure], unprojected: str):
+        self.heads, self.parts, self._named, self._at, self._unprojected = heads, parts, named, at, unprojected
+        self._measure = at()
 
     def check(self, parts: str) -> None:
         """Refuse what scaling does not scale."""
-        ...
+        if "qk" in parts and self.parts.queries is None:
+            raise BadInputError(
+                "expected queries and keys without norms, which undo any factor, got some, or weights that several heads "
+                "share; bound the norms' weights, or pass parts='vo'"
+            )
+        if "vo" in parts and self.parts.outputs is None and len(self.parts.values or ()) != self.heads:
+            raise BadInputError(self._unprojected)
 
     def measure(self, head: int, quantity: Quantity, logits: float = 1.0, values: float = 1.0) -> float:
         """The largest over the rows of a probe, the head's logits and what it gives multiplied by factors."""
-        ...
+        scaled: dict[str, Tensor] = {}
+        for rows, by in self._entries(*(self._only(head, c) for c in (logits, values))):
+            own = scaled[rows.name] if rows.name in scaled else self._named[rows.name].double()
+            index = rows.index.to(own.device)
+            scaled[rows.name] = own.index_copy(rows.axis, index, by * own.index_select(rows.axis, index))
+        return self._measure(scaled, head, quantity)
 
-    def factors(self, logits: Tensor, values: Tensor) -> "_Factors":
-        """By which weights are multiplied."""
-        ...
+    def _only(self, head: int, factor: float) -> Tensor:
+        return torch.ones(self.heads, dtype=torch.float64).index_fill(0, torch.tensor(head), factor)
 
-    def scale(self, factors: "_Factors") -> None:
-        """Write into the weights."""
-        ...
+    def scale(self, logits: Tensor, values: Tensor) -> None:
+        """Multiply every head's logits and what it gives by factors, in the weights themselves."""
+        for rows, by in self._entries(logits, values):
+            t, index = self._named[rows.name], rows.index.to(self._named[rows.name].device)
+            try:
+                t.index_copy_(rows.axis, index, (t.index_select(rows.axis, index).double() * by).to(t.dtype))
+            except RuntimeError as error:
+                raise BadInputError(
+                    f"expected weights that can be written to, got a tensor that cannot ({error}); clone it"
+                ) from None
+        self._measure = self._at()
 
     def tensors(self) -> list[Tensor]:
         """Those that are written to."""
-        ...
-
-
-class _Own:
-    """An `Attention` as something to clip."""
-
-    def __init__(self, layer: Attention, x: Tensor):
-        self.layer, self.x = layer, x
-        self.heads, self.key_groups, self.value_groups = layer.heads, layer.kv_heads, layer.kv_heads
-        used = [t for t in (layer.w_q, layer.w_k, layer.w_v, layer.w_o) if t is not None]
-        if len({t.data_ptr() for t in used}) < len(used):
-            raise BadInputError("expected weights that are tensors of their own, got one tensor twice; clone it")
-
-    def check(self, parts: str) -> None:
-        if "qk" in parts and (self.layer.q_norm is not None or self.layer.k_norm is not None):
-            raise _normed()
-        if self.layer.w_o is None and "vo" in parts and self.heads != self.value_groups:
-            raise BadInputError("expected an output projection for heads that share values, got none; give w_o")
-
-    def measure(self, head: int, quantity: Quantity, logits: float = 1.0, values: float = 1.0) -> float:
-        one, x = self.layer.to(torch.float64).head(head), self.x.double()
-        b_q, b_v = (None if b is None else c * b for b, c in ((one.b_q, logits), (one.b_v, values)))
-        scaled = replace(one, w_q=logits * one.w_q, b_q=b_q, w_v=values * one.w_v, b_v=b_v)
-        if quantity == "constant":
-            return _constant(scaled, x)
-        operator = scaled.linearize(x[None])[1]
-        assert isinstance(operator, AttentionJacobian)
-        return operator.kernel.logit_range()[1]
-
-    def factors(self, logits: Tensor, values: Tensor) -> "_Factors":
-        shared, projected = self.layer.w_k is not None, self.layer.w_o is not None  # else the tokens themselves are keys
-        return _Factors.of(logits, values, self.key_groups if shared else None, self.value_groups, projected)
-
-    def scale(self, factors: "_Factors") -> None:
-        a = self.layer
-        for t, by in ((a.w_q, factors.q), (a.b_q, factors.q), (a.w_k, factors.k), (a.b_k, factors.k), (a.w_v, factors.v)):
-            if t is not None:
-                _write(t, 0, by.repeat_interleave(len(t) // len(by)))
-        if a.b_v is not None:
-            _write(a.b_v, 0, factors.v.repeat_interleave(len(a.b_v) // len(factors.v)))
-        if a.w_o is not None:
-            _write(a.w_o, 1, factors.o.repeat_interleave(a.w_o.shape[1] // len(factors.o)))
-
-    def tensors(self) -> list[Tensor]:
-        a = self.layer
-        return [t for t in (a.w_q, a.w_k, a.w_v, a.w_o, a.b_q, a.b_k, a.b_v) if t is not None]
-
-
-class _OfModel:
-    """A layer of a model as something to clip: the entries of its parameters that make each head, read off its recorded run."""
-
-    def __init__(self, model: Model, recordings: Recordings, probe: Probe, index: int):
-        self._model, self._recordings, self._probe, self._index = model, recordings, probe, index
-        self._maps = self._read()
-        first = self._maps[0]
-        if not first.heads or not isinstance(self._call_kind(first), Softmax):
-            raise BadInputError(
-                f"expected softmax attention to clip, got {first.place}, whose heads cannot be told apart; "
-                f"leave layer {index} out"
-            )
-        self.parts: HeadParameters = head_weights(first.run.program, first.ends, first.run.at(torch.float64).values)
-        self.heads = first.heads
-        self.key_groups, self.value_groups = (len(by or ()) or self.heads for by in (self.parts.keys, self.parts.values))
-
-    def _read(self) -> list[SegmentMap]:
-        """The layer's map at every row, at the weights of the moment."""
-        rows = RowRun.every(self._model, self._recordings, self._probe)
-        return [row.segment(self._index, "attention", torch.float64) for row in rows]
-
-    def _call_kind(self, map: SegmentMap) -> Any:
-        return map.replayed(map.start).calls[0].scores.kind
-
-    def check(self, parts: str) -> None:
-        if "qk" in parts and self.parts.queries is None:
-            raise _normed()
-        if "vo" in parts and self.parts.outputs is None and (self.parts.values is None or self.heads != self.value_groups):
-            raise BadInputError("expected an output projection that is a matrix of its own, got none; use parts='qk'")
-
-    def measure(self, head: int, quantity: Quantity, logits: float = 1.0, values: float = 1.0) -> float:
-        factors = self.factors(
-            *(torch.ones(self.heads, dtype=torch.float64).index_fill(0, torch.tensor(head), c) for c in (logits, values))
-        )
-        return max(self._measured(map, head, quantity, factors) for map in self._maps)
-
-    def _measured(self, map: SegmentMap, head: int, quantity: Quantity, factors: "_Factors") -> float:
-        weights = {name: t.detach() for name, t in map.run.program.weights_now().items()}
-        for name, axis, index, by in self._entries(factors):
-            own = weights[name].double()
-            weights[name] = own.index_copy(axis, index, by * own.index_select(axis, index))
-        one = replace(map, head=head, run=replace(map.run, weights=weights))
-        if quantity == "constant":
-            return _constant(one, map.start)
-        return one.replayed(map.start).kernels[0].logit_range()[1]
-
-    def factors(self, logits: Tensor, values: Tensor) -> "_Factors":
-        keys = None if self.parts.keys is None else self.key_groups
-        shared = None if self.parts.values is None else self.value_groups
-        return _Factors.of(logits, values, keys, shared, self.parts.outputs is not None)
-
-    def _entries(self, factors: "_Factors") -> list[tuple[str, int, Tensor, float]]:
-        """Rows of parameters, and what they are multiplied by."""
-        sides: list[tuple[ByHead | None, Tensor]] = [
-            (self.parts.queries, factors.q),
-            (self.parts.keys, factors.k),
-            (self.parts.values, factors.v),
-            (self.parts.outputs, factors.o),
-            (self.parts.facing, factors.logits),
-        ]
-        return [
-            (rows.name, rows.axis, rows.index, c)
-            for side, by in sides
-            for own, c in zip(side or (), by.tolist(), strict=False)
-            for rows in own
-            if c != 1
-        ]
-
-    def scale(self, factors: "_Factors") -> None:
-        for name, axis, index, by in self._entries(factors):
-            _write(self._named[name], axis, by, index)
-        self._maps = self._read()
-
-    @functools.cached_property
-    def _named(self) -> dict[str, Tensor]:
-        return dict(self._model.module.named_parameters(remove_duplicate=False))
-
-    def tensors(self) -> list[Tensor]:
         sides = (self.parts.queries, self.parts.keys, self.parts.values, self.parts.outputs, self.parts.facing)
         return [self._named[name] for name in {rows.name for side in sides for own in side or () for rows in own}]
 
+    def _entries(self, logits: Tensor, values: Tensor) -> list[tuple[Rows, float]]:
+        """Rows of weights, and what they are multiplied by.
 
-def _normed() -> BadInputError:
-    return BadInputError(
-        "expected queries and keys without norms, which undo any factor, got some, or weights that several heads share; bound "
-        "the norms' weights, or pass parts='vo'"
-    )
-
-
-@dataclass(frozen=True)
-class _Factors:
-    """By which weights are multiplied: q, o and what logits are by query head, k and v by key/value head."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    logits: Tensor
-
-    @classmethod
-    def of(cls, logits: Tensor, values: Tensor, keys: int | None, shared: int | None, projected: bool) -> "_Factors":
-        """From factors of every head's logits and of what it gives.
-
-        keys, shared: how many heads of keys and of values have weights, nothing where these have none; they take the square
-        root of the largest factor of their group, so no head loses more than it must.  projected: whether outputs have weights.
+        Keys and values take the square root of the largest factor of the heads that share them, so no head loses more than it
+        must; queries and outputs the rest, where these and those have weights.
         """
 
-        def split(by: Tensor, groups: int | None) -> tuple[Tensor, Tensor]:
-            if groups is None:
+        def split(by: Tensor, shared: ByHead | None) -> tuple[Tensor, Tensor]:
+            if shared is None:
                 return by, torch.ones_like(by)
-            both = by.reshape(groups, -1).amax(1).sqrt()
-            return by / both.repeat_interleave(len(by) // groups), both
+            both = by.reshape(len(shared), -1).amax(1).sqrt()
+            return by / both.repeat_interleave(len(by) // len(shared)), both
 
-        (q, k), (o, v) = split(logits, keys), split(values, shared)
-        if not projected:
-            o, v = torch.ones_like(values), values
-        return cls(q, k, v, o, logits)
+        (q, k), (o, v) = split(logits, self.parts.keys), split(values, self.parts.values)
+        if self.parts.outputs is None:
+            v = values
+        sides = zip(
+            (self.parts.queries, self.parts.keys, self.parts.values, self.parts.outputs, self.parts.facing),
+            (q, k, v, o, logits),
+            strict=True,
+        )
+        by_head = [pair for side, by in sides for pair in zip(side or (), by.tolist(), strict=False)]
+        return [(rows, by) for own, by in by_head for rows in own if by != 1]
 
 
-@torch.no_grad()
-def _write(t: Tensor, axis: int, by: Tensor | float, rows: Tensor | None = None) -> None:
-    own = t if rows is None else t.index_select(axis, rows.to(t.device))
-    by = (
-        by.to(t.device, torch.float64).reshape([-1 if i == axis else 1 for i in range(t.ndim)])
-        if isinstance(by, Tensor)
-        else by
+def _of_attention(layer: Attention, x: Tensor) -> _Layer:
+    """An `Attention` as something to clip."""
+    names = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v")
+    named = {name: t for name in names if (t := getattr(layer, name)) is not None}
+    used = [named[name] for name in names[:4] if name in named]
+    if len({t.data_ptr() for t in used}) < len(used):
+        raise BadInputError("expected weights that are tensors of their own, got one tensor twice; clone it")
+
+    def by_head(heads: int, axis: int, *names: str) -> ByHead | None:
+        there = {name: torch.arange(named[name].shape[axis]).chunk(heads) for name in names if name in named}
+        return tuple(tuple(Rows(name, axis, own[h]) for name, own in there.items()) for h in range(heads)) if there else None
+
+    normed = layer.q_norm is not None or layer.k_norm is not None
+    parts = HeadParameters(
+        queries=None if normed else by_head(layer.heads, 0, "w_q", "b_q"),
+        keys=by_head(layer.kv_heads, 0, "w_k", "b_k"),  # else the tokens themselves are keys
+        values=by_head(layer.kv_heads, 0, "w_v", "b_v"),
+        outputs=by_head(layer.heads, 1, "w_o"),
     )
-    new = (own.double() * by).to(t.dtype)
-    try:
-        t.copy_(new) if rows is None else t.index_copy_(axis, rows.to(t.device), new)
-    except RuntimeError as error:
-        raise BadInputError(f"expected weights that can be written to, got a tensor that cannot ({error}); clone it") from None
+
+    def measure(weights: Weights, head: int, quantity: Quantity) -> float:
+        one = replace(layer.to(torch.float64), **weights).head(head)
+        if quantity == "constant":
+            return _constant(one, x.double())
+        operator = one.linearize(x.double()[None])[1]
+        assert isinstance(operator, AttentionJacobian)
+        return operator.kernel.logit_range()[1]
+
+    unprojected = "expected an output projection for heads that share values, got none; give w_o"
+    return _Layer(layer.heads, parts, named, lambda: measure, unprojected)
 
 
-def _clip(layer: _Clipping, asked: _Asked, index: int) -> list[ClippedHead]:
+def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int) -> _Layer:
+    """A layer of a model as something to clip: the entries of its parameters are read off its recorded run."""
+    first = probe.row(0).inputs(model, recordings, torch.float64)[0]
+    map = first.segment(index)
+    if not map.heads or not isinstance(first.kind(index), Softmax):
+        raise BadInputError(
+            f"expected softmax attention to clip, got {map.place}, whose heads cannot be told apart; leave layer {index} out"
+        )
+
+    def at() -> Measure:
+        maps = [row.segment(index) for row in probe.inputs(model, recordings, torch.float64)]
+        return lambda weights, head, quantity: max(_measured(map, weights, head, quantity) for map in maps)
+
+    parts = head_weights(map.run.program, map.ends, map.run.at(torch.float64).values)
+    unprojected = "expected an output projection that is a matrix of its own, got none; use parts='qk'"
+    return _Layer(map.heads, parts, dict(model.module.named_parameters(remove_duplicate=False)), at, unprojected)
+
+
+def _measured(map: SegmentMap, weights: Weights, head: int, quantity: Quantity) -> float:
+    """A head's constant or largest logit in a model's layer."""
+    whole = {name: t.detach() for name, t in map.run.program.weights_now().items()} | dict(weights)
+    one = replace(map, head=head, run=replace(map.run, weights=whole))
+    if quantity == "constant":
+        return _constant(one, map.start)
+    return one.replayed(map.start).kernels[0].logit_range()[1]
+
+
+def _clip(layer: _Layer, goal: _Goal, index: int) -> list[ClippedHead]:
     """Scale, measure, and scale again where rounding of the weights took something back."""
-    layer.check(asked.parts)
+    layer.check(goal.parts)
     heads = range(layer.heads)
-    before = after = [layer.measure(h, asked.quantity) for h in heads]
+    before = after = [layer.measure(h, goal.quantity) for h in heads]
     total, kept = torch.ones(layer.heads, dtype=torch.float64), [t.detach().clone() for t in layer.tensors()]
-    aim = asked.target
+    aim = goal.target
     try:
         for _ in range(_TRIES):
-            over = [h for h in heads if not after[h] <= asked.target]
+            over = [h for h in heads if not after[h] <= goal.target]
             if not over:
                 break
             by = torch.ones(layer.heads, dtype=torch.float64)
             for h in over:
-                by[h] = _factor(layer, asked, h, aim)
+                by[h] = _factor(layer, goal, h, aim)
             one = torch.ones_like(by)
-            layer.scale(layer.factors(by if "qk" in asked.parts else one, by if "vo" in asked.parts else one))
-            total, after = total * by, [layer.measure(h, asked.quantity) for h in heads]
+            layer.scale(by if "qk" in goal.parts else one, by if "vo" in goal.parts else one)
+            total, after = total * by, [layer.measure(h, goal.quantity) for h in heads]
             aim *= 0.995  # room for weights of few digits
-        good = all(after[h] <= asked.target for h in heads)
+        good = all(after[h] <= goal.target for h in heads)
         if not good or not all(math.isclose(after[h], before[h], rel_tol=0.02) for h in heads if total[h] == 1):
             raise BadInputError(
-                f"expected heads of layer {index} that follow their weights' scale, got {asked.quantity} "
-                f"{max(after):.4g} after scaling to {asked.target:g}; nothing was changed, scale by hand"
+                f"expected heads of layer {index} that follow their weights' scale, got {goal.quantity} "
+                f"{max(after):.4g} after scaling to {goal.target:g}; nothing was changed, scale by hand"
             )
     except BaseException:
         for t, old in zip(layer.tensors(), kept, strict=True):
@@ -373,22 +305,20 @@ def _constant(map: Map, x: Tensor) -> float:
     return solve(map, x, Options(tol=1e-4)).estimate.value
 
 
-def _factor(layer: _Clipping, asked: _Asked, head: int, aim: float) -> float:
+def _factor(layer: _Layer, goal: _Goal, head: int, aim: float) -> float:
     """The factor, found by bisection, that brings a head to at most `aim` and not more than 1 % below it."""
 
+    @functools.cache
     def at(c: float) -> float:
-        return layer.measure(head, asked.quantity, c if "qk" in asked.parts else 1.0, c if "vo" in asked.parts else 1.0)
+        return layer.measure(head, goal.quantity, c if "qk" in goal.parts else 1.0, c if "vo" in goal.parts else 1.0)
 
-    guess = aim / at(1.0) * (1 - 1e-6)
-    if aim * (1 - _NEAR) <= at(guess) <= aim:  # logits without a cap or bias, values: proportional
-        return guess
-    low = _falls_to(at, aim, guess)
-    high = 1.0
-    if low is None:
-        floor = at(_LEAST)
+    low, high = aim / at(1.0) * (1 - 1e-6), 1.0  # logits without a cap or bias, and values, are proportional
+    while low > _LEAST and not at(low) <= aim:
+        low /= 4
+    if not low > _LEAST:
         raise BadInputError(
-            f"expected a target that scaling {asked.parts} can reach, got {asked.target:g} for head {head}, whose "
-            f"{asked.quantity} stays at {floor:.4g}; pass parts='qkvo' or a larger target"
+            f"expected a target that scaling {goal.parts} can reach, got {goal.target:g} for head {head}, whose "
+            f"{goal.quantity} stays at {at(_LEAST):.4g}; pass parts='qkvo' or a larger target"
         )
     for _ in range(_HALVINGS):
         if at(low) >= aim * (1 - _NEAR):
@@ -396,13 +326,3 @@ def _factor(layer: _Clipping, asked: _Asked, head: int, aim: float) -> float:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if at(middle) <= aim else (low, middle)
     return low
-
-
-def _falls_to(at: Callable[[float], float], aim: float, start: float) -> float | None:
-    """A factor at which a quantity is at most `aim`; nothing where none is."""
-    c = start
-    while c > _LEAST:
-        if at(c) <= aim:
-            return c
-        c /= 4
-    return None

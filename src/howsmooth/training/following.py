@@ -1,25 +1,28 @@
 """Replays of a model that turn carried directions of all of its layers towards the top ones."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import final
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.kernels import AttentionKernel, attention_and_kernel
 from howsmooth.kernels.products import float32_products
 from howsmooth.models import MapName, Model
-from howsmooth.models.recorded import Recordings
+from howsmooth.models.recorded import Recordings, not_the_same
 from howsmooth.models.room import free
-from howsmooth.program.confirm import agrees
+from howsmooth.program.attention import Call, answering
+from howsmooth.program.replay import Run
+from howsmooth.program.segments import SegmentMap
 from howsmooth.solve import Options, solve
-from howsmooth.spectral import Estimate
-from howsmooth.spectral.ritz import Block
-from howsmooth.training.jacobians import LayerJacobians, drawn, kinds_of, power_steps
-from howsmooth.training.looks import look
-from howsmooth.training.paths import Linearized, Paths, RowRun, Values, recorded_paths
+from howsmooth.spectral.ritz import Block, orthonormal
+from howsmooth.training.jacobians import LayerGraph, LayerJacobians, drawn
+from howsmooth.training.looks import looks
+from howsmooth.training.paths import Paths, paths_of
 from howsmooth.training.probe import Inputs, Probe
 
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
@@ -27,208 +30,214 @@ _RECORDINGS = 64  # kept, of rows with masks of their own
 _COARSE = 2.0**-9  # error of a layer's products on a GPU: four times the rounding of operands with eleven bits
 _GRAPHS, _MOST_GRAPHS = 2**28, 2**31  # bytes of layers that wait to be measured together
 
+Certified = dict[tuple[int, int | None], tuple[float, float]]  # value and upper end, by layer and head
 
-@final
-@dataclass(frozen=True, eq=False)
-class Observed:
+
+class Observed(NamedTuple):
     """What one replay found of one layer.
 
-    x: the tokens that enter.  value: by row of the probe, or by head of every row, `max |J w|` over unit `w` in the span of the
-    last `v`, less what rounding may have added.  directions: the next `u`.  looks: of its attention calls, as `look` gives
-    them.
+    value: by row of the probe, or by head of every row, `max |J w|` over unit `w` in the span of the last `v`, less what
+    rounding may have added.  beside: what `looks` gives of the tokens that enter and of the attention calls.
     """
 
-    x: Tensor
     value: Tensor
-    directions: Block
-    looks: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True, eq=False)
-class _Copies:
-    """A recorded run with copies of every row, each for a direction of its own. alone: each for one head alone."""
-
-    paths: Paths
-    copies: int = 1
-    items: int = 1
-    times: int = 1
-    alone: bool = False
-
-    @property
-    def rows(self) -> int:
-        return self.items * self.times
+    beside: Tensor
 
 
 @final
 class Following:
     """A model at a probe, replayed again and again as its weights change.
 
-    times: how many directions are carried for every row; one for the whole batch where the model does not keep its rows apart
-    along the first axis.
+    places: the modules of the maps, by layer, as they are called in the model.  directions: unit vectors at the outputs,
+    (items, times, N), by layer, and whether they are those of its heads, which have one each. There are as many as the layer's
+    numbers tell apart, one for the whole batch where the model does not keep its rows apart along the first axis.
     """
 
-    def __init__(self, model: Model, batch: Inputs, layers: str | Sequence[int], map: MapName):
-        self.model, self._chosen = model, layers
+    def __init__(self, model: Model, batch: Inputs, layers: str | Sequence[int], map: MapName, *, certifies: bool = True):
+        self.model, self._chosen, self._certifies = model, layers, certifies
         self._map: MapName = map
         self.probe, self._recordings, self._bytes = Probe.of(model, batch), Recordings(_RECORDINGS), 0  # of one layer's graph
-        self.record()
-
-    def record(self, *, anew: bool = False) -> None:
-        """Record the model, the first time or anew."""
-        self.paths = paths = self._recorded(self.probe, anew)
+        self._rows = [self.probe.row(i) for i in range(self.probe.rows)]
+        self.directions: dict[tuple[int, bool], Block] = {}
+        self._record()
         self.replay()
-        self.layers, self.count, rows = list(paths.ends), len(paths.recording.layers.found), self.probe.rows
-        times = max(1, min(_WIDTH, paths.least // rows))
-        many = self._repeated(times, anew)
-        self._plain = _Copies(paths) if many is None else _Copies(many, times, rows, times)
-        self.items, self.times = self._plain.items, self._plain.times
-        self.calls = {k: self._plain.paths.calls(k) for k in self.layers}  # whether attention can be looked at
-        self.tells_heads = many is not None and all(paths.heads.values())
-        self._heads: _Copies | None = None
 
-    @property
-    def _by_head(self) -> _Copies:
-        if self._heads is None:
-            most = max(self.paths.heads.values())
-            paths = self._recorded(self.probe.repeated(most))
-            self.paths.with_copies(paths)
-            self._heads = _Copies(paths, most, self.probe.rows * most, alone=True)
-        return self._heads
+    def _record(self, *, anew: bool = False) -> None:
+        """Record the model, the first time or anew; the copies that are measured are recorded at the next replay."""
+        self.paths = self._paths(self.probe, anew)
+        self.layers, self.count = list(self.paths.ends), len(self.paths.recording.layers.found)
+        self.is_softmax = {k: self.paths.is_softmax(k) for k in self.layers}
+        self.places = {k: self.paths.recording.place(k, self._map) for k in self.layers}
+        self._many: Paths | None = None
+        self._by_head: Paths | None = None
+        with suppress(HowSmoothError):  # told where a certified solve is due
+            for row in self._rows if self._certifies else ():
+                one = self._recordings.find(self.model.module, row.args, row.kwargs, anew=anew and len(self._rows) > 1)[0]
+                for k in self.layers:
+                    _ = one.ends(k, self._map).way
 
-    def _recorded(self, probe: Probe, anew: bool = False) -> Paths:
-        return recorded_paths(self.model, self._recordings, probe, self._chosen, self._map, anew=anew)
-
-    def _repeated(self, times: int, anew: bool) -> Paths | None:
-        """The recorded run with copies of every row; nothing where rows are not apart along the first axis."""
-        try:
-            many = self._recorded(self.probe.repeated(times), anew)
-        except HowSmoothError:
-            return None
-        if not self.paths.with_copies(many):
-            return None
-        copies = _Copies(many, times, self.probe.rows, times)
-        for found in self._parts(copies):
-            for layers in kinds_of(found.graphs, copies.rows):
-                if not LayerJacobians([found.graphs[k] for k in layers], copies.rows, 1, None).apart():
-                    return None
-        return many
+    def _paths(self, probe: Probe, anew: bool = False) -> Paths:
+        return paths_of(self.model, self._recordings, probe, self._chosen, self._map, anew=anew)
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Replay the model at the weights of the moment, which the runs that follow are at."""
-        self.weights = self.paths.weights()
-        self._hidden, self._returned = self.paths.replayed(self.weights)
+        """Replay the model at the weights of the moment, which what follows is at; record it anew where it has changed."""
+        for anew in (False, True):
+            if anew:
+                self._record(anew=True)
+            self._weights = {name: t.detach() for name, t in self.paths.recording.program.weights_now().items()}
+            hidden = self.paths.replayed(self._weights)
+            if hidden is not None:
+                break
+        else:
+            raise not_the_same()
+        self._hidden = hidden
+        if self._many is None:
+            self._with_copies(anew)
 
-    def confirmed(self) -> bool:
-        """Whether the model itself gives what its replay gave; nothing is said against one that is not finite."""
-        program = self.paths.recording.program
-        own = program.own(self.paths.tensors)
-        return agrees(program, own, self._returned) or not all(bool(t.isfinite().all()) for t in own)
-
-    def run(
-        self, directions: Mapping[int, Block], *, rounds: int = 1, first: int = 1, least: float = 0.0, looks: bool = False
-    ) -> dict[int, Observed]:
-        """One replay: what it finds of each layer. What cannot be measured, since something is not finite there, is left out.
-
-        directions: by layer, the `u`, (items, times, N); drawn where there is none.  rounds: steps of power iteration at most;
-        first: the same where directions are drawn.  least: the gain of a step behind which there is no further one.
-        """
-        return self._run(self._plain, directions, rounds, first, least, looks)
-
-    def run_heads(self, directions: Mapping[int, Block]) -> dict[int, Observed]:
-        """The same for every head alone, with one direction; values by row and head."""
-        return self._run(self._by_head, directions, 1, 1, 0.0, False)
-
-    def row_runs(self) -> list[RowRun]:
-        """The rows alone, for certified solves."""
-        return RowRun.every(self.model, self._recordings, self.probe)
-
-    def certified(
-        self, rows: Sequence[RowRun], layer: int, head: int | None, options: Options
-    ) -> tuple[list[Estimate], Tensor | None]:
-        """The constants of a layer at every row, and what their directions go to, (items, N); nothing for rows in one item."""
-        estimates, tops = list[Estimate](), list[Tensor]()
-        for row in rows:
-            map = row.segment(layer, self._map, self.model.dtype, head)
-            solved = solve(map, map.start, options)
-            estimates.append(solved.estimate)
-            image, real = solved.image, row.real
-            if real is not None:
-                n = self.probe.real.shape[1] if self.probe.real is not None else len(image)
-                image = image.new_zeros(n, image.shape[-1]).index_copy_(0, real.to(image.device), image)
-            tops.append(image.flatten())
-        return estimates, torch.stack(tops) if len(tops) == self.items else None
-
-    # one replay
-
-    def _run(
-        self, run: _Copies, directions: Mapping[int, Block], rounds: int, first: int, least: float, looks: bool
-    ) -> dict[int, Observed]:
-        found: dict[int, Observed] = {}
-        real = self.probe.real
-        for part in self._parts(run):
-            seen: dict[int, list[Tensor]] = {k: [] for k in part.graphs}
-            for kernel in part.kernels if looks and all(self.calls[k] for k in seen) else ():
-                for k, own in zip(seen, look(kernel, real, len(seen)), strict=True):
-                    seen[k].append(own)
-            for layers in kinds_of(part.graphs, run.rows):
-                with torch.enable_grad(), float32_products(coarse=True):
-                    turned = _turned(layers, part, run, directions, rounds, first, least)
-                for k, (value, u) in zip(layers, turned, strict=True):
-                    enter = self.paths.ends[k].enter[0]
-                    found[k] = Observed(self._hidden[enter].movedim(self.paths.axes[enter] or 0, 0), value, u, seen[k])
-        return found
-
-    def _parts(self, run: _Copies) -> Iterator[Linearized]:
-        """The graphs of layers that are alike, so many at once as there is room for; without those that are not finite."""
-        entered: dict[Node, Tensor] = {}
-        for k in self.layers:
-            for b, a in zip(run.paths.ends[k].enter, self.paths.ends[k].enter, strict=True):
-                hidden = self._hidden[a]
-                entered[b] = hidden if run.copies == 1 else hidden.repeat_interleave(run.copies, self.paths.axes[a] or 0)
-        with torch.no_grad():
-            frozen = run.paths.frozen(entered, self.weights)
-        for alike in run.paths.alike:
-            many = max(1, self._room // self._bytes) if self._bytes else 1
-            for start in range(0, len(alike), many):
-                yield from self._linearized(run, tuple(alike[start : start + many]), entered, frozen)
-
-    def _linearized(self, run: _Copies, layers: tuple[int, ...], entered: Values, frozen: Values) -> Iterator[Linearized]:
+    def _with_copies(self, anew: bool) -> None:
+        """Record a run with copies of every row, each for a direction of its own, where rows are apart along the first axis."""
+        rows = self.probe.rows
+        self._many, self._items, self._times = self.paths, 1, 1
         try:
-            with torch.enable_grad(), float32_products(coarse=True):
-                found = run.paths.linearized(layers, entered, frozen, run.copies, alone=run.alone)
-        except BadInputError:  # one of them, or all
-            for k in layers if len(layers) > 1 else ():
-                yield from self._linearized(run, (k,), entered, frozen)
+            many = self._paths(self.probe.repeated(max(1, min(_WIDTH, self.paths.least // rows))), anew)
+        except HowSmoothError:
             return
-        self._bytes = max(self._bytes, found.size // len(layers))
-        yield found
+        if not self.paths.with_copies(many):
+            return
+        found = [LayerJacobians.of_kinds(graphs, many.probe.rows, 1, None) for graphs, _ in self._graphs(many)]
+        if all(kind.apart() for kinds in found for kind in kinds):
+            self._many, self._items, self._times = many, rows, many.probe.rows // rows
 
     @property
-    def _room(self) -> int:
-        """Bytes of layers that wait to be measured together; a GPU prefers much at once."""
-        device = self.model.device
-        return max(_GRAPHS, min(_MOST_GRAPHS, free(device) // 16)) if device.type == "cuda" else _GRAPHS
+    def tells_heads(self) -> bool:
+        """Whether rows are apart, and heads."""
+        return self._many is not self.paths and all(self.paths.heads.values())
 
+    def turn(self, rounds: int = 1, least: float = 0.0, *, alone: bool = False) -> dict[int, Observed]:
+        """One replay: what it finds of each layer. What cannot be measured, since something is not finite there, is left out.
 
-def _turned(
-    layers: list[int],
-    part: Linearized,
-    run: _Copies,
-    directions: Mapping[int, Block],
-    rounds: int,
-    first: int,
-    least: float,
-) -> list[tuple[Tensor, Block]]:
-    """Values and next directions of layers of one size."""
-    graphs = [part.graphs[k] for k in layers]
-    jacobians = LayerJacobians(graphs, run.rows, run.times, run.paths.probe.real)
-    like = graphs[0].leave[0]
-    shape = (run.items, run.times, graphs[0].sizes(run.rows)[1])
-    carried = {k: u for k in layers if (u := directions.get(k)) is not None and u.shape == shape}
-    u = torch.cat([carried[k].to(like) if k in carried else drawn(k, shape, like) for k in layers])
-    turned, _ = power_steps(jacobians, u, rounds if len(carried) == len(layers) else max(rounds, first), least)
-    noise = max([kernel.noise for kernel in part.kernels], default=0.0)
-    noise += _COARSE if like.is_cuda and like.dtype == torch.float32 else 0.0
-    values = max(0.0, 1 - noise) * turned.value.cpu()  # what rounding may have added is taken off
-    return list(zip(values.chunk(len(layers)), turned.directions.chunk(len(layers)), strict=True))
+        rounds: steps of power iteration at most.  least: the gain of a step behind which there is no further one.
+        alone: of every head alone, with one direction each.
+        """
+        if alone and self._by_head is None:
+            self._by_head = self._paths(self.probe.repeated(max(self.paths.heads.values())))
+            self.paths.with_copies(self._by_head)
+        paths = self._by_head if alone else self._many
+        assert paths is not None
+        rows, times = (paths.probe.rows, 1) if alone else (self._items * self._times, self._times)
+        carried = {k: u for (k, heads), u in self.directions.items() if heads == alone}
+        found: dict[int, Observed] = {}
+        for graphs, kernels in self._graphs(paths, alone):
+            enter = [self.paths.ends[k].enter[0] for k in graphs]
+            tokens = [self._hidden[n].movedim(self.paths.axes[n] or 0, 0) for n in enter]
+            softmax = not alone and all(self.is_softmax[k] for k in graphs)
+            beside = dict(zip(graphs, looks(tokens, kernels if softmax else (), self.probe.real), strict=True))
+            noise = max([kernel.noise for kernel in kernels], default=0.0)
+            for kind in LayerJacobians.of_kinds(graphs, rows, times, paths.probe.real):
+                with torch.enable_grad(), float32_products(coarse=True):
+                    turned = kind.turn(carried, rounds, 1, least)
+                for k, (value, directions) in turned.items():
+                    self.directions[k, alone] = directions
+                    coarse = _COARSE if directions.is_cuda and directions.dtype == torch.float32 else 0.0
+                    # what rounding may have added is taken off
+                    found[k] = Observed(max(0.0, 1 - noise - coarse) * value.cpu(), beside[k])
+        return found
+
+    def _graphs(self, paths: Paths, alone: bool = False) -> Iterator[tuple[dict[int, LayerGraph], list[AttentionKernel]]]:
+        """The graphs of layers that are alike, and the kernels of their attention calls, each of which serves all of them.
+
+        So many layers at once as there is room for, without those that are not finite.  alone: every copy of a row is for one
+        head alone.
+        """
+        entered: dict[Node, Tensor] = {}
+        copies = paths.probe.rows // self.probe.rows
+        for k in self.layers:
+            for b, a in zip(paths.ends[k].enter, self.paths.ends[k].enter, strict=True):
+                hidden = self._hidden[a]
+                entered[b] = hidden if copies == 1 else hidden.repeat_interleave(copies, self.paths.axes[a] or 0)
+        with torch.no_grad():
+            frozen = paths.frozen(entered, self._weights)
+        device = next(iter(entered.values())).device
+        room = max(_GRAPHS, min(_MOST_GRAPHS, free(device) // 16)) if device.type == "cuda" else _GRAPHS
+        todo = paths.alike[::-1]
+        while todo:
+            many = max(1, room // self._bytes) if self._bytes else len(todo[-1])
+            layers, rest = todo[-1][:many], todo[-1][many:]
+            todo[-1:] = [rest] * bool(rest)
+            kernels: list[AttentionKernel] = []
+
+            def answer(call: Call, kernels: list[AttentionKernel] = kernels, count: int = len(layers)) -> Tensor:
+                own = copies if len(call.q) == paths.probe.rows * count else 1
+                out, kernel = attention_and_kernel(call.q, call.k, call.v, call.scores, "strict", own)
+                kernels.append(kernel)
+                if not alone:
+                    return out
+                one = torch.eye(copies, device=out.device, dtype=out.dtype)[:, : out.shape[1]]
+                return out * one.repeat(len(out) // copies, 1)[:, :, None, None]
+
+            try:
+                with torch.enable_grad(), float32_products(coarse=True), answering(answer):
+                    graphs = paths.graphs(layers, entered, frozen)
+            except BadInputError:  # one of them, or all
+                todo += [[k] for k in reversed(layers) if len(layers) > 1]
+                continue
+            kept = [t for graph in graphs.values() for t in (*graph.enter, *graph.leave)]
+            kept += [t for kernel in kernels for t in (*kernel.inputs, kernel.output)]
+            self._bytes = max(self._bytes, sum([t.numel() * t.element_size() for t in kept]) // len(layers))
+            yield graphs, kernels
+
+    # certified solves
+
+    def certified(self, options: Options, *, heads: bool) -> Certified:
+        """Certified constants, the largest over the rows, whose directions are carried from here on. heads: of each alone."""
+        found = Certified()
+        for k in self.layers:
+            maps, tops = self._maps(k), list[Tensor]()
+            for h in (None, *range(self.paths.heads[k] if heads else 0)):
+                solved = [solve(map if h is None else replace(map, head=h), map.start, options) for map in maps]
+                found[k, h] = max(s.estimate.value for s in solved), max(s.estimate.upper for s in solved)
+                images = [self._padded(s.image, map.real).flatten() for s, map in zip(solved, maps, strict=True)]
+                tops += [torch.stack(images)] * (len(images) == self._items)
+            if tops:
+                self._lead(k, tops[0])
+            if tops[1:]:
+                self._point(k, tops[1:])
+        return found
+
+    def _maps(self, layer: int) -> list[SegmentMap]:
+        """The map of a layer at every row alone, from what enters it in the last replay."""
+        found = []
+        for i, row in enumerate(self._rows):
+            if self._many is self.paths:  # rows are mixed, so that one alone is another run
+                recording, run = self._recordings.at(self.model.module, row.args, row.kwargs)
+                ends = recording.ends(layer, self._map)
+            else:
+                recording, tensors = self._recordings.find(self.model.module, row.args, row.kwargs)
+                ends, entered = recording.ends(layer, self._map), self.paths.ends[layer].enter
+                hidden = [self._hidden[n].narrow(self.paths.axes[n] or 0, i, 1) for n in entered]
+                run = Run(recording.program, tensors, None, dict(zip(ends.enter, hidden, strict=True)))
+            real = None if row.real is None or bool(row.real.all()) else row.real[0].nonzero()[:, 0]
+            found.append(SegmentMap(run, ends, self.places[layer], None, real, self.model.dtype))
+        return found
+
+    def _padded(self, image: Tensor, real: Tensor | None) -> Tensor:
+        """What a direction of one row goes to, zero at padding."""
+        if real is None:
+            return image
+        n = self.probe.real.shape[1] if self.probe.real is not None else len(image)
+        return image.new_zeros(n, image.shape[-1]).index_copy_(0, real.to(image.device), image)
+
+    def _lead(self, layer: int, top: Tensor) -> None:
+        """Put what certified top directions go to, (items, N), before the carried ones."""
+        old = self.directions.get((layer, False))
+        if old is None or old.shape[::2] != top.shape:
+            old = drawn(layer, (len(top), self._times, top.shape[-1]), top)
+        self.directions[layer, False] = orthonormal(torch.cat([top[:, None].to(old), old[:, : self._times - 1]], 1))
+
+    def _point(self, layer: int, tops: list[Tensor]) -> None:
+        """The same for the heads, each with a direction of its own."""
+        most = max(self.paths.heads.values())
+        block = torch.stack(tops, 1)  # (items, heads, N)
+        filled = torch.cat([block, block.new_zeros(len(block), most - len(tops), block.shape[-1])], 1)
+        self.directions[layer, True] = filled.flatten(0, 1)[:, None]

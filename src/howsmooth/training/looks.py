@@ -1,6 +1,7 @@
 """What attention looks like at a probe: its largest logits, how spread out it is, and who gets most of it."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -49,7 +50,21 @@ def look(kernel: AttentionKernel, real: Tensor | None, layers: int = 1) -> Tenso
     return torch.cat([torch.stack([mean, share.amax(-1).mean(-1)], -1), logits.amax((1, 3))], -1)
 
 
-def squares(x: Tensor, real: Tensor | None) -> Tensor:
-    """Squared norms of the tokens that are not padding."""
-    tokens = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square().flatten()
-    return tokens if real is None or real.numel() != len(tokens) else tokens[real.flatten().to(tokens.device)]
+def looks(tokens: Sequence[Tensor], kernels: Sequence[AttentionKernel], real: Tensor | None) -> list[Tensor]:
+    """By layer, the root mean square norm of the tokens that enter; where there are kernels, what `look` gives of all of them.
+
+    Of several attention calls that is the mean entropy, the mean share, the largest logit, and then the largest logit by head,
+    where all calls have as many. NaN where one of them is.
+    """
+    found: list[Tensor] = []
+    for x in tokens:
+        squares = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square().flatten()
+        own = squares if real is None or real.numel() != len(squares) else squares[real.flatten().to(squares.device)]
+        found.append(own.mean(0, keepdim=True).sqrt())
+    if not kernels:
+        return found
+    calls = [look(kernel, real, len(tokens)).double() for kernel in kernels]
+    logits = [own[:, 2:] for own in calls]
+    by_head = [torch.stack(logits).amax(0)] if len({t.shape for t in logits}) == 1 else []
+    mean, top = torch.stack([own[:, :2] for own in calls]).mean(0), torch.cat(logits, 1).amax(1, keepdim=True)
+    return [torch.cat(both) for both in zip(found, torch.cat([mean, top, *by_head], 1), strict=True)]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +19,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps.base import Map, check_finite, check_input
-from howsmooth.maps.operator import stream
+from howsmooth.maps.operator import stream, unit_rows
 from howsmooth.models import MapName, Model
-from howsmooth.models.recorded import Recording, Recordings
-from howsmooth.program.confirm import agrees
+from howsmooth.models.recorded import Recording, Recordings, not_the_same
+from howsmooth.program.attention import answering
 from howsmooth.program.tracing import unchanged
 from howsmooth.settings import choice, flag, number, whole
 from howsmooth.spectral.ritz import converged, krylov
-from howsmooth.training.jacobians import LayerJacobians, drawn, kinds_of, power_steps
-from howsmooth.training.paths import FAST, Paths, recorded_paths
-from howsmooth.training.probe import Inputs, Probe
-from howsmooth.training.untouched import FORWARD_MODE, untouched, whole_model
+from howsmooth.training.jacobians import LayerGraph, LayerJacobians, LayerTurn
+from howsmooth.training.paths import FAST, Paths, own_answer, paths_of
+from howsmooth.training.probe import Inputs, Probe, model_that_trains
+from howsmooth.training.untouched import FORWARD_MODE, untouched
 
 _BASIS = 12  # vectors between restarts
 _RECORDINGS = 64  # kept, of batches of different shapes
 _FIRST = 8  # steps of a penalty where directions are drawn
 _APART = 0.05  # how far differences of values may be from a product with the Jacobian, relative to it
-_SETTLED = {torch.float64: 1e-9, torch.float32: 1e-4}  # |JᵀJ v − σ² v|/σ² at which a direction is the top one
+_CONVERGED = {torch.float64: 1e-9, torch.float32: 1e-4}  # |JᵀJ v − σ² v|/σ² at which a direction is the top one
 
 Function = Map | Callable[[Tensor], Tensor]
 
@@ -46,7 +45,7 @@ Function = Map | Callable[[Tensor], Tensor]
 class WarmStart:
     """Directions carried over from call to call of `smoothness`.
 
-    products: with `JᵀJ`, that each later call makes; the first one goes on until the directions have settled.
+    products: with `JᵀJ`, that each later call makes; the first one goes on until the directions have converged.
 
     >>> state = WarmStart(products=2)
     >>> smoothness(lambda x: 3 * x, torch.ones(2), state).item(), state.v is None
@@ -103,10 +102,13 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
             state.v = v
         with torch.no_grad():
             image = _along(g, at, v)[1]
-        pulled = _pulled(g, xs, image / _sizes(image))
+        u = unit_rows(image.flatten(1)).reshape(image.shape)
+        # by a backward pass: differentiated again, torch's forward mode holds the moments of norms fixed
+        leaf = xs if xs.requires_grad else at.requires_grad_()
+        (slope,) = torch.autograd.grad(g(leaf.clone()), leaf, u, create_graph=True, materialize_grads=True)
         if known is None:
-            _check_values(g, at, v, image, pulled)
-        return pulled.flatten(1).norm(dim=-1).reshape(lead)
+            _check_values(g, at.detach(), v, image, slope)
+        return slope.flatten(1).norm(dim=-1).reshape(lead)
 
 
 @torch.no_grad()
@@ -150,7 +152,7 @@ def _by_items(f: Function, x: Tensor, batched: bool) -> tuple[Callable[[Tensor],
         return f.to(x.device, x.dtype).value, x.reshape(-1, *x.shape[-2:]), tuple(x.shape[:-2])
     if not callable(f):
         raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
-    if x.dtype not in _SETTLED:
+    if x.dtype not in _CONVERGED:
         raise BadInputError(f"expected float32 or float64 input, got {x.dtype}; pass x.float() and f in float32")
     if batched and not x.ndim:
         raise BadInputError("expected many inputs along the first axis with batched=True, got one number; leave batched out")
@@ -184,26 +186,6 @@ def _along(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> tuple[Tensor
     return value, image
 
 
-def _gram(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor) -> Tensor:
-    """`JᵀJ v`, without a graph."""
-    leaf = xs.detach().requires_grad_()
-    value, image = _along(g, leaf, v)
-    with forward_ad._set_fwd_grad_enabled(False):
-        return torch.autograd.grad(value, leaf, image.detach(), materialize_grads=True)[0].detach()
-
-
-def _pulled(g: Callable[[Tensor], Tensor], xs: Tensor, u: Tensor) -> Tensor:
-    """`Jᵀ u` with a graph, by a backward pass: differentiated again, torch's forward mode holds the moments of norms fixed."""
-    x = xs if xs.requires_grad else xs.detach().requires_grad_()
-    return torch.autograd.grad(g(x.clone()), x, u, create_graph=True, materialize_grads=True)[0]
-
-
-def _sizes(t: Tensor) -> Tensor:
-    """Norms of the items, one where there is nothing, to divide by."""
-    size = t.flatten(1).norm(dim=-1).reshape(-1, *[1] * (t.ndim - 1))
-    return torch.where(size > 0, size, 1.0)
-
-
 def _turned(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor | None, products: int) -> Tensor:
     """The best directions that so many products with `JᵀJ` find from `v`, after one more of them, which costs nothing.
 
@@ -211,15 +193,19 @@ def _turned(g: Callable[[Tensor], Tensor], xs: Tensor, v: Tensor | None, product
     """
 
     def gram(block: Tensor) -> Tensor:
-        return _gram(g, xs, block.reshape(xs.shape)).flatten(1)[:, None]
+        """`JᵀJ v`, without a graph."""
+        leaf = xs.detach().requires_grad_()
+        value, image = _along(g, leaf, block.reshape(xs.shape))
+        with forward_ad._set_fwd_grad_enabled(False):
+            (found,) = torch.autograd.grad(value, leaf, image.detach(), materialize_grads=True)
+        return found.detach().flatten(1)[:, None]
 
     if v is not None:
         found = krylov(gram, v.flatten(1)[:, None], products)
     else:
         v = torch.stack([torch.randn(xs.shape[1:], generator=stream(i, "smoothness")) for i in range(len(xs))]).to(xs)
-        found = converged(gram, v.flatten(1)[:, None], _BASIS, _SETTLED.get(xs.dtype, 1e-4))
-    ahead = found.ahead(1).reshape(xs.shape)
-    return ahead / _sizes(ahead)
+        found = converged(gram, v.flatten(1)[:, None], _BASIS, _CONVERGED.get(xs.dtype, 1e-4))
+    return unit_rows(found.ahead(1)).reshape(xs.shape)
 
 
 @final
@@ -251,18 +237,14 @@ class SmoothnessPenalty:
         rows: int | None = None,
         products: int = 1,
     ):
-        if not isinstance(model, nn.Module | Model):
-            raise BadInputError(f"expected a torch module that trains, got {type(model).__name__}; pass the model")
+        self._model = model_that_trains(model)
         self.target = number(target, "a target above 0", "it is a Lipschitz constant", above=0)
         self.rows = None if rows is None else whole(rows, "a whole number of rows, at least 1", "None takes all", least=1)
         self.products = whole(products, "a whole number of products", "the default is 1")
-        choice(map, "a map", FAST)
+        self.map: MapName = choice(map, "a map", FAST)
         self.layers: str | Sequence[int] = layers
-        self.map: MapName = map
-        self._model = model if isinstance(model, Model) else _loaded(model)
         self._recordings = Recordings(_RECORDINGS)
         self._paths: dict[Recording, Paths] = {}
-        self._by_row: WeakKeyDictionary[Recording, bool] = WeakKeyDictionary()
         self._directions: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
 
@@ -270,9 +252,9 @@ class SmoothnessPenalty:
         """The penalty at a batch: a tensor, or the model's inputs by name."""
         if (probe is None) == (not inputs):
             raise BadInputError("expected a batch, as one tensor or by name, got none or both; pass penalty(**batch)")
-        batch = self._first_rows(inputs if probe is None else probe)
         with untouched(self._model.module), torch.enable_grad():
-            sigmas = self._turn(Probe.of(self._model, batch, check=not self._found))
+            batch = Probe.of(self._model, inputs if probe is None else probe, check=not self._found)
+            sigmas = self._turn(batch if self.rows is None else batch.first(self.rows))
         self._found = {k: t.detach() for k, t in sigmas.items()}
         return torch.stack([(t / self.target - 1).relu().mean() for t in sigmas.values()]).mean()
 
@@ -281,71 +263,47 @@ class SmoothnessPenalty:
         """The largest constants of the last call, by layer. Looking at them waits for the device."""
         return {k: float(t.max()) for k, t in self._found.items()}
 
-    def _first_rows(self, batch: Inputs) -> Inputs:
-        if self.rows is None:
-            return batch
-        if isinstance(batch, Mapping):
-            return {k: t[: self.rows] if isinstance(t, Tensor) and t.ndim else t for k, t in batch.items()}
-        return batch[: self.rows]
-
     def _turn(self, probe: Probe) -> dict[int, Tensor]:
         """Constants along the carried directions, by row, and the directions turned."""
         found = self._run(probe, 0)
         if found is None:  # rows are not apart along the first axis
             rows = [self._run(probe.row(i), i) for i in range(probe.rows)]
-            found = {k: tuple(map(torch.cat, zip(*(row[k] for row in rows if row), strict=True))) for k in rows[0] or ()}
-        self._directions = {k: self._kept(k, u) for k, (_, u) in found.items()}
-        return {k: sigma for k, (sigma, _) in found.items()}
+            found = {k: LayerTurn(*map(torch.cat, zip(*(row[k] for row in rows if row), strict=True))) for k in rows[0] or ()}
+        self._directions = {k: turned.directions for k, turned in found.items()}
+        return {k: turned.value for k, turned in found.items()}
 
-    def _run(self, probe: Probe, first: int) -> dict[int, tuple[Tensor, ...]] | None:
+    def _run(self, probe: Probe, first: int) -> dict[int, LayerTurn] | None:
         """By layer, the constant along a direction of every row and the next directions; nothing where rows are mixed.
 
         first: the number of the first row among the carried directions.
         """
         paths, hidden, weights = self._replayed(probe)
-        if not self._by_row.get(paths.recording, probe.rows == 1 or paths.by_row):
+        several = probe.rows > 1
+        if several and (paths.apart is False or None in paths.axes.values()):
             return None
-        frozen = paths.frozen(hidden, weights)
-        graphs = paths.graphs(hidden, frozen)
-        found: dict[int, tuple[Tensor, ...]] = {}
-        for layers in kinds_of(graphs, probe.rows):
-            jacobians = LayerJacobians([graphs[k] for k in layers], probe.rows, 1, probe.real)
-            size, like = graphs[layers[0]].sizes(probe.rows)[1], graphs[layers[0]].leave[0]
-            if probe.rows > 1 and paths.recording not in self._by_row and not jacobians.apart():
-                self._by_row[paths.recording] = False
+        frozen, graphs = paths.frozen(hidden, weights), dict[int, LayerGraph]()
+        with answering(own_answer, derives=True):
+            for k in paths.ends:
+                graphs |= paths.graphs([k], hidden, frozen)
+        carried = {k: u[first : first + probe.rows] for k, u in self._directions.items()}
+        found: dict[int, LayerTurn] = {}
+        for kind in LayerJacobians.of_kinds(graphs, probe.rows, 1, probe.real):
+            if several and paths.apart is None and not kind.apart():
+                paths.apart = False
                 return None
-            carried = {k: u[first : first + probe.rows] for k in layers if (u := self._directions.get(k)) is not None}
-            carried = {k: u for k, u in carried.items() if u.shape == (probe.rows, 1, size)}
-            u = [carried[k].to(like) if k in carried else drawn(k, (probe.rows, 1, size), like) for k in layers]
-            rounds = 1 + self.products if len(carried) == len(layers) else max(1 + self.products, _FIRST)
-            turned, pulled = power_steps(jacobians, jacobians.unit(torch.cat(u)), rounds, graph=True)
-            sigmas = pulled[:, 0].norm(dim=-1).chunk(len(layers))
-            found |= dict(zip(layers, zip(sigmas, turned.directions.chunk(len(layers)), strict=True), strict=True))
-        self._by_row[paths.recording] = True
+            found |= kind.turn(carried, 1 + self.products, _FIRST, graph=True)
+        paths.apart = True
         return {k: found[k] for k in paths.ends}
 
     def _replayed(self, probe: Probe) -> tuple[Paths, dict[Node, Tensor], Mapping[str, Tensor]]:
         """The recorded run of the model at a batch, what enters its layers, and its weights, with their graph."""
         for anew in (False, True):
             known = self._paths
-            paths = recorded_paths(self._model, self._recordings, probe, self.layers, self.map, anew=anew, known=known)
+            paths = paths_of(self._model, self._recordings, probe, self.layers, self.map, anew=anew, known=known)
             if paths.recording not in known:
                 self._paths = {**dict(list(known.items())[1 - _RECORDINGS :]), paths.recording: paths}
             weights = paths.recording.program.weights_now()
-            hidden, returned = paths.replayed(weights)
-            program = paths.recording.program
-            own = program.own(paths.tensors)
-            if agrees(program, own, [t.detach() for t in returned]) or not all(bool(t.isfinite().all()) for t in own):
+            hidden = paths.replayed(weights)
+            if hidden is not None:
                 return paths, hidden, weights
-        raise BadFunctionError("expected a model that gives the same twice, got another output; call model.eval()")
-
-    def _kept(self, layer: int, fresh: Tensor) -> Tensor:
-        """The directions to carry over: new ones, but for rows where something was not finite."""
-        old = self._directions.get(layer)
-        old = torch.ones_like(fresh) if old is None or old.shape != fresh.shape else old
-        return torch.where(fresh.any(-1, keepdim=True), fresh, old)
-
-
-def _loaded(model: nn.Module) -> Model:
-    module = whole_model(model)
-    return Model.of(module, type(module).__name__, None, None)
+        raise not_the_same()

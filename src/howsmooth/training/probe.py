@@ -1,6 +1,5 @@
 """A batch that a model is measured at: its arguments, its rows, which of their tokens are real."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -11,9 +10,22 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import check_dense
-from howsmooth.models import Model
+from howsmooth.models import Model, Window
+from howsmooth.models.model_input import ModelInput
+from howsmooth.models.recorded import Recordings
+from howsmooth.training.untouched import whole_model
 
 Inputs = Tensor | Mapping[str, Any]
+
+
+def model_that_trains(model: nn.Module | Model) -> Model:
+    """A module, compiled or wrapped as it may be, as a model to be measured."""
+    if isinstance(model, Model):
+        return model
+    if not isinstance(model, nn.Module):
+        raise BadInputError(f"expected a torch module that trains, got {type(model).__name__}; pass the model")
+    module = whole_model(model)
+    return Model.of(module, type(module).__name__, None, None)
 
 
 @final
@@ -24,7 +36,7 @@ class Probe:
     args, kwargs: of the model's `forward`.  rows: how many.  real: which tokens are not padding; nothing where all are.
     """
 
-    args: tuple[Tensor, ...]
+    args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     rows: int
     real: Bool[Tensor, "rows n"] | None = None
@@ -39,27 +51,34 @@ class Probe:
             )
         if check:
             _check(model, batch)
-        accepted = inspect.signature(model.module.forward).parameters
-        fixed = {"use_cache": False} if "use_cache" in accepted else {}
-        kind = next((p.dtype for p in model.module.parameters() if p.is_floating_point()), torch.float32)
+        args, kwargs = model.fitted(batch)
+        sizes = [len(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim]
+        mask = kwargs.get("attention_mask") if "input_ids" in kwargs else None
+        real = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        return cls(args, kwargs, sizes[0] if sizes else 1, None if real is None or bool(real.all()) else real)
 
-        def fit(t: Any) -> Any:
-            return t.to(model.device, kind if t.is_floating_point() else None) if isinstance(t, Tensor) else t
-
-        if isinstance(batch, Tensor):
-            tokens = fit(batch)
-            own = isinstance(model.module, nn.MultiheadAttention)  # the tokens are queries, keys and values
-            return cls((tokens,) * 3 if own else (tokens,), fixed, len(batch) if batch.ndim else 1)
-        sizes = [len(t) for t in batch.values() if isinstance(t, Tensor) and t.ndim]
-        mask = batch.get("attention_mask") if "input_ids" in batch else None
-        padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
-        real = fit(mask).bool() if padded else None
-        return cls((), {name: fit(t) for name, t in batch.items()} | fixed, sizes[0] if sizes else 1, real)
+    def first(self, rows: int) -> "Probe":
+        """So many rows, the first ones."""
+        return self._cut(slice(0, rows))
 
     def row(self, i: int) -> "Probe":
         """One row alone."""
-        one = self._mapped(lambda t: t[i : i + 1])
-        return replace(one, rows=1, real=None if self.real is None else self.real[i : i + 1])
+        return self._cut(slice(i, i + 1))
+
+    def _cut(self, rows: slice) -> "Probe":
+        one, real = self._mapped(lambda t: t[rows]), None if self.real is None else self.real[rows]
+        return replace(one, rows=len(range(self.rows)[rows]), real=real)
+
+    def inputs(self, model: Model, recordings: Recordings, work: torch.dtype | None = None) -> list[ModelInput]:
+        """The rows as inputs of a model, whose runs are compared with the model. work: another precision than the model's."""
+        rows = [self.row(i) for i in range(self.rows)]
+        masks = [None if row.real is None else tuple(row.real[0].tolist()) for row in rows]
+        return [
+            ModelInput(
+                model.name, model.module, row.args, dict(row.kwargs), Window((), (), mask), work or model.dtype, recordings
+            )
+            for row, mask in zip(rows, masks, strict=True)
+        ]
 
     def repeated(self, times: int) -> "Probe":
         """Every row so many times, one copy behind the other."""
@@ -81,18 +100,7 @@ def _check(model: Model, batch: Inputs) -> None:
         if isinstance(t, Tensor) and not t.numel():
             raise BadInputError(f"expected a row or more with tokens in {name}, got shape {tuple(t.shape)}; pass a longer one")
     if isinstance(batch, Mapping):
-        listed = inspect.signature(model.module.forward).parameters.values()
-        names = [p.name for p in listed if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        unknown = [name for name in batch if names and name not in names]
-        if unknown:
-            raise BadInputError(
-                f"expected inputs that {type(model.module).__name__} takes ({', '.join(names)}), got {unknown[0]!r}; "
-                "check the name"
-            )
-    ids, size = named.get("input_ids"), getattr(getattr(model.module, "config", None), "vocab_size", None)
-    if isinstance(ids, Tensor) and not ids.is_floating_point() and isinstance(size, int):
-        least, most = (int(t) for t in ids.aminmax())
-        if least < 0 or most >= size:
-            raise BadInputError(
-                f"expected token ids from 0 to {size - 1}, got {least if least < 0 else most}; use the model's own tokenizer"
-            )
+        model.check_names(batch)
+    ids = named.get("input_ids")
+    if isinstance(ids, Tensor) and not ids.is_floating_point():
+        model.check_vocabulary(ids.flatten().tolist())

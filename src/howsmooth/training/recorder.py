@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-import torch
-
 from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.run.plan import Plan, Task
 from howsmooth.run.store import Outcome, Store
 from howsmooth.run.sweeping import versions
 from howsmooth.settings import choice, flag, number, whole
-from howsmooth.training.tracker import PREFIX, Tracker, TrackingWarning
+from howsmooth.training.tracker import PREFIX, Tracker, TrackingWarning, rank
 
 FILE = "smoothness.sqlite"
 QUANTITIES = ("constant", "max_logit", "entropy", "sink", "radius")
@@ -101,7 +99,7 @@ class Recorder:
         self.raised: list[Raised] = []
         self.stopped = False
         self._last: int | None = None
-        self._store = None if folder is None or _rank() else self._opened(Path(folder), flag(resume, "resume"))
+        self._store = None if folder is None or rank() else self._opened(Path(folder), flag(resume, "resume"))
 
     def _opened(self, folder: Path, resume: bool) -> Store:
         store = Store(folder / FILE, resume=resume)
@@ -114,7 +112,7 @@ class Recorder:
             return {}
         self._last = step
         values = self.tracker.update(step)
-        if not values or _rank():
+        if not values or rank():
             return values
         new = self._alarms(step, values)
         if self.log is not None:
@@ -174,8 +172,3 @@ class Recorder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _rank() -> int:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if distributed else 0

@@ -69,9 +69,13 @@ class RunRecord:
     def layers(self) -> list[int]:
         return sorted(self.series[""])
 
+    def finite(self, layer: int, what: str = "") -> list[float]:
+        """The values of a quantity in one layer that are numbers."""
+        return [v for v in self.series.get(what, {}).get(layer, []) if v is not None]
+
     def growth(self, layer: int) -> float:
         """The largest constant over the first one."""
-        there = [v for v in self.series[""][layer] if v is not None and v > 0]
+        there = [v for v in self.finite(layer) if v > 0]
         return max(there) / there[0] if there else math.nan
 
     def sentences(self) -> list[str]:
@@ -95,14 +99,11 @@ class RunRecord:
         """One row a layer: the constant at first, at most and at last, the largest logit, the least entropy."""
         rows = []
         for k in self.layers:
-            there = [v for v in self.series[""][k] if v is not None]
-            logits = [v for v in self.series.get("max_logit", {}).get(k, []) if v is not None]
-            entropies = [v for v in self.series.get("entropy", {}).get(k, []) if v is not None]
+            there = self.finite(k)
             ends = (there[0], max(there), self.series[""][k][-1]) if there else (None, None, None)
             row = dict(zip(("first", "most", "last"), ends, strict=True))
-            rows.append(
-                {"layer": k, **row, "max_logit": max(logits, default=None), "min_entropy": min(entropies, default=None)}
-            )
+            most, least = max(self.finite(k, "max_logit"), default=None), min(self.finite(k, "entropy"), default=None)
+            rows.append({"layer": k, **row, "max_logit": most, "min_entropy": least})
         return rows
 
     def to_dict(self) -> dict[str, Any]:

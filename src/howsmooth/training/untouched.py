@@ -4,7 +4,6 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,16 +43,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # an old kind of checkpoint's
             warnings.filterwarnings("ignore", FORWARD_MODE, DeprecationWarning)
-            if any(_compiled(part) for part in model.modules()):
+            if any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules()):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-
-
-def _compiled(part: Any) -> bool:
-    return part._compiled_call_impl is not None or "_orig_mod" in part._modules
 
 
 def first_bad(tensors: Mapping[str, Tensor]) -> str | None:
