@@ -1,4 +1,4 @@
-"""torch's flex_attention by torch's own dense formula: in a recording it is an operation that knows no derivative everywhere."""
+"""torch's flex_attention by torch's own dense formula: as one operation it knows no derivative on every device."""
 
 import torch
 from torch._higher_order_ops.flex_attention import math_attention

@@ -5,11 +5,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from howsmooth.program.editing import permutation, size
+from howsmooth.program.editing import size
 from howsmooth.program.equations import equation_of
-from howsmooth.program.lazy_logits import LazyLogits, LazyParts, LazyRow, LogitsReader, NotAttentionError, need
+from howsmooth.program.lazy_logits import LazyLogits, LazyRow, LogitsReader, NotAttentionError, need
 from howsmooth.program.nodes import is_float, name
 
 
@@ -22,17 +23,15 @@ def product(r: LogitsReader, n: Node, *_: Any, **__: Any) -> LazyLogits:
     rows, cols = ([c for c in eq.out if c in a and c not in b] for a, b in ((eq.left, eq.right), (eq.right, eq.left)))
     need(bool(inner and rows and cols) and len(eq.out) == len({*eq.left, *eq.right} - {*inner}))
     need(eq.a in r.edit.moving or eq.b in r.edit.moving)
-    order = [*(c for c in eq.out if c not in (rows[-1], cols[-1])), rows[-1], cols[-1]]
-    lead = order[:-2]
+    lead = [c for c in eq.out if c not in (rows[-1], cols[-1])]
     q, k = r.arranged(eq, [*lead, rows[-1]], inner), r.arranged(eq.turned(), [*lead, cols[-1]], inner)
-    return LazyLogits(q, k, tuple(order.index(c) for c in eq.out))
+    return LazyLogits(q, k, eq.out.index(rows[-1]), eq.out.index(cols[-1]))
 
 
 def _pair(r: LogitsReader, q: Node, k: Node, form: Literal["distance", "squared"]) -> LazyLogits:
     """The logits of pairs of vectors."""
     lead = torch.broadcast_shapes(size(q)[:-2], size(k)[:-2])
-    q, k = (r.edit.expand(t, (*lead, *size(t)[-2:])) for t in (q, k))
-    return LazyLogits(q, k, tuple(range(len(lead) + 2)), form)
+    return LazyLogits(r.spread(q, lead), r.spread(k, lead), len(lead), len(lead) + 1, form)
 
 
 def cdist(r: LogitsReader, _: Node, a: Node, b: Node, p: float = 2.0, *__: Any) -> LazyLogits:
@@ -67,84 +66,41 @@ def cat(r: LogitsReader, n: Node, tensors: Any, dim: int = 0) -> LazyLogits:
     first = isinstance(r.known.get(tensors[1]), LazyLogits)
     a, sink = (tensors[1], tensors[0]) if first else tensors
     logits = r.before(a)
-    need(logits.axes[dim] == len(logits.axes) - 1 and size(sink)[dim] == 1)
+    need(logits.cols == dim % len(size(a)) and size(sink)[dim] == 1)
     return replace(logits, sink=r.own_axes(sink, logits), sink_first=first)
 
 
 def padded(r: LogitsReader, n: Node, a: Any, pad: Any, *rest: Any, value: float | None = None) -> LazyLogits:
     """Logits with a column of one number beside the keys."""
     logits, number = r.before(a), next((t for t in rest if isinstance(t, int | float)), value)
-    need(list(pad) in ([0, 1], [1, 0]) and logits.axes[-1] == len(logits.axes) - 1)
+    need(list(pad) in ([0, 1], [1, 0]) and logits.keys_last)
     return replace(logits, sink=float(number or 0), sink_first=list(pad) == [1, 0])
 
 
-def sliced(r: LogitsReader, n: Node, a: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> LazyLogits:
-    """All keys but the column beside them, or some of what lies in front."""
-    logits, length = r.logits(a), size(a)[dim]
-    kept = range(*slice(start, end, step).indices(length))
-    if kept == range(length):
-        return logits
-    if logits.axes[dim] < len(logits.axes) - 2:
-        return selected(r, n, a, dim, start, end, step)
-    keys = range(1, logits.m + 1) if logits.sink_first else range(logits.m)
-    need(logits.axes[dim] == len(logits.axes) - 1 and logits.weights == "softmax" and length == logits.m + 1)
-    need(kept == keys)
-    return logits
-
-
-def narrow(r: LogitsReader, n: Node, a: Any, dim: int, start: int, length: int) -> LazyLogits:
-    """Some of the keys, or of what lies in front."""
-    return sliced(r, n, a, dim, start, start + length)
-
-
-def selected(r: LogitsReader, n: Node, a: Any, dim: int = 0, *rest: Any) -> LazyLogits:
-    """Some of what lies in front."""
-    logits, dim = r.logits(a), dim % len(size(a))
-    need(dim < len(logits.axes) - 2)
-    lead = size(n)[:-2]
-    return r.in_front(logits, lead, lambda t: r.edit.call(n.target, t, dim, *rest))
-
-
-def cut(r: LogitsReader, n: Node, a: Any, *rest: Any, **given: int) -> LazyParts:
-    """Parts along an axis in front."""
-    logits, counts = r.logits(a), rest[: name(n) != "unbind"]
-    axis = (*rest[len(counts) :], given.get("dim", 0))[0] % len(size(a))
-    need(axis < len(logits.axes) - 2)
-    return LazyParts(logits, lambda t, i: r.edit.item(r.edit.call(n.target, t, *counts, axis), i))
+def viewed(r: LogitsReader, n: Node, a: Any, *_: Any, **__: Any) -> LazyLogits | LazyRow | tuple[LazyLogits, ...]:
+    """The same, or parts of it, in other places, or in another precision."""
+    known = r.known.get(a)
+    if known is None or isinstance(known, tuple) or not is_float(n):
+        raise NotAttentionError
+    if isinstance(known, LazyRow):
+        need(math.prod(size(n)) == math.prod(size(a)))
+        return known
+    before, after = torch.empty(size(a), device="meta"), r.edit.outcome(n)
+    return r.view(known, before, after) if isinstance(after, Tensor) else tuple(r.view(known, before, t) for t in after)
 
 
 def item(r: LogitsReader, n: Node, a: Any, index: int) -> LazyLogits:
-    """One of those parts."""
+    """One of several parts."""
     parts = r.known.get(a)
-    if not isinstance(parts, LazyParts):
+    if not isinstance(parts, tuple):
         raise NotAttentionError
-    return r.in_front(parts.of, size(n)[:-2], lambda t: parts.cut(t, index))
+    return parts[index]
 
 
-def turned(r: LogitsReader, n: Node, a: Any, *_: Any) -> LazyLogits:
-    """The same with axes in another order."""
+def selected(r: LogitsReader, n: Node, a: Any, dim: int, index: Node) -> LazyLogits:
+    """Some of what lies in front, by their places."""
     logits = r.logits(a)
-    return replace(logits, axes=tuple(logits.axes[p] for p in permutation(n)))
-
-
-def shaped(r: LogitsReader, n: Node, a: Any, *_: Any, **__: Any) -> LazyLogits | LazyRow:
-    """The same with other axes in front, or in another precision."""
-    known = r.known.get(a)
-    if known is None or isinstance(known, LazyParts) or not is_float(n):
-        raise NotAttentionError
-    old, new = size(a), size(n)
-    if isinstance(known, LazyRow):
-        need(math.prod(old) == math.prod(new))
-        return known
-    if old == new:
-        return r.logits(a)
-    logits, lead = r.logits(a), new[:-2]
-    need(len(new) >= 2 and old[-2:] == new[-2:] and math.prod(lead) == math.prod(old[:-2]))
-    return r.in_front(logits, lead, lambda t: r.edit.reshape(t, (*lead, *size(t)[-2:])))
-
-
-def spread_out(r: LogitsReader, n: Node, a: Any, *_: Any, **__: Any) -> LazyLogits:
-    """The same for all along an axis in front."""
-    logits, lead = r.logits(a), size(n)[:-2]
-    need(size(a)[-2:] == size(n)[-2:])
-    return r.in_front(logits, lead, lambda t: r.edit.expand(t, (*lead, *size(t)[-2:])))
+    *front, _, _ = logits.order
+    need(dim % len(size(a)) in front)
+    axis, lead = front.index(dim % len(size(a))), tuple(size(n)[d] for d in front)
+    return r.in_front(logits, lead, lambda t: r.edit.call(n.target, t, axis, index))

@@ -105,8 +105,7 @@ def _made_of(r: LogitsReader, n: Node, logits: LazyLogits) -> bool:
 
 def _normalised(r: LogitsReader, n: Node, logits: LazyLogits, b: Node, row: LazyRow) -> LazyLogits:
     """`exp(s)` over its own sum, and what is added to that: a sink."""
-    last = logits.axes[-1] == len(logits.axes) - 1
-    need(row.of is logits and logits.weights == "exp" and last and size(b) == (*size(n)[:-1], 1))
+    need(row.of is logits and logits.weights == "exp" and logits.keys_last and size(b) == (*size(n)[:-1], 1))
     if row.more == 0:
         return replace(logits, weights="softmax")
     if not isinstance(row.more, Node):
@@ -136,7 +135,7 @@ def _add(r: LogitsReader, n: Node, a: Any, b: Any, *, alpha: float = 1) -> LazyL
     if isinstance(known_b, LazyLogits) and not alike:
         return _plus(r, _times(r, n, b, float(alpha)), a, 1.0)
     logits = r.logits(a)
-    if isinstance(known_b, LazyLogits) and known_b.axes == logits.axes:
+    if isinstance(known_b, LazyLogits) and known_b.order == logits.order:
         other = _times(r, n, b, float(alpha))
         if logits.weights is not None:
             need(other.lead == logits.lead and (other.n, other.m) == (logits.n, logits.m) and other.weights != "exp")
@@ -167,17 +166,16 @@ def _plus(r: LogitsReader, logits: LazyLogits, b: Any, sign: float) -> LazyLogit
         need(size(term)[-1] == 1)
         return logits
     lead = torch.broadcast_shapes(logits.lead, size(term)[:-2])
-    logits = r.in_front(logits, lead, lambda t: r.edit.expand(t, (*lead, *size(t)[-2:])))
-    return replace(logits, terms=(*logits.terms, r.edit.times(term, sign)))
+    q, k = r.spread(logits.q, lead), r.spread(logits.k, lead)
+    return replace(logits, q=q, k=k, terms=(*logits.terms, r.edit.times(term, sign)))
 
 
 def _side_by_side(r: LogitsReader, a: LazyLogits, b: LazyLogits) -> LazyLogits:
     """The sum of two products: that of their vectors one behind the other."""
     lead = torch.broadcast_shapes(a.lead, b.lead)
-    a, b = (r.in_front(s, lead, lambda t: r.edit.expand(t, (*lead, *size(t)[-2:]))) for s in (a, b))
     need((a.n, a.m) == (b.n, b.m))
-    q = r.edit.call(aten.cat.default, [r.edit.times(a.q, a.scale), r.edit.times(b.q, b.scale)], -1)
-    k = r.edit.call(aten.cat.default, [a.k, b.k], -1)
+    q = r.edit.call(aten.cat.default, [r.edit.times(r.spread(s.q, lead), s.scale) for s in (a, b)], -1)
+    k = r.edit.call(aten.cat.default, [r.spread(s.k, lead) for s in (a, b)], -1)
     return replace(a, q=q, k=k, scale=1.0, shift=a.shift + b.shift, terms=a.terms + b.terms)
 
 
@@ -225,13 +223,12 @@ def _floor(r: LogitsReader, n: Node, a: Any, least: Any = None, most: Any = None
 def _softmax(r: LogitsReader, n: Node, a: Any, dim: int, *_: Any, **__: Any) -> LazyLogits:
     logits = r.logits(a)
     need(logits.weights is None)
-    along, last = logits.axes[dim], len(logits.axes) - 1
-    if along == last - 1:  # over queries: keys then are what was queries
+    along = dim % len(size(a))
+    if along == logits.rows:  # keys then are what was queries
         need(logits.sink is None)
-        turned = tuple({last: last - 1, last - 1: last}.get(c, c) for c in logits.axes)
-        terms = tuple(r.edit.swapped(t) for t in logits.terms)
-        logits, along = replace(logits, q=logits.k, k=logits.q, axes=turned, terms=terms), last
-    need(along == last)
+        terms = tuple(map(r.edit.swapped, logits.terms))
+        logits = replace(logits, q=logits.k, k=logits.q, rows=logits.cols, cols=logits.rows, terms=terms)
+    need(along == logits.cols)
     return replace(logits, weights="softmax")
 
 
@@ -250,7 +247,7 @@ def _sum(r: LogitsReader, n: Node, a: Any, dim: Any = None, keepdim: bool = Fals
         need((squares or (name(a) == "mul" and a.args[0] is a.args[1])) and not keepdim)
         return axes.differences(r, a.args[0], "squared")
     logits = r.logits(a)
-    need(logits.weights == "exp" and logits.axes[-1] == len(logits.axes) - 1)
+    need(logits.weights == "exp" and logits.keys_last)
     return LazyRow(logits)
 
 
@@ -266,16 +263,14 @@ _STEPS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("sigmoid", "special_expit"), _sigmoid),
     **dict.fromkeys(("cat", "concat", "concatenate"), axes.cat),
     **dict.fromkeys(("pad", "constant_pad_nd"), axes.padded),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "unbind"), axes.cut),
-    **dict.fromkeys(("select", "index_select"), axes.selected),
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), axes.spread_out),
-    **dict.fromkeys(TURNS, axes.turned),
     **dict.fromkeys(
-        ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "clone", "contiguous", "alias",
-         "detach", "to", "_to_copy", "type_as", "float", "double", "dropout", "view_as", "reshape_as", "nan_to_num"),
-        axes.shaped,
+        TURNS | {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "clone", "contiguous",
+                 "alias", "detach", "to", "_to_copy", "type_as", "float", "double", "dropout", "view_as", "reshape_as",
+                 "nan_to_num", "expand", "expand_as", "broadcast_to", "select", "slice", "narrow", "split", "chunk",
+                 "split_with_sizes", "tensor_split", "unbind"},
+        axes.viewed,
     ),
     "add": _add, "rsub": _subtracted, "neg": _negative, "pow": _power, "square": _power, "tanh": _tanh,
-    "masked_fill": _fill, "where": _where, "max": _floor, "exp": _exp, "sum": _sum, "slice": axes.sliced,
-    "narrow": axes.narrow, "getitem": axes.item,
+    "masked_fill": _fill, "where": _where, "max": _floor, "exp": _exp, "sum": _sum,
+    "index_select": axes.selected, "getitem": axes.item,
 }  # fmt: skip

@@ -5,26 +5,24 @@ The graph is then run with both, at the recording's input and beside it, and a r
 steps stay as they are, exact, with all their logits.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map
+from torch.fx import Graph, GraphModule, Node
 
 from howsmooth.errors import HowSmoothError
-from howsmooth.program.attention import attention
+from howsmooth.program.attention import Operands, attention
 from howsmooth.program.calls import SDPA
 from howsmooth.program.confirm import beside, same
-from howsmooth.program.editing import Editor, aten, size, unrepeated
+from howsmooth.program.editing import Editor, aten, dependents, size, unrepeated
 from howsmooth.program.equations import equation_of
 from howsmooth.program.flow import Flow
 from howsmooth.program.lazy_logits import LazyLogits, LogitsReader
 from howsmooth.program.logits_steps import read
-from howsmooth.program.nodes import is_float, name, shape, value
+from howsmooth.program.nodes import is_float, is_random, name, value
 from howsmooth.program.replay import Run
 from howsmooth.program.tracing import Program
 
@@ -36,16 +34,14 @@ _COARSEST = 0.05  # beyond which nothing is told apart
 class Reading:
     """A node of a graph that is read as attention: the nodes of attention, and what of them stands for it.
 
-    squares: by a node of attention, the terms that move.  sigmas: the `σ` for which their sum is `−σ |k|²`, so that weights are
-    those of `−σ |q' − k|²`; nothing where there is none.
+    squares: by a node of attention, the terms that may be a number of each key's own, such as `−σ |k|²`.
     """
 
     output: Node
     attention: tuple[Node, ...]
     answer: Node
-    squares: Mapping[Node, tuple[Node, ...]] = field(default_factory=dict)
+    squares: Mapping[Node, Sequence[Node]] = field(default_factory=dict)
     agrees: bool = True
-    sigmas: dict[Node, float | None] = field(default_factory=dict)
 
 
 def rewrite(program: Program, flow: Flow | None = None) -> Program:
@@ -62,35 +58,25 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
     unused = {n for n in new.nodes if not n.users and (is_float(n) or n.op != "call_function" or n.meta.get("mode"))}
     readings = _readings(new)
     if readings:
-        _confirm(new, readings)
-    for reading in readings:
-        for n, sigma in reading.sigmas.items():
-            if reading.agrees and sigma is not None:
-                _as_distances(_fresh(new), n, reading.squares[n])
+        _confirm(replace(new), readings)
     if flow is not None:
-        both = _fresh(new)
+        both = replace(new)
         moving = moving_terms(both, Flow(both, [places[b] for b in flow.begins]))
         for reading in readings:
             reading.agrees &= not moving & {*reading.attention}
     for reading in readings:
         if reading.agrees:
             reading.output.replace_all_uses_with(reading.answer)
-    new.code.graph.eliminate_dead_code(
-        lambda n: n.op == "placeholder" or n in unused
-    )  # what nobody reads stays, as streams end
+    # what nobody read before stays, as streams end
+    new.code.graph.eliminate_dead_code(lambda n: n.op == "placeholder" or n in unused)
     new.code.recompile()
-    return _fresh(new)
+    return replace(new)
 
 
 def moving_terms(program: Program, flow: Flow) -> set[Node]:
     """The nodes of attention whose biases or sinks are live in a flow, for which the kernels have no derivative."""
-    calls = [n for n in program.nodes if n.target is attention]
-    return {n for n in calls if any(isinstance(t, Node) and flow.live(t) for t in (*_terms(n), n.kwargs.get("sink")))}
-
-
-def _terms(n: Node) -> tuple[Node, ...]:
-    given = n.kwargs.get("terms", n.args[3] if len(n.args) > 3 else ())
-    return tuple(t for t in given if isinstance(t, Node))  # pyright: ignore
+    calls = {n: Operands.of(n) for n in program.nodes if n.target is attention}
+    return {n for n, given in calls.items() if any(map(flow.live, given.beside))}
 
 
 def _copy(program: Program) -> tuple[Program, dict[Node, Node]]:
@@ -108,18 +94,13 @@ def _copy(program: Program) -> tuple[Program, dict[Node, Node]]:
     return replace(program, code=code, weights=weights, inputs=inputs), places
 
 
-def _fresh(program: Program) -> Program:
-    """A program whose graph was changed, its nodes listed anew."""
-    return replace(program)
-
-
 # readings
 
 
 def _readings(program: Program) -> list[Reading]:
     """What may be attention, with nodes for it behind each."""
     edit = Editor(program.code.graph, program.inputs)
-    reader = LogitsReader(edit, _constants(program))
+    reader = LogitsReader(edit, _constants(program, edit))
     found: list[Reading] = []
     for n in program.nodes:
         if n.op != "call_function":
@@ -135,14 +116,10 @@ def _readings(program: Program) -> list[Reading]:
 
 def _whole(edit: Editor, n: Node) -> Reading | None:
     """Torch's own function."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, n.args, strict=False)), **n.kwargs}
-    q, k, v, mask, dropout, causal, scale = (given.get(key) for key in (*names, "scale"))
-    if dropout:
+    if is_random(n):
         return None
-    own = size(q)[-1] ** -0.5 if scale is None else float(scale)  # pyright: ignore
-    kwargs = {"causal": True} if causal else {}
-    made = edit.call(attention, q, k, v, () if mask is None else (mask,), val=value(n), scale=own, **kwargs)
+    given = Operands.of(n)
+    made = edit.call(_tried, given.q, given.k, given.v, given.terms, val=value(n), **given.settings)
     return Reading(n, (made,), made)
 
 
@@ -155,10 +132,9 @@ def _written(edit: Editor, reader: LogitsReader, n: Node) -> Reading | None:
         weights = reader.weights(eq.a)
     if eq is None or weights is None:
         return None
-    canon = [eq.left[weights.axes.index(c)] for c in range(len(weights.axes))]
-    *lead, i, j = canon
+    *lead, i, j = (eq.left[c] for c in weights.order)
     outer = [c for c in eq.right if c not in eq.left]
-    fits = j in eq.right and i not in eq.right and {*eq.out} == {*lead, i, *outer} and len(eq.left) == len(weights.axes)
+    fits = j in eq.right and i not in eq.right and {*eq.out} == {*lead, i, *outer}
     if not fits or [eq.size(c) for c in (*lead, j)] != [*weights.lead, weights.m]:
         return None
     v = reader.arranged(eq.turned(), [*lead, j], outer)
@@ -172,7 +148,7 @@ def _written(edit: Editor, reader: LogitsReader, n: Node) -> Reading | None:
     answer = _total(edit, parts, calls)
     answer = edit.reshape(answer, [*weights.lead, weights.n, *map(eq.size, outer)])
     given = [*lead, i, *outer]
-    squares = {m: tuple(t for t in _terms(m) if t in edit.moving and _of_keys(m, t)) for m in calls}
+    squares = {m: found for m in calls if (found := [t for t in Operands.of(m).terms if t in edit.moving and _of_keys(m, t)])}
     return Reading(n, calls, edit.like(edit.permute(answer, [given.index(c) for c in eq.out]), n), squares)
 
 
@@ -206,7 +182,7 @@ def _call(edit: Editor, part: LazyLogits, v: Node, output: Node) -> Node | None:
     if few_k is not None and few_v is not None and size(few_k)[1] == size(few_v)[1] and not edit.moving & {*terms}:
         k, v = few_k, few_v
     val = edit.blank(v, (*part.lead, part.n, size(v)[-1]))
-    made = edit.call(attention, q, k, v, terms, val=val, **kwargs)
+    made = edit.call(_tried, q, k, v, terms, val=val, **kwargs)
     made.meta["written_out"] = True
     return made
 
@@ -223,29 +199,16 @@ def _sink(edit: Editor, part: LazyLogits, v: Node) -> Node | None:
     return edit.call(aten.full.default, [1], part.sink, dtype=val.dtype, device=val.device, val=val)
 
 
-def _constants(program: Program) -> Callable[[Node, bool], float | None]:
+def _constants(program: Program, edit: Editor) -> Callable[[Node, bool], float | None]:
     """What gives the number that a node of one entry is, where no input reaches it; weights where they are asked for."""
-    known: dict[Node, Any] = {}
-
-    def get(n: Node, weights: bool) -> Any:
-        if n.op == "placeholder":
-            if not weights or n not in program.weights:
-                raise KeyError(n)
-            return program.weights_now()[program.weights[n]].detach()
-        if n.op == "get_attr":
-            return getattr(program.code, str(n.target))
-        if n not in known:
-            args, kwargs = map_arg((n.args, dict(n.kwargs)), lambda m: get(m, weights))  # pyright: ignore
-            if weights and any(m in program.weights for m in n.all_input_nodes):
-                return n.target(*args, **kwargs)  # pyright: ignore
-            known[n] = n.target(*args, **kwargs)  # pyright: ignore
-        return known[n]
+    run, weighted = Run(program, program.tensors), dependents(program.code.graph, program.weights)
 
     def constant(n: Node, weights: bool) -> float | None:
+        if n in edit.moving or (n in weighted and not weights):
+            return None
         try:
-            with torch.no_grad():
-                return float(get(n, weights))
-        except (KeyError, RuntimeError):
+            return float(run.values((n,))[n])
+        except RuntimeError:
             return None
 
     return constant
@@ -255,55 +218,37 @@ def _constants(program: Program) -> Callable[[Node, bool], float | None]:
 
 
 def _confirm(program: Program, readings: list[Reading]) -> None:
-    """Find the readings that agree with what they stand for, at the recording's input and beside it."""
-    weights = [t.detach() for t in program.weights_now().values()]
-    program.code.recompile()
-    for tensors in (program.tensors, beside(program)):
-        with torch.no_grad():
-            _Comparing(program, readings).run(*weights, *(t.clone() for t in tensors))
+    """Note which readings agree with what they stand for, at the recording's input and beside it; read squares as distances.
 
-
-class _Comparing(Interpreter):
-    """Runs a graph in which attention stands beside its steps, and notes which readings are apart.
-
-    All of it runs in the widest precision of the program, as a replay does: rounding in between would hide what is apart.
+    All of it runs in the widest precision of the program: rounding in between would hide what is apart.
     """
+    floats = [t.dtype for t in (*program.tensors, *program.weights_now().values()) if t.is_floating_point()]
+    widest = max(floats, key=lambda t: t.itemsize, default=torch.float32)
+    squares = {n: (Operands.of(n), terms) for r in readings for n, terms in r.squares.items()}
+    wanted = {m for r in readings for m in (r.output, r.answer)} | {
+        m for given, terms in squares.values() for m in (given.k, *terms)
+    }
+    sigmas: dict[Node, list[float | None]] = {n: [] for n in squares}
+    for tensors in (program.tensors, beside(program)):
+        values = Run(program, tuple(t.clone() for t in tensors), widest).values(wanted)
+        for reading in readings:
+            reading.agrees &= same(values[reading.output], values[reading.answer])
+        for n, (given, terms) in squares.items():
+            sigmas[n].append(_sigma(values[given.k], [values[t] for t in terms], given.settings["scale"]))
+    for reading in readings:
+        for n in reading.attention:
+            n.target = attention
+            one, other = sigmas.get(n, (None, None))
+            if reading.agrees and one and other and abs(other - one) <= _tolerance(widest) * abs(one):
+                _as_distances(program, n, *squares[n])
 
-    def __init__(self, program: Program, readings: list[Reading]):
-        super().__init__(program.code)
-        self._readings = {r.answer: r for r in readings}
-        self._of = {n: r for r in readings for n in r.attention}
-        floats = [t.dtype for t in (*program.tensors, *program.weights_now().values()) if t.is_floating_point()]
-        self._widest = max(floats, key=lambda t: t.itemsize, default=torch.float32)
 
-    def run_node(self, n: Node) -> Any:
-        if n.op != "call_function":
-            result = super().run_node(n)
-            return result.to(self._widest) if isinstance(result, Tensor) and self._narrow(result.dtype) else result
-        if n.meta.get("mode"):
-            return None
-        args, kwargs = tree_map(lambda t: self._widest if self._narrow(t) else t, self.fetch_args_kwargs_from_env(n))
-        result = self._attend(n, self._of[n], args, kwargs) if n in self._of else n.target(*args, **kwargs)  # pyright: ignore
-        reading = self._readings.get(n)
-        if reading is not None:
-            reading.agrees &= same(self.env[reading.output], result)
-        return result
-
-    def _narrow(self, t: Any) -> bool:
-        return isinstance(t, torch.dtype) and t.is_floating_point and t.itemsize < self._widest.itemsize
-
-    def _attend(self, n: Node, reading: Reading, args: Any, kwargs: Any) -> Any:
-        squares = reading.squares.get(n, ())
-        try:
-            if squares and reading.sigmas.get(n, 0.0) is not None:
-                sigma = _sigma(args[1], [self.env[t] for t in squares], kwargs["scale"])
-                known = reading.sigmas.setdefault(n, sigma)
-                same_sigma = known is not None and sigma is not None and abs(sigma - known) <= _tolerance(args[1]) * abs(known)
-                reading.sigmas[n] = known if same_sigma else None
-            return attention(*args, **kwargs)
-        except (HowSmoothError, RuntimeError):
-            reading.agrees = False
-            return torch.full(shape(n) or (), torch.nan, dtype=args[2].dtype, device=args[2].device)
+def _tried(q: Tensor, k: Tensor, v: Tensor, *given: Any, **settings: Any) -> Tensor:
+    """Attention, or numbers that agree with nothing where there is no such attention."""
+    try:
+        return attention(q, k, v, *given, **settings)
+    except (HowSmoothError, RuntimeError):
+        return v.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
 
 
 def _of_keys(n: Node, term: Node) -> bool:
@@ -312,8 +257,8 @@ def _of_keys(n: Node, term: Node) -> bool:
     return plain and is_float(term) and size(term)[-1] > 1
 
 
-def _tolerance(t: Tensor) -> float:
-    return min(_ALIKE * torch.finfo(t.dtype).eps, _COARSEST)
+def _tolerance(dtype: torch.dtype) -> float:
+    return min(_ALIKE * torch.finfo(dtype).eps, _COARSEST)
 
 
 def _sigma(k: Tensor, terms: list[Tensor], scale: float) -> float | None:
@@ -326,24 +271,20 @@ def _sigma(k: Tensor, terms: list[Tensor], scale: float) -> float | None:
         return None
     sigma = -float((spread * along).sum()) / length
     error, most = float((spread + sigma * along).abs().max()), abs(sigma) * float(along.abs().max())
-    return sigma if sigma != 0 and error <= _tolerance(k) * most else None
+    return sigma if sigma != 0 and error <= _tolerance(k.dtype) * most else None
 
 
-def _as_distances(program: Program, n: Node, squares: tuple[Node, ...]) -> None:
+def _as_distances(program: Program, n: Node, given: Operands, squares: Sequence[Node]) -> None:
     """Make attention of products and of squares of keys one of distances, with its `σ` to double precision."""
-    edit = Editor(program.code.graph, program.inputs)
-    q, k, scale = n.args[0], n.args[1], n.kwargs["scale"]
-    assert isinstance(q, Node)
-    assert isinstance(k, Node)
-    assert isinstance(scale, float)
+    edit, q, k, scale = Editor(program.code.graph, program.inputs), given.q, given.k, given.settings["scale"]
     exact = Run(program, program.tensors).values({k, *squares})
     sigma = _sigma(exact[k], [exact[t] for t in squares], scale)
     if sigma is None:
         return
-    if abs(2 * sigma / scale - 1) <= _tolerance(exact[k]):
+    if abs(2 * sigma / scale - 1) <= _tolerance(exact[k].dtype):
         sigma = scale / 2
     else:
         edit.before(n)
         q = edit.times(q, scale / (2 * sigma))
-    n.args = (q, *n.args[1:3], tuple(t for t in _terms(n) if t not in squares))
+    n.args = (q, k, given.v, tuple(t for t in given.terms if t not in squares))
     n.kwargs = {**n.kwargs, "kind": "l2", "scale": sigma}
