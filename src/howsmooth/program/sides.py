@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm, Rotary
 from howsmooth.maps.operator import over_heads
-from howsmooth.program.nodes import name, shape
-from howsmooth.program.operations import MATRIX
-from howsmooth.program.stretch import PartOfRun, Stretch, agree, heads_of, labels, random_tensor, unmoved
+from howsmooth.program.nodes import shape
+from howsmooth.program.stretch import PartOfRun, Stretch, agree, heads_of, random_tensor, unmoved
 
 _UNITS = 2**12  # unit vectors sent through an affine stretch at once
 _TABLE = 1e-6  # rounding of phases that are kept in float32
@@ -120,7 +119,7 @@ def _affine(f: Callable[[Tensor], Tensor], t: Float[Tensor, "*heads n d"]) -> bo
 def read_affine(
     part: PartOfRun, start: Node, end: Node, into: Int[Tensor, "n d"], out: Int[Tensor, "n o"], like: Tensor
 ) -> Affine:
-    """The matrix and the bias that a stretch applies to every token, from its only weight or from its answers to unit vectors.
+    """The matrix and the bias that a stretch applies to every token, from its derivatives along unit vectors.
 
     into, out: which entries of the start and of the end are whose.
     """
@@ -131,44 +130,15 @@ def read_affine(
 
     (n, d), t = into.shape, random_tensor(*into.shape, like=like)
     bias, answer = f(torch.zeros_like(t))[0], f(t)
-    weight = _only_weight(part, stretch, into, out, like)
-    if weight is not None and agree(t @ weight.mT + bias, answer):
-        return Affine(weight, bias)
     units = torch.eye(d, dtype=t.dtype, device=t.device)
     units = torch.cat([units, units.new_zeros(-d % n, d)]).reshape(-1, n, d)
-    many = torch.func.vmap(f)
-    answers = torch.cat([many(u) for u in units.split(max(1, _UNITS // n))]).flatten(0, 1)[:d]
-    weight = (answers - bias).mT.contiguous()
+    along = torch.func.vmap(lambda u: torch.func.jvp(f, (t,), (u,))[1])  # a weight alone comes out to the last bit
+    weight = torch.cat([along(u) for u in units.split(max(1, _UNITS // n))]).flatten(0, 1)[:d].mT.contiguous()
     if not agree(t @ weight.mT + bias, answer):
         raise UnreadableError(
             "expected a projection that is affine and the same for every token, got another; measure it instead"
         )
     return Affine(weight, bias)
-
-
-def _only_weight(part: PartOfRun, stretch: Stretch, into: Tensor, out: Tensor, like: Tensor) -> Tensor | None:
-    """The rows and columns of the only matrix on a stretch, where all else there moves, scales or shifts single entries."""
-    products = [n for n in stretch.nodes if name(n) in MATRIX]
-    if len(products) != 1 or name(products[0]) not in ("linear", "mm", "matmul"):
-        return None
-    (product,), (given, weight) = products, products[0].args[:2]
-    w = part.known.get(weight) if isinstance(weight, Node) else None
-    if not isinstance(given, Node) or not isinstance(w, Tensor) or w.ndim != 2:
-        return None
-    w = w if name(product) == "linear" else w.mT
-    index = part.between(stretch.start, given).moved(like)
-    if index is None:
-        return None
-    place = torch.full((stretch.numel,), -1, device=like.device)
-    place[index.reshape(-1)] = torch.arange(index.numel(), device=like.device)
-    behind, columns = part.between(product, stretch.end), place[into[0]]
-    mark = labels(behind.numel, like)
-    zero, one, marked = (behind(t).reshape(-1)[out[0]] for t in (0 * mark, torch.ones_like(mark), mark))
-    rows = (marked - zero) / (one - zero)
-    if not bool(rows.isfinite().all()) or bool((columns < 0).any()):
-        return None
-    found, factor = w[(rows.round().long() - 1) % len(w)][:, columns % w.shape[1]], one - zero
-    return found if bool((factor - 1).abs().max() <= 1e-12) else found * factor[:, None]
 
 
 # what is behind the affine part
@@ -243,7 +213,7 @@ def _numbers(stages: Sequence[HeadMap], width: int) -> Iterator[float]:
     """What may be the eps of a norm: numbers that nodes are given, as a mean's or as a sum's, torch's own, and zero."""
     found: dict[float, None] = {}
     for stage in stages:
-        for n in stage.stretch.nodes:
+        for n in stage.stretch.way.nodes:
             schema = getattr(n.target, "_schema", None)  # a number that is the default is not among the arguments
             defaults = [] if schema is None else [a.default_value for a in schema.arguments]
             for leaf in tree_leaves((n.args, dict(n.kwargs), defaults)):
