@@ -113,12 +113,8 @@ def _normalised(r: LogitsReader, n: Node, logits: LazyLogits, b: Node, row: Lazy
     return replace(logits, weights="softmax", sink=r.edit.call(aten.log.default, r.own_axes(row.more, logits)))
 
 
-def _negative(r: LogitsReader, n: Node, a: Any) -> LazyLogits:
-    return _times(r, n, a, -1.0)
-
-
-def _divide(r: LogitsReader, n: Node, a: Any, b: Any, **_: Any) -> LazyLogits:
-    need(not _.get("rounding_mode"))
+def _divide(r: LogitsReader, n: Node, a: Any, b: Any, *, rounding_mode: str | None = None) -> LazyLogits:
+    need(not rounding_mode)
     return _times(r, n, a, b, inverse=True)
 
 
@@ -143,14 +139,6 @@ def _add(r: LogitsReader, n: Node, a: Any, b: Any, *, alpha: float = 1) -> LazyL
         if all(s.form == "product" and s.cap is None and s.sink is None for s in (logits, other)):
             return _side_by_side(r, logits, other)
     return _plus(r, logits, b, float(alpha))
-
-
-def _subtract(r: LogitsReader, n: Node, a: Any, b: Any, *, alpha: float = 1) -> LazyLogits | LazyRow:
-    return _add(r, n, a, b, alpha=-alpha)
-
-
-def _subtracted(r: LogitsReader, n: Node, a: Any, b: Any, alpha: float = 1) -> LazyLogits | LazyRow:
-    return _add(r, n, b, a, alpha=-alpha)
 
 
 def _plus(r: LogitsReader, logits: LazyLogits, b: Any, sign: float) -> LazyLogits:
@@ -232,14 +220,6 @@ def _softmax(r: LogitsReader, n: Node, a: Any, dim: int, *_: Any, **__: Any) -> 
     return replace(logits, weights="softmax")
 
 
-def _sigmoid(r: LogitsReader, n: Node, a: Any) -> LazyLogits:
-    return replace(r.before(a), weights="sigmoid")
-
-
-def _exp(r: LogitsReader, n: Node, a: Any) -> LazyLogits:
-    return replace(r.before(a), weights="exp")
-
-
 def _sum(r: LogitsReader, n: Node, a: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> LazyRow | LazyLogits:
     need(dim in ([-1], [len(size(a)) - 1]))
     if a not in r.known:
@@ -257,10 +237,10 @@ _STEPS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("linalg_vector_norm", "norm"), axes.norm),
     **dict.fromkeys(("mul", "multiply"), _times),
     **dict.fromkeys(("div", "true_divide", "divide"), _divide),
-    **dict.fromkeys(("sub", "subtract"), _subtract),
+    **dict.fromkeys(("sub", "subtract"), lambda r, n, a, b, *, alpha=1: _add(r, n, a, b, alpha=-alpha)),
     **dict.fromkeys(("maximum", "clamp_min", "clamp"), _floor),
     **dict.fromkeys(("softmax", "_softmax", "_safe_softmax", "special_softmax"), _softmax),
-    **dict.fromkeys(("sigmoid", "special_expit"), _sigmoid),
+    **dict.fromkeys(("sigmoid", "special_expit"), lambda r, n, a: replace(r.before(a), weights="sigmoid")),
     **dict.fromkeys(("cat", "concat", "concatenate"), axes.cat),
     **dict.fromkeys(("pad", "constant_pad_nd"), axes.padded),
     **dict.fromkeys(
@@ -270,7 +250,10 @@ _STEPS: dict[str, Callable[..., Any]] = {
                  "split_with_sizes", "tensor_split", "unbind"},
         axes.viewed,
     ),
-    "add": _add, "rsub": _subtracted, "neg": _negative, "pow": _power, "square": _power, "tanh": _tanh,
-    "masked_fill": _fill, "where": _where, "max": _floor, "exp": _exp, "sum": _sum,
+    "add": _add,
+    "rsub": lambda r, n, a, b, alpha=1: _add(r, n, b, a, alpha=-alpha),
+    "neg": lambda r, n, a: _times(r, n, a, -1.0),
+    "exp": lambda r, n, a: replace(r.before(a), weights="exp"),
+    "pow": _power, "square": _power, "tanh": _tanh, "masked_fill": _fill, "where": _where, "max": _floor, "sum": _sum,
     "index_select": axes.selected, "getitem": axes.item,
 }  # fmt: skip

@@ -4,6 +4,7 @@ From the call back to the tokens every node that all ways lead through is a plac
 tokens, or what is behind it moves entries, normalises or turns them. Each of these is decided by evaluating that stretch.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,18 +13,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm, Rotary
-from howsmooth.maps.operator import over_heads
 from howsmooth.program.nodes import shape
-from howsmooth.program.stretch import PartOfRun, Stretch, agree, heads_of, random_tensor, unmoved
+from howsmooth.program.stretch import FORMULA, PartOfRun, Stretch, agree, heads_of, random_tensor, unmoved
 
 _UNITS = 2**12  # unit vectors sent through an affine stretch at once
 _TABLE = 1e-6  # rounding of phases that are kept in float32
-_FEW = 4  # tokens at which a norm is looked for
-_SCALES = (1.0, 1e-3, 1e-6)  # of tokens at which a norm is compared, so that its eps counts
+_SCALES = (1.0, 1e-3, 1e-6, 1e4)  # of rows at which a norm is compared, so that its eps counts
+_TINY = 1e-6  # of rows at which its eps is read
+_NONE = 1e-20  # an eps that is none
 
 Norm = LayerNorm | RMSNorm
 OnHeads = Callable[[Tensor], Tensor]
@@ -151,7 +151,7 @@ def _behind(heads: int, matrix: Affine, stages: Sequence[HeadMap], n: int) -> Si
         before, behind = _composed(stages[:count]), _composed(stages[count:])
         if not _linear(behind, z):
             continue
-        norm = _norm(before, stages[:count], z) if count else None
+        norm = _norm(before, z) if count else None
         if count and norm is None:
             continue
         factor, rotary = _turned(behind, z)
@@ -170,8 +170,12 @@ def _behind(heads: int, matrix: Affine, stages: Sequence[HeadMap], n: int) -> Si
 
 def read_norm(part: PartOfRun, before: Node, after: Node, tokens: Int[Tensor, "n d"], like: Tensor) -> Norm | None:
     """The norm of every token that leads from one node to another of its shape; nothing where that is none."""
-    stage = HeadMap(part.between(before, after), tokens[None])
-    return _norm(stage, [stage], random_tensor(1, *tokens.shape, like=like)) if stage.stretch.real else None
+    stretch = part.between(before, after)
+    if not stretch.real:
+        return None
+    return norm_of(
+        lambda t: stretch.filled(tokens, t).reshape(-1)[tokens], random_tensor(*tokens.shape, like=like, name="rows")
+    )
 
 
 def _composed(stages: Sequence[HeadMap]) -> OnHeads:
@@ -187,41 +191,42 @@ def _linear(f: OnHeads, z: Tensor) -> bool:
     return agree(f(-2 * z), -2 * f(z)) and agree(f(z.flip(-1)) + f(z), f(z.flip(-1) + z))
 
 
-def _norm(f: OnHeads, stages: Sequence[HeadMap], z: Float[Tensor, "heads n d"]) -> Norm | None:
-    """The norm that a function is: its eps is among the numbers of its nodes, its weight and bias follow from its answers."""
-    heads, _, d = z.shape
-    answers = [f(c * z)[:, :_FEW] for c in (*_SCALES, -1.0)]
-    odd, bias, z = (answers[0] - answers[-1]) / 2, (answers[0] + answers[-1]) / 2, z[:, :_FEW]
+def _norm(f: OnHeads, z: Float[Tensor, "heads n d"]) -> Norm | None:
+    """The norm that a function of heads is, of each of them or of all as one."""
+    heads, n, _ = z.shape
+    found = norm_of(lambda t: f(t.unflatten(0, (heads, n))).flatten(0, 1), z.flatten(0, 1))
+    if found is not None or heads == 1:
+        return found
+
+    def side_by_side(t: Tensor) -> Tensor:
+        return t.transpose(0, 1).flatten(1)
+
+    return norm_of(lambda t: side_by_side(f(t.unflatten(1, (heads, -1)).transpose(0, 1))), side_by_side(z))
+
+
+def norm_of(f: Callable[[Tensor], Tensor], t: Float[Tensor, "rows d"]) -> Norm | None:
+    """The norm of every row that a function is; nothing where it is none.
+
+    Its eps follows from what it makes of tiny rows, its weight and its bias from its answers.
+    """
+    whole, opposite, tiny, less = (f(c * t) for c in (1.0, -1.0, _TINY, -_TINY))
+    odd, bias = (whole - opposite) / 2, (whole + opposite) / 2
     unbiased = float(bias.abs().max()) <= 1e-12 * float(odd.abs().max())
-    for wide in (False, True) if heads > 1 else (False,):
-        width = heads * d if wide else d
-        for kind in (RMSNorm, LayerNorm):
-            for eps in _numbers(stages, width):
-                unit = over_heads(kind(z.new_ones(width), eps=eps).value, z, width)
-                w, b = (t[:, 0] for t in (odd / unit, bias))
-                w, b = (t.flatten() if wide else t[0] for t in (w, b))
-                if not bool(w.isfinite().all() & b.isfinite().all()):
-                    continue
-                found = kind(w, None if unbiased else b, eps)
-                ours = (over_heads(found.value, c * z, width) for c in _SCALES)
-                if all(agree(a, b) for a, b in zip(ours, answers, strict=False)):
-                    return found
+    ratio = (2 * odd.norm(dim=-1) / (tiny - less).norm(dim=-1)).square()  # of (c² m + eps) / (c² m + c² eps)
+    for kind in (RMSNorm, LayerNorm):
+        size = (t - t.mean(-1, keepdim=True) if kind is LayerNorm else t).square().mean(-1)
+        eps = float((_TINY**2 * size * (ratio - 1) / (1 - _TINY**2 * ratio)).mean())
+        if eps == math.inf:  # of what is linear
+            continue
+        short = float(f"{eps:.3g}")  # as it is written
+        eps = 0.0 if not eps > _NONE else short if abs(short - eps) <= FORMULA * eps else eps
+        w, b = (odd / kind(t.new_ones(t.shape[-1]), eps=eps).value(t))[0], bias[0]
+        if not bool(w.isfinite().all() & b.isfinite().all()):
+            continue
+        found = kind(w, None if unbiased else b, eps)
+        if all(agree(found.value(c * t), f(c * t)) for c in _SCALES):
+            return found
     return None
-
-
-def _numbers(stages: Sequence[HeadMap], width: int) -> Iterator[float]:
-    """What may be the eps of a norm: numbers that nodes are given, as a mean's or as a sum's, torch's own, and zero."""
-    found: dict[float, None] = {}
-    for stage in stages:
-        for n in stage.stretch.way.nodes:
-            schema = getattr(n.target, "_schema", None)  # a number that is the default is not among the arguments
-            defaults = [] if schema is None else [a.default_value for a in schema.arguments]
-            for leaf in tree_leaves((n.args, dict(n.kwargs), defaults)):
-                t = stage.stretch.known.get(leaf) if isinstance(leaf, Node) else leaf
-                t = float(t) if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point() else t
-                if isinstance(t, float) and 0 < t < 1:
-                    found |= {t: None, t / width: None}
-    return iter((*found, torch.finfo(torch.float64).eps, 0.0))
 
 
 def _turned(f: OnHeads, z: Float[Tensor, "heads n d"]) -> tuple[Float[Tensor, "heads d"], Rotary | None]:
