@@ -28,8 +28,8 @@ class LazyLogits:
 
     q, k: (…, n, d) and (…, m, d), the same axes in front.  rows, cols: the node's axes of queries and of keys, the others are
     those in front, in order.  terms: each has the axes of the logits, or 1; true hides no key where one is boolean.  sink: a
-    column beside the keys, the first or the last.  weights: of logits behind that function.  gain, gains: factors of the
-    output.  beside: further weights, added.
+    column beside the keys, the first or the last.  weights: of logits behind that function.  gains: factors of the output.
+    beside: further weights, added.
     """
 
     q: Node
@@ -44,8 +44,7 @@ class LazyLogits:
     sink: Node | float | None = None
     sink_first: bool = False
     weights: Literal["exp", "softmax", "sigmoid"] | None = None
-    gain: float = 1.0
-    gains: tuple[Node, ...] = ()
+    gains: tuple[Node | float, ...] = ()
     beside: "tuple[LazyLogits, ...]" = ()
 
     @property
@@ -179,14 +178,15 @@ class LogitsReader:
     def in_front(self, logits: LazyLogits, lead: tuple[int, ...], f: Callable[[Node], Node]) -> LazyLogits:
         """The same with `f` done to everything along the axes in front, spread out where it is not the same for all."""
 
-        def some(t: Node) -> Node:
+        def some(t: Any) -> Any:
+            if not isinstance(t, Node):
+                return t
             if any(s > 1 for s in size(t)[:-2]):
                 return f(self.spread(t, logits.lead))
             return self.edit.reshape(t, (*(1 for _ in lead), *size(t)[-2:]))
 
         def change(part: LazyLogits) -> LazyLogits:
             terms, gains = (tuple(map(some, t)) for t in (part.terms, part.gains))
-            sink = some(part.sink) if isinstance(part.sink, Node) else part.sink
-            return replace(part, q=f(part.q), k=f(part.k), terms=terms, sink=sink, gains=gains)
+            return replace(part, q=f(part.q), k=f(part.k), terms=terms, sink=some(part.sink), gains=gains)
 
         return replace(change(logits), beside=tuple(map(change, logits.beside)))

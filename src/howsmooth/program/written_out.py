@@ -156,7 +156,7 @@ def _total(edit: Editor, parts: tuple[LazyLogits, ...], calls: tuple[Node, ...])
     """The outputs of some attention, each with its gain, as one."""
     total: Node | None = None
     for part, n in zip(parts, calls, strict=True):
-        for gain in (part.gain, *part.gains):
+        for gain in part.gains:
             n = edit.times(n, gain)
         total = n if total is None else edit.call(aten.add.Tensor, total, n)
     assert total is not None
@@ -201,7 +201,8 @@ def _sink(edit: Editor, part: LazyLogits, v: Node) -> Node | None:
 
 def _constants(program: Program, edit: Editor) -> Callable[[Node, bool], float | None]:
     """What gives the number that a node of one entry is, where no input reaches it; weights where they are asked for."""
-    run, weighted = Run(program, program.tensors), dependents(program.code.graph, program.weights)
+    run = Run(program, program.tensors, weights=program.weights_now())
+    weighted = dependents(program.code.graph, program.weights)
 
     def constant(n: Node, weights: bool) -> float | None:
         if n in edit.moving or (n in weighted and not weights):
