@@ -80,8 +80,7 @@ class HeadMap:
 
     def __call__(self, z: Float[Tensor, "kept n d"]) -> Tensor:
         group = len(self.layout) // len(z)
-        out = self.stretch.filled(self.layout, z.repeat_interleave(group, 0))
-        return out.reshape(-1)[self.layout][::group]
+        return self.stretch.of_entries(self.layout, self.layout)(z.repeat_interleave(group, 0))[::group]
 
 
 def read_side(part: PartOfRun, enter: Node, operand: Node, tokens: Int[Tensor, "n d"], x: Float[Tensor, "n d"]) -> SideFormula:
@@ -97,7 +96,7 @@ def read_side(part: PartOfRun, enter: Node, operand: Node, tokens: Int[Tensor, "
         stage = stage if stage is not None and stage.stretch.real else None
         if stage is None or _affine(stage, random_tensor(*layout.shape, like=x)):  # the last stretch alone takes less
             whole = part.between(enter, waists[at])
-            if whole.real and _affine(lambda z, to=whole, out=layout: to.filled(tokens, z).reshape(-1)[out], t):
+            if whole.real and _affine(whole.of_entries(tokens, layout), t):
                 break
         if stage is None:
             raise UnreadableError("expected affine, normalised or turned queries and keys, got others; measure it instead")
@@ -123,11 +122,7 @@ def read_affine(
 
     into, out: which entries of the start and of the end are whose.
     """
-    stretch = part.between(start, end)
-
-    def f(t: Tensor) -> Tensor:
-        return stretch.filled(into, t).reshape(-1)[out]
-
+    f = part.between(start, end).of_entries(into, out)
     (n, d), t = into.shape, random_tensor(*into.shape, like=like)
     bias, answer = f(torch.zeros_like(t))[0], f(t)
     units = torch.eye(d, dtype=t.dtype, device=t.device)
@@ -170,12 +165,8 @@ def _behind(heads: int, matrix: Affine, stages: Sequence[HeadMap], n: int) -> Si
 
 def read_norm(part: PartOfRun, before: Node, after: Node, tokens: Int[Tensor, "n d"], like: Tensor) -> Norm | None:
     """The norm of every token that leads from one node to another of its shape; nothing where that is none."""
-    stretch = part.between(before, after)
-    if not stretch.real:
-        return None
-    return norm_of(
-        lambda t: stretch.filled(tokens, t).reshape(-1)[tokens], random_tensor(*tokens.shape, like=like, name="rows")
-    )
+    stretch, rows = part.between(before, after), random_tensor(*tokens.shape, like=like, name="rows")
+    return norm_of(stretch.of_entries(tokens, tokens), rows) if stretch.real else None
 
 
 def _composed(stages: Sequence[HeadMap]) -> OnHeads:

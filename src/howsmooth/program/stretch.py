@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.fx import Node
 
@@ -42,11 +42,6 @@ def random_tensor(*size: int, like: Tensor, name: str = "probe") -> Tensor:
     return drawn(size, stream(0, name, like.device), torch.float64)
 
 
-def labels(count: int, like: Tensor) -> Tensor:
-    """The numbers 1, 2, … in float64, which label entries."""
-    return torch.arange(1, count + 1, dtype=torch.float64, device=like.device)
-
-
 @dataclass(frozen=True, eq=False)
 class Stretch:
     """The function from one node to another; what else its nodes read stays as it is."""
@@ -68,20 +63,24 @@ class Stretch:
         """Whether both ends are real numbers."""
         return all(isinstance(t := value(n), Tensor) and t.is_floating_point() for n in (*self.way.enter, *self.way.leave))
 
-    def filled(self, index: Int[Tensor, "*axes"], z: Float[Tensor, "*axes"]) -> Tensor:
-        """What the end gives where some entries of the start are `z`, and the others one."""
-        flat = torch.ones(self.numel, dtype=z.dtype, device=z.device)
-        return self(flat.index_put((index,), z.expand(index.shape)))
+    def of_entries(self, into: Int[Tensor, "*axes"], out: Int[Tensor, "*others"]) -> Callable[[Tensor], Tensor]:
+        """Some entries of the end as a function of some of the start, the others of which are one."""
+
+        def f(z: Tensor) -> Tensor:
+            flat = torch.ones(self.numel, dtype=z.dtype, device=z.device)
+            return self(flat.index_put((into,), z.expand(into.shape))).reshape(-1)[out]
+
+        return f
 
     def moved(self, like: Tensor) -> Int[Tensor, "*axes"] | None:
         """Where every entry of the end lies in the start, where the stretch does no more than move entries."""
         if not self.real:
             return None
-        mark = labels(self.numel, like)
-        marked = self(mark)
+        labels = torch.arange(1, self.numel + 1, dtype=torch.float64, device=like.device)
+        marked = self(labels)
         if not bool(((marked >= 1) & (marked <= self.numel) & (marked == marked.round())).all()):
             return None
-        return marked.long() - 1 if torch.equal(self(-mark), -marked) else None
+        return marked.long() - 1 if torch.equal(self(-labels), -marked) else None
 
 
 @dataclass(frozen=True, eq=False)

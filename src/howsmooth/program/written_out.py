@@ -5,13 +5,14 @@ The graph is then run with both, at the recording's input and beside it, and a r
 steps stay as they are, exact, with all their logits.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from howsmooth.errors import HowSmoothError
 from howsmooth.program.attention import Operands, attention
@@ -81,13 +82,8 @@ def moving_terms(program: Program, flow: Flow) -> set[Node]:
 
 def _copy(program: Program) -> tuple[Program, dict[Node, Node]]:
     """The same program with a graph of its own, and where each node is in it."""
-    places: dict[Node, Node] = {}
-    graph = Graph()
-    returned = graph.graph_copy(program.code.graph, places)
-    graph.output(returned)
-    old, new = program.nodes[-1], next(iter(reversed(graph.nodes)))
-    new.meta.update(old.meta)
-    places[old] = new
+    graph = copy.deepcopy(program.code.graph)
+    places = dict(zip(program.nodes, graph.nodes, strict=True))
     weights = {places[n]: key for n, key in program.weights.items()}
     inputs = tuple(places[n] for n in program.inputs)
     code = GraphModule(program.code, graph)
@@ -191,9 +187,8 @@ def _sink(edit: Editor, part: LazyLogits, v: Node) -> Node | None:
     """The logit of each head beside its keys."""
     if part.sink is None or isinstance(part.sink, Node):
         n = part.sink
-        while n is not None and len(size(n)) > 1:
-            axis = 0 if len(size(n)) > 3 else len(size(n)) - 1 if size(n)[-1] == 1 or len(size(n)) == 2 else 1
-            n = edit.call(aten.select.int, n, axis, 0)
+        for axis in reversed(range(0 if n is None else len(size(n)))):
+            n = n if axis == len(part.lead) - 1 else edit.call(aten.select.int, n, axis, 0)
         return n
     val = edit.blank(v, (1,))
     return edit.call(aten.full.default, [1], part.sink, dtype=val.dtype, device=val.device, val=val)
