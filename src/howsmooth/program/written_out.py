@@ -31,18 +31,19 @@ _ALIKE = 1e3  # units in the last place within which a sum of squares, added up 
 _COARSEST = 0.05  # beyond which nothing is told apart
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Reading:
     """A node of a graph that is read as attention: the nodes of attention, and what of them stands for it.
 
-    squares: by a node of attention, the terms that may be a number of each key's own, such as `−σ |k|²`.
+    compared: the node that says whether the two agree.  squares: by a node of attention, the terms that may be a number of each
+    key's own, such as `−σ |k|²`, and the node that gives the `σ`.
     """
 
     output: Node
     attention: tuple[Node, ...]
     answer: Node
-    squares: Mapping[Node, Sequence[Node]] = field(default_factory=dict)
-    agrees: bool = True
+    compared: Node
+    squares: Mapping[Node, tuple[Sequence[Node], Node]] = field(default_factory=dict)
 
 
 def rewrite(program: Program, flow: Flow | None = None) -> Program:
@@ -58,15 +59,11 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
     new, places = _copy(program)
     unused = {n for n in new.nodes if not n.users and (is_float(n) or n.op != "call_function" or n.meta.get("mode"))}
     readings = _readings(new)
-    if readings:
-        _confirm(replace(new), readings)
-    if flow is not None:
-        both = replace(new)
-        moving = moving_terms(both, Flow(both, [places[b] for b in flow.begins]))
-        for reading in readings:
-            reading.agrees &= not moving & {*reading.attention}
-    for reading in readings:
-        if reading.agrees:
+    right = _confirmed(replace(new), readings) if readings else []
+    both = replace(new)
+    moving = set() if flow is None else moving_terms(both, Flow(both, [places[b] for b in flow.begins]))
+    for reading in right:
+        if not moving & {*reading.attention}:
             reading.output.replace_all_uses_with(reading.answer)
     # what nobody read before stays, as streams end
     new.code.graph.eliminate_dead_code(lambda n: n.op == "placeholder" or n in unused)
@@ -116,16 +113,15 @@ def _whole(edit: Editor, n: Node) -> Reading | None:
         return None
     given = Operands.of(n)
     made = edit.call(_tried, given.q, given.k, given.v, given.terms, val=value(n), **given.settings)
-    return Reading(n, (made,), made)
+    return Reading(n, (made,), made, edit.call(same, n, made, val=True))
 
 
 def _written(edit: Editor, reader: LogitsReader, n: Node) -> Reading | None:
     """A product of weights and values."""
     eq = equation_of(n)
-    weights = None if eq is None else reader.weights(eq.a)
-    if eq is not None and weights is None:
+    if eq is not None and reader.weights(eq.a) is None:
         eq = eq.turned()
-        weights = reader.weights(eq.a)
+    weights = None if eq is None else reader.weights(eq.a)
     if eq is None or weights is None:
         return None
     *lead, i, j = (eq.left[c] for c in weights.order)
@@ -144,8 +140,13 @@ def _written(edit: Editor, reader: LogitsReader, n: Node) -> Reading | None:
     answer = _total(edit, parts, calls)
     answer = edit.reshape(answer, [*weights.lead, weights.n, *map(eq.size, outer)])
     given = [*lead, i, *outer]
-    squares = {m: found for m in calls if (found := [t for t in Operands.of(m).terms if t in edit.moving and _of_keys(m, t)])}
-    return Reading(n, calls, edit.like(edit.permute(answer, [given.index(c) for c in eq.out]), n), squares)
+    answer = edit.like(edit.permute(answer, [given.index(c) for c in eq.out]), n)
+    squares: dict[Node, tuple[Sequence[Node], Node]] = {}
+    for m in calls:
+        terms = [t for t in Operands.of(m).terms if t in edit.moving and _of_keys(m, t)]
+        if terms:
+            squares[m] = terms, edit.call(_sigma, m.args[1], terms, m.kwargs["scale"], val=0.0)
+    return Reading(n, calls, answer, edit.call(same, n, answer, val=True), squares)
 
 
 def _total(edit: Editor, parts: tuple[LazyLogits, ...], calls: tuple[Node, ...]) -> Node:
@@ -213,30 +214,24 @@ def _constants(program: Program, edit: Editor) -> Callable[[Node, bool], float |
 # numbers decide
 
 
-def _confirm(program: Program, readings: list[Reading]) -> None:
-    """Note which readings agree with what they stand for, at the recording's input and beside it; read squares as distances.
+def _confirmed(program: Program, readings: list[Reading]) -> list[Reading]:
+    """The readings that agree with what they stand for, at the recording's input and beside it; squares become distances.
 
     All of it runs in the widest precision of the program: rounding in between would hide what is apart.
     """
     floats = [t.dtype for t in (*program.tensors, *program.weights_now().values()) if t.is_floating_point()]
     widest = max(floats, key=lambda t: t.itemsize, default=torch.float32)
-    squares = {n: (Operands.of(n), terms) for r in readings for n, terms in r.squares.items()}
-    wanted = {m for r in readings for m in (r.output, r.answer)} | {
-        m for given, terms in squares.values() for m in (given.k, *terms)
-    }
-    sigmas: dict[Node, list[float | None]] = {n: [] for n in squares}
-    for tensors in (program.tensors, beside(program)):
-        values = Run(program, tuple(t.clone() for t in tensors), widest).values(wanted)
-        for reading in readings:
-            reading.agrees &= same(values[reading.output], values[reading.answer])
-        for n, (given, terms) in squares.items():
-            sigmas[n].append(_sigma(values[given.k], [values[t] for t in terms], given.settings["scale"]))
-    for reading in readings:
-        for n in reading.attention:
-            n.target = attention
-            one, other = sigmas.get(n, (None, None))
-            if reading.agrees and one and other and abs(other - one) <= _tolerance(widest) * abs(one):
-                _as_distances(program, n, *squares[n])
+    wanted = {m for r in readings for m in (r.compared, *(sigma for _, sigma in r.squares.values()))}
+    points = [tuple(t.clone() for t in tensors) for tensors in (program.tensors, beside(program))]
+    here, there = (Run(program, tensors, widest).values(wanted) for tensors in points)
+    for n in (n for r in readings for n in r.attention):
+        n.target = attention
+    right = [r for r in readings if here[r.compared] and there[r.compared]]
+    for n, (terms, sigma) in (found for r in right for found in r.squares.items()):
+        one, other = here[sigma], there[sigma]
+        if one and other and abs(other - one) <= _tolerance(widest) * abs(one):
+            _as_distances(program, n, terms)
+    return right
 
 
 def _tried(q: Tensor, k: Tensor, v: Tensor, *given: Any, **settings: Any) -> Tensor:
@@ -270,9 +265,10 @@ def _sigma(k: Tensor, terms: list[Tensor], scale: float) -> float | None:
     return sigma if sigma != 0 and error <= _tolerance(k.dtype) * most else None
 
 
-def _as_distances(program: Program, n: Node, given: Operands, squares: Sequence[Node]) -> None:
+def _as_distances(program: Program, n: Node, squares: Sequence[Node]) -> None:
     """Make attention of products and of squares of keys one of distances, with its `σ` to double precision."""
-    edit, q, k, scale = Editor(program.code.graph, program.inputs), given.q, given.k, given.settings["scale"]
+    edit, given = Editor(program.code.graph, program.inputs), Operands.of(n)
+    q, k, scale = given.q, given.k, given.settings["scale"]
     exact = Run(program, program.tensors).values({k, *squares})
     sigma = _sigma(exact[k], [exact[t] for t in squares], scale)
     if sigma is None:
