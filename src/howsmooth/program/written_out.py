@@ -6,6 +6,7 @@ steps stay as they are, exact, with all their logits.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +22,7 @@ from howsmooth.program.confirm import beside, same
 from howsmooth.program.editing import Editor, aten, dependents, size, unrepeated
 from howsmooth.program.equations import equation_of
 from howsmooth.program.flow import Flow
-from howsmooth.program.lazy_logits import LazyLogits, LogitsReader
+from howsmooth.program.lazy_logits import LazyLogits, LogitsReader, NotAttentionError, need
 from howsmooth.program.logits_steps import read
 from howsmooth.program.nodes import is_float, is_random, name, value
 from howsmooth.program.replay import Run
@@ -99,45 +100,38 @@ def _readings(program: Program) -> list[Reading]:
         if n.op != "call_function":
             continue
         edit.at(n)
-        reading = _whole(edit, n) if name(n) == SDPA else _written(edit, reader, n)
-        if reading is None:
+        try:
+            found.append(_whole(edit, n) if name(n) == SDPA else _written(edit, reader, n))
+        except NotAttentionError:
             read(reader, n)
-        else:
-            found.append(reading)
     return found
 
 
-def _whole(edit: Editor, n: Node) -> Reading | None:
+def _whole(edit: Editor, n: Node) -> Reading:
     """Torch's own function."""
-    if is_random(n):
-        return None
+    need(not is_random(n))
     given = Operands.of(n)
     made = edit.call(_tried, given.q, given.k, given.v, given.terms, val=value(n), **given.settings)
     return Reading(n, (made,), made, edit.call(same, n, made, val=True))
 
 
-def _written(edit: Editor, reader: LogitsReader, n: Node) -> Reading | None:
+def _written(edit: Editor, reader: LogitsReader, n: Node) -> Reading:
     """A product of weights and values."""
     eq = equation_of(n)
     if eq is not None and reader.weights(eq.a) is None:
         eq = eq.turned()
     weights = None if eq is None else reader.weights(eq.a)
     if eq is None or weights is None:
-        return None
+        raise NotAttentionError
     *lead, i, j = (eq.left[c] for c in weights.order)
     outer = [c for c in eq.right if c not in eq.left]
-    fits = j in eq.right and i not in eq.right and {*eq.out} == {*lead, i, *outer}
-    if not fits or [eq.size(c) for c in (*lead, j)] != [*weights.lead, weights.m]:
-        return None
-    v = reader.arranged(eq.turned(), [*lead, j], outer)
-    parts = (weights, *weights.beside)
-    if not all(m in edit.moving for part in parts for m in (part.k, v)):
-        return None
-    made = [_call(edit, part, v, n) for part in parts]
-    calls = tuple(m for m in made if m is not None)
-    if len(calls) < len(made):
-        return None
-    answer = _total(edit, parts, calls)
+    need(j in eq.right and i not in eq.right and {*eq.out} == {*lead, i, *outer})
+    need([eq.size(c) for c in (*lead, j)] == [*weights.lead, weights.m])
+    v, parts = reader.arranged(eq.turned(), [*lead, j], outer), (weights, *weights.beside)
+    need(all(m in edit.moving for part in parts for m in (part.k, v)))
+    calls = tuple(_call(edit, part, v) for part in parts)
+    outputs = [functools.reduce(edit.times, part.gains, call) for part, call in zip(parts, calls, strict=True)]
+    answer = functools.reduce(lambda total, more: edit.call(aten.add.Tensor, total, more), outputs)
     answer = edit.reshape(answer, [*weights.lead, weights.n, *map(eq.size, outer)])
     given = [*lead, i, *outer]
     answer = edit.like(edit.permute(answer, [given.index(c) for c in eq.out]), n)
@@ -149,23 +143,11 @@ def _written(edit: Editor, reader: LogitsReader, n: Node) -> Reading | None:
     return Reading(n, calls, answer, edit.call(same, n, answer, val=True), squares)
 
 
-def _total(edit: Editor, parts: tuple[LazyLogits, ...], calls: tuple[Node, ...]) -> Node:
-    """The outputs of some attention, each with its gain, as one."""
-    total: Node | None = None
-    for part, n in zip(parts, calls, strict=True):
-        for gain in part.gains:
-            n = edit.times(n, gain)
-        total = n if total is None else edit.call(aten.add.Tensor, total, n)
-    assert total is not None
-    return total
-
-
-def _call(edit: Editor, part: LazyLogits, v: Node, output: Node) -> Node | None:
-    """The node of attention that weights and values amount to; nothing where there is no such kind."""
+def _call(edit: Editor, part: LazyLogits, v: Node) -> Node:
+    """The node of attention that weights and values amount to."""
     kind = {"product": part.weights, "squared": "l2" if part.weights == "softmax" else None}.get(part.form)
     plain = part.weights == "softmax" and part.sink is None
-    if kind is None or (part.sink is not None and kind != "softmax"):
-        return None
+    need(kind is not None and (part.sink is None or kind == "softmax"))
     q, k = (edit.like(t, v) for t in (part.q, part.k))
     terms = tuple(t for t in part.terms if not (plain and size(t)[-1] == 1 < part.m))  # softmax sees none that keys share
     kwargs: dict[str, Any] = {"scale": part.scale if part.cap is None else part.cap * part.scale, "kind": kind}
