@@ -5,7 +5,6 @@ The graph is then run with both, at the recording's input and beside it, and a r
 steps stay as they are, exact, with all their logits.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from howsmooth.errors import HowSmoothError
 from howsmooth.program.attention import Operands, attention
@@ -53,7 +52,8 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
     flow: what moves, in the program as it is; attention whose biases or sinks move with it stays written out.
 
     >>> from howsmooth.program import record
-    >>> program = record(torch.nn.MultiheadAttention(4, 2, batch_first=True), (torch.randn(1, 3, 4),) * 3)
+    >>> mha = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+    >>> program = record(mha, (torch.randn(1, 3, 4),) * 3, {"need_weights": False})
     >>> [name(n) for n in rewrite(program).nodes if name(n) in ("softmax", "attention")]
     ['attention']
     """
@@ -80,8 +80,10 @@ def moving_terms(program: Program, flow: Flow) -> set[Node]:
 
 def _copy(program: Program) -> tuple[Program, dict[Node, Node]]:
     """The same program with a graph of its own, and where each node is in it."""
-    graph = copy.deepcopy(program.code.graph)
+    graph = Graph()
+    graph.output(graph.graph_copy(program.code.graph, {}))
     places = dict(zip(program.nodes, graph.nodes, strict=True))
+    places[program.nodes[-1]].meta.update(program.nodes[-1].meta)
     weights = {places[n]: key for n, key in program.weights.items()}
     inputs = tuple(places[n] for n in program.inputs)
     code = GraphModule(program.code, graph)
