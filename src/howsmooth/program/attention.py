@@ -5,20 +5,24 @@ own choice (`answering`).
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.kernels import Mask, Scores, attend
 from howsmooth.kernels.kinds import L2, Kind, Sigmoid, Softmax
 from howsmooth.program import masks
+from howsmooth.program.nodes import value as value_of
 
 
 class MovingTermError(HowSmoothError):
@@ -134,6 +138,64 @@ def _term(term: Tensor, q: Tensor, q4: Tensor, m: int) -> Tensor:
         term = term[None]
     term = _four(term if term.ndim <= 4 else term.expand(*q.shape[:-3], *term.shape[-3:]))
     return term.expand(*term.shape[:3], m)
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """An attention node in terms of the package's own function: what it attends with, and how."""
+
+    q: Node
+    k: Node
+    v: Node
+    terms: tuple[Any, ...]
+    keys: Any
+    sink: Any
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, n: Node) -> "Operands":
+        """The operands of an attention node, be it the package's or torch's own."""
+        if n.target is torch.ops.aten.scaled_dot_product_attention.default:
+            given = _torchs_own(*n.args, **n.kwargs)  # pyright: ignore[reportArgumentType]
+        else:
+            given = dict(signature(attention).bind(*n.args, **n.kwargs).arguments)
+        q, k, v, terms, keys, sink = (given.pop(key, None) for key in ("q", "k", "v", "terms", "keys", "sink"))
+        return cls(q, k, v, tuple(terms or ()), keys, sink, given)
+
+    @property
+    def beside(self) -> tuple[Node, ...]:
+        """The nodes that say how logits become weights."""
+        return tuple(t for t in (*self.terms, self.keys, self.sink) if isinstance(t, Node))
+
+    def call(self, known: Mapping[Node, Any]) -> Call:
+        """The call at given values, heads in one axis."""
+        calls: list[Call] = []
+
+        def answer(call: Call) -> Tensor:
+            calls.append(call)
+            return call.q
+
+        q, k, v = (known[n][None] if known[n].ndim == 3 else known[n] for n in (self.q, self.k, self.v))
+        given: Any = map_arg((self.terms, self.keys, self.sink), known.__getitem__)
+        with answering(answer), torch.no_grad():
+            attention(q, k, v, *given, **self.settings)
+        return calls[0]
+
+
+def _torchs_own(
+    query: Node,
+    key: Node,
+    value: Node,
+    attn_mask: Node | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any]:
+    """What torch's own function is given, as arguments of `attention`."""
+    own = value_of(query).shape[-1] ** -0.5 if scale is None else float(scale)
+    terms = () if attn_mask is None else (attn_mask,)
+    return {"q": query, "k": key, "v": value, "terms": terms, "scale": own, "causal": is_causal}
 
 
 # what a recording keeps as one node where a model's code hands attention over

@@ -1,74 +1,22 @@
 """The closed form of an attention layer, read off the recorded graph: one attention call, one projection behind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.maps import Attention, Rotary
-from howsmooth.program.attention import Call, answering, attention
+from howsmooth.program.attention import Call, Operands, attention
 from howsmooth.program.calls import SDPA
 from howsmooth.program.ends import Ends
-from howsmooth.program.nodes import name, value
+from howsmooth.program.nodes import name
 from howsmooth.program.sides import SideFormula, read_affine, read_side
 from howsmooth.program.stretch import FORMULA, PartOfRun, Values, agree, features_last, off, random_tensor
 from howsmooth.program.tracing import Program
-
-
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """An attention node in terms of the package's own function: what it attends with, and how."""
-
-    q: Node
-    k: Node
-    v: Node
-    terms: tuple[Any, ...]
-    keys: Any
-    sink: Any
-    settings: dict[str, Any]
-
-    @classmethod
-    def of(cls, n: Node) -> "Operands":
-        """The operands of an attention node, be it the package's or torch's own."""
-        q, k, v, *rest = n.args
-        assert isinstance(q, Node)
-        assert isinstance(k, Node)
-        assert isinstance(v, Node)
-        if n.target is attention:
-            named = dict(n.kwargs)
-            given: dict[str, Any] = dict(zip(("terms", "keys", "sink"), rest, strict=False))
-            given |= {key: named.pop(key) for key in ("terms", "keys", "sink") if key in named}
-            return cls(q, k, v, tuple(given.get("terms", ())), given.get("keys"), given.get("sink"), named)
-        given = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | dict(n.kwargs)
-        mask, scale = given.get("attn_mask"), given.get("scale")
-        scale = value(q).shape[-1] ** -0.5 if scale is None else scale
-        settings = {"scale": scale, "causal": bool(given.get("is_causal"))}
-        return cls(q, k, v, () if mask is None else (mask,), None, None, settings)
-
-    @property
-    def beside(self) -> tuple[Node, ...]:
-        """The nodes that say how logits become weights."""
-        return tuple(t for t in (*self.terms, self.keys, self.sink) if isinstance(t, Node))
-
-    def call(self, known: Mapping[Node, Any]) -> Call:
-        """The call at given values, heads in one axis."""
-        calls: list[Call] = []
-
-        def answer(call: Call) -> Tensor:
-            calls.append(call)
-            return call.q
-
-        q, k, v = (known[n][None] if known[n].ndim == 3 else known[n] for n in (self.q, self.k, self.v))
-        given: Any = map_arg((self.terms, self.keys, self.sink), known.__getitem__)
-        with answering(answer), torch.no_grad():
-            attention(q, k, v, *given, **self.settings)
-        return calls[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,6 @@
 """New nodes in a recorded graph: each knows its value's shape, and has the place of the node that it comes right behind."""
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,14 +31,20 @@ def size(n: Any) -> tuple[int, ...]:
     return found
 
 
+def dependents(graph: Graph, starts: Iterable[Node]) -> set[Node]:
+    """Some nodes, and those that depend on them."""
+    found = set(starts)
+    for n in graph.nodes:
+        if any(m in found for m in n.all_input_nodes):
+            found.add(n)
+    return found
+
+
 class Editor:
     """Adds nodes to a graph right behind one of its own (`at`); those that depend on the module's input are `moving`."""
 
     def __init__(self, graph: Graph, inputs: Sequence[Node]):
-        self._graph, self.moving, self._fake = graph, set(inputs), FakeTensorMode()
-        for n in graph.nodes:
-            if any(m in self.moving for m in n.all_input_nodes):
-                self.moving.add(n)
+        self._graph, self.moving, self._fake = graph, dependents(graph, inputs), FakeTensorMode()
 
     def at(self, n: Node) -> None:
         """Put what is added next behind a node."""
@@ -54,13 +59,17 @@ class Editor:
         with self._graph.inserting_after(self._last):
             n = self._graph.call_function(target, args, kwargs)
         if val is None:
-            with self._fake:
-                val = target(*map_arg(n.args, self._blank), **map_arg(dict(n.kwargs), self._blank))
+            val = self.outcome(n)
         n.meta.update(order=self._order, val=val)
         self._last = n
         if any(m in self.moving for m in n.all_input_nodes):
             self.moving.add(n)
         return n
+
+    def outcome(self, n: Node) -> Any:
+        """What a node gives for contiguous tensors: its shape, and where in their memory it is."""
+        with self._fake:
+            return n.target(*map_arg(n.args, self._blank), **map_arg(dict(n.kwargs), self._blank))  # pyright: ignore
 
     def blank(self, like: Node, shape: Sequence[int]) -> Tensor:
         """What stands for a tensor of a shape, in the precision and on the device of a node's."""
@@ -109,8 +118,11 @@ class Editor:
         dtype = value(other).dtype
         return n if value(n).dtype == dtype else self.call(aten.to.dtype, n, dtype)
 
-    def item(self, n: Node, index: int) -> Node:
-        return self.call(operator.getitem, n, index)
+    def picked(self, n: Node, index: Sequence[int]) -> Node:
+        """Some entries of a node along its first axis."""
+        if list(index) == list(range(size(n)[0])):
+            return n
+        return self.call(aten.index_select.default, n, 0, self.call(torch.tensor, [*index], device=value(n).device))
 
 
 def unrepeated(n: Node) -> Node | None:

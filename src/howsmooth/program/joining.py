@@ -6,8 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from howsmooth.maps.norms import LayerNorm
 from howsmooth.maps.scalars import known_scalar
 from howsmooth.program.pieces import Piece, Pieces, normalised
+from howsmooth.program.sides import norm_of
+from howsmooth.program.stretch import agree
 
 
 def joined(graph: Pieces) -> Pieces:
@@ -75,27 +78,12 @@ def _as_norm(nodes: list[Piece], i: int) -> Piece | None:
         if not inside or any(k < u for k in inside) or any(nodes[k].kind in ("input", "opaque") for k in inside):
             continue
         run = _spelled(nodes, [*inside, i], u, i)
-        found = _norm_of(run, node.shape[-1])
-        if found is not None:
-            centred, eps = found
+        t = torch.randn(3, node.shape[-1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        try:
+            found = norm_of(run, t)
+        except (RuntimeError, IndexError):  # of what these rows are no input of
+            continue
+        if found is not None and found.bias is None and agree(found.weight, torch.ones_like(found.weight)):
+            centred, eps = isinstance(found, LayerNorm), found.eps
             return replace(node, kind="norm", name="norm", inputs=(u,), run=normalised(centred, eps), eps=eps, centred=centred)
-    return None
-
-
-def _norm_of(run: Callable[[Tensor], Tensor], d: int) -> tuple[bool, float] | None:
-    """Whether a function of tokens divides them by `√(mean u² + eps)`, and that eps."""
-    t = torch.randn(3, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    try:
-        y = run(t)
-    except (RuntimeError, IndexError):
-        return None
-    if y.shape != t.shape or not bool(y.isfinite().all()):
-        return None
-    small = 1e-4 * t
-    ratio = (small / run(small))[:, :1]
-    eps = max(0.0, float((ratio.square() - small.square().mean(-1, keepdim=True)).mean()))
-    for guess in (eps, 0.0):
-        plain = normalised(False, guess)
-        if all(torch.allclose(run(s * t), plain(s * t), rtol=1e-9, atol=1e-12) for s in (1e-4, 1e-2, 1.0, 30.0, 1e4, 1e8)):
-            return False, guess
     return None

@@ -128,6 +128,25 @@ def normalised(centred: bool, eps: float) -> Callable[[Tensor], Tensor]:
     return run
 
 
+def norm_pieces(
+    name: str,
+    before: int,
+    first: int,
+    shape: tuple[int, ...],
+    centred: bool,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> list[Piece]:
+    """A norm itself, its weight and its bias. before: the place of what is normalised.  first: that of the first piece."""
+    made = [Piece("norm", name, (before,), normalised(centred, eps), shape, eps=float(eps), centred=centred)]
+    if weight is not None:
+        made.append(Piece("linear", "mul", (first,), lambda t: t * weight, shape, constant=weight))
+    if bias is not None:
+        made.append(Piece("linear", "add", (first + len(made) - 1,), lambda t: t + bias, shape))
+    return made
+
+
 def pieces_of(f: Map, shape: tuple[int, ...]) -> Pieces | None:
     """A map of this package as a graph for tokens of that shape; nothing where its structure is not known."""
     if isinstance(f, PiecesMap):
@@ -146,12 +165,6 @@ def _nodes_of(f: Map, nodes: list[Piece]) -> list[Piece] | None:
         layer = f.to(torch.float64)
         return [*nodes, Piece("opaque", "layer", (last,), lambda t: layer.value(t[None])[0], (n, f.out_width), opaque=layer)]
     if isinstance(f, LayerNorm | RMSNorm):
-        weight, bias = f.weight.double(), 0.0 if f.bias is None else f.bias.double()
-        centred, shape = isinstance(f, LayerNorm), (n, f.width)
-        return [
-            *nodes,
-            Piece("norm", "norm", (last,), normalised(centred, f.eps), shape, eps=f.eps, centred=centred),
-            Piece("linear", "mul", (last + 1,), lambda t: t * weight, shape, constant=weight),
-            Piece("linear", "add", (last + 2,), lambda t: t + bias, shape),
-        ]
+        weight, bias = f.weight.double(), None if f.bias is None else f.bias.double()
+        return [*nodes, *norm_pieces("norm", last, len(nodes), (n, f.width), isinstance(f, LayerNorm), f.eps, weight, bias)]
     return None

@@ -6,7 +6,7 @@ are put together again. What the pieces give is compared with what they were rea
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
@@ -24,12 +23,12 @@ from howsmooth.program.confirm import Function, record_function
 from howsmooth.program.ends import Ends
 from howsmooth.program.flow import Flow
 from howsmooth.program.joining import joined
-from howsmooth.program.kinds import Operation, Ref, layer_norm, pieces_for
+from howsmooth.program.kinds import Operation, part_of, pieces_for
 from howsmooth.program.nodes import is_float, name, value
 from howsmooth.program.operations import SHAPE_ALONE
 from howsmooth.program.pieces import Piece, Pieces, pruned
 from howsmooth.program.reads import read_by, reads
-from howsmooth.program.replay import Run, called
+from howsmooth.program.replay import Run, Way, called
 from howsmooth.program.tracing import Program, trace
 
 _BESIDE = (0.0, 1e-3, 0.3)  # how far beside its input a function is compared, relative to it
@@ -68,15 +67,15 @@ def read(
     """
     if ends.through:
         raise BadInputError("expected a map of all ways from its input, got one of some; measure it at the input")
-    path, wholes = _path(ends, layers)
-    _check_read(program, ends, path, wholes)
+    between = ends.flow.between(ends.enter, ends.leave)
+    wholes = [w for w in layers if w.leave in between]
+    way = _way(ends, wholes)
+    _check_read(program, ends, way, wholes)
     run = (run or Run(program, program.tensors)).at(torch.float64)
-    at = _frozen(run, ends, path, {w.leave for w in wholes})
+    at = run.values({*way.beside, *way.enter})
     start = torch.cat([at[n].clone() if at[n].ndim < 3 else at[n].flatten(0, -2) for n in ends.enter])
     with sdpa_kernel(SDPBackend.MATH):
-        code = make_fx(_replay(ends, path, wholes, at), _error_on_data_dependent_ops=False)(
-            start, [at[w.leave].clone() for w in wholes]
-        )
+        code = make_fx(_replay(ends, way, at), _error_on_data_dependent_ops=False)(start, [at[w.leave].clone() for w in wholes])
         pieces = pruned(joined(_Reader(code, wholes).pieces()))
         strange = next((piece.name for piece in pieces.nodes if piece.kind == "unknown"), None)
         if strange is not None:
@@ -84,7 +83,9 @@ def read(
                 f"expected linear operations, products, softmax, norms and known activations, got {strange}; "
                 "measure a part of the function without it"
             )
-        casts = sum(_dtype(n) is torch.float32 and any(_dtype(m) is torch.float64 for m in n.all_input_nodes) for n in path)
+        casts = sum(
+            _dtype(n) is torch.float32 and any(_dtype(m) is torch.float64 for m in n.all_input_nodes) for n in way.nodes
+        )
         pieces = replace(pieces, rounding=pieces.rounding + _CAST * casts)
         check_agrees(pieces, truth or _own(run, ends), _beside(start, within))
     return pieces
@@ -161,56 +162,38 @@ def check_agrees(pieces: Pieces, f: Callable[[Tensor], Tensor], points: Sequence
             )
 
 
-def _path(ends: Ends, layers: Iterable[Whole]) -> tuple[list[Node], list[Whole]]:
-    """The nodes of a map that are needed beside the layers, and those of the layers that are on the way."""
-    over, needed = {w.leave: w for w in layers}, {*ends.leave}
-    path: list[Node] = []
-    for n in reversed(ends.flow.between(ends.enter, ends.leave)):
-        if n in needed:
-            path.append(n)
-            needed.update([over[n].enter] if n in over else n.all_input_nodes)
-    return path[::-1], [over[n] for n in reversed(path) if n in over]
+def _way(ends: Ends, layers: Sequence[Whole] = ()) -> Way:
+    """The way of a map around layers that are taken whole: it ends where they begin, and begins again where they end."""
+    flow = Flow(ends.flow.program, (*ends.enter, *(w.leave for w in layers)))
+    return Way.of(flow, flow.begins, (*(w.enter for w in layers), *ends.leave), check=False)
 
 
-def _replay(
-    ends: Ends, path: Sequence[Node], wholes: Sequence[Whole], at: dict[Node, Any]
-) -> Callable[[Tensor, list[Tensor]], list[Tensor]]:
+def _replay(ends: Ends, way: Way, at: Mapping[Node, Any]) -> Callable[[Tensor, list[Tensor]], list[Tensor]]:
     """What enters each layer, and in the end the map's value, as a function of tokens and of what each layer gives."""
-    layers, shapes = [w.leave for w in wholes], [at[n].shape for n in ends.enter]
+    shapes = [at[n].shape for n in ends.enter]
     rows = [math.prod(shape[:-1]) for shape in shapes]
 
     def f(x: Tensor, given: list[Tensor]) -> list[Tensor]:
         parts = [x] if len(shapes) == 1 else x.split(rows)
-        env: dict[Node, Any] = {
-            n: t if t.shape == s else t.reshape(s) for n, t, s in zip(ends.enter, parts, shapes, strict=True)
-        }
-        for n in path:
-            env[n] = (
-                given[layers.index(n)] if n in layers else called(n, lambda m: env[m] if m in env else at[m], torch.float64)
-            )
-        found = [env[n] if n in env else at[n] for n in ends.leave]
+        starts = [t if t.shape == s else t.reshape(s) for t, s in zip(parts, shapes, strict=True)]
+        made = way.follow(at, [*starts, *given], torch.float64)
+        entered, found = made[: len(given)], made[len(given) :]
         y = found[0] if len(found) == 1 else torch.cat([t.reshape(-1, t.shape[-1]) for t in found])
-        return [*(env[w.enter] for w in wholes), y.reshape(x.shape) - x if ends.less else y]
+        return [*entered, y.reshape(x.shape) - x if ends.less else y]
 
     return f
 
 
 def _own(run: Run, ends: Ends) -> Callable[[Tensor], Tensor]:
     """The map by the program's own operations."""
-    path, _ = _path(ends, ())
-    f = _replay(ends, path, (), _frozen(run, ends, path, set()))
+    way = _way(ends)
+    f = _replay(ends, way, run.values({*way.beside, *way.enter}))
     return lambda t: f(t, [])[-1]
 
 
-def _frozen(run: Run, ends: Ends, path: Sequence[Node], more: set[Node]) -> dict[Node, Any]:
-    """The values of what a path takes from outside, of where it begins, and of some more nodes."""
-    taken = {m for n in path for m in n.all_input_nodes} | {*ends.leave}
-    return run.values((taken - {*path}) | {*ends.enter} | more)
-
-
-def _check_read(program: Program, ends: Ends, path: Sequence[Node], wholes: Sequence[Whole]) -> None:
+def _check_read(program: Program, ends: Ends, way: Way, wholes: Sequence[Whole]) -> None:
     """Refuse what may jump: numbers that are read off, choices that are made by values, and casts that round."""
-    flow, moving = ends.flow, {*ends.enter}
+    flow, moving = ends.flow, {*way.enter}
     inside = {n for w in wholes for n in flow.between([w.enter], [w.leave])} - {w.leave for w in wholes}
     last = len(program.nodes) if {*ends.leave} & {*program.outputs} else max(map(flow.index.__getitem__, ends.leave)) + 1
     for n in program.nodes[:last]:
@@ -220,7 +203,7 @@ def _check_read(program: Program, ends: Ends, path: Sequence[Node], wholes: Sequ
         if reads(n) and moving.intersection(read_by(n)):
             raise BadFunctionError(_READS)
     width = min(4, *(value(n).dtype.itemsize for n in ends.enter))
-    for n in path:
+    for n in way.nodes:
         chosen = next((m for m in n.all_input_nodes if m in moving and not flow.live(m)), None)
         if chosen is not None or (is_float(n) and 0 < getattr(_dtype(n), "itemsize", 0) < width):
             raise BadFunctionError(
@@ -245,21 +228,17 @@ class _Reader:
         self._made = [Piece("input", "input", (), lambda: None, tuple(value(start).shape))]
         self._place: dict[Node, int] = {start: 0}  # of what moves
         self._known: dict[Node, Any] = {}  # values of all else
-        self._several: dict[Node, Operation] = {}  # those that give several tensors
 
     def pieces(self) -> Pieces:
         for n in self._nodes:
             if n.op == "get_attr":
                 self._known[n] = getattr(self._code, str(n.target)).detach()
-            elif n.op == "call_function" and any(self._moves(m) for m in n.all_input_nodes):
-                self._read(n)
+            elif n.op == "call_function" and all(m in self._known for m in n.all_input_nodes):
+                self._known[n] = called(n, self._known.__getitem__, None)
             elif n.op == "call_function":
-                args, kwargs = map_arg((n.args, dict(n.kwargs)), self._known.__getitem__)
-                self._known[n] = n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+                self._made += self._read(n)
+                self._place[n] = len(self._made) - 1
         return Pieces(tuple(self._made), self._at(self._leave))
-
-    def _moves(self, n: Node) -> bool:
-        return n in self._place or n in self._layers
 
     def _at(self, n: Node) -> int:
         """The place of what moves; a layer's piece is made where it is first needed."""
@@ -270,43 +249,22 @@ class _Reader:
             def run(t: Tensor) -> Tensor:
                 return attn.value(t.reshape(1, -1, t.shape[-1]))[0].reshape(shape)
 
-            inputs = (self._at(entered),)
-            self._place[n] = self._add(Piece("opaque", "layer", inputs, run, shape, opaque=attn))
+            self._made.append(Piece("opaque", "layer", (self._at(entered),), run, shape, opaque=attn))
+            self._place[n] = len(self._made) - 1
         return self._place[n]
 
-    def _add(self, *pieces: Piece) -> int:
-        self._made += pieces
-        return len(self._made) - 1
-
-    def _read(self, n: Node) -> None:
-        inputs: list[int] = []
-
-        def stand(m: Node) -> Any:
-            if not self._moves(m):
-                return self._known[m]
-            inputs.append(self._at(m))
-            return Ref(len(inputs) - 1)
-
-        args, kwargs = map_arg((n.args, dict(n.kwargs)), stand)
+    def _read(self, n: Node) -> list[Piece]:
+        """The pieces that a node is, behind those that are there."""
         if n.target is operator.getitem:
-            self._place[n] = self._part(n.args[0], args[1], value(n))  # pyright: ignore[reportArgumentType]
-            return
-        op, made = Operation.of(n.target, args, kwargs, tuple(inputs)), value(n)
-        if isinstance(made, Tensor):
-            before = [self._made[j].shape for j in inputs]
-            pieces = pieces_for(op, tuple(made.shape), made.dtype is torch.float64, before, len(self._made))
-            self._place[n] = self._add(*pieces)
-            return
-        self._several[n] = op
-        self._place[n] = self._add(
-            Piece("pick" if isinstance(made, tuple | list) else "unknown", op.name, op.inputs, op.run, ())
-        )
+            source, index = n.args
+            assert isinstance(source, Node)
+            op = Operation.of(source, self._known)
+            return part_of(op, n, index, self._inputs(op), self._at(source), len(self._made))  # pyright: ignore[reportArgumentType]
+        op = Operation.of(n, self._known)
+        inputs = self._inputs(op)
+        if isinstance(value(n), Tensor):
+            return pieces_for(op, n, inputs, self._made)
+        return [Piece("pick" if isinstance(value(n), tuple | list) else "unknown", op.name, inputs, op.run, ())]
 
-    def _part(self, n: Node, index: int, made: Any) -> int:
-        """One of several tensors that an operation gives."""
-        op, shape = self._several[n], tuple(getattr(made, "shape", ()))
-        norm = layer_norm(op, shape, len(self._made))
-        if norm is not None and index == 0:
-            return self._add(*norm)
-        kind = op.kind if norm is None and getattr(made, "dtype", None) is torch.float64 else "unknown"
-        return self._add(Piece(kind, op.name, (self._place[n],), lambda t: t[index], shape))
+    def _inputs(self, op: Operation) -> tuple[int, ...]:
+        return tuple(map(self._at, op.moving))

@@ -4,6 +4,7 @@ From the call back to the tokens every node that all ways lead through is a plac
 tokens, or what is behind it moves entries, normalises or turns them. Each of these is decided by evaluating that stretch.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,19 +13,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm, Rotary
-from howsmooth.maps.operator import over_heads
-from howsmooth.program.nodes import name, shape
-from howsmooth.program.operations import MATRIX
-from howsmooth.program.stretch import PartOfRun, Stretch, agree, heads_of, labels, random_tensor, unmoved
+from howsmooth.program.nodes import shape
+from howsmooth.program.stretch import FORMULA, PartOfRun, Stretch, agree, heads_of, random_tensor, unmoved
 
 _UNITS = 2**12  # unit vectors sent through an affine stretch at once
 _TABLE = 1e-6  # rounding of phases that are kept in float32
-_FEW = 4  # tokens at which a norm is looked for
-_SCALES = (1.0, 1e-3, 1e-6)  # of tokens at which a norm is compared, so that its eps counts
+_SCALES = (1.0, 1e-3, 1e-6, 1e4)  # of rows at which a norm is compared, so that its eps counts
+_TINY = 1e-6  # of rows at which its eps is read
+_NONE = 1e-20  # an eps that is none
 
 Norm = LayerNorm | RMSNorm
 OnHeads = Callable[[Tensor], Tensor]
@@ -81,8 +80,7 @@ class HeadMap:
 
     def __call__(self, z: Float[Tensor, "kept n d"]) -> Tensor:
         group = len(self.layout) // len(z)
-        out = self.stretch.filled(self.layout, z.repeat_interleave(group, 0))
-        return out.reshape(-1)[self.layout][::group]
+        return self.stretch.of_entries(self.layout, self.layout)(z.repeat_interleave(group, 0))[::group]
 
 
 def read_side(part: PartOfRun, enter: Node, operand: Node, tokens: Int[Tensor, "n d"], x: Float[Tensor, "n d"]) -> SideFormula:
@@ -98,7 +96,7 @@ def read_side(part: PartOfRun, enter: Node, operand: Node, tokens: Int[Tensor, "
         stage = stage if stage is not None and stage.stretch.real else None
         if stage is None or _affine(stage, random_tensor(*layout.shape, like=x)):  # the last stretch alone takes less
             whole = part.between(enter, waists[at])
-            if whole.real and _affine(lambda z, to=whole, out=layout: to.filled(tokens, z).reshape(-1)[out], t):
+            if whole.real and _affine(whole.of_entries(tokens, layout), t):
                 break
         if stage is None:
             raise UnreadableError("expected affine, normalised or turned queries and keys, got others; measure it instead")
@@ -120,55 +118,22 @@ def _affine(f: Callable[[Tensor], Tensor], t: Float[Tensor, "*heads n d"]) -> bo
 def read_affine(
     part: PartOfRun, start: Node, end: Node, into: Int[Tensor, "n d"], out: Int[Tensor, "n o"], like: Tensor
 ) -> Affine:
-    """The matrix and the bias that a stretch applies to every token, from its only weight or from its answers to unit vectors.
+    """The matrix and the bias that a stretch applies to every token, from its derivatives along unit vectors.
 
     into, out: which entries of the start and of the end are whose.
     """
-    stretch = part.between(start, end)
-
-    def f(t: Tensor) -> Tensor:
-        return stretch.filled(into, t).reshape(-1)[out]
-
+    f = part.between(start, end).of_entries(into, out)
     (n, d), t = into.shape, random_tensor(*into.shape, like=like)
     bias, answer = f(torch.zeros_like(t))[0], f(t)
-    weight = _only_weight(part, stretch, into, out, like)
-    if weight is not None and agree(t @ weight.mT + bias, answer):
-        return Affine(weight, bias)
     units = torch.eye(d, dtype=t.dtype, device=t.device)
     units = torch.cat([units, units.new_zeros(-d % n, d)]).reshape(-1, n, d)
-    many = torch.func.vmap(f)
-    answers = torch.cat([many(u) for u in units.split(max(1, _UNITS // n))]).flatten(0, 1)[:d]
-    weight = (answers - bias).mT.contiguous()
+    along = torch.func.vmap(lambda u: torch.func.jvp(f, (t,), (u,))[1])  # a weight alone comes out to the last bit
+    weight = torch.cat([along(u) for u in units.split(max(1, _UNITS // n))]).flatten(0, 1)[:d].mT.contiguous()
     if not agree(t @ weight.mT + bias, answer):
         raise UnreadableError(
             "expected a projection that is affine and the same for every token, got another; measure it instead"
         )
     return Affine(weight, bias)
-
-
-def _only_weight(part: PartOfRun, stretch: Stretch, into: Tensor, out: Tensor, like: Tensor) -> Tensor | None:
-    """The rows and columns of the only matrix on a stretch, where all else there moves, scales or shifts single entries."""
-    products = [n for n in stretch.nodes if name(n) in MATRIX]
-    if len(products) != 1 or name(products[0]) not in ("linear", "mm", "matmul"):
-        return None
-    (product,), (given, weight) = products, products[0].args[:2]
-    w = part.known.get(weight) if isinstance(weight, Node) else None
-    if not isinstance(given, Node) or not isinstance(w, Tensor) or w.ndim != 2:
-        return None
-    w = w if name(product) == "linear" else w.mT
-    index = part.between(stretch.start, given).moved(like)
-    if index is None:
-        return None
-    place = torch.full((stretch.numel,), -1, device=like.device)
-    place[index.reshape(-1)] = torch.arange(index.numel(), device=like.device)
-    behind, columns = part.between(product, stretch.end), place[into[0]]
-    mark = labels(behind.numel, like)
-    zero, one, marked = (behind(t).reshape(-1)[out[0]] for t in (0 * mark, torch.ones_like(mark), mark))
-    rows = (marked - zero) / (one - zero)
-    if not bool(rows.isfinite().all()) or bool((columns < 0).any()):
-        return None
-    found, factor = w[(rows.round().long() - 1) % len(w)][:, columns % w.shape[1]], one - zero
-    return found if bool((factor - 1).abs().max() <= 1e-12) else found * factor[:, None]
 
 
 # what is behind the affine part
@@ -181,7 +146,7 @@ def _behind(heads: int, matrix: Affine, stages: Sequence[HeadMap], n: int) -> Si
         before, behind = _composed(stages[:count]), _composed(stages[count:])
         if not _linear(behind, z):
             continue
-        norm = _norm(before, stages[:count], z) if count else None
+        norm = _norm(before, z) if count else None
         if count and norm is None:
             continue
         factor, rotary = _turned(behind, z)
@@ -200,8 +165,8 @@ def _behind(heads: int, matrix: Affine, stages: Sequence[HeadMap], n: int) -> Si
 
 def read_norm(part: PartOfRun, before: Node, after: Node, tokens: Int[Tensor, "n d"], like: Tensor) -> Norm | None:
     """The norm of every token that leads from one node to another of its shape; nothing where that is none."""
-    stage = HeadMap(part.between(before, after), tokens[None])
-    return _norm(stage, [stage], random_tensor(1, *tokens.shape, like=like)) if stage.stretch.real else None
+    stretch, rows = part.between(before, after), random_tensor(*tokens.shape, like=like, name="rows")
+    return norm_of(stretch.of_entries(tokens, tokens), rows) if stretch.real else None
 
 
 def _composed(stages: Sequence[HeadMap]) -> OnHeads:
@@ -217,41 +182,42 @@ def _linear(f: OnHeads, z: Tensor) -> bool:
     return agree(f(-2 * z), -2 * f(z)) and agree(f(z.flip(-1)) + f(z), f(z.flip(-1) + z))
 
 
-def _norm(f: OnHeads, stages: Sequence[HeadMap], z: Float[Tensor, "heads n d"]) -> Norm | None:
-    """The norm that a function is: its eps is among the numbers of its nodes, its weight and bias follow from its answers."""
-    heads, _, d = z.shape
-    answers = [f(c * z)[:, :_FEW] for c in (*_SCALES, -1.0)]
-    odd, bias, z = (answers[0] - answers[-1]) / 2, (answers[0] + answers[-1]) / 2, z[:, :_FEW]
+def _norm(f: OnHeads, z: Float[Tensor, "heads n d"]) -> Norm | None:
+    """The norm that a function of heads is, of each of them or of all as one."""
+    heads, n, _ = z.shape
+    found = norm_of(lambda t: f(t.unflatten(0, (heads, n))).flatten(0, 1), z.flatten(0, 1))
+    if found is not None or heads == 1:
+        return found
+
+    def side_by_side(t: Tensor) -> Tensor:
+        return t.transpose(0, 1).flatten(1)
+
+    return norm_of(lambda t: side_by_side(f(t.unflatten(1, (heads, -1)).transpose(0, 1))), side_by_side(z))
+
+
+def norm_of(f: Callable[[Tensor], Tensor], t: Float[Tensor, "rows d"]) -> Norm | None:
+    """The norm of every row that a function is; nothing where it is none.
+
+    Its eps follows from what it makes of tiny rows, its weight and its bias from its answers.
+    """
+    whole, opposite, tiny, less = (f(c * t) for c in (1.0, -1.0, _TINY, -_TINY))
+    odd, bias = (whole - opposite) / 2, (whole + opposite) / 2
     unbiased = float(bias.abs().max()) <= 1e-12 * float(odd.abs().max())
-    for wide in (False, True) if heads > 1 else (False,):
-        width = heads * d if wide else d
-        for kind in (RMSNorm, LayerNorm):
-            for eps in _numbers(stages, width):
-                unit = over_heads(kind(z.new_ones(width), eps=eps).value, z, width)
-                w, b = (t[:, 0] for t in (odd / unit, bias))
-                w, b = (t.flatten() if wide else t[0] for t in (w, b))
-                if not bool(w.isfinite().all() & b.isfinite().all()):
-                    continue
-                found = kind(w, None if unbiased else b, eps)
-                ours = (over_heads(found.value, c * z, width) for c in _SCALES)
-                if all(agree(a, b) for a, b in zip(ours, answers, strict=False)):
-                    return found
+    ratio = (2 * odd.norm(dim=-1) / (tiny - less).norm(dim=-1)).square()  # of (c² m + eps) / (c² m + c² eps)
+    for kind in (RMSNorm, LayerNorm):
+        size = (t - t.mean(-1, keepdim=True) if kind is LayerNorm else t).square().mean(-1)
+        eps = float((_TINY**2 * size * (ratio - 1) / (1 - _TINY**2 * ratio)).mean())
+        if eps == math.inf:  # of what is linear
+            continue
+        short = float(f"{eps:.3g}")  # as it is written
+        eps = 0.0 if not eps > _NONE else short if abs(short - eps) <= FORMULA * eps else eps
+        w, b = (odd / kind(t.new_ones(t.shape[-1]), eps=eps).value(t))[0], bias[0]
+        if not bool(w.isfinite().all() & b.isfinite().all()):
+            continue
+        found = kind(w, None if unbiased else b, eps)
+        if all(agree(found.value(c * t), f(c * t)) for c in _SCALES):
+            return found
     return None
-
-
-def _numbers(stages: Sequence[HeadMap], width: int) -> Iterator[float]:
-    """What may be the eps of a norm: numbers that nodes are given, as a mean's or as a sum's, torch's own, and zero."""
-    found: dict[float, None] = {}
-    for stage in stages:
-        for n in stage.stretch.nodes:
-            schema = getattr(n.target, "_schema", None)  # a number that is the default is not among the arguments
-            defaults = [] if schema is None else [a.default_value for a in schema.arguments]
-            for leaf in tree_leaves((n.args, dict(n.kwargs), defaults)):
-                t = stage.stretch.known.get(leaf) if isinstance(leaf, Node) else leaf
-                t = float(t) if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point() else t
-                if isinstance(t, float) and 0 < t < 1:
-                    found |= {t: None, t / width: None}
-    return iter((*found, torch.finfo(torch.float64).eps, 0.0))
 
 
 def _turned(f: OnHeads, z: Float[Tensor, "heads n d"]) -> tuple[Float[Tensor, "heads d"], Rotary | None]:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.fx import Node
 
 from howsmooth.maps.operator import drawn, stream
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import shape, value
-from howsmooth.program.replay import called
+from howsmooth.program.replay import Way
 
 FORMULA = 1e-9  # agreement in float64 that only the same formula, evaluated another way, gives
 
@@ -42,55 +42,45 @@ def random_tensor(*size: int, like: Tensor, name: str = "probe") -> Tensor:
     return drawn(size, stream(0, name, like.device), torch.float64)
 
 
-def labels(count: int, like: Tensor) -> Tensor:
-    """The numbers 1, 2, … in float64, which label entries."""
-    return torch.arange(1, count + 1, dtype=torch.float64, device=like.device)
-
-
 @dataclass(frozen=True, eq=False)
 class Stretch:
     """The function from one node to another; what else its nodes read stays as it is."""
 
-    start: Node
-    end: Node
-    nodes: tuple[Node, ...]
+    way: Way
     known: Mapping[Node, Any]
 
     def __call__(self, t: Tensor) -> Tensor:
         """What the end gives where the start gives `t`, whose shape may be another of as many entries."""
-        env: dict[Node, Any] = {self.start: t.reshape(shape(self.start) or ())}
-
-        def known(n: Node) -> Any:
-            return env[n] if n in env else self.known[n]
-
-        for n in self.nodes:
-            env[n] = called(n, known, torch.float64)
-        return env[self.end]
+        return self.way.follow(self.known, (t.reshape(shape(self.way.enter[0]) or ()),), torch.float64)[0]
 
     @property
     def numel(self) -> int:
         """How many entries the start has."""
-        return math.prod(shape(self.start) or ())
+        return math.prod(shape(self.way.enter[0]) or ())
 
     @property
     def real(self) -> bool:
         """Whether both ends are real numbers."""
-        return all(isinstance(t := value(n), Tensor) and t.is_floating_point() for n in (self.start, self.end))
+        return all(isinstance(t := value(n), Tensor) and t.is_floating_point() for n in (*self.way.enter, *self.way.leave))
 
-    def filled(self, index: Int[Tensor, "*axes"], z: Float[Tensor, "*axes"]) -> Tensor:
-        """What the end gives where some entries of the start are `z`, and the others one."""
-        flat = torch.ones(self.numel, dtype=z.dtype, device=z.device)
-        return self(flat.index_put((index,), z.expand(index.shape)))
+    def of_entries(self, into: Int[Tensor, "*axes"], out: Int[Tensor, "*others"]) -> Callable[[Tensor], Tensor]:
+        """Some entries of the end as a function of some of the start, the others of which are one."""
+
+        def f(z: Tensor) -> Tensor:
+            flat = torch.ones(self.numel, dtype=z.dtype, device=z.device)
+            return self(flat.index_put((into,), z.expand(into.shape))).reshape(-1)[out]
+
+        return f
 
     def moved(self, like: Tensor) -> Int[Tensor, "*axes"] | None:
         """Where every entry of the end lies in the start, where the stretch does no more than move entries."""
         if not self.real:
             return None
-        mark = labels(self.numel, like)
-        marked = self(mark)
+        labels = torch.arange(1, self.numel + 1, dtype=torch.float64, device=like.device)
+        marked = self(labels)
         if not bool(((marked >= 1) & (marked <= self.numel) & (marked == marked.round())).all()):
             return None
-        return marked.long() - 1 if torch.equal(self(-mark), -marked) else None
+        return marked.long() - 1 if torch.equal(self(-labels), -marked) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,14 +93,11 @@ class PartOfRun:
     @classmethod
     def of(cls, flow: Flow, start: Node, end: Node, values: Values, *more: Node) -> "PartOfRun":
         """The part between two nodes; `more` nodes are evaluated with it."""
-        path = flow.between([start], [end])
-        beside = {m for n in path for m in n.all_input_nodes} - {start, *path}
-        return cls(flow, values({start, *beside, *more}))
+        return cls(flow, values({start, *Way.of(flow, (start,), (end,), check=False).beside, *more}))
 
     def between(self, start: Node, end: Node) -> Stretch:
         """The stretch from one node to another."""
-        nodes = () if start is end else tuple(self.flow.between([start], [end]))
-        return Stretch(start, end, nodes, self.known)
+        return Stretch(Way.of(self.flow, (start,), (end,), check=False), self.known)
 
 
 def features_last(n: Node, tokens: int) -> Int[Tensor, "tokens features"] | None:
