@@ -143,10 +143,10 @@ def _model(layers: Layers) -> Ends:
     It is what the module returns by that name, or the last node of the width of the last block.
     """
     _refuse_losses(layers)
-    layers = min(layers.found, key=lambda layer: layer.first).of
-    first, last = min(layers.own, key=lambda layer: layer.first), layers.last
-    enter = _enter(layers, first)
-    end, *more = _reached(layers.flow, enter, _leave(layers, last))
+    in_order = sorted(layers.found, key=lambda layer: layer.first)
+    first, last = in_order[0], in_order[-1].of.last
+    enter, layers = _enter(first.of, first), first.of
+    end, *more = _reached(layers.flow, enter, _leave(last.of, last))
     program = layers.program
     if program.hidden is not None and layers.flow.up(program.outputs[program.hidden]) & layers.flow.bit(end):
         return Ends(enter, program.outputs[program.hidden : program.hidden + 1], layers.flow)

@@ -182,7 +182,7 @@ class AttentionSites:
         ]
         scope, stream, projected = self.scope_of(group), flow.up(*group.enter), False
         end = outs[0] if len(outs) == 1 else None
-        adds = scope is not None and any(self._is_residual(n, own, stream) for n in flow.unpack(own) if scope.holds(n))
+        adds = self._adds(group, own)
         for n in flow.after(outs, ends):
             part = [m for m in flow.between(outs, [n]) if end is None or not flow.up(end) & flow.bit(m)]
             if any(self._is_residual(m, own, stream) for m in part):
@@ -214,10 +214,17 @@ class AttentionSites:
         return end
 
     def is_joined(self, group: Group, leave: Sequence[Node]) -> bool:
-        """Whether one matrix projects attention together with another branch that lies beside it."""
+        """Whether one matrix projects attention together with another branch, which a block's own code puts beside it."""
         own = self.flow.down(*group.sources)
+        if not self._adds(group, own):
+            return False
         joins = [n for n in self.flow.between(group.outputs, leave) if name(n) in JOINS]
         return any(not own & self.flow.bit(m) for n in joins for m in self.flow.feeds(n))
+
+    def _adds(self, group: Group, own: int) -> bool:
+        """Whether the module that attends adds the residual itself."""
+        scope, stream = self.scope_of(group), self.flow.up(*group.enter)
+        return scope is not None and any(self._is_residual(n, own, stream) for n in self.flow.unpack(own) if scope.holds(n))
 
     def scope_of(self, group: Group) -> Scope | None:
         """The smallest call of a module that made a group's attention and its projections."""
