@@ -83,7 +83,7 @@ class Following:
     def replay(self) -> None:
         """Replay the model at the weights of the moment, which what follows is at; record it anew where it has changed."""
         for anew in (False, True):
-            if anew:
+            if anew or not self.paths.recording.program.has_weights:
                 self._record(anew=True)
             self._weights = {name: t.detach() for name, t in self.paths.recording.program.weights_now().items()}
             hidden = self.paths.replayed(self._weights)
