@@ -1,6 +1,8 @@
 """Which nodes a named map of a layer begins and ends at."""
 
 import functools
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -93,6 +95,9 @@ def ends_of(
             f"{layer} and call {call or 0}; measure map='block'"
         )
     group = at.groups[call or 0]
+    if len(group.enter) > 1:
+        with suppress(BadInputError):  # where no block is to be seen, streams have the order of the run
+            group = Group(group.calls, tuple(_in_order(layers.flow, group.enter, _enter(layers, at))))
     enter, leave = group.enter, _leaves(layers.attention, group, heads=map == "heads")
     beside = map != "heads" and layers.attention.is_joined(group, leave)
     if map == "normed":
@@ -179,8 +184,13 @@ def _leave(layers: Layers, layer: Layer) -> tuple[Node, ...]:
 
 def _streams(layers: Layers, layer: Layer) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     """Where a block whose attention joins several streams begins and ends, stream by stream."""
+    if layer in layers.streams:
+        return layers.streams[layer]
     inside = layers.inside(layer, returned=False)
+    before = [other for other in layers.own if other.last <= layer.first]
     entering = layers.taken(inside)
+    if before and layers.joins(before[-1]):  # the order that they have from the first block on
+        entering = _in_order(layers.flow, entering, _streams(layers, before[-1])[1])
     given = layers.given(inside, returned=False)
     left = [[n for n in given if layers.residual([e], n)] for e in entering]
     count = len(layer.groups[0].enter)
@@ -189,7 +199,16 @@ def _streams(layers: Layers, layer: Layer) -> tuple[tuple[Node, ...], tuple[Node
             f"expected a block that takes and gives the {count} streams that attention joins, got "
             f"{len(entering)} tensors that enter {layer.path} and {len(given)} that leave; measure map='attention'"
         )
-    return tuple(entering), tuple(n for part in left for n in part)
+    layers.streams[layer] = tuple(entering), tuple(n for part in left for n in part)
+    return layers.streams[layer]
+
+
+def _in_order(flow: Flow, nodes: Sequence[Node], streams: Sequence[Node]) -> list[Node]:
+    """Nodes in the order of the streams that each depends on alone; as they are where that is not to be seen."""
+    of = [[i for i, s in enumerate(streams) if flow.up(n) & flow.bit(s)] for n in nodes]
+    if sorted(of) != [[i] for i in range(len(streams))]:
+        return list(nodes)
+    return [n for _, n in sorted(zip(of, nodes, strict=True), key=lambda pair: pair[0])]
 
 
 def _leaves(attention: AttentionSites, group: Group, *, heads: bool) -> tuple[Node, ...]:

@@ -78,6 +78,7 @@ class Layers:
         self.program, self._apart = program, apart
         self.flow = stream_of(program) if flow is None else flow
         self.attention = AttentionSites(program, self.flow)
+        self.streams: dict[Layer, tuple[tuple[Node, ...], tuple[Node, ...]]] = {}  # where blocks of several begin and end
 
     @functools.cached_property
     def beside(self) -> "Layers | None":
