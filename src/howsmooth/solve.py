@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -223,12 +223,23 @@ def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -
     return _Problem(jacobian, precise, x.shape[1:] if batched else x.shape, inputs, outputs, foreign=True)
 
 
+def _output(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    """What a function gives, without gradients where it can do without, so that nothing it keeps becomes part of a graph."""
+    with torch.no_grad():
+        try:
+            return f(x.clone())  # a clone, so that f may work in place
+        except RuntimeError:
+            pass
+    with torch.enable_grad():
+        return applied(f, x.clone().requires_grad_().clone())
+
+
 def _recorded(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -> AutodiffJacobian:
     """The Jacobian of a function's values: of its operations, whatever it tells automatic differentiation."""
     own = unchanged(f, evaluating=False) if isinstance(f, nn.Module) else nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), own:
         x = x.detach().clone()
-        check_output(applied(f, x.clone().requires_grad_().clone()))  # a clone, so that f may work in place
+        check_output(_output(f, x))
         recorded = function_at(f, x)
     return AutodiffJacobian(recorded, x, batched)
 

@@ -419,3 +419,27 @@ def test_a_block_without_its_residual_path():
     layers = Layers(program)
     pieces = read(program, ends_of(layers, 0, "update"))
     assert torch.allclose(pieces(TOKENS[0]), (model.layers[0](TOKENS) - TOKENS)[0])
+
+
+@torch.library.custom_op("howsmooth_tests::first_entry", mutates_args=())
+def first_entry(t: Tensor) -> float:
+    return float(t[0, 0])
+
+
+def test_a_number_that_an_operator_of_ones_own_returns_is_read_off():
+    """The answer flips in a strip that no point of the comparison lies in."""
+    with pytest.raises(BadFunctionError, match="reads a number off"):
+        hs.certified_radius(lambda t: (t @ W).mean(0) * (-1 if abs(first_entry(t) - 1.3) < 0.02 else 1), X, attack=False)
+
+
+def test_memory_from_outside_that_is_written_to_is_refused():
+    """Whoever holds it can read it unseen."""
+    shared = torch.zeros(2, 2).double()
+    seen = shared.numpy()
+
+    def f(t: Tensor) -> Tensor:
+        shared.copy_(t.detach())
+        return (t @ W).mean(0) * (-1 if abs(seen[0, 0] - 1.3) < 0.02 else 1)
+
+    with pytest.raises(BadFunctionError):
+        hs.certified_radius(f, X, attack=False)

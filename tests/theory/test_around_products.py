@@ -167,3 +167,26 @@ def test_a_bound_that_is_less_by_rounding_alone_is_none():
     assert around.upper_end(norm) == around.slope >= norm
     with pytest.raises(RefutedBoundError):
         replace(around, slope=norm * (1 - 1e-6)).upper_end(norm)
+
+
+class _GatedByOne(nn.Module):
+    """Hidden units, all gated by the first of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.up, self.down = nn.Linear(6, 32), nn.Linear(32, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return x + self.a(x, x, x, need_weights=False)[0] + self.down(y * y[..., :1])
+
+
+def test_units_that_are_gated_by_one_of_them():
+    x = torch.randn(1, 3, 6)
+    block = _GatedByOne().eval()
+    found = hs.load(block).measure(inputs=x, layer=0, map="block", within=0.01, steps=0)
+    step = torch.randn(1, 3, 6).double()
+    y = x.double() + 0.01 * step / step.norm(dim=-1, keepdim=True)
+    J = torch.autograd.functional.jacobian(block.double(), y).reshape(18, 18)  # pyright: ignore[reportAttributeAccessIssue]
+    assert float(torch.linalg.matrix_norm(J, 2)) <= found.upper

@@ -102,13 +102,15 @@ def record_function(f: Callable[..., Any], *args: Tensor) -> Program:
 def function_at(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
     """A function of one tensor, recorded at `x` and confirmed; its derivative is that of its values.
 
-    In its own precision; casts of a function of float64 to narrower ones are left out.
+    In its own precision; casts of a function of float64 to float32 on the way are left out.
     """
     program = record_function(f, x)
     flow, (y,) = Flow(program, program.inputs), program.outputs
     if not flow.live(y):
         raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
-    again, _ = segment(program, flow, program.inputs, (y,), wide=x.dtype is torch.float64)
+    kinds = {getattr(value(n), "dtype", None) for n in flow.between(program.inputs, (y,))}
+    wide = x.dtype is value(y).dtype is torch.float64 and kinds.isdisjoint({torch.float16, torch.bfloat16})
+    again, _ = segment(program, flow, program.inputs, (y,), wide=wide)
     return lambda t: again(t)[0]
 
 
@@ -195,12 +197,16 @@ def same(own: Tensor, ours: Tensor, most: Mapping[torch.dtype, float] = _SAME) -
 def beside(program: Program) -> tuple[Tensor, ...]:
     """Other tensors of the recording's kind: features moved, ordinary ids exchanged among their places, all else as it is."""
     generator = torch.Generator().manual_seed(0)
-    special = _special_ids(program)
-    return tuple(_near(t, special.get(n), generator) for n, t in zip(program.inputs, program.tensors, strict=True))
+    special, counts = _special_ids(program)
+    given = zip(program.inputs, program.tensors, strict=True)
+    return tuple(_near(t, special.get(n), counts.get(n, 0), generator) for n, t in given)
 
 
-def _near(t: Tensor, special: set[int] | None, generator: torch.Generator) -> Tensor:
-    """Another tensor of the same kind. special: ids that stay in their places; nothing where the tensor holds no ids."""
+def _near(t: Tensor, special: set[int] | None, count: int, generator: torch.Generator) -> Tensor:
+    """Another tensor of the same kind. special: ids that stay in their places; nothing where the tensor holds no ids.
+
+    count: of ids in their table, another of which is taken where there are no two to exchange.
+    """
     if t.is_floating_point():
         size = t[t.isfinite()].abs()
         return t + _STEP * size.mean() * torch.randn(t.shape, generator=generator).to(t) if len(size) else t
@@ -209,11 +215,18 @@ def _near(t: Tensor, special: set[int] | None, generator: torch.Generator) -> Te
     flat = t.flatten().clone()
     places = (~torch.isin(flat, torch.tensor(sorted(special), dtype=t.dtype, device=t.device))).nonzero()[:, 0]
     flat[places] = flat[places[torch.randperm(len(places), generator=generator).to(t.device)]]
+    if torch.equal(flat, t.flatten()) and len(places):
+        known = {*special, *flat.tolist()}
+        flat[places] = next((i for i in range(count) if i not in known), int(flat[places[0]]))
     return flat.view(t.shape)
 
 
-def _special_ids(program: Program) -> dict[Node, set[int]]:
-    """The arguments that hold ids of tables, and their ids that the module compares with numbers of its own, or pads with."""
+def _special_ids(program: Program) -> tuple[dict[Node, set[int]], dict[Node, int]]:
+    """The arguments that hold ids of tables, with those that the module compares with numbers of its own, or pads with.
+
+    And how many ids their tables have.
+    """
+    counts = dict[Node, int]()
     found, named, positions = dict[Node, set[int]](), _named_ids(program.module), set(map(id, _arguments(program, "position")))
     for n in (n for n, t in zip(program.inputs, program.tensors, strict=True) if id(t) not in positions):
         todo, visited, special, is_id = [n], {n}, set[int](), False
@@ -224,13 +237,15 @@ def _special_ids(program: Program) -> dict[Node, set[int]]:
                 visited.add(u)
                 if name(u) in TABLES:
                     is_id, special = True, special | {i for i in u.args[2:3] if isinstance(i, int)}
+                    table: Any = u.args[0]
+                    counts[n] = min(len(value(table)), counts.get(n, len(value(table))))
                 elif name(u) in _COMPARED:
                     special |= {i for i in u.args if isinstance(i, int)}
                 elif name(u) in SHAPE | PARTS | {"where", "masked_fill", "add", "clamp", "clamp_min"}:
                     todo.append(u)
         if is_id:
             found[n] = special | named
-    return found
+    return found, counts
 
 
 def _named_ids(module: nn.Module) -> set[int]:

@@ -9,6 +9,8 @@ from problems.modules import (
     cross,
     decoders,
     depth,
+    endings,
+    folded,
     generative,
     generators,
     gradients,
@@ -19,11 +21,13 @@ from problems.modules import (
     memory,
     mixing,
     models,
+    numbered,
     own_blocks,
     padding,
     pictures,
     places,
     positions,
+    projected,
     refused,
     shapes,
     softmax,
@@ -67,6 +71,10 @@ FAMILIES: dict[str, list[Question]] = {
     "joined": joined.QUESTIONS,
     "shapes": shapes.QUESTIONS,
     "generative": generative.QUESTIONS,
+    "folded": folded.QUESTIONS,
+    "projected": projected.QUESTIONS,
+    "endings": endings.QUESTIONS,
+    "numbered": numbered.QUESTIONS,
 }
 _ALL = [question for family in FAMILIES.values() for question in family]
 QUESTIONS: dict[str, Question] = {question.name: question for question in _ALL}
