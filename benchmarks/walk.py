@@ -60,7 +60,8 @@ def run(quick: bool = False) -> list[dict[str, object]]:
         rows.append({"call": name, **walk(call)})
 
     model = hs.load("demo")
-    attn = hs.Attention(*torch.randn(4, 8, 8).mul(8**-0.5))
+    w_q, w_k, w_v, w_o = torch.randn(4, 8, 8).mul(8**-0.5)
+    attn = hs.Attention(w_q, w_k, w_v, w_o)
     x = torch.randn(64, 8)
     agree("lipschitz", hs.lipschitz(attn, x).value, float(torch.linalg.svdvals(hs.jacobian(attn, x).dense())[0]), 1e-4)
     row("lipschitz(attn, x)", lambda: hs.lipschitz(attn, x), lambda: hs.lipschitz(attn, x[:50]))

@@ -11,7 +11,10 @@ from problems.layers import gaussian
 
 @pytest.fixture
 def initialized(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    if torch.cuda.is_available():
+        torch.cuda.init()
+    else:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)

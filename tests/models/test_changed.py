@@ -97,8 +97,9 @@ def test_routing_is_that_of_each_input(build: Callable[[], nn.Module]):
 @pytest.mark.parametrize("by_name", [False, True])
 def test_data_parallel(by_name: bool):
     net = blocks()
+    expected = largest(net.blocks[0], X)
     given: dict[str, Any] = {"inputs": {"x": X} if by_name else [X]}
-    assert value(hs.load(nn.DataParallel(net)), map="block", **given) == pytest.approx(largest(net.blocks[0], X), rel=1e-6)
+    assert value(hs.load(nn.DataParallel(net)), map="block", **given) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

@@ -276,7 +276,14 @@ ZOO: dict[str, Animal] = {
     **{
         f"gemma2 {kind}": Animal(
             lambda: t.Gemma2Model(
-                t.Gemma2Config(**GROUPED, **TOKENS, sliding_window=4, attn_logit_softcapping=10.0, query_pre_attn_scalar=6)
+                t.Gemma2Config(
+                    **GROUPED,
+                    **TOKENS,
+                    sliding_window=4,
+                    attn_logit_softcapping=10.0,
+                    query_pre_attn_scalar=6,
+                    attn_implementation="eager",  # transformers 5.17 would take torch's function, which knows no soft-cap
+                )
             ),
             "layers.{}",
             "layers.{}.self_attn",

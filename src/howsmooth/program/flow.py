@@ -1,12 +1,11 @@
 """What depends on what in a recorded run: sets of nodes as bits, so that unions cost little."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch.fx import Node
 
-from howsmooth.program.nodes import is_float, name, reads
-from howsmooth.program.operations import SHAPE_ALONE
+from howsmooth.program.nodes import reads
 from howsmooth.program.tracing import Program
 
 
@@ -22,10 +21,11 @@ class Flow:
         self.begins = tuple(dict.fromkeys(begins))
         first = {self.index[n] for n in self.begins}
         self._up: list[int] = []
-        for i, n in enumerate(self.nodes):
+        for i, (n, read) in enumerate(zip(self.nodes, program.reads, strict=True)):
             bits = 1 << i if i in first else 0
-            if not bits and n.op != "output" and is_float(n) and name(n) not in SHAPE_ALONE:
-                bits = self.up(*reads(n))
+            if not bits and n.op != "output":
+                for m in read:
+                    bits |= self._up[self.index[m]]
                 bits |= (1 << i) * bool(bits)
             self._up.append(bits)
 
@@ -45,7 +45,7 @@ class Flow:
 
     def feeds(self, n: Node) -> list[Node]:
         """The live nodes that a node reads."""
-        return [] if n in self.begins else [m for m in reads(n) if self.live(m)]
+        return [] if n in self.begins else [m for m in reads(n) if self._up[self.index[m]]]
 
     def up(self, *nodes: Node) -> int:
         """The live nodes that some of these depend on, themselves among them, as bits."""
@@ -69,16 +69,18 @@ class Flow:
         """Some nodes as bits."""
         return sum(1 << i for i in {self.index[n] for n in nodes})
 
-    def unpack(self, bits: int) -> Iterator[Node]:
+    def unpack(self, bits: int) -> list[Node]:
         """The nodes of some bits, in order."""
+        found: list[Node] = []
         while bits:
             low = bits & -bits
-            yield self.nodes[low.bit_length() - 1]
+            found.append(self.nodes[low.bit_length() - 1])
             bits ^= low
+        return found
 
     def between(self, starts: Sequence[Node], ends: Sequence[Node]) -> list[Node]:
         """The nodes on the ways from some nodes to others, without the starts."""
-        return list(self.unpack(self.down(*starts) & self.up(*ends) & ~self.bits(starts)))
+        return self.unpack(self.down(*starts) & self.up(*ends) & ~self.bits(starts))
 
     @functools.cached_property
     def outputs(self) -> tuple[Node, ...]:

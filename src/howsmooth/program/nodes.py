@@ -1,10 +1,13 @@
 """Names and facts of nodes: which aten operation a node is, what it reads, what its value looks like."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+
+from howsmooth.program.operations import SHAPE_ALONE
 
 LIKE = {"type_as", "view_as", "reshape_as", "expand_as"}
 RANDOM = torch.Tag.nondeterministic_seeded
@@ -45,6 +48,11 @@ def reads(n: Node) -> list[Node]:
     """The nodes whose numbers a node reads; what only gives it a shape or a dtype is left out."""
     alike = getattr(n.target, "_overloadname", "") == "other" if name(n) == "to" else name(n) in LIKE
     return [m for m in n.all_input_nodes if not alike or m is n.args[0]]
+
+
+def carried(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Node by node, those through which what moves reaches it: none where it is no floating-point tensor, or a shape alone."""
+    return [reads(n) if is_float(n) and name(n) not in SHAPE_ALONE else [] for n in nodes]
 
 
 def is_random(n: Node) -> bool:

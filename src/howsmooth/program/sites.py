@@ -321,7 +321,7 @@ class AttentionSites:
         """Whether a call's output meets those of a group inside one module, before a residual is added."""
         flow = self.flow
         outs = [group.outputs[0], call.output]
-        first = next(flow.unpack(flow.down(outs[0]) & flow.down(outs[1])), None)
+        first = next(iter(flow.unpack(flow.down(outs[0]) & flow.down(outs[1]))), None)
         if first is None or name(first) not in JOINS | ADDS | PRODUCT:
             return False
         own, stream = flow.down(*group.sources, call.output), flow.up(*group.enter)

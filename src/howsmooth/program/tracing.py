@@ -25,7 +25,7 @@ from howsmooth.errors import BadFunctionError
 from howsmooth.program.attention import unify
 from howsmooth.program.flex import replace_flex
 from howsmooth.program.functional import functional
-from howsmooth.program.nodes import is_random, is_view, name, order, value, writes
+from howsmooth.program.nodes import carried, is_random, is_view, name, order, value, writes
 from howsmooth.program.reads import NotedReads
 from howsmooth.program.weights import Loans, ModuleCalls, NamedWeights, unhooked, watching
 
@@ -76,6 +76,11 @@ class Program:
     def nodes(self) -> tuple[Node, ...]:
         return tuple(self.code.graph.nodes)
 
+    @functools.cached_property
+    def reads(self) -> list[list[Node]]:
+        """Node by node, those through which what moves reaches it."""
+        return carried(self.nodes)
+
     @property
     def constants(self) -> list[Tensor]:
         """The tensors that are in the graph as they are."""
@@ -124,7 +129,7 @@ def trace(
     """
     leaves, spec = tree_flatten((tuple(args), dict(kwargs or {})))
     tensors, weights = distinct(leaves), NamedWeights(module)
-    loans = Loans(module, tensors[0].device if tensors else None)
+    loans = Loans(module, tensors[0].device if tensors else None, alone=True)
     given = {key: _spare(t.detach()) for key, t in weights.items()}
     hidden: list[int] = []
 

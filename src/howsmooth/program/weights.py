@@ -92,11 +92,12 @@ class Loans(ModuleCalls):
     """Weights that live elsewhere are on a device while the block they belong to runs, and only then.
 
     A block is an element of a list of modules; weights outside of any go with the module that holds them.
+    alone: the library, which may bring weights too, does not do so now.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device | None):
+    def __init__(self, module: nn.Module, device: torch.device | None, *, alone: bool = False):
         self._device, self._out = device, dict[nn.Module, list[tuple[dict[str, Any], str, Tensor]]]()
-        self._of = {} if device is None or offloaded(module) else _homes(module, device)
+        self._of = {} if device is None or (offloaded(module) and not alone) else _homes(module, device)
 
     def before(self, module: nn.Module) -> None:
         if module not in self._of or module in self._out:
