@@ -32,6 +32,7 @@ GROUPED: Options = {
     "head_dim": 6,
     "max_position_embeddings": 32,
 }
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}  # transformers 5.17 would take one that knows no soft-cap
 TOKENS: Options = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 PICTURE: Options = {
     "hidden_size": 16,
@@ -282,7 +283,7 @@ ZOO: dict[str, Animal] = {
                     sliding_window=4,
                     attn_logit_softcapping=10.0,
                     query_pre_attn_scalar=6,
-                    attn_implementation="eager",  # transformers 5.17 would take torch's function, which knows no soft-cap
+                    **EAGER,
                 )
             ),
             "layers.{}",
