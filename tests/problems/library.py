@@ -304,7 +304,10 @@ def attention_in(module: nn.Module, block: nn.Module) -> tuple[nn.Module, nn.Mod
     around = next(m for m in block.modules() if any(child is start for child in m.children()))
     output = getattr(around, "output", None) if around is not block else None
     end = getattr(output, "dense", output if isinstance(output, nn.Linear) else None)
-    return (around, end) if isinstance(end, nn.Module) else (start, start)
+    if not isinstance(end, nn.Module):
+        return start, start
+    normed = any("norm" in type(m).__name__.lower() for m in around.children())  # in front of attention: no part of it
+    return (start if normed else around), end
 
 
 # modules that attend, add the residual themselves and normalise: where their projection is

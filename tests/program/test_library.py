@@ -59,6 +59,8 @@ FORTY = [
     "xglm",
 ]
 KEY = "_experts_implementation_internal"
+# whose values autograd is not told of: a backward pass of its own, a choice passed straight through, steps without gradients
+OTHER_DERIVATIVES = {"yoso", "groupvit", "hrm_text"}
 NO_SOFTMAX = {"fnet", "mamba", "mamba2", "rwkv"}
 
 
@@ -169,6 +171,8 @@ def test_experts_in_other_precisions(kind, dtype):
 @pytest.mark.parametrize("kind", [kind for kind in architectures() if kind not in FORTY])
 def test_all_others(kind):
     """Architectures that the recipe builds and runs are right or refused in a sentence; the others are skipped."""
+    if kind in OTHER_DERIVATIVES:
+        pytest.skip("its derivative by autograd is not that of its values, which is measured")
     try:
         model: PreTrainedModel = build(kind)
         sides = list(parts(model))

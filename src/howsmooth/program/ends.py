@@ -13,7 +13,7 @@ from howsmooth.program.calls import AttentionCall
 from howsmooth.program.flow import Flow
 from howsmooth.program.layers import Layer, Layers
 from howsmooth.program.nodes import name, shape
-from howsmooth.program.operations import JOINS, MATRIX, PARTS, SHAPE
+from howsmooth.program.operations import JOINS, MATRIX, PADS, PARTS, SHAPE
 from howsmooth.program.replay import Way
 from howsmooth.program.sites import AttentionSites, Group
 
@@ -122,6 +122,8 @@ def _span(layers: Layers, layer: int, to: int | str) -> Ends:
             f"expected to from {layer} to {len(found) - 1}, 'final' or 'logits', got {to!r}; name a later layer"
         )
     last = layers.last if to == "final" else found[to]
+    if last.last <= found[layer].first:
+        raise BadInputError(f"expected a layer that runs behind the first, got {to}, which runs before it; name a later one")
     if last.of is not layers:
         raise BadInputError("expected a later layer of the same tokens, got one of others; name another")
     _leave(layers, found[layer])  # a block, or one sentence
@@ -167,7 +169,10 @@ def _normed_behind(layers: Layers, last: Node) -> Node:
     for n in flow.after([last], ends):
         if any(name(m) in MATRIX for m in flow.between([found], [n])):
             break
-        if (shape(n) or ())[-2:] == size:
+        own = shape(n) or ()
+        fewer = len(own) == len(shape(last) or ()) and own[-1:] == size[-1:]  # some of the tokens, behind a norm
+        cut = all(name(m) in SHAPE | PARTS | JOINS | PADS for m in flow.between([found], [n]))
+        if own[-2:] == size or (fewer and not cut):
             found = n
     return found
 

@@ -129,6 +129,7 @@ class Layers:
     def ends(self) -> tuple[Node, ...]:
         """What the module returns of the token stream: what depends on the last attention, before heads that it returns too."""
         flow, last = self.flow, list(self.flow.outputs)
+        last = [n for n in last if shape(n)] or last  # no loss
         if self.attention.calls:
             behind = flow.down(self.attention.calls[-1].output)
             last = [n for n in last if behind & flow.bit(n)] or last

@@ -190,11 +190,11 @@ class AttentionSites:
             inside = scope is not None and scope.holds(n)
             matrix = any(name(m) in MATRIX and m not in outs for m in part)
             gates = self._gates_alone(part) or (inside and all(name(m) in GATES | SHAPE | {"div"} for m in part[-1:]))
-            joined = any(not own & flow.bit(f) for m in part if name(m) not in GATES for f in flow.feeds(m))
+            joined = any(not own & flow.bit(f) for m in part if not self._is_gate(m, scope) for f in flow.feeds(m))
             beside = joined and heads and any(name(m) in JOINS for m in part)
             if joined and (projected or beside or not self._projected_behind(n, group, scope, own, ends)):
                 break
-            if projected and (adds or not inside) and not gates:
+            if projected and not (inside and (gates or not adds or self._wraps(n, outs))):
                 break
             if not shape(n):
                 continue
@@ -212,6 +212,16 @@ class AttentionSites:
         if end is None:
             raise BadInputError("expected attention whose heads are put together, got none such; measure map='block'")
         return end
+
+    def _is_gate(self, n: Node, scope: Scope | None) -> bool:
+        """Whether a node multiplies or divides by something else, as a product inside the module that attends may."""
+        return name(n) in GATES | {"div", "true_divide"} or (name(n) in MATRIX and scope is not None and scope.holds(n))
+
+    def _wraps(self, n: Node, outputs: Sequence[Node]) -> bool:
+        """Whether a module made a node together with the projection, and nothing of attention, as a list of both does."""
+        around = [s for s in self._scopes if s.holds(n) and not any(s.holds(m) for m in outputs)]
+        own = self.flow.unpack(self.flow.down(*outputs) & self.flow.up(n))
+        return any(s.holds(m) for s in around for m in own if m is not n and name(m) in MATRIX)
 
     def is_joined(self, group: Group, leave: Sequence[Node]) -> bool:
         """Whether one matrix projects attention together with another branch, which a block's own code puts beside it."""

@@ -390,8 +390,11 @@ def _split_sums(code: GraphModule) -> None:
         beta, alpha = n.kwargs.get("beta", 1), n.kwargs.get("alpha", 1)
         with graph.inserting_before(n):
             product = graph.call_function(_SUMS[name(n)], n.args[1:3])
-            first = n.args[0] if beta == 1 else graph.call_function(torch.ops.aten.mul.Tensor, (n.args[0], beta))
-            total = graph.call_function(torch.ops.aten.add.Tensor, (first, product), {} if alpha == 1 else {"alpha": alpha})
+            if beta == 0:  # what would be added may be anything
+                first = total = graph.call_function(torch.ops.aten.mul.Tensor, (product, alpha))
+            else:
+                first = n.args[0] if beta == 1 else graph.call_function(torch.ops.aten.mul.Tensor, (n.args[0], beta))
+                total = graph.call_function(torch.ops.aten.add.Tensor, (first, product), {} if alpha == 1 else {"alpha": alpha})
         for new in (product, first, total):
             new.meta.setdefault("order", order(n))
             new.meta.setdefault("val", value(n))
