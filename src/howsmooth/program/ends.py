@@ -267,7 +267,13 @@ def _cross(layers: Layers, layer: Layer, map: str, number: int) -> Ends:
     """Cross-attention in its queries' tokens, or in its context."""
     attention, flow = layers.wide, layers.wide.flow
     own = {call.output for group in layers.attention.groups for call in group.calls}
-    calls = [call for call in attention.calls if layer.holds(call.output) and call.output not in own]
+    calls: list[tuple[AttentionCall, ...]] = []
+    for call in attention.calls:  # those with the same queries whose outputs are added up are one
+        if layer.holds(call.output) and call.output not in own:
+            asks = [attention.bare(q) for q in call.queries]
+            alike = (k for k, c in enumerate(calls) if [attention.bare(q) for q in c[0].queries] == asks)
+            k = next((k for k in alike if attention.meets(Group(calls[k], call.queries), call)), len(calls))
+            calls[k:] = [(*(calls[k] if k < len(calls) else ()), call), *calls[k + 1 :]]
     if not 0 <= number < len(calls):
         place = layer.path or "the module"
         raise BadInputError(
@@ -276,16 +282,18 @@ def _cross(layers: Layers, layer: Layer, map: str, number: int) -> Ends:
             else f"expected a block with cross-attention, got {place}, which has none at this input; pass its context, as in "
             "encoder_hidden_states, or measure map='attention'"
         )
-    call = calls[number]
+    chosen = calls[number]
     if map == "cross":
-        through, enter = call.queries, [_projected_from(flow, call.queries)]
+        through = tuple(dict.fromkeys(n for call in chosen for n in call.queries))
+        enter = [_projected_from(flow, through)]
     else:
-        through, last = (*call.keys, *call.values), attention.common((*call.keys, *call.values))
-        call = replace(call, queries=())
-        enter = [m for n in last for m in attention.before_projection(n, call)]
+        through = tuple(n for call in chosen for n in (*call.keys, *call.values))
+        chosen = tuple(replace(call, queries=()) for call in chosen)
+        whole = functools.reduce(AttentionCall.__or__, chosen)
+        enter = [m for n in attention.common(through) for m in attention.before_projection(n, whole)]
     if len(enter) != 1:
         raise BadInputError("expected keys and values that are made of one context, got several; measure map='block'")
-    leave = attention.leave(Group((call,), (enter[0],)))
+    leave = attention.leave(Group(chosen, (enter[0],)))
     return Ends((enter[0],), (leave,), flow, through=through)
 
 

@@ -5,8 +5,10 @@ in one, and the outermost modules with one self-attention elsewhere.
 """
 
 import functools
+import itertools
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -349,12 +351,40 @@ class Layers:
         if around:
             half = self._half(around[-1], scopes)
             return (around[-1].path, around[-1].first, around[-1].last) if half is None else (half.path, half.first, half.last)
-        modules = [s for s in scopes if self._one_attention(s)]
-        if modules:
-            keeps = [s for s in modules if self._keeps_shape(s)]
-            s = max([s for s in keeps if self._has_residual(s)] or keeps or modules, key=len)
-            return s.path, s.first, s.last
-        return "", *self._cut_at_waists(group)
+        own = self._module_of(group)
+        if own is None or self._outside:
+            return "", *self._cut_at_waists(group)
+        return own.path, own.first, own.last
+
+    def _module_of(self, group: Group) -> Scope | None:
+        """The outermost module with one attention, that group's, which keeps the shape of its tokens and adds the residual."""
+        modules = [s for s in self.program.scopes if s.holds(*group.outputs) and self._one_attention(s)]
+        keeps = [s for s in modules if self._keeps_shape(s)]
+        return max([s for s in keeps if self._has_residual(s)] or keeps or modules, key=len, default=None)
+
+    @functools.cached_property
+    def _networks(self) -> list[tuple[Node, list[Node]]]:
+        """The sums, where all paths meet, of the tokens and of matrices that are no attention's, with those matrices."""
+        own = set[Node]()
+        for group in self.attention.groups:
+            with suppress(BadInputError):
+                own.update(self.flow.between(group.enter, [self.attention.leave(group)]))
+        found: list[tuple[Node, list[Node]]] = []
+        for before, behind in itertools.pairwise(self.waists):
+            if name(behind) in ADDS and self.residual([before], behind):
+                matrices = [n for n in self.flow.between([before], [behind]) if name(n) in MATRIX and n not in own]
+                found += [(behind, matrices)] if matrices else []
+        return found
+
+    @functools.cached_property
+    def _outside(self) -> bool:
+        """Whether matrices of blocks are in no module with one attention, where these are several: parts of blocks."""
+        outputs = [order(n) for g in self.attention.groups for n in g.outputs]
+        if any(e.first <= at < e.last for e in self._elements for at in outputs):  # blocks of lists are known
+            return False
+        scopes = [s for s in map(self._module_of, self.attention.groups) if s is not None]
+        matrices = [n for _, found in self._networks for n in found if scopes and order(n) >= scopes[0].first]
+        return len(scopes) > 1 and not all(any(s.holds(n) for s in scopes) for n in matrices)
 
     def _with_neighbours(self, e: Element) -> Element:
         """An element whose residual is added outside, with those of its number in lists side by side."""
@@ -382,18 +412,27 @@ class Layers:
         return ends is not None and scope.holds(ends[1]) and self.residual(ends[:1], ends[1])
 
     def _cut_at_waists(self, group: Group) -> tuple[int, int]:
-        """The orders of a group's block where no module is one: from the last waist before it to the last before the next."""
-        groups, index = self.attention.groups, self.flow.index
+        """The orders of a group's block where no module is one: from the last waist before it to the last before the next.
+
+        Attentions that follow on each other without a network between are of one block, where there are networks at all.
+        """
+        index, ends = self.flow.index, [order(n) for n, _ in self._networks]
 
         def start(g: Group) -> int:
             at = max(index[n] for n in g.enter)
             return max((order(w) + 1 for w in self.waists if index[w] <= at), default=0)
 
-        first = start(group)
-        later = [start(g) for g in groups if start(g) > first]
+        starts = sorted({start(g) for g in self.attention.groups})
+        begun = [b for a, b in itertools.pairwise(starts) if not ends or any(a <= e < b for e in ends)]
+        begun = [*starts[:1], *begun]
+        first = max(s for s in begun if s <= start(group))
+        later = [s for s in begun if s > first]
         if later:
             return first, min(later)
         adds = [w for w in self.waists if order(w) >= first and name(w) in ADDS and len(self.flow.feeds(w)) > 1]
+        normed = [next((w for w in self.waists if name(w) in NORMS and self.flow.feeds(w) == [add]), None) for add in adds]
+        if len(adds) > 1 and None not in normed:  # every sum is normalised, the last one too
+            adds = [w for w in normed if w is not None]
         return first, order(adds[-1] if adds else self.program.nodes[-1]) + 1
 
     @functools.cached_property

@@ -130,7 +130,7 @@ class AttentionSites:
         """What the projections that a call's operands have in common take: one node, or one a stream."""
         operands = [m for m in call.operands if self.flow.live(m)]
         projected = any(name(m) in MATRIX for m in self.flow.between([n], operands)) and not self._is_cut(n)
-        whole = all(self._bare(m) is self._bare(n) for m in operands)
+        whole = all(self.bare(m) is self.bare(n) for m in operands)
         if projected or (whole and not self._made_inside(call, n)):
             return [n]
         found = self._projected(call, n)
@@ -153,7 +153,7 @@ class AttentionSites:
         """
         feeds = self.flow.feeds(n)
         if name(n) in MATRIX and len(feeds) == 1:
-            before = self._bare(feeds[0])
+            before = self.bare(feeds[0])
             again = name(before) in MATRIX and self._made_inside(call, before) and self._is_alone(before)
             return self._projected(call, before) if again else set(feeds)
         alone = len(feeds) == 1 and shape(feeds[0]) == shape(n) and self._made_inside(call, n)
@@ -253,12 +253,12 @@ class AttentionSites:
 
     def _of_stream(self, n: Node, stream: int) -> bool:
         """Whether a node is what attention's input is made of, or a sum that this is a term of."""
-        n = self._bare(n)
+        n = self.bare(n)
         return bool(stream & self.flow.bit(n)) or (
             name(n) in ADDS and any(self._of_stream(m, stream) for m in self.flow.feeds(n))
         )
 
-    def _bare(self, n: Node) -> Node:
+    def bare(self, n: Node) -> Node:
         """A node without what only shapes or scales it."""
         while name(n) in SHAPE | {"mul", "div"} and len(feeds := self.flow.feeds(n)) == 1:
             n = feeds[0]
@@ -271,7 +271,7 @@ class AttentionSites:
         stream = self.flow.up(*group.enter)
         for m in self.flow.after([n], ends):
             part = self.flow.between([n], [m])
-            around = any(name(p) in ADDS and n in map(self._bare, self.flow.feeds(p)) for p in part)
+            around = any(name(p) in ADDS and n in map(self.bare, self.flow.feeds(p)) for p in part)
             if around or any(self._is_residual(p, own, stream) or name(p) not in _AFFINE | NORMS for p in part):
                 return False
             if any(name(p) in MATRIX for p in part):
@@ -317,17 +317,17 @@ class AttentionSites:
                 continue
             both = [g.enter if g.enter == enter else tuple(self._whole([*g.enter, *enter])) for g in found]
             fits = ((k, e) for k, e in enumerate(both) if e == enter or len(e) == 1)
-            k, whole = next(((k, e) for k, e in fits if self._meets(found[k], call)), (len(found), enter))
+            k, whole = next(((k, e) for k, e in fits if self.meets(found[k], call)), (len(found), enter))
             found[k:] = [Group((*(found[k].calls if k < len(found) else ()), call), whole), *found[k + 1 :]]
         return found
 
     def _chained(self, group: Group, call: AttentionCall) -> bool:
         """Whether a call takes what a group gives as it is, in another shape or scale, and all else from the group's input."""
-        rest = [n for n in call.operands if self._bare(n) not in group.outputs]
+        rest = [n for n in call.operands if self.bare(n) not in group.outputs]
         inputs = self.flow.bits(group.enter)
         return len(rest) < len(call.operands) and all(self.flow.up(n) & inputs == inputs for n in rest)
 
-    def _meets(self, group: Group, call: AttentionCall) -> bool:
+    def meets(self, group: Group, call: AttentionCall) -> bool:
         """Whether a call's output meets those of a group inside one module, before a residual is added."""
         flow = self.flow
         outs = [group.outputs[0], call.output]
