@@ -117,10 +117,8 @@ def _span(layers: Layers, layer: int, to: int | str) -> Ends:
         _refuse_losses(layers)
         behind = tuple(n for n in flow.outputs if n not in layers.ends and flow.up(n) & flow.bits(layers.ends))
         return Ends(enter, behind or layers.ends, flow)
-    if to != "final" and not (isinstance(to, int) and layer <= to < len(found)):
-        raise BadInputError(
-            f"expected to from {layer} to {len(found) - 1}, 'final' or 'logits', got {to!r}; name a later layer"
-        )
+    if to != "final" and not (isinstance(to, int) and 0 <= to < len(found)):
+        raise BadInputError(f"expected to below {len(found)}, 'final' or 'logits', got {to!r}; name a later layer")
     last = layers.last if to == "final" else found[to]
     if last.last <= found[layer].first:
         raise BadInputError(f"expected a layer that runs behind the first, got {to}, which runs before it; name a later one")

@@ -11,6 +11,7 @@ from problems.modules import (
     depth,
     endings,
     folded,
+    gated,
     generative,
     generators,
     gradients,
@@ -18,6 +19,7 @@ from problems.modules import (
     joined,
     latents,
     layouts,
+    lone,
     memory,
     mixing,
     models,
@@ -75,6 +77,8 @@ FAMILIES: dict[str, list[Question]] = {
     "projected": projected.QUESTIONS,
     "endings": endings.QUESTIONS,
     "numbered": numbered.QUESTIONS,
+    "lone": lone.QUESTIONS,
+    "gated": gated.QUESTIONS,
 }
 _ALL = [question for family in FAMILIES.values() for question in family]
 QUESTIONS: dict[str, Question] = {question.name: question for question in _ALL}
