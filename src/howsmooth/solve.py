@@ -4,7 +4,7 @@ ends beside it. Everything the package says of a constant comes through here."""
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
@@ -225,11 +225,8 @@ def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -
 
 def _output(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
     """What a function gives, without gradients where it can do without, so that nothing it keeps becomes part of a graph."""
-    with torch.no_grad():
-        try:
-            return f(x.clone())  # a clone, so that f may work in place
-        except RuntimeError:
-            pass
+    with torch.no_grad(), suppress(RuntimeError):
+        return f(x.clone())  # a clone, so that f may work in place
     with torch.enable_grad():
         return applied(f, x.clone().requires_grad_().clone())
 

@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 from torch.fx import Node
 
 from howsmooth.errors import BadInputError
+from howsmooth.program.elements import Element, elements_of, not_run_before, place_in_list
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import name, order, shape
 from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PARTS, SHAPE
@@ -25,22 +25,6 @@ from howsmooth.program.streams import every_stream, stream_of
 from howsmooth.program.tracing import Program, Scope
 
 _RESIDUAL = ADDS | SHAPE | PARTS | JOINS | NORMS | GATES | {"div", "where"}
-
-
-@dataclass(eq=False)
-class Element:
-    """One run of an element of a list of modules: the orders of its nodes, and the parts of it that were called."""
-
-    path: str
-    parent: str
-    first: int
-    last: int
-    parts: set[str]
-
-    def among_blocks(self, module: nn.Module) -> bool:
-        """Whether the list is one of blocks: a ModuleList, or a Sequential of parts that are alike."""
-        parent = module.get_submodule(self.parent)
-        return isinstance(parent, nn.ModuleList) or len({type(m) for m in parent.children()}) == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +61,7 @@ class Layers:
     """
 
     def __init__(self, program: Program, flow: Flow | None = None, apart: tuple[Flow, ...] = ()):
-        self.program, self._apart = program, apart
+        self.program, self._apart, self._elements = program, apart, elements_of(program)
         self.flow = stream_of(program) if flow is None else flow
         self.attention = AttentionSites(program, self.flow)
         self.streams: dict[Layer, tuple[tuple[Node, ...], tuple[Node, ...]]] = {}  # where blocks of several begin and end
@@ -99,29 +83,19 @@ class Layers:
         late = [a for a in self.own for b in others if a.overlaps(b) and b.of.reaches(a)]
         own = [a for a in self.own if a not in late]
         found = sorted([*own, *(b for b in others if not any(a.overlaps(b) for a in own))], key=lambda layer: layer.first)
-        numbers = [self._number(layer) for layer in found]
-        listed = len({parent for parent, _ in numbers}) == 1 and len({*numbers}) == len(numbers)
-        return sorted(found, key=lambda layer: self._number(layer)[1]) if listed else found
-
-    def _number(self, layer: Layer) -> tuple[str, int]:
-        """The list that a block is an element of, and its place there; nothing and -1 where it is in none."""
-        parent, _, place = layer.path.rpartition(".")
-        listed = place.isdigit() and isinstance(self.program.module.get_submodule(parent), nn.ModuleList)
-        return (parent, int(place)) if listed else ("", -1)
+        places = [place_in_list(self.program.module, layer.path) for layer in found]
+        listed = len({parent for parent, _ in places}) == 1 and len({*places}) == len(places)
+        return [layer for _, layer in sorted(zip(places, found, strict=True), key=lambda pair: pair[0])] if listed else found
 
     def check_number(self, layer: Layer) -> None:
         """Refuse a block whose number is not the model's, since a block like it before it in its list does not run."""
-        parent, place = self._number(layer)
-        if place < 0:
-            return
         kinds = {type(self.program.module.get_submodule(other.path)) for other in self.found}
-        run, siblings = {e.path for e in self._elements}, self.program.module.get_submodule(parent).named_children()
-        for key, block in siblings:
-            if int(key) < place and type(block) in kinds and f"{parent}.{key}".removeprefix(".") not in run:
-                raise BadInputError(
-                    f"expected blocks that all run, got {parent}.{key}, which does not run at this input, so that numbers "
-                    "behind it are not the model's; take it out, or measure map='model'"
-                )
+        missing = not_run_before(self.program.module, layer.path, {e.path for e in self._elements}, kinds)
+        if missing:
+            raise BadInputError(
+                f"expected blocks that all run, got {missing}, which does not run at this input, so that numbers behind it are "
+                "not the model's; take it out, or measure map='model'"
+            )
 
     def reaches(self, layer: Layer) -> bool:
         """Whether these tokens reach all self-attentions of a block."""
@@ -434,29 +408,6 @@ class Layers:
         if len(adds) > 1 and None not in normed:  # every sum is normalised, the last one too
             adds = [w for w in normed if w is not None]
         return first, order(adds[-1] if adds else self.program.nodes[-1]) + 1
-
-    @functools.cached_property
-    def _elements(self) -> list[Element]:
-        """Runs of elements of lists of modules, each after those it is inside."""
-        lists = {p for p, m in self.program.module.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
-        known: dict[str, Element] = {}
-        found: list[Element] = []
-        for scope in sorted(self.program.scopes, key=lambda s: (s.first, -s.last)):
-            words = scope.path.split(".") if scope.path else []
-            for i in range(1, len(words) + 1):
-                path, parent, part = ".".join(words[:i]), ".".join(words[: i - 1]), ".".join(words[i:])
-                if parent not in lists:
-                    continue
-                e = known.get(path)
-                if e is not None and scope.last <= e.last:  # inside a call that is known
-                    continue
-                if e is None or part in e.parts:
-                    known[path] = Element(path, parent, scope.first, scope.last, {part})
-                    found.append(known[path])
-                else:
-                    e.last = max(e.last, scope.last)
-                    e.parts.add(part)
-        return sorted(found, key=lambda e: (e.first, -e.last))
 
     # blocks that mix tokens otherwise
 
