@@ -143,19 +143,13 @@ def confirm(program: Program) -> None:
 
 def _versions(program: Program) -> list[int]:
     """How often the constants that outputs are made of were written into, but for the running statistics of norms."""
-    found: list[int] = []
-    for n in program.nodes:
-        t = getattr(program.code, str(n.target)) if n.op == "get_attr" else None
-        if not isinstance(t, Tensor) or t.is_inference():
+    needed, found = {program.nodes[-1]}, list[int]()
+    for n in reversed(program.nodes):
+        if n not in needed or name(n) in ("batch_norm", "instance_norm"):
             continue
-        todo, visited = [n], {n}
-        while todo:
-            m = todo.pop()
-            over = [u for u in m.users if u.target is copied and u.args[1] is not m]  # all of what was there is gone
-            more = [u for u in m.users if u not in visited | {*over} and name(u) not in ("batch_norm", "instance_norm")]
-            visited.update(more)
-            todo += more
-        found += [t._version] * (program.nodes[-1] in visited)
+        needed.update(m for m in n.all_input_nodes if n.target is not copied or m is n.args[1])  # else it is written over
+        t = getattr(program.code, str(n.target)) if n.op == "get_attr" else None
+        found += [t._version] if isinstance(t, Tensor) and not t.is_inference() else []
     return found
 
 
@@ -175,10 +169,10 @@ def agrees(program: Program, own: Sequence[Tensor], ours: Sequence[Tensor]) -> b
     most: Any = _REPLACED if calls else _SAME
     if any(_SAME.get(t.dtype) is None for t in calls):  # attention in half precision, whatever precision is around it
         most = {}
-    masks = [t.bool() for t in _arguments(program, "attention_mask") if t.ndim == 2 and not bool(t.all())]
+    masks = [t.bool() for t in _arguments(program, "attention_mask") if t.ndim == 2 and not t.is_floating_point()]
 
     def real(t: Tensor) -> Tensor:
-        return next((t[m.to(t.device)] for m in masks if t.shape[:2] == m.shape), t)
+        return next((t[m.to(t.device)] for m in masks if t.ndim > 2 and t.shape[:2] == m.shape), t)
 
     return len(own) == len(ours) and all(same(real(a), real(b), most) for a, b in zip(own, ours, strict=True))
 

@@ -13,7 +13,7 @@ from howsmooth.program.calls import AttentionCall
 from howsmooth.program.flow import Flow
 from howsmooth.program.layers import Layer, Layers
 from howsmooth.program.nodes import name, shape
-from howsmooth.program.operations import JOINS, MATRIX, PADS, PARTS, SHAPE
+from howsmooth.program.operations import JOINS, MATRIX, NORMS, PADS, PARTS, SHAPE
 from howsmooth.program.replay import Way
 from howsmooth.program.sites import AttentionSites, Group
 
@@ -47,7 +47,7 @@ class Ends:
             return self
         if len(self.enter) < 2 or len(self.leave) != len(self.enter) or not 0 <= stream < len(self.enter):
             raise BadInputError(f"expected stream=None, or one of several streams, got {stream} of {len(self.enter)}")
-        return Ends(self.enter[stream : stream + 1], self.leave[stream : stream + 1], self.flow, self.less)
+        return replace(self, enter=self.enter[stream : stream + 1], leave=self.leave[stream : stream + 1])
 
 
 def ends_of(
@@ -167,10 +167,10 @@ def _normed_behind(layers: Layers, last: Node) -> Node:
     for n in flow.after([last], ends):
         if any(name(m) in MATRIX for m in flow.between([found], [n])):
             break
-        own = shape(n) or ()
+        own, part = shape(n) or (), flow.between([found], [n])
         fewer = len(own) == len(shape(last) or ()) and own[-1:] == size[-1:]  # some of the tokens, behind a norm
-        cut = all(name(m) in SHAPE | PARTS | JOINS | PADS for m in flow.between([found], [n]))
-        if own[-2:] == size or (fewer and not cut):
+        cut = all(name(m) in SHAPE | PARTS | JOINS | PADS | NORMS for m in part) and any(name(m) in NORMS for m in part)
+        if own[-2:] == size or (fewer and cut):
             found = n
     return found
 
@@ -193,7 +193,8 @@ def _streams(layers: Layers, layer: Layer) -> tuple[tuple[Node, ...], tuple[Node
     before = [other for other in layers.own if other.last <= layer.first]
     entering = layers.taken(inside)
     if before and layers.joins(before[-1]):  # the order that they have from the first block on
-        entering = _in_order(layers.flow, entering, _streams(layers, before[-1])[1])
+        with suppress(BadInputError):
+            entering = _in_order(layers.flow, entering, _streams(layers, before[-1])[1])
     given = layers.given(inside, returned=False)
     left = [[n for n in given if layers.residual([e], n)] for e in entering]
     count = len(layer.groups[0].enter)

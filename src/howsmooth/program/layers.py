@@ -305,12 +305,19 @@ class Layers:
         groups = self.attention.groups
         return sum(any(part.first <= order(n) < part.last for n in g.outputs) for g in groups) == 1
 
+    def _holds_blocks(self, e: Element) -> bool:
+        """Whether lists inside an element have blocks of their own."""
+        inside = [o for o in self._elements if o.path.startswith(f"{e.path}.") and self._one_attention(o)]
+        return any(not self._beside_others(o) for o in inside)
+
     def _beside_others(self, e: Element) -> bool:
-        """Whether attention outside of an element lies between the waists around it, as where several attend at once."""
+        """Whether attention outside of an element, which neither feeds it nor follows it, is between the waists around it."""
         ends = self._around(e.first, e.last)
         between = self.flow.bits(self.flow.between(ends[:1], ends[1:])) if ends else 0
-        outside = [n for g in self.attention.groups for n in g.outputs if not e.first <= order(n) < e.last]
-        return bool(between & self.flow.bits(outside))
+        outputs = [n for g in self.attention.groups for n in g.outputs]
+        own = [n for n in outputs if e.first <= order(n) < e.last]
+        near = self.flow.up(*own) | self.flow.down(*own)
+        return bool(between & ~near & self.flow.bits(n for n in outputs if n not in own))
 
     def _block_of(self, group: Group) -> tuple[str, int, int]:
         """The path and the orders of a group's block."""
@@ -322,6 +329,7 @@ class Layers:
         for e in (*(e for e in keeps if e.among_blocks(self.program.module)), *keeps, *single):
             return e.path, e.first, e.last
         scopes = [s for s in self.program.scopes if s.holds(*group.outputs)]
+        around = [e for e in around if not self._holds_blocks(e)]
         if around:
             half = self._half(around[-1], scopes)
             return (around[-1].path, around[-1].first, around[-1].last) if half is None else (half.path, half.first, half.last)

@@ -332,7 +332,7 @@ def batch_norm(
         mean, var = x.mean(axes), x.var(axes, correction=0)
     y = (x - mean.reshape(channels)) * (var + eps).rsqrt().reshape(channels)
     y = y if weight is None else y * weight.reshape(channels)
-    return y if bias is None else y + bias.reshape(channels)
+    return (y if bias is None else y + bias.reshape(channels)).to(x.dtype)
 
 
 def instance_norm(

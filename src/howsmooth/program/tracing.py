@@ -25,7 +25,7 @@ from howsmooth.errors import BadFunctionError
 from howsmooth.program.attention import unify
 from howsmooth.program.flex import replace_flex
 from howsmooth.program.functional import functional
-from howsmooth.program.nodes import carried, is_random, is_view, name, order, value, writes
+from howsmooth.program.nodes import carried, is_random, is_view, name, order, shape, value, writes
 from howsmooth.program.reads import NotedReads
 from howsmooth.program.weights import Loans, ModuleCalls, NamedWeights, unhooked, watching
 
@@ -91,12 +91,12 @@ class Program:
     def has_weights(self) -> bool:
         """Whether the module still has all weights by the names and in the shapes that the recording knows."""
         now = self.weights_now()
-        return all(key in now and now[key].shape == value(n).shape for n, key in self.weights.items())
+        return all(key in now and now.shape(key) == shape(n) for n, key in self.weights.items())
 
     def stamp(self) -> list[tuple[int, int]]:
         """What changes when a weight is written into, or when another tensor takes its place."""
         weights = (*self.module.parameters(), *self.module.buffers())
-        return [(id(t), 0 if t.is_inference() else t._version) for t in weights]
+        return [(id(t), 0 if t.is_inference() else t._version) for t in weights if not t.is_meta]  # others come and go
 
     @property
     def outputs(self) -> tuple[Node, ...]:
@@ -233,7 +233,7 @@ def unchanged(module: nn.Module, *, evaluating: bool = True) -> Iterator[None]:
     parts = list(module.modules())
     before = [vars(m).copy() for m in parts]
     inside = [(v, v.copy() if v else None) for state in before for v in state.values() if isinstance(v, list | dict | set)]
-    loose = [v for state in before for v in state.values() if isinstance(v, Tensor) and not v.is_meta]
+    loose = [v for state in before for v in state.values() if isinstance(v, Tensor) and _is_plain(v)]
     buffers = [(t, t.clone()) for t in (*module.buffers(), *loose)]
     for m in parts:
         if not evaluating:
@@ -263,6 +263,10 @@ def unchanged(module: nn.Module, *, evaluating: bool = True) -> Iterator[None]:
         for t, old in buffers:
             if not torch.equal(t, old):
                 t.data.copy_(old)
+
+
+def _is_plain(t: Tensor) -> bool:
+    return t.layout is torch.strided and not (t.is_meta or t.is_nested or t.is_quantized)
 
 
 @contextmanager

@@ -33,6 +33,11 @@ class NamedWeights(Mapping[str, Tensor]):
         t: Tensor = getattr(part, key)
         return kept[key] if t.is_meta and kept is not None else t
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, which need not be brought from elsewhere."""
+        part, key, _ = self._at[name]
+        return tuple(getattr(part, key).shape)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._at)
 
@@ -123,5 +128,6 @@ def _homes(module: nn.Module, device: torch.device) -> dict[nn.Module, list[nn.M
         return {}
     listed = [c for m in module.modules() if isinstance(m, _LISTS) for c in m.children() if not isinstance(c, _LISTS)]
     inside = {part for block in listed for part in block.modules()}
-    blocks = [block for block in listed if not any(block is not other and block in set(other.modules()) for other in listed)]
+    nested = {part for block in listed for part in block.modules() if part is not block}
+    blocks = [block for block in listed if block not in nested]
     return {b: list(b.modules()) for b in blocks} | {m: [m] for m in module.modules() if m not in inside}
