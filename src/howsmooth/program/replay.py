@@ -320,7 +320,7 @@ def batch_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
-    """Torch's batch norm as a formula: gradients of torch's own are wrong where they come in some layouts (torch 2.6 to 2.13).
+    """Torch's batch norm as a formula: where gradients come in some layouts, torch's own are wrong (seen with 2.11 and 2.13).
 
     >>> x = torch.randn(2, 3, 4)
     >>> ours = batch_norm(x, None, None, torch.zeros(3), torch.ones(3), False)

@@ -167,6 +167,8 @@ def trace(
         code = graph(calls, whole=False)
     for i, n in enumerate(code.graph.nodes):
         n.meta["order"] = i
+        if n.op == "get_attr":  # of which older versions of torch note nothing
+            n.meta.setdefault("val", getattr(code, str(n.target)))
     holders = [n for n in code.graph.nodes if n.op == "placeholder"]
     _check(code, given, weights, set(holders[: len(given)]))
     _split_sums(code)
