@@ -143,7 +143,7 @@ class LogitsReader:
         return self.edit.expand(n, (*lead, *size(n)[-2:]))
 
     def view(self, logits: LazyLogits, before: Tensor, after: Tensor) -> LazyLogits:
-        """The same with entries in other places, or with some of them.
+        """Logits whose entries lie in other places, or some of them.
 
         before, after: tensors that share memory as the nodes do; strides say which entries of the one are those of the other.
         """

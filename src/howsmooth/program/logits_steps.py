@@ -108,7 +108,7 @@ def _padded(r: LogitsReader, n: Node, a: Any, pad: Any, *rest: Any, value: float
 
 
 def _viewed(r: LogitsReader, n: Node, a: Any, *_: Any, **__: Any) -> LazyLogits | LazyRow | tuple[LazyLogits, ...]:
-    """The same, or parts of it, in other places, or in another precision."""
+    """What is known of a node, or a part of it, in other places or in another precision."""
     known = r.known.get(a)
     if known is None or isinstance(known, tuple) or not is_float(n):
         raise NotAttentionError

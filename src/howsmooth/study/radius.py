@@ -18,6 +18,7 @@ from howsmooth.models.near import in_pieces, to_the_end
 from howsmooth.models.tokens import Window
 from howsmooth.program.pieces import Piece, Pieces, pieces_of, pruned
 from howsmooth.program.reading import check_agrees, read_function
+from howsmooth.program.tracing import written_path
 from howsmooth.search.radius import PER, Per, Radius, first_order, largest, smallest_change
 from howsmooth.settings import choice, flag, moving, number, whole
 from howsmooth.solve import Options, solve
@@ -118,18 +119,15 @@ def _from_function(f: Callable[[Tensor], Tensor], x: Tensor | None, input: dict[
         g.eval().requires_grad_(False)
 
     def scores(t: Tensor) -> Tensor:
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
         try:
-            y = g((t[None] if batched else t).clone())  # which g may write into
+            with written_path():
+                y = g((t[None] if batched else t).clone())  # which g may write into
         except RuntimeError as error:
             said = next(iter(str(error).strip().splitlines()), "no word")[:120]
             raise BadInputError(
                 f"expected a function that takes float64 of shape {tuple(x.shape)}, got an error from it ({said}); "
                 "pass a module, which is widened, or a function in float64"
             ) from error
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
         return y.reshape(-1, y.shape[-1])
 
     return _Answered(scores, None, flat)

@@ -236,7 +236,7 @@ class Following:
         self.directions[layer, False] = orthonormal(torch.cat([top[:, None].to(old), old[:, : self._times - 1]], 1))
 
     def _point(self, layer: int, tops: list[Tensor]) -> None:
-        """The same for the heads, each with a direction of its own."""
+        """Put certified top directions of heads, each with one of its own, in the place of the carried ones."""
         most = max(self.paths.heads.values())
         block = torch.stack(tops, 1)  # (items, heads, N)
         filled = torch.cat([block, block.new_zeros(len(block), most - len(tops), block.shape[-1])], 1)

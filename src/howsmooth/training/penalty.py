@@ -23,7 +23,7 @@ from howsmooth.maps.operator import stream, unit_rows
 from howsmooth.models import MapName, Model
 from howsmooth.models.recorded import Recording, Recordings, not_the_same
 from howsmooth.program.attention import answering
-from howsmooth.program.tracing import unchanged
+from howsmooth.program.tracing import unchanged, written_path
 from howsmooth.settings import choice, flag, number, whole
 from howsmooth.spectral.ritz import converged, krylov
 from howsmooth.training.jacobians import LayerGraph, LayerJacobians, LayerTurn
@@ -91,8 +91,7 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
         warnings.filterwarnings("ignore", FORWARD_MODE, DeprecationWarning)
         if isinstance(f, nn.Module):
             stack.enter_context(unchanged(f))
-            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-            torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layers have no derivatives
+            stack.enter_context(written_path())  # torch's fused encoder layers have no derivatives
         g, xs, lead = _by_items(f, x, flag(batched, "batched"))
         at = xs.detach()
         v = None if state is None else state.v
