@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.maps import Operator
+from shapes import shapes_checked
 
 PARITY = 1e-6  # against a library's own float64 model, which casts to float32 inside norms, softmax and rotary phases
 ROUNDINGS = 16  # operations in a chain before a sum: softmax, two products, a division
@@ -42,6 +43,7 @@ def probes(op: Operator, shape: tuple[int, ...], count: int = 3, seed: int = 0) 
     return torch.randn(count, op.batch, *shape, generator=random, dtype=torch.float64).to(op.dtype)
 
 
+@shapes_checked()
 def check_dense(op: Operator, reference: Tensor, *, growth: float = 1.0, scale: float = 0.0) -> None:
     """Both products give the reference matrices, (batch, out, in), whichever of them `dense` itself takes."""
     assert_close(op.dense(), reference, op.dtype, growth=growth, scale=scale)
@@ -56,6 +58,7 @@ def check_dense(op: Operator, reference: Tensor, *, growth: float = 1.0, scale: 
         assert_close(image.reshape(size, op.batch, -1).permute(1, 2, 0), matrix, op.dtype, growth=growth, scale=scale)
 
 
+@shapes_checked()
 def check_adjoint(op: Operator, *, growth: float = 1.0, scale: float = 0.0) -> None:
     """`⟨Jv, u⟩ = ⟨v, Jᵀu⟩`, item by item. scale: the size of terms that cancel in the entries of `J`."""
     v, u = probes(op, op.in_shape, seed=1), probes(op, op.out_shape, seed=2)
@@ -71,6 +74,7 @@ def check_adjoint(op: Operator, *, growth: float = 1.0, scale: float = 0.0) -> N
             assert_close(left, right, op.dtype, scale=size, growth=growth)
 
 
+@shapes_checked()
 def check_probes_equal_loop(op: Operator, *, growth: float = 1.0) -> None:
     """A block of probes gives what each gives alone, and no product writes into its argument."""
     for product, shape in ((op.jvp, op.in_shape), (op.vjp, op.out_shape)):
@@ -82,6 +86,7 @@ def check_probes_equal_loop(op: Operator, *, growth: float = 1.0) -> None:
             assert_close(together[p], product(block[p : p + 1])[0], op.dtype, growth=growth)
 
 
+@shapes_checked()
 def check_gram(op: Operator, *, growth: float = 1.0) -> None:
     """`gram(v)` is `Jᵀ(Jv)` and the inner products of the images `Jv`."""
     v = probes(op, op.in_shape, seed=4)
@@ -92,6 +97,7 @@ def check_gram(op: Operator, *, growth: float = 1.0) -> None:
     assert_close(energy, torch.einsum("pbi,qbi->bpq", flat, flat), op.dtype, growth=growth)
 
 
+@shapes_checked()
 def check_select(op: Operator, *, growth: float = 1.0) -> None:
     """`select` keeps the maps of its items, in order, and can be repeated."""
     whole = op.dense()
@@ -103,6 +109,7 @@ def check_select(op: Operator, *, growth: float = 1.0) -> None:
     assert_close(some.select(again).dense(), whole[items][again], op.dtype, growth=growth)
 
 
+@shapes_checked()
 def check_batch_equals_loop(build: Callable[[Tensor], Operator], x: Tensor, *, growth: float = 1.0) -> None:
     """The operator of a batch is made of the operators of its items."""
     whole = build(x)
@@ -112,6 +119,7 @@ def check_batch_equals_loop(build: Callable[[Tensor], Operator], x: Tensor, *, g
         assert_close(whole[b : b + 1], build(x[b : b + 1]).dense(), growth=growth)
 
 
+@shapes_checked()
 def check_operator(op: Operator, reference: Tensor, *, growth: float = 1.0, scale: float = 0.0) -> None:
     """The whole contract of an operator whose matrices are known."""
     check_dense(op, reference, growth=growth, scale=scale)

@@ -1,17 +1,17 @@
-"""Shapes are checked as the tests run, in the inner packages whose input the outer ones have validated."""
+"""What every test starts from: seeds, types checked as code runs, and the reasons for which tests are skipped."""
 
 import os
 import random
 import signal
-from collections.abc import Callable, Generator
-from types import FunctionType
-from typing import Any, get_args
+from collections.abc import Generator
+from contextlib import nullcontext
 
-import jaxtyping
 import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from shapes import install, shapes_checked
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # fused kernels then run on the CPU, slowly
@@ -20,36 +20,7 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-KERNELS = ["base", "balanced", "dispatch", "autograd", "mapped", "masks", "naive", "summed", "tiled", "tiles", "triton.fused"]
-CHECKED = [
-    *(f"howsmooth.kernels.{name}" for name in KERNELS),
-    "howsmooth.maps.operator",
-    "howsmooth.maps.jacobian",
-    "howsmooth.spectral.certificate",
-]
-
-_jaxtyped = jaxtyping.jaxtyped
-
-
-def names_a_shape(hint: Any) -> bool:
-    array = isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
-    return array or any(map(names_a_shape, get_args(hint)))
-
-
-def jaxtyped(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
-    """jaxtyping's own, which compiles a checker; not at every call anew, for inner functions whose types name no shape."""
-
-    def decorate(item: Any) -> Any:
-        inner = isinstance(item, FunctionType) and "<locals>" in item.__qualname__
-        if inner and not any(map(names_a_shape, item.__annotations__.values())):
-            return item
-        return _jaxtyped(item, typechecker=typechecker)
-
-    return decorate
-
-
-jaxtyping.jaxtyped = jaxtyped  # what modules under the hook call
-jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
+install()
 pytest.register_assert_rewrite("checks", "problems")
 
 settings.register_profile("local", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
@@ -78,7 +49,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """
     seed()
     try:
-        return (yield)
+        with shapes_checked() if item.config.getoption("--weekly") else nullcontext():
+            return (yield)
     except ModuleNotFoundError as error:
         if error.name != "ot":
             raise

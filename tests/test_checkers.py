@@ -14,6 +14,7 @@ from howsmooth.maps import Operator, inner
 from howsmooth.theory.around import Around, AroundAttention, Neighbourhood
 from problems import neighbourhoods
 from problems.spectra import Matrix
+from shapes import shapes_checked
 
 MATRIX = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Product = Callable[[Tensor], Tensor]
@@ -193,8 +194,8 @@ def test_jacobians_refuses_a_mixing_function():
         checks.jacobians(lambda t: t + t.flip(0), x)
 
 
-def test_shapes_are_checked_while_the_tests_run():
-    with pytest.raises(TypeCheckError):
+def test_shapes_are_checked_inside_the_contract():
+    with shapes_checked(), pytest.raises(TypeCheckError):
         inner(torch.zeros(2, 1, 3), torch.zeros(2, 2, 3))
 
 
