@@ -11,7 +11,7 @@ import howsmooth as hs
 from benchmarks.harness import WrongAnswerError, agree, seconds
 from benchmarks.layers import gpt2_layer, plain, small_layer
 from benchmarks.rivals import full_jacobian, power_iteration, scipy_svds
-from howsmooth.maps import Operator
+from howsmooth.spectral import Operator
 
 ACCURACY = 1e-3
 TITLE = "Time to 1e-3 on the norm: ours with its own stopping rule and float64 check, power iteration stopped by an oracle"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.maps import Operator
+from howsmooth.spectral import Operator
 from shapes import shapes_checked
 
 PARITY = 1e-6  # against a library's own float64 model, which casts to float32 inside norms, softmax and rotary phases

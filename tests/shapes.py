@@ -11,7 +11,7 @@ import jaxtyping
 KERNELS = ["base", "balanced", "dispatch", "autograd", "mapped", "masks", "naive", "summed", "tiled", "tiles", "triton.fused"]
 CHECKED = [
     *(f"howsmooth.kernels.{name}" for name in KERNELS),
-    "howsmooth.maps.operator",
+    "howsmooth.spectral.operator",
     "howsmooth.maps.jacobian",
     "howsmooth.spectral.certificate",
 ]

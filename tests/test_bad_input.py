@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError, NoConvergenceError
-from howsmooth.maps import Composed, Weighted
+from howsmooth.spectral import Composed, Weighted
 from problems import hostile
 from problems.spectra import Matrix, attention
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import checks
 import howsmooth as hs
-from howsmooth.maps import Operator, inner
+from howsmooth.spectral import Operator, inner
 from howsmooth.theory.around import Around, AroundAttention, Neighbourhood
 from problems import neighbourhoods
 from problems.spectra import Matrix

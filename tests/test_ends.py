@@ -11,8 +11,8 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.maps import Composition, Map
-from howsmooth.maps.operator import Rounded
 from howsmooth.spectral import DenseSVD, Estimate, GolubKahan
+from howsmooth.spectral.operator import Rounded
 from problems.exact_layers import SOLVERS, Ends, all_ends, cancelling, exact, jacobian, norm, stretch
 from problems.hostile_layers import hostile, largest_singular_value
 from problems.layers import gaussian

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.maps.operator import stream
 from howsmooth.spectral import DenseSVD, GolubKahan, Solver
+from howsmooth.spectral.operator import stream
 from problems.layers import gaussian
 from problems.spectra import attention, beside, norm_of, orthogonal
 

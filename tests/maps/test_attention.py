@@ -9,7 +9,8 @@ from torch import nn
 from checks import assert_close, check_batch_equals_loop, check_operator, jacobians
 from howsmooth import Attention
 from howsmooth.kernels import dispatch
-from howsmooth.maps import AutodiffJacobian, Operator
+from howsmooth.maps import AutodiffJacobian
+from howsmooth.spectral import Operator
 from problems.layers import gaussian, layers
 
 

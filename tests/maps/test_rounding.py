@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.maps import Composed, Map, Operator
-from howsmooth.maps.operator import Weighted
+from howsmooth.maps import Map
 from howsmooth.maps.rounding import _gamma
+from howsmooth.spectral import Composed, Operator
+from howsmooth.spectral.operator import Weighted
 from problems.layers import gaussian, turned
 from problems.spectra import attention
 

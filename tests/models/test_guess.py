@@ -8,8 +8,8 @@ import torch
 
 import howsmooth as hs
 from checks import assert_close
-from howsmooth.maps import Operator
 from howsmooth.models import Capture, MapName
+from howsmooth.spectral import Operator
 from problems.zoo import ZOO, ids, randomize
 
 N = 24

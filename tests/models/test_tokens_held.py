@@ -8,8 +8,8 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.maps.operator import Restricted
 from howsmooth.models import MapName, Model
+from howsmooth.spectral.operator import Restricted
 from problems import readers
 from problems.zoo import ZOO, randomize
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from howsmooth.kernels import AttentionKernel, Mask, Scores, plain_attention
-from howsmooth.maps import Attention, LayerNorm, Operator, RMSNorm, Rotary
+from howsmooth.maps import Attention, LayerNorm, RMSNorm, Rotary
+from howsmooth.spectral import Operator
 
 BIAS_SHAPES = [(b, h, n) for b in (False, True) for h in (False, True) for n in (False, True)]
 

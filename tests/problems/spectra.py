@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.maps import Operator
+from howsmooth.spectral import Operator
 
 
 @final

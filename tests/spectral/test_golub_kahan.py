@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.maps import Operator
-from howsmooth.spectral import GolubKahan, Solution, golub_kahan
+from howsmooth.spectral import GolubKahan, Operator, Solution, golub_kahan
 from problems.spectra import SPECTRA, Diagonal, Matrix, attention, beside, norm_of, orthogonal, rotated, shuffled, spectrum
 
 NOISE = 32 * torch.finfo(torch.float64).eps

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps import Operator
-from howsmooth.maps.operator import Rounding
-from howsmooth.spectral import GolubKahan, certificate
+from howsmooth.spectral import GolubKahan, Operator, certificate
+from howsmooth.spectral.operator import Rounding
 from problems.spectra import rotated, spectrum
 
 SIGMA = torch.tensor([1.0, 0.9])

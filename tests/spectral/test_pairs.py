@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import NoConvergenceError
-from howsmooth.maps import Operator, Weighted
-from howsmooth.spectral import GolubKahan, TopPairs, small, top_pairs
+from howsmooth.spectral import GolubKahan, Operator, TopPairs, Weighted, small, top_pairs
 from howsmooth.spectral.dense import SMALL
 from howsmooth.spectral.pairs import Deflated, norm_above
 from howsmooth.spectral.ritz import converged, krylov, orthonormal

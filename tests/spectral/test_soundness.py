@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.maps import Operator
-from howsmooth.spectral import GolubKahan, certificate
+from howsmooth.spectral import GolubKahan, Operator, certificate
 from problems.spectra import SPECTRA, Diagonal, rotated, shuffled, spectrum
 
 STOPS = [(0.3, None), (0.1, None), (1e-2, None), (1e-3, None), (1e-3, 0.2), (1e-3, 0.02)]

@@ -7,7 +7,7 @@ from hypothesis import given
 import howsmooth as hs
 from checks import assert_close, check_operator
 from howsmooth.errors import BadInputError, NoConvergenceError
-from howsmooth.maps import Weighted
+from howsmooth.spectral import Weighted
 from howsmooth.theory import blocks as module
 from howsmooth.theory.blocks import block_direction, block_norms, block_sizes, splitting_blocks
 from problems.layers import gaussian, turned_layers

@@ -4,7 +4,6 @@ from howsmooth.maps.attention import Attention
 from howsmooth.maps.base import Composition, Map
 from howsmooth.maps.jacobian import AttentionJacobian, AutodiffJacobian, NormJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
-from howsmooth.maps.operator import Composed, Operator, Weighted, inner
 from howsmooth.maps.products import Jacobian
 from howsmooth.maps.rotary import Rotary
 
@@ -12,15 +11,11 @@ __all__ = [
     "Attention",
     "AttentionJacobian",
     "AutodiffJacobian",
-    "Composed",
     "Composition",
     "Jacobian",
     "LayerNorm",
     "Map",
     "NormJacobian",
-    "Operator",
     "RMSNorm",
     "Rotary",
-    "Weighted",
-    "inner",
 ]

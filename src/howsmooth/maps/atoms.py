@@ -19,7 +19,7 @@ from howsmooth.kernels.kinds.kind import Vectors
 from howsmooth.kernels.naive import by_head, logits_of
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AutodiffJacobian
-from howsmooth.maps.operator import Operator
+from howsmooth.spectral.operator import Operator
 
 if TYPE_CHECKING:
     from howsmooth.maps.attention import Attention

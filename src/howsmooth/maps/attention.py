@@ -15,9 +15,8 @@ from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import check_dense, check_tensor, described
 from howsmooth.maps.atoms import CountedAttention, OnMeasure, no_measures
 from howsmooth.maps.base import Map
-from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian
+from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian, over_heads
 from howsmooth.maps.norms import LayerNorm, RMSNorm
-from howsmooth.maps.operator import over_heads
 from howsmooth.maps.rotary import Rotary
 from howsmooth.measures.measure import Measure
 from howsmooth.settings import flag, number, shown, whole

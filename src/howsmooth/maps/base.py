@@ -11,8 +11,8 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import REAL, Place, check_dense, place
 from howsmooth.kernels.tensors import check_finite as check_finite  # with check_tokens, what other rooms ask of their input
-from howsmooth.maps.operator import Composed, Operator
 from howsmooth.measures.measure import Measure
+from howsmooth.spectral.operator import Composed, Operator
 
 
 class Map(ABC):

@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.errors import BadFunctionError
 from howsmooth.kernels import AttentionKernel
 from howsmooth.kernels.products import float32_products
-from howsmooth.maps.leading import led_to
-from howsmooth.maps.operator import Operator, Rounded, drawn, inner, over_heads, stream
 from howsmooth.maps.rounding import Point, attention_errors, attention_point, attention_rounding, norm_errors, norm_rounding
+from howsmooth.spectral.leading import led_to
+from howsmooth.spectral.operator import Operator, Rounded, drawn, inner, stream
 
 if TYPE_CHECKING:
     from howsmooth.maps.attention import Attention
@@ -193,6 +193,13 @@ class AttentionJacobian(Operator):
         slopes = [None if s is None else s.select(items) for s in (self.q_slope, self.k_slope)]
         tokens = None if self.tokens is None else self.tokens[items]
         return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], tokens, exact=not self.coarse)
+
+
+def over_heads(f: Callable[[Tensor], Tensor], t: Float[Tensor, "*axes heads n d_h"], width: int) -> Tensor:
+    """`f` of what a norm of that width takes: every head by itself, or all heads of a token side by side."""
+    if width == t.shape[-1]:
+        return f(t)
+    return f(t.transpose(-3, -2).flatten(-2)).unflatten(-1, (t.shape[-3], -1)).transpose(-3, -2)
 
 
 @final

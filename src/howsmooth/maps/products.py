@@ -10,7 +10,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import REAL, check_dense, described
 from howsmooth.maps.jacobian import AutodiffJacobian
-from howsmooth.maps.operator import Operator
+from howsmooth.spectral.operator import Operator
 
 
 @final

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.kernels.tiled import Tiled
-from howsmooth.maps.operator import Rounded, Rounding
+from howsmooth.spectral.operator import Rounded, Rounding
 
 if TYPE_CHECKING:
     from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian

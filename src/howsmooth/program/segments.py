@@ -20,9 +20,8 @@ from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import AttentionKernel, attention_and_kernel
 from howsmooth.kernels.base import FINER, Precision
 from howsmooth.kernels.products import float32_products
-from howsmooth.maps import AutodiffJacobian, Operator
+from howsmooth.maps import AutodiffJacobian
 from howsmooth.maps.base import Map
-from howsmooth.maps.leading import led_to
 from howsmooth.program.attention import Call, answering, attention
 from howsmooth.program.calls import find_calls
 from howsmooth.program.ends import Ends
@@ -31,6 +30,8 @@ from howsmooth.program.guess import paths
 from howsmooth.program.nodes import name, shape
 from howsmooth.program.operations import CONVOLUTIONS, MATRIX, PICKS
 from howsmooth.program.replay import Run, Way
+from howsmooth.spectral import Operator
+from howsmooth.spectral.leading import led_to
 
 _SMALL = 4096  # entries up to which the graph is checked with a product each way of its own
 

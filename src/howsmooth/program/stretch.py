@@ -14,10 +14,10 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.fx import Node
 
-from howsmooth.maps.operator import drawn, stream
 from howsmooth.program.flow import Flow
 from howsmooth.program.nodes import shape, value
 from howsmooth.program.replay import Way
+from howsmooth.spectral.operator import drawn, stream
 
 FORMULA = 1e-9  # agreement in float64 that only the same formula, evaluated another way, gives
 

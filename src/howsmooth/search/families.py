@@ -21,10 +21,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.maps import Attention, Weighted
+from howsmooth.maps import Attention
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_width
 from howsmooth.solve import Options, solve, solve_batch
-from howsmooth.spectral import Estimate, GolubKahan
+from howsmooth.spectral import Estimate, GolubKahan, Weighted
 from howsmooth.theory.ball import check_count
 from howsmooth.theory.softmax_only import check_softmax
 

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import NoConvergenceError
-from howsmooth.maps import Operator
 from howsmooth.spectral.estimate import Solution
+from howsmooth.spectral.operator import Operator
 
 SMALL = 256  # rows and columns up to which a decomposition is the quicker way too
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.maps import Operator
+from howsmooth.spectral.operator import Operator
 
 Status = Literal["dense", "certified", "converged", "step limit"]
 

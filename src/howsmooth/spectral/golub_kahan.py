@@ -15,11 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
-from howsmooth.maps import Operator
-from howsmooth.maps.operator import stream, unit_rows
 from howsmooth.settings import flag, number, whole
 from howsmooth.spectral import certificate
 from howsmooth.spectral.estimate import Solution
+from howsmooth.spectral.operator import Operator, stream, unit_rows
 
 _CHUNK = 16  # basis vectors allocated at a time, fewer where they take more than this
 _CHUNK_BYTES = 2**28

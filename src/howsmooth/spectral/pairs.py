@@ -10,10 +10,10 @@ from torch import Tensor
 
 from howsmooth.errors import NoConvergenceError
 from howsmooth.kernels.products import float32_products
-from howsmooth.maps.operator import Around, Operator, Weighted, stream, unit_rows
 from howsmooth.spectral.dense import decomposed, rounding_of, small
 from howsmooth.spectral.estimate import Solver
 from howsmooth.spectral.golub_kahan import GolubKahan
+from howsmooth.spectral.operator import Around, Operator, Weighted, stream, unit_rows
 from howsmooth.spectral.ritz import Block, converged, krylov
 
 _PRODUCTS = 24  # with `JᵀJ`, that the pairs are found with unless more is wanted: better ones leave less, any are sound

@@ -24,9 +24,10 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.kernels.tiled import Tiled
-from howsmooth.maps import Attention, AttentionJacobian, NormJacobian, Operator
+from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.models import FallbackWarning
 from howsmooth.solve import linear
+from howsmooth.spectral import Operator
 from howsmooth.study.jobs import Job, Row
 from howsmooth.study.layers import Part
 from howsmooth.study.reader import Reader

@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.maps import AttentionJacobian
-from howsmooth.maps.operator import Operator, Restricted
 from howsmooth.spectral import DenseSVD, GolubKahan, small, top_pairs
 from howsmooth.spectral.dense import SMALL
+from howsmooth.spectral.operator import Operator, Restricted
 from howsmooth.spectral.pairs import norm_above
 from howsmooth.theory.around_jets import ROUNDED, Centre, Jet, Parts, moves
 from howsmooth.theory.bound import lengths, no_nan

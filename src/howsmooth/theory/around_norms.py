@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadFunctionError
-from howsmooth.maps import Attention, AutodiffJacobian, Weighted
-from howsmooth.maps.operator import Operator, Restricted
+from howsmooth.maps import Attention, AutodiffJacobian
 from howsmooth.program.pieces import Piece, Pieces
-from howsmooth.spectral import DenseSVD, GolubKahan, small
+from howsmooth.spectral import DenseSVD, GolubKahan, Weighted, small
+from howsmooth.spectral.operator import Operator, Restricted
 from howsmooth.theory.around import AroundAttention
 from howsmooth.theory.softmax_only import check_softmax
 

@@ -18,9 +18,9 @@ from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.kernels.kinds import Kind, Linear, Sigmoid, Sinkhorn, Softmax
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Tiled
-from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator, Weighted
+from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.maps.atoms import AtomJacobian, CountedAttention
-from howsmooth.spectral import DenseSVD, GolubKahan
+from howsmooth.spectral import Composed, DenseSVD, GolubKahan, Operator, Weighted
 from howsmooth.spectral.dense import SMALL
 from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan, spectral_norm
 from howsmooth.theory.heads import lost, query_slopes

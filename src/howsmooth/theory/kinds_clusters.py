@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.kernels.kinds import L2, Hard, Sigmoid
-from howsmooth.maps import Attention, AutodiffJacobian, Weighted
+from howsmooth.maps import Attention, AutodiffJacobian
 from howsmooth.maps.atoms import counted
+from howsmooth.spectral import Weighted
 from howsmooth.theory.bound import TINY, Bound, at_least, first_reason, spectral_norm
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.kim2021 import inverse_phi

@@ -16,8 +16,9 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Block, Tiled
-from howsmooth.maps import Attention, AttentionJacobian, Composed, NormJacobian, Operator
+from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.maps.base import check_finite, check_tokens
+from howsmooth.spectral import Composed, Operator
 from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of, no_nan
 from howsmooth.theory.heads import Geometry, Tokens, lost, rounding
 from howsmooth.theory.kinds_point import point_of_kind

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from howsmooth.errors import BadFunctionError, HowSmoothError
 from howsmooth.maps.jacobian import doubled
-from howsmooth.maps.operator import Operator
 from howsmooth.measures.measure import Measure
 from howsmooth.spectral import Estimate
+from howsmooth.spectral.operator import Operator
 from howsmooth.theory.blocks import block_direction, block_norms
 
 _TIE = 1e-9  # relative difference that rounding explains

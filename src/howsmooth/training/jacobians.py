@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.maps.operator import unit_rows
+from howsmooth.spectral.operator import unit_rows
 from howsmooth.spectral.ritz import Block
 from howsmooth.spectral.step import block_step
 

@@ -19,12 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps.base import Map, check_finite, check_input
-from howsmooth.maps.operator import stream, unit_rows
 from howsmooth.models import MapName, Model
 from howsmooth.models.recorded import Recording, Recordings, not_the_same
 from howsmooth.program.attention import answering
 from howsmooth.program.tracing import unchanged, written_path
 from howsmooth.settings import choice, flag, number, whole
+from howsmooth.spectral.operator import stream, unit_rows
 from howsmooth.spectral.ritz import converged, krylov
 from howsmooth.training.jacobians import LayerGraph, LayerJacobians, LayerTurn
 from howsmooth.training.paths import FAST, Paths, own_answer, paths_of

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from checks import assert_close, check_batch_equals_loop, check_operator
 from howsmooth.errors import BadInputError
-from howsmooth.maps import Attention, AutodiffJacobian, Composed, Operator, Weighted, inner
-from howsmooth.maps.operator import Restricted, Selected
+from howsmooth.maps import Attention, AutodiffJacobian
+from howsmooth.spectral import Composed, Operator, Weighted, inner
+from howsmooth.spectral.operator import Restricted, Selected
 from howsmooth.spectral.pairs import Deflated
 from problems.layers import gaussian
 from problems.spectra import Matrix

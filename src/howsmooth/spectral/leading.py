@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.maps.operator import stream, unit_rows
+from howsmooth.spectral.operator import stream, unit_rows
 
 _STEPS = 40  # products with `Wₒ W_v` that a guess may take: little beside one product with the Jacobian
 

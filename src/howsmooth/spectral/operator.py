@@ -3,7 +3,7 @@
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -152,13 +152,6 @@ def inner(a: Float[Tensor, "probes batch *shape"], b: Float[Tensor, "probes batc
         return torch.linalg.vecdot(a.flatten(2), b.flatten(2)).mT[..., None]
     with float32_products():
         return torch.bmm(a.flatten(2).transpose(0, 1), b.flatten(2).transpose(0, 1).mT)
-
-
-def over_heads(f: Callable[[Tensor], Tensor], t: Float[Tensor, "*axes heads n d_h"], width: int) -> Tensor:
-    """`f` of what a norm of that width takes: every head by itself, or all heads of a token side by side."""
-    if width == t.shape[-1]:
-        return f(t)
-    return f(t.transpose(-3, -2).flatten(-2)).unflatten(-1, (t.shape[-3], -1)).transpose(-3, -2)
 
 
 class Around(Operator):
