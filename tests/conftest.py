@@ -5,6 +5,7 @@ import random
 import signal
 from collections.abc import Generator
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy
 import pytest
@@ -59,9 +60,21 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--weekly", action="store_true", help="run the tests marked weekly too")
+    parser.addoption("--shuffle", type=int, default=0, metavar="SEED", help="of the order of files and of tests in them")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests come in an order that their names do not give away, file by file; pytest-xdist needs the same in each process."""
+    draw = random.Random(config.getoption("--shuffle"))
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    groups = list(files.values())
+    draw.shuffle(groups)
+    for group in groups:
+        draw.shuffle(group)
+    items[:] = [item for group in groups for item in group]
     if not config.getoption("--weekly"):
         for item in items:
             if item.get_closest_marker("weekly") is not None:
