@@ -37,7 +37,7 @@ def test_logits_of_heads_that_are_over_and_no_others(kv_heads):
     attn = layer(kv_heads)
     before = logits(attn, X)
     target = sorted(before)[1] * 1.01
-    clipped = hs.clip_(attn, target, X, quantity="logit")
+    clipped = hs.clip_(attn, X, target, quantity="logit")
     after = logits(attn, X)
     for h in range(4):
         assert after[h] == pytest.approx(min(before[h], target), rel=1e-4)
@@ -51,7 +51,7 @@ def test_constants_of_heads(parts):
     attn = layer()
     before = [hs.lipschitz(attn.head(h), X).value for h in range(4)]
     target = 0.6 * min(before)
-    hs.clip_(attn, target, X, parts=parts)
+    hs.clip_(attn, X, target, parts=parts)
     after = [hs.lipschitz(attn.head(h), X).value for h in range(4)]
     assert all(0.98 * target <= a <= target * (1 + 1e-3) for a in after)
 
@@ -62,18 +62,18 @@ def test_query_and_key_weights_alone_reach_what_uniform_attention_allows():
     flat.b_q.zero_()  # pyright: ignore[reportOptionalMemberAccess]
     floor = max(hs.lipschitz(flat.head(h), X).value for h in range(4))
     values = attn.w_v.clone()
-    hs.clip_(attn, 1.05 * floor, X)
+    hs.clip_(attn, X, 1.05 * floor)
     assert max(hs.lipschitz(attn.head(h), X).value for h in range(4)) <= 1.05 * floor * (1 + 1e-3)
     assert torch.equal(attn.w_v, values)
     again = attn.w_q.clone()
     with pytest.raises(hs.HowSmoothError, match="expected a target that scaling qk can reach"):
-        hs.clip_(attn, 0.5 * floor, X)
+        hs.clip_(attn, X, 0.5 * floor)
     assert torch.equal(attn.w_q, again)
 
 
 def test_a_softcap_is_allowed_for():
     attn = layer(softcap=5.0)
-    hs.clip_(attn, 2.0, X, quantity="logit")
+    hs.clip_(attn, X, 2.0, quantity="logit")
     assert all(5 * torch.tanh(torch.tensor(s / 5)) <= 2.0 for s in logits(attn, X))
 
 
@@ -99,7 +99,7 @@ def test_a_model_through_its_own_parameters(name):
     before = tracker.update()
     heads = [k for k in before if "max_logit/layer_01/" in k]
     target = 0.5 * max(before[k] for k in heads)
-    clipped = hs.clip_(model, target, probe, quantity="logit", layers=[1])
+    clipped = hs.clip_(model, probe, target, quantity="logit", layers=[1])
     after = tracker.update()
     for row, key in zip(clipped.rows, heads, strict=True):
         assert after[key] <= target * (1 + 1e-5)
@@ -113,27 +113,33 @@ def test_a_model_that_cannot_be_brought_there_is_put_back():
     model = grown(BUILD["fused, columns"]())
     before = {name: t.clone() for name, t in model.state_dict().items()}
     with pytest.raises(hs.HowSmoothError, match="expected a target that scaling qk can reach"):
-        hs.clip_(model, 1e-6, {"input_ids": IDS})
+        hs.clip_(model, {"input_ids": IDS}, 1e-6)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 def test_torch_s_own_module():
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
-    clipped = hs.clip_(grown(model), 0.5, X[None], quantity="logit")
+    clipped = hs.clip_(grown(model), X[None], 0.5, quantity="logit")
     assert all(row.after <= 0.5 for row in clipped.rows)
     assert clipped.changed
 
 
+@pytest.mark.parametrize("number", [1.0, 2, torch.tensor(1.0)])
+def test_a_number_in_second_place_is_refused(number):
+    with pytest.raises(hs.HowSmoothError, match=r"got a number; call clip_\(layer, x, target\)"):
+        hs.clip_(layer(), number, X)  # pyright: ignore[reportArgumentType]
+
+
 def test_bad_input():
     with pytest.raises(hs.HowSmoothError, match="expected a target above 0"):
-        hs.clip_(layer(), 0.0, X)
+        hs.clip_(layer(), X, 0.0)
     with pytest.raises(hs.HowSmoothError, match="width 8"):
-        hs.clip_(layer(), 1.0, torch.ones(3, 5))
+        hs.clip_(layer(), torch.ones(3, 5), 1.0)
     w = torch.eye(8)
     with pytest.raises(hs.HowSmoothError, match="got one tensor twice"):
-        hs.clip_(hs.Attention(w, w, torch.eye(8)), 1.0, X)
+        hs.clip_(hs.Attention(w, w, torch.eye(8)), X, 1.0)
     torch.manual_seed(0)
     normed = Qwen3Model(Qwen3Config(**WIDE, num_key_value_heads=2, head_dim=4, max_position_embeddings=8, **TOKENS))
     with pytest.raises(hs.HowSmoothError, match="without norms"):
-        hs.clip_(grown(normed), 1e-3, {"input_ids": IDS}, quantity="logit")
+        hs.clip_(grown(normed), {"input_ids": IDS}, 1e-3, quantity="logit")

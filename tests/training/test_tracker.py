@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from transformers import (
 
 import howsmooth as hs
 from howsmooth.models import FallbackWarning
+from howsmooth.program.segments import SegmentMap
 from howsmooth.training import TrackingWarning
 from howsmooth.training.untouched import untouched
 
@@ -301,6 +303,18 @@ def test_overflow_is_no_small_number():
         model.transformer.h[0].attn.c_attn.weight.mul_(1e25)
     with pytest.warns(TrackingWarning, match="step 0: what enters layer 0"):
         assert np.isnan(tracker.update()["smoothness/layer_00"])
+
+
+def test_what_changes_is_no_dataclass_and_says_little_of_itself():
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    tracker, start = hs.Tracker(model, torch.randn(1, 3, 8), check_every=0), hs.WarmStart()
+    tracker.update()
+    assert repr(tracker) == "Tracker(TransformerEncoder, attention of 2 layers, 1 updates)"
+    assert repr(start) == "WarmStart(1, empty)"
+    hs.smoothness(torch.tanh, torch.ones(3), start)
+    assert repr(start) == "WarmStart(1, directions (1, 3))"
+    assert repr(hs.SmoothnessPenalty(model, 2.0)) == "SmoothnessPenalty(TransformerEncoder, attention above 2)"
+    assert not any(is_dataclass(kind) for kind in (hs.Tracker, hs.WarmStart, SegmentMap))
 
 
 def test_check_reports_drift_and_sets_directions_right():

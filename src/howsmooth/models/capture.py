@@ -100,7 +100,7 @@ class Capture:
     def heads(self, layer: int) -> int:
         """How many heads a layer has; 0 where they cannot be told apart."""
         self.samples[0].check(layer, ATTENTION)
-        return self.samples[0].segment(layer).heads
+        return self.samples[0].segment(layer).ends.heads
 
     def tokens(self, layer: int, map: MapName = "attention") -> Tensor:
         """What enters a map of the only input, (n, d), padding left out."""
@@ -239,7 +239,7 @@ class Capture:
         alone: tuple[Estimate, ...] = ()
         if settings.heads and segment.on_kernels:
             x = settings.factor * segment.start
-            alone = tuple(solve(replace(segment, head=h), x, settings.options).estimate for h in range(segment.heads))
+            alone = tuple(solve(segment.of(head=h), x, settings.options).estimate for h in range(segment.ends.heads))
         return self._measurement(sample, layer, settings, segment, solved.estimate, solved.image, output, kernels, alone)
 
     def _near(self, sample: ModelInput, layer: int, settings: "_Settings") -> Measurement:

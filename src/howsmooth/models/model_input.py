@@ -110,7 +110,7 @@ class ModelInput:
             raise BadInputError("expected an input without padding for map 'context', got a padded one; leave it out")
         if which.head is not None and (which.to is not None or which.map in ("block", "update", "model")):
             raise BadInputError(f"expected a map that is attention alone for a single head, got {which.map!r}; leave head out")
-        heads = self.segment(layer, which).heads
+        heads = self.ends(layer, which).heads
         if which.head is not None and not heads:
             raise BadInputError(
                 f"expected a layer with one attention call on the kernels for a single head, got {self.place(layer, which)}, "
@@ -156,11 +156,11 @@ class ModelInput:
 
     def kind(self, layer: int) -> Kind | None:
         """The kind of weights of a layer's only attention call; nothing where the kernels do not express it."""
-        if not self.layers.found[layer].groups or len(calls := self.segment(layer).calls) != 1:
+        if not self.layers.found[layer].groups or len(calls := self.ends(layer, ATTENTION).calls) != 1:
             return None
         sink, shift = calls[0].kwargs.get("sink", (*calls[0].args, *[None] * 6)[5]), calls[0].kwargs.get("shift", 0.0)
         logits = self.run.values([sink])[sink] if isinstance(sink, Node) else None
-        return kind_of(str(calls[0].kwargs.get("kind", "softmax")), logits, self.segment(layer).heads, shift)  # pyright: ignore
+        return kind_of(str(calls[0].kwargs.get("kind", "softmax")), logits, self.ends(layer, ATTENTION).heads, shift)  # pyright: ignore
 
     def place(self, layer: int, which: Which) -> str:
         """The path of the module that a map belongs to."""

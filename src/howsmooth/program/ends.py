@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from torch.fx import Node
 
 from howsmooth.errors import BadInputError
+from howsmooth.program.attention import attention
 from howsmooth.program.calls import AttentionCall
 from howsmooth.program.flow import Flow
 from howsmooth.program.layers import Layer, Layers
@@ -40,6 +41,18 @@ class Ends:
     def way(self) -> Way:
         """The nodes between the ends."""
         return Way.of(self.flow, self.enter, self.leave, self.through)
+
+    @functools.cached_property
+    def calls(self) -> tuple[Node, ...]:
+        """The attention calls between the ends that run on the kernels."""
+        return tuple(n for n in self.way.nodes if n.target is attention)
+
+    @functools.cached_property
+    def heads(self) -> int:
+        """How many heads the attention between the ends has; 0 where the kernels do not run it, or where calls are heads."""
+        sizes = {(1, *(shape(n.all_input_nodes[0]) or ()))[-3] for n in self.calls}
+        count = sizes.pop() if len(sizes) == 1 else 0
+        return count if len(self.calls) == 1 or count > 1 else 0
 
     def one_stream(self, stream: int | None) -> "Ends":
         """The ends of one stream of several."""

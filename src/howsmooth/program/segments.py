@@ -8,7 +8,6 @@ import functools
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
 import torch
@@ -36,14 +35,6 @@ from howsmooth.spectral.leading import led_to
 _SMALL = 4096  # entries up to which the graph is checked with a product each way of its own
 
 
-def _heads(call: Node) -> int:
-    """How many heads a call of attention has."""
-    q = call.args[0]
-    assert isinstance(q, Node)
-    size = shape(q) or ()
-    return size[-3] if len(size) > 2 else 1
-
-
 class Replayed(NamedTuple):
     """A map at some tokens: what it gave, (n, d_out), and the attention calls on the way with the kernel that served each."""
 
@@ -54,51 +45,52 @@ class Replayed(NamedTuple):
 
 
 @final
-@dataclass(frozen=True, eq=False, repr=False)
 class SegmentMap(Map):
-    """One map at the input of a run.
+    """One map at the input of a run. Of its Jacobians only the last one keeps a graph.
 
     run: the recorded model at the input.  ends: where the map begins and ends.  place: a name for people.
     head: one head alone.  real: the tokens that are not padding; the others keep their values and neither move nor count.
     work: the precision.  precision: of the fused kernels.
     """
 
-    run: Run
-    ends: Ends
-    place: str = ""
-    head: int | None = None
-    real: Tensor | None = None
-    work: torch.dtype = torch.float64
-    precision: Precision = "half"
+    def __init__(
+        self,
+        run: Run,
+        ends: Ends,
+        place: str = "",
+        head: int | None = None,
+        real: Tensor | None = None,
+        work: torch.dtype = torch.float64,
+        precision: Precision = "half",
+    ):
+        self.run, self.ends, self.place, self.head, self.real, self.work = run, ends, place, head, real, work
+        self.precision: Precision = precision
+        self._last: weakref.ref[SegmentJacobian] | None = None
 
-    @functools.cached_property
-    def way(self) -> Way:
-        """The nodes between the ends."""
-        return self.ends.way
-
-    @functools.cached_property
-    def calls(self) -> tuple[Node, ...]:
-        """The attention calls on the way that run on the kernels."""
-        return tuple(n for n in self.way.nodes if n.target is attention)
+    def of(
+        self,
+        *,
+        run: Run | None = None,
+        head: int | None = None,
+        work: torch.dtype | None = None,
+        precision: Precision | None = None,
+    ) -> "SegmentMap":
+        """The map in another run of its program, one head of it, or in another precision."""
+        head = self.head if head is None else head
+        work, precision = work or self.work, precision or self.precision
+        return SegmentMap(run or self.run, self.ends, self.place, head, self.real, work, precision)
 
     @functools.cached_property
     def on_kernels(self) -> bool:
         """Whether all attention on the way runs on the kernels."""
-        inside = set(self.way.nodes)
+        inside = set(self.ends.way.nodes)
         return all(call.output.target is attention for call in find_calls(self.ends.flow) if call.output in inside)
-
-    @functools.cached_property
-    def heads(self) -> int:
-        """How many heads its attention has; 0 where it is not on the kernels, or where calls are heads themselves."""
-        sizes = {_heads(n) for n in self.calls}
-        count = sizes.pop() if len(sizes) == 1 else 0
-        return count if len(self.calls) == 1 or count > 1 else 0
 
     @functools.cached_property
     def frozen_choice(self) -> bool:
         """Whether something on the way was picked by its size, as a router picks experts, and stays as it was picked."""
         flow = self.ends.flow
-        return any(name(n) in PICKS and flow.live(n) for n in (*self.way.nodes, *self.way.beside))
+        return any(name(n) in PICKS and flow.live(n) for n in (*self.ends.way.nodes, *self.ends.way.beside))
 
     @functools.cached_property
     def start(self) -> Tensor:
@@ -127,7 +119,7 @@ class SegmentMap(Map):
         return f"SegmentMap({self.place}, {self.ends.enter[0].name} → {self.ends.leave[0].name}, {len(self.start)} tokens)"
 
     def moved(self, device, dtype):
-        return self if dtype in (None, self.work) else replace(self, work=dtype)
+        return self if dtype in (None, self.work) else self.of(work=dtype)
 
     @float32_products()
     def value(self, x):
@@ -137,11 +129,10 @@ class SegmentMap(Map):
     def linearize(self, x):
         if len(x) != 1:
             raise BadInputError(f"expected one input at a time for a map of a model, got {len(x)}; loop over them")
-        last = vars(self).get("_last", lambda: None)()
-        if last is not None:  # one graph at a time: the old one is made again when it is needed
+        if self._last is not None and (last := self._last()) is not None:  # its graph comes again when it is needed
             last.release()
         jacobian = SegmentJacobian(self.to(x.dtype), x)
-        vars(self)["_last"] = weakref.ref(jacobian)
+        self._last = weakref.ref(jacobian)
         try:
             return jacobian.output, jacobian
         except (RuntimeError, TypeError) as error:
@@ -166,9 +157,9 @@ class SegmentMap(Map):
         if self.real is not None:
             whole = self._rows([self._entering[n] for n in self.ends.enter], self.ends.enter)
             x = whole.to(tokens).index_copy(0, self.real.to(tokens.device), tokens)
-        beside = self.run.at(self.work).values(self.way.beside)
+        beside = self.run.at(self.work).values(self.ends.way.beside)
         with answering(answer):
-            leaving = self.way.follow(beside, self._parts(x), self.work)
+            leaving = self.ends.way.follow(beside, self._parts(x), self.work)
         y = self._rows(leaving, self.ends.leave)
         if self.ends.less:
             y = y - x
@@ -187,7 +178,7 @@ class SegmentMap(Map):
     @functools.cached_property
     def _channels(self) -> bool:
         """Whether entries lie along the second axis of what enters, as convolutions have them."""
-        return channels_first(self.ends.flow, self.ends.enter[0], self.way)
+        return channels_first(self.ends.flow, self.ends.enter[0], self.ends.way)
 
     def _axis(self, n: Node) -> int:
         entering, own = shape(self.ends.enter[0]) or (), shape(n) or ()
@@ -316,7 +307,7 @@ class SegmentJacobian(Operator):
         if finer is None:
             return None
         self.release()
-        return SegmentJacobian(replace(self._map, precision=finer), self._x)
+        return SegmentJacobian(self._map.of(precision=finer), self._x)
 
     def jvp(self, v):
         with float32_products(coarse=self.coarse):

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from numbers import Number
 from typing import Any, Literal, final
 
 import torch
@@ -70,8 +71,8 @@ class Clipped:
 @torch.no_grad()
 def clip_(
     layer: Attention | nn.Module | Model,
-    target: float,
     x: Tensor | Inputs,
+    target: float,
     *,
     quantity: Quantity = "constant",
     parts: Literal["qk", "vo", "qkvo"] = "qk",
@@ -80,7 +81,7 @@ def clip_(
     """Scale weights down in place, head by head, until each head's constant or largest logit at `x` is at most `target`.
 
     layer: an `Attention`, whose tensors are written to; or a model, whose parameters are, in the layers that are named.
-    x: tokens (n, d) for an `Attention`; for a model a batch by the names of its `forward`.
+    x: tokens (n, d) for an `Attention`; for a model a batch by the names of its `forward`.  target: above 0.
     quantity: `constant`, of every head alone through its part of the output projection, or `logit`, the largest one seen.
     parts: `qk` scales logits by a factor shared between W_q and W_k (and their biases); `vo` what a head gives, by W_v and W_o;
     `qkvo` both by one factor. Scaling logits leaves a head the constant of uniform attention: a target below that needs `vo`.
@@ -91,9 +92,11 @@ def clip_(
 
     >>> import howsmooth as hs
     >>> attn = Attention(4 * torch.eye(2), torch.eye(2), torch.eye(2), scale=1.0)
-    >>> hs.clip_(attn, 2.0, torch.eye(2), quantity="logit"), round(float(attn.w_q[0, 0] * attn.w_k[0, 0]), 4)
+    >>> hs.clip_(attn, torch.eye(2), 2.0, quantity="logit"), round(float(attn.w_q[0, 0] * attn.w_k[0, 0]), 4)
     (Clipped(1 of 1 heads, logit at most 2), 2.0)
     """
+    if isinstance(x, Number) or (isinstance(x, Tensor) and x.ndim == 0):
+        raise BadInputError("expected tokens or a batch in second place, got a number; call clip_(layer, x, target)")
     target = number(target, "a target above 0", "it is a Lipschitz constant or a logit", above=0)
     quantity = choice(quantity, "a quantity", ("constant", "logit"))
     parts = choice(parts, "parts", _PARTS)
@@ -246,7 +249,7 @@ def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int) ->
     """A layer of a model as something to clip: the entries of its parameters are read off its recorded run."""
     first = probe.row(0).inputs(model, recordings, torch.float64)[0]
     map = first.segment(index)
-    if not map.heads or not isinstance(first.kind(index), Softmax):
+    if not map.ends.heads or not isinstance(first.kind(index), Softmax):
         raise BadInputError(
             f"expected softmax attention to clip, got {map.place}, whose heads cannot be told apart; leave layer {index} out"
         )
@@ -257,13 +260,13 @@ def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int) ->
 
     parts = head_weights(map.run.program, map.ends, map.run.at(torch.float64).values)
     unprojected = "expected an output projection that is a matrix of its own, got none; use parts='qk'"
-    return _Layer(map.heads, parts, dict(model.module.named_parameters(remove_duplicate=False)), at, unprojected)
+    return _Layer(map.ends.heads, parts, dict(model.module.named_parameters(remove_duplicate=False)), at, unprojected)
 
 
 def _measured(map: SegmentMap, weights: Weights, head: int, quantity: Quantity) -> float:
     """A head's constant or largest logit in a model's layer."""
     whole = {name: t.detach() for name, t in map.run.program.weights_now().items()} | dict(weights)
-    one = replace(map, head=head, run=replace(map.run, weights=whole))
+    one = map.of(head=head, run=replace(map.run, weights=whole))
     if quantity == "constant":
         return _constant(one, map.start)
     return one.replayed(map.start).kernels[0].logit_range()[1]

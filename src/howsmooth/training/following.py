@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple, final
 
 import torch
@@ -195,7 +194,7 @@ class Following:
         for k in self.layers:
             maps, tops = self._maps(k), list[Tensor]()
             for h in (None, *range(self.paths.heads[k] if heads else 0)):
-                solved = [solve(map if h is None else replace(map, head=h), map.start, options) for map in maps]
+                solved = [solve(map if h is None else map.of(head=h), map.start, options) for map in maps]
                 found[k, h] = max(s.estimate.value for s in solved), max(s.estimate.upper for s in solved)
                 images = [self._padded(s.image, map.real).flatten() for s, map in zip(solved, maps, strict=True)]
                 tops += [torch.stack(images)] * (len(images) == self._items)

@@ -7,7 +7,6 @@ derivative in the weights and in the input is that of the constant itself, since
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -41,7 +40,6 @@ Function = Map | Callable[[Tensor], Tensor]
 
 
 @final
-@dataclass(eq=False)
 class WarmStart:
     """Directions carried over from call to call of `smoothness`.
 
@@ -52,11 +50,12 @@ class WarmStart:
     (3.0, False)
     """
 
-    products: int = 1
-    v: Tensor | None = None
+    def __init__(self, products: int = 1, v: Tensor | None = None):
+        self.products = whole(products, "a whole number of products, at least 1", "the default is 1", least=1)
+        self.v = v
 
-    def __post_init__(self):
-        self.products = whole(self.products, "a whole number of products, at least 1", "the default is 1", least=1)
+    def __repr__(self) -> str:
+        return f"WarmStart({self.products}, {'empty' if self.v is None else 'directions ' + str(tuple(self.v.shape))})"
 
 
 def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batched: bool = False) -> Tensor:
@@ -246,6 +245,9 @@ class SmoothnessPenalty:
         self._paths: dict[Recording, Paths] = {}
         self._directions: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
+
+    def __repr__(self) -> str:
+        return f"SmoothnessPenalty({type(self._model.module).__name__}, {self.map} above {self.target:g})"
 
     def __call__(self, probe: Inputs | None = None, **inputs: Any) -> Tensor:
         """The penalty at a batch: a tensor, or the model's inputs by name."""

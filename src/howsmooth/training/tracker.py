@@ -71,7 +71,6 @@ class Check:
 
 
 @final
-@dataclass(eq=False)
 class Tracker:
     """The constants of a model's layers at a fixed probe, followed as its weights change.
 
@@ -93,34 +92,37 @@ class Tracker:
     ['smoothness/drift/layer_00', 'smoothness/drift/layer_01']
     """
 
-    model: nn.Module | Model
-    probe: Inputs
-    layers: str | Sequence[int] = "all"
-    map: MapName = "attention"
-    heads: bool = False
-    check_every: int = 50
-    tol: float = 1e-3
-    certify: float | None = None
-    average: bool = False
-
-    def __post_init__(self):
-        expected = "check_every as a whole number of updates, 0 for never"
-        self.heads, self.average = flag(self.heads, "heads"), flag(self.average, "average")
-        self.check_every = whole(self.check_every, expected, "the default is 50")
-        self.tol = number(self.tol, "0 < tol < 1", "the default is 1e-3", above=0, below=1)
-        choice(self.map, "a map", FAST)
-        self._options = Options(self.tol, self.certify)
+    def __init__(
+        self,
+        model: nn.Module | Model,
+        probe: Inputs,
+        layers: str | Sequence[int] = "all",
+        map: MapName = "attention",
+        heads: bool = False,
+        check_every: int = 50,
+        tol: float = 1e-3,
+        certify: float | None = None,
+        average: bool = False,
+    ):
+        self.heads, self.average = flag(heads, "heads"), flag(average, "average")
+        self.check_every = whole(check_every, "check_every as a whole number of updates, 0 for never", "the default is 50")
+        self.map: MapName = choice(map, "a map", FAST)
+        self._options = Options(number(tol, "0 < tol < 1", "the default is 1e-3", above=0, below=1), certify)
         self._updates = 0
         self._broken: str | None = None
         self._tracked: dict[tuple[int, int | None], float] = {}  # by layer and head
-        loaded = model_that_trains(self.model)
+        loaded = model_that_trains(model)
         with untouched(loaded.module):
-            self._following = Following(loaded, self.probe, self.layers, self.map, certifies=self.check_every > 0)
+            self._following = Following(loaded, probe, layers, map, certifies=self.check_every > 0)
         if self.heads and not self._following.tells_heads:
             raise BadInputError(
                 "expected a model whose heads can be told apart for heads=True, got one whose attention is its own code; "
                 "leave heads out"
             )
+
+    def __repr__(self) -> str:
+        module, count = type(self._following.model.module).__name__, len(self.names)
+        return f"Tracker({module}, {self.map} of {count} layers, {self._updates} updates{', not finite' * bool(self._broken)})"
 
     @property
     def names(self) -> dict[int, str]:
