@@ -17,7 +17,7 @@ from howsmooth.errors import BadFunctionError
 from howsmooth.kernels import AttentionKernel
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps.rounding import Point, attention_errors, attention_point, attention_rounding, norm_errors, norm_rounding
-from howsmooth.spectral.leading import led_to
+from howsmooth.spectral.matrices import led_to
 from howsmooth.spectral.operator import Operator, Rounded, drawn, inner, stream
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.kernels.tiled import Tiled
+from howsmooth.spectral.matrices import spectral_norm
 from howsmooth.spectral.operator import Rounded, Rounding
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def _by_head(w: Tensor, heads: int) -> Float[Tensor, " heads"]:
 
 def _norm(w: Tensor) -> float:
     """The largest singular value, rounded up."""
-    return float(torch.linalg.matrix_norm(w.double(), 2)) * (1 + 1e-9)
+    return float(spectral_norm(w.double())) * (1 + 1e-9)
 
 
 def _shared(t: Tensor, group: int, dim: int) -> Tensor:

@@ -13,6 +13,7 @@ from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.measures.entropic import ROUNDING, distances, entropic_ends
 from howsmooth.measures.measure import Gaussian, Measure
 from howsmooth.settings import choice, number
+from howsmooth.spectral import svd
 
 Method = Literal["auto", "exact", "entropic", "line", "gaussian", "conditional"]
 
@@ -100,7 +101,7 @@ def bures(mu: Gaussian, nu: Gaussian) -> float:
             f"expected measures of one dimension, got {len(mu.mean)} and {len(nu.mean)}; compare like with like"
         )
     first, second = mu.root(), nu.root()
-    u, _, vh = torch.linalg.svd(second @ first)  # tr(first second U) is largest at U = u vh
+    u, _, vh = svd(second @ first)  # tr(first second U) is largest at U = u vh
     shape = first - second @ (u @ vh)
     apart = torch.cat([shape.flatten(), mu.mean - nu.mean])
     return _mean(apart, torch.ones_like(apart), 2.0)

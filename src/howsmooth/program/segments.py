@@ -30,7 +30,7 @@ from howsmooth.program.nodes import name, shape
 from howsmooth.program.operations import CONVOLUTIONS, MATRIX, PICKS
 from howsmooth.program.replay import Run, Way
 from howsmooth.spectral import Operator
-from howsmooth.spectral.leading import led_to
+from howsmooth.spectral.matrices import led_to
 
 _SMALL = 4096  # entries up to which the graph is checked with a product each way of its own
 

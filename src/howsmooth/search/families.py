@@ -24,7 +24,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_width
 from howsmooth.solve import Options, solve, solve_batch
-from howsmooth.spectral import Estimate, GolubKahan, Weighted
+from howsmooth.spectral import Estimate, GolubKahan, Weighted, eig, eigh, spectral_norm, svd
 from howsmooth.theory.ball import check_count
 from howsmooth.theory.softmax_only import check_softmax
 
@@ -245,7 +245,7 @@ def _eigenvector_families(head: _Head, space: TokenSet) -> list[Configuration]:
 
     Eigenvectors of `A = W_kᵀ τW_q` are `W_kᵀ` times those of `τW_q W_kᵀ`.
     """
-    values, vectors = torch.linalg.eig(head.q @ head.k.mT)
+    values, vectors = eig(head.q @ head.k.mT)
     real = values.imag.abs() <= _REAL * values.abs().max()
     gamma, u = values.real[real], head.k.mT @ vectors.real[:, real]
     length = u.norm(dim=0)
@@ -269,12 +269,12 @@ def _far_apart(head: _Head, space: TokenSet) -> list[Float[Tensor, "2 d"]]:
     if isinstance(space, Ball) and 2 * len(q) < q.shape[1]:
         basis = torch.linalg.qr(torch.cat([k, q]).mT)[0]
         return [space.project(places @ basis.mT) for places in _far_apart(head.within(basis), space)]
-    directions = torch.cat([torch.linalg.svd(q @ k.mT)[2][:2], torch.linalg.eigh((q @ k.mT + k @ q.mT) / 2)[1].mT[[0, -1]]]) @ k
+    directions = torch.cat([svd(q @ k.mT)[2][:2], eigh((q @ k.mT + k @ q.mT) / 2)[1].mT[[0, -1]]]) @ k
     directions = directions / directions.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     z = torch.cat([_furthest(space, sign * directions) for sign in (1.0, -1.0)])
     z = torch.cat([z, 0.5 * z]) if isinstance(space, Ball) else z
     triangles = [torch.linalg.qr(w.mT, mode="r")[1] for w in (k, q)]
-    a = float(torch.linalg.matrix_norm(triangles[0] @ triangles[1].mT, 2))
+    a = float(spectral_norm(triangles[0] @ triangles[1].mT))
     if a == 0:
         return [torch.stack([z[0], z[len(directions)]])]
     for _ in range(_CLIMB):

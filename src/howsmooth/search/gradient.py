@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.maps import AutodiffJacobian, Map
 from howsmooth.solve import Function
-from howsmooth.spectral import TopPairs, small, top_pairs
+from howsmooth.spectral import TopPairs, eigh, small, top_pairs
 
 _CLUSTER = 3  # top pairs that a cluster is looked for among
 _NEAR = 1e-3  # singular values this close to the top belong to its cluster
@@ -56,7 +56,7 @@ def steepest(
         g = flat[start, start]
         for _ in range(4):
             unit = g / g.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(z.dtype).tiny)
-            weights = torch.linalg.eigh(torch.einsum("ijbk,bk->bij", flat, unit))[1][..., -1]  # (items, count)
+            weights = eigh(torch.einsum("ijbk,bk->bij", flat, unit))[1][..., -1]  # (items, count)
             g = torch.einsum("bi,bj,ijbk->bk", weights, weights, flat)
         longer = g.norm(dim=-1, keepdim=True) > longest.norm(dim=-1, keepdim=True)
         longest = torch.where(longer, g, longest)

@@ -3,6 +3,7 @@
 from howsmooth.spectral.dense import DenseSVD, small
 from howsmooth.spectral.estimate import Estimate, Estimates, Solution, Solver, Status
 from howsmooth.spectral.golub_kahan import GolubKahan
+from howsmooth.spectral.matrices import eig, eigh, led_to, spectral_norm, svd
 from howsmooth.spectral.operator import Composed, Operator, Weighted, inner
 from howsmooth.spectral.pairs import TopPairs, top_pairs
 
@@ -18,7 +19,12 @@ __all__ = [
     "Status",
     "TopPairs",
     "Weighted",
+    "eig",
+    "eigh",
     "inner",
+    "led_to",
     "small",
+    "spectral_norm",
+    "svd",
     "top_pairs",
 ]

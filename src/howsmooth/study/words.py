@@ -24,6 +24,7 @@ from howsmooth.program import ends_of
 from howsmooth.program.ends import MapName
 from howsmooth.program.flow import Flow
 from howsmooth.program.replay import Run, Way
+from howsmooth.spectral import svd
 
 Goal = Literal["output", "constant"]
 WAYS = ("nearest embedding", "gradient", "duplicate")
@@ -332,7 +333,7 @@ def _near_attack(run: _Runner, slopes: Tensor, ids: Tensor, places: list[int], c
     Both signs and several lengths are tried. The attack is the top direction of the slopes: that of `JᵀJ` as far as they show.
     """
     table = run.table.to(slopes.dtype)
-    direction = torch.linalg.svd(slopes.flatten(1), full_matrices=False)[2][0].reshape(slopes.shape[1:])
+    direction = svd(slopes.flatten(1))[2][0].reshape(slopes.shape[1:])
     weight = direction.norm(dim=-1)
     order = sorted(places, key=lambda i: -float(weight[i]))[: max(1, count // (2 * len(_STRIDES)))]
     typical = float((table[::97] - table[ids[order[0]]]).norm(dim=-1).median())

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.settings import choice
+from howsmooth.spectral import spectral_norm
 
 Side = Literal["upper", "lower"]
 
@@ -199,13 +200,6 @@ def least_of(*bounds: float) -> float:
 def no_nan(bounds: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Upper bounds with infinity where arithmetic gave no number: what overflowed is never a small bound."""
     return torch.where(bounds.isnan(), torch.inf, bounds)
-
-
-def spectral_norm(m: Float[Tensor, "*batch r c"]) -> Float[Tensor, "*batch"]:
-    """The largest singular value; infinity for a matrix with entries that are not finite."""
-    finite = m.isfinite().all(-1).all(-1)
-    norm = torch.linalg.matrix_norm(torch.where(finite[..., None, None], m, 0.0), ord=2)
-    return torch.where(finite, norm, torch.inf)
 
 
 def largest_entry(m: Tensor) -> float:
