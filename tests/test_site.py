@@ -20,6 +20,9 @@ import howsmooth as hs
 
 pytest.importorskip("mkdocs", reason="builds the site; pip install 'howsmooth[docs]' runs this")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install playwright runs this")
+axe = pytest.importorskip(
+    "axe_playwright_python.sync_playwright", reason="axe is not installed; pip install axe-playwright-python"
+)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,
@@ -145,6 +148,74 @@ def test_every_page_from_the_file_system(browser, site):
 @pytest.mark.parametrize("path", ["index", "tutorial", "explanation/bounds", "reference/api", "reference/cli", "gallery"])
 def test_pages_of_every_kind_from_a_server(browser, server, path):
     visitor(browser, server).survey(f"{path}.html", [(360, "light"), (1300, "dark")])
+
+
+@pytest.mark.parametrize(
+    ("path", "look"),
+    [
+        *[(path, DESK) for path in ("index", "tutorial", "explanation/bounds", "gallery")],
+        *[(path, (390, "dark")) for path in ("index", "reference/api", "reference/cli", "howto/models")],
+    ],
+)
+def test_pages_are_accessible(browser, site, path, look):
+    """The rules of WCAG 2.1, levels A and AA, as axe checks them."""
+    seen = visitor(browser, site.as_uri() + "/")
+    seen.survey(f"{path}.html", [look])
+    assert violations(seen.page) == []
+
+
+def test_what_is_not_accessible_is_seen(browser, tmp_path):
+    (tmp_path / "bad.html").write_text(
+        "<html lang=en><title>x</title><p style='color: #999; background: #fff'>pale</p><img src=data:,>"
+    )
+    seen = visitor(browser, tmp_path.as_uri() + "/")
+    seen.page.goto(seen.home + "bad.html")
+    assert {rule for rule, _ in violations(seen.page)} == {"color-contrast", "image-alt"}
+
+
+def violations(page: Any) -> list[tuple[str, list[Any]]]:
+    found = axe.Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}).response["violations"]
+    return [(rule["id"], [node["target"] for node in rule["nodes"][:3]]) for rule in found]
+
+
+@pytest.mark.parametrize(
+    ("shown", "copied"),
+    [
+        (">>> x = 1\n>>> for i in x:\n...     i\n...\n3\n>>> x\n1\n", "x = 1\nfor i in x:\n    i\n\nx\n"),
+        ("$ howsmooth demo \\\n    --quick\nL = 3\n$ ls\na  b\n", "howsmooth demo \\\n    --quick\nls\n"),
+        ("import torch\n\nx = 1\n", "import torch\n\nx = 1\n"),
+        ("make demo    # a report\n", "make demo    # a report\n"),
+    ],
+)
+def test_copy_buttons_copy_what_one_types(browser, site, shown, copied):
+    seen = visitor(browser, site.as_uri() + "/")
+    seen.survey("tutorial.html")
+    assert seen.page.evaluate("text => HowSmoothTyped(text)", shown) == copied
+
+
+def test_every_copy_button_copies_code_alone(browser, server):
+    seen = visitor(browser, server)
+    seen.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    for path in ("index", "tutorial", "howto/own-module", "reference/api"):
+        seen.survey(f"{path}.html")
+        texts = seen.page.evaluate("""async () => { const texts = [];
+          for (const button of [...document.querySelectorAll("[data-clipboard-target]")].slice(0, 12)) {
+            button.click(); texts.push(await navigator.clipboard.readText()); }
+          return texts; }""")
+        assert texts, path
+        for text in texts:
+            assert not any(line.startswith((">>>", "$ ", "...")) for line in text.splitlines()), text
+
+
+def test_keys_of_the_playground_do_not_turn_the_page(browser, site):
+    seen = visitor(browser, site.as_uri() + "/")
+    seen.survey("index.html")
+    seen.page.focus(".hs-tokens")
+    before = seen.page.evaluate("HowSmoothPlayground[0].selected")
+    seen.page.keyboard.press("n")
+    seen.page.wait_for_timeout(300)
+    assert seen.page.url.endswith("index.html")
+    assert seen.page.evaluate("HowSmoothPlayground[0].selected") == before + 1
 
 
 def test_the_search_works_without_a_server(browser, site):

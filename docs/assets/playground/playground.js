@@ -232,6 +232,7 @@
           this.set({});
         } else return;
         event.preventDefault();
+        event.stopPropagation(); // the theme turns the page at n
         this.update();
       });
     }
