@@ -23,9 +23,7 @@ import howsmooth as hs
 from benchmarks.certified_models import Behind, Digits, build
 from benchmarks.harness import WrongAnswerError
 from howsmooth.program.reading import read_function
-from howsmooth.theory.around import AroundAttention, Neighbourhood
-from howsmooth.theory.around_blocks import around_graph
-from howsmooth.theory.around_norms import Certified
+from howsmooth.theory.around import AroundAttention, Certified, Neighbourhood, around_graph
 
 TITLE = "Certified change of the output, and certified radius of an answer, ℓ2 over all tokens"
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do"

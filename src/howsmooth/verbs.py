@@ -16,8 +16,7 @@ from howsmooth.search import Ball, TokenSet, WorstCase, find_near, find_worst
 from howsmooth.settings import Positions, moving, shown
 from howsmooth.solve import SMALL, Options, assumed, linear, solve, solve_batch, solve_moving
 from howsmooth.spectral import Estimate, Estimates, GolubKahan, Solver
-from howsmooth.theory.around import Neighbourhood
-from howsmooth.theory.around_blocks import bound_around, check_structure
+from howsmooth.theory.around import Neighbourhood, bound_around, check_structure
 from howsmooth.theory.ball import ball_bounds
 from howsmooth.theory.bound import Bounds
 from howsmooth.theory.point import one_sequence, point_bounds

@@ -14,9 +14,7 @@ import howsmooth as hs
 from howsmooth.errors import HowSmoothError
 from howsmooth.program.reading import read_function
 from howsmooth.search.radius import Per, length_of_change
-from howsmooth.theory.around import Neighbourhood
-from howsmooth.theory.around_blocks import around_graph
-from howsmooth.theory.around_norms import Certified
+from howsmooth.theory.around import Certified, Neighbourhood, around_graph
 
 from .small_functions import Chance
 

@@ -15,10 +15,7 @@ from howsmooth.program.pieces import Pieces, PiecesMap
 from howsmooth.program.reading import read_function
 from howsmooth.search import find_near
 from howsmooth.solve import Options, solve
-from howsmooth.theory.around import Around, Neighbourhood
-from howsmooth.theory.around_blocks import around_graph, scalar_changes
-from howsmooth.theory.around_norms import Certified
-from howsmooth.theory.around_values import Expansion, Moved, expand
+from howsmooth.theory.around import Around, Certified, Expansion, Moved, Neighbourhood, around_graph, expand, scalar_changes
 
 ROUNDING = 1e-9
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -17,10 +17,7 @@ from howsmooth.errors import BadFunctionError
 from howsmooth.maps.scalars import known_scalar
 from howsmooth.program import Layers, ends_of, record
 from howsmooth.program.reading import Whole, check_agrees, read, read_function
-from howsmooth.theory.around import Neighbourhood
-from howsmooth.theory.around_blocks import around_graph
-from howsmooth.theory.around_norms import Certified
-from howsmooth.theory.around_values import expand
+from howsmooth.theory.around import Certified, Neighbourhood, around_graph, expand
 from problems.hidden_ways import HIDING, SHAPES, Case, Looked, case, examine, least_lead, refuted
 
 W = torch.tensor([[1.0, -1.0], [0.5, 2.0]]).double()

@@ -9,7 +9,7 @@ from torch import Tensor
 from howsmooth.errors import NoConvergenceError
 from howsmooth.spectral import GolubKahan, Operator, TopPairs, Weighted, small, top_pairs
 from howsmooth.spectral.dense import SMALL
-from howsmooth.spectral.pairs import Deflated, norm_above
+from howsmooth.spectral.pairs import Deflated, norm_upper
 from howsmooth.spectral.ritz import converged, krylov, orthonormal
 from howsmooth.spectral.step import block_step, spanned
 from problems.spectra import SPECTRA, Matrix, attention, orthogonal, rotated, shuffled, spectrum
@@ -168,7 +168,7 @@ def test_certificates_fail_no_more_often_than_they_may():
     first = torch.nn.functional.one_hot(operator.values.argmax(-1), 60)[:, None].double()
     others = Deflated(operator, first, first)
     for delta in (0.5, 1e-6):
-        missed[delta] = int((norm_above(others, GolubKahan(max_steps=1, delta=delta), 1e-3, [0] * trials) < 2.0).sum())
+        missed[delta] = int((norm_upper(others, GolubKahan(max_steps=1, delta=delta), 1e-3, [0] * trials) < 2.0).sum())
     assert missed[1e-6] == 0
     assert 0 < missed[0.5] <= 0.5 * trials
 
@@ -179,8 +179,8 @@ def test_norms_past_the_range_are_infinite():
     solver = GolubKahan()
     for size in (1e-200, 1e200):
         scaled = Weighted(operator, size * one, one)
-        assert size <= float(norm_above(scaled, solver, 1e-3, [0])) <= 1.01 * size
-    assert norm_above(Weighted(operator, 1e308 * one, 1e10 * one), solver, 1e-3, [0]).tolist() == [math.inf]
+        assert size <= float(norm_upper(scaled, solver, 1e-3, [0])) <= 1.01 * size
+    assert norm_upper(Weighted(operator, 1e308 * one, 1e10 * one), solver, 1e-3, [0]).tolist() == [math.inf]
 
 
 @pytest.mark.parametrize("size", [5, WIDE])

@@ -3,9 +3,9 @@
 from howsmooth.spectral.dense import DenseSVD, small
 from howsmooth.spectral.estimate import Estimate, Estimates, Solution, Solver, Status
 from howsmooth.spectral.golub_kahan import GolubKahan
-from howsmooth.spectral.matrices import eig, eigh, led_to, spectral_norm, svd
+from howsmooth.spectral.matrices import eig, eigh, led_to, spectral_norm, svd, top_eigenvalue
 from howsmooth.spectral.operator import Composed, Operator, Weighted, inner
-from howsmooth.spectral.pairs import TopPairs, top_pairs
+from howsmooth.spectral.pairs import TopPairs, norm_upper, top_pairs
 
 __all__ = [
     "Composed",
@@ -23,8 +23,10 @@ __all__ = [
     "eigh",
     "inner",
     "led_to",
+    "norm_upper",
     "small",
     "spectral_norm",
     "svd",
+    "top_eigenvalue",
     "top_pairs",
 ]

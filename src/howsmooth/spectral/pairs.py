@@ -90,7 +90,7 @@ def top_pairs(
             if start is not None or tol is not None:  # pairs of a run like the certificate's may know its random start
                 seeds = [stream(seed, "rest").initial_seed() for seed in seeds]
             solver = GolubKahan(max_steps=_REST_STEPS, delta=delta)
-            rest = norm_above(Deflated(operator, u.mT, right.transpose(0, 1)), solver, _NARROW, seeds)
+            rest = norm_upper(Deflated(operator, u.mT, right.transpose(0, 1)), solver, _NARROW, seeds)
             rest = rest + operator.noise * value[:, 0].to(rest)
     left = u.permute(2, 0, 1).unflatten(-1, operator.out_shape)
     return TopPairs(value.T, left, right.unflatten(-1, operator.in_shape), rest)
@@ -119,7 +119,7 @@ def _right(
     return found.vectors[:, :count].transpose(0, 1)
 
 
-def norm_above(operator: Operator, solver: Solver, narrow: float, seeds: Sequence[int]) -> Float[Tensor, " batch"]:
+def norm_upper(operator: Operator, solver: Solver, narrow: float, seeds: Sequence[int]) -> Float[Tensor, " batch"]:
     """Upper ends of norms, of maps divided by a size that they attain, so that squares stay in range; infinite past it.
 
     narrow: how wide an interval may be, relatively.

@@ -22,10 +22,7 @@ from howsmooth.program.tracing import written_path
 from howsmooth.search.radius import PER, Per, Radius, first_order, largest, smallest_change
 from howsmooth.settings import choice, flag, moving, number, whole
 from howsmooth.solve import Options, solve
-from howsmooth.theory.around import Neighbourhood
-from howsmooth.theory.around_blocks import output_move, scalar_changes
-from howsmooth.theory.around_norms import Certified
-from howsmooth.theory.around_values import Expansion, expand
+from howsmooth.theory.around import Certified, Expansion, Neighbourhood, expand, output_move, scalar_changes
 
 _SMALL = 768  # numbers that may move up to which a function is expanded whole
 _RIVALS = 64  # of many answers, those whose margins have gradients of their own

@@ -16,8 +16,8 @@ from howsmooth.maps import AttentionJacobian
 from howsmooth.spectral import DenseSVD, GolubKahan, small, top_pairs
 from howsmooth.spectral.dense import SMALL
 from howsmooth.spectral.operator import Operator, Restricted
-from howsmooth.spectral.pairs import norm_above
-from howsmooth.theory.around_jets import ROUNDED, Centre, Jet, Parts, moves
+from howsmooth.spectral.pairs import norm_upper
+from howsmooth.theory.around.jets import ROUNDED, Centre, Jet, Parts, moves
 from howsmooth.theory.bound import lengths, no_nan
 
 _SECOND_STEPS = 6  # for each certificate of a second derivative: within a factor of two where spectra fall off
@@ -233,7 +233,7 @@ class Second:
 def _certified(forward: Product, back: Product, inward: tuple, outward: tuple, like: Tensor, delta: float, seed: int) -> float:
     operator = _Products(forward, back, tuple(inward), tuple(outward), like)
     solver = DenseSVD() if operator.in_size <= _SECOND_STEPS else GolubKahan(max_steps=_SECOND_STEPS, delta=delta)
-    return float(norm_above(operator, solver, 0.2, [seed])[0])
+    return float(norm_upper(operator, solver, 0.2, [seed])[0])
 
 
 @final

@@ -13,7 +13,7 @@ from howsmooth.maps import Attention, AutodiffJacobian
 from howsmooth.program.pieces import Piece, Pieces
 from howsmooth.spectral import DenseSVD, GolubKahan, Weighted, small
 from howsmooth.spectral.operator import Operator, Restricted
-from howsmooth.theory.around import AroundAttention
+from howsmooth.theory.around.attention import AroundAttention
 from howsmooth.theory.softmax_only import check_softmax
 
 _UP = 1 + 1e-9

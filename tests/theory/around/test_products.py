@@ -14,11 +14,8 @@ from howsmooth.errors import RefutedBoundError
 from howsmooth.program.pieces import PiecesMap
 from howsmooth.program.reading import read_function
 from howsmooth.solve import Options
-from howsmooth.theory import around_blocks
-from howsmooth.theory.around import Around, Neighbourhood
-from howsmooth.theory.around_blocks import around_graph
-from howsmooth.theory.around_norms import Certified
-from howsmooth.theory.around_pieces import shared_shape, slice_lengths
+from howsmooth.theory.around import Around, Certified, Neighbourhood, around_graph, graph
+from howsmooth.theory.around.pieces import shared_shape, slice_lengths
 from howsmooth.verbs import solve_near
 from problems.gates import SHAPES, gated
 from problems.layers import gaussian
@@ -63,7 +60,7 @@ def test_no_point_is_above_a_bound_in_many():
 
 def test_the_points_refute_a_constant_entry_by_entry(monkeypatch: pytest.MonkeyPatch):
     """What a product without repetition needs is too small where a gate of a token meets many units."""
-    monkeypatch.setattr(around_blocks, "slice_lengths", lambda t, shared: t.abs().amax())
+    monkeypatch.setattr(graph, "slice_lengths", lambda t, shared: t.abs().amax())
     looked = Looked()
     examine(gated(17, "a gate a token"), looked, lower=False)
     assert {why.split()[0] for why in looked.wrong} == {"slope", "change"}

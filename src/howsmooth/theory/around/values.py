@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.program.pieces import Piece, Pieces
-from howsmooth.theory.around_pieces import norm_remainder, softmax_remainder
+from howsmooth.theory.around.pieces import norm_remainder, softmax_remainder
 
 _UP = 1 + 1e-9  # rounding of sums of positive numbers
 _SHAPES = {"view", "_unsafe_view", "reshape", "expand", "clone", "alias", "detach", "_to_copy", "unsqueeze", "squeeze"}

@@ -8,9 +8,7 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import BadFunctionError, HowSmoothError
 from howsmooth.program.reading import read_function
-from howsmooth.theory.around_blocks import around_graph
-from howsmooth.theory.around_norms import Certified
-from howsmooth.theory.around_values import expand
+from howsmooth.theory.around import Certified, around_graph, expand
 from problems.small_functions import Looked, bounds_within, case, examine, jacobian, points, refuted
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.theory.around_jets import ROUNDED, Centre, Parts
+from howsmooth.theory.around.jets import ROUNDED, Centre, Parts
 from howsmooth.theory.bound import TINY, lengths, no_nan
 from howsmooth.theory.perron import perron_bound
 

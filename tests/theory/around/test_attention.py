@@ -9,9 +9,9 @@ import torch
 import howsmooth as hs
 from howsmooth.maps import Attention, LayerNorm, RMSNorm, Rotary
 from howsmooth.theory.around import AroundAttention, Neighbourhood, around_attention
-from howsmooth.theory.around_deflate import Second, pairs_at
-from howsmooth.theory.around_jets import Centre, Jet, _past_linear, _softmax, moves
-from howsmooth.theory.around_linear import _top
+from howsmooth.theory.around.covariances import _top
+from howsmooth.theory.around.deflate import Second, pairs_at
+from howsmooth.theory.around.jets import Centre, Jet, _past_linear, _softmax, moves
 from howsmooth.theory.ball import ball_bounds
 from problems.neighbourhoods import Looked, examine, near
 

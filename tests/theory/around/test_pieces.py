@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.maps.scalars import SCALARS, Scalar, known_scalar
-from howsmooth.theory.around_pieces import norm_change, norm_remainder, norm_slope, softmax_remainder
+from howsmooth.theory.around.pieces import norm_change, norm_remainder, norm_slope, softmax_remainder
 
 RANDOM = torch.Generator().manual_seed(0)
 

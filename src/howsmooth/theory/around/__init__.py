@@ -1,0 +1,23 @@
+"""Bounds around an input: how large a map's Jacobian can be near it, and how far the map can move there."""
+
+from howsmooth.theory.around.attention import AroundAttention, around_attention
+from howsmooth.theory.around.graph import around_graph, bound_around, check_structure, output_move, scalar_changes
+from howsmooth.theory.around.neighbourhood import Around, Neighbourhood
+from howsmooth.theory.around.norms import Certified
+from howsmooth.theory.around.values import Expansion, Moved, expand
+
+__all__ = [
+    "Around",
+    "AroundAttention",
+    "Certified",
+    "Expansion",
+    "Moved",
+    "Neighbourhood",
+    "around_attention",
+    "around_graph",
+    "bound_around",
+    "check_structure",
+    "expand",
+    "output_move",
+    "scalar_changes",
+]
