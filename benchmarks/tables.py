@@ -64,7 +64,7 @@ if __name__ == "__main__":
         "docs/howto/forward-mode.md",
         "docs/explanation/point-bounds.md",
         "docs/explanation/around.md",
-        "docs/howto/models.md",
+        "docs/reference/architectures.md",
         "docs/howto/certified.md",
     ):
         path = ROOT / document
