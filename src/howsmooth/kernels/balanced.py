@@ -21,7 +21,6 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.kernels.base import Keys, Queries, Scores, Values
-from howsmooth.kernels.kinds import Sinkhorn
 from howsmooth.kernels.kinds.balanced import ROUNDS, unbalanced
 from howsmooth.kernels.tiles import OnTiles, Tile, TileSize, flat, wide
 
@@ -41,8 +40,8 @@ class Balanced(OnTiles):
         self, q: Queries, k: Keys, v: Values, scores: Scores, size: TileSize | None = None, *, offset=None, keep: bool = False
     ):
         super().__init__(q, k, v, scores, size, offset=offset)
-        kind = self.scores.kind
-        assert isinstance(kind, Sinkhorn)
+        balancing = self.scores.kind.traits.balancing
+        assert balancing is not None
         batch, heads, n, m = self.shape
         keys = self.scores.mask.keys
         self._real = None if keys is None else keys.repeat_interleave(heads, 0)  # (g, n): queries as well as keys
@@ -51,10 +50,10 @@ class Balanced(OnTiles):
         f, g = self.q.new_zeros(batch * heads, n), self.q.new_zeros(batch * heads, m)
         self.steps: list[tuple[int, Tensor, Tensor]] = []  # which side was normalised, and the potentials after it
         self._rate = 0.0
-        for step in range(kind.iterations or 0):
+        for step in range(balancing.iterations or 0):
             f, g = self._normalised(f, g, step % 2)
             self.steps.append((step % 2, f, g))
-        if kind.iterations is None:
+        if balancing.iterations is None:
             f, g = self._limit(f, g)
         self.f, self.g = f, g
         self.o = torch.zeros_like(self.q[..., :1]).repeat(1, 1, v.shape[-1])

@@ -45,7 +45,7 @@ class Scores:
     @property
     def softmax(self) -> bool:
         """Whether weights are softmax's own, with no sink beside the keys: what most of theory speaks of."""
-        return self.kind == Softmax()
+        return self.kind.traits.plain
 
     def select(self, items: Tensor) -> "Scores":
         """The scores of some items of the batch."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.balanced import Balanced
 from howsmooth.kernels.base import AttentionKernel, Keys, Precision, Queries, Scores, Values
-from howsmooth.kernels.kinds import Hard, Kind, Linear, Sigmoid, Sinkhorn, Softmax
+from howsmooth.kernels.kinds import Kind
 from howsmooth.kernels.kinds.kind import Vectors
 from howsmooth.kernels.mapped import Mapped
 from howsmooth.kernels.summed import Summed
@@ -60,22 +60,22 @@ def _core(at: Vectors, scores: Scores, kernel: Kernel, precision: Precision) -> 
         if _unfused(kind) is None:
             _warn_once(reason)
     banded = mask.window is not None or mask.ends is not None or (mask.causal and q.shape[2] != k.shape[2])
-    if isinstance(kind, Linear) and kernel != "dense" and not banded:
+    if kind.traits.features is not None and kernel != "dense" and not banded:
         return Summed(q, k, v, scores)
     keep = kernel == "dense" or (kernel == "auto" and _kept_bytes(q, k, scores) <= KEPT_BYTES.get(q.device.type, 0))
-    if isinstance(kind, Sinkhorn):
+    if kind.traits.balancing is not None:
         return Balanced(q, k, v, scores, offset=offset, keep=keep)
     return (Dense if keep else Blocked)(q, k, v, scores, offset=offset)
 
 
 def _unfused(kind: Kind) -> str | None:
     """Why there is no fused kernel for a kind, or nothing."""
-    return None if isinstance(kind, Softmax | Sigmoid) else f"{type(kind).__name__} attention, which has none"
+    return None if kind.fused else f"{type(kind).__name__} attention, which has none"
 
 
 def _kept_bytes(q: Tensor, k: Tensor, scores: Scores) -> int:
     area = sum(tile.area for tile in cut(q.shape[2], k.shape[2], scores.mask, TileSize.on(q.device)))
-    one = scores.softcap is None and isinstance(scores.kind, Softmax | Sinkhorn | Hard)  # a tile that is its own slope, or none
+    one = scores.softcap is None and not scores.kind.sloped  # a tile that is its own slope, or none
     return q.shape[0] * q.shape[1] * area * q.element_size() * (1 if one else 2)
 
 

@@ -5,7 +5,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.kernels.base import Keys, Offsets, Outputs, Queries, Scores, Values
-from howsmooth.kernels.kinds import Pointwise, Sinkhorn
 from howsmooth.kernels.kinds.kind import Logits, Vectors
 from howsmooth.kernels.saturating import tanh
 
@@ -23,8 +22,8 @@ def plain_attention(q: Queries, k: Keys, v: Values, scores: Scores, rows: int = 
     q, k, v, offset = by_head(Vectors(q, k, v) if entry is None else entry.vectors)
     bias = None if inner.mask.bias is None else inner.mask.bias.to(q.device, q.dtype)
     slack = logit_slack(q, k, inner.scale, bias)
-    shift = kind.shift(mask, m) if isinstance(kind, Pointwise) else None
-    if isinstance(kind, Sinkhorn):
+    shift = kind.shift(mask, m)
+    if kind.traits.balancing is not None:
         rows = n
     outputs = []
     for start in range(0, n, rows):

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.base import AttentionKernel, Keys, Queries, Scores, Values
-from howsmooth.kernels.kinds import Linear
-from howsmooth.kernels.kinds.features import check_sums, supported
+from howsmooth.kernels.kinds.features import FeatureMap, check_sums, supported
 
 _CHUNK = 128  # tokens whose weights are formed at once: then both halves of the work are alike for heads of usual width
 
@@ -31,18 +30,19 @@ class Summed(AttentionKernel):
     def __init__(self, q: Queries, k: Keys, v: Values, scores: Scores):
         super().__init__(q, k, v, scores, q.dtype)
         self.check_range(q, k, None, q.dtype)
-        kind, mask = self.scores.kind, self.scores.mask
-        assert isinstance(kind, Linear)
-        self._divided, self._group = kind.normalized, q.shape[1] // k.shape[1]
+        traits, mask = self.scores.kind.traits, self.scores.mask
+        assert traits.features is not None
+        self._features: FeatureMap = traits.features
+        self._divided, self._group = traits.divided, q.shape[1] // k.shape[1]
         self._seen = None if mask.keys is None else mask.keys[:, None, :, None].to(k.dtype)
         self.q, self.k, self.v = q, self._hide(self._expand(k)), self._expand(v)
-        if kind.normalized:
+        if self._divided:
             self.v = torch.cat([self.v, torch.ones_like(self.v[..., :1])], -1)
         self._sums = None if mask.causal else self.k.mT @ self.v  # of all keys; none where each query has its own
         o = causal(q, self.k, self.v) if self._sums is None else q @ self._sums
-        total = o[..., -1:] if kind.normalized else self._products(q, self.k)
-        check_sums(total, k.shape[2], lambda: self._products(*self._positive()) > 0, divided=kind.normalized)
-        if kind.normalized:
+        total = o[..., -1:] if self._divided else self._products(q, self.k)
+        check_sums(total, k.shape[2], lambda: self._products(*self._positive()) > 0, divided=self._divided)
+        if self._divided:
             self._inverse = torch.where(total > 0, 1 / total, 0.0)
             self._o = o[..., :-1] * self._inverse
         else:
@@ -55,9 +55,7 @@ class Summed(AttentionKernel):
 
     def _positive(self) -> tuple[Tensor, Tensor]:
         """One where features are positive before rounding."""
-        kind = self.scores.kind
-        assert isinstance(kind, Linear)
-        return supported(self.q, kind.features), self._hide(supported(self.k, kind.features))
+        return supported(self.q, self._features), self._hide(supported(self.k, self._features))
 
     @property
     def output(self):

@@ -21,10 +21,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
 from howsmooth.kernels.base import Keys, Offsets, Outputs, Queries, Scores, Values
-from howsmooth.kernels.kinds import Linear, Pointwise, Softmax
-from howsmooth.kernels.kinds.features import check_sums, supported
+from howsmooth.kernels.kinds import Pointwise
+from howsmooth.kernels.kinds.features import FeatureMap, check_sums, supported
 from howsmooth.kernels.saturating import tanh_slope
 from howsmooth.kernels.tiles import OnTiles, Tile, TileSize, flat, wide
 
@@ -65,13 +64,9 @@ class Tiled(OnTiles):
 
         saved: `output` and `log_sum_exp` of an earlier forward pass of softmax attention at the same place.
         """
-        kind = scores.kind
-        if not isinstance(kind, Pointwise):
-            raise BadInputError(
-                f"expected a kind whose weights come from a logit and its row, got {kind!r}; use kernels.linearize"
-            )
+        scores.kind.pointwise()  # refuses others
         super().__init__(q, k, v, scores, size, offset=offset, trusted=trusted)
-        self._kind: Pointwise = kind if trusted else self.scores.kind  # pyright: ignore[reportAttributeAccessIssue]
+        self._kind: Pointwise = self.scores.kind.pointwise()
         batch, heads, n, _ = self.shape
         if saved is not None:
             self.o, (self.largest, total) = saved[0].flatten(0, 1), saved[1].flatten(0, 1).unbind(1)
@@ -83,9 +78,11 @@ class Tiled(OnTiles):
         if started is not None:
             self.largest.copy_(started.flatten(0, 1))
         total = self._forward()
-        if isinstance(self._kind, Linear):
-            check_sums(total, self.shape[3], self._positive, divided=self._kind.normalized)
-        if not self._kind.divided:
+        traits = self._kind.traits
+        if traits.features is not None:
+            features = traits.features
+            check_sums(total, self.shape[3], lambda: self._positive(features), divided=traits.divided)
+        if not traits.divided:
             self.inverse = self.o.new_ones(()).expand(batch * heads, n, 1)
             return
         self.o.div_(total.clamp_min(torch.finfo(total.dtype).tiny)[..., None])
@@ -112,10 +109,9 @@ class Tiled(OnTiles):
             self.o[b.heads, b.rows] += torch.bmm(b.weights, self.v[b.heads, b.cols])
         return total
 
-    def _positive(self) -> Bool[Tensor, "g n"]:
+    def _positive(self, features: FeatureMap) -> Bool[Tensor, "g n"]:
         """Which rows have products of features that are positive before rounding."""
-        assert isinstance(self._kind, Linear)
-        q, k = (supported(t, self._kind.features) for t in (self.q, self.k))
+        q, k = (supported(t, features) for t in (self.q, self.k))
         found = torch.zeros_like(self.largest, dtype=torch.bool)
         for b in self.blocks():  # the slope of a feature's product is one where it is seen
             both = torch.bmm(q[b.heads, b.rows], k[b.heads, b.cols].mT) * b.slope
@@ -143,8 +139,8 @@ class Tiled(OnTiles):
 
     @property
     def lifted(self) -> float:
-        if isinstance(self._kind, Softmax):
-            moved = self.scores.mask.bias is not None or self._kind.sink is not None
+        if self._kind.traits.softmax:
+            moved = self.scores.mask.bias is not None or self._kind.traits.sink is not None
             return float(self.largest.abs().max()) if moved else 0.0
         bias = self.scores.mask.bias
         lift = 0.0 if bias is None else float(bias.masked_fill(bias == -torch.inf, 0.0).abs().max())
@@ -174,11 +170,11 @@ class Tiled(OnTiles):
                 continue
             t = torch.matmul(left[g, :, i], right[g, :, j].mT)
             t *= b.slope[:, None]
-            if self._kind.divided:
+            if self._kind.traits.divided:
                 row_sum[g, :, i] += t.sum(-1, keepdim=True)
             by_probe[g, :, i] += torch.bmm(t.flatten(1, 2), self.v[g, j]).unflatten(1, (probes, -1))
         drift = self.unflat(row_sum * self.inverse[:, None])[..., 0]
-        if self._kind.divided:
+        if self._kind.traits.divided:
             by_probe.addcmul_(row_sum, self.o[:, None], value=-1).mul_(self.inverse[:, None])
         return self.unflat(by_probe), drift
 
@@ -187,7 +183,7 @@ class Tiled(OnTiles):
 
     def vjp_and_offset(self, g):
         batch, heads, n, m = self.shape
-        probes, divided = g.shape[0], self._kind.divided
+        probes, divided = g.shape[0], self._kind.traits.divided
         g_hat = flat(g) * self.inverse[:, None] if divided else flat(g)  # (g, probes, n, d_v)
         drift = (g_hat * self.o[:, None]).sum(-1, keepdim=True) if divided else None
         g_wide = wide(g_hat)
@@ -261,12 +257,12 @@ class Blocked(Tiled):
     """
 
     def _forward(self) -> Float[Tensor, "g n"]:
-        if not isinstance(self._kind, Softmax):
+        if not self._kind.traits.softmax:
             tiles = ((heads, tile.rows, self._logits(heads, tile)[0]) for heads, tile in self._parts)
             self.largest = self._kind.statistic(tiles, self.largest, self.slack)
             return self._summed()
         largest, o = self.largest, self.o  # one pass: sums are rescaled when a larger logit comes
-        total = torch.zeros_like(largest) if self._kind.sink is None else torch.ones_like(largest)
+        total = torch.zeros_like(largest) if self._kind.traits.sink is None else torch.ones_like(largest)
         for heads, tile in self._parts:
             at = heads, tile.rows
             s, _ = self._logits(heads, tile)

@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.kernels.base import AttentionKernel, Keys, Offsets, Queries, Scores, Values
-from howsmooth.kernels.kinds import Pointwise
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.naive import logit_slack
 from howsmooth.kernels.saturating import tanh_slope
@@ -106,8 +105,7 @@ class OnTiles(AttentionKernel):
         self.shape = (batch, heads, n, m)
         self.q, self.k, self.v = (t.flatten(0, 1) for t in (q, self.expand(k), self.expand(v)))
         self.offset = None if offset is None else self.expand(offset[..., None]).flatten(0, 1)[..., 0]
-        kind = self.scores.kind
-        shift = kind.shift(self.scores.mask, m) if isinstance(kind, Pointwise) else None
+        shift = self.scores.kind.shift(self.scores.mask, m)
         self._shift = shift.to(self.q).repeat_interleave(heads)[:, None, None] if isinstance(shift, Tensor) else shift
         tiles = cut(n, m, scores.mask, self._size)
         self._parts = [(heads, tile) for tile in tiles for heads in self._head_slices(tile)]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from howsmooth.errors import NoConvergenceError
 from howsmooth.kernels import Scores
-from howsmooth.kernels.kinds import Hard, Kind, Linear, Pointwise, Sigmoid, Sinkhorn, Softmax
-from howsmooth.kernels.kinds.balanced import Balance, unbalanced
+from howsmooth.kernels.kinds import Kind
+from howsmooth.kernels.kinds.balanced import Balance, balanced, unbalanced
 from howsmooth.kernels.kinds.kind import Vectors
+from howsmooth.kernels.kinds.traits import Balancing
 from howsmooth.kernels.naive import by_head, logits_of
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AutodiffJacobian
@@ -34,11 +35,12 @@ Seen = Bool[Tensor, "points points"]
 
 def no_measures(kind: Kind) -> str | None:
     """Why a kind is no map of measures of mass one; None if it is."""
-    if isinstance(kind, Sigmoid) or (isinstance(kind, Linear) and not kind.normalized):
+    traits = kind.traits
+    if not traits.divided:
         return "its rows do not sum to one, so its output grows with the number of tokens, which a measure does not have"
-    if isinstance(kind, Softmax) and kind.sink is not None:
+    if traits.sink is not None:
         return "a sink weighs as much as one token, and a measure has none to count"
-    if isinstance(kind, Hard) and kind.top > 1:
+    if traits.top is not None and traits.top > 1:
         return "it counts the tokens it takes, and a measure has none to count; use Hard(top=1)"
     return None
 
@@ -52,10 +54,10 @@ def counted(attn: "Attention", x: Points, counts: Counts, seen: Seen | None = No
     kind, many, own = attn.kind, counts[:, None, None], attn.vectors(x)
     asked = own if at is None else (attn.vectors(at)[0], *own[1:])
     s, v, inner = _logits(attn, asked)
-    if isinstance(kind, Sinkhorn):
-        weights = _balanced(kind, s if at is None else _logits(attn, own)[0], s, many)
+    if (balancing := kind.traits.balancing) is not None:
+        weights = _balanced(balancing, s if at is None else _logits(attn, own)[0], s, many)
     else:
-        shift = kind.shift(inner.mask, counts.sum(-1)) if isinstance(kind, Pointwise) else None
+        shift = kind.shift(inner.mask, counts.sum(-1))
         s = s if shift is None else s + torch.as_tensor(shift, dtype=s.dtype, device=s.device).reshape(-1, 1, 1, 1)
         seen = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device) if seen is None else seen
         weights = kind.weigh(s, seen, _TIE * s.detach().abs().amax(-1, keepdim=True), many)
@@ -72,19 +74,19 @@ def _logits(attn: "Attention", qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tens
     return logits_of(q, k, offset, inner), v, inner
 
 
-def _balanced(kind: Sinkhorn, s: Tensor, asked: Tensor, counts: Tensor) -> Weights:
+def _balanced(balancing: Balancing, s: Tensor, asked: Tensor, counts: Tensor) -> Weights:
     """`a_j exp(s_ij + f_i + g_j)` at the queries that are asked for, `g` that of the points."""
-    balance, log_count = _balance(kind, s, counts), counts.log()
+    balance, log_count = _balance(balancing, s, counts), counts.log()
     if asked is s:
         f, g = balance.f, balance.g
     else:  # every row is normalised last, or last but one, on its own
-        g, rows = balance.g, balance.before if kind.iterations is not None and kind.iterations % 2 == 0 else balance.g
+        g, rows = balance.g, balance.before if balancing.iterations is not None and balancing.iterations % 2 == 0 else balance.g
         f = -(asked + rows + log_count).logsumexp(-1, keepdim=True)
     return torch.where(balance.settled[:, None, None, None], (asked + f + g + log_count).exp(), 0.0)
 
 
-def _balance(kind: Sinkhorn, s: Tensor, counts: Tensor) -> Balance:
-    return kind.balance(s, torch.ones(s.shape, dtype=torch.bool, device=s.device), counts.log())
+def _balance(balancing: Balancing, s: Tensor, counts: Tensor) -> Balance:
+    return balanced(balancing, s, torch.ones(s.shape, dtype=torch.bool, device=s.device), counts.log())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -127,10 +129,10 @@ class CountedAttention(OnMeasure):
 
     def value(self, x):
         value = self.asked(x, x)
-        kind = self.layer.kind
-        if isinstance(kind, Sinkhorn) and kind.iterations is None:
+        balancing = self.layer.kind.traits.balancing
+        if balancing is not None and balancing.iterations is None:
             s, _, _ = _logits(self.layer, self.layer.vectors(x))
-            if not bool(_balance(kind, s, self._mass(x)[:, None, None]).settled.all()):
+            if not bool(_balance(balancing, s, self._mass(x)[:, None, None]).settled.all()):
                 raise NoConvergenceError(unbalanced())
         return value
 

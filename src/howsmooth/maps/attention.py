@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
-from howsmooth.kernels.kinds import L2, Hard, Kind, Linear, Sinkhorn, Softmax
+from howsmooth.kernels.kinds import Kind, Softmax
+from howsmooth.kernels.kinds.kind import check_kind
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import check_dense, check_tensor, described
 from howsmooth.maps.atoms import CountedAttention, OnMeasure, no_measures
@@ -19,7 +20,7 @@ from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian, over_heads
 from howsmooth.maps.norms import LayerNorm, RMSNorm
 from howsmooth.maps.rotary import Rotary
 from howsmooth.measures.measure import Measure
-from howsmooth.settings import flag, number, shown, whole
+from howsmooth.settings import flag, number, whole
 
 
 class HeadWeights(NamedTuple):
@@ -74,9 +75,7 @@ class Attention(Map):
     kind: Kind = field(default_factory=Softmax)
 
     def __post_init__(self):
-        if not isinstance(self.kind, Kind):
-            got = self.kind.__name__ if isinstance(self.kind, type) else shown(self.kind)
-            raise BadInputError(f"expected a kind of attention, got {got}; pass one of howsmooth.kinds, such as Softmax()")
+        check_kind(self.kind)
         fix = "take it from the model's configuration"
         heads = whole(self.heads, "a whole number of heads, at least 1", fix, least=1)
         kv_heads = heads if self.kv_heads is None else self.kv_heads
@@ -126,7 +125,7 @@ class Attention(Map):
 
     def _tie(self) -> None:
         """Keys of L2 attention that are its queries."""
-        if not (isinstance(self.kind, L2) and self.kind.tied):
+        if not self.kind.traits.tied:
             return
         tied = self.w_k is None or (self.w_k.shape == self.w_q.shape and bool((self.w_k == self.w_q).all()))
         if not tied or (self.b_k is not None and (self.b_q is None or not bool((self.b_k == self.b_q).all()))):
@@ -276,13 +275,13 @@ class Attention(Map):
         said += ["causal"] * self.causal + [f"window {self.window}"] * (self.window is not None)
         more = ("softcap", "bias", "attention_mask", "q_norm", "k_norm", "rotary")
         said += [name for name in more if getattr(self, name) is not None]
-        said += [] if self.kind == Softmax() else [repr(self.kind)]
+        said += [] if self.kind.traits.plain else [repr(self.kind)]
         return f"Attention({', '.join(said)}, {str(self.dtype).removeprefix('torch.')})"
 
     def moved(self, device, dtype):
         here = {f.name: getattr(self, f.name) for f in fields(self)}
-        moves = Tensor | LayerNorm | RMSNorm | Rotary | Kind
-        there = {k: t.to(device, dtype) for k, t in here.items() if isinstance(t, moves)}
+        moves = Tensor | LayerNorm | RMSNorm | Rotary
+        there = {k: t.to(device, dtype) for k, t in here.items() if k == "kind" or isinstance(t, moves)}
         if self.attention_mask is not None:
             there["attention_mask"] = self.attention_mask.to(device, torch.bool)
         return self if all(t is here[k] for k, t in there.items()) else replace(self, **there)
@@ -345,7 +344,7 @@ class Attention(Map):
             if getattr(self, name) is not None:
                 raise BadInputError(f"expected a layer without {name} for a measure, got one with it; {why}")
         ends = measure.ends() if self.causal else None
-        if isinstance(self.kind, Linear | Sinkhorn | Hard):
+        if not self.kind.traits.takes_masses:
             seen = None if ends is None else torch.arange(len(measure)) < ends[:, None]
             return CountedAttention(self, measure.mass, None if seen is None else seen.to(measure.mass.device))
         bias = measure.mass.log()[None, None, None]

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.kinds import Softmax
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.spectral.matrices import spectral_norm
 from howsmooth.spectral.operator import Rounded, Rounding
@@ -127,7 +126,7 @@ def attention_point(J: "AttentionJacobian", moved: Float[Tensor, " batch"]) -> P
     moved: by how much a token is off.
     """
     layer, kernel = J.layer, J.kernel
-    if not isinstance(kernel, Tiled) or not isinstance(layer.kind, Softmax) or J.tokens is None or layer.coupled:
+    if not isinstance(kernel, Tiled) or not layer.kind.traits.softmax or J.tokens is None or layer.coupled:
         return None
     batch, heads, n, m = kernel.shape
     a, c, group = layer.head_width, kernel.v.shape[-1], heads // layer.kv_heads
@@ -145,8 +144,8 @@ def attention_point(J: "AttentionJacobian", moved: Float[Tensor, " batch"]) -> P
         added = torch.where(bias.abs() <= gone, bias.double().abs(), 0.0).amax((-2, -1))
         off = off + 2 * unit * (logit + off + added)
     raised = logit + off
-    if layer.kind.sink is not None:
-        raised = raised.maximum(layer.kind.sink.double().abs().minimum(raised + _GONE))
+    if (sink := layer.kind.traits.sink) is not None:
+        raised = raised.maximum(sink.double().abs().minimum(raised + _GONE))
     # a weight, as a share of it: exp, and the sum it is divided by, one term longer with a sink
     weight = (2 * (off + 2 * unit * raised) + _gamma(m + 1 + 4 * _LIBRARY, unit)).clamp_max(700.0).expm1()
     mean = v.off + weight + _gamma(m + 2, unit)  # an output, as a share of the longest value

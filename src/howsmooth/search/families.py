@@ -21,12 +21,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds.kind import check_softmax
 from howsmooth.maps import Attention
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_width
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate, GolubKahan, Weighted, eig, eigh, spectral_norm, svd
 from howsmooth.theory.ball import check_count
-from howsmooth.theory.softmax_only import check_softmax
 
 _MEASURED = 4  # candidates, best by their two places, that are measured at full length
 _REAL = 1e-9  # an eigenvalue is real if its imaginary part is this small beside the largest one: rounding of a float64 solver

@@ -177,7 +177,7 @@ def _starts(
     designed, labels = torch.empty(0, n, d, dtype=torch.float64), []
     if isinstance(f, Attention):
         # configurations are of softmax with the same logits; for another kind they are places to start from
-        twin = f if f.kind == Softmax() else replace(f, kind=Softmax())
+        twin = f if f.kind.traits.plain else replace(f, kind=Softmax())
         candidates = ranked(twin, n, space)[: max(restarts // 4, min(4, restarts))]
         designed = torch.stack([c.place(n) for c in candidates]).cpu()
         labels = [str(c) for c in candidates]

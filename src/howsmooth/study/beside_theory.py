@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.kernels.kinds import Kind
+from howsmooth.kernels.kinds.kind import Kind, counts_tokens, not_softmax
 from howsmooth.maps import Attention
 from howsmooth.models import Measurement
 from howsmooth.models.measurement import estimate_columns
@@ -25,8 +25,6 @@ from howsmooth.study.layers import Part, Setting, parts
 from howsmooth.study.radius import certified_radius
 from howsmooth.study.reader import Reader
 from howsmooth.theory.around import AroundAttention, Neighbourhood
-from howsmooth.theory.blocks import no_splitting
-from howsmooth.theory.softmax_only import not_softmax
 from howsmooth.verbs import splitting, worst_case
 
 NEAR = (1e-4, 1e-3, 1e-2)  # radii, in lengths of a token
@@ -148,7 +146,7 @@ def _jobs(
 # what is not known of every kind of attention: its name, and why a kind has none
 _KNOWN: dict[Callable[..., list[Row]], tuple[str, Callable[[Kind], str | None]]] = {
     measure_near: ("bounds near the text", not_softmax),
-    measure_splitting: ("splitting", no_splitting),
+    measure_splitting: ("splitting", counts_tokens),
 }
 
 

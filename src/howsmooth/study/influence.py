@@ -22,7 +22,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.kinds import Softmax
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.models import FallbackWarning
@@ -78,7 +77,7 @@ def measure_influence(reader: Reader, part: dict[str, Any], lengths: list[int]) 
 
 def _is_plain(attn: Attention) -> bool:
     """Whether weights are softmax's, and norms of queries and keys, where there are any, of one head each."""
-    return attn.kind == Softmax() and all(norm is None or norm.width == attn.head_width for norm in (attn.q_norm, attn.k_norm))
+    return attn.kind.traits.plain and all(norm is None or norm.width == attn.head_width for norm in (attn.q_norm, attn.k_norm))
 
 
 def _work(attn: Attention, n: int) -> float:

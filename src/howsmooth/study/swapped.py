@@ -84,9 +84,9 @@ def usual_lengths(reader: Reader, samples: int) -> tuple[int, ...]:
 
 def put_in(attn: Attention, kind: Kind, scale: float | None = None) -> Attention:
     """A layer with another kind of attention at this scale, the kind's own by default; softmax keeps the layer's."""
-    if scale is None and isinstance(kind, Softmax) and isinstance(attn.kind, Softmax):
+    if scale is None and kind.traits.softmax and attn.kind.traits.softmax:
         scale = attn.scale
-    keys: dict[str, Any] = {"w_k": None, "b_k": None} if isinstance(kind, L2) and kind.tied else {}
+    keys: dict[str, Any] = {"w_k": None, "b_k": None} if kind.traits.tied else {}
     return replace(attn, kind=kind, scale=scale, **keys)
 
 
@@ -100,8 +100,7 @@ def mean_entropy(attn: Attention, x: Tensor) -> float:
     n, kind, mask = len(x), attn.kind, Mask(attn.causal, attn.window, attn.attention_mask, attn.bias)
     scores = Scores(attn.scale, attn.softcap, mask, kind)
     v = torch.eye(n, dtype=q.dtype, device=q.device).expand(1, attn.kv_heads, n, n)  # P v = P
-    if isinstance(kind, Differential):
-        entry = kind.enter(q, k, v, scores.scale)
+    if kind.traits.two_softmaxes is not None and (entry := kind.enter(q, k, v, scores.scale)) is not None:
         weights = plain_attention(*entry.vectors[:3], kind.inner(scores))
     else:
         weights = plain_attention(q, k, v, scores)
@@ -178,7 +177,7 @@ def _ways(attn: Attention, x: Tensor, target: float, name: str) -> Iterator[tupl
         yield "both", attn.scale, target
         return
     yield "published", attn.scale, mean_entropy(attn, x)
-    if not isinstance(attn.kind, Linear | Hard):  # they have no scale
+    if attn.kind.traits.scaled:
         yield "matched", *matched_scale(attn, x, target)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
-from howsmooth.kernels.kinds import Kind, Linear, Sigmoid, Sinkhorn, Softmax
+from howsmooth.kernels.kinds.kind import counts_tokens
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
@@ -105,9 +105,9 @@ def splitting_blocks(operator: Operator, rows: slice) -> Operator:
     if isinstance(operator, AtomJacobian):
         return FormedBlocks(_formed(operator)[:, rows].flatten(0, 1))
     attention = _attention(operator)
-    if isinstance(attention.layer.kind, Sinkhorn):
+    if attention.layer.kind.traits.balancing is not None:
         return splitting_blocks(_balanced(attention), rows)
-    blocks = _through_queries(attention, rows) if attention.layer.kind == Softmax() else _query_columns(attention, rows)
+    blocks = _through_queries(attention, rows) if attention.layer.kind.traits.plain else _query_columns(attention, rows)
     return QueryBlocks(attention.layer, blocks.flatten(0, 1), _norm_at(attention, rows))
 
 
@@ -133,9 +133,9 @@ def block_sizes(operator: Operator) -> BlockSizes:
     if isinstance(operator, AtomJacobian):
         return _equal(lengths(_formed(operator).flatten(2)).double())
     attention = _attention(operator)
-    if isinstance(attention.layer.kind, Sinkhorn):
+    if attention.layer.kind.traits.balancing is not None:
         return block_sizes(_balanced(attention))
-    return _spreads(attention) if attention.layer.kind == Softmax() else _equal(_query_norms(attention))
+    return _spreads(attention) if attention.layer.kind.traits.plain else _equal(_query_norms(attention))
 
 
 def _equal(bound: Float[Tensor, "batch n"]) -> BlockSizes:
@@ -146,7 +146,7 @@ def _equal(bound: Float[Tensor, "batch n"]) -> BlockSizes:
 
 def _attention(operator: Operator) -> AttentionJacobian:
     if isinstance(operator, AttentionJacobian):
-        why = no_splitting(operator.layer.kind)
+        why = counts_tokens(operator.layer.kind)
         if why is not None:
             got = f"{operator.layer.kind!r}: {why}"
             raise BadInputError(f"expected a kind of attention whose tokens can be split, got {got}; move tokens only")
@@ -154,13 +154,6 @@ def _attention(operator: Operator) -> AttentionJacobian:
     raise BadInputError(
         f"expected the Jacobian of a map of this package, got {type(operator).__name__}; pass a function instead"
     )
-
-
-def no_splitting(kind: Kind) -> str | None:
-    """Why the halves of a token are not defined for a kind; None where they are."""
-    if isinstance(kind, Sigmoid) or (isinstance(kind, Linear) and not kind.normalized):
-        return "weights count tokens there, and halves of one would count twice"
-    return None
 
 
 def _balanced(operator: AttentionJacobian) -> AtomJacobian:

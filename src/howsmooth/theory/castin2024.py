@@ -8,10 +8,10 @@ import math
 
 import torch
 
+from howsmooth.kernels.kinds.kind import not_softmax
 from howsmooth.maps import Attention
 from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, log_add, log_of
 from howsmooth.theory.constants import Constants
-from howsmooth.theory.softmax_only import not_softmax
 
 SOURCE = "Castin, Ablin & Peyré 2024"
 _BELOW = "one head, no mask, V = I, a real eigenvalue of A, no query bias, no soft-cap"

@@ -15,7 +15,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.kinds import Softmax
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
 from howsmooth.maps.attention import HeadWeights
 from howsmooth.theory.bound import (
@@ -148,7 +147,7 @@ class Constants:
     @property
     def sink(self) -> Tensor | None:
         """The learned logit of every head that gives no value."""
-        return self.layer.kind.sink if isinstance(self.layer.kind, Softmax) else None
+        return self.layer.kind.traits.sink
 
     @cached_property
     def unit(self) -> tuple[Scaled, Scaled]:

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.kernels.kinds import L2, Hard, Sigmoid
 from howsmooth.maps import Attention, AutodiffJacobian
 from howsmooth.maps.atoms import counted
 from howsmooth.spectral import Weighted
@@ -110,7 +109,7 @@ def configurations(attn: Attention, n: int, radius: float) -> list[tuple[Points,
     alone = torch.cat([units, _steepest(attn, n, length)])
     made: list[tuple[Points, Counts]] = [(alone[:, None], alone.new_full((len(alone), 1), float(n)))]
     if n >= 2:
-        top = attn.kind.top if isinstance(attn.kind, Hard) else 1
+        top = attn.kind.traits.top or 1
         few = sorted(k for k in {1, 2, top, n // 8, n // 2} if 1 <= k < n)
         zero, half = torch.zeros_like(units), units / 2
         # a direction beside the next: right and left singular vectors follow each other
@@ -129,7 +128,7 @@ def configurations(attn: Attention, n: int, radius: float) -> list[tuple[Points,
 
 def _fractions(attn: Attention, n: int, length: float) -> list[float]:
     """Shares of the radius at which one token between two clusters is tried: all of it, and where distances count most."""
-    if not isinstance(attn.kind, L2) or length == 0:
+    if attn.kind.traits.distances is None or length == 0:
         return [1.0, 0.5]
     spread = float(torch.linalg.matrix_norm(attn.by_head().q, ord=2).max()) * length * math.sqrt(abs(attn.scale))
     best = math.sqrt(1 + inverse_phi(n - 1))  # Proposition 8.4.2
@@ -138,10 +137,10 @@ def _fractions(attn: Attention, n: int, length: float) -> list[float]:
 
 def _steepest(attn: Attention, n: int, length: float) -> Float[Tensor, "k d"]:
     """Of sigmoid attention: where equal tokens have weights of one half, so that slopes are largest, as far out as can be."""
-    w, found = attn.by_head(), [torch.empty(0, attn.width, dtype=torch.float64)]
-    if not isinstance(attn.kind, Sigmoid) or length == 0:
+    w, found, logistic = attn.by_head(), [torch.empty(0, attn.width, dtype=torch.float64)], attn.kind.traits.logistic
+    if logistic is None or length == 0:
         return found[0]
-    wanted = (math.log(n) if attn.kind.bias is None else -attn.kind.bias) / length / length
+    wanted = -logistic.shift(n) / length / length
     for h in range(min(attn.heads, _HEADS)):
         a = attn.scale * w.k[h].mT @ w.q[h]
         values, vectors = torch.linalg.eigh((a + a.mT) / 2)

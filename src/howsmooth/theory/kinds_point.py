@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Kind, Linear, Sigmoid, Sinkhorn, Softmax
 from howsmooth.kernels.kinds.features import features_of, supported
 from howsmooth.kernels.kinds.mapped import softened
+from howsmooth.kernels.kinds.traits import Balancing, FeatureMap, TwoSoftmaxes
 from howsmooth.kernels.saturating import sigmoid_slope, tanh_slope
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
 from howsmooth.theory import ramapuram2024
@@ -55,7 +55,7 @@ class Head(NamedTuple):
 def point_of_kind(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     """The rows at an input for a layer of any kind: what is published for it, and D7."""
     attn, x = attn.to("cpu", torch.float64), x.detach().to("cpu", torch.float64)
-    rows = [ramapuram2024.at_point(constants(attn), x)] if isinstance(attn.kind, Sigmoid) else []
+    rows = [ramapuram2024.at_point(constants(attn), x)] if attn.kind.traits.logistic is not None else []
     reason = f"for up to {_TOKENS} tokens, the input has {len(x)}" if len(x) > _TOKENS else None
     statement = "min(Σ_h ‖N_h‖, ‖W_o‖(Σ_h ‖N_h′‖²)^½), N the matrix of bounds on the norms of the blocks, after and before W_o"
     answer = reason or log_of(block_bound(attn, x))
@@ -77,27 +77,27 @@ def block_bound(attn: Attention, x: Float[Tensor, "n d"]) -> float:
 
 
 def _bent(attn: Attention) -> bool:
-    kind = attn.kind
-    return (isinstance(kind, Cosine) and kind.values) or (isinstance(kind, Differential) and kind.epsilon is not None)
+    units, two = attn.kind.traits.unit_vectors, attn.kind.traits.two_softmaxes
+    return (units is not None and units.values) or (two is not None and two.epsilon is not None)
 
 
 def _head_bound(layer: Constants, h: int, x: Float[Tensor, "n d"], *, outer: bool) -> float:
     """`‖N‖` of a head, after `W_o` (outer) or before it."""
-    attn, kind = layer.layer, layer.layer.kind
-    if isinstance(kind, Differential):
-        return _difference(layer, kind, h, x, outer)
+    attn, traits = layer.layer, layer.layer.kind.traits
+    if traits.two_softmaxes is not None:
+        return _difference(layer, traits.two_softmaxes, h, x, outer)
     head = _head(layer, h, x, outer)
-    if isinstance(kind, Sinkhorn):
-        value, logits = _balanced(attn, kind, head)
+    if traits.balancing is not None:
+        value, logits = _balanced(attn, traits.balancing, head)
     else:
-        N, logits = _block_norms(attn, kind, h, head)
+        N, logits = _block_norms(attn, h, head)
         value = _norm(N)
     return value * _rounding(x, logits)
 
 
-def _difference(layer: Constants, kind: Differential, h: int, x: Tensor, outer: bool) -> float:
+def _difference(layer: Constants, two: TwoSoftmaxes, h: int, x: Tensor, outer: bool) -> float:
     total, logits, weights, values = None, 0.0, [], None
-    for half, share in zip(halves(layer), (1.0, abs(kind.lam)), strict=True):
+    for half, share in zip(halves(layer), (1.0, abs(two.lam)), strict=True):
         head = _head(half, h, x, outer)
         N, largest, P = _softmaxed(half.layer, head, *_dot_products(half.layer, head), None)
         total = share * N if total is None else total + share * N
@@ -105,12 +105,12 @@ def _difference(layer: Constants, kind: Differential, h: int, x: Tensor, outer: 
         weights.append(P)
     assert total is not None
     assert values is not None
-    size = torch.full((len(total), 1), abs(kind.factor), dtype=torch.float64)
-    if kind.epsilon is not None:
-        o = (weights[0] - kind.lam * weights[1]) @ values
-        blur = 1e-12 * (1 + abs(kind.lam)) * values.norm(dim=-1).max()
+    size = torch.full((len(total), 1), abs(two.factor), dtype=torch.float64)
+    if two.epsilon is not None:
+        o = (weights[0] - two.lam * weights[1]) @ values
+        blur = 1e-12 * (1 + abs(two.lam)) * values.norm(dim=-1).max()
         shortest = (o.square().mean(-1, keepdim=True).sqrt() - blur).clamp_min(0.0)
-        size = size / (shortest.square() + kind.epsilon).sqrt()
+        size = size / (shortest.square() + two.epsilon).sqrt()
     return _norm(size * total) * _rounding(x, logits)
 
 
@@ -177,54 +177,54 @@ def _softmaxed(
     return N, float(torch.where(head.seen, s, 0.0).abs().max()), P
 
 
-def _block_norms(attn: Attention, kind: Kind, h: int, head: Head) -> tuple[PerPair, float]:
+def _block_norms(attn: Attention, h: int, head: Head) -> tuple[PerPair, float]:
     """The matrix of bounds on block norms, and the largest logit."""
-    q, k, v = head.q, head.k, head.v
+    q, k, v, traits = head.q, head.k, head.v, attn.kind.traits
     tau = abs(attn.scale)
-    if isinstance(kind, Softmax):
-        sink = None if kind.sink is None else float(kind.sink[h])
+    if traits.softmax:
+        sink = None if traits.sink is None else float(traits.sink[h])
         return _softmaxed(attn, head, *_dot_products(attn, head), sink)[:2]
-    if isinstance(kind, L2):
+    if traits.distances is not None:
         far = _distances(k, q)
         middle = (k - k.mean(0)).norm(dim=-1)  # what all keys share moves no weight
         by_query = 2 * tau * head.slope_q[:, None] * middle
         one = torch.ones_like(far)
         return _softmaxed(attn, head, -attn.scale * far.square(), one, 2 * tau * far * head.slope_k, by_query, None)[:2]
-    if isinstance(kind, Cosine):
-        (q, long_q), (k, long_k) = (softened(t, kind.epsilon) for t in (q, k))
+    if (units := traits.unit_vectors) is not None:
+        (q, long_q), (k, long_k) = (softened(t, units.epsilon) for t in (q, k))
         slope_v = head.slope_v
-        if kind.values:
-            v, long_v = softened(v, kind.epsilon)
+        if units.values:
+            v, long_v = softened(v, units.epsilon)
             slope_v = slope_v / long_v[..., 0]
-        v, slope_v = kind.factor * v, abs(kind.factor) * slope_v
+        v, slope_v = units.factor * v, abs(units.factor) * slope_v
         slope_q, slope_k = head.slope_q / long_q[..., 0], head.slope_k / long_k[..., 0]
         head = head._replace(q=q, k=k, v=v, slope_q=slope_q, slope_k=slope_k, slope_v=slope_v)
         return _softmaxed(attn, head, *_dot_products(attn, head), None)[:2]
-    if isinstance(kind, Linear):
-        return _featured(kind, head)
-    if isinstance(kind, Hard):
-        return _chosen(attn, kind, head)
-    assert isinstance(kind, Sigmoid)
+    if traits.features is not None:
+        return _featured(traits.features, traits.divided, head)
+    if traits.top is not None:
+        return _chosen(attn, traits.top, head)
+    assert traits.logistic is not None
     s, slope, by_key, by_query = _dot_products(attn, head)
-    s = s + head.bias + (-math.log(len(q)) if kind.bias is None else kind.bias)
+    s = s + head.bias + traits.logistic.shift(len(q))
     P = (s.sigmoid() + TINY) * head.seen  # TINY: what underflow may take
     slope = slope * (sigmoid_slope(s) * (1 + 1e-12) + TINY) * head.seen * v.norm(dim=-1)
     return P * head.slope_v + slope * by_key + (slope * by_query).sum(-1).diag_embed(), float(s.abs().max())
 
 
-def _featured(kind: Linear, head: Head) -> tuple[PerPair, float]:
-    made = features_of(head.q[None], head.k[None], kind.features, divided=kind.normalized)
+def _featured(features: FeatureMap, divided: bool, head: Head) -> tuple[PerPair, float]:
+    made = features_of(head.q[None], head.k[None], features, divided=divided)
     q, dq, k, dk = (t[0] for t in made)
     F = (q @ k.mT) * head.seen
     by_key = _lengths(q, dk) * head.slope_k * head.seen
     by_query = _lengths(dq, k) * head.slope_q[:, None] * head.seen
     far = head.v.norm(dim=-1)
-    if kind.normalized:
+    if divided:
         total = F.sum(-1, keepdim=True)
         by = torch.where(total > 0, 1 / total, 0.0)
         F, by_key, by_query = F * by, by_key * by, by_query * by
         far = _distances(head.v, F @ head.v)
-        seen = supported(head.q, kind.features) @ supported(head.k, kind.features).mT * head.seen
+        seen = supported(head.q, features) @ supported(head.k, features).mT * head.seen
         F[(total < _SMALL)[:, 0] & (seen > 0).any(-1)] = torch.inf  # squares of what it is made of underflow
     size = 3 * float(head.q.abs().max() + head.k.abs().max())  # exp makes a share of an error
     return F * head.slope_v + far * by_key + (far * by_query).sum(-1).diag_embed(), size
@@ -236,42 +236,42 @@ def _lengths(a: Float[Tensor, "n d"], b: Float[Tensor, "m d"]) -> Float[Tensor, 
     return ((a / size_a).square() @ (b / size_b).square().mT).sqrt() * size_a * size_b
 
 
-def _chosen(attn: Attention, kind: Hard, head: Head) -> tuple[PerPair, float]:
+def _chosen(attn: Attention, top: int, head: Head) -> tuple[PerPair, float]:
     """Weights at most `1/m`, `m` the keys that are chosen for sure, on all that may be chosen up to rounding."""
     s = (_dot_products(attn, head)[0] + head.bias).masked_fill(~head.seen, -torch.inf)
-    last = s.topk(min(kind.top, s.shape[-1]), -1).values[..., -1:]
+    last = s.topk(min(top, s.shape[-1]), -1).values[..., -1:]
     slack = 1e-9 * (abs(attn.scale) * head.q.norm(dim=-1, keepdim=True) * head.k.norm(dim=-1).max() + 1e-300)
     may, must = (s >= last - slack) & head.seen, (s > last + slack) & head.seen
     least = must.sum(-1, keepdim=True).clamp_min(1)
-    least = torch.maximum(least, torch.full_like(least, kind.top).minimum(head.seen.sum(-1, keepdim=True)).clamp_min(1))
+    least = torch.maximum(least, torch.full_like(least, top).minimum(head.seen.sum(-1, keepdim=True)).clamp_min(1))
     return may / least * head.slope_v, 0.0
 
 
-def _balanced(attn: Attention, kind: Sinkhorn, head: Head) -> tuple[float, float]:
+def _balanced(attn: Attention, balancing: Balancing, head: Head) -> tuple[float, float]:
     """The bound of 8.6 with the weights, values and slopes of the input; and the largest logit, several times over."""
     s, slope, by_key, by_query = _dot_products(attn, head)
     s = (s + head.bias).masked_fill(~head.seen, -torch.inf)
     p, grown = s - s.logsumexp(-1, keepdim=True), 0.0
     first = p.exp()
-    rounds = 2 * _ROUNDS if kind.iterations is None else kind.iterations
+    rounds = 2 * _ROUNDS if balancing.iterations is None else balancing.iterations
     for step in range(1, rounds):
         sums = p.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
         grown += max(0.0, float(-sums.min()))
         p = p - sums
-        if kind.iterations is None and float(sums.abs().max()) < _SETTLED:
+        if balancing.iterations is None and float(sums.abs().max()) < _SETTLED:
             break
     P = p.exp()
-    if kind.iterations is None:
+    if balancing.iterations is None:
         first, grown = P, 0.0
     rows, columns = P.sum(-1), P.sum(-2)
     off = max(float((rows - 1).abs().max()), float((columns - 1).abs().max()))
-    if kind.iterations is None and not off < 1e-9:
+    if balancing.iterations is None and not off < 1e-9:
         return math.inf, 0.0
     moved = (first * (slope * by_query).square()).sum(-1).amax().sqrt() + (first * (slope * by_key).square()).sum(
         -2
     ).amax().sqrt()
     # rows that sum to one let values be measured from the outputs
-    centre = P @ head.v if kind.iterations is None or kind.iterations % 2 else torch.zeros_like(head.v)
+    centre = P @ head.v if balancing.iterations is None or balancing.iterations % 2 else torch.zeros_like(head.v)
     spread = (P * _distances(head.v, centre).square()).sum(-1).amax().sqrt()
     norm = (rows.max() * columns.max()).sqrt()
     value = float(head.slope_v.max() * norm + spread * moved * math.exp(min(grown / 2, 700.0)))

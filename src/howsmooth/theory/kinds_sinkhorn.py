@@ -8,7 +8,6 @@ docs/explanation/kinds.md.
 
 import math
 
-from howsmooth.kernels.kinds import Sinkhorn
 from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.kinds_slopes import SOURCE
@@ -19,9 +18,9 @@ _LAYER = "biases, soft-cap, grouped heads, rotary phases, norms on queries and k
 
 def limit(layer: Constants, radius: float) -> Bound:
     """N1: the doubly stochastic limit, any number of tokens (8.6)."""
-    kind = layer.layer.kind
-    assert isinstance(kind, Sinkhorn)
-    reason = first_reason((kind.iterations is not None, "for the limit; see N2"))
+    balancing = layer.layer.kind.traits.balancing
+    assert balancing is not None
+    reason = first_reason((balancing.iterations is not None, "for the limit; see N2"))
     plain = not layer.pairs and layer.layer.softcap is None  # then a query's bias is a function of the column alone
 
     def log_ell(h: int) -> float:
@@ -35,13 +34,13 @@ def limit(layer: Constants, radius: float) -> Bound:
 
 def finite(layer: Constants, n: int, radius: float) -> Bound:
     """N2: `k` normalisations (8.6)."""
-    kind = layer.layer.kind
-    assert isinstance(kind, Sinkhorn)
+    balancing = layer.layer.kind.traits.balancing
+    assert balancing is not None
     reason = first_reason(
-        (kind.iterations is None, "for finitely many normalisations; see N1"),
+        (balancing.iterations is None, "for finitely many normalisations; see N1"),
         (layer.layer.window is not None, "not proved for a window"),
     )
-    k = kind.iterations or 1
+    k = balancing.iterations or 1
     odd, log_n = k % 2 == 1, math.log(n)
 
     def parts(h: int) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from howsmooth.kernels.kinds import L2, Cosine, Linear
+from howsmooth.kernels.kinds.traits import Traits
 from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of
 from howsmooth.theory.constants import Constants, Scaled
 from howsmooth.theory.ours import causal_free, heads_together, log_received
@@ -35,9 +35,9 @@ class Values(NamedTuple):
 
 def by_slopes(layer: Constants, n: int | None, radius: float) -> Bound:
     """G1, G1m: `ℓ = √C(1 + GR) + KR` with the slopes of the kind's own logits (8.3). `n=None` for the form free of n."""
-    attn, kind = layer.layer, layer.layer.kind
+    attn = layer.layer
     reason = first_reason(
-        (isinstance(kind, Linear) and kind.features == "relu", "relu features can vanish, and the weights jump there"),
+        (not attn.kind.traits.smooth, "relu features can vanish, and the weights jump there"),
         (n is None and attn.causal and attn.window is not None, "not proved for a window; G1 is free of n there"),
         (n is None and math.isinf(layer.bias_range), "a logit bias hides keys"),
     )
@@ -52,7 +52,7 @@ def by_slopes(layer: Constants, n: int | None, radius: float) -> Bound:
     answer = reason or in_values(layer, radius, lambda h, v: _ell(logit_slopes(layer, h, radius), v, columns))
     free = "E" if n is None else "min(n, E)"
     id, name = ("G1m", "slopes of logits, any n") if n is None else ("G1", "slopes of logits")
-    statement = f"Lip ≤ ‖V‖[√C(1 + GR) + KR], C = {free}: {_SAID[type(kind)]}"
+    statement = f"Lip ≤ ‖V‖[√C(1 + GR) + KR], C = {free}: {_said(attn.kind.traits)}"
     return at_most(id, name, statement, f"{SOURCE} 8.3", f"every mask; {LAYER}", answer, mean_field=n is None)
 
 
@@ -65,13 +65,13 @@ def _ell(s: Slopes, v: Values, columns: Callable[[Slopes, float], float]) -> flo
 
 def in_values(layer: Constants, radius: float, log_ell: Callable[[int, Values], float]) -> float:
     """Heads together: through `V_h` where values are linear in tokens, through `W_o^h` where they are normalised (8.3)."""
-    kind = layer.layer.kind
-    if not isinstance(kind, Cosine):
+    units = layer.layer.kind.traits.unit_vectors
+    if units is None:
         return heads_together(layer, lambda h: log_ell(h, Values(radius, 1.0)))
-    factor = log_of(abs(kind.factor))
-    if not kind.values:
+    factor = log_of(abs(units.factor))
+    if not units.values:
         return factor + heads_together(layer, lambda h: log_ell(h, Values(radius, 1.0)))
-    root, heads = math.sqrt(kind.epsilon), range(layer.heads)
+    root, heads = math.sqrt(units.epsilon), range(layer.heads)
     value = layer.value
     spread = [
         (unit_length(value.length(h, radius), root), value.slope(h, radius) / math.hypot(_nearest(value, h, radius), root))
@@ -88,24 +88,23 @@ def through_outputs(layer: Constants, logs: list[float]) -> float:
 
 def logit_slopes(layer: Constants, h: int, radius: float) -> Slopes:
     """`G`, `K`, `log E` of one head (8.3)."""
-    attn, kind, (q, k) = layer.layer, layer.layer.kind, layer.unit
+    attn, traits, (q, k) = layer.layer, layer.layer.kind.traits, layer.unit
     tau, long_q, long_k = abs(attn.scale), q.length(h, radius), k.length(h, radius)
     slope_q, slope_k = q.slope(h, radius), k.slope(h, radius)
-    if isinstance(kind, Cosine):
-        root = math.sqrt(kind.epsilon)
+    if traits.unit_vectors is not None:
+        root = math.sqrt(traits.unit_vectors.epsilon)
         unit_q, unit_k = unit_length(long_q, root), unit_length(long_k, root)
         shrink = 1.0 if attn.rotary is None else attn.rotary.shrink
         key = tau * unit_q * slope_k / math.hypot(shrink * _nearest(k, h, radius), root)
         query = tau * unit_k * slope_q / math.hypot(shrink * _nearest(q, h, radius), root)
         size, cap = tau * unit_q * unit_k, attn.softcap
         return Slopes(key, query, 2 * (size if cap is None else cap * math.tanh(size / cap)) + layer.bias_range)
-    if isinstance(kind, L2):
+    if traits.distances is not None:
         # tied queries and keys are points of one ball; phases turn a bias too
         far = 2 * slope_k * radius if same_points(layer) and attn.rotary is None else long_q + long_k
         key = 2 * tau * slope_k * far
         query = 2 * tau * slope_q * long_k if layer.pairs else 2 * layer.a[h] * radius
         return Slopes(key, query, tau * far * far + layer.bias_range)
-    assert isinstance(kind, Linear)
     features = long_k + math.log1p(long_k)
     return Slopes(slope_k, slope_q, features if attn.rotary is not None else min(features, 2 * slope_k * radius))
 
@@ -113,7 +112,7 @@ def logit_slopes(layer: Constants, h: int, radius: float) -> Slopes:
 def same_points(layer: Constants) -> bool:
     """Whether every token has one vector as query and as key."""
     attn = layer.layer
-    return isinstance(attn.kind, L2) and attn.kind.tied and attn.q_norm is None and attn.k_norm is None
+    return attn.kind.traits.tied and attn.q_norm is None and attn.k_norm is None
 
 
 def unit_length(length: float, root: float) -> float:
@@ -128,8 +127,10 @@ def _nearest(t: Scaled, h: int, radius: float) -> float:
     return max(0.0, t.shift[h] * (1 - 1e-9) - t.weight[h] * radius)
 
 
-_SAID = {
-    L2: "G = 2τ‖W_k‖ max|q − k|, K = 2‖A‖R, log E = τ max|q − k|²",
-    Cosine: "G = τ‖W_k‖/√ε, K = τ‖W_q‖/√ε, log E = 2τ; for normalised values 1 and ‖W_v‖/√ε in place of R and 1",
-    Linear: "G = ‖W_k‖, K = ‖W_q‖, log E = κ + log(1 + κ), κ = ‖W_k‖R",
-}
+def _said(traits: Traits) -> str:
+    """The slopes of the logits, in words."""
+    if traits.distances is not None:
+        return "G = 2τ‖W_k‖ max|q − k|, K = 2‖A‖R, log E = τ max|q − k|²"
+    if traits.unit_vectors is not None:
+        return "G = τ‖W_k‖/√ε, K = τ‖W_q‖/√ε, log E = 2τ; for normalised values 1 and ‖W_v‖/√ε in place of R and 1"
+    return "G = ‖W_k‖, K = ‖W_q‖, log E = κ + log(1 + κ), κ = ‖W_k‖R"

@@ -6,7 +6,6 @@ Numbers such as 8.5 are those of docs/explanation/kinds.md.
 import math
 from collections.abc import Callable
 
-from howsmooth.kernels.kinds import Hard, Linear, Sigmoid
 from howsmooth.theory.bound import Bound, at_most, log_add, log_of
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.kinds_slopes import LAYER, SOURCE
@@ -31,10 +30,9 @@ def sigmoid(layer: Constants, n: int, radius: float) -> Bound:
 
 def products(layer: Constants, n: int, radius: float) -> Bound:
     """U1: products of features, not normalised (8.7)."""
-    kind = layer.layer.kind
-    assert isinstance(kind, Linear)
     seen = math.log(seen_by(layer, n))  # keys of a row, and queries of a key
-    extra = math.sqrt(layer.layer.head_width) if kind.features == "elu" else 0.0  # φ(t) ≤ 1 + t⁺ entry by entry
+    attn = layer.layer
+    extra = math.sqrt(attn.head_width) if attn.kind.traits.features == "elu" else 0.0  # φ(t) ≤ 1 + t⁺ entry by entry
 
     def parts(h: int) -> tuple[float, float]:
         q, k = layer.unit
@@ -49,9 +47,8 @@ def products(layer: Constants, n: int, radius: float) -> Bound:
 
 def hard(layer: Constants, n: int) -> Bound:
     """H1: where the choice of keys does not change, `P` is constant (8.8)."""
-    attn = layer.layer
-    assert isinstance(attn.kind, Hard)
-    top, seen = attn.kind.top, seen_by(layer, n)
+    attn, seen, top = layer.layer, seen_by(layer, n), layer.layer.kind.traits.top
+    assert top is not None
     if attn.bias is not None and math.isinf(layer.bias_range):
         column = seen  # a row may see one key alone
     elif attn.causal:
@@ -68,9 +65,9 @@ def hard(layer: Constants, n: int) -> Bound:
 
 def weight_logs(layer: Constants, h: int, n: int, radius: float) -> tuple[float, float]:
     """log of the largest weight of sigmoid attention in the ball, and of its largest slope in a logit."""
-    attn = layer.layer
-    assert isinstance(attn.kind, Sigmoid)
-    shift = -math.log(n) if attn.kind.bias is None else attn.kind.bias
+    attn, logistic = layer.layer, layer.layer.kind.traits.logistic
+    assert logistic is not None
+    shift = logistic.shift(n)
     size = logit_size(layer, h, radius)
     low, high = (0.0, 0.0) if attn.bias is None else (float(attn.bias.double().min()), float(attn.bias.double().max()))
     low, high = shift - size + low, shift + size + high
@@ -103,9 +100,9 @@ def _log_sigmoid(t: float) -> float:
 
 def _counted(layer: Constants, n: int) -> int:
     """How many real tokens are worst: with padding there may be fewer than n, and a bias of −log n is larger then (8.5)."""
-    attn = layer.layer
-    assert isinstance(attn.kind, Sigmoid)
-    if attn.attention_mask is None or attn.kind.bias is not None or attn.window is None:
+    attn, logistic = layer.layer, layer.layer.kind.traits.logistic
+    assert logistic is not None
+    if attn.attention_mask is None or logistic.bias is not None or attn.window is None:
         return n
     return min(n, attn.window if attn.causal else 2 * attn.window - 1)
 

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.kernels.kinds.kind import not_softmax
 from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, least_of, lengths, log_add, log_of
 from howsmooth.theory.castin2024 import not_bilinear
 from howsmooth.theory.constants import Constants
-from howsmooth.theory.softmax_only import not_softmax
 
 SOURCE = "howsmooth, docs/explanation/bounds.md"
 _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and keys allowed"

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds.kind import check_softmax, not_softmax
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
@@ -23,7 +24,6 @@ from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of, no_nan
 from howsmooth.theory.heads import Geometry, Tokens, lost, rounding
 from howsmooth.theory.kinds_point import point_of_kind
 from howsmooth.theory.perron import STEPS, along, down, perron_bound, received, tiled_bound, weights_norm
-from howsmooth.theory.softmax_only import check_softmax, not_softmax
 from howsmooth.theory.yudin2025 import yudin_bound
 
 _SOURCE = "howsmooth, docs/explanation/point-bounds.md"

@@ -6,19 +6,17 @@ remembered; docs/explanation/kinds.md 8.3 proves a smaller one, so it holds.
 
 import math
 
-from howsmooth.kernels.kinds import Cosine
 from howsmooth.theory.bound import Bound, at_most, first_reason, log_add, log_of
 from howsmooth.theory.constants import Constants
 
 
 def everywhere(layer: Constants, n: int) -> Bound:
     """Q1: any radius."""
-    attn = layer.layer
-    kind = attn.kind
-    assert isinstance(kind, Cosine)
+    attn, units = layer.layer, layer.layer.kind.traits.unit_vectors
+    assert units is not None
     biases = any(b is not None for b in (attn.b_q, attn.b_k, attn.b_v))
     answer = first_reason(
-        (not kind.values, "stated for values of unit length, the layer's are W_v x"),
+        (not units.values, "stated for values of unit length, the layer's are W_v x"),
         (layer.heads > 1, f"stated for one head, the layer has {layer.heads}"),
         (attn.causal or attn.window is not None, "stated without a mask"),
         (attn.bias is not None or attn.softcap is not None, "stated without a logit bias or soft-cap"),
@@ -35,7 +33,7 @@ def everywhere(layer: Constants, n: int) -> Bound:
             log_of(2 * (n - 1) * tau) + log_of(q.weight[0]),
             log_of(2 * n) + log_of(v.weight[0]),
         )
-        answer = log_of(layer.out_norm) + log_of(abs(kind.factor)) - 0.5 * math.log(kind.epsilon) + moved
+        answer = log_of(layer.out_norm) + log_of(abs(units.factor)) - 0.5 * math.log(units.epsilon) + moved
     statement = "Lip ≤ ‖W_o‖ν ε^{−½}(2n(n−1)τ‖W_k‖ + 2(n−1)τ‖W_q‖ + 2n‖W_v‖), any radius"
     assumes = "one head, no mask, no biases, normalised queries, keys and values"
     return at_most("Q1", "cosine, published", statement, "Qi et al. 2023, Theorem 1", assumes, answer)

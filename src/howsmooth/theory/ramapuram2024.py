@@ -10,7 +10,6 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.kinds import Sigmoid
 from howsmooth.theory.bound import Bound, at_most, first_reason, log_add, log_of
 from howsmooth.theory.castin2024 import not_bilinear
 from howsmooth.theory.constants import Constants
@@ -49,11 +48,11 @@ def at_point(layer: Constants, x: Float[Tensor, "n d"]) -> Bound:
     """S1 at an input: its own logits, and the mean of its squares."""
     answer, attn = plain(layer), layer.layer
     if answer is None:
-        kind = attn.kind
-        assert isinstance(kind, Sigmoid)
+        logistic = attn.kind.traits.logistic
+        assert logistic is not None
         x = x if attn.attention_mask is None else x[attn.attention_mask[0]]
         q, k, _ = replace(attn, attention_mask=None).vectors(x[None])
-        s = attn.scale * (q @ k.mT) + (-math.log(len(x)) if kind.bias is None else kind.bias)
+        s = attn.scale * (q @ k.mT) + logistic.shift(len(x))
         # logits carry a rounding of their size
         size = 1e-12 * (1 + abs(attn.scale) * float(q.norm(dim=-1).max() * k.norm(dim=-1).max()))
         high, nearest = float(s.max()) + size, max(0.0, float(s.abs().min()) - size)

@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.kernels.kinds.kind import not_softmax
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.theory.bound import Bound, at_most, first_reason, log_of, product_norm, slack, spectral_norm
 from howsmooth.theory.castin2024 import not_bilinear
 from howsmooth.theory.heads import lost, rounding
 from howsmooth.theory.perron import weights_norm
-from howsmooth.theory.softmax_only import not_softmax
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.kinds import Softmax
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.maps.base import Map, check_finite, check_tokens
 from howsmooth.models import Model
@@ -110,7 +109,7 @@ def clip_(
         if x.ndim != 2:
             raise BadInputError(f"expected tokens (n, d) of one sequence, got shape {tuple(x.shape)}; pass one at a time")
         check_finite(x, "tokens")
-        if not isinstance(layer.kind, Softmax):
+        if not layer.kind.traits.softmax:
             raise BadInputError(
                 f"expected softmax attention to clip, got {layer.kind!r}; how its logits and values scale is not settled here"
             )
@@ -249,7 +248,8 @@ def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int) ->
     """A layer of a model as something to clip: the entries of its parameters are read off its recorded run."""
     first = probe.row(0).inputs(model, recordings, torch.float64)[0]
     map = first.segment(index)
-    if not map.ends.heads or not isinstance(first.kind(index), Softmax):
+    kind = first.kind(index)
+    if not map.ends.heads or kind is None or not kind.traits.softmax:
         raise BadInputError(
             f"expected softmax attention to clip, got {map.place}, whose heads cannot be told apart; leave layer {index} out"
         )

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import AttentionKernel
-from howsmooth.kernels.kinds import Softmax
 
 
 @torch.no_grad()
@@ -19,7 +18,7 @@ def look(kernel: AttentionKernel, real: Tensor | None, layers: int = 1) -> Tenso
     by head. With `P̂ = z P`: `H = −Σ P log P = Σ P log z − Σ P̂ log P̂ / z`; a sink has no part in it.
     real: (rows, n), which tokens are not padding.
     """
-    if not isinstance(kernel.scores.kind, Softmax):
+    if not kernel.scores.kind.traits.softmax:
         raise BadInputError(f"expected softmax attention to look at, got {kernel.scores.kind!r}; its rows have no entropy here")
     tiled = kernel.tiled()
     batch, heads, n, m = tiled.shape

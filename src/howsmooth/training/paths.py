@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels import attend, plain_attention
-from howsmooth.kernels.kinds import Softmax
 from howsmooth.models import MapName, Model
 from howsmooth.models.library import runs
 from howsmooth.models.recorded import Recording, Recordings
@@ -282,7 +281,7 @@ def chosen(layers: str | Sequence[int], count: int) -> list[int]:
 def own_answer(call: Call) -> Tensor:
     """Attention with first and second derivatives, NaN where logits are not finite."""
     scores, mask = call.scores, call.scores.mask
-    extra = [mask.bias, scores.kind.sink if isinstance(scores.kind, Softmax) else None]
+    extra = [mask.bias, scores.kind.traits.sink]
     if mask.ends is not None or any(t is not None and t.requires_grad for t in extra):
         return plain_attention(call.q, call.k, call.v, scores)
     plain = scores.softmax and scores.softcap is None and mask.window is None and mask.keys is None and mask.bias is None

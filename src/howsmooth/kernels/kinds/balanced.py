@@ -9,6 +9,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.kernels.kinds.kind import Counts, Kind, Logits, Seen
+from howsmooth.kernels.kinds.traits import Balancing, Traits
 from howsmooth.settings import whole
 
 ROUNDS = 2000  # normalisations of rows and columns within which the limit must be reached
@@ -32,7 +33,12 @@ class Sinkhorn(Kind):
         "causal": "a column is normalised over all queries, later ones among them",
         "ends": "a column is normalised over all queries, later ones among them",
     }
+    sloped: ClassVar[bool] = False
     iterations: int | None = 3
+
+    @property
+    def traits(self):
+        return Traits(balancing=Balancing(self.iterations))
 
     def __post_init__(self):
         if self.iterations is not None:
@@ -59,25 +65,11 @@ class Sinkhorn(Kind):
         seen = seen & seen.any(-2).unsqueeze(-1)  # a token that is no key is no query
         s = s.masked_fill(~seen, -torch.inf)
         log_count = s.new_zeros(()).expand(1, 1, 1, s.shape[-1]) if counts is None else counts.log()
-        balance = self.balance(s, seen, log_count)
+        balance = balanced(Balancing(self.iterations), s, seen, log_count)
         if self.iterations is None and not bool(balance.settled.all()):
             raise NoConvergenceError(unbalanced())
         weights = _weights(s, seen, balance.f, balance.g)
         return weights if counts is None else weights * counts
-
-    def balance(self, s: Logits, seen: Seen, log_count: Counts) -> "Balance":
-        """Potentials of logits that are `−inf` where not seen: `a_j exp(s_ij + f_i + g_j)` are the weights, `a` the counts.
-
-        Rows sum to one, and columns, every row as often as it counts, to `a_j`.
-        """
-        f, g = s.new_zeros(*s.shape[:-1], 1), s.new_zeros(*s.shape[:-2], 1, s.shape[-1])
-        if self.iterations is None:
-            return _limit(s, seen, f, g, log_count)
-        before, lost = g, _lost(seen)
-        for step in range(self.iterations):
-            before = g if step % 2 else before
-            f, g = _normalised(s, lost[step % 2], f, g, log_count, step % 2)
-        return Balance(f, g, before, torch.ones(len(s), dtype=torch.bool, device=s.device))
 
 
 class Balance(NamedTuple):
@@ -87,6 +79,21 @@ class Balance(NamedTuple):
     g: Tensor
     before: Tensor
     settled: Bool[Tensor, " batch"]
+
+
+def balanced(balancing: Balancing, s: Logits, seen: Seen, log_count: Counts) -> Balance:
+    """Potentials of logits that are `−inf` where not seen: `a_j exp(s_ij + f_i + g_j)` are the weights, `a` the counts.
+
+    Rows sum to one, and columns, every row as often as it counts, to `a_j`.
+    """
+    f, g = s.new_zeros(*s.shape[:-1], 1), s.new_zeros(*s.shape[:-2], 1, s.shape[-1])
+    if balancing.iterations is None:
+        return _limit(s, seen, f, g, log_count)
+    before, lost = g, _lost(seen)
+    for step in range(balancing.iterations):
+        before = g if step % 2 else before
+        f, g = _normalised(s, lost[step % 2], f, g, log_count, step % 2)
+    return Balance(f, g, before, torch.ones(len(s), dtype=torch.bool, device=s.device))
 
 
 def _weights(s: Logits, seen: Seen, f: Tensor, g: Tensor) -> Logits:

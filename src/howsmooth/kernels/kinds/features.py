@@ -1,7 +1,7 @@
 """Features of linear attention, entry by entry, up to factors that its weights ignore; which of their sums underflow."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds.kind import Entry, Vectors
-
-FeatureMap = Literal["elu", "relu"]
+from howsmooth.kernels.kinds.traits import FeatureMap
 
 _WIDEST = 2**10  # entries of a head: each may lose the smallest normal number
 

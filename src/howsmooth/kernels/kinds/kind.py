@@ -10,7 +10,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds.traits import Traits
 from howsmooth.kernels.masks import Mask
+from howsmooth.settings import shown
 
 if TYPE_CHECKING:
     from howsmooth.kernels.base import Scores
@@ -74,12 +76,24 @@ class Kind(ABC):
 
     parts: into how many heads of their own the queries and keys of a head are cut.
     maps: whether something is done to the vectors before logits are made.
-    lacks: settings of a layer that it has no form for, with the reason.
+    lacks: settings of a layer that it has no form for, with the reason.  fused: there are fused kernels for it on a GPU.
+    sloped: slopes of its weights in the logits are numbers of their own, to be kept beside the weights.
     """
 
     parts: ClassVar[int] = 1
     maps: ClassVar[bool] = False
     lacks: ClassVar[dict[str, str]] = {}
+    fused: ClassVar[bool] = False
+    sloped: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits:
+        """How its weights come about: what bounds, measures and studies go by."""
+
+    def pointwise(self) -> "Pointwise":
+        """The kind as a function of a logit and of one number of its row; others are refused."""
+        raise BadInputError(f"expected a kind whose weights come from a logit and its row, got {self!r}; use kernels.linearize")
 
     def check(self, softcap: float | None, mask: Mask) -> None:
         """Refuse a soft-cap or a mask that there is no form for."""
@@ -94,6 +108,10 @@ class Kind(ABC):
 
     def check_tokens(self, n: int, m: int) -> None:
         """Refuse numbers of queries and keys that there is no form for."""
+        return None
+
+    def shift(self, mask: Mask, m: int | Float[Tensor, " batch"]) -> float | Float[Tensor, " batch"] | None:
+        """A number added to every logit of an item of the batch, after soft-cap and bias. m: of tokens among its keys."""
         return None
 
     def scale(self, width: int) -> float:
@@ -157,17 +175,15 @@ def _same(value: Any, default: Any) -> bool:
 class Pointwise(Kind):
     """A kind whose weights `P̂` are a function of a logit and of one number of its row, divided by their row sums or not.
 
-    divided: `P = P̂/z` with `z` the row sums of `P̂`; else `P = P̂`.  flat: weights do not move with the logits.
+    `P = P̂/z` with `z` the row sums of `P̂` where `traits.divided`; else `P = P̂`.  flat: weights do not move with the logits.
     grows: a unit in a logit moves a weight by a share of it, so rounding of the logits counts.
     """
 
-    divided: ClassVar[bool] = True
     flat: ClassVar[bool] = False
     grows: ClassVar[bool] = True
 
-    def shift(self, mask: Mask, m: int | Float[Tensor, " batch"]) -> float | Float[Tensor, " batch"] | None:
-        """A number added to every logit of an item of the batch, after soft-cap and bias. m: of tokens among its keys."""
-        return None
+    def pointwise(self):
+        return self
 
     def start(self, rows: Float[Tensor, "batch heads n"]) -> Float[Tensor, "batch heads n"] | None:
         """A logit that every row has seen before its first key. rows: of that shape."""
@@ -193,3 +209,28 @@ class Pointwise(Kind):
 def hidden_as(weights: Tensor, seen: Tensor) -> Tensor:
     """Weights with zeros where a key is not seen."""
     return weights.masked_fill(~seen, 0.0)
+
+
+def check_kind(kind: object) -> None:
+    """Refuse what is no kind of attention."""
+    if not isinstance(kind, Kind):
+        got = kind.__name__ if isinstance(kind, type) else shown(kind)
+        raise BadInputError(f"expected a kind of attention, got {got}; pass one of howsmooth.kinds, such as Softmax()")
+
+
+def not_softmax(kind: Kind, *, sink: bool = False) -> str | None:
+    """Why theorems on softmax say nothing of a kind; None where they do. sink: whether they allow a learned sink."""
+    if not kind.traits.softmax:
+        return f"proved for softmax attention, this layer's is {kind!r}"
+    return None if sink or kind.traits.plain else "not proved beside a learned sink"
+
+
+def check_softmax(kind: Kind, what: str) -> None:
+    """Refuse a kind for what is known of plain softmax alone."""
+    if not kind.traits.plain:
+        raise BadInputError(f"expected softmax attention for {what}, got {kind!r}; it is not derived for that kind")
+
+
+def counts_tokens(kind: Kind) -> str | None:
+    """Why the halves of a token are not defined for a kind; None where they are."""
+    return None if kind.traits.divided else "weights count tokens there, and halves of one would count twice"

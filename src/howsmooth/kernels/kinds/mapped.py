@@ -9,6 +9,7 @@ from torch import Tensor
 
 from howsmooth.kernels.kinds.kind import Entry, Exit, Kind, Vectors
 from howsmooth.kernels.kinds.pointwise import Softmax
+from howsmooth.kernels.kinds.traits import Distances, Traits, TwoSoftmaxes, UnitVectors
 from howsmooth.settings import flag, number
 
 
@@ -37,6 +38,10 @@ class L2(_OfSoftmax):
 
     lacks: ClassVar[dict[str, str]] = {"softcap": "logits are distances, known up to a number per query that a cap would bend"}
     tied: bool = False
+
+    @property
+    def traits(self):
+        return Traits(distances=Distances(self.tied))
 
     def __post_init__(self):
         object.__setattr__(self, "tied", flag(self.tied, "tied"))
@@ -79,6 +84,10 @@ class Cosine(_OfSoftmax):
     epsilon: float = 1e-6
     values: bool = True
     factor: float = 1.0
+
+    @property
+    def traits(self):
+        return Traits(unit_vectors=UnitVectors(self.epsilon, self.values, self.factor))
 
     def __post_init__(self):
         epsilon = number(self.epsilon, "a finite, positive epsilon of Cosine", "the default is 1e-6", above=0.0)
@@ -145,6 +154,10 @@ class Differential(_OfSoftmax):
     lam: float
     epsilon: float | None = None
     factor: float = 1.0
+
+    @property
+    def traits(self):
+        return Traits(two_softmaxes=TwoSoftmaxes(self.lam, self.epsilon, self.factor))
 
     def __post_init__(self):
         lam = number(self.lam, "a finite lam of Differential", "take λ of the layer it belongs to")

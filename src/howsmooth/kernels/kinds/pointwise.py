@@ -9,8 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.kinds.features import Featured, FeatureMap, short
+from howsmooth.kernels.kinds.features import Featured, short
 from howsmooth.kernels.kinds.kind import Counts, Pointwise, hidden_as
+from howsmooth.kernels.kinds.traits import FeatureMap, Logistic, Traits
 from howsmooth.kernels.saturating import sigmoid
 from howsmooth.kernels.tensors import check_tensor
 from howsmooth.settings import choice, flag, number, whole
@@ -27,7 +28,13 @@ class Softmax(Pointwise):
     (Softmax(), Softmax(sink=2 numbers))
     """
 
+    fused: ClassVar[bool] = True
+    sloped: ClassVar[bool] = False
     sink: Float[Tensor, " heads"] | None = None
+
+    @property
+    def traits(self):
+        return Traits(softmax=True, sink=self.sink)
 
     def __post_init__(self):
         if self.sink is not None:
@@ -86,8 +93,12 @@ class Sigmoid(Pointwise):
     (Sigmoid(), Sigmoid(bias=-3.0))
     """
 
-    divided: ClassVar[bool] = False
+    fused: ClassVar[bool] = True
     bias: float | None = None
+
+    @property
+    def traits(self):
+        return Traits(divided=False, logistic=Logistic(self.bias))
 
     def __post_init__(self):
         if self.bias is not None:
@@ -125,7 +136,12 @@ class Hard(Pointwise):
 
     flat: ClassVar[bool] = True
     grows: ClassVar[bool] = False
+    sloped: ClassVar[bool] = False
     top: int = 1
+
+    @property
+    def traits(self):
+        return Traits(smooth=False, top=self.top)
 
     def __post_init__(self):
         top = whole(self.top, "a whole number of keys for Hard, at least 1", "top=1 takes the largest logit", least=1)
@@ -179,13 +195,13 @@ class Linear(Pointwise):
     features: FeatureMap = "elu"
     normalized: bool = True
 
+    @property
+    def traits(self):
+        return Traits(divided=self.normalized, smooth=self.features == "elu" or not self.normalized, features=self.features)
+
     def __post_init__(self):
         object.__setattr__(self, "features", choice(self.features, "features of Linear", ("elu", "relu")))
         object.__setattr__(self, "normalized", flag(self.normalized, "normalized"))
-
-    @property
-    def divided(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  one of its settings
-        return self.normalized
 
     def scale(self, width):
         return 1.0

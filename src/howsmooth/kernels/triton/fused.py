@@ -15,7 +15,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.base import FINER, AttentionKernel, Keys, Offsets, Outputs, Precision, Queries, Scores, Values
-from howsmooth.kernels.kinds import Sigmoid, Softmax
+from howsmooth.kernels.kinds import Kind, Sigmoid, Softmax
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.tiled import Blocked
 from howsmooth.kernels.triton import blocks, forward, jvp, operands, received, vjp
@@ -60,10 +60,11 @@ class Fused(AttentionKernel):
         if scores.mask.ends is not None:
             raise BadInputError("expected a mask by order for the fused kernels, got one by positions; use kernel='blocked'")
         kind = scores.kind
-        if not isinstance(kind, Softmax | Sigmoid):
+        sink, sigmoid = kind.traits.sink, kind.traits.logistic is not None
+        if not kind.fused:
             raise BadInputError(f"expected softmax or sigmoids for the fused kernels, got {kind!r}; use kernel='blocked'")
-        if offset is not None and (scores.softcap is not None or isinstance(kind, Sigmoid)):
-            got = "sigmoids, whose keys stay" if isinstance(kind, Sigmoid) else "a soft-cap, which would bend it"
+        if offset is not None and (scores.softcap is not None or sigmoid):
+            got = "sigmoids, whose keys stay" if sigmoid else "a soft-cap, which would bend it"
             raise BadInputError(f"expected plain softmax beside an offset of keys, got {got}; use kernel='blocked'")
         super().__init__(q, k, v, scores, torch.float32)
         self.check_range(q, k, offset, torch.float32)
@@ -98,24 +99,24 @@ class Fused(AttentionKernel):
             "WINDOW": scores.mask.window is not None,
             "BIAS": bias is not None,
             "CAP": scores.softcap is not None,
-            "KEYS": offset is not None or isinstance(kind, Sigmoid),
-            "SIGMOID": isinstance(kind, Sigmoid),
+            "KEYS": offset is not None or sigmoid,
+            "SIGMOID": sigmoid,
         }
         self._offset = offset
         self._keys = self._numbers_of_keys(kind)
-        self._sink = None if isinstance(kind, Sigmoid) or kind.sink is None else _LOG2E * kind.sink.to(q.device, torch.float32)
+        self._sink = None if sink is None else _LOG2E * sink.to(q.device, torch.float32)
         self._rho = 0  # weights are kept as 2^(14 − ρ) P: ρ is 0 for softmax, whose rows sum to one
         self._promote = self._passes == 3 or max(n, m) > _LONG
         if q.is_cuda and not compiling():
             self._compile_ahead()
         self._o, self._fine_lse, self._lse, self._low, self._high = self._forward()
-        if isinstance(kind, Sigmoid) and not compiling():
+        if sigmoid and not compiling():
             self._even_out()
         # what the products do not read
         self._q, self._k = (t if self._s_passes == 3 else Operand(t.hi, t.hi) for t in (self._q, self._k))
         self._v = self._v if self._passes == 3 else Operand(self._v.hi, self._v.hi)
 
-    def _numbers_of_keys(self, kind: Softmax | Sigmoid) -> Tensor:
+    def _numbers_of_keys(self, kind: Kind) -> Tensor:
         """What is added to the logits of every key in units of log 2, (batch·kv_heads, padded m); else something never read."""
         batch, _, kv_heads, _, m, _, _ = self._shape
         if not self._options["KEYS"]:
@@ -257,8 +258,8 @@ class Fused(AttentionKernel):
                 added = mask.bias[:, group if mask.bias.shape[1] > 1 else slice(None)]
                 bias = bias + (added[:, :, rows] if mask.bias.shape[2] > 1 else added)
             kind = self.scores.kind
-            if isinstance(kind, Softmax) and kind.sink is not None:
-                kind = Softmax(kind.sink[group])
+            if kind.traits.sink is not None:
+                kind = Softmax(kind.traits.sink[group])
             scores = replace(self.scores, mask=Mask(keys=mask.keys, bias=bias), kind=kind)
             offset = None if self._offset is None else self._offset[:, own].double()
             at = (t.double() for t in (q[:, group, rows], k[:, own], v[:, own]))

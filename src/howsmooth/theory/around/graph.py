@@ -16,13 +16,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.kinds.kind import check_softmax
 from howsmooth.maps import Attention, Map
 from howsmooth.program.pieces import Piece, Pieces, pieces_of
 from howsmooth.theory.around.attention import around_attention
 from howsmooth.theory.around.neighbourhood import Around, Neighbourhood
 from howsmooth.theory.around.norms import SAME_ROWS, Certified
 from howsmooth.theory.around.pieces import norm_change, norm_ratios, norm_remainder, norm_slope, shared_shape, slice_lengths
-from howsmooth.theory.softmax_only import check_softmax
 
 _UP = 1 + 1e-9
 

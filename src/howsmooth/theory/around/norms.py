@@ -9,12 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadFunctionError
+from howsmooth.kernels.kinds.kind import check_softmax
 from howsmooth.maps import Attention, AutodiffJacobian
 from howsmooth.program.pieces import Piece, Pieces
 from howsmooth.spectral import DenseSVD, GolubKahan, Weighted, small
 from howsmooth.spectral.operator import Operator, Restricted
 from howsmooth.theory.around.attention import AroundAttention
-from howsmooth.theory.softmax_only import check_softmax
 
 _UP = 1 + 1e-9
 _PAIRS = 12  # nodes that are not linear up to which every two of them have a norm of their own
