@@ -61,11 +61,11 @@ if __name__ == "__main__":
     for document in (
         "docs/reference/kinds.md",
         "docs/reference/performance.md",
-        "docs/howto/forward-mode.md",
+        "docs/reference/derivatives.md",
         "docs/explanation/point-bounds.md",
         "docs/explanation/around.md",
         "docs/reference/architectures.md",
-        "docs/howto/certified.md",
+        "docs/explanation/around-blocks.md",
     ):
         path = ROOT / document
         path.write_text(fill(path.read_text(), tables))
