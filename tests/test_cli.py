@@ -9,15 +9,16 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from howsmooth.cli import app, options
+from howsmooth.cli import options
 from howsmooth.cli.options import engine_of
 from howsmooth.errors import BadInputError
 from howsmooth.run import Local, Ray
 from howsmooth.study.reader import Source
+from howsmooth_command import app
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app(), list(arguments))
 
 
 def test_bounds_table():
@@ -154,7 +155,7 @@ def test_measure_holds_tokens_fixed():
     told = {}
     for tokens in ("1-2,0", "1,2"):
         result = CliRunner().invoke(
-            app, ["measure", "demo", "--layer", "0", "--ids", "-", "--json", "--tokens", tokens], input="[101, 4937, 102]"
+            app(), ["measure", "demo", "--layer", "0", "--ids", "-", "--json", "--tokens", tokens], input="[101, 4937, 102]"
         )
         told[tokens] = json.loads(result.stdout)
     assert told["1,2"]["moving"] == [1, 2]
@@ -163,7 +164,7 @@ def test_measure_holds_tokens_fixed():
 
 
 def test_measure_reads_standard_input():
-    result = CliRunner().invoke(app, ["measure", "demo", "--layer", "0", "--ids", "-", "--json"], input="[101, 4937, 102]")
+    result = CliRunner().invoke(app(), ["measure", "demo", "--layer", "0", "--ids", "-", "--json"], input="[101, 4937, 102]")
     assert json.loads(result.stdout)["n"] == 3
 
 
@@ -188,7 +189,7 @@ def test_measure_reads_standard_input():
 )
 def test_measure_refuses_in_one_line(arguments, given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["measure", *arguments], input=given)
+    result = CliRunner().invoke(app(), ["measure", *arguments], input=given)
     assert result.exit_code == 2
     assert len(result.stderr.strip().splitlines()) == 1
     assert "expected" in result.stderr

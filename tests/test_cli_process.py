@@ -14,12 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from howsmooth import verbs
-from howsmooth.cli import app, main
 from howsmooth.cli.options import read_stdin
 from howsmooth.errors import BadInputError
+from howsmooth_command import app
+from howsmooth_command import run as run_command
 
 START = "from howsmooth_command import main; print('on', file=sys.stderr, flush=True); main()"
 BOUNDS = ("bounds", "--gamma", "-1", "--radius", "2")
+REFUSED = ("bounds", "--gamma", "-1", "--radius", "-1")
 
 
 def start(*arguments: str, stdout: int, **variables: str) -> subprocess.Popen[str]:
@@ -34,14 +36,59 @@ def start(*arguments: str, stdout: int, **variables: str) -> subprocess.Popen[st
     return process
 
 
-@pytest.mark.parametrize("delay", [0.1, 0.4])  # at 0 the interpreter may not have come to our first line
-def test_an_interrupt_while_it_starts_is_one_word(delay: float):
-    """Imports take a second or more, and their code must not be interrupted into a traceback."""
-    process = start(*BOUNDS, stdout=subprocess.PIPE)
+def interrupted_after(delay: float, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command that gets Ctrl-C after so many seconds."""
+    process = start(*arguments, stdout=subprocess.PIPE)
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
     out, said = process.communicate(timeout=60)
-    assert (process.returncode, out, said) == (130, "", "howsmooth: stopped\n")
+    return process.returncode, out, said
+
+
+@pytest.mark.parametrize("delay", [0.1, 0.4])  # at 0 the interpreter may not have come to our first line
+def test_an_interrupt_while_it_starts_is_one_word(delay: float):
+    """Imports take a second or more, and their code must not be interrupted into a traceback."""
+    assert interrupted_after(delay, *BOUNDS) == (130, "", "howsmooth: stopped\n")
+
+
+@pytest.mark.slow
+def test_no_moment_of_an_interrupt_ends_with_a_signal():
+    """From the start of the command to the end of the interpreter."""
+    for k in range(16):
+        code, out, said = interrupted_after(0.01 + 0.02 * k, "--version")
+        assert (code, said) in ((0, ""), (130, "howsmooth: stopped\n"))
+        assert code or out
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_the_middle_of_a_search_is_one_word():
+    search = ("worst", "--gamma", "-1", "--radius", "2", "--n", "64", "--steps", "100000", "--lengths", "")
+    for delay in (4.0, 6.0):
+        assert interrupted_after(delay, *search) == (130, "", "howsmooth: stopped\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("command", [BOUNDS, (*BOUNDS, "--json"), ("--help",), REFUSED])
+def test_a_closed_pipe_is_quiet(command: tuple[str, ...], joined: bool):
+    """As in `howsmooth … | head -1`, and with `2>&1` before the bar."""
+    paths = os.pathsep.join(filter(None, sys.path))
+    read, write = os.pipe()
+    os.close(read)
+    errors = write if joined else subprocess.PIPE
+    process = subprocess.run(
+        [sys.executable, "-c", "from howsmooth_command import main; main()", *command],
+        stdout=write,
+        stderr=errors,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+    refused = command == REFUSED  # says so on standard error, where that is open
+    assert process.returncode == (2 if refused and not joined else 1)
+    assert joined or process.stderr.count("\n") == refused
 
 
 @pytest.mark.parametrize("command", [BOUNDS, ("split", "ask", "--weights", "missing")])
@@ -50,8 +97,8 @@ def test_an_interrupt_while_it_works_is_one_word(command: tuple[str, ...], monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verbs, "bounds", interrupted)
-    monkeypatch.setattr("howsmooth.cli.options.read_matrices", interrupted)
-    result = CliRunner().invoke(app, command)
+    monkeypatch.setattr("howsmooth.cli.split.read_matrices", interrupted)
+    result = CliRunner().invoke(app(), command)
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "howsmooth: stopped\n")
 
 
@@ -101,10 +148,9 @@ def test_output_that_cannot_be_written(
     out = io.TextIOWrapper(io.BufferedWriter(device), write_through=through)
     monkeypatch.setattr(sys, "argv", ["howsmooth", *command])
     monkeypatch.setattr(sys, "stdout", out)
-    with pytest.raises(SystemExit) as ended:
-        main()
+    ended = run_command()
     device.why = None  # what is left in the buffer can go now
-    assert ended.value.code == code
+    assert ended == code
     said = capsys.readouterr().err
     assert said == "" if why == errno.EPIPE else said.startswith("howsmooth: expected a standard output")
     assert said.count("\n") <= 1
@@ -112,9 +158,7 @@ def test_output_that_cannot_be_written(
 
 def test_no_output_at_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     monkeypatch.setattr(sys, "stdout", None)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert run_command() == 2
     assert "got a closed one" in capsys.readouterr().err
 
 
@@ -132,7 +176,7 @@ def test_input_that_cannot_be_read(given: str, monkeypatch: pytest.MonkeyPatch):
     "ids", ["[[[1]]]", "[[1, 2], [3]]", "[[101, [102]]]", "[-1, 2]", "[1e3]", "[NaN]", "[null]", "[" * 99999]
 )
 def test_lists_that_are_no_ids(ids: str):
-    result = CliRunner().invoke(app, ["measure", "demo", "--layer", "0", "--ids", "-"], input=ids)
+    result = CliRunner().invoke(app(), ["measure", "demo", "--layer", "0", "--ids", "-"], input=ids)
     assert result.exit_code == 2
     assert len(result.stderr.strip().splitlines()) == 1
     assert "token ids" in result.stderr
@@ -151,7 +195,7 @@ def test_a_figure_that_cannot_be_written_is_found_before_the_work(
 
     for name in ("cli.ball._layer", "cli.attack.load", "cli.attack.read_text"):
         monkeypatch.setattr(f"howsmooth.{name}", work)
-    result = CliRunner().invoke(app, [*command, "--figure", figure])
+    result = CliRunner().invoke(app(), [*command, "--figure", figure])
     assert result.exit_code == 2
     assert len(result.stderr.strip().splitlines()) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["folder.png"]
@@ -160,13 +204,13 @@ def test_a_figure_that_cannot_be_written_is_found_before_the_work(
 @pytest.mark.parametrize("options", [("--radius", "1e400"), ("--radius", "nan"), ("--radius", "1", "--seed", "-1")])
 def test_numbers_out_of_range(options: tuple[str, ...]):
     for command in ("bounds", "worst"):
-        result = CliRunner().invoke(app, [command, "--gamma", "-1", *options])
+        result = CliRunner().invoke(app(), [command, "--gamma", "-1", *options])
         assert result.exit_code == 2
         assert result.stderr.startswith("howsmooth: expected ")
 
 
 @pytest.mark.parametrize("options", [("--gamma", "0", "--radius", "1"), ("--gamma", "-1", "--radius", "1e100")])
 def test_json_has_no_infinity(options: tuple[str, ...]):
-    result = CliRunner().invoke(app, ["bounds", *options, "--json"])
+    result = CliRunner().invoke(app(), ["bounds", *options, "--json"])
     rows = json.loads(result.stdout, parse_constant=pytest.fail)["bounds"]
     assert any(row["log_value"] is None or row["value"] is None for row in rows)

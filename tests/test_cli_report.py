@@ -10,18 +10,18 @@ import pytest
 from typer.testing import CliRunner
 
 import howsmooth
-from howsmooth.cli import app
 from howsmooth.cli.study import STUDIES
 from howsmooth.study import beside_theory
 from howsmooth.study import layers as study_layers
 from howsmooth.study.swapped import USUAL
+from howsmooth_command import app
 from problems import readers
 
 SMALL = ("--lengths", "8,16", "--samples", "1", "--layers", "0", "--workers", "1")
 
 
 def run(*arguments: str | Path):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+    return CliRunner().invoke(app(), [str(a) for a in arguments])
 
 
 @pytest.fixture(scope="module")

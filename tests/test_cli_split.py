@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from howsmooth.cli import app
+from howsmooth_command import app
 
 SMALL = {
     "map": ("--points", "9", "--masses", "0.5,0.9"),
@@ -24,7 +24,7 @@ NAMES = {
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, ["split", *arguments])
+    return CliRunner().invoke(app(), ["split", *arguments])
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ import typer
 from typer.testing import CliRunner
 
 import howsmooth
-from howsmooth.cli import app
 from howsmooth.study import alice
+from howsmooth_command import app
 from problems import readers
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +62,7 @@ def _indented(fence: re.Match[str]) -> str:
 def check(command: str, whole: bool = True) -> None:
     """Refuse a command that the command line would not take; where it is not `whole`, only names of options are looked at."""
     words = shlex.split(command)[1:]
-    found: Any = typer.main.get_command(app)
+    found: Any = typer.main.get_command(app())
     while words and hasattr(found, "commands"):
         found = found.commands[words.pop(0)]
     if whole:
@@ -93,7 +93,7 @@ def test_commands_end_well(command, desk, monkeypatch):
     if COMMANDS[command] is not None:
         pytest.skip(f"{command}: {COMMANDS[command]}; run it by hand")
     monkeypatch.chdir(desk)
-    ended = CliRunner().invoke(app, shlex.split(command)[1:])
+    ended = CliRunner().invoke(app(), shlex.split(command)[1:])
     assert ended.exit_code == 0, ended.output
     assert ended.stdout
 

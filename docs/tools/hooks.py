@@ -20,9 +20,9 @@ def commands() -> str:
     """Every command, its arguments and options."""
     import typer
 
-    from howsmooth.cli import app
+    from howsmooth_command import app
 
-    root: Any = typer.main.get_command(app)
+    root: Any = typer.main.get_command(app())
     return "\n\n".join(section(f"howsmooth {name}", found) for name, found in sorted(_leaves(root)))
 
 

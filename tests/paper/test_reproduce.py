@@ -15,7 +15,6 @@ import torch
 from typer.testing import CliRunner
 
 import howsmooth as hs
-from howsmooth.cli import app
 from howsmooth.cli import reproduce as cli
 from howsmooth.errors import ResultsError
 from howsmooth.models import load
@@ -27,6 +26,7 @@ from howsmooth.paper.subjects import attention_of, describe, subject
 from howsmooth.paper.tasks import power_iteration, scripts_value
 from howsmooth.run import Plan
 from howsmooth.study import alice, fit_growth
+from howsmooth_command import app, commands
 
 
 def layer(causal: bool, bias: float = 0.5) -> tuple[hs.Attention, torch.Tensor]:
@@ -263,7 +263,7 @@ def test_a_failed_task_is_told_and_the_others_are_kept(tmp_path, monkeypatch):
 
 
 def command(*arguments: str):
-    return CliRunner().invoke(app, ["reproduce", *arguments])
+    return CliRunner().invoke(app(), ["reproduce", *arguments])
 
 
 @pytest.mark.slow
@@ -377,5 +377,5 @@ def test_figures_of_the_documentation_are_there_and_name_their_command(page):
     for image in images:
         assert (DOCS / page).parent.joinpath(image).read_bytes().startswith((b"\x89PNG", b"<?xml"))
         assert (DOCS / page).parent.joinpath(image).stat().st_size < 400_000
-    known = {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands} | {"split"}
+    known = {command.group or command.name for command in commands()}
     assert set(re.findall(r"howsmooth (\w+)", text)) <= known

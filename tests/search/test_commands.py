@@ -7,17 +7,17 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from howsmooth.cli import app
 from howsmooth.paper.ball import draw_worst, in_plane
 from howsmooth.search import BallAround
 from howsmooth.verbs import worst_case
+from howsmooth_command import app
 from problems.layers import gaussian
 
 QUICK = ("--steps", "3", "--restarts", "4", "--lengths", "2,4")
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app(), list(arguments))
 
 
 @pytest.mark.slow

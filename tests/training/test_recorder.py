@@ -12,10 +12,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import howsmooth as hs
-from howsmooth.cli import app
 from howsmooth.run import to_frame
 from howsmooth.training import Alarm, Raised, Recorder, TrackingWarning
 from howsmooth.training.run_page import RunRecord
+from howsmooth_command import app
 
 
 class Tiny(nn.Module):
@@ -102,7 +102,7 @@ def test_the_file_is_read_back_and_refused_when_damaged(tmp_path):
 
 def test_page_and_command(tmp_path):
     kept(tmp_path / "run<1>", broken=True)
-    ended = CliRunner().invoke(app, ["training", str(tmp_path / "run<1>")])
+    ended = CliRunner().invoke(app(), ["training", str(tmp_path / "run<1>")])
     assert ended.exit_code == 0, ended.output
     assert "layer 1 is no longer finite" in ended.stdout or "alarms" in ended.stdout
     page = (tmp_path / "run<1>" / "smoothness.html").read_text()
@@ -111,14 +111,14 @@ def test_page_and_command(tmp_path):
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert [c["name"] for c in data["curves"]] == ["loss", "constant", "max_logit", "entropy", "sink", "radius"]
     assert data["table"][1]["last"] is None
-    told = json.loads(CliRunner().invoke(app, ["training", str(tmp_path / "run<1>"), "--json"]).stdout)
+    told = json.loads(CliRunner().invoke(app(), ["training", str(tmp_path / "run<1>"), "--json"]).stdout)
     assert told["steps"] == [0, 2, 4, 6]
     assert told["series"]["constant"]["1"][-1] is None
-    refused = CliRunner().invoke(app, ["training", str(tmp_path)])
+    refused = CliRunner().invoke(app(), ["training", str(tmp_path)])
     assert refused.exit_code == 2
     assert "expected smoothness.sqlite of a recorder" in refused.stderr
     (tmp_path / "mine.html").write_text("mine")
-    refused = CliRunner().invoke(app, ["training", str(tmp_path / "run<1>"), "--out", str(tmp_path / "mine.html")])
+    refused = CliRunner().invoke(app(), ["training", str(tmp_path / "run<1>"), "--out", str(tmp_path / "mine.html")])
     assert refused.exit_code == 2
     assert (tmp_path / "mine.html").read_text() == "mine"
 

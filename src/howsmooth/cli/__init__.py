@@ -1,45 +1,116 @@
-"""The command line, one file a question: parse, call, print; no logic."""
+"""The command line, one file a question: call, print; no logic. `howsmooth_command` makes the commands from these files."""
 
-import contextlib
-import io
-import os
+import json as json_text
+import shlex
 import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from howsmooth.cli import (  # noqa: F401  importing a command registers it
-    attack,
-    ball,
-    certify,
-    measure,
-    report,
-    reproduce,
-    split,
-    study,
-    training,
-)
-from howsmooth.cli.root import app
+from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.report import finite
+from howsmooth.settings import choice, seed_of
 
-__all__ = ["app", "main"]
+__all__ = ["Answer", "answer", "count_cases", "note", "numbers", "show_table", "typed"]
 
 
-def main() -> None:
-    """The command line as a process, whatever its standard output is: closed, full, or of a few characters only."""
-    if sys.stdout is None:
-        sys.stderr.write("howsmooth: expected a standard output to write to, got a closed one; send it somewhere\n")
-        sys.exit(2)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show becomes a question mark
+class Answer(NamedTuple):
+    """What a command found: `value` for JSON, `show` to print it for a person, and `draw` where a figure is wanted."""
+
+    value: Any
+    show: Callable[[], None]
+    draw: Callable[[], Path] | None = None
+
+
+def answer(function: Callable[..., Answer], given: Mapping[str, Any], *, json: bool = False, debug: bool = False) -> int:
+    """Call the function of a command with what was typed, print what it finds, and return the exit code.
+
+    Bad input is one sentence on stderr and exit code 2. In JSON a number that is not finite is null.
+
+    json: print one JSON object and nothing else
+    debug: show a traceback on errors
+    """
     try:
-        try:
-            app()
-        finally:
-            sys.stdout.flush()
-    except OSError as error:
-        if error.filename is not None:  # files have names, standard output has none
+        hints = get_type_hints(function)
+        options = {name: _read(value, hints[name], f"--{name.replace('_', '-')}") for name, value in given.items()}
+        if options.get("seed") is not None:
+            seed_of(options["seed"])  # before a model is loaded
+        found = function(**options)
+        if json:
+            print(json_text.dumps(finite(found.value), indent=1, allow_nan=False))
+        else:
+            found.show()
+        if found.draw is not None:
+            path = found.draw()
+            if not json:
+                print(path)
+    except HowSmoothError as error:
+        if debug:
             raise
-        with contextlib.suppress(OSError):  # or Python itself tries again when it ends, and complains
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):  # the reader has seen enough
-            sys.exit(1)
-        said = f"expected a standard output that takes the answer, got {error.strerror}; send it elsewhere"
-        sys.stderr.write(f"howsmooth: {said}\n")
-        sys.exit(2)
+        note(str(error))
+        return 2
+    return 0
+
+
+def _read(value: Any, hint: Any, option: str) -> Any:
+    """An option's text as its annotation wants it: lists of numbers or words, and choices; all other types are typer's."""
+    if not isinstance(value, str):
+        return value
+    kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            return choice(value, option, get_args(kind))
+        if get_origin(kind) is tuple:
+            return None if value in ("", "all") and len(kinds) > 1 else numbers(value, option, get_args(kind)[0])
+    return value
+
+
+def numbers(text: str, option: str, kind: type[int] | type[float] = float) -> tuple[Any, ...]:
+    """Numbers with commas between them, one at least."""
+    try:
+        found = tuple(kind(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        found = ()
+    if not found:
+        example, whole = ("8,16,32", "whole ") if kind is int else ("0.5,1,2", "")
+        raise BadInputError(f"expected {option} like {example}, got {text!r}; give {whole}numbers with commas")
+    return found
+
+
+def note(text: str) -> None:
+    """A remark beside the answer, on standard error."""
+    print(f"howsmooth: {text}", file=sys.stderr)
+
+
+def count_cases(done: int, of: int) -> None:
+    """How far a search is, on standard error."""
+    print(f"\rcase {done} of {of}", file=sys.stderr, end="\n" if done == of else "", flush=True)
+
+
+def show_table(title: str, rows: Sequence[dict[str, Any]], *, words: Collection[str] = (), digits: int = 4) -> None:
+    """A table, with lines around it in a terminal, bare when piped. words: columns set to the left.  digits: of floats."""
+    from rich.box import HEAVY_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    watched = sys.stdout.isatty()
+    console = Console(width=None if watched else 10_000)  # what is piped is never folded
+    table = Table(box=HEAVY_HEAD if watched else None, pad_edge=watched)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
+        table.add_column(name, justify="left" if name in words else "right")
+    for row in rows:
+        table.add_row(*(Text(_cell(row.get(name), digits)) for name in names))
+    console.print(Text(title, style="bold"), table, sep="\n")
+
+
+def _cell(value: Any, digits: int) -> str:
+    if value is None:
+        return ""
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
+def typed() -> str:
+    """The command as it was typed."""
+    return shlex.join(["howsmooth", *sys.argv[1:]])

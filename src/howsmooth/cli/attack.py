@@ -1,60 +1,62 @@
 """`howsmooth attack`."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from howsmooth.cli import options
-from howsmooth.cli.root import Told, command, show_table
-from howsmooth.models import load
+from howsmooth.cli import Answer, count_cases, show_table
+from howsmooth.models import MapName, load
 from howsmooth.paper.attacks import Robustness, draw_robustness, robustness
 from howsmooth.paper.drawing import check_figure
 from howsmooth.study import read_text
 
 
-@command()
 def attack(
-    model: options.ModelName,
-    text: options.Text = None,
-    n: Annotated[int, typer.Option(help="tokens in a window")] = 24,
-    samples: options.Samples = 2,
-    layers: options.Layers = "all",
-    map_name: options.Map = "attention",
-    side: options.Side = None,
-    device: options.Device = "auto",
-    budgets: Annotated[str, typer.Option(help="lengths of the change, as shares of the input's length")] = "1e-4,0.03,0.3",
-    steps: Annotated[int, typer.Option(help="re-linearisations")] = 10,
-    words: Annotated[int, typer.Option(help="words that may change; 0 for none")] = 1,
-    scored: Annotated[int, typer.Option(help="edits scored exactly, for each word")] = 32,
-    forbid: Annotated[str | None, typer.Option(help="a file of words that may not be used, one a line")] = None,
-    seed: options.Seed = 0,
-    figure: Annotated[Path | None, typer.Option(help="also draw gains by layer (.png, .pdf or .svg)")] = None,
-) -> Told:
+    model: str,
+    *,
+    text: str | None = None,
+    n: int = 24,
+    samples: int = 2,
+    layers: tuple[int, ...] | None = None,
+    map: MapName = "attention",
+    side: str | None = None,
+    device: str = "auto",
+    budgets: tuple[float, ...] = (1e-4, 0.03, 0.3),
+    steps: int = 10,
+    words: int = 1,
+    scored: int = 32,
+    forbid: str | None = None,
+    seed: int = 0,
+    figure: Path | None = None,
+) -> Answer:
     """Attack a model's layers and words, and set what was reached beside the Lipschitz constants.
+
+    n: tokens in a window
+    budgets: lengths of the change, as shares of the input's length
+    steps: re-linearisations
+    words: words that may change; 0 for none
+    scored: edits scored exactly, for each word
+    forbid: a file of words that may not be used, one a line
+    figure: also draw gains by layer (.png, .pdf or .svg)
 
     Example: howsmooth attack demo --samples 2 --figure attack.png
     """
     if figure is not None:
         check_figure(figure)
-    chosen, where = options.layers_of(layers), options.map_of(map_name)
-    shares = options.numbers_of(budgets, "--budgets", "1e-4,0.03")
     passage, banned = read_text(text), [] if forbid is None else read_text(forbid).split()
     loaded = load(model, device, side=side)
     results = robustness(
         loaded,
         loaded.text(passage).windows(n, samples, seed),
-        layers=chosen,
-        map=where,
-        budgets=shares,
+        layers=layers,
+        map=map,
+        budgets=budgets,
         steps=steps,
         words=words,
         scored=scored,
         forbid=banned,
         seed=seed,
-        progress=lambda done, of: typer.echo(f"\rcase {done} of {of}", err=True, nl=done == of),
+        progress=count_cases,
     )
-    return Told(results.to_dict(), lambda: _show(results), figure and (lambda: draw_robustness(figure, results)))
+    return Answer(results.to_dict(), lambda: _show(results), figure and (lambda: draw_robustness(figure, results)))
 
 
 def _show(results: Robustness) -> None:

@@ -2,14 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 
 from howsmooth import verbs
-from howsmooth.cli import options
-from howsmooth.cli.root import Told, command, show_table
+from howsmooth.cli import Answer, show_table
+from howsmooth.cli.options import read_matrices
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.paper.ball import TokenGrowth, draw_ladder, draw_worst, grow, scan
@@ -17,31 +15,27 @@ from howsmooth.paper.drawing import check_figure
 from howsmooth.search import Configured, WorstCase
 from howsmooth.settings import whole
 
-Radius = Annotated[float, typer.Option(help="radius of the ball the tokens live in")]
-Gamma = Annotated[float | None, typer.Option(help="one head with A = gamma · I and V = I")]
-Width = Annotated[int, typer.Option("--width", "--dim", help="width of the tokens for --gamma and of a random layer")]
-Heads = Annotated[int, typer.Option(help="heads of a random layer, or of the layer in --weights")]
-Weights = Annotated[Path | None, typer.Option(help="a safetensors file with A and V, or with w_q, w_k, w_v, w_o")]
-Random = Annotated[bool, typer.Option("--random", help="a random layer: normal weights of deviation 0.02, as in GPT-2")]
-
 _WIDEST = 2**14  # of a layer made here: its weights take 2 GB
 _LAYER = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
 
 
-@command()
 def bounds(
-    radius: Radius,
-    n: Annotated[int, typer.Option(help="number of tokens")] = 1024,
-    gamma: Gamma = None,
-    width: Width = 1,
-    heads: Heads = 1,
-    weights: Weights = None,
-    random: Random = False,
-    causal: options.Causal = False,
-    seed: options.Seed = 0,
-    figure: Annotated[Path | None, typer.Option(help="also draw the ladder n = 1 … 10⁹ (.png, .pdf or .svg)")] = None,
-) -> Told:
+    *,
+    radius: float,
+    n: int = 1024,
+    gamma: float | None = None,
+    width: int = 1,
+    heads: int = 1,
+    weights: Path | None = None,
+    random: bool = False,
+    causal: bool = False,
+    seed: int = 0,
+    figure: Path | None = None,
+) -> Answer:
     """Print every bound on the Lipschitz constant over a ball of tokens.
+
+    n: number of tokens
+    figure: also draw the ladder n = 1 … 10⁹ (.png, .pdf or .svg)
 
     Example: howsmooth bounds --gamma -1 --radius 2 --n 1024 --figure ladder.png
     """
@@ -49,44 +43,49 @@ def bounds(
         check_figure(figure)
     attn = _layer(gamma, width, heads, weights, random, causal, seed)
     table = verbs.bounds(attn, n=n, radius=radius)
-    return Told(table.to_dict(), lambda: print(table), figure and (lambda: draw_ladder(figure, attn, radius)))
+    return Answer(table.to_dict(), lambda: print(table), figure and (lambda: draw_ladder(figure, attn, radius)))
 
 
-@command()
 def worst(
-    radius: Radius,
-    n: Annotated[int, typer.Option(help="number of tokens for the search; 0 for none")] = 8,
-    lengths: Annotated[str, typer.Option(help="lengths of the growth curve, as in 8,16,32; empty for none")] = "8,16,32,64,128",
-    gamma: Gamma = None,
-    width: Width = 2,
-    heads: Heads = 1,
-    weights: Weights = None,
-    random: Random = False,
-    causal: options.Causal = False,
-    head: Annotated[
-        int | None, typer.Option(help="the head that builds the growth curve's tokens; the worst by default")
-    ] = None,
-    best: Annotated[bool, typer.Option("--best", help="beside them, the worst configuration of any family and head")] = False,
-    steps: Annotated[int | None, typer.Option(help="measurements of every start")] = None,
-    restarts: Annotated[int | None, typer.Option(help="starts of the search")] = None,
-    seed: options.Seed = 0,
-    figure: Annotated[Path | None, typer.Option(help="also draw growth, tokens and climb (.png, .pdf or .svg)")] = None,
-) -> Told:
+    *,
+    radius: float,
+    n: int = 8,
+    lengths: tuple[int, ...] | None = (8, 16, 32, 64, 128),
+    gamma: float | None = None,
+    width: int = 2,
+    heads: int = 1,
+    weights: Path | None = None,
+    random: bool = False,
+    causal: bool = False,
+    head: int | None = None,
+    best: bool = False,
+    steps: int | None = None,
+    restarts: int | None = None,
+    seed: int = 0,
+    figure: Path | None = None,
+) -> Answer:
     """Find bad inputs: how far the paper's configurations grow, and the worst tokens that gradient ascent finds.
+
+    n: number of tokens for the search; 0 for none
+    lengths: lengths of the growth curve, as in 8,16,32; empty for none
+    head: the head that builds the growth curve's tokens; the worst by default
+    best: beside them, the worst configuration of any family and head
+    steps: measurements of every start
+    restarts: starts of the search
+    figure: also draw growth, tokens and climb (.png, .pdf or .svg)
 
     Example: howsmooth worst --gamma -1 --radius 2 --n 8 --figure worst.png
     """
     if figure is not None:
         check_figure(figure)
     attn = _layer(gamma, width, heads, weights, random, causal, seed)
-    counts = options.lengths_of(lengths or None)
-    if counts is None and n == 0:
+    if not lengths and n == 0:
         raise BadInputError("expected --n or --lengths, got neither; ask for a search, a growth curve or both")
-    growth = grow(attn, radius, counts, head=head, seed=seed) if counts else None
-    others = scan(attn, [radius], counts, seed=seed) if best and counts else []
+    growth = grow(attn, radius, lengths, head=head, seed=seed) if lengths else None
+    others = scan(attn, [radius], lengths, seed=seed) if best and lengths else []
     case = verbs.worst_case(attn, n, radius, steps=steps, restarts=restarts, seed=seed) if n else None
     parts = {"growth": growth and growth.to_dict(), "worst": case and case.to_dict(), "best": [row.to_dict() for row in others]}
-    return Told(parts, lambda: _show(growth, others, case), figure and (lambda: draw_worst(figure, growth, case)))
+    return Answer(parts, lambda: _show(growth, others, case), figure and (lambda: draw_worst(figure, growth, case)))
 
 
 def _show(growth: TokenGrowth | None, others: list[Configured], worst: WorstCase | None) -> None:
@@ -127,7 +126,7 @@ def _layer(
 
 
 def _from_file(path: Path, heads: int, causal: bool) -> Attention:
-    tensors = options.read_matrices(path, ("A", "V"), ("w_q", "w_k", "w_v"))
+    tensors = read_matrices(path, ("A", "V"), ("w_q", "w_k", "w_v"))
     if {"A", "V"} <= set(tensors):
         return Attention.from_matrices(tensors["A"].double(), tensors["V"].double(), causal=causal)
     if not set(tensors) <= set(_LAYER):

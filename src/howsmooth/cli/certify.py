@@ -1,14 +1,11 @@
 """`howsmooth certify`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
-import typer
-
-from howsmooth.cli import options
-from howsmooth.cli.root import Told, command, show_table, typed
+from howsmooth.cli import Answer, count_cases, show_table, typed
 from howsmooth.errors import BadInputError
-from howsmooth.models import load
+from howsmooth.models import MapName, load
 from howsmooth.paper.drawing import check_figure
 from howsmooth.paper.radii import draw_radii
 from howsmooth.report.radii_page import write_radii_page
@@ -16,28 +13,33 @@ from howsmooth.report.shell import check_page
 from howsmooth.study import Radii, radii, read_text
 
 
-@command()
 def certify(
-    model: options.ModelName,
-    text: options.Text = None,
-    n: Annotated[int, typer.Option(help="tokens in a window")] = 12,
-    samples: options.Samples = 1,
-    layers: options.Layers = "0",
-    label: Annotated[int | None, typer.Option(help="the answer that must hold; by default the one given at the input")] = None,
-    change: Annotated[
-        float | None, typer.Option(help="instead of an answer: the output moves by at most this part of its length")
-    ] = None,
-    map_name: Annotated[
-        str | None, typer.Option("--map", help="with --change: that map of the layer alone, not all that follows")
-    ] = None,
-    per: Annotated[str, typer.Option(help="token: every token moves that far; sequence: all of them together")] = "token",
-    side: options.Side = None,
-    seed: options.Seed = 0,
-    figure: Annotated[Path | None, typer.Option(help="also draw radii by layer (.png, .pdf or .svg)")] = None,
-    page: Annotated[Path | None, typer.Option(help="also write a page of radii by layer and input (.html)")] = None,
-    force: Annotated[bool, typer.Option("--force", help="replace a page that exists")] = False,
-) -> Told:
+    model: str,
+    *,
+    text: str | None = None,
+    n: int = 12,
+    samples: int = 1,
+    layers: tuple[int, ...] | None = (0,),
+    label: int | None = None,
+    change: float | None = None,
+    map: MapName | None = None,
+    per: Literal["token", "sequence"] = "token",
+    side: str | None = None,
+    seed: int = 0,
+    figure: Path | None = None,
+    page: Path | None = None,
+    force: bool = False,
+) -> Answer:
     """How far can the tokens that enter a layer move before the model's answer changes? Certified, and attacked.
+
+    n: tokens in a window
+    label: the answer that must hold; by default the one given at the input
+    change: instead of an answer: the output moves by at most this part of its length
+    map: with --change: that map of the layer alone, not all that follows
+    per: how far tokens move, every one that far or all of them together
+    figure: also draw radii by layer (.png, .pdf or .svg)
+    page: also write a page of radii by layer and input (.html)
+    force: replace a page that exists
 
     Example: howsmooth certify demo --change 0.1 --map block --layers 0,2,4 --figure radius.png
     """
@@ -45,24 +47,12 @@ def certify(
         check_figure(figure)
     if page is not None:
         check_page(page, force)
-    chosen, where = options.layers_of(layers), None if map_name is None else options.map_of(map_name)
-    if where is not None and change is None:
+    if map is not None and change is None:
         raise BadInputError("expected --change beside --map, got none; a layer alone gives no answer")
-    if per not in ("token", "sequence"):
-        raise BadInputError(f"expected --per token or sequence, got {per!r}; pick one of them")
     passage = read_text(text)
     loaded = load(model, "cpu", side=side, head=change is None)
     windows = loaded.text(passage).windows(n, samples, seed)
-    found = radii(
-        loaded,
-        windows,
-        chosen,
-        lambda done, of: typer.echo(f"\rcase {done} of {of}", err=True, nl=done == of),
-        label=label,
-        change=change,
-        map=where,
-        per=per,
-    )
+    found = radii(loaded, windows, layers, count_cases, label=label, change=change, map=map, per=per)
     if page is not None:
         write_radii_page(found, page, model=model, command=typed(), change=change, force=force)
 
@@ -71,7 +61,7 @@ def certify(
         if page is not None:
             print(page.resolve())
 
-    return Told(found.to_dict(), show, figure and (lambda: draw_radii(figure, found)))
+    return Answer(found.to_dict(), show, figure and (lambda: draw_radii(figure, found)))
 
 
 def _show(found: Radii, per: str) -> None:

@@ -2,51 +2,54 @@
 
 import json
 import warnings
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from howsmooth.cli import options
-from howsmooth.cli.root import Told, command, show_table
+from howsmooth.cli import Answer, note, show_table
+from howsmooth.cli.options import positions_of, read_stdin
 from howsmooth.errors import BadInputError
-from howsmooth.models import Measurement, load
+from howsmooth.models import MapName, Measurement, load
 from howsmooth.study import read_text
 
 
-@command()
 def measure(
-    model: options.ModelName,
-    layer: Annotated[int, typer.Option(help="which attention layer, from 0")],
-    text: Annotated[str | None, typer.Option(help="a text file, or - for standard input")] = None,
-    ids: Annotated[
-        str | None, typer.Option(help="a JSON list of token ids, fed as they are; a file, or - for standard input")
-    ] = None,
-    map_name: options.Map = "attention",
-    n: Annotated[int | None, typer.Option(help="tokens to take from the text, special ones among them; all by default")] = None,
-    head: Annotated[int | None, typer.Option(help="one head alone")] = None,
-    heads: Annotated[bool, typer.Option("--heads", help="also each head by itself")] = False,
-    tokens: Annotated[
-        str | None, typer.Option(help="positions that may move, as in 0,5-9; the others are held fixed; all by default")
-    ] = None,
-    side: options.Side = None,
-    device: options.Device = "auto",
-    tol: options.Tol = 1e-3,
-    certify: options.Certify = None,
-    seed: options.Start = None,
-) -> Told:
+    model: str,
+    *,
+    layer: int,
+    text: str | None = None,
+    ids: str | None = None,
+    map: MapName = "attention",
+    n: int | None = None,
+    head: int | None = None,
+    heads: bool = False,
+    tokens: str | None = None,
+    side: str | None = None,
+    device: str = "auto",
+    tol: float = 1e-3,
+    certify: float | None = None,
+    seed: int | None = None,
+) -> Answer:
     """Measure how smooth one layer of a model is at one input, and which words carry the worst direction.
+
+    layer: which attention layer, from 0
+    text: a text file, or - for standard input
+    ids: a JSON list of token ids, fed as they are; a file, or - for standard input
+    n: tokens to take from the text, special ones among them; all by default
+    head: one head alone
+    heads: also each head by itself
+    tokens: positions that may move, as in 0,5-9; the others are frozen; all by default
+    seed: of the random start; made from the input by default
 
     Example: howsmooth measure demo --layer 3 --text alice.txt --n 128
     """
-    where, free, given = options.map_of(map_name), options.positions_of(tokens), _given(text, ids)
+    free, given = positions_of(tokens), _given(text, ids)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         measurement = load(model, device, side=side).measure(
-            **given, n=n, layer=layer, map=where, head=head, heads=heads, tokens=free, tol=tol, certify=certify, seed=seed
+            **given, n=n, layer=layer, map=map, head=head, heads=heads, tokens=free, tol=tol, certify=certify, seed=seed
         )
     for remark in {str(w.message) for w in caught if issubclass(w.category, UserWarning)}:
-        typer.echo(f"howsmooth: {remark}", err=True)
-    return Told(measurement.to_dict(), lambda: _show(measurement))
+        note(remark)
+    return Answer(measurement.to_dict(), lambda: _show(measurement))
 
 
 def _given(text: str | None, ids: str | None) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def _given(text: str | None, ids: str | None) -> dict[str, Any]:
     if (text is None) == (ids is None):
         raise BadInputError("expected either --text or --ids, got both or neither; give one of them")
     source = ids if text is None else text
-    words = options.read_stdin() if source == "-" else read_text(source)
+    words = read_stdin() if source == "-" else read_text(source)
     if text is not None:
         return {"text": words}
     try:

@@ -1,57 +1,57 @@
-"""Options that several commands take, each with one name and one meaning, and what becomes of their text."""
+"""Options that several commands take, each with one name and one meaning, and what becomes of their text.
+
+model: demo, a folder with config.json and safetensors, or a hub name
+side: encoder or decoder, text or vision, of a model with two
+map: which map of a layer
+layers: all, or layers as in 0,3,5
+text: a text file; Alice in Wonderland by default
+samples: windows of the text at each length
+lengths: numbers of tokens, as in 16,32,64; by default from 8 to 512 as model and text allow
+device: cpu, cuda, cuda:1, or auto: a GPU if there is one
+tol: relative accuracy of every value
+certify: go on until upper/lower is at most 1 + this
+seed: of everything random: samples of text, weights, starts of solvers and searches
+causal (--causal/--no-causal): masked attention
+engine: where tasks run
+address: of a Ray cluster, auto for the one this machine belongs to
+workers: processes; by default the cores, four at most, on a GPU half of them, six at most and as many as its memory holds, and
+    one for a model above 1 GB on the CPU
+resume: go on with the results that are there
+force: start again in a folder that holds results or other files
+quiet: print nothing but the result's path
+radius: radius of the ball the tokens live in
+gamma: one head with A = gamma · I and V = I
+alpha: the number A
+width (--width, --dim): width of the tokens for --gamma and of a random layer
+heads: heads of a random layer, or of the layer in --weights
+weights: a safetensors file with A and V, or with w_q, w_k, w_v, w_o
+random: a random layer: normal weights of deviation 0.02, as in GPT-2
+out: folder for the table (CSV) and the figure (PNG, PDF)
+"""
 
 import sys
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Literal
 
 import torch
-import typer
 from torch import Tensor
 
+from howsmooth.cli import numbers
 from howsmooth.errors import BadInputError
-from howsmooth.models import MAPS, MapName, Model
+from howsmooth.models import Model
 from howsmooth.models.room import free
 from howsmooth.run import Engine, Local, Ray
 from howsmooth.run.pool import cores
 
-ModelName = Annotated[str, typer.Argument(help="demo, a folder with config.json and safetensors, or a hub name")]
-Side = Annotated[str | None, typer.Option(help="encoder or decoder, text or vision, of a model with two")]
-Map = Annotated[str, typer.Option("--map", help=f"one of {', '.join(MAPS)}")]
-Layers = Annotated[str, typer.Option(help="all, or layers as in 0,3,5")]
-Text = Annotated[str | None, typer.Option(help="a text file; Alice in Wonderland by default")]
-Samples = Annotated[int, typer.Option(help="windows of the text at each length")]
-Lengths = Annotated[
-    str | None, typer.Option(help="numbers of tokens, as in 16,32,64; by default from 8 to 512 as model and text allow")
-]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU if there is one")]
-Tol = Annotated[float, typer.Option(help="relative accuracy of every value")]
-Certify = Annotated[float | None, typer.Option(help="go on until upper/lower is at most 1 + this")]
-Seed = Annotated[int, typer.Option(help="of everything random: samples of text, weights, starts of solvers and searches")]
-Start = Annotated[int | None, typer.Option("--seed", help="of the random start; made from the input by default")]
-Causal = Annotated[bool, typer.Option(help="masked attention")]
-EngineName = Annotated[str, typer.Option("--engine", help="local or ray")]
-Address = Annotated[str | None, typer.Option(help="of a Ray cluster, auto for the one this machine belongs to")]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        help="processes; by default the cores, four at most, on a GPU half of them, six at most and as many as its memory "
-        "holds, and one for a model above 1 GB on the CPU"
-    ),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="go on with the results that are there")]
-Force = Annotated[bool, typer.Option("--force", help="start again in a folder that holds results or other files")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but the result's path")]
+EngineName = Literal["local", "ray"]
 
 _POSITIONS = "0,5-9"
 _MOST_POSITIONS = 2**24  # in one stretch
-_LARGE = 1e9  # bytes of weights that are not held several times over
-_Number = TypeVar("_Number", int, float)
+_LARGE = 1e9  # bytes of weights that are not kept several times over
 
 
-def engine_of(name: str, address: str | None, workers: int | None, model: Model, device: str) -> Engine:
-    """The engine that is asked for; workers on Ray take a GPU each where the model is on one."""
-    if name not in ("local", "ray"):
-        raise BadInputError(f"expected --engine local or ray, got {name!r}; pick one of them")
+def engine_of(name: EngineName, address: str | None, workers: int | None, model: Model, device: str) -> Engine:
+    """An engine by its name; workers on Ray take a GPU each where the model is on one."""
     if name == "ray":
         if device not in ("auto", "cpu", "cuda"):
             raise BadInputError(
@@ -70,26 +70,10 @@ def _workers(model: Model) -> int:
     """
     if model.device.type == "cuda":
         taken = torch.cuda.max_memory_allocated(model.device)
-        held = min(cores() // 2, 6, free(model.device) // max(1, 3 * taken))
-        return 1 if model.where is not None else max(1, held)
+        fitting = min(cores() // 2, 6, free(model.device) // max(1, 3 * taken))
+        return 1 if model.where is not None else max(1, fitting)
     size = sum(p.numel() * p.element_size() for p in model.module.parameters())
     return min(cores(), 4) if size < _LARGE else 1
-
-
-def map_of(name: str) -> MapName:
-    """A map by its name, refused before a model is loaded."""
-    for known in MAPS:
-        if name == known:
-            return known
-    raise BadInputError(f"expected a map among {', '.join(MAPS)}, got {name!r}; pick one of them")
-
-
-def lengths_of(text: str | None) -> tuple[int, ...] | None:
-    return None if text is None else numbers_of(text, "--lengths", "16,32,64", int)
-
-
-def layers_of(text: str) -> tuple[int, ...] | None:
-    return None if text == "all" else numbers_of(text, "--layers", "all or 0,3,5", int)
 
 
 def positions_of(text: str | None) -> tuple[int, ...] | None:
@@ -99,24 +83,12 @@ def positions_of(text: str | None) -> tuple[int, ...] | None:
     positions: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        (start,) = numbers_of(first, "--tokens", _POSITIONS, int)
-        (end,) = numbers_of(last, "--tokens", _POSITIONS, int) if dash else (start,)
+        (start,) = numbers(first, "--tokens", int)
+        (end,) = numbers(last, "--tokens", int) if dash else (start,)
         if not 0 <= start <= end < start + _MOST_POSITIONS:
             raise BadInputError(f"expected --tokens like {_POSITIONS}, got {part!r}; give the smaller one first")
         positions += range(start, end + 1)
     return tuple(positions)
-
-
-def numbers_of(text: str, option: str, example: str, kind: type[_Number] = float) -> tuple[_Number, ...]:
-    """Numbers with commas between them, one at least."""
-    try:
-        numbers = tuple(kind(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        numbers = ()
-    if not numbers:
-        whole = "whole " if kind is int else ""
-        raise BadInputError(f"expected {option} like {example}, got {text!r}; give {whole}numbers with commas")
-    return numbers
 
 
 def read_stdin() -> str:

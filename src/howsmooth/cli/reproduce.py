@@ -2,12 +2,9 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from howsmooth.cli import options
-from howsmooth.cli.root import Told, command, show_table, typed
+from howsmooth.cli import Answer, note, show_table, typed
 from howsmooth.errors import BadInputError
 from howsmooth.paper.curves import curves_of, exponents
 from howsmooth.paper.page import write_reproduction
@@ -16,28 +13,31 @@ from howsmooth.paper.protocol import reproduce as run
 from howsmooth.run import Local, progress_bar, write_table
 
 
-@command()
 def reproduce(
-    part: Annotated[str, typer.Argument(help=f"all, or one of {', '.join(PARTS)}")] = "all",
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="a pretrained model beside the demo: bert-base-uncased, gpt2, any name or folder; repeat"),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="folder for results, tables, figures and the page")] = Path("reproduction"),
-    samples: Annotated[int | None, typer.Option(help="windows of text a length; 10 as in the paper, 1 with --quick")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="few lengths: a look at every curve in about a minute")] = False,
-    resume: options.Resume = False,
-    force: options.Force = False,
-    workers: Annotated[int, typer.Option(help="processes that share out the work")] = 1,
-    device: Annotated[
-        str, typer.Option(help="where models read text: cpu, cuda, cuda:1, or auto: a GPU if there is one")
-    ] = "auto",
-    seed: options.Seed = 0,
-    quiet: options.Quiet = False,
-) -> Told:
+    part: str = "all",
+    *,
+    model: list[str] | None = None,
+    out: Path = Path("reproduction"),
+    samples: int | None = None,
+    quick: bool = False,
+    resume: bool = False,
+    force: bool = False,
+    workers: int = 1,
+    device: str = "auto",
+    seed: int = 0,
+    quiet: bool = False,
+) -> Answer:
     """Measure the experiments of "How Smooth Is Attention?" again: figures (PDF, PNG), tables (CSV) and a page.
 
     It can be stopped at any moment and continued with --resume. Pretrained models other than the demo are read only if named.
+
+    part: all, or one of real, random, adversarial, meanfield, splitting, trap
+    model: a pretrained model beside the demo: bert-base-uncased, gpt2, any name or folder; repeat
+    out: folder for results, tables, figures and the page
+    samples: windows of text a length; 10 as in the paper, 1 with --quick
+    quick: few lengths: a look at every curve in about a minute
+    workers: processes that share out the work
+    device: where models read text: cpu, cuda, cuda:1, or auto: a GPU if there is one
 
     Example: howsmooth reproduce all --quick --out reproduction
     Example: howsmooth reproduce real --model bert-base-uncased --model gpt2
@@ -63,7 +63,7 @@ def reproduce(
     files = [*write_reproduction(result, out), write_table(result.path, out / "results.csv", force=True)]
     table = exponents(curves_of(result.rows))
     for why, count in result.failures.items():
-        typer.echo(f"howsmooth: {count} tasks failed: {why}", err=True)
+        note(f"{count} tasks failed: {why}")
 
     def show() -> None:
         if table and not quiet:
@@ -71,7 +71,7 @@ def reproduce(
         print(files[0])
 
     numbers = {"tasks": result.tasks, "skipped": result.skipped, "failures": result.failures}
-    return Told({"exponents": table, "files": [str(f) for f in files], **numbers}, show)
+    return Answer({"exponents": table, "files": [str(f) for f in files], **numbers}, show)
 
 
 def _line(row: dict[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,11 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from statistics import geometric_mean, median_high
-from typing import Annotated
 
-import typer
-
-from howsmooth.cli import options
-from howsmooth.cli.root import Told, command, show_table, typed
+from howsmooth.cli import Answer, note, show_table, typed
+from howsmooth.cli.options import EngineName, engine_of
 from howsmooth.errors import BadInputError
+from howsmooth.models import MapName
 from howsmooth.report.assemble import variants_report
 from howsmooth.run import check_folder, check_writable, progress_bar, write_table
 from howsmooth.settings import whole
@@ -25,45 +23,51 @@ from howsmooth.study.lengths import fitting_lengths
 from howsmooth.study.lengths import of as growth_of
 from howsmooth.study.norms import norm_jobs
 from howsmooth.study.reader import Reader
-from howsmooth.study.swapped import KINDS, REACH, choice_jobs, kind_names, usual_lengths, variant_jobs
+from howsmooth.study.swapped import REACH, choice_jobs, kind_names, usual_lengths, variant_jobs
 from howsmooth.study.swapped import of as variants_of
 
 STUDIES = ("growth", "layers", "radius", "norms", "bounds", "splitting", "worst", "variants")
 
 
-@command()
 def study(
-    name: Annotated[str, typer.Argument(help=f"one of {', '.join(STUDIES)}")],
-    model: options.ModelName,
-    text: options.Text = None,
-    lengths: options.Lengths = None,
-    layers: options.Layers = "all",
-    samples: options.Samples = 8,
-    map_name: options.Map = "attention",
-    factors: Annotated[
-        str | None, typer.Option(help="radius, variants: what the tokens are multiplied by, as in 0.5,1,2")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="worst: measurements of every start of the search; 30 by default")] = None,
-    kinds: Annotated[str | None, typer.Option(help=f"variants: kinds of attention to put in, among {', '.join(KINDS)}")] = None,
-    page: Annotated[Path | None, typer.Option(help="variants: also write a page and figures into this folder")] = None,
-    out: Annotated[Path | None, typer.Option(help="results file, .sqlite; <study>-results.sqlite by default")] = None,
-    table: Annotated[Path | None, typer.Option(help="also write the rows, .csv or .parquet")] = None,
-    resume: options.Resume = False,
-    engine: options.EngineName = "local",
-    address: options.Address = None,
-    workers: options.Workers = None,
-    side: options.Side = None,
-    device: options.Device = "auto",
-    tol: options.Tol = 1e-3,
-    certify: options.Certify = None,
-    seed: options.Seed = 0,
-    quiet: options.Quiet = False,
-) -> Told:
+    name: str,
+    model: str,
+    *,
+    text: str | None = None,
+    lengths: tuple[int, ...] | None = None,
+    layers: tuple[int, ...] | None = None,
+    samples: int = 8,
+    map: MapName = "attention",
+    factors: tuple[float, ...] | None = None,
+    steps: int | None = None,
+    kinds: str | None = None,
+    page: Path | None = None,
+    out: Path | None = None,
+    table: Path | None = None,
+    resume: bool = False,
+    engine: EngineName = "local",
+    address: str | None = None,
+    workers: int | None = None,
+    side: str | None = None,
+    device: str = "auto",
+    tol: float = 1e-3,
+    certify: float | None = None,
+    seed: int = 0,
+    quiet: bool = False,
+) -> Answer:
     """Ask one question of a model.
 
     growth: L against n, fitted. layers: every layer and head at one length. radius: L against the size of the tokens.
     norms: with and without the norm in front. bounds: measured against each bound. splitting: does splitting a token pay.
     worst: the worst input found beside the text. variants: the same layers with other kinds of attention put in.
+
+    name: one of growth, layers, radius, norms, bounds, splitting, worst, variants
+    factors: radius, variants: what the tokens are multiplied by, as in 0.5,1,2
+    steps: worst: measurements of every start of the search; 30 by default
+    kinds: variants: kinds of attention to put in, as in sigmoid,linear
+    page: variants: also write a page and figures into this folder
+    out: results file, .sqlite; <study>-results.sqlite by default
+    table: also write the rows, .csv or .parquet
 
     Example: howsmooth study growth demo --lengths 8,16,32,64,128,136,256,512 --samples 8
     """
@@ -87,11 +91,10 @@ def study(
         check_writable(table)
         if table.suffix not in (".csv", ".parquet") or table.exists():
             raise BadInputError(f"expected a new file named .csv or .parquet, got {table}; choose another name")
-    asked, chosen, where = options.lengths_of(lengths), options.layers_of(layers), options.map_of(map_name)
     usual_factors = REACH if name == "variants" else FACTORS
-    scales = usual_factors if factors is None else options.numbers_of(factors, "--factors", "0.5,1,2")
+    scales = usual_factors if factors is None else factors
     reader = Reader.by_name(model, text, side, device)
-    setting = settle(reader, Question(asked or _lengths(name, reader, samples), samples, chosen, where, tol, certify, seed))
+    setting = settle(reader, Question(lengths or _lengths(name, reader, samples), samples, layers, map, tol, certify, seed))
     jobs = choice_jobs(setting, put_in) if name == "variants" else _jobs(name, setting, scales, moves)
     lacking = unanswered(setting, measure_splitting) if name == "splitting" else ()
     if not jobs and lacking:
@@ -99,10 +102,10 @@ def study(
             f"expected a layer whose tokens can be split, got none ({lacking[0].rstrip('.')}); measure another layer"
         )
     if not jobs:
-        raise BadInputError(f"expected the map attention for the study {name}, got {map_name!r}; leave --map out")
+        raise BadInputError(f"expected the map attention for the study {name}, got {map!r}; leave --map out")
     for sentence in lacking:
-        typer.echo(f"howsmooth: {sentence}", err=True)
-    hands = options.engine_of(engine, address, workers, reader.model, device)
+        note(sentence)
+    hands = engine_of(engine, address, workers, reader.model, device)
     bar = progress_bar(name, quiet=quiet)
     if name == "variants":
         first = run_sweep(reader, jobs, results, resume=resume)
@@ -123,12 +126,12 @@ def study(
             title, lines = TABLES[name]
             show_table(title, lines(measured), words=("breaks", "how", "kind", "scale"))
             for reason in dict.fromkeys(f"{row['variant']}: {row['reason']}" for row in measured.of("left out")):
-                typer.echo(f"howsmooth: left out {reason}", err=True)
+                note(f"left out {reason}")
             for reason in measured.failures[:3]:
-                typer.echo(f"howsmooth: a task gave nothing: {reason}", err=True)
+                note(f"a task gave nothing: {reason}")
         print(results.resolve())
 
-    return Told({"results": str(results.resolve()), "rows": measured.rows, "failures": measured.failures}, show)
+    return Answer({"results": str(results.resolve()), "rows": measured.rows, "failures": measured.failures}, show)
 
 
 def _lengths(name: str, reader: Reader, samples: int) -> tuple[int, ...]:

@@ -1,25 +1,17 @@
 """`howsmooth training`."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from howsmooth.cli import options
-from howsmooth.cli.root import Told, command, show_table
+from howsmooth.cli import Answer, show_table
 from howsmooth.training.run_page import RunRecord, write_run_page
 
-Folder = Annotated[Path, typer.Argument(help="of a run that howsmooth.training.Recorder wrote to")]
 
-
-@command()
-def training(
-    folder: Folder,
-    out: Annotated[Path | None, typer.Option(help="the page; smoothness.html in the folder by default")] = None,
-    force: Annotated[bool, typer.Option("--force", help="replace a file that is there")] = False,
-    quiet: options.Quiet = False,
-) -> Told:
+def training(folder: Path, *, out: Path | None = None, force: bool = False, quiet: bool = False) -> Answer:
     """The page of a training run: constants, logits and entropies by layer over the steps, the loss beside them.
+
+    folder: of a run that howsmooth.training.Recorder wrote to
+    out: the page; smoothness.html in the folder by default
+    force: replace a file that is there
 
     Example: howsmooth training runs/alice
     """
@@ -32,4 +24,4 @@ def training(
             print("", *run.sentences(), "", sep="\n")
         print(page.resolve())
 
-    return Told({"page": str(page.resolve()), **run.to_dict()}, show)
+    return Answer({"page": str(page.resolve()), **run.to_dict()}, show)

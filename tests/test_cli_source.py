@@ -1,0 +1,86 @@
+"""Commands are read from their source: without the package, in a moment, and exactly as the functions are."""
+
+import importlib
+import inspect
+import os
+import resource
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import howsmooth
+from howsmooth.cli import numbers
+from howsmooth_command import Command, Names, app, commands
+
+COMMANDS = {f"{command.group} {command.name}".strip(): command for command in commands()}
+
+
+def test_every_command_is_there():
+    wanted = "attack bounds worst certify measure report demo reproduce training"
+    assert set(wanted.split()) | {"split ask", "split map", "split growth", "split convergence", "split frequency"} <= set(
+        COMMANDS
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_what_is_read_is_what_is_imported(command: Command):
+    function = getattr(importlib.import_module(command.module), command.function)
+    real = inspect.signature(function).parameters
+    assert [parameter.name for parameter in command.parameters] == list(real)
+    for parameter in command.parameters:
+        default: Any = real[parameter.name].default
+        if isinstance(default, tuple):
+            kind = type(default[0])
+            assert numbers(parameter.default, "", float) == pytest.approx(default)
+            assert kind in (int, float)
+        else:
+            assert parameter.default == default
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_tells_every_option(command: str):
+    told = " ".join(CliRunner().invoke(app(), [*command.split(), "--help"]).stdout.split())
+    for parameter in COMMANDS[command].parameters:
+        (about,) = parameter.annotation.__metadata__
+        assert about.help
+        assert about.help.split(":")[0].split()[0] in told
+    assert f"Example: howsmooth {command}" in told
+    assert all(flag in told for flag in ("--json", "--debug", "--help"))
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "split growth --help", "bounds --help"])
+def test_help_takes_no_package_and_no_time(arguments: str):
+    code = f"""
+import sys
+from howsmooth_command import run
+sys.argv = ["howsmooth", *{arguments.split()!r}]
+assert run() == 0
+print(*(name for name in ("howsmooth", "torch", "numpy", "rich") if name in sys.modules), file=sys.stderr)
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stdout
+    assert done.stderr.split() == []
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+
+
+def test_names_are_found_through_imports():
+    names = Names("howsmooth.cli.attack")
+    assert names["MapName"] == importlib.import_module("howsmooth.models").MapName
+    assert "GROUP" not in names
+    assert "no_such_name" not in names
+    assert Names("howsmooth")["__version__"] == howsmooth.__version__
+
+
+def test_words_that_are_not_known():
+    for arguments in (["stdy"], ["bounds", "--radus", "2"], ["split", "grwth"]):
+        result = CliRunner().invoke(app(), arguments)
+        assert result.exit_code == 2
+        assert {"study", "--radius", "growth"} & set(
+            result.stderr.replace("'", " ").replace(")", " ").replace("?", "").replace(",", "").split()
+        )
