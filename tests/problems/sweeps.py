@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,13 @@ def fussy(i: int) -> dict[str, Any]:
         return {"object": object()}
     print("loud", i)
     return {"i": i, "nan": float("nan")}
+
+
+def threaded(text: str) -> None:
+    """Prints from a thread of its own."""
+    thread = threading.Thread(target=print, args=(text,))
+    thread.start()
+    thread.join()
 
 
 def located(i: int, folder: str, pause: float = 0.02) -> dict[str, Any]:

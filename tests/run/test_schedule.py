@@ -1,13 +1,13 @@
-"""The scheduler with workers whose every move is written down beforehand."""
+"""The schedule with workers whose every move is written down beforehand."""
 
-from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 
 from howsmooth.errors import WorkerError
 from howsmooth.run import Plan, Task
-from howsmooth.run.pool import schedule
+from howsmooth.run.pool import Schedule
 from howsmooth.run.store import Outcome
 from problems import sweeps
 
@@ -19,16 +19,14 @@ class Scripted:
 
     def __init__(self, play: Play, stillborn: tuple[int, ...] = ()):
         self.play, self.stillborn = play, stillborn
-        self.events: deque[tuple[int, Outcome]] = deque()
         self.started, self.tried, self.stopped = 0, [], False
 
-    def start(self) -> int:
+    def start(self) -> tuple[int, Future[Outcome]]:
         self.started += 1
         dead = self.started in self.stillborn
-        self.events.append((self.started, Outcome("died", reason="a stillborn worker") if dead else Outcome("done")))
-        return self.started
+        return self.started, answered(Outcome("died", reason="a stillborn worker") if dead else Outcome("done"))
 
-    def send(self, worker: int, task: Task) -> None:
+    def send(self, worker: int, task: Task) -> Future[Outcome]:
         number = task.kwargs()["i"]
         self.tried.append((worker, number))
         endings = {
@@ -37,19 +35,24 @@ class Scripted:
             "refused": Outcome("refused", reason="why", seconds=1.0),
             "dies": Outcome("died", reason="a dead worker"),
         }
-        self.events.append((worker, endings[self.play(worker, number)]))
+        return answered(endings[self.play(worker, number)])
 
-    def wait(self) -> list[tuple[int, Outcome]]:
-        assert self.events, "the scheduler waits for workers that have nothing to do"
-        return [self.events.popleft()]
+    def check(self) -> None:
+        raise AssertionError("the schedule waits for workers that have nothing to do")
 
     def stop(self) -> None:
         self.stopped = True
 
 
+def answered(outcome: Outcome) -> Future[Outcome]:
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
+    return future
+
+
 def run(crew: Scripted, tasks: int = 4, count: int = 2, tries: int = 3) -> dict[int, tuple[str, int, str | None]]:
     plan = Plan.of(sweeps.value, [{"i": i} for i in range(tasks)])
-    outcomes = list(schedule(crew, plan, count, tries))
+    outcomes = list(Schedule(crew, plan, count, tries).run())
     assert len(outcomes) == len({task.key for task, _ in outcomes}) == tasks
     assert crew.stopped
     return {task.kwargs()["i"]: (o.status, o.tries, o.reason) for task, o in outcomes}

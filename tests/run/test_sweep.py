@@ -144,6 +144,14 @@ def test_failures_are_recorded_with_their_reason_and_do_not_stop_the_rest(one_wo
     assert "not JSON serializable" in one_worker[3].reason
 
 
+def test_what_threads_print_while_a_sweep_runs_goes_to_standard_error_and_afterwards_does_not(tmp_path, capsys):
+    """Ray's own threads print, say."""
+    sweep(Plan.of(sweeps.threaded, [{"text": "theirs"}]), tmp_path / "r.sqlite")
+    print("ours")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("ours\n", "theirs\n")
+
+
 @pytest.mark.slow
 def test_processes_give_the_rows_that_one_gives_and_keep_off_standard_output(one_worker, tmp_path, capfd):
     path = tmp_path / "r.sqlite"

@@ -15,17 +15,19 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import IO, Any, Protocol, final
+from typing import Any, Protocol, final
 
 from howsmooth.errors import BadInputError, HowSmoothError, WorkerError
 from howsmooth.run.plan import Plan, Task
 from howsmooth.run.store import Outcome
 
+QUIET = 10.0  # seconds without an outcome after which a crew is asked whether it is there
 Outcomes = Generator[tuple[Task, Outcome], None, None]
 
 
@@ -67,7 +69,8 @@ class Local:
         if self.workers == 1:
             return _here(plan, context)
         threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // self.workers)
-        return schedule(_Processes(plan.setup, self.threads or threads), plan, self.workers, self.tries)
+        crew = _Processes(plan.setup, self.threads or threads, self.workers)
+        return Schedule(crew, plan, self.workers, self.tries).run()
 
 
 def cores() -> int:
@@ -122,27 +125,25 @@ def _check_ready(prepared: Outcome) -> None:
 def _here(plan: Plan, context: Any) -> Outcomes:
     """In this process: no other worker to try on, so a task is tried once."""
     worker = Worker(plan.setup, context)
-    for i, task in enumerate(plan.tasks):
-        with contextlib.redirect_stdout(sys.stderr):  # as in a worker process: standard output is the command's own
-            if i == 0:
-                _check_ready(worker.prepare())
-            outcome = worker.perform(task)
-        yield task, outcome
+    if plan.tasks:
+        _check_ready(worker.prepare())
+    for task in plan.tasks:
+        yield task, worker.perform(task)
 
 
 class Crew(Protocol):
-    """Workers of one kind; the schedule knows them only by what `start` returns."""
+    """Workers of one kind; the schedule knows them by what `start` returns. The outcome of one that is gone is `died`."""
 
-    def start(self) -> Any:
-        """Begin a new worker; the first outcome that comes from it is that of its preparation."""
+    def start(self) -> tuple[Any, "Future[Outcome]"]:
+        """Begin a new worker; the outcome is that of its preparation."""
         ...
 
-    def send(self, worker: Any, task: Task) -> None:
-        """Give an idle worker something to do; if it is gone, an outcome will say so."""
+    def send(self, worker: Any, task: Task) -> "Future[Outcome]":
+        """Give an idle worker something to do."""
         ...
 
-    def wait(self) -> list[tuple[Any, Outcome]]:
-        """What has happened, at least one outcome and the worker it comes from; `died` where the worker is gone."""
+    def check(self) -> None:
+        """Raise if nothing will be heard of any worker again; called where nothing was for `QUIET` seconds."""
         ...
 
     def stop(self) -> None:
@@ -159,74 +160,93 @@ class _Attempts:
     seconds: float = 0.0
     failed_on: set[Any] = field(default_factory=set)
 
+    def add(self, worker: Any, outcome: Outcome) -> Outcome:
+        """Count one more; the outcome as it would be recorded."""
+        self.tries += 1
+        self.seconds += outcome.seconds
+        self.failed_on.add(worker)
+        again = f", {self.tries} times" if self.tries > 1 else ""
+        return replace(outcome, reason=outcome.reason and outcome.reason + again, tries=self.tries, seconds=self.seconds)
 
-def schedule(crew: Crew, plan: Plan, count: int, tries: int) -> Outcomes:
-    """Run tasks on `count` workers.
+
+@final
+class Schedule:
+    """Tasks handed out to `count` workers.
 
     Every second worker begins at the end of the plan, so that work of different kinds goes on side by side, and each worker
     finds tasks together that share something. A task whose worker dies or that raises is tried again on another worker,
     `tries` times in all; a refusal of ours (`HowSmoothError`) is final at once. A worker that cannot be prepared ends the
     sweep with its reason; where workers die again and again before their first task, the others go on without them.
     """
-    waiting = deque(_Attempts(task) for task in plan.tasks)
-    later: deque[_Attempts] = deque()  # tried before; they come last
-    left, stillborn = len(waiting), 0
-    ready: dict[Any, bool] = {}  # whether a living worker is prepared
-    busy: dict[Any, _Attempts] = {}
-    backwards: set[Any] = set()
 
-    def start(from_end: bool) -> None:
-        worker = crew.start()
-        if from_end:
-            backwards.add(worker)
-        ready[worker] = False
+    def __init__(self, crew: Crew, plan: Plan, count: int, tries: int):
+        self._crew, self._count, self._tries, self._stillborn = crew, count, tries, 0
+        self._new = deque(_Attempts(task) for task in plan.tasks)
+        self._again: list[_Attempts] = []  # tried before; they come last
+        self._workers: dict[Any, bool] = {}  # those that live, and whether they begin at the end
+        self._busy: dict[Future[Outcome], tuple[Any, _Attempts | None]] = {}
 
-    def next_for(worker: Any) -> _Attempts | None:
-        """A new task; else of those tried before one that the worker has not failed at, or any when nobody else is there."""
-        if waiting:
-            return waiting.pop() if worker in backwards else waiting.popleft()
-        found = next((a for a in later if worker not in a.failed_on or ready.keys() <= a.failed_on), None)
-        if found is not None:
-            later.remove(found)
-        return found
-
-    try:
-        for k in range(min(count, left)):
-            start(k % 2 == 1)
-        while left:
-            for worker, outcome in crew.wait():
-                attempts = busy.pop(worker, None)
-                if outcome.ending == "died":
-                    del ready[worker]
-                    stillborn += attempts is None
-                    if attempts is not None or stillborn < tries:
-                        start(worker in backwards)
-                    elif not ready:
-                        raise WorkerError(
-                            f"expected workers that start, got {outcome.reason} {stillborn} times; try fewer workers"
-                        )
-                elif attempts is None:
-                    _check_ready(outcome)
-                    ready[worker], stillborn = True, 0
-                if attempts is None:
-                    continue
-                attempts.tries += 1
-                attempts.seconds += outcome.seconds
-                if outcome.ending in ("failed", "died") and attempts.tries < tries:
-                    attempts.failed_on.add(worker)
-                    later.append(attempts)
-                    continue
-                left -= 1
-                again = f", {attempts.tries} times" if attempts.tries > 1 else ""
-                reason = outcome.reason and outcome.reason + again
-                yield attempts.task, replace(outcome, reason=reason, tries=attempts.tries, seconds=attempts.seconds)
-            for worker in [w for w, prepared in ready.items() if prepared and w not in busy]:
-                attempts = next_for(worker)
+    def run(self) -> Outcomes:
+        """The outcomes in the order they arrive; the workers end with it."""
+        left = len(self._new)
+        try:
+            for k in range(min(self._count, left)):
+                self._start(k % 2 == 1)
+            while left:
+                worker, attempts, outcome = self._heard()
+                self._look_after(worker, attempts is None, outcome)
                 if attempts is not None:
-                    busy[worker] = attempts
-                    crew.send(worker, attempts.task)
-    finally:
-        crew.stop()
+                    outcome = attempts.add(worker, outcome)
+                    if outcome.ending in ("failed", "died") and attempts.tries < self._tries:
+                        self._again.append(attempts)
+                    else:
+                        left -= 1
+                        yield attempts.task, outcome
+                self._hand_out()
+        finally:
+            self._crew.stop()
+
+    def _start(self, from_end: bool) -> None:
+        worker, prepared = self._crew.start()
+        self._workers[worker], self._busy[prepared] = from_end, (worker, None)
+
+    def _heard(self) -> tuple[Any, _Attempts | None, Outcome]:
+        """The next outcome, of a task or else of a worker's preparation."""
+        while not (done := wait(self._busy, QUIET, FIRST_COMPLETED).done):
+            self._crew.check()
+        first = next(future for future in self._busy if future in done)
+        return (*self._busy.pop(first), first.result())
+
+    def _look_after(self, worker: Any, preparing: bool, outcome: Outcome) -> None:
+        """Replace a worker that died; refuse to go on with one that cannot be prepared, or with none."""
+        if outcome.ending == "died":
+            from_end = self._workers.pop(worker)
+            self._stillborn += preparing
+            if not preparing or self._stillborn < self._tries:
+                self._start(from_end)
+            elif not self._workers:
+                reason = f"{outcome.reason} {self._stillborn} times"
+                raise WorkerError(f"expected workers that start, got {reason}; try fewer workers")
+        elif preparing:
+            _check_ready(outcome)
+            self._stillborn = 0
+
+    def _hand_out(self) -> None:
+        busy = {worker for worker, _ in self._busy.values()}
+        for worker in [w for w in self._workers if w not in busy]:
+            attempts = self._next_for(worker)
+            if attempts is not None:
+                self._busy[self._crew.send(worker, attempts.task)] = worker, attempts
+
+    def _next_for(self, worker: Any) -> _Attempts | None:
+        """A new task; else of those tried before one that the worker has not failed at, or any when nobody else is there."""
+        if self._new:
+            return self._new.pop() if self._workers[worker] else self._new.popleft()
+        fits = (a for a in self._again if worker not in a.failed_on or self._workers.keys() <= a.failed_on)
+        attempts = next(fits, None)
+        if attempts is not None:
+            self._again.remove(attempts)
+        return attempts
 
 
 def surroundings(threads: int | None) -> dict[str, str]:
@@ -237,69 +257,73 @@ def surroundings(threads: int | None) -> dict[str, str]:
 
 
 @final
-@dataclass(frozen=True, eq=False)
 class _Process:
-    child: "subprocess.Popen[bytes]"
-    pipe: Connection
-    errors: IO[bytes]
+    """An interpreter with a pipe to it."""
 
-    def end(self) -> str:
-        """Wait for it and clear up; how it went, in words."""
-        code = self.child.wait()
-        self.errors.seek(0)
-        said = self.errors.read()[-4000:].decode("utf-8", "replace").strip().splitlines()
-        self.errors.close()
-        self.pipe.close()
-        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"a worker process that died ({ended}{': ' + said[-1][:300] if said else ''})"
+    def __init__(self, environment: Mapping[str, str]):
+        self._pipe, theirs = Pipe()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when the worker goes)
+        with theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from howsmooth.run.pool import serve; serve({theirs.fileno()})"],
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C is for the parent, which decides when to stop
+            )
+
+    def answer(self, task: Task | None) -> Outcome:
+        """What it says of its setup, the first time, or of a task; blocks until then."""
+        try:
+            self._pipe.send(task)
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            code = self._child.wait()
+            self._errors.seek(0)
+            said = self._errors.read()[-4000:].decode("utf-8", "replace").strip().splitlines()
+            self.close()
+            ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return Outcome("died", reason=f"a worker process that died ({ended}{': ' + said[-1][:300] if said else ''})")
+
+    def kill(self) -> None:
+        """End it with all that it started."""
+        if self._child.poll() is None:
+            os.killpg(self._child.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._child.wait()
+        self._errors.close()
+        self._pipe.close()
 
 
 @final
 class _Processes:
-    """A crew of interpreters with a pipe to each."""
+    """A crew of interpreters, and a thread for each that waits for its answers."""
 
-    def __init__(self, setup: Task | None, threads: int | None):
+    def __init__(self, setup: Task | None, threads: int | None, count: int):
         self._setup, self._environment = setup, os.environ | surroundings(threads)
-        self._processes: dict[Connection, _Process] = {}
+        self._waiting = ThreadPoolExecutor(count)
+        self._processes: list[_Process] = []
 
-    def start(self) -> _Process:
-        ours, theirs = Pipe()
-        errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when the worker goes)
-        with theirs:
-            child = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"from howsmooth.run.pool import serve; serve({theirs.fileno()})"],
-                stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
-                env=self._environment,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for the parent, which decides when to stop
-            )
-        self._processes[ours] = process = _Process(child, ours, errors)
-        self.send(process, self._setup)
-        return process
+    def start(self) -> "tuple[_Process, Future[Outcome]]":
+        process = _Process(self._environment)
+        self._processes.append(process)
+        return process, self.send(process, self._setup)
 
-    def send(self, worker: _Process, task: Task | None) -> None:
-        with contextlib.suppress(OSError):  # it has died; the end of its pipe will say so
-            worker.pipe.send(task)
+    def send(self, worker: _Process, task: Task | None) -> "Future[Outcome]":
+        return self._waiting.submit(worker.answer, task)
 
-    def wait(self) -> list[tuple[_Process, Outcome]]:
-        heard = []
-        for pipe in wait(self._processes):
-            assert isinstance(pipe, Connection)
-            try:
-                heard.append((self._processes[pipe], pipe.recv()))
-            except (EOFError, OSError):
-                process = self._processes.pop(pipe)
-                heard.append((process, Outcome("died", reason=process.end())))
-        return heard
+    def check(self) -> None:
+        """Nothing to be done: the end of a process is heard at once."""
 
     def stop(self) -> None:
-        for process in self._processes.values():
-            process.child.kill()
-        for process in self._processes.values():
-            process.end()
-        self._processes.clear()
+        for process in self._processes:
+            process.kill()
+        self._waiting.shutdown()
+        for process in self._processes:
+            process.close()
 
 
 def serve(descriptor: int) -> None:

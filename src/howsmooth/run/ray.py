@@ -1,22 +1,19 @@
 """Ray actors: the same sweep on a cluster. Each holds the context it built once; one that is lost is replaced.
 
-A cluster that no longer answers ends the sweep with a sentence, and what Ray has to say goes to standard error.
+A cluster that no longer answers ends the sweep with a sentence.
 """
 
 import contextlib
 import importlib
-import sys
-import threading
-from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, final
 
 from howsmooth.errors import BadInputError, WorkerError
 from howsmooth.run.plan import Plan, Task
-from howsmooth.run.pool import Outcomes, Worker, check_counts, schedule, surroundings
+from howsmooth.run.pool import Outcomes, Schedule, Worker, check_counts, surroundings
 from howsmooth.run.store import Outcome
 
-_QUIET = 10.0  # seconds without a result after which the cluster is asked whether it is there
 _ANSWER = 120.0  # seconds it has to answer: time to start a process on a busy machine
 
 
@@ -50,16 +47,15 @@ class Ray:
             return
         ray = load()
         ours = not ray.is_initialized()
-        with _aside():
-            try:
-                if ours:
-                    self._connect(ray)
-                room = self.room(ray)
-                yield from schedule(_Actors(ray, plan.setup, self), plan, min(self.workers or room, room), self.tries)
-            finally:
-                if ours:
-                    with contextlib.redirect_stdout(sys.stderr):
-                        ray.shutdown()
+        try:
+            if ours:
+                self._connect(ray)
+            room = self.room(ray)
+            crew = _Actors(ray, plan.setup, self)
+            yield from Schedule(crew, plan, min(self.workers or room, room), self.tries).run()
+        finally:
+            if ours:
+                ray.shutdown()
 
     def _connect(self, ray: Any) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
@@ -67,8 +63,7 @@ class Ray:
             cpus = self.workers and self.workers * self.cpus
             options |= {"num_cpus": cpus, "include_dashboard": False}
         try:
-            with contextlib.redirect_stdout(sys.stderr):
-                ray.init(address=self.address or "local", **options)
+            ray.init(address=self.address or "local", **options)
         except Exception as error:  # Ray raises plain ones too
             raise WorkerError(
                 f"expected a Ray cluster at {self.address or 'this machine'}, got: {_said(error)}; "
@@ -80,7 +75,7 @@ class Ray:
         try:
             have = ray.cluster_resources()
         except Exception as error:
-            raise WorkerError(_lost(_said(error))) from None
+            raise WorkerError(_silent(_said(error))) from None
         cpus, gpus = have.get("CPU", 0), have.get("GPU", 0)
         room = int(min(cpus // self.cpus, gpus // self.gpus if self.gpus else cpus))
         if room < 1:
@@ -99,38 +94,14 @@ def load() -> Any:
         raise WorkerError("expected the package ray for --engine ray, which is missing; pip install 'howsmooth[ray]'") from None
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:300]
 
 
-def _lost(how: str) -> str:
+def _silent(how: str) -> str:
     return (
         f"expected a Ray cluster that answers, got: {how}; what was done is kept, look at the cluster (`ray status`) and resume"
     )
-
-
-@contextlib.contextmanager
-def _aside() -> Iterator[None]:
-    """Lines that Ray's own threads print go to standard error: standard output is the command's own."""
-    before: Any = sys.stdout
-    aside: Any = _Aside(before)
-    sys.stdout = aside
-    try:
-        yield
-    finally:
-        if sys.stdout is aside:
-            sys.stdout = before
-
-
-@final
-class _Aside:
-    """Standard output for all threads but Ray's."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stderr if threading.current_thread().name.startswith("ray_") else self._stream, name)
 
 
 @final
@@ -144,48 +115,43 @@ class _Actors:
             del variables["PYTHONPATH"]
         remote = ray.remote(max_restarts=0, max_task_retries=0, num_cpus=engine.cpus, num_gpus=engine.gpus)
         self._actor = remote(Worker).options(runtime_env={"env_vars": variables})
-        self._pending: dict[Any, Any] = {}  # from what was asked for to the actor that does it
-        self._living: set[Any] = set()
+        self._actors: list[Any] = []
 
-    def start(self) -> Any:
+    def start(self) -> tuple[Any, Future[Outcome]]:
         actor = self._actor.remote(self._setup)
-        self._living.add(actor)
-        self._pending[actor.prepare.remote()] = actor
-        return actor
+        self._actors.append(actor)
+        return actor, _outcome(actor.prepare.remote())
 
-    def send(self, worker: Any, task: Task) -> None:
-        self._pending[worker.perform.remote(task)] = worker
+    def send(self, worker: Any, task: Task) -> Future[Outcome]:
+        return _outcome(worker.perform.remote(task))
 
-    def wait(self) -> list[tuple[Any, Outcome]]:
-        ready: list[Any] = []
-        while not ready:
-            ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_QUIET)
-            if not ready:
-                self._check_alive()
-        actor = self._pending.pop(ready[0])
-        try:
-            return [(actor, self._ray.get(ready[0]))]
-        except self._ray.exceptions.RayError as error:
-            self._living.discard(actor)
-            how = f"{type(error).__name__}: {_said(error)}"
-            return [(actor, Outcome("died", reason=f"an actor that died ({how})"))]
-
-    def _check_alive(self) -> None:
+    def check(self) -> None:
         """Long tasks are no reason to worry, a cluster that does nothing at all any more is one to stop."""
         try:
             self._ray.get(self._ray.remote(num_cpus=0)(_answer).remote(), timeout=_ANSWER)
         except Exception as error:
-            self._living.clear()  # nobody is there to end them
+            self._actors.clear()  # nobody is there to end them
             how = f"no answer in {_ANSWER:g} s" if isinstance(error, TimeoutError) else _said(error)
-            raise WorkerError(_lost(how)) from None
+            raise WorkerError(_silent(how)) from None
         self._engine.room(self._ray)  # refuses where no machine is left that holds an actor
 
     def stop(self) -> None:
-        for actor in self._living:
-            with contextlib.suppress(Exception):  # it has gone with its machine
+        for actor in self._actors:
+            with contextlib.suppress(Exception):  # it has gone, or its machine has
                 self._ray.kill(actor)
-        self._living.clear()
-        self._pending.clear()
+
+
+def _outcome(asked: Any) -> Future[Outcome]:
+    """What an actor was asked for; an error of Ray's own is its end."""
+    answer: Future[Outcome] = Future()
+
+    def hear(future: Future[Outcome]) -> None:
+        error = future.exception()
+        how = f"an actor that died ({type(error).__name__}: {_said(error)})" if error else None
+        answer.set_result(Outcome("died", reason=how) if how else future.result())
+
+    asked.future().add_done_callback(hear)
+    return answer
 
 
 def _answer() -> None:

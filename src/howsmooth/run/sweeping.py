@@ -99,7 +99,8 @@ def sweep(
     you have it already: tasks in this process use it, workers elsewhere build their own.
 
     An interruption at any moment, a power cut too, loses only the tasks then under way. A task that fails is recorded with its
-    reason and does not stop the others. A second sweep on the same file is refused while the first one runs.
+    reason and does not stop the others. A second sweep on the same file is refused while the first one runs. What tasks print
+    goes to standard error: standard output is the command's own.
 
     >>> import statistics, tempfile
     >>> from howsmooth.run import read
@@ -119,7 +120,8 @@ def sweep(
         skipped = len(plan.tasks) - len(todo)
         shown.begin(len(plan.tasks), skipped)
         failed = 0
-        with contextlib.closing(engine.run(Plan(todo), context)) as outcomes:  # ends the workers whatever happens
+        running = contextlib.closing(engine.run(Plan(todo), context))  # ends the workers whatever happens
+        with contextlib.redirect_stdout(sys.stderr), running as outcomes:
             for task, outcome in outcomes:
                 store.add(task, outcome)
                 failed += outcome.status == "failed"
