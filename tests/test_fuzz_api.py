@@ -466,7 +466,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.weekly) for part in range(1, PARTS))])
 def test_hostile_arguments(part: int):
     choose = random.Random(part)
     names, shares = list(CALLS_OF), [call.share for call in CALLS_OF.values()]

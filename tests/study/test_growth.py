@@ -96,6 +96,7 @@ def test_a_task_that_fails_is_told_and_the_others_count(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")  # ray's own
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.weekly
 def test_the_same_on_ray(tmp_path):
     pytest.importorskip("ray", reason="ray is not installed; pip install 'howsmooth[ray]' runs this")
     folder = readers.save(tmp_path / "model")
