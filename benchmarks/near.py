@@ -9,7 +9,7 @@ from benchmarks.harness import WrongAnswerError, side_by_side
 from benchmarks.layers import gpt2_layer
 from howsmooth.study import alice
 from howsmooth.theory.around import AroundAttention, Neighbourhood, around_attention
-from howsmooth.theory.ball import ball_bounds
+from howsmooth.theory.over_ball.table import ball_bounds
 
 TITLE = "The largest constant near an input: the demo model at 32 tokens, and a layer of GPT-2's size at 256"
 SHARES = (1e-5, 1e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)  # r over the mean length of a token

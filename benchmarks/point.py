@@ -7,7 +7,7 @@ import torch
 import howsmooth as hs
 from benchmarks.harness import WrongAnswerError, side_by_side
 from benchmarks.layers import WIDTH, gpt2_layer
-from howsmooth.theory.point import operator_bound
+from howsmooth.theory.at_point.table import operator_bound
 
 TITLE = "Deterministic bounds at a point, n = 1024: cost and distance from L"
 

@@ -7,9 +7,9 @@ import torch
 
 import howsmooth as hs
 from benchmarks.harness import WrongAnswerError
-from howsmooth.theory.ball import ball_bounds
+from howsmooth.theory.at_point.table import point_bounds
 from howsmooth.theory.bound import Bound
-from howsmooth.theory.point import point_bounds
+from howsmooth.theory.over_ball.table import ball_bounds
 
 TITLE = "Bound / measured L, geometric mean (upper bounds at the point; ball bounds at R = max |x_i|)"
 

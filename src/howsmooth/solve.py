@@ -20,7 +20,7 @@ from howsmooth.program.tracing import unchanged
 from howsmooth.settings import number, seed_of, shown
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status, small
 from howsmooth.spectral.operator import Operator, Restricted, Rounded, Weighted, drawn, stream
-from howsmooth.theory.point import operator_bound
+from howsmooth.theory.at_point.table import operator_bound
 from howsmooth.theory.splitting import of_blocks
 
 _LOOSE = 5.0  # upper/lower past which a deterministic bound may do better

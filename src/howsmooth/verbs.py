@@ -17,9 +17,9 @@ from howsmooth.settings import Positions, moving, shown
 from howsmooth.solve import SMALL, Options, assumed, linear, solve, solve_batch, solve_moving
 from howsmooth.spectral import Estimate, Estimates, GolubKahan, Solver
 from howsmooth.theory.around import Neighbourhood, bound_around, check_structure
-from howsmooth.theory.ball import ball_bounds
+from howsmooth.theory.at_point.table import one_sequence, point_bounds
 from howsmooth.theory.bound import Bounds
-from howsmooth.theory.point import one_sequence, point_bounds
+from howsmooth.theory.over_ball.table import ball_bounds
 from howsmooth.theory.splitting import Splitting, halves, of_blocks, of_halves
 
 _THOROUGH = 2**15  # entries of an input past which top pairs are treated apart on request alone: they cost many solves

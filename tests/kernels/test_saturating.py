@@ -14,7 +14,7 @@ from howsmooth.kernels import Mask, Scores, linearize, plain_attention, saturati
 from howsmooth.kernels.kinds import Sigmoid, Softmax
 from howsmooth.maps import Attention
 from howsmooth.maps.scalars import SCALARS
-from howsmooth.theory import kinds_point
+from howsmooth.theory.kinds import block_norms
 from problems.kind_saturated import fuzz_saturated
 from problems.layers import gaussian
 
@@ -210,7 +210,7 @@ def test_the_fuzz_catches_slopes_that_cancel(monkeypatch):
 
 
 def test_the_fuzz_catches_bounds_that_cancel(monkeypatch):
-    monkeypatch.setattr(kinds_point, "sigmoid_slope", lambda s: s.sigmoid() * (1 - s.sigmoid()))
+    monkeypatch.setattr(block_norms, "sigmoid_slope", lambda s: s.sigmoid() * (1 - s.sigmoid()))
     assert any(w.startswith("D7 ") for w in fuzz_saturated("", range(30)).wrong)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from howsmooth.errors import HowSmoothError
 from howsmooth.maps import Attention, LayerNorm, RMSNorm, Rotary
-from howsmooth.theory.ball import ball_bounds
-from howsmooth.theory.point import point_bounds, trace_forms
+from howsmooth.theory.at_point.table import point_bounds, trace_forms
+from howsmooth.theory.over_ball.table import ball_bounds
 
 Long = np.longdouble  # 64 bits of mantissa and no overflow to speak of where the machine has them
 ROUNDING = 1e-9  # of a truth: what an SVD in float64 and float64 products behind a bound may lose

@@ -11,12 +11,11 @@ from torch import Tensor
 from howsmooth.errors import HowSmoothError
 from howsmooth.kernels import kinds
 from howsmooth.maps import Attention, AutodiffJacobian, LayerNorm, RMSNorm, Rotary
-from howsmooth.theory.ball import softmax_rows
 from howsmooth.theory.bound import Bound
 from howsmooth.theory.constants import constants
-from howsmooth.theory.kinds_ball import upper_rows
-from howsmooth.theory.kinds_clusters import best_clusters, clusters
-from howsmooth.theory.kinds_point import point_of_kind
+from howsmooth.theory.kinds.block_norms import point_of_kind
+from howsmooth.theory.kinds.clusters import best_clusters, clusters
+from howsmooth.theory.over_ball.table import softmax_rows, upper_rows
 
 F64 = torch.float64
 ROUNDING = 1e-8  # of a measured L: float64 products, logits of some hundreds, and an SVD

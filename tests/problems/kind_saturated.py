@@ -12,8 +12,8 @@ from howsmooth.errors import HowSmoothError
 from howsmooth.kernels.kinds import Sigmoid
 from howsmooth.maps import Attention
 from howsmooth.theory.constants import constants
-from howsmooth.theory.kinds_ball import upper_rows
-from howsmooth.theory.kinds_point import point_of_kind
+from howsmooth.theory.kinds.block_norms import point_of_kind
+from howsmooth.theory.over_ball.table import upper_rows
 
 from .kind_cases import F64, KindTally
 

@@ -7,7 +7,7 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, Near
 from howsmooth.theory.around import Neighbourhood
-from howsmooth.theory.constants import norm_radius
+from howsmooth.theory.scaled import norm_radius
 from problems.layers import gaussian
 
 WEIGHT, BIAS = gaussian(5, seed=1), gaussian(5, seed=2)

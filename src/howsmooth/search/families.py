@@ -26,7 +26,7 @@ from howsmooth.maps import Attention
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet, check_width
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate, GolubKahan, Weighted, eig, eigh, spectral_norm, svd
-from howsmooth.theory.ball import check_count
+from howsmooth.theory.over_ball.table import check_count
 
 _MEASURED = 4  # candidates, best by their two places, that are measured at full length
 _REAL = 1e-9  # an eigenvalue is real if its imaginary part is this small beside the largest one: rounding of a float64 solver

@@ -17,9 +17,9 @@ from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm
 from howsmooth.settings import number
 from howsmooth.theory.around import Neighbourhood
-from howsmooth.theory.ball import LARGEST
-from howsmooth.theory.constants import norm_radius
-from howsmooth.theory.point import one_sequence
+from howsmooth.theory.at_point.table import one_sequence
+from howsmooth.theory.over_ball.table import LARGEST
+from howsmooth.theory.scaled import norm_radius
 
 _EDGE = 1e-6  # coordinates this close to the boundary, relatively, are on it
 

@@ -19,7 +19,7 @@ from howsmooth.solve import Function, Options, solve_batch
 from howsmooth.spectral import Estimate
 from howsmooth.spectral.dense import SMALL
 from howsmooth.theory import Bound, Bounds, ball_bounds
-from howsmooth.theory.ball import check_count
+from howsmooth.theory.over_ball.table import check_count
 from howsmooth.theory.splitting import in_double
 
 _MOST = 2**28  # numbers in all starts together, which a search holds several times over

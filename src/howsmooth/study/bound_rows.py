@@ -9,8 +9,8 @@ from howsmooth.maps import Attention
 from howsmooth.models import Measurement
 from howsmooth.study.jobs import Row
 from howsmooth.theory import Bound, point_bounds
-from howsmooth.theory.ball import rows_over_ball
 from howsmooth.theory.constants import Constants, constants
+from howsmooth.theory.over_ball.table import rows_over_ball
 
 # norms of weights, which take longer than the rest; of the layers that a worker holds, which stay as they were read off
 _KNOWN: WeakKeyDictionary[Attention, Constants] = WeakKeyDictionary()

@@ -20,11 +20,11 @@ from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.maps.atoms import AtomJacobian, CountedAttention
-from howsmooth.spectral import Composed, DenseSVD, GolubKahan, Operator, Weighted
+from howsmooth.spectral import Composed, DenseSVD, GolubKahan, Operator, Weighted, spectral_norm
 from howsmooth.spectral.dense import SMALL
-from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan, spectral_norm
-from howsmooth.theory.heads import lost, query_slopes
-from howsmooth.theory.perron import inverse_rows
+from howsmooth.theory.at_point.heads import lost, query_slopes
+from howsmooth.theory.at_point.perron import inverse_rows
+from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan
 
 _FEATURES = 2**23  # products of values and keys kept at once
 _NUMBERS = {"cpu": 2**21, "cuda": 2**26}  # entries of blocks worked on at once: what a cache holds, what keeps a GPU busy

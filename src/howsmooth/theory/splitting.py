@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.errors import BadFunctionError, HowSmoothError
 from howsmooth.maps.jacobian import doubled
 from howsmooth.measures.measure import Measure
-from howsmooth.spectral import Estimate
+from howsmooth.spectral import Estimate, svd
 from howsmooth.spectral.operator import Operator
 from howsmooth.theory.blocks import block_direction, block_norms
 
@@ -147,7 +147,7 @@ def _blocks(jacobian: Operator, direction: Tensor) -> tuple[Tensor, Tensor]:
     if n * d * jacobian.out_shape[-1] <= _BLOCKS:
         probes = torch.eye(d, dtype=jacobian.dtype, device=jacobian.device)[:, None, None].expand(-1, 1, n, -1)
         blocks = jacobian.jvp(probes)[:, 0].permute(1, 2, 0)  # (n, d_out, d)
-        _, sigma, right = torch.linalg.svd(blocks.double(), full_matrices=False)
+        _, sigma, right = svd(blocks.double())
         return sigma[:, 0], right[:, 0]
     v = direction.to(jacobian.dtype)
     length = v.norm(dim=-1).clamp_min(torch.finfo(v.dtype).tiny)

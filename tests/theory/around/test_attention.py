@@ -12,7 +12,7 @@ from howsmooth.theory.around import AroundAttention, Neighbourhood, around_atten
 from howsmooth.theory.around.covariances import _top
 from howsmooth.theory.around.deflate import Second, pairs_at
 from howsmooth.theory.around.jets import Centre, Jet, _past_linear, _softmax, moves
-from howsmooth.theory.ball import ball_bounds
+from howsmooth.theory.over_ball.table import ball_bounds
 from problems.neighbourhoods import Looked, examine, near
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

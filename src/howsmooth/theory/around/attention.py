@@ -19,9 +19,9 @@ from howsmooth.theory.around.covariances import linear_parts, matrix_norm
 from howsmooth.theory.around.deflate import Curves, Effort, Pairs, curves, deflated, pairs_at
 from howsmooth.theory.around.jets import ROUNDED, Centre, Parts, parts
 from howsmooth.theory.around.neighbourhood import Around, Neighbourhood
-from howsmooth.theory.ball import LARGEST, rows_over_ball
 from howsmooth.theory.bound import TINY, largest_entry, lengths, no_nan
 from howsmooth.theory.constants import Constants, constants
+from howsmooth.theory.over_ball.table import LARGEST, rows_over_ball
 
 _MOST = 2**26  # attention weights: about twenty arrays of so many numbers are held at once
 _FAR = 2.0  # change of the Jacobian, in units of its norm, past which no pair is worth treating apart

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.theory.around.jets import ROUNDED, Centre, Parts
+from howsmooth.theory.at_point.perron import perron_bound
 from howsmooth.theory.bound import TINY, lengths, no_nan
-from howsmooth.theory.perron import perron_bound
 
 _STEPS = 8  # power steps on a matrix of norms: any number of them gives a bound
 _LONG = 2**30  # products behind the covariances past which float32 makes them

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
+from howsmooth.theory.at_point.heads import Geometry
 from howsmooth.theory.bound import TINY, no_nan, product_norm, spectral_norm
-from howsmooth.theory.heads import Geometry
 
 _LONGEST = 300.0  # logits that can move further than this are not followed: any weights may come of them
 _BEND, _TWIST = 2 / math.sqrt(3), 3.0  # of the second and third derivatives of a norm (Lemma 6.3)

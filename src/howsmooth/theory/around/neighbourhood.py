@@ -11,9 +11,9 @@ from torch import Tensor
 from howsmooth.errors import BadInputError, RefutedBoundError
 from howsmooth.settings import Positions, choice, moving, number
 from howsmooth.theory.around.jets import ROUNDED
-from howsmooth.theory.ball import LARGEST
+from howsmooth.theory.at_point.table import one_sequence
 from howsmooth.theory.bound import lengths
-from howsmooth.theory.point import one_sequence
+from howsmooth.theory.over_ball.table import LARGEST
 
 
 @final

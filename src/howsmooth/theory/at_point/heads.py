@@ -12,10 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
+from howsmooth.spectral import spectral_norm, svd
 from howsmooth.spectral.ritz import krylov
-from howsmooth.theory.bound import ROUNDINGS, TINY, largest_entry, lengths, no_less, no_nan, product_blur, slack, spectral_norm
-from howsmooth.theory.constants import by_heads, plane_factors
-from howsmooth.theory.perron import inverse_rows
+from howsmooth.theory.at_point.perron import inverse_rows
+from howsmooth.theory.bound import ROUNDINGS, TINY, largest_entry, lengths, no_less, no_nan, product_blur, slack
+from howsmooth.theory.scaled import by_heads, plane_factors
 
 _TOKENS = 4096  # worked on at once in float64
 
@@ -57,7 +58,7 @@ class Geometry:
             nu, blur = (no_less(t, t * out_size * value_size) for t in (share, blur))
             return cls(out, r_o, query, r_q, key, r_k, inner, nu, blur, None, *sizes)
         value, r_v = torch.linalg.qr(w.v.mT / value_size)  # (heads, d, r), (heads, r, d_v)
-        u, s, zt = torch.linalg.svd(r_o @ r_v.mT, full_matrices=False)
+        u, s, zt = svd(r_o @ r_v.mT)
         root = s.sqrt()[:, None]
         nu, blur = (no_less(t, t * out_size * value_size) for t in (s[:, 0] + blur, blur))
         return cls(out, r_o, query, r_q, key, r_k, inner, nu, blur, (out @ u * root, value @ zt.mT * root), *sizes)

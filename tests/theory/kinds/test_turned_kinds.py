@@ -9,8 +9,8 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.kernels.kinds import L2, Cosine, Linear, Sigmoid
 from howsmooth.maps import Attention, RMSNorm, Rotary
-from howsmooth.theory import kinds_l2
-from howsmooth.theory.kim2021 import inverse_phi
+from howsmooth.theory.kinds import tied
+from howsmooth.theory.kinds.published import inverse_phi
 from problems.kind_hostile import HOSTILE, UNDERFLOWING, fuzz_hostile
 
 F64 = torch.float64
@@ -155,5 +155,5 @@ def test_no_bound_is_refuted_by_hostile_layers(name: str):
 
 
 def test_hostile_layers_refute_rows_that_phases_break(monkeypatch):
-    monkeypatch.setattr(kinds_l2, "_turned", lambda layer: None)
+    monkeypatch.setattr(tied, "_turned", lambda layer: None)
     assert fuzz_hostile("tied L2, turned", range(1000, 1010)).wrong

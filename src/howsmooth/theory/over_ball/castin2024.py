@@ -10,6 +10,7 @@ import torch
 
 from howsmooth.kernels.kinds.kind import not_softmax
 from howsmooth.maps import Attention
+from howsmooth.spectral import eig
 from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, log_add, log_of
 from howsmooth.theory.constants import Constants
 
@@ -108,7 +109,7 @@ def _gamma(layer: Constants) -> float | str:
     eye = torch.eye(*value.shape, dtype=value.dtype, device=value.device)
     if value.shape[0] != value.shape[1] or not float((value - eye).abs().max()) <= 1e-15:  # the identity up to a rounding
         return "proved for V = I only"
-    values, vectors = torch.linalg.eig(core)
+    values, vectors = eig(core)
     real = values.imag == 0
     if not bool(real.any()):  # where A vanishes somewhere, 0 is an eigenvalue
         return 0.0 if layer.layer.width > len(core) else "A has no real eigenvalue"

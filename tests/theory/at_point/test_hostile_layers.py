@@ -12,9 +12,10 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.maps import Attention
-from howsmooth.theory.bound import at_least, at_most, least_of, lengths, log_add, log_of, no_nan, product_norm, spectral_norm
-from howsmooth.theory.heads import largest_eigenvalue
-from howsmooth.theory.point import point_bounds, trace_forms
+from howsmooth.spectral import spectral_norm
+from howsmooth.theory.at_point.heads import largest_eigenvalue
+from howsmooth.theory.at_point.table import point_bounds, trace_forms
+from howsmooth.theory.bound import at_least, at_most, least_of, lengths, log_add, log_of, no_nan, product_norm
 from problems.hostile_layers import Tally, at_points, hostile, jacobians, largest_singular_value, over_ball
 from problems.layers import LayerProblem, gaussian, turned_layers
 

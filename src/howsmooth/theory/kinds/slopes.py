@@ -1,4 +1,4 @@
-"""Kinds that are softmax of other logits, over the ball of radius R: distances, cosines, normalised products of features.
+"""Kinds that are softmax of other logits, over the ball: distances, cosines, normalised products of features, two softmaxes.
 
 Rows of their weights sum to one, so Theorem 3.16 holds with what their logits are: `G` and `K`, how fast a logit moves with its
 key and with its query, and `E`, the largest ratio of two weights of a row. Numbers such as 8.3 are those of
@@ -7,12 +7,19 @@ docs/explanation/kinds.md.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
-from howsmooth.kernels.kinds.traits import Traits
+import torch
+from torch import Tensor
+
+from howsmooth.kernels.kinds import Softmax
+from howsmooth.kernels.kinds.traits import Traits, TwoSoftmaxes
+from howsmooth.maps import Attention
 from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of
-from howsmooth.theory.constants import Constants, Scaled
-from howsmooth.theory.ours import causal_free, heads_together, log_received
+from howsmooth.theory.constants import Constants, constants, once_a_layer
+from howsmooth.theory.over_ball.columns import causal_free, head_constant, heads_together, log_received
+from howsmooth.theory.scaled import Scaled
 
 SOURCE = "howsmooth, docs/explanation/kinds.md"
 LAYER = "biases, grouped heads, rotary phases, norms on queries and keys allowed"
@@ -125,6 +132,58 @@ def _nearest(t: Scaled, h: int, radius: float) -> float:
     if t.alpha is not None:
         return 0.0
     return max(0.0, t.shift[h] * (1 - 1e-9) - t.weight[h] * radius)
+
+
+def difference(layer: Constants, n: int | None, radius: float) -> Bound:
+    """F1, F1m: `ℓ = ℓ₁ + |λ|ℓ₂`, of softmax on the two halves; a norm behind multiplies by `1/√ε`."""
+    attn = layer.layer
+    two = attn.kind.traits.two_softmaxes
+    assert two is not None
+    reason = first_reason(
+        (attn.coupled, "not for norms over all heads, whose halves hang together"),
+        (n is None and attn.causal and attn.window is not None, "not proved for a window; F1 is free of n there"),
+        (n is None and layer.bias_range == float("inf"), "a logit bias hides keys"),
+    )
+    answer = reason or _heads(layer, two, n, radius)
+    statement = "Lip ≤ ‖V‖(ℓ₁ + |λ|ℓ₂), ℓ the bound of softmax (B7 to B12) on either half; ‖W_o‖‖W_v‖/√ε for ‖V‖ before a norm"
+    id, name = ("F1m", "differential, any n") if n is None else ("F1", "differential")
+    return at_most(id, name, statement, f"{SOURCE} 8.9", f"every mask; soft-cap, {LAYER}", answer, mean_field=n is None)
+
+
+def _heads(layer: Constants, two: TwoSoftmaxes, n: int | None, radius: float) -> float | str:
+    first, second = halves(layer)
+    steep = first.unbounded(radius) or second.unbounded(radius)
+    if steep is not None:
+        return steep
+    factor, lam = log_of(abs(two.factor)), log_of(abs(two.lam))
+
+    def log_ell(h: int) -> float:
+        return log_add(head_constant(first, n, radius, h), lam + head_constant(second, n, radius, h))
+
+    if two.epsilon is None:
+        return factor + heads_together(layer, log_ell)
+    return (
+        factor
+        - 0.5 * log_of(two.epsilon)
+        + through_outputs(layer, [log_of(layer.w_v[h]) + log_ell(h) for h in range(layer.heads)])
+    )
+
+
+@once_a_layer
+def halves(layer: Constants) -> tuple[Constants, Constants]:
+    """Softmax attention on the first and on the second halves of queries and keys."""
+    return constants(_half(layer.layer, 0)), constants(_half(layer.layer, 1))
+
+
+def _half(attn: Attention, index: int) -> Attention:
+    w_k = torch.eye(attn.width, dtype=attn.w_q.dtype, device=attn.w_q.device) if attn.w_k is None else attn.w_k
+
+    def part(t: Tensor, heads: int) -> Tensor:
+        return t.unflatten(0, (heads, 2, -1))[:, index].flatten(0, 1)
+
+    b_q, b_k = (None if t is None else part(t, heads) for t, heads in ((attn.b_q, attn.heads), (attn.b_k, attn.kv_heads)))
+    w_q, w_k = part(attn.w_q, attn.heads), part(w_k, attn.kv_heads)
+    return replace(attn, kind=Softmax(), w_q=w_q, w_k=w_k, b_q=b_q, b_k=b_k)
 
 
 def _said(traits: Traits) -> str:

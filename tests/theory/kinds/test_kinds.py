@@ -12,9 +12,9 @@ from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Kind, Linear
 from howsmooth.maps import Attention
 from howsmooth.theory.bound import Bound
 from howsmooth.theory.constants import constants
-from howsmooth.theory.kim2021 import inverse_phi
-from howsmooth.theory.kinds_clusters import best_clusters
-from howsmooth.theory.kinds_l2 import moved_at_most, received_at_most
+from howsmooth.theory.kinds.clusters import best_clusters
+from howsmooth.theory.kinds.published import inverse_phi
+from howsmooth.theory.kinds.tied import moved_at_most, received_at_most
 from problems.kind_cases import KINDS, KindCase, KindTally, draw, examine, fuzz, largest_singular_values
 
 F64 = torch.float64

@@ -1,15 +1,20 @@
-"""Kinds whose weights are not normalised, or do not move: sigmoid, products of features, the top few (8.5, 8.7, 8.8).
+"""Kinds whose weights are no softmax of a row: sigmoid, products of features, the top few, Sinkhorn (8.5 to 8.8).
 
-Numbers such as 8.5 are those of docs/explanation/kinds.md.
+At Sinkhorn's limit the bound is one plus the slopes of the logits, and nothing of n. Changing logits by `ds` changes the
+weights by `P ∘ θ`, `θ` what is left of `ds` beside functions of a row or column alone; at the limit it is the orthogonal
+projection in the space weighted by `P`, which makes nothing larger. With finitely many normalisations each step may enlarge it
+by the root of the largest factor it divides by. Numbers such as 8.5 are those of docs/explanation/kinds.md.
 """
 
 import math
 from collections.abc import Callable
 
-from howsmooth.theory.bound import Bound, at_most, log_add, log_of
+from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of
 from howsmooth.theory.constants import Constants
-from howsmooth.theory.kinds_slopes import LAYER, SOURCE
-from howsmooth.theory.ours import heads_together, seen_by
+from howsmooth.theory.kinds.slopes import LAYER, SOURCE
+from howsmooth.theory.over_ball.columns import heads_together, seen_by
+
+_BALANCED = "biases, soft-cap, grouped heads, rotary phases, norms on queries and keys allowed"
 
 
 def sigmoid(layer: Constants, n: int, radius: float) -> Bound:
@@ -63,6 +68,56 @@ def hard(layer: Constants, n: int) -> Bound:
     return at_most("H1", "top few, between jumps", statement, f"{SOURCE} 8.8", assumes, answer)
 
 
+def sinkhorn_limit(layer: Constants, radius: float) -> Bound:
+    """N1: Sinkhorn's doubly stochastic limit, any number of tokens (8.6)."""
+    balancing = layer.layer.kind.traits.balancing
+    assert balancing is not None
+    reason = first_reason((balancing.iterations is not None, "for the limit; see N2"))
+    plain = not layer.pairs and layer.layer.softcap is None  # then a query's bias is a function of the column alone
+
+    def log_ell(h: int) -> float:
+        both = 2 * layer.a[h] * radius if plain else layer.reach(h, radius) + layer.key_reach(h, radius)
+        return log_add(0.0, log_of(both) + log_of(radius))
+
+    answer = reason or layer.unbounded(radius) or heads_together(layer, log_ell)
+    statement = "Lip ≤ ‖V‖(1 + 2‖A‖R²), any number of tokens"
+    return at_most("N1", "Sinkhorn, limit", statement, f"{SOURCE} 8.6", f"the limit; {_BALANCED}", answer, mean_field=True)
+
+
+def sinkhorn(layer: Constants, n: int, radius: float) -> Bound:
+    """N2: Sinkhorn with `k` normalisations (8.6)."""
+    balancing = layer.layer.kind.traits.balancing
+    assert balancing is not None
+    reason = first_reason(
+        (balancing.iterations is None, "for finitely many normalisations; see N1"),
+        (layer.layer.window is not None, "not proved for a window"),
+    )
+    k = balancing.iterations or 1
+    odd, log_n = k % 2 == 1, math.log(n)
+
+    def parts(h: int) -> tuple[float, float]:
+        """log of the norm of `P`, and of what `θ` is at most, times the root of the row sums."""
+        spread = layer.log_spread(h, radius) - layer.bias_range + layer.bias_total  # of all logits, up to one number a row
+        shrink = math.tanh(min(spread, 100.0) / 2) if math.isfinite(spread) else 1.0
+        query, key = log_of(layer.key_reach(h, radius)), log_of(layer.reach(h, radius))
+        first = log_add(query, 0.5 * least_of(log_n, spread) + key)
+        grown = 0.5 * spread * math.fsum(shrink**t for t in range(k - 1)) if k > 1 else 0.0
+        theta = least_of(first + grown, math.log(2 * k) + 0.5 * log_n + log_add(query, key))
+        sums = least_of(log_n, spread * shrink ** (k - 1))  # the largest sum along the axis normalised last but one
+        return 0.5 * sums, theta if odd else theta + 0.5 * sums
+
+    def log_ell(h: int) -> float:
+        norm, theta = parts(h)
+        return log_add(norm, log_of(radius) + theta)
+
+    reason = reason or layer.unbounded(radius)
+    answer = reason or heads_together(layer, log_ell)
+    if isinstance(answer, float) and not odd and any(layer.value_shift):
+        answer = log_add(answer, *(log_of(b) + parts(h)[1] for h, b in enumerate(layer.value_shift)))
+    statement = "Lip ≤ ‖V‖[√S + R√r min(M(K + √C G), 2k√n(K + G))], M = e^{Λ/2 Σ_{t<k−1} tanh(Λ/2)^t}, Λ = 2‖A‖R²"
+    return at_most("N2", "Sinkhorn, k steps", statement, f"{SOURCE} 8.6", f"k normalisations, no window; {_BALANCED}", answer)
+
+
 def weight_logs(layer: Constants, h: int, n: int, radius: float) -> tuple[float, float]:
     """log of the largest weight of sigmoid attention in the ball, and of its largest slope in a logit."""
     attn, logistic = layer.layer, layer.layer.kind.traits.logistic
@@ -72,7 +127,12 @@ def weight_logs(layer: Constants, h: int, n: int, radius: float) -> tuple[float,
     low, high = (0.0, 0.0) if attn.bias is None else (float(attn.bias.double().min()), float(attn.bias.double().max()))
     low, high = shift - size + low, shift + size + high
     nearest = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
-    return _log_sigmoid(high), _log_sigmoid(nearest) + _log_sigmoid(-nearest)
+    return sigmoid_logs(high, nearest)
+
+
+def sigmoid_logs(high: float, nearest: float) -> tuple[float, float]:
+    """log of `sup σ` and of `sup σ′` over logits that are at most `high` and no nearer to zero than `nearest`."""
+    return -log_add(0.0, -high), -log_add(0.0, -nearest) - log_add(0.0, nearest)
 
 
 def logit_size(layer: Constants, h: int, radius: float) -> float:
@@ -92,10 +152,6 @@ def _query_reach(layer: Constants, h: int, radius: float) -> float:
     if not layer.pairs:
         return layer.a[h] * radius + layer.key_shift[h]
     return abs(layer.layer.scale) * min(q.slope(h, radius) * k.length(h, radius) for q, k in layer.pairs)
-
-
-def _log_sigmoid(t: float) -> float:
-    return -log_add(0.0, -t)
 
 
 def _counted(layer: Constants, n: int) -> int:

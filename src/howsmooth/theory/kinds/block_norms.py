@@ -17,12 +17,12 @@ from howsmooth.kernels.kinds.mapped import softened
 from howsmooth.kernels.kinds.traits import Balancing, FeatureMap, TwoSoftmaxes
 from howsmooth.kernels.saturating import sigmoid_slope, tanh_slope
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
-from howsmooth.theory import ramapuram2024
+from howsmooth.theory.at_point.perron import perron_bound
 from howsmooth.theory.bound import ROUNDINGS, TINY, Bound, at_most, log_of
-from howsmooth.theory.constants import Constants, Scaled, constants
-from howsmooth.theory.kinds_difference import halves
-from howsmooth.theory.kinds_slopes import SOURCE
-from howsmooth.theory.perron import perron_bound
+from howsmooth.theory.constants import Constants, constants
+from howsmooth.theory.kinds.published import sigmoid_at_point
+from howsmooth.theory.kinds.slopes import SOURCE, halves
+from howsmooth.theory.scaled import Scaled
 
 _TOKENS = 8192  # up to which a head's matrix of block norms is formed
 _STEPS = 12  # of power iteration on it; every number of them gives a bound
@@ -55,7 +55,7 @@ class Head(NamedTuple):
 def point_of_kind(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     """The rows at an input for a layer of any kind: what is published for it, and D7."""
     attn, x = attn.to("cpu", torch.float64), x.detach().to("cpu", torch.float64)
-    rows = [ramapuram2024.at_point(constants(attn), x)] if attn.kind.traits.logistic is not None else []
+    rows = [sigmoid_at_point(constants(attn), x)] if attn.kind.traits.logistic is not None else []
     reason = f"for up to {_TOKENS} tokens, the input has {len(x)}" if len(x) > _TOKENS else None
     statement = "min(Σ_h ‖N_h‖, ‖W_o‖(Σ_h ‖N_h′‖²)^½), N the matrix of bounds on the norms of the blocks, after and before W_o"
     answer = reason or log_of(block_bound(attn, x))

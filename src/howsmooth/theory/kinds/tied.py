@@ -9,17 +9,17 @@ docs/explanation/kinds.md.
 import math
 from functools import cache
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of, product_blur, slack, spectral_norm
-from howsmooth.theory.constants import Constants
-from howsmooth.theory.kim2021 import inverse_phi
-from howsmooth.theory.kinds_slopes import SOURCE, same_points
-from howsmooth.theory.ours import heads_together, seen_by
+from howsmooth.spectral import spectral_norm
+from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of, product_blur, slack
+from howsmooth.theory.constants import Constants, once_a_layer
+from howsmooth.theory.kinds.published import inverse_phi
+from howsmooth.theory.kinds.slopes import SOURCE, same_points
+from howsmooth.theory.over_ball.columns import heads_together, seen_by
 
 _RELATIVE = 1e-6  # of `V`: what may be left of `V − M W_q` for the values to count as a function of the queries
 
@@ -48,7 +48,7 @@ def tied_everywhere(layer: Constants, n: int, radius: float) -> Bound:
     return at_most("T2", "tied L2, any radius", statement, f"{SOURCE} 8.4", f"{_ASSUMES}; V = M W_q", answer)
 
 
-def published(layer: Constants, n: int, radius: float) -> Bound:
+def as_published(layer: Constants, n: int, radius: float) -> Bound:
     """K2 of a layer: as Kim et al. state it, for values that are a function of the queries (bounds.md 3.17)."""
     log_kernel = math.log(math.sqrt(n) * (4 * inverse_phi(n - 1) + 1))
     answer = _not_tied(layer) or _turned(layer) or _through_queries(layer, n, radius, log_kernel)
@@ -170,17 +170,9 @@ class _Factor(NamedTuple):
     rest: tuple[float, ...]
 
 
-_KEPT: "WeakKeyDictionary[Constants, _Factor | None]" = WeakKeyDictionary()
-
-
+@once_a_layer
 def _factor(layer: Constants) -> _Factor | None:
-    """Made once; nothing where values are no function of the queries."""
-    if layer not in _KEPT:
-        _KEPT[layer] = _factored(layer)
-    return _KEPT[layer]
-
-
-def _factored(layer: Constants) -> _Factor | None:
+    """The values as a function of the queries; nothing where they are none."""
     w, gain = layer.layer.by_head(), layer.unit[0].gain
     values = layer.value_maps  # (heads, d_out, d)
     m = values @ torch.linalg.pinv(w.q)  # (heads, d_out, d_h)

@@ -11,11 +11,12 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
 from howsmooth.measures.measure import Measure
-from howsmooth.theory import kim2021
-from howsmooth.theory.ball import ball_bounds
 from howsmooth.theory.bound import Bound
-from howsmooth.theory.constants import constants, norm_radius
-from howsmooth.theory.ours import column_exponents
+from howsmooth.theory.constants import constants
+from howsmooth.theory.kinds import published
+from howsmooth.theory.over_ball.columns import column_exponents
+from howsmooth.theory.over_ball.table import ball_bounds
+from howsmooth.theory.scaled import norm_radius
 from problems.layers import gaussian
 from problems.measures import norm, weighted_jacobian
 
@@ -346,8 +347,8 @@ def test_l2_attention_refuses():
     w = torch.zeros(1, 2, 2)
     for n in (0, 2.0, True):
         with pytest.raises(BadInputError, match="whole number of tokens"):
-            kim2021.l2_bounds(w, w, torch.zeros(2, 2), n)  # pyright: ignore[reportArgumentType]
+            published.l2_bounds(w, w, torch.zeros(2, 2), n)  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadInputError, match="one shape"):
-        kim2021.l2_bounds(w, w, torch.zeros(2, 3), 2)
+        published.l2_bounds(w, w, torch.zeros(2, 3), 2)
     with pytest.raises(BadInputError, match="finite w_v"):
-        kim2021.l2_bounds(w, w + torch.nan, torch.zeros(2, 2), 2)
+        published.l2_bounds(w, w + torch.nan, torch.zeros(2, 2), 2)

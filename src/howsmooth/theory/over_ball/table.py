@@ -1,13 +1,15 @@
-"""Every bound over the ball, in a fixed order."""
+"""Every bound over the ball of radius R, in a fixed order: of softmax, then of the layer's own kind."""
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps import Attention
 from howsmooth.settings import number, whole
-from howsmooth.theory import castin2024, ours
 from howsmooth.theory.bound import Bound
 from howsmooth.theory.constants import Constants, constants
-from howsmooth.theory.kinds_ball import rows_of_kind
+from howsmooth.theory.kinds import published, slopes, sums, tied
+from howsmooth.theory.kinds.clusters import clusters
+from howsmooth.theory.over_ball import castin2024, columns
+from howsmooth.theory.over_ball.two_clusters import two_clusters
 
 LARGEST = 1e150  # lengths of tokens below it have squares in float64
 
@@ -39,30 +41,55 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
 
 
 def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:
-    """The same of a layer whose constants are known."""
-    return [*softmax_rows(layer, n, radius), *rows_of_kind(layer, n, radius)]
+    """The bounds of a layer whose constants are known."""
+    own = [] if layer.layer.kind.traits.plain else [*upper_rows(layer, n, radius), clusters(layer, n, radius)]
+    return [*softmax_rows(layer, n, radius), *own]
 
 
 def softmax_rows(layer: Constants, n: int, radius: float) -> list[Bound]:
-    """Those of softmax attention; of other kinds they say that they do not apply."""
+    """The rows of softmax attention, which say of other kinds that they do not apply."""
     return [
         castin2024.upper(layer, n, radius),
         castin2024.lower(layer, n, radius),
         castin2024.multi_head(layer, n, radius),
         castin2024.mean_field(layer, radius),
         castin2024.mean_field_lower(layer, radius),
-        ours.tokens(layer, n, radius),
-        ours.spread(layer, n, radius),
-        ours.exact_columns(layer, n, radius),
-        ours.causal(layer, n, radius),
-        ours.causal_positive(layer, n, radius),
-        ours.spread(layer, None, radius),
-        ours.exact_columns(layer, None, radius),
-        ours.causal_mean_field(layer, radius),
-        ours.causal_positive(layer, None, radius),
-        ours.two_clusters(layer, n, radius),
-        ours.two_clusters(layer, None, radius),
+        columns.tokens(layer, n, radius),
+        columns.spread(layer, n, radius),
+        columns.exact_columns(layer, n, radius),
+        columns.causal(layer, n, radius),
+        columns.causal_positive(layer, n, radius),
+        columns.spread(layer, None, radius),
+        columns.exact_columns(layer, None, radius),
+        columns.causal_mean_field(layer, radius),
+        columns.causal_positive(layer, None, radius),
+        two_clusters(layer, n, radius),
+        two_clusters(layer, None, radius),
     ]
+
+
+def upper_rows(layer: Constants, n: int, radius: float) -> list[Bound]:
+    """The upper bounds of kinds other than softmax."""
+    traits = layer.layer.kind.traits
+    if traits.softmax:
+        return []
+    if traits.logistic is not None:
+        return [published.sigmoid_over_ball(layer, n, radius), sums.sigmoid(layer, n, radius)]
+    if traits.top is not None:
+        return [sums.hard(layer, n)]
+    if traits.balancing is not None:
+        return [sums.sinkhorn_limit(layer, radius), sums.sinkhorn(layer, n, radius)]
+    if traits.two_softmaxes is not None:
+        return [slopes.difference(layer, m, radius) for m in (n, None)]
+    if not traits.divided:
+        return [sums.products(layer, n, radius)]
+    rows = [slopes.by_slopes(layer, m, radius) for m in (n, None)]
+    if traits.unit_vectors is not None:
+        return [published.cosine(layer, n), *rows]
+    if traits.distances is not None:
+        own = [tied.tied(layer, m, radius) for m in (n, None)]
+        return [tied.as_published(layer, n, radius), *rows, *own, tied.tied_everywhere(layer, n, radius)]
+    return rows
 
 
 def check_count(n: int | None) -> int:

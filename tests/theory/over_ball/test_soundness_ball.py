@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.maps import Attention
-from howsmooth.theory import kim2021
-from howsmooth.theory.ball import ball_bounds
 from howsmooth.theory.bound import Bound
+from howsmooth.theory.kinds import published
+from howsmooth.theory.over_ball.table import ball_bounds
 
 F64 = torch.float64
 ROUNDING = 1e-9  # relative error of a measured L: an SVD of a few hundred rows
@@ -399,7 +399,7 @@ def test_l2_attention():
         size = (0.3, 1.0, 4.0)[seed % 3]
         w_q, w_v = (size * torch.randn(heads, k, d, generator=r, dtype=F64), torch.randn(heads, k, d, generator=r, dtype=F64))
         w_o, n = torch.randn(d, heads * k, generator=r, dtype=F64), (1, 2, 5)[seed // 3 % 3]
-        bounds = kim2021.l2_bounds(w_q, w_v, w_o, n)
+        bounds = published.l2_bounds(w_q, w_v, w_o, n)
         for scale in (0.1, 1.0, 3.0):
             L = l2_constant(w_q, w_v, w_o, scale / size * torch.randn(n, d, generator=r, dtype=F64))
             assert wrong(bounds, L) == []
@@ -413,5 +413,5 @@ def test_l2_attention_needs_the_fourth_power():
     eye = torch.eye(2, dtype=F64)
     w_q, x = 3 * eye[None], torch.ones(1, 2, dtype=F64)
     L = l2_constant(w_q, eye[None], eye, x)
-    assert wrong(kim2021.l2_bounds(w_q, eye[None], eye, 1), L) == []
+    assert wrong(published.l2_bounds(w_q, eye[None], eye, 1), L) == []
     assert L > 1.5 * (1 / 2) ** 0.5 * 3

@@ -11,10 +11,9 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Blocked
 from howsmooth.maps import Attention, AttentionJacobian, LayerNorm, RMSNorm
-from howsmooth.theory.heads import Geometry, Tokens, largest_eigenvalue, lost
-from howsmooth.theory.perron import perron_bound
-from howsmooth.theory.point import operator_bound, point_bounds, trace_forms, trace_sizes
-from howsmooth.theory.yudin2025 import yudin_bound
+from howsmooth.theory.at_point.heads import Geometry, Tokens, largest_eigenvalue, lost
+from howsmooth.theory.at_point.perron import perron_bound
+from howsmooth.theory.at_point.table import operator_bound, point_bounds, trace_forms, trace_sizes, yudin_bound
 from problems.layers import LayerProblem, gaussian, layers
 from problems.spectra import Matrix
 

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from howsmooth.maps import Attention, LayerNorm, RMSNorm, Rotary
-from howsmooth.theory import heads
-from howsmooth.theory.ball import ball_bounds
+from howsmooth.theory.at_point import heads
+from howsmooth.theory.at_point.table import operator_bound, trace_forms, yudin_bound
 from howsmooth.theory.bound import Bound
 from howsmooth.theory.constants import constants
-from howsmooth.theory.point import operator_bound, trace_forms
-from howsmooth.theory.yudin2025 import yudin_bound
+from howsmooth.theory.over_ball.table import ball_bounds
 from problems.layers import LayerProblem, gaussian, turned, turned_layers
 
 F64 = torch.float64

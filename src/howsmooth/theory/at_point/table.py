@@ -19,12 +19,12 @@ from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.maps.base import check_finite, check_tokens
-from howsmooth.spectral import Composed, Operator
-from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of, no_nan
-from howsmooth.theory.heads import Geometry, Tokens, lost, rounding
-from howsmooth.theory.kinds_point import point_of_kind
-from howsmooth.theory.perron import STEPS, along, down, perron_bound, received, tiled_bound, weights_norm
-from howsmooth.theory.yudin2025 import yudin_bound
+from howsmooth.spectral import Composed, Operator, spectral_norm
+from howsmooth.theory.at_point.heads import Geometry, Tokens, lost, rounding
+from howsmooth.theory.at_point.perron import STEPS, along, down, perron_bound, received, tiled_bound, weights_norm
+from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, first_reason, log_of, no_nan, product_norm, slack
+from howsmooth.theory.kinds.block_norms import point_of_kind
+from howsmooth.theory.over_ball.castin2024 import not_bilinear
 
 _SOURCE = "howsmooth, docs/explanation/point-bounds.md"
 _ASSUMES = "any layer of softmax attention: heads, groups, biases, masks, soft-cap, rotary phases, norms on queries and keys"
@@ -65,6 +65,44 @@ def point_bounds(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     best = log_of(float(forms.best)) if forms is not None else own[-1].reason or log_of(own[-1].value or 0.0)
     last = at_most("D", "best at a point", "min(D3, D5, D6, D7)", _SOURCE, "any attention layer", best)
     return [yudin_bound(attn, x), *made, *own, last]
+
+
+@torch.no_grad()
+def yudin_bound(attn: Attention, x: Float[Tensor, "n d"]) -> Bound:
+    """D2: Yudin et al. 2025, *Pay Attention to Attention Distribution*, arXiv 2507.07814 (Proposition 4.10).
+
+    `p₍₁₎ ≥ p₍₂₎` are the two largest weights of a row. Masks only change `P`, whose norm is the bound of Proposition 4.1.
+    """
+    biases = attn.b_q is not None or attn.b_k is not None
+    reason = first_reason(
+        (attn.heads > 1, f"stated for one head, this layer has {attn.heads}"),
+        (biases, "stated for queries and keys linear in the tokens, this layer adds biases"),
+        (attn.softcap is not None, "stated without a soft-cap"),
+    )
+    statement = "‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i p₍₁₎(1 − p₍₁₎ + p₍₂₎))"
+    assumes = "one head, q = W_q x and k = W_k x without biases, no soft-cap; A = τ W_kᵀ W_q, V = W_o W_v"
+    answer = not_softmax(attn.kind) or reason or not_bilinear(attn) or log_of(_yudin_value(attn, x.double()))
+    return at_most("D2", "Yudin et al. at a point", statement, "Yudin et al. 2025, arXiv 2507.07814", assumes, answer)
+
+
+def _yudin_value(attn: Attention, x: Float[Tensor, "n d"]) -> float:
+    operator = attn.linearize(x[None])[1]
+    assert isinstance(operator, AttentionJacobian)
+    layer, kernel = operator.layer, operator.kernel.tiled()
+    w = layer.by_head()
+    a, v = float(product_norm(w.k[0].mT, w.q[0], layer.scale)), float(product_norm(w.o[0], w.v[0]))
+    tokens = x if layer.attention_mask is None else x[layer.attention_mask[0]]
+    # more power steps than our own rows take: a published bound is shown at its best
+    p_norm = float(weights_norm(kernel, kernel.inverse[..., 0], steps=30)[0])
+    top = kernel.inverse.new_zeros(*kernel.inverse.shape[:2], 2)  # the two largest weights of every row
+    for b in kernel.blocks():
+        top[b.heads, b.rows] = torch.cat([top[b.heads, b.rows], b.weights], -1).topk(2, -1).values
+    p = top * kernel.inverse
+    concentration = float((p[..., 0] * (1 - p[..., 0] + p[..., 1])).max())
+    size = float(spectral_norm(tokens))
+    value = v * (p_norm + 2 * (a * size) * size * concentration)
+    # matrix norms by LAPACK: a few roundings of their size
+    return value * float(rounding(operator, lost(operator))[0]) * slack(x.numel())
 
 
 def _forms(attn: Attention, x: Float[Tensor, "n d"]) -> "TraceForms":

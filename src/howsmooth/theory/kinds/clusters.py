@@ -12,11 +12,11 @@ from torch import Tensor
 
 from howsmooth.maps import Attention, AutodiffJacobian
 from howsmooth.maps.atoms import counted
-from howsmooth.spectral import Weighted
-from howsmooth.theory.bound import TINY, Bound, at_least, first_reason, spectral_norm
+from howsmooth.spectral import Weighted, eigh, spectral_norm, svd
+from howsmooth.theory.bound import TINY, Bound, at_least, first_reason
 from howsmooth.theory.constants import Constants
-from howsmooth.theory.kim2021 import inverse_phi
-from howsmooth.theory.kinds_slopes import SOURCE
+from howsmooth.theory.kinds.published import inverse_phi
+from howsmooth.theory.kinds.slopes import SOURCE
 
 _HEADS = 2  # whose directions are tried
 _DENSE = 128  # entries of a few points up to which the derivative is formed
@@ -130,7 +130,7 @@ def _fractions(attn: Attention, n: int, length: float) -> list[float]:
     """Shares of the radius at which one token between two clusters is tried: all of it, and where distances count most."""
     if attn.kind.traits.distances is None or length == 0:
         return [1.0, 0.5]
-    spread = float(torch.linalg.matrix_norm(attn.by_head().q, ord=2).max()) * length * math.sqrt(abs(attn.scale))
+    spread = float(spectral_norm(attn.by_head().q).max()) * length * math.sqrt(abs(attn.scale))
     best = math.sqrt(1 + inverse_phi(n - 1))  # Proposition 8.4.2
     return [1.0, 0.5] + ([best / spread] if best < spread else [])
 
@@ -143,7 +143,7 @@ def _steepest(attn: Attention, n: int, length: float) -> Float[Tensor, "k d"]:
     wanted = -logistic.shift(n) / length / length
     for h in range(min(attn.heads, _HEADS)):
         a = attn.scale * w.k[h].mT @ w.q[h]
-        values, vectors = torch.linalg.eigh((a + a.mT) / 2)
+        values, vectors = eigh((a + a.mT) / 2)
         low, high = float(values[0]), float(values[-1])
         if low <= wanted <= high and low < high:
             share = (wanted - low) / (high - low)
@@ -158,13 +158,13 @@ def _directions(attn: Attention) -> Float[Tensor, "k d"]:
     w, found = attn.by_head(), []
     for h in range(min(attn.heads, _HEADS)):
         q, k = (t[h] / t[h].abs().max().clamp_min(1e-300) for t in (w.q, w.k))
-        left, _, right = torch.linalg.svd(k.mT @ q, full_matrices=False)
+        left, _, right = svd(k.mT @ q)
         found += [right[0], left[:, 0]]
         sym = (k.mT @ q + q.mT @ k) / 2
-        vectors = torch.linalg.eigh(sym)[1]
+        vectors = eigh(sym)[1]
         found += [vectors[:, -1], vectors[:, 0]]
         value = w.o[h] / w.o[h].abs().max().clamp_min(1e-300) @ w.v[h]
-        found += [torch.linalg.svd(t, full_matrices=False)[2][0] for t in (q, k, value)]
+        found += [svd(t)[2][0] for t in (q, k, value)]
     units = torch.stack(found)
     units = units[units.isfinite().all(-1)]
     return units / units.norm(dim=-1, keepdim=True).clamp_min(1e-300)

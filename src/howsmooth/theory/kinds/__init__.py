@@ -1,0 +1,1 @@
+"""Bounds for kinds of attention other than plain softmax (docs/explanation/kinds.md)."""

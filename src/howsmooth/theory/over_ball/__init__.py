@@ -1,0 +1,1 @@
+"""Bounds over all inputs whose tokens are no longer than a radius."""
