@@ -11,8 +11,8 @@ import torch
 from howsmooth.cli.options import engine_of
 from howsmooth.report.assemble import inspect_into
 from howsmooth.study import alice
-from howsmooth.study.layers import Question, settle
 from howsmooth.study.reader import Reader
+from howsmooth.study.scope import Scope, settle
 
 TITLE = "A report on the CPU (576 wide, 9 heads of 64, 3 key/value heads, MLP 1536)"
 
@@ -28,7 +28,7 @@ def measured(model: str, out: str, lengths: tuple[int, ...], samples: int, devic
     """What the command does, timed: seconds by kind of row, failures, the size of the page, seconds."""
     start = time.perf_counter()
     reader = Reader.by_name(model, device=device)
-    setting = settle(reader, Question(lengths, samples))
+    setting = settle(reader, Scope(lengths, samples))
     engine = engine_of("local", None, None, reader.model, device)
     report, page = inspect_into(reader, setting, out, "howsmooth report", engine=engine)
     seconds = time.perf_counter() - start

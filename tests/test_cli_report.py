@@ -4,6 +4,7 @@ import json
 import shutil
 import sqlite3
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from typer.testing import CliRunner
 
 import howsmooth
 from howsmooth.cli.study import STUDIES
-from howsmooth.study import beside_theory
-from howsmooth.study import layers as study_layers
+from howsmooth.study import halves, questions
+from howsmooth.study.ceilings import BOUNDS
 from howsmooth.study.swapped import USUAL
 from howsmooth_command import app
 from problems import readers
@@ -252,7 +253,9 @@ def test_studies_that_cannot_be(place, tmp_path, monkeypatch, arguments, message
 
 
 def test_bounds_of_a_model_without_formulas_are_refused(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(study_layers, "_bounds", lambda *_: [])
+    assert BOUNDS.beside is not None
+    none = replace(BOUNDS, beside=replace(BOUNDS.beside, rows=lambda *_: iter(())))
+    monkeypatch.setitem(questions(), "bounds", none)
     where, table = (place / "model", "--text", place / "text.txt"), tmp_path / "rows.csv"
     more = ("--lengths", "8", "--samples", "1", "--workers", "1", "--out", tmp_path / "rows.sqlite", "--table", table)
     result = run("study", "bounds", *where, *more)
@@ -292,8 +295,8 @@ def test_certified_radii_are_told_and_become_a_page(place, tmp_path):
 
 def test_a_study_of_splitting_says_which_layers_have_none(place, tmp_path, monkeypatch):
     study = ("study", "splitting", place / "model", "--text", place / "text.txt", "--lengths", "8", "--samples", "1")
-    monkeypatch.setitem(beside_theory._KNOWN, beside_theory.measure_splitting, ("splitting", lambda _: "they count"))
+    monkeypatch.setattr(halves, "counts_tokens", lambda _: "they count")
     result = run(*study, "--workers", "1", "--out", tmp_path / "results.sqlite")
     assert result.exit_code == 2
-    assert "expected a layer whose tokens can be split, got none (layers 0, 1 have no splitting: they count" in result.stderr
+    assert "expected a layer that has an answer, got none (layers 0, 1 have no splitting: they count" in result.stderr
     assert not (tmp_path / "results.sqlite").exists()

@@ -7,15 +7,16 @@ import pytest
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.run import Local, Ray, read
+from howsmooth.study.heads import head_jobs
 from howsmooth.study.jobs import plan, run_here, run_sweep
-from howsmooth.study.layers import Question, head_jobs, layer_jobs, settle
-from howsmooth.study.lengths import LENGTHS, fitting_lengths
+from howsmooth.study.layers import layer_jobs
 from howsmooth.study.reader import Reader
+from howsmooth.study.scope import LENGTHS, Scope, fitting_lengths, settle
 from problems import readers
 
 
 def without_time(rows):
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+    return [{k: v for k, v in row.to_dict().items() if k != "seconds"} for row in rows]
 
 
 def ordered(rows):
@@ -26,7 +27,7 @@ def ordered(rows):
 def test_growth_is_complete_and_repeatable():
     model = hs.load(readers.bert())
     found = hs.growth(model, readers.ids(), lengths=(6, 12, 24, 40), samples=5)
-    assert [(r["layer"], r["n"], r["sample"]) for r in found.rows] == [
+    assert [(r.layer, r.n, r.sample) for r in found.rows] == [
         (layer, n, sample) for layer in range(2) for n in (6, 12, 24, 40) for sample in range(5)
     ]
     again = hs.growth(model, readers.ids(), lengths=(40, 24, 12, 6), samples=5)
@@ -61,7 +62,7 @@ def test_a_sweep_gives_the_rows_of_a_run_here_and_resumes(tmp_path):
     text.write_text(readers.text())
     reader = Reader.by_name(str(folder), str(text))
     assert reader.source is not None
-    setting = settle(reader, Question((8, 20), samples=2))
+    setting = settle(reader, Scope((8, 20), samples=2))
     jobs = layer_jobs(setting) + head_jobs(setting)
     here = run_here(reader, jobs)
     swept = run_sweep(reader, jobs, tmp_path / "two.sqlite", engine=Local(workers=2))
@@ -81,12 +82,12 @@ def test_a_task_that_fails_is_told_and_the_others_count(tmp_path):
     text.write_text(readers.text())
     reader = Reader.by_name(str(folder), str(text))
     assert reader.source is not None
-    jobs = layer_jobs(settle(reader, Question((8, 20), samples=1)))
+    jobs = layer_jobs(settle(reader, Scope((8, 20), samples=1)))
     for job in jobs[:1]:
         job.arguments["layers"] = [7]
     found = run_sweep(reader, jobs, tmp_path / "some.sqlite")
     assert len(found.failures) == 1
-    assert {row["n"] for row in found.rows} == {8}
+    assert {row.n for row in found.rows} == {8}
     with pytest.raises(BadInputError):
         run_sweep(reader, jobs[:1], tmp_path / "none.sqlite")
     with pytest.raises(BadInputError, match="nothing"):
@@ -103,7 +104,7 @@ def test_the_same_on_ray(tmp_path):
     (tmp_path / "text.txt").write_text(readers.text())
     reader = Reader.by_name(str(folder), str(tmp_path / "text.txt"))
     assert reader.source is not None
-    jobs = layer_jobs(settle(reader, Question((8,), samples=2)))
+    jobs = layer_jobs(settle(reader, Scope((8,), samples=2)))
     found = run_sweep(reader, jobs, tmp_path / "ray.sqlite", engine=Ray(workers=2))
     assert ordered(found.rows) == ordered(run_here(reader, jobs).rows)
 

@@ -11,9 +11,9 @@ from howsmooth.errors import BadInputError
 from howsmooth.maps import AttentionJacobian
 from howsmooth.solve import linear
 from howsmooth.study import influence
-from howsmooth.study.influence import _PROBE_WORK, _WORK, _probe_work, _work, exact, measure_influence, probed
-from howsmooth.study.layers import Part
+from howsmooth.study.influence import _PROBE_WORK, _WORK, InfluenceRow, _probe_work, _work, exact, measure_influence, probed
 from howsmooth.study.reader import Reader
+from howsmooth.study.scope import Part
 from problems import readers
 from problems.zoo import ZOO, randomize
 
@@ -96,13 +96,14 @@ def test_a_study_takes_the_longest_length_it_can_afford(name, exactly):
     part = asdict(Part(20, (0,), 0, (1,), "attention", 1e-3, None))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (row,) = measure_influence(reader, part, [8, 20, 600])
+        (cells,) = measure_influence(reader, part, lengths=[8, 20, 600])
         captured = reader.model.capture(ids=reader.window(20, 0))
         f = captured.map(1)
         known = truth(f, f.start)
-    assert (row["n"], row["layer"], row["sample"]) == (20, 1, 0)
-    norms = torch.tensor(row["norms"])
-    assert row["accuracy"] == (0.0 if exactly else 0.25)
+    row = InfluenceRow.of(cells)
+    assert (row.n, row.layer, row.sample) == (20, 1, 0)
+    norms = torch.tensor(row.norms)
+    assert row.accuracy == (0.0 if exactly else 0.25)
     torch.testing.assert_close(norms, known.to(norms), rtol=1e-3 if exactly else 2.0, atol=1e-4 * float(known.max()))
 
 
@@ -116,8 +117,9 @@ def test_there_is_a_picture_whatever_the_lengths(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(influence, "_LONGEST", longest)
     monkeypatch.setattr(influence, "_WORK", {"cpu": _work(attn, affordable)})
     monkeypatch.setattr(influence, "_PROBED", 0)
-    (row,) = measure_influence(reader, asdict(Part(20, (0,), 0, (1,), "attention", 1e-3, None)), lengths)
-    assert (row["n"], len(row["norms"])) == (taken, taken)
+    (cells,) = measure_influence(reader, asdict(Part(20, (0,), 0, (1,), "attention", 1e-3, None)), lengths=lengths)
+    row = InfluenceRow.of(cells)
+    assert (row.n, len(row.norms)) == (taken, taken)
 
 
 @pytest.mark.gpu

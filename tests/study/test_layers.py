@@ -10,9 +10,13 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.models import closed
-from howsmooth.study.jobs import run_here
-from howsmooth.study.layers import Question, head_jobs, layer_jobs, map_jobs, settle
+from howsmooth.study.heads import HeadRow, head_jobs
+from howsmooth.study.jobs import EstimateRow, run_here
+from howsmooth.study.layers import LayerRow, layer_jobs
+from howsmooth.study.maps_beside import MapRow, map_jobs
 from howsmooth.study.reader import Reader, fingerprint, prepare, read_text
+from howsmooth.study.scope import Scope, settle
+from howsmooth.study.token import FrozenRow
 from problems import readers
 from problems.zoo import ZOO, randomize
 
@@ -20,29 +24,30 @@ from problems.zoo import ZOO, randomize
 @pytest.mark.slow
 def test_closed_forms_in_lock_step_are_what_the_model_says():
     reader = readers.reader()
-    setting = settle(reader, Question((8, 20), samples=3, tol=1e-6))
-    rows = run_here(reader, layer_jobs(setting, shares=True)).rows
+    setting = settle(reader, Scope((8, 20), samples=3, tol=1e-6))
+    rows = run_here(reader, layer_jobs(setting, shares=True)).of(LayerRow)
     assert len(rows) == 2 * 2 * 3
     assert all(reader.capture(20, [0]).closed(layer) for layer in range(2))  # measured in closed form
     for row in rows:
-        captured = reader.model.capture(ids=reader.window(row["n"], row["start"]))
-        truth = captured.measure(row["layer"], tol=1e-6)
-        assert row["value"] == pytest.approx(truth.value, rel=1e-5)
-        assert row["radius"] == pytest.approx(truth.radius_rms)
-        assert row["radius_max"] == pytest.approx(truth.radius_max)
-        assert ("shares" in row) == (row["sample"] == 0)
-        if row["sample"] == 0:
-            assert sum(row["shares"]) == pytest.approx(1, abs=1e-5)
-            assert len(row["shares"]) == row["n"]
+        captured = reader.model.capture(ids=reader.window(row.n, row.start))
+        truth = captured.measure(row.layer, tol=1e-6)
+        assert row.value == pytest.approx(truth.value, rel=1e-5)
+        assert row.radius == pytest.approx(truth.radius_rms)
+        assert row.radius_max == pytest.approx(truth.radius_max)
+        assert (row.shares is not None) == (row.sample == 0)
+        if row.sample == 0:
+            assert row.shares is not None
+            assert sum(row.shares) == pytest.approx(1, abs=1e-5)
+            assert len(row.shares) == row.n
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["heads", "block", "model"])
 def test_other_maps_are_what_the_model_says(kind):
     reader = readers.reader()
-    rows = run_here(reader, layer_jobs(settle(reader, Question((8,), samples=1, map=kind)))).rows
+    rows = run_here(reader, layer_jobs(settle(reader, Scope((8,), samples=1, map=kind)))).of(LayerRow)
     captured = reader.model.capture(ids=reader.window(8, 0))
-    assert [row["value"] for row in rows] == [captured.measure(layer, kind).value for layer in range(2)]
+    assert [row.value for row in rows] == [captured.measure(layer, kind).value for layer in range(2)]
 
 
 @pytest.mark.slow
@@ -50,51 +55,51 @@ def test_other_maps_are_what_the_model_says(kind):
 def test_rows_hold_for_every_kind_of_layer(build):
     """Plain, causal, rotary and grouped, and one whose attention cannot be cut out; no warning leaves a study."""
     reader = Reader.of(hs.load(randomize(build())), readers.ids())
-    setting = settle(reader, Question((9,), samples=2, tol=1e-6))
-    rows = run_here(reader, layer_jobs(setting) + head_jobs(setting)).rows
+    setting = settle(reader, Scope((9,), samples=2, tol=1e-6))
+    rows = run_here(reader, layer_jobs(setting) + head_jobs(setting)).of(EstimateRow)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         captured = reader.model.capture(ids=reader.window(9, 0))
         for row in rows:
-            if row["sample"] == 0 and row["layer"] == 1:
-                head = row.get("head")
-                assert row["value"] == pytest.approx(captured.measure(1, head=head, tol=1e-6).value, rel=1e-5)
+            if row.sample == 0 and row.layer == 1:
+                head = row.head if isinstance(row, HeadRow) else None
+                assert row.value == pytest.approx(captured.measure(1, head=head, tol=1e-6).value, rel=1e-5)
     heads = captured.heads(1)
-    assert sum(row["kind"] == "head" for row in rows) == 2 * heads
-    assert {row["cut"] for row in rows if row["kind"] == "layer"} == {heads > 0}
+    assert sum(row.kind == "head" for row in rows) == 2 * heads
+    assert {row.cut for row in rows if row.kind == "layer"} == {heads > 0}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [readers.gpt2, ZOO["llama"].build, ZOO["mpnet"].build])
 def test_the_token_that_is_held_and_the_maps_beside_are_what_the_model_says(build):
     reader = Reader.of(hs.load(randomize(build())), readers.ids())
-    setting = settle(reader, Question((5, 9), samples=2, tol=1e-6))
-    rows = run_here(reader, layer_jobs(setting, held=True) + map_jobs(setting)).rows
+    setting = settle(reader, Scope((5, 9), samples=2, tol=1e-6))
+    found = run_here(reader, layer_jobs(setting, beside={"token": [setting.longest]}) + map_jobs(setting))
     captured, count = reader.model.capture(ids=reader.window(9, 0)), len(setting.layers)
-    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in ("layer", "held", "map")}
-    whole = {row["layer"]: row for row in kinds["layer"] if (row["n"], row["sample"]) == (9, 0)}
-    assert [row["layer"] for row in kinds["held"]] == list(range(count))
+    whole = {row.layer: row for row in found.of(LayerRow) if (row.n, row.sample) == (9, 0)}
+    assert [row.layer for row in found.of(FrozenRow)] == list(range(count))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for row in kinds["held"]:
-            beside, others = whole[row["layer"]], [i for i in range(9) if i != row["token"]]
-            assert (row["n"], row["sample"]) == (9, 0)
-            assert row["whole"] == beside["value"]
-            assert (row["token"], row["share"]) == (beside["top_token"], beside["top_share"])
-            assert row["value"] == pytest.approx(captured.measure(row["layer"], tokens=others, tol=1e-6).value, rel=1e-2)
-            assert row["value"] < row["whole"]
-        for row in kinds["map"]:
-            truth = captured.measure(row["layer"], row["map"], tol=1e-6)
-            assert row["value"] == pytest.approx(truth.value, rel=1e-2)
-            assert row["relative"] == pytest.approx(truth.relative, rel=1e-2)
+        for row in found.of(FrozenRow):
+            beside, others = whole[row.layer], [i for i in range(9) if i != row.token]
+            assert (row.n, row.sample) == (9, 0)
+            assert row.whole == beside.value
+            assert (row.token, row.share) == (beside.top_token, beside.top_share)
+            assert row.value == pytest.approx(captured.measure(row.layer, tokens=others, tol=1e-6).value, rel=1e-2)
+            assert row.value < row.whole
+        for row in found.of(MapRow):
+            truth = captured.measure(row.layer, row.map, tol=1e-6)
+            assert row.value == pytest.approx(truth.value, rel=1e-2)
+            assert row.relative == pytest.approx(truth.relative, rel=1e-2)
     maps = ["normed", "block"] if build is not ZOO["mpnet"].build else ["block"]  # it normalises behind its attention
-    assert [(row["map"], row["layer"]) for row in kinds["map"]] == [(name, k) for name in maps for k in range(count)]
+    assert [(row.map, row.layer) for row in found.of(MapRow)] == [(name, k) for name in maps for k in range(count)]
 
 
 def test_nothing_is_held_where_there_is_one_token():
     reader = readers.reader()
-    rows = run_here(reader, layer_jobs(settle(reader, Question((1,), samples=1)), held=True)).rows
-    assert {row["kind"] for row in rows} == {"layer"}
+    setting = settle(reader, Scope((1,), samples=1))
+    rows = run_here(reader, layer_jobs(setting, beside={"token": [1]})).rows
+    assert {row.kind for row in rows} == {"layer"}
 
 
 def test_heads_add_up_to_the_layer():
@@ -149,12 +154,12 @@ def test_samples_begin_at_the_opening_and_at_random_and_lengths_share_them():
 )
 def test_questions_that_cannot_be_answered(question, message):
     with pytest.raises(BadInputError, match=message):
-        settle(readers.reader(), Question(**({"lengths": (8,)} | question)))
+        settle(readers.reader(), Scope(**({"lengths": (8,)} | question)))
 
 
 def test_numbers_of_numpy_are_numbers():
-    question = Question(np.array([8, 16]), samples=np.int64(2), layers=[np.int64(1)], seed=np.int64(3))  # pyright: ignore
-    assert question == Question((8, 16), samples=2, layers=(1,), seed=3)
+    question = Scope(np.array([8, 16]), samples=np.int64(2), layers=[np.int64(1)], seed=np.int64(3))  # pyright: ignore
+    assert question == Scope((8, 16), samples=2, layers=(1,), seed=3)
     assert {type(n) for n in (*question.lengths, question.samples, question.seed)} == {int}
 
 

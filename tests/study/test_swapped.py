@@ -12,20 +12,20 @@ from howsmooth.errors import BadInputError
 from howsmooth.report.assemble import variants_report
 from howsmooth.study import variants
 from howsmooth.study.jobs import run_here
-from howsmooth.study.layers import Question, settle
 from howsmooth.study.reader import Reader
+from howsmooth.study.scope import Scope, settle
 from howsmooth.study.swapped import (
     KINDS,
     USUAL,
+    VARIANTS,
     choice_jobs,
     cost_of,
     kind_names,
     matched_scale,
     mean_entropy,
-    of,
     put_in,
     slope,
-    variant_jobs,
+    variants_of,
 )
 from problems import readers
 from problems.kinds import layer_of
@@ -36,9 +36,8 @@ SCALED = [name for name in KINDS if not isinstance(KINDS[name](0), kinds.Linear 
 
 
 def found(reader, *lengths: int, names=USUAL, samples: int = 1, factors=(1.0,)):
-    setting = settle(reader, Question(lengths or (10,), samples))
-    first = run_here(reader, choice_jobs(setting, names))
-    return of(first, run_here(reader, variant_jobs(setting, first.of("choice"), factors)))
+    setting = settle(reader, Scope(lengths or (10,), samples))
+    return variants_of(VARIANTS.ask(VARIANTS.tasks(setting, kinds=names, factors=factors), lambda jobs: run_here(reader, jobs)))
 
 
 @pytest.fixture(scope="module")
@@ -86,31 +85,31 @@ def test_an_entropy_out_of_reach_gets_the_nearest():
 def test_every_row_is_the_constant_of_the_layer_with_that_kind(measured):
     reader = readers.reader()
     captured = reader.capture(16, [0])[0]
-    rows = [r for r in measured.rows if (r["layer"], r["n"], r["sample"]) == (1, 16, 0)]
-    assert {(r["variant"], r["factor"]) for r in rows} == {(name, f) for name in USUAL for f in (0.5, 1.0, 2.0)}
+    rows = [r for r in measured.rows if (r.layer, r.n, r.sample) == (1, 16, 0)]
+    assert {(r.variant, r.factor) for r in rows} == {(name, f) for name in USUAL for f in (0.5, 1.0, 2.0)}
     own = captured.attention(1)
     for row in rows:
-        attn = replace(own, kind=KINDS[row["variant"]](1), scale=row["scale"])
-        x = row["factor"] * captured.tokens(1).double()
-        assert row["value"] == pytest.approx(hs.lipschitz(attn, x).value, rel=3e-3)
-        assert row["lower"] <= row["upper"]
-        assert row["output"] == pytest.approx(float(attn(x).norm()), rel=1e-4)
-        assert row["relative"] == pytest.approx(row["value"] * float(x.norm()) / row["output"], rel=1e-4)
-        assert row["radius"] == pytest.approx(float(x.norm()) / 4, rel=1e-5)
+        attn = replace(own, kind=KINDS[row.variant](1), scale=row.scale)
+        x = row.factor * captured.tokens(1).double()
+        assert row.value == pytest.approx(hs.lipschitz(attn, x).value, rel=3e-3)
+        assert row.lower <= row.upper
+        assert row.output == pytest.approx(float(attn(x).norm()), rel=1e-4)
+        assert row.relative == pytest.approx(row.value * float(x.norm()) / row.output, rel=1e-4)
+        assert row.radius == pytest.approx(float(x.norm()) / 4, rel=1e-5)
 
 
 def test_ways_and_scales(measured):
-    ways = {(r["variant"], r["way"]) for r in measured.rows}
+    ways = {(r.variant, r.way) for r in measured.rows}
     assert ("softmax", "both") in ways
     assert {way for name, way in ways if name in ("linear", "hard")} == {"published"}
     assert {(name, "matched") for name in ("sigmoid", "l2", "cosine", "sinkhorn", "differential")} <= ways
-    softmax = next(r for r in measured.rows if r["variant"] == "softmax")
-    assert softmax["value"] == pytest.approx(readers.reader().capture(8, [0])[0].measure(softmax["layer"]).value, rel=3e-3)
+    softmax = next(r for r in measured.rows if r.variant == "softmax")
+    assert softmax.value == pytest.approx(readers.reader().capture(8, [0])[0].measure(softmax.layer).value, rel=3e-3)
     for row in measured.rows:
-        if row["matched"]:
-            assert row["entropy"] == pytest.approx(row["target"], abs=0.01)
-        assert (row["cost"] is None) == (row["factor"] != 1)
-    assert len({(r["layer"], r["scale"]) for r in measured.rows if (r["variant"], r["way"]) == ("cosine", "matched")}) == 2
+        if row.matched:
+            assert row.entropy == pytest.approx(row.target, abs=0.01)
+        assert (row.cost is None) == (row.factor != 1)
+    assert len({(r.layer, r.scale) for r in measured.rows if (r.variant, r.way) == ("cosine", "matched")}) == 2
 
 
 def test_the_table_sets_kinds_against_softmax(measured):
@@ -118,7 +117,7 @@ def test_the_table_sets_kinds_against_softmax(measured):
     assert next(iter(table)) == ("softmax", "both")
     assert table["softmax", "both"]["×softmax"] == pytest.approx(1.0)
     line = table["linear", "published"]
-    rows = {(r["variant"], r["layer"], r["sample"]): r["value"] for r in measured.rows if (r["n"], r["factor"]) == (16, 1)}
+    rows = {(r.variant, r.layer, r.sample): r.value for r in measured.rows if (r.n, r.factor) == (16, 1)}
     logs = [math.log(rows["linear", k, s] / rows["softmax", k, s]) for k in (0, 1) for s in (0, 1)]
     assert line["×softmax"] == pytest.approx(math.exp(sum(logs) / 4))
     assert "linear (published)" in str(measured)
@@ -132,21 +131,21 @@ def test_the_power_of_a_power_law():
 
 def test_kinds_without_a_causal_form_are_left_out_with_a_reason():
     result = found(readers.reader(readers.gpt2()), names=("softmax", "sigmoid", "sinkhorn"))
-    assert {r["variant"] for r in result.rows} == {"softmax", "sigmoid"}
-    assert {(r["variant"], r["layer"]) for r in result.left_out} == {("sinkhorn", 0), ("sinkhorn", 1)}
-    assert all("a causal mask" in r["reason"] for r in result.left_out)
+    assert {r.variant for r in result.rows} == {"softmax", "sigmoid"}
+    assert {(r.variant, r.layer) for r in result.left_out} == {("sinkhorn", 0), ("sinkhorn", 1)}
+    assert all("a causal mask" in r.reason for r in result.left_out)
 
 
 def test_a_model_with_phases_keeps_them():
     reader = Reader.of(hs.load(randomize(ZOO["llama"].build())), readers.ids())
     result = found(reader, names=("softmax", "cosine", "l2", "l2-tied"))
-    assert {"softmax", "cosine", "l2"} <= {r["variant"] for r in result.rows}
-    row = next(r for r in result.rows if (r["variant"], r["way"], r["layer"]) == ("cosine", "published", 0))
+    assert {"softmax", "cosine", "l2"} <= {r.variant for r in result.rows}
+    row = next(r for r in result.rows if (r.variant, r.way, r.layer) == ("cosine", "published", 0))
     captured = reader.capture(10, [0])[0]
     attn = captured.attention(0)
     assert attn.rotary is not None
     truth = hs.lipschitz(replace(attn, kind=kinds.Cosine(), scale=None), captured.tokens(0).double())
-    assert row["value"] == pytest.approx(truth.value, rel=3e-3)
+    assert row.value == pytest.approx(truth.value, rel=3e-3)
 
 
 @pytest.mark.filterwarnings("ignore::howsmooth.models.FallbackWarning")
@@ -162,7 +161,7 @@ def test_bad_kinds_and_factors():
     with pytest.raises(BadInputError, match="positive factors"):
         variants(readers.bert(), readers.ids(), kinds=["linear"], lengths=[8], samples=1, factors=[0.0])
     assert kind_names(["linear", "linear"]) == ("softmax", "linear")
-    setting = settle(readers.reader(), Question((8,), 1, map="block"))
+    setting = settle(readers.reader(), Scope((8,), 1, map="block"))
     assert choice_jobs(setting, USUAL) == []
 
 
@@ -173,7 +172,7 @@ def test_a_layer_costs_as_much_as_itself():
 
 def test_the_studys_own_page_has_its_layers_and_kinds(measured, tmp_path):
     reader = readers.reader()
-    setting = settle(reader, Question((8, 16), 2))
+    setting = settle(reader, Scope((8, 16), 2))
     rows = run_here(reader, choice_jobs(setting, ["softmax"]))
     report = variants_report(reader, setting, replace(rows, rows=measured.rows), "howsmooth study variants mine")
     page = report.save(tmp_path / "page", figures=False)

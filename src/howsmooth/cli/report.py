@@ -8,9 +8,8 @@ from howsmooth.cli.options import EngineName, engine_of
 from howsmooth.models import MapName
 from howsmooth.report.assemble import inspect_into
 from howsmooth.run import check_folder, progress_bar
-from howsmooth.study.layers import Question, settle
-from howsmooth.study.lengths import fitting_lengths
 from howsmooth.study.reader import Reader
+from howsmooth.study.scope import Scope, fitting_lengths, settle
 
 
 def report(
@@ -48,10 +47,10 @@ def report(
     """
     check_folder(out, "report", resume=resume, force=force)  # before the model is loaded
     reader = Reader.by_name(model, text, side, device)
-    question = Question(lengths or fitting_lengths(reader, samples), samples, layers, map, tol, certify, seed)
+    scope = Scope(lengths or fitting_lengths(reader, samples), samples, layers, map, tol, certify, seed)
     written, page = inspect_into(
         reader,
-        settle(reader, question),
+        settle(reader, scope),
         out,
         typed(),
         engine=engine_of(engine, address, workers, reader.model, device),

@@ -9,7 +9,7 @@ from statistics import median
 
 from howsmooth.report.data import ReportData, Sink
 from howsmooth.study.fit import Break, Interval
-from howsmooth.study.jobs import Row
+from howsmooth.study.jobs import Cells
 
 STRONG = re.compile(r"\*\*(.+?)\*\*")
 _MARKS = re.compile(r"(?<=\*)(?=\*)|(?<=\^)")
@@ -30,7 +30,7 @@ def answer(data: ReportData) -> list[str]:
     return [_least_smooth(data, worst), *sink, _growth(data, worst), _ceiling(data, worst)]
 
 
-def _least_smooth(data: ReportData, worst: Row) -> str:
+def _least_smooth(data: ReportData, worst: Cells) -> str:
     over = f", in the mean of {worst['samples']} samples" if worst["samples"] > 1 else ""
     best = min((row for row in data.summary if row["n"] == worst["n"]), key=lambda row: row["mean"])
     beside = f"; in the smoothest, layer {best['layer']}, {number(best['mean'])} times" if best is not worst else ""
@@ -61,7 +61,7 @@ def _sink(data: ReportData, sink: Sink) -> str:
     return f"{text}. With it held fixed, layer {most['layer']} falls from {number(most['whole'])} to {number(most['value'])}."
 
 
-def _growth(data: ReportData, worst: Row) -> str:
+def _growth(data: ReportData, worst: Cells) -> str:
     fit = data.fits.get(worst["layer"])
     if fit is None:
         reason = "Only one length was measured" if len(data.lengths) == 1 else "Fewer than two lengths gave a positive constant"
@@ -79,7 +79,7 @@ def _growth(data: ReportData, worst: Row) -> str:
     return f"{text}."
 
 
-def _ceiling(data: ReportData, worst: Row) -> str:
+def _ceiling(data: ReportData, worst: Cells) -> str:
     rows = [bound for bound in data.bounds if bound["side"] == "upper" and bound["log_value"] is not None]
     if not rows:
         return "No bound was computed, so the distance from the ceiling is not known."
@@ -190,6 +190,6 @@ def _huge(log: float) -> str:
     return number(math.exp(log)) if log < 50 else f"10^{log / math.log(10):.0f}"
 
 
-def _far(bound: Row) -> str:
+def _far(bound: Cells) -> str:
     """How many times what was measured."""
     return f"{_huge(bound['log_value'] - math.log(bound['value']))} times" if bound["value"] > 0 else "any number of times"

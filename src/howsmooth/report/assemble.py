@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Unpack, final
 
 from torch import nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
-from howsmooth.models import MapName, Model
+from howsmooth.models import Model
 from howsmooth.report.answer import answer, findings, number, plain
 from howsmooth.report.data import Methods, ReportData, Token
 from howsmooth.report.figures import draw_figures
@@ -17,14 +17,21 @@ from howsmooth.report.page import write_page
 from howsmooth.run import Engine, Progress, claim_folder, writing
 from howsmooth.settings import flag
 from howsmooth.settings import number as number_in
-from howsmooth.study.beside_theory import change_jobs, near_jobs, splitting_jobs, unanswered, worst_jobs
-from howsmooth.study.influence import influence_job
-from howsmooth.study.jobs import Job, Measured, Row, run_here, run_sweep, to_frame
-from howsmooth.study.layers import Setting, head_jobs, layer_jobs, map_jobs, parts
-from howsmooth.study.lengths import asked, fit_columns
+from howsmooth.study.changes import change_jobs
+from howsmooth.study.halves import splitting_jobs
+from howsmooth.study.heads import head_jobs
+from howsmooth.study.influence import picture_jobs
+from howsmooth.study.jobs import Cells, Job, Measured, run_here, run_sweep, to_frame
+from howsmooth.study.layers import LayerRow, layer_jobs
+from howsmooth.study.lengths import fit_columns
+from howsmooth.study.maps_beside import map_jobs
+from howsmooth.study.nearby import near_jobs
 from howsmooth.study.positions import position_break
+from howsmooth.study.question import follow, questions
 from howsmooth.study.reader import ALICE, Reader
-from howsmooth.study.swapped import USUAL, choice_jobs, variant_jobs
+from howsmooth.study.scope import ScopeOptions, Setting, setting_of, with_scope
+from howsmooth.study.swapped import VARIANTS, VariantRow
+from howsmooth.study.worst import worst_jobs
 
 if TYPE_CHECKING:
     import pandas
@@ -47,7 +54,7 @@ class Report:
     failures: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> Sequence[Row]:
+    def rows(self) -> Sequence[Cells]:
         """Every measurement."""
         return self.data.rows
 
@@ -108,20 +115,15 @@ class Report:
     __repr__ = __str__
 
 
+@with_scope()
 def inspect(
     model: Model | nn.Module | str | Path,
     text: str | Sequence[int] | None = None,
     *,
-    lengths: Sequence[int] | None = None,
-    samples: int = 8,
-    layers: Sequence[int] | None = None,
-    map: MapName = "attention",
-    tol: float = 1e-3,
-    certify: float | None = None,
     radii: float | None = None,
-    seed: int = 0,
     variants: bool = False,
     progress: Progress | None = None,
+    **scope: Unpack[ScopeOptions],
 ) -> Report:
     """Measure every layer and head of a model on a text at several lengths, and set it beside theory.
 
@@ -134,7 +136,7 @@ def inspect(
         >>> howsmooth.inspect("demo").save("report")  # doctest: +SKIP
         PosixPath('report/index.html')
     """
-    reader, setting = asked(model, text, lengths, samples, layers, map=map, tol=tol, certify=certify, seed=seed)
+    reader, setting = setting_of(model, text, scope)
     variants = flag(variants, "variants")
     named = ALICE if text is None else "a text"
 
@@ -190,16 +192,16 @@ def _part(radii: float | None) -> float | None:
 
 def report_jobs(setting: Setting, radii: float | None = None) -> list[Job]:
     """Everything a page shows, the long work first."""
-    lengths = sorted(set(setting.question.lengths))
-    middle, short, few = (_nearest(lengths, n) for n in (128, 32, 16))  # where each costs seconds
-    bounds = [middle, lengths[-1]] if setting.question.map == "attention" else []
-    jobs = layer_jobs(setting, shares=True, held=True, bounds=bounds)
+    lengths = sorted(set(setting.scope.lengths))
+    middle, short, few = (setting.nearest(n) for n in (128, 32, 16))  # where each costs seconds
+    beside = {name: q.beside.lengths(setting) for name, q in questions().items() if q.beside}
+    jobs = layer_jobs(setting, shares=True, beside=beside)
     jobs += map_jobs(setting)
     jobs += head_jobs(setting, [n for n in lengths if n <= _HEADS] or lengths[:1])
     jobs += near_jobs(setting, few)
     jobs += [] if radii is None else change_jobs(setting, few, radii)
     jobs += splitting_jobs(setting, [middle], samples=1)
-    return jobs + worst_jobs(setting, short)
+    return jobs + worst_jobs(setting, [short])
 
 
 def _report(
@@ -208,15 +210,14 @@ def _report(
     """The report in what `run` measures; `aside`, in this process, what is known to be wanted once the rest is there."""
     began = time.perf_counter()
     measured = run(report_jobs(setting, radii))
-    if not measured.of("layer"):
+    if not measured.of(LayerRow):
         raise BadInputError(measured.failures[0] if measured.failures else "expected measurements, got none; ask for a layer")
     if variants:
         measured = _with_variants(run, setting, measured)
     methods = _methods(reader, setting, text, command, measured)
-    data = ReportData(measured.rows, methods)
-    picture, failures = _influence(run, setting, data)
-    failures = measured.failures + failures
-    data = replace(data, rows=(*measured.rows, *picture))
+    picture = _influence(run, setting, measured)
+    failures = measured.failures + picture.failures
+    data = ReportData([row.to_dict() for row in (*measured.rows, *picture.rows)], methods)
     data = replace(data, methods=replace(methods, seconds=time.perf_counter() - began))
     texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, setting, data, failures)
     return Report(replace(data, texts=texts, notes=notes), failures)
@@ -226,63 +227,56 @@ def _methods(reader: Reader, setting: Setting, text: str, command: str, measured
     return Methods(
         model=_DEMO if reader.model.name == "demo" else reader.model.name,
         text=text,
-        map=setting.question.map,
+        map=setting.scope.map,
         command=command,
         versions=measured.versions,
-        seed=setting.question.seed,
-        tol=setting.question.tol,
+        seed=setting.scope.seed,
+        tol=setting.scope.tol,
         date=time.strftime("%Y-%m-%d"),
     )
 
 
 def _with_variants(run: Callable[..., Measured], setting: Setting, measured: Measured) -> Measured:
     """Other kinds of attention in the same layers, on few samples of middle length: each length has a dozen of them."""
-    q = setting.question
-    lengths = [n for n in q.lengths if n in (16, 32, 64, 128)] or [_nearest(q.lengths, 128)]
-    few = replace(setting, question=replace(q, lengths=tuple(lengths)), starts=setting.starts[:_FEW])
-    jobs = choice_jobs(few, USUAL)
-    if not jobs:
+    q = setting.scope
+    lengths = [n for n in q.lengths if n in (16, 32, 64, 128)] or [setting.nearest(128)]
+    few = replace(setting, scope=replace(q, lengths=tuple(lengths)), starts=setting.starts[:_FEW])
+    if q.map != "attention":
         return measured
     try:
-        found = [run(jobs, aside=True)]
-        if found[0].of("choice"):
-            found.append(run(variant_jobs(few, found[0].of("choice"))))
+        return measured + follow(VARIANTS.tasks(few), run)
     except HowSmoothError as error:  # a page without it is still a page
         return replace(measured, failures=(*measured.failures, str(error)))
-    rows = (*measured.rows, *(row for part in found for row in part.rows))
-    return replace(measured, rows=rows, failures=measured.failures + tuple(f for part in found for f in part.failures))
 
 
 def variants_report(reader: Reader, setting: Setting, measured: Measured, command: str) -> Report:
     """The page of a study of variants: kinds side by side, and the layers with softmax in them as the layers of the page."""
-    rows = [row for row in measured.of("variant") if row["variant"] == "softmax" and row["factor"] == 1]
+    rows = [row for row in measured.of(VariantRow) if row.variant == "softmax" and row.factor == 1]
     source = None if reader.source is None else reader.source.text
     methods = _methods(reader, setting, ALICE if source is None else Path(source).name, command, measured)
     notes = ("Every layer on this page is the model's own with softmax put in, beside other kinds of attention.",)
     notes += _lost(measured.failures)
-    data = ReportData((*({**row, "kind": "layer"} for row in rows), *measured.of("variant")), methods, notes=notes)
-    return Report(data, measured.failures)
+    whole = [row.to_dict() | {"kind": "layer"} for row in rows] + [row.to_dict() for row in measured.of(VariantRow)]
+    return Report(ReportData(whole, methods, notes=notes), measured.failures)
 
 
-def _influence(run: Callable[..., Measured], setting: Setting, data: ReportData) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+def _influence(run: Callable[..., Measured], setting: Setting, measured: Measured) -> Measured:
     """Which token moves which in the least smooth layer, on the first sample."""
-    if setting.question.map == "model":
-        return (), ()
-    part = replace(parts(setting, samples=1, layers=1)[0], layers=(data.least_smooth()["layer"],))
     try:
-        return run([influence_job(part, data.lengths)], aside=True).rows, ()
+        jobs = picture_jobs(setting, measured.of(LayerRow))
+        return run(jobs, aside=True) if jobs else Measured()
     except HowSmoothError as error:  # a page without it is still a page
-        return (), (str(error),)
+        return Measured(failures=(str(error),))
 
 
-def near_rows(row: Row) -> list[Row]:
+def near_rows(row: Cells) -> list[Cells]:
     """One row for each radius, in lengths of a token: the constant at the text, attained and certified within it."""
     ends = zip(row["within"], row["lower_ends"], row["upper_ends"], strict=True)
     about = {"layer": row["layer"], "n": row["n"], "at_text": row["value"], "token_length": row["size"]}
     return [about | {"r": r, "attained": low, "certified": high} for r, low, high in ends]
 
 
-def influence_rows(picture: Row) -> list[Row]:
+def influence_rows(picture: Cells) -> list[Cells]:
     """One row for each output token of a picture, one column for each input token."""
     return [{"to": i} | {f"from_{j}": v for j, v in enumerate(row)} for i, row in enumerate(picture["norms"])]
 
@@ -307,8 +301,9 @@ def _notes(reader: Reader, setting: Setting, data: ReportData, failures: tuple[s
                 f"The model's position embeddings break there too: those of positions {there.position - 1} and "
                 f"{there.position} are {number(there.step)} apart, neighbours elsewhere {number(there.typical)} in the median."
             )
-    notes += [f"{note[:1].upper()}{note[1:]}." for note in (*reader.model.notes, *unanswered(setting))]
-    whole = sorted({row["layer"] for row in data.of("layer") if not row["cut"]})
+    lacking = [said for question in questions().values() for said in question.lacking(setting)]
+    notes += [f"{note[:1].upper()}{note[1:]}." for note in (*reader.model.notes, *lacking)]
+    whole = sorted({row["layer"] for row in data.of("layer") if not row.get("cut")})
     if whole:
         named = ", ".join(map(str, whole))
         notes.append(f"In layers {named} attention is the model's own code, differentiated as it is.")
@@ -323,8 +318,3 @@ def _notes(reader: Reader, setting: Setting, data: ReportData, failures: tuple[s
 
 def _lost(failures: tuple[str, ...]) -> tuple[str, ...]:
     return (f"{len(failures)} tasks gave nothing; the first: {failures[0]}",) if failures else ()
-
-
-def _nearest(lengths: Sequence[int], n: int) -> int:
-    """The longest up to `n`, or the shortest."""
-    return max([k for k in lengths if k <= n], default=min(lengths))

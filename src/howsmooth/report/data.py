@@ -11,9 +11,11 @@ from typing import final
 from howsmooth.errors import BadInputError
 from howsmooth.study import Growth
 from howsmooth.study.fit import Break, GrowthFit
-from howsmooth.study.jobs import Row
-from howsmooth.study.layers import SIDE_BY_SIDE
-from howsmooth.study.swapped import by_variant, mean
+from howsmooth.study.jobs import Cells
+from howsmooth.study.layers import LayerRow
+from howsmooth.study.maps_beside import SIDE_BY_SIDE
+from howsmooth.study.question import mean
+from howsmooth.study.swapped import KINDS
 
 Token = tuple[str, str, bool]  # what stands before it, the token itself, whether the tokenizer added it
 
@@ -58,7 +60,7 @@ class Sink:
 
     token: int
     word: str
-    rows: Sequence[Row]
+    rows: Sequence[Cells]
 
 
 @final
@@ -77,7 +79,7 @@ class ReportData:
     texts: by length, the tokens that the shares belong to.  notes: findings in words, shown under the answer.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[Cells]
     methods: Methods
     texts: Mapping[int, Sequence[Token]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -102,13 +104,13 @@ class ReportData:
                     "match them"
                 )
 
-    def of(self, kind: str) -> list[Row]:
+    def of(self, kind: str) -> list[Cells]:
         """The rows of one kind, one of `KEYS`, in the order of layer, length and sample."""
         return self._kinds.get(kind, [])
 
     @cached_property
-    def _kinds(self) -> dict[str, list[Row]]:
-        kinds: dict[str, list[Row]] = defaultdict(list)
+    def _kinds(self) -> dict[str, list[Cells]]:
+        kinds: dict[str, list[Cells]] = defaultdict(list)
         known = (row for row in self.rows if row["kind"] in KEYS)
         for row in sorted(known, key=lambda r: (r["layer"], r["n"], r.get("sample", 0), r.get("head", 0))):
             kinds[row["kind"]].append(row)
@@ -123,21 +125,21 @@ class ReportData:
         return sorted({row["n"] for row in self.of("layer")})
 
     @cached_property
-    def summary(self) -> list[Row]:
+    def summary(self) -> list[Cells]:
         """One row per layer and length over its samples: geometric mean, extremes, largest upper end, mean radius."""
-        groups: dict[tuple[int, int], list[Row]] = defaultdict(list)
+        groups: dict[tuple[int, int], list[Cells]] = defaultdict(list)
         for row in self.of("layer"):
             groups[row["layer"], row["n"]].append(row)
         return [_summary(layer, n, rows) for (layer, n), rows in groups.items()]
 
-    def least_smooth(self, layers: Collection[int] | None = None) -> Row:
+    def least_smooth(self, layers: Collection[int] | None = None) -> Cells:
         """The row of the summary with the largest mean, among these layers or all."""
         return max((row for row in self.summary if layers is None or row["layer"] in layers), key=lambda row: row["mean"])
 
     @cached_property
     def growth(self) -> Growth:
         """The rows of layers as a study of growth: the fits, and a table to print."""
-        return Growth(tuple(self.of("layer")))
+        return Growth(tuple(LayerRow.of(row) for row in self.of("layer")))
 
     @property
     def fits(self) -> dict[int, GrowthFit]:
@@ -153,7 +155,7 @@ class ReportData:
     @cached_property
     def sink(self) -> Sink | None:
         """The token that carries more than half of the worst direction in many layers, if there is one."""
-        carried: dict[int, list[Row]] = defaultdict(list)
+        carried: dict[int, list[Cells]] = defaultdict(list)
         for row in self.of("held"):
             if row["share"] > _MOST:
                 carried[row["token"]].append(row)
@@ -164,10 +166,10 @@ class ReportData:
         return Sink(token, carried[token][0]["word"], carried[token])
 
     @cached_property
-    def maps(self) -> list[Row]:
+    def maps(self) -> list[Cells]:
         """Maps of the layers side by side: the one asked for, on the first sample at the longest length, and others."""
         n = self.lengths[-1]
-        first: dict[int, Row] = {}
+        first: dict[int, Cells] = {}
         for row in self.of("layer"):
             if row["n"] == n and row.get("relative") is not None:
                 first.setdefault(row["layer"], row)
@@ -177,16 +179,16 @@ class ReportData:
         return sorted(rows, key=lambda row: order.index(row["map"]) if row["map"] in order else len(order))
 
     @cached_property
-    def variants(self) -> list[Row]:
+    def variants(self) -> list[Cells]:
         """One row per layer, length, size of tokens, kind of attention and way to put it in, over its samples."""
-        groups: dict[tuple[str, str, int, int, float], list[Row]] = defaultdict(list)
-        for (name, way), rows in by_variant(self.of("variant")).items():
-            for row in rows:
-                groups[name, way, row["layer"], row["n"], row["factor"]].append(row)
+        groups: dict[tuple[str, str, int, int, float], list[Cells]] = defaultdict(list)
+        order = {name: k for k, name in enumerate(KINDS)}
+        for row in sorted(self.of("variant"), key=lambda row: (order.get(row["variant"], len(order)), row["way"] == "matched")):
+            groups[row["variant"], row["way"], row["layer"], row["n"], row["factor"]].append(row)
         return [_variant(place, rows) for place, rows in groups.items()]
 
     @cached_property
-    def bounds(self) -> list[Row]:
+    def bounds(self) -> list[Cells]:
         """One row per bound, beside the `value` measured there."""
         return [
             {name: part for name, part in row.items() if name in ("model", "layer", "map", "n", "value", "radius_max")} | bound
@@ -204,7 +206,7 @@ class ReportData:
         return dict(sorted(shares.items()))
 
 
-def _variant(place: tuple[str, str, int, int, float], rows: list[Row]) -> Row:
+def _variant(place: tuple[str, str, int, int, float], rows: list[Cells]) -> Cells:
     values, about = [row["value"] for row in rows], dict(zip(("variant", "way", "layer", "n", "factor"), place, strict=True))
     relative = [row["relative"] for row in rows if row["relative"] is not None]
     return about | {
@@ -221,7 +223,7 @@ def _variant(place: tuple[str, str, int, int, float], rows: list[Row]) -> Row:
     }
 
 
-def _summary(layer: int, n: int, rows: list[Row]) -> Row:
+def _summary(layer: int, n: int, rows: list[Cells]) -> Cells:
     values = [row["value"] for row in rows]
     return {
         "layer": layer,

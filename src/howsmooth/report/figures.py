@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from howsmooth.errors import BadInputError
 from howsmooth.report.data import ReportData
 from howsmooth.run import writing
-from howsmooth.study.swapped import mean
+from howsmooth.study.question import mean
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -15,8 +15,8 @@ from howsmooth.report.answer import STRONG, answer, findings, number, plain
 from howsmooth.report.data import KEYS, ReportData
 from howsmooth.report.shell import asset, encoded, save, whole_page
 from howsmooth.run import check_folder
-from howsmooth.study.jobs import Row
-from howsmooth.study.swapped import mean
+from howsmooth.study.jobs import Cells
+from howsmooth.study.question import mean
 
 LARGEST = 6_000_000  # bytes
 _MOST_ROWS = 20_000  # of the table of all measurements; what is drawn is always whole
@@ -101,7 +101,7 @@ def payload(data: ReportData) -> dict[str, Any]:
     }
 
 
-def _picture(row: Row, shown: list[int]) -> dict[str, Any]:
+def _picture(row: Cells, shown: list[int]) -> dict[str, Any]:
     """A matrix of norms as 16-bit numbers on a logarithmic scale from `low` (1) to `high` (65535), 0 for zero; by rows."""
     norms = np.nan_to_num(np.asarray(row["norms"], float), nan=0.0, posinf=0.0)
     high = float(norms.max(initial=0.0)) or 1.0
@@ -242,7 +242,7 @@ def _variants(data: ReportData) -> str:
     return f"At n = {n} and equal entropy {'; '.join(said)}." if said else ""
 
 
-def _over_softmax(rows: list[Row], key: str) -> dict[str, float]:
+def _over_softmax(rows: list[Cells], key: str) -> dict[str, float]:
     """By kind, the geometric mean over layers of what it has over what softmax has in the same layer."""
     base = {row["layer"]: row[key] for row in rows if row["variant"] == "softmax"}
     ratios: dict[str, list[float]] = {}

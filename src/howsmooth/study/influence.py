@@ -14,8 +14,8 @@ Of any other map by random signs: `E|J_ij z|² = ‖J_ij‖²`, one product for 
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 from jaxtyping import Float
@@ -28,8 +28,10 @@ from howsmooth.models import FallbackWarning
 from howsmooth.solve import linear
 from howsmooth.spectral import Operator
 from howsmooth.study.jobs import Job, Row
-from howsmooth.study.layers import Part
+from howsmooth.study.layers import LayerRow, layer_jobs
+from howsmooth.study.question import Question, Steps, mean
 from howsmooth.study.reader import Reader
+from howsmooth.study.scope import Part, Setting, parts, task_of_part
 
 _LONGEST = 512  # tokens that a picture can show
 _PROBED = 64  # the same where a product is needed for each token and probe
@@ -40,39 +42,53 @@ _PROBE_WORK = 1e12  # the same for one by probes
 _BLOCKS = 2**22  # entries of diagonal blocks formed at once
 
 
-def influence_job(part: Part, lengths: Sequence[int]) -> Job:
-    """A picture of the layer and window of a part, at the longest of `lengths` that is affordable, or at a shorter one."""
-    return Job(measure_influence, {"part": asdict(part), "lengths": sorted(lengths)})
-
-
-def measure_influence(reader: Reader, part: dict[str, Any], lengths: list[int]) -> list[Row]:
-    """One row for the layer and window of a part, at the longest of `lengths` that is affordable, or at a shorter one.
+@final
+@dataclass(frozen=True, kw_only=True)
+class InfluenceRow(Row):
+    """A picture of one layer at one input.
 
     value: the Frobenius norm of all of `J`.  norms: `‖J_ij‖`, a list for each output token.  accuracy: their typical relative
     error, 0 where they are exact.
     """
-    began, one = time.perf_counter(), Part.of(part)
-    (layer,) = one.layers
-    asked = sorted({n for n in lengths if n <= _LONGEST}, reverse=True) or [_LONGEST]
-    for n in (*asked, *(n for n in _SHORT if n < min(asked))):
-        captured = replace(one, n=n).capture(reader)
-        attn = captured.closed(layer) if one.map == "attention" else None
+
+    kind = "influence"
+    sample: int = 0
+    value: float | None = None
+    accuracy: float
+    norms: Sequence[Sequence[float]]
+    seconds: float | None = None
+
+
+def influence_job(part: Part, lengths: Sequence[int]) -> Job:
+    """A picture of the layer and window of a part, at the longest of `lengths` that is affordable, or at a shorter one."""
+    return part.job(measure_influence, lengths=sorted(lengths))
+
+
+@task_of_part
+def measure_influence(reader: Reader, part: Part, lengths: list[int]) -> Iterator[InfluenceRow]:
+    """One row for the layer and window of a part, at the longest of `lengths` that is affordable, or at a shorter one."""
+    began = time.perf_counter()
+    (layer,) = part.layers
+    wanted = sorted({n for n in lengths if n <= _LONGEST}, reverse=True) or [_LONGEST]
+    for n in (*wanted, *(n for n in _SHORT if n < min(wanted))):
+        captured = replace(part, n=n).capture(reader)
+        attn = captured.closed(layer) if part.map == "attention" else None
         if attn is not None and _is_plain(attn) and _work(attn, n) <= _WORK.get(attn.device.type, _WORK["cpu"]):
             jacobian = linear(attn, captured.tokens(layer))
             assert isinstance(jacobian, AttentionJacobian)
             norms, accuracy = exact(jacobian), 0.0
-        elif n <= _PROBED and _probe_work(captured.tokens(layer, one.map).shape[1], n) <= _PROBE_WORK:
+        elif n <= _PROBED and _probe_work(captured.tokens(layer, part.map).shape[1], n) <= _PROBE_WORK:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FallbackWarning)
-                f = captured.map(layer, one.map)
+                f = captured.map(layer, part.map)
             norms, accuracy = probed(linear(f, f.start)), (2 * _PROBES) ** -0.5
         else:
             continue
-        about = {"kind": "influence", "model": captured.model, "layer": layer, "map": one.map, "n": n, "sample": one.first}
+        about = {"model": captured.model, "layer": layer, "map": part.map, "n": n, "sample": part.first}
         rounded = [[float(f"{v:.5g}") for v in row] for row in norms.tolist()]
-        about |= {"value": float(norms.norm()), "accuracy": accuracy, "norms": rounded}
-        return [about | {"seconds": time.perf_counter() - began}]
-    return []
+        found = InfluenceRow(**about, value=float(norms.norm()), accuracy=accuracy, norms=rounded)
+        yield replace(found, seconds=time.perf_counter() - began)
+        return
 
 
 def _is_plain(attn: Attention) -> bool:
@@ -204,3 +220,23 @@ def _diagonal(operator: AttentionJacobian, P: Tensor, Q: Tensor, own: Tensor) ->
         blocks = w_o @ parts.transpose(0, 1).flatten(1, 2)
         squares.append(blocks.double().square().sum((1, 2)))
     return torch.cat(squares)
+
+
+def tasks(setting: Setting) -> Steps:
+    """A picture of the least smooth layer, once that is known, on the first sample."""
+    measured = yield layer_jobs(setting)
+    yield picture_jobs(setting, measured.of(LayerRow))
+
+
+def picture_jobs(setting: Setting, rows: Sequence[LayerRow]) -> list[Job]:
+    """A picture of the layer with the largest mean at any length."""
+    if setting.scope.map == "model":
+        return []
+    groups: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        groups.setdefault((row.layer, row.n), []).append(row.value)
+    layer, _ = max(sorted(groups), key=lambda place: mean(groups[place]))
+    return [influence_job(replace(parts(setting, samples=1, layers=1)[0], layers=(layer,)), setting.scope.lengths)]
+
+
+INFLUENCE = Question(name="influence", row=InfluenceRow, tasks=tasks)

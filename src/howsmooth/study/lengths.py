@@ -1,27 +1,23 @@
 """How the constants of a model grow with the length of its input."""
 
-import math
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Unpack, final
 
 from torch import nn
 
-from howsmooth.models import MapName, Model
+from howsmooth.models import Model
 from howsmooth.run import Progress
-from howsmooth.study.fit import GrowthFit, fit_growth
-from howsmooth.study.jobs import Measured, Row, run_here, to_frame
-from howsmooth.study.layers import Question, Setting, layer_jobs, sample_count, settle
-from howsmooth.study.reader import Reader
+from howsmooth.study.fit import Break, GrowthFit, fit_growth
+from howsmooth.study.jobs import Cells, Measured, run_here, to_frame
+from howsmooth.study.layers import LayerRow, layer_jobs
+from howsmooth.study.question import Question, Steps, mean
+from howsmooth.study.scope import ScopeOptions, Setting, fitting_lengths, setting_of, with_scope
 
 if TYPE_CHECKING:
     import pandas
-
-# Powers of two, and more between them about 128: position embeddings are often tuned up to a power of two only.
-LENGTHS = (8, 16, 32, 64, 96, 128, 136, 192, 256, 512)
 
 
 @final
@@ -32,63 +28,64 @@ class Growth:
     rows: one per layer, length and sample.  `fits`: by layer, `L ≈ scale · n^exponent` with intervals, residuals and breaks.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[LayerRow, ...]
     failures: tuple[str, ...] = ()
 
     @cached_property
     def fits(self) -> dict[int, GrowthFit]:
         """By layer, where two lengths or more have a positive constant."""
         by_layer = {}
-        for layer in sorted({row["layer"] for row in self.rows}):
-            own = [row for row in self.rows if row["layer"] == layer and row["value"] > 0]
-            if len({row["n"] for row in own}) >= 2:
-                by_layer[layer] = fit_growth(*([row[name] for row in own] for name in ("n", "value", "sample")))
+        for layer in self.layers:
+            own = [row for row in self.rows if row.layer == layer and row.value > 0]
+            if len({row.n for row in own}) >= 2:
+                by_layer[layer] = fit_growth([r.n for r in own], [r.value for r in own], [r.sample for r in own])
         return by_layer
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were measured."""
+        return sorted({row.layer for row in self.rows})
 
     def to_frame(self) -> "pandas.DataFrame":
         """The rows, with the exponent of their layer beside them."""
-        return to_frame([row | fit_columns(self.fits.get(row["layer"])) for row in self.rows])
+        return to_frame([row.to_dict() | fit_columns(self.fits.get(row.layer)) for row in self.rows])
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
         return {
-            "rows": list(self.rows),
+            "rows": [row.to_dict() for row in self.rows],
             "fits": {str(layer): fit.to_dict() for layer, fit in self.fits.items()},
             "failures": list(self.failures),
         }
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[Cells]:
         """One line per layer."""
         lines = []
-        for layer in sorted({row["layer"] for row in self.rows}):
-            rows, fit = [row for row in self.rows if row["layer"] == layer], self.fits.get(layer)
-            line: dict[str, Any] = {"layer": layer}
-            for n in sorted({row["n"] for row in rows}):
-                line[f"n={n}"] = f"{_mean([row['value'] for row in rows if row['n'] == n]):.3g}"
-            line["R"] = f"{_mean([row['radius'] for row in rows]):.3g}"
+        for layer in self.layers:
+            rows, fit = [row for row in self.rows if row.layer == layer], self.fits.get(layer)
+            lengths = sorted({row.n for row in rows})
+            line: Cells = {"layer": layer}
+            line |= {f"n={n}": f"{mean([row.value for row in rows if row.n == n]):.3g}" for n in lengths}
+            line["R"] = f"{mean([row.radius for row in rows]):.3g}"
             line["exponent"] = "–" if fit is None else _with_interval(fit)
-            line["breaks"] = "" if fit is None else "; ".join(_break(b) for b in fit.breaks)
+            line["breaks"] = "" if fit is None else "; ".join(_in_words(b) for b in fit.breaks)
             lines.append(line)
         return lines
 
     def __str__(self) -> str:
-        breaks = {layer: "".join(f", {_break(b)}" for b in fit.breaks) for layer, fit in self.fits.items()}
+        breaks = {layer: "".join(f", {_in_words(b)}" for b in fit.breaks) for layer, fit in self.fits.items()}
         return "\n".join(f"layer {layer}: L ~ n^{_with_interval(fit)}{breaks[layer]}" for layer, fit in self.fits.items())
 
     __repr__ = __str__
 
 
+@with_scope()
 def growth(
     model: Model | nn.Module | str | Path,
     text: str | Sequence[int] | None = None,
     *,
-    lengths: Sequence[int] | None = None,
-    samples: int = 8,
-    layers: Sequence[int] | None = None,
-    map: MapName = "attention",
-    tol: float = 1e-3,
-    certify: float | None = None,
-    seed: int = 0,
     progress: Progress | None = None,
+    **scope: Unpack[ScopeOptions],
 ) -> Growth:
     """`L` against the number of tokens, layer by layer, with the fitted exponent, its interval, residuals and breaks.
 
@@ -102,58 +99,24 @@ def growth(
     >>> shape = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     >>> tiny = BertModel(BertConfig(**shape, intermediate_size=16, max_position_embeddings=32))
     >>> grown = growth(tiny, [i % 37 for i in range(60)], samples=2)
-    >>> sorted({row["n"] for row in grown.rows}), list(grown.fits)
+    >>> sorted({row.n for row in grown.rows}), list(grown.fits)
     ([8, 16, 32], [0])
     """
-    reader, setting = asked(model, text, lengths, samples, layers, map=map, tol=tol, certify=certify, seed=seed)
-    return of(run_here(reader, layer_jobs(setting), progress))
+    reader, setting = setting_of(model, text, scope)
+    return growth_of(run_here(reader, layer_jobs(setting), progress))
 
 
-def asked(
-    model: Model | nn.Module | str | Path,
-    text: str | Sequence[int] | None,
-    lengths: Sequence[int] | None,
-    samples: int,
-    layers: Sequence[int] | None,
-    usual: Callable[[Reader, int], tuple[int, ...]] | None = None,
-    **options: Any,
-) -> tuple[Reader, Setting]:
-    """A model and a text, and a question of them that can be answered, its lengths and layers filled in.
-
-    usual: the lengths for so many samples where none are named, `fitting_lengths` by default.
-    """
-    samples = sample_count(samples)
-    question = Question(LENGTHS if lengths is None else lengths, samples, layers, **options)  # pyright: ignore  makes tuples
-    reader = Reader.of(model, text)
-    fits = question if lengths is not None else replace(question, lengths=(usual or fitting_lengths)(reader, samples))
-    return reader, settle(reader, fits)
-
-
-def of(measured: Measured) -> Growth:
+def growth_of(measured: Measured) -> Growth:
     """The growth in what a study measured."""
-    order = sorted(measured.of("layer"), key=lambda row: (row["layer"], row["n"], row["sample"]))
+    order = sorted(measured.of(LayerRow), key=lambda row: (row.layer, row.n, row.sample))
     return Growth(tuple(order), measured.failures)
 
 
-def fit_columns(fit: GrowthFit | None) -> dict[str, float | None]:
+def fit_columns(fit: GrowthFit | None) -> Cells:
     """The exponent of a row's layer, as columns."""
     if fit is None:
         return {"exponent": None, "exponent_low": None, "exponent_high": None}
     return {"exponent": fit.exponent.value, "exponent_low": fit.exponent.low, "exponent_high": fit.exponent.high}
-
-
-def fitting_lengths(reader: Reader, samples: int) -> tuple[int, ...]:
-    """The usual lengths that the model has positions for and the text has tokens for; at least the shortest."""
-    extra = len(reader.text.prefix) + len(reader.text.suffix)
-    config = getattr(reader.model.module, "config", None)
-    limit = getattr(config, "max_position_embeddings", None)
-    limit = limit if isinstance(limit, int) and limit > 0 else math.inf
-    most = min(limit, len(reader.text) + extra - samples + 1)
-    return tuple(n for n in LENGTHS if extra < n <= most) or LENGTHS[:1]
-
-
-def _mean(values: list[float]) -> float:
-    return statistics.geometric_mean(values) if min(values) > 0 else 0.0
 
 
 def _with_interval(fit: GrowthFit) -> str:
@@ -161,7 +124,23 @@ def _with_interval(fit: GrowthFit) -> str:
     return f"{fit.exponent.value:.2f}{sure}"
 
 
-def _break(b: Any) -> str:
+def _in_words(b: Break) -> str:
     if b.kind == "jump":
         return f"jump ×{b.change.value:.2f} from {b.before} to {b.after}"
     return f"bend by {b.change.value:+.2f} at {b.before}"
+
+
+def tasks(setting: Setting) -> Steps:
+    """Every layer, length and sample."""
+    yield layer_jobs(setting)
+
+
+GROWTH = Question(
+    name="growth",
+    row=LayerRow,
+    tasks=tasks,
+    title="L, geometric mean over samples, and its growth L ~ n^exponent",
+    table=lambda measured: growth_of(measured).table(),
+    words=("breaks",),
+    lengths=fitting_lengths,
+)

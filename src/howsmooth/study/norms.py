@@ -1,4 +1,4 @@
-"""With and without the norm in front: attention alone at the tokens that enter it, the norm alone, and both together.
+"""Attention with and without the norm in front: attention alone at the tokens that enter it, the norm alone, and both together.
 
 The norm in front of a layer is what leads from an earlier node of the recorded run to where its attention begins: the block's
 own norm where a block normalises before it attends, that of the block before, or of the embeddings, where it normalises
@@ -6,8 +6,9 @@ afterwards.
 """
 
 import time
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import final
 
 import torch
 from torch import Tensor
@@ -18,39 +19,51 @@ from howsmooth.models.measurement import estimate_columns
 from howsmooth.program.nodes import name, shape
 from howsmooth.program.sides import Norm, read_norm
 from howsmooth.program.stretch import PartOfRun, features_last
-from howsmooth.study.jobs import Job, Row
-from howsmooth.study.layers import Part, Setting, parts
+from howsmooth.study.jobs import EstimateRow
+from howsmooth.study.question import Question, Steps, mean_lines
 from howsmooth.study.reader import Reader
+from howsmooth.study.scope import Part, Setting, parts, task_of_part
 from howsmooth.verbs import lipschitz
 
 _VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze"}  # the same tokens in the same order
 _NEAR = 8  # places in front of a layer where its norm may begin
 
 
-def norm_jobs(setting: Setting) -> list[Job]:
+@final
+@dataclass(frozen=True, kw_only=True)
+class NormRow(EstimateRow):
+    """A layer's attention, the norm in front of it, or both, by `map`: `attention`, `norm`, `normed`."""
+
+    kind = "norms"
+    map: str = field()
+
+
+def tasks(setting: Setting) -> Steps:
     """Every layer, length and sample."""
-    return [Job(measure_norms, {"part": asdict(one)}) for part in parts(setting) for one in part.windows()]
+    yield [one.job(measure_norms) for part in parts(setting) for one in part.windows()]
 
 
-def measure_norms(reader: Reader, part: dict[str, Any]) -> list[Row]:
+@task_of_part
+def measure_norms(reader: Reader, part: Part) -> Iterator[NormRow]:
     """Rows with map `attention`, `norm` and `normed` (the norm, then attention); the last two where a norm is in front."""
-    one = replace(Part.of(part), map="attention")
-    captured, rows = one.capture(reader), []
+    one = replace(part, map="attention")
+    captured = one.capture(reader)
     for m, window in one.measure(reader):
-        rows.append(m.row("norms", **window))
+        row = NormRow.measured(m, window)
+        yield row
         attn: Map = captured.closed(m.layer) or captured.map(m.layer)
         front = norm_in_front(captured, m.layer)
         if front is None:
             continue
         norm, tokens = front
         lengths = tokens.double().norm(dim=-1)
-        radii = {"radius": float(lengths.square().mean().sqrt()), "radius_max": float(lengths.max())}
+        radius, largest = float(lengths.square().mean().sqrt()), float(lengths.max())
         for kind, f in (("norm", norm), ("normed", attn @ norm)):
             began = time.perf_counter()
             estimate = lipschitz(f, tokens, tol=one.tol, certify=one.certify)
             seconds = time.perf_counter() - began
-            rows.append(rows[-1] | estimate_columns(estimate) | radii | {"map": kind, "seconds": seconds})
-    return rows
+            found = replace(row, **estimate_columns(estimate), map=kind, seconds=seconds)
+            yield replace(found, radius=radius, radius_max=largest)
 
 
 @torch.no_grad()
@@ -73,3 +86,12 @@ def norm_in_front(captured: Capture, layer: int) -> tuple[Norm, Tensor] | None:
         if norm is not None:
             return norm.to(dtype=captured.sample.work), taken.to(captured.sample.work)
     return None
+
+
+NORMS = Question(
+    name="norms",
+    row=NormRow,
+    tasks=tasks,
+    title="L of attention alone, of the norm in front alone, and of both",
+    table=lambda measured: mean_lines(lambda row: row.map, measured.of(NormRow)),
+)

@@ -8,10 +8,9 @@ the first sample; docs/howto/variants.md says what it means for kinds whose weig
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import geometric_mean
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +22,21 @@ from howsmooth.maps import Attention
 from howsmooth.models import Capture, Model
 from howsmooth.models.measurement import estimate_columns
 from howsmooth.run import Progress
-from howsmooth.settings import choice, items, number
-from howsmooth.study.jobs import Job, Measured, Row, run_here, to_frame
-from howsmooth.study.layers import Part, Setting, parts
-from howsmooth.study.lengths import asked, fitting_lengths
+from howsmooth.settings import choice, items
+from howsmooth.study.jobs import Cells, EstimateRow, Job, Measured, Row, rare, run_here, to_frame
+from howsmooth.study.question import Question, Steps, mean
 from howsmooth.study.reader import Reader
+from howsmooth.study.scope import (
+    Part,
+    ScopeOptions,
+    Setting,
+    checked_factors,
+    fitting_lengths,
+    parts,
+    setting_of,
+    task_of_part,
+    with_scope,
+)
 from howsmooth.verbs import lipschitz_batch
 
 if TYPE_CHECKING:
@@ -65,6 +74,60 @@ KINDS: dict[str, Callable[[int], Kind]] = {
     "balanced": lambda _: Sinkhorn(iterations=None),
 }
 USUAL = tuple(KINDS)[:8]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ChoiceRow(Row):
+    """How a kind of attention is put into a layer.
+
+    way: `published`, `matched`, or `both` of softmax.  scale, entropy: its scale, and the mean entropy of its weights there.
+    target: softmax's entropy.  matched: whether the two are the same.
+    """
+
+    kind = "choice"
+    variant: str
+    way: str
+    scale: float
+    entropy: float
+    target: float
+    matched: bool
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LeftOutRow(Row):
+    """A kind of attention that a layer has no form for, and why."""
+
+    kind = "left out"
+    variant: str
+    way: str | None = rare()
+    factor: float | None = rare()
+    reason: str
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class VariantRow(EstimateRow):
+    """A layer with another kind of attention at one window, its tokens multiplied by `factor`.
+
+    output: `|f(x)|`, Frobenius.  relative: `L·|x|/|f(x)|`.  cost: the time of one pair of products over softmax's, where tokens
+    have their own size. The rest is as in `ChoiceRow`.
+    """
+
+    kind = "variant"
+    upper: float = field()
+    steps: int = field()
+    factor: float
+    variant: str
+    way: str
+    scale: float | None = None
+    entropy: float
+    target: float | None = None
+    matched: bool
+    output: float | None = None
+    relative: float | None
+    cost: float | None
 
 
 def kind_names(names: Sequence[str] | None) -> tuple[str, ...]:
@@ -140,35 +203,27 @@ def matched_scale(attn: Attention, x: Tensor, target: float) -> tuple[float, flo
 
 def choice_jobs(setting: Setting, names: Sequence[str]) -> list[Job]:
     """The scale of every kind in every layer, on the first sample at the longest length up to 256."""
-    if setting.question.map != "attention":
+    if setting.scope.map != "attention":
         return []
-    there = [middle_length(setting)]
-    return [
-        Job(choose_scales, {"part": asdict(part), "kinds": list(names)}) for part in parts(setting, there, samples=1, layers=1)
-    ]
+    there = [setting.nearest(LONGEST)]
+    return [part.job(choose_scales, kinds=list(names)) for part in parts(setting, there, samples=1, layers=1)]
 
 
-def middle_length(setting: Setting) -> int:
-    """The longest length asked for up to 256, where weights can be written down, or the shortest."""
-    lengths = setting.question.lengths
-    return max([n for n in lengths if n <= LONGEST], default=min(lengths))
-
-
-def choose_scales(reader: Reader, part: dict[str, Any], kinds: list[str]) -> list[Row]:
-    """A row for every kind and way, `choice`, with its scale and entropy; `left out` for what the layer has no form for."""
-    one = Part.of(part)
-    captured, (layer,) = one.capture(reader), one.layers
+@task_of_part
+def choose_scales(reader: Reader, part: Part, kinds: list[str]) -> Iterator[ChoiceRow | LeftOutRow]:
+    """A row for every kind and way, with its scale and entropy, or why the layer has no form for it."""
+    captured, (layer,) = part.capture(reader), part.layers
     attn, x = closed_form(captured[0], layer), captured[0].tokens(layer)
-    about = {"model": captured.model, "layer": layer, "n": one.n}
-    target, rows = mean_entropy(put_in(attn, Softmax()), x), []
+    about: Cells = {"model": captured.model, "layer": layer, "n": part.n}
+    target = mean_entropy(put_in(attn, Softmax()), x)
     for name in kinds:
         try:
             for way, scale, entropy in _ways(put_in(attn, KINDS[name](layer)), x, target, name):
-                row = {"kind": "choice", **about, "variant": name, "way": way, "scale": scale, "entropy": entropy}
-                rows.append(row | {"target": target, "matched": way != "published" and abs(entropy - target) <= _CLOSE})
+                matched = way != "published" and abs(entropy - target) <= _CLOSE
+                found = {"scale": scale, "entropy": entropy, "target": target, "matched": matched}
+                yield ChoiceRow(**about, variant=name, way=way, **found)
         except HowSmoothError as error:
-            rows.append({"kind": "left out", **about, "variant": name, "reason": str(error)})
-    return rows
+            yield LeftOutRow(**about, variant=name, reason=str(error))
 
 
 def _ways(attn: Attention, x: Tensor, target: float, name: str) -> Iterator[tuple[str, float, float]]:
@@ -187,72 +242,71 @@ def closed_form(captured: Capture, layer: int) -> Attention:
     return captured.attention(layer) if attn is None else attn  # which says why there is none
 
 
-def variant_jobs(setting: Setting, choices: Sequence[Row], factors: Sequence[float] = REACH) -> list[Job]:
+def variant_jobs(setting: Setting, choices: Sequence[ChoiceRow], factors: Sequence[float] = REACH) -> list[Job]:
     """Every kind and way that was chosen, in every layer, at every length and sample; tokens of other sizes at one length."""
-    fix = "1 leaves the tokens as they are"
-    expected = "positive factors below 1e6"
-    sizes = [number(f, expected, fix, above=0.0, below=1e6) for f in items(factors, expected, fix)]
-    middle, keys = middle_length(setting), ("variant", "way", "scale", "entropy", "target", "matched")
-    by_layer = {layer: [{k: row[k] for k in keys} for row in choices if row["layer"] == layer] for layer in setting.layers}
-    jobs = []
+    sizes, middle, jobs = checked_factors(factors), setting.nearest(LONGEST), []
     for part in parts(setting, layers=1):
+        own = [row.to_dict() for row in choices if row.layer == part.layers[0]]
         more = [f for f in sizes if f != 1] if part.n == middle and part.first == 0 else []
-        if by_layer[part.layers[0]]:
-            jobs.append(Job(measure_variants, {"part": asdict(part), "choices": by_layer[part.layers[0]], "factors": more}))
+        if own:
+            jobs.append(part.job(measure_variants, choices=own, factors=more))
     return jobs
 
 
-def measure_variants(reader: Reader, part: dict[str, Any], choices: list[Row], factors: list[float]) -> list[Row]:
-    """A row of kind `variant` for every choice and window, and for every factor at the first window; `left out` where refused.
-
-    output: `|f(x)|`, Frobenius.  relative: `L·|x|/|f(x)|`.  cost: the time of one pair of products over softmax's, both timed
-    here in turns, where tokens have their own size.
-    """
-    one = Part.of(part)
-    captured, (layer,) = one.capture(reader), one.layers
+@task_of_part
+def measure_variants(
+    reader: Reader, part: Part, choices: list[Cells], factors: list[float]
+) -> Iterator[VariantRow | LeftOutRow]:
+    """A row for every choice and window, and for every factor at the first window, or why there is none."""
+    captured, (layer,) = part.capture(reader), part.layers
     inputs = [(closed_form(c, layer), c.tokens(layer)) for c in captured]
     alike = all(attn is inputs[0][0] for attn, _ in inputs)
     batches = [inputs] if alike else [[i] for i in inputs]
-    rows: list[Row] = []
+    chosen = [ChoiceRow.of(cells) for cells in choices]
     for first, batch in zip(range(0, len(inputs), len(batches[0])), batches, strict=True):
         x = torch.stack([tokens for _, tokens in batch])
-        here = replace(one, first=one.first + first, starts=one.starts[first:][: len(batch)])
-        rows += _rows(here, captured.model, batch[0][0], x, 1.0, choices)
+        here = replace(part, first=part.first + first, starts=part.starts[first:][: len(batch)])
+        yield from _rows(here, captured.model, batch[0][0], x, 1.0, chosen)
         for factor in factors if first == 0 else []:
-            rows += _rows(here, captured.model, batch[0][0], factor * x[:1], factor, choices)
-    return rows
+            yield from _rows(here, captured.model, batch[0][0], factor * x[:1], factor, chosen)
 
 
-def _rows(one: Part, model: str, attn: Attention, x: Tensor, factor: float, choices: list[Row]) -> Iterator[Row]:
-    """Every choice at a batch of windows, (batch, n, d)."""
-    (layer,) = one.layers
-    about = {"model": model, "layer": layer, "map": "attention", "n": one.n, "factor": factor}
+def _rows(
+    part: Part, model: str, attn: Attention, x: Tensor, factor: float, choices: list[ChoiceRow]
+) -> Iterator[VariantRow | LeftOutRow]:
+    """Every choice at a batch of windows, (batch, n, d). Costs are timed here, in turns with softmax's."""
+    (layer,) = part.layers
     softmax = put_in(attn, Softmax())
     for chosen in choices:
+        about: Cells = {"model": model, "layer": layer, "map": "attention", "n": part.n, "factor": factor}
+        about |= {"variant": chosen.variant, "way": chosen.way}
         began = time.perf_counter()
         try:
-            f = put_in(attn, KINDS[chosen["variant"]](layer), chosen["scale"])
-            timed = factor == 1 and chosen["variant"] != "softmax"
+            f = put_in(attn, KINDS[chosen.variant](layer), chosen.scale)
+            timed = factor == 1 and chosen.variant != "softmax"
             cost = cost_of(f, softmax, x[:1]) if timed else 1.0 if factor == 1 else None
-            estimates = lipschitz_batch(f, x, tol=one.tol, certify=one.certify)
+            estimates = lipschitz_batch(f, x, tol=part.tol, certify=part.certify)
             outputs = f(x)
         except HowSmoothError as error:
-            yield {"kind": "left out", **about, "variant": chosen["variant"], "way": chosen["way"], "reason": str(error)}
+            yield LeftOutRow(**about, reason=str(error))
             continue
+        about |= {"scale": chosen.scale, "entropy": chosen.entropy, "target": chosen.target, "matched": chosen.matched}
         seconds = (time.perf_counter() - began) / len(x)
         for i, estimate in enumerate(estimates):
             lengths, output = x[i].double().norm(dim=-1), float(outputs[i].double().norm())
             size = float(lengths.norm())
-            yield {"kind": "variant", **about, **chosen, **estimate_columns(estimate)} | {
-                "sample": one.first + i,
-                "start": one.starts[i],
-                "radius": size / one.n**0.5,
-                "radius_max": float(lengths.max()),
-                "output": output,
-                "relative": estimate.value * size / output if output > 0 else None,
-                "cost": cost,
-                "seconds": seconds,
-            }
+            yield VariantRow(
+                **about,
+                **estimate_columns(estimate),
+                sample=part.first + i,
+                start=part.starts[i],
+                radius=size / part.n**0.5,
+                radius_max=float(lengths.max()),
+                output=output,
+                relative=estimate.value * size / output if output > 0 else None,
+                cost=cost,
+                seconds=seconds,
+            )
 
 
 @torch.no_grad()
@@ -272,40 +326,40 @@ def cost_of(f: Attention, softmax: Attention, x: Tensor) -> float:
 @final
 @dataclass(frozen=True)
 class Variants:
-    """Every kind in every layer. rows: of kind `variant`.  left_out: of kind `left out`, with their reasons."""
+    """Every kind in every layer, and what was left out."""
 
-    rows: tuple[Row, ...]
-    left_out: tuple[Row, ...] = ()
+    rows: tuple[VariantRow, ...]
+    left_out: tuple[LeftOutRow, ...] = ()
     failures: tuple[str, ...] = ()
 
     def to_frame(self) -> "pandas.DataFrame":
-        return to_frame(self.rows)
+        """The rows as a pandas data frame."""
+        return to_frame([row.to_dict() for row in self.rows])
 
     def to_dict(self) -> dict[str, Any]:
-        return {"rows": list(self.rows), "left_out": list(self.left_out), "failures": list(self.failures)}
+        """Plain numbers and strings."""
+        rows, left_out = ([row.to_dict() for row in some] for some in (self.rows, self.left_out))
+        return {"rows": rows, "left_out": left_out, "failures": list(self.failures)}
 
-    def table(self) -> list[Row]:
+    def table(self) -> list[Cells]:
         """One line per kind and way, geometric means over layers and samples; all but entropy at the longest length."""
         lines = []
+        softmax = {_place(row): row.value for row in self.rows if row.variant == "softmax"}
         for (name, way), rows in by_variant(self.rows).items():
-            plain = [row for row in rows if row["factor"] == 1]
-            lengths = sorted({row["n"] for row in plain})
-            at = {n: mean(row["value"] for row in plain if row["n"] == n) for n in lengths}
-            last = [row for row in plain if row["n"] == lengths[-1]]
-            line: Row = {"kind": name, "scale": way} | {f"n={n}": at[n] for n in lengths}
-            line["×softmax"] = mean(self.ratios(last, "value"))
+            plain = [row for row in rows if row.factor == 1]
+            lengths, sizes = sorted({row.n for row in plain}), sorted({row.factor for row in rows})
+            at = {n: mean([row.value for row in plain if row.n == n]) for n in lengths}
+            last = [row for row in plain if row.n == lengths[-1]]
+            line: Cells = {"kind": name, "scale": way} | {f"n={n}": at[n] for n in lengths}
+            line["×softmax"] = mean([row.value / softmax[_place(row)] for row in last if softmax.get(_place(row))])
             line["n^"] = slope(at)
-            line["R^"] = slope({f: mean(r["value"] for r in rows if r["factor"] == f) for f in _sizes(rows)})
-            line["relative"] = mean(row["relative"] for row in last if row["relative"] is not None)
-            line["entropy"] = sum(row["entropy"] for row in last) / len(last)
-            line["matched"] = "" if way == "published" else f"{sum(r['matched'] for r in last)} of {len(last)}"
-            lines.append(line | {"cost": mean(row["cost"] for row in last), "steps": mean(row["steps"] for row in last)})
+            line["R^"] = slope({f: mean([r.value for r in rows if r.factor == f]) for f in sizes})
+            line["relative"] = mean([row.relative for row in last if row.relative is not None])
+            line["entropy"] = sum(row.entropy for row in last) / len(last)
+            line["matched"] = "" if way == "published" else f"{sum(r.matched for r in last)} of {len(last)}"
+            line["cost"] = mean([row.cost for row in last if row.cost is not None])
+            lines.append(line | {"steps": mean([row.steps for row in last])})
         return lines
-
-    def ratios(self, rows: Sequence[Row], key: str) -> list[float]:
-        """What rows have over what softmax has at the same layer and input."""
-        base = {_place(row): row[key] for row in self.rows if row["variant"] == "softmax"}
-        return [row[key] / base[_place(row)] for row in rows if row[key] is not None and base.get(_place(row))]
 
     def __str__(self) -> str:
         lines = [f"{line['kind']} ({line['scale']}): {line['×softmax']:.3g} times softmax's L" for line in self.table()]
@@ -314,19 +368,15 @@ class Variants:
     __repr__ = __str__
 
 
+@with_scope("map")
 def variants(
     model: Model | nn.Module | str | Path,
     text: str | Sequence[int] | None = None,
     *,
     kinds: Sequence[str] | None = None,
-    lengths: Sequence[int] | None = None,
     factors: Sequence[float] = REACH,
-    samples: int = 8,
-    layers: Sequence[int] | None = None,
-    tol: float = 1e-3,
-    certify: float | None = None,
-    seed: int = 0,
     progress: Progress | None = None,
+    **scope: Unpack[ScopeOptions],
 ) -> Variants:
     """`L` of every layer with every kind of attention put in, against the number of tokens, their size, and the cost.
 
@@ -340,29 +390,24 @@ def variants(
     >>> [(line["kind"], line["scale"]) for line in found.table()]
     [('softmax', 'both'), ('cosine', 'published'), ('cosine', 'matched')]
     """
-    names, how = kind_names(kinds), {"tol": tol, "certify": certify, "seed": seed}
-    reader, setting = asked(model, text, lengths, samples, layers, usual_lengths, **how)
-    chosen = run_here(reader, choice_jobs(setting, names))
-    return of(chosen, run_here(reader, variant_jobs(setting, chosen.of("choice"), factors), progress))
+    names = kind_names(kinds)
+    reader, setting = setting_of(model, text, scope, usual_lengths)
+    steps = tasks(setting, kinds=names, factors=factors)
+    return variants_of(VARIANTS.ask(steps, lambda jobs: run_here(reader, jobs, progress)))
 
 
-def of(*measured: Measured) -> Variants:
+def variants_of(measured: Measured) -> Variants:
     """The variants in what a study measured."""
-    rows = [row for part in measured for row in part.rows]
-    order = sorted(
-        (row for row in rows if row["kind"] == "variant"),
-        key=lambda row: (row["layer"], row["n"], row["factor"], row["sample"]),
-    )
-    left = tuple(row for row in rows if row["kind"] == "left out")
-    return Variants(tuple(order), left, tuple(reason for part in measured for reason in part.failures))
+    order = sorted(measured.of(VariantRow), key=lambda row: (row.layer, row.n, row.factor, row.sample))
+    return Variants(tuple(order), tuple(measured.of(LeftOutRow)), measured.failures)
 
 
-def by_variant(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+def by_variant(rows: Sequence[VariantRow]) -> dict[tuple[str, str], list[VariantRow]]:
     """Rows by kind and way, in the order of `KINDS`, as published before matched."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[VariantRow]] = {}
     order = {name: k for k, name in enumerate(KINDS)}
-    for row in sorted(rows, key=lambda row: (order.get(row["variant"], len(order)), row["way"] == "matched")):
-        groups.setdefault((row["variant"], row["way"]), []).append(row)
+    for row in sorted(rows, key=lambda row: (order.get(row.variant, len(order)), row.way == "matched")):
+        groups.setdefault((row.variant, row.way), []).append(row)
     return groups
 
 
@@ -375,15 +420,31 @@ def slope(values: dict[Any, float]) -> float | None:
     return sum((x - a) * (y - b) for x, y in points) / sum((x - a) ** 2 for x, _ in points)
 
 
-def mean(values: Iterator[float] | Sequence[float]) -> float:
-    """The geometric mean; zero where one is."""
-    some = list(values)
-    return geometric_mean(some) if some and min(some) > 0 else 0.0
+def _place(row: VariantRow) -> tuple[int, int, float, int]:
+    return row.layer, row.n, row.factor, row.sample
 
 
-def _sizes(rows: Sequence[Row]) -> list[float]:
-    return sorted({row["factor"] for row in rows})
+def tasks(setting: Setting, *, kinds: Sequence[str] | None = None, factors: Sequence[float] = REACH) -> Steps:
+    """The scale of every kind in every layer, then every layer with every kind.
+
+    kinds: of attention to put in; softmax is always there.  factors: what the tokens are multiplied by.
+    """
+    names = kind_names(kinds)
+    chosen = yield choice_jobs(setting, names)
+    yield variant_jobs(setting, chosen.of(ChoiceRow), factors)
 
 
-def _place(row: Row) -> tuple[Any, ...]:
-    return row["layer"], row["n"], row["factor"], row["sample"]
+def _remarks(measured: Measured) -> list[str]:
+    return list(dict.fromkeys(f"left out {row.variant}: {row.reason}" for row in measured.of(LeftOutRow)))
+
+
+VARIANTS = Question(
+    name="variants",
+    row=VariantRow,
+    tasks=tasks,
+    title="L with every kind put in, geometric means over layers and samples; at the longest length from ×softmax on",
+    table=lambda measured: variants_of(measured).table(),
+    words=("kind", "scale"),
+    lengths=usual_lengths,
+    remarks=_remarks,
+)

@@ -1,0 +1,107 @@
+"""How far from the ceiling? Every bound beside what was measured, at the input and over the ball that just holds its tokens."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+from howsmooth.errors import HowSmoothError
+from howsmooth.maps import Attention
+from howsmooth.models import Capture, Measurement
+from howsmooth.study.jobs import Cells, EstimateRow, Measured, rare
+from howsmooth.study.layers import LayerRow, layer_jobs
+from howsmooth.study.question import Beside, Question, Steps, lines_by_place, power_of_ten
+from howsmooth.study.scope import Part, Setting
+from howsmooth.theory import Bound, point_bounds
+from howsmooth.theory.constants import Constants, constants
+from howsmooth.theory.over_ball.table import rows_over_ball
+
+_MIDDLE = 128  # tokens
+# norms of weights, which take longer than the rest; of the layers that a worker holds, which stay as they were read off
+_KNOWN: WeakKeyDictionary[Attention, Constants] = WeakKeyDictionary()
+
+
+@final
+@dataclass(frozen=True)
+class BoundCells:
+    """A bound in a row. where: point or ball.  log_value: its logarithm, nothing where it does not apply for a `reason`."""
+
+    where: str
+    id: str
+    name: str
+    side: str
+    log_value: float | None
+    statement: str
+    source: str
+    reason: str | None
+
+    @classmethod
+    def of(cls, where: str, bound: Bound) -> "BoundCells":
+        """A bound without its certificate."""
+        b = bound
+        return cls(where, b.id, b.name, b.side, b.log_value, b.statement, b.source, b.reason)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BoundsRow(EstimateRow):
+    """Every bound of a layer at one input.  reason: why there are none."""
+
+    kind = "bounds"
+    bounds: Sequence[Cells]
+    reason: str | None = rare()
+
+    @property
+    def each(self) -> list[BoundCells]:
+        """The bounds one by one."""
+        return [BoundCells(**b) for b in self.bounds]
+
+
+def bounds_row(captured: Capture, m: Measurement, part: Part, window: Cells) -> Iterator[BoundsRow]:
+    """One row for a layer in closed form. What fails there keeps nobody from the measurement."""
+    began, attn = time.perf_counter(), captured.closed(m.layer)
+    if attn is None or part.map != "attention":
+        return
+    more: dict[str, Any] = {}
+    try:
+        if attn not in _KNOWN:
+            _KNOWN[attn] = replace(constants(replace(attn.to("cpu"))))  # the layer is another one, or it would keep itself here
+        known = replace(_KNOWN[attn])  # what rows derive from it, larger than the layer, goes with them
+        bounds = [BoundCells.of("point", b) for b in point_bounds(attn, captured.tokens(m.layer))]
+        bounds += [BoundCells.of("ball", b) for b in rows_over_ball(known, m.n, m.radius_max)]
+    except (HowSmoothError, RuntimeError) as error:  # weights out of range, too little memory, no decomposition
+        bounds, more = [], {"reason": " ".join(str(error).split())[:500]}
+    cells = [dict(vars(b)) for b in bounds]
+    yield BoundsRow.measured(m, window, bounds=cells, **more, seconds=time.perf_counter() - began)
+
+
+def tasks(setting: Setting) -> Steps:
+    """Every layer at every length on the first sample, beside every bound; for attention."""
+    first = replace(setting, starts=setting.starts[:1])
+    yield layer_jobs(first, beside={"bounds": setting.scope.lengths}) if setting.scope.map == "attention" else []
+
+
+def _line(rows: list[LayerRow | BoundsRow]) -> Cells:
+    bounds = [b for row in rows if isinstance(row, BoundsRow) for b in row.each]  # of the first sample alone
+    return {"L": rows[0].value} | {b.id: power_of_ten(b.log_value) for b in bounds if b.log_value is not None}
+
+
+def table(measured: Measured) -> list[Cells]:
+    """Measured and bounds, a line for each layer and length."""
+    return lines_by_place(_line, measured.rows)
+
+
+def page_lengths(setting: Setting) -> list[int]:
+    """A middle length and the longest."""
+    return [setting.nearest(_MIDDLE), setting.longest] if setting.scope.map == "attention" else []
+
+
+BOUNDS = Question(
+    name="bounds",
+    row=BoundsRow,
+    tasks=tasks,
+    title="measured L on the first sample, and every bound that applies: D at the input, B over the ball",
+    table=table,
+    beside=Beside(bounds_row, page_lengths, slow=True),
+)
