@@ -1,11 +1,14 @@
 """What every test starts from: seeds, types checked as code runs, and the reasons for which tests are skipped."""
 
+import fcntl
 import os
 import random
+import shutil
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 import pytest
@@ -13,6 +16,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from shapes import install, shapes_checked
+
+if TYPE_CHECKING:
+    from problems.desks import Desk
+
+Once = Callable[[str, Callable[[Path], object]], Path]
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # fused kernels then run on the CPU, slowly
@@ -56,6 +64,34 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         if error.name != "ot":
             raise
         pytest.skip("needs POT: pip install POT")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Fill a folder by name once in a test run, however many processes run it."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+
+    def fill_once(name: str, fill: Callable[[Path], object]) -> Path:
+        folder, filled = shared / name, shared / f"{name}.filled"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not filled.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                fill(folder)
+                filled.touch()
+        return folder
+
+    return fill_once
+
+
+@pytest.fixture(scope="session")
+def desk(once: Once) -> "Desk":
+    """A model, a text, and the report of them: look at these, write elsewhere."""
+    from problems import desks
+
+    return desks.Desk(once("desk", desks.fill))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

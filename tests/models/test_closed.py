@@ -1,6 +1,5 @@
 """Layers of models as `Attention`: read off, equal to the model's own layer, bounded by theory; and what is refused."""
 
-import math
 import warnings
 from functools import cache
 from typing import Any
@@ -239,23 +238,6 @@ def test_windows_of_a_rotary_model_share_a_closed_form():
         together = model.capture(windows).measure([layer])
     for window, m in zip(windows, together, strict=True):
         assert m.value == pytest.approx(model.measure(ids=window, layer=layer).value, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_the_page_of_a_rotary_model_is_complete(tmp_path):
-    model = randomize(ZOO["llama"].build(), scale=0.25)
-    report = hs.inspect(model, ids(n=40)[0].tolist(), lengths=[8, 16], samples=1)
-    assert not report.failures
-    assert not report.data.notes
-    for kind in ("bounds", "splitting", "worst"):
-        rows = [row for row in report.rows if row["kind"] == kind]
-        assert {row["layer"] for row in rows} == {0, 1}, kind
-    for bound in report.data.bounds:
-        if bound["side"] == "upper" and bound["log_value"] is not None:
-            assert bound["log_value"] >= math.log(bound["value"] * (1 - 1e-6))
-    assert any("theory certifies" in line for line in report.answer)
-    page = report.save(tmp_path / "page", figures=False).read_text()
-    assert page.count('"where":"point"') or page.count('"where": "point"')
 
 
 class Masked(nn.Module):

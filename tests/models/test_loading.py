@@ -41,7 +41,7 @@ def truth(source: Path) -> float:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return readers.save(tmp_path_factory.mktemp("other") / "model", seed=1)
+    return readers.save(tmp_path_factory.mktemp("other") / "model", readers.bert(1))
 
 
 @pytest.fixture(autouse=True)

@@ -47,11 +47,11 @@ def reader(module: Any = None, seed: int = 0) -> Reader:
     return Reader.of(load(bert(seed) if module is None else module), ids())
 
 
-def save(folder: Path, seed: int = 0) -> Path:
+def save(folder: Path, module: t.PreTrainedModel | None = None) -> Path:
     """A model folder with its tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    bert(seed).save_pretrained(folder)
+    (module or bert()).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCABULARY)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     words.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))  # pyright: ignore[reportAttributeAccessIssue]

@@ -173,7 +173,7 @@ def test_a_worker_refuses_another_text_or_model(tmp_path):
     with pytest.raises(BadInputError, match="the text that the study was planned with"):
         prepare(**source.to_dict())
     text.write_text(readers.text())
-    readers.save(folder, seed=1)
+    readers.save(folder, readers.bert(1))
     with pytest.raises(BadInputError, match="the model that the study was planned with"):
         prepare(**source.to_dict())
 
