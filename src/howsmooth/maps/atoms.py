@@ -82,7 +82,7 @@ def _balanced(balancing: Balancing, s: Tensor, asked: Tensor, counts: Tensor) ->
     else:  # every row is normalised last, or last but one, on its own
         g, rows = balance.g, balance.before if balancing.iterations is not None and balancing.iterations % 2 == 0 else balance.g
         f = -(asked + rows + log_count).logsumexp(-1, keepdim=True)
-    return torch.where(balance.settled[:, None, None, None], (asked + f + g + log_count).exp(), 0.0)
+    return torch.where(balance.converged[:, None, None, None], (asked + f + g + log_count).exp(), 0.0)
 
 
 def _balance(balancing: Balancing, s: Tensor, counts: Tensor) -> Balance:
@@ -132,7 +132,7 @@ class CountedAttention(OnMeasure):
         balancing = self.layer.kind.traits.balancing
         if balancing is not None and balancing.iterations is None:
             s, _, _ = _logits(self.layer, self.layer.vectors(x))
-            if not bool(_balance(balancing, s, self._mass(x)[:, None, None]).settled.all()):
+            if not bool(_balance(balancing, s, self._mass(x)[:, None, None]).converged.all()):
                 raise NoConvergenceError(unbalanced())
         return value
 

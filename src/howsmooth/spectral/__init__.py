@@ -3,7 +3,7 @@
 from howsmooth.spectral.dense import DenseSVD, small
 from howsmooth.spectral.estimate import Estimate, Estimates, Solution, Solver, Status
 from howsmooth.spectral.golub_kahan import GolubKahan
-from howsmooth.spectral.matrices import eig, eigh, led_to, spectral_norm, svd, top_eigenvalue
+from howsmooth.spectral.matrices import eig, eigh, largest_eigenvalue, led_to, spectral_norm, svd, top_eigenvalue
 from howsmooth.spectral.operator import Composed, Operator, Weighted, inner
 from howsmooth.spectral.pairs import TopPairs, norm_upper, top_pairs
 
@@ -22,6 +22,7 @@ __all__ = [
     "eig",
     "eigh",
     "inner",
+    "largest_eigenvalue",
     "led_to",
     "norm_upper",
     "small",

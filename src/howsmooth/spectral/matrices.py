@@ -1,5 +1,6 @@
 """Matrices at hand: their decompositions, their norms, and where a sum of products of them leads."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from howsmooth.errors import NoConvergenceError
 from howsmooth.spectral.operator import stream, unit_rows
+from howsmooth.spectral.ritz import krylov
 
 _STEPS = 40  # products with `Wₒ W_v` that a guess may take: little beside one product with the Jacobian
 
@@ -65,6 +67,39 @@ def top_eigenvalue(m: Squares) -> Float[Tensor, "*batch"]:
     m = torch.where(finite[..., None, None], m, 0.0)
     error = 16 * m.shape[-1] * torch.finfo(m.dtype).eps * m.flatten(-2).norm(dim=-1)
     return torch.where(finite, torch.linalg.eigvalsh(m)[..., -1] + error, torch.inf)
+
+
+def largest_eigenvalue(m: Squares, noise: float, step: float = 0.01) -> float:
+    """An upper bound on the largest eigenvalue of a positive semi-definite `m`: `s − m` has a Cholesky factor (Lemma 4.6).
+
+    noise: error of `m`, as a share of its trace.  step: by how much the Ritz value is raised first.
+    """
+    if not bool(m.isfinite().all()):
+        return math.inf
+    trace, d = float(m.diagonal().sum()), len(m)
+    bound = _ritz_value(m / trace) * trace if trace > 0 else 0.0
+    while bound < trace:
+        bound *= 1 + step
+        if int(torch.linalg.cholesky_ex((-m).diagonal_scatter(bound - m.diagonal())).info) == 0:
+            break
+        step *= 2
+    return min(bound, trace) * (1 + 2 * d * (d + 1) * torch.finfo(m.dtype).eps) + noise * trace
+
+
+def _ritz_value(m: Squares, steps: int = 16) -> float:
+    """A lower bound on the largest eigenvalue of a positive semi-definite `m` of trace 1, by Rayleigh–Ritz.
+
+    It is no smaller than the diagonal. The start `m(z ± e_k)`, `z` any vector and `m_kk` the largest diagonal entry, is no
+    vector of the kernel: with the sign of `⟨m z, m e_k⟩` its length is at least `|m e_k| ≥ m_kk`. `z` has the row sums of
+    `|m|`, with random signs.
+    """
+    column = m[:, int(m.diagonal().argmax())]
+    signs = torch.randn(len(m), generator=torch.Generator().manual_seed(0)).sign().to(m)
+    image = m @ (signs * m.abs().sum(0))
+    image = image * (column.norm() / image.norm().clamp_min(torch.finfo(m.dtype).tiny))  # neither drowns the other
+    start = image + torch.copysign(torch.ones_like(image[0]), image @ column) * column
+    found = krylov(lambda block: block @ m, start[None, None], steps)
+    return max(float(m.diagonal().max()), float(found.values[0, 0]))
 
 
 def led_to(

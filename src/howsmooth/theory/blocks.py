@@ -22,8 +22,9 @@ from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.maps.atoms import AtomJacobian, CountedAttention
 from howsmooth.spectral import Composed, DenseSVD, GolubKahan, Operator, Weighted, spectral_norm
 from howsmooth.spectral.dense import SMALL
-from howsmooth.theory.at_point.heads import lost, query_slopes
+from howsmooth.theory.at_point.heads import vector_errors
 from howsmooth.theory.at_point.perron import inverse_rows
+from howsmooth.theory.at_point.slopes import query_slopes
 from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan
 
 _FEATURES = 2**23  # products of values and keys kept at once
@@ -317,9 +318,9 @@ def _spreads(operator: AttentionJacobian) -> BlockSizes:
     far = (moments[..., 0].sqrt() + o.norm(dim=-1) * total.sqrt()).square()
     near, far, keys = (near.clamp_min(0) + noise * far).sqrt(), far.sqrt(), moments[..., 1].sqrt()
     # values and keys were rounded before their means were taken off, and a soft-cap's slope where it is near zero
-    gone, parts = lost(operator), ((kernel.v, v_size), (kernel.k, k_size))
+    errors, parts = vector_errors(operator), ((kernel.v, v_size), (kernel.k, k_size))
     long_v, long_k = (lengths(t.double()).amax(-1, keepdim=True) / size for t, size in parts)
-    long_v, long_k = long_v + gone.v[:, None] / (noise * v_size), long_k + gone.k[:, None] / (noise * k_size)
+    long_v, long_k = long_v + errors.v[:, None] / (noise * v_size), long_k + errors.k[:, None] / (noise * k_size)
     cut = (noise if kernel.scores.softcap is None else 1.0) * long_v * long_k
     bound = (near + 2 * noise * long_v) * (keys + noise * long_k) + 2 * noise * cut
     terms = far * keys + 2 * long_v * keys + far * long_k + 2 * cut

@@ -89,6 +89,11 @@ class Constants:
         steep = self.pairs and math.inf in [r(h, radius) for r in (self.reach, self.key_reach) for h in range(self.heads)]
         return "a norm on queries or keys with eps = 0 has no bounded slope where they vanish" if steep else None
 
+    def visible(self, n: int | None) -> float:
+        """How many keys a query may attend to at most, and how many queries a key; `n=None` for any number of tokens."""
+        tokens, window = math.inf if n is None else n, self.layer.window
+        return tokens if window is None else min(tokens, window if self.layer.causal else 2 * window - 1)
+
     @property
     def sink(self) -> Tensor | None:
         """The learned logit of every head that gives no value."""

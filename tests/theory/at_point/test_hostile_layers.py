@@ -12,8 +12,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.maps import Attention
-from howsmooth.spectral import spectral_norm
-from howsmooth.theory.at_point.heads import largest_eigenvalue
+from howsmooth.spectral import largest_eigenvalue, spectral_norm
 from howsmooth.theory.at_point.table import point_bounds, trace_forms
 from howsmooth.theory.bound import at_least, at_most, least_of, lengths, log_add, log_of, no_nan, product_norm
 from problems.hostile_layers import Tally, at_points, hostile, jacobians, largest_singular_value, over_ball

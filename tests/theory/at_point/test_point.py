@@ -11,7 +11,8 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Blocked
 from howsmooth.maps import Attention, AttentionJacobian, LayerNorm, RMSNorm
-from howsmooth.theory.at_point.heads import Geometry, Tokens, largest_eigenvalue, lost
+from howsmooth.spectral import largest_eigenvalue
+from howsmooth.theory.at_point.heads import Geometry, Tokens, vector_errors
 from howsmooth.theory.at_point.perron import perron_bound
 from howsmooth.theory.at_point.table import operator_bound, point_bounds, trace_forms, trace_sizes, yudin_bound
 from problems.layers import LayerProblem, gaussian, layers
@@ -113,7 +114,7 @@ def test_d3_without_its_key_part_would_be_caught():
     for layer, x in single_heads(60):
         operator = layer.linearize(x)[1]
         geometry = Geometry.of(operator.layer)
-        sizes = trace_sizes(operator, Tokens.of(operator, geometry, lost(operator)))
+        sizes = trace_sizes(operator, Tokens.of(operator, geometry, vector_errors(operator)))
         caught += int((geometry.nu[0] * sizes.p + sizes.beta < norms(layer, x)).sum())
     assert caught > 0
 

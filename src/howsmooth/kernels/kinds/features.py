@@ -51,9 +51,9 @@ class Featured(Entry):
     """Features of queries and keys, entry by entry."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, features: FeatureMap, divided: bool):
-        made = features_of(q, k, features, divided=divided)
-        self._dq, self._dk = made.slope_q, made.slope_k
-        self.vectors = Vectors(made.q, made.k, v)
+        at = features_of(q, k, features, divided=divided)
+        self._dq, self._dk = at.slope_q, at.slope_k
+        self.vectors = Vectors(at.q, at.k, v)
         self._pair = q, k
 
     @property

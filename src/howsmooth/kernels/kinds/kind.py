@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from howsmooth.kernels.base import Scores
 
 Logits = Float[Tensor, "batch heads n m"]
-Seen = Bool[Tensor, "*batch n m"]
+Visible = Bool[Tensor, "*batch n m"]
 Counts = Float[Tensor, "batch 1 1 m"]
 Tile = Float[Tensor, "g rows cols"]
 
@@ -119,11 +119,11 @@ class Kind(ABC):
         return width**-0.5
 
     def to(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
-        """The same kind with its tensors elsewhere or in another precision."""
+        """The kind with its tensors elsewhere or in another precision."""
         return self
 
     def head(self, index: int) -> Self:
-        """The same kind for one head alone."""
+        """The kind for one head alone."""
         return self
 
     def enter(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Entry | None:
@@ -139,8 +139,10 @@ class Kind(ABC):
         return scores
 
     @abstractmethod
-    def weigh(self, s: Logits, seen: Seen, slack: Float[Tensor, "batch heads n 1"], counts: Counts | None = None) -> Logits:
-        """Weights from finite logits, in out-of-place operations of torch; zero where a key is not seen.
+    def weigh(
+        self, s: Logits, visible: Visible, slack: Float[Tensor, "batch heads n 1"], counts: Counts | None = None
+    ) -> Logits:
+        """Weights from finite logits, in out-of-place operations of torch; zero where a key is hidden.
 
         slack: of the logits in each row, the part that rounding may have made.  counts: how many equal tokens each key stands
         for, or what mass it has; it gets the weights of all of them. One by default (docs/explanation/kinds.md 8.12).
@@ -186,7 +188,7 @@ class Pointwise(Kind):
         return self
 
     def start(self, rows: Float[Tensor, "batch heads n"]) -> Float[Tensor, "batch heads n"] | None:
-        """A logit that every row has seen before its first key. rows: of that shape."""
+        """A logit that every row begins with, before its first key. rows: of that shape."""
         return None
 
     def statistic(
@@ -206,9 +208,9 @@ class Pointwise(Kind):
         """`P̂` and its derivative in the logits, from a tile of logits and the slope of the soft-cap; may write over both."""
 
 
-def hidden_as(weights: Tensor, seen: Tensor) -> Tensor:
-    """Weights with zeros where a key is not seen."""
-    return weights.masked_fill(~seen, 0.0)
+def hidden_as(weights: Tensor, visible: Tensor) -> Tensor:
+    """Weights with zeros where a key is hidden."""
+    return weights.masked_fill(~visible, 0.0)
 
 
 def check_kind(kind: object) -> None:

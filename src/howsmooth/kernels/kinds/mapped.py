@@ -18,8 +18,8 @@ class _OfSoftmax(Kind):
 
     maps: ClassVar[bool] = True
 
-    def weigh(self, s, seen, slack, counts=None):
-        return Softmax().weigh(s, seen, slack, counts)
+    def weigh(self, s, visible, slack, counts=None):
+        return Softmax().weigh(s, visible, slack, counts)
 
 
 @final

@@ -61,13 +61,13 @@ class Softmax(Pointwise):
     def head(self, index):
         return self if self.sink is None else Softmax(self.sink[index : index + 1])
 
-    def weigh(self, s, seen, slack, counts=None):
+    def weigh(self, s, visible, slack, counts=None):
         s = s if counts is None else s + counts.log()
         if self.sink is not None:
             sink = self.sink.to(s)[:, None, None].expand(*s.shape[:-1], 1)
-            return torch.softmax(torch.cat([s.masked_fill(~seen, -torch.inf), sink], -1), -1)[..., :-1]
-        lost = ~seen.any(-1, keepdim=True)
-        return hidden_as(torch.softmax(s.masked_fill(~seen, -torch.inf).masked_fill(lost, 0.0), -1), ~lost)
+            return torch.softmax(torch.cat([s.masked_fill(~visible, -torch.inf), sink], -1), -1)[..., :-1]
+        empty = ~visible.any(-1, keepdim=True)
+        return hidden_as(torch.softmax(s.masked_fill(~visible, -torch.inf).masked_fill(empty, 0.0), -1), ~empty)
 
     def start(self, rows):
         return None if self.sink is None else self.sink.to(rows)[:, None].expand(rows.shape)
@@ -111,8 +111,8 @@ class Sigmoid(Pointwise):
         m = m if mask.keys is None else mask.keys.sum(-1).clamp_min(1).double()
         return -m.log() if isinstance(m, Tensor) else -math.log(m)
 
-    def weigh(self, s, seen, slack, counts=None):
-        return _times(hidden_as(sigmoid(s), seen), counts)
+    def weigh(self, s, visible, slack, counts=None):
+        return _times(hidden_as(sigmoid(s), visible), counts)
 
     def tile(self, s, row, cap):
         slope = s.neg().sigmoid_()  # σ(−s), which 1 − σ(s) is not where σ(s) is near one
@@ -147,10 +147,10 @@ class Hard(Pointwise):
         top = whole(self.top, "a whole number of keys for Hard, at least 1", "top=1 takes the largest logit", least=1)
         object.__setattr__(self, "top", top)
 
-    def weigh(self, s, seen, slack, counts=None):
-        s = s.detach().masked_fill(~seen, -torch.inf)
+    def weigh(self, s, visible, slack, counts=None):
+        s = s.detach().masked_fill(~visible, -torch.inf)
         last = s.topk(min(self.top, s.shape[-1]), -1).values[..., -1:] if counts is None else self._last(s, counts)
-        chosen = _times(hidden_as((s >= last - slack).to(s.dtype), seen), counts)
+        chosen = _times(hidden_as((s >= last - slack).to(s.dtype), visible), counts)
         total = chosen.sum(-1, keepdim=True)
         return chosen / torch.where(total > 0, total, 1.0)
 
@@ -213,19 +213,19 @@ class Linear(Pointwise):
     def enter(self, q, k, v, scale):
         return Featured(q, k, v, self.features, self.normalized)
 
-    def weigh(self, s, seen, slack, counts=None):
-        s = _times(hidden_as(s, seen), counts)
+    def weigh(self, s, visible, slack, counts=None):
+        s = _times(hidden_as(s, visible), counts)
         if not self.normalized:
             return s
         total = s.sum(-1, keepdim=True)
         weights = hidden_as(s / torch.where(total > 0, total, 1.0), total > 0)
-        positive = seen.any(-1, keepdim=True) if self.features == "elu" else total > 0
+        positive = visible.any(-1, keepdim=True) if self.features == "elu" else total > 0
         keys = s.shape[-1] if counts is None else counts.sum(-1, keepdim=True)
         return weights.masked_fill(short(total, keys) & positive, torch.nan)
 
     def tile(self, s, row, cap):
-        seen = s > -torch.inf
-        return s.masked_fill_(~seen, 0.0), seen.to(s.dtype)
+        visible = s > -torch.inf
+        return s.masked_fill_(~visible, 0.0), visible.to(s.dtype)
 
 
 def _times(weights: Tensor, counts: Counts | None) -> Tensor:

@@ -12,11 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
-from howsmooth.spectral import spectral_norm, svd
-from howsmooth.spectral.ritz import krylov
+from howsmooth.spectral import largest_eigenvalue, svd
 from howsmooth.theory.at_point.perron import inverse_rows
-from howsmooth.theory.bound import ROUNDINGS, TINY, largest_entry, lengths, no_less, no_nan, product_blur, slack
-from howsmooth.theory.scaled import by_heads, plane_factors
+from howsmooth.theory.at_point.slopes import token_slopes
+from howsmooth.theory.bound import ROUNDINGS, TINY, largest_entry, lengths, no_less, no_nan, product_blur
 
 _TOKENS = 4096  # worked on at once in float64
 
@@ -95,42 +94,10 @@ def _shared_root(terms: list[tuple[Float[Tensor, "heads d r"], PerHead]], dtype:
     return ratio.sqrt() * size * largest_eigenvalue((root @ root.mT).double(), noise) ** 0.5
 
 
-def largest_eigenvalue(m: Float[Tensor, "d d"], noise: float, step: float = 0.01) -> float:
-    """The largest eigenvalue of a positive semi-definite `m` from above: `s − m` has a Cholesky factor (Lemma 4.6).
+class VectorErrors(NamedTuple):
+    """Rounding errors of one query, key and value of every head, at most (4.9), (batch·heads,) float64.
 
-    noise: error of `m`, as a share of its trace.  step: by how much the Ritz value is raised first.
-    """
-    if not bool(m.isfinite().all()):
-        return math.inf
-    trace, d = float(m.diagonal().sum()), len(m)
-    bound = _ritz_value(m / trace) * trace if trace > 0 else 0.0
-    while bound < trace:
-        bound *= 1 + step
-        if int(torch.linalg.cholesky_ex((-m).diagonal_scatter(bound - m.diagonal())).info) == 0:
-            break
-        step *= 2
-    return min(bound, trace) * (1 + 2 * d * (d + 1) * torch.finfo(m.dtype).eps) + noise * trace
-
-
-def _ritz_value(m: Float[Tensor, "d d"], steps: int = 16) -> float:
-    """The largest eigenvalue of a positive semi-definite `m` of trace 1 from below, by Rayleigh–Ritz; at least its diagonal.
-
-    The start `m(z ± e_k)`, `z` any vector and `m_kk` the largest diagonal entry, is no vector of the kernel: with the sign of
-    `⟨m z, m e_k⟩` its length is at least `|m e_k| ≥ m_kk`. `z` has the row sums of `|m|`, with random signs.
-    """
-    column = m[:, int(m.diagonal().argmax())]
-    signs = torch.randn(len(m), generator=torch.Generator().manual_seed(0)).sign().to(m)
-    image = m @ (signs * m.abs().sum(0))
-    image = image * (column.norm() / image.norm().clamp_min(torch.finfo(m.dtype).tiny))  # neither drowns the other
-    start = image + torch.copysign(torch.ones_like(image[0]), image @ column) * column
-    found = krylov(lambda block: block @ m, start[None, None], steps)
-    return max(float(m.diagonal().max()), float(found.values[0, 0]))
-
-
-class Lost(NamedTuple):
-    """What rounding may have taken from one query, key and value of every head (4.9), (batch·heads,) float64.
-
-    slopes: the same of the slopes of norms on queries and keys, as a share.
+    slopes: from the slopes of norms on queries and keys, as a share.
     """
 
     q: Tensor
@@ -139,12 +106,12 @@ class Lost(NamedTuple):
     slopes: Tensor
 
 
-def lost(operator: AttentionJacobian) -> Lost:
+def vector_errors(operator: AttentionJacobian) -> VectorErrors:
     """`16 ε |c ∘ x|`, `c` the lengths of the columns of the weights: sums `W x` are as exact as their terms are small."""
     w, x, eps = operator.layer.by_head(), operator.tokens, torch.finfo(operator.dtype).eps
     if x is None:
         none = torch.zeros(operator.batch * operator.layer.heads, dtype=torch.float64, device=operator.device)
-        return Lost(none, none, none, none)
+        return VectorErrors(none, none, none, none)
     far, parts = largest_entry(x), []
     for m in (w.q, w.k, w.v):
         columns = lengths(m.mT)  # (heads, d)
@@ -158,11 +125,11 @@ def lost(operator: AttentionJacobian) -> Lost:
         q, slopes = _through_norm(operator.q_slope, q, slopes)
     if operator.k_slope is not None:
         k, slopes = _through_norm(operator.k_slope, k, slopes)
-    return Lost(q, k, v, slopes)
+    return VectorErrors(q, k, v, slopes)
 
 
 def _through_norm(slope: NormJacobian, error: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """An error of what a norm takes, behind it, at its smallest divisor; and the share of its slopes that is lost with it."""
+    """An error in front of a norm as it is behind it, at the smallest divisor, and the share of slopes that is off with it."""
     if slope.unit.ndim == 3:  # over all heads, whose errors add up
         whole = error.unflatten(0, (slope.batch, -1)).square()
         error = whole.sum(-1, keepdim=True).sqrt().expand_as(whole).flatten()
@@ -170,18 +137,18 @@ def _through_norm(slope: NormJacobian, error: Tensor, slopes: Tensor) -> tuple[T
     return error * slope.norm.weight.double().abs().max(), slopes + 4 * error
 
 
-def rounding(operator: AttentionJacobian, gone: Lost) -> Float[Tensor, " g"]:
-    """What rounding may have taken from a bound on a head, as a factor (4.9), float64; infinite for huge logits."""
+def rounding(operator: AttentionJacobian, errors: VectorErrors) -> Float[Tensor, " g"]:
+    """The factor that covers what rounding did to a bound on a head (4.9), float64; infinite for huge logits."""
     kernel, scores = operator.kernel.tiled(), operator.kernel.scores
     q, k = (lengths(t.double()).amax(-1) for t in (kernel.q, kernel.k))
     logit = abs(scores.scale) * q * k
-    moved = 2 * abs(scores.scale) * (gone.q * k + q * gone.k + gone.q * gone.k)
+    moved = 2 * abs(scores.scale) * (errors.q * k + q * errors.k + errors.q * errors.k)
     if scores.softcap is not None:
         logit, moved = logit.clamp_max(scores.softcap), moved.clamp_max(4 * scores.softcap)
     if scores.mask.bias is not None:
         bias = scores.mask.bias.double().abs()
         logit = logit + torch.where(bias.isfinite(), bias, 0.0).max()
-    return torch.exp(_noise(operator) * (1 + logit) + moved + gone.slopes)
+    return torch.exp(_noise(operator) * (1 + logit) + moved + errors.slopes)
 
 
 def _noise(operator: AttentionJacobian) -> float:
@@ -222,7 +189,7 @@ class Tokens:
     noise: float
 
     @classmethod
-    def of(cls, operator: AttentionJacobian, geometry: Geometry, gone: Lost) -> "Tokens":
+    def of(cls, operator: AttentionJacobian, geometry: Geometry, errors: VectorErrors) -> "Tokens":
         layer, kernel = operator.layer, operator.kernel.tiled()
         batch, heads, _, _ = kernel.shape
         dtype, capped, noise = operator.dtype, kernel.scores.softcap, _noise(operator)
@@ -243,7 +210,7 @@ class Tokens:
         exact = ROUNDINGS * torch.finfo(torch.float64).eps  # of the products above
         blur_v, blur_k, blur_a = (
             ((e + exact * lengths(t.double()).amax(-1)) * by)[:, None]
-            for e, t, by in ((gone.v, kernel.v, by_v), (gone.k, kernel.k, by_k), (gone.q, kernel.q, by_q))
+            for e, t, by in ((errors.v, kernel.v, by_v), (errors.k, kernel.k, by_k), (errors.q, kernel.q, by_q))
         )
         blur_v, blur_k = (e + noise * lengths(t).amax(-1, keepdim=True) for e, t in ((blur_v, v), (blur_k, k)))  # (g, 1)
         centre = v.mean(1, keepdim=True)
@@ -276,120 +243,3 @@ def _even(*parts: Float[Tensor, "g *n"]) -> tuple[tuple[Tensor, ...], Float[Tens
     size = torch.stack([t.abs().flatten(1).amax(-1) for t in parts]).amax(0)
     by = torch.where(size == 0, 1.0, size)
     return tuple(t / by.reshape(-1, *[1] * (t.ndim - 1)) for t in parts), size[:, None]
-
-
-class Slopes(NamedTuple):
-    """Keys `k_j/f`, `‖∂(f q_i)/∂x_i‖` from above and `max 1/f`, and queries and key slopes with another `f` likewise."""
-
-    k: Tensor
-    query: Tensor
-    by_k: Tensor
-    q: Tensor
-    key: Tensor
-    by_q: Tensor
-
-
-def token_slopes(
-    operator: AttentionJacobian, r_q: Float[Tensor, "heads r head"], r_k: Float[Tensor, "heads r head"]
-) -> Slopes | None:
-    """The slopes at the operator's tokens (4.13), from `R` of `W_qᵀ = Q R` and of `W_kᵀ`; nothing where both are affine."""
-    layer, kernel = operator.layer, operator.kernel.tiled()
-    if layer.q_norm is None and layer.k_norm is None and layer.rotary is None:
-        return None
-    return Slopes(
-        *_moving(layer, operator.q_slope, r_q.mT, kernel.k, operator.batch, layer.w_q),
-        *_moving(layer, operator.k_slope, r_k.mT, kernel.q, operator.batch, layer.w_k),
-    )
-
-
-def _moving(
-    layer: Attention,
-    slope: NormJacobian | None,
-    w: Float[Tensor, "heads head r"],
-    other: Float[Tensor, "g n head"],
-    batch: int,
-    whole: Tensor | None,
-) -> tuple[Float[Tensor, "g n head"], Float[Tensor, "g n"], Float[Tensor, " g"]]:
-    """The other side's vectors over `f`, the slopes of this side times `f`, `max 1/f`: the better of two `f` for each head."""
-    heads, head, _ = w.shape
-    n = other.shape[1]
-    ones = torch.ones(heads, head, dtype=torch.float64, device=w.device)
-    rows = w.norm(dim=-1) if slope is None else by_heads(slope.norm.weight.double().abs(), heads, head)
-    choices = []
-    even = plane_factors(layer, rows)
-    for f in (ones, 1 / even):
-        size = _slopes(layer, slope, w, f, batch, n, whole).flatten(0, 1)  # (g, n)
-        vectors = (other.double().unflatten(0, (batch, heads)) / f[:, None]).flatten(0, 1)
-        choices.append((vectors, size, vectors.square().sum((-2, -1)) * size.square().amax(-1)))
-    (plain, size, worth), (scaled, scaled_size, scaled_worth) = choices
-    better = (scaled_worth < worth)[:, None]
-    vectors = torch.where(better[..., None], scaled, plain)
-    by = torch.where(better[:, 0], even.amax(-1).repeat(batch), 1.0)
-    return vectors, torch.where(better, scaled_size, size), by
-
-
-def query_slopes(operator: AttentionJacobian) -> Float[Tensor, "batch heads n"]:
-    """`‖∂q_i/∂x_i‖` from above, head by head and token by token."""
-    layer = operator.layer
-    w = torch.linalg.qr(layer.by_head().q.mT, mode="r")[1].mT
-    ones = torch.ones(w.shape[:2], dtype=torch.float64, device=w.device)
-    return _slopes(layer, operator.q_slope, w, ones, operator.batch, operator.in_shape[0], layer.w_q)
-
-
-def _slopes(
-    layer: Attention,
-    slope: NormJacobian | None,
-    w: Float[Tensor, "heads head r"],
-    f: Float[Tensor, "heads head"],
-    batch: int,
-    n: int,
-    whole: Float[Tensor, "rows d"] | None,
-) -> Float[Tensor, "batch heads n"]:
-    """`‖∂(f q_i)/∂x_i‖` from above (4.13): `w` the weights of queries, or of keys, up to an isometry of their input.
-
-    whole: the weights of all heads, nothing for the identity.
-    """
-    gain = torch.ones(batch, n, dtype=torch.float64, device=w.device)  # of each token's phases: 1 up to their rounding
-    if layer.rotary is not None:
-        cos, sin = layer.rotary.cos.double(), layer.rotary.sin.double()
-        gain = gain * (cos.square() + sin.square()).amax(-1).sqrt()[..., :n].clamp_min(1.0).to(w.device) * (1 + 1e-15)
-    if slope is None:
-        size = spectral_norm(w * f[..., None])[None, :, None]
-    elif slope.norm.width == w.shape[1]:
-        size = _normed(slope, w, f)
-    else:
-        size = _normed_together(slope, torch.eye(layer.width).to(w) if whole is None else whole.double(), f)
-    return size * gain[:, None] * slack(layer.width)
-
-
-def _normed_together(
-    slope: NormJacobian, w: Float[Tensor, "rows d"], f: Float[Tensor, "heads head"]
-) -> Float[Tensor, "batch heads n"]:
-    """`‖f_h α_h ((I − uuᵀ/m) C W)_h‖/s` of every token and head, for a norm over all heads (4.14)."""
-    heads, head = f.shape
-    norm, unit, scale = slope.norm, slope.unit.double(), slope.scale.double()[..., 0]  # (batch, n, rows), (batch, n)
-    centred = norm.center(w.mT).mT  # C W
-    alpha = by_heads(norm.weight.double(), heads, head) * f
-    group = heads * head // norm.width
-    own = centred.unflatten(0, (-1, head)).repeat_interleave(group, 0) * alpha[..., None]  # (heads, head, d)
-    part = unit.unflatten(-1, (-1, head)).repeat_interleave(group, 2)  # (batch, n, heads, head)
-    along = (unit @ centred).norm(dim=-1) / norm.width
-    size = spectral_norm(own)[None, :, None] + ((alpha * part).norm(dim=-1) * along[..., None]).transpose(1, 2)
-    noise = ROUNDINGS * torch.finfo(slope.dtype).eps * math.sqrt(norm.width)
-    return size / scale[:, None] * (1 + noise)
-
-
-def _normed(slope: NormJacobian, w: Float[Tensor, "heads head r"], f: Tensor) -> Float[Tensor, "batch heads n"]:
-    """`‖f α (I − uuᵀ/d) C W‖/s` of every token: the projection is a contraction, or a term of rank one."""
-    heads, head, _ = w.shape
-    norm, unit, scale = slope.norm, slope.unit.double(), slope.scale.double()[..., 0]  # (batch, kv heads, n, …)
-    group = heads // unit.shape[1]
-    unit, scale = unit.repeat_interleave(group, 1), scale.repeat_interleave(group, 1)
-    alpha = norm.weight.double() * f  # (heads, head)
-    triangle = torch.linalg.qr(norm.center(w.mT), mode="r")[1]  # (heads, r, head): C W up to an isometry
-    contraction = (alpha.abs().amax(-1) * spectral_norm(triangle))[None, :, None]
-    along = (unit @ triangle.mT).norm(dim=-1) * (alpha[:, None] * unit).norm(dim=-1) / head
-    rank_one = spectral_norm(triangle * alpha[:, None])[None, :, None] + along
-    # the token's own numbers carry the rounding of the working precision
-    noise = ROUNDINGS * torch.finfo(slope.dtype).eps * math.sqrt(head)
-    return torch.minimum(contraction, rank_one) / scale * (1 + noise)

@@ -20,7 +20,7 @@ from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.maps.base import check_finite, check_tokens
 from howsmooth.spectral import Composed, Operator, spectral_norm
-from howsmooth.theory.at_point.heads import Geometry, Tokens, lost, rounding
+from howsmooth.theory.at_point.heads import Geometry, Tokens, rounding, vector_errors
 from howsmooth.theory.at_point.perron import STEPS, along, down, perron_bound, received, tiled_bound, weights_norm
 from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, first_reason, log_of, no_nan, product_norm, slack
 from howsmooth.theory.kinds.block_norms import point_of_kind
@@ -49,22 +49,23 @@ def point_bounds(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     x = one_sequence(x)
     reason = not_softmax(attn.kind)
     own = [] if reason is None else point_of_kind(attn, attn.prepare(x))
-    forms = _forms(attn, x) if reason is None else None
-    rows = [
-        ("D3", "three parts", "parts", "Σ_h ‖W_oW_v‖‖P‖ + max_i ‖W_oB_iW_q‖ + ‖key part‖"),
-        ("D5", "block norms", "blocks", "(‖Σ_h b_h O_hO_hᵀ‖ Σ_h b_h)^½, b_h = ‖(‖J_ij‖)_ij‖₂ of head h"),
-        ("D6", "coupled heads", "coupled", "the parts of D3, heads through the input and output directions they share"),
-    ]
-    missing = (
-        {"D6": "not for norms over all heads, whose slopes leave the directions of their own head"} if attn.coupled else {}
+    if reason is None:
+        forms = _forms(attn, x)
+        parts, blocks, coupled, best = (log_of(float(t)) for t in (*forms, forms.best))
+        coupled = (
+            "not for norms over all heads, whose slopes leave the directions of their own head" if attn.coupled else coupled
+        )
+    else:
+        parts = blocks = coupled = reason
+        best = own[-1].reason or log_of(own[-1].value or 0.0)
+    claims = (
+        ("D3", "three parts", "Σ_h ‖W_oW_v‖‖P‖ + max_i ‖W_oB_iW_q‖ + ‖key part‖", parts),
+        ("D5", "block norms", "(‖Σ_h b_h O_hO_hᵀ‖ Σ_h b_h)^½, b_h = ‖(‖J_ij‖)_ij‖₂ of head h", blocks),
+        ("D6", "coupled heads", "the parts of D3, heads through the input and output directions they share", coupled),
     )
-    made = [
-        at_most(id, name, statement, _SOURCE, _ASSUMES, reason or missing.get(id) or log_of(float(getattr(forms, form))))
-        for id, name, form, statement in rows
-    ]
-    best = log_of(float(forms.best)) if forms is not None else own[-1].reason or log_of(own[-1].value or 0.0)
+    rows = [at_most(id, name, statement, _SOURCE, _ASSUMES, answer) for id, name, statement, answer in claims]
     last = at_most("D", "best at a point", "min(D3, D5, D6, D7)", _SOURCE, "any attention layer", best)
-    return [yudin_bound(attn, x), *made, *own, last]
+    return [yudin_bound(attn, x), *rows, *own, last]
 
 
 @torch.no_grad()
@@ -102,7 +103,7 @@ def _yudin_value(attn: Attention, x: Float[Tensor, "n d"]) -> float:
     size = float(spectral_norm(tokens))
     value = v * (p_norm + 2 * (a * size) * size * concentration)
     # matrix norms by LAPACK: a few roundings of their size
-    return value * float(rounding(operator, lost(operator))[0]) * slack(x.numel())
+    return value * float(rounding(operator, vector_errors(operator))[0]) * slack(x.numel())
 
 
 def _forms(attn: Attention, x: Float[Tensor, "n d"]) -> "TraceForms":
@@ -163,9 +164,9 @@ def trace_forms(operator: AttentionJacobian, *, every: bool = True) -> TraceForm
     operator = operator.tiled()
     batch, heads, dtype = operator.batch, operator.layer.heads, operator.dtype
     geometry = Geometry.of(operator.layer)
-    gone = lost(operator)
-    slack = rounding(operator, gone).unflatten(0, (batch, heads))
-    tokens = Tokens.of(operator, geometry, gone)
+    errors = vector_errors(operator)
+    slack = rounding(operator, errors).unflatten(0, (batch, heads))
+    tokens = Tokens.of(operator, geometry, errors)
     p, beta, key, block = (t.unflatten(0, (batch, heads)) for t in trace_sizes(operator, tokens))
     parts = geometry.nu * p + beta + key
     p, beta, key, parts, block = (no_nan(t * slack) for t in (p, beta, key, parts, torch.fmin(parts, block)))
@@ -181,7 +182,7 @@ def trace_forms(operator: AttentionJacobian, *, every: bool = True) -> TraceForm
     return TraceForms(plain, geometry.blocks(block, dtype), coupled)
 
 
-class Sizes(NamedTuple):
+class HeadSizes(NamedTuple):
     """What is known of each head, (batch·heads,) float64: `‖P‖`, `max ‖B_i W_q‖`, the norm of the key part, of the whole."""
 
     p: Tensor
@@ -190,7 +191,7 @@ class Sizes(NamedTuple):
     block: Tensor
 
 
-def trace_sizes(operator: AttentionJacobian, t: Tokens) -> Sizes:
+def trace_sizes(operator: AttentionJacobian, t: Tokens) -> HeadSizes:
     """Theorem 4.3 with traces for norms, and Theorem 4.4, started at the top vector of `P_ij (ν + a_i √spread_i)`."""
     kernel = operator.kernel.tiled()
     capped = kernel.scores.softcap is not None
@@ -212,7 +213,7 @@ def trace_sizes(operator: AttentionJacobian, t: Tokens) -> Sizes:
         key = torch.fmin(key, keys_alone)
     else:
         whole = _one_head(kernel, t, *t.y, beta, start)
-    return Sizes(p, beta.amax(-1).double() * t.unit, key * t.unit, whole * t.unit)
+    return HeadSizes(p, beta.amax(-1).double() * t.unit, key * t.unit, whole * t.unit)
 
 
 def _products(kernel: Tiled, inverse: Tensor, w: Tensor, *, capped: bool = False) -> Tensor:

@@ -107,7 +107,7 @@ def configurations(attn: Attention, n: int, radius: float) -> list[tuple[Points,
     units = _directions(attn)
     units = length * torch.cat([units, -units])
     alone = torch.cat([units, _steepest(attn, n, length)])
-    made: list[tuple[Points, Counts]] = [(alone[:, None], alone.new_full((len(alone), 1), float(n)))]
+    tried: list[tuple[Points, Counts]] = [(alone[:, None], alone.new_full((len(alone), 1), float(n)))]
     if n >= 2:
         top = attn.kind.traits.top or 1
         few = sorted(k for k in {1, 2, top, n // 8, n // 2} if 1 <= k < n)
@@ -117,13 +117,13 @@ def configurations(attn: Attention, n: int, radius: float) -> list[tuple[Points,
         pairs = torch.cat([pairs, torch.stack([units, units.roll(-1, 0)], 1), torch.stack([units, -units.roll(-1, 0)], 1)])
         points = pairs.repeat(len(few), 1, 1)
         counts = torch.cat([units.new_tensor([[n - k, k]]).expand(len(pairs), 2) for k in few])
-        made.append((points, counts.to(units)))
+        tried.append((points, counts.to(units)))
     if n >= 3:
         left = (n - 1) // 2
         near = torch.cat([f * units for f in _fractions(attn, n, length)])
         triples = torch.stack([torch.zeros_like(near), near, -near], 1)
-        made.append((triples, units.new_tensor([[1.0, n - 1 - left, left]]).expand(len(triples), 3)))
-    return made
+        tried.append((triples, units.new_tensor([[1.0, n - 1 - left, left]]).expand(len(triples), 3)))
+    return tried
 
 
 def _fractions(attn: Attention, n: int, length: float) -> list[float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.kinds.slopes import LAYER, SOURCE
-from howsmooth.theory.over_ball.columns import heads_together, seen_by
+from howsmooth.theory.over_ball.columns import heads_together
 
 _BALANCED = "biases, soft-cap, grouped heads, rotary phases, norms on queries and keys allowed"
 
@@ -20,13 +20,13 @@ _BALANCED = "biases, soft-cap, grouped heads, rotary phases, norms on queries an
 def sigmoid(layer: Constants, n: int, radius: float) -> Bound:
     """S2: `n(w + w′R(G + K))`, `w` and `w′` the largest weight and slope in the ball (8.5)."""
     tokens = _counted(layer, n)
-    seen = math.log(seen_by(layer, tokens))  # keys of a row, and queries of a key
+    most = math.log(layer.visible(tokens))
 
     def parts(h: int) -> tuple[float, float]:
         """log of the norm of the weights, and of how fast row sums move."""
         log_w, log_slope = weight_logs(layer, h, tokens, radius)
         moved = log_of(layer.reach(h, radius) + _query_reach(layer, h, radius))
-        return seen + log_w, seen + log_slope + moved
+        return most + log_w, most + log_slope + moved
 
     answer = layer.unbounded(radius) or _with_bias(layer, radius, parts)
     statement = "Lip ≤ n‖V‖(w + 2w′‖A‖R²), w = sup σ, w′ = sup σ′ over |s| ≤ ‖A‖R²; b = −log n: ≤ ‖V‖e^{‖A‖R²}(1 + 2‖A‖R²)"
@@ -35,15 +35,14 @@ def sigmoid(layer: Constants, n: int, radius: float) -> Bound:
 
 def products(layer: Constants, n: int, radius: float) -> Bound:
     """U1: products of features, not normalised (8.7)."""
-    seen = math.log(seen_by(layer, n))  # keys of a row, and queries of a key
-    attn = layer.layer
+    attn, most = layer.layer, math.log(layer.visible(n))
     extra = math.sqrt(attn.head_width) if attn.kind.traits.features == "elu" else 0.0  # φ(t) ≤ 1 + t⁺ entry by entry
 
     def parts(h: int) -> tuple[float, float]:
         q, k = layer.unit
         long_q, long_k = (log_of(t.length(h, radius) + extra) for t in (q, k))
         slope_q, slope_k = (log_of(t.slope(h, radius)) for t in (q, k))
-        return seen + long_q + long_k, seen + log_add(long_q + slope_k, long_k + slope_q)
+        return most + long_q + long_k, most + log_add(long_q + slope_k, long_k + slope_q)
 
     answer = layer.unbounded(radius) or _with_bias(layer, radius, parts)
     statement = "Lip ≤ n‖V‖(F_qF_k + RF_q‖W_k‖ + RF_k‖W_q‖), F = ‖W‖R + |b| (relu), and √(head width) more (elu + 1)"
@@ -52,17 +51,17 @@ def products(layer: Constants, n: int, radius: float) -> Bound:
 
 def hard(layer: Constants, n: int) -> Bound:
     """H1: where the choice of keys does not change, `P` is constant (8.8)."""
-    attn, seen, top = layer.layer, seen_by(layer, n), layer.layer.kind.traits.top
+    attn, most, top = layer.layer, layer.visible(n), layer.layer.kind.traits.top
     assert top is not None
     if attn.bias is not None and math.isinf(layer.bias_range):
-        column = seen  # a row may see one key alone
+        column = most  # a row may see one key alone
     elif attn.causal:
-        column = math.fsum(1 / t for t in range(1, min(top, int(seen)) + 1)) + max(0.0, seen - top) / top
+        column = math.fsum(1 / t for t in range(1, min(top, int(most)) + 1)) + max(0.0, most - top) / top
     elif attn.window is not None and n > attn.window:
-        column = seen if attn.attention_mask is not None else max(1.0, seen / min(top, attn.window))
+        column = most if attn.attention_mask is not None else max(1.0, most / min(top, attn.window))
     else:
-        column = max(1.0, seen / top)
-    answer = heads_together(layer, lambda h: 0.5 * log_of(min(column, seen)))
+        column = max(1.0, most / top)
+    answer = heads_together(layer, lambda h: 0.5 * log_of(min(column, most)))
     statement = "L ≤ ‖V‖√(n/k) wherever the choice of k keys stays; where it changes the map jumps, and Lip = ∞"
     assumes = "the local constant at inputs where no choice changes, or that of the weights a tie has; every layer"
     return at_most("H1", "top few, between jumps", statement, f"{SOURCE} 8.8", assumes, answer)
@@ -160,7 +159,7 @@ def _counted(layer: Constants, n: int) -> int:
     assert logistic is not None
     if attn.attention_mask is None or logistic.bias is not None or attn.window is None:
         return n
-    return min(n, attn.window if attn.causal else 2 * attn.window - 1)
+    return int(layer.visible(n))
 
 
 def _with_bias(layer: Constants, radius: float, parts: Callable[[int], tuple[float, float]]) -> float:

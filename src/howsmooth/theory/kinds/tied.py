@@ -19,7 +19,7 @@ from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_a
 from howsmooth.theory.constants import Constants, once_a_layer
 from howsmooth.theory.kinds.published import inverse_phi
 from howsmooth.theory.kinds.slopes import SOURCE, same_points
-from howsmooth.theory.over_ball.columns import heads_together, seen_by
+from howsmooth.theory.over_ball.columns import heads_together
 
 _RELATIVE = 1e-6  # of `V`: what may be left of `V − M W_q` for the values to count as a function of the queries
 
@@ -105,21 +105,20 @@ def _size_of_points(layer: Constants, h: int, radius: float) -> float:
 
 def _crowd(layer: Constants, n: int | None) -> float:
     """`c = φ⁻¹(N − 1)` for rows that see at most N keys."""
-    window, tokens = layer.layer.window, math.inf if n is None else n
-    seen = tokens if window is None else min(tokens, window if layer.layer.causal else 2 * window - 1)
-    return math.inf if math.isinf(seen) else inverse_phi(seen - 1)
+    most = layer.visible(n)
+    return math.inf if math.isinf(most) else inverse_phi(most - 1)
 
 
 def _columns(layer: Constants, n: int | None) -> float:
     """log C: the most that a column of `P` sums to."""
-    seen = math.log(seen_by(layer, n))
-    return seen if _masked(layer) else min(seen, received_at_most(_rank(layer)))
+    most = math.log(layer.visible(n))
+    return most if _masked(layer) else min(most, received_at_most(_rank(layer)))
 
 
 def _moved_columns(layer: Constants, n: int | None, size: float) -> float:
     """log D: the most that a column of `P_ij |z_i − z_j|²` sums to; size: ρ′."""
-    seen = seen_by(layer, n)
-    logs = [log_of(4 * size * size) + _columns(layer, n), log_of(inverse_phi(1)) + log_of(seen - 1)]
+    most = layer.visible(n)
+    logs = [log_of(4 * size * size) + _columns(layer, n), log_of(inverse_phi(1)) + log_of(most - 1)]
     return least_of(*logs) if _masked(layer) else least_of(*logs, moved_at_most(_rank(layer)))
 
 

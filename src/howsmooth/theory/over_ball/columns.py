@@ -26,7 +26,7 @@ def tokens(layer: Constants, n: int, radius: float) -> Bound:
     """B7: no column of `P` sums to more than the number of queries that see it (Corollary 3.5)."""
     statement = "Lip ≤ ‖V‖[√N(1 + ‖A‖²R⁴)^½ + ‖A‖R²], N = n, or what a window lets see a token"
     reason = not_softmax(layer.layer.kind, sink=True) or layer.unbounded(radius)
-    answer = reason or _by_columns(layer, radius, lambda h: math.log(seen_by(layer, n)))
+    answer = reason or _by_columns(layer, radius, lambda h: math.log(layer.visible(n)))
     return at_most("B7", "√n, sharper", statement, f"{SOURCE} Corollary 3.5", f"every mask; {_LAYER}", answer)
 
 
@@ -181,28 +181,20 @@ def _exact_column(layer: Constants, h: int, radius: float) -> float:
 
 def log_received(layer: Constants, n: int | None, log_e: float) -> float:
     """log of the most that a column of `P` sums to where weights of a row have ratios of at most `E` (3.5, 3.6, 3.7)."""
-    attn, seen = layer.layer, math.log(seen_by(layer, n))
+    attn, most = layer.layer, math.log(layer.visible(n))
     if attn.causal:
-        return seen if log_e >= seen else min(seen, log_e + math.log1p(seen - log_e))
+        return most if log_e >= most else min(most, log_e + math.log1p(most - log_e))
     if not _windowed(layer, n):
-        return min(seen, log_e)
+        return min(most, log_e)
     if attn.attention_mask is not None:  # a row may see few real keys
-        return seen
+        return most
     # how many more queries see a key than keys a query
-    return min(seen, log_e + seen - math.log(attn.window or 1))
+    return min(most, log_e + most - math.log(attn.window or 1))
 
 
 def causal_free(log_e: float, log_gr: float) -> float:
     """log of the first term of Theorem 3.8, free of n: `E` the largest ratio of weights in a row, `GR` as there."""
     return _least(lambda s: 0.5 * ((1 + s) * log_e - math.log(s * (1 - s))) + log_add(0.0, s * math.log(2) + log_gr))
-
-
-def seen_by(layer: Constants, n: int | None) -> float:
-    """How many queries see one key, at most."""
-    tokens, window = math.inf if n is None else n, layer.layer.window
-    if window is None:
-        return tokens
-    return min(tokens, window if layer.layer.causal else 2 * window - 1)
 
 
 def _windowed(layer: Constants, n: int | None) -> bool:
