@@ -63,8 +63,8 @@ class Launch:
             return
         compiled = launch(self.kernel, self.grid, *tensors, *self.numbers, **self.options)
         if _KEEPS and isinstance(compiled, CompiledKernel):
-            names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
-            self.ready[key] = compiled[self.grid], (*self.numbers, *(self.options[name] for name in names))
+            names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]  # compiled in, or left out
+            self.ready[key] = compiled[self.grid], (*self.numbers, *map(self.options.get, names))
 
 
 def compiling() -> bool:

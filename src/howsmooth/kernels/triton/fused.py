@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from threading import Thread
-from typing import final
+from typing import Any, final
 
 import torch
 import triton
@@ -18,9 +18,13 @@ from howsmooth.kernels.base import FINER, AttentionKernel, Keys, Offsets, Output
 from howsmooth.kernels.kinds import Kind, Sigmoid, Softmax
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.tiled import Blocked
-from howsmooth.kernels.triton import blocks, forward, jvp, operands, received, vjp
+from howsmooth.kernels.triton import blocks, operands
 from howsmooth.kernels.triton.compiling import compiling, in_parallel, launch, soon
-from howsmooth.kernels.triton.operands import ROWS, TOP, Operand, pack, padded_length, padded_width, power, value_width
+from howsmooth.kernels.triton.forward import forward, received
+from howsmooth.kernels.triton.jvp import jvp
+from howsmooth.kernels.triton.logits import Kernel
+from howsmooth.kernels.triton.operands import ROWS, TOP, Packed, pack, padded_length, whole
+from howsmooth.kernels.triton.vjp import vjp_columns, vjp_rows
 
 WIDEST = 256
 _HEAVY = 2**28  # visible logits past which float64 costs more than all other products: about 0.1 s on an H200
@@ -48,14 +52,7 @@ class Fused(AttentionKernel):
     _promote: bool  # sums are taken out of the matrix units block by block: they shrink by 2⁻²⁴ for every sixteen terms
 
     def __init__(
-        self,
-        q: Queries,
-        k: Keys,
-        v: Values,
-        scores: Scores,
-        precision: Precision = "half",
-        *,
-        offset: Offsets | None = None,
+        self, q: Queries, k: Keys, v: Values, scores: Scores, precision: Precision = "half", *, offset: Offsets | None = None
     ):
         if scores.mask.ends is not None:
             raise BadInputError("expected a mask by order for the fused kernels, got one by positions; use kernel='blocked'")
@@ -74,27 +71,13 @@ class Fused(AttentionKernel):
         self._shape = (batch, heads, kv_heads, n, m, d, v.shape[-1])
         self._passes = 3 if precision == "strict" else 1
         self._s_passes = 1 if precision == "half" else 3
-        # one scale per tensor; the queries carry the logits' scale
-        tau = scores.scale
-        entries = [torch.linalg.vector_norm(t, torch.inf, dtype=torch.float32) for t in (q, k, v)]
-        rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (q, k, v)]
-        sizes = [size * factor for size, factor in zip(torch.stack(entries + rows).tolist(), 2 * (abs(tau), 1, 1), strict=True)]
-        self._s_q, self._s_k, self._s_v = (power(s) for s in sizes[:3])
-        lengths = sizes[3:]
-        q_row, k_row, v_row = (s * r for s, r in zip((self._s_q, self._s_k, self._s_v), lengths, strict=True))
-        # κ keeps P̂ ∘ dS in range: |dq̂| ≤ √d 2¹², |dk̂| ≤ √d 2¹², and |ĝ·(v̂ − ô)| ≤ 2 √d_v 2¹² max|v̂|
-        self._kappa_jvp = power(padded_width(d) ** 0.5 * 2.0**TOP * (q_row + k_row), top=1)
-        self._width_v = value_width(d, v.shape[-1])
-        self._kappa_vjp = power(padded_width(v.shape[-1]) ** 0.5 * 2.0**TOP * 2 * v_row, top=1)
-        self._q = self._pack(q[None], tau * self._s_q)
-        self._k = self._pack(k[None], self._s_k)
-        self._v = self._pack(v[None], self._s_v, self._width_v)
+        self._packed = Packed.of(q, k, v, scores.scale)
         bias = _bias(self.scores, batch, heads, n, m)
         # over items, heads and rows; without a bias another tensor stands in its place, never read
-        self._bias, self._strides = (self._q.hi, (0, 0, 0)) if bias is None else (bias, bias.stride()[:3])
+        self._bias, self._strides = (self._packed.q.hi, (0, 0, 0)) if bias is None else (bias, bias.stride()[:3])
         self._options = {
-            "D": self._q.hi.shape[-1],
-            "DV": self._v.hi.shape[-1],
+            "D": self._packed.q.hi.shape[-1],
+            "DV": self._packed.v.hi.shape[-1],
             "CAUSAL": scores.mask.causal,
             "WINDOW": scores.mask.window is not None,
             "BIAS": bias is not None,
@@ -112,16 +95,14 @@ class Fused(AttentionKernel):
         self._o, self._fine_lse, self._lse, self._low, self._high = self._forward()
         if sigmoid and not compiling():
             self._even_out()
-        # what the products do not read
-        self._q, self._k = (t if self._s_passes == 3 else Operand(t.hi, t.hi) for t in (self._q, self._k))
-        self._v = self._v if self._passes == 3 else Operand(self._v.hi, self._v.hi)
+        self._packed = self._packed.reduced(self._s_passes, self._passes)
 
     def _numbers_of_keys(self, kind: Kind) -> Tensor:
         """What is added to the logits of every key in units of log 2, (batch·kv_heads, padded m); else something never read."""
         batch, _, kv_heads, _, m, _, _ = self._shape
         if not self._options["KEYS"]:
-            return self._q.hi
-        keys = torch.zeros(batch, kv_heads, padded_length(m), device=self._q.hi.device)
+            return self._packed.q.hi
+        keys = torch.zeros(batch, kv_heads, padded_length(m), device=self._packed.q.hi.device)
         if self._offset is not None:
             keys[..., :m] += self._offset
         if (shift := kind.shift(self.scores.mask, m)) is not None:
@@ -132,31 +113,26 @@ class Fused(AttentionKernel):
     def _even_out(self) -> None:
         """One unit for the weights of all rows: a power of two above the largest. Another for their slopes, below `2^−|s|`."""
         lse = self._lse[:, 1]
-        seen = lse.isfinite()
-        largest = float(lse.masked_fill(~seen, -torch.inf).max())
+        attending = lse.isfinite()
+        largest = float(lse.masked_fill(~attending, -torch.inf).max())
         if not math.isfinite(largest):
             return
         self._rho = math.ceil(largest)
-        lse.masked_fill_(seen, self._rho)
+        lse.masked_fill_(attending, self._rho)
         nearest = max(0.0, float(self._low.min()), -float(self._high.max()))  # to zero, of all logits
         flatter = 2.0 ** min(_FLATTEST, max(0, math.floor(nearest) + self._rho))
-        self._kappa_jvp, self._kappa_vjp = self._kappa_jvp * flatter, self._kappa_vjp * flatter
+        kappa_jvp, kappa_vjp = (flatter * kappa for kappa in (self._packed.kappa_jvp, self._packed.kappa_vjp))
+        self._packed = replace(self._packed, kappa_jvp=kappa_jvp, kappa_vjp=kappa_vjp)
 
     def _compile_ahead(self) -> None:
         """Compile what the products of this problem will take, side by side; what its lower end will take, meanwhile."""
+        mask, kv_heads, options = self.scores.mask, self._shape[2], self._options
+        scores = Scores(1.0, self.scores.softcap and 1.0, Mask(mask.causal, mask.window and 1))
         signature = _Signature(
-            device=self.inputs[0].device,
-            dtypes=tuple(t.dtype for t in self.inputs),
-            widths=(self._shape[5], self._shape[6]),
-            grouped=self._shape[1] > self._shape[2],
-            scores=Scores(1.0, self.scores.softcap and 1.0, Mask(self.scores.mask.causal, self.scores.mask.window and 1)),
-            sigmoid=self._options["SIGMOID"],
-            sunk=self._sink is not None,
-            keyed=self._offset is not None,
-            biased=self._options["BIAS"],
-            precision=self.precision,
-            promote=self._promote,
-        )
+            self.inputs[0].device, tuple(t.dtype for t in self.inputs), self._shape[5:], self._shape[1] > kv_heads, scores,
+            options["SIGMOID"], self._sink is not None, self._offset is not None, options["BIAS"],
+            self.precision, self._promote,
+        )  # fmt: skip
         if signature not in _COMPILED:
             _COMPILED[signature] = None
             in_parallel(signature.try_out)
@@ -165,9 +141,6 @@ class Fused(AttentionKernel):
         finest = replace(signature, precision="strict", promote=True)
         if self.heavy and finest not in _COMPILED:
             _COMPILED[finest] = soon(finest.try_out)
-
-    def _pack(self, t: Tensor, scale: float, width: int = 0) -> Operand:
-        return pack(t, torch.full(t.shape[:2], scale, device=t.device), 3, width=width)[0]
 
     @property
     def output(self):
@@ -199,9 +172,11 @@ class Fused(AttentionKernel):
         vars(finer).pop("noise", None)
         q, k, v = self.inputs
         finer.precision, finer._s_passes, finer._lse = self.finer, 3, self._fine_lse
-        finer._q, finer._k = self._pack(q[None], self.scores.scale * self._s_q), self._pack(k[None], self._s_k)
+        s_q, s_k, s_v = self._packed.scales
+        finer._packed = replace(self._packed, q=whole(q, self.scores.scale * s_q), k=whole(k, s_k))
         if finer.precision == "strict":
-            finer._passes, finer._promote, finer._v = 3, True, self._pack(v[None], self._s_v, self._width_v)
+            finer._passes, finer._promote = 3, True
+            finer._packed = replace(finer._packed, v=whole(v, s_v, self._packed.width_v))
         if q.is_cuda:
             finer._compile_ahead()
         return finer
@@ -210,8 +185,8 @@ class Fused(AttentionKernel):
     def heavy(self) -> bool:
         batch, heads, _, n, m = self._shape[:5]
         mask = self.scores.mask
-        seen = min(m, mask.window * (1 if mask.causal else 2)) if mask.window else m / 2 if mask.causal else m
-        return batch * heads * n * seen > _HEAVY
+        visible = min(m, mask.window * (1 if mask.causal else 2)) if mask.window else m / 2 if mask.causal else m
+        return batch * heads * n * visible > _HEAVY
 
     @functools.cached_property
     def noise(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]  a property that is kept
@@ -248,8 +223,10 @@ class Fused(AttentionKernel):
         batch, heads, kv_heads, n, m, _, _ = self._shape
         mask = self.scores.mask
         rows = torch.cat([torch.arange(run.start, run.stop, device=self._o.device) for run in runs])
-        seen = torch.cat([mask.visible(run, slice(0, m), rows.device) for run in runs])
-        hidden = torch.zeros(seen.shape, dtype=torch.float64, device=seen.device).masked_fill_(~seen, -torch.inf)[None, None]
+        visible = torch.cat([mask.visible(run, slice(0, m), rows.device) for run in runs])
+        hidden = torch.zeros(visible.shape, dtype=torch.float64, device=rows.device).masked_fill_(~visible, -torch.inf)[
+            None, None
+        ]
         (q, k, v), (dq, dk, dv, *moved) = self.inputs, (t[0] for t in tangent)
         for h in range(kv_heads):
             group, own = slice(h * heads // kv_heads, (h + 1) * heads // kv_heads), slice(h, h + 1)
@@ -276,17 +253,12 @@ class Fused(AttentionKernel):
         return math.log(2) * float(self._lse.masked_fill(~self._lse.isfinite(), 0.0).sum(1).abs().max())
 
     def attention_received(self):
-        batch, heads, kv_heads, n, m, _, _ = self._shape
-        rows, cols = padded_length(n), padded_length(m)
-        sums = torch.empty(batch * kv_heads, cols, device=self._o.device)
-        options = {k: v for k, v in self._options.items() if k != "DV"}
-        b = blocks.pick_received(self._q.hi.shape[-1], self._s_passes)
-        launch(
-            received.received, (cols // b.cols, batch * kv_heads),
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._bias, self._keys, self._lse, sums,
-            n, m, rows, cols, heads, heads // kv_heads, self.scores.mask.window or 0,
-            1 / (self._s_q * self._s_k), self.scores.softcap or 1.0, *self._strides,
-            BM=b.rows, BN=b.cols, S_PASSES=self._s_passes, **options, num_warps=b.warps, num_stages=b.stages,
+        batch, heads, kv_heads, _, m, _, _ = self._shape
+        sums = torch.empty(batch * kv_heads, padded_length(m), device=self._o.device)
+        at, options = self._packed, {name: value for name, value in self._options.items() if name != "DV"}
+        self._launch(
+            received, blocks.pick_received(options["D"], self._s_passes), (at.q.hi, at.k.hi, self._bias, self._lse, sums),
+            (*at.q.strides[1:], *at.k.strides[1:], *self._strides), S_PASSES=self._s_passes, **options,
         )  # fmt: skip
         return sums[:, :m].unflatten(0, (batch, kv_heads)).sum(1) * (2.0**self._rho / heads)
 
@@ -296,131 +268,114 @@ class Fused(AttentionKernel):
         low, high = math.log(2) * float(self._low.min()), math.log(2) * float(self._high.max())
         return (low, high) if low <= high else (0.0, 0.0)
 
-    def _blocks(self, kernel: blocks.Name, two: bool = False) -> blocks.Blocks:
-        width = max(self._q.hi.shape[-1], self._v.hi.shape[-1])
-        return blocks.pick(kernel, width, max(self._passes, self._s_passes), two, self.scores.mask.causal)
+    def _launch(
+        self, kernel: Kernel, b: blocks.Blocks, tensors: tuple, strides: tuple, probes=1, step=1, factor=1.0, **options: Any
+    ) -> None:
+        """probes: that share no weights.  step: one block of rows in so many.  factor: what the kernel says."""
+        batch, heads, kv_heads, n, m, d, d_v = self._shape
+        count, items = triton.cdiv(padded_length(n) // ROWS, step) * (ROWS // b.rows), batch * heads
+        if kernel in (vjp_columns, received):
+            count, items = padded_length(m) // b.cols, batch * kv_heads
+        s_q, s_k, _ = self._packed.scales
+        launch(
+            kernel.packed, (count, items, probes), *tensors,
+            n, m, batch, heads, heads // kv_heads, d, d_v, self.scores.mask.window or 0, step,
+            1 / (s_q * s_k), self.scores.softcap or 1.0, factor, 1.0, *strides,
+            BM=b.rows, BN=b.cols, Q_LO=self._packed.q.lo, K_LO=self._packed.k.lo, KEYS_P=self._keys, **options,
+            num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
+
+    def _product(self, kernel: Kernel, name: blocks.Name, probes: int, tensors: tuple, strides: tuple, **options: Any) -> None:
+        """Run a kernel of a product with so many probes, two beside each other where that can be."""
+        two = probes % 2 == 0 and self._passes == 1
+        at = self._packed
+        self._launch(
+            kernel, self._blocks(name, max(self._passes, self._s_passes), two),
+            (at.q.hi, at.k.hi, at.v.hi, *tensors), (*at.strides, *self._strides, *strides), probes // 2 if two else probes,
+            PACKED=True, PASSES=self._passes, S_PASSES=self._s_passes, TWO=two, PROMOTE=self._promote,
+            V_LO=at.v.lo, **self._options, **options,
+        )  # fmt: skip
+
+    def _blocks(self, kernel: blocks.Name, passes: int, two: bool = False) -> blocks.Blocks:
+        return blocks.pick(kernel, max(self._options["D"], self._options["DV"]), passes, two, self.scores.mask.causal)
 
     def _forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Outputs; of every row the log-sum-exp, in two parts, that of the products' own logits, the least and top logit."""
-        batch, heads, kv_heads, n, m, _, d_v = self._shape
-        rows, cols = padded_length(n), padded_length(m)
-        device = self._q.hi.device
+        batch, heads, _, n, _, _, d_v = self._shape
+        at, rows, device = self._packed, padded_length(n), self._packed.q.hi.device
         out = torch.empty(batch, n, heads, d_v, device=device).transpose(1, 2)
         lse = torch.empty(batch * heads, 2, rows, device=device)
         low, high = (torch.empty(batch * heads, rows, device=device) for _ in range(2))
         both = self._s_passes == 1 and not self._options["SIGMOID"]
         coarse = torch.empty_like(lse) if both else lse
-        b = blocks.pick("forward", max(self._q.hi.shape[-1], self._v.hi.shape[-1]), 3, False, self.scores.mask.causal)
-        launch(
-            forward.forward, (rows // b.rows, batch * heads),
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
-            self._bias, self._keys, self._q.hi if self._sink is None else self._sink, out, lse, coarse, low, high,
-            n, m, rows, cols, heads, heads // kv_heads, d_v, self.scores.mask.window or 0, 1,
-            1 / (self._s_q * self._s_k), 1 / self._s_v, self.scores.softcap or 1.0, 1.0,
-            *self._strides, *out.stride()[:3],
-            BM=b.rows, BN=b.cols, COARSE=both, SINK=self._sink is not None, **self._options,
-            num_warps=b.warps, num_stages=b.stages,
+        self._launch(
+            forward, self._blocks("forward", 3), (at.q.hi, at.k.hi, at.v.hi, self._bias, out, lse),
+            (*at.strides, *self._strides, *out.stride()[:3]), factor=1 / at.scales[2],
+            PACKED=True, PASSES=3, COARSE=both, SINK=self._sink is not None, **self._options,
+            V_LO=at.v.lo, SINK_P=self._sink, COARSE_LSE=coarse, LOW=low, HIGH=high,
         )  # fmt: skip
         return out, lse, coarse, low, high
 
     def jvp(self, dq: Queries, dk: Keys, dv: Values, doffset: Offsets | None = None, *, step: int = 1) -> Outputs:
         """step: one block of rows in so many, the others are zero."""
         batch, heads, kv_heads, n, m, _, d_v = self._shape
-        probes = dq.shape[0]
-        rows, cols = padded_length(n), padded_length(m)
-        count = probes * batch
-        keyed = self._offset is not None
+        at, probes = self._packed, dq.shape[0]
+        count, keyed = probes * batch, self._offset is not None
         scales = torch.empty(7 * count, device=dq.device)
-        still = scales if not keyed else torch.zeros(count, device=dq.device)
+        largest = scales if not keyed else torch.zeros(count, device=dq.device)
+        if doffset is not None:
+            largest = torch.linalg.vector_norm(doffset, torch.inf, dim=(2, 3), dtype=torch.float32)
         launch(
-            operands.jvp_scales, (1,),
-            *(operands.largest(t) for t in (dq, dk, dv)), still if doffset is None else _largest_number(doffset),
-            scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v, self._kappa_jvp, 2.0 ** (SHIFT - self._rho),
+            operands.jvp_scales, (1,), *(operands.largest(t) for t in (dq, dk, dv)), largest,
+            scales, count, self.scores.scale, *at.scales, at.kappa_jvp, 2.0 ** (SHIFT - self._rho),
             COUNT=triton.next_power_of_2(count), TOP=TOP, KEYS=keyed,
         )  # fmt: skip
         p_dq, p_dk, p_dv = (
             pack(t, scales[i * count : (i + 1) * count], self._passes, width=width)[0]
-            for i, (t, width) in enumerate(((dq, 0), (dk, 0), (dv, self._width_v)))
+            for i, (t, width) in enumerate(((dq, 0), (dk, 0), (dv, at.width_v)))
         )
-        undo = scales[3 * count :]
-        dkeys = self._moved_keys(doffset, scales[6 * count :], probes) if keyed else scales
+        dkeys = scales
+        if keyed:  # derivatives of the numbers of keys, times γ
+            dkeys = torch.zeros(probes, batch, kv_heads, padded_length(m), device=dq.device)
+            if doffset is not None:
+                dkeys[..., :m] = doffset * scales[6 * count :].reshape(probes, batch, 1, 1)
         out = torch.empty(probes, batch, n, heads, d_v, device=dq.device).transpose(2, 3)
         if step > 1:
             out.zero_()
-        two = probes % 2 == 0 and self._passes == 1
-        b = self._blocks("jvp", two)
-        launch(
-            jvp.jvp,
-            (triton.cdiv(rows // ROWS, step) * (ROWS // b.rows), batch * heads, probes // 2 if two else probes),
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
-            p_dq.hi, p_dq.lo, p_dk.hi, p_dk.lo, p_dv.hi, p_dv.lo,
-            self._bias, self._keys, dkeys, self._lse, self._o, undo, out,
-            n, m, rows, cols, batch, heads, heads // kv_heads, d_v, self.scores.mask.window or 0, step,
-            1 / (self._s_q * self._s_k), self.scores.softcap or 1.0, 1.0,
-            *self._strides, *self._o.stride()[:3], *out.stride()[:4],
-            BM=b.rows, BN=b.cols, PASSES=self._passes, S_PASSES=self._s_passes, TWO=two,
-            PROMOTE=self._promote, **self._options,
-            num_warps=b.warps, num_stages=b.stages,
+        self._product(
+            jvp, "jvp", probes, (p_dq.hi, p_dk.hi, p_dv.hi, self._bias, self._o, self._lse, out, None),
+            (*p_dq.strides, *p_dk.strides, *p_dv.strides, *self._o.stride()[:3], *out.stride()[:4]),
+            step=step, DQ_LO=p_dq.lo, DK_LO=p_dk.lo, DV_LO=p_dv.lo, DKEYS=dkeys, SCALES=scales[3 * count :],
         )  # fmt: skip
         return out
-
-    def _moved_keys(self, doffset: Tensor | None, gamma: Tensor, probes: int) -> Tensor:
-        """Derivatives of the numbers of keys times γ, (probes·batch·kv_heads, padded m)."""
-        batch, _, kv_heads, _, m, _, _ = self._shape
-        moved = torch.zeros(probes, batch, kv_heads, padded_length(m), device=gamma.device)
-        if doffset is not None:
-            moved[..., :m] = doffset * gamma.reshape(probes, batch, 1, 1)
-        return moved.flatten(0, 2)
 
     def vjp(self, g: Outputs) -> tuple[Queries, Keys, Values]:
         return self.vjp_and_offset(g)[:3]
 
     def vjp_and_offset(self, g):
         batch, heads, kv_heads, n, m, d, d_v = self._shape
-        probes = g.shape[0]
-        rows, cols = padded_length(n), padded_length(m)
+        at, probes = self._packed, g.shape[0]
         count = probes * batch
         scales = torch.empty(4 * count, device=g.device)
         launch(
-            operands.vjp_scales, (1,),
-            operands.largest(g), scales, count, self.scores.scale, self._s_q, self._s_k, self._s_v,
-            self._kappa_vjp, 2.0 ** (SHIFT - self._rho), COUNT=triton.next_power_of_2(count), TOP=TOP,
+            operands.vjp_scales, (1,), operands.largest(g), scales, count, self.scores.scale, *at.scales,
+            at.kappa_vjp, 2.0 ** (SHIFT - self._rho), COUNT=triton.next_power_of_2(count), TOP=TOP,
         )  # fmt: skip
-        p_g, delta = pack(g, scales[:count], self._passes, dot=self._o, dot_scale=self._s_v, width=self._width_v)
-        undo = scales[count:]
+        p_g, delta = pack(g, scales[:count], self._passes, dot=self._o, dot_scale=at.scales[2], width=at.width_v)
         dq = torch.empty(probes, batch, n, heads, d, device=g.device).transpose(2, 3)
-        dk = torch.empty(probes, batch, m, kv_heads, d, device=g.device).transpose(2, 3)
-        dv = torch.empty(probes, batch, m, kv_heads, d_v, device=g.device).transpose(2, 3)
-        dkeys = torch.empty(probes * batch * kv_heads, cols, device=g.device) if self._offset is not None else scales
-        two = probes % 2 == 0 and self._passes == 1
-        inputs = (
-            self._q.hi, self._q.lo, self._k.hi, self._k.lo, self._v.hi, self._v.lo,
-            p_g.hi, p_g.lo, self._bias, self._keys, self._lse, delta, undo,
+        dk, dv = (torch.empty(probes, batch, m, kv_heads, size, device=g.device).transpose(2, 3) for size in (d, d_v))
+        keyed = self._offset is not None
+        dkeys = torch.empty(probes, batch, kv_heads, padded_length(m), device=g.device) if keyed else scales
+        more = {"factor": at.kappa_vjp, "G_LO": p_g.lo, "SCALES": scales[count:]}
+        self._product(
+            vjp_columns, "columns", probes, (p_g.hi, self._bias, self._lse, delta, dk, dv),
+            (*p_g.strides, *dk.stride()[:4], *dv.stride()[:4]), DKEYS=dkeys, **more,
         )  # fmt: skip
-        sizes = (n, m, rows, cols, batch, heads, heads // kv_heads)
-        logits = (self.scores.mask.window or 0, 1 / (self._s_q * self._s_k), self._kappa_vjp, self.scores.softcap or 1.0, 1.0)
-        options = {"PASSES": self._passes, "S_PASSES": self._s_passes, "TWO": two, "PROMOTE": self._promote, **self._options}
-        grid = probes // 2 if two else probes
-        b = self._blocks("columns", two)
-        launch(
-            vjp.vjp_columns, (cols // b.cols, batch * kv_heads, grid),
-            *inputs, dk, dv, dkeys, *sizes, d, d_v, *logits, *self._strides, *dk.stride()[:4], *dv.stride()[:4],
-            BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
+        self._product(
+            vjp_rows, "rows", probes, (p_g.hi, self._bias, None, self._lse, delta, dq),
+            (*p_g.strides, 0, 0, 0, *dq.stride()[:4]), **more,
         )  # fmt: skip
-        b = self._blocks("rows", two)
-        launch(
-            vjp.vjp_rows, (rows // b.rows, batch * heads, grid),
-            *inputs, dq, *sizes, d, *logits, *self._strides, *dq.stride()[:4],
-            BM=b.rows, BN=b.cols, **options, num_warps=b.warps, num_stages=b.stages,
-        )  # fmt: skip
-        if self._offset is None:
-            return dq, dk, dv, None
-        return dq, dk, dv, self._s_q * dkeys.unflatten(0, (probes, batch, kv_heads))[..., :m]
-
-
-def _largest_number(t: Tensor) -> Tensor:
-    """The largest number of a key of each item, in absolute value."""
-    return torch.linalg.vector_norm(t, torch.inf, dim=(2, 3), dtype=torch.float32)
+        return dq, dk, dv, at.scales[0] * dkeys[..., :m] if keyed else None
 
 
 def _bias(scores: Scores, batch: int, heads: int, n: int, m: int) -> Tensor | None:

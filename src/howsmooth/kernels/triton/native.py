@@ -9,17 +9,21 @@ from torch import Tensor
 
 from howsmooth.kernels.products import whole_float32
 from howsmooth.kernels.tensors import heads_last
-from howsmooth.kernels.triton import blocks, native_first, native_second
+from howsmooth.kernels.triton import blocks
 from howsmooth.kernels.triton.compiling import Launch
+from howsmooth.kernels.triton.forward import forward as forward_rows
+from howsmooth.kernels.triton.hvp import hvp_columns, hvp_rows
+from howsmooth.kernels.triton.jvp import jvp as jvp_rows
 from howsmooth.kernels.triton.operands import padded_width
+from howsmooth.kernels.triton.vjp import vjp_columns, vjp_rows
 
 _KERNELS: dict[blocks.Native, Any] = {
-    "forward": native_first.forward,
-    "jvp": native_first.jvp,
-    "rows": native_first.vjp_rows,
-    "columns": native_first.vjp_columns,
-    "hvp_rows": native_second.hvp_rows,
-    "hvp_columns": native_second.hvp_columns,
+    "forward": forward_rows.native,
+    "jvp": jvp_rows.native,
+    "rows": vjp_rows.native,
+    "columns": vjp_columns.native,
+    "hvp_rows": hvp_rows.native,
+    "hvp_columns": hvp_columns.native,
 }
 
 
@@ -50,7 +54,7 @@ def _launch(name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, pr
     b = blocks.pick_native(name, width, single, causal)
     by_columns = name in ("columns", "hvp_columns")
     count, items = (-(-m // b.cols), batch * kv_heads) if by_columns else (-(-n // b.rows), batch * heads)
-    numbers = (heads, heads // kv_heads, d, d_v, window or 0, scale, softcap or 1.0)
+    numbers = (n, m, batch, heads, heads // kv_heads, d, d_v, window or 0, 1, scale, softcap or 1.0, 1.0, 1.0)
     options = {
         "D": width,
         "DV": width,
@@ -66,8 +70,7 @@ def _launch(name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, pr
         "num_warps": b.warps,
         "num_stages": b.stages,
     }
-    lengths = (n, m) if name == "forward" else (n, m, batch)  # the batch where a kernel counts probes
-    return Launch(_KERNELS[name], (count, items, probes), (*lengths, *numbers, *strides), options)
+    return Launch(_KERNELS[name], (count, items, probes), (*numbers, *strides), options)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any]) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ is exact. `lo` is what rounding took away: `hi + lo` has 22 bits, and the three 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -14,7 +14,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.kernels.triton.compiling import launch
-from howsmooth.kernels.triton.logits import ANY
 
 TOP = 12  # scaled operands stay below 2¹²
 ROWS = 128  # lengths are padded to a multiple of this, so every block of rows or columns is whole
@@ -22,10 +21,15 @@ ROWS = 128  # lengths are padded to a multiple of this, so every block of rows o
 
 @dataclass(frozen=True)
 class Operand:
-    """A packed tensor, (probes·batch·heads, padded n, padded d)."""
+    """A packed tensor, (probes, batch, heads, padded n, padded d)."""
 
     hi: Tensor
     lo: Tensor  # `hi` again where there is one pass only
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Over probes, items, heads and rows."""
+        return self.hi.stride()[:4]
 
 
 def padded_length(n: int) -> int:
@@ -54,6 +58,55 @@ def largest(t: Float[Tensor, "probes batch heads n d"]) -> Float[Tensor, "probes
     return torch.linalg.vector_norm(t, torch.inf, dim=(2, 3, 4), dtype=torch.float32)
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Queries, keys and values, packed with one scale for each, and what keeps the products there in range.
+
+    kappa_jvp, kappa_vjp: keep `2¹⁴ P ∘ κ dS` in range, whatever directions they are multiplied by.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    scales: tuple[float, float, float]
+    kappa_jvp: float
+    kappa_vjp: float
+
+    @property
+    def width_v(self) -> int:
+        """The padded width of values."""
+        return self.v.hi.shape[-1]
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, tau: float) -> "Packed":
+        """tau: what multiplies the logits, which the queries carry."""
+        entries = [torch.linalg.vector_norm(t, torch.inf, dtype=torch.float32) for t in (q, k, v)]
+        rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (q, k, v)]
+        sizes = [size * factor for size, factor in zip(torch.stack(entries + rows).tolist(), 2 * (abs(tau), 1, 1), strict=True)]
+        s_q, s_k, s_v = scales = power(sizes[0]), power(sizes[1]), power(sizes[2])
+        # |dq̂| ≤ √d 2¹², |dk̂| ≤ √d 2¹², and |ĝ·(v̂ − ô)| ≤ 2 √d_v 2¹² max|v̂|
+        d, d_v = (padded_width(t.shape[-1]) for t in (q, v))
+        kappa_jvp = power(d**0.5 * 2.0**TOP * (s_q * sizes[3] + s_k * sizes[4]), top=1)
+        kappa_vjp = power(d_v**0.5 * 2.0**TOP * 2 * s_v * sizes[5], top=1)
+        width = value_width(q.shape[-1], v.shape[-1])
+        return cls(whole(q, tau * s_q), whole(k, s_k), whole(v, s_v, width), scales, kappa_jvp, kappa_vjp)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Over items, heads and rows of each."""
+        return (*self.q.strides[1:], *self.k.strides[1:], *self.v.strides[1:])
+
+    def reduced(self, s_passes: int, passes: int) -> "Packed":
+        """Without what products never read, whose logits and whose other products take so many passes."""
+        q, k = (t if s_passes == 3 else Operand(t.hi, t.hi) for t in (self.q, self.k))
+        return replace(self, q=q, k=k, v=self.v if passes == 3 else Operand(self.v.hi, self.v.hi))
+
+
+def whole(t: Float[Tensor, "batch heads n d"], scale: float, width: int = 0) -> Operand:
+    """Both parts of `scale · t`."""
+    return pack(t[None], torch.full(t[None].shape[:2], scale, device=t.device), 3, width=width)[0]
+
+
 def pack(
     t: Float[Tensor, "probes batch heads n d"],
     scale: Float[Tensor, "probes batch"],
@@ -72,7 +125,7 @@ def pack(
     if dot is not None and dot.stride(-1) != 1:
         dot = dot.contiguous()
     rows, width = padded_length(n), max(width, padded_width(d))
-    hi = torch.empty(probes * batch * heads, rows, width, dtype=torch.float16, device=t.device)
+    hi = torch.empty(probes, batch, heads, rows, width, dtype=torch.float16, device=t.device)
     lo = torch.empty_like(hi) if passes == 3 else hi
     sums = torch.empty(probes * batch * heads, rows, dtype=torch.float32, device=t.device) if dot is not None else scale
     other = t if dot is None else dot
@@ -86,7 +139,10 @@ def pack(
     return Operand(hi, lo), sums
 
 
-@triton.jit(do_not_specialize=[*ANY, "rows", "SCALE", "SUMS"])
+_STRIDES = ("t_probe", "t_item", "t_head", "t_row", "o_item", "o_head", "o_row")
+
+
+@triton.jit(do_not_specialize=["SCALE", "SUMS", *_STRIDES, "batch", "heads", "n", "d", "rows"])
 def _pack(
     T, OTHER, SCALE, HI, LO, SUMS,
     t_probe, t_item, t_head, t_row, o_item, o_head, o_row,

@@ -4,195 +4,210 @@ import triton
 import triton.language as tl
 
 from howsmooth.kernels.triton.logits import (
-    ANY,
     accumulate,
+    across,
     columns,
-    dot,
     finish,
-    first_row,
-    keyed,
-    load,
+    kernel,
+    own_columns,
+    own_rows,
+    padded,
+    plain,
+    put,
     rows,
     split,
+    stat,
     stats,
+    tile,
     weigh,
 )
 
 
 @triton.jit
 def _column_probe(
-    b_dk, b_dv, b_col, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA, at_g, at_row, kappa, one,
-    PASSES: tl.constexpr, PROMOTE: tl.constexpr, MOVE: tl.constexpr, ROW: tl.constexpr,
+    b_dk, b_dv, b_col, b_p, b_p_lo, b_slope, b_dp, b_delta, b_q, b_q_lo, b_g, b_g_lo, kappa, one,
+    PASSES: tl.constexpr, PRECISION: tl.constexpr, PROMOTE: tl.constexpr, PACKED: tl.constexpr, MOVE: tl.constexpr,
+    ROW: tl.constexpr,
 ):  # fmt: skip
     """What one block of `Pᵀ` adds to `dv = Pᵀ g`, `dk = dSᵀ q` and the column sums of `dS` of one probe."""
-    b_g, b_g_lo = load(G, G_LO, at_g, PASSES)
-    b_dv = accumulate(b_p, b_p_lo, b_g, b_g_lo, b_dv, one, PASSES, PROMOTE)
-    b_dp = dot(b_v, b_v_lo, tl.trans(b_g), tl.trans(b_g_lo), tl.zeros(b_slope.shape, tl.float32), PASSES)
+    b_dv = accumulate(b_p, b_p_lo, b_g, b_g_lo, b_dv, one, PASSES, PRECISION, PROMOTE)
     if ROW:
-        b_dp -= tl.load(DELTA + at_row)[None, :]
-    b_ds = b_slope * (b_dp * kappa)
+        b_dp -= b_delta[None, :]
+    b_ds = b_slope * (b_dp * kappa if PACKED else b_dp)
     if MOVE:
         b_col += tl.sum(b_ds, 1)
-    b_ds, b_ds_lo = split(b_ds, PASSES)
-    return accumulate(b_ds, b_ds_lo, b_q, b_q_lo, b_dk, one, PASSES, PROMOTE), b_dv, b_col
+    b_ds, b_ds_lo = split(b_ds, b_q, PASSES)
+    return accumulate(b_ds, b_ds_lo, b_q, b_q_lo, b_dk, one, PASSES, PRECISION, PROMOTE), b_dv, b_col
 
 
-@triton.jit(do_not_specialize=[*ANY, "SCALES"])
+@kernel("group")
 def vjp_columns(
-    Q, Q_LO, K, K_LO, V, V_LO, G, G_LO, BIAS_P, KEYS_P, LSE, DELTA, SCALES, DK, DV_P, DKEYS,
-    n, m, n_rows, m_rows, batch, heads, group, d, d_v, window, scale, kappa, cap, one,
-    bias_item, bias_head, bias_row, dk_probe, dk_item, dk_head, dk_row, dv_probe, dv_item, dv_head, dv_row,
+    Q, K, V, G, BIAS_P, LSE, DELTA, OUT, OUT2,
+    n, m, batch, heads, group, d, d_v, window, step, scale, cap, factor, one,
+    q_item, q_head, q_row, k_item, k_head, k_row, v_item, v_head, v_row, bias_item, bias_head, bias_row,
+    g_probe, g_item, g_head, g_row, out_probe, out_item, out_head, out_row, out2_probe, out2_item, out2_head, out2_row,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PASSES: tl.constexpr, S_PASSES: tl.constexpr, TWO: tl.constexpr, PROMOTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
-    KEYS: tl.constexpr, SIGMOID: tl.constexpr,
+    PAD: tl.constexpr = False, RAGGED: tl.constexpr = False, PRECISION: tl.constexpr = "tf32",
+    PACKED: tl.constexpr = False, PASSES: tl.constexpr = 1, S_PASSES: tl.constexpr = 1, KEYS: tl.constexpr = False,
+    SIGMOID: tl.constexpr = False, TWO: tl.constexpr = False, PROMOTE: tl.constexpr = False,
+    Q_LO=None, K_LO=None, V_LO=None, G_LO=None, KEYS_P=None, DKEYS=None, SCALES=None,
 ):  # fmt: skip
-    """`dk` and `dv` of one block of columns, summed over the query heads that share them. SCALES: of dq, dk, dv.
+    """`dk = τ (P ∘ (g vᵀ − δ))ᵀ q` and `dv = Pᵀ g` of one block of columns, over the query heads that share them.
 
+    PACKED: SCALES of dq, dk, dv; factor is κ.
     KEYS: numbers for every key, whose gradients go to `DKEYS` in the units of `dk` and `q̂`; a sigmoid's do not move.
     """
     MOVE: tl.constexpr = KEYS and not SIGMOID
-    i_g = tl.program_id(1).to(tl.int64)
-    kv_heads = heads // group
-    i_item = i_g // kv_heads
-    i_kv = i_g % kv_heads
-    i_probe = tl.program_id(2).to(tl.int64) * (2 if TWO else 1)
-    j0 = tl.program_id(0) * BN
+    SHIFT: tl.constexpr = 14 if PACKED else 0
+    i_g, i_item, i_kv, i_probe, j0 = own_columns(heads, group, BN)
+    i_probe *= 2 if TWO else 1
     j = j0 + tl.arange(0, BN)
-    c = tl.arange(0, D)
-    c_v = tl.arange(0, DV)
-    b_k, b_k_lo = load(K, K_LO, i_g * m_rows * D + j[:, None] * D + c[None, :], S_PASSES)
-    b_v, b_v_lo = load(V, V_LO, i_g * m_rows * DV + j[:, None] * DV + c_v[None, :], PASSES)
+    c, c_v = tl.arange(0, D), tl.arange(0, DV)
+    n_rows, m_rows = padded(n, PACKED), padded(m, PACKED)
+    next_row = batch * heads * n_rows.to(tl.int64)
+    if PACKED:
+        q_row, k_row, v_row, g_row = D, D, DV, DV
+    p_keys = KEYS_P + i_g * m_rows if KEYS else BIAS_P
+    b_k, b_k_lo = tile(K, K_LO, i_item * k_item + i_kv * k_head, j0, m, k_row, c, d, BN, S_PASSES, PAD, RAGGED)
+    b_v, b_v_lo = tile(V, V_LO, i_item * v_item + i_kv * v_head, j0, m, v_row, c_v, d_v, BN, PASSES, PAD, RAGGED)
     b_dk = tl.zeros([BN, D], tl.float32)
     b_dv = tl.zeros([BN, DV], tl.float32)
     b_col = tl.zeros([BN], tl.float32)
-    b_dk2 = b_dk
-    b_dv2 = b_dv
-    b_col2 = b_col
-    start, whole_start, whole_end, end = rows(j0, n, window, BM, BN, CAUSAL, WINDOW)
+    if TWO:
+        b_dk2, b_dv2, b_col2 = b_dk, b_dv, b_col
+    edges = rows(j0, n, window, BM, BN, CAUSAL, WINDOW)
     for i_sub in range(group):
         i_head = i_kv * group + i_sub
-        i_q = i_item * heads + i_head
-        i_row = i_probe * batch * heads + i_q
+        i_row = i_item * heads + i_head
+        at_q = i_item * q_item + i_head * q_head
+        at_g = i_probe * g_probe + i_item * g_item + i_head * g_head
         p_bias = BIAS_P + i_item * bias_item + i_head * bias_head
+        p_delta = DELTA + i_probe * next_row + i_row * n_rows
         for phase in tl.static_range(0 if CAUSAL or WINDOW else 1, 3 if WINDOW else 2):
-            low = start if phase == 0 else (whole_start if phase == 1 else whole_end)
-            high = whole_start if phase == 0 else (whole_end if phase == 1 else end)
-            for i0 in tl.range(low, high, BM):
+            for i0 in tl.range(edges[phase], edges[phase + 1], BM):
                 i = i0 + tl.arange(0, BM)
-                b_q, b_q_lo = load(Q, Q_LO, i_q * n_rows * D + i[:, None] * D + c[None, :], S_PASSES)
-                b_top, b_lse = stats(LSE, i_q, n_rows, i)
-                b_s = dot(b_k, b_k_lo, tl.trans(b_q), tl.trans(b_q_lo), tl.zeros([BN, BM], tl.float32), S_PASSES)
-                b_s, b_slope = finish(
-                    b_s, i[None, :], j[:, None], n, m, window, scale, cap, p_bias, bias_row,
-                    CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
+                b_q, b_q_lo = tile(Q, Q_LO, at_q, i0, n, q_row, c, d, BM, S_PASSES, PAD, RAGGED)
+                b_g, b_g_lo = tile(G, G_LO, at_g, i0, n, g_row, c_v, d_v, BM, PASSES, PAD, RAGGED)
+                b_top, b_lse = stats(LSE, i_row, n_rows, i, RAGGED)
+                b_delta = stat(p_delta + i, n_rows, i, 0.0, RAGGED)
+                b_s = across(b_k, b_k_lo, b_q, b_q_lo, S_PASSES, PRECISION)
+                b_dp = across(b_v, b_v_lo, b_g, b_g_lo, PASSES, PRECISION)
+                b_s, b_slope, _ = finish(
+                    b_s, i[None, :], j[:, None], n, m, window, scale, cap, p_bias, bias_row, p_keys,
+                    CAUSAL, WINDOW, BIAS, CAP, KEYS, EDGE=phase != 1,
                 )  # fmt: skip
-                b_s = keyed(b_s, KEYS_P + i_g * m_rows, j[:, None], KEYS)
-                b_w, b_slope = weigh(b_s, b_top[None, :], b_lse[None, :] - 14, b_slope, CAP, SIGMOID)
-                b_p, b_p_lo = split(b_w, PASSES)
-                at_g = i_row * n_rows * DV + i[:, None] * DV + c_v[None, :]
-                at_row = i_row * n_rows + i
+                b_w, b_slope = weigh(b_s, b_top[None, :], b_lse[None, :] - SHIFT, b_slope, CAP, SIGMOID)
+                b_p, b_p_lo = split(b_w, b_g, PASSES)
                 b_dk, b_dv, b_col = _column_probe(
-                    b_dk, b_dv, b_col, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA, at_g, at_row, kappa, one,
-                    PASSES, PROMOTE, MOVE, not SIGMOID,
+                    b_dk, b_dv, b_col, b_p, b_p_lo, b_slope, b_dp, b_delta, b_q, b_q_lo, b_g, b_g_lo, factor, one,
+                    PASSES, PRECISION, PROMOTE, PACKED, MOVE, not SIGMOID,
                 )  # fmt: skip
                 if TWO:
+                    b_g, b_g_lo = tile(G, G_LO, at_g + g_probe, i0, n, g_row, c_v, d_v, BM, PASSES, PAD, RAGGED)
+                    b_dp = across(b_v, b_v_lo, b_g, b_g_lo, PASSES, PRECISION)
+                    b_delta = tl.load(p_delta + next_row + i)
                     b_dk2, b_dv2, b_col2 = _column_probe(
-                        b_dk2, b_dv2, b_col2, b_p, b_p_lo, b_slope, b_q, b_q_lo, b_v, b_v_lo, G, G_LO, DELTA,
-                        at_g + batch * heads * n_rows.to(tl.int64) * DV, at_row + batch * heads * n_rows.to(tl.int64),
-                        kappa, one, PASSES, PROMOTE, MOVE, not SIGMOID,
+                        b_dk2, b_dv2, b_col2, b_p, b_p_lo, b_slope, b_dp, b_delta, b_q, b_q_lo, b_g, b_g_lo, factor, one,
+                        PASSES, PRECISION, PROMOTE, PACKED, MOVE, not SIGMOID,
                     )  # fmt: skip
-    p_dk = DK + i_item * dk_item + i_kv * dk_head + j[:, None].to(tl.int64) * dk_row + c[None, :]
-    p_dv = DV_P + i_item * dv_item + i_kv * dv_head + j[:, None].to(tl.int64) * dv_row + c_v[None, :]
-    inside = (j[:, None] < m) & (c[None, :] < d)
-    inside_v = (j[:, None] < m) & (c_v[None, :] < d_v)
-    at = (i_probe * batch + i_item) * 3
-    tl.store(p_dk + i_probe * dk_probe, b_dk * tl.load(SCALES + at + 1), mask=inside)
-    tl.store(p_dv + i_probe * dv_probe, b_dv * tl.load(SCALES + at + 2), mask=inside_v)
-    p_keys = DKEYS + (i_probe * batch * kv_heads + i_g) * m_rows + j
+    p_scales = SCALES + (i_probe * batch + i_item) * 3 if PACKED else BIAS_P
+    p_dkeys = DKEYS + ((i_probe * batch + i_item) * (heads // group) + i_kv) * m_rows + j if MOVE else BIAS_P
+    at_k = i_probe * out_probe + i_item * out_item + i_kv * out_head
+    at_v = i_probe * out2_probe + i_item * out2_item + i_kv * out2_head
+    unit = tl.load(p_scales + 1) if PACKED else scale
     if MOVE:
-        tl.store(p_keys, b_col * tl.load(SCALES + at + 1))
+        tl.store(p_dkeys, b_col * unit)
+    put(OUT, at_k, b_dk * unit, j0, m, out_row, c, d, BN)
+    put(OUT2, at_v, b_dv * tl.load(p_scales + 2) if PACKED else b_dv, j0, m, out2_row, c_v, d_v, BN)
     if TWO:
-        at += 3 * batch
-        tl.store(p_dk + (i_probe + 1) * dk_probe, b_dk2 * tl.load(SCALES + at + 1), mask=inside)
-        tl.store(p_dv + (i_probe + 1) * dv_probe, b_dv2 * tl.load(SCALES + at + 2), mask=inside_v)
+        unit = tl.load(p_scales + 3 * batch + 1)
         if MOVE:
-            tl.store(p_keys + batch * kv_heads * m_rows.to(tl.int64), b_col2 * tl.load(SCALES + at + 1))
+            tl.store(p_dkeys + batch * (heads // group) * m_rows.to(tl.int64), b_col2 * unit)
+        put(OUT, at_k + out_probe, b_dk2 * unit, j0, m, out_row, c, d, BN)
+        put(OUT2, at_v + out2_probe, b_dv2 * tl.load(p_scales + 3 * batch + 2), j0, m, out2_row, c_v, d_v, BN)
 
 
 @triton.jit
 def _row_probe(
-    b_dq, b_slope, b_k, b_k_lo, b_v, b_v_lo, b_g, b_g_lo, b_delta, kappa, one,
-    PASSES: tl.constexpr, PROMOTE: tl.constexpr, ROW: tl.constexpr,
+    b_dq, b_slope, b_dp, b_delta, b_k, b_k_lo, kappa, one,
+    PASSES: tl.constexpr, PRECISION: tl.constexpr, PROMOTE: tl.constexpr, PACKED: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """What one block of `P` adds to `dq = dS k` of one probe. `b_v` is transposed. ROW: rows have a term of their own."""
-    b_dp = dot(b_g, b_g_lo, b_v, b_v_lo, tl.zeros(b_slope.shape, tl.float32), PASSES)
+    """What one block of `P` adds to `dq = dS k` of one probe. ROW: rows have a term of their own."""
     if ROW:
         b_dp -= b_delta[:, None]
-    b_ds = b_slope * (b_dp * kappa)
-    b_ds, b_ds_lo = split(b_ds, PASSES)
-    return accumulate(b_ds, b_ds_lo, tl.trans(b_k), tl.trans(b_k_lo), b_dq, one, PASSES, PROMOTE)
+    b_ds, b_ds_lo = split(b_slope * (b_dp * kappa if PACKED else b_dp), b_k, PASSES)
+    return accumulate(b_ds, b_ds_lo, b_k, b_k_lo, b_dq, one, PASSES, PRECISION, PROMOTE)
 
 
-@triton.jit(do_not_specialize=[*ANY, "group", "SCALES"])
+@kernel()
 def vjp_rows(
-    Q, Q_LO, K, K_LO, V, V_LO, G, G_LO, BIAS_P, KEYS_P, LSE, DELTA, SCALES, DQ,
-    n, m, n_rows, m_rows, batch, heads, group, d, window, scale, kappa, cap, one,
-    bias_item, bias_head, bias_row, dq_probe, dq_item, dq_head, dq_row,
+    Q, K, V, G, BIAS_P, OLD, LSE, DELTA, OUT,
+    n, m, batch, heads, group, d, d_v, window, step, scale, cap, factor, one,
+    q_item, q_head, q_row, k_item, k_head, k_row, v_item, v_head, v_row, bias_item, bias_head, bias_row,
+    g_probe, g_item, g_head, g_row, o_item, o_head, o_row, out_probe, out_item, out_head, out_row,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PASSES: tl.constexpr, S_PASSES: tl.constexpr, TWO: tl.constexpr, PROMOTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
-    KEYS: tl.constexpr, SIGMOID: tl.constexpr,
+    PAD: tl.constexpr = False, RAGGED: tl.constexpr = False, PRECISION: tl.constexpr = "tf32",
+    PACKED: tl.constexpr = False, PASSES: tl.constexpr = 1, S_PASSES: tl.constexpr = 1, KEYS: tl.constexpr = False,
+    SIGMOID: tl.constexpr = False, TWO: tl.constexpr = False, PROMOTE: tl.constexpr = False,
+    Q_LO=None, K_LO=None, V_LO=None, G_LO=None, KEYS_P=None, SCALES=None,
 ):  # fmt: skip
-    """`dq` of one block of rows of one head."""
-    i_g = tl.program_id(1).to(tl.int64)
-    i_head = i_g % heads
-    i_item = i_g // heads
-    i_kv = i_item * (heads // group) + i_head // group
-    i_probe = tl.program_id(2).to(tl.int64) * (2 if TWO else 1)
-    i0 = first_row(1, BM)
+    """`dq = τ (P ∘ (g vᵀ − δ)) k` of one block of rows of one head.
+
+    PACKED: `δ = r(g ∘ o)` was made with the operands; else it is made here, for the columns' kernel, which runs after it.
+    """
+    SHIFT: tl.constexpr = 14 if PACKED else 0
+    i_g, i_item, i_head, i_kv, i_probe, i0 = own_rows(heads, group, 1, BM)
+    i_probe *= 2 if TWO else 1
     i = i0 + tl.arange(0, BM)
-    c = tl.arange(0, D)
-    c_v = tl.arange(0, DV)
-    i_row = i_probe * batch * heads + i_g
+    c, c_v = tl.arange(0, D), tl.arange(0, DV)
+    n_rows = padded(n, PACKED)
     next_row = batch * heads * n_rows.to(tl.int64)
+    if PACKED:
+        q_row, k_row, v_row, g_row = D, D, DV, DV
+    at_k, at_v = i_item * k_item + i_kv * k_head, i_item * v_item + i_kv * v_head
+    at_g = i_probe * g_probe + i_item * g_item + i_head * g_head
     p_bias = BIAS_P + i_item * bias_item + i_head * bias_head
-    at_g = i_row * n_rows * DV + i[:, None] * DV + c_v[None, :]
-    b_q, b_q_lo = load(Q, Q_LO, i_g * n_rows * D + i[:, None] * D + c[None, :], S_PASSES)
-    b_g, b_g_lo = load(G, G_LO, at_g, PASSES)
-    b_delta = tl.load(DELTA + i_row * n_rows + i)
+    p_keys = KEYS_P + (i_item * (heads // group) + i_kv) * padded(m, PACKED) if KEYS else BIAS_P
+    p_delta = DELTA + i_probe * next_row + i_g * n_rows + i
+    b_q, b_q_lo = tile(Q, Q_LO, i_item * q_item + i_head * q_head, i0, n, q_row, c, d, BM, S_PASSES, PAD, RAGGED)
+    b_g, b_g_lo = tile(G, G_LO, at_g, i0, n, g_row, c_v, d_v, BM, PASSES, PAD, RAGGED)
+    if PACKED:
+        b_delta = tl.load(p_delta)
+    else:
+        b_o = plain(OLD, i_item * o_item + i_head * o_head, i0, n, o_row, c_v, d_v, BM, PAD, RAGGED)
+        b_delta = tl.sum(b_g.to(tl.float32) * b_o.to(tl.float32), 1)
+        tl.store(p_delta, b_delta, mask=i < n)
     b_dq = tl.zeros([BM, D], tl.float32)
-    b_dq2 = b_dq
-    b_g2, b_g2_lo, b_delta2 = b_g, b_g_lo, b_delta
     if TWO:
-        b_g2, b_g2_lo = load(G, G_LO, at_g + next_row * DV, PASSES)
-        b_delta2 = tl.load(DELTA + (i_row * n_rows + next_row) + i)
-    b_top, b_lse = stats(LSE, i_g, n_rows, i)
-    start, whole_start, whole_end, end = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
+        b_dq2 = b_dq
+        b_g2, b_g2_lo = tile(G, G_LO, at_g + g_probe, i0, n, g_row, c_v, d_v, BM, PASSES, PAD, RAGGED)
+        b_delta2 = tl.load(p_delta + next_row)
+    b_top, b_lse = stats(LSE, i_g, n_rows, i, RAGGED)
+    edges = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
-        low = start if phase == 0 else (whole_start if phase == 1 else whole_end)
-        high = whole_start if phase == 0 else (whole_end if phase == 1 else end)
-        for j0 in tl.range(low, high, BN):
+        for j0 in tl.range(edges[phase], edges[phase + 1], BN):
             j = j0 + tl.arange(0, BN)
-            b_k, b_k_lo = load(K, K_LO, i_kv * m_rows * D + j[None, :] * D + c[:, None], S_PASSES)
-            b_v, b_v_lo = load(V, V_LO, i_kv * m_rows * DV + j[None, :] * DV + c_v[:, None], PASSES)
-            b_s = dot(b_q, b_q_lo, b_k, b_k_lo, tl.zeros([BM, BN], tl.float32), S_PASSES)
-            b_s, b_slope = finish(
-                b_s, i[:, None], j[None, :], n, m, window, scale, cap, p_bias, bias_row,
-                CAUSAL, WINDOW, BIAS, CAP, EDGE=phase != 1,
+            b_k, b_k_lo = tile(K, K_LO, at_k, j0, m, k_row, c, d, BN, S_PASSES, PAD, RAGGED)
+            b_v, b_v_lo = tile(V, V_LO, at_v, j0, m, v_row, c_v, d_v, BN, PASSES, PAD, RAGGED)
+            b_s = across(b_q, b_q_lo, b_k, b_k_lo, S_PASSES, PRECISION)
+            b_dp = across(b_g, b_g_lo, b_v, b_v_lo, PASSES, PRECISION)
+            b_s, b_slope, _ = finish(
+                b_s, i[:, None], j[None, :], n, m, window, scale, cap, p_bias, bias_row, p_keys,
+                CAUSAL, WINDOW, BIAS, CAP, KEYS, EDGE=phase != 1,
             )  # fmt: skip
-            b_s = keyed(b_s, KEYS_P + i_kv * m_rows, j[None, :], KEYS)
-            _, b_slope = weigh(b_s, b_top[:, None], b_lse[:, None] - 14, b_slope, CAP, SIGMOID)
+            _, b_slope = weigh(b_s, b_top[:, None], b_lse[:, None] - SHIFT, b_slope, CAP, SIGMOID)
             b_dq = _row_probe(
-                b_dq, b_slope, b_k, b_k_lo, b_v, b_v_lo, b_g, b_g_lo, b_delta, kappa, one, PASSES, PROMOTE, not SIGMOID
+                b_dq, b_slope, b_dp, b_delta, b_k, b_k_lo, factor, one, PASSES, PRECISION, PROMOTE, PACKED, not SIGMOID
             )
             if TWO:
+                b_dp = across(b_g2, b_g2_lo, b_v, b_v_lo, PASSES, PRECISION)
                 b_dq2 = _row_probe(
-                    b_dq2, b_slope, b_k, b_k_lo, b_v, b_v_lo, b_g2, b_g2_lo, b_delta2, kappa, one, PASSES, PROMOTE, not SIGMOID
+                    b_dq2, b_slope, b_dp, b_delta2, b_k, b_k_lo, factor, one, PASSES, PRECISION, PROMOTE, PACKED, not SIGMOID
                 )
-    p_dq = DQ + i_item * dq_item + i_head * dq_head + i[:, None].to(tl.int64) * dq_row + c[None, :]
-    inside = (i[:, None] < n) & (c[None, :] < d)
-    at = (i_probe * batch + i_item) * 3
-    tl.store(p_dq + i_probe * dq_probe, b_dq * tl.load(SCALES + at), mask=inside)
+    at = i_probe * out_probe + i_item * out_item + i_head * out_head
+    p_scales = SCALES + (i_probe * batch + i_item) * 3 if PACKED else BIAS_P
+    put(OUT, at, b_dq * (tl.load(p_scales) if PACKED else scale), i0, n, out_row, c, d, BM)
     if TWO:
-        tl.store(p_dq + (i_probe + 1) * dq_probe, b_dq2 * tl.load(SCALES + at + 3 * batch), mask=inside)
+        put(OUT, at + out_probe, b_dq2 * tl.load(p_scales + 3 * batch), i0, n, out_row, c, d, BM)
