@@ -306,15 +306,16 @@ def test_the_worst_input_of_a_function_that_knows_one_precision():
     assert hs.worst_case(lambda x: 2 * x, over=hs.BallAround(X, 0.5), steps=2, restarts=2).value == pytest.approx(2.0)
 
 
-def test_what_a_function_raises_comes_through():
+def test_what_a_function_raises_is_the_cause():
     class Mine(RuntimeError):
         pass
 
     def f(x: Tensor) -> Tensor:
         raise Mine("of my own")
 
-    with pytest.raises(Mine):
+    with pytest.raises(BadFunctionError, match="Mine: of my own") as caught:
         hs.lipschitz(f, X)
+    assert isinstance(caught.value.__cause__, Mine)
     with pytest.raises(BadFunctionError, match=r"takes torch.float32 of shape \(3, 4\)") as caught:
         hs.lipschitz(nn.Linear(5, 5), X)
     assert isinstance(caught.value.__cause__, RuntimeError)

@@ -13,6 +13,7 @@ SRC = Path(__file__).parents[1] / "src" / "howsmooth"
 FLOORS = (
     "errors",
     "settings",
+    "results",
     "kernels",
     "spectral",
     "measures",

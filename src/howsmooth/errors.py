@@ -5,6 +5,17 @@ class HowSmoothError(ValueError):
     """A request that cannot be answered. The message says what was expected, what came, and what to do."""
 
 
+def reason(error: BaseException) -> str:
+    """What an error says, in one short line: its type and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def foreign(error: Exception) -> bool:
+    """Whether an error is of someone else's code: neither ours nor memory that ran out."""
+    return not isinstance(error, HowSmoothError) and type(error).__name__ != "OutOfMemoryError"
+
+
 class BadInputError(HowSmoothError):
     """The tokens, weights or options do not fit."""
 

@@ -6,16 +6,20 @@ expected, fix: what the sentence of a refusal begins and ends with, `expected â€
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
 
 _SHOWN = 40  # characters of a value that a refusal repeats
+_LIKE = 0.7  # of two names, from which on one is taken for the other misspelt
 _SEEDS = 2**63  # torch's generators take these
 
+Per = Literal["token", "sequence"]
+PER: tuple[Per, ...] = ("token", "sequence")
 Positions = Iterable[int] | Iterable[bool] | Tensor
 
 _Name = TypeVar("_Name", bound=str)
@@ -76,6 +80,16 @@ def choice(value: Any, expected: str, names: Sequence[_Name]) -> _Name:
         if isinstance(value, str) and value == name:
             return name
     raise BadInputError(f"expected {expected} among {', '.join(names)}, got {shown(value)}; pick one of them")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """How a refusal of a name ends: with the one that was probably meant.
+
+    >>> meant("layr", ["layer", "map"]), meant("unlike", ["layer", "map"])
+    ('did you mean layer?', 'check the name')
+    """
+    near = get_close_matches(name, tuple(known), 1, _LIKE)
+    return f"did you mean {near[0]}?" if near else "check the name"
 
 
 def items(value: Any, expected: str, fix: str) -> list[Any]:

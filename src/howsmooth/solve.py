@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import BadFunctionError, BadInputError, NoConvergenceError
+from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError, NoConvergenceError
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.jacobian import AutodiffJacobian, applied, check_output, doubled
 from howsmooth.measures.measure import Measure
@@ -215,7 +215,7 @@ def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -
         """In float64, where the function can be."""
         try:
             finer = _recorded(doubled(f), x.detach().double(), batched)
-        except (RuntimeError, TypeError, BadFunctionError):
+        except (RuntimeError, TypeError, HowSmoothError):
             return None
         return finer if finer.output.dtype == torch.float64 else None
 
@@ -225,7 +225,7 @@ def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -
 
 def _output(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
     """What a function gives, without gradients where it can do without, so that nothing it keeps becomes part of a graph."""
-    with torch.no_grad(), suppress(RuntimeError):
+    with torch.no_grad(), suppress(Exception):
         return f(x.clone())  # a clone, so that f may work in place
     with torch.enable_grad():
         return applied(f, x.clone().requires_grad_().clone())

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
-from howsmooth.maps.attention import Attention
+from howsmooth.maps.attention import Attention, as_map
 from howsmooth.maps.base import Map, check_input
 from howsmooth.maps.products import Jacobian
 from howsmooth.measures.measure import Measure
 from howsmooth.search import Ball, TokenSet, WorstCase, find_near, find_worst
-from howsmooth.settings import Positions, moving, shown
+from howsmooth.settings import Per, Positions, moving, shown
 from howsmooth.solve import SMALL, Options, assumed, linear, solve, solve_batch, solve_moving
 from howsmooth.spectral import Estimate, Estimates, GolubKahan, Solver
 from howsmooth.theory.around import Neighbourhood, bound_around, check_structure
@@ -30,7 +30,7 @@ def lipschitz(
     x: Tensor | Measure,
     *,
     within: float | None = None,
-    per: str = "token",
+    per: Per = "token",
     tokens: Positions | None = None,
     steps: int | None = None,
     tol: float = 1e-3,
@@ -40,7 +40,8 @@ def lipschitz(
 ) -> Estimate:
     """The local Lipschitz constant `‖D_x f‖₂` of `f` at `x`, from below and from above; or the largest one near `x`.
 
-    f: an attention layer, a norm, a composition of them, or any torch function of one tensor.
+    f: an attention layer, a norm, a composition of them, or any torch function of one tensor. `nn.MultiheadAttention` is
+    self-attention.
     x: tokens (n, d); for a function, one input of any shape; or a `Measure`, at which the local Wasserstein-2 constant is
     measured: that of moving atoms and of splitting them (docs/explanation/meanfield.md, Theorem 5.2). `lipschitz_batch` takes
     many inputs.
@@ -64,6 +65,7 @@ def lipschitz(
     >>> round(lipschitz(identity, torch.zeros(3, 2), within=0.5).upper, 6)  # the same everywhere
     1.0
     """
+    f = as_map(f)
     if isinstance(f, Map) and isinstance(x, Tensor) and x.ndim == 3:
         raise BadInputError(
             f"expected one input (n, d), got a batch of shape {tuple(x.shape)}; call lipschitz_batch(f, x), or pass x[0]"
@@ -138,7 +140,7 @@ def lipschitz_batch(
     options = Options(tol, certify, seed, solver)
     if isinstance(xs, Measure):
         raise BadInputError("expected a tensor of inputs, got a measure; measure them in a loop with lipschitz")
-    return solve_batch(f, xs, options).estimates
+    return solve_batch(as_map(f), xs, options).estimates
 
 
 def jacobian(f: Map | Callable[[Tensor], Tensor], x: Tensor) -> Jacobian:
@@ -152,16 +154,19 @@ def jacobian(f: Map | Callable[[Tensor], Tensor], x: Tensor) -> Jacobian:
     """
     if isinstance(x, Measure):
         raise BadInputError("expected one input as a tensor, got a measure; pass its points")
-    return Jacobian(linear(f, x), x.shape)
+    return Jacobian(linear(as_map(f), x), x.shape)
 
 
-def bounds(attn: Attention, x: Tensor | None = None, *, n: int | None = None, radius: float | None = None) -> Bounds:
+def bounds(
+    attn: Attention | nn.MultiheadAttention, x: Tensor | None = None, *, n: int | None = None, radius: float | None = None
+) -> Bounds:
     """What theory says of a layer's Lipschitz constant.
 
     With `x`, (n, d): bounds at that input, beside the measured constant. With `n` and `radius`: bounds over all sequences of
     `n` tokens in the ball of that radius. A row whose assumptions fail says so and has no number; where `lipschitz` refuses an
     input, bounds stand alone and `where` says why.
     """
+    attn = as_map(attn)
     if not isinstance(attn, Attention):
         raise BadInputError(f"expected an Attention layer, got {type(attn).__name__}; bounds need its weights")
     if x is not None:
@@ -203,7 +208,7 @@ def splitting(
     >>> splitting(attn, mu)
     splitting pays: token 0 split gives 0.9375, moving gives 0.258199, gain 3.631
     """
-    options = Options(tol, certify, seed, solver)
+    f, options = as_map(f), Options(tol, certify, seed, solver)
     if isinstance(f, Map):
         if isinstance(x, Measure):
             mu = x.merge()
@@ -257,4 +262,4 @@ def worst_case(
     space = Ball(radius) if radius is not None else over
     if not isinstance(space, TokenSet):
         raise BadInputError(f"expected a Ball, Ellipsoid or BallAround, got {type(space).__name__}; import them from howsmooth")
-    return find_worst(f, space, n, steps, restarts, certify, seed)
+    return find_worst(as_map(f), space, n, steps, restarts, certify, seed)

@@ -13,6 +13,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.errors import HowSmoothError
 from howsmooth.program.reading import read_function
+from howsmooth.search import Radius
 from howsmooth.search.radius import Per, length_of_change
 from howsmooth.theory.around import Certified, Neighbourhood, around_graph
 
@@ -165,7 +166,7 @@ def examine(c: Case, looked: Looked) -> None:
             looked.wrong.append(f"a slope of {norm:g} above {slope:g}; {', '.join(c.kinds)}")
 
 
-def refuted(c: Case, radius: hs.Radius) -> list[str]:
+def refuted(c: Case, radius: Radius) -> list[str]:
     """Sentences on what is wrong with a radius."""
     found, label = [], radius.label or 0
     least = least_lead(c.plain, c.x, label, radius.certified * (1 - 1e-9), c.per)

@@ -427,6 +427,11 @@ class Attention(Map):
         return total
 
 
+def as_map(f: Any) -> Any:
+    """Torch's own attention as self-attention, which is a map; anything else as it is."""
+    return Attention.from_module(f) if isinstance(f, nn.MultiheadAttention) else f
+
+
 def _normed(
     norm: LayerNorm | RMSNorm | None, t: Float[Tensor, "batch heads n d_h"]
 ) -> tuple[Float[Tensor, "batch heads n d_h"], NormJacobian | None]:

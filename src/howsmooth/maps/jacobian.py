@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.errors import BadFunctionError
+from howsmooth.errors import BadFunctionError, foreign, reason
 from howsmooth.kernels import AttentionKernel
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps.rounding import Point, attention_errors, attention_point, attention_rounding, norm_errors, norm_rounding
@@ -393,20 +393,20 @@ def check_output(y: Any) -> Tensor:
 
 
 def applied(f: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """`f(x)`. What `f` raises is its own to say; what torch raises in it is that `f` does not take `x`."""
+    """`f(x)`, where what someone else's `f` raises is one sentence, with its own error as the cause."""
     try:
         return f(x)
-    except RuntimeError as error:
-        if type(error) not in (RuntimeError, NotImplementedError):  # of someone else's, or memory that ran out
+    except Exception as error:
+        if not foreign(error):
             raise
         kinds = sorted({str(p.dtype) for p in f.parameters()}) if isinstance(f, nn.Module) else []
-        if kinds and str(x.dtype) not in kinds:
+        if kinds and str(x.dtype) not in kinds and type(error) in (RuntimeError, NotImplementedError):
             raise BadFunctionError(
                 f"expected a module and an input of one precision, got {', '.join(kinds)} and {x.dtype}; convert one of them"
             ) from None
-        said = next(iter(str(error).strip().splitlines()), "no word")[:120]
         raise BadFunctionError(
-            f"expected a function that takes {x.dtype} of shape {tuple(x.shape)}, got an error from it ({said}); check both"
+            f"expected a function that takes {x.dtype} of shape {tuple(x.shape)}, got an error from it "
+            f"({reason(error)[:160]}); check both"
         ) from error
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.measures.entropic import ROUNDING, distances, entropic_ends
 from howsmooth.measures.measure import Gaussian, Measure
+from howsmooth.results import OneNumber
 from howsmooth.settings import choice, number
 from howsmooth.spectral import svd
 
@@ -26,7 +27,7 @@ _TOL = 0.01  # width at which the entropic ends are near enough
 
 @final
 @dataclass(frozen=True)
-class Distance:
+class Distance(OneNumber):
     """`lower ≤ W_p ≤ upper`; `value` is `lower`, as of every result.
 
     upper: the cost of a plan that was found.  lower: what its dual potentials prove, less their rounding (1e-13 of the largest
@@ -42,9 +43,6 @@ class Distance:
     def value(self) -> float:
         """The distance itself: `lower`."""
         return self.lower
-
-    def __float__(self) -> float:
-        return self.value
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings; an infinite distance is None."""

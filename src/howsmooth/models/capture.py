@@ -13,13 +13,14 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels import AttentionKernel
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.models.closed import ClosedForms, closed_form
-from howsmooth.models.measurement import Measurement, Measurements, shares
+from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model_input import ATTENTION, ModelInput, Which
 from howsmooth.models.near import in_pieces
 from howsmooth.models.tokens import Window
-from howsmooth.program.ends import MapName
+from howsmooth.program.ends import End, MapName
 from howsmooth.program.segments import SegmentJacobian, SegmentMap
-from howsmooth.settings import Positions, flag, items, moving, number
+from howsmooth.results import shares
+from howsmooth.settings import Per, Positions, flag, items, meant, moving, number, shown, whole
 from howsmooth.solve import Options, solve, solve_batch
 from howsmooth.spectral import Estimate
 from howsmooth.theory.around import Neighbourhood
@@ -28,23 +29,27 @@ from howsmooth.verbs import solve_near
 LOCK_STEP = 512  # tokens of windows that are solved together; longer ones gain nothing from company
 
 
-class How(TypedDict, total=False):
+class HowMeasured(TypedDict, total=False):
     """What `Capture.measure` takes by name."""
 
+    layers: Sequence[int] | None
     head: int | None
     heads: bool
     factor: float
     tokens: Positions | None
-    to: int | str | None
+    to: End | None
     stream: int | None
     call: int | None
     closed: bool | None
     within: float | None
-    per: str
+    per: Per
     steps: int | None
     tol: float
     certify: float | None
     seed: int | None
+
+
+MEASURED = ("layer", "map", *HowMeasured.__annotations__)
 
 
 @final
@@ -64,8 +69,14 @@ class Capture:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> "Capture":
-        return replace(self, samples=(self.samples[index],))
+    def __getitem__(self, index: int | slice) -> "Capture":
+        if isinstance(index, slice):
+            if not self.samples[index]:
+                raise BadInputError(f"expected a window or more, got none of {len(self)}; take a slice that is not empty")
+            return replace(self, samples=self.samples[index])
+        count = len(self)
+        at = whole(index, f"a window from 0 to {count - 1}", "there is no other", least=-count, below=count)
+        return replace(self, samples=(self.samples[at],))
 
     def __iter__(self) -> Iterator["Capture"]:
         return (self[i] for i in range(len(self)))
@@ -113,7 +124,7 @@ class Capture:
         map: MapName = "attention",
         head: int | None = None,
         *,
-        to: int | str | None = None,
+        to: End | None = None,
         stream: int | None = None,
         call: int | None = None,
     ) -> SegmentMap:
@@ -133,31 +144,34 @@ class Capture:
         return self.forms.of(self.sample, layer)
 
     @overload
-    def measure(self, layer: int, map: MapName = ..., **how: Unpack[How]) -> Measurement: ...
+    def measure(self, layer: int, map: MapName = ..., **how: Unpack[HowMeasured]) -> Measurement: ...
     @overload
-    def measure(self, layer: Sequence[int] | None = ..., map: MapName = ..., **how: Unpack[How]) -> Measurements: ...
+    def measure(self, layer: Sequence[int] | None = ..., map: MapName = ..., **how: Unpack[HowMeasured]) -> Measurements: ...
     def measure(
         self,
         layer: int | Sequence[int] | None = None,
         map: MapName = "attention",
         *,
+        layers: Sequence[int] | None = None,
         head: int | None = None,
         heads: bool = False,
         factor: float = 1.0,
         tokens: Positions | None = None,
-        to: int | str | None = None,
+        to: End | None = None,
         stream: int | None = None,
         call: int | None = None,
         closed: bool | None = None,
         within: float | None = None,
-        per: str = "token",
+        per: Per = "token",
         steps: int | None = None,
         tol: float = 1e-3,
         certify: float | None = None,
         seed: int | None = None,
+        **unknown: Any,
     ) -> Measurement | Measurements:
         """The constants of a map: of one layer at one input, or of several layers (all where none is named) at every window.
 
+        layer, layers: a number, or a list of them; all by default.
         head: that head alone, through its part of the output projection.  heads: also one estimate per head.
         factor: what the tokens that enter are multiplied by.
         tokens: the positions that may move, as `Measurement.tokens` counts them, or a mask that is true there; the others are
@@ -172,6 +186,12 @@ class Capture:
         of self-attention that are made of known pieces (docs/howto/certified.md).
         tol, certify, seed: as in `howsmooth.lipschitz`.
         """
+        for name in unknown:
+            raise BadInputError(f"expected arguments of measure, got {shown(name)}; {meant(name, MEASURED)}")
+        if layers is not None:
+            if layer is not None:
+                raise BadInputError("expected either layer or layers, got both; a list of layers goes in either")
+            layer = items(layers, "a list of layers", "pass layer=0 for one of them")
         options = Options(tol, certify, seed)
         one = isinstance(layer, Integral)
         if one and len(self) > 1:
@@ -180,12 +200,12 @@ class Capture:
                 "window, as in capture[0]"
             )
         expected, fix = "a layer, a list of layers, or None for all", "count from 0"
-        layers: Sequence[Any] = [layer] if one else range(self.num_layers) if layer is None else items(layer, expected, fix)
-        if not layers:
+        chosen: Sequence[Any] = [layer] if one else range(self.num_layers) if layer is None else items(layer, expected, fix)
+        if not chosen:
             raise BadInputError(f"expected {expected}, got an empty list; {fix}")
         closed = (len(self) > 1 and within is None) if closed is None else flag(closed, "closed")
         which = Which(map if to is None else "block", head, to, stream, call)
-        for k in layers:
+        for k in chosen:
             for sample in self.samples:
                 sample.check(k, which)
         settings = _Settings(
@@ -202,7 +222,7 @@ class Capture:
         if within is not None and (settings.heads or closed):
             raise BadInputError("expected neither heads nor closed beside within, got one; measure heads one by one with head=")
         measured: list[Measurement] = []
-        for k in (int(k) for k in layers):
+        for k in (int(k) for k in chosen):
             if tokens is not None:
                 for sample in self.samples:  # a mask fits one length alone, positions are the same at all
                     free = moving(tokens, len(sample.segment(k, settings.which).start))
@@ -331,7 +351,7 @@ class _Settings:
     factor: float
     options: Options
     within: float | None = None
-    per: str = "token"
+    per: Per = "token"
     steps: int | None = None
 
 

@@ -6,9 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.errors import BadInputError, foreign, reason
 from howsmooth.models.folder import tokenizer_room
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
@@ -45,20 +43,14 @@ def offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def reason(error: Exception) -> str:
-    """What an error says, in one short line: its type and the first line of its text."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0][:300]}" if said else type(error).__name__
-
-
 @contextmanager
 def runs(name: str) -> Iterator[None]:
     """Inside it, what a model's own code raises is told in one sentence. name: the model's."""
     try:
         yield
-    except (HowSmoothError, torch.OutOfMemoryError):
-        raise
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError) as error:
+    except Exception as error:
+        if not foreign(error):
+            raise
         raise BadInputError(
             f"expected inputs that {name} runs on, got {type(error).__name__} from it ({reason(error)[:160]}); check their "
             "shapes and kinds"

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from howsmooth.errors import BadInputError
+from howsmooth.errors import BadInputError, reason
 from howsmooth.kernels.tensors import place
 from howsmooth.models.folder import INDEX, PICKLES, SINGLE, model_room, read_json, shards
 from howsmooth.models.interface import configurations, register
-from howsmooth.models.library import offline, quiet, reason
+from howsmooth.models.library import offline, quiet
 from howsmooth.models.model import Model, check_device
 from howsmooth.settings import flag
 

@@ -3,20 +3,26 @@
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, SupportsIndex, final, overload
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.results import OneNumber, axes_for, draw_intervals, html_table, plain_text
 from howsmooth.spectral import Estimate, Status
 
 if TYPE_CHECKING:
     import pandas
 
+    from howsmooth.results import Axes
+
 _MOST = 0.5  # share above which one token carries a direction
+_NAMED = 64  # tokens of a figure that are written out
 _SINK = 0.25  # share of all attention above which a token is a sink
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Measurement:
+class Measurement(OneNumber):
     """The local Lipschitz constant of one map of one layer at one input, and what it is made of.
 
     estimate: the constant, from below and from above.  n: tokens measured, padding left out.
@@ -152,6 +158,24 @@ class Measurement:
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        return html_table(self._title, [_line(self) | {"note": self.estimate.note}])
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """How much of the worst direction and of its image falls on each token, as bars."""
+        ax = axes_for(ax, title=plain_text(f"{self._title}: L = {self.value:.4g}"), ylabel="share")
+        ax.bar([i - 0.2 for i in range(self.n)], self.input_share, 0.4, label="worst direction")
+        ax.bar([i + 0.2 for i in range(len(self.output_share))], self.output_share, 0.4, label="its image")
+        if self.n <= _NAMED:
+            ax.set_xticks(range(self.n), [plain_text(word) for word in self.tokens], rotation=90)
+        ax.legend()
+        return ax
+
+    @property
+    def _title(self) -> str:
+        head = "" if self.head is None else f", head {self.head}"
+        return f"{self.model} layer {self.layer} {self.map}{head}, n = {self.n}"
+
 
 @final
 class Measurements(tuple[Measurement, ...]):
@@ -163,6 +187,18 @@ class Measurements(tuple[Measurement, ...]):
     def __getitem__(self, index: slice) -> "Measurements": ...
     def __getitem__(self, index: SupportsIndex | slice) -> "Measurement | Measurements":
         return Measurements(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
+
+    @property
+    def value(self) -> Float[Tensor, " measurements"]:
+        return torch.tensor([m.value for m in self], dtype=torch.float64)
+
+    @property
+    def lower(self) -> Float[Tensor, " measurements"]:
+        return torch.tensor([m.lower for m in self], dtype=torch.float64)
+
+    @property
+    def upper(self) -> Float[Tensor, " measurements"]:
+        return torch.tensor([m.upper for m in self], dtype=torch.float64)
 
     def to_frame(self) -> "pandas.DataFrame":
         """One row each: layer, map, n, value, both ends, radius, and what `Measurement.about` says."""
@@ -188,15 +224,29 @@ class Measurements(tuple[Measurement, ...]):
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        title = f"{self[0].model}, {self[0].map}" if self else "no measurements"
+        return html_table(title, [_line(m) for m in self])
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """The constants by layer, with their intervals, one colour for each number of tokens."""
+        title = plain_text(f"{self[0].model}, {self[0].map}") if self else "no measurements"
+        ax = axes_for(ax, title=title, xlabel="layer", ylabel="local Lipschitz constant")
+        for n in sorted({m.n for m in self}):
+            some = [m for m in self if m.n == n]
+            draw_intervals(ax, [m.layer for m in some], some, f"n = {n}")
+        if self:
+            ax.legend()
+        return ax
+
+
+def _line(m: Measurement) -> dict[str, Any]:
+    """One line of a table in a notebook."""
+    said = {"layer": m.layer, "n": m.n, "L": m.value, "at least": m.lower, "at most": m.upper}
+    return said | {"status": m.status, "worst direction": m.remark}
+
 
 def estimate_columns(estimate: Estimate) -> dict[str, Any]:
     """What every row says of its number."""
     names = ("value", "lower", "upper", "confidence", "status", "steps", "seed")
     return {name: getattr(estimate, name) for name in names}
-
-
-def shares(v: Tensor) -> tuple[float, ...]:
-    """How much of a vector's square falls on each token; they sum to one."""
-    energy = v.double().square().sum(-1)
-    total = energy.sum()
-    return tuple((energy / total if total > 0 else energy).tolist())

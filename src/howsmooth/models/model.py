@@ -4,14 +4,14 @@ import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final, overload
+from typing import Any, Unpack, final, overload
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import Place, check_dense, place
-from howsmooth.models.capture import Capture
+from howsmooth.models.capture import MEASURED, Capture, HowMeasured
 from howsmooth.models.closed import ClosedForms
 from howsmooth.models.library import runs, tokenizer_of
 from howsmooth.models.measurement import Measurement, Measurements
@@ -22,10 +22,11 @@ from howsmooth.models.tokens import Text, Window, of_ids
 from howsmooth.program.ends import MapName
 from howsmooth.program.tracing import bare, distinct
 from howsmooth.program.weights import offloaded
-from howsmooth.settings import Positions, items, shown, whole, words
+from howsmooth.settings import items, meant, shown, whole, words
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Ids = Sequence[int] | Tensor | Window
+GIVEN = ("windows", "text", "ids", "inputs", "mask", "n")  # what `capture` takes by name
 _IDS = 2**31  # tokenizers count no further
 
 
@@ -120,7 +121,7 @@ class Model:
 
     def capture(
         self,
-        windows: Sequence[Window | Sequence[int] | str] | None = None,
+        windows: str | Sequence[Window | Sequence[int] | str] | None = None,
         *,
         text: str | None = None,
         ids: Ids | None = None,
@@ -131,12 +132,14 @@ class Model:
     ) -> Capture:
         """Run inputs through the model: many windows at once, or one input given in one of these ways.
 
-        windows: of a text (`model.text(text).windows(n, samples)`), lists of token ids, or texts.
+        windows: of a text (`model.text(text).windows(n, samples)`), lists of token ids, or texts; or one text.
         text: cut to its first `n` tokens, special ones among them; whole by default.
         ids: token ids, fed exactly as they are, or a window from `text()`.  mask: false at padding.
         inputs: what the module takes, in order or by name, with one sequence in it: pixel values, features, embeddings.
         forward: the same by name, as in `capture(**tokenizer(text, return_tensors="pt"))`; rows of `input_ids` are windows.
         """
+        if isinstance(windows, str) and text is None:
+            windows, text = None, windows
         if sum(value is not None for value in (windows, text, ids, inputs, forward or None)) != 1:
             raise BadInputError(
                 "expected exactly one of windows, text, ids, inputs or inputs by name, got none or several; pass one"
@@ -145,7 +148,7 @@ class Model:
             raise BadInputError("expected n together with text, got it otherwise; cut the input yourself")
         if ids is None and mask is not None:
             raise BadInputError("expected mask together with ids, got it otherwise; name it attention_mask among the inputs")
-        self.check_names(forward)
+        self.check_names(forward, GIVEN)
         if inputs is not None or forward:
             samples = self._of_inputs(forward if inputs is None else inputs)
         elif windows is not None:
@@ -161,29 +164,23 @@ class Model:
         return Capture(self.name, tuple(samples), self.forms, self.notes)
 
     @overload
-    def measure(
-        self, *, layer: int, map: MapName = ..., text: str | None = ..., ids: Ids | None = ..., n: int | None = ..., **more: Any
-    ) -> Measurement: ...
+    def measure(self, text: str, layer: int, map: MapName = ..., **how: Unpack[HowMeasured]) -> Measurement: ...
     @overload
-    def measure(self, *, layer: Sequence[int] | None = ..., map: MapName = ..., **more: Any) -> Measurements: ...
+    def measure(self, text: str | None = ..., *, layer: int, map: MapName = ..., **more: Any) -> Measurement: ...
+    @overload
+    def measure(
+        self, text: str, layer: Sequence[int] | None = ..., map: MapName = ..., **how: Unpack[HowMeasured]
+    ) -> Measurements: ...
+    @overload
+    def measure(
+        self, text: str | None = ..., layer: Sequence[int] | None = ..., map: MapName = ..., **more: Any
+    ) -> Measurements: ...
     def measure(
         self,
-        *,
+        text: str | None = None,
         layer: int | Sequence[int] | None = None,
         map: MapName = "attention",
-        head: int | None = None,
-        heads: bool = False,
-        tokens: Positions | None = None,
-        to: int | str | None = None,
-        stream: int | None = None,
-        call: int | None = None,
-        within: float | None = None,
-        per: str = "token",
-        steps: int | None = None,
-        tol: float = 1e-3,
-        certify: float | None = None,
-        seed: int | None = None,
-        **input: Any,
+        **more: Any,
     ) -> Measurement | Measurements:
         """The local Lipschitz constants of a map at one input: of one layer, of several, or of all where none is named.
 
@@ -191,17 +188,18 @@ class Model:
         `normed` (the block's own norm first), `block` (the whole layer), `update` (the block without its residual path),
         `cross` and `context` (the block's cross-attention, in its queries' tokens or in its context), `model` (first block →
         last hidden state, behind the final norm).
-        to: from what enters the layer's block to what leaves block `to`, `"final"` for the last one, `"logits"` for the head.
-        stream: one of several streams that attention joins.  call: which attention of a block that attends several times.
-        head: one head alone.  heads: one estimate per head beside the whole.
-        tokens: the positions that may move, or a mask that is true there; all by default.
-        within, per, steps: the largest constant over all inputs this close to what enters, as in `howsmooth.lipschitz`.
-        tol, certify, seed: as in `howsmooth.lipschitz`.
-        input: text, ids, inputs, or the model's own arguments by name, as for `capture`.
+        more: what `Capture.measure` takes (layers, head, heads, factor, tokens, to, stream, call, closed, within, per, steps,
+        tol, certify, seed), and the input where it is no text: ids, mask, n, inputs, or the model's own arguments by name, as
+        for `capture`.
+
+        >>> model = Model.of(nn.TransformerEncoderLayer(8, 2, batch_first=True), "layer", None, None)
+        >>> f"{model.measure(inputs=torch.eye(8)[None, :4], layer=0, tol=1e-2).radius_rms:.2f}"
+        '1.00'
         """
-        captured = self.capture(**input)
-        near: dict[str, Any] = {"within": within, "per": per, "steps": steps, "to": to, "stream": stream, "call": call}
-        return captured.measure(layer, map, head=head, heads=heads, tokens=tokens, tol=tol, certify=certify, seed=seed, **near)
+        how = {name: more.pop(name) for name in tuple(more) if name in MEASURED}
+        self.check_names((name for name in more if name not in GIVEN), (*MEASURED, *GIVEN))
+        captured = self.capture(text=text, **more)
+        return captured.measure(layer, map, **how)
 
     def _window(self, ids: Ids | str, mask: Sequence[bool] | Tensor | None = None) -> Window:
         if isinstance(ids, Window):
@@ -279,13 +277,16 @@ class Model:
             samples.append(self._sample(args, one, self._of_ids(_whole_numbers(one["input_ids"]), flags)))
         return samples
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Refuse a name that the module does not list; one that lists none, as a wrapper does, takes any."""
+    def check_names(self, names: Iterable[str], beside: Sequence[str] = ()) -> None:
+        """Refuse a name that the module does not list; one that lists none, as a wrapper does, takes any.
+
+        beside: names that mean something else here, one of which may have been meant.
+        """
         unknown = [name for name in names if self.takes and name not in self.takes]
         if unknown:
             raise BadInputError(
-                f"expected inputs that {type(self.module).__name__} takes ({', '.join(self.takes)}), got {unknown[0]!r}; "
-                "check the name"
+                f"expected inputs that {type(self.module).__name__} takes ({', '.join(self.takes)}), got {shown(unknown[0])}; "
+                f"{meant(unknown[0], (*beside, *self.takes))}"
             )
 
     def _sample(self, args: tuple[Any, ...], kwargs: dict[str, Any], window: Window) -> ModelInput:

@@ -20,6 +20,7 @@ from howsmooth.program.sites import AttentionSites, Group
 
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
 MapName = Literal["attention", "heads", "normed", "block", "update", "cross", "context", "model"]
+End = int | Literal["final", "logits"]
 MAPS: tuple[MapName, ...] = get_args(MapName)
 
 

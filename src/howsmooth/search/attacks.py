@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.maps.base import check_finite, check_input
+from howsmooth.maps.jacobian import applied
 from howsmooth.search.sets import length_of
 from howsmooth.settings import choice, items, seed_of, whole
 from howsmooth.solve import Function, Options, solve
@@ -303,7 +304,7 @@ def _best_splitting(f: Function, x: Tensor, y: Tensor, constant: float, seed: in
 @torch.no_grad()
 def _value(f: Function, x: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
-        return f(x.clone())
+        return applied(f, x.clone())
 
 
 def _length(t: Tensor) -> float:

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Per = Literal["token", "sequence"]
-PER: tuple[Per, ...] = ("token", "sequence")
+from howsmooth.settings import Per
 
 _HALVINGS = 7  # of the interval that a radius is looked for in, in its logarithm
 _NEAR = 0.999  # where nothing bends, the radius is that of an attack to rounding

@@ -11,6 +11,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.maps import Attention, Map
+from howsmooth.results import OneNumber
 from howsmooth.search.ascent import Climb, ascend
 from howsmooth.search.families import check_layer, ranked
 from howsmooth.search.sets import BallAround, Ellipsoid, TokenSet, check_width
@@ -28,7 +29,7 @@ _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the
 
 @final
 @dataclass(frozen=True, eq=False)
-class WorstCase:
+class WorstCase(OneNumber):
     """The worst input found: the constant over the set is at least `estimate.lower`, and `value` is attained by `tokens`.
 
     tokens: where the layer is.  estimate: `L` there, from both sides.  start: where the climb began; began: `L` there.

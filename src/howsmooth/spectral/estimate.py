@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, SupportsIndex, final, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, final, overload
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.results import OneNumber, axes_for, draw_intervals, html_table, plain_text, shares
 from howsmooth.spectral.operator import Operator
+
+if TYPE_CHECKING:
+    from howsmooth.results import Axes
 
 Status = Literal["dense", "certified", "converged", "step limit"]
 
@@ -35,7 +39,7 @@ class Solver(Protocol):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Estimate:
+class Estimate(OneNumber):
     """`lower ≤ ‖J‖₂ ≤ upper`.
 
     value: `|J direction| / |direction|`, evaluated in `precision`: attained, up to the rounding of one product.
@@ -125,6 +129,17 @@ class Estimate:
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        said = {name: getattr(self, name) for name in ("value", "lower", "upper", "confidence", "status", "steps", "precision")}
+        return html_table("local Lipschitz constant", [said | {"note": self.note}])
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """How much of the worst direction falls on each token, as bars."""
+        ax = axes_for(ax, title=plain_text(str(self)), xlabel="token", ylabel="share of the worst direction")
+        each = shares(self.direction)
+        ax.bar(range(len(each)), each)
+        return ax
+
 
 @final
 class Estimates(tuple[Estimate, ...]):
@@ -173,3 +188,14 @@ class Estimates(tuple[Estimate, ...]):
         return "\n".join(str(e) for e in self)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        names = ("value", "lower", "upper", "status", "steps")
+        rows = [{"input": i} | {name: getattr(e, name) for name in names} for i, e in enumerate(self)]
+        return html_table("local Lipschitz constants", rows)
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """The constants of all inputs, with their intervals."""
+        ax = axes_for(ax, xlabel="input", ylabel="local Lipschitz constant")
+        draw_intervals(ax, range(len(self)), self)
+        return ax

@@ -42,7 +42,7 @@ def _decomposed(decompose: Callable[[], Any], m: Tensor) -> Any:
     if bool(m.isfinite().all()):
         try:
             return decompose()
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             pass
     raise NoConvergenceError("expected matrices that can be decomposed, got NaN, infinity or no convergence; rescale them")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack, final
 from torch import nn
 
 from howsmooth.models import Model
+from howsmooth.results import axes_for, html_table
 from howsmooth.run import Progress
 from howsmooth.study.fit import Break, GrowthFit, fit_growth
 from howsmooth.study.jobs import Cells, Measured, run_here, to_frame
@@ -18,6 +19,8 @@ from howsmooth.study.scope import ScopeOptions, Setting, fitting_lengths, settin
 
 if TYPE_CHECKING:
     import pandas
+
+    from howsmooth.results import Axes
 
 
 @final
@@ -77,6 +80,18 @@ class Growth:
         return "\n".join(f"layer {layer}: L ~ n^{_with_interval(fit)}{breaks[layer]}" for layer, fit in self.fits.items())
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table("growth with the number of tokens", self.table())
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Mean constants against the number of tokens on logarithmic scales, a line for each layer."""
+        ax = axes_for(ax, xscale="log", yscale="log", xlabel="tokens", ylabel="local Lipschitz constant")
+        for layer, fit in self.fits.items():
+            ax.plot(fit.lengths, fit.means, "o-", label=f"layer {layer}: n^{fit.exponent.value:.2f}")
+        if self.fits:
+            ax.legend()
+        return ax
 
 
 @with_scope()

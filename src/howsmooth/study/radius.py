@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.errors import BadFunctionError, BadInputError, foreign, reason
 from howsmooth.maps import Map
 from howsmooth.maps.base import check_finite, check_input
 from howsmooth.maps.jacobian import doubled
@@ -19,8 +19,8 @@ from howsmooth.models.tokens import Window
 from howsmooth.program.pieces import Piece, Pieces, pieces_of, pruned
 from howsmooth.program.reading import check_agrees, read_function
 from howsmooth.program.tracing import written_path
-from howsmooth.search.radius import PER, Per, Radius, first_order, largest, smallest_change
-from howsmooth.settings import choice, flag, moving, number, whole
+from howsmooth.search.radius import Radius, first_order, largest, smallest_change
+from howsmooth.settings import PER, Per, choice, flag, moving, number, whole
 from howsmooth.solve import Options, solve
 from howsmooth.theory.around import Certified, Expansion, Neighbourhood, expand, output_move, scalar_changes
 
@@ -35,7 +35,7 @@ def certified_radius(
     *,
     label: int | None = None,
     change: float | None = None,
-    per: str = "token",
+    per: Per = "token",
     tokens: Any = None,
     layer: int = 0,
     map: MapName | None = None,
@@ -119,11 +119,12 @@ def _from_function(f: Callable[[Tensor], Tensor], x: Tensor | None, input: dict[
         try:
             with written_path():
                 y = g((t[None] if batched else t).clone())  # which g may write into
-        except RuntimeError as error:
-            said = next(iter(str(error).strip().splitlines()), "no word")[:120]
+        except Exception as error:
+            if not foreign(error):
+                raise
             raise BadInputError(
-                f"expected a function that takes float64 of shape {tuple(x.shape)}, got an error from it ({said}); "
-                "pass a module, which is widened, or a function in float64"
+                f"expected a function that takes float64 of shape {tuple(x.shape)}, got an error from it "
+                f"({reason(error)[:160]}); pass a module, which is widened, or a function in float64"
             ) from error
         return y.reshape(-1, y.shape[-1])
 

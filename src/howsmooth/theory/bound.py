@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, final, overload
+from typing import TYPE_CHECKING, Any, Literal, final, overload
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.results import OneNumber, axes_for, html_table, plain_text
 from howsmooth.settings import choice
 from howsmooth.spectral import spectral_norm
+
+if TYPE_CHECKING:
+    from howsmooth.results import Axes
 
 Side = Literal["upper", "lower"]
 
@@ -27,8 +31,8 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 @final
-@dataclass(frozen=True)
-class Bound:
+@dataclass(frozen=True, repr=False)
+class Bound(OneNumber):
     """A bound, or the reason why it does not apply.
 
     log_value: natural logarithm of the bound, rounded outward: up for an upper bound, down for a lower one; None where the
@@ -67,6 +71,10 @@ class Bound:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""
         return asdict(self) | {"applies": self.applies, "value": self.value}
+
+    def __repr__(self) -> str:
+        said = f"does not apply: {self.reason}" if self.value is None else f"{self.value:.6g}"
+        return f"{self.id}, {self.side} bound, {self.name}: {said}"
 
 
 def _row(
@@ -166,6 +174,26 @@ class Bounds(Sequence[Bound]):
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows: list[dict[str, object]] = []
+        for r in self.rows:
+            told = {"id": r.id, "side": r.side, "bound": r.name, "value": r.value, "× L": r.ratio(self.measured)}
+            rows.append(told | {"source": r.source, "why not": r.reason})
+        return html_table(f"bounds {self.where}", rows)
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """The bounds that apply and are finite, as marks in powers of ten, beside what was measured."""
+        rows = [r for r in self.rows if r.log_value is not None and math.isfinite(r.log_value)]
+        ax = axes_for(ax, title=plain_text(f"bounds {self.where}"), xlabel="log10 L")
+        for side, mark in (("upper", "<"), ("lower", ">")):
+            some = [i for i, r in enumerate(rows) if r.side == side]
+            ax.plot([(rows[i].log_value or 0.0) / math.log(10) for i in some], some, mark, label=f"{side} bounds")
+        ax.set_yticks(range(len(rows)), [plain_text(f"{r.id} {r.name}") for r in rows])
+        if self.measured is not None and self.measured > 0:
+            ax.axvline(math.log10(self.measured), color="black", label=f"measured {self.measured:.4g}")
+        ax.legend()
+        return ax
 
 
 def _exp(log: float) -> float:

@@ -3,14 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadFunctionError, HowSmoothError
-from howsmooth.maps.jacobian import doubled
+from howsmooth.errors import BadFunctionError
+from howsmooth.maps.jacobian import applied, doubled
 from howsmooth.measures.measure import Measure
 from howsmooth.spectral import Estimate, svd
 from howsmooth.spectral.operator import Operator
@@ -103,7 +104,7 @@ Function = Callable[[Tensor], Tensor]
 def halves(f: Function, x: Float[Tensor, "n d"], seed: int) -> tuple[Function, Function, Tensor]:
     """On tokens written twice: the functions of moving both copies together and of moving them apart, and `x` in float64."""
     f, x = in_double(f, x)
-    n = len(x)
+    f, n = partial(applied, f), len(x)
     _check_equivariant(f, x, seed)
 
     def together(t: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ def in_double(f: Function, x: Tensor) -> tuple[Function, Tensor]:
     try:
         with torch.no_grad():
             y = g(x.double())
-    except (RuntimeError, TypeError, HowSmoothError):
+    except Exception:  # what it is, is told where the function is used
         return f, x
     return (g, x.double()) if isinstance(y, Tensor) and y.dtype == torch.float64 else (f, x)
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.fx import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
+from howsmooth.errors import BadFunctionError, BadInputError, foreign, reason
 from howsmooth.kernels.products import float32_products
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.models import MapName, Model
@@ -131,12 +131,11 @@ def _said() -> Iterator[None]:
     """What torch raises while it differentiates a function, as a refusal."""
     try:
         yield
-    except (RuntimeError, IndexError) as error:
-        if isinstance(error, HowSmoothError | torch.OutOfMemoryError):
+    except Exception as error:
+        if not foreign(error):
             raise
-        said = next(iter(str(error).strip().splitlines()), "no word")[:120]
         raise BadFunctionError(
-            f"expected a function with derivatives in both modes, got an error from it ({said}); "
+            f"expected a function with derivatives in both modes, got an error from it ({reason(error)[:160]}); "
             "look for operations without them"
         ) from error
 

@@ -6,3 +6,8 @@ from howsmooth.kernels.kinds.mapped import L2, Cosine, Differential
 from howsmooth.kernels.kinds.pointwise import Hard, Linear, Sigmoid, Softmax
 
 __all__ = ["L2", "Cosine", "Differential", "Hard", "Kind", "Linear", "Pointwise", "Sigmoid", "Sinkhorn", "Softmax"]
+
+
+def __dir__() -> list[str]:
+    """The kinds themselves."""
+    return [name for name in __all__ if name not in ("Kind", "Pointwise")]
