@@ -199,11 +199,11 @@ def test_shapes_are_checked_inside_the_contract():
         inner(torch.zeros(2, 1, 3), torch.zeros(2, 2, 3))
 
 
-@pytest.mark.parametrize("spoiled", ["slope", "change", "moved", "moved_total"])
+@pytest.mark.parametrize("spoiled", ["slope", "change", "moved", "moved_total", "rest"])
 @pytest.mark.parametrize("factor", [0.5, torch.nan])
 def test_a_wrong_bound_around_an_input_is_refuted(spoiled: str, factor: float):
-    bound = Around(2.0, 1.0, torch.full((2,), 0.5), 0.75, "a bound")
-    truth = 2.0, 1.0, torch.full((2,), 0.5), 0.0  # of a point that reaches them
+    bound = Around(2.0, 1.0, torch.full((2,), 0.5), 0.75, "a bound", rest=0.25)
+    truth = 2.0, 1.0, torch.full((2,), 0.5), 0.25, 0.0  # of a point that reaches them
     assert not neighbourhoods.refuted(bound, *truth)
     wrong = replace(bound, **{spoiled: factor * getattr(bound, spoiled)})
     assert any(why.startswith(spoiled) for why in neighbourhoods.refuted(wrong, *truth))

@@ -15,6 +15,7 @@ from howsmooth.maps import Attention, RMSNorm
 from howsmooth.search import find_near
 from howsmooth.solve import Options, solve
 from howsmooth.theory.around import Around, AroundAttention, Neighbourhood
+from howsmooth.theory.around.attention import SECOND
 from howsmooth.theory.bound import lengths
 
 from .hostile_layers import hostile, jacobians
@@ -93,24 +94,28 @@ class Looked:
 
 
 class Truth(NamedTuple):
-    """`‖D_Y f‖`, `‖D_Y f − D_X f‖`, `|f(Y)_i − f(X)_i|` and what rounding hides of these."""
+    """`‖D_Y f‖`, `‖D_Y f − D_X f‖`, `|f(Y)_i − f(X)_i|`, what `f` does beyond first order, and what rounding hides of these."""
 
     norm: float
     change: float
     moved: Tensor
+    rest: float
     fuzz: float
 
 
 def examine(case: Near, looked: Looked, samples: int = 3, steps: int = 3) -> None:
     """Compare the bounds with points of the neighbourhood: random ones, the way that stretches most, where ascent leads."""
     try:
-        bound = AroundAttention(case.layer, case.area.point, tokens=case.tokens).within(case.area)
+        around = AroundAttention(case.layer, case.area.point, tokens=case.tokens)
+        bound = around.within(case.area)
     except HowSmoothError:
         looked.refused += 1
         return
     looked.neighbourhoods += 1
     looked.infinite += not math.isfinite(bound.slope)
-    looked.kinds.update(case.kinds)
+    looked.kinds.update([*case.kinds, *(["bounded by second derivatives"] if bound.reason == SECOND else [])])
+    derivatives = sum(around.by_derivatives(case.area))  # a bound on the change, whether it is the smallest or not
+    looked.kinds.update(["second derivatives reach"] if math.isfinite(derivatives) else [])
     points = _inside(case, samples)
     found = _attained(case, steps, bound.slope)
     if found is not None:
@@ -122,7 +127,8 @@ def examine(case: Near, looked: Looked, samples: int = 3, steps: int = 3) -> Non
         if truth is None:
             continue
         looked.points += 1
-        looked.wrong += [f"{why}; {case.name}" for why in refuted(bound, *truth)]
+        also = replace(bound, change=derivatives, reason=SECOND)
+        looked.wrong += [f"{why}; {case.name}" for one in (bound, also) for why in refuted(one, *truth)]
         if found is not None and y is found.point:
             looked.wrong += [f"{why}; {case.name}" for why in not_attained(found, case, truth.norm)]
     if found is not None and found.lower > 0 and math.isfinite(found.upper):
@@ -179,7 +185,9 @@ def truths(case: Near, points: list[Tensor]) -> list[Truth | None]:
     w_v, b_v, w_o = (0.0 if t is None else float(lengths(t.flatten())) for t in (layer.w_v, layer.b_v, layer.w_o))
     fuzz = 1e-13 * n * (w_v * longest + b_v) * (1.0 if layer.w_o is None else w_o) + 1e-14 * longest * sizes[0]
     moved = lengths(values[1:] - values[0])
-    return [Truth(_norm(K), _norm(K - J[0]), m, fuzz) for K, m in zip(J[1:], moved, strict=True)]
+    steps = (every[1:] - x).flatten(1)[:, torch.as_tensor(columns)]
+    bent = (values[1:] - values[0]).flatten(1) - steps @ torch.as_tensor(J[0].astype(np.float64)).mT
+    return [Truth(_norm(K), _norm(K - J[0]), m, float(lengths(b)), fuzz) for K, m, b in zip(J[1:], moved, bent, strict=True)]
 
 
 def _jacobians(layer: Attention, x: Tensor) -> np.ndarray:
@@ -198,12 +206,13 @@ def _norm(J: np.ndarray) -> float:
     return float(np.linalg.norm((J / size).astype(np.float64), 2) * size) if size > 0 else 0.0
 
 
-def refuted(bound: Around, norm: float, change: float, moved: Tensor, fuzz: float) -> list[str]:
+def refuted(bound: Around, norm: float, change: float, moved: Tensor, rest: float, fuzz: float) -> list[str]:
     """Sentences for every bound that a point of the neighbourhood is above of, or that is no number."""
     wrong = []
     for what, most, got, room in (
         ("slope", bound.slope, norm, 1e-13 * norm),
         ("change", bound.change, change, 1e-12 * norm),
+        ("rest", bound.rest, rest, fuzz + 1e-13 * float(lengths(moved))),
         ("moved_total", bound.moved_total, float(lengths(moved)), fuzz),
         *(("moved", float(a), float(b), fuzz) for a, b in zip(bound.moved, moved, strict=True)),
     ):

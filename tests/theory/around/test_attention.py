@@ -9,9 +9,9 @@ import torch
 import howsmooth as hs
 from howsmooth.maps import Attention, LayerNorm, RMSNorm, Rotary
 from howsmooth.theory.around import AroundAttention, Neighbourhood, around_attention
-from howsmooth.theory.around.covariances import _top
-from howsmooth.theory.around.deflate import Second, pairs_at
-from howsmooth.theory.around.jets import Centre, Jet, _past_linear, _softmax, moves
+from howsmooth.theory.around.covariances import top
+from howsmooth.theory.around.jets import Centre, Jet, _softmax, exp_remainder, moves
+from howsmooth.theory.around.pairs import pairs_at
 from howsmooth.theory.over_ball.table import ball_bounds
 from problems.neighbourhoods import Looked, examine, near
 
@@ -145,21 +145,6 @@ def test_lipschitz_takes_tokens_that_may_move():
     assert part == pytest.approx(float(torch.linalg.matrix_norm(J[:, 8:12], 2)))
 
 
-@pytest.mark.parametrize("kind", ["plain", "causal", "rotary", "soft-cap", "norms", "padding"])
-def test_second_derivatives_fit_differences(kind: str):
-    layer = random_layer(4, **KINDS[kind])
-    g = torch.Generator().manual_seed(3)
-    u, v, h = (torch.randn(5, 4, generator=g, dtype=torch.float64) for _ in range(3))
-    second, eps = Second(Centre.of(layer, X)), 1e-5
-
-    def stretched(y: torch.Tensor) -> torch.Tensor:
-        return layer.linearize(y[None])[1].jvp(v[None, None])[0, 0]
-
-    change = (stretched(X + eps * h) - stretched(X - eps * h)) / (2 * eps)
-    assert torch.allclose(second.pushed(h, v), change, rtol=1e-6, atol=1e-7)
-    assert float((second.pulled(u, v) * h).sum()) == pytest.approx(float((u * change).sum()), rel=1e-6, abs=1e-7)
-
-
 def test_pairs_bound_the_norm_at_the_centre():
     g = torch.Generator().manual_seed(0)
     layer = Attention(*(torch.randn(24, 24, generator=g).double() / 5 for _ in range(4)), heads=3)
@@ -191,8 +176,8 @@ def test_weights_stay_in_their_range():
 def test_the_remainder_of_the_exponential():
     t = torch.tensor([0.0, 1e-8, 1e-4, 9e-4, 1e-3, 0.1, 5.0], dtype=torch.float64)
     exact = t.square() * sum(t**k / float(math.factorial(k + 2)) for k in range(30))
-    assert bool((_past_linear(t) >= exact * (1 - 1e-12)).all())
-    assert bool((_past_linear(t) <= exact * 1.01).all())
+    assert bool((exp_remainder(t) >= exact * (1 - 1e-12)).all())
+    assert bool((exp_remainder(t) <= exact * 1.01).all())
 
 
 def test_norms_bend_and_twist_no_more_than_they_may():
@@ -221,22 +206,6 @@ def test_powers_bound_the_top_of_a_covariance():
     y, c = torch.randn(2, 7, 6, generator=g).double() + 100, torch.randn(2, 5, 6, generator=g).double() + 100
     d = y[:, None] - c[:, :, None]
     truth = torch.linalg.eigvalsh(torch.einsum("hij,hija,hijb->hiab", w, d, d))[..., -1].sqrt()
-    found = _top(w, y, c)
+    found = top(w, y, c).value
     assert bool((found >= truth * (1 - 1e-12)).all())
-    assert bool((found <= 1.3 * truth).all())
-
-
-@pytest.mark.slow
-def test_the_demo_model_around_a_text():
-    """A layer at a text of 16 tokens; the figures of docs/explanation/around.md are of 32."""
-    model = hs.load("demo")
-    capture = model.capture(text="Alice was beginning to get very tired of sitting by her sister on the bank. " * 4, n=16)
-    layer, x = capture.attention(2), capture.tokens(2)
-    x = x[0] if x.ndim == 3 else x
-    r = float(x.norm(dim=-1).mean())
-    bounds = AroundAttention(layer, x.double())
-    near, far = (bounds.within(Neighbourhood.of(x, share * r)) for share in (1e-4, 1e-3))
-    attained = hs.lipschitz(layer, x, within=1e-4 * r, steps=0, tol=1e-7).lower
-    at = hs.lipschitz(layer, x, tol=1e-7).lower
-    assert 0 < attained - at <= near.slope - at < 5 * (attained - at)
-    assert far.slope < 2 * at
+    assert bool((found <= 1.06 * truth).all())

@@ -15,15 +15,23 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds.kind import check_softmax
 from howsmooth.maps import Attention
-from howsmooth.theory.around.covariances import linear_parts, matrix_norm
-from howsmooth.theory.around.deflate import Curves, Effort, Pairs, curves, deflated, pairs_at
+from howsmooth.theory.around.covariances import Spread, beyond, matrix_norm
 from howsmooth.theory.around.jets import ROUNDED, Centre, Parts, parts
 from howsmooth.theory.around.neighbourhood import Around, Neighbourhood
+from howsmooth.theory.around.pairs import Effort, Pairs, deflated, pairs_at
+from howsmooth.theory.around.second import Curves, Second, curves, flattened
 from howsmooth.theory.bound import TINY, largest_entry, lengths, no_nan
 from howsmooth.theory.constants import Constants, constants
 from howsmooth.theory.over_ball.table import LARGEST, rows_over_ball
+from howsmooth.theory.upper import Upper
 
 _MOST = 2**26  # attention weights: about twenty arrays of so many numbers are held at once
+_WORTH = 1e-2  # of the norm: what there must be to gain before second derivatives are certified in all directions
+APART = "the top singular pairs at the input, and how far the Jacobian can move along and beside them"
+SECOND = "the Jacobian and its derivatives at the input, certified by products, and what is beyond them"
+AT = "the norm at the input, and how far the Jacobian can move from it"
+ANYWHERE = "the norms of the Jacobian's parts anywhere in the neighbourhood"
+BALL = "the best bound over the ball that holds the neighbourhood"
 _FAR = 2.0  # change of the Jacobian, in units of its norm, past which no pair is worth treating apart
 
 
@@ -46,12 +54,13 @@ class AroundAttention:
 
     The slope is the smallest of four: the top pairs at the centre treated apart (6.9), the norm at the centre and how far the
     Jacobian can move from it (6.6), the norms of its parts anywhere in the neighbourhood (6.7), and the best bound over the
-    ball that holds it (docs/explanation/bounds.md). All work is done in float64, and every result is raised by a relative 1e-9
-    for its rounding.
+    ball that holds it (docs/explanation/bounds.md). How far it can move is the smaller of two: from its parts, and, where
+    queries and keys are affine, from a certificate of all second derivatives (6.12) and what is beyond them (6.13).
 
     x: the input, (n, d).  tokens: those by which `D_Y f` is taken, all by default.  norm: an upper end of `‖D_X f‖` that is
     known and good enough; no pairs are treated apart then, which costs many times as much.  delta: probability that one of the
-    upper ends at the centre fails, all neighbourhoods together.  seed: of their random starts.
+    upper ends at the centre fails, all neighbourhoods together; half as much again for second derivatives in all directions,
+    where they are needed.  seed: of their random starts.
     """
 
     def __init__(
@@ -86,7 +95,16 @@ class AroundAttention:
 
     @cached_property
     def _curves(self) -> Curves:
-        return curves(self._centre, self._pairs, self._effort, self._delta / 2, self._seed)
+        return curves(self._second, self._pairs, self._effort, self._delta / 2, self._seed)
+
+    @cached_property
+    def _second(self) -> Second:
+        return Second(self._centre)
+
+    @cached_property
+    def _flat(self) -> float:
+        """How fast the Jacobian can change at the input, in all directions (Theorem 6.12)."""
+        return flattened(self._second, self._columns, self._effort.probes, self._delta / 2, self._seed)
 
     @cached_property
     def _constants(self) -> Constants | None:
@@ -127,38 +145,74 @@ class AroundAttention:
         ball = self._ball(neighbourhood.reach)
         if self.layer.heads * len(r) ** 2 > _MOST:
             return _from_ball(ball, neighbourhood, f"the bound over a ball alone, for more than {_MOST} attention weights")
-        centre = self._centre
+        centre, far = self._centre, neighbourhood.far
         upper = min(self._pairs.norm if self._known is None else self._known, ball)
-        found = parts(centre, r)
-        change = _combined(centre, columns, _moving(centre, found, r, columns))
-        anywhere = _combined(centre, columns, _anywhere(centre, found, r, columns), stochastic=True)
-        apart = math.inf
-        if neighbourhood.far > 0 and change < _FAR * upper and self._known is None:
-            area = r, neighbourhood.far, neighbourhood.total is not None
-            apart = deflated(centre, found, area, self._pairs, self._curves, columns, change)
-        slope, reason = min(
-            (apart, "the top singular pairs at the input, and how far the Jacobian can move along and beside them"),
-            (upper + change, "the norm at the input, and how far the Jacobian can move from it"),
-            (anywhere, "the norms of the Jacobian's parts anywhere in the neighbourhood"),
-            (ball, "the best bound over the ball that holds the neighbourhood"),
-        )
+        spread = Spread(centre, parts(centre, r), r, columns)
+        found, along = spread.found, self._along(neighbourhood)
+        change, rest = _combined(centre, columns, _moving(spread)), _length(_rows(centre, found.output.rest))
+        bounds = [
+            (upper + change, AT),
+            (_combined(centre, columns, _anywhere(centre, found, r, columns), stochastic=True), ANYWHERE),
+            (ball, BALL),
+        ]
+        if far > 0 and self._known is None:
+            if change < _FAR * upper:
+                bounds.append((self._apart(spread, neighbourhood, change), APART))
+            gain = min(change, min(bounds)[0] - upper)
+            if along and centre.affine and gain > _WORTH * upper and (later := _later(spread)) < gain:
+                first = _product(self._flat, far)
+                if (sharper := _sum(first, later)) < change:
+                    change, rest = sharper, min(rest, _product(_sum(0.5 * first, later), far))
+                    bounds += [(self._apart(spread, neighbourhood, change, later), SECOND), (upper + change, SECOND)]
+        slope, reason = min(bounds)
         if not slope < math.inf:
             reason = "nothing finite: logits can move further in this neighbourhood than float64 can follow"
-        confidence = 1.0 if slope in (anywhere, ball) else 1 - self._delta
-        if neighbourhood.far == 0:
-            slope, change, confidence = upper, 0.0, 1 - self._delta
+        confidence = 1.0 if reason in (ANYWHERE, BALL) else 1 - self.risk
+        if far == 0:
+            slope, change, confidence = upper, 0.0, 1 - self.risk
         change = min(change, upper + slope)
-        held = torch.ones_like(r, dtype=torch.bool)
-        held[columns] = False
-        along = not bool((r[held] > 0).any())
-        rest = _length(_rows(centre, found.output.rest))
-        if along:
-            rest = min(rest, _product(change, neighbourhood.far))
         moved = _rows(centre, found.output.change)
         total = _length(moved)
         if along:
-            total = min(total, _product(slope, neighbourhood.far), _product(upper, neighbourhood.far) + rest)
+            rest = min(rest, _product(change, far))
+            total = min(total, _product(slope, far), _product(upper, far) + rest)
         return Around(slope, change, moved.clamp_max(total), total, reason, upper, confidence, rest)
+
+    def _along(self, area: Neighbourhood) -> bool:
+        """Whether no tokens move but those by which the Jacobian is taken."""
+        fixed = torch.ones_like(area.radii, dtype=torch.bool)
+        fixed[self._columns] = False
+        return not bool((area.radii[fixed] > 0).any())
+
+    @property
+    def risk(self) -> float:
+        """The probability that one of the certificates that were needed so far fails."""
+        return self._delta * (1.5 if "_flat" in vars(self) else 1.0)
+
+    def _apart(self, spread: Spread, area: Neighbourhood, change: float, later: float = math.inf) -> float:
+        """The bound that treats the top pairs apart. change, later: of the Jacobian, and of it beyond first order."""
+        limits = spread.r, area.far, area.total is not None
+        return deflated(spread.centre, spread.found, limits, self._pairs, self._curves, spread.columns, change, later)
+
+    @torch.no_grad()
+    def by_derivatives(self, area: Neighbourhood) -> tuple[float, float]:
+        """How far the Jacobian can move to first order, and beyond (6.12, 6.13); infinite where these do not reach."""
+        if not (self._along(area) and self._centre.affine):
+            return math.inf, math.inf
+        spread = Spread(self._centre, parts(self._centre, area.radii), area.radii, self._columns)
+        return tuple(self._in_units(t) for t in (_product(self._flat, area.far), _later(spread)))  # pyright: ignore[reportReturnType]
+
+
+def _later(spread: Spread) -> float:
+    """How far the Jacobian can be from its first-order expansion, all heads together (6.13)."""
+    part = beyond(spread)
+    beta = part.query[:, spread.columns].amax(-1)
+    block = spread.nu[:, 0] * part.weights + beta + part.key
+    return _together(spread.centre, block.value, part.weights.value, beta.value, part.key.value)
+
+
+def _sum(a: float, b: float) -> float:
+    return float(Upper(a) + b)
 
 
 def _power_of_two(size: float) -> float:
@@ -201,15 +255,16 @@ class Sizes(NamedTuple):
     key_norm: Float[Tensor, " heads"]
 
 
-def _moving(centre: Centre, found: Parts, r: Tensor, columns: Tensor) -> Sizes:
+def _moving(spread: Spread) -> Sizes:
     """How far the three parts can move: entry by entry, or to first order by 6.8 and entry by entry for the rest."""
+    found, columns = spread.found, spread.columns
     weights, key, query = found.weights.change[..., columns], found.key.change[..., columns], found.query.change
     key_norm = matrix_norm(key)
-    if centre.cap is None:
-        linear = linear_parts(centre, found, r, columns)
-        query = torch.minimum(query, linear.query + found.query.rest)
-        key_norm = torch.minimum(key_norm, linear.key + matrix_norm(found.key.rest[..., columns]))
-    return Sizes(weights, key, query, key_norm)
+    if spread.centre.cap is None:
+        first_query, first_key = spread.linear()
+        query = (first_query + found.query.rest).min(query).value
+        key_norm = (first_key + matrix_norm(found.key.rest[..., columns])).min(key_norm)
+    return Sizes(weights, key, query, key_norm.value)
 
 
 def _anywhere(centre: Centre, found: Parts, r: Tensor, columns: Tensor) -> Sizes:
@@ -226,7 +281,7 @@ def _anywhere(centre: Centre, found: Parts, r: Tensor, columns: Tensor) -> Sizes
     query = torch.minimum(query, no_nan(spread * root_mean_square(by_query)))
     received = no_nan(lengths((weights.sqrt() * by_key * spread[..., None]).mT)[:, columns].amax(-1))
     key = key[..., columns]
-    return Sizes(weights[..., columns], key, query, torch.minimum(matrix_norm(key), received))
+    return Sizes(weights[..., columns], key, query, torch.minimum(matrix_norm(key).value, received))
 
 
 def _combined(centre: Centre, columns: Tensor, sizes: Sizes, *, stochastic: bool = False) -> float:
@@ -234,15 +289,20 @@ def _combined(centre: Centre, columns: Tensor, sizes: Sizes, *, stochastic: bool
 
     stochastic: rows of the weights sum to one at most.
     """
-    geometry, layer, nu = centre.geometry, centre.layer, centre.geometry.nu
+    nu = centre.geometry.nu
     p, query = sizes.weights, sizes.query[:, columns]
     whole = nu[:, None, None] * p + sizes.key + torch.diag_embed(sizes.query)[..., columns]
-    p_norm, beta = matrix_norm(p), query.amax(-1)
+    p_norm, beta = matrix_norm(p).value, query.amax(-1)
     p_norm = torch.minimum(p_norm, p.sum(1).amax(-1).sqrt()) if stochastic else p_norm
-    block = torch.fmin(matrix_norm(whole), nu * p_norm + beta + sizes.key_norm)
+    block = torch.fmin(matrix_norm(whole).value, nu * p_norm + beta + sizes.key_norm)
+    return _together(centre, block, p_norm, beta, sizes.key_norm)
+
+
+def _together(centre: Centre, block: Tensor, weights: Tensor, query: Tensor, key: Tensor) -> float:
+    """Heads of these norms put together; and of parts of these norms."""
     bounds = [no_nan(block.sum())]
-    if layer.heads > 1:
-        bounds.append(geometry.blocks(block[None], torch.float64)[0])
-        if not layer.coupled:
-            bounds.append(geometry.coupled(p_norm[None], beta[None], sizes.key_norm[None], torch.float64)[0])
+    if centre.layer.heads > 1:
+        bounds.append(centre.geometry.blocks(block[None], torch.float64)[0])
+        if not centre.layer.coupled:
+            bounds.append(centre.geometry.coupled(weights[None], query[None], key[None], torch.float64)[0])
     return float(no_nan(torch.stack(bounds)).min()) * (1 + ROUNDED)

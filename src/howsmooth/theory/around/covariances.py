@@ -1,64 +1,200 @@
-"""The first-order change of a head's Jacobian, with norms of covariances where `around_jets` has sums of lengths.
+"""How far a head's Jacobian can move, with norms of covariances where `jets` has sums of lengths.
 
-Numbers such as 6.8 are those of docs/explanation/around.md.
+Numbers such as 6.8 are those of docs/explanation/around.md. Under the weights of a query, `u_j` are values and `ξ_j` keys less
+their means, behind `W_o` and `τ W_qᵀ`; `l(w, y)` is the root of the largest eigenvalue of `Σ_j w_j y_j y_jᵀ`.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.theory.around.jets import ROUNDED, Centre, Parts
+from howsmooth.theory.around.jets import Centre, Parts, exp_remainder, moves
 from howsmooth.theory.at_point.perron import perron_bound
-from howsmooth.theory.bound import TINY, lengths, no_nan
+from howsmooth.theory.bound import TINY
+from howsmooth.theory.upper import Upper
 
+_POWER = 16  # of a covariance, whose norm is that of its power within a root of its size
 _STEPS = 8  # power steps on a matrix of norms: any number of them gives a bound
 _LONG = 2**30  # products behind the covariances past which float32 makes them
 _ROOM = 2**22  # entries of covariances that are made at once
+_UNIT = torch.finfo(torch.float64).eps
 
 
-class Linear(NamedTuple):
-    """Bounds on `DB_i(X)[H]` of the query part of every head and token, and on the norm of `DE(X)[H]` of the key part."""
+@dataclass(frozen=True)
+class Spread:
+    """Covariances at an input, for radii of its tokens.
 
-    query: Float[Tensor, "heads n"]
-    key: Float[Tensor, " heads"]
-
-
-def linear_parts(centre: Centre, found: Parts, r: Float[Tensor, " n"], columns: Tensor) -> Linear:
-    """Proposition 6.8, for layers without a soft-cap.
-
-    columns: tokens by which the Jacobian is taken.
+    r: the radii.  columns: tokens by which the Jacobian is taken.
     """
-    p, nu = centre.weights, centre.geometry.nu[:, None]
-    by_key, by_query = found.slopes
-    own = p * by_key.size * r
-    z = by_query.size * r[:, None] + by_key.size * r * (1 - p).clamp_min(0.0) + (own.sum(-1, keepdim=True) - own).clamp_min(0.0)
-    kernel = centre.operator.kernel.tiled()
-    r_o = centre.geometry.r_o * centre.geometry.out_size
-    values, outputs = kernel.v @ r_o.mT, kernel.o @ r_o.mT
-    off_u, off_k = (t[:, None] for t in centre.lost)
-    most = z.amax(-1, keepdim=True).clamp_min(TINY)  # taken out before squares, which leave the range
-    u, u_z = (_top(w, values, outputs) + w.sum(-1).sqrt() * off_u for w in (p, p * (z / most).square()))
-    u_z = u_z * most[..., 0]
-    if centre.cross is not None:
-        keys = abs(centre.layer.scale) * (kernel.k @ centre.geometry.r_q.mT)
-        k = _top(p, keys, p @ keys) + abs(centre.layer.scale) * off_k
-    else:
-        k = lengths(p.sqrt() * by_query.size)
-    moved = nu * lengths(p.sqrt() * r)
-    query = (u_z + moved) * k + u * lengths(p.sqrt() * by_query.change)
-    spread = (p * (2 - 2 * p).clamp(0.0, 1.0)).sqrt()  # diag(p) − ppᵀ is at most diag of its square
-    received = spread * by_key.size * (u_z + moved)[..., None]
-    tilted = spread * by_key.change * u[..., None]
-    key = sum(lengths(t.mT)[:, columns].amax(-1) for t in (received, tilted))
-    assert isinstance(key, Tensor)
-    return Linear(no_nan(query * (1 + ROUNDED)), no_nan(key * (1 + ROUNDED)))
+
+    centre: Centre
+    found: Parts
+    r: Float[Tensor, " n"]
+    columns: Tensor
+
+    def values(self, t: Upper | None = None) -> Upper:
+        """`l(P t², u)` of every head and query, (heads, n); without `t`, `l(P, u)`."""
+        kernel, geometry = self.centre.operator.kernel.tiled(), self.centre.geometry
+        r_o = geometry.r_o * geometry.out_size
+        p, lost = self.centre.weights, self.centre.errors.values[:, None]
+        if t is None:
+            return top(p, kernel.v @ r_o.mT, kernel.o @ r_o.mT) + lost
+        size = t.amax(-1).value  # taken out before squares, which leave the range
+        fine = (size > 0) & size.isfinite()
+        share = torch.where(fine[..., None], (t / torch.where(fine, size, 1.0)[..., None]).value, 0.0)
+        spread = top(p * share.square(), kernel.v @ r_o.mT, kernel.o @ r_o.mT).raised(4)
+        return (spread + lost) * size
+
+    @cached_property
+    def u(self) -> Upper:
+        return self.values()
+
+    @cached_property
+    def xi(self) -> Upper:
+        """`l(P, ξ)`."""
+        centre, kernel = self.centre, self.centre.operator.kernel.tiled()
+        p, tau = centre.weights, abs(centre.layer.scale)
+        if not centre.affine:
+            return self.mean_square(Upper(self.found.slopes[1].size))
+        keys = kernel.k if centre.cross is None else kernel.k @ centre.geometry.r_q.mT
+        return (top(p, keys, p @ keys) + centre.errors.keys[:, None]) * tau * self.turned[0]
+
+    @cached_property
+    def turned(self) -> tuple[Upper, Upper]:
+        """What lengths of keys and of queries are to be multiplied by where they are turned: the weights come behind phases."""
+        if self.centre.cross is not None:
+            return Upper(1.0), Upper(1.0)
+        query, key = moves(self.centre, self.r)
+        return Upper(query.slope), Upper(key.slope)
+
+    def mean_square(self, t: Upper) -> Upper:
+        """`(Σ_j P_ij t_ij²)^½`."""
+        return (t * Upper(self.centre.weights).sqrt()).length()
+
+    @cached_property
+    def variance(self) -> Upper:
+        """`(P min(1, 2 − 2P))^½`: `diag(p) − ppᵀ` is at most the diagonal matrix of its square."""
+        p = self.centre.weights
+        return (Upper(p) * (2 - 2 * p + 4 * p.shape[-1] * _UNIT).clamp(0.0, 1.0)).sqrt()
+
+    def received(self, sizes: Upper, t: Upper) -> Upper:
+        """The norm of a key part: row `i` is at most `sizes_i` times the deviation of `⟨g_ij, v_j⟩`, `|g_ij| ≤ t_ij`."""
+        each = self.variance * t * sizes[..., None]
+        return each.map(lambda m: m.mT[:, self.columns]).length().amax(-1)
+
+    @cached_property
+    def logits(self) -> Upper:
+        """Entries of `|z|`: moves of the logits less their mean, to first order (6.8)."""
+        by_key, by_query = (Upper(t.size) for t in self.found.slopes)
+        p, r = self.centre.weights, self.r
+        own = by_key * r
+        alone = (1 - p + p.shape[-1] * _UNIT).clamp_min(0.0)
+        return by_query * r[:, None] + own * alone + others(own * p)
+
+    def linear(self) -> tuple[Upper, Upper]:
+        """The first-order changes of the query blocks, (heads, n), and of the key part, (heads,): 6.8, without a soft-cap."""
+        by_key, by_query = self.found.slopes
+        moved = self.values(self.logits) + self.nu * self.mean_square(Upper(self.r))
+        query = moved * self.xi + self.u * self.mean_square(Upper(by_query.change))
+        key = self.received(moved, Upper(by_key.size)) + self.received(self.u, Upper(by_key.change))
+        return query.raised(self.units), key.raised(self.units)
+
+    @property
+    def nu(self) -> Upper:
+        return Upper(self.centre.geometry.nu)[:, None].raised(64 * self.centre.layer.width)
+
+    @property
+    def units(self) -> int:
+        """What the sums of weights to one, and products behind the covariances, leave over, in units of rounding."""
+        return 64 * len(self.r)
 
 
-def _top(
-    w: Float[Tensor, "heads n m"], y: Float[Tensor, "heads m d"], c: Float[Tensor, "heads n d"]
-) -> Float[Tensor, "heads n"]:
+class Beyond(NamedTuple):
+    """Bounds on what the three parts of a head's Jacobian do beyond first order: see `beyond`."""
+
+    weights: Upper  # (heads,), the norm of a matrix
+    query: Upper  # (heads, n)
+    key: Upper  # (heads,)
+
+
+def beyond(spread: Spread) -> Beyond:
+    """What the parts do beyond first order, to all orders at once (Theorem 6.13), where queries and keys are affine.
+
+    With `x` the moves of the logits less their mean, `P' = P (1 + η)`, `η = e^{x − Λ} − 1 = z + ρ`, `z` of first order: bounds
+    on `x`, `η` and `ρ` entry by entry and in `L²(P)` give all terms of the theorem.
+    """
+    centre, found, r, columns = spread.centre, spread.found, spread.r, spread.columns
+    p, errors, tau = centre.weights, centre.errors, abs(centre.layer.scale)
+    g = Upper(found.slopes[0].size)
+    gamma, b = (Upper(t.change) for t in found.slopes)
+    mean = lambda t: (t * p).sum(-1, keepdim=True)  # noqa: E731
+    rms, nu = spread.mean_square, spread.nu[..., None]
+    a = nu * r + errors.values[:, None, None]
+    # the second order of a logit: the product of both moves, and what rounding hides of it
+    second = gamma * r + centre.blur
+    n_second = rms(second)
+    second = second + mean(second)
+    x = _visible(centre, spread.logits + second)
+    most = x.amax(-1)
+    n_x = spread.xi * r + rms(g * r) + n_second
+    kappa, steep = _bend(most)
+    lift = kappa * n_x.square()
+    # entry by entry, and in L²(P)
+    grown = Upper(torch.expm1(x.value)).raised(4)
+    eta = grown.max(Upper(-torch.expm1(-(x + lift[..., None]).value)).raised(4))
+    rho = exp_rest(x).max((grown + 1.0) * lift[..., None]) + second
+    n_eta = rms(eta).min(steep * n_x)
+    n_rho = rms(rho).min((kappa * most + lift) * n_x + n_second)
+    largest = _visible(centre, Upper(centre.values)).amax(-1)
+    u_eta = spread.values(eta).min(largest * n_eta)
+    u_rho = spread.values(rho).min(largest * n_rho)
+    growth = (_visible(centre, eta).amax(-1) + 1.0).sqrt()  # (max P'/P)^½
+    shift = (spread.u * n_eta).min(u_eta)  # |Σ P η u|
+    a_after, b_after = (t.amax(-1).min(growth * rms(t)) for t in (_visible(centre, a), _visible(centre, b)))
+    a_eta = rms(eta * a).min(a.amax(-1) * n_eta)
+    m = a_after + shift
+    query = (u_rho + a_eta + m * n_eta + errors.values[:, None]) * spread.xi
+    query = query + u_eta * rms(b) + (a_after + shift) * b_after + spread.u * (tau * errors.keys)[:, None] * spread.turned[0]
+    first = u_rho + a_eta + m * n_eta + errors.values[:, None]
+    then = u_eta + growth * a_after + shift * n_eta
+    key = spread.received(first, g) + spread.received(then, gamma)
+    of_queries = Upper(tau * errors.queries)[:, None] * spread.turned[1]
+    key = key + spread.received(spread.u, of_queries.map(lambda t: t[:, None].expand(p.shape)))
+    columned = (rho * p)[..., columns].value
+    summed = (n_rho.square()[..., None] * p).map(lambda t: t[..., columns]).sum(1).amax(-1).sqrt()
+    weights = matrix_norm(columned).min(summed)
+    return Beyond(*(t.raised(spread.units) for t in (weights, query, key)))
+
+
+def others(t: Upper) -> Upper:
+    """Sums along the last axis, each without its own term."""
+    total, n = t.sum(-1, keepdim=True).value, t.value.shape[-1]
+    return Upper((total - t.value * (1 - 8 * _UNIT)).clamp_min(0.0)).raised(2 * n)
+
+
+def _visible(centre: Centre, t: Upper) -> Upper:
+    """Numbers of visible keys, zero elsewhere."""
+    return t.map(lambda m: torch.where(centre.seen, m, 0.0))
+
+
+def exp_rest(t: Upper) -> Upper:
+    """`e^t − 1 − t`."""
+    return Upper(exp_remainder(t.value)).raised(2**14)
+
+
+def _bend(most: Upper) -> tuple[Upper, Upper]:
+    """`(e^t − 1 − t)/t²` and `(e^t − 1)/t`, which grow with `t`, at `most`."""
+    t = most.value
+    bend = torch.where(t < 1e-3, 0.5 * (1 + t), exp_rest(most).value / t.square())
+    steep = torch.where(t < 1e-3, 1 + t, torch.expm1(t) / t)
+    return Upper(bend).raised(16), Upper(steep).raised(16)
+
+
+def top(w: Float[Tensor, "heads n m"], y: Float[Tensor, "heads m d"], c: Float[Tensor, "heads n d"]) -> Upper:
     """`λ^½`, `λ` at least the largest eigenvalue of `Σ_j w_ij (y_j − c_i)(y_j − c_i)ᵀ`: the norm of its powers (6.8)."""
     shift = y.mean(1, keepdim=True)
     heads, n, m = w.shape
@@ -83,18 +219,19 @@ def _top(
         blur = unit * (m + 8) * total[..., 0, 0] * size
         trace = cov.diagonal(dim1=-2, dim2=-1).sum(-1).abs()
         even = cov / torch.where(trace > 0, trace, 1.0)[..., None, None]
-        fourth = torch.linalg.matrix_power(even, 4)
-        rows.append((fourth.flatten(-2).norm(dim=-1) ** 0.25 + d * unit) * trace + blur)
-    return torch.cat(rows).double().clamp_min(0.0).sqrt() * most[..., 0].sqrt() * far
+        power = torch.linalg.matrix_power(even, _POWER)
+        rows.append((power.flatten(-2).norm(dim=-1) ** (1 / _POWER) + d * unit) * trace + blur)
+    found = Upper(torch.cat(rows).double().clamp_min(0.0)).sqrt() * Upper(most[..., 0]).sqrt() * float(far)
+    return found.raised(16)
 
 
-def matrix_norm(m: Float[Tensor, "heads n c"]) -> Float[Tensor, " heads"]:
-    """Norms of non-negative matrices from above; infinity where an entry is."""
+def matrix_norm(m: Float[Tensor, "heads n c"]) -> Upper:
+    """Norms of non-negative matrices; infinity where an entry is."""
     finite = m.isfinite().all(-1).all(-1)
     m = torch.where(finite[:, None, None], m, 0.0)
-    top = m.amax((-2, -1))
-    even = m / torch.where(top > 0, top, 1.0)[:, None, None]
+    largest = m.amax((-2, -1))
+    even = m / torch.where(largest > 0, largest, 1.0)[:, None, None]
     bound, _ = perron_bound(
         lambda w: (even @ w[..., None])[..., 0], lambda z: (even.mT @ z[..., None])[..., 0], even.sum(1), _STEPS
     )
-    return torch.where(finite, bound * top * (1 + ROUNDED), torch.inf)
+    return Upper(torch.where(finite, bound, torch.inf)).raised(8 * sum(m.shape[1:])) * torch.where(finite, largest, 1.0)

@@ -77,6 +77,14 @@ class Move(NamedTuple):
         return Jet(self.slope, self.bend * r, 0.5 * self.twist * r.square())
 
 
+class Errors(NamedTuple):
+    """What rounding may have done to a value, a key and a query, through `R_o`, `R_q` and `R_k`, (heads,) each."""
+
+    values: Tensor
+    keys: Tensor
+    queries: Tensor
+
+
 @dataclass(frozen=True)
 class Centre:
     """What is known of a layer at `X`, float64, one row per head.
@@ -84,7 +92,7 @@ class Centre:
     weights: `P`, zero for queries that are not part of the output.  seen: where a key is visible.
     values: `|R_o (v_j − o_i)|`.  keys: `|k_j − κ_i|`, through `R_q` where queries are affine.  queries: `|q_i|`, through `R_k`.
     cross: `‖τ W_qᵀ W_k‖` where both are affine and not turned, else nothing.  cap: slope of the soft-cap.
-    blur: what rounding may have done to a logit.  lost: to a value through `R_o` and to a key, (heads,) each.
+    blur: what rounding may have done to a logit.  errors: to one value, key and query.
     """
 
     layer: Attention
@@ -98,7 +106,12 @@ class Centre:
     cross: Float[Tensor, " heads"] | None
     cap: Float[Tensor, "heads n n"] | None
     blur: Float[Tensor, "heads n n"]
-    lost: tuple[Tensor, Tensor]
+    errors: "Errors"
+
+    @property
+    def affine(self) -> bool:
+        """Whether queries and keys are affine in their tokens, turned or not."""
+        return self.layer.q_norm is None and self.layer.k_norm is None and self.cap is None
 
     @classmethod
     @torch.no_grad()
@@ -127,7 +140,8 @@ class Centre:
         lengths_q, lengths_k = (
             t.norm(dim=-1) + spectral_norm(m)[:, None] * longest for t, m in ((kernel.q, w.q), (kernel.k, w.k))
         )
-        queries = q.norm(dim=-1) + _UNITS * lengths_q * (spectral_norm(geometry.r_k)[:, None] if plain else 1.0)
+        of_queries = _UNITS * lengths_q * (spectral_norm(geometry.r_k)[:, None] if plain else 1.0)
+        queries = q.norm(dim=-1) + of_queries
         blur = _UNITS * scale * lengths_q[..., None] * lengths_k[:, None]
         if layer.bias is not None:
             blur = blur + _UNITS * torch.where(layer.bias.isfinite(), layer.bias, 0.0).abs()[0].double()
@@ -135,9 +149,9 @@ class Centre:
         if layer.softcap is not None:
             cap = 1 / torch.cosh((layer.scale * (kernel.q @ kernel.k.mT) / layer.softcap).clamp(-300, 300)).square()
             cap = cap + 2 * blur / layer.softcap
-        off = lost[:, 0, 0], _UNITS * _longest(kernel.k) * size
+        errors = Errors(lost[:, 0, 0], _UNITS * lengths_k.amax(-1) * size, of_queries.amax(-1))
         blur = blur.expand(heads, n, n)
-        return cls(layer, operator, geometry, weights, seen, apart, keys, queries, cross, cap, blur, off)
+        return cls(layer, operator, geometry, weights, seen, apart, keys, queries, cross, cap, blur, errors)
 
 
 def _longest(t: Float[Tensor, "heads n d"]) -> Float[Tensor, " heads"]:
@@ -323,9 +337,9 @@ def _softmax(centre: Centre, logit: Jet) -> Jet:
     linear, rest = torch.where(seen, logit.size, 0.0), torch.where(seen, logit.rest, 0.0)
     mean = lambda t: (p * t).sum(-1, keepdim=True)  # noqa: E731
     centred = e + mean(e)
-    shift = mean(_past_linear(centred))
+    shift = mean(exp_remainder(centred))
     furthest = e + (p * e.exp()).sum(-1, keepdim=True).clamp_min(1.0).log()
-    quadratic = p * (_past_linear(furthest) + rest + mean(rest) + shift)
+    quadratic = p * (exp_remainder(furthest) + rest + mean(rest) + shift)
     quadratic = torch.minimum(quadratic, change + p * (linear + mean(linear)))
     anything = torch.where(seen, 1.0, 0.0)
     change = torch.where(far, anything, change)
@@ -333,6 +347,9 @@ def _softmax(centre: Centre, logit: Jet) -> Jet:
     return Jet(p, change, torch.where(seen, quadratic, 0.0))
 
 
-def _past_linear(t: Tensor) -> Tensor:
-    """`e^t − 1 − t`, from above where digits cancel."""
+def exp_remainder(t: Tensor) -> Tensor:
+    """An upper bound on `e^t − 1 − t` for `t ≥ 0`, up to rounding of a relative 1e-12 where digits cancel.
+
+    It is at most `t²/2 (1 + t)` for `t ≤ 1`, and that where `t` is small.
+    """
     return torch.where(t < 1e-3, 0.5 * t.square() * (1 + t), torch.expm1(t) - t)

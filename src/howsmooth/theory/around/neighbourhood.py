@@ -74,7 +74,7 @@ class Around:
 
     slope: `‖D_Y f‖₂` is at most this.  change: so is `‖D_Y f − D_X f‖₂`.  moved: `|f(Y)_i − f(X)_i|`, (n,).  moved_total:
     `‖f(Y) − f(X)‖_F`.  reason: which bound it is, or why it is infinite.
-    centre: `‖D_X f‖₂` is at most this.  confidence: of all these, over the random starts behind them.
+    centre: `‖D_X f‖₂` is at most this.  confidence: of the slope, over the random starts behind it.
     rest: `‖f(Y) − f(X) − D_X f (Y − X)‖_F` is at most this.
     """
 

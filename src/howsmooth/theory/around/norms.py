@@ -72,7 +72,8 @@ class Certified:
     @property
     def confidence(self) -> float:
         """Of all norms together."""
-        return max(0.0, 1 - self.used * self.delta)
+        further = sum(layer.risk - self.delta for layer in self._layers.values())
+        return max(0.0, 1 - self.used * self.delta - further)
 
     def into(self, v: int) -> float:
         """`‖F_v(X)‖`, by the tokens that may move."""

@@ -6,17 +6,16 @@ beside a few such pairs is bounded by norms alone (docs/explanation/around.md, T
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.maps import AttentionJacobian
-from howsmooth.spectral import DenseSVD, GolubKahan, small, top_pairs
+from howsmooth.spectral import small, top_pairs
 from howsmooth.spectral.dense import SMALL
 from howsmooth.spectral.operator import Operator, Restricted
-from howsmooth.spectral.pairs import norm_upper
 from howsmooth.theory.around.jets import ROUNDED, Centre, Jet, Parts, moves
 from howsmooth.theory.bound import lengths, no_nan
 
@@ -27,15 +26,19 @@ Product = Callable[[Tensor], Tensor]
 
 
 class Effort(NamedTuple):
-    """pairs: top pairs that are treated apart.  exact: of them, those among which first-order changes are exact."""
+    """pairs: top pairs that are treated apart.  exact: of them, those among which first-order changes are exact.
+
+    probes: Gaussian directions that stand for all second derivatives.
+    """
 
     pairs: int
     exact: int
+    probes: int
 
     @classmethod
     def of(cls, size: int) -> "Effort":
         """For inputs of so many entries."""
-        return cls(2, 2) if size <= SMALL else cls(6, 6)
+        return cls(2, 2, 64) if size <= SMALL else cls(6, 6, 64)
 
 
 class Pairs(NamedTuple):
@@ -187,142 +190,20 @@ def _column(centre: Centre, found: Parts, r: Tensor, v: Tensor) -> tuple[Tensor,
     return length_of(heads.change), length_of(heads.rest)
 
 
-class Second:
-    """Second derivatives of the layer at the centre: `∂_X ⟨u, J(X) v⟩` and `D²f[h, v]`."""
-
-    def __init__(self, centre: Centre):
-        self.centre, layer = centre, centre.layer
-        self._affine = layer.q_norm is None and layer.k_norm is None and layer.softcap is None
-        assert centre.operator.tokens is not None
-        self._x = centre.operator.tokens.detach()
-
-    def pulled(self, u: Float[Tensor, "n d_out"], v: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-        """`∂_X ⟨u, J(X) v⟩`."""
-        if self._affine:
-            return _affine_gradient(self.centre, u, v)
-        return self._back_and_along(u, v, keep=False)
-
-    def pushed(self, h: Float[Tensor, "n d"], v: Float[Tensor, "n d"]) -> Float[Tensor, "n d_out"]:
-        """`D²f(X)[h, v]`: `pulled` is linear in `u`, and this is its transpose."""
-        if self._affine:
-            return _affine_second(self.centre, h, v)
-        with torch.inference_mode(False), torch.enable_grad():
-            u = h.new_zeros(len(h), self.centre.layer.out_width).requires_grad_()
-            pulled = self._back_and_along(u, v, keep=True)
-            return torch.autograd.grad(pulled, u, h, materialize_grads=True)[0] if pulled.requires_grad else u.detach()
-
-    def _back_and_along(self, u: Tensor, v: Tensor, keep: bool) -> Tensor:
-        with torch.inference_mode(False), torch.enable_grad():
-            x = self._x.clone().requires_grad_()
-            (back,) = torch.autograd.grad(self.centre.layer.value(x), x, u[None], create_graph=True, materialize_grads=True)
-            if not back.requires_grad:  # a linear layer
-                return torch.zeros_like(v)
-            return torch.autograd.grad(back, x, v[None], create_graph=keep, materialize_grads=True)[0][0]
-
-    def row_norm(self, u: Tensor, delta: float, seed: int) -> float:
-        """`‖h ↦ ∂_X ⟨u, J(X) h⟩‖` from above."""
-        product = lambda h: self.pulled(u, h)  # noqa: E731
-        return _certified(product, product, self._x.shape[1:], self._x.shape[1:], self._x, delta, seed)
-
-    def column_norm(self, v: Tensor, delta: float, seed: int) -> float:
-        """`‖h ↦ D²f(X)[h, v]‖` from above."""
-        shapes = self._x.shape[1:], (len(v), self.centre.layer.out_width)
-        return _certified(lambda h: self.pushed(h, v), lambda w: self.pulled(w, v), *shapes, self._x, delta, seed)
-
-
-def _certified(forward: Product, back: Product, inward: tuple, outward: tuple, like: Tensor, delta: float, seed: int) -> float:
-    operator = _Products(forward, back, tuple(inward), tuple(outward), like)
-    solver = DenseSVD() if operator.in_size <= _SECOND_STEPS else GolubKahan(max_steps=_SECOND_STEPS, delta=delta)
-    return float(norm_upper(operator, solver, 0.2, [seed])[0])
-
-
-@final
-class _Products(Operator):
-    """An operator of two products, each with one vector."""
-
-    def __init__(self, forward: Product, back: Product, in_shape: tuple[int, ...], out_shape: tuple[int, ...], like: Tensor):
-        self._forward, self._back, self.batch, self.in_shape, self.out_shape = forward, back, 1, in_shape, out_shape
-        self.dtype, self.device = like.dtype, like.device
-
-    def jvp(self, v):
-        return torch.stack([self._forward(t[0]) for t in v])[:, None]
-
-    def vjp(self, u):
-        return torch.stack([self._back(t[0]) for t in u])[:, None]
-
-
-def _affine_gradient(centre: Centre, u: Tensor, v: Tensor) -> Float[Tensor, "n d"]:
-    """The same in closed form where queries and keys are affine, turned or not (6.11)."""
-    layer, kernel, p, w = centre.layer, centre.operator.kernel.tiled(), centre.weights, centre.layer.by_head()
-    group, tau = layer.heads // layer.kv_heads, layer.scale
-    dq, dk, dv = (t[0, 0] for t in centre.operator.vectors(v[None, None]))
-    dk, dv = dk.repeat_interleave(group, 0), dv.repeat_interleave(group, 0)
-    c = torch.einsum("io,hov->hiv", u, w.o)
-
-    def centred(t: Tensor) -> Tensor:
-        return t - (p * t).sum(-1, keepdim=True)
-
-    phi, psi = centred(c @ kernel.v.mT), centred(tau * (dq @ kernel.k.mT + kernel.q @ dk.mT))
-    by_logit = p * centred(c @ dv.mT + phi * psi)
-    by_phi, by_psi = p * psi, p * phi
-    g_q = tau * (by_logit @ kernel.k + by_psi @ dk)
-    g_k = tau * (by_logit.mT @ kernel.q + by_psi.mT @ dq)
-    g_v = by_phi.mT @ c
-    if layer.rotary is not None:
-        g_q, g_k = (layer.rotary.turn(t[None], back=True)[0] for t in (g_q, g_k))
-    return torch.einsum("hna,had->nd", g_q, w.q) + torch.einsum("hna,had->nd", g_k, w.k) + torch.einsum("hna,had->nd", g_v, w.v)
-
-
-def _affine_second(centre: Centre, h: Tensor, v: Tensor) -> Float[Tensor, "n d_out"]:
-    """`D²f[h, v]` in closed form where queries and keys are affine, turned or not (6.11)."""
-    layer, kernel, p = centre.layer, centre.operator.kernel.tiled(), centre.weights
-    group, tau = layer.heads // layer.kv_heads, layer.scale
-    q, k, w = (t[:, 0] for t in centre.operator.vectors(torch.stack([h, v])[:, None]))  # (2, heads, n, ·)
-    k, w = k.repeat_interleave(group, 1), w.repeat_interleave(group, 1)
-
-    def centred(t: Tensor) -> Tensor:
-        return t - (p * t).sum(-1, keepdim=True)
-
-    z = centred(tau * (q @ kernel.k.mT + kernel.q @ k.mT))
-    both = centred(z[0] * z[1] + tau * (q[0] @ k[1].mT + q[1] @ k[0].mT))
-    out = (p * z[0]) @ w[1] + (p * z[1]) @ w[0] + (p * both) @ kernel.v
-    return layer.concat(out[None, None])[0, 0] @ layer.w_o.mT if layer.w_o is not None else layer.concat(out[None, None])[0, 0]
-
-
-class Curves(NamedTuple):
-    """What is known of second derivatives along the pairs.
-
-    core: lengths of `∂_X ⟨u_a, J v_b⟩`, token by token.  rows, columns: norms along `u_a` and `v_b`.
-    """
-
-    core: Float[Tensor, "exact exact n"]
-    rows: Float[Tensor, " pairs"]
-    columns: Float[Tensor, " pairs"]
-
-
-def curves(centre: Centre, pairs: Pairs, effort: Effort, delta: float, seed: int) -> Curves:
-    """delta: of all the certificates together."""
-    second, exact, count = Second(centre), min(effort.exact, len(pairs.core)), len(pairs.core)
-    core = torch.stack([torch.stack([lengths(second.pulled(u, v)) for v in pairs.right[:exact]]) for u in pairs.left[:exact]])
-    each = delta / (2 * count)
-    rows = [second.row_norm(u, each, seed + 2 * a) for a, u in enumerate(pairs.left)]
-    columns = [second.column_norm(v, each, seed + 2 * b + 1) for b, v in enumerate(pairs.right)]
-    return Curves(core, core.new_tensor(rows), core.new_tensor(columns))
-
-
 def deflated(
     centre: Centre,
     found: Parts,
     neighbourhood: tuple[Float[Tensor, " n"], float, bool],
     pairs: Pairs,
-    known: Curves,
+    known: "Curves",
     columns: Tensor,
     others: float,
+    beyond: float,
 ) -> float:
     """`‖D_Y f‖` over the neighbourhood (Theorem 6.9).
 
     neighbourhood: radii, the largest `‖Y − X‖_F`, and whether that is a limit of its own.
-    others: how far the Jacobian can move.
+    others: how far the Jacobian can move.  beyond: how far beyond first order.
     """
     r, far, limited = neighbourhood
     parts = contracted(centre, found, r, pairs, columns)
@@ -330,9 +211,9 @@ def deflated(
     first = (known.core * r).sum(-1)
     if limited:
         first = torch.minimum(first, lengths(known.core) * far)
-    rows = torch.minimum(parts.rows, no_nan(known.rows * far) + parts.rows_rest).clamp_max(others)
-    cols = torch.minimum(parts.columns, no_nan(known.columns * far) + parts.columns_rest).clamp_max(others)
+    rows = torch.minimum(parts.rows, no_nan(known.rows * far) + parts.rows_rest.clamp_max(beyond)).clamp_max(others)
+    cols = torch.minimum(parts.columns, no_nan(known.columns * far) + parts.columns_rest.clamp_max(beyond)).clamp_max(others)
     core = torch.minimum(rows[:, None], cols)
-    rest = torch.minimum(parts.rows_rest[:exact, None], parts.columns_rest[:exact])
+    rest = torch.minimum(parts.rows_rest[:exact, None], parts.columns_rest[:exact]).clamp_max(beyond)
     core[:exact, :exact] = torch.minimum(core[:exact, :exact], first * (1 + ROUNDED) + rest)
     return together(pairs, core, rows, cols, others)
