@@ -22,6 +22,7 @@ from howsmooth.search import Radius, WorstCase
 from howsmooth.spectral import Estimates
 from howsmooth.theory import Bounds, Splitting
 from howsmooth.training import Clipped
+from marks import first
 from problems import hostile, readers
 from problems.hostile import tokens
 
@@ -454,7 +455,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.weekly) for part in range(1, PARTS))])
+@pytest.mark.parametrize("part", first(range(PARTS)))
 def test_hostile_arguments(part: int):
     choose = random.Random(part)
     names, shares = list(CALLS_OF), [call.share for call in CALLS_OF.values()]

@@ -110,6 +110,7 @@ def test_the_same_on_ray(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_the_demo_jumps_past_128_through_one_head():
     """The page must let a reader find it: where, by how much, which head, and that positions break there."""
     found = hs.inspect("demo", lengths=(16, 48, 96, 128, 136, 160, 192), samples=1, layers=[0])

@@ -21,6 +21,7 @@ def test_sound(seed: int):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_sound_on_many():
     looked = Looked()
     for seed in range(10, 24):

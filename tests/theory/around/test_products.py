@@ -50,6 +50,7 @@ def test_no_point_is_above_a_bound(shape: str):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_no_point_is_above_a_bound_in_many():
     looked = Looked()
     for seed in range(60):
