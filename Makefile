@@ -11,9 +11,9 @@ test suite quick weekly latest oldest: export OMP_NUM_THREADS ?= 1
 demo: .venv/.package
 	@.venv/bin/howsmooth demo --force
 
-# the suite beside lint and docs, of which each would keep one core busy alone
+# the suite, which builds the docs too, beside lint, which would keep one core busy alone
 test: .venv/.dev,docs
-	@$(MAKE) --no-print-directory --jobs=2 suite lint docs
+	@$(MAKE) --no-print-directory --jobs=2 suite lint
 
 suite: .venv/.dev,docs
 	$(PY) -m pytest -q -n auto

@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from pathlib import Path
@@ -92,6 +94,20 @@ def desk(once: Once) -> "Desk":
     from problems import desks
 
     return desks.Desk(once("desk", desks.fill))
+
+
+@pytest.fixture(scope="session")
+def site(once: Once) -> Path:
+    """The documentation, built without a warning."""
+    pytest.importorskip("mkdocs", reason="builds the site; pip install 'howsmooth[docs]' runs this")
+
+    def build(folder: Path) -> None:
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+        environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+        ended = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+
+    return once("site", build)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -161,6 +161,11 @@ def test_kinds_train_in_the_example_and_are_measured_as_what_they_train(tmp_path
         torch.testing.assert_close(layer.as_map()(x), layer(x).detach(), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(site):
+    assert all((site / f"{name}.html").is_file() for name in PAGES)
+
+
 def test_every_public_name_is_listed_once():
     listed = re.findall(r"^::: howsmooth\.(\w+)$", PAGES["reference/api"], re.M)
     assert sorted(listed) == sorted(howsmooth.__all__)

@@ -2,11 +2,8 @@
 
 import functools
 import http.server
-import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -94,15 +91,6 @@ class Visitor:
             assert seen["formulas"] == seen["marked"], where
             assert not seen["images"], where
         return seen
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(made)]
-    ended = subprocess.run(build, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    return made
 
 
 @pytest.fixture(scope="module")
