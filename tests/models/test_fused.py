@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.kernels import linearize, linearized
+from howsmooth.kernels import autograd, linearize
 from howsmooth.kernels.base import Precision
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -17,7 +17,7 @@ def fused(monkeypatch):
     def below_float64(q, k, v, scores, kernel, precision: Precision):
         return linearize(q, k, v, scores, "auto" if q.dtype == torch.float64 else "triton", precision)
 
-    monkeypatch.setattr(linearized, "linearize", below_float64)
+    monkeypatch.setattr(autograd, "linearize", below_float64)
 
 
 @pytest.mark.slow

@@ -5,10 +5,10 @@
 torch operations alone.
 """
 
+from howsmooth.kernels.autograd import attention_and_kernel
 from howsmooth.kernels.base import AttentionKernel, Scores
 from howsmooth.kernels.dispatch import linearize
 from howsmooth.kernels.dot_product import attend, sdpa
-from howsmooth.kernels.linearized import attention_and_kernel
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.naive import plain_attention
 from howsmooth.kernels.tiled import Blocked, Dense

@@ -9,10 +9,16 @@ on `x` is in either the gradient of φ in `x`, one and the same product `H(x; t,
 
 `o` and the log-sum-exp `ℓ` are inputs of the products too. Backwards, all that comes through them is counted in `x`; forwards,
 their tangents arrive with those of `x` and are what the next product needs. `H` and `D` are not differentiated again.
+
+`attention_and_kernel` is the node of a measured map: attention of any kind with the kernel that serves it, since a solver takes
+dozens of products at one place. It is linearised: `v ↦ J v` and `g ↦ Jᵀ g` are each other's backward pass, so `J v` also runs
+as a backward pass through a graph of `Jᵀ g`. How `J` changes with `q, k, v` is no part of a linearisation: that raises.
 """
 
+import importlib
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +30,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction  # an operator's derivative at one level of torch.func's transforms
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.base import AttentionKernel, Keys, Outputs, Precision, Queries, Scores, Values
+from howsmooth.kernels.dispatch import linearize
 from howsmooth.kernels.operators import LIBRARY
 
 Found = tuple[Any, ...]
@@ -31,6 +39,7 @@ ATTEND, JVP, VJP, HVP, JVP2 = (
     getattr(torch.ops.howsmooth, name).default for name in ("attend", "attend_jvp", "attend_vjp", "attend_hvp", "attend_jvp2")
 )
 
+_ONCE = "expected first derivatives only, got a derivative of a derivative; use howsmooth.sdpa for those"
 _TWICE = "expected first or second derivatives of attention, got a third; use torch.nn.functional.scaled_dot_product_attention"
 _CALLED = threading.local()  # backward: whether that mode was on where an operator was called last
 _MASK = "expected a constant mask under these transforms, got one that is differentiated; use torch's function for it"
@@ -240,3 +249,123 @@ def _register(op: Any, function: Any) -> None:
 
 for _op, _function in ((ATTEND, Attend), (JVP, Along), (VJP, Transposed), (HVP, Hessian), (JVP2, AlongTwice)):
     _register(_op, _function)
+
+
+def attention_and_kernel(
+    q: Queries, k: Keys, v: Values, scores: Scores, precision: Precision = "half", copies: int = 1
+) -> tuple[Outputs, AttentionKernel]:
+    """`softmax(s) v`, and the kernel that serves it: for whoever puts it inside a model and must know how exact it is.
+
+    copies: how often every item comes, one copy behind the other, each with a direction of its own; the kernel serves one.
+
+    >>> x = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
+    >>> out, kernel = attention_and_kernel(x, x, x, Scores(1.0))
+    >>> torch.autograd.grad(out.sum(), x)[0].shape
+    torch.Size([1, 1, 3, 2])
+    """
+    if max(_transforms(t) for t in (q, k, v)) > 1:
+        raise BadInputError(_ONCE)
+    if copies > 1:
+        mask = scores.mask
+        keys, bias = (t[::copies] if t is not None and len(t) == len(q) else t for t in (mask.keys, mask.bias))
+        scores = replace(scores, mask=replace(mask, keys=keys, bias=bias))
+    dual = any(_transforms(t) == 0 and forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v))
+    here = _Here(scores, precision, copies, dual)
+    return _Linearised.apply(here, q, k, v), here.kernel  # pyright: ignore[reportReturnType]
+
+
+@dataclass(eq=False)
+class _Here:
+    """Attention at one `q, k, v`: the kernel built in the forward pass, which gets plain tensors, read by the derivatives.
+
+    dual: torch's own forward mode is on.
+    """
+
+    scores: Scores
+    precision: Precision
+    copies: int
+    dual: bool
+    kernel: AttentionKernel = field(init=False)
+
+    def probes(self, t: Tensor) -> Tensor:
+        """Directions, one for each copy, as the kernel takes them: a probe for each copy."""
+        return t.to(self.kernel.output.dtype).unflatten(0, (-1, self.copies)).transpose(0, 1)
+
+    def items(self, t: Tensor, like: Tensor) -> Tensor:
+        """What the kernel gives for each probe, one copy behind the other."""
+        return t.transpose(0, 1).flatten(0, 1).to(like.dtype)
+
+
+def _transforms(t: Tensor) -> int:
+    """How many of torch.func's transforms wrap a tensor."""
+    functorch = importlib.import_module("torch._C._functorch")
+    depth = 0
+    while functorch.is_functorch_wrapped_tensor(t):
+        t, depth = functorch.get_unwrapped(t), depth + 1
+    return depth
+
+
+class _Linearised(torch.autograd.Function):
+    @staticmethod
+    def forward(here: _Here, *qkv: Tensor) -> Tensor:
+        kind = torch.promote_types(qkv[0].dtype, torch.float32)
+        q, k, v = (t.detach()[:: here.copies].to(kind) for t in qkv)
+        here.kernel = linearize(q, k, v, here.scores, "auto", here.precision)
+        out = here.kernel.output.to(qkv[0].dtype, copy=True)  # the kernel keeps its own
+        return out if here.copies == 1 else out.repeat_interleave(here.copies, 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.here, ctx.qkv = inputs[0], inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple:
+        if ctx.here.dual:
+            raise BadInputError(_ONCE)
+        graph = torch.is_grad_enabled() and ctx.here.copies == 1  # of the backward pass itself, for another one through it
+        products = _Product.apply(ctx.here, True, graph, *g)
+        if graph:
+            guard = _Guard.apply(*ctx.qkv)
+            products = (t + guard for t in products)
+        return None, *products
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        return _Product.apply(ctx.here, False, False, *_filled(tangents[1:], ctx.qkv))[0] + _Guard.apply(*ctx.qkv)
+
+
+class _Product(torch.autograd.Function):
+    """`dq, dk, dv ↦ J (dq, dk, dv)`, or, transposed, `g ↦ Jᵀ g`. graph: only its graph may be wanted, at zero."""
+
+    @staticmethod
+    def forward(here: _Here, transposed: bool, graph: bool, *vectors: Tensor) -> Found:
+        first = vectors[0]
+        if graph and not bool(first.any()):  # the graph of a linear map is made at zero
+            return tuple(torch.zeros_like(t, dtype=first.dtype) for t in here.kernel.inputs)
+        probes = map(here.probes, vectors)
+        found = here.kernel.vjp(*probes) if transposed else (here.kernel.jvp(*probes),)
+        return tuple(here.items(t, first) for t in found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
+        ctx.here, ctx.transposed = inputs[:2]
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Found:
+        return None, None, None, *_Product.apply(ctx.here, not ctx.transposed, False, *g)
+
+
+class _Guard(torch.autograd.Function):
+    """Zero, added to a product for its dependence on `q, k, v`; raises when that is wanted."""
+
+    @staticmethod
+    def forward(*qkv: Tensor) -> Tensor:
+        return qkv[0].new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> NoReturn:
+        raise BadInputError(_ONCE)

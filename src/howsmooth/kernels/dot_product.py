@@ -11,8 +11,8 @@ from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[repor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.autograd import ATTEND
 from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
+from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.naive import plain_attention
-from howsmooth.kernels.saturating import tanh
 from howsmooth.kernels.tensors import REAL, described
 from howsmooth.settings import flag, number, shown, whole
 
@@ -74,15 +74,17 @@ def sdpa(
         _check_mask(attn_mask, query, (*lead, n, m), is_causal)
     usual = 1 / math.sqrt(d) if d else 1.0
     scale = usual if scale is None else _real(scale, "a finite scale of the logits")
-    if attn_mask is not None and attn_mask.dtype != torch.bool and _moves(attn_mask):
-        return _plain(query, key, value, attn_mask, scale, enable_gqa, window, softcap)
     q, k, v = query, key, value
     if not (q.ndim == 4 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
         q = _four(_wide(query, lead), enable_gqa)
         k, v = _key_heads(key, value, lead, enable_gqa)
     bias = None if attn_mask is None else _bias(attn_mask, query.dtype, lead, m, enable_gqa)
-    if 0 in (n, m, d_v, *lead):  # nothing to see: zeros, with a graph
+    moves = bias is not None and attn_mask.dtype != torch.bool and _moves(attn_mask)
+    if 0 in (n, m, d_v, *lead):  # nothing to attend to: zeros, with a graph
         out = (q * 0) @ _repeat(k, q.shape[1]).mT @ _repeat(v, q.shape[1])
+        out = out + 0 * bias.sum() if moves else out
+    elif moves:
+        out = plain_attention(q, k, v, Scores(scale, softcap, Mask.trusted(is_causal, window, bias)))
     else:
         out = ATTEND(q, k, v, bias, scale, softcap, is_causal, window)[0]
     return out if len(lead) == 2 else out.reshape(*lead, n, d_v)
@@ -178,22 +180,6 @@ def _bias(mask: Tensor, dtype: torch.dtype, lead: tuple[int, ...], m: int, group
     if any(size != 1 for size in mask.shape[:-3]):
         mask = mask.expand(*lead[:-1], *mask.shape[-3:])
     return _four(mask, grouped)
-
-
-def _plain(q, k, v, mask: Tensor, scale: float, grouped: bool, window: int | None, softcap: float | None) -> Tensor:
-    """The formula in torch's own operations, for a mask that is differentiated."""
-    if grouped:
-        k, v = _repeat(k, q.shape[-3]), _repeat(v, q.shape[-3])
-    s = scale * (q @ k.mT)
-    if softcap is not None:
-        s = softcap * tanh(s / softcap)
-    seen = mask != -torch.inf
-    if window is not None:
-        i, j = (torch.arange(t.shape[-2], device=q.device) for t in (q, k))
-        seen = seen & ((i[:, None] - j).abs() < window)
-    s = (s + mask.to(s.dtype)).masked_fill(~seen, -torch.inf)
-    lost = ~seen.expand_as(s).any(-1, keepdim=True)
-    return torch.softmax(s.masked_fill(lost, 0.0), -1).masked_fill(lost, 0.0) @ v
 
 
 def _real(value: Any, expected: str, above: float = -math.inf) -> float:
