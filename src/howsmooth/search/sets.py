@@ -18,7 +18,7 @@ from howsmooth.maps import LayerNorm, RMSNorm
 from howsmooth.settings import number
 from howsmooth.theory.around import Neighbourhood
 from howsmooth.theory.at_point.table import one_sequence
-from howsmooth.theory.over_ball.table import LARGEST
+from howsmooth.theory.over_ball.table import LONGEST_TOKEN
 from howsmooth.theory.scaled import norm_radius
 
 _EDGE = 1e-6  # coordinates this close to the boundary, relatively, are on it
@@ -243,8 +243,8 @@ class Near(TokenSet):
 
 def length_of(value: float, what: str) -> float:
     """A length in token space, a positive number whose square is finite."""
-    expected = f"a finite {what} > 0 and below {LARGEST:g}"
-    return number(value, expected, "give it as a length in token space", above=0.0, below=LARGEST)
+    expected = f"a finite {what} > 0 and below {LONGEST_TOKEN:g}"
+    return number(value, expected, "give it as a length in token space", above=0.0, below=LONGEST_TOKEN)
 
 
 def check_width(got: int, width: int) -> None:

@@ -43,7 +43,7 @@ class Constants:
     and the shifts then speak of the weights alone.
     """
 
-    layer: Attention
+    attn: Attention
     pairs: tuple[tuple[Scaled, Scaled], ...]
     a: tuple[float, ...]
     query_shift: tuple[float, ...]
@@ -64,24 +64,29 @@ class Constants:
         """G: the largest `|A x + c|`, how fast a logit moves with its key."""
         if not self.pairs:
             return self.a[h] * radius + self.query_shift[h]
-        return abs(self.layer.scale) * min(q.length(h, radius) * k.slope(h, radius) for q, k in self.pairs)
+        return abs(self.attn.scale) * min(q.length(h, radius) * k.slope(h, radius) for q, k in self.pairs)
 
     def key_reach(self, h: int, radius: float) -> float:
         """K: how fast logits of a row move with their query, up to what softmax ignores."""
-        layer = self.layer
+        attn, traits = self.attn, self.attn.kind.traits
         # A key's bias adds the same to every logit of a row, which softmax ignores, unless it is turned, normalised or capped,
-        # or a sink stays where it is.
-        shifted = not (layer.rotary is None and layer.k_norm is None and layer.softcap is None and self.sink is None)
+        # or a sink stays where it is. Weights that are not divided by their sums ignore nothing.
+        ignored = attn.rotary is None and attn.k_norm is None and attn.softcap is None and traits.sink is None
+        shifted = not (ignored and traits.divided)
         if not self.pairs:
             return self.a[h] * radius + (self.key_shift[h] if shifted else 0.0)
-        return abs(layer.scale) * min(q.slope(h, radius) * k.length(h, radius, shifted=shifted) for q, k in self.pairs)
+        return abs(attn.scale) * min(q.slope(h, radius) * k.length(h, radius, shifted=shifted) for q, k in self.pairs)
+
+    def logit_size(self, h: int, radius: float) -> float:
+        """The largest `|q·k|` times the scale."""
+        return abs(self.attn.scale) * min(q.length(h, radius) * k.length(h, radius) for q, k in self.pairs or (self.unit,))
 
     def log_spread(self, h: int, radius: float) -> float:
         """log E: how far apart the logits of one row can be."""
-        gap, cap = radius * self.reach(h, radius), self.layer.softcap
+        gap, cap = radius * self.reach(h, radius), self.attn.softcap
         if self.pairs:
-            size = abs(self.layer.scale) * min(q.length(h, radius) * k.length(h, radius) for q, k in self.pairs)
-            gap = size if self.layer.rotary is not None else min(size, gap)
+            size = self.logit_size(h, radius)
+            gap = size if self.attn.rotary is not None else min(size, gap)
         return (2 * gap if cap is None else 2 * cap * math.tanh(gap / cap)) + self.bias_range
 
     def unbounded(self, radius: float) -> str | None:
@@ -91,81 +96,81 @@ class Constants:
 
     def visible(self, n: int | None) -> float:
         """How many keys a query may attend to at most, and how many queries a key; `n=None` for any number of tokens."""
-        tokens, window = math.inf if n is None else n, self.layer.window
-        return tokens if window is None else min(tokens, window if self.layer.causal else 2 * window - 1)
+        tokens, window = math.inf if n is None else n, self.attn.window
+        return tokens if window is None else min(tokens, window if self.attn.causal else 2 * window - 1)
 
     @property
     def sink(self) -> Tensor | None:
         """The learned logit of every head that gives no value."""
-        return self.layer.kind.traits.sink
+        return self.attn.kind.traits.sink
 
     @cached_property
     def unit(self) -> tuple[Scaled, Scaled]:
         """Queries and keys with no factor moved between them."""
         if self.pairs:
             return self.pairs[0]
-        w = self.layer.by_head()
+        w = self.attn.by_head()
         return scaled(triangle(w.q), w.b_q), scaled(triangle(w.k), w.b_k)
 
     @cached_property
     def value(self) -> Scaled:
         """Values `W_v x + b_v` before the output projection."""
-        return scaled(triangle(self.layer.by_head().v), self._value_bias)
+        return scaled(triangle(self.attn.by_head().v), self._value_bias)
 
     @cached_property
     def out_norm(self) -> float:
         """`‖W_o‖₂` of all heads together."""
-        w_o = self.layer.w_o
+        w_o = self.attn.w_o
         return 1.0 if w_o is None else rounded_up(spectral_norm(w_o.double()), max(w_o.shape))[0]
 
     @property
     def _value_bias(self) -> Float[Tensor, "heads d_v"]:
-        layer, w = self.layer, self.layer.by_head().v
-        if layer.b_v is None:
+        attn, w = self.attn, self.attn.by_head().v
+        if attn.b_v is None:
             return w.new_zeros(w.shape[:2])
-        return layer.b_v.double().unflatten(0, (layer.kv_heads, -1)).repeat_interleave(self.heads // layer.kv_heads, 0)
+        return attn.b_v.double().unflatten(0, (attn.kv_heads, -1)).repeat_interleave(self.heads // attn.kv_heads, 0)
 
     @cached_property
     def value_shift(self) -> tuple[float, ...]:
         """`|W_o^h b_v^h|`, which matters where rows of weights do not sum to one."""
-        if self.layer.b_v is None:
+        if self.attn.b_v is None:
             return (0.0,) * self.heads
-        return rounded_up(product_norm(self.layer.by_head().o, self._value_bias[..., None]), self.layer.width)
+        return rounded_up(product_norm(self.attn.by_head().o, self._value_bias[..., None]), self.attn.width)
 
     @cached_property
     def bias_total(self) -> float:
         """The most that a logit bias varies over all queries and keys; infinite where it hides some."""
-        if self.layer.bias is None:
+        if self.attn.bias is None:
             return 0.0
-        bias = self.layer.bias.double()
+        bias = self.attn.bias.double()
         return float(bias.max() - bias.min())
 
     @cached_property
     def core(self) -> Core:
-        w = self.layer.by_head()
+        w = self.attn.by_head()
         heads, head, d = w.q.shape
         if 2 * head < d:
             basis = torch.linalg.qr(torch.cat([w.k.mT, w.q.mT], -1))[0]  # (heads, d, 2·head)
         else:
             basis = torch.eye(d, dtype=torch.float64, device=w.q.device).expand(heads, d, d)
-        kb = self.layer.scale * (w.k @ basis)
+        kb = self.attn.scale * (w.k @ basis)
         return Core(kb.mT @ (w.q @ basis), (kb.mT @ w.b_q[..., None])[..., 0], basis)
 
     @cached_property
     def value_maps(self) -> Float[Tensor, "heads d_out d"]:
         """`V_h`, formed."""
-        w = self.layer.by_head()
+        w = self.attn.by_head()
         return w.o @ w.v
 
 
 @torch.no_grad()
-def constants(layer: Attention) -> Constants:
+def constants(attn: Attention) -> Constants:
     """The norms of a layer.
 
     >>> constants(Attention.from_matrices(3 * torch.eye(2), torch.eye(2))).a[0]  # doctest: +ELLIPSIS
     3.00000000000...
     """
-    w, scale, width = layer.by_head(), layer.scale, layer.width
+    w, scale, width = attn.by_head(), attn.scale, attn.width
     # ‖τ W_kᵀ W_q‖ = |τ| ‖R_k R_qᵀ‖ with W_kᵀ = Q_k R_k: nothing d × d is formed unless a head is that wide
     a = product_norm(triangle(w.k).mT, triangle(w.q), scale)
     unit = largest_entry(w.o) * largest_entry(w.v)
@@ -175,14 +180,14 @@ def constants(layer: Attention) -> Constants:
     by = torch.where(v_norm > 0, v_norm, 1.0)
     even, share = outputs / by[:, None, None], blur / by
     cross, gram = torch.diag((v_norm > 0).double()), _gram(even)
-    if layer.heads > 1:
-        i, j = torch.triu_indices(layer.heads, layer.heads, 1)
+    if attn.heads > 1:
+        i, j = torch.triu_indices(attn.heads, attn.heads, 1)
         cross[i, j] = cross[j, i] = spectral_norm(gram[i, :, j]) + share[i] + share[j]
     top = largest_entry(outputs)
     logit_blur = product_blur(w.k * abs(scale), w.q)
     found = Constants(
-        layer,
-        scaled_pairs(layer, w),
+        attn,
+        scaled_pairs(attn, w),
         a=rounded_up(a, width),
         query_shift=rounded_up(product_norm(w.k.mT, w.b_q[..., None], scale), width),
         key_shift=rounded_up(product_norm(w.q.mT, w.b_k[..., None], scale), width),
@@ -195,7 +200,7 @@ def constants(layer: Attention) -> Constants:
             _stacked(even, gram, torch.ones_like(by)) + float(share.norm()),
         ),
         blur=tuple(zip(logit_blur.tolist(), (blur * unit).tolist(), strict=True)),
-        bias_range=_bias_range(layer),
+        bias_range=_bias_range(attn),
     )
     numbers = [*found.a, *found.query_shift, *found.key_shift, *found.v, *found.w_v, *found.w_o]
     if not (all(math.isfinite(x) for x in numbers) and bool(found.core.matrix.isfinite().all())):
@@ -214,7 +219,7 @@ def _gram(outputs: Float[Tensor, "heads d_out r"]) -> Float[Tensor, "heads r hea
 
 
 def _stacked(outputs: Float[Tensor, "heads d_out r"], gram: Tensor, sizes: Float[Tensor, " heads"]) -> float:
-    """The norm of heads side by side. gram: of the same ones divided by their sizes."""
+    """The norm of heads side by side. gram: of heads divided by their sizes."""
     heads, d_out, r = outputs.shape
     if d_out < heads * r:
         return gram_norm(outputs.transpose(0, 1).flatten(1))
@@ -223,10 +228,10 @@ def _stacked(outputs: Float[Tensor, "heads d_out r"], gram: Tensor, sizes: Float
     return gram_root((gram * sizes[:, None, None, None] * sizes[:, None]).flatten(2).flatten(0, 1), d_out)
 
 
-def _bias_range(layer: Attention) -> float:
-    if layer.bias is None:
+def _bias_range(attn: Attention) -> float:
+    if attn.bias is None:
         return 0.0
-    bias = layer.bias.double()
+    bias = attn.bias.double()
     spread = bias.amax(-1) - bias.amin(-1)  # −inf hides a key: an infinite range, NaN where it hides all of them
     return float(torch.where(spread.isnan(), torch.inf, spread).max())
 

@@ -22,7 +22,7 @@ from howsmooth.theory.around.pairs import Effort, Pairs, deflated, pairs_at
 from howsmooth.theory.around.second import Curves, Second, curves, flattened
 from howsmooth.theory.bound import TINY, largest_entry, lengths, no_nan
 from howsmooth.theory.constants import Constants, constants
-from howsmooth.theory.over_ball.table import LARGEST, rows_over_ball
+from howsmooth.theory.over_ball.table import LONGEST_TOKEN, rows_over_ball
 from howsmooth.theory.upper import Upper
 
 _MOST = 2**26  # attention weights: about twenty arrays of so many numbers are held at once
@@ -115,7 +115,7 @@ class AroundAttention:
 
     def _ball(self, reach: float) -> float:
         """The best bound over the ball, infinite where none applies."""
-        if self._constants is None or not reach < LARGEST:
+        if self._constants is None or not reach < LONGEST_TOKEN:
             return math.inf
         rows = rows_over_ball(self._constants, len(self.point), reach)
         return min((row.value for row in rows if row.side == "upper" and row.value is not None), default=math.inf)

@@ -13,7 +13,7 @@ from howsmooth.settings import Positions, choice, moving, number
 from howsmooth.theory.around.jets import ROUNDED
 from howsmooth.theory.at_point.table import one_sequence
 from howsmooth.theory.bound import lengths
-from howsmooth.theory.over_ball.table import LARGEST
+from howsmooth.theory.over_ball.table import LONGEST_TOKEN
 
 
 @final
@@ -46,7 +46,7 @@ class Neighbourhood:
         """
         x = one_sequence(x).double()
         fix = "give the distance that an input may move"
-        r = number(within, f"a finite distance within ≥ 0 and below {LARGEST:g}", fix, least=0.0, below=LARGEST)
+        r = number(within, f"a finite distance within ≥ 0 and below {LONGEST_TOKEN:g}", fix, least=0.0, below=LONGEST_TOKEN)
         choice(per, "per", ("token", "sequence"))
         radii = torch.full((len(x),), r, dtype=torch.float64, device=x.device)
         if tokens is not None:

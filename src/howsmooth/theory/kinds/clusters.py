@@ -16,7 +16,7 @@ from howsmooth.spectral import Weighted, eigh, spectral_norm, svd
 from howsmooth.theory.bound import TINY, Bound, at_least, first_reason
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.kinds.published import inverse_phi
-from howsmooth.theory.kinds.slopes import SOURCE
+from howsmooth.theory.kinds.slopes import KINDS_SOURCE
 
 _HEADS = 2  # whose directions are tried
 _DENSE = 128  # entries of a few points up to which the derivative is formed
@@ -32,7 +32,7 @@ Counts = Float[Tensor, "batch points"]
 @torch.no_grad()
 def clusters(layer: Constants, n: int, radius: float) -> Bound:
     """C1: the best of some configurations of one, two or three clusters."""
-    attn = layer.layer
+    attn = layer.attn
     reason = first_reason(
         (attn.causal, "not for causal attention, where tokens of a cluster differ"),
         (attn.window is not None, "not for a window, where tokens of a cluster differ"),
@@ -44,7 +44,7 @@ def clusters(layer: Constants, n: int, radius: float) -> Bound:
     statement = (
         "Lip ≥ L at clusters: all tokens equal; two clusters; one token between two; at the singular vectors of the weights"
     )
-    return at_least("C1", "clusters", statement, f"{SOURCE} 8.10", "no mask, no logit bias, no rotary phases", answer)
+    return at_least("C1", "clusters", statement, f"{KINDS_SOURCE} 8.10", "no mask, no logit bias, no rotary phases", answer)
 
 
 def _best(attn: Attention, n: int, radius: float) -> float:

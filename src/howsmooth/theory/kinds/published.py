@@ -95,7 +95,7 @@ def inverse_phi(y: float) -> float:
 
 def cosine(layer: Constants, n: int) -> Bound:
     """Q1: cosine attention at any radius."""
-    attn, units = layer.layer, layer.layer.kind.traits.unit_vectors
+    attn, units = layer.attn, layer.attn.kind.traits.unit_vectors
     assert units is not None
     biases = any(b is not None for b in (attn.b_q, attn.b_k, attn.b_v))
     answer = first_reason(
@@ -124,7 +124,7 @@ def cosine(layer: Constants, n: int) -> Bound:
 
 def _not_plain(layer: Constants) -> str | None:
     """Why the paper's setting is not this layer's; None if it is."""
-    attn = layer.layer
+    attn = layer.attn
     biases = any(b is not None for b in (attn.b_q, attn.b_k, attn.b_v))
     return first_reason(
         (layer.heads > 1, f"stated for one head, the layer has {layer.heads}"),
@@ -148,7 +148,7 @@ def sigmoid_over_ball(layer: Constants, n: int, radius: float) -> Bound:
 
 def sigmoid_at_point(layer: Constants, x: Float[Tensor, "n d"]) -> Bound:
     """S1 at an input, with its own logits and the mean of its squares."""
-    answer, attn = _not_plain(layer), layer.layer
+    answer, attn = _not_plain(layer), layer.attn
     if answer is None:
         logistic = attn.kind.traits.logistic
         assert logistic is not None

@@ -21,11 +21,11 @@ from howsmooth.theory.constants import Constants, constants, once_a_layer
 from howsmooth.theory.over_ball.columns import causal_free, head_constant, heads_together, log_received
 from howsmooth.theory.scaled import Scaled
 
-SOURCE = "howsmooth, docs/explanation/kinds.md"
-LAYER = "biases, grouped heads, rotary phases, norms on queries and keys allowed"
+KINDS_SOURCE = "howsmooth, docs/explanation/kinds.md"
+ANY_LAYER = "biases, grouped heads, rotary phases, norms on queries and keys allowed"
 
 
-class Slopes(NamedTuple):
+class LogitSlopes(NamedTuple):
     """Of the logits of one head in the ball: in the key, in the query (up to what a row ignores), and log E."""
 
     key: float
@@ -42,14 +42,14 @@ class Values(NamedTuple):
 
 def by_slopes(layer: Constants, n: int | None, radius: float) -> Bound:
     """G1, G1m: `ℓ = √C(1 + GR) + KR` with the slopes of the kind's own logits (8.3). `n=None` for the form free of n."""
-    attn = layer.layer
+    attn = layer.attn
     reason = first_reason(
         (not attn.kind.traits.smooth, "relu features can vanish, and the weights jump there"),
         (n is None and attn.causal and attn.window is not None, "not proved for a window; G1 is free of n there"),
         (n is None and math.isinf(layer.bias_range), "a logit bias hides keys"),
     )
 
-    def columns(s: Slopes, slope: float) -> float:
+    def columns(s: LogitSlopes, slope: float) -> float:
         """log of `√C(slope + G)`, in units of the length of values."""
         if n is None and attn.causal:  # 3.8, whose first term is that for values of slope one
             unit = log_of(slope)
@@ -60,19 +60,19 @@ def by_slopes(layer: Constants, n: int | None, radius: float) -> Bound:
     free = "E" if n is None else "min(n, E)"
     id, name = ("G1m", "slopes of logits, any n") if n is None else ("G1", "slopes of logits")
     statement = f"Lip ≤ ‖V‖[√C(1 + GR) + KR], C = {free}: {_said(attn.kind.traits)}"
-    return at_most(id, name, statement, f"{SOURCE} 8.3", f"every mask; {LAYER}", answer, mean_field=n is None)
+    return at_most(id, name, statement, f"{KINDS_SOURCE} 8.3", f"every mask; {ANY_LAYER}", answer, mean_field=n is None)
 
 
-def _ell(s: Slopes, v: Values, columns: Callable[[Slopes, float], float]) -> float:
+def _ell(s: LogitSlopes, v: Values, columns: Callable[[LogitSlopes, float], float]) -> float:
     """log of `√C(slope + G·length) + K·length`."""
     if v.length == 0:
-        return columns(Slopes(0.0, 0.0, s.log_e), v.slope)
+        return columns(LogitSlopes(0.0, 0.0, s.log_e), v.slope)
     return log_of(v.length) + log_add(columns(s, v.slope / v.length), log_of(s.query))
 
 
 def in_values(layer: Constants, radius: float, log_ell: Callable[[int, Values], float]) -> float:
     """Heads together: through `V_h` where values are linear in tokens, through `W_o^h` where they are normalised (8.3)."""
-    units = layer.layer.kind.traits.unit_vectors
+    units = layer.attn.kind.traits.unit_vectors
     if units is None:
         return heads_together(layer, lambda h: log_ell(h, Values(radius, 1.0)))
     factor = log_of(abs(units.factor))
@@ -93,9 +93,9 @@ def through_outputs(layer: Constants, logs: list[float]) -> float:
     return least_of(log_add(*parts), log_of(layer.out_norm) + 0.5 * log_add(*(2 * b for b in logs)))
 
 
-def logit_slopes(layer: Constants, h: int, radius: float) -> Slopes:
+def logit_slopes(layer: Constants, h: int, radius: float) -> LogitSlopes:
     """`G`, `K`, `log E` of one head (8.3)."""
-    attn, traits, (q, k) = layer.layer, layer.layer.kind.traits, layer.unit
+    attn, traits, (q, k) = layer.attn, layer.attn.kind.traits, layer.unit
     tau, long_q, long_k = abs(attn.scale), q.length(h, radius), k.length(h, radius)
     slope_q, slope_k = q.slope(h, radius), k.slope(h, radius)
     if traits.unit_vectors is not None:
@@ -105,20 +105,20 @@ def logit_slopes(layer: Constants, h: int, radius: float) -> Slopes:
         key = tau * unit_q * slope_k / math.hypot(shrink * _nearest(k, h, radius), root)
         query = tau * unit_k * slope_q / math.hypot(shrink * _nearest(q, h, radius), root)
         size, cap = tau * unit_q * unit_k, attn.softcap
-        return Slopes(key, query, 2 * (size if cap is None else cap * math.tanh(size / cap)) + layer.bias_range)
+        return LogitSlopes(key, query, 2 * (size if cap is None else cap * math.tanh(size / cap)) + layer.bias_range)
     if traits.distances is not None:
         # tied queries and keys are points of one ball; phases turn a bias too
         far = 2 * slope_k * radius if same_points(layer) and attn.rotary is None else long_q + long_k
         key = 2 * tau * slope_k * far
         query = 2 * tau * slope_q * long_k if layer.pairs else 2 * layer.a[h] * radius
-        return Slopes(key, query, tau * far * far + layer.bias_range)
+        return LogitSlopes(key, query, tau * far * far + layer.bias_range)
     features = long_k + math.log1p(long_k)
-    return Slopes(slope_k, slope_q, features if attn.rotary is not None else min(features, 2 * slope_k * radius))
+    return LogitSlopes(slope_k, slope_q, features if attn.rotary is not None else min(features, 2 * slope_k * radius))
 
 
 def same_points(layer: Constants) -> bool:
     """Whether every token has one vector as query and as key."""
-    attn = layer.layer
+    attn = layer.attn
     return attn.kind.traits.tied and attn.q_norm is None and attn.k_norm is None
 
 
@@ -136,7 +136,7 @@ def _nearest(t: Scaled, h: int, radius: float) -> float:
 
 def difference(layer: Constants, n: int | None, radius: float) -> Bound:
     """F1, F1m: `ℓ = ℓ₁ + |λ|ℓ₂`, of softmax on the two halves; a norm behind multiplies by `1/√ε`."""
-    attn = layer.layer
+    attn = layer.attn
     two = attn.kind.traits.two_softmaxes
     assert two is not None
     reason = first_reason(
@@ -147,7 +147,9 @@ def difference(layer: Constants, n: int | None, radius: float) -> Bound:
     answer = reason or _heads(layer, two, n, radius)
     statement = "Lip ≤ ‖V‖(ℓ₁ + |λ|ℓ₂), ℓ the bound of softmax (B7 to B12) on either half; ‖W_o‖‖W_v‖/√ε for ‖V‖ before a norm"
     id, name = ("F1m", "differential, any n") if n is None else ("F1", "differential")
-    return at_most(id, name, statement, f"{SOURCE} 8.9", f"every mask; soft-cap, {LAYER}", answer, mean_field=n is None)
+    return at_most(
+        id, name, statement, f"{KINDS_SOURCE} 8.9", f"every mask; soft-cap, {ANY_LAYER}", answer, mean_field=n is None
+    )
 
 
 def _heads(layer: Constants, two: TwoSoftmaxes, n: int | None, radius: float) -> float | str:
@@ -172,7 +174,7 @@ def _heads(layer: Constants, two: TwoSoftmaxes, n: int | None, radius: float) ->
 @once_a_layer
 def halves(layer: Constants) -> tuple[Constants, Constants]:
     """Softmax attention on the first and on the second halves of queries and keys."""
-    return constants(_half(layer.layer, 0)), constants(_half(layer.layer, 1))
+    return constants(_half(layer.attn, 0)), constants(_half(layer.attn, 1))
 
 
 def _half(attn: Attention, index: int) -> Attention:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of
 from howsmooth.theory.constants import Constants
-from howsmooth.theory.kinds.slopes import LAYER, SOURCE
+from howsmooth.theory.kinds.slopes import ANY_LAYER, KINDS_SOURCE
 from howsmooth.theory.over_ball.columns import heads_together
 
 _BALANCED = "biases, soft-cap, grouped heads, rotary phases, norms on queries and keys allowed"
@@ -25,17 +25,17 @@ def sigmoid(layer: Constants, n: int, radius: float) -> Bound:
     def parts(h: int) -> tuple[float, float]:
         """log of the norm of the weights, and of how fast row sums move."""
         log_w, log_slope = weight_logs(layer, h, tokens, radius)
-        moved = log_of(layer.reach(h, radius) + _query_reach(layer, h, radius))
+        moved = log_of(layer.reach(h, radius) + layer.key_reach(h, radius))
         return most + log_w, most + log_slope + moved
 
     answer = layer.unbounded(radius) or _with_bias(layer, radius, parts)
     statement = "Lip ≤ n‖V‖(w + 2w′‖A‖R²), w = sup σ, w′ = sup σ′ over |s| ≤ ‖A‖R²; b = −log n: ≤ ‖V‖e^{‖A‖R²}(1 + 2‖A‖R²)"
-    return at_most("S2", "sigmoid", statement, f"{SOURCE} 8.5", f"every mask; soft-cap, {LAYER}", answer)
+    return at_most("S2", "sigmoid", statement, f"{KINDS_SOURCE} 8.5", f"every mask; soft-cap, {ANY_LAYER}", answer)
 
 
 def products(layer: Constants, n: int, radius: float) -> Bound:
     """U1: products of features, not normalised (8.7)."""
-    attn, most = layer.layer, math.log(layer.visible(n))
+    attn, most = layer.attn, math.log(layer.visible(n))
     extra = math.sqrt(attn.head_width) if attn.kind.traits.features == "elu" else 0.0  # φ(t) ≤ 1 + t⁺ entry by entry
 
     def parts(h: int) -> tuple[float, float]:
@@ -46,12 +46,12 @@ def products(layer: Constants, n: int, radius: float) -> Bound:
 
     answer = layer.unbounded(radius) or _with_bias(layer, radius, parts)
     statement = "Lip ≤ n‖V‖(F_qF_k + RF_q‖W_k‖ + RF_k‖W_q‖), F = ‖W‖R + |b| (relu), and √(head width) more (elu + 1)"
-    return at_most("U1", "products of features", statement, f"{SOURCE} 8.7", f"every mask; {LAYER}", answer)
+    return at_most("U1", "products of features", statement, f"{KINDS_SOURCE} 8.7", f"every mask; {ANY_LAYER}", answer)
 
 
 def hard(layer: Constants, n: int) -> Bound:
     """H1: where the choice of keys does not change, `P` is constant (8.8)."""
-    attn, most, top = layer.layer, layer.visible(n), layer.layer.kind.traits.top
+    attn, most, top = layer.attn, layer.visible(n), layer.attn.kind.traits.top
     assert top is not None
     if attn.bias is not None and math.isinf(layer.bias_range):
         column = most  # a row may see one key alone
@@ -64,15 +64,15 @@ def hard(layer: Constants, n: int) -> Bound:
     answer = heads_together(layer, lambda h: 0.5 * log_of(min(column, most)))
     statement = "L ≤ ‖V‖√(n/k) wherever the choice of k keys stays; where it changes the map jumps, and Lip = ∞"
     assumes = "the local constant at inputs where no choice changes, or that of the weights a tie has; every layer"
-    return at_most("H1", "top few, between jumps", statement, f"{SOURCE} 8.8", assumes, answer)
+    return at_most("H1", "top few, between jumps", statement, f"{KINDS_SOURCE} 8.8", assumes, answer)
 
 
 def sinkhorn_limit(layer: Constants, radius: float) -> Bound:
     """N1: Sinkhorn's doubly stochastic limit, any number of tokens (8.6)."""
-    balancing = layer.layer.kind.traits.balancing
+    balancing = layer.attn.kind.traits.balancing
     assert balancing is not None
     reason = first_reason((balancing.iterations is not None, "for the limit; see N2"))
-    plain = not layer.pairs and layer.layer.softcap is None  # then a query's bias is a function of the column alone
+    plain = not layer.pairs and layer.attn.softcap is None  # then a query's bias is a function of the column alone
 
     def log_ell(h: int) -> float:
         both = 2 * layer.a[h] * radius if plain else layer.reach(h, radius) + layer.key_reach(h, radius)
@@ -80,16 +80,18 @@ def sinkhorn_limit(layer: Constants, radius: float) -> Bound:
 
     answer = reason or layer.unbounded(radius) or heads_together(layer, log_ell)
     statement = "Lip ≤ ‖V‖(1 + 2‖A‖R²), any number of tokens"
-    return at_most("N1", "Sinkhorn, limit", statement, f"{SOURCE} 8.6", f"the limit; {_BALANCED}", answer, mean_field=True)
+    return at_most(
+        "N1", "Sinkhorn, limit", statement, f"{KINDS_SOURCE} 8.6", f"the limit; {_BALANCED}", answer, mean_field=True
+    )
 
 
 def sinkhorn(layer: Constants, n: int, radius: float) -> Bound:
     """N2: Sinkhorn with `k` normalisations (8.6)."""
-    balancing = layer.layer.kind.traits.balancing
+    balancing = layer.attn.kind.traits.balancing
     assert balancing is not None
     reason = first_reason(
         (balancing.iterations is None, "for finitely many normalisations; see N1"),
-        (layer.layer.window is not None, "not proved for a window"),
+        (layer.attn.window is not None, "not proved for a window"),
     )
     k = balancing.iterations or 1
     odd, log_n = k % 2 == 1, math.log(n)
@@ -114,12 +116,14 @@ def sinkhorn(layer: Constants, n: int, radius: float) -> Bound:
     if isinstance(answer, float) and not odd and any(layer.value_shift):
         answer = log_add(answer, *(log_of(b) + parts(h)[1] for h, b in enumerate(layer.value_shift)))
     statement = "Lip ≤ ‖V‖[√S + R√r min(M(K + √C G), 2k√n(K + G))], M = e^{Λ/2 Σ_{t<k−1} tanh(Λ/2)^t}, Λ = 2‖A‖R²"
-    return at_most("N2", "Sinkhorn, k steps", statement, f"{SOURCE} 8.6", f"k normalisations, no window; {_BALANCED}", answer)
+    return at_most(
+        "N2", "Sinkhorn, k steps", statement, f"{KINDS_SOURCE} 8.6", f"k normalisations, no window; {_BALANCED}", answer
+    )
 
 
 def weight_logs(layer: Constants, h: int, n: int, radius: float) -> tuple[float, float]:
     """log of the largest weight of sigmoid attention in the ball, and of its largest slope in a logit."""
-    attn, logistic = layer.layer, layer.layer.kind.traits.logistic
+    attn, logistic = layer.attn, layer.attn.kind.traits.logistic
     assert logistic is not None
     shift = logistic.shift(n)
     size = logit_size(layer, h, radius)
@@ -136,26 +140,16 @@ def sigmoid_logs(high: float, nearest: float) -> tuple[float, float]:
 
 def logit_size(layer: Constants, h: int, radius: float) -> float:
     """The largest `|s_ij|` in the ball, before a bias."""
-    attn, (q, k) = layer.layer, layer.unit
-    size = abs(attn.scale) * q.length(h, radius) * k.length(h, radius)
-    if layer.pairs:
-        size = min(size, *(abs(attn.scale) * p.length(h, radius) * r.length(h, radius) for p, r in layer.pairs))
-    else:
+    attn, (q, k), size = layer.attn, layer.unit, layer.logit_size(h, radius)
+    if not layer.pairs:
         fixed = abs(attn.scale) * q.shift[h] * k.shift[h]
         size = min(size, radius * (layer.a[h] * radius + layer.query_shift[h] + layer.key_shift[h]) + fixed)
     return size if attn.softcap is None else attn.softcap * math.tanh(size / attn.softcap)
 
 
-def _query_reach(layer: Constants, h: int, radius: float) -> float:
-    """How fast a logit moves with its query; what all keys of a row share counts, as rows do not sum to one."""
-    if not layer.pairs:
-        return layer.a[h] * radius + layer.key_shift[h]
-    return abs(layer.layer.scale) * min(q.slope(h, radius) * k.length(h, radius) for q, k in layer.pairs)
-
-
 def _counted(layer: Constants, n: int) -> int:
     """How many real tokens are worst: with padding there may be fewer than n, and a bias of −log n is larger then (8.5)."""
-    attn, logistic = layer.layer, layer.layer.kind.traits.logistic
+    attn, logistic = layer.attn, layer.attn.kind.traits.logistic
     assert logistic is not None
     if attn.attention_mask is None or logistic.bias is not None or attn.window is None:
         return n

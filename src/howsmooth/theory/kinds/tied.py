@@ -18,7 +18,7 @@ from howsmooth.spectral import spectral_norm
 from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of, product_blur, slack
 from howsmooth.theory.constants import Constants, once_a_layer
 from howsmooth.theory.kinds.published import inverse_phi
-from howsmooth.theory.kinds.slopes import SOURCE, same_points
+from howsmooth.theory.kinds.slopes import KINDS_SOURCE, same_points
 from howsmooth.theory.over_ball.columns import heads_together
 
 _RELATIVE = 1e-6  # of `V`: what may be left of `V − M W_q` for the values to count as a function of the queries
@@ -35,7 +35,7 @@ def tied(layer: Constants, n: int | None, radius: float) -> Bound:
     points = "ρ = √τ‖W_q‖R, ρ′ = ρ, and √τ|b_q| more with phases"
     statement = f"Lip ≤ ‖V‖[√C + 2ρ(√min(c, ρ′²) + √D)], {points}, c = φ⁻¹(n−1), C ≤ 1.797^r, D ≤ min(4ρ′²C, D_r)"
     id, name = ("T1m", "tied L2, any n") if n is None else ("T1", "tied L2")
-    return at_most(id, name, statement, f"{SOURCE} 8.4", f"{_ASSUMES}, phases", answer, mean_field=n is None)
+    return at_most(id, name, statement, f"{KINDS_SOURCE} 8.4", f"{_ASSUMES}, phases", answer, mean_field=n is None)
 
 
 def tied_everywhere(layer: Constants, n: int, radius: float) -> Bound:
@@ -45,7 +45,7 @@ def tied_everywhere(layer: Constants, n: int, radius: float) -> Bound:
     """
     answer = _not_tied(layer) or _turned(layer) or _through_queries(layer, n, radius, kernel_constant(layer, n))
     statement = "Lip ≤ ‖M‖‖W_q‖[√C + 2c + 2√(cD)], V = M W_q, c = φ⁻¹(n−1), C ≤ 1.797^r, D ≤ D_r, any radius"
-    return at_most("T2", "tied L2, any radius", statement, f"{SOURCE} 8.4", f"{_ASSUMES}; V = M W_q", answer)
+    return at_most("T2", "tied L2, any radius", statement, f"{KINDS_SOURCE} 8.4", f"{_ASSUMES}; V = M W_q", answer)
 
 
 def as_published(layer: Constants, n: int, radius: float) -> Bound:
@@ -75,7 +75,7 @@ def kernel_constant(layer: Constants, n: int) -> float:
 
 
 def _not_tied(layer: Constants) -> str | None:
-    attn = layer.layer
+    attn = layer.attn
     return first_reason(
         (not same_points(layer), "for tied queries and keys, without norms on them"),
         (attn.bias is not None, "not proved for a logit bias"),
@@ -84,23 +84,23 @@ def _not_tied(layer: Constants) -> str | None:
 
 
 def _masked(layer: Constants) -> str | None:
-    masked = layer.layer.causal or layer.layer.window is not None
+    masked = layer.attn.causal or layer.attn.window is not None
     return "columns are bounded without n for attention without a mask" if masked else None
 
 
 def _turned(layer: Constants) -> str | None:
-    return None if layer.layer.rotary is None else "with rotary phases values are no function of the turned queries; see T1"
+    return None if layer.attn.rotary is None else "with rotary phases values are no function of the turned queries; see T1"
 
 
 def _slope_of_points(layer: Constants, h: int, radius: float) -> float:
     """ρ: `√τ` times the longest `W_q x`, or as much more as the phases make of it."""
-    return math.sqrt(layer.layer.scale) * layer.unit[0].slope(h, radius) * radius
+    return math.sqrt(layer.attn.scale) * layer.unit[0].slope(h, radius) * radius
 
 
 def _size_of_points(layer: Constants, h: int, radius: float) -> float:
     """ρ′: ρ, since `z` lies around its bias; phases turn the bias too, and then it is the longest `z`."""
-    turned = layer.layer.rotary is not None
-    return math.sqrt(layer.layer.scale) * layer.unit[0].length(h, radius) if turned else _slope_of_points(layer, h, radius)
+    turned = layer.attn.rotary is not None
+    return math.sqrt(layer.attn.scale) * layer.unit[0].length(h, radius) if turned else _slope_of_points(layer, h, radius)
 
 
 def _crowd(layer: Constants, n: int | None) -> float:
@@ -124,7 +124,7 @@ def _moved_columns(layer: Constants, n: int | None, size: float) -> float:
 
 def _rank(layer: Constants) -> int:
     """Dimensions that points `z` lie in: all of the head where phases turn each by itself."""
-    attn = layer.layer
+    attn = layer.attn
     return attn.head_width if attn.rotary is not None else min(attn.head_width, attn.width)
 
 
@@ -172,7 +172,7 @@ class _Factor(NamedTuple):
 @once_a_layer
 def _factor(layer: Constants) -> _Factor | None:
     """The values as a function of the queries; nothing where they are none."""
-    w, gain = layer.layer.by_head(), layer.unit[0].gain
+    w, gain = layer.attn.by_head(), layer.unit[0].gain
     values = layer.value_maps  # (heads, d_out, d)
     m = values @ torch.linalg.pinv(w.q)  # (heads, d_out, d_h)
     over = values - m @ w.q

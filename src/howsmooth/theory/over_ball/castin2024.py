@@ -14,7 +14,7 @@ from howsmooth.spectral import eig
 from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, log_add, log_of
 from howsmooth.theory.constants import Constants
 
-SOURCE = "Castin, Ablin & Peyré 2024"
+_SOURCE = "Castin, Ablin & Peyré 2024"
 _BELOW = "one head, no mask, V = I, a real eigenvalue of A, no query bias, no soft-cap"
 
 
@@ -23,7 +23,7 @@ def upper(layer: Constants, n: int, radius: float) -> Bound:
     statement = "Lip ≤ √3‖V‖(‖A‖²R⁴(4n+1) + n)^½"
     assumes = "one head, unmasked or causal, no query bias, no soft-cap"
     answer = plain(layer, one_head=True, causal=True) or log_of(layer.v[0]) + _discrete(layer.a[0], n, radius)
-    return at_most("B1", "√n", statement, SOURCE, assumes, answer)
+    return at_most("B1", "√n", statement, _SOURCE, assumes, answer)
 
 
 def lower(layer: Constants, n: int, radius: float) -> Bound:
@@ -34,7 +34,7 @@ def lower(layer: Constants, n: int, radius: float) -> Bound:
         answer = "one token has no other to attend to"
     elif isinstance(answer, float):
         answer = 0.5 * math.log(n - 1) - log_add(0.0, math.log(n - 1) - 2 * (answer * radius * radius))
-    return at_least("B2", "√n from below", statement, SOURCE, _BELOW, answer)
+    return at_least("B2", "√n from below", statement, _SOURCE, _BELOW, answer)
 
 
 def multi_head(layer: Constants, n: int, radius: float) -> Bound:
@@ -44,7 +44,7 @@ def multi_head(layer: Constants, n: int, radius: float) -> Bound:
     answer = plain(layer, one_head=False, causal=True) or log_add(
         *(log_of(w) + log_of(v) + _discrete(a, n, radius) for a, v, w in heads)
     )
-    return at_most("B3", "sum of heads", statement, SOURCE, "unmasked or causal, no query bias, no soft-cap", answer)
+    return at_most("B3", "sum of heads", statement, _SOURCE, "unmasked or causal, no query bias, no soft-cap", answer)
 
 
 def mean_field(layer: Constants, radius: float) -> Bound:
@@ -65,12 +65,12 @@ def mean_field_lower(layer: Constants, radius: float) -> Bound:
     if isinstance(gamma, float):
         square = gamma * radius * radius
         answer = log_of(square / 2) + square
-    return at_least("B5", "mean field from below", statement, SOURCE, _BELOW, answer, mean_field=True)
+    return at_least("B5", "mean field from below", statement, _SOURCE, _BELOW, answer, mean_field=True)
 
 
 def plain(layer: Constants, *, one_head: bool, causal: bool) -> str | None:
     """Why the paper's setting, softmax of ⟨A x_i, x_j⟩, is not this layer's; None if it is."""
-    attn = layer.layer
+    attn = layer.attn
     return (
         not_softmax(attn.kind)
         or first_reason(
@@ -101,7 +101,7 @@ def _discrete(a: float, n: int, radius: float) -> float:
 def _gamma(layer: Constants) -> float | str:
     """`γ` over the real eigenvalues of A, less what rounding explains; or why the lower bounds do not apply."""
     reason = plain(layer, one_head=True, causal=False)
-    if layer.layer.attention_mask is not None:
+    if layer.attn.attention_mask is not None:
         reason = reason or "the number of real tokens varies with the sequence"
     if reason is not None:
         return reason
@@ -112,7 +112,7 @@ def _gamma(layer: Constants) -> float | str:
     values, vectors = eig(core)
     real = values.imag == 0
     if not bool(real.any()):  # where A vanishes somewhere, 0 is an eigenvalue
-        return 0.0 if layer.layer.width > len(core) else "A has no real eigenvalue"
+        return 0.0 if layer.attn.width > len(core) else "A has no real eigenvalue"
     # An eigenvalue moves by at most its condition number times the rounding of A.
     condition = vectors.norm(dim=0) * torch.linalg.pinv(vectors).norm(dim=1)
     slack = (64 * torch.finfo(torch.float64).eps * len(core) * layer.a[0] + layer.blur[0][0]) * condition

@@ -18,16 +18,16 @@ from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_a
 from howsmooth.theory.constants import Constants, once_a_layer
 from howsmooth.theory.over_ball.castin2024 import not_bilinear
 
-SOURCE = "howsmooth, docs/explanation/bounds.md"
+BALL_SOURCE = "howsmooth, docs/explanation/bounds.md"
 _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and keys allowed"
 
 
 def tokens(layer: Constants, n: int, radius: float) -> Bound:
     """B7: no column of `P` sums to more than the number of queries that see it (Corollary 3.5)."""
     statement = "Lip ≤ ‖V‖[√N(1 + ‖A‖²R⁴)^½ + ‖A‖R²], N = n, or what a window lets see a token"
-    reason = not_softmax(layer.layer.kind, sink=True) or layer.unbounded(radius)
+    reason = not_softmax(layer.attn.kind, sink=True) or layer.unbounded(radius)
     answer = reason or _by_columns(layer, radius, lambda h: math.log(layer.visible(n)))
-    return at_most("B7", "√n, sharper", statement, f"{SOURCE} Corollary 3.5", f"every mask; {_LAYER}", answer)
+    return at_most("B7", "√n, sharper", statement, f"{BALL_SOURCE} Corollary 3.5", f"every mask; {_LAYER}", answer)
 
 
 def spread(layer: Constants, n: int | None, radius: float) -> Bound:
@@ -37,11 +37,11 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
     """
     windowed = _windowed(layer, n)
     reason = first_reason(
-        (layer.layer.causal, "for attention that is not causal"),
-        (windowed and layer.layer.attention_mask is not None, "not proved for a window over padded sequences; see B7"),
+        (layer.attn.causal, "for attention that is not causal"),
+        (windowed and layer.attn.attention_mask is not None, "not proved for a window over padded sequences; see B7"),
     )
     reason = (
-        not_softmax(layer.layer.kind, sink=True)
+        not_softmax(layer.attn.kind, sink=True)
         or reason
         or layer.unbounded(radius)
         or (_hidden_keys(layer) if n is None else None)
@@ -50,17 +50,17 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
     columns = "e^{‖A‖R²}" if n is None else "min(√n, e^{‖A‖R²})"
     statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²]"
     id, name = ("B8m", "bounded logits, mean field") if n is None else ("B8", "bounded logits")
-    return at_most(id, name, statement, f"{SOURCE} Corollary 3.6", f"not causal; {_LAYER}", answer, mean_field=n is None)
+    return at_most(id, name, statement, f"{BALL_SOURCE} Corollary 3.6", f"not causal; {_LAYER}", answer, mean_field=n is None)
 
 
 def causal(layer: Constants, n: int, radius: float) -> Bound:
     """B9: under a causal mask `P_ij ≤ E/i`, which bounds the sums of columns (Corollary 3.7)."""
     statement = "Lip ≤ ‖V‖[(E(1 + log⁺(n/E)))^½(1 + ‖A‖²R⁴)^½ + ‖A‖R²], E = e^{2‖A‖R²}; a window w puts min(n, w) for n"
-    reason = not_softmax(layer.layer.kind, sink=True) or (
-        layer.unbounded(radius) if layer.layer.causal else "for causal attention"
+    reason = not_softmax(layer.attn.kind, sink=True) or (
+        layer.unbounded(radius) if layer.attn.causal else "for causal attention"
     )
     answer = reason or _by_columns(layer, radius, lambda h: log_received(layer, n, layer.log_spread(h, radius)))
-    return at_most("B9", "causal", statement, f"{SOURCE} Corollary 3.7", f"causal; {_LAYER}", answer)
+    return at_most("B9", "causal", statement, f"{BALL_SOURCE} Corollary 3.7", f"causal; {_LAYER}", answer)
 
 
 def causal_mean_field(layer: Constants, radius: float) -> Bound:
@@ -70,8 +70,8 @@ def causal_mean_field(layer: Constants, radius: float) -> Bound:
         return causal_free(layer.log_spread(h, radius), log_of(layer.reach(h, radius) * radius))
 
     statement = "Lip ≤ ‖V‖[min_s (E^{1+s}/(s(1−s)))^½(1 + 2^s‖A‖R²) + ‖A‖R²], E = e^{2‖A‖R²}, any number of tokens"
-    source, assumes = f"{SOURCE} Theorem 3.8", f"causal, no window; {_LAYER}"
-    reason = not_softmax(layer.layer.kind, sink=True) or _causal_mean_field(layer) or layer.unbounded(radius)
+    source, assumes = f"{BALL_SOURCE} Theorem 3.8", f"causal, no window; {_LAYER}"
+    reason = not_softmax(layer.attn.kind, sink=True) or _causal_mean_field(layer) or layer.unbounded(radius)
     answer = reason or _by_heads(layer, radius, first_term)
     return at_most("B10", "causal mean field", statement, source, assumes, answer, mean_field=True)
 
@@ -81,15 +81,15 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `Λ` is `a/4` for `A ⪰ 0`, `2a` for `A = −aI`, in between otherwise. `n=None` for the mean-field form.
     """
-    reason = not_softmax(layer.layer.kind, sink=True) or first_reason(
-        (layer.layer.causal, "for attention that is not causal"),
+    reason = not_softmax(layer.attn.kind, sink=True) or first_reason(
+        (layer.attn.causal, "for attention that is not causal"),
         (_windowed(layer, n), "not proved for a window; see B8"),
     )
     reason = reason or _not_affine(layer) or (_hidden_keys(layer) if n is None else None)
     cap = math.inf if n is None else math.log(n)
     columns = "e^{ΛR²/2}" if n is None else "min(√n, e^{ΛR²/2})"
     statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²], Λ = max_{{|x|,|y|≤1}} ⟨Ax, y − x⟩"
-    source, assumes = f"{SOURCE} Theorem 3.9", "no mask, no soft-cap; biases and grouped heads allowed"
+    source, assumes = f"{BALL_SOURCE} Theorem 3.9", "no mask, no soft-cap; biases and grouped heads allowed"
     id, name = ("B12m", "exact column sums, mean field") if n is None else ("B12", "exact column sums")
     answer = reason or _by_columns(layer, radius, lambda h: min(cap, _exact_column(layer, h, radius)))
     return at_most(id, name, statement, source, assumes, answer, mean_field=n is None)
@@ -100,10 +100,10 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `n=None` for the mean-field form.
     """
-    reason = not_softmax(layer.layer.kind) or (_causal_mean_field(layer) if n is None else None)
+    reason = not_softmax(layer.attn.kind) or (_causal_mean_field(layer) if n is None else None)
     reason = reason or first_reason(
-        (not layer.layer.causal, "for causal attention"),
-        (layer.layer.window is not None, "not proved for a window; see B9"),
+        (not layer.attn.causal, "for causal attention"),
+        (layer.attn.window is not None, "not proved for a window; see B9"),
         (layer.bias_range > 0, "not proved for a logit bias"),
     )
 
@@ -120,7 +120,7 @@ def causal_positive(layer: Constants, n: int | None, radius: float) -> Bound:
     statement = f"A ⪰ 0 of rank r, ρ² = ‖A‖R²: {claim}"
     assumes = "causal, no window, no soft-cap; A = S + T costs e^{2‖T‖R²}; query bias and grouped heads allowed"
     answer = reason or _not_affine(layer) or _by_heads(layer, radius, first_term)
-    return at_most(id, name, statement, f"{SOURCE} Theorem {theorem}", assumes, answer, mean_field=n is None)
+    return at_most(id, name, statement, f"{BALL_SOURCE} Theorem {theorem}", assumes, answer, mean_field=n is None)
 
 
 @once_a_layer
@@ -164,11 +164,11 @@ def column_exponents(layer: Constants) -> tuple[float, ...]:
 def head_constant(layer: Constants, n: int | None, radius: float, h: int) -> float:
     """log of the least `ℓ_h` that B7 to B12 give a head of softmax attention; `n=None` for the form free of n."""
     log_e, log_gr = layer.log_spread(h, radius), log_of(layer.reach(h, radius) * radius)
-    if n is None and layer.layer.causal:
+    if n is None and layer.attn.causal:
         first = causal_free(log_e, log_gr)
     else:
         column = log_received(layer, n, log_e)
-        if not (layer.layer.causal or _windowed(layer, n) or _not_affine(layer)):
+        if not (layer.attn.causal or _windowed(layer, n) or _not_affine(layer)):
             column = least_of(column, _exact_column(layer, h, radius))
         first = _first_term(layer, h, radius, column)
     return log_add(first, log_of(layer.key_reach(h, radius) * radius))
@@ -181,7 +181,7 @@ def _exact_column(layer: Constants, h: int, radius: float) -> float:
 
 def log_received(layer: Constants, n: int | None, log_e: float) -> float:
     """log of the most that a column of `P` sums to where weights of a row have ratios of at most `E` (3.5, 3.6, 3.7)."""
-    attn, most = layer.layer, math.log(layer.visible(n))
+    attn, most = layer.attn, math.log(layer.visible(n))
     if attn.causal:
         return most if log_e >= most else min(most, log_e + math.log1p(most - log_e))
     if not _windowed(layer, n):
@@ -199,13 +199,13 @@ def causal_free(log_e: float, log_gr: float) -> float:
 
 def _windowed(layer: Constants, n: int | None) -> bool:
     """Whether the window hides anything."""
-    return layer.layer.window is not None and (n is None or n > layer.layer.window)
+    return layer.attn.window is not None and (n is None or n > layer.attn.window)
 
 
 def _causal_mean_field(layer: Constants) -> str | None:
     return first_reason(
-        (not layer.layer.causal, "for causal attention"),
-        (layer.layer.window is not None, "not proved for a window; B9 is free of n there"),
+        (not layer.attn.causal, "for causal attention"),
+        (layer.attn.window is not None, "not proved for a window; B9 is free of n there"),
     ) or _hidden_keys(layer)
 
 
@@ -214,9 +214,9 @@ def _hidden_keys(layer: Constants) -> str | None:
 
 
 def _not_affine(layer: Constants) -> str | None:
-    if layer.layer.softcap is not None:
+    if layer.attn.softcap is not None:
         return "needs logits affine in each token: not for a soft-cap"
-    return not_bilinear(layer.layer)
+    return not_bilinear(layer.attn)
 
 
 def _by_columns(layer: Constants, radius: float, log_column: Callable[[int], float]) -> float:
@@ -228,7 +228,7 @@ def _by_columns(layer: Constants, radius: float, log_column: Callable[[int], flo
 def _first_term(layer: Constants, h: int, radius: float, log_column: float) -> float:
     """log of `√C (1 + G²R²)^½`, or as Theorems 3.3 and 3.16 have it with a soft-cap and when turned."""
     log_gr = log_of(layer.reach(h, radius) * radius)
-    cross = -math.inf if layer.layer.softcap is None else log_gr
+    cross = -math.inf if layer.attn.softcap is None else log_gr
     both = 0.5 * log_add(0.0, cross, 2 * log_gr) if not layer.pairs else log_add(0.0, log_gr)
     return 0.5 * log_column + both
 

@@ -11,7 +11,7 @@ from howsmooth.theory.kinds.clusters import clusters
 from howsmooth.theory.over_ball import castin2024, columns
 from howsmooth.theory.over_ball.two_clusters import two_clusters
 
-LARGEST = 1e150  # lengths of tokens below it have squares in float64
+LONGEST_TOKEN = 1e150  # lengths of tokens below it have squares in float64
 
 
 @float32_products()
@@ -34,7 +34,7 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
             "with radius=norm_radius(norm)"
         )
     n = check_count(n)
-    expected = f"a finite radius, at least 0 and below {LARGEST:g}"
+    expected = f"a finite radius, at least 0 and below {LONGEST_TOKEN:g}"
     radius = number(radius, expected, "give the length of the longest token", least=0.0)
     # on the CPU: they are made of hundreds of small decompositions, which a GPU takes one after the other
     return rows_over_ball(constants(attn.to("cpu")), n, radius)
@@ -42,7 +42,7 @@ def ball_bounds(attn: Attention, n: int, radius: float) -> list[Bound]:
 
 def rows_over_ball(layer: Constants, n: int, radius: float) -> list[Bound]:
     """The bounds of a layer whose constants are known."""
-    own = [] if layer.layer.kind.traits.plain else [*upper_rows(layer, n, radius), clusters(layer, n, radius)]
+    own = [] if layer.attn.kind.traits.plain else [*upper_rows(layer, n, radius), clusters(layer, n, radius)]
     return [*softmax_rows(layer, n, radius), *own]
 
 
@@ -70,7 +70,7 @@ def softmax_rows(layer: Constants, n: int, radius: float) -> list[Bound]:
 
 def upper_rows(layer: Constants, n: int, radius: float) -> list[Bound]:
     """The upper bounds of kinds other than softmax."""
-    traits = layer.layer.kind.traits
+    traits = layer.attn.kind.traits
     if traits.softmax:
         return []
     if traits.logistic is not None:

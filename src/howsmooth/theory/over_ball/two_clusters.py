@@ -9,7 +9,7 @@ from howsmooth.spectral import eigh, svd
 from howsmooth.theory.bound import Bound, at_least, first_reason, lengths, log_add, log_of
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.over_ball.castin2024 import not_bilinear
-from howsmooth.theory.over_ball.columns import SOURCE
+from howsmooth.theory.over_ball.columns import BALL_SOURCE
 
 
 def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
@@ -18,7 +18,7 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
     All tokens at `x` but `k` at `y`, with `δ = ⟨A x + c, y − x⟩` as large as it gets; `p` is the unit vector along `y − x`, `q`
     the attention `x` pays to the tokens at `y`. `n=None` for measures, or for causal sequences of any length.
     """
-    attn = layer.layer
+    attn = layer.attn
     reason = not_softmax(attn.kind) or first_reason(
         (layer.heads > 1, f"proved for one head, the layer has {layer.heads}"),
         (attn.window is not None, "not proved for a window"),
@@ -35,7 +35,7 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
     else:
         id, name = "B15", "two clusters"
         statement = "Lip ≥ |Vp| max_k √((n−k)/k) q(1 + (1−q)δ), q = 1/(1 + (n−k)e^{−δ}/k), δ ≈ ΛR²"
-    source, assumes = f"{SOURCE} Proposition 3.12", "one head, unmasked or causal, no soft-cap; biases allowed"
+    source, assumes = f"{BALL_SOURCE} Proposition 3.12", "one head, unmasked or causal, no soft-cap; biases allowed"
     answer = (
         reason
         or not_bilinear(attn)
