@@ -16,7 +16,7 @@ from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.jacobian import AutodiffJacobian, applied, check_output, doubled
 from howsmooth.measures.measure import Measure
 from howsmooth.program.confirm import function_at
-from howsmooth.program.tracing import unchanged
+from howsmooth.program.modules import unchanged
 from howsmooth.settings import number, seed_of, shown
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status, small
 from howsmooth.spectral.operator import Operator, Restricted, Rounded, Weighted, drawn, stream

@@ -11,7 +11,7 @@ import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.models import model, recorded, room
 from howsmooth.models.room import enough, too_little
-from howsmooth.program.weights import Loans, watching
+from howsmooth.program.modules import Loans, watching
 from problems.zoo import GROUPED, TOKENS, ids, randomize
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -30,7 +30,8 @@ def test_weights_come_and_go_with_their_block():
     """On one device everything is in place; a loan to another is tried out on a GPU."""
     own = llama()
     before = {k: v.data_ptr() for k, v in own.state_dict().items()}
-    with watching(Loans(own, torch.device("cpu"))):
+    loans = Loans(own, torch.device("cpu"))
+    with watching(loans.before, loans.after):
         own(ids())
     assert {k: v.data_ptr() for k, v in own.state_dict().items()} == before
 

@@ -17,7 +17,7 @@ from howsmooth.program.attention import attention
 from howsmooth.program.calls import SDPA, find_calls
 from howsmooth.program.closed import as_attention
 from howsmooth.program.flow import Flow
-from howsmooth.program.nodes import name
+from howsmooth.program.operations import name
 from howsmooth.program.replay import Run
 from howsmooth.program.stretch import agree, off
 from problems.zoo import GROUPED, SMALL, TOKENS, ZOO, ids, randomize

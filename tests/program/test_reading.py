@@ -16,7 +16,7 @@ import howsmooth as hs
 from howsmooth.errors import BadFunctionError
 from howsmooth.maps.scalars import known_scalar
 from howsmooth.program import Layers, ends_of, record
-from howsmooth.program.reading import Whole, check_agrees, read, read_function
+from howsmooth.program.reading import WholeLayer, check_agrees, read, read_function
 from howsmooth.theory.around import Certified, Neighbourhood, around_graph, expand
 from problems.hidden_ways import HIDING, SHAPES, Case, Looked, case, examine, least_lead, refuted
 
@@ -367,7 +367,7 @@ def test_the_segment_of_a_model(to: int | None):
     for k, block in enumerate(model.layers):
         own = ends_of(layers, k, "attention")
         assert isinstance(block, _Layer)
-        wholes.append(Whole(own.enter[0], own.leave[0], _whole(block)))
+        wholes.append(WholeLayer(own.enter[0], own.leave[0], _whole(block)))
     pieces, plain = read(program, ends, wholes), read(program, ends)
     assert [p.name for p in pieces.nodes].count("layer") == (1 if to is None else 2)
     x, f = TOKENS[0], model.layers[0] if to is None else model
@@ -399,7 +399,7 @@ def test_a_wrong_layer_is_refused():
     assert isinstance(block, _Layer)
     wrong = replace(_whole(block), b_v=None)
     with pytest.raises(BadFunctionError, match="miss by"):
-        read(program, ends_of(layers, 0, "block"), [Whole(own.enter[0], own.leave[0], wrong)])
+        read(program, ends_of(layers, 0, "block"), [WholeLayer(own.enter[0], own.leave[0], wrong)])
 
 
 def test_a_block_that_reads_is_refused_and_its_neighbour_is_not():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from howsmooth.errors import BadFunctionError
 from howsmooth.program import Layers, ends_of, record, segment
 from howsmooth.program.confirm import beside, replayed
-from howsmooth.program.nodes import name, writes
+from howsmooth.program.operations import name, writes
 
 
 def x(*shape: int, seed: int = 0) -> Tensor:

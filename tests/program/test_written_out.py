@@ -12,7 +12,7 @@ from howsmooth.kernels import attend
 from howsmooth.program import Program, record, segment, written_out
 from howsmooth.program.attention import Call, MovingTermError, answering, attention
 from howsmooth.program.flow import Flow
-from howsmooth.program.nodes import name, order, shape
+from howsmooth.program.operations import name, order, shape
 from howsmooth.program.streams import stream_of
 from howsmooth.program.written_out import moving_terms, rewrite
 

@@ -126,7 +126,7 @@ def test_page_and_command(tmp_path):
 def test_the_trainer_of_transformers(tmp_path):
     from transformers import Trainer, TrainingArguments
 
-    from howsmooth.training.huggingface import SmoothnessCallback
+    from howsmooth.training.huggingface import HuggingFaceCallback
 
     def run(tracked: bool) -> tuple[list[float], Any]:
         data = [{"x": X[i % 4], "labels": torch.tensor(0)} for i in range(16)]
@@ -137,7 +137,7 @@ def test_the_trainer_of_transformers(tmp_path):
         model = Tiny()
         trainer = Trainer(model, args, train_dataset=data)
         if tracked:
-            SmoothnessCallback.into(trainer, recorder(model=model, folder=tmp_path / "run"))
+            HuggingFaceCallback.into(trainer, recorder(model=model, folder=tmp_path / "run"))
         trainer.train()
         return [row["loss"] for row in trainer.state.log_history if "loss" in row], trainer.state.log_history
 
@@ -157,7 +157,7 @@ def test_lightning(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed; pip install lightning runs this")
     from lightning.pytorch.loggers import CSVLogger
 
-    from howsmooth.training.in_lightning import SmoothnessCallback
+    from howsmooth.training.in_lightning import LightningCallback
 
     class Task(lightning.LightningModule):
         def __init__(self):
@@ -172,7 +172,7 @@ def test_lightning(tmp_path):
 
     def run(tracked: bool) -> Any:
         task = Task()
-        callback = SmoothnessCallback(recorder(model=task.model, folder=tmp_path / "run")) if tracked else None
+        callback = LightningCallback(recorder(model=task.model, folder=tmp_path / "run")) if tracked else None
         trainer = lightning.Trainer(
             max_steps=4, accumulate_grad_batches=2, accelerator="cpu", logger=CSVLogger(tmp_path / f"log{tracked}"),
             callbacks=[callback] if callback else [], enable_progress_bar=False, enable_model_summary=False,

@@ -26,7 +26,7 @@ import howsmooth as hs
 from howsmooth.models import FallbackWarning
 from howsmooth.program.segments import SegmentMap
 from howsmooth.training import TrackingWarning
-from howsmooth.training.untouched import untouched
+from howsmooth.training.probe import untouched
 
 SIZE: dict[str, Any] = {"vocab_size": 30, "bos_token_id": 0, "eos_token_id": 0}
 

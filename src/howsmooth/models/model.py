@@ -20,8 +20,8 @@ from howsmooth.models.recorded import Recordings
 from howsmooth.models.room import device_of, fits
 from howsmooth.models.tokens import Text, Window, of_ids
 from howsmooth.program.ends import MapName
-from howsmooth.program.tracing import bare, distinct
-from howsmooth.program.weights import offloaded
+from howsmooth.program.modules import bare, offloaded
+from howsmooth.program.tracing import distinct
 from howsmooth.settings import items, meant, shown, whole, words
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]

@@ -16,8 +16,8 @@ from howsmooth.models.room import check_room, enough
 from howsmooth.models.tokens import Window
 from howsmooth.program import Ends, Layers
 from howsmooth.program.attention import kind_of
+from howsmooth.program.blocks import Layer
 from howsmooth.program.ends import MAPS
-from howsmooth.program.layers import Layer
 from howsmooth.program.replay import Run
 from howsmooth.program.segments import SegmentMap
 from howsmooth.settings import choice, whole

@@ -13,7 +13,7 @@ from howsmooth.models.model_input import ATTENTION, ModelInput, Which
 from howsmooth.program import Ends
 from howsmooth.program.calls import find_calls
 from howsmooth.program.pieces import Pieces, PiecesMap
-from howsmooth.program.reading import Whole, read
+from howsmooth.program.reading import WholeLayer, read
 from howsmooth.program.segments import SegmentMap
 
 
@@ -56,7 +56,7 @@ def _pieces(sample: ModelInput, ends: Ends, head: int | None, within: float = 0.
         raise BadInputError(
             "expected a map without cross-attention for a neighbourhood, got one with it; measure it at the input"
         )
-    wholes: list[Whole] = []
+    wholes: list[WholeLayer] = []
     for k, layer in enumerate(sample.layers.found):
         if not any(set(group.outputs) <= inside for group in layer.groups):
             continue
@@ -67,7 +67,7 @@ def _pieces(sample: ModelInput, ends: Ends, head: int | None, within: float = 0.
             )
         own = sample.ends(k, ATTENTION)
         attn: Attention = closed_form(sample, k).to("cpu", torch.float64)
-        wholes.append(Whole(own.enter[0], own.leave[0], attn if head is None else attn.head(head)))
+        wholes.append(WholeLayer(own.enter[0], own.leave[0], attn if head is None else attn.head(head)))
     own = SegmentMap(sample.run, ends, sample.name, head, work=torch.float64, precision="strict")
     return read(sample.run.program, ends, wholes, run=sample.run, truth=lambda t: own.replayed(t).output, within=within)
 

@@ -15,9 +15,10 @@ from howsmooth.errors import BadFunctionError, HowSmoothError
 from howsmooth.models.interface import IMPLEMENTATION, implementation, register
 from howsmooth.program import Ends, Layers, Program, ends_of, record
 from howsmooth.program.confirm import agrees
-from howsmooth.program.nodes import order
+from howsmooth.program.modules import unchanged
+from howsmooth.program.operations import order
 from howsmooth.program.replay import Run
-from howsmooth.program.tracing import distinct, unchanged
+from howsmooth.program.tracing import distinct
 from howsmooth.program.written_out import moving_terms, rewrite
 
 _MOST = 8  # recordings kept of a model, the latest ones
@@ -36,7 +37,7 @@ class Recording:
         """The hidden states that layers begin with: what is kept of a run."""
         found: list[Node] = []
         for layer in self.layers.found:
-            before = [w for w in layer.of.waists if order(w) < layer.first]
+            before = [w for w in self.layers.of(layer).blocks.waists if order(w) < layer.first]
             found += before[-1:] or [n for group in layer.groups for n in group.enter]
         return tuple(dict.fromkeys(found))
 

@@ -22,7 +22,7 @@ from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.kernels import Mask, Scores, attend
 from howsmooth.kernels.kinds import L2, Kind, Sigmoid, Softmax
 from howsmooth.program import masks
-from howsmooth.program.nodes import value as value_of
+from howsmooth.program.operations import value as value_of
 
 
 class MovingTermError(HowSmoothError):

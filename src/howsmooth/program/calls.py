@@ -1,15 +1,27 @@
 """Where a recorded run attends: torch's own calls, and attention written out as product, weights, product."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch.fx import Node
 
 from howsmooth.program.attention import attention
-from howsmooth.program.flex import FLEX
 from howsmooth.program.flow import Flow
-from howsmooth.program.nodes import is_float, name, shape
-from howsmooth.program.operations import ADDS, GATES, LOGITS, MATRIX, NORMS, PRODUCT, SHAPE, WEIGHTS
+from howsmooth.program.functional import FLEX
+from howsmooth.program.operations import (
+    ADDS,
+    GATES,
+    LOGITS,
+    MATRIX,
+    NORMALISES,
+    PRODUCT,
+    SHAPE,
+    WEIGHTS,
+    is_float,
+    name,
+    shape,
+    walk,
+)
 
 SDPA = "scaled_dot_product_attention"
 WHOLE = {SDPA, FLEX}
@@ -36,18 +48,8 @@ class AttentionCall:
 
     def __or__(self, other: "AttentionCall") -> "AttentionCall":
         """Two sets of weights that one product applies to values, as one call."""
-
-        def both(a: tuple[Node, ...], b: tuple[Node, ...]) -> tuple[Node, ...]:
-            return tuple(dict.fromkeys((*a, *b)))
-
-        return AttentionCall(
-            both(self.queries, other.queries),
-            both(self.keys, other.keys),
-            both(self.values, other.values),
-            self.output,
-            both(self.weights, other.weights),
-            both(self.products, other.products),
-        )
+        both = {f.name: (*getattr(self, f.name), *getattr(other, f.name)) for f in fields(self) if f.name != "output"}
+        return AttentionCall(output=self.output, **{key: tuple(dict.fromkeys(nodes)) for key, nodes in both.items()})
 
 
 def is_whole(n: Node) -> bool:
@@ -112,37 +114,25 @@ def _are_weights(flow: Flow, weights: Node) -> bool:
     """
     if name(weights) != "exp":
         return True
-    before, visited = flow.feeds(weights), {weights}
-    while before:
-        n = before.pop()
-        if name(n) == "logsumexp":
-            return True
-        if n not in visited and _is_of_logits(flow, n):
-            visited.add(n)
-            before += flow.feeds(n)
-    todo, visited = [weights], {weights}
-    while todo:
-        n = todo.pop()
-        for u in n.users:
-            if name(u) in ("div", "true_divide", "reciprocal") and n in u.args[-1:]:
-                return True
-            if u not in visited and flow.live(u) and (_is_of_logits(flow, u) or len(_factors(flow, u)) == 2):
-                visited.add(u)
-                todo.append(u)
-    return False
+    before = walk(flow.feeds(weights), lambda n: flow.feeds(n) if _is_of_logits(flow, n) else ())
+    if any(name(n) == "logsumexp" for n in before):
+        return True
+    behind = walk([weights], lambda n: [u for u in flow.users(n) if _is_of_logits(flow, u) or len(_factors(flow, u)) == 2])
+    divides = ("div", "true_divide", "reciprocal")
+    return any(name(u) in divides and n in u.args[-1:] for n in behind for u in n.users)
 
 
 def _factors(flow: Flow, n: Node) -> list[Node]:
-    """The two live operands of a product; fewer where it is none."""
+    """Live operands of a product, two of them; fewer where a node is none."""
     return [m for m in _operands(n) if flow.live(m)]
 
 
 def _operands(n: Node) -> list[Node]:
-    """The two operands of a product, or of a sum or the like of each with each; none where a node is none of these."""
+    """Operands of a product, or of a sum or the like of each with each; none where a node is none of these."""
     if name(n) in ADDS | GATES:
         terms = [m for m in n.args[:2] if isinstance(m, Node)]
         each = len(terms) == 2 and all(shape(m) != shape(n) and len(shape(m) or ()) >= 3 for m in terms)
-        return terms if each and len({_bare(m) for m in terms}) == 2 else []
+        return terms if each and _unshaped(terms[0]) is not _unshaped(terms[1]) else []
     if name(n) not in PRODUCT:
         return []
     given = n.args[1] if name(n) == "einsum" else n.args[1:3] if name(n) in ("baddbmm", "addbmm", "addmm") else n.args[:2]
@@ -150,7 +140,7 @@ def _operands(n: Node) -> list[Node]:
     return [m for m in given if isinstance(m, Node)]
 
 
-def _bare(n: Node) -> Node:
+def _unshaped(n: Node) -> Node:
     """What a node is but another shape of."""
     while name(n) in SHAPE and isinstance(n.args[0], Node):
         n = n.args[0]
@@ -161,34 +151,28 @@ def _is_of_logits(flow: Flow, n: Node) -> bool:
     """Whether a node makes logits of logits: entry by entry, or head by head, or of the entries that each with each has."""
     feeds = flow.feeds(n)
     by_head = name(n) == "batch_norm" and len(shape(n) or ()) == 4
-    alone = len(feeds) == 1 and shape(feeds[0]) == shape(n) and (name(n) not in MATRIX | NORMS or by_head)
+    alone = len(feeds) == 1 and shape(feeds[0]) == shape(n) and (name(n) not in MATRIX | NORMALISES or by_head)
     return alone or name(n) in LOGITS or (name(n) in MATRIX and (_mixes_heads(flow, n) or _of_each_with_each(flow, n)))
 
 
 def _of_each_with_each(flow: Flow, n: Node) -> bool:
     """Whether a matrix makes logits of the entries of sums of each with each, as additive attention does."""
-    feeds = flow.feeds(n)
-    while len(feeds) == 1 and feeds[0] is not n and name(feeds[0]) not in MATRIX and not _factors(flow, feeds[0]):
-        feeds = flow.feeds(feeds[0])
-    return len(feeds) == 1 and name(feeds[0]) in ADDS and len(_factors(flow, feeds[0])) == 2
+    m = flow.only(n)
+    while m is not None and (before := flow.only(m)) is not None and name(m) not in MATRIX and not _factors(flow, m):
+        m = before
+    return m is not None and name(m) in ADDS and len(_factors(flow, m)) == 2
 
 
 def _products_behind(flow: Flow, weights: Node, live: int = 2) -> list[Node]:
     """The products that the logits are made of, of two live tensors or of that many."""
-    todo, visited, found = flow.feeds(weights), set[Node](), []
-    while todo:
-        n = todo.pop()
-        if n in visited:
-            continue
-        visited.add(n)
-        if len(_factors(flow, n)) == live:
-            found.append(n)
-        elif _is_of_logits(flow, n):
-            todo += flow.feeds(n)
-    size = shape(weights)
-    if size is None or len(size) < 2:
+    if len(shape(weights) or ()) < 2:
         return []
-    return [p for p in sorted(found, key=flow.index.__getitem__) if len(shape(p) or ()) >= 2]
+
+    def before(n: Node) -> list[Node]:
+        return flow.feeds(n) if len(_factors(flow, n)) != live and _is_of_logits(flow, n) else []
+
+    found = [n for n in walk(flow.feeds(weights), before) if len(_factors(flow, n)) == live and len(shape(n) or ()) >= 2]
+    return sorted(found, key=flow.index.__getitem__)
 
 
 def _mixes_heads(flow: Flow, n: Node) -> bool:
@@ -206,15 +190,12 @@ def _mixes_heads(flow: Flow, n: Node) -> bool:
 def _applied(flow: Flow, weights: Node) -> Iterator[tuple[Node, Node]]:
     """The products of the weights with something live that is not made of them, and that something."""
     own = flow.down(weights)
-    todo, visited = [weights], set[Node]()
-    while todo:
-        for u in todo.pop().users:
-            if u in visited or not flow.live(u):
-                continue
-            visited.add(u)
-            factors = _factors(flow, u)
-            others = [m for m in factors if not own & flow.bit(m)]
-            if len(factors) == 2 and others:
-                yield u, others[0]
-            elif _is_of_logits(flow, u):
-                todo.append(u)
+
+    def others(u: Node) -> list[Node]:
+        factors = _factors(flow, u)
+        return [m for m in factors if not own & flow.bit(m)] if len(factors) == 2 else []
+
+    def behind(n: Node) -> list[Node]:
+        return [] if others(n) else [u for u in flow.users(n) if others(u) or _is_of_logits(flow, u)]
+
+    return ((n, others(n)[0]) for n in walk([weights], behind) if others(n))

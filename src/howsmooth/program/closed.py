@@ -13,7 +13,7 @@ from howsmooth.maps import Attention, Rotary
 from howsmooth.program.attention import Call, Operands, attention
 from howsmooth.program.calls import SDPA
 from howsmooth.program.ends import Ends
-from howsmooth.program.nodes import name
+from howsmooth.program.operations import name
 from howsmooth.program.sides import SideFormula, read_affine, read_side
 from howsmooth.program.stretch import FORMULA, PartOfRun, Values, agree, features_last, off, random_tensor
 from howsmooth.program.tracing import Program

@@ -14,17 +14,17 @@ from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.program.attention import attention
 from howsmooth.program.flow import Flow
 from howsmooth.program.functional import copied
-from howsmooth.program.nodes import name, value
-from howsmooth.program.operations import PARTS, SHAPE, TABLES
+from howsmooth.program.modules import bare, unchanged
+from howsmooth.program.operations import COMPARES, EMBEDDINGS, SELECTS, SHAPE, name, value, walk
 from howsmooth.program.replay import Run, segment
-from howsmooth.program.tracing import Program, bare, trace, unchanged
+from howsmooth.program.tracing import Program, trace
 
 # relative to the largest entry: what products in another order explain
 _SAME = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 # the same where attention is served by other code: what casts to float32 inside a model explain, and no lost key or window
 _REPLACED = {torch.float64: 1e-5, torch.complex128: 1e-5, torch.float32: 1e-3, torch.complex64: 1e-3}
 _COARSE = 2e-2
-_COMPARED = {"eq", "ne", "lt", "le", "gt", "ge"}
+_KEEPS_IDS = SHAPE | SELECTS | {"where", "masked_fill", "add", "clamp", "clamp_min"}
 _STEP = 0.01  # of the size of features, by which they are moved
 
 
@@ -223,22 +223,12 @@ def _special_ids(program: Program) -> tuple[dict[Node, set[int]], dict[Node, int
     counts = dict[Node, int]()
     found, named, positions = dict[Node, set[int]](), _named_ids(program.module), set(map(id, _arguments(program, "position")))
     for n in (n for n, t in zip(program.inputs, program.tensors, strict=True) if id(t) not in positions):
-        todo, visited, special, is_id = [n], {n}, set[int](), False
-        while todo:
-            for u in todo.pop().users:
-                if u in visited:
-                    continue
-                visited.add(u)
-                if name(u) in TABLES:
-                    is_id, special = True, special | {i for i in u.args[2:3] if isinstance(i, int)}
-                    table: Any = u.args[0]
-                    counts[n] = min(len(value(table)), counts.get(n, len(value(table))))
-                elif name(u) in _COMPARED:
-                    special |= {i for i in u.args if isinstance(i, int)}
-                elif name(u) in SHAPE | PARTS | {"where", "masked_fill", "add", "clamp", "clamp_min"}:
-                    todo.append(u)
-        if is_id:
-            found[n] = special | named
+        users = {u for m in walk([n], lambda m: [u for u in m.users if name(u) in _KEEPS_IDS]) for u in m.users}
+        looked_up = [u for u in users if name(u) in EMBEDDINGS]
+        if looked_up:
+            padding = [*(i for u in looked_up for i in u.args[2:3]), *(i for u in users if name(u) in COMPARES for i in u.args)]
+            found[n] = named | {i for i in padding if isinstance(i, int)}
+            counts[n] = min(len(value(u.all_input_nodes[0])) for u in looked_up)
     return found, counts
 
 

@@ -1,6 +1,10 @@
-"""New nodes in a recorded graph: each knows its value's shape, and has the place of the node that it comes right behind."""
+"""New nodes in a recorded graph, and products of two tensors as equations.
 
-from collections.abc import Iterable, Sequence
+Each new node knows its value's shape, and has the place of the node that it comes right behind.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,11 +14,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
-from howsmooth.program.nodes import name, order, shape, value
+from howsmooth.program.operations import FLATTENS, MATMULS, TURNS, dependents, name, order, shape, value
 
 aten = torch.ops.aten
-TURNS = {"permute", "transpose", "mT", "t", "numpy_T", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "T"}
-_VIEWS = {"view", "reshape", "_unsafe_view", "flatten"}
 
 
 def permutation(n: Node) -> tuple[int, ...]:
@@ -31,20 +33,11 @@ def size(n: Any) -> tuple[int, ...]:
     return found
 
 
-def dependents(graph: Graph, starts: Iterable[Node]) -> set[Node]:
-    """Some nodes, and those that depend on them."""
-    found = set(starts)
-    for n in graph.nodes:
-        if any(m in found for m in n.all_input_nodes):
-            found.add(n)
-    return found
-
-
 class Editor:
     """Adds nodes to a graph right behind one of its own (`at`); those that depend on the module's input are `moving`."""
 
     def __init__(self, graph: Graph, inputs: Sequence[Node]):
-        self._graph, self.moving, self._fake = graph, dependents(graph, inputs), FakeTensorMode()
+        self._graph, self.moving, self._fake = graph, dependents(graph.nodes, inputs), FakeTensorMode()
 
     def at(self, n: Node) -> None:
         """Put what is added next behind a node."""
@@ -134,9 +127,60 @@ def unrepeated(n: Node) -> Node | None:
         return given if isinstance(n.args[1], int) and (*n.args, None)[2] in (1, -3) else None
     while isinstance(given, Node) and name(given) in ("clone", "contiguous"):
         given = given.args[0]
-    if name(n) not in _VIEWS or not isinstance(given, Node) or name(given) != "expand":
+    if name(n) not in FLATTENS or not isinstance(given, Node) or name(given) != "expand":
         return None
     repeated: Any = given.args[0]
     source: Any = repeated.args[0] if name(repeated) == "unsqueeze" else None
     fits = source is not None and len(size(source)) == 4
     return source if fits and size(repeated) == (*size(source)[:2], 1, *size(source)[2:]) else None
+
+
+# products
+
+
+@dataclass(frozen=True)
+class Equation:
+    """A product `a, b -> out`: its operands, and the letters of their axes and of its own."""
+
+    a: Node
+    b: Node
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+    out: tuple[str, ...]
+
+    def turned(self) -> "Equation":
+        """An equation with the operands in the other order."""
+        return Equation(self.b, self.a, self.right, self.left, self.out)
+
+    def size(self, letter: str) -> int:
+        """The length of an axis, which one operand may broadcast."""
+        sides = ((self.a, self.left), (self.b, self.right))
+        return max((shape(n) or ())[letters.index(letter)] for n, letters in sides if letter in letters)
+
+
+def equation_of(n: Node) -> Equation | None:
+    """The equation of a product of two tensors; nothing where a node is none, or where an axis is repeated.
+
+    The axes that dots stand for, or those in front of matrices, are numbered from behind.
+    """
+    if name(n) in MATMULS:
+        equation, given = "...id,...dj->...ij", n.args[:2]
+    elif name(n) == "einsum":
+        equation, given = str(n.args[0]).replace(" ", ""), n.args[1]
+    else:
+        return None
+    inputs, arrow, out = equation.partition("->")
+    operands, sides = tuple(m for m in given if isinstance(m, Node)), inputs.split(",")  # pyright: ignore
+    if not arrow or len(operands) != 2 or len(sides) != 2:
+        return None
+    ranks = [len(shape(m) or ()) for m in operands]
+    counts = [rank - len(side.replace("...", "")) for rank, side in zip(ranks, sides, strict=True)]
+    dots = max((c for c, side in zip(counts, sides, strict=True) if "..." in side), default=0)
+
+    def letters(side: str, count: int) -> tuple[str, ...]:
+        before, found, behind = side.partition("...")
+        return (*before, *(str(dots - count + i) for i in range(count if found else 0)), *behind)
+
+    left, right, whole = letters(sides[0], counts[0]), letters(sides[1], counts[1]), letters(out, dots)
+    repeated = any(len(set(side)) != len(side) for side in (left, right, whole))
+    return None if repeated or [len(left), len(right)] != ranks else Equation(*operands, left=left, right=right, out=whole)

@@ -10,15 +10,14 @@ from torch.fx import Node
 
 from howsmooth.errors import BadInputError
 from howsmooth.program.attention import attention
+from howsmooth.program.blocks import Layer
 from howsmooth.program.calls import AttentionCall
 from howsmooth.program.flow import Flow
-from howsmooth.program.layers import Layer, Layers
-from howsmooth.program.nodes import name, shape
-from howsmooth.program.operations import JOINS, MATRIX, NORMS, PADS, PARTS, SHAPE
+from howsmooth.program.layers import Layers
+from howsmooth.program.operations import JOINS, MATRIX, NORMALISES, PADS, SELECTS, SHAPE, SPLITS, name, shape
 from howsmooth.program.replay import Way
 from howsmooth.program.sites import AttentionSites, Group
 
-_SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
 MapName = Literal["attention", "heads", "normed", "block", "update", "cross", "context", "model"]
 End = int | Literal["final", "logits"]
 MAPS: tuple[MapName, ...] = get_args(MapName)
@@ -93,7 +92,7 @@ def ends_of(
         return _span(layers, layer, to).one_stream(stream)
     if map == "model":
         return _model(layers).one_stream(stream)
-    layers = at.of
+    layers = layers.of(at)
     if map in ("block", "update"):
         enter, leave = _enter(layers, at), _leave(layers, at)
         if map == "update" and [shape(n) for n in enter] != [shape(n) for n in leave]:
@@ -123,22 +122,22 @@ def ends_of(
     return Ends(enter, leave, layers.flow, through=group.outputs if beside else ()).one_stream(stream)
 
 
-def _span(layers: Layers, layer: int, to: int | str) -> Ends:
-    found = layers.found
-    enter, layers = _enter(found[layer].of, found[layer]), found[layer].of
-    flow = layers.flow
+def _span(all_layers: Layers, layer: int, to: int | str) -> Ends:
+    found = all_layers.found
+    layers, first = all_layers.of(found[layer]), found[layer]
+    enter, flow, ends = _enter(layers, first), layers.flow, layers.blocks.ends
     if to == "logits":
         _refuse_losses(layers)
-        behind = tuple(n for n in flow.outputs if n not in layers.ends and flow.up(n) & flow.bits(layers.ends))
-        return Ends(enter, behind or layers.ends, flow)
+        behind = tuple(n for n in flow.outputs if n not in ends and flow.up(n) & flow.bits(ends))
+        return Ends(enter, behind or ends, flow)
     if to != "final" and not (isinstance(to, int) and 0 <= to < len(found)):
         raise BadInputError(f"expected to below {len(found)}, 'final' or 'logits', got {to!r}; name a later layer")
-    last = layers.last if to == "final" else found[to]
-    if last.last <= found[layer].first:
+    last = found[to] if isinstance(to, int) else layers.last
+    if last.last <= first.first:
         raise BadInputError(f"expected a layer that runs behind the first, got {to}, which runs before it; name a later one")
-    if last.of is not layers:
+    if isinstance(to, int) and all_layers.of(last) is not layers:
         raise BadInputError("expected a later layer of the same tokens, got one of others; name another")
-    _leave(layers, found[layer])  # a block, or one sentence
+    _leave(layers, first)  # a block, or one sentence
     return Ends(enter, _reached(flow, enter, _leave(layers, last)), flow)
 
 
@@ -156,22 +155,19 @@ def _refuse_losses(layers: Layers) -> None:
         )
 
 
-def _model(layers: Layers) -> Ends:
+def _model(all_layers: Layers) -> Ends:
     """From what enters the first block to the last hidden state, behind the final norm.
 
     It is what the module returns by that name, or the last node of the width of the last block.
     """
-    _refuse_losses(layers)
-    in_order = sorted(layers.found, key=lambda layer: layer.first)
-    first, last = in_order[0], in_order[-1].of.last
-    enter, layers = _enter(first.of, first), first.of
-    end, *more = _reached(layers.flow, enter, _leave(last.of, last))
-    program = layers.program
-    if program.hidden is not None and layers.flow.up(program.outputs[program.hidden]) & layers.flow.bit(end):
-        return Ends(enter, program.outputs[program.hidden : program.hidden + 1], layers.flow)
-    if more:
-        return Ends(enter, layers.ends, layers.flow)
-    return Ends(enter, (_normed_behind(layers, end),), layers.flow)
+    _refuse_losses(all_layers)
+    in_order = sorted(all_layers.found, key=lambda block: block.first)
+    layers, behind = all_layers.of(in_order[0]), all_layers.of(in_order[-1])
+    enter, flow, program = _enter(layers, in_order[0]), layers.flow, layers.program
+    end, *more = _reached(flow, enter, _leave(behind, behind.last))
+    if program.hidden is not None and flow.up(program.outputs[program.hidden]) & flow.bit(end):
+        return Ends(enter, program.outputs[program.hidden : program.hidden + 1], flow)
+    return Ends(enter, layers.blocks.ends if more else (_normed_behind(layers, end),), flow)
 
 
 def _normed_behind(layers: Layers, last: Node) -> Node:
@@ -183,42 +179,44 @@ def _normed_behind(layers: Layers, last: Node) -> Node:
             break
         own, part = shape(n) or (), flow.between([found], [n])
         fewer = len(own) == len(shape(last) or ()) and own[-1:] == size[-1:]  # some of the tokens, behind a norm
-        cut = all(name(m) in SHAPE | PARTS | JOINS | PADS | NORMS for m in part) and any(name(m) in NORMS for m in part)
+        cut = all(name(m) in SHAPE | SELECTS | JOINS | PADS | NORMALISES for m in part) and any(
+            name(m) in NORMALISES for m in part
+        )
         if own[-2:] == size or (fewer and cut):
             found = n
     return found
 
 
-def _enter(layers: Layers, layer: Layer) -> tuple[Node, ...]:
+def _enter(layers: Layers, block: Layer) -> tuple[Node, ...]:
     """Where a block begins, stream by stream."""
-    return _streams(layers, layer)[0] if layers.joins(layer) else (layers.enter(layer),)
+    return _streams(layers, block)[0] if layers.joins(block) else (layers.enter(block),)
 
 
-def _leave(layers: Layers, layer: Layer) -> tuple[Node, ...]:
+def _leave(layers: Layers, block: Layer) -> tuple[Node, ...]:
     """Where a block ends, stream by stream."""
-    return _streams(layers, layer)[1] if layers.joins(layer) else (layers.leave(layer),)
+    return _streams(layers, block)[1] if layers.joins(block) else (layers.leave(block),)
 
 
-def _streams(layers: Layers, layer: Layer) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+def _streams(layers: Layers, block: Layer) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     """Where a block whose attention joins several streams begins and ends, stream by stream."""
-    if layer in layers.streams:
-        return layers.streams[layer]
-    inside = layers.inside(layer, returned=False)
-    before = [other for other in layers.own if other.last <= layer.first]
+    if block in layers.streams:
+        return layers.streams[block]
+    inside = layers.inside(block, returned=False)
+    before = [other for other in layers.blocks.found if other.last <= block.first]
     entering = layers.taken(inside)
     if before and layers.joins(before[-1]):  # the order that they have from the first block on
         with suppress(BadInputError):
             entering = _in_order(layers.flow, entering, _streams(layers, before[-1])[1])
     given = layers.given(inside, returned=False)
-    left = [[n for n in given if layers.residual([e], n)] for e in entering]
-    count = len(layer.groups[0].enter)
+    left = [[n for n in given if layers.blocks.residual([e], n)] for e in entering]
+    count = len(block.groups[0].enter)
     if (len(entering) != count and count > 1) or not any(left) or any(len(part) > 1 for part in left):
         raise BadInputError(
             f"expected a block that takes and gives the {count} streams that attention joins, got "
-            f"{len(entering)} tensors that enter {layer.path} and {len(given)} that leave; measure map='attention'"
+            f"{len(entering)} tensors that enter {block.path} and {len(given)} that leave; measure map='attention'"
         )
-    layers.streams[layer] = tuple(entering), tuple(n for part in left for n in part)
-    return layers.streams[layer]
+    layers.streams[block] = tuple(entering), tuple(n for part in left for n in part)
+    return layers.streams[block]
 
 
 def _in_order(flow: Flow, nodes: Sequence[Node], streams: Sequence[Node]) -> list[Node]:
@@ -267,28 +265,28 @@ def _offset(n: Node) -> int:
 def _split(flow: Flow, n: Node) -> list[Node]:
     """Where the output of joint attention is split into streams."""
     while True:
-        users = [u for u in n.users if flow.live(u)]
-        if len(users) == 1 and (name(users[0]) in SHAPE | _SPLITS or shape(users[0]) == shape(n)):
+        users = flow.users(n)
+        if len(users) == 1 and (name(users[0]) in SHAPE | SPLITS or shape(users[0]) == shape(n)):
             n = users[0]
-        elif len(users) > 1 and all(name(u) in PARTS for u in users):
+        elif len(users) > 1 and all(name(u) in SELECTS for u in users):
             return sorted(users, key=flow.index.__getitem__)
         else:
             return [n]
 
 
-def _cross(layers: Layers, layer: Layer, map: str, number: int) -> Ends:
+def _cross(layers: Layers, block: Layer, map: str, number: int) -> Ends:
     """Cross-attention in its queries' tokens, or in its context."""
-    attention, flow = layers.wide, layers.wide.flow
+    attention, flow = layers.blocks.wide, layers.blocks.wide.flow
     own = {call.output for group in layers.attention.groups for call in group.calls}
     calls: list[tuple[AttentionCall, ...]] = []
     for call in attention.calls:  # those with the same queries whose outputs are added up are one
-        if layer.holds(call.output) and call.output not in own:
+        if block.holds(call.output) and call.output not in own:
             asks = [attention.bare(q) for q in call.queries]
             alike = (k for k, c in enumerate(calls) if [attention.bare(q) for q in c[0].queries] == asks)
             k = next((k for k in alike if attention.meets(Group(calls[k], call.queries), call)), len(calls))
             calls[k:] = [(*(calls[k] if k < len(calls) else ()), call), *calls[k + 1 :]]
     if not 0 <= number < len(calls):
-        place = layer.path or "the module"
+        place = block.path or "the module"
         raise BadInputError(
             f"expected a cross-attention from 0 to {len(calls) - 1}, got {number} of {place}; there is no other"
             if calls

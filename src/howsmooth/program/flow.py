@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.fx import Node
 
-from howsmooth.program.nodes import reads
+from howsmooth.program.operations import reads
 from howsmooth.program.tracing import Program
 
 
@@ -46,6 +46,15 @@ class Flow:
     def feeds(self, n: Node) -> list[Node]:
         """The live nodes that a node reads."""
         return [] if n in self.begins else [m for m in reads(n) if self._up[self.index[m]]]
+
+    def only(self, n: Node) -> Node | None:
+        """The only live node that a node reads; nothing where there are more, or none."""
+        feeds = self.feeds(n)
+        return feeds[0] if len(feeds) == 1 else None
+
+    def users(self, n: Node) -> list[Node]:
+        """The live nodes that read a node."""
+        return [u for u in n.users if self.live(u)]
 
     def up(self, *nodes: Node) -> int:
         """The live nodes that some of these depend on, themselves among them, as bits."""

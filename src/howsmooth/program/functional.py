@@ -1,14 +1,91 @@
-"""A graph without in-place writes: each becomes a new value of every tensor that shares the memory and is read later."""
+"""A recorded graph made plain: no write in place, equal operations on equal inputs once, a sum and a product apart.
+
+Each write in place becomes a new value of every tensor that shares the memory and is read later.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import math_attention
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from howsmooth.errors import BadFunctionError
-from howsmooth.program.nodes import name, order, writes
+from howsmooth.program.attention import unify
+from howsmooth.program.operations import name, order, value, writes
+
+FLEX = math_attention.__name__
+_MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
+_SUMS = {"addmm": torch.ops.aten.mm.default, "baddbmm": torch.ops.aten.bmm.default}
+
+
+def plain(code: GraphModule, inputs: list[Tensor]) -> None:
+    """Make a recorded graph one without writes in place, with attention of one form where it is one operation."""
+    _split_sums(code)
+    unify(code)
+    _replace_flex(code)
+    _without_writes(code, inputs)
+    _merge(code)
+
+
+def _split_sums(code: GraphModule) -> None:
+    """Make a sum and a product of each `addmm` and the like, so that a residual in it is a node of its own."""
+    graph = code.graph
+    for n in list(graph.nodes):
+        if n.op != "call_function":
+            continue
+        n.meta["mode"] = getattr(n.target, "__name__", "") in _MODES
+        if name(n) not in _SUMS or len(value(n.args[0]).shape) < 2:
+            continue
+        beta, alpha = n.kwargs.get("beta", 1), n.kwargs.get("alpha", 1)
+        with graph.inserting_before(n):
+            product = graph.call_function(_SUMS[name(n)], n.args[1:3])
+            if beta == 0:  # what would be added may be anything
+                first = total = graph.call_function(torch.ops.aten.mul.Tensor, (product, alpha))
+            else:
+                first = n.args[0] if beta == 1 else graph.call_function(torch.ops.aten.mul.Tensor, (n.args[0], beta))
+                total = graph.call_function(torch.ops.aten.add.Tensor, (first, product), {} if alpha == 1 else {"alpha": alpha})
+        for new in (product, first, total):
+            new.meta.setdefault("order", order(n))
+            new.meta.setdefault("val", value(n))
+        n.replace_all_uses_with(total)
+        graph.erase_node(n)
+
+
+def _replace_flex(code: GraphModule) -> None:
+    """Give every call of flex_attention torch's dense formula as its target: as one operation it lacks derivatives on a CPU.
+
+    It gives the outputs `softmax(score_mod(scale Q Kᵀ, b, h, i, j)) V`, and, to base 2, the logarithms of the sums and the
+    largest logits.
+    """
+    found = [n for n in code.graph.nodes if n.op == "call_function" and name(n) == "flex_attention"]
+    for n in found:
+        n.target = math_attention
+    for n in code.graph.nodes if found else ():
+        if n.op == "call_function" and name(n) in ("view", "_unsafe_view") and isinstance(n.args[1], list | tuple):
+            n.target = torch.ops.aten.reshape.default  # its outputs have another layout in memory
+
+
+def _merge(code: GraphModule) -> None:
+    """Make equal operations on equal inputs one node."""
+    known: dict[Any, Node] = {}
+    for n in list(code.graph.nodes):
+        if n.op == "get_attr":
+            key: Any = n.target
+        elif n.op == "call_function" and not n.meta.get("mode"):
+            key = (n.target, repr(n.args), repr(n.kwargs))
+        else:
+            continue
+        if key in known:
+            n.replace_all_uses_with(known[key])
+            code.graph.erase_node(n)
+        else:
+            known[key] = n
+    code.recompile()
+
+
+# writes in place
 
 
 def rewritten(old: Tensor, new: Tensor, layout: tuple[Any, ...]) -> Tensor:
@@ -39,10 +116,10 @@ def _places(size: tuple[int, ...], stride: tuple[int, ...], start: int, device: 
     return at.reshape(-1)
 
 
-def functional(code: GraphModule, inputs: list[Tensor]) -> GraphModule:
-    """The same function of its inputs, its graph without in-place writes."""
+def _without_writes(code: GraphModule, inputs: list[Tensor]) -> None:
+    """Make every write in place a new value."""
     if not any(writes(n) is not None for n in code.graph.nodes):
-        return code
+        return
     layouts = _Layouts(code)
     with torch.no_grad():
         layouts.run(*(t.detach().clone() for t in inputs))
@@ -68,9 +145,10 @@ def functional(code: GraphModule, inputs: list[Tensor]) -> GraphModule:
             if other is target or other is n:
                 continue
             known = layouts.of.get(other)
-            if order(other) < order(n) and known is not None and known[0] == storage and _read_after(other, n):
+            shares = order(other) < order(n) and known is not None and known[0] == storage
+            if shares and any(order(user) > order(n) for user in other.users):
                 with graph.inserting_after(last):
-                    last = graph.call_function(rewritten, (current(other), new, (*known[1], *part)))
+                    last = graph.call_function(rewritten, (current(other), new, (*layouts.of[other][1], *part)))
                 _like(last, other)
                 last.meta["order"] = order(n)
                 now[other] = last
@@ -79,13 +157,6 @@ def functional(code: GraphModule, inputs: list[Tensor]) -> GraphModule:
         if writes(n) is not None:
             n.replace_all_uses_with(now[n])
             graph.erase_node(n)
-    code.recompile()
-    return code
-
-
-def _read_after(n: Node, write: Node) -> bool:
-    """Whether something later than a write reads the node."""
-    return any(order(user) > order(write) for user in n.users)
 
 
 def _like(new: Node, old: Node) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from howsmooth.program.closed import ReadCall
-from howsmooth.program.editing import dependents
 from howsmooth.program.ends import Ends
-from howsmooth.program.nodes import shape
+from howsmooth.program.operations import dependents, shape
 from howsmooth.program.replay import Run
 from howsmooth.program.stretch import Values, agree, heads_of, random_tensor, unmoved
 from howsmooth.program.tracing import Program
@@ -62,8 +61,8 @@ def head_weights(program: Program, ends: Ends, values: Values) -> HeadParameters
     an adapter has rows in both; only the factor that heads do not share is among them.
     """
     read = ReadCall.of(program, ends, values)
-    weighted = _Weighted.of(program, read)
-    q, k, v = (_Operand.of(weighted, read, n) for n in (read.operands.q, read.operands.k, read.operands.v))
+    weighted = _AtParameters.of(program, read)
+    q, k, v = (_SideOfParameters.of(weighted, read, n) for n in (read.operands.q, read.operands.k, read.operands.v))
     every = torch.ones(read.call.q.shape[-1], dtype=torch.bool, device=read.x.device)
     keys, own = k.labels(every), every
     if keys:
@@ -80,18 +79,18 @@ def head_weights(program: Program, ends: Ends, values: Values) -> HeadParameters
 
 
 @dataclass(frozen=True, eq=False)
-class _Weighted:
+class _AtParameters:
     """Nodes of a layer as functions of the parameters that they are made of. run: with all that stays as it is."""
 
     run: Run
     parameters: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, program: Program, read: ReadCall) -> "_Weighted":
+    def of(cls, program: Program, read: ReadCall) -> "_AtParameters":
         flow, named = read.part.flow, dict(program.module.named_parameters(remove_duplicate=False))
         weights = {n: key for n, key in program.weights.items() if key in named}
-        made, inside = dependents(program.code.graph, weights), {read.enter, *flow.between([read.enter], [read.leave])}
-        kept = {n: t for n, t in read.part.known.items() if n not in inside and (n not in made or flow.live(n))}
+        behind, inside = dependents(program.nodes, weights), {read.enter, *flow.between([read.enter], [read.leave])}
+        kept = {n: t for n, t in read.part.known.items() if n not in inside and (n not in behind or flow.live(n))}
         run = Run(program, program.tensors, kept=kept, weights=program.weights_now())
         needed = replace(run, kept={**kept, read.enter: read.x}).needed({read.leave})
         return cls(run, {weights[n]: named[weights[n]].detach().double() for n in needed if n in weights})
@@ -152,16 +151,16 @@ def _lines(label: Int[Tensor, "*axes"]) -> tuple[int, Int[Tensor, " rows"]]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Operand:
+class _SideOfParameters:
     """Queries, keys or values of random tokens as a function of the parameters."""
 
-    weighted: _Weighted
+    weighted: _AtParameters
     node: Node
     given: Mapping[Node, Tensor]
     layout: Int[Tensor, "kept n d"]
 
     @classmethod
-    def of(cls, weighted: _Weighted, read: ReadCall, node: Node) -> "_Operand":
+    def of(cls, weighted: _AtParameters, read: ReadCall, node: Node) -> "_SideOfParameters":
         waists, whole = [read.enter, *read.part.flow.after([read.enter], [node])], heads_of(node, read.x)
         _, moved = unmoved(read.part, waists, whole, read.x)
         tokens = random_tensor(read.x.numel(), like=read.x)
@@ -196,7 +195,7 @@ class _Operand:
         return None if twice is None or not torch.equal(twice, columns) else _by_head(labels, len(self.layout))
 
 
-def _outputs(weighted: _Weighted, read: ReadCall) -> ByHead | None:
+def _outputs(weighted: _AtParameters, read: ReadCall) -> ByHead | None:
     """The rows or columns that take each head's output."""
     _, heads, n, _ = read.call.q.shape
     z, gates = random_tensor(heads, n, read.call.v.shape[-1], like=read.x), {m: read.part.known[m] for m in read.gates}

@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from howsmooth.maps.scalars import known_scalar
-from howsmooth.program.nodes import value
+from howsmooth.program.operations import value
 from howsmooth.program.pieces import Kind, Piece, norm_pieces
 
 _LINEAR = {
@@ -119,14 +119,14 @@ def part_of(op: Operation, n: Node, index: int, inputs: tuple[int, ...], several
 
     several: the place of the operation.  first: that of the first of the pieces.
     """
-    made = value(n)
-    shape = tuple(getattr(made, "shape", ()))
+    part = value(n)
+    shape = tuple(getattr(part, "shape", ()))
     if op.name == "native_layer_norm" and isinstance(op.args[0], Node) and len(inputs) == len(op.args[1]) == 1:
         if index == 0:
             weight, bias, eps = op.args[2:]
             return norm_pieces("layer_norm", inputs[0], first, shape, True, eps, weight, bias)
         return [Piece("unknown", op.name, (several,), lambda t: t[index], shape)]
-    kind = op.kind if getattr(made, "dtype", None) is torch.float64 else "unknown"
+    kind = op.kind if getattr(part, "dtype", None) is torch.float64 else "unknown"
     return [Piece(kind, op.name, (several,), lambda t: t[index], shape)]
 
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from howsmooth.program.editing import Editor, size
-from howsmooth.program.equations import Equation
-from howsmooth.program.nodes import name
+from howsmooth.program.editing import Editor, Equation, size
+from howsmooth.program.operations import name
 
 
 class NotAttentionError(Exception):
@@ -176,7 +175,7 @@ class LogitsReader:
         return self.in_front(moved, lead, pick)
 
     def in_front(self, logits: LazyLogits, lead: tuple[int, ...], f: Callable[[Node], Node]) -> LazyLogits:
-        """The same with `f` done to everything along the axes in front, spread out where it is not the same for all."""
+        """Logits with `f` done to everything along the axes in front, spread out where it is not the same for all."""
 
         def some(t: Any) -> Any:
             if not isinstance(t, Node):

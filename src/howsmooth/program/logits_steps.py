@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from howsmooth.program.editing import TURNS, aten, size
-from howsmooth.program.equations import MATMULS, equation_of
+from howsmooth.program.editing import aten, equation_of, size
 from howsmooth.program.lazy_logits import LazyLogits, LazyRow, LogitsReader, NotAttentionError, need
-from howsmooth.program.nodes import is_float, name, order, value
+from howsmooth.program.operations import DISTANCES, MATMULS, PADS, SLICES, SOFTMAXES, VIEWS, is_float, name, order, value, walk
 
 LOW = -1e4  # a fill this low hides a key
 _FLOOR = -1e30  # a floor this low is none
-_BEGINS = MATMULS | {"einsum", "cdist", "_euclidean_dist", "linalg_vector_norm", "norm", "sum"}
+_BEGINS = MATMULS | DISTANCES | {"einsum", "linalg_vector_norm", "norm", "sum"}
 
 
 def read(r: LogitsReader, n: Node) -> None:
@@ -156,7 +155,7 @@ def _times(r: LogitsReader, n: Node, a: Any, b: Any, *, inverse: bool = False) -
         by = r.edit.call(aten.reciprocal.default, by) if isinstance(by, Node) else 1 / by
     if logits.weights is None:
         return _scaled(r, logits, by)
-    need(logits.weights != "exp" and not (isinstance(by, Node) and _made_of(r, by, logits)))
+    need(logits.weights != "exp" and not (isinstance(by, Node) and _is_of(r, by, logits)))
     more = [replace(part, gains=(*part.gains, by)) for part in (logits, *logits.beside)]
     return replace(more[0], beside=tuple(more[1:]))
 
@@ -180,17 +179,12 @@ def _scaled(r: LogitsReader, logits: LazyLogits, by: Node | float) -> LazyLogits
     return replace(logits, k=r.edit.times(logits.k, r.edit.swapped(by)))
 
 
-def _made_of(r: LogitsReader, n: Node, logits: LazyLogits) -> bool:
+def _is_of(r: LogitsReader, n: Node, logits: LazyLogits) -> bool:
     """Whether a tensor is made of logits of the same keys, which then are there in any case."""
-    todo, visited = [n], set[Node]()
-    while todo:
-        m = todo.pop()
+    for m in walk([n], lambda m: m.all_input_nodes if order(m) > order(logits.k) else ()):
         known = r.known.get(m)
         if isinstance(known, LazyLogits) and known.k is logits.k:
             return True
-        if m not in visited and order(m) > order(logits.k):
-            visited.add(m)
-            todo += m.all_input_nodes
     return False
 
 
@@ -324,23 +318,17 @@ def _sum(r: LogitsReader, n: Node, a: Any, dim: Any = None, keepdim: bool = Fals
 
 _STEPS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys((*MATMULS, "einsum"), _product),
-    **dict.fromkeys(("cdist", "_euclidean_dist"), _cdist),
+    **dict.fromkeys(DISTANCES, _cdist),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
     **dict.fromkeys(("mul", "multiply"), _times),
     **dict.fromkeys(("div", "true_divide", "divide"), _divide),
     **dict.fromkeys(("sub", "subtract"), lambda r, n, a, b, *, alpha=1: _add(r, n, a, b, alpha=-alpha)),
     **dict.fromkeys(("maximum", "clamp_min", "clamp"), _floor),
-    **dict.fromkeys(("softmax", "_softmax", "_safe_softmax", "special_softmax"), _softmax),
+    **dict.fromkeys(SOFTMAXES, _softmax),
     **dict.fromkeys(("sigmoid", "special_expit"), lambda r, n, a: replace(r.before(a), weights="sigmoid")),
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
-    **dict.fromkeys(("pad", "constant_pad_nd"), _padded),
-    **dict.fromkeys(
-        TURNS | {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "clone", "contiguous",
-                 "alias", "detach", "to", "_to_copy", "type_as", "float", "double", "dropout", "view_as", "reshape_as",
-                 "nan_to_num", "expand", "expand_as", "broadcast_to", "select", "slice", "narrow", "split", "chunk",
-                 "split_with_sizes", "tensor_split", "unbind"},
-        _viewed,
-    ),
+    **dict.fromkeys(PADS, _padded),
+    **dict.fromkeys(VIEWS | SLICES | {"nan_to_num"}, _viewed),
     "add": _add,
     "rsub": lambda r, n, a, b, alpha=1: _add(r, n, b, a, alpha=-alpha),
     "neg": lambda r, n, a: _times(r, n, a, -1.0),

@@ -41,27 +41,27 @@ def of_rule(rule: Rule, batch: int, n: int, m: int, keys: Bool[Tensor, "batch m"
         for i in range(0, n, step)
     ):
         return Mask(band.causal, band.window, keys)
-    seen = torch.cat([rows(i, min(i + step, n)) for i in range(0, n, step)], dim=2)
-    return Mask(keys=keys, bias=torch.zeros(seen.shape, device=device).masked_fill(~seen, -torch.inf))
+    shown = torch.cat([rows(i, min(i + step, n)) for i in range(0, n, step)], dim=2)
+    return Mask(keys=keys, bias=torch.zeros(shown.shape, device=device).masked_fill(~shown, -torch.inf))
 
 
 def of_tensor(mask: Tensor, dtype: torch.dtype) -> Mask:
-    """The mask that a tensor of four axes stands for: boolean (true where seen), or added to the logits.
+    """The mask that a tensor of four axes stands for: boolean (true where shown), or added to the logits.
 
     The lowest finite number of a half or single precision type, which models write for −inf, is read as −inf.
     """
     if mask.dtype == torch.bool:
-        seen = mask
+        shown = mask
         added = None
     else:
-        seen = mask > 0.5 * torch.finfo(torch.float16 if mask.dtype == torch.float16 else torch.float32).min
-        added = mask.to(dtype).masked_fill(~seen, -torch.inf)
-        if bool((mask[seen] != 0).any()):
+        shown = mask > 0.5 * torch.finfo(torch.float16 if mask.dtype == torch.float16 else torch.float32).min
+        added = mask.to(dtype).masked_fill(~shown, -torch.inf)
+        if bool((mask[shown] != 0).any()):
             return Mask(bias=added)
-    band = _band(seen)
+    band = _band(shown)
     if band is not None:
         return band
-    return Mask(bias=torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf))
+    return Mask(bias=torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill(~shown, -torch.inf))
 
 
 def with_bias(mask: Mask, bias: Float[Tensor, "#batch #heads #n m"]) -> Mask:
@@ -79,20 +79,20 @@ def joined(one: Mask, other: Mask) -> Mask:
     return Mask(one.causal or other.causal, min(windows, default=None), keys, bias)
 
 
-def _band(seen: Bool[Tensor, "batch heads n m"]) -> Mask | None:
+def _band(shown: Bool[Tensor, "batch heads n m"]) -> Mask | None:
     """A boolean mask as band and keys, if it is one."""
-    n, m = seen.shape[2:]
-    if not torch.equal(seen, seen[:, :1].expand_as(seen)):  # heads that see other keys
+    n, m = shown.shape[2:]
+    if not torch.equal(shown, shown[:, :1].expand_as(shown)):  # heads that see other keys
         return None
-    seen = seen[:, :1]
-    keys = seen.any(2)[:, 0]
-    first = seen[0, 0, 0] | ~keys[0]
-    last = seen[0, 0, -1] | ~keys[0]
+    shown = shown[:, :1]
+    keys = shown.any(2)[:, 0]
+    first = shown[0, 0, 0] | ~keys[0]
+    last = shown[0, 0, -1] | ~keys[0]
     band = _guess(first, last)
     if n != m and (band.causal or band.window):
         return None
-    whole = band.visible(slice(0, n), slice(0, m), seen.device) & keys[:, None, None, :]
-    if not torch.equal(whole.expand_as(seen), seen):
+    whole = band.visible(slice(0, n), slice(0, m), shown.device) & keys[:, None, None, :]
+    if not torch.equal(whole.expand_as(shown), shown):
         return None
     return Mask(band.causal, band.window, None if bool(keys.all()) else keys)
 

@@ -139,12 +139,12 @@ def norm_pieces(
     bias: Tensor | None,
 ) -> list[Piece]:
     """A norm itself, its weight and its bias. before: the place of what is normalised.  first: that of the first piece."""
-    made = [Piece("norm", name, (before,), normalised(centred, eps), shape, eps=float(eps), centred=centred)]
+    found = [Piece("norm", name, (before,), normalised(centred, eps), shape, eps=float(eps), centred=centred)]
     if weight is not None:
-        made.append(Piece("linear", "mul", (first,), lambda t: t * weight, shape, constant=weight))
+        found.append(Piece("linear", "mul", (first,), lambda t: t * weight, shape, constant=weight))
     if bias is not None:
-        made.append(Piece("linear", "add", (first + len(made) - 1,), lambda t: t + bias, shape))
-    return made
+        found.append(Piece("linear", "add", (first + len(found) - 1,), lambda t: t + bias, shape))
+    return found
 
 
 def pieces_of(f: Map, shape: tuple[int, ...]) -> Pieces | None:

@@ -24,10 +24,8 @@ from howsmooth.program.ends import Ends
 from howsmooth.program.flow import Flow
 from howsmooth.program.joining import joined
 from howsmooth.program.kinds import Operation, part_of, pieces_for
-from howsmooth.program.nodes import is_float, name, value
-from howsmooth.program.operations import SHAPE_ALONE
+from howsmooth.program.operations import SHAPE_ALONE, is_float, name, taken_from, takes_numbers, value
 from howsmooth.program.pieces import Piece, Pieces, pruned
-from howsmooth.program.reads import read_by, reads
 from howsmooth.program.replay import Run, Way, called
 from howsmooth.program.tracing import Program, trace
 
@@ -41,7 +39,7 @@ _READS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class WholeLayer:
     """A layer that is taken whole: it stands for all that a program does from one node to another."""
 
     enter: Node
@@ -53,7 +51,7 @@ class Whole:
 def read(
     program: Program,
     ends: Ends,
-    layers: Iterable[Whole] = (),
+    layers: Iterable[WholeLayer] = (),
     *,
     run: Run | None = None,
     truth: Callable[[Tensor], Tensor] | None = None,
@@ -76,7 +74,7 @@ def read(
     start = torch.cat([at[n].clone() if at[n].ndim < 3 else at[n].flatten(0, -2) for n in ends.enter])
     with sdpa_kernel(SDPBackend.MATH):
         code = make_fx(_replay(ends, way, at), _error_on_data_dependent_ops=False)(start, [at[w.leave].clone() for w in wholes])
-        pieces = pruned(joined(_Reader(code, wholes).pieces()))
+        pieces = pruned(joined(_PieceReader(code, wholes).pieces()))
         strange = next((piece.name for piece in pieces.nodes if piece.kind == "unknown"), None)
         if strange is not None:
             raise BadFunctionError(
@@ -114,7 +112,7 @@ def read_function(
     flow, (*ends, y) = Flow(program, program.inputs), program.outputs
     if not flow.live(y):
         raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
-    wholes = [Whole(a, b, layer) for a, b, layer in zip(ends[::2], ends[1::2], layers, strict=True)]
+    wholes = [WholeLayer(a, b, layer) for a, b, layer in zip(ends[::2], ends[1::2], layers, strict=True)]
     own = truth or (f if not layers else lambda t: f(t)[-1])
     return read(program, Ends(program.inputs, (y,), flow), wholes, truth=own, within=within)
 
@@ -162,7 +160,7 @@ def check_agrees(pieces: Pieces, f: Callable[[Tensor], Tensor], points: Sequence
             )
 
 
-def _way(ends: Ends, layers: Sequence[Whole] = ()) -> Way:
+def _way(ends: Ends, layers: Sequence[WholeLayer] = ()) -> Way:
     """The way of a map around layers that are taken whole: it ends where they begin, and begins again where they end."""
     flow = Flow(ends.flow.program, (*ends.enter, *(w.leave for w in layers)))
     return Way.of(flow, flow.begins, (*(w.enter for w in layers), *ends.leave), check=False)
@@ -176,8 +174,8 @@ def _replay(ends: Ends, way: Way, at: Mapping[Node, Any]) -> Callable[[Tensor, l
     def f(x: Tensor, given: list[Tensor]) -> list[Tensor]:
         parts = [x] if len(shapes) == 1 else x.split(rows)
         starts = [t if t.shape == s else t.reshape(s) for t, s in zip(parts, shapes, strict=True)]
-        made = way.follow(at, [*starts, *given], torch.float64)
-        entered, found = made[: len(given)], made[len(given) :]
+        leaving = way.follow(at, [*starts, *given], torch.float64)
+        entered, found = leaving[: len(given)], leaving[len(given) :]
         y = found[0] if len(found) == 1 else torch.cat([t.reshape(-1, t.shape[-1]) for t in found])
         return [*entered, y.reshape(x.shape) - x if ends.less else y]
 
@@ -191,7 +189,7 @@ def _own(run: Run, ends: Ends) -> Callable[[Tensor], Tensor]:
     return lambda t: f(t, [])[-1]
 
 
-def _check_read(program: Program, ends: Ends, way: Way, wholes: Sequence[Whole]) -> None:
+def _check_read(program: Program, ends: Ends, way: Way, wholes: Sequence[WholeLayer]) -> None:
     """Refuse what may jump: numbers that are read off, choices that are made by values, and casts that round."""
     flow, moving = ends.flow, {*way.enter}
     inside = {n for w in wholes for n in flow.between([w.enter], [w.leave])} - {w.leave for w in wholes}
@@ -200,7 +198,7 @@ def _check_read(program: Program, ends: Ends, way: Way, wholes: Sequence[Whole])
         if name(n) in SHAPE_ALONE or n in inside or not moving.intersection(n.all_input_nodes):
             continue
         moving.add(n)
-        if reads(n) and moving.intersection(read_by(n)):
+        if takes_numbers(n) and moving.intersection(taken_from(n)):
             raise BadFunctionError(_READS)
     width = min(4, *(value(n).dtype.itemsize for n in ends.enter))
     for n in way.nodes:
@@ -217,15 +215,15 @@ def _dtype(n: Node) -> torch.dtype | None:
 
 
 @final
-class _Reader:
+class _PieceReader:
     """Reads the pieces off a graph of operations below torch's composite ones, one node after another."""
 
-    def __init__(self, code: GraphModule, wholes: Sequence[Whole]):
+    def __init__(self, code: GraphModule, wholes: Sequence[WholeLayer]):
         self._code, self._nodes = code, list(code.graph.nodes)
         *entered, self._leave = tree_leaves(self._nodes[-1].args)
         start, *given = (n for n in self._nodes if n.op == "placeholder")
         self._layers = dict(zip(given, zip(entered, wholes, strict=True), strict=True))
-        self._made = [Piece("input", "input", (), lambda: None, tuple(value(start).shape))]
+        self._pieces = [Piece("input", "input", (), lambda: None, tuple(value(start).shape))]
         self._place: dict[Node, int] = {start: 0}  # of what moves
         self._known: dict[Node, Any] = {}  # values of all else
 
@@ -236,9 +234,9 @@ class _Reader:
             elif n.op == "call_function" and all(m in self._known for m in n.all_input_nodes):
                 self._known[n] = called(n, self._known.__getitem__, None)
             elif n.op == "call_function":
-                self._made += self._read(n)
-                self._place[n] = len(self._made) - 1
-        return Pieces(tuple(self._made), self._at(self._leave))
+                self._pieces += self._read(n)
+                self._place[n] = len(self._pieces) - 1
+        return Pieces(tuple(self._pieces), self._at(self._leave))
 
     def _at(self, n: Node) -> int:
         """The place of what moves; a layer's piece is made where it is first needed."""
@@ -249,8 +247,8 @@ class _Reader:
             def run(t: Tensor) -> Tensor:
                 return attn.value(t.reshape(1, -1, t.shape[-1]))[0].reshape(shape)
 
-            self._made.append(Piece("opaque", "layer", (self._at(entered),), run, shape, opaque=attn))
-            self._place[n] = len(self._made) - 1
+            self._pieces.append(Piece("opaque", "layer", (self._at(entered),), run, shape, opaque=attn))
+            self._place[n] = len(self._pieces) - 1
         return self._place[n]
 
     def _read(self, n: Node) -> list[Piece]:
@@ -259,11 +257,11 @@ class _Reader:
             source, index = n.args
             assert isinstance(source, Node)
             op = Operation.of(source, self._known)
-            return part_of(op, n, index, self._inputs(op), self._at(source), len(self._made))  # pyright: ignore[reportArgumentType]
+            return part_of(op, n, index, self._inputs(op), self._at(source), len(self._pieces))  # pyright: ignore[reportArgumentType]
         op = Operation.of(n, self._known)
         inputs = self._inputs(op)
         if isinstance(value(n), Tensor):
-            return pieces_for(op, n, inputs, self._made)
+            return pieces_for(op, n, inputs, self._pieces)
         return [Piece("pick" if isinstance(value(n), tuple | list) else "unknown", op.name, inputs, op.run, ())]
 
     def _inputs(self, op: Operation) -> tuple[int, ...]:

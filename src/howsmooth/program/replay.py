@@ -4,7 +4,7 @@ Weights are looked up by name each time, so they are those of the moment.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,13 +16,9 @@ from torch.fx.node import map_aggregate
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.program.flow import Flow
-from howsmooth.program.nodes import name, value
-from howsmooth.program.operations import CASTS, JUMPS
-from howsmooth.program.reads import read_by, reads_number
+from howsmooth.program.operations import CASTS, GROUPED, JUMPS, name, taken_from, takes_float, value, walk
 from howsmooth.program.tracing import Program
 
-_VIEWS = {"view", "_unsafe_view"}
-_GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
 _NARROW: dict[torch.dtype | None, tuple[torch.dtype, ...]] = {
     torch.float64: (torch.float16, torch.bfloat16, torch.float32),
     torch.float32: (torch.float16, torch.bfloat16),
@@ -48,7 +44,7 @@ class Run:
     weights: Mapping[str, Tensor] | None = None
 
     def at(self, work: torch.dtype | None) -> "Run":
-        """The same run in another precision."""
+        """A run like this one in another precision."""
         return self if work is self.work else replace(self, work=work)
 
     def values(self, wanted: Iterable[Node]) -> dict[Node, Any]:
@@ -58,13 +54,9 @@ class Run:
 
     def _values(self, wanted: set[Node]) -> dict[Node, Any]:
         weights = self.program.weights_now() if self.weights is None else self.weights
-        program, order = self.program, self.needed(wanted)
-        last, given = last_reads(order), dict(zip(program.inputs, self.tensors, strict=True))
-        env: dict[Node, Any] = {}
+        program, given = self.program, dict(zip(self.program.inputs, self.tensors, strict=True))
 
         def known(n: Node) -> Any:
-            if n in env:
-                return env[n]
             if n in program.weights:
                 t = weights[program.weights[n]]
                 return self.fit(t.detach() if self.weights is None else t)
@@ -72,14 +64,7 @@ class Run:
                 return self.fit(self.kept[n])
             return self.fit(given[n] if n.op == "placeholder" else getattr(program.code, str(n.target)))
 
-        for n in order:
-            if n.op != "call_function":
-                continue
-            env[n] = called(n, known, self.work)
-            for m in last.get(n, ()):
-                if m not in wanted:
-                    env.pop(m, None)
-        return {n: known(n) for n in wanted}
+        return followed([n for n in self.needed(wanted) if n.op == "call_function"], known, wanted, self.work)
 
     def fit(self, t: Any) -> Any:
         """A tensor in the precision of the run, where the run's input is."""
@@ -96,14 +81,10 @@ class Run:
         """Where the run is computed: where its input is."""
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
-    def needed(self, wanted: set[Node]) -> list[Node]:
+    def needed(self, wanted: Iterable[Node]) -> list[Node]:
         """The nodes that lead from what is known to what is wanted, in order; in the own precision, those of autocast too."""
-        needed, todo = set[Node](), list(wanted)
-        while todo:
-            n = todo.pop()
-            if n not in needed and n not in self.kept:
-                needed.add(n)
-                todo += n.all_input_nodes
+        kept = self.kept
+        needed = {n for n in walk(wanted, lambda n: () if n in kept else n.all_input_nodes) if n not in kept}
         modes = {"_enter_autocast", "_exit_autocast"} if self.work is None else set[str]()
         return [n for n in self.program.nodes if n in needed or name(n) in modes]
 
@@ -163,22 +144,38 @@ class Way:
 
     def follow(self, beside: Mapping[Node, Any], points: Sequence[Tensor], work: torch.dtype | None) -> list[Tensor]:
         """What leaves where `points` enter, given the values beside the way."""
-        env: dict[Node, Any] = dict(zip(self.enter, points, strict=True))
-        last = last_reads(self.nodes)
+        entered = dict(zip(self.enter, points, strict=True))
+        found = followed(self.nodes, lambda n: entered[n] if n in entered else beside[n], self.leave, work)
+        return [found[n] for n in self.leave]
 
-        def known(n: Node) -> Any:
-            return env[n] if n in env else beside[n]
 
-        for n in self.nodes:
-            env[n] = called(n, known, work)
-            for m in last.get(n, ()):
-                if m not in self.leave:
-                    env.pop(m, None)
-        return [known(n) for n in self.leave]
+def followed(
+    nodes: Sequence[Node], known: Callable[[Node], Any], wanted: Collection[Node], work: torch.dtype | None
+) -> dict[Node, Any]:
+    """What some nodes give, given what others do, by running nodes in order; values are let go of where nothing needs them."""
+    env, last = dict[Node, Any](), dict[Node, list[Node]]()
+    for m, reader in {m: n for n in nodes for m in n.all_input_nodes}.items():
+        last.setdefault(reader, []).append(m)
+
+    def find(m: Node) -> Any:
+        return env[m] if m in env else known(m)
+
+    for n in nodes:
+        env[n] = called(n, find, work)
+        for m in last.get(n, ()):
+            if m not in wanted:
+                env.pop(m, None)
+    return {n: find(n) for n in wanted}
 
 
 def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> Any:
     """What a node gives. In another precision than the module's own, casts are to that one, and what is detached moves."""
+    args, kwargs = _arguments(n, known, work)
+    return args[0] if name(n) in ("detach", "alias") else _operation(n, work)(*args, **kwargs)
+
+
+def _arguments(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> tuple[Any, Any]:
+    """The arguments of a node: what is known of others, and the precision of a run in place of narrower ones."""
     narrow = _NARROW.get(work, ())
 
     def given(leaf: Any) -> Any:
@@ -186,11 +183,7 @@ def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> A
             return known(leaf)
         return work if isinstance(leaf, torch.dtype) and leaf in narrow else leaf
 
-    args: Any = map_aggregate(n.args, given)
-    kwargs: Any = map_aggregate(n.kwargs, given) if n.kwargs else {}
-    if name(n) in ("detach", "alias"):
-        return args[0]
-    return _operation(n, work)(*args, **kwargs)
+    return map_aggregate(n.args, given), map_aggregate(n.kwargs, given) if n.kwargs else {}
 
 
 def compiled(
@@ -205,24 +198,15 @@ def compiled(
     work: as for `called`.  together: calls of attention that run as one, items of one behind those of another, in the place of
     the last.
     """
-    graph, env, narrow = Graph(), dict[Node, Any](), _NARROW.get(work, ())
-    groups = {n: group for group in together for n in group}
-
-    def given(leaf: Any) -> Any:
-        if isinstance(leaf, Node):
-            return env[leaf]
-        return work if isinstance(leaf, torch.dtype) and leaf in narrow else leaf
-
-    for i, n in enumerate(inputs):
-        env[n] = graph.placeholder(f"given_{i}")
+    graph, groups = Graph(), {n: group for group in together for n in group}
+    env: dict[Any, Any] = {n: graph.placeholder(f"given_{i}") for i, n in enumerate(inputs)}
     for n in nodes:
         group = groups.get(n, ())
         if group and n is not group[-1]:
             continue
-        args: Any = map_aggregate(n.args, given)
-        kwargs: Any = map_aggregate(n.kwargs, given)
+        args, kwargs = _arguments(n, env.__getitem__, work)
         if group:
-            joined = [graph.call_function(torch.cat, ([given(m.args[i]) for m in group],)) for i in range(3)]
+            joined = [graph.call_function(torch.cat, ([env[m.args[i]] for m in group],)) for i in range(3)]
             whole = graph.call_function(n.target, (*joined, *args[3:]), kwargs)  # pyright: ignore[reportArgumentType]
             parts = graph.call_function(torch.chunk, (whole, len(group)))
             env |= {m: graph.call_function(operator.getitem, (parts, i)) for i, m in enumerate(group)}
@@ -234,42 +218,27 @@ def compiled(
     return GraphModule(torch.nn.Module(), graph).forward
 
 
-def last_reads(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """What each of some nodes, which run in order, is the last one to read."""
-    found: dict[Node, list[Node]] = {}
-    last = {m: n for n in nodes for m in n.all_input_nodes}
-    for m, reader in last.items():
-        found.setdefault(reader, []).append(m)
-    return found
-
-
 def check_smooth(path: Sequence[Node], flow: Flow) -> None:
     """Refuse nodes that round what moves, or whose operation is not one of torch's own with a derivative."""
     for n in path:
-        schema = getattr(n.target, "_schema", None)
+        schema, got = getattr(n.target, "_schema", None), ""
         quantized = schema is not None and schema.name.startswith("quantized")
         if isinstance(n.target, HigherOrderOperator):
-            raise BadFunctionError(
-                f"expected operations with a derivative, got {name(n)} in {_place(flow.program, n)}, which chooses between "
-                "functions; measure a part without it"
-            )
-        if name(n) in JUMPS or n.kwargs.get("rounding_mode") is not None or quantized:
-            raise BadFunctionError(
-                f"expected operations with a derivative, got {name(n)} in {_place(flow.program, n)}, which rounds; "
-                "measure a part without it"
-            )
-        if any(not flow.live(m) and _rounded(m, flow) for m in n.all_input_nodes):
-            raise BadFunctionError(
-                f"expected operations with a derivative, got a cast to integers before {name(n)} in {_place(flow.program, n)}; "
-                "measure a part without it"
-            )
+            got = f"{name(n)} in {{}}, which chooses between functions"
+        elif name(n) in JUMPS or n.kwargs.get("rounding_mode") is not None or quantized:
+            got = f"{name(n)} in {{}}, which rounds"
+        elif any(not flow.live(m) and _rounded(m, flow) for m in n.all_input_nodes):
+            got = f"a cast to integers before {name(n)} in {{}}"
+        if got:
+            got = got.format(_place(flow.program, n))
+            raise BadFunctionError(f"expected operations with a derivative, got {got}; measure a part without it")
 
 
 def _check_unread(path: Sequence[Node], enter: Sequence[Node], flow: Flow) -> None:
     """Refuse numbers that the run reads off what moves before the path ends: nobody knows what becomes of them."""
     last, moving = max(map(flow.index.__getitem__, path), default=0), flow.bits(enter)
     for n in flow.nodes[:last]:
-        if reads_number(n) and any(flow.up(m) & moving for m in read_by(n)):
+        if takes_float(n) and any(flow.up(m) & moving for m in taken_from(n)):
             raise BadFunctionError(
                 f"expected operations on tensors alone, got a number that {_place(flow.program, n)} reads off its tokens "
                 "(item, tolist, numpy or the like); keep it a tensor"
@@ -284,27 +253,23 @@ def _place(program: Program, n: Node) -> str:
 
 def _rounded(n: Node, flow: Flow) -> bool:
     """Whether a frozen value is made of whole numbers that something moving was cast to."""
-    todo, visited = [n], set[Node]()
-    while todo:
-        m = todo.pop()
-        if m in visited or m.op != "call_function":
-            continue
-        visited.add(m)
-        val = value(m)
-        whole = isinstance(val, Tensor) and not val.is_floating_point() and val.dtype is not torch.bool
-        moving = any(flow.live(i) for i in m.all_input_nodes)
-        if moving and whole and name(m) in CASTS:
+
+    def moves(m: Node) -> bool:
+        return any(flow.live(i) for i in m.all_input_nodes)
+
+    for m in walk([n], lambda m: () if m.op != "call_function" or moves(m) else m.all_input_nodes):
+        dtype = getattr(value(m), "dtype", torch.bool)
+        whole = m.op == "call_function" and not dtype.is_floating_point and dtype is not torch.bool
+        if whole and name(m) in CASTS and moves(m):
             return True
-        if not moving:
-            todo += m.all_input_nodes
     return False
 
 
 def _operation(n: Node, work: torch.dtype | None) -> Callable[..., Any]:
     """The operation of a node, or one in its place that knows float64, any layout in memory, and its own derivative."""
-    if name(n) in _VIEWS and isinstance(n.args[1], list | tuple):
+    if name(n) in ("view", "_unsafe_view") and isinstance(n.args[1], list | tuple):
         return torch.ops.aten.reshape.default
-    if name(n) in _GROUPED and work is not None:
+    if name(n) in GROUPED and work is not None:
         return grouped_product
     return _NORMS.get(name(n), n.target)  # pyright: ignore
 
@@ -366,6 +331,6 @@ def grouped_product(
     if offs is None or x.ndim != 2 or weights.ndim != 3:
         raise BadFunctionError("expected products of groups of rows, got groups of columns; measure a part without them")
     ends = [0, *offs.tolist()]
-    made = torch.cat([x[a:b] @ w for a, b, w in zip(ends, ends[1:], weights, strict=False)])
-    made = made if bias is None else made + bias
-    return torch.nn.functional.pad(made, (0, 0, 0, len(x) - len(made)))
+    y = torch.cat([x[a:b] @ w for a, b, w in zip(ends, ends[1:], weights, strict=False)])
+    y = y if bias is None else y + bias
+    return torch.nn.functional.pad(y, (0, 0, 0, len(x) - len(y)))

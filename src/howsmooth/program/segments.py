@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.fx import Node
 
@@ -25,14 +25,13 @@ from howsmooth.program.attention import Call, answering, attention
 from howsmooth.program.calls import find_calls
 from howsmooth.program.ends import Ends
 from howsmooth.program.flow import Flow
-from howsmooth.program.guess import paths
-from howsmooth.program.nodes import name, shape
-from howsmooth.program.operations import CONVOLUTIONS, MATRIX, PICKS
+from howsmooth.program.operations import CONVOLUTIONS, MATRIX, PICKS, name, shape
 from howsmooth.program.replay import Run, Way
 from howsmooth.spectral import Operator
 from howsmooth.spectral.matrices import led_to
 
 _SMALL = 4096  # entries up to which the graph is checked with a product each way of its own
+_PASSES = 4  # backward passes, each way, that a guess may take: part of a product with `JᵀJ` each
 
 
 class Replayed(NamedTuple):
@@ -232,7 +231,7 @@ class SegmentJacobian(Operator):
     """The Jacobian of a map of a model at `x`, (1, n, d): torch's graph with the kernels inside, as in `AutodiffJacobian`.
 
     Whether its two products fit together is read off the first one with `JᵀJ`, which needs both. Where the kernels' operands
-    keep eleven bits, those of all matrix products do, until it is refined. The graph is made when it is needed, and dropped
+    keep eleven bits, those of all matrix products do, until it is refined. The graph is built when it is needed, and dropped
     when a finer one is.
     """
 
@@ -253,11 +252,11 @@ class SegmentJacobian(Operator):
     @property
     def kernels(self) -> list[AttentionKernel]:
         """The kernels of the attention calls on the way."""
-        return self._lazy.get().kernels
+        return self._lazy.get()[1].kernels
 
     @property
     def _graph(self) -> AutodiffJacobian:
-        return self._lazy.get().jacobian
+        return self._lazy.get()[0]
 
     def release(self) -> None:
         """Drop the graph, after a last look at what is needed without it."""
@@ -272,30 +271,21 @@ class SegmentJacobian(Operator):
             return False
         return bool(self.kernels) and all(k.coarse for k in self.kernels)
 
-    @property
-    def noise(self) -> float:
-        return self._noise
-
     @functools.cached_property
-    def _noise(self) -> float:
+    def noise(self) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Rounding, and what it makes of logits, as for an attention layer of our own."""
         kernels = max([32 * torch.finfo(self.dtype).eps, *(k.noise for k in self.kernels)])
-        return math.hypot(kernels, self._coarse_noise()) if self.coarse else kernels  # independent errors
-
-    def _coarse_noise(self) -> float:
-        """The relative error that eleven-bit operands around the kernels make of a product with a random vector."""
+        if not self.coarse:
+            return kernels
+        # the relative error that eleven-bit operands around the kernels make of a product with a random vector
         v = torch.randn(1, 1, *self.in_shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device)
         with float32_products():
             true = self._graph.jvp(v)
         size = float(true.norm())
-        return float((self.jvp(v) - true).norm()) / size if size > 0 else 0.0
-
-    @property
-    def heavy(self) -> bool:
-        return self._heavy
+        return math.hypot(kernels, float((self.jvp(v) - true).norm()) / size if size > 0 else 0.0)  # independent errors
 
     @functools.cached_property
-    def _heavy(self) -> bool:
+    def heavy(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return any(k.heavy for k in self.kernels)
 
     def refined(self):
@@ -322,7 +312,9 @@ class SegmentJacobian(Operator):
             self._lazy.trusted = True
             try:
                 product, energy = super().gram(v)
-                if self._fits(v, product, energy):
+                # |J v|² = ⟨v, JᵀJ v⟩
+                left, right = energy.double().diagonal(dim1=1, dim2=2).sum(), (v.double() * product.double()).sum()
+                if bool((left - right).abs() <= min(1e3 * self.noise, 0.02) * left) or not bool(left.isfinite()):
                     return product, energy
             except RuntimeError:
                 pass
@@ -331,46 +323,73 @@ class SegmentJacobian(Operator):
 
     def guess(self, seeds):
         """`Jᵀ` of one output direction at all tokens, the one that values lead to, where there is one attention call."""
-        graph = self._lazy.get()
-        if len(graph.calls) != 1:
+        jacobian, ran = self._lazy.get()
+        if len(ran.calls) != 1:
             return None
         with float32_products(coarse=self.coarse):
-            ways = paths(graph.calls[0].v, graph.outputs[0], *graph.jacobian.ends, self._map.real)
+            ways = paths(ran.calls[0].v, ran.outputs[0], *jacobian.ends, self._map.real)
         return None if ways is None else self.vjp(led_to(*ways, seeds).expand(1, 1, *self.out_shape))[0]
-
-    def _fits(self, v: Tensor, product: Tensor, energy: Tensor) -> bool:
-        """`|J v|² = ⟨v, JᵀJ v⟩`."""
-        left, right = energy.double().diagonal(dim1=1, dim2=2).sum(), (v.double() * product.double()).sum()
-        return bool((left - right).abs() <= min(1e3 * self.noise, 0.02) * left) or not bool(left.isfinite())
-
-
-class _Graph(NamedTuple):
-    jacobian: AutodiffJacobian
-    calls: list[Call]
-    outputs: list[Tensor]
-    kernels: list[AttentionKernel]
 
 
 class _LazyGraph:
-    """The graph of a map of a model, made when it is needed; `trusted` once its products were checked."""
+    """The graph of a map of a model, with its attention calls, built when it is needed; `trusted` once it was checked."""
 
     def __init__(self, map: SegmentMap, x: Float[Tensor, "1 n d"]):
         self._map, self._x = map, x
-        self.trusted = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come: checked as it is made
-        self.graph: _Graph | None = None
+        self.trusted = x.numel() <= _SMALL  # decomposed whole, so no product with JᵀJ would come: checked as it is built
+        self.graph: tuple[AutodiffJacobian, Replayed] | None = None
 
     @float32_products()
-    def get(self) -> _Graph:
+    def get(self) -> tuple[AutodiffJacobian, Replayed]:
         if self.graph is None:
-            map, found = self._map, Replayed(self._x, [], [], [])
+            map, ran = self._map, list[Replayed]()
 
             def f(t: Tensor) -> Tensor:  # knows nothing of what holds it, so that all goes when that does
-                ran = map.replayed(t[0])
-                found.calls.extend(ran.calls)
-                found.outputs.extend(ran.outputs)
-                found.kernels.extend(ran.kernels)
-                return ran.output[None]
+                now = map.replayed(t[0])
+                ran.extend([now] if not ran else [])
+                return now.output[None]
 
             jacobian = AutodiffJacobian(f, self._x, batched=True, checked=self._x.numel() <= _SMALL)
-            self.graph = _Graph(jacobian, list(found.calls), list(found.outputs), list(found.kernels))
+            self.graph = jacobian, ran[0]
         return self.graph
+
+
+def paths(
+    values: Float[Tensor, "1 kv_heads m d_v"],
+    output: Float[Tensor, "1 heads n d_v"],
+    x: Float[Tensor, "1 n d"],
+    y: Float[Tensor, "1 n d_out"],
+    places: Int[Tensor, " n"] | None,
+) -> tuple[Float[Tensor, "heads d_out d_v"], Float[Tensor, "heads d_v d"]] | None:
+    """`y ← output` and `values ← x` of a call of attention, head by head: Wₒ and W_v, and what is around them.
+
+    Before and behind attention every token is on its own, so a backward pass asks for as many rows as there are tokens.
+    Nothing where that takes many passes, or where values are not made of `x`.
+
+    places: of the tokens, where some are padding.
+    """
+    n = x.shape[1]
+    if not (values.requires_grad and output.requires_grad) or y.shape[1] != n or values.shape[2] != output.shape[2]:
+        return None
+    if max(y.shape[2], values.shape[1] * values.shape[3]) > _PASSES * n or (places is None and values.shape[2] != n):
+        return None
+    tokens = torch.arange(n, device=x.device) if places is None else places.to(x.device)
+    behind, before = [], []
+    for first in range(0, y.shape[2], n):
+        some = torch.arange(min(n, y.shape[2] - first), device=x.device)
+        u = torch.zeros_like(y)
+        u[0, some, first + some] = 1.0
+        (g,) = torch.autograd.grad(y, output, u, retain_graph=True, materialize_grads=True)
+        behind.append(g[0, :, tokens[some]])  # (heads, some, d_v)
+    _, shared, _, d_v = values.shape
+    for first in range(0, shared * d_v, n):
+        some = torch.arange(min(n, shared * d_v - first), device=x.device)
+        head, entry = (first + some) // d_v, (first + some) % d_v
+        u = torch.zeros_like(values)
+        u[0, head, tokens[some], entry] = 1.0
+        (g,) = torch.autograd.grad(values, x, u, retain_graph=True, materialize_grads=True)
+        before.append(g[0, some])
+    outward, inward = torch.cat(behind, 1), torch.cat(before).unflatten(0, (shared, d_v))
+    if not all(bool(t.isfinite().all()) and bool(t.any()) for t in (outward, inward)):
+        return None
+    return outward, inward.repeat_interleave(output.shape[1] // shared, 0)

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm, Rotary
-from howsmooth.program.nodes import shape
+from howsmooth.program.operations import shape
 from howsmooth.program.stretch import FORMULA, PartOfRun, Stretch, agree, heads_of, random_tensor, unmoved
 
 _UNITS = 2**12  # unit vectors sent through an affine stretch at once
@@ -40,7 +40,7 @@ class Affine(NamedTuple):
     bias: Float[Tensor, " out"]
 
     def repeated(self, heads: int, by: int) -> "Affine":
-        """The same with every head `by` times."""
+        """An affine map with every head `by` times."""
         w, b = (t.unflatten(0, (heads, -1)).repeat_interleave(by, 0).flatten(0, 1) for t in self)
         return Affine(w, b)
 
@@ -58,7 +58,7 @@ class SideFormula:
     rotary: Rotary | None = None
 
     def repeated(self, heads: int) -> "SideFormula":
-        """The same side with each of its heads as often as it takes to have so many."""
+        """A side with each of its heads as often as it takes to have so many."""
         if heads == self.heads:
             return self
         if heads % self.heads or (self.norm is not None and self.norm.width != self.width):

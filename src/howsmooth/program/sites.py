@@ -6,7 +6,7 @@ included, inside the module that attends.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -14,12 +14,25 @@ from torch.fx import Node
 from howsmooth.errors import BadInputError
 from howsmooth.program.calls import AttentionCall, find_calls
 from howsmooth.program.flow import Flow
-from howsmooth.program.nodes import name, shape
-from howsmooth.program.operations import ADDS, GATES, JOINS, MATRIX, NORMS, PADS, PARTS, PRODUCT, SHAPE
-from howsmooth.program.tracing import Program, Scope
+from howsmooth.program.operations import (
+    ADDS,
+    GATES,
+    JOINS,
+    MATRIX,
+    NORMALISES,
+    PADS,
+    PRODUCT,
+    SELECTS,
+    SHAPE,
+    name,
+    shape,
+    walk,
+)
+from howsmooth.program.tracing import Program, Span
 
-_SAME = SHAPE | PARTS | JOINS
+_SAME = SHAPE | SELECTS | JOINS
 _AFFINE = MATRIX | _SAME | ADDS | GATES | {"div"}
+_SCALES = SHAPE | {"mul", "div"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,23 +101,20 @@ class AttentionSites:
 
     def _unshaped(self, n: Node, call: AttentionCall) -> Node:
         """What a node is but another shape of, where attention takes that too: in its biases, or beside a dropout."""
-        while name(n) in SHAPE and len(feeds := self.flow.feeds(n)) == 1:
-            others = [u for u in feeds[0].users if u is not n and self.flow.live(u)]
-            if not any(self.flow.down(u) & self.flow.bit(call.output) for u in others):
+        while name(n) in SHAPE and (before := self.flow.only(n)) is not None:
+            if not any(self.flow.down(u) & self.flow.bit(call.output) for u in self.flow.users(before) if u is not n):
                 break
-            n = feeds[0]
+            n = before
         return n
 
     def _without_memory(self, n: Node, call: AttentionCall) -> Node:
         """The tokens in a tensor that attention puts together of them and of others that stay as they are, padding too."""
-        whole = n
-        while name(whole) in SHAPE and len(feeds := self.flow.feeds(whole)) == 1:
-            whole = feeds[0]
-        feeds, ways = self.flow.feeds(whole), {*self.flow.between([whole], call.operands)}
-        if name(whole) not in JOINS | PADS or len(feeds) != 1 or not all(u in ways for u in whole.users):
+        whole = self.bare(n, SHAPE)
+        tokens, ways = self.flow.only(whole), {*self.flow.between([whole], call.operands)}
+        if name(whole) not in JOINS | PADS or tokens is None or not all(u in ways for u in whole.users):
             return n
-        residual = any(u is not whole and self.flow.live(u) for u in feeds[0].users)
-        return feeds[0] if residual or self._made_inside(call, whole) else n
+        residual = self.flow.users(tokens) != [whole]
+        return tokens if residual or self._inside(call, whole) else n
 
     def _whole(self, nodes: list[Node]) -> list[Node]:
         """One node where several are but parts of it, put into other shapes."""
@@ -115,8 +125,8 @@ class AttentionSites:
     def _uncut(self, n: Node) -> list[Node]:
         """The nodes that one is a part of, in another shape."""
         found = list[Node]()
-        while name(n) in SHAPE | PARTS and len(feeds := self.flow.feeds(n)) == 1:
-            n = feeds[0]
+        while name(n) in SHAPE | SELECTS and (before := self.flow.only(n)) is not None:
+            n = before
             found.append(n)
         return found
 
@@ -131,7 +141,7 @@ class AttentionSites:
         operands = [m for m in call.operands if self.flow.live(m)]
         projected = any(name(m) in MATRIX for m in self.flow.between([n], operands)) and not self._is_cut(n)
         whole = all(self.bare(m) is self.bare(n) for m in operands)
-        if projected or (whole and not self._made_inside(call, n)):
+        if projected or (whole and not self._inside(call, n)):
             return [n]
         found = self._projected(call, n)
         if found is None:
@@ -141,10 +151,10 @@ class AttentionSites:
 
     def _is_cut(self, n: Node) -> bool:
         """Whether nothing takes a node whole: it is cut into queries, keys and values, so that it is their projection."""
-        users = [u for u in n.users if self.flow.live(u)]
+        users = self.flow.users(n)
         if len(users) == 1 and (name(users[0]) in SHAPE or shape(users[0]) is None):
             return self._is_cut(users[0])
-        return len(users) > 1 and all(name(u) in PARTS for u in users)
+        return len(users) > 1 and all(name(u) in SELECTS for u in users)
 
     def _projected(self, call: AttentionCall, n: Node) -> set[Node] | None:
         """What the matrices right before a node take; nothing where something else comes first.
@@ -154,9 +164,9 @@ class AttentionSites:
         feeds = self.flow.feeds(n)
         if name(n) in MATRIX and len(feeds) == 1:
             before = self.bare(feeds[0])
-            again = name(before) in MATRIX and self._made_inside(call, before) and self._is_alone(before)
+            again = name(before) in MATRIX and self._inside(call, before) and self._is_alone(before)
             return self._projected(call, before) if again else set(feeds)
-        alone = len(feeds) == 1 and shape(feeds[0]) == shape(n) and self._made_inside(call, n)
+        alone = len(feeds) == 1 and shape(feeds[0]) == shape(n) and self._inside(call, n)
         if not feeds or not (name(n) in _SAME | ADDS | GATES or alone):
             return None
         parts = [self._projected(call, m) for m in feeds]
@@ -164,10 +174,10 @@ class AttentionSites:
 
     def _is_alone(self, n: Node) -> bool:
         """Whether one live node takes a node, in whatever shape."""
-        users = [u for u in n.users if self.flow.live(u)]
+        users = self.flow.users(n)
         return len(users) == 1 and (name(users[0]) not in SHAPE or self._is_alone(users[0]))
 
-    def _made_inside(self, call: AttentionCall, n: Node) -> bool:
+    def _inside(self, call: AttentionCall, n: Node) -> bool:
         """Whether the module that makes a call also made a node."""
         scopes = [s for s in self._scopes if s.holds(call.output) and s.path]
         return bool(scopes) and min(scopes, key=len).holds(n)
@@ -213,7 +223,7 @@ class AttentionSites:
             raise BadInputError("expected attention whose heads are put together, got none such; measure map='block'")
         return end
 
-    def _is_gate(self, n: Node, scope: Scope | None) -> bool:
+    def _is_gate(self, n: Node, scope: Span | None) -> bool:
         """Whether a node multiplies or divides by something else, as a product inside the module that attends may."""
         return name(n) in GATES | {"div", "true_divide"} or (name(n) in MATRIX and scope is not None and scope.holds(n))
 
@@ -236,11 +246,15 @@ class AttentionSites:
         scope, stream = self.scope_of(group), self.flow.up(*group.enter)
         return scope is not None and any(self._is_residual(n, own, stream) for n in self.flow.unpack(own) if scope.holds(n))
 
-    def scope_of(self, group: Group) -> Scope | None:
+    def scope_of(self, group: Group) -> Span | None:
         """The smallest call of a module that made a group's attention and its projections."""
         ways = self.flow.between(group.enter, [n for call in group.calls for n in call.operands])
         inside = [*group.sources, *([n for n in ways if name(n) in MATRIX and n not in group.outputs] or ways)]
-        return min((s for s in self._scopes if s.holds(*inside)), key=len, default=None)
+        return self._smallest(*inside)
+
+    def _smallest(self, *nodes: Node) -> Span | None:
+        """The smallest call of a module that has some nodes inside."""
+        return min((s for s in self._scopes if s.holds(*nodes)), key=len, default=None)
 
     def _gates_alone(self, part: Sequence[Node]) -> bool:
         return all(name(n) in GATES | SHAPE for n in part) and any(len(self.flow.feeds(n)) > 1 for n in part)
@@ -258,13 +272,13 @@ class AttentionSites:
             name(n) in ADDS and any(self._of_stream(m, stream) for m in self.flow.feeds(n))
         )
 
-    def bare(self, n: Node) -> Node:
-        """A node without what only shapes or scales it."""
-        while name(n) in SHAPE | {"mul", "div"} and len(feeds := self.flow.feeds(n)) == 1:
-            n = feeds[0]
+    def bare(self, n: Node, by: Collection[str] = _SCALES) -> Node:
+        """A node without what only shapes or scales it, or does what `by` names."""
+        while name(n) in by and (before := self.flow.only(n)) is not None:
+            n = before
         return n
 
-    def _projected_behind(self, n: Node, group: Group, scope: Scope | None, own: int, ends: Sequence[Node]) -> bool:
+    def _projected_behind(self, n: Node, group: Group, scope: Span | None, own: int, ends: Sequence[Node]) -> bool:
         """Whether the module that attends has its projection behind a node, which nothing of attention goes around."""
         if scope is None or not scope.holds(n):
             return False
@@ -272,13 +286,13 @@ class AttentionSites:
         for m in self.flow.after([n], ends):
             part = self.flow.between([n], [m])
             around = any(name(p) in ADDS and n in map(self.bare, self.flow.feeds(p)) for p in part)
-            if around or any(self._is_residual(p, own, stream) or name(p) not in _AFFINE | NORMS for p in part):
+            if around or any(self._is_residual(p, own, stream) or name(p) not in _AFFINE | NORMALISES for p in part):
                 return False
             if any(name(p) in MATRIX for p in part):
                 return scope.holds(m) or self._is_projection(m, part, group, scope)
         return False
 
-    def _is_projection(self, n: Node, part: Sequence[Node], group: Group, scope: Scope | None) -> bool:
+    def _is_projection(self, n: Node, part: Sequence[Node], group: Group, scope: Span | None) -> bool:
         """Whether a matrix outside the module that attends is its projection: affine, and then the residual is added.
 
         Or it is the last of the module around that one, or of all.
@@ -290,16 +304,11 @@ class AttentionSites:
         parent = min(around, key=len, default=None)
         if parent and any(self._is_residual(m, own, stream) for m in flow.unpack(flow.down(*group.outputs)) if parent.holds(m)):
             parent = None
-        todo = [n]
-        while todo:
-            m = todo.pop()
-            for u in m.users:
-                if u.op == "output" and shape(m) == shape(group.enter[0]):
-                    return True
-                if self.flow.live(u) and (self._is_residual(u, own, stream) or (parent and not parent.holds(u))):
-                    return True
-                if name(u) in SHAPE | {"mul", "div"} | NORMS:
-                    todo.append(u)
+        for m in walk([n], lambda m: [u for u in m.users if name(u) in _SCALES | NORMALISES]):
+            if any(u.op == "output" for u in m.users) and shape(m) == shape(group.enter[0]):
+                return True
+            if any(self._is_residual(u, own, stream) or (parent and not parent.holds(u)) for u in flow.users(m)):
+                return True
         return False
 
     # which calls are one attention
@@ -340,14 +349,14 @@ class AttentionSites:
             return False
         if all(name(n) in _AFFINE - MATRIX for n in part if n is not first or name(n) not in PRODUCT):
             return True
-        scope = min((s for s in self._scopes if s.holds(*outs, first)), key=len, default=None)
+        scope = self._smallest(*outs, first)
         if scope is None or any(
             s.first >= scope.first and s.last < scope.last and self._attends(s, call) for s in self._scopes
         ):
             return False
         return not any(self._is_residual(n, own, stream) for n in flow.unpack(flow.down(first)) if scope.holds(n))
 
-    def _attends(self, scope: Scope, call: AttentionCall) -> bool:
+    def _attends(self, scope: Span, call: AttentionCall) -> bool:
         """Whether a module makes a call, the projections of its queries, keys and values, and that of its output."""
         if not scope.holds(call.output):
             return False

@@ -6,8 +6,7 @@ from torch.fx import Node
 
 from howsmooth.program.calls import find_calls, is_whole, lonely_operands, whole_call
 from howsmooth.program.flow import Flow
-from howsmooth.program.nodes import is_float, name, shape
-from howsmooth.program.operations import ADDS, TABLES
+from howsmooth.program.operations import ADDS, EMBEDDINGS, dependents, is_float, name, shape, walk
 from howsmooth.program.sites import AttentionSites, Group
 from howsmooth.program.tracing import Program
 
@@ -17,12 +16,8 @@ _ROUNDS = 3  # of looking for streams that begin with a parameter
 def token_begins(program: Program) -> list[Node]:
     """Floating-point arguments with a token axis, and what tables of embeddings give for arguments; not those of places."""
     given = [n for n in program.inputs if is_float(n)]
-    found, moving = [n for n in given if len(shape(n) or ()) >= 3], set(program.inputs)
-    for n in program.nodes:
-        if any(m in moving for m in n.all_input_nodes):
-            moving.add(n)
-            found += [n] * (n.op == "call_function" and name(n) in TABLES and len(shape(n) or ()) >= 3)
-    return found or given
+    moving, tables = dependents(program.nodes, program.inputs), [n for n in program.nodes if name(n) in EMBEDDINGS]
+    return [n for n in (*given, *(n for n in tables if n in moving)) if len(shape(n) or ()) >= 3] or given
 
 
 def stream_of(program: Program) -> Flow:
@@ -63,17 +58,14 @@ def _with_learned(program: Program, begins: Iterable[Node]) -> Flow:
 
 def _added(flow: Flow, group: Group) -> list[Node]:
     """What an attention's output is added to."""
-    own, todo, visited, found = flow.down(*group.sources), list(group.outputs), set[Node](), list[Node]()
-    while todo:
-        for u in todo.pop().users:
-            if u in visited or not flow.live(u):
-                continue
-            visited.add(u)
-            others = [m for m in flow.feeds(u) if not own & flow.bit(m)] if name(u) in ADDS else []
-            found += others
-            if not others:
-                todo.append(u)
-    return found
+    own = flow.down(*group.sources)
+
+    def others(n: Node) -> list[Node]:
+        sums = name(n) in ADDS and n not in group.outputs
+        return [m for m in flow.feeds(n) if sums and not own & flow.bit(m)]
+
+    behind = walk(group.outputs, lambda n: [] if others(n) else flow.users(n))
+    return [m for n in behind for m in others(n)]
 
 
 def _roots(flow: Flow) -> set[Node]:

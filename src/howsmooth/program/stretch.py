@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from howsmooth.program.flow import Flow
-from howsmooth.program.nodes import shape, value
+from howsmooth.program.operations import shape, value
 from howsmooth.program.replay import Way
 from howsmooth.spectral.operator import drawn, stream
 

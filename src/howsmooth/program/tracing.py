@@ -2,15 +2,14 @@
 
 The recording is PyTorch's own (`make_fx`): `linear`, `scaled_dot_product_attention`, `layer_norm`, `einsum` and `softmax` stay
 single nodes, and what is recorded is the function itself, whatever `no_grad`, `detach` or checkpointing do to its derivative.
-Afterwards the graph is made functional (`howsmooth.program.functional`), and equal operations on equal inputs are one node.
+Afterwards the graph is made plain (`howsmooth.program.functional`).
 """
 
 import functools
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +18,33 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from howsmooth.errors import BadFunctionError
-from howsmooth.program.attention import unify
-from howsmooth.program.flex import replace_flex
-from howsmooth.program.functional import functional
-from howsmooth.program.nodes import carried, is_random, is_view, name, order, shape, value, writes
-from howsmooth.program.reads import NotedReads
-from howsmooth.program.weights import Loans, ModuleCalls, NamedWeights, unhooked, watching
+from howsmooth.program.functional import plain
+from howsmooth.program.modules import Loans, NamedWeights, unhooked, watching, wide_experts, written_path
+from howsmooth.program.operations import SHAPE_ALONE, is_float, is_random, is_view, name, order, reads, shape, writes
 
 _lazy_clone: Any = vars(torch)["_lazy_clone"]
 _inside: Any = torch._C
-_MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
 _LARGE = 2**28  # bytes of a weight
-_EXPERTS = "_experts_implementation_internal"
-_SUMS = {"addmm": torch.ops.aten.mm.default, "baddbmm": torch.ops.aten.bmm.default}
+# ways past the dispatcher, where an operation would be recorded
+_READERS = {
+    getattr(Tensor, reader)
+    for reader in (
+        "tolist", "numpy", "data_ptr", "untyped_storage", "storage", "apply_", "map_", "map2_", "__array__", "__dlpack__",
+        "__reduce_ex__", "__deepcopy__", "__repr__", "__format__",
+    )
+}  # fmt: skip
+_DATA: Any = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
 
 Calls = list[tuple[nn.Module, Node | None, Node | None]]  # calls of modules, with the last nodes before and in each
 
 
 @dataclass(frozen=True, eq=False)
-class Scope:
-    """One call of a module: its path, and the orders of the nodes it made, `first` to before `last`."""
+class Span:
+    """One call of a module: its path, and the orders of its nodes, `first` to before `last`."""
 
     path: str
     first: int
@@ -52,6 +55,14 @@ class Scope:
 
     def holds(self, *nodes: Node) -> bool:
         return all(self.first <= order(n) < self.last for n in nodes)
+
+    def overlaps(self, other: "Span") -> bool:
+        return self.first < other.last and other.first < self.last
+
+    @property
+    def parent(self) -> str:
+        """The path of the module that holds this one."""
+        return self.path.rpartition(".")[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +78,7 @@ class Program:
     code: GraphModule
     weights: Mapping[Node, str]
     inputs: tuple[Node, ...]
-    scopes: tuple[Scope, ...]
+    scopes: tuple[Span, ...]
     example: tuple[Any, ...]
     spec: TreeSpec
     hidden: int | None = None
@@ -78,8 +89,8 @@ class Program:
 
     @functools.cached_property
     def reads(self) -> list[list[Node]]:
-        """Node by node, those through which what moves reaches it."""
-        return carried(self.nodes)
+        """Node by node, those through which what moves reaches it; none where a node is no floats, or takes a shape alone."""
+        return [reads(n) if is_float(n) and name(n) not in SHAPE_ALONE else [] for n in self.nodes]
 
     @property
     def constants(self) -> list[Tensor]:
@@ -116,7 +127,7 @@ class Program:
         """What the module itself gives with other tensors among its arguments."""
         args, kwargs = tree_unflatten(_with(self.example, [t.clone() for t in tensors]), self.spec)
         loans = Loans(self.module, tensors[0].device if tensors else None)
-        with torch.no_grad(), wide_experts(self.module), watching(loans), written_path():
+        with torch.no_grad(), wide_experts(self.module), watching(loans.before, loans.after), written_path():
             return list(tensors_in(self.module(*args, **kwargs)))
 
 
@@ -135,27 +146,20 @@ def trace(
 
     def run(given: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
         args, kwargs = tree_unflatten(_with(leaves, tensors), spec)
-        with NotedReads():
+        with _NotedReads():
             returned = torch.func.functional_call(module, given, args, kwargs)
         found, last = list(tensors_in(returned)), getattr(returned, "last_hidden_state", None)
         hidden[:] = [i for i, t in enumerate(found) if t is last]
         return found
 
     def graph(calls: Calls, whole: bool) -> GraphModule:
-        made = make_fx(run, tracing_mode="real", pre_dispatch=whole, _error_on_data_dependent_ops=False)
-        plain = nullcontext() if whole else sdpa_kernel(SDPBackend.MATH)
+        tracer = make_fx(run, tracing_mode="real", pre_dispatch=whole, _error_on_data_dependent_ops=False)
+        math = nullcontext() if whole else sdpa_kernel(SDPBackend.MATH)
         shapes = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))  # one for all nodes, not one for each
-        heard = Heard(calls, loans)
-        with (
-            torch.no_grad(),
-            watching(heard),
-            _with_own_hooks(module, heard),
-            plain,
-            wide_experts(module),
-            unhooked(module),
-            shapes,
-        ):
-            return made(given, [t.detach().clone() for t in tensors])
+        heard = _Heard(calls, loans)
+        hears = watching(heard.before, heard.after), _with_own_hooks(module, heard)
+        with torch.no_grad(), hears[0], hears[1], math, wide_experts(module), unhooked(module), shapes:
+            return tracer(given, [t.detach().clone() for t in tensors])
 
     calls: Calls = []
     try:
@@ -171,11 +175,7 @@ def trace(
             n.meta.setdefault("val", getattr(code, str(n.target)))
     holders = [n for n in code.graph.nodes if n.op == "placeholder"]
     _check(code, given, weights, set(holders[: len(given)]))
-    _split_sums(code)
-    unify(code)
-    replace_flex(code)
-    code = functional(code, [*given.values(), *tensors])
-    _merge(code)
+    plain(code, [*given.values(), *tensors])
     names = dict(zip(holders, given, strict=False))
     inputs, scopes = tuple(holders[len(given) :]), _scopes(module, calls)
     return Program(module, code, names, inputs, scopes, tuple(leaves), spec, next(iter(hidden), None))
@@ -200,22 +200,6 @@ def _spare(t: Tensor) -> Tensor:
         return t.clone() if t.numel() * t.element_size() <= _LARGE else t
 
 
-def bare(module: nn.Module) -> nn.Module:
-    """The module that a user wrote, behind what compiles it or spreads it over devices."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = module.module
-        if not isinstance(inner, nn.Module):
-            break
-        module = inner
-    if isinstance(module, torch.jit.ScriptModule):
-        raise BadFunctionError(
-            f"expected a module of Python code, got a {type(module).__name__}; pass the module that it was made from"
-        )
-    return module
-
-
 def tensors_in(output: Any) -> Iterator[Tensor]:
     """The tensors in what a module returns, in order."""
     for leaf in tree_leaves(output):
@@ -226,78 +210,20 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
                 yield from tensors_in(getattr(leaf, part.name))
 
 
-@contextmanager
-def unchanged(module: nn.Module, *, evaluating: bool = True) -> Iterator[None]:
-    """Inside it a module is not compiled, and in eval mode; afterwards its modes, attributes and buffers are as they were.
+@final
+class _NotedReads(TorchFunctionMode):
+    """Inside it a tensor whose numbers are read without an operation is compared with itself, which is recorded."""
 
-    evaluating: false leaves it in the mode that it is in.
-    """
-    parts = list(module.modules())
-    before = [vars(m).copy() for m in parts]
-    inside = [(v, v.copy() if v else None) for state in before for v in state.values() if isinstance(v, list | dict | set)]
-    loose = [v for state in before for v in state.values() if isinstance(v, Tensor) and _is_plain(v)]
-    buffers = [(t, t.clone()) for t in (*module.buffers(), *loose)]
-    for m in parts:
-        if not evaluating:
-            pass
-        elif "training" in vars(m):
-            vars(m)["training"] = False  # many times as fast as torch's way of setting attributes
-        else:  # a scripted module
-            m.training = False
-        if vars(m).get("_compiled_call_impl") is not None:  # by torch, whose compiled code cannot be recorded
-            vars(m)["_compiled_call_impl"] = None
-        if "_orig_mod" in m._modules:
-            vars(m)["forward"] = m._modules["_orig_mod"]
-    try:
-        yield
-    finally:
-        for m, state in zip(parts, before, strict=True):
-            vars(m).clear()
-            vars(m).update(state)
-        for v, old in inside:
-            if old is None:
-                v.clear()
-            elif v != old if isinstance(v, set) else len(v) != len(old) or any(map(operator.is_not, v, old)):
-                v.clear()
-                v.extend(old) if isinstance(v, list) else v.update(old)
-            elif isinstance(v, dict):
-                v.update(old)
-        for t, old in buffers:
-            if not torch.equal(t, old):
-                t.data.copy_(old)
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func == _DATA:
+            return args[0].detach()  # the same, as an operation
+        if func in _READERS:
+            torch.equal(args[0], args[0])
+        return func(*args, **(kwargs or {}))
 
 
-def _is_plain(t: Tensor) -> bool:
-    return t.layout is torch.strided and not (t.is_meta or t.is_nested or t.is_quantized)
-
-
-@contextmanager
-def written_path() -> Iterator[None]:
-    """Inside it torch's encoders run as they are written: their fast path leaves padding out, and nothing else."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-@contextmanager
-def wide_experts(module: nn.Module) -> Iterator[None]:
-    """Inside it transformers' experts in float64 are products for each token, as its grouped ones know no float64."""
-    wide = any(p.dtype is torch.float64 for p in module.parameters())
-    configs = [getattr(m, "config", None) for m in module.modules()] if wide else []
-    before = {id(c): (c, vars(c)[_EXPERTS]) for c in configs if _EXPERTS in getattr(c, "__dict__", ())}
-    try:
-        for config, _ in before.values():
-            setattr(config, _EXPERTS, "batched_mm")
-        yield
-    finally:
-        for config, old in before.values():
-            setattr(config, _EXPERTS, old)
-
-
-class Heard(ModuleCalls):
+@final
+class _Heard:
     """Notes every call of a module in the recording under way, and lends weights meanwhile."""
 
     def __init__(self, calls: Calls, loans: Loans):
@@ -325,7 +251,7 @@ class Heard(ModuleCalls):
 
 
 @contextmanager
-def _with_own_hooks(module: nn.Module, heard: Heard) -> Iterator[None]:
+def _with_own_hooks(module: nn.Module, heard: _Heard) -> Iterator[None]:
     """Inside it, `heard` is told when hooks of modules themselves have run, which come behind those of all modules."""
     hooked = [part for part in module.modules() if vars(part).get("_forward_hooks")]
     hooks = [part.register_forward_hook(lambda m, *_: heard.again(m)) for part in hooked]
@@ -341,13 +267,13 @@ def _last_node() -> Node | None:
     return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
-def _scopes(module: nn.Module, calls: Calls) -> tuple[Scope, ...]:
+def _scopes(module: nn.Module, calls: Calls) -> tuple[Span, ...]:
     """The calls of modules; a module of several paths has the one that its caller's path begins."""
     paths: dict[nn.Module, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         paths.setdefault(part, []).append(path)
-    found: list[Scope] = []
-    around: list[Scope] = []
+    found: list[Span] = []
+    around: list[Span] = []
     for part, before, end in reversed(calls):  # callers first
         if part not in paths:
             continue
@@ -355,7 +281,7 @@ def _scopes(module: nn.Module, calls: Calls) -> tuple[Scope, ...]:
         while around and not (around[-1].first <= first and last <= around[-1].last):
             around.pop()
         begun = [p for s in reversed(around) for p in paths[part] if p.startswith(f"{s.path}." if s.path else "")]
-        found.append(Scope((begun or paths[part])[0], first, last))
+        found.append(Span((begun or paths[part])[0], first, last))
         around.append(found[-1])
     return tuple(reversed(found))
 
@@ -382,45 +308,3 @@ def _check(code: GraphModule, given: Mapping[str, Tensor], weights: Mapping[str,
     for key, t in given.items():
         if not _inside._is_cow_tensor(t) and not torch.equal(t, weights[key]):
             raise BadFunctionError(f"expected a forward pass that leaves its weights alone, got one that writes into {key}")
-
-
-def _split_sums(code: GraphModule) -> None:
-    """Make a sum and a product of each `addmm` and the like, so that a residual in it is a node of its own."""
-    graph = code.graph
-    for n in list(graph.nodes):
-        if n.op != "call_function":
-            continue
-        n.meta["mode"] = getattr(n.target, "__name__", "") in _MODES
-        if name(n) not in _SUMS or len(value(n.args[0]).shape) < 2:
-            continue
-        beta, alpha = n.kwargs.get("beta", 1), n.kwargs.get("alpha", 1)
-        with graph.inserting_before(n):
-            product = graph.call_function(_SUMS[name(n)], n.args[1:3])
-            if beta == 0:  # what would be added may be anything
-                first = total = graph.call_function(torch.ops.aten.mul.Tensor, (product, alpha))
-            else:
-                first = n.args[0] if beta == 1 else graph.call_function(torch.ops.aten.mul.Tensor, (n.args[0], beta))
-                total = graph.call_function(torch.ops.aten.add.Tensor, (first, product), {} if alpha == 1 else {"alpha": alpha})
-        for new in (product, first, total):
-            new.meta.setdefault("order", order(n))
-            new.meta.setdefault("val", value(n))
-        n.replace_all_uses_with(total)
-        graph.erase_node(n)
-
-
-def _merge(code: GraphModule) -> None:
-    """Make equal operations on equal inputs one node."""
-    known: dict[Any, Node] = {}
-    for n in list(code.graph.nodes):
-        if n.op == "get_attr":
-            key: Any = n.target
-        elif n.op == "call_function" and not n.meta.get("mode"):
-            key = (n.target, repr(n.args), repr(n.kwargs))
-        else:
-            continue
-        if key in known:
-            n.replace_all_uses_with(known[key])
-            code.graph.erase_node(n)
-        else:
-            known[key] = n
-    code.recompile()

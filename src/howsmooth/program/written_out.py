@@ -18,13 +18,11 @@ from howsmooth.errors import HowSmoothError
 from howsmooth.program.attention import Operands, attention
 from howsmooth.program.calls import SDPA
 from howsmooth.program.confirm import beside, same
-from howsmooth.program.editing import Editor, aten, dependents, size, unrepeated
-from howsmooth.program.equations import equation_of
+from howsmooth.program.editing import Editor, aten, equation_of, size, unrepeated
 from howsmooth.program.flow import Flow
 from howsmooth.program.lazy_logits import LazyLogits, LogitsReader, NotAttentionError, need
 from howsmooth.program.logits_steps import read
-from howsmooth.program.nodes import is_float, is_random, name, value
-from howsmooth.program.reads import reads
+from howsmooth.program.operations import dependents, is_float, is_random, name, takes_numbers, value
 from howsmooth.program.replay import Run
 from howsmooth.program.tracing import Program
 
@@ -48,7 +46,7 @@ class Reading:
 
 
 def rewrite(program: Program, flow: Flow | None = None) -> Program:
-    """The same program with every attention that is recognised as one node, whose target is `attention`.
+    """A program with every attention that is recognised as one node, whose target is `attention`.
 
     flow: what moves, in the program as it is; attention whose biases or sinks move with it stays written out.
 
@@ -59,9 +57,8 @@ def rewrite(program: Program, flow: Flow | None = None) -> Program:
     ['attention']
     """
     new, places = _copy(program)
-    unused = {
-        n for n in new.nodes if not n.users and (is_float(n) or n.op != "call_function" or n.meta.get("mode") or reads(n))
-    }
+    kept = (n for n in new.nodes if is_float(n) or n.op != "call_function" or n.meta.get("mode") or takes_numbers(n))
+    unused = {n for n in kept if not n.users}
     readings = _readings(new)
     right = _confirmed(replace(new), readings) if readings else []
     both = replace(new)
@@ -82,7 +79,7 @@ def moving_terms(program: Program, flow: Flow) -> set[Node]:
 
 
 def _copy(program: Program) -> tuple[Program, dict[Node, Node]]:
-    """The same program with a graph of its own, and where each node is in it."""
+    """A copy of a program, with a graph of its own, and where each node is in it."""
     graph = Graph()
     graph.output(graph.graph_copy(program.code.graph, {}))
     places = dict(zip(program.nodes, graph.nodes, strict=True))
@@ -116,8 +113,8 @@ def _whole(edit: Editor, n: Node) -> Reading:
     """Torch's own function."""
     need(not is_random(n))
     given = Operands.of(n)
-    made = edit.call(_tried, given.q, given.k, given.v, given.terms, val=value(n), **given.settings)
-    return Reading(n, (made,), made, edit.call(same, n, made, val=True))
+    call = edit.call(_tried, given.q, given.k, given.v, given.terms, val=value(n), **given.settings)
+    return Reading(n, (call,), call, edit.call(same, n, call, val=True))
 
 
 def _written(edit: Editor, reader: LogitsReader, n: Node) -> Reading:
@@ -166,9 +163,9 @@ def _call(edit: Editor, part: LazyLogits, v: Node) -> Node:
     if few_k is not None and few_v is not None and size(few_k)[1] == size(few_v)[1] and not edit.moving & {*terms}:
         k, v = few_k, few_v
     val = edit.blank(v, (*part.lead, part.n, size(v)[-1]))
-    made = edit.call(_tried, q, k, v, terms, val=val, **kwargs)
-    made.meta["written_out"] = True
-    return made
+    call = edit.call(_tried, q, k, v, terms, val=val, **kwargs)
+    call.meta["written_out"] = True
+    return call
 
 
 def _sink(edit: Editor, part: LazyLogits, v: Node) -> Node | None:
@@ -185,7 +182,7 @@ def _sink(edit: Editor, part: LazyLogits, v: Node) -> Node | None:
 def _constants(program: Program, edit: Editor) -> Callable[[Node, bool], float | None]:
     """What gives the number that a node of one entry is, where no input reaches it; weights where they are asked for."""
     run = Run(program, program.tensors, weights=program.weights_now())
-    weighted = dependents(program.code.graph, program.weights)
+    weighted = dependents(program.nodes, program.weights)
 
     def constant(n: Node, weights: bool) -> float | None:
         if n in edit.moving or (n in weighted and not weights):

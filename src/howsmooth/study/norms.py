@@ -16,7 +16,7 @@ from torch import Tensor
 from howsmooth.maps import Map
 from howsmooth.models import Capture
 from howsmooth.models.measurement import estimate_columns
-from howsmooth.program.nodes import name, shape
+from howsmooth.program.operations import name, shape
 from howsmooth.program.sides import Norm, read_norm
 from howsmooth.program.stretch import PartOfRun, features_last
 from howsmooth.study.jobs import EstimateRow

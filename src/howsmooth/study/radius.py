@@ -16,9 +16,9 @@ from howsmooth.models import MapName, Model
 from howsmooth.models.model_input import Which
 from howsmooth.models.near import in_pieces, to_the_end
 from howsmooth.models.tokens import Window
+from howsmooth.program.modules import written_path
 from howsmooth.program.pieces import Piece, Pieces, pieces_of, pruned
 from howsmooth.program.reading import check_agrees, read_function
-from howsmooth.program.tracing import written_path
 from howsmooth.search.radius import Radius, first_order, largest, smallest_change
 from howsmooth.settings import PER, Per, choice, flag, moving, number, whole
 from howsmooth.solve import Options, solve

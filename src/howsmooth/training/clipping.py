@@ -20,8 +20,7 @@ from howsmooth.program.segments import SegmentMap
 from howsmooth.settings import choice, number
 from howsmooth.solve import Options, solve
 from howsmooth.training.paths import chosen, paths_of
-from howsmooth.training.probe import Inputs, Probe, model_that_trains
-from howsmooth.training.untouched import untouched
+from howsmooth.training.probe import Inputs, Probe, model_that_trains, untouched
 
 Quantity = Literal["constant", "logit"]
 _PARTS = ("qk", "vo", "qkvo")
@@ -137,7 +136,7 @@ Measure = Callable[[Weights, int, Quantity], float]  # of a head, with other num
 
 
 @final
-class _Layer:
+class _Clippable:
     """A layer as something to clip: the entries of its weights that make each head.
 
     named: its weights.  at: what measures it at the weights of the moment.  unprojected: what is said where outputs have no
@@ -183,7 +182,7 @@ class _Layer:
         self._measure = self._at()
 
     def tensors(self) -> list[Tensor]:
-        """Those that are written to."""
+        """The weights that are written to."""
         sides = (self.parts.queries, self.parts.keys, self.parts.values, self.parts.outputs, self.parts.facing)
         return [self._named[name] for name in {rows.name for side in sides for own in side or () for rows in own}]
 
@@ -212,7 +211,7 @@ class _Layer:
         return [(rows, by) for own, by in by_head for rows in own if by != 1]
 
 
-def _of_attention(layer: Attention, x: Tensor) -> _Layer:
+def _of_attention(layer: Attention, x: Tensor) -> _Clippable:
     """An `Attention` as something to clip."""
     names = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v")
     named = {name: t for name in names if (t := getattr(layer, name)) is not None}
@@ -241,10 +240,10 @@ def _of_attention(layer: Attention, x: Tensor) -> _Layer:
         return operator.kernel.logit_range()[1]
 
     unprojected = "expected an output projection for heads that share values, got none; give w_o"
-    return _Layer(layer.heads, parts, named, lambda: measure, unprojected)
+    return _Clippable(layer.heads, parts, named, lambda: measure, unprojected)
 
 
-def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int) -> _Layer:
+def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int) -> _Clippable:
     """A layer of a model as something to clip: the entries of its parameters are read off its recorded run."""
     first = probe.row(0).inputs(model, recordings, torch.float64)[0]
     map = first.segment(index)
@@ -260,7 +259,7 @@ def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int) ->
 
     parts = head_weights(map.run.program, map.ends, map.run.at(torch.float64).values)
     unprojected = "expected an output projection that is a matrix of its own, got none; use parts='qk'"
-    return _Layer(map.ends.heads, parts, dict(model.module.named_parameters(remove_duplicate=False)), at, unprojected)
+    return _Clippable(map.ends.heads, parts, dict(model.module.named_parameters(remove_duplicate=False)), at, unprojected)
 
 
 def _measured(map: SegmentMap, weights: Weights, head: int, quantity: Quantity) -> float:
@@ -272,7 +271,7 @@ def _measured(map: SegmentMap, weights: Weights, head: int, quantity: Quantity) 
     return one.replayed(map.start).kernels[0].logit_range()[1]
 
 
-def _clip(layer: _Layer, goal: _Goal, index: int) -> list[ClippedHead]:
+def _clip(layer: _Clippable, goal: _Goal, index: int) -> list[ClippedHead]:
     """Scale, measure, and scale again where rounding of the weights took something back."""
     layer.check(goal.parts)
     heads = range(layer.heads)
@@ -308,7 +307,7 @@ def _constant(map: Map, x: Tensor) -> float:
     return solve(map, x, Options(tol=1e-4)).estimate.value
 
 
-def _factor(layer: _Layer, goal: _Goal, head: int, aim: float) -> float:
+def _factor(layer: _Clippable, goal: _Goal, head: int, aim: float) -> float:
     """The factor, found by bisection, that brings a head to at most `aim` and not more than 1 % below it."""
 
     @functools.cache

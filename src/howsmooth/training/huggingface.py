@@ -8,17 +8,17 @@ from howsmooth.training.recorder import Recorder
 
 
 @final
-class SmoothnessCallback(TrainerCallback):
+class HuggingFaceCallback(TrainerCallback):
     """Calls a recorder after every optimiser step and hands its numbers to a trainer's loggers.
 
-    A callback does not know its trainer, so it is told: `SmoothnessCallback.into(trainer, recorder)` makes one and adds it.
+    A callback does not know its trainer, so it is told: `HuggingFaceCallback.into(trainer, recorder)` makes one and adds it.
     """
 
     def __init__(self, recorder: Recorder, trainer: Trainer):
         self.recorder, self.trainer, self._loss = recorder, trainer, None
 
     @classmethod
-    def into(cls, trainer: Trainer, recorder: Recorder) -> "SmoothnessCallback":
+    def into(cls, trainer: Trainer, recorder: Recorder) -> "HuggingFaceCallback":
         callback = cls(recorder, trainer)
         trainer.add_callback(callback)
         return callback

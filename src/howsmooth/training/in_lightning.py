@@ -27,7 +27,7 @@ def _base() -> type:
 
 
 @final
-class SmoothnessCallback(_base()):
+class LightningCallback(_base()):
     """Calls a recorder after every optimiser step and hands its numbers to the trainer's loggers."""
 
     def __init__(self, recorder: Recorder):

@@ -21,14 +21,13 @@ from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.models import MapName, Model
 from howsmooth.models.recorded import Recording, Recordings, not_the_same
 from howsmooth.program.attention import answering
-from howsmooth.program.tracing import unchanged, written_path
+from howsmooth.program.modules import unchanged, written_path
 from howsmooth.settings import choice, flag, number, whole
 from howsmooth.spectral.operator import stream, unit_rows
 from howsmooth.spectral.ritz import converged, krylov
 from howsmooth.training.jacobians import LayerGraph, LayerJacobians, LayerTurn
 from howsmooth.training.paths import FAST, Paths, own_answer, paths_of
-from howsmooth.training.probe import Inputs, Probe, model_that_trains
-from howsmooth.training.untouched import FORWARD_MODE, untouched
+from howsmooth.training.probe import FORWARD_MODE, Inputs, Probe, model_that_trains, untouched
 
 _BASIS = 12  # vectors between restarts
 _RECORDINGS = 64  # kept, of batches of different shapes

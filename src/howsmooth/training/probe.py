@@ -1,9 +1,13 @@
-"""A batch that a model is measured at: its arguments, its rows, which of their tokens are real."""
+"""A model that trains, run so that its training never learns of it, and the batch that it is measured at."""
 
-from collections.abc import Mapping
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
@@ -13,19 +17,55 @@ from howsmooth.kernels.tensors import check_dense
 from howsmooth.models import Model, Window
 from howsmooth.models.model_input import ModelInput
 from howsmooth.models.recorded import Recordings
-from howsmooth.training.untouched import whole_model
+from howsmooth.program.modules import bare, unchanged
 
 Inputs = Tensor | Mapping[str, Any]
+FORWARD_MODE = "`torch.jit.script` is deprecated"  # torch's own, on first use of forward mode
 
 
 def model_that_trains(model: nn.Module | Model) -> Model:
-    """A module, compiled or wrapped as it may be, as a model to be measured."""
+    """A module, compiled or wrapped as it may be, as a model to be measured, with all of its weights here."""
     if isinstance(model, Model):
         return model
     if not isinstance(model, nn.Module):
         raise BadInputError(f"expected a torch module that trains, got {type(model).__name__}; pass the model")
-    module = whole_model(model)
+    module = bare(model)
+    if any(type(part).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine") for part in module.modules()):
+        raise BadInputError(
+            f"expected a model whose weights are whole on this device, got a sharded {type(module).__name__}; gather them first"
+        )
     return Model.of(module, type(module).__name__, None, None)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Inside it a model is in eval mode, in eager code and full precision; afterwards everything is as it was.
+
+    That is: modes, attributes, buffers, random numbers (torch's, NumPy's, Python's), mixed precision, compiled code.
+    """
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda and p.device.index is not None})
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  what others draw from must stay as it is
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(unchanged(model))
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(torch.inference_mode(False))
+            for kind in ("cpu", "cuda") if devices else ("cpu",):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # an old kind of checkpoint's
+            warnings.filterwarnings("ignore", FORWARD_MODE, DeprecationWarning)
+            if any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules()):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+def first_bad(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor that holds something not finite."""
+    return next((name for name, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
 
 
 @final
@@ -58,7 +98,7 @@ class Probe:
         return cls(args, kwargs, sizes[0] if sizes else 1, None if real is None or bool(real.all()) else real)
 
     def first(self, rows: int) -> "Probe":
-        """So many rows, the first ones."""
+        """The first rows, so many."""
         return self._cut(slice(0, rows))
 
     def row(self, i: int) -> "Probe":

@@ -15,8 +15,7 @@ from howsmooth.settings import choice, flag, number, whole
 from howsmooth.solve import Options
 from howsmooth.training.following import Certified, Following
 from howsmooth.training.paths import FAST
-from howsmooth.training.probe import Inputs, model_that_trains
-from howsmooth.training.untouched import first_bad, untouched
+from howsmooth.training.probe import Inputs, first_bad, model_that_trains, untouched
 
 PREFIX = "smoothness"
 _START = 8  # passes from a random start, where no certified solve gives the first directions
