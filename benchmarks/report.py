@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from howsmooth.cli.options import engine_of
+from howsmooth.cli.options import SweepOptions
 from howsmooth.report.assemble import inspect_into
 from howsmooth.study import alice
 from howsmooth.study.reader import Reader
@@ -29,7 +29,7 @@ def measured(model: str, out: str, lengths: tuple[int, ...], samples: int, devic
     start = time.perf_counter()
     reader = Reader.by_name(model, device=device)
     setting = settle(reader, Scope(lengths, samples))
-    engine = engine_of("local", None, None, reader.model, device)
+    engine = SweepOptions(device=device).engine_for(reader.model)
     report, page = inspect_into(reader, setting, out, "howsmooth report", engine=engine)
     seconds = time.perf_counter() - start
     parts = Counter[str]()  # by kind of row, all workers together

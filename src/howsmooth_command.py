@@ -13,15 +13,16 @@ try:  # Ctrl-C ends the process quietly, at any moment
     import ast
     import contextlib
     import functools
+    import importlib
     import inspect
     import io
     import re
     import signal
     import traceback
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
     from types import NoneType, UnionType
-    from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
+    from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args, get_origin
 except KeyboardInterrupt:
     os._exit(130)
 
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).with_name("howsmooth")
 CLI, SHARED = "howsmooth.cli", "howsmooth.cli.options"
 
-_ENTRY = re.compile(r"(?:^|\n)(\w+)(?: \((--[^)]+)\))?: ")
+Described: TypeAlias = tuple[str, list[inspect.Parameter]]
+
+_ENTRY = re.compile(r"(?:^|\n|  +)(\w+)(?: \((--[^)]+)\))?: ")
 
 
 def main() -> None:
@@ -58,7 +61,7 @@ def _interrupted(*_: object) -> None:
     _stop()
 
 
-def _stop() -> None:
+def _stop() -> NoReturn:
     """End at once: nothing is open that would have to be closed."""
     with contextlib.suppress(OSError):
         os.write(2, b"howsmooth: stopped\n")
@@ -121,7 +124,10 @@ def app() -> "typer.Typer":
 
 
 class Command(NamedTuple):
-    """A command as it is written: the function behind it, and the parameters it has on the command line."""
+    """A command as it is written: the function behind it, what is passed to it in any case, and the parameters that are typed.
+
+    tasks: a second function, module and name, whose options are passed on.
+    """
 
     name: str
     module: str
@@ -130,29 +136,76 @@ class Command(NamedTuple):
     parameters: list[inspect.Parameter]
     group: str = ""
     group_help: str = ""
+    preset: dict[str, str] = {}  # noqa: RUF012, nobody writes to it
+    tasks: tuple[str, str] | None = None
+
+    def functions(self) -> list[Callable[..., Any]]:
+        """The function behind it and the one that takes some of its options, imported."""
+        places = [(self.module, self.function), *([self.tasks] if self.tasks else [])]
+        return [getattr(importlib.import_module(module), name) for module, name in places]
 
 
 def commands() -> Iterator[Command]:
-    """Every command, files in the order of their names."""
+    """Every command, files in the order of their names.
+
+    A file with `GROUP`, its help, holds commands of a group. With `QUESTIONS`, a room, they are that room's questions: each is
+    answered by the function of its own name, or else of the group's, and takes the options of its tasks too.
+    """
     for path in sorted(PACKAGE.joinpath("cli").glob("[!_]*.py")):
         module = f"{CLI}.{path.stem}"
         names = Names(module)
-        group = (path.stem, names["GROUP"]) if "GROUP" in names else ()
-        for node in source(module).body:
-            if isinstance(node, ast.FunctionDef) and ast.unparse(node.returns or node.args) == "Answer" and node.name[0] != "_":
-                yield Command(node.name.strip("_"), module, node.name, *described(names, node), *group)
+        there = {f.name: f for f in _functions(module) if ast.unparse(f.returns or f.args) == "Answer" and f.name[0] != "_"}
+        group = (path.stem, names["GROUP"]) if "GROUP" in names else ("", "")
+        if "QUESTIONS" not in names:
+            for name, function in there.items():
+                yield Command(name.strip("_"), module, name, *described(names, function), *group)
+            continue
+        for name, place, tasks, text in sorted(_questions(names["QUESTIONS"])):
+            function = there.get(name) or there[path.stem]
+            options = described(names, function)[1] + described(Names(place), _function(place, tasks), positional=False)[1]
+            said = f"{text}\n\nExample: howsmooth {path.stem} {name} demo"
+            yield Command(name, module, function.name, said, options, *group, {"question": name}, (place, tasks))
 
 
-def described(names: "Names", function: ast.FunctionDef, *, positional: bool = True) -> tuple[str, list[inspect.Parameter]]:
-    """What a function's docstring says of it, and its parameters as arguments, where they are `positional`, and options."""
+def _questions(room: str) -> Iterator[tuple[str, str, str, str]]:
+    """Every question with a table that a file of a room holds: its name, module, the name of its tasks, and what it asks."""
+    for path in PACKAGE.joinpath(room.partition(".")[2]).glob("*.py"):
+        module = f"{room}.{path.stem}"
+        for node in source(module).body if "= Question(" in path.read_text("utf-8") else []:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "Question":
+                given = {str(k.arg): ast.unparse(k.value) for k in node.value.keywords}
+                if "table" in given:
+                    text = (ast.get_docstring(source(module)) or "").split("\n\n")[0]
+                    yield ast.literal_eval(given["name"]), module, given["tasks"], text
+
+
+def described(names: "Names", written: "ast.FunctionDef | ast.ClassDef", *, positional: bool = True) -> Described:
+    """What a docstring says of a function or of a group of options, and what it takes.
+
+    positional: with its arguments, not its options alone. A parameter whose type is a class of the package stands for the
+    fields of that class.
+    """
     shared = _entries(ast.get_docstring(source(SHARED)) or "")[1]
-    given = function.args
-    said, own = _entries(ast.get_docstring(function) or "", {arg.arg for arg in given.args + given.kwonlyargs})
-    entries = shared | own
-    defaults = [None] * (len(given.args) - len(given.defaults)) + given.defaults
-    written = [(arg, default, False) for arg, default in zip(given.args, defaults, strict=True)] if positional else []
-    written += [(arg, default, True) for arg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
-    return said, [_parameter(names, *one, entries[one[0].arg]) for one in written]
+    if isinstance(written, ast.ClassDef):
+        fields = [node for node in written.body if isinstance(node, ast.AnnAssign)]
+        taken = [(ast.unparse(node.target), node.annotation, node.value, True) for node in fields]
+    else:
+        given = written.args
+        defaults = [None] * (len(given.args) - len(given.defaults)) + given.defaults
+        pairs = zip(given.args, defaults, strict=True) if positional else ()
+        taken = [(arg.arg, arg.annotation, default, False) for arg, default in pairs]
+        options = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        taken += [(arg.arg, arg.annotation, default, True) for arg, default in options]
+    said, own = _entries(ast.get_docstring(written) or "", {name for name, *_ in taken})
+    parameters = []
+    for name, annotation, default, is_option in taken:
+        kind = names.value(annotation)
+        if isinstance(kind, Written):
+            parameters += described(Names(kind.module), kind.node)[1]
+        elif name != "question":
+            value = inspect.Parameter.empty if default is None else names.value(default)
+            parameters.append(_parameter(name, kind, value, is_option, *(shared | own)[name]))
+    return said, parameters
 
 
 def _entries(text: str, names: Collection[str] | None = None) -> tuple[str, dict[str, tuple[list[str], str]]]:
@@ -168,48 +221,39 @@ def _entries(text: str, names: Collection[str] | None = None) -> tuple[str, dict
             continue
         found = _ENTRY.split(part)[1:]
         for name, spelled, about in zip(found[::3], found[1::3], found[2::3], strict=True):
-            entries[name] = (re.split(r",\s*", spelled) if spelled else [], " ".join(about.split()))
+            entries[name] = (re.split(r",\s*", spelled) if spelled else [], " ".join(about.split()).removesuffix("."))
     return "\n\n".join(said), entries
 
 
-def _parameter(
-    names: "Names", arg: ast.arg, default: ast.expr | None, is_option: bool, entry: tuple[list[str], str]
-) -> inspect.Parameter:
+def _parameter(name: str, kind: Any, value: Any, is_option: bool, spelled: list[str], text: str) -> inspect.Parameter:
+    """An argument or option as typer takes it; lists and choices as text, which the package reads and checks."""
     import typer
 
-    assert arg.annotation is not None
-    kind, value = names.value(arg.annotation), inspect.Parameter.empty if default is None else names.value(default)
     kinds = [k for k in (get_args(kind) if get_origin(kind) is UnionType else (kind,)) if k is not NoneType]
-    spelled, text = entry
     if get_origin(kinds[0]) is Literal:
         text += f": {', '.join(get_args(kinds[0]))}"
-    if get_origin(kinds[0]) in (tuple, Literal):  # the package reads and checks these
-        kinds = [str]
+    plain = str if get_origin(kinds[0]) in (tuple, Sequence, Literal) else kinds[0]
     if isinstance(value, tuple):
         value = ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
     if value is False and not spelled:
-        spelled = [f"--{arg.arg.replace('_', '-')}"]
-    kind = kinds[0] | None if kind is not kinds[0] and value is None else kinds[0]
+        spelled = [f"--{name.replace('_', '-')}"]
     about = typer.Option(*spelled, help=text) if is_option else typer.Argument(help=text)
-    return inspect.Parameter(arg.arg, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, about])
+    annotation = Annotated[plain | None if value is None else plain, about]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=annotation)
 
 
 def _runner(command: Command) -> Callable[..., None]:
     """What typer calls: it imports the function and prints its answer, in the way that the flags of every command ask for."""
     import typer
 
-    printing = next(n for n in source(CLI).body if isinstance(n, ast.FunctionDef) and n.name == "answer")
-    flags = described(Names(CLI), printing, positional=False)[1]
+    flags = described(Names(CLI), _function(CLI, "answer"), positional=False)[1]
 
     def execute(**given: Any) -> None:
-        from importlib import import_module
-
-        answer = import_module(CLI).answer
-        function = getattr(import_module(command.module), command.function)
+        answer, functions = importlib.import_module(CLI).answer, command.functions()
         chosen = {flag.name: given.pop(flag.name) for flag in flags}
         try:
             _State.working = True
-            code = answer(function, given, **chosen)
+            code = answer(functions, given | command.preset, **chosen)
         except KeyboardInterrupt:
             _State.working = False
             if chosen["debug"]:
@@ -231,15 +275,32 @@ def source(module: str) -> ast.Module:
     return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text("utf-8"))
 
 
+def _functions(module: str) -> list[ast.FunctionDef]:
+    return [node for node in source(module).body if isinstance(node, ast.FunctionDef)]
+
+
+def _function(module: str, name: str) -> ast.FunctionDef:
+    return next(function for function in _functions(module) if function.name == name)
+
+
+class Written(NamedTuple):
+    """A class as a module has it."""
+
+    module: str
+    node: ast.ClassDef
+
+
 class Names(dict[str, Any]):
-    """What names mean in a module, found in its source: what it assigns, and what it imports from this package."""
+    """What names mean in a module, found in its source: what it assigns, its classes, and what it imports from this package."""
 
     def __init__(self, module: str):
-        super().__init__(Path=Path, Literal=Literal, get_args=get_args)
+        super().__init__(Path=Path, Sequence=Sequence, Literal=Literal, get_args=get_args)
         self.module = module
 
     def __missing__(self, name: str) -> Any:
         for node in source(self.module).body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return Written(self.module, node)
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "howsmooth":
                 for alias in node.names:
                     if name == (alias.asname or alias.name):
@@ -256,6 +317,7 @@ class Names(dict[str, Any]):
             return False
         return True
 
-    def value(self, expression: ast.expr) -> Any:
+    def value(self, expression: ast.expr | None) -> Any:
         """What an expression of the module is worth."""
+        assert expression is not None
         return eval(compile(ast.Expression(expression), self.module, "eval"), {}, self)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from howsmooth.cli import options
-from howsmooth.cli.options import engine_of
+from howsmooth.cli.options import SweepOptions
 from howsmooth.errors import BadInputError
 from howsmooth.run import Local, Ray
 from howsmooth.study.reader import Source
@@ -83,9 +83,9 @@ def test_bounds_of_a_random_layer():
     assert rows["B7"]["value"] > 0
 
 
-@pytest.mark.parametrize("command", ["measure", "report", "study", "attack"])
+@pytest.mark.parametrize("command", ["measure", "report", "study growth", "attack"])
 def test_commands_that_load_a_model_share_their_options(command):
-    told = run(command, "--help").stdout
+    told = run(*command.split(), "--help").stdout
     assert all(option in told for option in ("--text", "--map", "--side", "--device", "--seed", "--json", "--debug"))
 
 
@@ -119,10 +119,11 @@ def test_workers_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(options, "free", lambda device: 100)
     for taken, held in ((0, 6), (5, 6), (10, 3), (17, 1), (99, 1)):
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, taken=taken: taken)
-        assert engine_of("local", None, None, model, "auto") == Local(workers=held)
-    assert engine_of("ray", None, 2, model, "auto") == Ray(workers=2, gpus=1.0)
+        assert SweepOptions().engine_for(model) == Local(workers=held)
+    on_ray = SweepOptions(engine="ray", workers=2)
+    assert on_ray.engine_for(model) == Ray(workers=2, gpus=1.0)
     with pytest.raises(BadInputError, match="Ray gives each worker a GPU"):
-        engine_of("ray", None, 2, model, "cuda:1")
+        replace(on_ray, device="cuda:1").engine_for(model)
 
 
 def test_weights_without_the_right_names(tmp_path):

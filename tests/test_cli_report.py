@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 import howsmooth
-from howsmooth.cli.study import STUDIES
 from howsmooth.study import halves, questions
 from howsmooth.study.ceilings import BOUNDS
 from howsmooth.study.swapped import USUAL
@@ -189,7 +188,7 @@ def test_folders_that_are_no_place_for_a_report(place, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", [name for name, question in questions().items() if question.table is not None])
 def test_every_study_prints_a_table_and_keeps_its_rows(place, tmp_path, name):
     results, table = tmp_path / "rows.sqlite", tmp_path / "rows.csv"
     inputs = ("study", name, place / "model", "--text", place / "text.txt", "--samples", "1", "--workers", "1")
@@ -222,16 +221,11 @@ def test_kinds_have_a_page_of_their_own(place, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("growing", "model"), "a study among"),
         (("radius", "model", "--factors", "big"), "--factors like"),
         (("radius", "model", "--factors", "-1"), "positive factors"),
         (("bounds", "model", "--map", "block"), "the map attention"),
-        (("growth", "model", "--factors", "1,2"), "--factors with the studies radius and variants alone, got it with growth"),
-        (("growth", "model", "--kinds", "linear"), "--kinds with the study variants alone"),
-        (("radius", "model", "--page", "page"), "--page with the study variants alone"),
         (("variants", "no model is loaded", "--kinds", "sofmax"), "kinds of attention"),
         (("variants", "model", "--map", "block"), "the map attention"),
-        (("radius", "model", "--steps", "3"), "--steps with the study worst alone"),
         (("growth", "model", "--table", "rows.txt"), ".csv or .parquet"),
         (("growth", "no model is loaded", "--table", "/proc/rows.csv"), "a file that can be written, got /proc/rows.csv"),
         (("growth", "no model is loaded", "--table", "x" * 300 + ".csv"), "a file that can be written"),
@@ -248,6 +242,22 @@ def test_studies_that_cannot_be(place, tmp_path, monkeypatch, arguments, message
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("growing", "model"),
+        ("growth", "model", "--factors", "1,2"),
+        ("growth", "model", "--kinds", "linear"),
+        ("radius", "model", "--page", "page"),
+        ("radius", "model", "--steps", "3"),
+    ],
+)
+def test_a_study_takes_its_own_options_alone(arguments):
+    result = run("study", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.strip().splitlines()[-1].startswith("Error: No such ")
+
+
 def test_bounds_of_a_model_without_formulas_are_refused(place, tmp_path, monkeypatch):
     assert BOUNDS.beside is not None
     none = replace(BOUNDS, beside=replace(BOUNDS.beside, rows=lambda *_: iter(())))
@@ -260,9 +270,9 @@ def test_bounds_of_a_model_without_formulas_are_refused(place, tmp_path, monkeyp
     assert not table.exists()
 
 
-@pytest.mark.parametrize("command", ["report", "demo", "study"])
+@pytest.mark.parametrize("command", ["report", "demo", "study growth"])
 def test_help_has_an_example(command):
-    result = run(command, "--help")
+    result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert f"Example: howsmooth {command}" in " ".join(result.stdout.split())
 

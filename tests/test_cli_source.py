@@ -6,35 +6,52 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 import howsmooth
-from howsmooth.cli import numbers
+from howsmooth.cli import several
+from howsmooth.study import questions
+from howsmooth.study.swapped import KINDS
 from howsmooth_command import Command, Names, app, commands
 
 COMMANDS = {f"{command.group} {command.name}".strip(): command for command in commands()}
 
 
 def test_every_command_is_there():
-    wanted = "attack bounds worst certify measure report demo reproduce training"
-    assert set(wanted.split()) | {"split ask", "split map", "split growth", "split convergence", "split frequency"} <= set(
-        COMMANDS
-    )
+    groups = {
+        "": "attack bounds worst certify measure report demo reproduce training",
+        "split ": "ask map growth convergence frequency",
+        "study ": "bounds growth layers norms radius splitting variants worst",
+    }
+    assert {group + name for group, names in groups.items() for name in names.split()} <= set(COMMANDS)
+    studies = {name for name, question in questions().items() if question.table is not None}
+    assert {name.removeprefix("study ") for name in COMMANDS if name.startswith("study ")} == studies
+    (kinds,) = (p.annotation.__metadata__[0].help for p in COMMANDS["study variants"].parameters if p.name == "kinds")
+    assert set(KINDS) <= {word.strip(",;") for word in kinds.split()}
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_what_is_read_is_what_is_imported(command: Command):
-    function = getattr(importlib.import_module(command.module), command.function)
-    real = inspect.signature(function).parameters
-    assert [parameter.name for parameter in command.parameters] == list(real)
+    real: dict[str, Any] = {}
+    first, *others = command.functions()
+    for function in (first, *others):
+        for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+            if is_dataclass(parameter.annotation) and function is first:
+                real |= {field.name: field.default for field in fields(parameter.annotation)}
+            elif parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                real[name] = parameter.default
+    given = [parameter.name for parameter in command.parameters]
+    assert set(given) == set(real) - {"question", "setting"}
+    assert len(given) == len(set(given))
     for parameter in command.parameters:
-        default: Any = real[parameter.name].default
+        default = real[parameter.name]
         if isinstance(default, tuple):
             kind = type(default[0])
-            assert numbers(parameter.default, "", float) == pytest.approx(default)
+            assert several(parameter.default, "", float) == pytest.approx(default)
             assert kind in (int, float)
         else:
             assert parameter.default == default
@@ -51,7 +68,7 @@ def test_help_of_every_command_tells_every_option(command: str):
     assert all(flag in told for flag in ("--json", "--debug", "--help"))
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "split growth --help", "bounds --help"])
+@pytest.mark.parametrize("arguments", ["--help", "--version", "study worst --help", "bounds --help"])
 def test_help_takes_no_package_and_no_time(arguments: str):
     code = f"""
 import sys

@@ -4,6 +4,7 @@ import json as json_text
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -11,7 +12,7 @@ from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.report import finite
 from howsmooth.settings import choice, seed_of
 
-__all__ = ["Answer", "answer", "count_cases", "note", "numbers", "show_table", "typed"]
+__all__ = ["Answer", "answer", "count_cases", "note", "several", "show_table", "typed"]
 
 
 class Answer(NamedTuple):
@@ -22,20 +23,21 @@ class Answer(NamedTuple):
     draw: Callable[[], Path] | None = None
 
 
-def answer(function: Callable[..., Answer], given: Mapping[str, Any], *, json: bool = False, debug: bool = False) -> int:
-    """Call the function of a command with what was typed, print what it finds, and return the exit code.
+def answer(
+    functions: Sequence[Callable[..., Any]], given: Mapping[str, Any], *, json: bool = False, debug: bool = False
+) -> int:
+    """Call the first of the functions of a command with what was typed, print what it finds, and return the exit code.
 
-    Bad input is one sentence on stderr and exit code 2. In JSON a number that is not finite is null.
+    The others take some of the options. Bad input is one sentence on stderr and exit code 2. In JSON a number that is not
+    finite is null.
 
     json: print one JSON object and nothing else
     debug: show a traceback on errors
     """
     try:
-        hints = get_type_hints(function)
-        options = {name: _read(value, hints[name], f"--{name.replace('_', '-')}") for name, value in given.items()}
-        if options.get("seed") is not None:
-            seed_of(options["seed"])  # before a model is loaded
-        found = function(**options)
+        if given.get("seed") is not None:
+            seed_of(given["seed"])  # before a model is loaded
+        found: Answer = functions[0](**_options(functions, given))
         if json:
             print(json_text.dumps(finite(found.value), indent=1, allow_nan=False))
         else:
@@ -52,6 +54,16 @@ def answer(function: Callable[..., Answer], given: Mapping[str, Any], *, json: b
     return 0
 
 
+def _options(functions: Sequence[Callable[..., Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was typed, as the functions' annotations want it; a parameter whose type is a dataclass takes the options it has."""
+    groups = {name: hint for name, hint in get_type_hints(functions[0]).items() if is_dataclass(hint)}
+    hints = {name: hint for some in (*functions, *groups.values()) for name, hint in get_type_hints(some).items()}
+    options = {name: _read(value, hints[name], f"--{name.replace('_', '-')}") for name, value in given.items()}
+    for name, group in groups.items():
+        options[name] = group(**{field: options.pop(field) for field in get_type_hints(group)})
+    return options
+
+
 def _read(value: Any, hint: Any, option: str) -> Any:
     """An option's text as its annotation wants it: lists of numbers or words, and choices; all other types are typer's."""
     if not isinstance(value, str):
@@ -60,20 +72,20 @@ def _read(value: Any, hint: Any, option: str) -> Any:
     for kind in kinds:
         if get_origin(kind) is Literal:
             return choice(value, option, get_args(kind))
-        if get_origin(kind) is tuple:
-            return None if value in ("", "all") and len(kinds) > 1 else numbers(value, option, get_args(kind)[0])
+        if get_origin(kind) in (tuple, Sequence):
+            return None if value in ("", "all") and len(kinds) > 1 else several(value, option, get_args(kind)[0])
     return value
 
 
-def numbers(text: str, option: str, kind: type[int] | type[float] = float) -> tuple[Any, ...]:
-    """Numbers with commas between them, one at least."""
+def several(text: str, option: str, kind: type[int] | type[float] | type[str] = float) -> tuple[Any, ...]:
+    """Numbers or words with commas between them, one at least."""
     try:
-        found = tuple(kind(part) for part in text.split(",") if part.strip())
+        found = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:
         found = ()
     if not found:
-        example, whole = ("8,16,32", "whole ") if kind is int else ("0.5,1,2", "")
-        raise BadInputError(f"expected {option} like {example}, got {text!r}; give {whole}numbers with commas")
+        example, what = {int: ("8,16,32", "whole numbers"), float: ("0.5,1,2", "numbers"), str: ("one,other", "names")}[kind]
+        raise BadInputError(f"expected {option} like {example}, got {text!r}; give {what} with commas")
     return found
 
 

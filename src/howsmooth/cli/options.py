@@ -30,40 +30,72 @@ out: folder for the table (CSV) and the figure (PNG, PDF)
 """
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from howsmooth.cli import numbers
+from howsmooth.cli import several
 from howsmooth.errors import BadInputError
-from howsmooth.models import Model
+from howsmooth.models import MapName, Model
 from howsmooth.models.room import free
 from howsmooth.run import Engine, Local, Ray
 from howsmooth.run.pool import cores
-
-EngineName = Literal["local", "ray"]
+from howsmooth.study.reader import Reader
+from howsmooth.study.scope import Scope, Setting, fitting_lengths, settle
 
 _POSITIONS = "0,5-9"
 _MOST_POSITIONS = 2**24  # in one stretch
 _LARGE = 1e9  # bytes of weights that are not kept several times over
 
 
-def engine_of(name: EngineName, address: str | None, workers: int | None, model: Model, device: str) -> Engine:
-    """An engine by its name; workers on Ray take a GPU each where the model is on one."""
-    if name == "ray":
-        if device not in ("auto", "cpu", "cuda"):
-            raise BadInputError(
-                f"expected --device auto, cpu or cuda with --engine ray, got {device!r}; Ray gives each worker a GPU of its own"
-            )
-        return Ray(address=address, workers=workers, gpus=float(model.device.type == "cuda"))
-    if address is not None:
-        raise BadInputError("expected --address with --engine ray, got it with local; add --engine ray")
-    return Local(workers=_workers(model) if workers is None else workers)
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """What a sweep over a model's layers measures, and where its tasks run."""
+
+    text: str | None = None
+    lengths: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    samples: int = 8
+    map: MapName = "attention"
+    side: str | None = None
+    tol: float = 1e-3
+    certify: float | None = None
+    seed: int = 0
+    resume: bool = False
+    engine: Literal["local", "ray"] = "local"
+    address: str | None = None
+    workers: int | None = None
+    device: str = "auto"
+    quiet: bool = False
+
+    def reader(self, model: str) -> Reader:
+        """A model by its name, reading the text."""
+        return Reader.by_name(model, self.text, self.side, self.device)
+
+    def setting(self, reader: Reader, usual: Callable[[Reader, int], tuple[int, ...]] = fitting_lengths) -> Setting:
+        """What is measured, checked. usual: the lengths where none are named."""
+        lengths = self.lengths or usual(reader, self.samples)
+        return settle(reader, Scope(lengths, self.samples, self.layers, self.map, self.tol, self.certify, self.seed))
+
+    def engine_for(self, model: Model) -> Engine:
+        """Where tasks run; workers on Ray take a GPU each where the model is on one."""
+        if self.engine == "ray":
+            if self.device not in ("auto", "cpu", "cuda"):
+                raise BadInputError(
+                    f"expected --device auto, cpu or cuda with --engine ray, got {self.device!r}; "
+                    "Ray gives each worker a GPU of its own"
+                )
+            return Ray(address=self.address, workers=self.workers, gpus=float(model.device.type == "cuda"))
+        if self.address is not None:
+            raise BadInputError("expected --address with --engine ray, got it with local; add --engine ray")
+        return Local(workers=usual_workers(model) if self.workers is None else self.workers)
 
 
-def _workers(model: Model) -> int:
+def usual_workers(model: Model) -> int:
     """As many as there are cores and as memory holds, four at most, six on a GPU, which waits for Python most of the time.
 
     On a GPU the longest window has been through the model by now; a measurement there takes about twice as much beside it.
@@ -83,8 +115,8 @@ def positions_of(text: str | None) -> tuple[int, ...] | None:
     positions: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        (start,) = numbers(first, "--tokens", int)
-        (end,) = numbers(last, "--tokens", int) if dash else (start,)
+        (start,) = several(first, "--tokens", int)
+        (end,) = several(last, "--tokens", int) if dash else (start,)
         if not 0 <= start <= end < start + _MOST_POSITIONS:
             raise BadInputError(f"expected --tokens like {_POSITIONS}, got {part!r}; give the smaller one first")
         positions += range(start, end + 1)

@@ -427,7 +427,9 @@ def _place(row: VariantRow) -> tuple[int, int, float, int]:
 def tasks(setting: Setting, *, kinds: Sequence[str] | None = None, factors: Sequence[float] = REACH) -> Steps:
     """The scale of every kind in every layer, then every layer with every kind.
 
-    kinds: of attention to put in; softmax is always there.  factors: what the tokens are multiplied by.
+    kinds: of attention to put in, among softmax, sigmoid, l2, cosine, linear, sinkhorn, differential, hard, l2-tied,
+    cosine-values, linear-relu, linear-sum, differential-plain, balanced; softmax is always there.
+    factors: what the tokens are multiplied by.
     """
     names = kind_names(kinds)
     chosen = yield choice_jobs(setting, names)
