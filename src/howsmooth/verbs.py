@@ -49,7 +49,7 @@ def lipschitz(
     them: `upper` is certified, `value` attained at `point` (docs/explanation/around.md).  per: "token", every token moves at
     most so far, or "sequence", all of them together (Frobenius norm).  tokens: positions that may move, in the input and in
     its perturbations; all by default.  steps: measurements of each start of the search for `value`. With `certify`, large
-    inputs too get the bound that treats the top singular pairs apart; it costs as much as some forty solves.
+    inputs too get the bound that treats the top singular pairs apart; it costs as much as some hundred solves.
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
     default made from `x` and `f(x)`, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.

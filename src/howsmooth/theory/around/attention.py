@@ -159,7 +159,7 @@ class AroundAttention:
             if change < _FAR * upper:
                 bounds.append((self._apart(spread, neighbourhood, change), APART))
             gain = min(change, min(bounds)[0] - upper)
-            if along and centre.affine and gain > _WORTH * upper and (later := _later(spread)) < gain:
+            if along and centre.affine and gain > _WORTH * upper and self._promising(gain, far, later := _later(spread)):
                 first = _product(self._flat, far)
                 if (sharper := _sum(first, later)) < change:
                     change, rest = sharper, min(rest, _product(_sum(0.5 * first, later), far))
@@ -177,6 +177,12 @@ class AroundAttention:
             rest = min(rest, _product(change, far))
             total = min(total, _product(slope, far), _product(upper, far) + rest)
         return Around(slope, change, moved.clamp_max(total), total, reason, upper, confidence, rest)
+
+    def _promising(self, gain: float, far: float, later: float) -> bool:
+        """Whether second derivatives in all directions may gain something: they are no smaller than those along the pairs."""
+        if not later < gain:
+            return False
+        return "_flat" in vars(self) or later + far * float(torch.cat([self._curves.rows, self._curves.columns]).max()) < gain
 
     def _along(self, area: Neighbourhood) -> bool:
         """Whether no tokens move but those by which the Jacobian is taken."""
