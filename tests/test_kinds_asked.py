@@ -48,9 +48,10 @@ def asked(tree: ast.AST) -> list[int]:
     lines = []
     for node in ast.walk(tree):
         for part in (part for test in looked_at(node) for part in ast.walk(test)):
-            attribute = isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "kinds"
-            if (attribute and part.attr in NAMES) or (isinstance(part, ast.Name) and part.id in known):
-                lines.append(getattr(part, "lineno", 0))
+            if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "kinds" and part.attr in NAMES:
+                lines.append(part.lineno)
+            if isinstance(part, ast.Name) and part.id in known:
+                lines.append(part.lineno)
     return sorted(lines)
 
 

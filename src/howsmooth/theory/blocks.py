@@ -26,6 +26,7 @@ from howsmooth.theory.at_point.heads import vector_errors
 from howsmooth.theory.at_point.perron import inverse_rows
 from howsmooth.theory.at_point.slopes import query_slopes
 from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan
+from howsmooth.theory.upper import Upper
 
 _FEATURES = 2**23  # products of values and keys kept at once
 _NUMBERS = {"cpu": 2**21, "cuda": 2**26}  # entries of blocks worked on at once: what a cache holds, what keeps a GPU busy
@@ -49,7 +50,7 @@ class BlockNorms(NamedTuple):
 @torch.no_grad()
 @float32_products()
 def block_norms(operator: Operator, above: float = 0.0) -> BlockNorms:
-    """The norms of all blocks of a linearised map, from below and from above.
+    """Lower and upper bounds on the norms of all blocks of a linearised map.
 
     Blocks of width up to 256 are decomposed, so both ends are exact to rounding; wider ones go through products.
     above: tokens whose cheap bound (Proposition 5.6) is not larger are left at `[0, that bound]`.
@@ -113,7 +114,7 @@ def splitting_blocks(operator: Operator, rows: slice) -> Operator:
 
 
 class BlockSizes(NamedTuple):
-    """bound: `‖S_i‖` from above.  terms: the size of what was added up to form `S_i`, whose rounding it carries."""
+    """bound: no less than `‖S_i‖`.  terms: the size of what was added up to form `S_i`, whose rounding it carries."""
 
     bound: Float[Tensor, "batch n"]
     terms: Float[Tensor, "batch n"]
@@ -126,8 +127,8 @@ def block_sizes(operator: Operator) -> BlockSizes:
         return block_sizes(operator.operator)
     if isinstance(operator, Composed):
         outer, inner = block_sizes(operator.outer), block_sizes(operator.inner)
-        terms = outer.terms * inner.bound + outer.bound * inner.terms
-        return BlockSizes(no_nan(outer.bound * inner.bound), no_nan(terms))
+        (b, u), (a, t) = ((Upper(bound), Upper(terms)) for bound, terms in (outer, inner))
+        return BlockSizes((b * a).value, (u * a + b * t).value)
     if isinstance(operator, NormJacobian):
         bound = operator.norm.weight.double().abs().max() / operator.scale.double()[..., 0]
         return BlockSizes(bound, bound)

@@ -267,5 +267,5 @@ def slack(size: int) -> float:
 
 
 def rounded_up(values: Tensor, size: int) -> tuple[float, ...]:
-    """Norms of matrices of that size, from above."""
+    """Upper bounds on norms that were computed of matrices of that size."""
     return tuple(float(x) * slack(size) for x in values.flatten())

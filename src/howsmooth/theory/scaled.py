@@ -43,6 +43,10 @@ class Scaled:
     eps: float = 0.0
     width: int = 1
 
+    def nearest(self, h: int, radius: float) -> float:
+        """The least `|f (W x + b)|`, or `|C (W x + b)|` before a norm, in the ball; rounded down."""
+        return max(0.0, self.shift[h] * (1 - 1e-9) - self.weight[h] * radius)
+
     def length(self, h: int, radius: float, *, shifted: bool = True) -> float:
         """The largest `|f q|` in the ball of tokens, head `h`. shifted: with the bias."""
         reach = self.weight[h] * radius + (self.shift[h] if shifted else 0.0)
@@ -61,8 +65,7 @@ class Scaled:
 
     def _least_spread(self, h: int, radius: float) -> float:
         """What a norm divides by, at least: `√(|C(Wx + b)|²/d + eps)`."""
-        away = max(0.0, self.shift[h] * (1 - 1e-9) - self.weight[h] * radius)
-        return math.sqrt(away**2 / self.width + self.eps) * (1 - 1e-12)
+        return math.sqrt(self.nearest(h, radius) ** 2 / self.width + self.eps) * (1 - 1e-12)
 
 
 def scaled_pairs(layer: Attention, w: HeadWeights) -> tuple[tuple[Scaled, Scaled], ...]:
@@ -95,7 +98,7 @@ def by_heads(t: Float[Tensor, " width"], heads: int, head: int) -> Float[Tensor,
 
 
 def _whole(w: Float[Tensor, "heads head d"], head: int, norm: LayerNorm | RMSNorm | None) -> float | None:
-    """`‖C W‖` of all heads together, from above, where the norm goes over them; nothing otherwise."""
+    """An upper bound on `‖C W‖` of all heads together, where the norm goes over them; nothing otherwise."""
     if norm is None or norm.width == head:
         return None
     centred = norm.to(w.device, torch.float64).center(w[:: len(w) * head // norm.width].flatten(0, 1).mT).mT
@@ -235,12 +238,12 @@ def triangle(w: Float[Tensor, "heads r d"]) -> Float[Tensor, "heads r k"]:
 
 
 def gram_norm(flat: Float[Tensor, "p q"]) -> float:
-    """The norm of a matrix, from above; infinite where it is too large to compute."""
+    """An upper bound on the norm of a matrix; infinite where that is too large to compute."""
     if min(flat.shape) > LARGEST_GRAM:
         return math.inf
     return gram_root(flat @ flat.mT if flat.shape[0] <= flat.shape[1] else flat.mT @ flat, max(flat.shape))
 
 
 def gram_root(gram: Float[Tensor, "p p"], size: int) -> float:
-    """The norm of a matrix from its Gram matrix, from above."""
+    """An upper bound on the norm of a matrix, from its Gram matrix."""
     return max(float(top_eigenvalue(gram)), 0.0) ** 0.5 * slack(size)

@@ -77,7 +77,7 @@ class Geometry:
 
 
 def _shared_root(terms: list[tuple[Float[Tensor, "heads d r"], PerHead]], dtype: torch.dtype) -> Float[Tensor, " batch"]:
-    """`‖Σ_k Σ_h t_kh E_kh E_khᵀ‖₂^½` from above, (batch,); the sum is made in `dtype`. No `t` is NaN.
+    """An upper bound on `‖Σ_k Σ_h t_kh E_kh E_khᵀ‖₂^½`, (batch,); the sum is made in `dtype`. No `t` is NaN.
 
     One matrix serves the batch: with the weights `m_kh` of its average item, item `b` is at most `max_kh t_kh/m_kh` times it.
     """
@@ -161,7 +161,7 @@ class Tokens:
     """Queries, keys and values in the coordinates of `Geometry`, (batch·heads, n, ·), in the kernel's precision.
 
     v, o: `R_o v_j`, `R_o o_i`, measured from the mean value.  k: `R_q k_j`, from the mean key without a soft-cap.
-    a: `τ |W_kᵀ q_i|`, from above.  y: `R_o W_v` applied to the unit vector along `W_kᵀ q_i`, and times `a`; for one plain head.
+    a: at least `τ |W_kᵀ q_i|`.  y: `R_o W_v` applied to the unit vector along `W_kᵀ q_i`, and times `a`; for one plain head.
     chi, kappa: what `k` and `a` are to be multiplied by at query `i` and at key `j`, 1 in plain layers. Where queries and keys
     are normalised or turned they are the slopes of 4.13, `k` and `a` are lengths, and there is no `y`.
     tau, nu: (g, 1), `|τ|` and `‖W_o W_v‖`.

@@ -1,4 +1,4 @@
-"""Norms of non-negative matrices from above, by products (docs/explanation/point-bounds.md 4.1); attention's weights too."""
+"""Upper bounds on norms of non-negative matrices, by products (docs/explanation/point-bounds.md 4.1)."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def perron_bound(forward: Product, backward: Product, start: PerKey, steps: int 
 
         ‖N‖₂² ≤ max_j (NᵀN w)_j / w_j     for every w > 0     (Proposition 4.1)
 
-    Each step takes `w ← NᵀN w`; the smallest bound seen is returned, in float64, infinity where none is a number. The products
+    Each step takes `w ← NᵀN w`; the smallest bound is returned, in float64, infinity where none is a number. The products
     sum non-negative terms, so that rounding makes a relative error of a few units at most: the caller adds it. The caller also
     sees to it that the largest entries of `N` are of size one or so, since squares must stay in range.
 
@@ -78,7 +78,7 @@ def tiled_bound(
 
 
 def weights_norm(kernel: Tiled, inverse: PerQuery, steps: int) -> tuple[Float[Tensor, " g"], PerKey]:
-    """`‖P‖₂` of every head from above, (g,), and weights near its top right singular vector, (g, m), from `inverse_rows`."""
+    """Upper bounds on `‖P‖₂` by head, (g,), and weights near its top right singular vector, (g, m), from `inverse_rows`."""
     start = received(kernel, inverse, torch.ones_like(inverse))
     return tiled_bound(kernel, lambda b: b.weights, inverse, torch.zeros_like(inverse), start, steps)
 

@@ -25,6 +25,7 @@ from howsmooth.theory.at_point.perron import STEPS, along, down, perron_bound, r
 from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, first_reason, log_of, no_nan, product_norm, slack
 from howsmooth.theory.kinds.block_norms import point_of_kind
 from howsmooth.theory.over_ball.castin2024 import not_bilinear
+from howsmooth.theory.upper import Upper
 
 _SOURCE = "howsmooth, docs/explanation/point-bounds.md"
 _ASSUMES = "any layer of softmax attention: heads, groups, biases, masks, soft-cap, rotary phases, norms on queries and keys"
@@ -139,7 +140,7 @@ def operator_bound(operator: Operator) -> Float[Tensor, " batch"] | None:
     if isinstance(operator, Composed):
         outer = operator_bound(operator.outer)
         inner = None if outer is None else operator_bound(operator.inner)
-        return None if outer is None or inner is None else no_nan(outer * inner)
+        return None if outer is None or inner is None else (Upper(outer) * inner).value
     return None
 
 
@@ -288,7 +289,7 @@ def _many_heads(kernel: Tiled, t: Tokens, beta: Tensor, start: Tensor) -> tuple[
 
 
 def _distances(t: Tokens) -> Callable[[Block], Tensor]:
-    """What makes tiles of `|v_j − o_i|`, from above where rounding hides them."""
+    """A function that makes tiles of upper bounds on `|v_j − o_i|`, whatever rounding hides of them."""
     blur = 2 * t.blur_v[..., None]
     v2, o2 = t.v.square().sum(-1)[:, None], t.o.square().sum(-1)
     o2 = (o2 * (1 + t.noise) + t.noise * v2.amax(-1))[..., None]

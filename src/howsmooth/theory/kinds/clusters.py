@@ -69,7 +69,7 @@ def best_clusters(attn: Attention, n: int, radius: float) -> tuple[float, Float[
 
 
 def attained(attn: Attention, points: Points, counts: Counts) -> Float[Tensor, " batch"]:
-    """The constant of moving clusters as wholes, from below; zero where logits are too large to say."""
+    """A lower bound on the constant of moving clusters as wholes; zero where logits are too large to say."""
     values, fine = points.new_zeros(len(points)), _fine(attn, points)
     if not bool(fine.any()):
         return values

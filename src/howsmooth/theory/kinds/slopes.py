@@ -128,10 +128,8 @@ def unit_length(length: float, root: float) -> float:
 
 
 def _nearest(t: Scaled, h: int, radius: float) -> float:
-    """The least length of a query, key or value in the ball before phases, rounded down; zero behind a norm."""
-    if t.alpha is not None:
-        return 0.0
-    return max(0.0, t.shift[h] * (1 - 1e-9) - t.weight[h] * radius)
+    """A lower bound on the length of a query, key or value in the ball before phases; zero behind a norm."""
+    return t.nearest(h, radius) if t.alpha is None else 0.0
 
 
 def difference(layer: Constants, n: int | None, radius: float) -> Bound:

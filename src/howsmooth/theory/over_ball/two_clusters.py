@@ -93,7 +93,7 @@ def _clusters(gap: float, n: int | None) -> float:
 
 
 def _causal_clusters(gap: float, n: int | None) -> float:
-    """log of `(Σ_i q_i²(1 + (1−q_i)δ)²)^½`, `q_i = 1/(1 + (i−1)e^{−δ})`, from below, block by block of rows."""
+    """A lower bound on the log of `(Σ_i q_i²(1 + (1−q_i)δ)²)^½`, `q_i = 1/(1 + (i−1)e^{−δ})`, block by block of rows."""
     last = n if n is not None else int(math.exp(min(gap, 400.0)) * 32)
     logs, i = [0.0], 2
     while i <= last:
