@@ -7,5 +7,6 @@ import pytest
 
 
 def first(cases: Iterable[Any], count: int = 1) -> list[Any]:
-    """The first cases as they are, the rest marked weekly."""
-    return [case if i < count else pytest.param(case, marks=pytest.mark.weekly) for i, case in enumerate(cases)]
+    """The first cases as they are, the rest marked weekly; a tuple is a value for each argument."""
+    found = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=[pytest.mark.weekly] * (i >= count)) for i, case in enumerate(found)]

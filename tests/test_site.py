@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import howsmooth as hs
+from marks import first
 
 pytest.importorskip("mkdocs", reason="builds the site; pip install 'howsmooth[docs]' runs this")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install playwright runs this")
@@ -124,16 +125,19 @@ def pages(site: Path) -> list[str]:
     return [path for path in found if path != "404.html" and not path.startswith("live/")]
 
 
-def test_every_page_from_the_file_system(browser, site):
+@pytest.mark.parametrize(("width", "scheme"), first([PHONE, DESK]))
+def test_every_page_from_the_file_system(browser, site, width, scheme):
     seen = visitor(browser, site.as_uri() + "/")
-    surveys = {path: seen.survey(path, [PHONE, DESK]) for path in pages(site)}
+    surveys = {path: seen.survey(path, [(width, scheme)]) for path in pages(site)}
     assert len(surveys) >= 20
     assert surveys["explanation/bounds.html"]["formulas"] > 300
     for path in ("live/demo.html", "live/llama.html"):
-        seen.survey(path, [PHONE, DESK])
+        seen.survey(path, [(width, scheme)])
 
 
-@pytest.mark.parametrize("path", ["index", "tutorial", "explanation/bounds", "reference/api", "reference/cli", "gallery"])
+@pytest.mark.parametrize(
+    "path", first(["index", "reference/api", "tutorial", "explanation/bounds", "reference/cli", "gallery"], 2)
+)
 def test_pages_of_every_kind_from_a_server(browser, server, path):
     visitor(browser, server).survey(f"{path}.html", [(360, "light"), (1300, "dark")])
 

@@ -133,6 +133,7 @@ def test_values_are_bounded_whatever_autograd_is_told(hiding: str):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_values_are_bounded_on_many():
     looked = Looked()
     for seed in range(40):

@@ -141,8 +141,8 @@ class _Actors:
                 self._ray.kill(actor)
 
 
-def _outcome(asked: Any) -> Future[Outcome]:
-    """What an actor was asked for; an error of Ray's own is its end."""
+def _outcome(request: Any) -> Future[Outcome]:
+    """The answer to a request of an actor; an error of Ray's own is its end."""
     answer: Future[Outcome] = Future()
 
     def hear(future: Future[Outcome]) -> None:
@@ -150,7 +150,7 @@ def _outcome(asked: Any) -> Future[Outcome]:
         how = f"an actor that died ({type(error).__name__}: {_said(error)})" if error else None
         answer.set_result(Outcome("died", reason=how) if how else future.result())
 
-    asked.future().add_done_callback(hear)
+    request.future().add_done_callback(hear)
     return answer
 
 

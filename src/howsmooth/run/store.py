@@ -95,7 +95,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
             connection = sqlite3.connect(self.path, timeout=_PATIENCE, isolation_level=None)
             self._connection = stack.enter_context(contextlib.closing(connection))
             self._open(resume)
-            self._held = stack.pop_all()
+            self._resources = stack.pop_all()
 
     def _open(self, resume: bool) -> None:
         db = self._connection
@@ -109,10 +109,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 db.execute(f"PRAGMA application_id={_APPLICATION}")
                 db.execute(f"PRAGMA user_version={VERSION}")
         _check_version(db, self.path)
-        held = _number(db, "SELECT count(*) FROM results")
-        if held and not resume:
+        count = _number(db, "SELECT count(*) FROM results")
+        if count and not resume:
             raise ResultsError(
-                f"expected a new results file, got {self.path} with {held} results; resume it or choose another name"
+                f"expected a new results file, got {self.path} with {count} results; resume it or choose another name"
             )
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")  # a committed row survives a power cut
@@ -157,7 +157,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         with contextlib.suppress(sqlite3.Error):  # a reader is looking, or no space: the log stays beside the file, still valid
             self._connection.execute("PRAGMA busy_timeout=0")
             self._connection.execute("PRAGMA journal_mode=DELETE")
-        self._held.close()
+        self._resources.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
