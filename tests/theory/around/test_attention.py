@@ -44,8 +44,9 @@ KINDS = {
 @pytest.mark.slow
 def test_no_point_of_a_hostile_neighbourhood_is_above_its_bounds():
     looked = Looked()
-    # the last with values or tokens of 1e-150, padding before products that cancel, and output weights whose squares overflow
-    for seed in [*range(75), 90031, 90407, 2749, 2858, 10814]:
+    # the last with values or tokens of 1e-150, padding before products that cancel, output weights whose squares overflow,
+    # and heads that cancel up to what rounding does to weights
+    for seed in [*range(75), 90031, 90407, 2749, 2858, 10814, 1986]:
         examine(near(seed), looked)
     assert not looked.wrong, looked.wrong[0]
     assert looked.neighbourhoods > 55

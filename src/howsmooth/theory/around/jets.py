@@ -92,7 +92,7 @@ class Centre:
     weights: `P`, zero for queries that are not part of the output.  seen: where a key is visible.
     values: `|R_o (v_j − o_i)|`.  keys: `|k_j − κ_i|`, through `R_q` where queries are affine.  queries: `|q_i|`, through `R_k`.
     cross: `‖τ W_qᵀ W_k‖` where both are affine and not turned, else nothing.  cap: slope of the soft-cap.
-    blur: what rounding may have done to a logit.  errors: to one value, key and query.
+    blur: what rounding may have done to a logit, or to the weight made of it.  errors: to one value, key and query.
     """
 
     layer: Attention
@@ -142,7 +142,8 @@ class Centre:
         )
         of_queries = _UNITS * lengths_q * (spectral_norm(geometry.r_k)[:, None] if plain else 1.0)
         queries = q.norm(dim=-1) + of_queries
-        blur = _UNITS * scale * lengths_q[..., None] * lengths_k[:, None]
+        weights_alone = 1e-15 * (n + 8)  # what exponentials, their sum and the division by it do to a weight, relatively
+        blur = weights_alone + _UNITS * scale * lengths_q[..., None] * lengths_k[:, None]
         if layer.bias is not None:
             blur = blur + _UNITS * torch.where(layer.bias.isfinite(), layer.bias, 0.0).abs()[0].double()
         cap = None
