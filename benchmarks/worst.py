@@ -6,8 +6,8 @@ import torch
 
 import howsmooth as hs
 from benchmarks.harness import WrongAnswerError
+from howsmooth.search.ascent import pairs_at
 from howsmooth.search.families import worst_configuration
-from howsmooth.search.gradient import pairs_at
 from howsmooth.search.sets import Ball
 from howsmooth.verbs import worst_case
 

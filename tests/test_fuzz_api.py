@@ -191,7 +191,8 @@ def constants(answer: Any, _: Arguments) -> None:
 
 def grown(answer: Any, _: Arguments) -> None:
     assert answer.rows
-    assert all(0 <= row["lower"] <= row["upper"] for row in answer.rows if "lower" in row)  # a picture has no interval
+    rows = [row if isinstance(row, dict) else row.to_dict() for row in answer.rows]
+    assert all(0 <= row["lower"] <= row["upper"] for row in rows if "lower" in row)  # a picture has no interval
 
 
 def anything(answer: Any, _: Arguments) -> None:

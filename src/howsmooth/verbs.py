@@ -112,7 +112,7 @@ def solve_near(
         found.estimate,
         upper=upper,
         confidence=bound.confidence if known is None else min(bound.confidence, here.confidence),
-        status="certified" if narrow else "converged" if found.settled else "step limit",
+        status="certified" if narrow else "converged" if found.converged else "step limit",
         point=found.point,
         around=bound.reason,
         assumes=assumed(bound.confidence < 1, SMALL not in found.estimate.assumes),

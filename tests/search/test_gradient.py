@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.search.gradient import pairs_at, steepest
+from howsmooth.search.ascent import pairs_at, steepest
 from howsmooth.search.sets import Ball, Ellipsoid
 from howsmooth.spectral import TopPairs
 from problems.layers import gaussian

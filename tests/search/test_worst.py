@@ -8,9 +8,8 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.search.ascent import ascend
+from howsmooth.search.ascent import ascend, pairs_at
 from howsmooth.search.families import worst_configuration
-from howsmooth.search.gradient import pairs_at
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid
 from howsmooth.verbs import worst_case
 from marks import first

@@ -2,8 +2,8 @@
 
 from howsmooth.maps.attention import Attention
 from howsmooth.maps.base import Composition, Map
-from howsmooth.maps.jacobian import AttentionJacobian, AutodiffJacobian, NormJacobian
-from howsmooth.maps.norms import LayerNorm, RMSNorm
+from howsmooth.maps.jacobian import AttentionJacobian, AutodiffJacobian
+from howsmooth.maps.norms import LayerNorm, NormJacobian, RMSNorm
 from howsmooth.maps.products import Jacobian
 from howsmooth.maps.rotary import Rotary
 

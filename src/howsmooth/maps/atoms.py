@@ -30,7 +30,7 @@ _TIE = 1e-12  # relative difference of logits that rounding explains
 Points = Float[Tensor, "batch points d"]
 Counts = Float[Tensor, "batch points"]
 Weights = Float[Tensor, "batch heads points points"]
-Seen = Bool[Tensor, "points points"]
+Visible = Bool[Tensor, "points points"]
 
 
 def no_measures(kind: Kind) -> str | None:
@@ -45,22 +45,22 @@ def no_measures(kind: Kind) -> str | None:
     return None
 
 
-def counted(attn: "Attention", x: Points, counts: Counts, seen: Seen | None = None, at: Points | None = None) -> Tensor:
+def counted(attn: "Attention", x: Points, counts: Counts, visible: Visible | None = None, at: Points | None = None) -> Tensor:
     """The layer's outputs at points that stand for `counts` tokens each, (batch, points, d_out).
 
-    seen: which points each one sees; all by default.  at: where the queries are, if not at `x`; keys, values and what columns
-    are divided by stay. Limits of Sinkhorn that were not reached give zero.
+    visible: which points each one sees; all by default.  at: where the queries are, if not at `x`; keys, values and what
+    columns are divided by stay. Limits of Sinkhorn that were not reached give zero.
     """
     kind, many, own = attn.kind, counts[:, None, None], attn.vectors(x)
-    asked = own if at is None else (attn.vectors(at)[0], *own[1:])
-    s, v, inner = _logits(attn, asked)
+    queries = own if at is None else (attn.vectors(at)[0], *own[1:])
+    s, v, inner = _logits(attn, queries)
     if (balancing := kind.traits.balancing) is not None:
         weights = _balanced(balancing, s if at is None else _logits(attn, own)[0], s, many)
     else:
         shift = kind.shift(inner.mask, counts.sum(-1))
         s = s if shift is None else s + torch.as_tensor(shift, dtype=s.dtype, device=s.device).reshape(-1, 1, 1, 1)
-        seen = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device) if seen is None else seen
-        weights = kind.weigh(s, seen, _TIE * s.detach().abs().amax(-1, keepdim=True), many)
+        visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device) if visible is None else visible
+        weights = kind.weigh(s, visible, _TIE * s.detach().abs().amax(-1, keepdim=True), many)
     o = weights @ v
     leave = kind.leave(o)
     return attn.finish(o if leave is None else leave.output)
@@ -74,15 +74,15 @@ def _logits(attn: "Attention", qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tens
     return logits_of(q, k, offset, inner), v, inner
 
 
-def _balanced(balancing: Balancing, s: Tensor, asked: Tensor, counts: Tensor) -> Weights:
-    """`a_j exp(s_ij + f_i + g_j)` at the queries that are asked for, `g` that of the points."""
+def _balanced(balancing: Balancing, s: Tensor, queries: Tensor, counts: Tensor) -> Weights:
+    """`a_j exp(s_ij + f_i + g_j)` at queries of their own, `g` that of the points."""
     balance, log_count = _balance(balancing, s, counts), counts.log()
-    if asked is s:
+    if queries is s:
         f, g = balance.f, balance.g
     else:  # every row is normalised last, or last but one, on its own
         g, rows = balance.g, balance.before if balancing.iterations is not None and balancing.iterations % 2 == 0 else balance.g
-        f = -(asked + rows + log_count).logsumexp(-1, keepdim=True)
-    return torch.where(balance.converged[:, None, None, None], (asked + f + g + log_count).exp(), 0.0)
+        f = -(queries + rows + log_count).logsumexp(-1, keepdim=True)
+    return torch.where(balance.converged[:, None, None, None], (queries + f + g + log_count).exp(), 0.0)
 
 
 def _balance(balancing: Balancing, s: Tensor, counts: Tensor) -> Balance:
@@ -121,14 +121,14 @@ class CountedAttention(OnMeasure):
     """Of a kind whose kernel takes no masses."""
 
     mass: Float[Tensor, " atoms"]
-    seen: Seen | None = None
+    visible: Visible | None = None
 
     def moved(self, device, dtype):
-        seen = None if self.seen is None else self.seen.to(device)
-        return replace(self, layer=self.layer.to(device, dtype), mass=self.mass.to(device), seen=seen)
+        visible = None if self.visible is None else self.visible.to(device)
+        return replace(self, layer=self.layer.to(device, dtype), mass=self.mass.to(device), visible=visible)
 
     def value(self, x):
-        value = self.asked(x, x)
+        value = self.at_queries(x, x)
         balancing = self.layer.kind.traits.balancing
         if balancing is not None and balancing.iterations is None:
             s, _, _ = _logits(self.layer, self.layer.vectors(x))
@@ -144,9 +144,9 @@ class CountedAttention(OnMeasure):
     def _mass(self, x: Points) -> Counts:
         return self.mass.to(x).expand(len(x), -1)
 
-    def asked(self, y: Points, x: Points) -> Tensor:
+    def at_queries(self, y: Points, x: Points) -> Tensor:
         """Outputs at queries `y` while keys, values and what columns are divided by stay at `x`."""
-        return counted(self.layer, x, self._mass(x), self.seen, None if y is x else y)
+        return counted(self.layer, x, self._mass(x), self.visible, None if y is x else y)
 
 
 @final
@@ -173,6 +173,6 @@ class AtomJacobian(Operator):
         zero = 0.0  # hard attention does not move with its queries, and autodiff wants an output that hangs on them
 
         def alone(y: Tensor) -> Tensor:
-            return self._layer.asked(y, self._x) + zero * y.sum((-2, -1), keepdim=True)
+            return self._layer.at_queries(y, self._x) + zero * y.sum((-2, -1), keepdim=True)
 
         return AutodiffJacobian(alone, self._x, batched=True, checked=False)

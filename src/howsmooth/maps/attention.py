@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
 from howsmooth.kernels.kinds import Kind, Softmax
-from howsmooth.kernels.kinds.kind import check_kind
 from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import check_dense, check_tensor, described
 from howsmooth.maps.atoms import CountedAttention, OnMeasure, no_measures
 from howsmooth.maps.base import Map
+from howsmooth.maps.gate import check_layer
 from howsmooth.maps.jacobian import AttentionJacobian, NormJacobian, over_heads
 from howsmooth.maps.norms import LayerNorm, RMSNorm
 from howsmooth.maps.rotary import Rotary
 from howsmooth.measures.measure import Measure
-from howsmooth.settings import flag, number, whole
+from howsmooth.settings import whole
 
 
 class HeadWeights(NamedTuple):
@@ -43,7 +43,7 @@ class Attention(Map):
     the heads concatenated. `kv_heads` groups query heads that share keys and values, as many as `heads` by default; `scale`
     defaults to what the kind's source takes, for softmax `1/√(head width)`. `causal` and `window` (`|i − j| < window`) bound
     what a token sees, `softcap` bounds logits to `softcap·tanh(s/softcap)`, `bias` is added after that. `attention_mask`,
-    (batch, n), is true at real tokens: the others are not part of the input, neither seen nor measured. `q_norm` and `k_norm`
+    (batch, n), is true at real tokens: the others are no part of the input, not visible and not measured. `q_norm` and `k_norm`
     normalise queries and keys, every head by itself (Qwen3, Gemma 3) or all heads together where the norm is as wide as they
     are (OLMo 2), then `rotary` turns them by their positions (Llama). `kind` says how weights come from queries and keys: one
     of `howsmooth.kinds` (docs/reference/kinds.md). Derivative: docs/explanation/theory.md §1.
@@ -75,111 +75,7 @@ class Attention(Map):
     kind: Kind = field(default_factory=Softmax)
 
     def __post_init__(self):
-        check_kind(self.kind)
-        fix = "take it from the model's configuration"
-        heads = whole(self.heads, "a whole number of heads, at least 1", fix, least=1)
-        kv_heads = heads if self.kv_heads is None else self.kv_heads
-        kv_heads = whole(kv_heads, "a whole number of kv_heads, at least 1", fix, least=1)
-        if heads % kv_heads:
-            raise BadInputError(f"expected kv_heads that divide the {heads} heads, got {kv_heads}; {fix}")
-        self._fill(heads=heads, kv_heads=kv_heads)
-        self._check("w_q", "out", "in")
-        self._tie()
-        self._check("w_k", "out", self.width)
-        self._check("w_v", "out", self.width)
-        q_rows, k_rows, v_rows = self.w_q.shape[0], self.width if self.w_k is None else self.w_k.shape[0], self.w_v.shape[0]
-        for name, rows, parts in (("w_q", q_rows, heads), ("w_k", k_rows, kv_heads), ("w_v", v_rows, kv_heads)):
-            if rows % parts:
-                raise BadInputError(
-                    f"expected heads that divide the rows of {name}, got {parts} heads and {rows} rows; change heads or {name}"
-                )
-        if self.head_width != k_rows // kv_heads:
-            raise BadInputError(
-                f"expected queries and keys of one head width, got {self.head_width} and {k_rows // kv_heads}; "
-                "check heads and kv_heads"
-            )
-        if self.head_width % self.kind.parts:
-            raise BadInputError(
-                f"expected heads whose width is even for {self.kind!r}, got {self.head_width}; it halves queries and keys"
-            )
-        self._check("w_o", "out", v_rows // kv_heads * heads)
-        for name, size in (("b_q", q_rows), ("b_k", k_rows), ("b_v", v_rows), ("b_o", self.out_width)):
-            self._check(name, size)
-        scale = self.kind.scale(self.part_width) if self.scale is None else self.scale
-        cap, window = self.softcap, self.window
-        none = "leave it out for none"
-        self._fill(
-            scale=number(scale, "a finite scale", "the usual value is 1/√(head width)"),
-            softcap=None if cap is None else number(cap, "a finite, positive soft-cap", none, above=0.0),
-            causal=flag(self.causal, "causal"),
-            window=None if window is None else whole(window, "a window of 1 or more whole tokens", none, least=1),
-        )
-        self.kind.check_layer(heads, self.scale)
-        self._check_masks()
-        self._check_turn()
-
-    def _fill(self, **values: Any) -> None:
-        """Settings as the gate hands them on."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    def _tie(self) -> None:
-        """Keys of L2 attention that are its queries."""
-        if not self.kind.traits.tied:
-            return
-        tied = self.w_k is None or (self.w_k.shape == self.w_q.shape and bool((self.w_k == self.w_q).all()))
-        if not tied or (self.b_k is not None and (self.b_q is None or not bool((self.b_k == self.b_q).all()))):
-            raise BadInputError("expected w_k and b_k like w_q and b_q for L2(tied=True), got others; leave them out")
-        if self.heads != self.kv_heads or self.q_norm is not None or self.k_norm is not None:
-            got = "kv_heads" if self.heads != self.kv_heads else "q_norm or k_norm"
-            raise BadInputError(
-                f"expected as many keys as queries, and no norms on them, for L2(tied=True), got {got}; use L2()"
-            )
-        self._fill(w_k=self.w_q, b_k=self.b_q)
-
-    def _check(self, name: str, *axes: str | int) -> None:
-        """Refuse a weight or bias that does not fit; queries and values must have their weights."""
-        t = getattr(self, name)
-        if t is not None or name in ("w_q", "w_v"):
-            fix = "pass nn.Linear's weight, (out, in)" if len(axes) == 2 else "pass nn.Linear's bias"
-            check_tensor(t, name, axes, fix)
-
-    def _check_turn(self) -> None:
-        """Norms and phases must fit the width of a head, or norms that of all heads."""
-        head, q_full, k_full = self.part_width, self.heads * self.head_width, self.kv_heads * self.head_width
-        for name, norm, full in (("q_norm", self.q_norm, q_full), ("k_norm", self.k_norm, k_full)):
-            if norm is not None and not (isinstance(norm, LayerNorm | RMSNorm) and norm.width in (head, full)):
-                raise BadInputError(
-                    f"expected {name} as a LayerNorm or RMSNorm of howsmooth over the head width {head} or over all heads, "
-                    f"{full}, got {_named(norm)}; it normalises every head by itself or all of them together"
-                )
-        if self.rotary is not None and not (isinstance(self.rotary, Rotary) and self.rotary.width <= head):
-            raise BadInputError(
-                f"expected rotary as a Rotary that turns at most the head width {head}, got {_named(self.rotary)}; "
-                "cos and sin have one column per plane, not per entry"
-            )
-
-    def _check_masks(self) -> None:
-        if self.bias is not None:
-            fix = "use 1 for an axis it does not depend on"
-            check_tensor(self.bias, "bias", ("batch", "heads", "n", "m"), fix, finite=False)
-        mask = self.attention_mask
-        if mask is not None:
-            check_dense(mask, "attention_mask")
-            if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point() or mask.is_complex():
-                raise BadInputError(
-                    f"expected attention_mask as a boolean or integer tensor (batch, n), got {described(mask)}; "
-                    "give one row per sequence"
-                )
-            mask = mask.bool()
-            object.__setattr__(self, "attention_mask", mask)
-            if not bool(mask.any(-1).all()):
-                raise BadInputError(
-                    "expected a real token in every sequence, got an attention_mask with an empty row; leave that sequence out"
-                )
-        Scores(
-            self.scale, self.softcap, Mask(self.causal, self.window, None, self.bias), self.kind
-        )  # refuses what does not fit
+        check_layer(self)
 
     @classmethod
     def from_matrices(
@@ -345,8 +241,8 @@ class Attention(Map):
                 raise BadInputError(f"expected a layer without {name} for a measure, got one with it; {why}")
         ends = measure.ends() if self.causal else None
         if not self.kind.traits.takes_masses:
-            seen = None if ends is None else torch.arange(len(measure)) < ends[:, None]
-            return CountedAttention(self, measure.mass, None if seen is None else seen.to(measure.mass.device))
+            visible = None if ends is None else (torch.arange(len(measure)) < ends[:, None]).to(measure.mass.device)
+            return CountedAttention(self, measure.mass, visible)
         bias = measure.mass.log()[None, None, None]
         return AtomAttention(self, Scores(self.scale, self.softcap, Mask(bias=bias, ends=ends), self.kind))
 
@@ -446,11 +342,6 @@ def _normed(
         return y
 
     return over_heads(value, t, norm.width), slopes[0]
-
-
-def _named(part: object) -> str:
-    """A norm or phases of ours as they show themselves, anything else by its type."""
-    return repr(part) if isinstance(part, Map | Rotary) else type(part).__name__
 
 
 @final

@@ -43,22 +43,22 @@ class Map(ABC):
 
     @abstractmethod
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
-        """The same map on another device, in another precision; `None` leaves either as it is."""
+        """A copy on another device, in another precision; `None` leaves either as it is."""
 
     def to(self, device: Place = None, dtype: torch.dtype | None = None) -> Self:
-        """The same map in another precision or on another device, named as for a tensor: `to("cuda")`, `to(torch.float64)`."""
+        """A copy in another precision or on another device, named as for a tensor: `to("cuda")`, `to(torch.float64)`."""
         return self.moved(*place(device, dtype))
 
     @abstractmethod
     def linearize(self, x: Float[Tensor, "batch n d"]) -> tuple[Float[Tensor, "batch n d_out"], Operator]:
-        """Its value at `x` and its Jacobian there, both without a graph."""
+        """The value at `x` and the Jacobian there, without a graph."""
 
     @overload
     def __call__(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d_out"]: ...
     @overload
     def __call__(self, x: Measure) -> Measure: ...
     def __call__(self, x: Tensor | Measure) -> Tensor | Measure:
-        """Its value at `x`, in plain torch operations: differentiable, and fit for torch.func.
+        """The value at `x`, in plain torch operations: differentiable, and fit for torch.func.
 
         Of a measure, the push-forward `F(μ)`: every atom goes where it is sent by attention to the whole measure.
         """
@@ -70,7 +70,7 @@ class Map(ABC):
 
     @abstractmethod
     def value(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d_out"]:
-        """Its value at tokens of its own precision."""
+        """The value at tokens of the map's own precision."""
 
     def on(self, measure: Measure) -> "Map":
         """The map of points that acts on the atoms of `measure` as this one acts on measures; its masses stay."""

@@ -1,4 +1,4 @@
-"""Jacobians of maps: of attention and of norms in closed form, of any torch function by automatic differentiation."""
+"""Jacobians of maps: of attention in closed form, of any torch function by automatic differentiation."""
 
 import copy
 import functools
@@ -16,13 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.errors import BadFunctionError, foreign, reason
 from howsmooth.kernels import AttentionKernel
 from howsmooth.kernels.products import float32_products
-from howsmooth.maps.rounding import Point, attention_errors, attention_point, attention_rounding, norm_errors, norm_rounding
+from howsmooth.maps.norms import NormJacobian, over_heads
+from howsmooth.maps.rounding import Point, attention_errors, attention_point, attention_rounding
 from howsmooth.spectral.matrices import led_to
 from howsmooth.spectral.operator import Operator, Rounded, drawn, inner, stream
 
 if TYPE_CHECKING:
     from howsmooth.maps.attention import Attention
-    from howsmooth.maps.norms import LayerNorm, RMSNorm
 
 
 _MANY, _LOOKS = 2**22, "cuda"  # where so many numbers are looked at; elsewhere that costs more than keeping them
@@ -44,8 +44,8 @@ class AttentionJacobian(Operator):
         self,
         layer: "Attention",
         kernel: AttentionKernel,
-        q_slope: "NormJacobian | None" = None,
-        k_slope: "NormJacobian | None" = None,
+        q_slope: NormJacobian | None = None,
+        k_slope: NormJacobian | None = None,
         tokens: Tensor | None = None,
         exact: bool = False,
     ):
@@ -88,7 +88,7 @@ class AttentionJacobian(Operator):
         return None if kernel is None else self._with(kernel)
 
     def tiled(self) -> "AttentionJacobian":
-        """The same Jacobian on a kernel whose weights are within reach."""
+        """A Jacobian like it on a kernel whose weights are within reach."""
         return self._with(self.kernel.tiled())
 
     def _with(self, kernel: AttentionKernel) -> "AttentionJacobian":
@@ -193,53 +193,6 @@ class AttentionJacobian(Operator):
         slopes = [None if s is None else s.select(items) for s in (self.q_slope, self.k_slope)]
         tokens = None if self.tokens is None else self.tokens[items]
         return AttentionJacobian(layer, self.kernel.select(items), slopes[0], slopes[1], tokens, exact=not self.coarse)
-
-
-def over_heads(f: Callable[[Tensor], Tensor], t: Float[Tensor, "*axes heads n d_h"], width: int) -> Tensor:
-    """`f` of what a norm of that width takes: every head by itself, or all heads of a token side by side."""
-    if width == t.shape[-1]:
-        return f(t)
-    return f(t.transpose(-3, -2).flatten(-2)).unflatten(-1, (t.shape[-3], -1)).transpose(-3, -2)
-
-
-@final
-class NormJacobian(Operator):
-    """`diag(α) (I − u uᵀ/d) C / s` token by token, `u` the normalised token, `C` the centring.
-
-    `u` is centred, so `C` may come last in the product and first in its transpose. `offset` is the largest `|mean x|/s` of
-    every item.
-    """
-
-    def __init__(
-        self,
-        norm: "LayerNorm | RMSNorm",
-        unit: Float[Tensor, "batch *axes d"],
-        scale: Float[Tensor, "batch *axes 1"],
-        offset: Float[Tensor, " batch"],
-    ):
-        self.norm, self.unit, self.scale, self.offset = norm, unit, scale, offset
-        self.batch = unit.shape[0]
-        self.in_shape = self.out_shape = tuple(unit.shape[1:])
-        self.dtype, self.device = unit.dtype, unit.device
-
-    def jvp(self, v):
-        return self.norm.weight * self._project(v)
-
-    def vjp(self, u):
-        return self._project(self.norm.weight * u)
-
-    def rounding(self, moved=0.0):
-        return norm_rounding(self, moved)
-
-    def rounded(self, v):
-        return Rounded(self.jvp(v.vector), *norm_errors(self, v))
-
-    def select(self, items):
-        return NormJacobian(self.norm, self.unit[items], self.scale[items], self.offset[items])
-
-    def _project(self, v: Tensor) -> Tensor:
-        along = (self.unit * v).mean(-1, keepdim=True)
-        return (self.norm.center(v) - self.unit * along) / self.scale
 
 
 @final

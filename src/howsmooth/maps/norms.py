@@ -1,5 +1,6 @@
 """LayerNorm and RMSNorm with closed-form derivatives."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -10,9 +11,10 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import check_tensor
 from howsmooth.maps.base import Map
-from howsmooth.maps.jacobian import NormJacobian
+from howsmooth.maps.rounding import norm_errors, norm_rounding
 from howsmooth.measures.measure import Measure
 from howsmooth.settings import number
+from howsmooth.spectral.operator import Operator, Rounded
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,7 +68,7 @@ class _Norm(Map):
         return value if self.bias is None else value + self.bias
 
     @torch.no_grad()
-    def linearize(self, x: Float[Tensor, "batch *axes d"]) -> tuple[Tensor, NormJacobian]:
+    def linearize(self, x: Float[Tensor, "batch *axes d"]) -> tuple[Tensor, "NormJacobian"]:
         norm = self.to(x.device, x.dtype)
         centered = norm.center(x)
         scale = (centered.square().mean(-1, keepdim=True) + norm.eps).sqrt()
@@ -101,3 +103,50 @@ class RMSNorm(_Norm):
     >>> RMSNorm(torch.ones(2), eps=0.0)(torch.tensor([[2.0, 2.0]])).tolist()
     [[1.0, 1.0]]
     """
+
+
+@final
+class NormJacobian(Operator):
+    """`diag(α) (I − u uᵀ/d) C / s` token by token, `u` the normalised token, `C` the centring.
+
+    `u` is centred, so `C` may come last in the product and first in its transpose. `offset` is the largest `|mean x|/s` of
+    every item.
+    """
+
+    def __init__(
+        self,
+        norm: "_Norm",
+        unit: Float[Tensor, "batch *axes d"],
+        scale: Float[Tensor, "batch *axes 1"],
+        offset: Float[Tensor, " batch"],
+    ):
+        self.norm, self.unit, self.scale, self.offset = norm, unit, scale, offset
+        self.batch = unit.shape[0]
+        self.in_shape = self.out_shape = tuple(unit.shape[1:])
+        self.dtype, self.device = unit.dtype, unit.device
+
+    def jvp(self, v):
+        return self.norm.weight * self._project(v)
+
+    def vjp(self, u):
+        return self._project(self.norm.weight * u)
+
+    def rounding(self, moved=0.0):
+        return norm_rounding(self, moved)
+
+    def rounded(self, v):
+        return Rounded(self.jvp(v.vector), *norm_errors(self, v))
+
+    def select(self, items):
+        return NormJacobian(self.norm, self.unit[items], self.scale[items], self.offset[items])
+
+    def _project(self, v: Tensor) -> Tensor:
+        along = (self.unit * v).mean(-1, keepdim=True)
+        return (self.norm.center(v) - self.unit * along) / self.scale
+
+
+def over_heads(f: Callable[[Tensor], Tensor], t: Float[Tensor, "*axes heads n d_h"], width: int) -> Tensor:
+    """`f` of what a norm of that width takes: every head by itself, or all heads of a token side by side."""
+    if width == t.shape[-1]:
+        return f(t)
+    return f(t.transpose(-3, -2).flatten(-2)).unflatten(-1, (t.shape[-3], -1)).transpose(-3, -2)

@@ -70,7 +70,7 @@ class Jacobian:
         return matrix.mT if self._transposed else matrix
 
     def to_scipy(self) -> Any:
-        """The same as a `scipy.sparse.linalg.LinearOperator` on float64 arrays."""
+        """A `scipy.sparse.linalg.LinearOperator` of the same products, on float64 arrays."""
         import scipy.sparse.linalg
 
         def product(operator: "Jacobian") -> Callable[[Any], Any]:

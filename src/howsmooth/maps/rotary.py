@@ -91,7 +91,7 @@ class Rotary:
         return min(1.0, float(size) * (1 - 1e-15))
 
     def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Rotary":
-        """The same tables in another precision or on another device, named as for a tensor."""
+        """A copy in another precision or on another device, named as for a tensor."""
         device, dtype = place(device, dtype)
         cos, sin = self.cos.to(device, dtype), self.sin.to(device, dtype)
         return self if cos is self.cos and sin is self.sin else Rotary(cos, sin, self.interleaved)

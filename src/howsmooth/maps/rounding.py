@@ -91,7 +91,7 @@ def attention_errors(
     return (out * ((1 + sums) * off + summed)).sum(-2) + _SMALLEST
 
 
-class _Reach(NamedTuple):
+class _RowReach(NamedTuple):
     """Queries, keys or values of every head of the layer.
 
     length: of the longest.  off: by how much one is off, as a share of that.  steep: the norm of the derivative of a norm on
@@ -112,7 +112,7 @@ class Point(NamedTuple):
     share of its length.  sums: what the sums of a product add to it.  moved: by how much an output of the layer is off.
     """
 
-    reaches: tuple[_Reach, _Reach, _Reach]
+    reaches: tuple[_RowReach, _RowReach, _RowReach]
     paths: Heads
     sums: float
     moved: Float[Tensor, " batch"]
@@ -173,7 +173,7 @@ def _reach(
     moved: Float[Tensor, " batch"],
     turn: float,
     unit: float,
-) -> _Reach:
+) -> _RowReach:
     """rows: as computed.  w, b: of the projection, for `group` heads at a time.  slope: of a norm after it.  x: the longest
     token.  moved: by how much tokens are off.  turn: of the phases."""
     heads = rows.shape[1] // group
@@ -185,17 +185,17 @@ def _reach(
         off = (1 + sums) * own * off + sums * (own * x[:, None] + shift)
     steep, along, fixed = torch.ones_like(length), torch.zeros_like(length), torch.zeros_like(length)
     if slope is not None:
-        norm = _Norm.of(slope, off.unflatten(1, (heads, group)).amax(-1), unit)
+        norm = _NormRounding.of(slope, off.unflatten(1, (heads, group)).amax(-1), unit)
         steep, along, fixed, off = (_shared(t, group, 1) for t in (norm.steep, norm.along, norm.fixed, norm.moved))
     off = off + 8 * unit * length
     length = length + off
-    return _Reach(turn * length, off / torch.where(length > 0, length, 1.0), steep, along, fixed)
+    return _RowReach(turn * length, off / torch.where(length > 0, length, 1.0), steep, along, fixed)
 
 
 def norm_rounding(J: "NormJacobian", moved: float) -> Rounding | None:
     """What is proved of all products with the Jacobian of a norm.  moved: by how much a token is off."""
     off = torch.full(J.scale.shape[:-2], moved, dtype=torch.float64, device=J.device)
-    norm = _Norm.of(J, off, torch.finfo(J.dtype).eps / 2)
+    norm = _NormRounding.of(J, off, torch.finfo(J.dtype).eps / 2)
     size = float(norm.steep.max())
     known = Rounding(size, size * float(norm.along.max()), size * float(norm.fixed.max()), float(norm.moved.max()))
     return known if math.isfinite(known.fixed) else None
@@ -205,12 +205,12 @@ def norm_errors(J: "NormJacobian", v: Rounded) -> tuple[Tensor | None, Tensor | 
     """By how much each row of one product with the Jacobian of a norm is off, and by how much the norm's outputs are."""
     if v.off is None or v.moved is None:
         return None, None
-    norm = _Norm.of(J, v.moved, torch.finfo(J.dtype).eps / 2)
+    norm = _NormRounding.of(J, v.moved, torch.finfo(J.dtype).eps / 2)
     share = (1 + norm.fixed) * (1 + norm.along) - 1
     return _steep(J) * (share[..., None] * _lengths(v.vector) + v.off) + _SMALLEST, norm.moved
 
 
-class _Norm(NamedTuple):
+class _NormRounding(NamedTuple):
     """What is known at the point of a norm: of an item, or of the heads of one.
 
     steep: bounds the norm of the derivative.  along, fixed: by how much products with it are off, and by how much it is
@@ -223,7 +223,7 @@ class _Norm(NamedTuple):
     moved: Tensor
 
     @classmethod
-    def of(cls, J: "NormJacobian", moved: Tensor, unit: float) -> "_Norm":
+    def of(cls, J: "NormJacobian", moved: Tensor, unit: float) -> "_NormRounding":
         """moved: by how much an input is off."""
         d, steep, near = J.unit.shape[-1], _steep(J).amax(-1), moved / J.scale.double()[..., 0].amin(-1)
         root = d**0.5  # no normalised vector is longer

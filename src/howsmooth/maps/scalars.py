@@ -45,9 +45,9 @@ class Scalar:
         """The smallest and largest second derivative between `low` and `high`, not from inside."""
         if self.bends is None:
             share = torch.linspace(0, 1, _CELLS + 1, dtype=low.dtype).reshape(-1, *[1] * low.ndim)
-            seen = self.second(low + share * (high - low))
+            sampled = self.second(low + share * (high - low))
             slack = self.third * (high - low) / (2 * _CELLS)
-            least, most = seen.amin(0) - slack, seen.amax(0) + slack
+            least, most = sampled.amin(0) - slack, sampled.amax(0) + slack
         else:
             ends = torch.stack([self.second(low), self.second(high)])
             least, most = ends.amin(0), ends.amax(0)

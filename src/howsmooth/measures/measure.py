@@ -140,7 +140,7 @@ class Measure:
         return torch.searchsorted(self.positions, self.positions, right=True).cpu()
 
     def moved(self, points: Float[Tensor, "m k"]) -> "Measure":
-        """The same masses and positions at other points."""
+        """A measure with these masses and positions at other points."""
         check_tensor(points, "points", (len(self), "k"), "move every atom")
         return Measure(points, self.weights, self.positions)
 

@@ -158,7 +158,7 @@ def _conditional(mu: Measure, nu: Measure, p: float) -> Distance:
 
 
 def _ends(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float, method: Method) -> tuple[float, float]:
-    """Both ends of `W_p` by one method, on points divided by their size, so that no power of a distance leaves the range."""
+    """Lower and upper end of `W_p` by one method, on points divided by their size, so that powers stay in range."""
     x, y, a, b = (t.detach().double().cpu() for t in (x, y, a, b))
     size = _power_of_two(max(float(x.abs().max()), float(y.abs().max())))
     x, y = x / size, y / size

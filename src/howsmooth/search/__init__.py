@@ -2,10 +2,9 @@
 
 from howsmooth.search.attacks import METHODS, Attack, Attacks, attack
 from howsmooth.search.families import Configuration, Configured, configurations, eigenvector_configuration, worst_configuration
-from howsmooth.search.near import find_near, slope_at
 from howsmooth.search.radius import Radius
 from howsmooth.search.sets import Ball, BallAround, Ellipsoid, TokenSet
-from howsmooth.search.worst import WorstCase, find_worst
+from howsmooth.search.worst import WorstCase, find_near, find_worst, slope_at
 
 __all__ = [
     "METHODS",

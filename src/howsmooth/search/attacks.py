@@ -33,7 +33,7 @@ _STEP = 2.5  # a projected gradient's path, in units of its budget (Madry et al.
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Attack:
     """One attack at one budget.
 
@@ -66,6 +66,10 @@ class Attack:
         """Plain numbers and strings; the perturbation is left out."""
         names = ("method", "epsilon", "moved", "change", "gain", "predicted", "share", "calls", "note")
         return {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        gain = self.note if self.gain is None else f"gain {self.gain:.4g} of {self.predicted:.4g}"
+        return f"Attack({self.method}, budget {self.epsilon:.3g}, {gain})"
 
 
 @final
@@ -140,12 +144,12 @@ def attack(
         raise BadFunctionError("expected a finite output, got NaN or infinity; check the function at this x")
     estimate = solve(f, x, Options(_TOL, None, seed, GolubKahan()))[0]
     budgets = _budgets(epsilons, x, y, estimate.value)
-    split: _Splitting | str = ""
+    split: _BestSplitting | str = ""
     if "splitting" in methods:
         split = _best_splitting(f if doubled is None else in_double(doubled, x)[0], x, y, estimate.value, seed)
     rows = []
     for epsilon in budgets:
-        run = _Run(f, x, y, epsilon, estimate, steps, seed)
+        run = _Budget(f, x, y, epsilon, estimate, steps, seed)
         rows += [run.split(split) if method == "splitting" else run.attack(method) for method in methods]
     return Attacks(estimate, tuple(rows))
 
@@ -165,7 +169,7 @@ def _budgets(epsilons: Sequence[float] | float | None, x: Tensor, y: Tensor, con
     return budgets
 
 
-class _Run:
+class _Budget:
     """The attacks of one budget."""
 
     def __init__(self, f: Function, x: Tensor, y: Tensor, epsilon: float, estimate: Estimate, steps: int, seed: int):
@@ -183,7 +187,7 @@ class _Run:
         delta, calls = way[method]()
         return self._row(method, delta, self._change(delta), self.estimate.value, calls, "")
 
-    def split(self, split: "_Splitting | str") -> Attack:
+    def split(self, split: "_BestSplitting | str") -> Attack:
         if isinstance(split, str):
             return Attack("splitting", self.epsilon, self.epsilon, None, 0.0, 0, split, None)
         delta = self.epsilon * split.direction
@@ -247,7 +251,7 @@ class _Run:
         return self.epsilon * _unit(delta)
 
 
-class _Splitting(NamedTuple):
+class _BestSplitting(NamedTuple):
     """How one token is best split: every token doubled, the halves of one moved by `±direction`.
 
     Each half carries half the mass of a token, so moving both by `±e` costs `(½|e|² + ½|e|²)^½ = |e|` and the output's change
@@ -261,7 +265,7 @@ class _Splitting(NamedTuple):
     note: str
 
 
-def _best_splitting(f: Function, x: Tensor, y: Tensor, constant: float, seed: int) -> _Splitting | str:
+def _best_splitting(f: Function, x: Tensor, y: Tensor, constant: float, seed: int) -> _BestSplitting | str:
     """The best splitting, or why there is none."""
     if x.ndim != 2:
         return "a sequence of tokens (n, d) is needed to split one"
@@ -292,7 +296,7 @@ def _best_splitting(f: Function, x: Tensor, y: Tensor, constant: float, seed: in
     note = f"token {token}"
     if drift >= 1e-6:  # far above float64's rounding
         note += f"; doubling alone moves the output by {drift:.1%}: order matters, gains are of the doubled input"
-    return _Splitting(
+    return _BestSplitting(
         change=lambda delta: weight * _length(_value(halves, delta) - base),
         direction=at * one.direction.to(x),
         gain=weight * one.value,

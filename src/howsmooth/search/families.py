@@ -71,7 +71,7 @@ class Configuration:
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Configured:
     """The worst configuration of `n` tokens: what it is, the tokens, and the constant of the layer there."""
 
@@ -84,6 +84,9 @@ class Configured:
     def to_dict(self) -> dict[str, Any]:
         built = {name: getattr(self.configuration, name) for name in ("family", "head", "few", "gamma")}
         return {"n": self.n, "radius": self.reach, **built, **self.estimate.to_dict()}
+
+    def __repr__(self) -> str:
+        return f"{self.configuration!r}: L = {self.estimate!r}"
 
 
 @torch.no_grad()
@@ -197,7 +200,7 @@ def check_layer(attn: Attention, n: int | None) -> None:
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Head:
+class _HeadMatrix:
     """`τ W_q` and `W_k` of a head, (width, d), `c = τ W_kᵀ b_q`, and `W_v`, `W_o`, float64: `A = W_kᵀ (τ W_q)`."""
 
     index: int
@@ -218,8 +221,8 @@ class _Head:
         squares = [((a @ a.mT) * (b @ b.mT)).sum() for a, b in ((self.k, self.q), (self.o.mT, self.v))]
         return float((squares[0] * squares[1]).sqrt())
 
-    def within(self, basis: Float[Tensor, "d p"]) -> "_Head":
-        """The same on tokens of the form `basis z`, as far as logits go."""
+    def within(self, basis: Float[Tensor, "d p"]) -> "_HeadMatrix":
+        """A head on tokens of the form `basis z`, as far as logits go."""
         return replace(self, q=self.q @ basis, k=self.k @ basis, shift=self.shift @ basis)
 
     def logits(self, x: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
@@ -231,16 +234,16 @@ class _Head:
         return g @ self._matrix if self._matrix is not None else (g @ self.k.mT) @ self.q
 
 
-def _heads(attn: Attention, head: int | None) -> list[_Head]:
+def _heads(attn: Attention, head: int | None) -> list[_HeadMatrix]:
     """One head, or all of them."""
     if head is not None and (not isinstance(head, int) or not 0 <= head < attn.heads):
         raise BadInputError(f"expected a head between 0 and {attn.heads - 1}, got {head!r}; heads are counted from 0")
     w = attn.by_head()
     chosen = range(attn.heads) if head is None else [head]
-    return [_Head(h, attn.scale * w.q[h], w.k[h], attn.scale * (w.k[h].mT @ w.b_q[h]), w.v[h], w.o[h]) for h in chosen]
+    return [_HeadMatrix(h, attn.scale * w.q[h], w.k[h], attn.scale * (w.k[h].mT @ w.b_q[h]), w.v[h], w.o[h]) for h in chosen]
 
 
-def _eigenvector_families(head: _Head, space: TokenSet) -> list[Configuration]:
+def _eigenvector_families(head: _HeadMatrix, space: TokenSet) -> list[Configuration]:
     """`opposite` and `half`; nothing where `A` has no real eigenvalue.
 
     Eigenvectors of `A = W_kᵀ τW_q` are `W_kᵀ` times those of `τW_q W_kᵀ`.
@@ -260,7 +263,7 @@ def _eigenvector_families(head: _Head, space: TokenSet) -> list[Configuration]:
     return families
 
 
-def _far_apart(head: _Head, space: TokenSet) -> list[Float[Tensor, "2 d"]]:
+def _far_apart(head: _HeadMatrix, space: TokenSet) -> list[Float[Tensor, "2 d"]]:
     """Places `y` (few) and `x` (rest) where `δ = ⟨A x + c, y − x⟩` is large: `y` the furthest along `A x + c`, `x` climbs.
 
     In a ball none of it leaves the span of the rows of `W_q` and `W_k`, whose coordinates are few.
@@ -280,7 +283,7 @@ def _far_apart(head: _Head, space: TokenSet) -> list[Float[Tensor, "2 d"]]:
     for _ in range(_CLIMB):
         x = space.tokens(z)
         y = space.tokens(_furthest(space, head.logits(x)))
-        slope = head.pull(y - x) - head.logits(x)  # of δ in x, `y` held
+        slope = head.pull(y - x) - head.logits(x)  # of δ in x, `y` frozen
         slope = slope * (space.norm.weight.to(z) if isinstance(space, Ellipsoid) else 1.0)
         z = space.project(z + _STEP / a * slope)
     x = space.tokens(z)
@@ -293,7 +296,7 @@ def _far_apart(head: _Head, space: TokenSet) -> list[Float[Tensor, "2 d"]]:
     return [torch.stack([far[i], z[i]]) for i in kept]
 
 
-def _ties(head: _Head, rest: Float[Tensor, " d"], space: TokenSet) -> list[Float[Tensor, "3 d"]]:
+def _ties(head: _HeadMatrix, rest: Float[Tensor, " d"], space: TokenSet) -> list[Float[Tensor, "3 d"]]:
     """Places `y, y'` symmetric about `g = A x + c`, at several angles to it, and the rest at `x`.
 
     They lie apart along the `p ⟂ g` that `V = W_o W_v` stretches most.

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm
-from howsmooth.settings import number
-from howsmooth.theory.around import Neighbourhood
+from howsmooth.settings import PER, Per, choice, number
 from howsmooth.theory.at_point.table import one_sequence
 from howsmooth.theory.over_ball.table import LONGEST_TOKEN
 from howsmooth.theory.scaled import norm_radius
@@ -58,21 +57,31 @@ class _Round(TokenSet):
     """All that is at most `radius` away from a centre; `_axes`: over which lengths are taken."""
 
     radius: float
-    _axes: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def _axes(self) -> tuple[int, ...]: ...
 
     def _centre(self, z: Tensor) -> Tensor | float:
         return 0.0
+
+    def _length(self, step: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(step, dim=self._axes, keepdim=True)
 
     @property
     def size(self) -> float:
         return self.radius
 
     def project(self, z):
-        centre = self._centre(z)
+        centre, tiny = self._centre(z), torch.finfo(z.dtype).tiny
         inside = self.radius * (1 - 4 * torch.finfo(z.dtype).eps)
-        length = torch.linalg.vector_norm(z - centre, dim=self._axes, keepdim=True)
-        nearest = centre + (z - centre) * (inside / length.clamp_min(torch.finfo(z.dtype).tiny))
-        return torch.where(length > inside, nearest, z)
+        step = z - centre
+        length = self._length(step)
+        step = step * (inside / length.clamp_min(tiny))
+        # rounding of the sum may leave the set by a unit of the centre: then the step is taken back as far
+        reached = self._length((centre + step) - centre)
+        step = torch.where(reached > self.radius, step * (self.radius / reached.clamp_min(tiny)) * (1 - 1e-9), step)
+        return torch.where(length > inside, centre + step, z)
 
     def tangent(self, z, g):
         step = z - self._centre(z)
@@ -92,10 +101,13 @@ class Ball(_Round):
     """
 
     radius: float
-    _axes = (-1,)
 
     def __post_init__(self):
         object.__setattr__(self, "radius", length_of(self.radius, "radius"))
+
+    @property
+    def _axes(self):
+        return (-1,)
 
     @property
     def reach(self) -> float:
@@ -160,21 +172,31 @@ class Ellipsoid(TokenSet):
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BallAround(_Round):
-    """Inputs at most `radius` away from `x`, (n, d), all tokens together (Frobenius norm).
+    """Inputs at most `radius` away from `x`, (n, d): all tokens together (Frobenius norm), or each alone with `per="token"`.
 
     >>> [round(t, 6) for t in BallAround(torch.zeros(1, 2), 1.0).project(torch.tensor([[[0.0, 7.0]]])).flatten().tolist()]
     [0.0, 1.0]
+    >>> BallAround(torch.zeros(3, 2), 1.0, per="token")
+    BallAround(3 × 2, radius 1 per token)
     """
 
     x: Float[Tensor, "n d"]
     radius: float
-    _axes = (-2, -1)
+    per: Per = "sequence"
 
     def __post_init__(self):
         object.__setattr__(self, "radius", length_of(self.radius, "radius"))
+        choice(self.per, "per", PER)
         one_sequence(self.x)
+
+    def __repr__(self) -> str:
+        return f"BallAround({' × '.join(map(str, self.x.shape))}, radius {self.radius:g} per {self.per})"
+
+    @property
+    def _axes(self):
+        return (-1,) if self.per == "token" else (-2, -1)
 
     def _centre(self, z):
         return self.x.detach().to(z)
@@ -183,62 +205,14 @@ class BallAround(_Round):
     def reach(self) -> float:
         return float(self.x.double().norm(dim=-1).max()) + self.radius
 
-    def sample(self, count, n, d, random):
-        """Gaussian directions, on the boundary."""
-        step = torch.randn(count, n, d, generator=random, dtype=torch.float64)
-        step *= self.radius / step.flatten(1).norm(dim=-1)[:, None, None]
-        return self.project(self.x.detach().double() + step.to(self.x.device))
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Near(TokenSet):
-    """A `Neighbourhood` as a set to search: every token within its radius of `x`, and all of them within the total."""
-
-    neighbourhood: Neighbourhood
-
-    @property
-    def reach(self) -> float:
-        return self.neighbourhood.reach
-
-    @property
-    def size(self) -> float:
-        return float(self.neighbourhood.radii.max())
-
-    def _limits(self, z: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """Lengths that steps may have, and the axes these are taken over."""
-        area = self.neighbourhood
-        limits: list[tuple[Tensor, tuple[int, ...]]] = [(area.radii.to(z)[:, None], (-1,))]
-        if area.total is None:
-            return limits
-        return [*limits, (torch.full((1, 1), area.total, dtype=z.dtype, device=z.device), (-2, -1))]
-
-    def project(self, z):
-        x = self.neighbourhood.point.to(z)
-        step = z - x
-        for limit, axes in self._limits(z):
-            inside = limit * (1 - 4 * torch.finfo(z.dtype).eps)
-            length = torch.linalg.vector_norm(step, dim=axes, keepdim=True).clamp_min(torch.finfo(z.dtype).tiny)
-            step = step * (inside / length).clamp_max(1.0)
-        # rounding of the sum may leave the set by a unit of x: then the step is taken back as far
-        for limit, axes in self._limits(z):
-            length = torch.linalg.vector_norm((x + step) - x, dim=axes, keepdim=True)
-            step = torch.where(length > limit, step * (limit / length.clamp_min(torch.finfo(z.dtype).tiny)) * (1 - 1e-9), step)
-        return x + step
-
-    def tangent(self, z, g):
-        step = z - self.neighbourhood.point.to(z)
-        for limit, axes in self._limits(z):
-            square, outward = (step * step).sum(axes, keepdim=True), (step * g).sum(axes, keepdim=True)
-            leaves = (square >= (limit * (1 - _EDGE)).square()) & (outward > 0) & (square > 0)
-            g = torch.where(leaves, g - step * (outward / square.clamp_min(torch.finfo(z.dtype).tiny)), g)
-        return torch.where(self.neighbourhood.radii.to(z)[:, None] > 0, g, 0.0)
+    def along(self, g: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """The boundary's points in the directions `g`; `x` where there is none."""
+        length = self._length(g)
+        return self._centre(g) + self.radius * g / torch.where(length > 0, length, 1.0)
 
     def sample(self, count, n, d, random):
         """Gaussian directions, on the boundary."""
-        step = torch.randn(count, n, d, generator=random, dtype=torch.float64)
-        step = step / step.norm(dim=-1, keepdim=True) * self.neighbourhood.radii.cpu()[:, None]
-        return self.project(self.neighbourhood.point + step.to(self.neighbourhood.point))
+        return self.project(self.along(torch.randn(count, n, d, generator=random, dtype=torch.float64).to(self.x.device)))
 
 
 def length_of(value: float, what: str) -> float:

@@ -1,8 +1,8 @@
-"""How bad can it get? The worst tokens found in a set, beside what theory allows there."""
+"""How bad can it get? The worst tokens found in a set, beside what theory allows there, and the worst input near another."""
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -12,19 +12,25 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.maps import Attention, Map
 from howsmooth.results import OneNumber
-from howsmooth.search.ascent import Climb, ascend
+from howsmooth.search.ascent import Climb, ascend, pairs_at, steepest
 from howsmooth.search.families import check_layer, ranked
 from howsmooth.search.sets import BallAround, Ellipsoid, TokenSet, check_width
 from howsmooth.settings import seed_of, whole
-from howsmooth.solve import Function, Options, solve_batch
+from howsmooth.solve import Function, Options, solve, solve_batch
 from howsmooth.spectral import Estimate
 from howsmooth.spectral.dense import SMALL
 from howsmooth.theory import Bound, Bounds, ball_bounds
+from howsmooth.theory.around import Neighbourhood
 from howsmooth.theory.over_ball.table import check_count
 from howsmooth.theory.splitting import in_double
 
 _MOST = 2**28  # numbers in all starts together, which a search holds several times over
 _SHAKE = 0.05  # how far a shaken configuration is from its own, in units of the set's size
+
+
+_NEAR_STARTS = 4  # the input, the boundary up its gradient, and random points of the boundary
+_NEAR_STEPS, _NEAR_STEPS_SMALL = 10, 30  # measurements of every start, by default
+_CONVERGED = 0.1  # share of all that was gained that the last third of the steps may still gain
 
 
 @final
@@ -198,4 +204,71 @@ def _note(climb: Climb, improved: bool, steps: int) -> str:
     tail = climb.trace[-max(2, len(climb.trace) // 10)]
     if climb.trace[-1] > 1.01 * tail:
         return "still climbing by more than 1 % at the last tenth of the steps: more steps will find more"
-    return "settled to 1 % over the last tenth of the steps"
+    return "converged to 1 % over the last tenth of the steps"
+
+
+class WorstNear(NamedTuple):
+    """The constant at the best point, the point, and whether the search had converged there."""
+
+    estimate: Estimate
+    point: Float[Tensor, "n d"]
+    converged: bool
+
+
+def slope_at(f: Map, neighbourhood: Neighbourhood, tokens: tuple[int, ...] | None, here: Estimate) -> Float[Tensor, "moving d"]:
+    """The gradient of the constant at the centre, for any size of the neighbourhood. Parameters: as for `find_near`."""
+    function, area = _by_tokens(f.to(dtype=torch.float64), neighbourhood, tokens)
+    x = area.point[None]
+    return torch.nan_to_num(steepest(function, lambda z: z, x, pairs_at(function, x, None, here.seed))[0])
+
+
+def find_near(
+    f: Map,
+    neighbourhood: Neighbourhood,
+    tokens: tuple[int, ...] | None,
+    steps: int | None,
+    options: Options,
+    here: Estimate,
+    slope: Float[Tensor, "moving d"] | None = None,
+) -> WorstNear:
+    """The worst input found in a neighbourhood, in float64.
+
+    tokens: by which the Jacobian is taken.  steps: measurements of every start.  here: the constant at the centre.
+    slope: of the constant there, as `slope_at` gives it, where it is known.
+    """
+    small = neighbourhood.point.numel() <= SMALL
+    default = _NEAR_STEPS_SMALL if small else _NEAR_STEPS
+    fix = "leave it out for the default"
+    steps = default if steps is None else whole(steps, "a whole number of steps, at least 0", fix)
+    function, area = _by_tokens(f.to(dtype=torch.float64), neighbourhood, tokens)
+    space = BallAround(area.point, float(area.radii.max()), "token" if area.total is None else "sequence")
+    x = area.point[None]
+    slope = slope_at(f, neighbourhood, tokens, here) if slope is None else slope
+    random = torch.Generator().manual_seed(here.seed)
+    starts = torch.cat([x, space.along(slope)[None], space.sample(_NEAR_STARTS - 2, x.shape[1], x.shape[2], random)])
+    climb = ascend(function, space, starts, steps=steps, keep=1, seed=here.seed)
+    point = space.project(climb.z[climb.value.argmax()])
+    whole_point = neighbourhood.point.clone()
+    whole_point[list(tokens) if tokens is not None else slice(None)] = point
+    there = solve(f, whole_point, replace(options, seed=here.seed)).estimate
+    gained = climb.trace[-1] - climb.trace[0]
+    late = climb.trace[-1] - climb.trace[-1 - len(climb.trace) // 3]
+    converged = here.status != "step limit" and steps > 0 and late <= max(_CONVERGED * gained, options.tol * climb.trace[-1])
+    if there.value > here.value:
+        return WorstNear(there, whole_point, converged)
+    return WorstNear(here, neighbourhood.point, converged)
+
+
+def _by_tokens(f: Map, neighbourhood: Neighbourhood, tokens: tuple[int, ...] | None) -> tuple[Function, Neighbourhood]:
+    """The map of the tokens that may move alone, and where they may be; a map with padding takes its inputs one by one."""
+    padded = isinstance(f, Attention) and f.attention_mask is not None
+    if tokens is None and not padded:
+        return f, neighbourhood
+    free = list(tokens) if tokens is not None else list(range(len(neighbourhood.point)))
+    index = torch.tensor(free, device=neighbourhood.point.device)
+
+    def moved(z: Tensor) -> Tensor:
+        x = neighbourhood.point.expand(len(z), -1, -1).index_copy(1, index, z)
+        return torch.cat([f(t[None]) for t in x])
+
+    return moved, Neighbourhood(neighbourhood.point[free], neighbourhood.radii[free], neighbourhood.total)

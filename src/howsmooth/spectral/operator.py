@@ -98,7 +98,7 @@ class Operator(ABC):
         return 32 * torch.finfo(self.dtype).eps
 
     def refined(self) -> "Operator | None":
-        """The same maps with more exact products at a higher price, where there is such a thing short of float64."""
+        """Operators of these maps with more exact products at a higher price, where there is such a thing short of float64."""
         return None
 
     @property
@@ -113,6 +113,10 @@ class Operator(ABC):
     @property
     def out_size(self) -> int:
         return math.prod(self.out_shape)
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({self.batch} of {self.out_size} × {self.in_size}, {dtype})"
 
     def dense(self) -> Float[Tensor, "batch out_size in_size"]:
         """The matrices themselves, from as many products as the smaller side has rows."""
@@ -164,7 +168,7 @@ class Around(Operator):
 
     @abstractmethod
     def around(self, operator: Operator) -> Operator:
-        """The same made of another operator for the same maps."""
+        """A new one, made of another operator for the same maps."""
 
     @property
     def noise(self) -> float:

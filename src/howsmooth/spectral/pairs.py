@@ -36,8 +36,11 @@ class TopPairs(NamedTuple):
     right: Float[Tensor, "pairs batch *in"]
     rest: Float[Tensor, " batch"] | None = None
 
+    def __repr__(self) -> str:
+        return f"TopPairs({self.value.shape[0]} of each of {self.value.shape[1]} maps)"
+
     def put(self, items: Tensor, other: "TopPairs") -> "TopPairs":
-        """These pairs, with those of `items` replaced."""
+        """Pairs like these, with those of `items` replaced."""
         return TopPairs(*(t.index_copy(1, items, new) for t, new in zip(self[:3], other[:3], strict=True)))
 
     def select(self, items: Tensor) -> "TopPairs":

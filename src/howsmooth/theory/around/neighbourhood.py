@@ -17,7 +17,7 @@ from howsmooth.theory.over_ball.table import LONGEST_TOKEN
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Neighbourhood:
     """All `Y` with `|y_i − x_i| ≤ radii_i` for every token, and `‖Y − X‖_F ≤ total` where that is given.
 
@@ -37,6 +37,10 @@ class Neighbourhood:
             raise BadInputError("expected one radius of at least 0 for every token, got others; give n of them")
         if self.total is not None and not self.total >= 0:
             raise BadInputError(f"expected a total of at least 0, got {self.total}; leave it out for none")
+
+    def __repr__(self) -> str:
+        total = "" if self.total is None else f", {self.total:g} together"
+        return f"Neighbourhood({len(self.radii)} tokens, up to {float(self.radii.max()):g} each{total})"
 
     @classmethod
     def of(cls, x: Float[Tensor, "n d"], within: float, per: str = "token", tokens: Positions | None = None) -> "Neighbourhood":
