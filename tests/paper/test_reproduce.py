@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 import howsmooth as hs
 from howsmooth.cli import reproduce as cli
-from howsmooth.errors import ResultsError
+from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.models import load
 from howsmooth.paper import protocol, reproduce, tasks
 from howsmooth.paper.curves import curves_of, exponents
 from howsmooth.paper.page import write_reproduction
-from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Protocol, Reproduced, layers_of, plan
+from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Protocol, Reproduced, plan
 from howsmooth.paper.subjects import attention_of, describe, subject
 from howsmooth.paper.tasks import power_iteration, scripts_value
 from howsmooth.run import Plan
@@ -125,12 +125,13 @@ def test_any_model_in_a_folder(kind, tmp_path):
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(kind, vocab_size=demo.tokenizer.vocab_size, **special, **size)
     folder = tmp_path / kind
+    torch.manual_seed(0)  # of random layers a few have no real eigenvalue to build tokens from
     AutoModel.from_config(config).save_pretrained(folder)
     demo.tokenizer.save_pretrained(folder)
     about = describe(str(folder))
     assert (about.maskings, about.plain, about.whole_module) == (maskings, plain, False)
-    rows = [row for m in about.maskings for row in tasks.text(str(folder), m, layers_of(about.layers), 9, 0, 0)]
-    assert len({row["value"] for row in rows}) == len(about.maskings) * len(layers_of(about.layers))
+    rows = [row for m in about.maskings for row in tasks.text(str(folder), m, PAPER.layers_of(about.layers), 9, 0, 0)]
+    assert len({row["value"] for row in rows}) == len(about.maskings) * len(PAPER.layers_of(about.layers))
     cases = [task.kwargs()["name"] for task in plan("adversarial", [str(folder)], QUICK, 0).tasks]
     assert (str(folder) in cases) == plain
     if plain:
@@ -198,13 +199,33 @@ def test_the_protocol_is_the_papers():
     assert {a["n"] for a in arguments} == set(range(4, 100, 2)) | set(PAPER.long)
     assert {tuple(a["layers"]) for a in arguments} == {(0, 3, 5)}
     assert len(arguments) == 2 * 10 * (48 + 11)
-    assert layers_of(12) == [0, 6, 11]
+    assert PAPER.layers_of(12) == [0, 6, 11]
     assert [t.key for t in real.tasks] == [t.key for t in plan("real", ["demo"], PAPER, 0).tasks]
 
 
 def test_the_trap_uses_the_measurements_of_the_others():
     keys = {p: {t.key for t in plan(p, ["demo"], QUICK, 0).tasks} for p in PARTS}
     assert keys["real"] | keys["random"] < keys["trap"]
+
+
+def test_layers_lengths_and_another_text_are_what_is_measured(tmp_path):
+    passage = tmp_path / "mine.txt"
+    passage.write_text("The cat sat on the mat and looked at the rabbit. " * 20)
+    mine = replace(PAPER, layers=(1,), text=str(passage), samples=1).with_lengths([16, 8, 8])
+    arguments = [task.kwargs() for part in PARTS for task in plan(part, ["demo"], mine, 0).tasks]
+    assert {a["n"] for a in arguments if "layers" in a} == {8, 16}
+    assert {tuple(a["layers"]) for a in arguments if a.get("name") == "demo" and "layers" in a} == {(1,)}
+    assert {a["layer"] for a in arguments if a.get("name") == "demo" and "lengths" in a} == {1}
+    keys = {task.key for task in plan("real", ["demo"], mine, 0).tasks}
+    passage.write_text("The rabbit looked back and ran away from the cat. " * 20)
+    assert not keys & {task.key for task in plan("real", ["demo"], mine, 0).tasks}
+    row = tasks.text("demo", "unmasked", [1], 8, 0, 0, passage=str(passage))[0]
+    model = load("demo")
+    measured = model.capture(ids=model.text(passage.read_text()).windows(8, 1, 0)[0]).measure(1)
+    assert row["value"] == pytest.approx(measured.value, rel=1e-5)
+    for wrong in (lambda: mine.with_lengths([8]), lambda: mine.with_lengths([1, 8]), lambda: mine.layers_of(1)):
+        with pytest.raises(BadInputError, match=r"^expected [^\n]* got "):
+            wrong()
 
 
 def rows_of(exponent: float, scripts: float, subject: str = "gpt2", samples: int = 5):
@@ -228,12 +249,19 @@ def test_exponents_are_those_of_the_curves():
     assert e["longer"] == pytest.approx(0.3, abs=0.01)
 
 
+def test_legends_have_short_names():
+    rows = [*rows_of(0.3, 0.45, "models/mine"), *rows_of(0.3, 0.45, "org/bert"), *rows_of(0.2, 0.3, "other/mine")]
+    labels = [c.label for c in curves_of(rows)]
+    assert labels == [f"{name}, masked, layer 6" for name in ("models/mine", "bert", "other/mine")]
+    assert exponents(curves_of(rows))[1]["subject"] == "org/bert"  # tables have whole names
+
+
 @pytest.mark.slow
 def test_the_page_shows_names_as_text_and_asks_for_nothing(tmp_path):
     hostile = '<script>alert(1)</script>" onerror="x'
     rows, command = tuple(rows_of(0.3, 0.4, hostile)), f"howsmooth {hostile}"
     failures, versions = {f"a {hostile}": 2}, {"torch": "2"}
-    result = Reproduced(tmp_path / "results.sqlite", rows, 1, 0, failures, versions, [hostile], 5, 0, command)
+    result = Reproduced(tmp_path / "results.sqlite", rows, 1, 0, failures, versions, [hostile], PAPER, 0, command)
     files = write_reproduction(result, tmp_path)
     page = files[0].read_text("utf-8")
     assert files[0].name == "index.html"
@@ -286,6 +314,30 @@ def test_the_command_writes_everything_and_goes_on(tmp_path, monkeypatch):
     assert result.stdout.strip() == str(out / "index.html")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "parts", "models"),
+    [
+        ((), list(PARTS), ["demo"]),
+        (("real", "--model", "a", "--model", "b"), ["real"], ["a", "b"]),
+        (("--only", "trap,real"), ["trap", "real"], ["demo"]),
+        (("all", "--model", "demo", "--only", "splitting"), ["splitting"], ["demo"]),
+    ],
+)
+def test_models_and_parts_that_are_named_are_measured_alone(arguments, parts, models, monkeypatch):
+    given: list[Any] = []
+
+    def run(*some: Any, protocol: Protocol, **_: Any) -> None:
+        given.extend((*some[:2], protocol))
+        raise BadInputError("expected nothing, got enough; stop")
+
+    monkeypatch.setattr(cli, "run", run)
+    result = command(*arguments, "--quick", "--layers", "0,2", "--lengths", "4,8", "--text", "mine.txt")
+    assert (result.exit_code, result.stderr) == (2, "howsmooth: expected nothing, got enough; stop\n")
+    assert given[:2] == [parts, models]
+    quick = replace(QUICK, layers=(0, 2), text="mine.txt")
+    assert given[2] == quick.with_lengths((4, 8))
+
+
 @pytest.mark.slow
 def test_text_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "QUICK", Protocol(lengths=(4, 8, 12), long=(), samples=1))
@@ -305,6 +357,10 @@ def test_text_from_the_command_line(tmp_path, monkeypatch):
         ("real", "--quick", "--model", "./no/such/folder"),
         ("meanfield", "--quick", "--workers", "0"),
         ("real", "--quick", "--device", "cuda:99"),
+        ("real", "--quick", "--only", "trap"),
+        ("real", "--quick", "--layers", "6"),
+        ("real", "--quick", "--lengths", "8"),
+        ("real", "--quick", "--text", "missing.txt"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(arguments, tmp_path, monkeypatch):

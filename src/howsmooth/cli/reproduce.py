@@ -1,5 +1,6 @@
 """`howsmooth reproduce`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,17 @@ from howsmooth.paper.page import write_reproduction
 from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Part
 from howsmooth.paper.protocol import reproduce as run
 from howsmooth.run import Local, progress_bar, write_table
+from howsmooth.settings import choice
 
 
 def reproduce(
     part: str = "all",
     *,
     model: list[str] | None = None,
+    only: Sequence[str] | None = None,
+    text: str | None = None,
+    layers: tuple[int, ...] | None = None,
+    lengths: tuple[int, ...] | None = None,
     out: Path = Path("reproduction"),
     samples: int | None = None,
     quick: bool = False,
@@ -32,7 +38,10 @@ def reproduce(
     It can be stopped at any moment and continued with --resume. Pretrained models other than the demo are read only if named.
 
     part: all, or one of real, random, adversarial, meanfield, splitting, trap
-    model: a pretrained model beside the demo: bert-base-uncased, gpt2, any name or folder; repeat
+    model: a pretrained model in place of the demo: bert-base-uncased, gpt2, any name or folder; repeat
+    only: of these parts those named, as in real,adversarial
+    layers: of pretrained models, as in 0,3,5; the first, the middle one and the last by default
+    lengths: numbers of tokens of text, as in 8,16,32; the paper's by default
     out: folder for results, tables, figures and the page
     samples: windows of text a length; 10 as in the paper, 1 with --quick
     quick: few lengths: a look at every curve in about a minute
@@ -40,16 +49,19 @@ def reproduce(
     device: where models read text: cpu, cuda, cuda:1, or auto: a GPU if there is one
 
     Example: howsmooth reproduce all --quick --out reproduction
-    Example: howsmooth reproduce real --model bert-base-uncased --model gpt2
+    Example: howsmooth reproduce real --model bert-base-uncased --model gpt2 --lengths 8,16,32
     """
     parts: list[Part] = [p for p in PARTS if part in ("all", p)]
     if not parts:
         raise BadInputError(f"expected all or one of {', '.join(PARTS)}, got {part!r}; pick one of them")
+    chosen = [choice(name, "parts", parts) for name in only or parts]
+    protocol = replace(QUICK if quick else PAPER, layers=layers, text=text, device=device)
+    protocol = protocol if samples is None else protocol.with_samples(samples)
     result = run(
-        parts,
-        ["demo", *(name for name in dict.fromkeys(model or []) if name != "demo")],
+        list(dict.fromkeys(chosen)),
+        list(dict.fromkeys(model or ["demo"])),
         out,
-        protocol=replace((QUICK if quick else PAPER).with_samples(samples), device=device),
+        protocol=protocol if lengths is None else protocol.with_lengths(lengths),
         seed=seed,
         resume=resume,
         force=force,

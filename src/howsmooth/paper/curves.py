@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from howsmooth.paper.drawing import make_folder, new_figure, save_both
 from howsmooth.paper.meanfield import KINDS, draw_convergence, draw_frequency, draw_map, draw_worst_measures, splitting_map
-from howsmooth.paper.subjects import LONGEST
+from howsmooth.paper.subjects import LONGEST, short_names
 from howsmooth.report import COLOURS, MARKERS, figure_style, plain_numbers
 from howsmooth.study import GrowthFit, fit_growth
 
@@ -37,7 +37,8 @@ PRINTED_ADVERSARIAL = 0.5
 class Curve:
     """One layer of one subject against the length.
 
-    points: rows with `n`, `sample`, `value` (`L`), `upper`, `scripts` (what the public scripts print) and `radius` (`R`).
+    short: the subject's name in legends.  points: rows with `n`, `sample`, `value` (`L`), `upper`, `scripts` (what the public
+    scripts print) and `radius` (`R`).
     """
 
     study: str
@@ -46,6 +47,7 @@ class Curve:
     layer: int
     map: str
     points: tuple[Row, ...]
+    short: str
 
     @property
     def name(self) -> dict[str, Any]:
@@ -54,7 +56,7 @@ class Curve:
 
     @property
     def label(self) -> str:
-        return self.subject if self.subject.startswith("one head") else f"{self.subject}, {self.masking}, layer {self.layer}"
+        return self.subject if self.subject.startswith("one head") else f"{self.short}, {self.masking}, layer {self.layer}"
 
     @property
     def lengths(self) -> list[int]:
@@ -98,7 +100,9 @@ def curves_of(rows: Iterable[Mapping[str, Any]]) -> list[Curve]:
     for r in rows:
         if r.get("study") in ("real", "random", "trap", "adversarial"):
             groups[r["study"], r["subject"], r["masking"], r["layer"], r["map"]].append(r)
-    return [Curve(*key, tuple(sorted(points, key=lambda p: (p["n"], p["sample"])))) for key, points in groups.items()]
+    short = short_names(key[1] for key in groups)
+    order = [(key, tuple(sorted(points, key=lambda p: (p["n"], p["sample"])))) for key, points in groups.items()]
+    return [Curve(*key, points, short[key[1]]) for key, points in order]
 
 
 def curve_table(group: Sequence[Curve]) -> list[dict[str, Any]]:
@@ -177,7 +181,7 @@ def growth(lines: Sequence[Curve]) -> "Figure":
     """L against n, a panel for each subject and mask with a curve for each layer, and R below."""
     groups: dict[str, list[Curve]] = defaultdict(list)
     for c in lines:
-        groups[f"{c.subject}, {c.masking}"].append(c)
+        groups[f"{c.short}, {c.masking}"].append(c)
     title = "On text" if lines[0].study == "real" else "Random weights"
     figure, axes = new_figure(
         2.9 * len(groups) + 0.2, 4.0, 2, len(groups), squeeze=False, sharex="col", sharey="row", height_ratios=[2.6, 1]
@@ -240,7 +244,7 @@ def trap(lines: Sequence[Curve]) -> "Figure":
         _log(panel, "")
         _lengths(panel, [n for n in c.lengths if n <= LONGEST])
         whole = "\nwith residual and norm" if c.study == "trap" else ""
-        panel.set_title(f"{c.subject}, {c.masking},\nlayer {c.layer}{whole}", loc="left", fontsize=7)
+        panel.set_title(f"{c.short}, {c.masking},\nlayer {c.layer}{whole}", loc="left", fontsize=7)
         panel.legend(fontsize=6, handlelength=1)
     for panel in panels[len(lines) :]:
         panel.axis("off")
@@ -287,7 +291,8 @@ def exponent_chart(table: Sequence[Row]) -> "Figure":
     for guide in (0, 0.25, 0.5):
         axes.axvline(guide, color="0.8", lw=0.7, zorder=0)
     axes.set(ylim=(len(table) - 0.5, -0.5), xlabel="exponent up to n = 98")
-    axes.set_yticks(range(len(table)), [_name(e) for e in table], fontsize=6.5)
+    short = short_names(e["subject"] for e in table)
+    axes.set_yticks(range(len(table)), [_name(e, short[e["subject"]]) for e in table], fontsize=6.5)
     styles = (("o", L_COLOUR, "L"), ("s", SCRIPTS_COLOUR, "the scripts' number"), ("|", "black", "printed in the paper"))
     for marker, colour, name in styles:
         axes.plot([], [], marker, color=colour, label=name, ls="none")
@@ -300,9 +305,9 @@ def _look(i: int) -> tuple[str, str]:
     return COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
 
 
-def _name(e: Row) -> str:
+def _name(e: Row, subject: str) -> str:
     what = {"attention": "", "eigenvector tokens": ", eigenvector tokens", "worst configuration": ", worst configuration"}
-    return f"{e['subject']}, {e['masking']}, layer {e['layer']}{what.get(e['map'], ', with residual and norm')}"
+    return f"{subject}, {e['masking']}, layer {e['layer']}{what.get(e['map'], ', with residual and norm')}"
 
 
 def _power(fit: GrowthFit, sure: bool = True) -> str:

@@ -4,7 +4,7 @@ import base64
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePath
 from string import Template
 
 from howsmooth.paper.curves import Row, curve_table, curves_of, draw_reproduction, exponents
@@ -19,7 +19,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
         "L grows like n to this power up to n = 98. A circle is the constant, a square what the paper's public scripts print "
         "on the same inputs, a bar what is drawn on the paper's plot. Lines are 95 % intervals.",
     ),
-    "real": ("Pretrained models on text", "Windows of Alice in Wonderland, tokens at the layer's input, R their size."),
+    "real": ("Pretrained models on text", "Windows of the text, tokens at the layer's input, R their size."),
     "random": (
         "Random models of full size",
         "BERT-base and GPT-2 as configured by transformers, width 768, 12 heads, fresh weights, dropout off.",
@@ -80,8 +80,8 @@ def render(table: Sequence[Row], figures: Sequence[Path], result: Reproduced) ->
     )
     methods = {
         "models": ", ".join(result.models),
-        "text": "Alice in Wonderland",
-        "samples a length": str(result.samples),
+        "text": "Alice in Wonderland" if result.protocol.text is None else PurePath(result.protocol.text).name,
+        "samples a length": str(result.protocol.samples),
         "seed": str(result.seed),
         "tasks": str(result.tasks),
         "software": ", ".join(f"{k} {v}" for k, v in result.versions.items()),

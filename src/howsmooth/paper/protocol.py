@@ -1,6 +1,7 @@
 """Which measurements each experiment takes, the paper's protocol or a quick look at the same curves, and the run of it."""
 
 import functools
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from howsmooth.models import device_of
 from howsmooth.paper import tasks
 from howsmooth.paper.subjects import RANDOM, RANDOM_LAYERS, describe
 from howsmooth.run import Engine, Plan, Progress, check_folder, claim_folder, read, sweep
+from howsmooth.settings import whole
+from howsmooth.study import read_text
 
 Part = Literal["real", "random", "adversarial", "meanfield", "splitting", "trap"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -25,13 +28,15 @@ class Protocol:
     lengths: of windows of text, to 98 as in the paper.  long: further ones, pretrained models only.  samples: windows a length.
     adversarial: lengths of eigenvector tokens.  worst: lengths of the worst configuration.  radii: of the ball that measures
     live in.  grid: points along a side of the splitting map.  cases: random layers for each length and size of logits.
-    device: where models read text, as for `load`.
+    module_lengths: of windows for the module that the scripts read.  layers: of pretrained models; the first, the middle one
+    and the last by default.  text: a file, Alice in Wonderland by default.  device: where models read it, as for `load`.
     """
 
     lengths: tuple[int, ...] = tuple(range(2, 99, 2))
     long: tuple[int, ...] = tuple(range(102, 503, 40))
     samples: int = 10
     random_lengths: tuple[int, ...] = tuple(range(2, 99, 2))
+    module_lengths: tuple[int, ...] = tuple(range(2, 99, 4))
     adversarial: tuple[int, ...] = tuple(range(2, 98, 5))
     worst: tuple[int, ...] = (7, 12, 22, 47, 97)
     radii: tuple[float, ...] = tuple(0.5 + 0.25 * k for k in range(13))
@@ -39,17 +44,43 @@ class Protocol:
     seeds: int = 8
     grid: int = 121
     cases: int = 100
+    layers: tuple[int, ...] | None = None
+    text: str | None = None
     device: str = "auto"
 
-    def with_samples(self, samples: int | None) -> "Protocol":
-        if samples is not None and samples < 1:
-            raise BadInputError(f"expected at least one sample a length, got {samples}; the paper took 10")
-        return self if samples is None else replace(self, samples=samples)
+    def with_samples(self, samples: int) -> "Protocol":
+        """So many windows of text a length."""
+        return replace(self, samples=whole(samples, "at least one sample a length", "the paper took 10", least=1))
+
+    def with_lengths(self, lengths: Sequence[int]) -> "Protocol":
+        """Windows of text of these lengths alone."""
+        some = tuple(sorted({whole(n, "lengths of at least 2", "count tokens", least=2) for n in lengths}))
+        if len(some) < 2:
+            raise BadInputError(f"expected two lengths or more, got {list(lengths)}; an exponent takes two")
+        return replace(self, lengths=some, long=(), random_lengths=some, module_lengths=some)
+
+    def layers_of(self, count: int, few: bool = False) -> list[int]:
+        """Which layers of a model with so many: the first, the middle one and the last. few: without the last.
+
+        >>> PAPER.layers_of(12), PAPER.layers_of(6, few=True), PAPER.layers_of(1)
+        ([0, 6, 11], [0, 3], [0])
+        """
+        if self.layers is None:
+            return sorted({0, count // 2, count - 1})[: 2 if few else None]
+        fix = f"a model has {count}"
+        return sorted({whole(k, f"layers from 0 to {count - 1}", fix, below=count) for k in self.layers})
+
+    @property
+    def reading(self) -> dict[str, str]:
+        """The text as arguments of a task, its digest among them, so that another text is measured anew."""
+        if self.text is None:
+            return {}
+        return {"passage": self.text, "digest": hashlib.sha256(read_text(self.text).encode()).hexdigest()[:16]}
 
     @property
     def there(self) -> dict[str, str]:
-        """The device as an argument of a task; left out where it is a worker's own choice."""
-        return {} if self.device == "auto" else {"device": self.device}
+        """The text and the device as arguments of a task; a device is left out where it is a worker's own choice."""
+        return self.reading | ({} if self.device == "auto" else {"device": self.device})
 
 
 PAPER = Protocol()
@@ -58,6 +89,7 @@ QUICK = Protocol(
     long=(),
     samples=1,
     random_lengths=(4, 20, 98),
+    module_lengths=(10, 22, 46, 98),
     adversarial=(2, 12, 32, 97),
     worst=(22,),
     radii=(1.0, 2.0, 3.0),
@@ -76,26 +108,18 @@ def plan(part: Part, models: Sequence[str], protocol: Protocol, seed: int) -> Pl
     return plans[part](models, protocol, seed)
 
 
-def layers_of(count: int) -> list[int]:
-    """The first layer, the middle one and the last.
-
-    >>> layers_of(12), layers_of(6), layers_of(1)
-    ([0, 6, 11], [0, 3, 5], [0])
-    """
-    return sorted({0, count // 2, count - 1})
-
-
 def _real(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     arguments: list[dict[str, Any]] = []
     for name in models:
-        about = describe(name)
+        about = describe(name, protocol.text)
         lengths = [n for n in (*protocol.lengths, *protocol.long) if about.shortest <= n <= about.longest]
         if len(lengths) < 2:
             raise BadInputError(
                 f"expected a model that reads two of the lengths, got {name} with at most {about.longest}; leave it out"
             )
         arguments += [
-            {"name": name, "masking": m, "layers": layers_of(about.layers), "n": n, "sample": s, "seed": seed} | protocol.there
+            {"name": name, "masking": m, "layers": layers, "n": n, "sample": s, "seed": seed} | protocol.there
+            for layers in [protocol.layers_of(about.layers)]
             for m in about.maskings
             for n in lengths
             for s in range(protocol.samples)
@@ -119,11 +143,11 @@ def _random(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
 
 def _adversarial(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     cases: list[tuple[str, str, int]] = [(tasks.ONE_HEAD, m, 0) for m in ("unmasked", "masked")]
-    for name, about in ((name, describe(name)) for name in models):
-        cases += [(name, m, k) for m in about.maskings for k in layers_of(about.layers)[:2] if about.plain]
+    for name, about in ((name, describe(name, protocol.text)) for name in models):
+        cases += [(name, m, k) for m in about.maskings for k in protocol.layers_of(about.layers, few=True) if about.plain]
     cases += [(name, m, 0) for name, m in zip(RANDOM, ("unmasked", "masked"), strict=True)]
     lengths = list(protocol.adversarial)
-    named = [{"name": name, "masking": m, "layer": k, "seed": seed} for name, m, k in cases]
+    named = [{"name": name, "masking": m, "layer": k, "seed": seed} | protocol.reading for name, m, k in cases]
     eigenvector = Plan.of(tasks.adversarial, [about | {"lengths": lengths} for about in named])
     shown = [about for about in named if about["masking"] == "unmasked" and about["name"] not in RANDOM]
     return eigenvector + Plan.of(tasks.worst_tokens, [about | {"n": n} for about in shown for n in protocol.worst])
@@ -151,11 +175,12 @@ def _trap(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
     start = {"name": "random:gpt2", "masking": "masked", "layer": 6, "n": 32, "steps": 8, "seed": seed}
     alone = Plan.of(tasks.iteration, [start | {"start": k} for k in range(3)])
     modules = [
-        {"name": name, "layers": layers_of(about.layers)[:2], "n": n, "sample": s, "seed": seed}
-        for name, about in ((name, describe(name)) for name in models)
+        {"name": name, "layers": layers, "n": n, "sample": s, "seed": seed} | protocol.reading
+        for name, about in ((name, describe(name, protocol.text)) for name in models)
         if about.whole_module
-        for n in protocol.lengths
-        if about.shortest <= n and n % 4 == 2
+        for layers in [protocol.layers_of(about.layers, few=True)]
+        for n in protocol.module_lengths
+        if about.shortest <= n <= about.longest
         for s in range(min(protocol.samples, 3))
     ]
     alone += Plan.of(tasks.whole_module, modules)
@@ -167,7 +192,7 @@ def _trap(models: Sequence[str], protocol: Protocol, seed: int) -> Plan:
 class Reproduced:
     """What was asked for and measured, with what a reader needs to make it again.
 
-    rows: of every task of the plan that is done.  failures: reasons, and how many tasks.  samples: windows of text a length.
+    rows: of every task of the plan that is done.  failures: reasons, and how many tasks.
     """
 
     path: Path
@@ -177,7 +202,7 @@ class Reproduced:
     failures: Mapping[str, int]
     versions: Mapping[str, str]
     models: Sequence[str]
-    samples: int
+    protocol: Protocol
     seed: int
     command: str
 
@@ -203,21 +228,21 @@ def reproduce(
     check_folder(folder, "reproduction", resume=resume, force=force)
     device_of(protocol.device)
     # plans first: an unknown model is refused before anything is written
-    whole = functools.reduce(Plan.__add__, (plan(part, models, protocol, seed) for part in parts))
+    plans = functools.reduce(Plan.__add__, (plan(part, models, protocol, seed) for part in parts))
     path = claim_folder(folder, "reproduction", resume=resume, force=force)
-    ended = sweep(whole, path, engine=engine, resume=resume, progress=progress, command=command or None)
-    asked = {task.key for task in whole.tasks}
-    kept = [row for row in read(path) if row.key in asked]
+    ended = sweep(plans, path, engine=engine, resume=resume, progress=progress, command=command or None)
+    keys = {task.key for task in plans.tasks}
+    kept = [row for row in read(path) if row.key in keys]
     done = [row for row in kept if row.status == "done"]
     return Reproduced(
         path,
         rows=tuple(value for row in done for value in (row.value if isinstance(row.value, list) else [row.value])),
-        tasks=len(whole.tasks),
+        tasks=len(plans.tasks),
         skipped=ended.skipped,
         failures=Counter(str(row.reason) for row in kept if row.status == "failed"),
         versions=done[-1].versions if done else {},
         models=models,
-        samples=protocol.samples,
+        protocol=protocol,
         seed=seed,
         command=command,
     )

@@ -7,7 +7,10 @@ the layers needed.
 
 import functools
 import warnings
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any, Literal, final
 
 import torch
@@ -16,7 +19,7 @@ from torch import nn
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.models import Capture, FallbackWarning, Model, Text, Window, load
-from howsmooth.study import alice
+from howsmooth.study import read_text
 
 Masking = Literal["masked", "unmasked"]
 RANDOM = ("random:bert-base", "random:gpt2")
@@ -76,17 +79,17 @@ class Description:
 
 
 @functools.lru_cache(maxsize=2)
-def subject(name: str, masking: Masking, seed: int, device: str = "cpu") -> Subject:
-    """The subject of a task, kept for the next one. seed: of random weights.  device: as for `load`."""
+def subject(name: str, masking: Masking, seed: int, device: str = "cpu", passage: str | None = None) -> Subject:
+    """The subject of a task, kept for the next one. seed: of random weights.  device: as for `load`.  passage: a text file."""
     if name in RANDOM:
         # embeddings of a random model are independent draws, so of the ids only the repetitions matter: any tokenizer will do
-        model, text = load(_random(name, masking, seed), device), load("demo").text(alice())
+        model, text = load(_random(name, masking, seed), device), load("demo").text(read_text(passage))
         text = text if name == "random:bert-base" else replace(text, prefix=(), suffix=())  # GPT-2 has no special tokens
     elif name.startswith("random:"):
         raise BadInputError(f"expected {' or '.join(RANDOM)}, got {name!r}; pick one of them")
     else:
         model = load(name, device)
-        text = model.text(alice())
+        text = model.text(read_text(passage))
     whole = Subject(name, masking, model, text)
     if _masking(whole) != masking:
         _set_masking(model.module, masking)
@@ -96,17 +99,17 @@ def subject(name: str, masking: Masking, seed: int, device: str = "cpu") -> Subj
 
 
 @functools.lru_cache(maxsize=16)
-def describe(name: str) -> Description:
-    """A pretrained model as a plan sees it."""
+def describe(name: str, passage: str | None = None) -> Description:
+    """A pretrained model as a plan sees it. passage: the text file that it reads."""
     model = load(name)
-    whole = Subject(name, "unmasked", model, model.text(alice()))
+    whole = Subject(name, "unmasked", model, model.text(read_text(passage)))
     layers, own = whole.capture(max(8, whole.shortest), 0, 0).num_layers, _masking(whole)
     try:
         attention_of(whole, 0)
         plain = True
     except BadInputError:
         plain = False
-    _set_masking(model.module, "masked")  # the last thing that is asked of this copy of the model
+    _set_masking(model.module, "masked")  # the last thing that this copy is for of the model
     maskings = tuple(dict.fromkeys((own, _masking(whole))))
     return Description(layers, whole.shortest, whole.longest, maskings, plain, bool(whole.whole_modules))
 
@@ -142,6 +145,18 @@ def _set_masking(module: nn.Module, masking: Masking) -> None:
     for part in module.modules():
         if isinstance(getattr(part, "is_causal", None), bool):
             setattr(part, "is_causal", masking == "masked")  # noqa: B010, no attribute that torch declares
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Names for legends: of folders and hub names the last part, where no other has the same.
+
+    >>> short_names(["models/mine", "org/bert", "mine", "random:gpt2"])
+    {'models/mine': 'models/mine', 'org/bert': 'bert', 'mine': 'mine', 'random:gpt2': 'random:gpt2'}
+    """
+    names = list(dict.fromkeys(names))
+    last = {name: PurePath(name).name or name for name in names}
+    counts = Counter(last.values())
+    return {name: last[name] if counts[last[name]] == 1 else name for name in names}
 
 
 def attention_of(whole: Subject, layer: int) -> Attention:

@@ -67,10 +67,18 @@ def scripts_value(f: Map, x: Float[Tensor, "n d"]) -> float:
 
 
 def text(
-    name: str, masking: Masking, layers: list[int], n: int, sample: int, seed: int, device: str = "auto"
+    name: str,
+    masking: Masking,
+    layers: list[int],
+    n: int,
+    sample: int,
+    seed: int,
+    device: str = "auto",
+    passage: str | None = None,
+    digest: str = "",
 ) -> list[dict[str, Any]]:
-    """One window of text through a model: for every layer `L`, what the scripts print, and `R`."""
-    captured = subject(name, masking, seed, device).capture(n, sample, seed)
+    """One window of text through a model: for every layer `L`, what the scripts print, and `R`. digest: of the passage."""
+    captured = subject(name, masking, seed, device, passage).capture(n, sample, seed)
     study = "random" if name.startswith("random:") else "real"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
@@ -83,9 +91,11 @@ def text(
     ]
 
 
-def whole_module(name: str, layers: list[int], n: int, sample: int, seed: int) -> list[dict[str, Any]]:
+def whole_module(
+    name: str, layers: list[int], n: int, sample: int, seed: int, passage: str | None = None, digest: str = ""
+) -> list[dict[str, Any]]:
     """The module that the scripts read for BERT: attention, projection, residual and LayerNorm, without a mask."""
-    whole = subject(name, "unmasked", seed)
+    whole = subject(name, "unmasked", seed, passage=passage)
     captured, rows = whole.capture(n, sample, seed), []
     for layer in layers:
         x, f = captured.tokens(layer).float(), _Whole(whole.whole_modules[layer])
@@ -120,9 +130,11 @@ def iteration(name: str, masking: Masking, layer: int, n: int, start: int, steps
     ]
 
 
-def adversarial(name: str, masking: Masking, layer: int, lengths: list[int], seed: int) -> list[dict[str, Any]]:
+def adversarial(
+    name: str, masking: Masking, layer: int, lengths: list[int], seed: int, passage: str | None = None, digest: str = ""
+) -> list[dict[str, Any]]:
     """The paper's eigenvector tokens at every length, the whole layer measured; R is that of the text at this layer."""
-    attn, radius = _layer(name, masking, layer, seed)
+    attn, radius = _layer(name, masking, layer, seed, passage)
     growth = grow(attn, radius, lengths, seed=seed)
     return [
         _row("adversarial", name, masking, layer, "eigenvector tokens", row.n, 0)
@@ -133,9 +145,11 @@ def adversarial(name: str, masking: Masking, layer: int, lengths: list[int], see
     ]
 
 
-def worst_tokens(name: str, masking: Masking, layer: int, n: int, seed: int) -> list[dict[str, Any]]:
+def worst_tokens(
+    name: str, masking: Masking, layer: int, n: int, seed: int, passage: str | None = None, digest: str = ""
+) -> list[dict[str, Any]]:
     """The worst of all the package's configurations in the same ball."""
-    attn, radius = _layer(name, masking, layer, seed)
+    attn, radius = _layer(name, masking, layer, seed, passage)
     worst = worst_configuration(attn, n, radius, seed=seed)
     scripts, about = scripts_value(attn, worst.tokens), str(worst.configuration)
     row = _row("adversarial", name, masking, layer, "worst configuration", n, 0) | _constant(worst.estimate)
@@ -174,12 +188,12 @@ def splitting_frequency(n: int, logits: float, count: int, causal: bool, seed: i
     return {"study": "splitting", "kind": "frequency", "n": n, "logits": logits, "causal": causal} | share
 
 
-def _layer(name: str, masking: Masking, layer: int, seed: int) -> tuple[Attention, float]:
+def _layer(name: str, masking: Masking, layer: int, seed: int, passage: str | None) -> tuple[Attention, float]:
     """A layer's weights and the radius of the text there; or one head, where the theory is exact."""
     if name == ONE_HEAD:
         eye = torch.eye(2, dtype=torch.float64)
         return Attention.from_matrices(-eye, eye, causal=masking == "masked"), 3.0
-    whole = subject(name, masking, seed)
+    whole = subject(name, masking, seed, passage=passage)
     radius = _radius(whole.capture(min(LONGEST, whole.longest), 0, seed).tokens(layer))
     return attention_of(whole, layer), radius
 
