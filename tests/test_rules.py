@@ -1,7 +1,9 @@
-"""Rules of the suite itself: whose deprecations are errors, and that every test draws the same numbers."""
+"""Rules of the suite itself: whose deprecations are errors, that every test draws the same numbers, what is weekly."""
 
 import random
+import re
 import warnings
+from pathlib import Path
 
 import numpy
 import pytest
@@ -40,3 +42,11 @@ def test_a_fixture_of_a_wider_scope_does_not_shift_them(made_once: torch.Tensor)
     torch.manual_seed(0)
     first = torch.rand(())
     assert float(made_once[0]) == float(first)
+
+
+@pytest.mark.parametrize("pattern", ["mark[.]weekly|from marks import first", "mark[.]gpu"])
+def test_files_with_a_mark_are_listed(pattern: str):
+    root = Path(__file__).parents[1]
+    section = (root / "CONTRIBUTING.md").read_text("utf-8").split("## Which tests run when")[1].split("\n## ")[0]
+    files = [path for path in (root / "tests").rglob("test_*.py") if re.search(pattern, path.read_text("utf-8"))]
+    assert [path.name for path in files if path.name not in section and path != Path(__file__)] == []
