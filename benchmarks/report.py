@@ -33,8 +33,8 @@ def measured(model: str, out: str, lengths: tuple[int, ...], samples: int, devic
     report, page = inspect_into(reader, setting, out, "howsmooth report", engine=engine)
     seconds = time.perf_counter() - start
     parts = Counter[str]()  # by kind of row, all workers together
-    for row in report.data.rows:
-        parts[f"{row['kind']} s"] += row["seconds"]
+    for row in report.rows:
+        parts[f"{row.kind} s"] += row.to_dict()["seconds"]
     row = {"layers": len(setting.layers), "lengths": len(lengths), "samples": samples, "workers": engine.name, **parts}
     return row | {"failures": len(report.failures), "page MB": page.stat().st_size / 1e6, "seconds": seconds}
 

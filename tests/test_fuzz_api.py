@@ -20,6 +20,7 @@ from howsmooth.maps import Jacobian
 from howsmooth.measures import Distance
 from howsmooth.search import Radius, WorstCase
 from howsmooth.spectral import Estimates
+from howsmooth.study.jobs import EstimateRow
 from howsmooth.theory import Bounds, Splitting
 from howsmooth.training import Clipped
 from marks import first
@@ -191,8 +192,7 @@ def constants(answer: Any, _: Arguments) -> None:
 
 def grown(answer: Any, _: Arguments) -> None:
     assert answer.rows
-    rows = [row if isinstance(row, dict) else row.to_dict() for row in answer.rows]
-    assert all(0 <= row["lower"] <= row["upper"] for row in rows if "lower" in row)  # a picture has no interval
+    assert all(0 <= row.lower <= row.upper for row in answer.rows if isinstance(row, EstimateRow))  # a picture has no interval
 
 
 def anything(answer: Any, _: Arguments) -> None:

@@ -3,15 +3,20 @@
 import base64
 import json
 import re
+from html import unescape
 
 import numpy as np
 import pytest
 
 from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.report import write_page
-from howsmooth.report.answer import answer, findings, number, plain
+from howsmooth.report.answer import answer, findings, plain
 from howsmooth.report.page import LARGEST, payload, render
 from howsmooth.report.shell import embed
+from howsmooth.study.charts import number
+from howsmooth.study.heads import HeadRow
+from howsmooth.study.layers import LayerRow
+from howsmooth.study.token import sink_of
 from problems import reports
 
 
@@ -54,7 +59,7 @@ def test_a_sink_is_named_in_the_first_sentences_with_what_it_carries():
 )
 def test_one_layer_is_no_sink_and_many_are(count, layers, named):
     data = reports.report(reports.layers(layers, 1, (8, 16)) + reports.held(layers, 16, sink=True)[:count])
-    assert (data.sink is not None) == named
+    assert (sink_of(data) is not None) == named
     assert len(answer(data)) == 3 + named
 
 
@@ -74,7 +79,7 @@ def test_the_words_of_a_token_are_no_marks():
 
 
 def test_kinds_are_told_by_their_least_and_largest_over_softmax():
-    text = render(reports.full())
+    text = unescape(render(reports.full()))
     assert (
         "At n = 128 and equal entropy cosine has the smallest L, 0.5 times softmax's, and softmax the largest, 1 times;" in text
     )
@@ -212,15 +217,16 @@ def test_data_that_does_not_fit_is_refused():
 
 def test_a_layer_that_is_zero_has_a_summary_but_no_fit():
     data = reports.report(reports.zeros())
-    assert [row["mean"] for row in data.summary] == [0.0, 0.0]
+    assert [level.mean for level in data.summary] == [0.0, 0.0]
     assert data.fits == {}
     assert "Layer 0" in render(data)
     assert "positive constant" in plain(answer(data)[1])
 
 
-def test_rows_come_in_order_and_other_kinds_are_left_alone():
+def test_rows_come_in_order_and_other_kinds_are_left_out():
     rows = reports.layers(2, 2, (8, 16))
-    data = reports.report([*rows[::-1], {"kind": "norms", "value": 1.0}])
-    assert data.of("layer") == rows
-    assert len(data.rows) == len(rows) + 1
-    assert data.of("head") == []
+    data = reports.report([*rows[::-1], {"kind": "mine", "value": 1.0}])
+    assert [row.place for row in data.of(LayerRow)] == [(row["layer"], row["n"], row["sample"]) for row in rows]
+    assert [row.value for row in data.of(LayerRow)] == [row["value"] for row in rows]
+    assert len(data.rows) == len(rows)
+    assert data.of(HeadRow) == []

@@ -7,7 +7,7 @@ import pytest
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.run import Local, Ray, read
-from howsmooth.study.heads import head_jobs
+from howsmooth.study.heads import HeadRow, head_jobs
 from howsmooth.study.jobs import plan, run_here, run_sweep
 from howsmooth.study.layers import layer_jobs
 from howsmooth.study.reader import Reader
@@ -121,7 +121,7 @@ def test_the_demo_jumps_past_128_through_one_head():
     assert "One head carries it: head 2" in said
     assert "position embeddings break there too: those of positions 127 and 128" in said
     assert "layer 0 jumps" in " ".join(found.answer)
-    heads = {(row["n"], row["head"]): row["value"] for row in found.data.of("head")}
+    heads = {(row.n, row.head): row.value for row in found.data.of(HeadRow)}
     assert heads[136, 2] > 5 * heads[128, 2]
     others = [heads[136, h] / heads[128, h] for h in range(12) if h != 2]
     assert max(map(abs, map(math.log, others))) < 0.1

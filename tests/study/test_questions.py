@@ -159,8 +159,8 @@ def test_layers_with_sinks_have_all_answers_but_bounds_near_the_text():
     said = "Layers 0, 1 have no bounds near the text: not proved beside a learned sink."
     assert said in found.data.notes
     assert found.failures == ()
-    assert found.data.of("near") == []
-    assert [row["layer"] for row in found.data.of("splitting")] == [0, 1]
+    assert found.data.of(NearRow) == []
+    assert [row.layer for row in found.data.of(SplittingRow)] == [0, 1]
 
 
 def test_layers_whose_tokens_cannot_be_split_are_named_before_any_task():

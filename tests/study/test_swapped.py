@@ -12,6 +12,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.report.assemble import variants_report
 from howsmooth.study import variants
 from howsmooth.study.jobs import run_here
+from howsmooth.study.layers import LayerRow
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import Scope, settle
 from howsmooth.study.swapped import (
@@ -25,6 +26,7 @@ from howsmooth.study.swapped import (
     mean_entropy,
     put_in,
     slope,
+    summary,
     variants_of,
 )
 from problems import readers
@@ -176,6 +178,6 @@ def test_the_studys_own_page_has_its_layers_and_kinds(measured, tmp_path):
     rows = run_here(reader, choice_jobs(setting, ["softmax"]))
     report = variants_report(reader, setting, replace(rows, rows=measured.rows), "howsmooth study variants mine")
     page = report.save(tmp_path / "page", figures=False)
-    assert len(report.data.of("layer")) == 2 * 2 * 2
+    assert len(report.data.of(LayerRow)) == 2 * 2 * 2
     assert "Which kind is smoothest?" in page.read_text("utf-8")
-    assert len(report.data.variants) == 2 * 13 * (1 + 3)
+    assert len(summary(report.data)) == 2 * 13 * (1 + 3)

@@ -8,7 +8,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.models import MapName, load
 from howsmooth.paper.drawing import check_figure
 from howsmooth.paper.radii import draw_radii
-from howsmooth.report.radii_page import write_radii_page
+from howsmooth.report.page import write_radii_page
 from howsmooth.report.shell import check_page
 from howsmooth.study import Radii, radii, read_text
 

@@ -7,15 +7,16 @@ import math
 import re
 from statistics import median
 
-from howsmooth.report.data import ReportData, Sink
+from howsmooth.study.answers import Level, ReportData
+from howsmooth.study.ceilings import BesideBound, bounds_of
+from howsmooth.study.charts import number, percent, quoted, ranges
 from howsmooth.study.fit import Break, Interval
-from howsmooth.study.jobs import Cells
+from howsmooth.study.heads import HeadRow
+from howsmooth.study.token import Sink, sink_of
 
 STRONG = re.compile(r"\*\*(.+?)\*\*")
-_MARKS = re.compile(r"(?<=\*)(?=\*)|(?<=\^)")
 _DRAWN = 0.25  # share of all attention above which a token is a sink,
 _EVEN = 20  # or times an even share; under a causal mask the first of 1 024 tokens has 7.5 of them from uniform weights
-_LONGEST = 24  # letters of a token that a sentence shows
 
 
 def plain(sentence: str) -> str:
@@ -25,44 +26,44 @@ def plain(sentence: str) -> str:
 
 def answer(data: ReportData) -> list[str]:
     """Which layer is least smooth, which token is behind it if one is, how it grows with n, how far it is from the ceiling."""
-    worst = data.least_smooth()
-    sink = [] if data.sink is None else [_sink(data, data.sink)]
-    return [_least_smooth(data, worst), *sink, _growth(data, worst), _ceiling(data, worst)]
+    worst, sink = data.least_smooth(), sink_of(data)
+    named = [] if sink is None else [_sink(data, sink)]
+    return [_least_smooth(data, worst), *named, _growth(data, worst), _ceiling(data, worst)]
 
 
-def _least_smooth(data: ReportData, worst: Cells) -> str:
-    over = f", in the mean of {worst['samples']} samples" if worst["samples"] > 1 else ""
-    best = min((row for row in data.summary if row["n"] == worst["n"]), key=lambda row: row["mean"])
-    beside = f"; in the smoothest, layer {best['layer']}, {number(best['mean'])} times" if best is not worst else ""
+def _least_smooth(data: ReportData, worst: Level) -> str:
+    over = f", in the mean of {worst.samples} samples" if worst.samples > 1 else ""
+    best = min((row for row in data.summary if row.n == worst.n), key=lambda row: row.mean)
+    beside = f"; in the smoothest, layer {best.layer}, {number(best.mean)} times" if best is not worst else ""
     return (
-        f"**Layer {worst['layer']} is the least smooth:** at n = {worst['n']} tokens a small change of what enters its "
-        f"attention can come out {number(worst['mean'])} times as large{over}{beside}."
+        f"**Layer {worst.layer} is the least smooth:** at n = {worst.n} tokens a small change of what enters its "
+        f"attention can come out {number(worst.mean)} times as large{over}{beside}."
     )
 
 
 def _sink(data: ReportData, sink: Sink) -> str:
     rows = sink.rows
-    named = f"The first token, {_quoted(sink.word)}," if sink.token == 0 else f"Token {sink.token + 1}, {_quoted(sink.word)},"
-    received = [row["received"] for row in rows if row.get("received") is not None]
-    seen = len(received) == len(rows)
-    is_sink = not seen or median(received) > min(_DRAWN, _EVEN / rows[0]["n"])
-    text = f"**{named} {'is a sink' if is_sink else 'stands out'}:** at n = {rows[0]['n']} it carries "
-    text += f"{_percent([row['share'] for row in rows])} of the worst direction in {len(rows)} of {len(data.layers)} layers "
-    text += f"({_ranges([row['layer'] for row in rows])})"
-    if seen:
-        text += f" and draws {_percent(received)} of all attention there"
-    exponents = [data.fits[row["layer"]].exponent.value for row in rows if row["layer"] in data.fits]
+    named = f"The first token, {quoted(sink.word)}," if sink.token == 0 else f"Token {sink.token + 1}, {quoted(sink.word)},"
+    received = [row.received for row in rows if row.received is not None]
+    known = len(received) == len(rows)
+    is_sink = not known or median(received) > min(_DRAWN, _EVEN / rows[0].n)
+    text = f"**{named} {'is a sink' if is_sink else 'stands out'}:** at n = {rows[0].n} it carries "
+    text += f"{percent([row.share for row in rows])} of the worst direction in {len(rows)} of {len(data.layers)} layers "
+    text += f"({ranges([row.layer for row in rows])})"
+    if known:
+        text += f" and draws {percent(received)} of all attention there"
+    exponents = [data.fits[row.layer].exponent.value for row in rows if row.layer in data.fits]
     if exponents:
         ends = dict.fromkeys(f"n^{end:.2f}" for end in (min(exponents), max(exponents)))
         text += f"; they grow about like {' to '.join(ends)}"
         if min(exponents) >= 0.4 and max(exponents) <= 0.6:
             text += ", and one token that all others see alike gives n^0.50"
-    most = max(rows, key=lambda row: row["whole"])
-    return f"{text}. With it held fixed, layer {most['layer']} falls from {number(most['whole'])} to {number(most['value'])}."
+    most = max(rows, key=lambda row: row.whole)
+    return f"{text}. With it held fixed, layer {most.layer} falls from {number(most.whole)} to {number(most.value)}."
 
 
-def _growth(data: ReportData, worst: Cells) -> str:
-    fit = data.fits.get(worst["layer"])
+def _growth(data: ReportData, worst: Level) -> str:
+    fit = data.fits.get(worst.layer)
     if fit is None:
         reason = "Only one length was measured" if len(data.lengths) == 1 else "Fewer than two lengths gave a positive constant"
         return f"{reason}, so nothing can be said of growth."
@@ -79,24 +80,24 @@ def _growth(data: ReportData, worst: Cells) -> str:
     return f"{text}."
 
 
-def _ceiling(data: ReportData, worst: Cells) -> str:
-    rows = [bound for bound in data.bounds if bound["side"] == "upper" and bound["log_value"] is not None]
-    if not rows:
+def _ceiling(data: ReportData, worst: Level) -> str:
+    uppers = [beside for beside in bounds_of(data) if beside.bound.side == "upper" and beside.bound.log_value is not None]
+    if not uppers:
         return "No bound was computed, so the distance from the ceiling is not known."
-    layer = data.least_smooth({bound["layer"] for bound in rows})["layer"]
-    rows = [bound for bound in rows if bound["layer"] == layer]
-    n = min({bound["n"] for bound in rows}, key=lambda k: abs(k - worst["n"]))
+    layer = data.least_smooth({row.layer for row, _ in uppers}).layer
+    uppers = [beside for beside in uppers if beside.row.layer == layer]
+    n = min({row.n for row, _ in uppers}, key=lambda k: abs(k - worst.n))
     at, over = (
-        min((b for b in rows if (b["n"], b["where"]) == (n, where)), key=lambda b: b["log_value"], default=None)
+        min((b for b in uppers if (b.row.n, b.bound.where) == (n, where)), key=lambda b: b.log, default=None)
         for where in ("point", "ball")
     )
-    text = "**The ceiling is higher:**" + ("" if layer == worst["layer"] else f" for layer {layer}")
+    text = "**The ceiling is higher:**" + ("" if layer == worst.layer else f" for layer {layer}")
     if at is not None:
-        text += f" at n = {n} theory certifies at most {_huge(at['log_value'])} at the first sample, "
+        text += f" at n = {n} theory certifies at most {_huge(at.log)} at the first sample, "
         text += f"{_far(at)} what was measured there"
     if over is not None:
         text += ", and" if at is not None else f" at n = {n} theory allows"
-        text += f" {_huge(over['log_value'])}, {_far(over)}, over all inputs whose tokens are no longer"
+        text += f" {_huge(over.log)}, {_far(over)}, over all inputs whose tokens are no longer"
     return f"{text}."
 
 
@@ -121,8 +122,7 @@ def _jump(data: ReportData, layer: int, jump: Break) -> str:
 def _carrier(data: ReportData, layer: int, jump: Break) -> str:
     """Which head carries it, where the heads were measured on both sides."""
     before, after = (
-        {row["head"]: row["value"] for row in data.of("head") if (row["layer"], row["n"]) == (layer, n)}
-        for n in (jump.before, jump.after)
+        {row.head: row.value for row in data.of(HeadRow) if (row.layer, row.n) == (layer, n)} for n in (jump.before, jump.after)
     )
     ratios = {h: after[h] / before[h] for h in before.keys() & after.keys() if before[h] > 0 and after[h] > 0}
     if len(ratios) < 2:
@@ -145,42 +145,6 @@ def _new_positions(data: ReportData, layer: int, jump: Break) -> str:
     return f"The positions past {jump.before} carry {100 * new:.0f} % of the worst direction. "
 
 
-def number(value: float) -> str:
-    """Three digits, thousands apart, or a power of ten."""
-    if value == 0 or 1e-3 <= abs(value) < 1e6:
-        return f"{float(f'{value:.3g}'):,.0f}".replace(",", "\u202f") if abs(value) >= 100 else f"{value:.3g}"
-    digits, power = f"{value:.1e}".split("e")
-    return f"{digits}·10^{int(power)}"
-
-
-def _percent(shares: list[float]) -> str:
-    """From the least to the greatest, in percent."""
-    low, high = (f"{100 * end:.0f}" for end in (min(shares), max(shares)))
-    return f"{low} %" if low == high else f"{low} to {high} %"
-
-
-def _ranges(layers: list[int]) -> str:
-    """Runs of neighbours.
-
-    >>> _ranges([1, 2, 3, 7, 9, 10])
-    '1–3, 7, 9–10'
-    """
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
-
-
-def _quoted(word: str) -> str:
-    """A token of the text in a sentence: short, on one line, its own stars and carets no marks."""
-    word = " ".join(word.encode("utf-8", "replace").decode().split())
-    word = word if len(word) <= _LONGEST else word[: _LONGEST - 1] + "…"
-    return f"“{_MARKS.sub(chr(0x2060), word)}”"
-
-
 def _interval(ends: Interval) -> str:
     return "" if ends.low is None or ends.high is None else f" (95 % interval {ends.low:.2f} to {ends.high:.2f})"
 
@@ -190,6 +154,7 @@ def _huge(log: float) -> str:
     return number(math.exp(log)) if log < 50 else f"10^{log / math.log(10):.0f}"
 
 
-def _far(bound: Cells) -> str:
+def _far(beside: BesideBound) -> str:
     """How many times what was measured."""
-    return f"{_huge(bound['log_value'] - math.log(bound['value']))} times" if bound["value"] > 0 else "any number of times"
+    value = beside.row.value
+    return f"{_huge(beside.log - math.log(value))} times" if value > 0 else "any number of times"

@@ -10,35 +10,34 @@ from torch import nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.models import Model
-from howsmooth.report.answer import answer, findings, number, plain
-from howsmooth.report.data import Methods, ReportData, Token
+from howsmooth.report.answer import answer, findings, plain
 from howsmooth.report.figures import draw_figures
 from howsmooth.report.page import write_page
 from howsmooth.run import Engine, Progress, claim_folder, writing
 from howsmooth.settings import flag
 from howsmooth.settings import number as number_in
-from howsmooth.study.changes import change_jobs
-from howsmooth.study.halves import splitting_jobs
-from howsmooth.study.heads import head_jobs
-from howsmooth.study.influence import picture_jobs
-from howsmooth.study.jobs import Cells, Job, Measured, run_here, run_sweep, to_frame
-from howsmooth.study.layers import LayerRow, layer_jobs
+from howsmooth.study.answers import Methods, ReportData, Token
+from howsmooth.study.ceilings import BoundsRow, bounds_of
+from howsmooth.study.changes import ChangeRow
+from howsmooth.study.charts import number
+from howsmooth.study.heads import HeadRow
+from howsmooth.study.influence import InfluenceRow
+from howsmooth.study.jobs import Job, Measured, Row, run_here, run_sweep, to_frame
+from howsmooth.study.layers import LayerRow
 from howsmooth.study.lengths import fit_columns
-from howsmooth.study.maps_beside import map_jobs
-from howsmooth.study.nearby import near_jobs
+from howsmooth.study.maps_beside import MapRow
+from howsmooth.study.nearby import NearRow
 from howsmooth.study.positions import position_break
-from howsmooth.study.question import follow, questions
+from howsmooth.study.question import Extras, questions
 from howsmooth.study.reader import ALICE, Reader
 from howsmooth.study.scope import ScopeOptions, Setting, setting_of, with_scope
-from howsmooth.study.swapped import VARIANTS, VariantRow
-from howsmooth.study.worst import worst_jobs
+from howsmooth.study.swapped import VariantRow
+from howsmooth.study.token import FrozenRow
 
 if TYPE_CHECKING:
     import pandas
 
 _DEMO = "demo (all-MiniLM-L6-v2, a BERT of six layers)"
-_HEADS = 256  # tokens up to which every head is measured
-_FEW = 2  # samples of text on which other kinds of attention are put in
 _SHOWN = 4096  # tokens of a passage that a page can show
 
 
@@ -54,9 +53,9 @@ class Report:
     failures: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> Sequence[Cells]:
+    def rows(self) -> list[Row]:
         """Every measurement."""
-        return self.data.rows
+        return [row for row in self.data.rows if isinstance(row, Row)]
 
     @property
     def answer(self) -> list[str]:
@@ -72,8 +71,10 @@ class Report:
         """Measurements of layers and heads, with the exponent of their layer beside them; those with a token held fixed and
         those of other maps, by `kind`."""
         fits = self.data.fits
-        rows = [row | fit_columns(fits.get(row["layer"])) for row in self.rows if row["kind"] in ("layer", "head")]
-        frame = to_frame(rows + [row | fit_columns(None) for row in self.rows if row["kind"] in ("held", "map")])
+        whole = [row for row in self.rows if isinstance(row, LayerRow | HeadRow)]
+        lines = [row.to_dict() | fit_columns(fits.get(row.layer)) for row in whole]
+        beside = [row.to_dict() | fit_columns(None) for row in self.rows if isinstance(row, FrozenRow | MapRow)]
+        frame = to_frame(lines + beside)
         return frame.assign(**{f"version_{k}": v for k, v in self.data.methods.versions.items()})
 
     def save(self, folder: str | Path, *, force: bool = False, figures: bool = True) -> Path:
@@ -86,13 +87,12 @@ class Report:
             draw_figures(self.data, page.parent / "figures")
         with writing(page.with_name("measurements.csv")) as part:
             self.to_frame().to_csv(part, index=False)
-        pictures = self.data.of("influence")[:1]
         tables = {
-            "bounds.csv": self.data.bounds,
-            "near.csv": [line for row in self.data.of("near") for line in near_rows(row)],
-            "radii.csv": self.data.of("change"),
-            "variants.csv": self.data.of("variant"),
-            "influence.csv": influence_rows(pictures[0]) if pictures else [],
+            "bounds.csv": [beside.cells() for beside in bounds_of(self.data)],
+            "near.csv": [line for row in self.data.of(NearRow) for line in row.lines()],
+            "radii.csv": [row.to_dict() for row in self.data.of(ChangeRow)],
+            "variants.csv": [row.to_dict() for row in self.data.of(VariantRow)],
+            "influence.csv": [line for row in self.data.of(InfluenceRow)[:1] for line in row.lines()],
         }
         for name, rows in tables.items():
             if rows:
@@ -105,7 +105,7 @@ class Report:
             "answer": self.answer,
             "findings": self.findings,
             "fits": {str(layer): fit.to_dict() for layer, fit in self.data.fits.items()},
-            "rows": list(self.rows),
+            "rows": [row.to_dict() for row in self.rows],
             "failures": list(self.failures),
         }
 
@@ -140,10 +140,10 @@ def inspect(
     variants = flag(variants, "variants")
     named = ALICE if text is None else "a text"
 
-    def run(jobs: list[Job], aside: bool = False) -> Measured:
-        return run_here(reader, jobs, None if aside else progress)
+    def run(jobs: list[Job], here: bool = False) -> Measured:
+        return run_here(reader, jobs, None if here else progress)
 
-    return _report(reader, setting, named, "howsmooth.inspect", run, _part(radii), variants)
+    return _report(reader, setting, named, "howsmooth.inspect", run, Extras(_part(radii), variants))
 
 
 def inspect_into(
@@ -160,7 +160,7 @@ def inspect_into(
     variants: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Report, Path]:
-    """The same as a sweep that keeps its results in `folder/results.sqlite`, saved in that folder; the page's path beside it.
+    """A report by a sweep that keeps its results in `folder/results.sqlite`, saved in that folder, and the path of its page.
 
     reader: from `Reader.by_name`.  command: what makes the report again.  resume, force: go on in a folder that holds results,
     or start anew there; it is refused otherwise.  radii, variants: as in `inspect`.
@@ -173,14 +173,14 @@ def inspect_into(
 
     begun = False
 
-    def run(jobs: list[Job], aside: bool = False) -> Measured:
+    def run(jobs: list[Job], here: bool = False) -> Measured:
         nonlocal begun
         again, begun = resume or begun, True
-        if aside:
+        if here:
             return run_sweep(reader, jobs, results, resume=True, command=command, empty=True)
         return run_sweep(reader, jobs, results, engine=engine, resume=again, progress=progress, command=command)
 
-    report = _report(reader, setting, named, command, run, radii, variants)
+    report = _report(reader, setting, named, command, run, Extras(radii, variants))
     return report, report.save(folder, force=True, figures=figures)
 
 
@@ -190,37 +190,36 @@ def _part(radii: float | None) -> float | None:
     )
 
 
-def report_jobs(setting: Setting, radii: float | None = None) -> list[Job]:
-    """Everything a page shows, the long work first."""
-    lengths = sorted(set(setting.scope.lengths))
-    middle, short, few = (setting.nearest(n) for n in (128, 32, 16))  # where each costs seconds
-    beside = {name: q.beside.lengths(setting) for name, q in questions().items() if q.beside}
-    jobs = layer_jobs(setting, shares=True, beside=beside)
-    jobs += map_jobs(setting)
-    jobs += head_jobs(setting, [n for n in lengths if n <= _HEADS] or lengths[:1])
-    jobs += near_jobs(setting, few)
-    jobs += [] if radii is None else change_jobs(setting, few, radii)
-    jobs += splitting_jobs(setting, [middle], samples=1)
-    return jobs + worst_jobs(setting, [short])
+def measure_page(setting: Setting, extras: Extras, run: Callable[..., Measured]) -> Measured:
+    """Everything a page shows: the first jobs of all questions together, then of each what depends on them."""
+    ordered = sorted(questions().values(), key=lambda question: question.section.place if question.section else 0)
+    steps = [question.on_page(setting, extras) for question in ordered]
+    first = run([job for one in steps for job in next(one)])
+    if not first.of(LayerRow):
+        raise BadInputError(first.failures[0] if first.failures else "expected measurements, got none; ask for a layer")
+    found = first
+    for one in steps:
+        try:
+            jobs = one.send(first)
+            while True:
+                last = run(jobs, here=len(jobs) <= len(setting.layers)) if jobs else Measured()
+                found += last
+                jobs = one.send(last)
+        except StopIteration:
+            continue
+        except HowSmoothError as error:  # a page without it is still a page
+            found = replace(found, failures=(*found.failures, str(error)))
+    return found
 
 
-def _report(
-    reader: Reader, setting: Setting, text: str, command: str, run: Callable[..., Measured], radii: float | None, variants: bool
-) -> Report:
-    """The report in what `run` measures; `aside`, in this process, what is known to be wanted once the rest is there."""
+def _report(reader: Reader, setting: Setting, text: str, command: str, run: Callable[..., Measured], extras: Extras) -> Report:
+    """The report in what `run` measures; `here`, in this process, what is known to be wanted once the rest is there."""
     began = time.perf_counter()
-    measured = run(report_jobs(setting, radii))
-    if not measured.of(LayerRow):
-        raise BadInputError(measured.failures[0] if measured.failures else "expected measurements, got none; ask for a layer")
-    if variants:
-        measured = _with_variants(run, setting, measured)
-    methods = _methods(reader, setting, text, command, measured)
-    picture = _influence(run, setting, measured)
-    failures = measured.failures + picture.failures
-    data = ReportData([row.to_dict() for row in (*measured.rows, *picture.rows)], methods)
-    data = replace(data, methods=replace(methods, seconds=time.perf_counter() - began))
-    texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, setting, data, failures)
-    return Report(replace(data, texts=texts, notes=notes), failures)
+    measured = measure_page(setting, extras, run)
+    methods = replace(_methods(reader, setting, text, command, measured), seconds=time.perf_counter() - began)
+    data = ReportData(measured.rows, methods)
+    texts, notes = _texts(reader, setting.starts[0], data), _notes(reader, setting, data, measured.failures)
+    return Report(replace(data, texts=texts, notes=notes), measured.failures)
 
 
 def _methods(reader: Reader, setting: Setting, text: str, command: str, measured: Measured) -> Methods:
@@ -236,49 +235,15 @@ def _methods(reader: Reader, setting: Setting, text: str, command: str, measured
     )
 
 
-def _with_variants(run: Callable[..., Measured], setting: Setting, measured: Measured) -> Measured:
-    """Other kinds of attention in the same layers, on few samples of middle length: each length has a dozen of them."""
-    q = setting.scope
-    lengths = [n for n in q.lengths if n in (16, 32, 64, 128)] or [setting.nearest(128)]
-    few = replace(setting, scope=replace(q, lengths=tuple(lengths)), starts=setting.starts[:_FEW])
-    if q.map != "attention":
-        return measured
-    try:
-        return measured + follow(VARIANTS.tasks(few), run)
-    except HowSmoothError as error:  # a page without it is still a page
-        return replace(measured, failures=(*measured.failures, str(error)))
-
-
 def variants_report(reader: Reader, setting: Setting, measured: Measured, command: str) -> Report:
     """The page of a study of variants: kinds side by side, and the layers with softmax in them as the layers of the page."""
     rows = [row for row in measured.of(VariantRow) if row.variant == "softmax" and row.factor == 1]
     source = None if reader.source is None else reader.source.text
     methods = _methods(reader, setting, ALICE if source is None else Path(source).name, command, measured)
     notes = ("Every layer on this page is the model's own with softmax put in, beside other kinds of attention.",)
-    notes += _lost(measured.failures)
-    whole = [row.to_dict() | {"kind": "layer"} for row in rows] + [row.to_dict() for row in measured.of(VariantRow)]
-    return Report(ReportData(whole, methods, notes=notes), measured.failures)
-
-
-def _influence(run: Callable[..., Measured], setting: Setting, measured: Measured) -> Measured:
-    """Which token moves which in the least smooth layer, on the first sample."""
-    try:
-        jobs = picture_jobs(setting, measured.of(LayerRow))
-        return run(jobs, aside=True) if jobs else Measured()
-    except HowSmoothError as error:  # a page without it is still a page
-        return Measured(failures=(str(error),))
-
-
-def near_rows(row: Cells) -> list[Cells]:
-    """One row for each radius, in lengths of a token: the constant at the text, attained and certified within it."""
-    ends = zip(row["within"], row["lower_ends"], row["upper_ends"], strict=True)
-    about = {"layer": row["layer"], "n": row["n"], "at_text": row["value"], "token_length": row["size"]}
-    return [about | {"r": r, "attained": low, "certified": high} for r, low, high in ends]
-
-
-def influence_rows(picture: Cells) -> list[Cells]:
-    """One row for each output token of a picture, one column for each input token."""
-    return [{"to": i} | {f"from_{j}": v for j, v in enumerate(row)} for i, row in enumerate(picture["norms"])]
+    notes += _failed(measured.failures)
+    layers = [LayerRow.of(row.to_dict()) for row in rows]
+    return Report(ReportData([*layers, *measured.of(VariantRow)], methods, notes=notes), measured.failures)
 
 
 def _texts(reader: Reader, start: int, data: ReportData) -> dict[int, list[Token]]:
@@ -303,18 +268,18 @@ def _notes(reader: Reader, setting: Setting, data: ReportData, failures: tuple[s
             )
     lacking = [said for question in questions().values() for said in question.lacking(setting)]
     notes += [f"{note[:1].upper()}{note[1:]}." for note in (*reader.model.notes, *lacking)]
-    whole = sorted({row["layer"] for row in data.of("layer") if not row.get("cut")})
+    whole = sorted({row.layer for row in data.of(LayerRow) if not row.cut})
     if whole:
         named = ", ".join(map(str, whole))
         notes.append(f"In layers {named} attention is the model's own code, differentiated as it is.")
-    if data.methods.map == "attention" and not data.bounds:
+    if data.methods.map == "attention" and not bounds_of(data):
         notes.append("Bounds, splitting and worst inputs need attention as a formula of its weights; no layer here is one.")
-    without = [row for row in data.of("bounds") if row.get("reason")]
+    without = {row.layer: row.reason for row in data.of(BoundsRow) if row.reason}
     if without:
-        named = ", ".join(str(layer) for layer in sorted({row["layer"] for row in without}))
-        notes.append(f"In layers {named} there are no bounds: {without[0]['reason']}.")
-    return (*notes, *_lost(failures))
+        named = ", ".join(str(layer) for layer in sorted(without))
+        notes.append(f"In layers {named} there are no bounds: {without[min(without)]}.")
+    return (*notes, *_failed(failures))
 
 
-def _lost(failures: tuple[str, ...]) -> tuple[str, ...]:
+def _failed(failures: tuple[str, ...]) -> tuple[str, ...]:
     return (f"{len(failures)} tasks gave nothing; the first: {failures[0]}",) if failures else ()

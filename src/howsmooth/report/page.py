@@ -1,54 +1,70 @@
-"""The page of a report: its sentences, its sections and what its script reads."""
+"""The page of a report: its sentences, a section for every question that was answered, and what its script reads."""
 
-import base64
-import math
 import re
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
 
-import numpy as np
-
 from howsmooth.errors import BadInputError
-from howsmooth.report.answer import STRONG, answer, findings, number, plain
-from howsmooth.report.data import KEYS, ReportData
-from howsmooth.report.shell import asset, encoded, save, whole_page
-from howsmooth.run import check_folder
+from howsmooth.report.answer import STRONG, answer, findings, plain
+from howsmooth.report.shell import asset, check_page, encoded, save, whole_page
+from howsmooth.run import check_folder, versions
+from howsmooth.search import Radius
+from howsmooth.study import Radii, questions
+from howsmooth.study.answers import ReportData
+from howsmooth.study.changes import radii_by_layer
+from howsmooth.study.charts import Column, Drawing, Section, Table, number, plain_cells
 from howsmooth.study.jobs import Cells
-from howsmooth.study.question import mean
+from howsmooth.study.layers import LayerRow
+from howsmooth.study.question import Question
 
 LARGEST = 6_000_000  # bytes
 _MOST_ROWS = 20_000  # of the table of all measurements; what is drawn is always whole
-_COLUMNS = (*KEYS["layer"], "relative", "top_share", "seconds", "seed")
-_FAINTEST = 1e-4  # of the largest norm of a picture; smaller ones are shown as this
-_BOUND = ("layer", "n", "value", "where", "id", "name", "side", "log_value", "statement", "source", "reason")
+_COLUMNS = ("layer", "n", "sample", "value", "upper", "confidence", "status", "radius")
+_COLUMNS += ("relative", "top_share", "seconds", "seed")
+_NUMBERS = Section(
+    id="numbers",
+    name="Numbers",
+    title="All numbers",
+    place=900,
+    text="<b>value</b> is attained by a direction, so never above L; <b>upper</b> holds with probability $confidence "
+    "at least in "
+    "every row; <b>radius</b> is the root mean square norm of the tokens.$cut",
+    below='<div id="numbers-table"></div>',
+)
+_METHODS = Section(
+    id="methods",
+    name="Methods",
+    title="Methods",
+    place=910,
+    text="L = ‖D<sub>X</sub>f‖<sub>2</sub>, the largest singular value of the derivative of the map f at the tokens X, "
+    "is found by "
+    "block Golub–Kahan iteration on exact products with the derivative and its transpose, or by decomposing the whole "
+    "derivative "
+    "where it is small. The value is evaluated again in float64 along the direction found; the upper end follows from "
+    "the random "
+    "start alone, whatever the spectrum. Means over samples are geometric; the exponent is a least-squares slope of "
+    "log L against "
+    "log n.",
+    below="<dl>$methods<dt>command</dt><dd><code>$command</code></dd></dl>",
+)
 
 
 def render(data: ReportData) -> str:
     """The page as text."""
-    m, sentences, rows = data.methods, answer(data), data.of("layer")
-    main = Template(asset("page.html")).substitute(
-        map=escape(m.map),
-        jumped=" An outlined cell is where a layer has just jumped." if data.jumps else "",
-        intervals=_intervals(data),
-        token=_token(data),
-        maps=_maps(data),
-        near=_html(_near(data)),
-        change=_part(data),
-        radii=_html(_radii(data)),
-        influence=_influence(data),
-        splitting=_splitting(data),
-        worst=_worst(data),
-        variants=_variants(data),
-        confidence=escape(str(min(row["confidence"] for row in rows))),
-        cut=f" The first {_MOST_ROWS} of {len(rows)} are here." if len(rows) > _MOST_ROWS else "",
-        methods="".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _methods(data).items() if v),
-        command=escape(m.command),
-    )
+    m, sentences, rows, drawn = data.methods, answer(data), data.of(LayerRow), drawings(data)
+    words = {question.section: _html(question.sentence(data)) for question, _ in drawn if question.section}
+    main = [_html_of(section, map=escape(m.map), sentence=said) for section, said in words.items()]
+    lowest = min(row.confidence for row in rows)
+    cut = f" The first {_MOST_ROWS} of {len(rows)} are here." if len(rows) > _MOST_ROWS else ""
+    methods = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _methods(data).items() if v)
+    main.append(_html_of(_NUMBERS, confidence=escape(str(lowest)), cut=cut))
+    main.append(_html_of(_METHODS, methods=methods, command=escape(m.command)))
     found = "".join(f'<div class="finding">{_html(sentence)}</div>' for sentence in findings(data))
     return whole_page(
-        main,
+        "\n".join(main),
         title=data.title,
         name=f"{data.title} {m.model}",
         meta=_meta(data),
@@ -59,6 +75,13 @@ def render(data: ReportData) -> str:
         script=asset("page.js"),
         data=payload(data),
     )
+
+
+def drawings(data: ReportData) -> list[tuple[Question[Any], Sequence[Drawing]]]:
+    """The questions that have something to show, with their charts, in the order of the page."""
+    drawn = [(question, question.figure(data)) for question in questions().values()]
+    shown = [(question, some) for question, some in drawn if some and question.section]
+    return sorted(shown, key=lambda one: one[0].section.place if one[0].section else 0)
 
 
 def write_page(data: ReportData, folder: str | Path, *, force: bool = False) -> Path:
@@ -74,46 +97,45 @@ def write_page(data: ReportData, folder: str | Path, *, force: bool = False) -> 
 
 
 def payload(data: ReportData) -> dict[str, Any]:
-    """What the script reads: rows with the keys that the page shows."""
-    worst = data.least_smooth()["layer"]
-    focus, after = (data.jumps[0][0], data.jumps[0][1].after) if data.jumps else (worst, 0)
+    """What the script reads: the charts of every section, the records that they show, and what the page has of its own."""
     shown = [n for n in data.shares if n in data.texts]
-    kinds = ("held", "head", "near", "change", "splitting", "worst")
-    parts = {kind: [{key: row[key] for key in KEYS[kind]} for row in data.of(kind)] for kind in kinds}
-    return parts | {
-        "maps": data.maps,
-        "variants": data.variants,
-        "influence": [_picture(row, shown) for row in data.of("influence")[:1]],
-        "layers": data.layers,
+    sections = [(question.section, drawn) for question, drawn in drawings(data) if question.section]
+    return _charts(sections, data.layers) | {
         "lengths": data.lengths,
-        "summary": data.summary,
         "fits": {layer: fit.to_dict() for layer, fit in data.fits.items()},
-        "bounds": [{key: bound.get(key) for key in _BOUND} for bound in data.bounds],
-        "texts": [{"tokens": data.texts[n], "shares": data.shares[n]} for n in shown],
-        "text": shown.index(after) if after in shown else 0,
+        "text": shown.index(data.jump_end) if data.jump_end in shown else 0,
         "rows": {
             "names": _COLUMNS,
-            "rows": [[_exact(row.get(name)) for name in _COLUMNS] for row in data.of("layer")[:_MOST_ROWS]],
+            "rows": [[*map(_exact, row.columns(*_COLUMNS).values())] for row in data.of(LayerRow)[:_MOST_ROWS]],
         },
-        "focus": focus,
-        "heads_at": after,
-        "worst_layer": worst,
+        "focus": data.focus,
     }
 
 
-def _picture(row: Cells, shown: list[int]) -> dict[str, Any]:
-    """A matrix of norms as 16-bit numbers on a logarithmic scale from `low` (1) to `high` (65535), 0 for zero; by rows."""
-    norms = np.nan_to_num(np.asarray(row["norms"], float), nan=0.0, posinf=0.0)
-    high = float(norms.max(initial=0.0)) or 1.0
-    least = float(norms[norms > 0].min(initial=high))
-    low = max(least, _FAINTEST * high)
-    scale = math.log(high / low) or 1.0
-    codes = 1 + np.rint(65534 * np.log(np.maximum(norms, low) / low) / scale)
-    codes = np.where(norms > 0, codes, 0).astype("<u2")
-    text = shown.index(row["n"]) if row["n"] in shown else None
-    about = {key: row[key] for key in ("layer", "n", "accuracy")}
-    about |= {"low": low, "high": high, "faint": least < low, "text": text}
-    return about | {"codes": base64.b64encode(codes.tobytes()).decode()}
+def _charts(sections: Iterable[tuple[Section, Sequence[Drawing]]], layers: Sequence[int]) -> dict[str, Any]:
+    """Charts by section, and their records by name, once each."""
+    records: dict[str, Any] = {}
+    built = []
+    for section, drawn in sections:
+        charts = [chart for drawing in drawn if drawing.on_page for chart in drawing.charts]
+        picks = [pick for drawing in drawn if drawing.on_page for pick in drawing.picks]
+        records = {chart.source: chart.rows for chart in charts} | records
+        built.append({"id": section.id, "charts": [chart.to_dict() for chart in charts], "picks": plain_cells(picks)})
+    return records | {"sections": built, "layers": layers}
+
+
+def _html_of(section: Section, **words: str) -> str:
+    """A section; its script fills the places for its charts."""
+    swatches = "".join(f'<li><i class="{look}"></i>{escape(said)}</li>' for look, said in section.swatches)
+    parts = [
+        f'<section id="{section.id}" data-name="{escape(section.name)}">\n<h2>{escape(section.title)}</h2>',
+        f"<p>{section.text}</p>",
+        f'<ul class="swatches">{swatches}</ul>' if swatches else "",
+        f'<div class="controls" id="{section.id}-controls"></div>\n<div id="{section.id}-charts"></div>',
+        section.below,
+        "</section>\n",
+    ]
+    return Template("\n".join(filter(None, parts))).substitute(words)
 
 
 def _exact(value: Any) -> Any:
@@ -129,131 +151,16 @@ def _html(sentence: str) -> str:
 def _meta(data: ReportData) -> str:
     lengths, m = data.lengths, data.methods
     span = f"n = {lengths[0]} … {lengths[-1]}" if len(lengths) > 1 else f"n = {lengths[0]}"
-    parts = (m.model, m.text, f"{len(data.layers)} layer{'s' * (len(data.layers) > 1)}", span, m.date)
+    parts = (m.model, m.text, _many(len(data.layers), "layer"), span, m.date)
     return " · ".join(filter(None, parts))
 
 
-def _intervals(data: ReportData) -> str:
-    methods = {f.method for f in data.fits.values()}
-    if "samples" in methods:
-        return "Intervals come from resampling the samples."
-    if "residuals" in methods:
-        return "Intervals come from resampling the residuals, since fewer than five samples were measured."
-    return "Too few lengths were measured for intervals."
-
-
-def _token(data: ReportData) -> str:
-    rows = [row for row in data.of("held") if row["value"] > 0]
-    if not rows:
-        return ""
-    most = max(rows, key=lambda row: row["whole"] / row["value"])
-    gain = most["whole"] / most["value"]
-    if gain < 1.05:  # what is told apart in a picture
-        return "Here no layer owes much of its constant to one token."
-    named = f"layer {most['layer']}: with token {most['token'] + 1} held fixed"
-    return f"It matters most in {named} L is {number(gain)} times smaller."
-
-
-def _maps(data: ReportData) -> str:
-    at = {(row["map"], row["layer"]): row["value"] for row in data.maps}
-    both = [k for k in data.layers if at.get(("attention", k), 0) > 0 and at.get(("block", k), 0) > 0]
-    if not both:
-        return ""
-    most = max(both, key=lambda k: abs(math.log(at["attention", k] / at["block", k])))
-    ratio = at["attention", most] / at["block", most]
-    return f"They differ most in layer {most}: its block is {number(max(ratio, 1 / ratio))} times " + (
-        "smoother than its attention." if ratio >= 1 else "less smooth than its attention."
-    )
-
-
-def _near(data: ReportData) -> str:
-    """The layer whose certified constant is furthest from the one at the text, at the middle radius."""
-    rows = [row for row in data.of("near") if row["value"] > 0]
-    if not rows:
-        return ""
-    k = min(1, len(rows[0]["within"]) - 1)
-    known = [row for row in rows if row["upper_ends"][k] is not None]
-    share = number(rows[0]["within"][k])
-    if not known:
-        return f"Nothing is certified within r = {share}."
-    most = max(known, key=lambda row: row["upper_ends"][k] / row["value"])
-    up, found = (number(most[ends][k] / most["value"]) for ends in ("upper_ends", "lower_ends"))
-    where = f"layer {most['layer']}, where {found} times is attained"
-    none = "no layer's L" if len(known) == len(data.layers) else f"no L of the {len(known)} layers asked"
-    return f"Within r = {share} {none} is more than {up} times that at the text ({where})."
-
-
-def _part(data: ReportData) -> str:
-    return f"{100 * data.of('change')[0]['change']:g} %" if data.of("change") else ""
-
-
-def _radii(data: ReportData) -> str:
-    """The layer that may be moved least."""
-    rows = data.of("change")
-    if not rows:
-        return ""
-    least = min(rows, key=lambda row: row["certified"] / row["size"])
-    certified = number(least["certified"] / least["size"])
-    attacked = "" if least["attacked"] is None else f", and an attack needs {number(least['attacked'] / least['size'])}"
-    return f"The smallest certified radius is {certified} of a token's length, in layer {least['layer']}{attacked}."
-
-
-def _influence(data: ReportData) -> str:
-    rows = data.of("influence")
-    if not rows or not rows[0]["accuracy"]:
-        return "Every number is exact to rounding."
-    return f"The numbers are estimates from random probes, typically within {100 * rows[0]['accuracy']:.0f} %."
-
-
-def _splitting(data: ReportData) -> str:
-    rows = data.of("splitting")
-    paid = [row for row in rows if row["value"] > row["moved"]]
-    if not paid:
-        return f"Splitting pays in none of {len(rows)} cases."
-    most = max(paid, key=lambda row: row["value"] / row["moved"] if row["moved"] > 0 else math.inf)
-    gain = f": {number(most['value'] / most['moved'])} times" if most["moved"] > 0 else ""
-    return f"Splitting pays in {len(paid)} of {len(rows)} cases, most in layer {most['layer']} at n = {most['n']}{gain}."
-
-
-def _worst(data: ReportData) -> str:
-    rows = [row for row in data.of("worst") if row["text"] > 0]
-    if not rows:
-        return ""
-    most = max(rows, key=lambda row: row["value"] / row["text"])
-    how, gain = f" ({escape(most['how'])})" if most["how"] else "", number(most["value"] / most["text"])
-    return f"In layer {most['layer']} at n = {most['n']} it is {gain} times what the text shows{how}."
-
-
-def _variants(data: ReportData) -> str:
-    """Which kind has the least constant at the entropy of softmax, and which the least relative one, at the longest length."""
-    if not data.variants:
-        return ""
-    n = max(row["n"] for row in data.variants)
-    rows = [row for row in data.variants if (row["n"], row["factor"]) == (n, 1) and row["way"] in ("both", "matched")]
-    said = []
-    for key, words in (("mean", "the smallest L"), ("relative", "the smallest relative constant")):
-        ratios = _over_softmax(rows, key)
-        if len(ratios) > 1:
-            least, most = min(ratios, key=lambda name: ratios[name]), max(ratios, key=lambda name: ratios[name])
-            said.append(
-                f"{escape(least)} has {words}, {number(ratios[least])} times softmax's, and {escape(most)} the largest, "
-                f"{number(ratios[most])} times"
-            )
-    return f"At n = {n} and equal entropy {'; '.join(said)}." if said else ""
-
-
-def _over_softmax(rows: list[Cells], key: str) -> dict[str, float]:
-    """By kind, the geometric mean over layers of what it has over what softmax has in the same layer."""
-    base = {row["layer"]: row[key] for row in rows if row["variant"] == "softmax"}
-    ratios: dict[str, list[float]] = {}
-    for row in rows:
-        if row[key] is not None and base.get(row["layer"]):
-            ratios.setdefault(row["variant"], []).append(row[key] / base[row["layer"]])
-    return {name: mean(some) for name, some in ratios.items()}
+def _many(count: int, what: str) -> str:
+    return f"{number(count)} {what}{'s' * (count != 1)}"
 
 
 def _methods(data: ReportData) -> dict[str, str]:
-    m, samples = data.methods, sorted({row["samples"] for row in data.summary})
+    m, samples = data.methods, sorted({level.samples for level in data.summary})
     return {
         "model": m.model,
         "text": m.text,
@@ -266,3 +173,72 @@ def _methods(data: ReportData) -> dict[str, str]:
         "date": m.date,
         "software": ", ".join(f"{k} {v}" for k, v in m.versions.items()),
     }
+
+
+def write_radii_page(radii: Radii, page: Path, *, model: str, command: str, change: float | None, force: bool = False) -> Path:
+    """Write the page of certified radii, by layer and by input, as one file.
+
+    change: the part of its length that an output may move by; nothing where an answer must hold.
+    """
+    check_page(page, force)
+    return save(render_radii(radii, model=model, command=command, change=change), page)
+
+
+def render_radii(radii: Radii, *, model: str, command: str, change: float | None) -> str:
+    """The page of certified radii as text."""
+    found = radii.found()
+    layers, inputs = sorted({k for _, k, _ in radii.rows}), {w for w, _, _ in radii.rows}
+    said, sections = _smallest(found), []
+    what = "the answer changes" if change is None else f"the output moves by more than {100 * change:g} % of its length"
+    together = bool(found) and found[0][2].per == "sequence"
+    refused = [f"Input {w + 1}, layer {k}: {r}" for w, k, r in radii.rows if isinstance(r, str)]
+    chart = Section(
+        id="radii",
+        name="Radii",
+        title="Layer by layer",
+        place=1,
+        text=f"How far may {'all tokens together' if together else 'every one of the tokens'} that enter a layer move before "
+        f"{what}? No change up to the certified radius does it, the attack does, and the truth lies between them; "
+        f"<b>first order</b> "
+        "is what the derivative at the input alone would promise. Radii are parts of a token's mean length.",
+        swatches=(("ball", "certified"), ("", "first order"), ("hot", "attack")),
+    )
+    numbers = Section(
+        id="numbers",
+        name="Numbers",
+        title="All numbers",
+        place=2,
+        text="Radii here are lengths; <b>size</b> is the mean length of a token. Certified radii hold with the given "
+        "confidence over "
+        "random starts.",
+        below=f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in refused).replace('$', '$$')}</ul>",
+    )
+    if found:
+        rows: list[Cells] = [{"layer": k, "sample": w, "input": w + 1} | r.to_dict() for w, k, r in found]
+        names = ("layer", "input", "label", "certified", "first_order", "attacked", "margin", "size", "confidence")
+        kept = [name for name in names if name != "label" or any(r.label is not None for _, _, r in found)]
+        columns = tuple(Column(name.replace("_", " "), name) for name in kept)
+        short = [{name: row[name] for name in (*kept, "sample")} for row in rows]
+        whole = Table(name="radii", title="", source="change", rows=short, columns=columns)
+        drawing = radii_by_layer(short, "log scale; shaded: range over inputs")
+        sections = [(chart, [drawing]), (numbers, [Drawing((whole,))])]
+    return whole_page(
+        "\n".join(_html_of(section) for section in ([chart] if found else []) + [numbers]),
+        title="How far does it hold?",
+        meta=f"{model} · {_many(len(layers), 'layer')} · {_many(len(inputs), 'input')}",
+        description=said,
+        answer=[escape(said)],
+        version=versions().get("howsmooth", ""),
+        command=command,
+        script=asset("page.js"),
+        data=_charts(sections, layers),
+    )
+
+
+def _smallest(found: Sequence[tuple[int, int, Radius]]) -> str:
+    if not found:
+        return "No radius could be certified; the reasons stand below."
+    w, k, least = min(found, key=lambda row: row[2].certified / row[2].size)
+    shown = [f"{r / least.size:.2g}" for r in (least.certified, least.attacked)]
+    attack = f"an attack needs {shown[1]}" if least.attacked < float("inf") else "no attack was found"
+    return f"The smallest certified radius is {shown[0]} of a token's length, for input {w + 1} at layer {k}, where {attack}."

@@ -1,14 +1,17 @@
 """How far from the ceiling? Every bound beside what was measured, at the input and over the ball that just holds its tokens."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary
 
 from howsmooth.errors import HowSmoothError
 from howsmooth.maps import Attention
 from howsmooth.models import Capture, Measurement
+from howsmooth.study.answers import ReportData
+from howsmooth.study.charts import Drawing, Ladder, Option, Pick, Section
 from howsmooth.study.jobs import Cells, EstimateRow, Measured, rare
 from howsmooth.study.layers import LayerRow, layer_jobs
 from howsmooth.study.question import Beside, Question, Steps, lines_by_place, power_of_ten
@@ -97,6 +100,69 @@ def page_lengths(setting: Setting) -> list[int]:
     return [setting.nearest(_MIDDLE), setting.longest] if setting.scope.map == "attention" else []
 
 
+@final
+class BesideBound(NamedTuple):
+    """A bound and the row of the constant that it is set beside."""
+
+    row: BoundsRow
+    bound: BoundCells
+
+    @property
+    def log(self) -> float:
+        """The bound's logarithm, infinite where it does not apply."""
+        return math.inf if self.bound.log_value is None else self.bound.log_value
+
+    def cells(self) -> Cells:
+        """A line of a table of bounds."""
+        return self.row.columns("model", "layer", "map", "n", "value", "radius_max") | vars(self.bound)
+
+
+def bounds_of(data: ReportData) -> list[BesideBound]:
+    """Every bound beside what was measured there."""
+    return [BesideBound(row, bound) for row in data.of(BoundsRow) for bound in row.each]
+
+
+def figure(data: ReportData) -> list[Drawing]:
+    """Each bound beside what was measured, at first for the least smooth layer that has bounds at its longest length."""
+    names = ("layer", "n", "value", "where", "id", "name", "side", "log_value", "statement", "source", "reason")
+    rows = []
+    for row, bound in bounds_of(data):
+        cells = BesideBound(row, bound).cells()
+        there = {name: cells[name] for name in names}
+        upper = bound.side == "upper"
+        log = None if bound.log_value is None or row.value <= 0 else bound.log_value - math.log(row.value)
+        looks = {"look": bound.where if upper else f"{bound.where} hollow", "beside": log}
+        rows.append(there | looks | {"place": "at this input" if bound.where == "point" else "over the ball"})
+    if not rows:
+        return []
+    layers, lengths = (sorted({row[key] for row in rows}) for key in ("layer", "n"))
+    worst = data.least_smooth(layers).layer
+    chart = Ladder(
+        name="bound-ladder",
+        title="Measured and bounds, layer {layer}, n = {n}",
+        unit="times, log scale",
+        source="bounds",
+        rows=sorted(rows, key=lambda row: (row["layer"], row["n"], math.inf if row["log_value"] is None else row["log_value"])),
+        label="{id} · {name}",
+        marks=(("log_value", "look"),),
+        logs=("log_value",),
+        right=("{log_value:log}", ""),
+        base="value",
+        missing=("Bounds that do not apply here", "{id} · {name}: ", "{reason}"),
+        tip=(
+            "{id} · {name}",
+            "{side} bound {place}: {log_value:log}",
+            "{beside:log} × measured",
+            "{statement}",
+            "{source}",
+        ),
+    )
+    layer = Pick("bounds-layer", "Layer", "layer", tuple(Option(k, f"layer {k}", str(k)) for k in layers), worst)
+    length = Pick("bounds-length", "Length", "n", tuple(Option(n, f"n = {n}", str(n)) for n in lengths), lengths[-1])
+    known = any(row["log_value"] is not None for row in rows)
+    return [Drawing((chart,), (layer, length), file="bound-ladder" if known else None)]
+
+
 BOUNDS = Question(
     name="bounds",
     row=BoundsRow,
@@ -104,4 +170,15 @@ BOUNDS = Question(
     title="measured L on the first sample, and every bound that applies: D at the input, B over the ball",
     table=table,
     beside=Beside(bounds_row, page_lengths, slow=True),
+    figure=figure,
+    section=Section(
+        id="bounds",
+        name="Ceiling",
+        title="How far from the ceiling",
+        place=60,
+        text="What theory allows beside what was measured. A bound at this input uses the actual attention weights; a "
+        "bound over the "
+        "ball holds for every sequence of as many tokens that are no longer. An arrow is off the scale.",
+        swatches=(("", "at this input"), ("ball", "over the ball"), ("hollow", "hollow: a lower bound")),
+    ),
 )

@@ -1,6 +1,7 @@
 """How far may every token move before a layer's output moves by more than a part of its length?"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -8,10 +9,12 @@ from torch import Tensor
 
 from howsmooth.maps import Attention
 from howsmooth.models import Measurement
+from howsmooth.study.answers import ReportData
+from howsmooth.study.charts import ALL, Drawing, Lines, Option, Pick, Section, number
 from howsmooth.study.closed_forms import WIDEST, layer_tasks, task_of_layer
 from howsmooth.study.jobs import Cells, EstimateRow, Job
 from howsmooth.study.nearby import SHORT
-from howsmooth.study.question import Question, Steps
+from howsmooth.study.question import Extras, Question, Steps, nothing
 from howsmooth.study.radius import certified_radius
 from howsmooth.study.scope import Setting
 
@@ -54,4 +57,73 @@ def tasks(setting: Setting, *, change: float = 0.1) -> Steps:
     yield change_jobs(setting, setting.nearest(SHORT), change)
 
 
-CHANGES = Question(name="change", row=ChangeRow, tasks=tasks)
+def on_page(setting: Setting, extras: Extras) -> Steps:
+    """As in the study, where a page is to have radii."""
+    return nothing() if extras.radii is None else tasks(setting, change=extras.radii)
+
+
+def sentence(data: ReportData) -> str:
+    """What was asked, and the layer that may be moved least."""
+    rows = data.of(ChangeRow)
+    if not rows:
+        return ""
+    least = min(rows, key=lambda row: row.certified / row.size)
+    certified = number(least.certified / least.size)
+    attacked = "" if least.attacked is None else f", and an attack needs {number(least.attacked / least.size)}"
+    return (
+        f"How far may every token move before a layer's output moves by more than {100 * least.change:g} % of its "
+        f"length? No input "
+        "within the certified radius does it, the attack does, and the truth lies between them; **first order** is "
+        "what L at the "
+        f"text alone would promise. The smallest certified radius is {certified} of a token's length, in layer {least.layer}"
+        f"{attacked}."
+    )
+
+
+def radii_by_layer(rows: Sequence[Cells], unit: str) -> Drawing:
+    """Certified radius, first order and attack by layer, for one input or in the mean over all.
+
+    rows: one for each layer and sample, with `certified`, `first_order`, `attacked`, and the `size` of a token.
+    """
+    samples = sorted({row["sample"] for row in rows})
+    chart = Lines(
+        name="radii",
+        title="Radii by layer, {sample}",
+        unit=unit,
+        source="change",
+        rows=rows,
+        curves=(("certified", "certified", "ball"), ("first order", "first_order", "point"), ("attack", "attacked", "hot")),
+        over="size",
+        y_label="r / |x|",
+        tip=("layer {layer}, {sample}", "{series}: {shown} of a token's length"),
+        tip_all=("layer {layer}, {count} inputs", "{series}: {shown} of a token's length", "{low} to {high}"),
+    )
+    several = (Option(ALL, "all", "geometric mean over inputs"),) if len(samples) > 1 else ()
+    options = several + tuple(Option(s, f"input {s + 1}", f"input {s + 1}") for s in samples)
+    pick = Pick("radii-input", "Input", "sample", options, options[0].value)
+    return Drawing((chart,), (pick,), file="radii")
+
+
+def figure(data: ReportData) -> list[Drawing]:
+    """Radii of every layer and sample."""
+    names = ("layer", "n", "sample", "change", "size", "certified", "first_order", "attacked")
+    rows = [row.columns(*names) for row in data.of(ChangeRow)]
+    return [radii_by_layer(rows, f"n = {rows[0]['n']}, log scale; shaded: range over inputs")] if rows else []
+
+
+CHANGES = Question(
+    name="change",
+    row=ChangeRow,
+    tasks=tasks,
+    on_page=on_page,
+    sentence=sentence,
+    figure=figure,
+    section=Section(
+        id="radii",
+        name="Radii",
+        title="How far tokens may move",
+        place=75,
+        text="$sentence",
+        swatches=(("ball", "certified"), ("", "first order"), ("hot", "attack")),
+    ),
+)

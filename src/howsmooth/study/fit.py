@@ -280,5 +280,5 @@ def _worthwhile(design: Array, column: Array, y: Array, kind: str, k: int) -> bo
     *others, change = _solve(np.column_stack([design, column]), y)
     if kind == "bend":
         return abs(change) >= _LEAST_BEND
-    seen = np.diff(y - design @ others)[k]
-    return abs(change) >= np.log(_LEAST_JUMP) and seen * np.sign(change) >= abs(change) / 2
+    step = np.diff(y - design @ others)[k]
+    return abs(change) >= np.log(_LEAST_JUMP) and step * np.sign(change) >= abs(change) / 2

@@ -12,11 +12,15 @@ from howsmooth.kernels.kinds.kind import counts_tokens
 from howsmooth.maps import Attention
 from howsmooth.models import Measurement
 from howsmooth.models.measurement import estimate_columns
+from howsmooth.study.answers import ReportData
+from howsmooth.study.charts import Drawing, Ladder, Section, number
 from howsmooth.study.closed_forms import layer_tasks, task_of_layer, unanswered
 from howsmooth.study.jobs import Cells, EstimateRow, Job
-from howsmooth.study.question import Question, Steps, lines_by_place
+from howsmooth.study.question import Extras, Question, Steps, lines_by_place
 from howsmooth.study.scope import Setting
 from howsmooth.verbs import splitting
+
+_MIDDLE = 128  # tokens
 
 
 @final
@@ -60,6 +64,43 @@ def _line(rows: list[SplittingRow]) -> Cells:
     return line | ({"median gain": median_high(gains), "largest gain": max(gains)} if gains else {})
 
 
+def on_page(setting: Setting, extras: Extras) -> Steps:
+    """The first sample at a middle length."""
+    yield splitting_jobs(setting, [setting.nearest(_MIDDLE)], samples=1)
+
+
+def sentence(data: ReportData) -> str:
+    """In how many cases splitting pays, and where most."""
+    rows = data.of(SplittingRow)
+    paid = [row for row in rows if row.value > row.moved]
+    if not paid:
+        return f"Splitting pays in none of {len(rows)} cases."
+    most = max(paid, key=lambda row: row.value / row.moved if row.moved > 0 else math.inf)
+    gain = f": {number(most.value / most.moved)} times" if most.moved > 0 else ""
+    return f"Splitting pays in {len(paid)} of {len(rows)} cases, most in layer {most.layer} at n = {most.n}{gain}."
+
+
+def figure(data: ReportData) -> list[Drawing]:
+    """Moving tokens whole beside splitting one, a row for each layer and length."""
+    rows = [
+        row.columns("layer", "n", "moved", "value") | {"times": row.value / row.moved if row.value > row.moved > 0 else None}
+        for row in data.of(SplittingRow)
+    ]
+    chart = Ladder(
+        name="splitting",
+        title="Moving tokens whole, or splitting one",
+        unit="times, log scale",
+        source="splitting",
+        rows=rows,
+        label="layer {layer}, n = {n}",
+        marks=(("moved", "point"), ("value", "ball hollow")),
+        right=("×{times}", "no gain"),
+        x_label="local constant, times",
+        tip=("layer {layer}, n = {n}", "whole: {moved}", "split: {value}"),
+    )
+    return [Drawing((chart,), file="splitting")] if rows else []
+
+
 SPLITTING = Question(
     name="splitting",
     row=SplittingRow,
@@ -67,4 +108,15 @@ SPLITTING = Question(
     title="splitting a token against moving tokens; it pays where the gain is above 1",
     table=lambda measured: lines_by_place(_line, measured.of(SplittingRow)),
     lacking=lambda setting: unanswered(setting, "splitting", lambda kind: counts_tokens(kind)),
+    on_page=on_page,
+    sentence=sentence,
+    figure=figure,
+    section=Section(
+        id="splitting",
+        name="Splitting",
+        title="Does splitting a token pay?",
+        place=100,
+        text="Seen as a cloud of mass, a token may be split into two halves that move apart. $sentence",
+        swatches=(("", "tokens move whole"), ("ball hollow", "one token is split")),
+    ),
 )

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from howsmooth.errors import BadInputError
+from howsmooth.study.charts import Drawing, Heat, Option, Pick, Section
 from howsmooth.study.jobs import EstimateRow, Job
-from howsmooth.study.question import Question, Steps
+from howsmooth.study.question import Extras, Question, Steps
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import Part, Setting, parts, task_of_part
+
+if TYPE_CHECKING:
+    from howsmooth.study.answers import ReportData
 
 _LONGEST = 256  # tokens up to which a page has every head
 
@@ -20,6 +24,11 @@ class HeadRow(EstimateRow):
 
     kind = "head"
     head: int
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """What rows are ordered by."""
+        return self.layer, self.n, self.sample, self.head
 
 
 def head_jobs(setting: Setting, lengths: Sequence[int] | None = None) -> list[Job]:
@@ -48,4 +57,46 @@ def tasks(setting: Setting) -> Steps:
     yield head_jobs(setting)
 
 
-HEADS = Question(name="heads", row=HeadRow, tasks=tasks)
+def on_page(setting: Setting, extras: Extras) -> Steps:
+    """Heads at lengths up to 256."""
+    lengths = sorted(set(setting.scope.lengths))
+    yield head_jobs(setting, [n for n in lengths if n <= _LONGEST] or lengths[:1])
+
+
+def figure(data: "ReportData") -> list[Drawing]:
+    """L of every head alone, behind the largest jump, or at the longest length where heads were measured."""
+    rows = [row.columns("layer", "head", "n", "value") for row in data.of(HeadRow)]
+    if not rows:
+        return []
+    lengths = sorted({row.n for row in data.of(HeadRow)})
+    chart = Heat(
+        name="layers-by-heads",
+        title="L of every head alone, n = {n}",
+        unit="times; one colour scale for all lengths",
+        source="head",
+        rows=rows,
+        x="head",
+        x_label="head",
+        tip=("layer {layer}, head {head}",),
+        each="n = {n}: L = {value}",
+    )
+    first = data.jump_end if data.jump_end in lengths else lengths[-1]
+    pick = Pick("heads-length", "Length", "n", tuple(Option(n, f"n = {n}") for n in lengths), first)
+    return [Drawing((chart,), (pick,), file="layers-by-heads")]
+
+
+HEADS = Question(
+    name="heads",
+    row=HeadRow,
+    tasks=tasks,
+    on_page=on_page,
+    figure=figure,
+    section=Section(
+        id="heads",
+        name="Heads",
+        title="Which heads",
+        place=50,
+        text="Each head measured alone, through its own part of the output projection. Heads can add up or cancel in "
+        "the layer.",
+    ),
+)

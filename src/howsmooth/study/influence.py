@@ -27,9 +27,11 @@ from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.models import FallbackWarning
 from howsmooth.solve import linear
 from howsmooth.spectral import Operator
-from howsmooth.study.jobs import Job, Row
+from howsmooth.study.answers import ReportData
+from howsmooth.study.charts import Drawing, Picture, Section, coded
+from howsmooth.study.jobs import Cells, Job, Row
 from howsmooth.study.layers import LayerRow, layer_jobs
-from howsmooth.study.question import Question, Steps, mean
+from howsmooth.study.question import Extras, Question, Steps, mean
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import Part, Setting, parts, task_of_part
 
@@ -57,6 +59,10 @@ class InfluenceRow(Row):
     accuracy: float
     norms: Sequence[Sequence[float]]
     seconds: float | None = None
+
+    def lines(self) -> list[Cells]:
+        """One line for each output token, one column for each input token."""
+        return [{"to": i} | {f"from_{j}": v for j, v in enumerate(line)} for i, line in enumerate(self.norms)]
 
 
 def influence_job(part: Part, lengths: Sequence[int]) -> Job:
@@ -239,4 +245,53 @@ def picture_jobs(setting: Setting, rows: Sequence[LayerRow]) -> list[Job]:
     return [influence_job(replace(parts(setting, samples=1, layers=1)[0], layers=(layer,)), setting.scope.lengths)]
 
 
-INFLUENCE = Question(name="influence", row=InfluenceRow, tasks=tasks)
+def on_page(setting: Setting, extras: Extras) -> Steps:
+    """A picture, once all layers are measured."""
+    measured = yield []
+    yield picture_jobs(setting, measured.of(LayerRow))
+
+
+def sentence(data: ReportData) -> str:
+    """How exact the numbers are."""
+    rows = data.of(InfluenceRow)
+    if not rows or not rows[0].accuracy:
+        return "Every number is exact to rounding."
+    return f"The numbers are estimates from random probes, typically within {100 * rows[0].accuracy:.0f} %."
+
+
+def figure(data: ReportData) -> list[Drawing]:
+    """The norm of the derivative of every output token by every input token."""
+    if not data.of(InfluenceRow):
+        return []
+    row, shown = data.of(InfluenceRow)[0], [n for n in data.shares if n in data.texts]
+    about = row.columns("layer", "n", "accuracy") | {"text": shown.index(row.n) if row.n in shown else None}
+    chart = Picture(
+        name="influence",
+        title="From token to token, layer {layer}, n = {n}",
+        unit="‖Jᵢⱼ‖, log scale",
+        source="influence",
+        rows=[about | coded(row.norms)],
+        norms=row.norms,
+        across="input token j",
+        down="output token i",
+    )
+    return [Drawing((chart,), file="influence")]
+
+
+INFLUENCE = Question(
+    name="influence",
+    row=InfluenceRow,
+    tasks=tasks,
+    on_page=on_page,
+    sentence=sentence,
+    figure=figure,
+    section=Section(
+        id="influence",
+        name="Influence",
+        title="Which token moves which",
+        place=90,
+        text="Each point is the size ‖J<sub>ij</sub>‖ of the derivative of output token i (down) by input token j "
+        "(across), the root of "
+        "the sum of its squared entries. A strong column is a token that many others hear. $sentence",
+    ),
+)

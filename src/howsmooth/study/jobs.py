@@ -50,10 +50,18 @@ class Row:
 
     def to_dict(self) -> Cells:
         """Plain numbers, strings and lists, under the names of the columns."""
-        cells = {c.name: getattr(self, c.name) for c in fields(self) if not c.metadata.get("rare")}
-        rest = {c.name: getattr(self, c.name) for c in fields(self) if c.metadata.get("rare")}
-        whole = cells | {name: value for name, value in rest.items() if value is not None}
-        return {"kind": self.kind} | {c.name: whole[c.name] for c in fields(self) if c.name in whole}
+        cells = {c.name: getattr(self, c.name) for c in fields(self)}
+        without = {c.name for c in fields(self) if c.metadata.get("rare") and cells[c.name] is None}
+        return {"kind": self.kind} | {name: value for name, value in cells.items() if name not in without}
+
+    def columns(self, *names: str) -> Cells:
+        """Some columns."""
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """What rows of one type are ordered by: layer and length, then the sample."""
+        return self.layer, self.n
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,11 @@ class EstimateRow(Row):
     sample: int = 0
     start: int | None = None
     seconds: float | None = None
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """What rows of one type are ordered by."""
+        return self.layer, self.n, self.sample
 
     @classmethod
     def measured(cls, m: Measurement, window: Cells, **more: Any) -> Self:

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import TYPE_CHECKING, final
 
+from howsmooth.study.charts import Drawing, Heat, Section
 from howsmooth.study.heads import head_jobs
 from howsmooth.study.jobs import EstimateRow, Job, Row, rare
-from howsmooth.study.question import Question, Steps, mean_lines, questions
+from howsmooth.study.question import Extras, Question, Steps, mean_lines, questions
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import Part, Setting, parts, task_of_part
+
+if TYPE_CHECKING:
+    from howsmooth.study.answers import ReportData
 
 
 @final
@@ -65,10 +69,50 @@ def tasks(setting: Setting) -> Steps:
     yield layer_jobs(setting) + head_jobs(setting)
 
 
+def on_page(setting: Setting, extras: Extras) -> Steps:
+    """Every layer, with what comes beside it."""
+    yield layer_jobs(setting, True, {name: q.beside.lengths(setting) for name, q in questions().items() if q.beside})
+
+
+def figure(data: "ReportData") -> list[Drawing]:
+    """L by layer and length."""
+    jumped = {(layer, jump.after) for layer, jump in data.jumps}
+    chart = Heat(
+        name="layers-by-length",
+        title="L by layer and length",
+        unit="times, geometric mean over samples",
+        source="summary",
+        rows=[vars(level) | {"jumped": (level.layer, level.n) in jumped} for level in data.summary],
+        x="n",
+        x_label="n, tokens",
+        y="mean",
+        mark="jumped",
+        tip=(
+            "layer {layer}, n = {n}",
+            "L = {mean} ({low} to {high} over {samples})",
+            "upper end at most {upper}",
+            "R = {radius}",
+        ),
+    )
+    return [Drawing((chart,), file="layers-by-length")]
+
+
 LAYERS = Question(
     name="layers",
     row=LayerRow,
     tasks=tasks,
     title="L of every layer, geometric mean over samples, and of every head alone on the first",
     table=lambda measured: mean_lines(lambda row: f"head {row.head}" if row.kind == "head" else "L", measured.of(EstimateRow)),
+    on_page=on_page,
+    sentence=lambda data: "An outlined cell is where a layer has just jumped." if data.jumps else "",
+    figure=figure,
+    section=Section(
+        id="heat",
+        name="Layers",
+        title="Which layers, at which length",
+        place=10,
+        text="<b>L</b> is the largest factor by which a small change of what enters a layer's $map map can come out "
+        "larger: the "
+        "stronger the colour, the less smooth the layer. $sentence",
+    ),
 )

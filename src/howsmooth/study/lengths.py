@@ -11,6 +11,7 @@ from torch import nn
 from howsmooth.models import Model
 from howsmooth.results import axes_for, html_table
 from howsmooth.run import Progress
+from howsmooth.study.charts import Drawing, Own, Section
 from howsmooth.study.fit import Break, GrowthFit, fit_growth
 from howsmooth.study.jobs import Cells, Measured, run_here, to_frame
 from howsmooth.study.layers import LayerRow, layer_jobs
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import pandas
 
     from howsmooth.results import Axes
+    from howsmooth.study.answers import ReportData
 
 
 @final
@@ -150,6 +152,25 @@ def tasks(setting: Setting) -> Steps:
     yield layer_jobs(setting)
 
 
+def sentence(data: "ReportData") -> str:
+    """Where intervals come from."""
+    methods = {f.method for f in data.fits.values()}
+    if "samples" in methods:
+        return "Intervals come from resampling the samples."
+    if "residuals" in methods:
+        return "Intervals come from resampling the residuals, since fewer than five samples were measured."
+    return "Too few lengths were measured for intervals."
+
+
+def figure(data: "ReportData") -> list[Drawing]:
+    """L against n with the fits, and the size of the tokens against n; the page shows them in one chart."""
+    cells = [vars(level) for level in data.summary]
+    fits = Own(name="growth", title="L against n", source="summary", rows=cells)
+    radius = Own(name="radius", title="Size of the tokens", source="summary", rows=cells)
+    drawings = [Drawing((fits,), file="growth")] if data.fits else []
+    return drawings + ([Drawing((radius,), file="radius")] if len(data.lengths) > 1 else [])
+
+
 GROWTH = Question(
     name="growth",
     row=LayerRow,
@@ -158,4 +179,19 @@ GROWTH = Question(
     table=lambda measured: growth_of(measured).table(),
     words=("breaks",),
     lengths=fitting_lengths,
+    sentence=sentence,
+    figure=figure,
+    section=Section(
+        id="growth",
+        name="Growth",
+        title="How it grows with the length",
+        place=20,
+        text="Straight lines here are power laws L ~ n<sup>a</sup>. Pick a layer to see its fit (dashed, with the 95 % "
+        "interval of "
+        "its slope shaded), the same fit with its breaks allowed for (solid), and what the power law leaves over. Dotted: "
+        "n<sup>¼</sup> and n<sup>½</sup>.",
+        below='<div id="growth-chart"></div>\n<div id="residual-chart"></div>\n<p>$sentence A break is reported when a '
+        "plain power "
+        'law would show one as clear in at most one curve out of a hundred.</p>\n<div id="fit-table"></div>',
+    ),
 )

@@ -13,9 +13,11 @@ from howsmooth.maps import Attention
 from howsmooth.models import Measurement
 from howsmooth.search import find_near, slope_at
 from howsmooth.solve import Options
+from howsmooth.study.answers import ReportData
+from howsmooth.study.charts import Drawing, Lines, Option, Pick, Section, number
 from howsmooth.study.closed_forms import WIDEST, layer_tasks, task_of_layer, unanswered
 from howsmooth.study.jobs import Cells, EstimateRow, Job
-from howsmooth.study.question import Question, Steps
+from howsmooth.study.question import Extras, Question, Steps
 from howsmooth.study.scope import Setting
 from howsmooth.theory.around import AroundAttention, Neighbourhood
 
@@ -39,6 +41,12 @@ class NearRow(EstimateRow):
     within: Sequence[float]
     lower_ends: Sequence[float]
     upper_ends: Sequence[float | None]
+
+    def lines(self) -> list[Cells]:
+        """One line for each radius, in lengths of a token: the constant at the text, attained and certified within it."""
+        about = self.columns("layer", "n") | {"at_text": self.value, "token_length": self.size}
+        ends = zip(self.within, self.lower_ends, self.upper_ends, strict=True)
+        return [about | {"r": r, "attained": low, "certified": high} for r, low, high in ends]
 
 
 def near_jobs(setting: Setting, n: int) -> list[Job]:
@@ -72,9 +80,69 @@ def tasks(setting: Setting) -> Steps:
     yield near_jobs(setting, setting.nearest(SHORT))
 
 
+def on_page(setting: Setting, extras: Extras) -> Steps:
+    """As in the study."""
+    return tasks(setting)
+
+
+def sentence(data: ReportData) -> str:
+    """The layer whose certified constant is furthest from the one at the text, at the middle radius."""
+    rows = [row for row in data.of(NearRow) if row.value > 0]
+    if not rows:
+        return ""
+    k = min(1, len(rows[0].within) - 1)
+    share, most, furthest = number(rows[0].within[k]), 0.0, rows[0]
+    known = [(row, up) for row in rows if (up := row.upper_ends[k]) is not None]
+    if not known:
+        return f"Nothing is certified within r = {share}."
+    furthest, most = max(known, key=lambda end: end[1] / end[0].value)
+    up, found = (number(end / furthest.value) for end in (most, furthest.lower_ends[k]))
+    where = f"layer {furthest.layer}, where {found} times is attained"
+    none = "no layer's L" if len(known) == len(data.layers) else f"no L of the {len(known)} layers asked"
+    return f"Within r = {share} {none} is more than {up} times that at the text ({where})."
+
+
+def figure(data: ReportData) -> list[Drawing]:
+    """L at the text, and what is attained and certified within each radius, layer by layer."""
+    rows = [line for row in data.of(NearRow) for line in row.lines()]
+    if not rows:
+        return []
+    radii = list(dict.fromkeys(row["r"] for row in rows))
+    chart = Lines(
+        name="near",
+        title="L within {r} of a token's length, n = {n}",
+        unit="first sample, log scale",
+        source="near",
+        rows=rows,
+        curves=(("at the text", "at_text", "ink"), ("attained", "attained", "point"), ("certified", "certified", "ball")),
+        tip=(
+            "layer {layer}, r = {r} |x|",
+            "at the text: L = {at_text}",
+            "attained: {attained}",
+            "certified: at most {certified}",
+        ),
+    )
+    options = tuple(Option(r, f"{number(r)} of a token's length", number(r)) for r in radii)
+    pick = Pick("near-radius", "Radius r", "r", options, radii[min(1, len(radii) - 1)], panels=True)
+    return [Drawing((chart,), (pick,), file="near")]
+
+
 NEARBY = Question(
     name="near",
     row=NearRow,
     tasks=tasks,
     lacking=lambda setting: unanswered(setting, "bounds near the text", not_softmax),
+    on_page=on_page,
+    sentence=sentence,
+    figure=figure,
+    section=Section(
+        id="near",
+        name="Nearby",
+        title="How far it holds",
+        place=70,
+        text="L is a number at one input. Let every token of the first sample move by up to r, a part of a token's "
+        "mean length: the "
+        "largest L that ascent found in there, and the largest that any input in there can have, certified. $sentence",
+        swatches=(("ink", "at the text"), ("", "attained within r"), ("ball", "certified within r")),
+    ),
 )

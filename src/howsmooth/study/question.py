@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import geometric_mean
 from types import ModuleType
-from typing import Any, Generic, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, final
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import Capture, Measurement
+from howsmooth.study.charts import Drawing, Section
 from howsmooth.study.jobs import Cells, EstimateRow, Job, Measured, Row
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import Part, Setting, one_length
+
+if TYPE_CHECKING:
+    from howsmooth.study.answers import ReportData
 
 R = TypeVar("R", bound=Row)
 # Batches of jobs, one after the other; what a batch gave is sent back before the next one is asked for.
@@ -48,7 +52,9 @@ class Question(Generic[R]):
     table: the lines of its table, with `title` above; a question without one is no study of its own.
     words: columns of the table that are words.  lengths: that are usual, for a reader and so many samples.
     lacking: a sentence for each reason why layers have no answer.  remarks: what to say beside the table.
-    beside: how rows come with those of layers, where they do.
+    beside: how rows come with those of layers, where they do.  on_page: the jobs of a page, in batches as well.
+    sentence: what the answers say, `**strong**` where it matters.  figure: its charts, none where nothing was measured.
+    section: its place on the page, without one it is not there.
     """
 
     name: str
@@ -61,6 +67,10 @@ class Question(Generic[R]):
     lacking: Callable[[Setting], tuple[str, ...]] = lambda setting: ()
     remarks: Callable[[Measured], list[str]] = lambda measured: []
     beside: Beside | None = None
+    on_page: Callable[[Setting, "Extras"], Steps] = lambda setting, extras: nothing()
+    sentence: Callable[["ReportData"], str] = lambda data: ""
+    figure: Callable[["ReportData"], Sequence[Drawing]] = lambda data: ()
+    section: Section | None = None
 
     def ask(self, steps: Steps, run: Callable[[list[Job]], Measured]) -> Measured:
         """What the tasks give, batch after batch; refused where not one of them answers the question."""
@@ -69,6 +79,23 @@ class Question(Generic[R]):
             reason = found.failures[0] if found.failures else "got none; study growth measures any layer"
             raise BadInputError(f"expected a layer that is a formula of its weights, {reason}")
         return found
+
+
+@final
+@dataclass(frozen=True)
+class Extras:
+    """What a page has only where it is wanted.
+
+    radii: the part of its length that a layer's output may move by.  variants: other kinds of attention in the layers.
+    """
+
+    radii: float | None = None
+    variants: bool = False
+
+
+def nothing() -> Steps:
+    """No jobs."""
+    yield []
 
 
 def follow(steps: Steps, run: Callable[[list[Job]], Measured]) -> Measured:

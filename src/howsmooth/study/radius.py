@@ -343,8 +343,8 @@ def _offset(graph: Pieces, at: int, matrix: Tensor) -> Tensor | None:
     shape = graph.nodes[graph.nodes[at].inputs[0]].shape
     h = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     offset, product = scores(torch.zeros_like(h)), h[-1] @ matrix.double()
-    made = scores(h) - offset
-    return offset if made.shape == product.shape and torch.allclose(made, product, rtol=1e-9, atol=1e-9) else None
+    linear = scores(h) - offset
+    return offset if linear.shape == product.shape and torch.allclose(linear, product, rtol=1e-9, atol=1e-9) else None
 
 
 def _behind(graph: Pieces, source: int, run: Callable[[Tensor], Tensor], count: int) -> Pieces:

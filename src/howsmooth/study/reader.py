@@ -45,7 +45,7 @@ class Reader:
 
     def __init__(self, model: Model, text: Text, source: Source | None = None):
         self.model, self.text, self.source = model, text, source
-        self._held: tuple[tuple[int, tuple[int, ...]], Capture] | None = None
+        self._kept: tuple[tuple[int, tuple[int, ...]], Capture] | None = None
 
     @classmethod
     def of(cls, model: Model | nn.Module | str | Path, text: str | Sequence[int] | None = None) -> "Reader":
@@ -57,7 +57,7 @@ class Reader:
 
     @classmethod
     def by_name(cls, model: str, text: str | None = None, side: str | None = None, device: str = "auto") -> "Reader":
-        """The same from a model's name and a text file, with its `source`, so that other processes can load it too."""
+        """From a model's name and a text file, with its `source`, so that other processes can load it too."""
         words, loaded = read_text(text), load(model, device, side=side)
         source = Source(model, text, side, fingerprint(loaded), _digest(words), device)
         return cls(loaded, loaded.text(words), source)
@@ -81,10 +81,10 @@ class Reader:
     def capture(self, n: int, starts: Sequence[int]) -> Capture:
         """The model at these windows, kept until others are asked for."""
         wanted = (n, tuple(starts))
-        if self._held is None or self._held[0] != wanted:
-            self._held = None  # the old ones go before the new ones come
-            self._held = wanted, self.model.capture([self.window(n, start) for start in starts])
-        return self._held[1]
+        if self._kept is None or self._kept[0] != wanted:
+            self._kept = None  # the old ones go before the new ones come
+            self._kept = wanted, self.model.capture([self.window(n, start) for start in starts])
+        return self._kept[1]
 
 
 def prepare(**source: Any) -> Reader:

@@ -170,7 +170,7 @@ class Part:
         return [replace(self, starts=(start,), first=self.first + k) for k, start in enumerate(self.starts)]
 
     def split(self, layers: int) -> "list[Part]":
-        """The same windows, at most so many layers in each part."""
+        """Parts with at most so many layers each, at all windows."""
         return [replace(self, layers=self.layers[k : k + layers]) for k in range(0, len(self.layers), layers)]
 
     def capture(self, reader: Reader) -> Capture:

@@ -23,8 +23,11 @@ from howsmooth.models import Capture, Model
 from howsmooth.models.measurement import estimate_columns
 from howsmooth.run import Progress
 from howsmooth.settings import choice, items
+from howsmooth.study.answers import ReportData
+from howsmooth.study.charts import ALL, Chart, Column, Drawing, Lines, Option, Pick, Section, Table, number
 from howsmooth.study.jobs import Cells, EstimateRow, Job, Measured, Row, rare, run_here, to_frame
-from howsmooth.study.question import Question, Steps, mean
+from howsmooth.study.maps_beside import QUANTITY
+from howsmooth.study.question import Extras, Question, Steps, mean, nothing
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import (
     Part,
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
 REACH = (0.25, 0.5, 1.0, 2.0, 4.0)  # what tokens are multiplied by
 LONGEST = 256  # tokens up to which weights are written down to find a scale
+_PAGE = (16, 32, 64, 128)  # lengths on a page,
+_FEW = 2  # and samples
 _NAMES = "a list of kinds of attention"
 _DOUBLINGS = 12  # of the published scale, either way, between which a scale is looked for
 _HALVINGS = 14  # of a factor of two: a scale to four digits
@@ -440,6 +445,163 @@ def _remarks(measured: Measured) -> list[str]:
     return list(dict.fromkeys(f"left out {row.variant}: {row.reason}" for row in measured.of(LeftOutRow)))
 
 
+def on_page(setting: Setting, extras: Extras) -> Steps:
+    """On few samples of middle lengths, where a page is to have it: each length has a dozen kinds."""
+    if not extras.variants or setting.scope.map != "attention":
+        return nothing()
+    lengths = [n for n in setting.scope.lengths if n in _PAGE] or [setting.nearest(max(_PAGE))]
+    few = replace(setting, scope=replace(setting.scope, lengths=tuple(lengths)), starts=setting.starts[:_FEW])
+    return _later(tasks(few))
+
+
+def _later(steps: Steps) -> Steps:
+    """Steps that begin once all layers are measured."""
+    yield []
+    yield from steps
+
+
+def summary(data: ReportData) -> list[Cells]:
+    """One line per kind of attention, way to put it in, layer, length and size of tokens, over its samples."""
+    groups: dict[tuple[str, str, int, int, float], list[VariantRow]] = {}
+    for own in by_variant(data.of(VariantRow)).values():
+        for row in own:
+            groups.setdefault((row.variant, row.way, row.layer, row.n, row.factor), []).append(row)
+    return [_over_samples(rows) for rows in groups.values()]
+
+
+def _over_samples(rows: list[VariantRow]) -> Cells:
+    values, relative = [row.value for row in rows], [row.relative for row in rows if row.relative is not None]
+    return rows[0].columns("variant", "way", "layer", "n", "factor", "entropy", "matched", "cost") | {
+        "mean": mean(values),
+        "low": min(values),
+        "high": max(values),
+        "upper": max(row.upper for row in rows),
+        "relative": mean(relative) if relative else None,
+        "steps": math.fsum(row.steps for row in rows) / len(rows),
+        "samples": len(rows),
+    }
+
+
+def sentence(data: ReportData) -> str:
+    """Which kind has the least constant at the entropy of softmax, and which the least relative one, at the longest length."""
+    lines = summary(data)
+    n = max((line["n"] for line in lines), default=0)
+    there = [line for line in lines if (line["n"], line["factor"]) == (n, 1) and line["way"] in ("both", "matched")]
+    said = []
+    for key, words in (("mean", "the smallest L"), ("relative", "the smallest relative constant")):
+        base = {line["layer"]: line[key] for line in there if line["variant"] == "softmax"}
+        over: dict[str, list[float]] = {}
+        for line in there:
+            if line[key] is not None and base.get(line["layer"]):
+                over.setdefault(line["variant"], []).append(line[key] / base[line["layer"]])
+        ratios = {name: mean(some) for name, some in over.items()}
+        if len(ratios) > 1:
+            least, most = min(ratios, key=lambda name: ratios[name]), max(ratios, key=lambda name: ratios[name])
+            said.append(
+                f"{least} has {words}, {number(ratios[least])} times softmax's, and {most} the largest, "
+                f"{number(ratios[most])} times"
+            )
+    return f"At n = {n} and equal entropy {'; '.join(said)}." if said else ""
+
+
+def figure(data: ReportData) -> list[Drawing]:
+    """Kinds of attention against length, size of the tokens and cost, for one layer or in the mean over all."""
+    lines = summary(data)
+    if not lines:
+        return []
+    layers, last = sorted({line["layer"] for line in lines}), max(line["n"] for line in lines)
+    ways = ["matched"] * any(line["way"] == "matched" for line in lines) + ["published"]
+    whole = Option(ALL, "all, geometric mean", "mean of layers")
+    words = {"matched": "matched to softmax's entropy", "published": "as published"}
+    picks = (
+        Pick("variants-layer", "Layer", "layer", (whole, *(Option(k, f"layer {k}", f"layer {k}") for k in layers)), ALL),
+        Pick("variants-way", "Scale", "way", tuple(Option(way, words[way]) for way in words), ways[0]),
+        Pick("variants-quantity", "Show", "y", (replace(QUANTITY[0], value="mean"), QUANTITY[1]), "mean"),
+    )
+    scaled = {line["variant"] for line in lines if line["way"] != "published"}  # the others have one way to be put in
+    equal = [line for line in lines if line["way"] != "published" or line["variant"] not in scaled]
+    shown = Drawing(_charts(lines, last), picks)
+    drawn = Drawing(_charts(equal, last), (picks[0], picks[2]), file="variants", across=True, on_page=False)
+    table = Table(
+        name="variants",
+        title="",
+        source="variants-table",
+        rows=[line for layer in (ALL, *layers) for line in _table_of(lines, layer, last)],
+        columns=(
+            Column("kind", "variant", text=True),
+            Column("scale", "scale", "as published, or matched to softmax's entropy", text=True),
+            Column(f"L, n = {last}", "L"),
+            Column("relative", "relative", "L·|x| / |f(x)|"),
+            Column("entropy", "entropy", "mean over heads and queries, in nats"),
+            Column("cost", "cost", "time of one pair of products, softmax = 1"),
+            Column("steps", "steps", "of the solver"),
+            Column("layers", "layers"),
+            Column("entropy reached", "matched", text=True),
+        ),
+        most=40,
+    )
+    return [replace(shown, charts=(*shown.charts, table)), drawn]
+
+
+def _charts(lines: list[Cells], last: int) -> tuple[Chart, ...]:
+    """Against the length, the size of the tokens where it changes, and the cost."""
+    moved = next((line["n"] for line in lines if line["factor"] != 1), None)
+
+    def lines_over(name: str, title: str, x: str, x_label: str, where: Cells, points: bool = False) -> Chart:
+        return Lines(
+            name=f"variants-{name}",
+            title=f"{{y}} {title}, {{layer}}",
+            unit="geometric means, log scales",
+            source="variants",
+            rows=lines,
+            where=where,
+            x=x,
+            x_label=x_label,
+            y="mean",
+            y_label="{y}",
+            series="variant",
+            low="low",
+            high="high",
+            points=points,
+            tip=("{variant}, {way}", "L = {mean}, upper end at most {upper}", "relative: {relative}", "entropy {entropy}"),
+            tip_all=("{variant}", "{y} = {shown} over {count} layers"),
+        )
+
+    length = lines_over("length", "against n", "n", "n, tokens", {"factor": 1})
+    size = f"against the size of the tokens, n = {moved}"
+    sizes = (lines_over("radius", size, "factor", "tokens multiplied by", {"n": moved}),) if moved else ()
+    price = "time of one pair of products, softmax = 1"
+    cost = lines_over("cost", f"against cost, n = {last}", "cost", price, {"n": last, "factor": 1}, points=True)
+    return (length, *sizes, cost)
+
+
+def _table_of(lines: list[Cells], layer: int | str, last: int) -> list[Cells]:
+    """A line for each kind and way at the longest length, for one layer or over all."""
+    groups: dict[tuple[str, str], list[Cells]] = {}
+    for line in lines:
+        if (line["n"], line["factor"]) == (last, 1) and layer in (ALL, line["layer"]):
+            groups.setdefault((line["variant"], line["way"]), []).append(line)
+
+    def over(own: list[Cells], key: str) -> float:
+        return mean([line[key] for line in own if line[key]])
+
+    return [
+        {
+            "layer": layer,
+            "variant": name,
+            "scale": "the layer's" if way == "both" else way,
+            "L": over(own, "mean"),
+            "relative": over(own, "relative"),
+            "entropy": math.fsum(line["entropy"] for line in own) / len(own),
+            "cost": over(own, "cost"),
+            "steps": round(math.fsum(line["steps"] for line in own) / len(own)),
+            "layers": len(own),
+            "matched": None if way == "published" else f"{sum(line['matched'] for line in own)} of {len(own)}",
+        }
+        for (name, way), own in groups.items()
+    ]
+
+
 VARIANTS = Question(
     name="variants",
     row=VariantRow,
@@ -449,4 +611,18 @@ VARIANTS = Question(
     words=("kind", "scale"),
     lengths=usual_lengths,
     remarks=_remarks,
+    on_page=on_page,
+    sentence=sentence,
+    figure=figure,
+    section=Section(
+        id="variants",
+        name="Kinds",
+        title="Which kind is smoothest?",
+        place=120,
+        text="The same layers on the same text with another kind of attention in place of softmax. $sentence Kinds "
+        "differ in how "
+        "sharp their weights are and in the size of what they give: <b>matched</b> sets each scale so that weights "
+        "have the entropy "
+        "of softmax's, the relative constant L·|x| / |f(x)| sets L against the size of the output.",
+    ),
 )

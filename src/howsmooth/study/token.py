@@ -1,16 +1,25 @@
 """What one token carries: the constant of a layer while the token that leads its worst direction is frozen."""
 
+import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from howsmooth.models import Capture, FallbackWarning, Measurement
+from howsmooth.study.answers import ReportData
+from howsmooth.study.charts import Bars, Drawing, Lines, Section, number
 from howsmooth.study.jobs import Cells, EstimateRow
+from howsmooth.study.layers import layer_jobs
 from howsmooth.study.maps_beside import ROUGH
 from howsmooth.study.question import Beside, Question, Steps
 from howsmooth.study.scope import Part, Setting
+
+_MOST = 0.5  # share above which one token carries a direction
+_LAYERS = 5  # one layer out of so many with the same such token, and two at least, make it a sink
+_TELLING = 1.05  # times, that are told apart in a picture
 
 
 @final
@@ -45,9 +54,69 @@ def frozen_row(captured: Capture, m: Measurement, part: Part, window: Cells) -> 
 
 def tasks(setting: Setting) -> Steps:
     """Every layer at every length, and at the longest its leading token frozen."""
-    from howsmooth.study.layers import layer_jobs
-
     yield layer_jobs(setting, beside={"token": [setting.longest]})
+
+
+@final
+@dataclass(frozen=True)
+class Sink:
+    """The token that carries most of the worst direction in many layers. rows: those layers."""
+
+    token: int
+    word: str
+    rows: Sequence[FrozenRow]
+
+
+def sink_of(data: ReportData) -> Sink | None:
+    """The token that carries more than half of the worst direction in many layers, if there is one."""
+    carried: dict[int, list[FrozenRow]] = defaultdict(list)
+    for row in data.of(FrozenRow):
+        if row.share > _MOST:
+            carried[row.token].append(row)
+    layers = len(data.layers)
+    token = max(carried, key=lambda t: len(carried[t]), default=None)
+    if token is None or len(carried[token]) < max(min(2, layers), math.ceil(layers / _LAYERS)):
+        return None
+    return Sink(token, carried[token][0].word, carried[token])
+
+
+def sentence(data: ReportData) -> str:
+    """Which layer owes most to one token."""
+    rows = [row for row in data.of(FrozenRow) if row.value > 0]
+    if not rows:
+        return ""
+    most = max(rows, key=lambda row: row.whole / row.value)
+    gain = most.whole / most.value
+    if gain < _TELLING:
+        return "Here no layer owes much of its constant to one token."
+    named = f"layer {most.layer}: with token {most.token + 1} held fixed"
+    return f"It matters most in {named} L is {number(gain)} times smaller."
+
+
+def figure(data: ReportData) -> list[Drawing]:
+    """Above, the largest share of one token in every layer; below, L where that token may move and where it is frozen."""
+    names = ("layer", "n", "token", "word", "share", "whole", "value")
+    rows = [row.columns(*names) | {"position": row.token + 1} for row in data.of(FrozenRow)]
+    share = Bars(
+        name="token-share",
+        title="Largest share of one token, n = {n}",
+        unit="of the worst direction; a full bar is 100 %",
+        source="held",
+        rows=rows,
+        x="layer",
+        y="share",
+        tip=("layer {layer}", "token {position} “{word:short}” carries {share:%}"),
+    )
+    lines = Lines(
+        name="held",
+        title="L with that token held fixed, n = {n}",
+        unit="log scale",
+        source="held",
+        rows=rows,
+        curves=(("all move", "whole", "point"), ("one held", "value", "hot")),
+        tip=("layer {layer}", "all tokens may move: L = {whole}", "token {position} “{word:short}” held fixed: {value}"),
+    )
+    return [Drawing((share, lines), file="held")] if rows else []
 
 
 TOKEN = Question(
@@ -55,4 +124,16 @@ TOKEN = Question(
     row=FrozenRow,
     tasks=tasks,
     beside=Beside(frozen_row, lambda setting: [setting.longest]),
+    sentence=sentence,
+    figure=figure,
+    section=Section(
+        id="token",
+        name="One token",
+        title="What one token carries",
+        place=30,
+        text="In each layer, the token with the largest share of the direction that is stretched most (bars), and L "
+        "when that token "
+        "is held fixed and only the others may move. $sentence",
+        swatches=(("", "all tokens may move"), ("hot", "that token is held fixed")),
+    ),
 )

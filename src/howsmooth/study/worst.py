@@ -11,12 +11,15 @@ from howsmooth.maps import Attention
 from howsmooth.models import Measurement
 from howsmooth.models.measurement import estimate_columns
 from howsmooth.settings import whole
+from howsmooth.study.answers import ReportData
+from howsmooth.study.charts import Drawing, Ladder, Section, number
 from howsmooth.study.closed_forms import layer_tasks, task_of_layer
 from howsmooth.study.jobs import Cells, EstimateRow, Job
-from howsmooth.study.question import Question, Steps, lines_by_place, power_of_ten
+from howsmooth.study.question import Extras, Question, Steps, lines_by_place, power_of_ten
 from howsmooth.study.scope import Setting
 from howsmooth.verbs import worst_case
 
+_SHORT = 32  # tokens, where each search costs seconds
 _WORDS = {
     "tie": "most tokens alike and undecided between two",
     "clusters": "a few tokens against all others, which are alike",
@@ -87,6 +90,47 @@ def _line(rows: list[WorstRow]) -> Cells:
     return line | {"ceiling": power_of_ten(row.log_ceiling), "how": row.how}
 
 
+def on_page(setting: Setting, extras: Extras) -> Steps:
+    """A short search at one length."""
+    yield worst_jobs(setting, [setting.nearest(_SHORT)])
+
+
+def sentence(data: ReportData) -> str:
+    """Where the worst input found is furthest from the text."""
+    rows = [row for row in data.of(WorstRow) if row.text > 0]
+    if not rows:
+        return ""
+    most = max(rows, key=lambda row: row.value / row.text)
+    how = f" ({most.how})" if most.how else ""
+    return f"In layer {most.layer} at n = {most.n} it is {number(most.value / most.text)} times what the text shows{how}."
+
+
+def figure(data: ReportData) -> list[Drawing]:
+    """The text, the worst input found and the ceiling, a row for each layer."""
+    names = ("layer", "n", "radius_max", "text", "value", "log_ceiling", "how")
+    times = [row.value / row.text if row.text > 0 else None for row in data.of(WorstRow)]
+    rows = [row.columns(*names) | {"times": gain} for row, gain in zip(data.of(WorstRow), times, strict=True)]
+    chart = Ladder(
+        name="worst-inputs",
+        title="The text, the worst input found, the ceiling",
+        unit="times, log scale",
+        source="worst",
+        rows=rows,
+        label="layer {layer}, n = {n}",
+        marks=(("text", "point"), ("value", "hot"), ("log_ceiling", "ball hollow")),
+        logs=("log_ceiling",),
+        right=("×{times}", ""),
+        tip=(
+            "layer {layer}, n = {n}, R = {radius_max}",
+            "on the text: {text}",
+            "worst found: {value}",
+            "ceiling: {log_ceiling:log}",
+            "{how}",
+        ),
+    )
+    return [Drawing((chart,), file="worst-inputs")] if rows else []
+
+
 WORST = Question(
     name="worst",
     row=WorstRow,
@@ -94,4 +138,16 @@ WORST = Question(
     title="L on the text, at the worst input found with tokens no longer, and the least upper bound there",
     table=lambda measured: lines_by_place(_line, measured.of(WorstRow)),
     words=("how",),
+    on_page=on_page,
+    sentence=sentence,
+    figure=figure,
+    section=Section(
+        id="worst",
+        name="Worst inputs",
+        title="How bad can it get?",
+        place=110,
+        text="The worst input found among tokens no longer than the text's own, beside the text and the smallest upper bound. "
+        "$sentence",
+        swatches=(("", "the text"), ("hot", "worst found"), ("ball hollow", "ceiling")),
+    ),
 )

@@ -8,9 +8,9 @@ from string import Template
 from typing import Any, final
 
 from howsmooth.errors import BadInputError, ResultsError
-from howsmooth.report.answer import number
 from howsmooth.report.shell import asset, check_page, save, whole_page
 from howsmooth.run import read
+from howsmooth.study.charts import number
 from howsmooth.training.recorder import FILE
 from howsmooth.training.tracker import PREFIX
 

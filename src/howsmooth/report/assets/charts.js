@@ -422,48 +422,6 @@ function choose(host, label, options, name, chosen, change) {
   return select;
 }
 
-// ---- lines over layers
-
-// Lines over the layers, one for each thing compared; points without a positive value are left out.
-function byLayer(host, { layers, series, yLabel, ...about }) {
-  const label = () => (typeof yLabel === "function" ? yLabel() : yLabel);
-  return frame(host, {
-    ...about,
-    render: (width) => {
-      const drawn = series().map((s) => ({
-        name: s.name, colour: s.colour, faded: false,
-        points: s.points.filter((p) => p.value > 0).sort((a, b) => a.layer - b.layer).map((p) => ({ x: p.layer, y: p.value, low: p.low ?? p.value, high: p.high ?? p.value, lines: p.lines })),
-      })).filter((s) => s.points.length);
-      const values = drawn.flatMap((s) => s.points.flatMap((p) => [p.low, p.high])), low = Math.min(...values, Infinity), high = Math.max(...values, 0);
-      const pad = Math.max((high / low) ** 0.05, 1.03), range = values.length ? [low / pad, high * pad] : [1, 2];
-      return lineChart({ width, height: width < 560 ? 260 : 300, xs: layers, xLabel: "layer", yLabel: label(), range, series: drawn, scale: linearScale });
-    },
-  });
-}
-
-// ---- certified radius, first order and attack by layer, for one input or the mean over all; rows: one a layer and sample
-
-const RADII = [["certified", "certified", "var(--ball)"], ["first_order", "first order", "var(--point)"], ["attacked", "attack", "rgb(var(--hot))"]];
-
-function radiiByLayer(host, controls, { layers, rows, unit }) {
-  const samples = [...new Set(rows.map((r) => r.sample))].sort((a, b) => a - b);
-  let input = samples.length > 1 ? "all" : String(samples[0]);
-  const named = () => (input === "all" ? "geometric mean over inputs" : `input ${Number(input) + 1}`);
-  const mean = (values) => (values.length > 1 ? Math.exp(values.reduce((s, v) => s + Math.log(v), 0) / values.length) : values[0] ?? null);
-  const points = (key, name) => layers.map((layer) => {
-    const own = rows.filter((r) => r.layer === layer && (input === "all" || String(r.sample) === input));
-    const values = own.map((r) => (r[key] === null ? null : r[key] / r.size)).filter((v) => v > 0), value = mean(values);
-    const lines = [`layer ${layer}, ${input === "all" ? `${values.length} inputs` : named()}`, `${name}: ${format(value)} of a token's length`];
-    if (values.length > 1) lines.push(`${format(Math.min(...values))} to ${format(Math.max(...values))}`);
-    return { layer, value, low: Math.min(...values), high: Math.max(...values), lines };
-  });
-  const chart = byLayer(host, {
-    layers, name: "radii", title: () => `Radii by layer, ${named()}`, unit, yLabel: "r / |x|", rows: () => rows,
-    series: () => RADII.map(([key, name, colour]) => ({ name, colour, points: points(key, name) })),
-  });
-  if (samples.length > 1) choose(controls, "Input", [["all", "all"], ...samples.map((s) => [s, `input ${s + 1}`])], "radii-input", input, (v) => ((input = v), chart.redraw()));
-}
-
 // ---- a table that sorts by the column clicked
 
 function table(host, { name, columns, rows, most = 25 }) {

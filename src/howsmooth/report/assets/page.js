@@ -1,5 +1,5 @@
 "use strict";
-// The sections of the page, each from the data block; a section without data is taken out.
+// The sections of a page, each drawn from the charts that the data block describes.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
@@ -9,35 +9,194 @@ const layerName = (layer) => `layer ${layer}`;
 const percent = (v) => (100 * v).toFixed(v < 0.1 ? 2 : 1) + " %";
 const between = (i) => (i.low === null ? "" : signed(`${i.low.toFixed(2)} to `) + signed(i.high.toFixed(2)));
 const ln = (v) => Math.log(Math.max(v, 1e-12)); // a constant of zero has to stand somewhere
-const cellAt = new Map(data.summary.map((c) => [`${c.layer} ${c.n}`, c]));
+const distinct = (values) => [...new Set(values)];
+const ordered = (values) => distinct(values).sort((a, b) => a - b);
+const mean = (values) => (values.length > 1 ? Math.exp(values.reduce((s, v) => s + Math.log(v), 0) / values.length) : values[0] ?? null);
+const padded = (values) => {
+  const some = values.filter((v) => v > 0), low = Math.min(...some), high = Math.max(...some), pad = Math.max((high / low) ** 0.05, 1.03);
+  return some.length ? [low / pad, high * pad] : [1, 2];
+};
 
-const drop = (id) => $(id)?.remove();
+// ---- templates
 
-const sections = {
-  heat() {
-    const values = data.summary.map((c) => c.mean).filter((v) => v > 0);
-    const range = values.length ? [Math.min(...values), Math.max(...values)] : [1, 2];
-    const jumped = new Set(Object.entries(data.fits).flatMap(([layer, f]) =>
-      f.breaks.filter((b) => b.kind === "jump").map((b) => `${layer} ${b.after}`)));
-    frame($("heat-chart"), {
-      name: "layers-by-length", title: "L by layer and length", unit: "times, geometric mean over samples",
-      rows: () => data.summary,
-      render: (width) => heatMap({
-        width, rows: data.layers, columns: data.lengths, range, axis: "n =",
-        rowLabel: layerName, columnLabel: String,
-        value: (l, n) => cellAt.get(`${l} ${n}`)?.mean ?? null,
-        mark: (l, n) => jumped.has(`${l} ${n}`),
-        lines: (l, n) => {
-          const c = cellAt.get(`${l} ${n}`);
-          return [`layer ${l}, n = ${n}`, `L = ${format(c.mean)} (${format(c.low)} to ${format(c.high)} over ${c.samples})`,
-            `upper end at most ${format(c.upper)}`, `R = ${format(c.radius)}`];
-        },
+const WORDS = { "%": percent, log: formatLog, short: (v) => String(v).slice(0, 24) };
+
+// A template with what stands in a record's columns; empty where one of them is.
+function fill(template, record) {
+  let whole = true;
+  const text = template.replace(/\{(\w+)(?::([^}]+))?\}/g, (_, name, how) => {
+    const v = record[name];
+    if (v === null || v === undefined) whole = false;
+    return how ? WORDS[how](v) : typeof v !== "number" || Number.isInteger(v) ? v : format(v);
+  });
+  return whole ? text : "";
+}
+
+const lines = (templates, record) => templates.map((t) => fill(t, record)).filter((line) => line);
+
+// ---- what is picked above the charts of a section
+
+const ALL = "all", ANY = "both"; // every record, in means; a record that every option shows
+
+class Choice {
+  constructor(picks) {
+    this.picks = picks;
+    this.values = Object.fromEntries(picks.map((p) => [p.column, p.first]));
+  }
+  said(record) {
+    return { ...record, ...Object.fromEntries(this.picks.map((p) => [p.column, p.options.find((o) => o.value === this.values[p.column]).said || this.values[p.column]])) };
+  }
+  shown(chart, rows = data[chart.source]) {
+    const wanted = Object.entries({ ...this.values, ...chart.where });
+    return rows.filter((r) => wanted.every(([c, v]) => v === ALL || r[c] === undefined || r[c] === v || r[c] === ANY));
+  }
+  isMean(chart) {
+    return Object.entries(this.values).some(([c, v]) => v === ALL && data[chart.source].some((r) => r[c] !== undefined));
+  }
+}
+
+// ---- how each kind of chart is drawn; `about` is its name, title and records
+
+const INKS = { point: "var(--point)", ball: "var(--ball)", hot: "rgb(var(--hot))", ink: "var(--ink)" };
+
+// Curves of a chart: name, colour, and points, each the mean of the records at one place.
+function curves(chart, choice) {
+  const y = choice.values.y ?? chart.y, rows = choice.shown(chart), all = choice.isMean(chart), names = chart.series && distinct(data[chart.source].map((r) => r[chart.series]));
+  const wanted = chart.series ? names.map((name, i) => [name, seriesColour(i, names.length), y, rows.filter((r) => r[chart.series] === name)]) : chart.curves.map(([name, column, colour]) => [name, INKS[colour], column, rows]);
+  return wanted.map(([name, colour, column, own]) => {
+    const places = new Map(), worth = (r) => (chart.over && r[column] !== null ? r[column] / r[chart.over] : r[column]);
+    for (const r of own) if (worth(r) > 0 && r[chart.x] > 0 - (chart.x === "layer")) places.set(chart.points ? 0 : r[chart.x], [...(places.get(chart.points ? 0 : r[chart.x]) ?? []), r]);
+    const points = [...places.values()].map((some) => {
+      const values = some.map(worth), value = mean(values), r = some[0], range = values.length === 1 && chart.low && column === (chart.series ? chart.y : column) && r[chart.low] > 0;
+      const [low, high] = range ? [r[chart.low], r[chart.high]] : chart.over ? [Math.min(...values), Math.max(...values)] : [value, value];
+      const about = all ? { ...choice.said(r), count: values.length, low, high, [chart.x]: r[chart.x] } : { ...choice.said(r), ...r };
+      return { x: chart.points ? Number(mean(some.map((s) => s[chart.x])).toPrecision(2)) : r[chart.x], y: value, low, high, lines: lines(all ? chart.tip_all : chart.tip, { ...about, series: name, shown: value }) };
+    });
+    return { name, colour, faded: false, points: points.sort((a, b) => a.x - b.x) };
+  }).filter((s) => s.points.length);
+}
+
+const draws = {
+  lines: (chart, choice) => (width) => {
+    const series = curves(chart, choice), layers = chart.x === "layer";
+    let xs = layers ? data.layers : ordered(choice.shown({ ...chart, source: chart.source }, data[chart.source]).map((r) => r[chart.x]).filter((v) => v > 0));
+    if (chart.points) {
+      const places = series.flatMap((s) => s.points.map((p) => p.x)).concat([1]).sort((a, b) => a - b);
+      xs = distinct([places[0] === places.at(-1) ? places[0] / 2 : places[0], ...places]);
+    }
+    return lineChart({
+      width, height: width < 560 ? 270 : 320, xs, xLabel: chart.x_label, yLabel: fill(chart.y_label, choice.said({})), series,
+      range: padded(series.flatMap((s) => s.points.flatMap((p) => [p.low, p.high]))), scale: layers ? linearScale : logScale,
+    });
+  },
+
+  heat: (chart, choice) => {
+    const all = data[chart.source], range = all.map((r) => r[chart.y]).filter((v) => v > 0), key = (r) => `${r.layer} ${r[chart.x]}`;
+    return (width) => {
+      const at = new Map(choice.shown(chart).map((r) => [key(r), r])), cell = (layer, x) => at.get(`${layer} ${x}`);
+      return heatMap({
+        width, rows: ordered(all.map((r) => r.layer)), columns: ordered(all.map((r) => r[chart.x])), range: range.length ? [Math.min(...range), Math.max(...range)] : [1, 2],
+        axis: chart.x === "n" ? "n =" : chart.x_label, rowLabel: layerName, columnLabel: String,
+        value: (layer, x) => cell(layer, x)?.[chart.y] ?? null, mark: (layer, x) => chart.mark !== null && cell(layer, x)[chart.mark],
+        lines: (layer, x) => [...lines(chart.tip, cell(layer, x)), ...(chart.each ? all.filter((r) => key(r) === `${layer} ${x}`).map((r) => fill(chart.each, r)) : [])],
+      });
+    };
+  },
+
+  ladder: (chart, choice) => (width) => {
+    const rows = choice.shown(chart).filter((r) => r[chart.marks[0][0]] !== null), base = chart.base && choice.shown(chart)[0]?.[chart.base];
+    return ladder({
+      width, unit: chart.x_label, base: base > 0 ? base : null, baseLabel: `measured ${format(base)}`,
+      rows: rows.map((r) => {
+        const marks = chart.marks.filter(([c]) => r[c] !== null).map(([c, look]) => {
+          const [kind, hollow] = (r[look] ?? look).split(" ");
+          return { log: chart.logs.includes(c) ? r[c] : ln(r[c]), kind, hollow: Boolean(hollow) };
+        });
+        return { label: fill(chart.label, r), kind: marks[0].kind, marks, value: fill(chart.right[0], r) || chart.right[1], lines: lines(chart.tip, r) };
       }),
     });
   },
 
+  bars: (chart, choice) => (width) => {
+    const rows = choice.shown(chart);
+    return strip({ width, values: rows.map((r) => r[chart.y]), colour: INKS.hot, label: chart.x, most: 1, name: (i) => String(rows[i][chart.x]), lines: (i) => lines(chart.tip, rows[i]) });
+  },
+
+  picture: (chart) => {
+    const p = pictureOf(chart), named = (i) => `token ${i + 1}` + (p.tokens ? ` “${p.tokens[i][1].slice(0, 24)}”` : "");
+    return (width) => picture({
+      width, n: p.n, codes: p.codes, low: p.low, high: p.high, across: chart.across, down: chart.down,
+      lines: (i, j) => [`${named(j)} → ${named(i)}`, p.codes[i * p.n + j] === 0 ? "no influence" : `${p.faint && p.codes[i * p.n + j] === 1 ? "at most" : "‖J‖ ="} ${format(p.norm(i, j))}`],
+    });
+  },
+};
+
+function pictureOf(chart) {
+  const [p] = data[chart.source], bytes = Uint8Array.from(atob(p.codes), (c) => c.charCodeAt(0)), view = new DataView(bytes.buffer);
+  const codes = Array.from({ length: p.n * p.n }, (_, k) => view.getUint16(2 * k, true));
+  const norm = (i, j) => { const c = codes[i * p.n + j]; return c ? p.low * (p.high / p.low) ** ((c - 1) / 65534) : 0; };
+  return { ...p, codes, norm, tokens: p.text === null ? null : data.texts[p.text].tokens };
+}
+
+// What the CSV of a chart holds: its records, of a picture its numbers.
+function recordsOf(chart) {
+  if (chart.draw !== "picture") return data[chart.source].map((r) => ({ ...r, ...("position" in r ? { token: r.position } : {}) }));
+  const p = pictureOf(chart), all = Array.from({ length: p.n }, (_, i) => i);
+  return all.map((i) => Object.fromEntries([["to", i + 1], ...all.map((j) => [`from_${j + 1}`, Number(p.norm(i, j).toPrecision(4))])]));
+}
+
+// Bounds and the like that have no mark, in a list below.
+function missing(host, chart, choice) {
+  const list = el("ul", { id: `${host.id.replace("-charts", "")}-missing` }), whole = el("details", {}, el("summary", {}, chart.missing[0]), list);
+  host.append(whole);
+  return () => {
+    const none = choice.shown(chart).filter((r) => r[chart.marks[0][0]] === null);
+    list.replaceChildren(...none.map((r) => el("li", {}, el("b", {}, fill(chart.missing[1], r)), fill(chart.missing[2], r) || "does not apply")));
+    whole.hidden = !none.length;
+  };
+}
+
+// The names and colours of a chart that has a curve for each value of a column.
+function swatches(host, section, chart) {
+  const names = distinct(data[chart.source].map((r) => r[chart.series])), list = el("ul", { class: "swatches", id: `${section.id}-names` });
+  host.append(list);
+  return () => list.replaceChildren(...names.map((name, k) => {
+    const i = el("i");
+    i.style.background = i.style.borderColor = seriesColour(k, names.length);
+    return el("li", {}, i, name);
+  }));
+}
+
+function build(section) {
+  const host = $(`${section.id}-charts`), choice = new Choice(section.picks), updates = [];
+  const titled = (chart) => () => fill(chart.title, { ...choice.shown(chart)[0], ...choice.said({}) });
+  const named = section.charts.find((chart) => chart.series);
+  if (named) updates.push(swatches(host, section, named));
+  for (const chart of section.charts) {
+    if (chart.draw === "own") own[chart.name]?.();
+    else if (chart.draw === "table") {
+      const place = host.appendChild(el("div")), columns = chart.columns.map((c) => ({ title: c.title, name: c.key, help: c.help || null, text: c.text, value: (r) => r[c.key] }));
+      const exact = () => data[chart.source].filter((r) => section.picks.every((p) => r[p.column] === undefined || r[p.column] === choice.values[p.column]));
+      updates.push(() => (place.replaceChildren(), table(place, { name: chart.name, columns, rows: exact(), most: chart.most })));
+    } else {
+      const drawn = frame(host, { name: chart.name, title: titled(chart), unit: chart.unit, render: draws[chart.draw](chart, choice), rows: () => recordsOf(chart) });
+      updates.push(drawn.redraw);
+      if (chart.missing && data[chart.source].some((r) => r[chart.marks[0][0]] === null)) updates.push(missing(host, chart, choice));
+    }
+  }
+  const update = () => updates.forEach((redraw) => redraw());
+  for (const p of section.picks) {
+    if (p.options.length < 2 && p.column !== "layer") continue;
+    choose($(`${section.id}-controls`), p.label, p.options.map((o) => [o.value, o.text]), p.name, p.first, (v) => ((choice.values[p.column] = p.options.find((o) => String(o.value) === v).value), update()));
+  }
+  update();
+  if (named) frames.push({ redraw: updates[0] });
+}
+
+// ---- charts with a drawing of their own
+
+const own = {
   growth() {
-    if (!Object.keys(data.fits).length) return drop("growth");
     let focus = data.focus, quantity = "L";
     const controls = $("growth-controls"), legend = el("div", { class: "legend", role: "group", "aria-label": "layer in focus" });
     choose(controls, "Show", [["L", "L, the constant"], ["R", "R, the size of the tokens"]], "quantity", "L", (v) => ((quantity = v), update()));
@@ -154,123 +313,7 @@ const sections = {
     });
   },
 
-  token() {
-    const rows = data.held;
-    if (!rows.length) return drop("token");
-    const n = rows[0].n, table = () => rows.map((r) => ({ ...r, token: r.token + 1 })), name = (r) => `token ${r.token + 1} “${r.word.slice(0, 24)}”`;
-    frame($("share-chart"), {
-      name: "token-share", title: `Largest share of one token, n = ${n}`, unit: "of the worst direction; a full bar is 100 %", rows: table,
-      render: (width) => strip({
-        width, values: rows.map((r) => r.share), colour: "rgb(var(--hot))", label: "layer", most: 1, name: (i) => String(rows[i].layer),
-        lines: (i) => [`layer ${rows[i].layer}`, `${name(rows[i])} carries ${percent(rows[i].share)}`],
-      }),
-    });
-    byLayer($("held-chart"), {
-      layers: data.layers,
-      name: "held", title: `L with that token held fixed, n = ${n}`, unit: "log scale", yLabel: "L, times", rows: table,
-      series: () => [["all move", "var(--point)", "whole"], ["one held", "rgb(var(--hot))", "value"]].map(([title, colour, key]) => ({
-        name: title, colour,
-        points: rows.map((r) => ({ layer: r.layer, value: r[key], lines: [`layer ${r.layer}`, `all tokens may move: L = ${format(r.whole)}`, `${name(r)} held fixed: ${format(r.value)}`] })),
-      })),
-    });
-  },
-
-  maps() {
-    const rows = data.maps, names = [...new Set(rows.map((r) => r.map))];
-    if (!rows.length) return drop("maps");
-    const kinds = ["", "ball", "hot", "ink"], colours = ["var(--point)", "var(--ball)", "rgb(var(--hot))", "var(--ink)"];
-    let key = "value";
-    $("maps-names").append(...names.map((m, k) => el("li", {}, el("i", { class: kinds[k % 4] }), m)));
-    const chart = byLayer($("maps-chart"), {
-      layers: data.layers,
-      name: "maps", title: () => (key === "value" ? `L of each map, n = ${rows[0].n}` : `Relative constant of each map, n = ${rows[0].n}`),
-      unit: "first sample, log scale", yLabel: () => (key === "value" ? "L, times" : "L·|x| / |f(x)|"), rows: () => rows,
-      series: () => names.map((m, k) => ({
-        name: m, colour: colours[k % 4],
-        points: rows.filter((r) => r.map === m).map((r) => ({ layer: r.layer, value: r[key], lines: [`layer ${r.layer}, ${m}`, `L = ${format(r.value)}`, `relative: ${format(r.relative)}`] })),
-      })),
-    });
-    choose($("maps-controls"), "Show", [["value", "L, the constant"], ["relative", "L·|x| / |f(x)|, the relative constant"]], "maps-quantity", key, (v) => ((key = v), chart.redraw()));
-  },
-
-  heads() {
-    if (!data.head.length) return drop("heads");
-    const lengths = [...new Set(data.head.map((h) => h.n))].sort((a, b) => a - b);
-    const values = data.head.map((h) => h.value).filter((v) => v > 0), range = [Math.min(...values), Math.max(...values)];
-    const at = new Map(data.head.map((h) => [`${h.n} ${h.layer} ${h.head}`, h.value]));
-    const layers = [...new Set(data.head.map((h) => h.layer))].sort((a, b) => a - b), heads = [...new Set(data.head.map((h) => h.head))].sort((a, b) => a - b);
-    let n = lengths.includes(data.heads_at) ? data.heads_at : lengths[0];
-    const chart = frame($("heads-chart"), {
-      name: "layers-by-heads", title: () => `L of every head alone, n = ${n}`, unit: "times; one colour scale for all lengths", rows: () => data.head,
-      render: (width) => heatMap({
-        width, rows: layers, columns: heads, range, axis: "head", rowLabel: layerName, columnLabel: String,
-        value: (l, h) => at.get(`${n} ${l} ${h}`) ?? null,
-        lines: (l, h) => [`layer ${l}, head ${h}`, ...lengths.filter((k) => at.has(`${k} ${l} ${h}`)).map((k) => `n = ${k}: L = ${format(at.get(`${k} ${l} ${h}`))}`)],
-      }),
-    });
-    if (lengths.length > 1) choose($("heads-controls"), "Length", lengths.map((k) => [k, `n = ${k}`]), "heads-length", n, (v) => ((n = Number(v)), chart.redraw()));
-  },
-
-  bounds() {
-    const rows = data.bounds;
-    if (!rows.length) return drop("bounds");
-    const layers = [...new Set(rows.map((b) => b.layer))].sort((a, b) => a - b), lengths = [...new Set(rows.map((b) => b.n))].sort((a, b) => a - b);
-    let layer = layers.includes(data.worst_layer) ? data.worst_layer : layers[0], n = lengths.at(-1);
-    const chosen = () => rows.filter((b) => b.layer === layer && b.n === n);
-    const ratio = (b) => (b.value > 0 ? b.log_value - Math.log(b.value) : null);
-    const chart = frame($("bounds-chart"), {
-      name: "bound-ladder", title: () => `Measured and bounds, layer ${layer}, n = ${n}`, unit: "times, log scale", rows: () => rows,
-      render: (width) => {
-        const known = chosen().filter((b) => b.log_value !== null).sort((a, b) => a.log_value - b.log_value), measured = chosen()[0]?.value ?? null;
-        return ladder({
-          width, unit: "L, times", base: measured > 0 ? measured : null, baseLabel: `measured ${format(measured)}`,
-          rows: known.map((b) => ({
-            label: `${b.id} · ${b.name}`, kind: b.where, value: formatLog(b.log_value),
-            marks: [{ log: b.log_value, kind: b.where, hollow: b.side === "lower" }],
-            lines: [`${b.id} · ${b.name}`, `${b.side} bound ${b.where === "point" ? "at this input" : "over the ball"}: ${formatLog(b.log_value)}`,
-              ratio(b) === null ? "" : `${formatLog(ratio(b))} × measured`, b.statement, b.source],
-          })),
-        });
-      },
-    });
-    const list = $("bounds-missing");
-    const missing = () => {
-      const none = chosen().filter((b) => b.log_value === null);
-      list.replaceChildren(...none.map((b) => el("li", {}, el("b", {}, `${b.id} · ${b.name}: `), b.reason ?? "does not apply")));
-      list.parentElement.hidden = !none.length;
-    };
-    const update = () => (chart.redraw(), missing());
-    const controls = $("bounds-controls");
-    choose(controls, "Layer", layers.map((l) => [l, layerName(l)]), "bounds-layer", layer, (v) => ((layer = Number(v)), update()));
-    if (lengths.length > 1) choose(controls, "Length", lengths.map((k) => [k, `n = ${k}`]), "bounds-length", n, (v) => ((n = Number(v)), update()));
-    missing();
-  },
-
-  near() {
-    const rows = data.near, first = rows[0] ?? data.change[0];
-    if (!first) return drop("near");
-    if (rows.length) {
-      const radii = rows[0].within;
-      let k = Math.min(1, radii.length - 1);
-      const flat = () => rows.flatMap((r) => r.within.map((share, i) => ({ layer: r.layer, n: r.n, r: share, at_text: r.value, attained: r.lower_ends[i], certified: r.upper_ends[i] })));
-      const lines = (r) => [`layer ${r.layer}, r = ${format(r.within[k])} |x|`, `at the text: L = ${format(r.value)}`, `attained: ${format(r.lower_ends[k])}`,
-        r.upper_ends[k] === null ? "nothing is certified" : `certified: at most ${format(r.upper_ends[k])}`];
-      const chart = byLayer($("near-chart"), {
-        layers: data.layers,
-        name: "near", title: () => `L within ${format(radii[k])} of a token's length, n = ${first.n}`, unit: "first sample, log scale", yLabel: "L, times", rows: flat,
-        series: () => [["at the text", "var(--ink)", (r) => r.value], ["attained", "var(--point)", (r) => r.lower_ends[k]], ["certified", "var(--ball)", (r) => r.upper_ends[k]]].map(([name, colour, of]) => ({
-          name, colour, points: rows.map((r) => ({ layer: r.layer, value: of(r), lines: lines(r) })),
-        })),
-      });
-      choose($("near-controls"), "Radius r", radii.map((share, i) => [i, `${format(share)} of a token's length`]), "near-radius", k, (v) => ((k = Number(v)), chart.redraw()));
-    } else for (const id of ["near-chart", "near-controls"]) drop(id);
-    const changes = data.change;
-    if (!changes.length) return drop("radii");
-    radiiByLayer($("radii-chart"), $("radii-controls"), { layers: data.layers, rows: changes, unit: `n = ${changes[0].n}, log scale; shaded: range over inputs` });
-  },
-
   text() {
-    if (!data.texts.length) return drop("text");
     let passage = data.texts[data.text], layer = null;
     const layers = () => Object.keys(passage.shares).map(Number).sort((a, b) => a - b);
     layer = layers().includes(data.focus) ? data.focus : layers()[0];
@@ -324,144 +367,19 @@ const sections = {
       });
     }
   },
-
-  influence() {
-    const [p] = data.influence;
-    if (!p) return drop("influence");
-    const bytes = Uint8Array.from(atob(p.codes), (c) => c.charCodeAt(0)), view = new DataView(bytes.buffer);
-    const codes = Array.from({ length: p.n * p.n }, (_, k) => view.getUint16(2 * k, true)), tokens = p.text === null ? null : data.texts[p.text].tokens;
-    const norm = (i, j) => { const c = codes[i * p.n + j]; return c ? p.low * (p.high / p.low) ** ((c - 1) / 65534) : 0; };
-    const named = (i) => `token ${i + 1}` + (tokens ? ` “${tokens[i][1].slice(0, 24)}”` : "");
-    frame($("influence-chart"), {
-      name: "influence", title: `From token to token, layer ${p.layer}, n = ${p.n}`, unit: "‖Jᵢⱼ‖, log scale",
-      rows: () => Array.from({ length: p.n }, (_, i) => Object.fromEntries([["to", i + 1], ...Array.from({ length: p.n }, (_, j) => [`from_${j + 1}`, Number(norm(i, j).toPrecision(4))])])),
-      render: (width) => picture({
-        width, n: p.n, codes, low: p.low, high: p.high, across: "input token j", down: "output token i",
-        lines: (i, j) => [`${named(j)} → ${named(i)}`, codes[i * p.n + j] === 0 ? "no influence" : `${p.faint && codes[i * p.n + j] === 1 ? "at most" : "‖J‖ ="} ${format(norm(i, j))}`],
-      }),
-    });
-  },
-
-  splitting() {
-    const rows = data.splitting;
-    if (!rows.length) return drop("splitting");
-    frame($("splitting-chart"), {
-      name: "splitting", title: "Moving tokens whole, or splitting one", unit: "times, log scale", rows: () => rows,
-      render: (width) => ladder({
-        width, unit: "local constant, times",
-        rows: rows.map((r) => ({
-          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: r.value > r.moved && r.moved > 0 ? `×${format(r.value / r.moved)}` : "no gain",
-          marks: [{ log: ln(r.moved), kind: "point" }, { log: ln(r.value), kind: "ball", hollow: true }],
-          lines: [`layer ${r.layer}, n = ${r.n}`, `whole: ${format(r.moved)}`, `split: ${format(r.value)}`],
-        })),
-      }),
-    });
-  },
-
-  worst() {
-    const rows = data.worst;
-    if (!rows.length) return drop("worst");
-    frame($("worst-chart"), {
-      name: "worst-inputs", title: "The text, the worst input found, the ceiling", unit: "times, log scale", rows: () => rows,
-      render: (width) => ladder({
-        width, unit: "L, times",
-        rows: rows.map((r) => ({
-          label: `layer ${r.layer}, n = ${r.n}`, kind: "point", value: r.text > 0 ? `×${format(r.value / r.text)}` : "",
-          marks: [{ log: ln(r.text), kind: "point" }, { log: ln(r.value), kind: "hot" }, ...(r.log_ceiling === null ? [] : [{ log: r.log_ceiling, kind: "ball", hollow: true }])],
-          lines: [`layer ${r.layer}, n = ${r.n}, R = ${format(r.radius_max)}`, `on the text: ${format(r.text)}`, `worst found: ${format(r.value)}`,
-            r.log_ceiling === null ? "" : `ceiling: ${formatLog(r.log_ceiling)}`, r.how],
-        })),
-      }),
-    });
-  },
-
-  variants() {
-    const rows = data.variants;
-    if (!rows.length) return drop("variants");
-    const names = [...new Set(rows.map((r) => r.variant))], lengths = [...new Set(rows.map((r) => r.n))].sort((a, b) => a - b);
-    const layers = [...new Set(rows.map((r) => r.layer))].sort((a, b) => a - b), sizes = [...new Set(rows.map((r) => r.factor))].sort((a, b) => a - b);
-    const moved = rows.find((r) => r.factor !== 1)?.n ?? lengths.at(-1), colour = (name) => seriesColour(names.indexOf(name), names.length);
-    let layer = "all", way = rows.some((r) => r.way === "matched") ? "matched" : "published", key = "mean";
-    const quantity = () => (key === "mean" ? "L, times" : "L·|x| / |f(x)|"), where = () => (layer === "all" ? "mean of layers" : layerName(layer));
-    const mean = (values) => (values.length ? Math.exp(values.reduce((s, v) => s + Math.log(v), 0) / values.length) : null);
-    // one point of a kind: the geometric mean over the layers in focus, with the least and the greatest over all samples
-    function point(name, ways, pick, x) {
-      const own = rows.filter((r) => r.variant === name && ways.includes(r.way) && (layer === "all" || r.layer === layer) && pick(r) && r[key] > 0);
-      if (!own.length) return null;
-      const alone = key === "mean" && layer !== "all", y = mean(own.map((r) => r[key])), low = alone && own[0].low > 0 ? own[0].low : y;
-      const lines = [`${name}, ${own[0].way === "both" ? "the layer's scale" : own[0].way}`, `L = ${format(mean(own.map((r) => r.mean)))}` + (alone ? `, upper end at most ${format(own[0].upper)}` : ` over ${own.length} layers`),
-        `relative: ${format(mean(own.map((r) => r.relative).filter((v) => v > 0)))}`, `entropy ${format(own.reduce((s, r) => s + r.entropy, 0) / own.length)}`];
-      return { x: x(own), y, low, high: alone ? own[0].high : y, lines, own };
-    }
-    const shown = (pick, xs) => names.map((name) => ({ name, colour: colour(name), faded: false, points: xs.map(([value, x]) => point(name, [way, "both"], (r) => pick(r, value), x)).filter((p) => p) })).filter((s) => s.points.length);
-    const range = (series) => {
-      const ends = series.flatMap((s) => s.points.flatMap((p) => [p.low, p.high])), low = Math.min(...ends), high = Math.max(...ends), pad = Math.max((high / low) ** 0.05, 1.03);
-      return ends.length ? [low / pad, high * pad] : [1, 2];
-    };
-    const chart = (id, name, title, xs, xLabel, series) => frame($(id), {
-      name, title: () => `${key === "mean" ? "L" : "Relative constant"} ${title}, ${where()}`, unit: "geometric means, log scales", rows: () => rows,
-      render: (width) => {
-        const lines = series();
-        return lineChart({ width, height: width < 560 ? 280 : 340, xs: xs(lines), xLabel, yLabel: quantity(), range: range(lines), series: lines });
-      },
-    });
-    const charts = [chart("variants-length", "variants-length", "against n", () => lengths, "n, tokens", () => shown((r, n) => r.n === n && r.factor === 1, lengths.map((n) => [n, () => n])))];
-    if (sizes.length > 1) charts.push(chart("variants-radius", "variants-radius", `against the size of the tokens, n = ${moved}`, () => sizes, "tokens multiplied by", () => shown((r, f) => r.n === moved && r.factor === f, sizes.map((f) => [f, () => f]))));
-    const price = (own) => Number(mean(own.map((r) => r.cost)).toPrecision(2));
-    charts.push(chart("variants-cost", "variants-cost", `against cost, n = ${lengths.at(-1)}`, (series) => {
-      const costs = series.flatMap((s) => s.points.map((p) => p.x)).concat([1]).sort((a, b) => a - b);
-      return [...new Set([costs[0] === costs.at(-1) ? costs[0] / 2 : costs[0], ...costs])];
-    }, "time of one pair of products, softmax = 1", () => shown((r, n) => r.n === n && r.factor === 1 && r.cost > 0, [[lengths.at(-1), price]])));
-    const host = $("variants-table");
-    function fill() {
-      const lines = names.flatMap((name) => ["both", "published", "matched"].map((w) => {
-        const p = point(name, [w], (r) => r.n === lengths.at(-1) && r.factor === 1, () => 0);
-        return p && { name, way: w, own: p.own };
-      })).filter((line) => line);
-      const over = (k) => (line) => mean(line.own.map((r) => r[k]).filter((v) => v > 0));
-      host.replaceChildren();
-      table(host, {
-        name: "variants", rows: lines, most: 40,
-        columns: [
-          { title: "kind", text: true, value: (l) => l.name },
-          { title: "scale", text: true, help: "as published, or matched to softmax's entropy", value: (l) => (l.way === "both" ? "the layer's" : l.way) },
-          { title: `L, n = ${lengths.at(-1)}`, name: "L", value: over("mean") },
-          { title: "relative", help: "L·|x| / |f(x)|", value: over("relative") },
-          { title: "entropy", help: "mean over heads and queries, in nats", value: (l) => l.own.reduce((s, r) => s + r.entropy, 0) / l.own.length },
-          { title: "cost", help: "time of one pair of products, softmax = 1", value: over("cost") },
-          { title: "steps", help: "of the solver", value: (l) => Math.round(l.own.reduce((s, r) => s + r.steps, 0) / l.own.length) },
-          { title: "layers", value: (l) => l.own.length },
-          { title: "entropy reached", name: "matched", text: true, value: (l) => (l.way === "published" ? null : `${l.own.filter((r) => r.matched).length} of ${l.own.length}`) },
-        ],
-      });
-    }
-    const swatches = () => $("variants-names").replaceChildren(...names.map((name) => {
-      const i = el("i");
-      i.style.background = i.style.borderColor = colour(name);
-      return el("li", {}, i, name);
-    }));
-    const update = () => (charts.forEach((c) => c.redraw()), fill());
-    const controls = $("variants-controls");
-    choose(controls, "Layer", [["all", "all, geometric mean"], ...layers.map((l) => [l, layerName(l)])], "variants-layer", layer, (v) => ((layer = v === "all" ? v : Number(v)), update()));
-    choose(controls, "Scale", [["matched", "matched to softmax's entropy"], ["published", "as published"]], "variants-way", way, (v) => ((way = v), update()));
-    choose(controls, "Show", [["mean", "L, the constant"], ["relative", "L·|x| / |f(x)|, the relative constant"]], "variants-quantity", key, (v) => ((key = v), update()));
-    swatches();
-    fill();
-    frames.push({ redraw: swatches });
-  },
-
-  numbers() {
-    const { names, rows } = data.rows;
-    const columns = names.map((name, i) => ({ title: name, value: (r) => r[i], text: name === "status" }));
-    const shown = { confidence: (v) => (v === 1 ? "1" : String(v)), seconds: (v) => v.toFixed(2), layer: String, n: String, sample: String, seed: String };
-    for (const c of columns) if (shown[c.title]) c.show = shown[c.title];
-    table($("numbers-table"), { name: "measurements", columns, rows });
-  },
 };
 
+function numbers({ names, rows }) {
+  const columns = names.map((name, i) => ({ title: name, value: (r) => r[i], text: name === "status" }));
+  const shown = { confidence: (v) => (v === 1 ? "1" : String(v)), seconds: (v) => v.toFixed(2), layer: String, n: String, sample: String, seed: String };
+  for (const c of columns) if (shown[c.title]) c.show = shown[c.title];
+  table($("numbers-table"), { name: "measurements", columns, rows });
+}
+
 function start() {
-  for (const build of Object.values(sections)) build();
-  for (const part of document.querySelectorAll("main section")) $("contents").append(el("a", { href: "#" + part.id }, part.dataset.name));
+  data.sections.forEach(build);
+  if (data.rows) numbers(data.rows);
+  for (const part of $("contents") ? document.querySelectorAll("main section") : []) $("contents").append(el("a", { href: "#" + part.id }, part.dataset.name));
   ready($("theme"));
 }
 

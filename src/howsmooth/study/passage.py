@@ -1,0 +1,37 @@
+"""Where in the text? Each token shaded by its share of the direction that a layer stretches most."""
+
+from howsmooth.study.answers import ReportData
+from howsmooth.study.charts import Drawing, Own, Section
+from howsmooth.study.layers import LayerRow, layer_jobs
+from howsmooth.study.question import Question, Steps
+from howsmooth.study.scope import Setting
+
+
+def tasks(setting: Setting) -> Steps:
+    """Every layer at every length, with the shares of tokens on the first sample."""
+    yield layer_jobs(setting, shares=True)
+
+
+def figure(data: ReportData) -> list[Drawing]:
+    """The passage at every length, beside its shares."""
+    chart = Own(name="text", title="Share of each token", source="texts", rows=data.passages)
+    return [Drawing((chart,))] if data.passages else []
+
+
+TEXT = Question(
+    name="text",
+    row=LayerRow,
+    tasks=tasks,
+    figure=figure,
+    section=Section(
+        id="text",
+        name="Text",
+        title="Where in the text",
+        place=80,
+        text="Each token is shaded by its share |v<sub>i</sub>|² of the unit direction v that the layer stretches "
+        "most; the token "
+        "with the largest share sets the scale.",
+        below='<div id="text-chart"></div>\n<p class="note" id="text-note"></p>\n<p class="passage" id="text-body" '
+        'dir="auto"></p>',
+    ),
+)
