@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.kernels.arithmetic import tanh
 from howsmooth.kernels.base import Keys, Offsets, Outputs, Queries, Scores, Values
 from howsmooth.kernels.kinds.kind import Logits, Vectors
-from howsmooth.kernels.saturating import tanh
 
 _TIED = 16  # units in the last place within which two logits are one
 

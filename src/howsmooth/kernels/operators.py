@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.kernels import second
 from howsmooth.kernels.base import Scores
 from howsmooth.kernels.dispatch import unfit
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.tensors import heads_last
-from howsmooth.kernels.tiled import Blocked
+from howsmooth.kernels.tiled import Blocked, hvp, jvp2
 
 LIBRARY = torch.library.Library("howsmooth", "DEF")
 HOW = "float scale, float? softcap, bool causal, int? window"
@@ -102,7 +101,7 @@ def attend_hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, *how: Any) -> Ten
     with _outside_autocast(q.device):
         at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
         dq, dk, dv, do, dlse, g_ = _probes((dq, dk, dv, do, dlse, g), g, at.q.dtype)
-        return _gradients(second.hvp(at, (dq, dk, dv), do, dlse[..., 1, :], g_), q, g)
+        return _gradients(hvp(at, (dq, dk, dv), do, dlse[..., 1, :], g_), q, g)
 
 
 def attend_jvp2(q, k, v, bias, o, lse, dq, dk, dv, dlse, eq, ek, ev, else_, *how: Any) -> Tensors:
@@ -110,7 +109,7 @@ def attend_jvp2(q, k, v, bias, o, lse, dq, dk, dv, dlse, eq, ek, ev, else_, *how
         saved = None if _fused(q, v) else (o, lse)  # the logits of tiles are not those of the GPU's kernels to the last bit
         at = _tiles(q, k, v, bias, how, saved)  # pyright: ignore[reportArgumentType]
         m = _probes((dq, dk, dv, dlse[..., 1, :], eq, ek, ev, else_[..., 1, :]), dq, at.q.dtype)
-        return _moved(*second.jvp2(at, (m[0], m[1], m[2]), m[3], (m[4], m[5], m[6]), m[7]), q, dq)
+        return _moved(*jvp2(at, (m[0], m[1], m[2]), m[3], (m[4], m[5], m[6]), m[7]), q, dq)
 
 
 def _moved(do: Tensor, row: Tensor, like: Tensor, moving: Tensor) -> Tensors:

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.kernels.arithmetic import tanh_slope
 from howsmooth.kernels.base import AttentionKernel, Keys, Offsets, Queries, Scores, Values
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.naive import logit_slack
-from howsmooth.kernels.saturating import tanh_slope
 
 
 @dataclass(frozen=True)

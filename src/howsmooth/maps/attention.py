@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
+from howsmooth.kernels.arithmetic import float32_products
 from howsmooth.kernels.kinds import Kind, Softmax
-from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tensors import check_dense, check_tensor, described
 from howsmooth.maps.atoms import CountedAttention, OnMeasure, no_measures
 from howsmooth.maps.base import Map

@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.arithmetic import sigmoid
 from howsmooth.kernels.kinds.features import Featured, short
 from howsmooth.kernels.kinds.kind import Counts, Pointwise, hidden_as
 from howsmooth.kernels.kinds.traits import FeatureMap, Logistic, Traits
-from howsmooth.kernels.saturating import sigmoid
 from howsmooth.kernels.tensors import check_tensor
 from howsmooth.settings import choice, flag, number, whole
 

@@ -19,12 +19,11 @@ from howsmooth.kernels.kinds import Kind, Sigmoid, Softmax
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.tiled import Blocked
 from howsmooth.kernels.triton import blocks, operands
+from howsmooth.kernels.triton.backward import vjp_columns, vjp_rows
 from howsmooth.kernels.triton.compiling import compiling, in_parallel, launch, soon
-from howsmooth.kernels.triton.forward import forward, received
-from howsmooth.kernels.triton.jvp import jvp
+from howsmooth.kernels.triton.forward import forward, jvp, received
 from howsmooth.kernels.triton.logits import Kernel
 from howsmooth.kernels.triton.operands import ROWS, TOP, Packed, pack, padded_length, whole
-from howsmooth.kernels.triton.vjp import vjp_columns, vjp_rows
 
 WIDEST = 256
 _HEAVY = 2**28  # visible logits past which float64 costs more than all other products: about 0.1 s on an H200

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.kernels.products import whole_float32
+from howsmooth.kernels.arithmetic import whole_float32
 from howsmooth.kernels.tensors import heads_last
 from howsmooth.kernels.triton import blocks
+from howsmooth.kernels.triton.backward import hvp_columns, hvp_rows, vjp_columns, vjp_rows
 from howsmooth.kernels.triton.compiling import Launch
 from howsmooth.kernels.triton.forward import forward as forward_rows
-from howsmooth.kernels.triton.hvp import hvp_columns, hvp_rows
-from howsmooth.kernels.triton.jvp import jvp as jvp_rows
+from howsmooth.kernels.triton.forward import jvp as jvp_rows
 from howsmooth.kernels.triton.operands import padded_width
-from howsmooth.kernels.triton.vjp import vjp_columns, vjp_rows
 
 _KERNELS: dict[blocks.Native, Any] = {
     "forward": forward_rows.native,

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
+from howsmooth.kernels.arithmetic import float32_products
 from howsmooth.kernels.kinds.kind import check_softmax, not_softmax
-from howsmooth.kernels.products import float32_products
 from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.maps.base import check_finite, check_tokens
