@@ -98,9 +98,10 @@ def attention(
     lead = q.shape[:-2]
     q4, k4, v4 = (_four(t) for t in (q, k, v))
     k4, v4 = (t.expand(q4.shape[0], -1, -1, -1) for t in (k4, v4))
-    mask = _for_batch(Mask(causal, window, keys), len(q4))
+    mask = Mask(causal, window, keys)
     for term in terms:
-        mask = masks.joined(mask, _for_batch(masks.of_tensor(_term(term, q, q4, k4.shape[2]), q.dtype), len(q4)))
+        mask = masks.joined(mask, masks.of_tensor(_term(term, q, k4.shape[2]), q.dtype))
+    mask = mask if mask.keys is None else replace(mask, keys=mask.keys.expand(len(q4), -1))
     try:
         call = Call(q4, k4, v4, Scores(scale, softcap, mask, kind_of(kind, sink, q4.shape[1], shift)))
     except BadInputError as error:
@@ -127,12 +128,7 @@ def _four(t: Tensor) -> Tensor:
     return t[(None,) * (4 - t.ndim)] if t.ndim < 4 else t.reshape(-1, *t.shape[-3:])
 
 
-def _for_batch(mask: Mask, batch: int) -> Mask:
-    """A mask whose keys are named for every item of a batch."""
-    return mask if mask.keys is None else replace(mask, keys=mask.keys.expand(batch, -1))
-
-
-def _term(term: Tensor, q: Tensor, q4: Tensor, m: int) -> Tensor:
+def _term(term: Tensor, q: Tensor, m: int) -> Tensor:
     """What is added to logits, with the axes that the kernels' masks have."""
     while term.ndim < q.ndim:
         term = term[None]

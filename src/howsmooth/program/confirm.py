@@ -171,10 +171,11 @@ def agrees(program: Program, own: Sequence[Tensor], ours: Sequence[Tensor]) -> b
         most = {}
     masks = [t.bool() for t in _arguments(program, "attention_mask") if t.ndim == 2 and not t.is_floating_point()]
 
-    def real(t: Tensor) -> Tensor:
-        return next((t[m.to(t.device)] for m in masks if t.ndim > 2 and t.shape[:2] == m.shape), t)
-
-    return len(own) == len(ours) and all(same(real(a), real(b), most) for a, b in zip(own, ours, strict=True))
+    pairs = list(zip(own, ours, strict=False))
+    for i, (a, b) in enumerate(pairs):
+        real = next((m.to(a.device) for m in masks if a.ndim > 2 and a.shape[:2] == b.shape[:2] == m.shape), None)
+        pairs[i] = (a, b) if real is None else (a[real], b[real])
+    return len(own) == len(ours) and all(same(a, b, most) for a, b in pairs)
 
 
 def same(own: Tensor, ours: Tensor, most: Mapping[torch.dtype, float] = _SAME) -> bool:

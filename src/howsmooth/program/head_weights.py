@@ -7,6 +7,7 @@ the entries that are found must scale the heads, which is tried.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,8 +40,7 @@ class Rows:
 ByHead = tuple[tuple[Rows, ...], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class HeadParameters:
+class HeadParameters(NamedTuple):
     """The parameters' rows that make each head; nothing for a side that they do not scale, such as one behind a norm.
 
     queries, outputs: by query head.  keys, values: by key/value head.  facing: by query head, what makes the entries of queries

@@ -181,7 +181,15 @@ class Loans:
 
     def __init__(self, module: nn.Module, device: torch.device | None, *, alone: bool = False):
         self._device, self._out = device, dict[nn.Module, list[tuple[dict[str, Any], str, Tensor]]]()
-        self._of = {} if device is None or (offloaded(module) and not alone) else _homes(module, device)
+        self._of: dict[nn.Module, list[nn.Module]] = {}  # by module whose call brings weights, the parts that hold them
+        here = device is None or all(t.device == device for t in (*module.parameters(), *module.buffers()))
+        if here or (offloaded(module) and not alone):
+            return
+        listed = [c for m in module.modules() if isinstance(m, _LISTS) for c in m.children() if not isinstance(c, _LISTS)]
+        inside = {part for block in listed for part in block.modules()}
+        nested = {part for block in listed for part in block.modules() if part is not block}
+        self._of |= {block: list(block.modules()) for block in listed if block not in nested}
+        self._of |= {m: [m] for m in module.modules() if m not in inside}
 
     def before(self, module: nn.Module) -> None:
         """A module is about to run: bring its weights."""
@@ -201,14 +209,3 @@ class Loans:
         """A module has run, or has raised: put its weights back."""
         for store, key, t in self._out.pop(module, ()):
             store[key] = t
-
-
-def _homes(module: nn.Module, device: torch.device) -> dict[nn.Module, list[nn.Module]]:
-    """By module whose call brings weights, the parts that hold them; nothing where all are there."""
-    if all(t.device == device for t in (*module.parameters(), *module.buffers())):
-        return {}
-    listed = [c for m in module.modules() if isinstance(m, _LISTS) for c in m.children() if not isinstance(c, _LISTS)]
-    inside = {part for block in listed for part in block.modules()}
-    nested = {part for block in listed for part in block.modules() if part is not block}
-    blocks = [block for block in listed if block not in nested]
-    return {b: list(b.modules()) for b in blocks} | {m: [m] for m in module.modules() if m not in inside}

@@ -22,10 +22,9 @@ from howsmooth.maps.attention import Attention
 from howsmooth.program.confirm import Function, record_function
 from howsmooth.program.ends import Ends
 from howsmooth.program.flow import Flow
-from howsmooth.program.joining import joined
 from howsmooth.program.kinds import Operation, part_of, pieces_for
 from howsmooth.program.operations import SHAPE_ALONE, is_float, name, taken_from, takes_numbers, value
-from howsmooth.program.pieces import Piece, Pieces, pruned
+from howsmooth.program.pieces import Piece, Pieces, joined, pruned
 from howsmooth.program.replay import Run, Way, called
 from howsmooth.program.tracing import Program, trace
 

@@ -300,20 +300,9 @@ def batch_norm(
     return (y if bias is None else y + bias.reshape(channels)).to(x.dtype)
 
 
-def instance_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    *_: Any,
-) -> Tensor:
+def instance_norm(x: Tensor, *given: Any) -> Tensor:
     """Torch's instance norm: the batch norm of every item alone."""
-    items = [batch_norm(t, weight, bias, mean, var, use_input_stats, momentum, eps) for t in x.split(1)]
-    return torch.cat(items)
+    return torch.cat([batch_norm(t, *given) for t in x.split(1)])
 
 
 _NORMS: dict[str, Callable[..., Any]] = {"batch_norm": batch_norm, "instance_norm": instance_norm}

@@ -24,9 +24,8 @@ from howsmooth.maps.base import Map
 from howsmooth.program.attention import Call, answering, attention
 from howsmooth.program.calls import find_calls
 from howsmooth.program.ends import Ends
-from howsmooth.program.flow import Flow
 from howsmooth.program.operations import CONVOLUTIONS, MATRIX, PICKS, name, shape
-from howsmooth.program.replay import Run, Way
+from howsmooth.program.replay import Run
 from howsmooth.spectral import Operator
 from howsmooth.spectral.matrices import led_to
 
@@ -176,8 +175,15 @@ class SegmentMap(Map):
 
     @functools.cached_property
     def _channels(self) -> bool:
-        """Whether entries lie along the second axis of what enters, as convolutions have them."""
-        return channels_first(self.ends.flow, self.ends.enter[0], self.ends.way)
+        """Whether entries lie along the second axis of what enters, as the convolution has them that takes it first."""
+        flow, start = self.ends.flow, self.ends.enter[0]
+        if len(shape(start) or ()) < 3:
+            return False
+        reached = flow.down(start)
+        first = next((n for n in self.ends.way.nodes if name(n) in MATRIX and reached & flow.bit(n)), None)
+        if first is None or name(first) not in CONVOLUTIONS:
+            return False
+        return any(shape(m) == shape(start) or m is start for m in flow.feeds(first))
 
     def _axis(self, n: Node) -> int:
         entering, own = shape(self.ends.enter[0]) or (), shape(n) or ()
@@ -213,17 +219,6 @@ class SegmentMap(Map):
         if len({t.shape[-1] for t in flat}) > 1:
             flat = [t.reshape(-1, 1) for t in flat]
         return torch.cat(flat) if len(flat) > 1 else flat[0]
-
-
-def channels_first(flow: Flow, start: Node, way: Way) -> bool:
-    """Whether the first matrix on the way from a node is a convolution, which mixes entries along the second axis."""
-    if len(shape(start) or ()) < 3:
-        return False
-    reached = flow.down(start)
-    for n in way.nodes:
-        if name(n) in MATRIX and reached & flow.bit(n):
-            return name(n) in CONVOLUTIONS and any(shape(m) == shape(start) or m is start for m in flow.feeds(n))
-    return False
 
 
 @final

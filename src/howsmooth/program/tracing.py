@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from howsmooth.errors import BadFunctionError
 from howsmooth.program.functional import plain
 from howsmooth.program.modules import Loans, NamedWeights, unhooked, watching, wide_experts, written_path
-from howsmooth.program.operations import SHAPE_ALONE, is_float, is_random, is_view, name, order, reads, shape, writes
+from howsmooth.program.operations import SHAPE_ALONE, is_float, is_random, is_view, name, order, reads, value, writes
 
 _lazy_clone: Any = vars(torch)["_lazy_clone"]
 _inside: Any = torch._C
@@ -102,14 +102,14 @@ class Program:
     def has_weights(self) -> bool:
         """Whether the module still has all weights by the names and in the shapes that the recording knows."""
         now = self.weights_now()
-        return all(key in now and now.shape(key) == shape(n) for n, key in self.weights.items())
+        return all(key in now and now.shape(key) == value(n).shape for n, key in self.weights.items())
 
     def stamp(self) -> list[tuple[int, int]]:
         """What changes when a weight is written into, or when another tensor takes its place."""
         weights = (*self.module.parameters(), *self.module.buffers())
         return [(id(t), 0 if t.is_inference() else t._version) for t in weights if not t.is_meta]  # others come and go
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[Node, ...]:
         """The tensors that the module returns, in order."""
         return tuple(n for n in tree_leaves(self.nodes[-1].args) if isinstance(n, Node))

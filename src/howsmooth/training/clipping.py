@@ -16,7 +16,6 @@ from howsmooth.maps.base import Map, check_finite, check_tokens
 from howsmooth.models import Model
 from howsmooth.models.recorded import Recordings
 from howsmooth.program.head_weights import ByHead, HeadParameters, Rows, head_weights
-from howsmooth.program.segments import SegmentMap
 from howsmooth.settings import choice, number
 from howsmooth.solve import Options, solve
 from howsmooth.training.paths import chosen, paths_of
@@ -100,7 +99,6 @@ def clip_(
     parts = choice(parts, "parts", _PARTS)
     if quantity == "logit" and parts == "vo":
         raise BadInputError("expected parts 'qk' to bound logits, got 'vo', which they do not depend on; leave it out")
-    goal = _Goal(target, quantity, parts)
     if isinstance(layer, Attention):
         if not isinstance(x, Tensor):
             raise BadInputError(f"expected tokens (n, d) as a tensor, got {type(x).__name__}; pass what enters the layer")
@@ -112,7 +110,7 @@ def clip_(
             raise BadInputError(
                 f"expected softmax attention to clip, got {layer.kind!r}; how its logits and values scale is not settled here"
             )
-        return Clipped(quantity, target, tuple(_clip(_of_attention(layer, x), goal, 0)))
+        return Clipped(quantity, target, tuple(_clip(_of_attention(layer, x, quantity, parts), quantity, target, 0)))
     if not isinstance(layer, nn.Module | Model):
         raise BadInputError(f"expected an Attention or a model, got {type(layer).__name__}; pass one of them")
     loaded = model_that_trains(layer)
@@ -120,61 +118,52 @@ def clip_(
         probe, recordings = Probe.of(loaded, x), Recordings()
         paths = paths_of(loaded, recordings, probe.row(0), "all", "attention")
         which = list(paths.ends) if layers == "all" else chosen(layers, len(paths.recording.layers.found))
-        rows = [row for k in which for row in _clip(_of_model(loaded, recordings, probe, k), goal, k)]
+        found = ((k, _of_model(loaded, recordings, probe, k, quantity, parts)) for k in which)
+        rows = [row for k, one in found for row in _clip(one, quantity, target, k)]
     return Clipped(quantity, target, tuple(rows))
 
 
-@dataclass(frozen=True)
-class _Goal:
-    target: float
-    quantity: Quantity
-    parts: str
-
-
 Weights = Mapping[str, Tensor]
-Measure = Callable[[Weights, int, Quantity], float]  # of a head, with other numbers for some weights
+Measure = Callable[[Weights, int], float]  # of a head, with other numbers for some weights
 
 
 @final
 class _Clippable:
     """A layer as something to clip: the entries of its weights that make each head.
 
-    named: its weights.  at: what measures it at the weights of the moment.  unprojected: what is said where outputs have no
-    weights.
+    named: its weights.  at: what measures it at the weights of the moment.  parts: what is scaled.  unprojected: what is said
+    where outputs have no weights.
     """
 
-    def __init__(self, heads: int, parts: HeadParameters, named: Weights, at: Callable[[], Measure], unprojected: str):
-        self.heads, self.parts, self._named, self._at, self._unprojected = heads, parts, named, at, unprojected
+    def __init__(
+        self, heads: int, by_head: HeadParameters, named: Weights, at: Callable[[], Measure], parts: str, unprojected: str
+    ):
+        self.heads, self.parts, self._by_head, self._named, self._at = heads, parts, by_head, named, at
         self._measure = at()
-
-    def check(self, parts: str) -> None:
-        """Refuse what scaling does not scale."""
-        if "qk" in parts and self.parts.queries is None:
+        if "qk" in parts and by_head.queries is None:
             raise BadInputError(
                 "expected queries and keys without norms, which undo any factor, got some, or weights that several heads "
                 "share; bound the norms' weights, or pass parts='vo'"
             )
-        if "vo" in parts and self.parts.outputs is None and len(self.parts.values or ()) != self.heads:
-            raise BadInputError(self._unprojected)
+        if "vo" in parts and by_head.outputs is None and len(by_head.values or ()) != heads:
+            raise BadInputError(unprojected)
 
-    def measure(self, head: int, quantity: Quantity, logits: float = 1.0, values: float = 1.0) -> float:
-        """The largest over the rows of a probe, the head's logits and what it gives multiplied by factors."""
-        scaled: dict[str, Tensor] = {}
-        for rows, by in self._entries(*(self._only(head, c) for c in (logits, values))):
+    def measure(self, head: int, factor: float = 1.0) -> float:
+        """The largest over the rows of a probe, where what is scaled of the head is multiplied by a factor."""
+        by, scaled = torch.ones(self.heads, dtype=torch.float64), dict[str, Tensor]()
+        by[head] = factor
+        for rows, c in self._entries(by):
             own = scaled[rows.name] if rows.name in scaled else self._named[rows.name].double()
             index = rows.index.to(own.device)
-            scaled[rows.name] = own.index_copy(rows.axis, index, by * own.index_select(rows.axis, index))
-        return self._measure(scaled, head, quantity)
+            scaled[rows.name] = own.index_copy(rows.axis, index, c * own.index_select(rows.axis, index))
+        return self._measure(scaled, head)
 
-    def _only(self, head: int, factor: float) -> Tensor:
-        return torch.ones(self.heads, dtype=torch.float64).index_fill(0, torch.tensor(head), factor)
-
-    def scale(self, logits: Tensor, values: Tensor) -> None:
-        """Multiply every head's logits and what it gives by factors, in the weights themselves."""
-        for rows, by in self._entries(logits, values):
+    def scale(self, by: Tensor) -> None:
+        """Multiply what is scaled of every head by its factor, in the weights themselves."""
+        for rows, c in self._entries(by):
             t, index = self._named[rows.name], rows.index.to(self._named[rows.name].device)
             try:
-                t.index_copy_(rows.axis, index, (t.index_select(rows.axis, index).double() * by).to(t.dtype))
+                t.index_copy_(rows.axis, index, (t.index_select(rows.axis, index).double() * c).to(t.dtype))
             except RuntimeError as error:
                 raise BadInputError(
                     f"expected weights that can be written to, got a tensor that cannot ({error}); clone it"
@@ -183,10 +172,9 @@ class _Clippable:
 
     def tensors(self) -> list[Tensor]:
         """The weights that are written to."""
-        sides = (self.parts.queries, self.parts.keys, self.parts.values, self.parts.outputs, self.parts.facing)
-        return [self._named[name] for name in {rows.name for side in sides for own in side or () for rows in own}]
+        return [self._named[name] for name in {rows.name for side in self._by_head for own in side or () for rows in own}]
 
-    def _entries(self, logits: Tensor, values: Tensor) -> list[tuple[Rows, float]]:
+    def _entries(self, by: Tensor) -> list[tuple[Rows, float]]:
         """Rows of weights, and what they are multiplied by.
 
         Keys and values take the square root of the largest factor of the heads that share them, so no head loses more than it
@@ -199,19 +187,15 @@ class _Clippable:
             both = by.reshape(len(shared), -1).amax(1).sqrt()
             return by / both.repeat_interleave(len(by) // len(shared)), both
 
-        (q, k), (o, v) = split(logits, self.parts.keys), split(values, self.parts.values)
-        if self.parts.outputs is None:
-            v = values
-        sides = zip(
-            (self.parts.queries, self.parts.keys, self.parts.values, self.parts.outputs, self.parts.facing),
-            (q, k, v, o, logits),
-            strict=True,
-        )
-        by_head = [pair for side, by in sides for pair in zip(side or (), by.tolist(), strict=False)]
-        return [(rows, by) for own, by in by_head for rows in own if by != 1]
+        logits, values = (by if side in self.parts else torch.ones_like(by) for side in ("qk", "vo"))
+        (q, k), (o, v) = split(logits, self._by_head.keys), split(values, self._by_head.values)
+        factors = q, k, values if self._by_head.outputs is None else v, o, logits
+        sides = zip(self._by_head, factors, strict=True)
+        pairs = [pair for side, by in sides for pair in zip(side or (), by.tolist(), strict=False)]
+        return [(rows, c) for own, c in pairs for rows in own if c != 1]
 
 
-def _of_attention(layer: Attention, x: Tensor) -> _Clippable:
+def _of_attention(layer: Attention, x: Tensor, quantity: Quantity, parts: str) -> _Clippable:
     """An `Attention` as something to clip."""
     names = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v")
     named = {name: t for name in names if (t := getattr(layer, name)) is not None}
@@ -224,14 +208,14 @@ def _of_attention(layer: Attention, x: Tensor) -> _Clippable:
         return tuple(tuple(Rows(name, axis, own[h]) for name, own in there.items()) for h in range(heads)) if there else None
 
     normed = layer.q_norm is not None or layer.k_norm is not None
-    parts = HeadParameters(
+    rows = HeadParameters(
         queries=None if normed else by_head(layer.heads, 0, "w_q", "b_q"),
         keys=by_head(layer.kv_heads, 0, "w_k", "b_k"),  # else the tokens themselves are keys
         values=by_head(layer.kv_heads, 0, "w_v", "b_v"),
         outputs=by_head(layer.heads, 1, "w_o"),
     )
 
-    def measure(weights: Weights, head: int, quantity: Quantity) -> float:
+    def measure(weights: Weights, head: int) -> float:
         one = replace(layer.to(torch.float64), **weights).head(head)
         if quantity == "constant":
             return _constant(one, x.double())
@@ -240,14 +224,13 @@ def _of_attention(layer: Attention, x: Tensor) -> _Clippable:
         return operator.kernel.logit_range()[1]
 
     unprojected = "expected an output projection for heads that share values, got none; give w_o"
-    return _Clippable(layer.heads, parts, named, lambda: measure, unprojected)
+    return _Clippable(layer.heads, rows, named, lambda: measure, parts, unprojected)
 
 
-def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int) -> _Clippable:
+def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int, quantity: Quantity, parts: str) -> _Clippable:
     """A layer of a model as something to clip: the entries of its parameters are read off its recorded run."""
     first = probe.row(0).inputs(model, recordings, torch.float64)[0]
-    map = first.segment(index)
-    kind = first.kind(index)
+    map, kind = first.segment(index), first.kind(index)
     if not map.ends.heads or kind is None or not kind.traits.softmax:
         raise BadInputError(
             f"expected softmax attention to clip, got {map.place}, whose heads cannot be told apart; leave layer {index} out"
@@ -255,46 +238,42 @@ def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int) ->
 
     def at() -> Measure:
         maps = [row.segment(index) for row in probe.inputs(model, recordings, torch.float64)]
-        return lambda weights, head, quantity: max(_measured(map, weights, head, quantity) for map in maps)
 
-    parts = head_weights(map.run.program, map.ends, map.run.at(torch.float64).values)
+        def measure(weights: Weights, head: int) -> float:
+            whole = {name: t.detach() for name, t in map.run.program.weights_now().items()} | dict(weights)
+            alone = [(m.of(head=head, run=replace(m.run, weights=whole)), m.start) for m in maps]
+            if quantity == "constant":
+                return max(_constant(one, x) for one, x in alone)
+            return max(one.replayed(x).kernels[0].logit_range()[1] for one, x in alone)
+
+        return measure
+
+    rows = head_weights(map.run.program, map.ends, map.run.at(torch.float64).values)
+    named = dict(model.module.named_parameters(remove_duplicate=False))
     unprojected = "expected an output projection that is a matrix of its own, got none; use parts='qk'"
-    return _Clippable(map.ends.heads, parts, dict(model.module.named_parameters(remove_duplicate=False)), at, unprojected)
+    return _Clippable(map.ends.heads, rows, named, at, parts, unprojected)
 
 
-def _measured(map: SegmentMap, weights: Weights, head: int, quantity: Quantity) -> float:
-    """A head's constant or largest logit in a model's layer."""
-    whole = {name: t.detach() for name, t in map.run.program.weights_now().items()} | dict(weights)
-    one = map.of(head=head, run=replace(map.run, weights=whole))
-    if quantity == "constant":
-        return _constant(one, map.start)
-    return one.replayed(map.start).kernels[0].logit_range()[1]
-
-
-def _clip(layer: _Clippable, goal: _Goal, index: int) -> list[ClippedHead]:
+def _clip(layer: _Clippable, quantity: Quantity, target: float, index: int) -> list[ClippedHead]:
     """Scale, measure, and scale again where rounding of the weights took something back."""
-    layer.check(goal.parts)
     heads = range(layer.heads)
-    before = after = [layer.measure(h, goal.quantity) for h in heads]
-    total, kept = torch.ones(layer.heads, dtype=torch.float64), [t.detach().clone() for t in layer.tensors()]
-    aim = goal.target
+    before = after = [layer.measure(h) for h in heads]
+    total, kept, aim = torch.ones(layer.heads, dtype=torch.float64), [t.detach().clone() for t in layer.tensors()], target
     try:
         for _ in range(_TRIES):
-            over = [h for h in heads if not after[h] <= goal.target]
-            if not over:
+            if all(after[h] <= target for h in heads):
                 break
-            by = torch.ones(layer.heads, dtype=torch.float64)
-            for h in over:
-                by[h] = _factor(layer, goal, h, aim)
-            one = torch.ones_like(by)
-            layer.scale(by if "qk" in goal.parts else one, by if "vo" in goal.parts else one)
-            total, after = total * by, [layer.measure(h, goal.quantity) for h in heads]
+            by = torch.ones_like(total)
+            for h in heads:
+                by[h] = 1.0 if after[h] <= target else _factor(layer, quantity, target, h, aim)
+            layer.scale(by)
+            total, after = total * by, [layer.measure(h) for h in heads]
             aim *= 0.995  # room for weights of few digits
-        good = all(after[h] <= goal.target for h in heads)
+        good = all(after[h] <= target for h in heads)
         if not good or not all(math.isclose(after[h], before[h], rel_tol=0.02) for h in heads if total[h] == 1):
             raise BadInputError(
-                f"expected heads of layer {index} that follow their weights' scale, got {goal.quantity} "
-                f"{max(after):.4g} after scaling to {goal.target:g}; nothing was changed, scale by hand"
+                f"expected heads of layer {index} that follow their weights' scale, got {quantity} "
+                f"{max(after):.4g} after scaling to {target:g}; nothing was changed, scale by hand"
             )
     except BaseException:
         for t, old in zip(layer.tensors(), kept, strict=True):
@@ -307,20 +286,20 @@ def _constant(map: Map, x: Tensor) -> float:
     return solve(map, x, Options(tol=1e-4)).estimate.value
 
 
-def _factor(layer: _Clippable, goal: _Goal, head: int, aim: float) -> float:
+def _factor(layer: _Clippable, quantity: Quantity, target: float, head: int, aim: float) -> float:
     """The factor, found by bisection, that brings a head to at most `aim` and not more than 1 % below it."""
 
     @functools.cache
     def at(c: float) -> float:
-        return layer.measure(head, goal.quantity, c if "qk" in goal.parts else 1.0, c if "vo" in goal.parts else 1.0)
+        return layer.measure(head, c)
 
     low, high = aim / at(1.0) * (1 - 1e-6), 1.0  # logits without a cap or bias, and values, are proportional
     while low > _LEAST and not at(low) <= aim:
         low /= 4
     if not low > _LEAST:
         raise BadInputError(
-            f"expected a target that scaling {goal.parts} can reach, got {goal.target:g} for head {head}, whose "
-            f"{goal.quantity} stays at {at(_LEAST):.4g}; pass parts='qkvo' or a larger target"
+            f"expected a target that scaling {layer.parts} can reach, got {target:g} for head {head}, whose "
+            f"{quantity} stays at {at(_LEAST):.4g}; pass parts='qkvo' or a larger target"
         )
     for _ in range(_HALVINGS):
         if at(low) >= aim * (1 - _NEAR):

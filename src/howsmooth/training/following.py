@@ -20,8 +20,7 @@ from howsmooth.program.replay import Run
 from howsmooth.program.segments import SegmentMap
 from howsmooth.solve import Options, solve
 from howsmooth.spectral.ritz import Block, orthonormal
-from howsmooth.training.jacobians import LayerGraph, LayerJacobians, drawn
-from howsmooth.training.paths import Paths, paths_of
+from howsmooth.training.paths import LayerGraph, LayerJacobians, Paths, drawn, paths_of
 from howsmooth.training.probe import Inputs, Probe
 
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
@@ -104,7 +103,7 @@ class Following:
             return
         if not self.paths.with_copies(many):
             return
-        found = [LayerJacobians.of_kinds(graphs, many.probe.rows, 1, None) for graphs, _ in self._graphs(many)]
+        found = [LayerJacobians.of_kinds(graphs, many.probe.rows) for graphs, _ in self._graphs(many)]
         if all(kind.apart() for kinds in found for kind in kinds):
             self._many, self._items, self._times = many, rows, many.probe.rows // rows
 
@@ -156,7 +155,7 @@ class Following:
                 hidden = self._hidden[a]
                 entered[b] = hidden if copies == 1 else hidden.repeat_interleave(copies, self.paths.axes[a] or 0)
         with torch.no_grad():
-            frozen = paths.frozen(entered, self._weights)
+            frozen = paths.values(self._weights, entered)
         device = next(iter(entered.values())).device
         room = max(_GRAPHS, min(_MOST_GRAPHS, free(device) // 16)) if device.type == "cuda" else _GRAPHS
         todo = paths.alike[::-1]

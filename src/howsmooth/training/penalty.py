@@ -25,8 +25,7 @@ from howsmooth.program.modules import unchanged, written_path
 from howsmooth.settings import choice, flag, number, whole
 from howsmooth.spectral.operator import stream, unit_rows
 from howsmooth.spectral.ritz import converged, krylov
-from howsmooth.training.jacobians import LayerGraph, LayerJacobians, LayerTurn
-from howsmooth.training.paths import FAST, Paths, own_answer, paths_of
+from howsmooth.training.paths import FAST, LayerGraph, LayerJacobians, LayerTurn, Paths, own_answer, paths_of
 from howsmooth.training.probe import FORWARD_MODE, Inputs, Probe, model_that_trains, untouched
 
 _BASIS = 12  # vectors between restarts
@@ -280,7 +279,7 @@ class SmoothnessPenalty:
         several = probe.rows > 1
         if several and (paths.apart is False or None in paths.axes.values()):
             return None
-        frozen, graphs = paths.frozen(hidden, weights), dict[int, LayerGraph]()
+        frozen, graphs = paths.values(weights, hidden), dict[int, LayerGraph]()
         with answering(own_answer, derives=True):
             for k in paths.ends:
                 graphs |= paths.graphs([k], hidden, frozen)

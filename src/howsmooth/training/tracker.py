@@ -154,7 +154,7 @@ class Tracker:
         """
         step = self._updates if step is None else step
         following, checks = self._following, self.check_every > 0 and self._updates % self.check_every == 0
-        if rank() and not self.average:
+        if not self.average and rank():
             self._updates += 1
             return {}
         with untouched(following.model.module):
@@ -173,7 +173,12 @@ class Tracker:
                     values[self.key(row.layer, "upper", row.head)] = row.upper
                     values[self.key(row.layer, "drift", row.head)] = row.drift
         self._updates += 1
-        return values if rank() is None or not self.average else self._averaged(values)
+        if not self.average or rank() is None:
+            return values
+        here = following.model.device if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
+        total = torch.tensor(list(values.values()), dtype=torch.float64, device=here)
+        torch.distributed.all_reduce(total)
+        return dict(zip(values, (total / torch.distributed.get_world_size()).tolist(), strict=True))
 
     def check(self, step: int | None = None) -> Check:
         """Certified solves of everything that is tracked, beside what tracking says now, which goes on from there."""
@@ -194,7 +199,11 @@ class Tracker:
         numbers = iter(torch.cat([own.beside for own in found.values()]).tolist() if found else [])  # all at once
         beside = {k: [next(numbers) for _ in own.beside] for k, own in found.items()}
         for k in following.layers:
-            values |= self._told(k, beside.get(k))
+            count = len(_BESIDE) + following.paths.heads[k] if following.is_softmax[k] else 1
+            own = beside.get(k, [math.nan] * count)  # where it could not be measured
+            names = [self.key(k, what) for what in _BESIDE]
+            names += [self.key(k, "max_logit", h) for h in range(len(own) - len(_BESIDE))]
+            values |= zip(names, own, strict=False)
         if not self.heads:
             return values
         by_head, most = following.turn(alone=True), max(following.paths.heads.values())
@@ -204,15 +213,6 @@ class Tracker:
             values |= {self.key(k, "head", h): value for h, value in enumerate(own)}
             self._tracked |= {(k, h): value for h, value in enumerate(own)}
         return values
-
-    def _told(self, layer: int, numbers: list[float] | None) -> dict[str, float]:
-        """What is logged of a layer beside its constant, NaN where it could not be measured."""
-        if numbers is None:
-            heads = self._following.paths.heads[layer]
-            numbers = [math.nan] * (len(_BESIDE) + heads if self._following.is_softmax[layer] else 1)
-        names = [self.key(layer, what) for what in _BESIDE]
-        names += [self.key(layer, "max_logit", h) for h in range(len(numbers) - len(_BESIDE))]
-        return dict(zip(names, numbers, strict=False))
 
     def _certified(self, step: int) -> Certified | None:
         """Certified constants; where they are refused, that is said."""
@@ -225,12 +225,6 @@ class Tracker:
     def _compared(self, step: int, certified: Certified) -> Check:
         """Tracked numbers beside certified ones."""
         return Check(step, tuple(Checked(k, h, self._tracked[k, h], *ends) for (k, h), ends in certified.items()))
-
-    def _averaged(self, values: dict[str, float]) -> dict[str, float]:
-        here = self._following.model.device if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
-        total = torch.tensor(list(values.values()), dtype=torch.float64, device=here)
-        torch.distributed.all_reduce(total)
-        return dict(zip(values, (total / torch.distributed.get_world_size()).tolist(), strict=True))
 
     def _say(self, step: int, layer: int) -> None:
         """Say, once, where the first thing that is not finite is."""
