@@ -179,7 +179,8 @@ def constants(attn: Attention) -> Constants:
     v_norm = spectral_norm(outputs) + blur
     by = torch.where(v_norm > 0, v_norm, 1.0)
     even, share = outputs / by[:, None, None], blur / by
-    cross, gram = torch.diag((v_norm > 0).double()), _gram(even)
+    flat, cross = even.transpose(0, 1).flatten(1), torch.diag((v_norm > 0).double())
+    gram = (flat.mT @ flat).unflatten(1, even.shape[::2]).unflatten(0, even.shape[::2])  # V_hᵀ V_k of all pairs of heads
     if attn.heads > 1:
         i, j = torch.triu_indices(attn.heads, attn.heads, 1)
         cross[i, j] = cross[j, i] = spectral_norm(gram[i, :, j]) + share[i] + share[j]
@@ -211,15 +212,8 @@ def constants(attn: Attention) -> Constants:
     return found
 
 
-def _gram(outputs: Float[Tensor, "heads d_out r"]) -> Float[Tensor, "heads r heads r"]:
-    """`V_hᵀ V_k` of all pairs of heads, in one product."""
-    heads, _, r = outputs.shape
-    flat = outputs.transpose(0, 1).flatten(1)
-    return (flat.mT @ flat).unflatten(1, (heads, r)).unflatten(0, (heads, r))
-
-
 def _stacked(outputs: Float[Tensor, "heads d_out r"], gram: Tensor, sizes: Float[Tensor, " heads"]) -> float:
-    """The norm of heads side by side. gram: of heads divided by their sizes."""
+    """The norm of heads side by side. gram: `V_hᵀ V_k` of heads divided by their sizes, (heads, r, heads, r)."""
     heads, d_out, r = outputs.shape
     if d_out < heads * r:
         return gram_norm(outputs.transpose(0, 1).flatten(1))

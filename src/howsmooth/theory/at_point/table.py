@@ -51,7 +51,9 @@ def point_bounds(attn: Attention, x: Float[Tensor, "n d"]) -> list[Bound]:
     reason = not_softmax(attn.kind)
     own = [] if reason is None else point_of_kind(attn, attn.prepare(x))
     if reason is None:
-        forms = _forms(attn, x)
+        operator = attn.linearize(attn.prepare(x)[None])[1]
+        assert isinstance(operator, AttentionJacobian)
+        forms = trace_forms(operator)
         parts, blocks, coupled, best = (log_of(float(t)) for t in (*forms, forms.best))
         coupled = (
             "not for norms over all heads, whose slopes leave the directions of their own head" if attn.coupled else coupled
@@ -105,12 +107,6 @@ def _yudin_value(attn: Attention, x: Float[Tensor, "n d"]) -> float:
     value = v * (p_norm + 2 * (a * size) * size * concentration)
     # matrix norms by LAPACK: a few roundings of their size
     return value * float(rounding(operator, vector_errors(operator))[0]) * slack(x.numel())
-
-
-def _forms(attn: Attention, x: Float[Tensor, "n d"]) -> "TraceForms":
-    operator = attn.linearize(attn.prepare(x)[None])[1]
-    assert isinstance(operator, AttentionJacobian)
-    return trace_forms(operator)
 
 
 def one_sequence(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:

@@ -24,6 +24,7 @@ from howsmooth.theory.constants import Constants, constants
 from howsmooth.theory.kinds.published import sigmoid_at_point
 from howsmooth.theory.kinds.slopes import KINDS_SOURCE, halves
 from howsmooth.theory.scaled import Scaled
+from howsmooth.theory.upper import Upper
 
 _TOKENS = 8192  # up to which a head's matrix of block norms is formed
 _STEPS = 12  # of power iteration on it; every number of them gives a bound
@@ -31,6 +32,7 @@ _ROUNDS = 2000  # pairs of normalisations for the limit of Sinkhorn
 _CONVERGED = 1e-13  # sums this close to one are those of the limit
 _SMALL = 1e-130  # sums below which the squares of their terms leave the range
 _BLUR = 1e-13  # of `|q||k|`: far above the rounding of their product
+_ROUNDED = 1 + 1e-9  # covers the rounding of what is made of non-negative numbers, slopes and lengths
 
 PerPair = Float[Tensor, "n n"]
 
@@ -81,7 +83,7 @@ def block_bound(attn: Attention, x: Float[Tensor, "n d"]) -> float:
         apart = math.fsum(b * w for b, w in zip(before, layer.w_o, strict=True))
     else:
         apart = math.fsum(_head_bound(layer, h, x, outer=True) for h in range(attn.heads))
-    return least_of(layer.out_norm * math.hypot(*before), apart) * (1 + 1e-9)
+    return least_of(layer.out_norm * math.hypot(*before), apart) * _ROUNDED
 
 
 def _head_bound(layer: Constants, h: int, x: Float[Tensor, "n d"], *, outer: bool) -> float:
@@ -139,7 +141,7 @@ def _slopes(t: Scaled, h: int, norm: LayerNorm | RMSNorm | None, raw: Float[Tens
         return torch.full((n,), t.gain * t.weight[h], dtype=torch.float64)
     together = norm.width != raw.shape[-1]
     p = norm.center(raw.transpose(0, 1).flatten(1) if together else raw[own])
-    return t.gain * t.alpha[h] * t.weight[h] / (p.square().mean(-1) + norm.eps).sqrt() * (1 + 1e-12)
+    return t.gain * t.alpha[h] * t.weight[h] / (p.square().mean(-1) + norm.eps).sqrt()
 
 
 def _block_norms(attn: Attention, h: int, head: HeadInput) -> HeadBlocks:
@@ -156,7 +158,7 @@ def _block_norms(attn: Attention, h: int, head: HeadInput) -> HeadBlocks:
     if traits.logistic is not None:
         s = s + traits.logistic.shift(len(s))
         weights = (s.sigmoid() + TINY) * head.visible  # TINY: what underflow may take
-        moved = slope * (sigmoid_slope(s) * (1 + 1e-12) + TINY) * head.visible * head.v.norm(dim=-1)
+        moved = slope * (sigmoid_slope(s) + TINY) * head.visible * head.v.norm(dim=-1)
         largest = float(s.abs().max())
     else:
         s = s.masked_fill(~head.visible, -torch.inf)
@@ -193,7 +195,7 @@ def _dot_products(attn: Attention, head: HeadInput) -> tuple[PerPair, PerPair, P
     if cap is None:
         return s, torch.ones_like(s), by_key, by_query
     # the slope falls with |s|, which rounding may have moved away from zero
-    slope = tanh_slope((s.abs() - _BLUR * tau * long_q * long_k).clamp_min(0.0) / cap) * (1 + 1e-12) + TINY
+    slope = tanh_slope((s.abs() - _BLUR * tau * long_q * long_k).clamp_min(0.0) / cap) + TINY
     return cap * (s / cap).tanh(), slope, by_key, by_query
 
 
@@ -283,4 +285,4 @@ def _norm(N: PerPair) -> float:
     even = (N / size)[None]
     start = even.sum(1)
     bound, _ = perron_bound(lambda w: (even @ w[..., None])[..., 0], lambda z: (even.mT @ z[..., None])[..., 0], start, _STEPS)
-    return float(bound) * size * (1 + 1e-12 * len(N))
+    return float(Upper(float(bound)).raised(2 * len(N)) * size)  # products of n terms, one after the other

@@ -40,17 +40,12 @@ def clusters(layer: Constants, n: int, radius: float) -> Bound:
         (attn.attention_mask is not None, "the number of real tokens varies with the sequence"),
         (attn.rotary is not None, "not for rotary phases, which turn tokens of a cluster apart"),
     )
-    answer = reason if reason is not None else _best(attn, n, radius)
+    value = 0.0 if reason is not None else best_clusters(attn, n, radius)[0]
+    answer = reason or (math.log(value) - 1e-9 if value > 0 else -math.inf)  # less what rounding explains
     statement = (
         "Lip ≥ L at clusters: all tokens equal; two clusters; one token between two; at the singular vectors of the weights"
     )
     return at_least("C1", "clusters", statement, f"{KINDS_SOURCE} 8.10", "no mask, no logit bias, no rotary phases", answer)
-
-
-def _best(attn: Attention, n: int, radius: float) -> float:
-    """log of the largest constant found, less what rounding explains; nothing found is zero."""
-    value = best_clusters(attn, n, radius)[0]
-    return math.log(value) - 1e-9 if value > 0 else -math.inf
 
 
 @torch.no_grad()

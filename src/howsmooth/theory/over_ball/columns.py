@@ -14,7 +14,7 @@ from torch import Tensor
 
 from howsmooth.kernels.kinds.kind import not_softmax
 from howsmooth.spectral import eigh, spectral_norm, top_eigenvalue
-from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of
+from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of, slack
 from howsmooth.theory.constants import Constants, once_a_layer
 from howsmooth.theory.over_ball.castin2024 import not_bilinear
 
@@ -157,8 +157,8 @@ def column_exponents(layer: Constants) -> tuple[float, ...]:
         f_new = value(new)
         left, right = torch.where(below, new, right), torch.where(below, left, new)
         f_left, f_right = torch.where(below, f_new, f_right), torch.where(below, f_left, f_new)
-    slack = 64 * torch.finfo(torch.float64).eps * (core.shape[-1] + 16)
-    return tuple(float(x) * y + slack * y + 2 * e for x, y, (e, _) in zip(best, layer.a, layer.blur, strict=True))
+    error = 64 * torch.finfo(torch.float64).eps * (core.shape[-1] + 16)
+    return tuple(float(x) * y + error * y + 2 * e for x, y, (e, _) in zip(best, layer.a, layer.blur, strict=True))
 
 
 def head_constant(layer: Constants, n: int | None, radius: float, h: int) -> float:
@@ -278,11 +278,9 @@ def _positive_parts(core: Float[Tensor, "m m"], blur: float) -> list[tuple[int, 
     for rank in sorted({min(2**k, positive) for k in range(positive.bit_length() + 1)} if positive else set()):
         u = vectors[:, -rank:]
         rest = core - (u * values[-rank:]) @ u.mT
-        slack = 64 * torch.finfo(torch.float64).eps * len(core) * float(values[-1])
-        norm = float(spectral_norm(rest))
-        parts.append((rank, float(values[-1]) + slack, norm * (1 + 1e-12) + slack + blur))
-    rest = float(spectral_norm(core))
-    return [*parts, (0, 0.0, rest * (1 + 1e-10) + blur)]
+        error = 64 * torch.finfo(torch.float64).eps * len(core) * float(values[-1])
+        parts.append((rank, float(values[-1]) + error, float(spectral_norm(rest)) * slack(len(core)) + error + blur))
+    return [*parts, (0, 0.0, float(spectral_norm(core)) * slack(len(core)) + blur)]
 
 
 def _positive_part(layer: Constants, h: int, n: int | None, radius: float, rank: int, norm: float, rest: float) -> float:
