@@ -21,12 +21,14 @@ class Scripted:
         self.play, self.stillborn = play, stillborn
         self.started, self.tried, self.stopped = 0, [], False
 
-    def start(self) -> tuple[int, Future[Outcome]]:
+    def start(self) -> int:
         self.started += 1
-        dead = self.started in self.stillborn
-        return self.started, answered(Outcome("died", reason="a stillborn worker") if dead else Outcome("done"))
+        return self.started
 
-    def send(self, worker: int, task: Task) -> Future[Outcome]:
+    def send(self, worker: int, task: Task | None) -> Future[Outcome]:
+        if task is None:
+            dead = worker in self.stillborn
+            return answered(Outcome("died", reason="a stillborn worker") if dead else Outcome("done"))
         number = task.kwargs()["i"]
         self.tried.append((worker, number))
         endings = {

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
@@ -42,7 +42,6 @@ class Engine(Protocol):
 
         context: what the plan's setup returns, where this process has it already; workers elsewhere build their own.
         """
-        ...
 
 
 @final
@@ -92,29 +91,25 @@ class Worker:
     def __init__(self, setup: Task | None, context: Any = None):
         self._setup, self._context = setup, context
 
-    def prepare(self) -> Outcome:
-        """Build the context, unless there is none to build or it was given."""
-        return _outcome(self._build)
+    def answer(self, task: Task | None) -> Outcome:
+        """The outcome of a task; of the preparation without one, which builds the context unless it was given."""
+        started = time.perf_counter()
+        try:
+            outcome = Outcome("done", json.dumps(self._call(task)))
+        except HowSmoothError as error:
+            outcome = Outcome("refused", reason=str(error))
+        except Exception as error:  # in one line: its type, text and place
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]
+            outcome = Outcome("failed", reason=f"{text} ({os.path.basename(frame.filename)}:{frame.lineno})")
+        return replace(outcome, seconds=time.perf_counter() - started)
 
-    def perform(self, task: Task) -> Outcome:
-        return _outcome(lambda: task.call() if self._setup is None else task.call(self._context))
-
-    def _build(self) -> None:
+    def _call(self, task: Task | None) -> Any:
+        if task is not None:
+            return task.call() if self._setup is None else task.call(self._context)
         if self._setup is not None and self._context is None:
             self._context = self._setup.call()
-
-
-def _outcome(call: Callable[[], Any]) -> Outcome:
-    started = time.perf_counter()
-    try:
-        outcome = Outcome("done", json.dumps(call()))
-    except HowSmoothError as error:
-        outcome = Outcome("refused", reason=str(error))
-    except Exception as error:  # in one line: its type, text and place
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]
-        outcome = Outcome("failed", reason=f"{text} ({os.path.basename(frame.filename)}:{frame.lineno})")
-    return replace(outcome, seconds=time.perf_counter() - started)
+        return None
 
 
 def _check_ready(prepared: Outcome) -> None:
@@ -126,29 +121,25 @@ def _here(plan: Plan, context: Any) -> Outcomes:
     """In this process: no other worker to try on, so a task is tried once."""
     worker = Worker(plan.setup, context)
     if plan.tasks:
-        _check_ready(worker.prepare())
+        _check_ready(worker.answer(None))
     for task in plan.tasks:
-        yield task, worker.perform(task)
+        yield task, worker.answer(task)
 
 
 class Crew(Protocol):
-    """Workers of one kind; the schedule knows them by what `start` returns. The outcome of one that is gone is `died`."""
+    """Workers of one kind; the schedule knows them by what `start` returns."""
 
-    def start(self) -> tuple[Any, "Future[Outcome]"]:
-        """Begin a new worker; the outcome is that of its preparation."""
-        ...
+    def start(self) -> Any:
+        """Begin a new worker."""
 
-    def send(self, worker: Any, task: Task) -> "Future[Outcome]":
-        """Give an idle worker something to do."""
-        ...
+    def send(self, worker: Any, task: Task | None) -> "Future[Outcome]":
+        """Give an idle worker something to do, its preparation first. The outcome of a worker that is gone is `died`."""
 
     def check(self) -> None:
         """Raise if nothing will be heard of any worker again; called where nothing was for `QUIET` seconds."""
-        ...
 
     def stop(self) -> None:
         """End every worker."""
-        ...
 
 
 @dataclass(eq=False)
@@ -207,8 +198,9 @@ class Schedule:
             self._crew.stop()
 
     def _start(self, from_end: bool) -> None:
-        worker, prepared = self._crew.start()
-        self._workers[worker], self._busy[prepared] = from_end, (worker, None)
+        worker = self._crew.start()
+        self._workers[worker] = from_end
+        self._busy[self._crew.send(worker, None)] = worker, None
 
     def _heard(self) -> tuple[Any, _Attempts | None, Outcome]:
         """The next outcome, of a task or else of a worker's preparation."""
@@ -260,7 +252,7 @@ def surroundings(threads: int | None) -> dict[str, str]:
 class _Process:
     """An interpreter with a pipe to it."""
 
-    def __init__(self, environment: Mapping[str, str]):
+    def __init__(self, setup: Task | None, environment: Mapping[str, str]):
         self._pipe, theirs = Pipe()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when the worker goes)
         with theirs:
@@ -273,9 +265,11 @@ class _Process:
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # Ctrl-C is for the parent, which decides when to stop
             )
+        with contextlib.suppress(OSError):  # it has died; its first answer will say so
+            self._pipe.send(setup)
 
     def answer(self, task: Task | None) -> Outcome:
-        """What it says of its setup, the first time, or of a task; blocks until then."""
+        """What its `Worker` answers; blocks until then."""
         try:
             self._pipe.send(task)
             return self._pipe.recv()
@@ -307,10 +301,9 @@ class _Processes:
         self._waiting = ThreadPoolExecutor(count)
         self._processes: list[_Process] = []
 
-    def start(self) -> "tuple[_Process, Future[Outcome]]":
-        process = _Process(self._environment)
-        self._processes.append(process)
-        return process, self.send(process, self._setup)
+    def start(self) -> _Process:
+        self._processes.append(_Process(self._setup, self._environment))
+        return self._processes[-1]
 
     def send(self, worker: _Process, task: Task | None) -> "Future[Outcome]":
         return self._waiting.submit(worker.answer, task)
@@ -327,13 +320,12 @@ class _Processes:
 
 
 def serve(descriptor: int) -> None:
-    """What a worker process runs: its setup comes first, then tasks; an outcome goes back for each."""
+    """What a worker process runs: its setup comes first, then what it is to answer."""
     pipe, inbox = Connection(descriptor), SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, inbox), daemon=True).start()
     worker = Worker(inbox.get())
-    pipe.send(worker.prepare())
     while True:
-        pipe.send(worker.perform(inbox.get()))
+        pipe.send(worker.answer(inbox.get()))
 
 
 def _listen(pipe: Connection, inbox: "SimpleQueue[Task | None]") -> None:

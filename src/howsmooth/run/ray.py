@@ -117,13 +117,12 @@ class _Actors:
         self._actor = remote(Worker).options(runtime_env={"env_vars": variables})
         self._actors: list[Any] = []
 
-    def start(self) -> tuple[Any, Future[Outcome]]:
-        actor = self._actor.remote(self._setup)
-        self._actors.append(actor)
-        return actor, _outcome(actor.prepare.remote())
+    def start(self) -> Any:
+        self._actors.append(self._actor.remote(self._setup))
+        return self._actors[-1]
 
-    def send(self, worker: Any, task: Task) -> Future[Outcome]:
-        return _outcome(worker.perform.remote(task))
+    def send(self, worker: Any, task: Task | None) -> Future[Outcome]:
+        return _outcome(worker.answer.remote(task))
 
     def check(self) -> None:
         """Long tasks are no reason to worry, a cluster that does nothing at all any more is one to stop."""

@@ -24,21 +24,20 @@ VERSION = 2
 _PATIENCE = 30.0  # seconds to wait for another program's lock
 _APPLICATION = 0x686F7773  # "hows", so that another program's SQLite file is not taken for ours
 
-_TABLES = (
-    """CREATE TABLE runs (
+_TABLES = """
+CREATE TABLE runs (
     id INTEGER PRIMARY KEY, started REAL NOT NULL, pid INTEGER NOT NULL, engine TEXT NOT NULL, command TEXT NOT NULL,
-    versions TEXT NOT NULL, checksum INTEGER NOT NULL)""",
-    """CREATE TABLE results (
+    versions TEXT NOT NULL, checksum INTEGER NOT NULL);
+CREATE TABLE results (
     key TEXT PRIMARY KEY, position INTEGER NOT NULL, function TEXT NOT NULL, arguments TEXT NOT NULL, setup TEXT,
     status TEXT NOT NULL CHECK (status IN ('done', 'failed')), value TEXT, reason TEXT, tries INTEGER NOT NULL,
     seconds REAL NOT NULL, finished REAL NOT NULL, run INTEGER NOT NULL REFERENCES runs(id), checksum INTEGER NOT NULL)
-    WITHOUT ROWID""",
-    "CREATE TABLE tally (rows INTEGER NOT NULL, checksum INTEGER NOT NULL)",  # one row: of the results
-    "INSERT INTO tally VALUES (0, 0)",
-)
-_RUN = ("id", "started", "pid", "engine", "command", "versions", "checksum")
-_RESULT = ("key", "position", "function", "arguments", "setup", "status", "value", "reason", "tries", "seconds", "finished")
-_RESULT += ("run", "checksum")
+    WITHOUT ROWID;
+CREATE TABLE tally (rows INTEGER NOT NULL, checksum INTEGER NOT NULL); -- one row: of the results
+INSERT INTO tally VALUES (0, 0);
+"""
+_RUN = "id, started, pid, engine, command, versions, checksum"
+_RESULT = "key, position, function, arguments, setup, status, value, reason, tries, seconds, finished, run, checksum"
 
 Status = Literal["done", "failed"]
 
@@ -104,7 +103,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
             db.execute("PRAGMA journal_mode=WAL")
             with db:
                 db.execute("BEGIN IMMEDIATE")
-                for table in _TABLES:
+                for table in _TABLES.split(";")[:-1]:
                     db.execute(table)
                 db.execute(f"PRAGMA application_id={_APPLICATION}")
                 db.execute(f"PRAGMA user_version={VERSION}")
@@ -177,7 +176,7 @@ def read(path: str | Path) -> list[Record]:
         results, runs = _rows(db, path)
     records = []
     for values in sorted(results, key=lambda row: (row[1], row[0])):
-        row: dict[str, Any] = dict(zip(_RESULT, values, strict=True))
+        row: dict[str, Any] = dict(zip(_RESULT.split(", "), values, strict=True))
         row |= {"versions": runs[row["run"]], "setup": row["setup"] or "{}"}
         row |= {k: json.loads(row[k]) for k in ("arguments", "setup", "value", "versions") if row[k] is not None}
         records.append(Record(**{column.name: row[column.name] for column in fields(Record)}))
@@ -186,8 +185,8 @@ def read(path: str | Path) -> list[Record]:
 
 def _rows(db: sqlite3.Connection, path: Path) -> tuple[list[tuple[Any, ...]], dict[int, str]]:
     """The rows of both tables, results and versions by run, each as it was written; refused if any is not."""
-    runs = db.execute(f"SELECT {', '.join(_RUN)} FROM runs").fetchall()
-    results = db.execute(f"SELECT {', '.join(_RESULT)} FROM results").fetchall()
+    runs = db.execute(f"SELECT {_RUN} FROM runs").fetchall()
+    results = db.execute(f"SELECT {_RESULT} FROM results").fetchall()
     tally = db.execute("SELECT rows, checksum FROM tally").fetchall()
     whole = all(row[-1] == _checksum(row[:-1]) for row in (*runs, *results))
     total = functools.reduce(operator.xor, (row[-1] for row in results), 0) if whole else None
@@ -247,15 +246,9 @@ def _sentence(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ResultsError(
-            f"expected a results file that can be written, got {path} ({error.strerror}); choose another folder"
-        ) from None
-    except (
-        sqlite3.Error,
-        MemoryError,
-        UnicodeError,
-        TypeError,
-    ) as error:  # the last three from lengths and texts that were damaged
+        what = f"expected a results file that can be written, got {path} ({error.strerror})"
+        raise ResultsError(f"{what}; choose another folder") from None
+    except (sqlite3.Error, MemoryError, UnicodeError, TypeError) as error:  # the last three: damaged lengths and texts
         text = "".join(c if c.isprintable() else " " for c in str(error)[:200]) or type(error).__name__
         if "locked" in text:
             message = f"expected {path} for ourselves, another program holds it locked; end that program first"
