@@ -14,7 +14,7 @@ BUDGETS = (1e-6, 0.03, 0.3)
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    model = hs.load("demo")
+    model = hs.load("demo", device="cpu")
     text = model.text((Path(hs.__file__).parent / "data" / "alice.txt").read_text("utf-8"))
     found = robustness(model, text.windows(LENGTH, 1 if quick else 3), budgets=BUDGETS, words=0)
     rows = []

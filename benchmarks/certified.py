@@ -41,7 +41,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
 
 def attention(n: int, quick: bool = False) -> list[dict[str, Any]]:
     """One attention layer at n tokens."""
-    capture = hs.load("demo").capture(text=TEXT, n=n)
+    capture = hs.load("demo", device="cpu").capture(text=TEXT, n=n)
     attn, x = capture.attention(LAYER), capture.tokens(LAYER).double()
     d, heads = attn.width, attn.heads
     weights = {"q": (attn.w_q, attn.b_q), "k": (attn.w_k, attn.b_k), "v": (attn.w_v, attn.b_v), "o": (attn.w_o, attn.b_o)}
@@ -65,7 +65,7 @@ def attention(n: int, quick: bool = False) -> list[dict[str, Any]]:
 
 
 def _block(quick: bool) -> list[dict[str, Any]]:
-    capture = hs.load("demo").capture(text=TEXT, n=N_BLOCK)
+    capture = hs.load("demo", device="cpu").capture(text=TEXT, n=N_BLOCK)
     own: nn.Module = capture.sample.owner.get_submodule(capture.map(LAYER, "block").place)
     names = {
         "attention.q": "attention.self.query", "attention.k": "attention.self.key", "attention.v": "attention.self.value",

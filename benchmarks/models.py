@@ -30,7 +30,7 @@ def _demo(layers: list[int]) -> list[dict[str, Any]]:
     from benchmarks.rivals import power_iteration
     from howsmooth.models.interface import implementation
 
-    model = hs.load("demo")
+    model = hs.load("demo", device="cpu")
     captured = model.capture(text=resources.files("howsmooth").joinpath("data/alice.txt").read_text("utf-8"), n=N)
     rows, ours_total, power_total = [], 0.0, 0.0
     for layer in layers:

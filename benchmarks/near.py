@@ -17,7 +17,7 @@ SHARES = (1e-5, 1e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)  # r over the mean length of
 
 def run(quick: bool) -> list[dict[str, Any]]:
     rows = []
-    capture = hs.load("demo").capture(text=alice()[2000:6000], n=32)
+    capture = hs.load("demo", device="cpu").capture(text=alice()[2000:6000], n=32)
     for k in (2,) if quick else (0, 2, 4):
         rows += _demo(f"demo, layer {k}", capture.attention(k), capture.tokens(k), SHARES[1:3] if quick else SHARES)
     for causal in (False,) if quick else (False, True):

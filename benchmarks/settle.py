@@ -92,7 +92,7 @@ def blinded_layer(case: int) -> tuple[hs.Attention, Tensor]:
 
 def _demo(lengths: list[int]) -> Iterator[Solve]:
     """All layers: attention through the model and in closed form, and whole blocks."""
-    model = hs.load("demo")
+    model = hs.load("demo", device="cpu")
     text = resources.files("howsmooth").joinpath("data/alice.txt").read_text("utf-8")
     for n in lengths:
         captured = model.capture(text=text, n=n)

@@ -59,7 +59,7 @@ def run(quick: bool = False) -> list[dict[str, object]]:
             before()
         rows.append({"call": name, **walk(call)})
 
-    model = hs.load("demo")
+    model = hs.load("demo", device="cpu")
     w_q, w_k, w_v, w_o = torch.randn(4, 8, 8).mul(8**-0.5)
     attn = hs.Attention(w_q, w_k, w_v, w_o)
     x = torch.randn(64, 8)

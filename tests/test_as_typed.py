@@ -6,7 +6,10 @@ from torch import nn
 
 import howsmooth as hs
 from howsmooth.errors import BadFunctionError, BadInputError
-from howsmooth.search import attack, configurations
+from howsmooth.models import loading
+from howsmooth.search import attack, configurations, worst_configuration
+from howsmooth.spectral import top_pairs
+from howsmooth.theory.around import Neighbourhood
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -169,3 +172,44 @@ def test_our_own_refusals_pass_through():
 
     with pytest.raises(BadInputError, match="expected a cat"):
         hs.lipschitz(f, X)
+
+
+def test_names_go_to_a_gpu_and_modules_stay(monkeypatch):
+    asked: list[object] = []
+    own = loading.measuring_device
+    monkeypatch.setattr(loading, "measuring_device", lambda device: (asked.append(device), own(None))[1])
+    assert hs.load("demo").notes == ()
+    hs.load("demo", device="cpu")
+    hs.load(attention())
+    assert asked == ["auto", "cpu", None]
+
+
+def test_a_gpu_that_idles_is_told_of(monkeypatch):
+    assert hs.load(attention()).notes == ()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (note,) = hs.load(attention()).notes
+    assert "GPU that idles" in note
+    assert hs.load(attention(), device="cpu").notes == ()
+    measured = hs.load(attention()).measure(inputs=X[None], layer=0)
+    assert note in measured.notes
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        *(lambda m, c: c, lambda m, c: m, lambda m, c: c[0].map(1), lambda m, c: c[0].attention(1), lambda m, c: c[0].sample),
+        *(lambda m, c: c[0].window, lambda m, c: m.text("A cat. " * 500), lambda m, c: c[0].measure(0)),
+        *(lambda m, c: hs.BallAround(X, 1.0), lambda m, c: hs.BallAround(X, 1.0, per="token"), lambda m, c: hs.Ball(1.0)),
+        *(lambda m, c: hs.jacobian(torch.sin, X), lambda m, c: hs.jacobian(torch.sin, X).operator),
+        *(lambda m, c: hs.Measure(X), lambda m, c: hs.Gaussian(torch.zeros(2), torch.eye(2)), lambda m, c: hs.GolubKahan()),
+        *(lambda m, c: attack(torch.sin, X, 0.1)[0], lambda m, c: Neighbourhood.of(X, 0.1)),
+        lambda m, c: worst_configuration(hs.Attention.from_matrices(torch.eye(4), torch.eye(4)), 4, 1.0),
+        lambda m, c: top_pairs(hs.jacobian(torch.sin, X).operator, 1, seeds=[0]),
+    ],
+)
+def test_what_is_shown_is_short(model, capture, shown):
+    text = repr(shown(model, capture))
+    assert len(text) < 260
+    assert "\n" not in text
+    assert "tensor(" not in text
+    assert " object at " not in text

@@ -29,7 +29,7 @@ def measured() -> Measurements:
 
 @pytest.fixture(scope="module")
 def results(measured) -> dict[str, Any]:
-    grown = hs.growth("demo", lengths=[8, 12, 16], samples=1, layers=[0])
+    grown = hs.growth(hs.load("demo", device="cpu"), lengths=[8, 12, 16], samples=1, layers=[0])
     return {
         "Estimate": hs.lipschitz(ATTN, X),
         "Estimates": hs.lipschitz_batch(ATTN, torch.stack([X, 2 * X])),

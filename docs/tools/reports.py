@@ -14,7 +14,7 @@ LIVE = Path(__file__).parents[1] / "live"
 
 def llama() -> hs.Model:
     """A random Llama of four layers: rotary phases, grouped keys, RMSNorm, a causal mask. It reads the demo's tokens."""
-    demo = hs.load("demo")
+    demo = hs.load("demo", device="cpu")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=30522,

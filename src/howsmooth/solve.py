@@ -1,22 +1,17 @@
 """The norm of a Jacobian from a map and an input: choose a precision and a solver, solve, evaluate the value, and put both
 ends beside it. Everything the package says of a constant comes through here."""
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError, NoConvergenceError
-from howsmooth.maps.base import Map, check_finite, check_input
-from howsmooth.maps.jacobian import AutodiffJacobian, applied, check_output, doubled
+from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.measures.measure import Measure
-from howsmooth.program.confirm import function_at
-from howsmooth.program.modules import unchanged
+from howsmooth.program.at_input import Function, JacobianAt, jacobian_at, jacobian_on
 from howsmooth.settings import number, seed_of, shown
 from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status, small
 from howsmooth.spectral.operator import Operator, Restricted, Rounded, Weighted, drawn, stream
@@ -26,17 +21,14 @@ from howsmooth.theory.splitting import of_blocks
 _LOOSE = 5.0  # upper/lower past which a deterministic bound may do better
 _APART = 0.1  # share of the accuracy asked for that two precisions of a function may differ by
 _MODERATE = 1e8  # squares of products between its inverse and this leave float32 no trouble
-_SAMPLED = 2**20  # entries of an input that its mark is made of
 BLIND = "rounding errors that do not depend on the random start"
-SMALL = "rounding errors that are small beside the product they are made in"
-
-Function = Map | Callable[[Tensor], Tensor]
+SMALL_ERRORS = "rounding errors that are small beside the product they are made in"
 
 
 @final
 @dataclass(frozen=True)
 class Options:
-    """How a constant is asked for.
+    """What a constant is to be: how exact, from which start, by which solver.
 
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
     default made from the input and the output, so that no map can be built against it and a run repeats.
@@ -91,18 +83,18 @@ def solve(f: Function, x: Tensor | Measure, options: Options) -> Solved:
     if isinstance(x, Measure):
         moved, operator, image = solve_moving(f, x, options)
         return Solved(_with_splitting(moved, operator, x, options), operator, image)
-    estimates, operator, images = _solve(_problem(f, x, batched=False), options)
+    estimates, operator, images = _solve(jacobian_at(f, x, batched=False), options)
     return Solved(estimates[0], operator, images[0])
 
 
 def solve_batch(f: Function, xs: Tensor, options: Options) -> SolvedBatch:
     """The constants at the inputs along the first axis of `xs`, in lock step."""
-    return _solve(_problem(f, xs, batched=True), options)
+    return _solve(jacobian_at(f, xs, batched=True), options)
 
 
 def solve_moving(f: Function, measure: Measure, options: Options) -> Solved:
     """`‖D^½ J D^{−½}‖`, what moving whole atoms can do, and the operator it is the norm of, in float64."""
-    estimates, operator, images = _solve(_measure_problem(f, measure), options)
+    estimates, operator, images = _solve(jacobian_on(f, measure), options)
     direction = estimates[0].direction.double()
     root = measure.mass.sqrt()[:, None].to(direction.device)
     return Solved(replace(estimates[0], direction=direction / root), operator, images[0])
@@ -110,153 +102,25 @@ def solve_moving(f: Function, measure: Measure, options: Options) -> Solved:
 
 def linear(f: Function, x: Tensor) -> Operator:
     """The Jacobian of `f` at one input, in the precision of `x` and `f`, as an operator with a batch of one."""
-    return _problem(f, x, batched=False).operator
+    return jacobian_at(f, x, batched=False).operator
 
 
-class _Problem(NamedTuple):
-    """A Jacobian in the working precision, a way to the same in float64 where there is one, the shape of one input.
-
-    inputs, outputs: of every item, along the first axis.  foreign: whether the two precisions are someone else's code, which
-    may compute different functions in them.
-    """
-
-    operator: Operator
-    precise: Callable[[], Operator | None]
-    shape: torch.Size
-    inputs: Tensor
-    outputs: Tensor
-    foreign: bool = False
-
-    def restricted(self, tokens: tuple[int, ...]) -> "_Problem":
-        """The same where some tokens alone may move."""
-
-        def precise() -> Operator | None:
-            whole = self.precise()
-            return None if whole is None else Restricted(whole, tokens)
-
-        return self._replace(operator=Restricted(self.operator, tokens), precise=precise)
-
-    def seeds(self, seed: int | None) -> list[int]:
-        """Of every item: the one that is given, or a mark of its input and output."""
-        if seed is not None:
-            return [seed] * len(self.inputs)
-        return [_mark(x, y) for x, y in zip(self.inputs, self.outputs, strict=True)]
-
-
-def _mark(x: Tensor, y: Tensor) -> int:
-    """A number made of an input, to the bit, and of an output, roughly, so that a batch and a loop find the same one."""
-    flat = x.detach().flatten()
-    exact = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu().resolve_neg().numpy().tobytes()
-    parts = y.detach().flatten().tensor_split(8)
-    sizes = torch.stack([p.double().square().mean() if p.numel() else y.new_zeros((), dtype=torch.float64) for p in parts])
-    rough = [round(math.log2(size)) if 0 < size < math.inf else size for size in sizes.tolist()]
-    mark = hashlib.blake2b(exact + repr(rough).encode(), digest_size=6)
-    return int.from_bytes(mark.digest(), "big")
-
-
-def _problem(f: Function, x: Tensor, batched: bool) -> _Problem:
-    check_input(x)
-    if batched and x.ndim < 2:
-        raise BadInputError(f"expected a batch of inputs along the first axis, got shape {tuple(x.shape)}; stack the inputs")
-    return _map_problem(f, x, batched) if isinstance(f, Map) else _function_problem(f, x, batched)
-
-
-def _map_problem(f: Map, x: Tensor, batched: bool) -> _Problem:
-    """A map of ours at `x`: closed-form products."""
-    xs = x if batched else x[None]
-    if xs.ndim != 3:
-        raise BadInputError(
-            f"expected tokens of shape (n, d), got {tuple(xs.shape[1:])}; tokens are rows, lipschitz_batch takes many"
-        )
-    check_finite(x, "tokens")
-    xs = f.prepare(xs).detach()
-
-    def precise() -> Operator | None:
-        try:
-            return f.linearize(xs.double())[1]
-        except BadFunctionError:  # a map made of someone else's code, which may know no float64
-            return None
-
-    value, operator = f.linearize(xs)
-    return _Problem(operator, precise, xs.shape[1:], xs, value)
-
-
-def _measure_problem(f: Function, measure: Measure) -> _Problem:
-    """A map of ours at a measure: `D^½ J D^{−½}`, the Jacobian on `L²(μ)`."""
-    if not isinstance(f, Map):
-        raise BadInputError(
-            f"expected a map of this package for a measure, got {type(f).__name__}; a function takes tokens, not masses"
-        )
-    x, root = f.prepare(measure.points).detach()[None], measure.mass.sqrt()[None, :, None]
-
-    def at(x: Tensor) -> tuple[Tensor, Operator]:
-        value, operator = f.on(measure).linearize(x)
-        return value, Weighted(operator, root.to(x), (1 / root).to(x))
-
-    value, operator = at(x)
-    return _Problem(operator, lambda: at(x.double())[1], measure.points.shape, x, value)
-
-
-def _function_problem(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -> _Problem:
-    """Any torch function at `x`: products by automatic differentiation."""
-    if not callable(f):
-        raise BadInputError(f"expected a map or a function of one tensor, got {type(f).__name__}; pass a callable")
-    if x.dtype not in (torch.float32, torch.float64):
-        raise BadInputError(f"expected float32 or float64 input, got {x.dtype}; pass x.float() and f in float32")
-    check_finite(x, "input")
-    jacobian = _recorded(f, x, batched)
-    if not batched and x.ndim > 2 and len(x) > 1 and jacobian.items_apart():
-        raise BadInputError(
-            f"expected one input, got {len(x)} of them that the function treats apart, shape {tuple(x.shape)}; "
-            "call lipschitz_batch(f, x), or pass one of them"
-        )
-
-    def precise() -> Operator | None:
-        """In float64, where the function can be."""
-        try:
-            finer = _recorded(doubled(f), x.detach().double(), batched)
-        except (RuntimeError, TypeError, HowSmoothError):
-            return None
-        return finer if finer.output.dtype == torch.float64 else None
-
-    inputs, outputs = (x, jacobian.output) if batched else (x[None], jacobian.output[None])
-    return _Problem(jacobian, precise, x.shape[1:] if batched else x.shape, inputs, outputs, foreign=True)
-
-
-def _output(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
-    """What a function gives, without gradients where it can do without, so that nothing it keeps becomes part of a graph."""
-    with torch.no_grad(), suppress(Exception):
-        return f(x.clone())  # a clone, so that f may work in place
-    with torch.enable_grad():
-        return applied(f, x.clone().requires_grad_().clone())
-
-
-def _recorded(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -> AutodiffJacobian:
-    """The Jacobian of a function's values: of its operations, whatever it tells automatic differentiation."""
-    own = unchanged(f, evaluating=False) if isinstance(f, nn.Module) else nullcontext()
-    with torch.inference_mode(False), torch.enable_grad(), own:
-        x = x.detach().clone()
-        check_output(_output(f, x))
-        recorded = function_at(f, x)
-    return AutodiffJacobian(recorded, x, batched)
-
-
-def _solve(problem: _Problem, options: Options) -> SolvedBatch:
-    """Both ends for every input of a problem."""
+def _solve(at: JacobianAt, options: Options) -> SolvedBatch:
+    """The lower and the upper end for every input."""
     if options.tokens is not None:
-        problem = problem.restricted(options.tokens)
-    operator = _finer(problem.operator, options.resolved_by)
+        at = at.restricted(options.tokens)
+    operator = _finer(at.operator, options.resolved_by)
     solver = options.solver or (DenseSVD() if small(operator) else GolubKahan())
     dense, rigorous = isinstance(solver, DenseSVD), isinstance(solver, GolubKahan) and solver.rigorous
-    seeds = problem.seeds(options.seed)
+    seeds = at.seeds(options.seed)
     working = not dense and not rigorous and options.resolved_by(operator)
     solutions = _in_range(solver, operator, options, seeds) if working else None
-    precise = (problem.precise() or operator) if rigorous else _precise(operator, problem)
+    precise = (at.precise() or operator) if rigorous else _precise(operator, at)
     apart = [0.0] * len(seeds)
-    if solutions is not None and problem.foreign and precise is not operator:
+    if solutions is not None and at.foreign and precise is not operator:
         apart = _apart(operator, precise, seeds)
-        asked = _APART * (options.tol if options.certify is None else options.certify)
-        if not all(a <= asked * s.value for a, s in zip(apart, solutions, strict=True)):
+        allowed = _APART * (options.tol if options.certify is None else options.certify)
+        if not all(a <= allowed * s.value for a, s in zip(apart, solutions, strict=True)):
             solutions, apart = None, [0.0] * len(seeds)  # two functions: the float64 one is meant
     if solutions is None:
         operator, solutions = precise, _in_double(solver, precise, options, seeds)
@@ -275,7 +139,7 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
             upper=upper,
             confidence=1.0 if sure else 1 - delta,
             status="dense" if dense else _status(solution.converged, lower, upper, options),
-            direction=_everywhere(operator, solution.direction).reshape(problem.shape),
+            direction=_everywhere(operator, solution.direction).reshape(at.shape),
             steps=solution.steps,
             precision=str(precise.dtype).removeprefix("torch."),
             tol=options.tol,
@@ -290,7 +154,7 @@ def _solve(problem: _Problem, options: Options) -> SolvedBatch:
 
 
 def _everywhere(operator: Operator, direction: Tensor) -> Tensor:
-    """A direction of all tokens, zero for those that are held."""
+    """A direction of all tokens, zero for those that are frozen."""
     return operator.spread(direction) if isinstance(operator, Restricted) else direction
 
 
@@ -301,11 +165,11 @@ def _finer(operator: Operator, enough: Callable[[Operator], bool]) -> Operator:
     return operator
 
 
-def _precise(operator: Operator, problem: _Problem) -> Operator:
+def _precise(operator: Operator, at: JacobianAt) -> Operator:
     """What `value` is evaluated with: float64, or the finest products short of it where float64 is out of proportion."""
     if operator.dtype == torch.float64:
         return operator
-    return _finer(operator, lambda _: False) if operator.heavy else problem.precise() or operator
+    return _finer(operator, lambda _: False) if operator.heavy else at.precise() or operator
 
 
 @torch.no_grad()
@@ -356,7 +220,7 @@ def _in_double(solver: Solver, operator: Operator, options: Options, seeds: Sequ
 
 def assumed(blind: bool, proved: bool) -> str:
     """What an interval assumes of rounding.  blind: for its upper end.  proved: nothing for its lower one."""
-    return "; ".join([BLIND] * blind + [SMALL] * (not proved))
+    return "; ".join([BLIND] * blind + [SMALL_ERRORS] * (not proved))
 
 
 class _Attained(NamedTuple):
@@ -396,7 +260,7 @@ def _attained(operator: Operator, solutions: list[Solution]) -> _Attained:
 
 
 def _check_proved(solutions: list[Solution], lowers: list[float], tol: float) -> None:
-    """Refuse a rigorous answer whose lower end is further below what was seen than `tol`: rounding is proved no smaller."""
+    """Refuse a rigorous answer whose lower end is further below what was found than `tol`: rounding is proved no smaller."""
     short = max((1 - low / s.value for s, low in zip(solutions, lowers, strict=True) if s.value > 0), default=0.0)
     if short > tol:
         raise BadInputError(
@@ -444,7 +308,7 @@ def _with_splitting(moved: Estimate, operator: Operator, measure: Measure, optio
     )
 
 
-def _status(settled: bool, lower: float, upper: float, options: Options) -> Status:
+def _status(converged: bool, lower: float, upper: float, options: Options) -> Status:
     if upper <= lower * (1 + (options.tol if options.certify is None else options.certify)):
         return "certified"
-    return "converged" if settled and options.certify is None else "step limit"
+    return "converged" if converged and options.certify is None else "step limit"

@@ -14,7 +14,7 @@ from howsmooth.maps.products import Jacobian
 from howsmooth.measures.measure import Measure
 from howsmooth.search import Ball, TokenSet, WorstCase, find_near, find_worst
 from howsmooth.settings import Per, Positions, moving, shown
-from howsmooth.solve import SMALL, Options, assumed, linear, solve, solve_batch, solve_moving
+from howsmooth.solve import SMALL_ERRORS, Options, assumed, linear, solve, solve_batch, solve_moving
 from howsmooth.spectral import Estimate, Estimates, GolubKahan, Solver
 from howsmooth.theory.around import Neighbourhood, bound_around, check_structure
 from howsmooth.theory.at_point.table import one_sequence, point_bounds
@@ -115,7 +115,7 @@ def solve_near(
         status="certified" if narrow else "converged" if found.converged else "step limit",
         point=found.point,
         around=bound.reason,
-        assumes=assumed(bound.confidence < 1, SMALL not in found.estimate.assumes),
+        assumes=assumed(bound.confidence < 1, SMALL_ERRORS not in found.estimate.assumes),
     )
 
 

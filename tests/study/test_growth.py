@@ -113,7 +113,7 @@ def test_the_same_on_ray(tmp_path):
 @pytest.mark.weekly
 def test_the_demo_jumps_past_128_through_one_head():
     """The page must let a reader find it: where, by how much, which head, and that positions break there."""
-    found = hs.inspect("demo", lengths=(16, 48, 96, 128, 136, 160, 192), samples=1, layers=[0])
+    found = hs.inspect(hs.load("demo", device="cpu"), lengths=(16, 48, 96, 128, 136, 160, 192), samples=1, layers=[0])
     jump = next(b for b in found.data.fits[0].breaks if b.kind == "jump")
     assert (jump.before, jump.after) == (128, 136)
     assert 2 < jump.change.value < 4

@@ -16,7 +16,7 @@ ALICE = Path(hs.__file__).parent / "data" / "alice.txt"
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return hs.load("demo")
+    return hs.load("demo", device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Real models: any Hugging Face transformer or torch module, measured layer by layer."""
 
 from howsmooth.models.capture import Capture
-from howsmooth.models.loading import device_of, load
+from howsmooth.models.loading import load, measuring_device
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model import Model
 from howsmooth.models.model_input import FallbackWarning
@@ -19,8 +19,8 @@ __all__ = [
     "Model",
     "Text",
     "Window",
-    "device_of",
     "load",
+    "measuring_device",
     "patch",
     "use_sdpa",
 ]

@@ -12,10 +12,9 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import AttentionKernel
 from howsmooth.maps import Attention, AttentionJacobian
-from howsmooth.models.closed import ClosedForms, closed_form
+from howsmooth.models.closed import ClosedForms, closed_form, in_pieces
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model_input import ATTENTION, ModelInput, Which
-from howsmooth.models.near import in_pieces
 from howsmooth.models.tokens import Window
 from howsmooth.program.ends import End, MapName
 from howsmooth.program.segments import SegmentJacobian, SegmentMap
@@ -139,7 +138,7 @@ class Capture:
         return closed_form(self.sample, layer)
 
     def closed(self, layer: int) -> Attention | None:
-        """The same in the precision of the measurement, read off once for all captures of a model; nothing where refused."""
+        """A layer in the precision of the measurement, read off once for all captures of a model; None where refused."""
         self.sample.check(layer, ATTENTION)
         return self.forms.of(self.sample, layer)
 
@@ -175,7 +174,7 @@ class Capture:
         head: that head alone, through its part of the output projection.  heads: also one estimate per head.
         factor: what the tokens that enter are multiplied by.
         tokens: the positions that may move, as `Measurement.tokens` counts them, or a mask that is true there; the others are
-        held fixed, all outputs count.
+        frozen, all outputs count.
         to: from what enters the layer's block to what leaves a later one, by its number; "final" for the last block, before the
         final norm; "logits" for what the model returns.
         stream: of several streams that attention joins, one of them; all as one input by default.

@@ -4,18 +4,18 @@ import hashlib
 import importlib.util
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from howsmooth.errors import BadInputError, reason
 from howsmooth.kernels.tensors import place
-from howsmooth.models.folder import INDEX, PICKLES, SINGLE, model_room, read_json, shards
+from howsmooth.models.folder import INDEX, PICKLES, SINGLE, model_room, offline, quiet, read_json, shards
 from howsmooth.models.interface import configurations, register
-from howsmooth.models.library import offline, quiet
-from howsmooth.models.model import Model, check_device
+from howsmooth.models.model import Model, Side, check_device
 from howsmooth.settings import flag
 
 DEMO_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -23,15 +23,16 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{,95}(/[\w.-]{1,96})?")  # at most 96 
 _BEHIND = {"pooler", "classifier", "lm_head", "logit_scale", "logit_bias"}  # behind the last hidden state
 _BEHIND |= {"text_projection", "visual_projection"}
 _PACKED, _SPARE = 4, 2**28  # weights in a byte of a file at most, and weights that may be missing: a head, tied embeddings
+IDLE = "measured on the CPU beside a GPU that idles; load(module, device='auto') would use it"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def load(
     source: str | os.PathLike[str] | nn.Module,
-    device: str | torch.device | None = None,
+    device: Literal["auto", "cpu", "cuda"] | str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
-    side: str | None = None,
+    side: Side | None = None,
     head: bool = False,
 ) -> Model:
     """A model ready to be measured.
@@ -39,9 +40,9 @@ def load(
     source: `"demo"`, a folder with config.json and safetensors, a hub name (the only case that may use the network), or a
     module that is already built: a `transformers` model or any `torch.nn.Module`. Of a folder nothing else is read, and nothing
     that it points to; the saved implementation of attention does not matter.
-    device: where it is measured. `None` leaves a module where it is and loads a name on the CPU, `"auto"` takes a GPU if there
-    is one. Weights that do not fit on a GPU stay in the host's memory and are lent to it one block at a time. Devices without
-    float64 are refused.
+    device: where it is measured. By default a module stays where it is, and a name or folder goes to a GPU if there is one, as
+    `"auto"` says. Weights that do not fit on a GPU stay in the host's memory and are lent to it one block at a time. Devices
+    without float64 are refused.
     dtype: the precision the weights are read in; as stored by default. Half precision is widened to float32 for the
     measurement, one block at a time.
     tokenizer: of a module that is already built, where it has one; otherwise that beside the weights.
@@ -56,14 +57,17 @@ def load(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _DTYPES):
         got = dtype if isinstance(dtype, torch.dtype) else type(dtype).__name__
         raise BadInputError(f"expected dtype float16, bfloat16, float32 or float64 of torch, got {got}; pass one of them")
-    there = device_of(device)
+    in_hand = isinstance(source, nn.Module)
+    there = measuring_device("auto" if device is None and not in_hand else device)
     module, name, beside = _module_of(source, dtype, flag(head, "head"))
     if configurations(module):
         register()
-    return Model.of(module, name, side, beside if tokenizer is None else tokenizer, there)
+    model = Model.of(module, name, side, beside if tokenizer is None else tokenizer, there)
+    idle = in_hand and device is None and torch.cuda.is_available() and model.device.type == "cpu"
+    return replace(model, notes=(*model.notes, IDLE)) if idle else model
 
 
-def device_of(device: str | torch.device | None) -> torch.device | None:
+def measuring_device(device: str | torch.device | None) -> torch.device | None:
     """A device that can measure, `"auto"` for a GPU if there is one; nothing leaves it to the model."""
     if isinstance(device, str) and device == "auto":
         device = "cuda" if torch.cuda.is_available() else None
@@ -188,10 +192,10 @@ def _check_size(config: Any, folder: Path, name: str) -> None:
             described = sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=False).parameters())
     except Exception:  # what cannot be built is told where the weights are read
         return
-    held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if described > _PACKED * held + _SPARE:
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if described > _PACKED * stored + _SPARE:
         raise BadInputError(
-            f"expected the weights that config.json describes, {described:.3g} of them, got files of {held:.3g} bytes in "
+            f"expected the weights that config.json describes, {described:.3g} of them, got files of {stored:.3g} bytes in "
             f"{name!r}; save the model again"
         )
 

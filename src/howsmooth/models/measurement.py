@@ -152,9 +152,9 @@ class Measurement(OneNumber):
 
     def __str__(self) -> str:
         head = "" if self.head is None else f", head {self.head}"
-        held = "" if self.moving is None else f", {len(self.moving)} of them moving"
+        moving = "" if self.moving is None else f", {len(self.moving)} of them moving"
         near = "" if self.within is None else f" within {self.within:g} per {self.per}"
-        return f"{self.model} layer {self.layer} {self.map}{head}, n = {self.n}{held}{near}: {self.estimate}; {self.remark}"
+        return f"{self.model} layer {self.layer} {self.map}{head}, n = {self.n}{moving}{near}: {self.estimate}; {self.remark}"
 
     __repr__ = __str__
 

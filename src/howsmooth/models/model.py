@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack, final, overload
+from typing import Any, Literal, Unpack, final, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,9 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import Place, check_dense, place
 from howsmooth.models.capture import MEASURED, Capture, HowMeasured
 from howsmooth.models.closed import ClosedForms
-from howsmooth.models.library import runs, tokenizer_of
+from howsmooth.models.folder import tokenizer_of
 from howsmooth.models.measurement import Measurement, Measurements
-from howsmooth.models.model_input import ModelInput
+from howsmooth.models.model_input import ModelInput, runs
 from howsmooth.models.recorded import Recordings
 from howsmooth.models.room import device_of, fits
 from howsmooth.models.tokens import Text, Window, of_ids
@@ -24,6 +24,7 @@ from howsmooth.program.modules import bare, offloaded
 from howsmooth.program.tracing import distinct
 from howsmooth.settings import items, meant, shown, whole, words
 
+Side = Literal["encoder", "decoder", "text", "vision"]
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Ids = Sequence[int] | Tensor | Window
 GIVEN = ("windows", "text", "ids", "inputs", "mask", "n")  # what `capture` takes by name
@@ -100,7 +101,7 @@ class Model:
         return self.where or device_of(self.module)
 
     def to(self, device: Place = None, dtype: torch.dtype | None = None) -> "Model":
-        """The same model elsewhere or in another precision, named as for a torch module, which is moved in place."""
+        """The model elsewhere or in another precision, named as for a torch module, which is moved in place."""
         device, dtype = place(device, dtype)
         check_device(device)
         if device is None and dtype is None:

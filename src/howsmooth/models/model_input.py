@@ -2,6 +2,8 @@
 
 import functools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from howsmooth.errors import BadInputError
+from howsmooth.errors import BadInputError, foreign, reason
 from howsmooth.kernels.kinds import Kind
 from howsmooth.models.recorded import Recording, Recordings
 from howsmooth.models.room import check_room, enough
@@ -23,7 +25,7 @@ from howsmooth.program.segments import SegmentMap
 from howsmooth.settings import choice, whole
 from howsmooth.solve import Options, Solved, solve
 
-FROZEN_CHOICE = "experts are those chosen at this input: routing is held fixed"
+FROZEN_CHOICE = "experts are those chosen at this input: routing is frozen"
 
 
 class FallbackWarning(UserWarning):
@@ -44,8 +46,22 @@ class Which:
 ATTENTION = Which()
 
 
+@contextmanager
+def runs(name: str) -> Iterator[None]:
+    """Inside it, what a model's own code raises is told in one sentence. name: the model's."""
+    try:
+        yield
+    except Exception as error:
+        if not foreign(error):
+            raise
+        raise BadInputError(
+            f"expected inputs that {name} runs on, got {type(error).__name__} from it ({reason(error)[:160]}); check their "
+            "shapes and kinds"
+        ) from error  # where in the module it happened is worth knowing
+
+
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ModelInput:
     """A model at one input.
 
@@ -60,6 +76,9 @@ class ModelInput:
     window: Window
     work: torch.dtype
     recordings: Recordings
+
+    def __repr__(self) -> str:
+        return f"ModelInput({self.name}, {len(self.window)} tokens)"
 
     @functools.cached_property
     def _recorded(self) -> tuple[Recording, Run, Any]:

@@ -2,17 +2,17 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import sdpa
 from howsmooth.models.interface import IMPLEMENTATION, configurations, register
+from howsmooth.program.modules import written_path
 
 _NAME = "scaled_dot_product_attention"
 _TORCHS = getattr(nn.functional, _NAME)
@@ -22,26 +22,24 @@ class _Place:
     """Torch's function, replaced while anybody asks for it."""
 
     def __init__(self) -> None:
-        self.users, self.lock = 0, Lock()
-        self.before: tuple[Any, bool] = (None, True)
+        self.users, self.lock, self.before = 0, Lock(), ExitStack()
 
     def enter(self) -> None:
         with self.lock:
             if self.users == 0:
                 # a fused layer of torch's would pass attention by, and has no forward mode
-                self.before = getattr(nn.functional, _NAME), torch.backends.mha.get_fastpath_enabled()
-                if self.before[0] is _TORCHS:  # else somebody stands there already, as a measurement does
+                self.before.enter_context(written_path())
+                function = getattr(nn.functional, _NAME)
+                self.before.callback(setattr, nn.functional, _NAME, function)
+                if function is _TORCHS:  # else somebody stands there already, as a measurement does
                     setattr(nn.functional, _NAME, sdpa)
-                torch.backends.mha.set_fastpath_enabled(False)
             self.users += 1
 
     def leave(self) -> None:
         with self.lock:
             self.users -= 1
             if self.users == 0:
-                function, fast = self.before
-                setattr(nn.functional, _NAME, function)
-                torch.backends.mha.set_fastpath_enabled(fast)
+                self.before.close()
 
 
 _PLACE = _Place()
@@ -69,7 +67,7 @@ def use_sdpa() -> Iterator[None]:
 
 
 def patch(model: nn.Module) -> nn.Module:
-    """The same model, whose attention is `howsmooth.sdpa` from now on.
+    """The model itself, whose attention is `howsmooth.sdpa` from now on.
 
     A model of the transformers library is set to `attn_implementation="howsmooth"`, which reads masks as rules and so keeps
     O(n) memory: whole sequences without a cache or dropout. Any other runs inside `use_sdpa`.

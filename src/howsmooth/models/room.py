@@ -49,9 +49,9 @@ def enough(what: str, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
-        held = torch.cuda.max_memory_allocated(device) / _GIB if device.type == "cuda" else 0.0
-        needed = f"{held:.1f} GiB" + (f" and another {asked}" if asked else "")
+        wanted = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
+        taken = torch.cuda.max_memory_allocated(device) / _GIB if device.type == "cuda" else 0.0
+        needed = f"{taken:.1f} GiB" + (f" and another {wanted}" if wanted else "")
         raise too_little(what, f"more than {needed}", free(device)) from None
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from howsmooth.errors import BadInputError
-from howsmooth.settings import seed_of, whole, words
+from howsmooth.settings import seed_of, shown, whole, words
 
 _SAMPLES = 1_000_000  # windows of one text
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A token as it stands in the text: what comes before it, itself, and whether the tokenizer added it."""
 
     gap: str
@@ -22,23 +22,26 @@ class Piece:
     special: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Window:
     """Token ids and what they say. `mask` is false at padding."""
 
     ids: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
     mask: tuple[bool, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def __repr__(self) -> str:
+        return f"Window({len(self)} tokens, {shown(' '.join(self.words[:12]))})"
 
     @property
     def words(self) -> tuple[str, ...]:
         return tuple(p.text for p in self.pieces)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Text:
     """A text in tokens, without special ones, and the special ones that a sequence begins and ends with."""
 
@@ -80,6 +83,9 @@ class Text:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __repr__(self) -> str:
+        return f"Text({len(self)} tokens, {shown(self.text[:60])})"
+
     def window(self, n: int | None = None, start: int = 0) -> Window:
         """`n` tokens, special ones among them, from token `start` of the text; the whole text by default."""
         extra = len(self.prefix) + len(self.suffix)
@@ -92,12 +98,12 @@ class Text:
             raise BadInputError(
                 f"expected a text of at least {n} tokens, got {len(self.ids) - start + extra}; give a longer text or less n"
             )
-        pieces = [Piece("" if not i else " ", t, True) for i, (_, t) in enumerate(self.prefix)]
+        pieces = [TextPiece("" if not i else " ", t, True) for i, (_, t) in enumerate(self.prefix)]
         end = self.offsets[start][0]
         for a, b in self.offsets[start : start + content]:
-            pieces.append(Piece(self.text[end:a], self.text[a:b]))
+            pieces.append(TextPiece(self.text[end:a], self.text[a:b]))
             end = b
-        pieces += [Piece(" ", t, True) for _, t in self.suffix]
+        pieces += [TextPiece(" ", t, True) for _, t in self.suffix]
         ids = (*(i for i, _ in self.prefix), *self.ids[start : start + content], *(i for i, _ in self.suffix))
         return Window(ids, tuple(pieces))
 
@@ -118,7 +124,7 @@ def of_ids(ids: Sequence[int], tokenizer: Any | None, mask: Sequence[bool] | Non
     """Given ids, as they are; words from the tokenizer where there is one."""
     words = [str(i) for i in ids] if tokenizer is None else tokenizer.convert_ids_to_tokens(list(ids))
     special = set() if tokenizer is None else set(tokenizer.all_special_ids)
-    pieces = tuple(Piece(" " if j else "", str(w), i in special) for j, (i, w) in enumerate(zip(ids, words, strict=True)))
+    pieces = tuple(TextPiece(" " if j else "", str(w), i in special) for j, (i, w) in enumerate(zip(ids, words, strict=True)))
     return Window(tuple(int(i) for i in ids), pieces, None if mask is None else tuple(bool(m) for m in mask))
 
 

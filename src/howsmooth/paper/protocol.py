@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, final, get_args
 
 from howsmooth.errors import BadInputError
-from howsmooth.models import device_of
+from howsmooth.models import measuring_device
 from howsmooth.paper import tasks
 from howsmooth.paper.subjects import RANDOM, RANDOM_LAYERS, describe
 from howsmooth.run import Engine, Plan, Progress, check_folder, claim_folder, read, sweep
@@ -226,7 +226,7 @@ def reproduce(
     force: begin again, or write into a folder that holds other files.
     """
     check_folder(folder, "reproduction", resume=resume, force=force)
-    device_of(protocol.device)
+    measuring_device(protocol.device)
     # plans first: an unknown model is refused before anything is written
     plans = functools.reduce(Plan.__add__, (plan(part, models, protocol, seed) for part in parts))
     path = claim_folder(folder, "reproduction", resume=resume, force=force)

@@ -13,8 +13,8 @@ from howsmooth.maps import Map
 from howsmooth.maps.base import check_finite, check_input
 from howsmooth.maps.jacobian import doubled
 from howsmooth.models import MapName, Model
+from howsmooth.models.closed import in_pieces, to_the_end
 from howsmooth.models.model_input import Which
-from howsmooth.models.near import in_pieces, to_the_end
 from howsmooth.models.tokens import Window
 from howsmooth.program.modules import written_path
 from howsmooth.program.pieces import Piece, Pieces, pieces_of, pruned

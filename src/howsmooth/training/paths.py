@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels import attend, plain_attention
 from howsmooth.models import MapName, Model
-from howsmooth.models.library import runs
+from howsmooth.models.model_input import runs
 from howsmooth.models.recorded import Recording, Recordings
 from howsmooth.program import Ends
 from howsmooth.program.attention import Call, answering, attention
