@@ -15,6 +15,7 @@ dozens of products at one place. It is linearised: `v ↦ J v` and `g ↦ Jᵀ g
 as a backward pass through a graph of `Jᵀ g`. How `J` changes with `q, k, v` is no part of a linearisation: that raises.
 """
 
+import functools
 import importlib
 import threading
 from collections.abc import Iterable, Sequence
@@ -89,16 +90,20 @@ def _plus(a: Sequence[Tensor] | None, b: Sequence[Tensor] | None) -> tuple[Tenso
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-class Attend(_SingleLevelFunction):
-    """`q, k, v, bias` and how, to `o, ℓ`."""
-
-    @staticmethod
-    def forward(*args: Any) -> Found:
-        return _below(ATTEND, *args)
+class _Operator(_SingleLevelFunction):
+    """An operator at one level; `forward` comes with the operator. Its inputs are tensors and, last, four numbers: how."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
-        _keep(ctx, (*inputs[:4], *output), inputs[4:])
+        tensors = (*inputs[:-4], *output)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+        ctx.how = inputs[-4:]
+
+
+class Attend(_Operator):
+    """`q, k, v, bias` and how, to `o, ℓ`."""
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> Found:
@@ -114,16 +119,8 @@ class Attend(_SingleLevelFunction):
         return JVP(*ctx.saved_tensors, *_filled(tangents[:3], ctx.saved_tensors[:3]), *ctx.how)
 
 
-class Along(_SingleLevelFunction):
+class AttendJvp(_Operator):
     """`q, k, v, bias, o, ℓ, dq, dk, dv` and how, to `do, dℓ`."""
-
-    @staticmethod
-    def forward(*args: Any) -> Found:
-        return _below(JVP, *args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
-        _keep(ctx, (*inputs[:9], *output), inputs[9:])
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> Found:
@@ -150,16 +147,12 @@ class Along(_SingleLevelFunction):
         return _plus(of_tangent, of_place)
 
 
-class Transposed(_SingleLevelFunction):
+class AttendVjp(_Operator):
     """`q, k, v, bias, o, ℓ, g` and how, to the gradients of `⟨g, o⟩`."""
 
     @staticmethod
-    def forward(*args: Any) -> Found:
-        return _below(VJP, *args)
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
-        _keep(ctx, inputs[:7], inputs[7:])
+        _Operator.setup_context(ctx, inputs, ())  # outputs are not read
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> Found:
@@ -183,9 +176,11 @@ class Transposed(_SingleLevelFunction):
         return _plus(of_g, of_place)
 
 
-class _Last(_SingleLevelFunction):
-    """A second derivative. Dual numbers carry their tangents through a backward pass whether anybody asks for them or not:
-    there a third derivative is NaN, elsewhere it raises."""
+class SecondDerivative(_Operator):
+    """The jvp's or the vjp's dependence on `q, k, v`, which is not differentiated again: that raises.
+
+    Dual numbers carry their tangents through a backward pass whether anybody wants them or not: there it gives NaN.
+    """
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
@@ -202,29 +197,6 @@ class _Last(_SingleLevelFunction):
         return tuple(torch.full_like(t, torch.nan) for t in ctx.saved_tensors)
 
 
-class Hessian(_Last):
-    """The vjp's dependence on `q, k, v`."""
-
-    @staticmethod
-    def forward(*args: Any) -> Found:
-        return _below(HVP, *args)
-
-
-class AlongTwice(_Last):
-    """The jvp's dependence on `q, k, v`."""
-
-    @staticmethod
-    def forward(*args: Any) -> Found:
-        return _below(JVP2, *args)
-
-
-def _keep(ctx: Any, tensors: tuple, how: tuple) -> None:
-    ctx.save_for_backward(*tensors)
-    ctx.save_for_forward(*tensors)
-    ctx.set_materialize_grads(False)
-    ctx.how = how
-
-
 def _place_tangents(ctx: Any, at: Sequence[Any], tangents: Sequence[Tensor | None]) -> tuple[list[Tensor], Any, Any]:
     """Of `q, k, v`, of `o` and of `ℓ`, which come along with them."""
     place, (o, lse) = _filled(tangents[:3], at[:3]), tangents[4:6]
@@ -233,7 +205,9 @@ def _place_tangents(ctx: Any, at: Sequence[Any], tangents: Sequence[Tensor | Non
     return place, o, lse
 
 
-def _register(op: Any, function: Any) -> None:
+def _register(op: Any, derivatives: type[_Operator]) -> None:
+    function: Any = type(derivatives.__name__, (derivatives,), {"forward": staticmethod(functools.partial(_below, op))})
+
     def at_one_level(*args: Any) -> Found:
         moves = _moves(args[:-4])  # all but how
         if peek_interpreter_stack() is None:
@@ -247,8 +221,11 @@ def _register(op: Any, function: Any) -> None:
     LIBRARY.impl(op, at_one_level, "Autograd")
 
 
-for _op, _function in ((ATTEND, Attend), (JVP, Along), (VJP, Transposed), (HVP, Hessian), (JVP2, AlongTwice)):
-    _register(_op, _function)
+_register(ATTEND, Attend)
+_register(JVP, AttendJvp)
+_register(VJP, AttendVjp)
+_register(HVP, SecondDerivative)
+_register(JVP2, SecondDerivative)
 
 
 def attention_and_kernel(

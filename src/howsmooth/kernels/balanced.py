@@ -25,7 +25,7 @@ from howsmooth.kernels.kinds.balanced import ROUNDS, unbalanced
 from howsmooth.kernels.tiles import OnTiles, Tile, TileSize, flat, wide
 
 _CONJUGATE = 1000  # steps that a system may take; more than its distinct singular values are needed by rounding alone
-_SETTLED = 64  # units in the last place of what is left of a system's right side, or of a potential that moves no more
+_CONVERGED = 64  # units in the last place of what is left of a system's right side, or of a potential that moves no more
 
 Rows = Float[Tensor, "g probes n"]
 Columns = Float[Tensor, "g probes m"]
@@ -133,13 +133,13 @@ class Balanced(OnTiles):
         if self.steps:
             for side, f, potential in reversed(self.steps):
                 if side == 0:
-                    g_bar = g_bar - self._pull(f, potential, f_bar, torch.zeros_like(g_bar), dq, dk)[1]
+                    g_bar = g_bar - self._step_vjp(f, potential, f_bar, torch.zeros_like(g_bar), dq, dk)[1]
                     f_bar = torch.zeros_like(f_bar)
                 else:
-                    f_bar = f_bar - self._pull(f, potential, torch.zeros_like(f_bar), g_bar, dq, dk)[0]
+                    f_bar = f_bar - self._step_vjp(f, potential, torch.zeros_like(f_bar), g_bar, dq, dk)[0]
                     g_bar = torch.zeros_like(g_bar)
         else:
-            self._pull(self.f, self.g, *self._solved(f_bar, g_bar), dq, dk)
+            self._step_vjp(self.f, self.g, *self._solved(f_bar, g_bar), dq, dk)
         dq *= self.scores.scale
         dk *= self.scores.scale
         return self.unflat(dq), self.sum_groups(self.unflat(dk)), self.sum_groups(self.unflat(dv))
@@ -185,8 +185,7 @@ class Balanced(OnTiles):
             f, g = self._normalised(f, g, 1)
             change = g - old  # a constant moves from one side to the other and changes nothing
             moved = float((change - change.mean(-1, keepdim=True)).abs().max())
-            settled = moved <= _SETTLED * eps * (1 + float(g.abs().max()))
-            if settled:
+            if moved <= _CONVERGED * eps * (1 + float(g.abs().max())):
                 return f, g
             self._rate, before = moved / before, moved
         raise NoConvergenceError(unbalanced())
@@ -213,7 +212,7 @@ class Balanced(OnTiles):
         a_q, a_dq = sums[:, None, :, :width], sums[..., width:].unflatten(-1, (probes, -1)).transpose(1, 2)
         return self.scores.scale * (self.k[:, None] * a_dq + dk * a_q).sum(-1) + more
 
-    def _pull(self, f: Tensor, g: Tensor, y: Rows, z: Columns, dq: Tensor, dk: Tensor) -> tuple[Rows, Columns]:
+    def _step_vjp(self, f: Tensor, g: Tensor, y: Rows, z: Columns, dq: Tensor, dk: Tensor) -> tuple[Rows, Columns]:
         """Take `A ∘ (y_i + z_j)`, a gradient of the logits, off `dq` and `dk`; gives `A z` and `Aᵀ y`."""
         down, across = torch.zeros_like(z), torch.zeros_like(y)
         for at, tile, a, slope in self._weights(f, g):
@@ -258,7 +257,7 @@ def _conjugate_gradients(product: Callable[[Rows], Rows], right: Rows, size: Flo
     """Solutions of many symmetric, positive systems of one matrix, to rounding. size: of the numbers behind `right`."""
     x, r = torch.zeros_like(right), right
     p, rr = r, r.square().sum(-1, keepdim=True)
-    enough = (_SETTLED * torch.finfo(right.dtype).eps * size[..., None]).square()
+    enough = (_CONVERGED * torch.finfo(right.dtype).eps * size[..., None]).square()
     for _ in range(_CONJUGATE):
         if not bool((rr > enough).any()):
             return x

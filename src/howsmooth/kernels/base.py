@@ -109,7 +109,7 @@ class AttentionKernel(ABC):
         """Transposed product: gradients of `⟨g, o⟩` in `q, k, v`."""
 
     def vjp_and_offset(self, g: Outputs) -> tuple[Queries, Keys, Values, Offsets | None]:
-        """The same, and the gradient in the offset of the keys where the kernel has one."""
+        """Gradients of `⟨g, o⟩` in `q, k, v`, and in the offset of the keys where the kernel has one."""
         return *self.vjp(g), None
 
     @abstractmethod
@@ -117,7 +117,7 @@ class AttentionKernel(ABC):
         """Column sums of `P`, averaged over heads: how much each key is attended to."""
 
     def logit_range(self, below: Float[Tensor, "batch heads n"] | None = None) -> tuple[float, float]:
-        """The least and the greatest logit that some query sees, soft-cap and bias included; two zeros where none does.
+        """The least and the greatest logit that some query attends to, soft-cap and bias included; two zeros where none does.
 
         below: what is taken off the logits of each query.
         """
@@ -125,11 +125,11 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def select(self, items: Tensor) -> "AttentionKernel":
-        """The same attention on some items of the batch."""
+        """Attention on some items of the batch."""
 
     @abstractmethod
     def tiled(self) -> "Tiled":
-        """The same attention with its weights within reach, tile by tile; kinds whose weights are not on tiles are refused."""
+        """Attention with its weights within reach, tile by tile; kinds whose weights are not on tiles are refused."""
 
     @property
     def noise(self) -> float:
@@ -152,7 +152,7 @@ class AttentionKernel(ABC):
         return None
 
     def refined(self) -> "AttentionKernel | None":
-        """The same attention with more exact products at a higher price, where there is one short of float64."""
+        """Attention with more exact products at a higher price, where there is one short of float64."""
         return None
 
     @property

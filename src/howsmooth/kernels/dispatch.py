@@ -86,14 +86,14 @@ def unfit(q: Tensor, v: Tensor) -> str | None:
     missing = _no_triton()
     if missing is not None:
         return missing
-    from howsmooth.kernels.triton import WIDEST, interpreted
+    from howsmooth.kernels.triton import WIDEST_HEAD, interpreted
 
     if not q.is_cuda and not interpreted():
         return f"tensors on {q.device.type}, not on a CUDA device"
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"tensors of {q.dtype}, not float32, float16 or bfloat16"
-    if max(q.shape[-1], v.shape[-1]) > WIDEST:
-        return f"heads of width {max(q.shape[-1], v.shape[-1])}, over {WIDEST}"
+    if max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD:
+        return f"heads of width {max(q.shape[-1], v.shape[-1])}, over {WIDEST_HEAD}"
     if q.is_cuda and _capability(q.device) < (8, 0):
         return "a GPU older than compute capability 8.0"
     return None

@@ -37,18 +37,18 @@ def sdpa(
 
     Every derivative that torch knows goes through it up to the second, in O(n) memory: `backward`, `torch.func.jvp`, `vjp`,
     `jacfwd`, `jacrev`, `hessian`, `vmap`, dual numbers, and one over the other. A third derivative raises. A mask that is
-    itself differentiated takes the plain formula, in O(n²) memory. Queries that see no key give zero.
+    itself differentiated takes the plain formula, in O(n²) memory. Queries without a visible key give zero.
 
     Args:
         query: (…, n, d).
         key: (…, m, d). Axes in front broadcast.
         value: (…, m, d_v).
-        attn_mask: broadcasts to (…, n, m); true where a key is seen, or a number added to the logit.
+        attn_mask: broadcasts to (…, n, m); true where a key is visible, or a number added to the logit.
         dropout_p: must be 0.
-        is_causal: query `i` sees keys `j ≤ i`, counted from the first of each.
+        is_causal: query `i` attends to keys `j ≤ i`, counted from the first of each.
         scale: of the logits, `1/√d` by default.
         enable_gqa: the third axis from the end holds heads, and several of the query's share one of the key's and value's.
-        window: `|i − j| < window` is seen.
+        window: `|i − j| < window` is visible.
         softcap: logits `s` become `softcap · tanh(s / softcap)` before the mask.
 
     Returns:
@@ -91,7 +91,7 @@ def sdpa(
 
 
 def attend(q: Queries, k: Keys, v: Values, scores: Scores) -> Outputs:
-    """The same with heads in place and a mask by rule; kinds other than softmax take the plain formula, in O(n²) memory.
+    """Attention with heads in place and a mask by rule; kinds other than softmax take the plain formula, in O(n²) memory.
 
     >>> x = torch.eye(2)[None, None]
     >>> attend(0 * x, x, x, Scores(1.0))[0, 0].tolist()

@@ -1,4 +1,4 @@
-"""Which keys a query may see."""
+"""Which keys are visible to a query."""
 
 from dataclasses import dataclass, replace
 
@@ -14,10 +14,10 @@ from howsmooth.kernels.tensors import Place, place
 class Mask:
     """Visibility of key `j` from query `i`, and what is added to the logit.
 
-    causal: `j ≤ i`.  window: `|i − j| < window`, so a causal window of `w` sees `w` tokens, itself included.
-    keys: (batch, m), true where the key may be seen.  bias: added to the logits after scale and soft-cap, broadcast to
-    (batch, heads, n, m); `−inf` hides a key.  ends: row `i` sees keys `j < ends[i]`, and ends never decrease: a causal mask
-    with ties, kept on the CPU.
+    causal: `j ≤ i`.  window: `|i − j| < window`, so a causal window of `w` shows `w` tokens, itself included.
+    keys: (batch, m), true where the key may be visible.  bias: added to the logits after scale and soft-cap, broadcast to
+    (batch, heads, n, m); `−inf` hides a key.  ends: row `i` attends to keys `j < ends[i]`, and ends never decrease: a
+    causal mask with ties, kept on the CPU.
 
     >>> Mask(causal=True, window=2).visible(slice(0, 3), slice(0, 3), torch.device("cpu")).int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
@@ -32,7 +32,7 @@ class Mask:
     def __post_init__(self):
         if self.ends is not None and bool((self.ends.diff() < 0).any()):
             raise BadInputError(
-                "expected ends that never decrease, got a row that sees less than the one before; sort the rows"
+                "expected ends that never decrease, got a row that attends to less than the one before; sort the rows"
             )
         if self.window is not None and not (isinstance(self.window, int) and self.window >= 1):
             raise BadInputError(f"expected a window of 1 or more whole tokens, got {self.window}; leave it out for none")
@@ -69,7 +69,7 @@ class Mask:
             )
 
     def to(self, device: Place = None, dtype: Place = None) -> "Mask":
-        """The same mask on another device, its bias in another precision, named as for a tensor."""
+        """The mask on another device, its bias in another precision, named as for a tensor."""
         device, dtype = place(device, dtype)
         return replace(
             self,
@@ -101,11 +101,11 @@ class Mask:
         """The causal, window and `ends` band on a block of logits."""
         i = torch.arange(rows.start, rows.stop, device=device)[:, None]
         j = torch.arange(cols.start, cols.stop, device=device)[None, :]
-        seen = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
+        visible = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
         if self.causal:
-            seen &= j <= i
+            visible &= j <= i
         if self.window is not None:
-            seen &= (i - j).abs() < self.window
+            visible &= (i - j).abs() < self.window
         if self.ends is not None:
-            seen &= j < self.ends[rows].to(device)[:, None]
-        return seen
+            visible &= j < self.ends[rows].to(device)[:, None]
+        return visible

@@ -12,9 +12,10 @@ _TIED = 16  # units in the last place within which two logits are one
 
 
 def plain_attention(q: Queries, k: Keys, v: Values, scores: Scores, rows: int = 1024) -> Outputs:
-    """`P v` for weights of any kind, `rows` queries at a time where a row is made by itself; queries that see no key give zero.
+    """`P v` for weights of any kind, `rows` queries at a time where a row stands for itself.
 
-    Only out-of-place operations, so every derivative and transform of torch works through it.
+    Queries without a visible key give zero. There are only out-of-place operations, so every derivative and transform of torch
+    works through it.
     """
     _, _, n, m = scores.check(q, k, v)
     kind, mask = scores.kind, scores.mask.to(q.device, q.dtype)
@@ -29,16 +30,16 @@ def plain_attention(q: Queries, k: Keys, v: Values, scores: Scores, rows: int = 
     for start in range(0, n, rows):
         stop = min(start + rows, n)
         s = logits_of(q[:, :, start:stop], k, offset, inner)
-        seen = mask.visible(slice(start, stop), slice(0, m), q.device)
+        visible = mask.visible(slice(start, stop), slice(0, m), q.device)
         if mask.keys is not None:
-            seen = seen & mask.keys[:, None, None, :]
+            visible = visible & mask.keys[:, None, None, :]
         if bias is not None:
             part = bias[:, :, start:stop] if bias.shape[2] > 1 else bias
-            seen = seen & (part != -torch.inf)
+            visible = visible & (part != -torch.inf)
             s = s + part.masked_fill(part == -torch.inf, 0.0)
         if shift is not None:
             s = s + (shift.to(s)[:, None, None, None] if isinstance(shift, Tensor) else shift)
-        outputs.append(kind.weigh(s, seen, slack[:, :, start:stop]) @ v)
+        outputs.append(kind.weigh(s, visible, slack[:, :, start:stop]) @ v)
     out = torch.cat(outputs, dim=2)
     leave = kind.leave(out)
     return out if leave is None else leave.output
@@ -59,7 +60,7 @@ def logits_of(q: Queries, k: Keys, offset: Offsets | None, inner: Scores) -> Log
 
 
 def logit_slack(q: Queries, k: Keys, scale: float, bias: Tensor | None) -> Float[Tensor, "batch heads n 1"]:
-    """How far rounding may move a logit of each query, from above."""
+    """How far rounding may move a logit of each query, an upper bound."""
     lengths = (torch.linalg.vector_norm(t.detach(), dim=-1, keepdim=True) for t in (q, k))
     q_, k_ = lengths
     logit = abs(scale) * q_ * k_.amax()

@@ -34,7 +34,7 @@ class Summed(AttentionKernel):
         assert traits.features is not None
         self._features: FeatureMap = traits.features
         self._divided, self._group = traits.divided, q.shape[1] // k.shape[1]
-        self._seen = None if mask.keys is None else mask.keys[:, None, :, None].to(k.dtype)
+        self._visible = None if mask.keys is None else mask.keys[:, None, :, None].to(k.dtype)
         self.q, self.k, self.v = q, self._hide(self._expand(k)), self._expand(v)
         if self._divided:
             self.v = torch.cat([self.v, torch.ones_like(self.v[..., :1])], -1)
@@ -91,8 +91,8 @@ class Summed(AttentionKernel):
 
     def attention_received(self):
         ones = torch.ones_like(self._o[..., :1])
-        seen = self._inverse if self._divided else ones
-        columns = transposed(self.q, self.k, seen) if self._sums is None else self.k @ (self.q.mT @ seen)
+        rows = self._inverse if self._divided else ones
+        columns = transposed(self.q, self.k, rows) if self._sums is None else self.k @ (self.q.mT @ rows)
         return columns[..., 0].mean(1)
 
     def logit_range(self, below=None):
@@ -116,7 +116,7 @@ class Summed(AttentionKernel):
         return t if self._group == 1 else t.unflatten(-3, (-1, self._group)).sum(-3)
 
     def _hide(self, k: Tensor) -> Tensor:
-        return k if self._seen is None else k * self._seen
+        return k if self._visible is None else k * self._visible
 
 
 def causal(a: Float[Tensor, "*a n e"], b: Float[Tensor, "*b n e"], c: Float[Tensor, "*c n f"]) -> Float[Tensor, "*axes n f"]:

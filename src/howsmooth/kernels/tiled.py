@@ -136,7 +136,7 @@ class Tiled(OnTiles):
 
     @property
     def log_sum_exp(self) -> Float[Tensor, "batch heads 2 n"]:
-        """Of every row of logits and its sink, in two parts: the largest `t`, and `log Σ exp(s − t)`, +inf where none is seen.
+        """Of every row of logits and its sink, in two parts: the largest `t`, and `log Σ exp(s − t)`, +inf without a key.
 
         In one number the second part would have no digits beside an offset that the whole row shares.
         """

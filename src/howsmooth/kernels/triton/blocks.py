@@ -28,7 +28,7 @@ def pick(kernel: Name, width: int, passes: int, two: bool, causal: bool) -> Bloc
 
 
 def pick_received(width: int, passes: int) -> Blocks:
-    """The same for column sums of `P`, which need queries and keys alone."""
+    """Blocks for column sums of `P`, which need queries and keys alone."""
     return Blocks(64, 64, 4, 1 if width > 128 or passes == 3 else 3)
 
 

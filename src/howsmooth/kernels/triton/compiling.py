@@ -86,7 +86,7 @@ def in_parallel(work: Callable[[], None]) -> None:
 
 
 def soon(work: Callable[[], None]) -> Thread:
-    """The same in a thread of its own, while others go on."""
+    """Compile in a thread of its own, while others go on."""
     thread = Thread(target=in_parallel, args=(work,), daemon=True)
     thread.start()
     return thread

@@ -25,7 +25,7 @@ from howsmooth.kernels.triton.forward import forward, jvp, received
 from howsmooth.kernels.triton.logits import Kernel
 from howsmooth.kernels.triton.operands import ROWS, TOP, Packed, pack, padded_length, whole
 
-WIDEST = 256
+WIDEST_HEAD = 256
 _HEAVY = 2**28  # visible logits past which float64 costs more than all other products: about 0.1 s on an H200
 SHIFT = 14  # weights are kept as 2¹⁴ P, so that half precision reaches down to 2⁻³⁸
 _LONG = 2**15
@@ -203,7 +203,7 @@ class Fused(AttentionKernel):
             tangent.append(drawn * (abs(self.scores.scale) * self._shape[5] ** 0.5 * sizes[0] * sizes[1]))
         n = self._shape[3]
         step = math.ceil(padded_length(n) // ROWS / _SAMPLE[0])
-        # the first rows of a causal mask see few keys and weigh most: they are taken whole, the others stand for their like
+        # the first rows of a causal mask attend to few keys and weigh most: they are taken whole, others stand for their like
         starts = range(ROWS * step, n, ROWS * step)
         size = min(ROWS, _SAMPLE[1] // max(1, len(starts)))
         runs = [slice(0, min(n, ROWS)), *(slice(start, min(start + size, n)) for start in starts)]
@@ -244,7 +244,7 @@ class Fused(AttentionKernel):
 
     @property
     def lifted(self) -> float:
-        """Read off the logarithms of the rows' sums, which are to base 2 and infinite where nothing is seen."""
+        """Read off the logarithms of the rows' sums, which are to base 2 and infinite where no key is visible."""
         if self._options["SIGMOID"]:
             return max(abs(x) for x in self.logit_range())
         if self.scores.mask.bias is None and self._sink is None:
@@ -286,8 +286,7 @@ class Fused(AttentionKernel):
 
     def _product(self, kernel: Kernel, name: blocks.Name, probes: int, tensors: tuple, strides: tuple, **options: Any) -> None:
         """Run a kernel of a product with so many probes, two beside each other where that can be."""
-        two = probes % 2 == 0 and self._passes == 1
-        at = self._packed
+        at, two = self._packed, probes % 2 == 0 and self._passes == 1
         self._launch(
             kernel, self._blocks(name, max(self._passes, self._s_passes), two),
             (at.q.hi, at.k.hi, at.v.hi, *tensors), (*at.strides, *self._strides, *strides), probes // 2 if two else probes,
@@ -338,9 +337,7 @@ class Fused(AttentionKernel):
             dkeys = torch.zeros(probes, batch, kv_heads, padded_length(m), device=dq.device)
             if doffset is not None:
                 dkeys[..., :m] = doffset * scales[6 * count :].reshape(probes, batch, 1, 1)
-        out = torch.empty(probes, batch, n, heads, d_v, device=dq.device).transpose(2, 3)
-        if step > 1:
-            out.zero_()
+        out = (torch.zeros if step > 1 else torch.empty)(probes, batch, n, heads, d_v, device=dq.device).transpose(2, 3)
         self._product(
             jvp, "jvp", probes, (p_dq.hi, p_dk.hi, p_dv.hi, self._bias, self._o, self._lse, out, None),
             (*p_dq.strides, *p_dk.strides, *p_dv.strides, *self._o.stride()[:3], *out.stride()[:4]),
@@ -353,8 +350,7 @@ class Fused(AttentionKernel):
 
     def vjp_and_offset(self, g):
         batch, heads, kv_heads, n, m, d, d_v = self._shape
-        at, probes = self._packed, g.shape[0]
-        count = probes * batch
+        at, probes, count = self._packed, len(g), len(g) * batch
         scales = torch.empty(4 * count, device=g.device)
         launch(
             operands.vjp_scales, (1,), operands.largest(g), scales, count, self.scores.scale, *at.scales,

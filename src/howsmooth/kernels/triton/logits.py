@@ -233,7 +233,7 @@ def rows(j0, n, window, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr
 
 @triton.jit
 def _ordered(start, whole_start, whole_end, end, N: tl.constexpr):
-    """The same four, at whole blocks of N where no mask is needed, and none before the last."""
+    """Edges in order, and those between which no mask is needed at whole blocks of N."""
     whole_start = tl.maximum(start, tl.cdiv(whole_start, N) * N)
     whole_end = tl.maximum(whole_start, whole_end // N * N)
     end = tl.maximum(end, start)

@@ -26,7 +26,7 @@ _KERNELS: dict[blocks.Native, Any] = {
 }
 
 
-class _Problem:
+class _Launches:
     """Operands as kernels read them, and what a launch depends on besides."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any]):
@@ -73,7 +73,7 @@ def _launch(name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, pr
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    p = _Problem(q, k, v, bias, how)
+    p = _Launches(q, k, v, bias, how)
     out = heads_last((*q.shape[:-1], v.shape[-1]), q)
     lse = torch.empty((*q.shape[:2], 2, q.shape[2]), dtype=torch.float32, device=q.device)
     p.run("forward", 1, (p.q, p.k, p.v, p.bias, out, lse), out.stride()[:3])
@@ -81,7 +81,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[
 
 
 def jvp(q, k, v, bias, o, lse, dq, dk, dv, how: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    p = _Problem(q, k, v, bias, how)
+    p = _Launches(q, k, v, bias, how)
     o, dq, dk, dv = _rows(o), _rows(dq), _rows(dk), _rows(dv)
     out = heads_last((*dq.shape[:-1], v.shape[-1]), q)
     dlse = torch.empty((*dq.shape[:-2], 2, dq.shape[-2]), dtype=torch.float32, device=q.device)
@@ -91,7 +91,7 @@ def jvp(q, k, v, bias, o, lse, dq, dk, dv, how: Sequence[Any]) -> tuple[Tensor, 
 
 
 def vjp(q, k, v, bias, o, lse, g, how: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    p = _Problem(q, k, v, bias, how)
+    p = _Launches(q, k, v, bias, how)
     o, g = _rows(o), _rows(g)
     dq, dk, dv = (heads_last((*g.shape[:-4], *t.shape), q) for t in (q, k, v))
     delta = torch.empty(g.shape[:-1], dtype=torch.float32, device=q.device)
@@ -102,7 +102,7 @@ def vjp(q, k, v, bias, o, lse, g, how: Sequence[Any]) -> tuple[Tensor, Tensor, T
 
 
 def hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, how: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    p = _Problem(q, k, v, bias, how)
+    p = _Launches(q, k, v, bias, how)
     o, dq, dk, dv, do, g = (_rows(t) for t in (o, dq, dk, dv, do, g))
     dlse = dlse.contiguous()
     hq, hk, hv = (heads_last((*g.shape[:-4], *t.shape), q) for t in (q, k, v))

@@ -20,7 +20,7 @@ ROWS = 128  # lengths are padded to a multiple of this, so every block of rows o
 
 
 @dataclass(frozen=True)
-class Operand:
+class PackedTensor:
     """A packed tensor, (probes, batch, heads, padded n, padded d)."""
 
     hi: Tensor
@@ -65,9 +65,9 @@ class Packed:
     kappa_jvp, kappa_vjp: keep `2¹⁴ P ∘ κ dS` in range, whatever directions they are multiplied by.
     """
 
-    q: Operand
-    k: Operand
-    v: Operand
+    q: PackedTensor
+    k: PackedTensor
+    v: PackedTensor
     scales: tuple[float, float, float]
     kappa_jvp: float
     kappa_vjp: float
@@ -98,12 +98,12 @@ class Packed:
 
     def reduced(self, s_passes: int, passes: int) -> "Packed":
         """Without what products never read, whose logits and whose other products take so many passes."""
-        q, k = (t if s_passes == 3 else Operand(t.hi, t.hi) for t in (self.q, self.k))
-        return replace(self, q=q, k=k, v=self.v if passes == 3 else Operand(self.v.hi, self.v.hi))
+        q, k = (t if s_passes == 3 else PackedTensor(t.hi, t.hi) for t in (self.q, self.k))
+        return replace(self, q=q, k=k, v=self.v if passes == 3 else PackedTensor(self.v.hi, self.v.hi))
 
 
-def whole(t: Float[Tensor, "batch heads n d"], scale: float, width: int = 0) -> Operand:
-    """Both parts of `scale · t`."""
+def whole(t: Float[Tensor, "batch heads n d"], scale: float, width: int = 0) -> PackedTensor:
+    """Queries, keys or values times a scale, in both parts."""
     return pack(t[None], torch.full(t[None].shape[:2], scale, device=t.device), 3, width=width)[0]
 
 
@@ -114,7 +114,7 @@ def pack(
     dot: Float[Tensor, "batch heads n d"] | None = None,
     dot_scale: float = 1.0,
     width: int = 0,
-) -> tuple[Operand, Tensor]:
+) -> tuple[PackedTensor, Tensor]:
     """`scale · t` in half precision, zero in the padding; with `dot`, also the row sums of `scale · t ∘ dot_scale · dot`.
 
     width: padded, if more than `t` needs.
@@ -136,7 +136,7 @@ def pack(
         batch, heads, n, d, rows, dot_scale,
         WIDTH=width, BLOCK=block, PASSES=passes, DOT=dot is not None,
     )  # fmt: skip
-    return Operand(hi, lo), sums
+    return PackedTensor(hi, lo), sums
 
 
 _STRIDES = ("t_probe", "t_item", "t_head", "t_row", "o_item", "o_head", "o_row")
