@@ -10,8 +10,7 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import NoConvergenceError
 from howsmooth.measures import Gaussian, Measure
-from howsmooth.measures.entropic import entropic_ends
-from howsmooth.measures.transport import Distance, wasserstein
+from howsmooth.measures.transport import Distance, entropic_ends, wasserstein
 from problems.layers import gaussian
 from problems.measures import random_measure
 
@@ -87,8 +86,8 @@ def test_entropic_ends_hold_at_every_temperature(monkeypatch):
     mu, nu = free(60, 0), free(50, 7)
     exact = wasserstein(mu, nu).value ** 2
     for levels in (1, 2, 5):
-        monkeypatch.setattr("howsmooth.measures.entropic._LEVELS", levels)
-        monkeypatch.setattr("howsmooth.measures.entropic._TILE", 400)
+        monkeypatch.setattr("howsmooth.measures.transport._LEVELS", levels)
+        monkeypatch.setattr("howsmooth.measures.transport._TILE", 400)
         low, high = entropic_ends(mu.points, mu.mass, nu.points, nu.mass, 2, 1e-3)
         assert low <= exact <= high
 

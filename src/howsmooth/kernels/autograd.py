@@ -90,7 +90,7 @@ def _plus(a: Sequence[Tensor] | None, b: Sequence[Tensor] | None) -> tuple[Tenso
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-class _Operator(_SingleLevelFunction):
+class _OneLevel(_SingleLevelFunction):
     """An operator at one level; `forward` comes with the operator. Its inputs are tensors and, last, four numbers: how."""
 
     @staticmethod
@@ -102,7 +102,7 @@ class _Operator(_SingleLevelFunction):
         ctx.how = inputs[-4:]
 
 
-class Attend(_Operator):
+class Attend(_OneLevel):
     """`q, k, v, bias` and how, to `o, ℓ`."""
 
     @staticmethod
@@ -119,7 +119,7 @@ class Attend(_Operator):
         return JVP(*ctx.saved_tensors, *_filled(tangents[:3], ctx.saved_tensors[:3]), *ctx.how)
 
 
-class AttendJvp(_Operator):
+class AttendJvp(_OneLevel):
     """`q, k, v, bias, o, ℓ, dq, dk, dv` and how, to `do, dℓ`."""
 
     @staticmethod
@@ -147,12 +147,12 @@ class AttendJvp(_Operator):
         return _plus(of_tangent, of_place)
 
 
-class AttendVjp(_Operator):
+class AttendVjp(_OneLevel):
     """`q, k, v, bias, o, ℓ, g` and how, to the gradients of `⟨g, o⟩`."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
-        _Operator.setup_context(ctx, inputs, ())  # outputs are not read
+        _OneLevel.setup_context(ctx, inputs, ())  # outputs are not read
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> Found:
@@ -176,7 +176,7 @@ class AttendVjp(_Operator):
         return _plus(of_g, of_place)
 
 
-class SecondDerivative(_Operator):
+class SecondDerivative(_OneLevel):
     """The jvp's or the vjp's dependence on `q, k, v`, which is not differentiated again: that raises.
 
     Dual numbers carry their tangents through a backward pass whether anybody wants them or not: there it gives NaN.
@@ -205,7 +205,7 @@ def _place_tangents(ctx: Any, at: Sequence[Any], tangents: Sequence[Tensor | Non
     return place, o, lse
 
 
-def _register(op: Any, derivatives: type[_Operator]) -> None:
+def _register(op: Any, derivatives: type[_OneLevel]) -> None:
     function: Any = type(derivatives.__name__, (derivatives,), {"forward": staticmethod(functools.partial(_below, op))})
 
     def at_one_level(*args: Any) -> Found:
