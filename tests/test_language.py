@@ -17,6 +17,7 @@ REWRITTEN = {
     "cli",
     "data",
     "errors.py",
+    "kernels",
     "maps",
     "measures",
     "models",
