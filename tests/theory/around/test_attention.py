@@ -10,9 +10,11 @@ import howsmooth as hs
 from howsmooth.maps import Attention, LayerNorm, RMSNorm, Rotary
 from howsmooth.theory.around import AroundAttention, Neighbourhood, around_attention
 from howsmooth.theory.around.covariances import top
-from howsmooth.theory.around.jets import Centre, Jet, _softmax, exp_remainder, moves
+from howsmooth.theory.around.jets import Centre, Jet, _softmax, moves
+from howsmooth.theory.around.lemmas import exp_rest
 from howsmooth.theory.around.pairs import pairs_at
 from howsmooth.theory.over_ball.table import ball_bounds
+from howsmooth.theory.upper import Upper
 from problems.neighbourhoods import Looked, examine, near
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -177,8 +179,8 @@ def test_weights_stay_in_their_range():
 def test_the_remainder_of_the_exponential():
     t = torch.tensor([0.0, 1e-8, 1e-4, 9e-4, 1e-3, 0.1, 5.0], dtype=torch.float64)
     exact = t.square() * sum(t**k / float(math.factorial(k + 2)) for k in range(30))
-    assert bool((exp_remainder(t) >= exact * (1 - 1e-12)).all())
-    assert bool((exp_remainder(t) <= exact * 1.01).all())
+    assert bool((exp_rest(Upper(t)).value >= exact * (1 - 1e-12)).all())
+    assert bool((exp_rest(Upper(t)).value <= exact * 1.01).all())
 
 
 def test_norms_bend_and_twist_no_more_than_they_may():

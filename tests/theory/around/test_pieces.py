@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.maps.scalars import SCALARS, Scalar, known_scalar
-from howsmooth.theory.around.pieces import norm_change, norm_remainder, norm_slope, softmax_remainder
+from howsmooth.theory.around.lemmas import NormAround, softmax_remainder
+from howsmooth.theory.upper import Upper
 
 RANDOM = torch.Generator().manual_seed(0)
 
@@ -83,10 +84,11 @@ def test_norm(centred: bool, eps: float):
         scale, moved = (u.square().mean() + eps).sqrt(), step.norm()
         at, there = (torch.func.jacrev(norm)(t) for t in (x, x + step))
         rest = (norm(x + step) - norm(x) - at @ step).norm()
-        bound = norm_remainder(scale, moved, d, eps)
+        around = NormAround(scale * (1 - 1e-15), Upper(moved), d, eps)
+        bound = around.remainder.value
         assert rest <= bound + 1e-12
-        assert torch.linalg.matrix_norm(there - at, 2) <= norm_change(scale, moved, d, eps) + 1e-12
-        assert torch.linalg.matrix_norm(there, 2) <= norm_slope(scale, moved, d, eps) * (1 + 1e-12)
+        assert torch.linalg.matrix_norm(there - at, 2) <= around.change.value + 1e-12
+        assert torch.linalg.matrix_norm(there, 2) <= around.slope.value * (1 + 1e-12)
         best = max(best, float(rest / bound))
     assert best > 0.3  # not far too large
 
@@ -98,7 +100,7 @@ def test_softmax():
         logits = 4 * torch.randn(n, generator=RANDOM, dtype=torch.float64)
         moved = 10.0 ** (1.5 - 4 * torch.rand(n, generator=RANDOM, dtype=torch.float64))
         weights = torch.softmax(logits, -1)
-        low, high, apart = softmax_remainder(weights, moved, -1)
+        low, high, apart = softmax_remainder(weights, Upper(moved), -1)
         for _ in range(20):
             delta = moved * (2 * torch.rand(n, generator=RANDOM, dtype=torch.float64) - 1).sign()
             centre = (weights * delta).sum()
@@ -107,14 +109,14 @@ def test_softmax():
             rest = after - weights - weights * (delta - (weights * delta).sum())
             assert bool((rest <= high + 1e-12).all())
             assert bool((rest >= low - 1e-12).all())
-            assert bool(((after - weights).abs() <= apart + 1e-12).all())
+            assert bool(((after - weights).abs() <= apart.value + 1e-12).all())
             best = max(best, float((rest / high.clamp_min(1e-9)).max()))
     assert best > 0.3
 
 
 def test_softmax_far_away_is_no_promise():
     weights = torch.tensor([0.2, 0.8, 0.0], dtype=torch.float64)
-    low, high, apart = softmax_remainder(weights, torch.tensor([1e9, 1e9, 0.0], dtype=torch.float64), -1)
-    assert bool((apart[:2] >= 0.79).all())
+    low, high, apart = softmax_remainder(weights, Upper(torch.tensor([1e9, 1e9, 0.0], dtype=torch.float64)), -1)
+    assert bool((apart.value[:2] >= 0.79).all())
     assert float(high[2]) < 1e-12
     assert math.isfinite(float(low.sum()))

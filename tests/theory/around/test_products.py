@@ -14,8 +14,9 @@ from howsmooth.errors import RefutedBoundError
 from howsmooth.program.pieces import PiecesMap
 from howsmooth.program.reading import read_function
 from howsmooth.solve import Options
-from howsmooth.theory.around import Around, Certified, Neighbourhood, around_graph, graph
-from howsmooth.theory.around.pieces import shared_shape, slice_lengths
+from howsmooth.theory.around import Around, Certified, Neighbourhood, around_graph, pieces
+from howsmooth.theory.around.lemmas import shared_shape, slice_lengths
+from howsmooth.theory.upper import Upper
 from howsmooth.verbs import solve_near
 from problems.gates import SHAPES, gated
 from problems.layers import gaussian
@@ -35,7 +36,7 @@ def test_the_change_of_a_product_is_as_large_as_the_lemma_says(shapes: tuple[tup
     parts = torch.autograd.functional.jacobian(lambda u, v: u * db + da * v, (u, v))
     whole = torch.cat([part.reshape((da * db).numel(), -1) for part in parts], 1)  # pyright: ignore
     shared = shared_shape(*shapes)
-    alpha, beta = (slice_lengths(t, shared) for t in (da, db))
+    alpha, beta = (slice_lengths(Upper(t.abs()), shared).value for t in (da, db))
     assert float(torch.linalg.matrix_norm(whole, 2)) == pytest.approx(float(torch.hypot(alpha, beta).max()), rel=1e-12)
     assert float((da * db).norm()) == pytest.approx(float((alpha * beta).norm()), rel=1e-12)
 
@@ -61,7 +62,7 @@ def test_no_point_is_above_a_bound_in_many():
 
 def test_the_points_refute_a_constant_entry_by_entry(monkeypatch: pytest.MonkeyPatch):
     """What a product without repetition needs is too small where a gate of a token meets many units."""
-    monkeypatch.setattr(graph, "slice_lengths", lambda t, shared: t.abs().amax())
+    monkeypatch.setattr(pieces, "slice_lengths", lambda t, shared: t.map(torch.Tensor.flatten).amax())
     looked = Looked()
     examine(gated(17, "a gate a token"), looked, lower=False)
     assert {why.split()[0] for why in looked.wrong} == {"slope", "change"}

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.theory.around.jets import Centre, Parts, exp_remainder, moves
+from howsmooth.theory.around.jets import Centre, Parts, moves
+from howsmooth.theory.around.lemmas import exp_ratios, exp_rest, others
 from howsmooth.theory.at_point.perron import perron_bound
 from howsmooth.theory.bound import TINY
 from howsmooth.theory.upper import Upper
@@ -141,7 +142,7 @@ def beyond(spread: Spread) -> Beyond:
     x = _visible(centre, spread.logits + second)
     most = x.amax(-1)
     n_x = spread.xi * r + rms(g * r) + n_second
-    kappa, steep = _bend(most)
+    kappa, steep = exp_ratios(most)
     lift = kappa * n_x.square()
     # entry by entry, and in L²(P)
     grown = Upper(torch.expm1(x.value)).raised(4)
@@ -170,28 +171,9 @@ def beyond(spread: Spread) -> Beyond:
     return Beyond(*(t.raised(spread.units) for t in (weights, query, key)))
 
 
-def others(t: Upper) -> Upper:
-    """Sums along the last axis, each without its own term."""
-    total, n = t.sum(-1, keepdim=True).value, t.value.shape[-1]
-    return Upper((total - t.value * (1 - 8 * _UNIT)).clamp_min(0.0)).raised(2 * n)
-
-
 def _visible(centre: Centre, t: Upper) -> Upper:
     """Numbers of visible keys, zero elsewhere."""
     return t.map(lambda m: torch.where(centre.seen, m, 0.0))
-
-
-def exp_rest(t: Upper) -> Upper:
-    """`e^t − 1 − t`."""
-    return Upper(exp_remainder(t.value)).raised(2**14)
-
-
-def _bend(most: Upper) -> tuple[Upper, Upper]:
-    """`(e^t − 1 − t)/t²` and `(e^t − 1)/t`, which grow with `t`, at `most`."""
-    t = most.value
-    bend = torch.where(t < 1e-3, 0.5 * (1 + t), exp_rest(most).value / t.square())
-    steep = torch.where(t < 1e-3, 1 + t, torch.expm1(t) / t)
-    return Upper(bend).raised(16), Upper(steep).raised(16)
 
 
 def top(w: Float[Tensor, "heads n m"], y: Float[Tensor, "heads m d"], c: Float[Tensor, "heads n d"]) -> Upper:

@@ -15,11 +15,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
+from howsmooth.theory.around.lemmas import BEND, LONGEST, TWIST, exp_rest, softmax_range
 from howsmooth.theory.at_point.heads import Geometry
-from howsmooth.theory.bound import TINY, no_nan, product_norm, spectral_norm
+from howsmooth.theory.bound import no_nan, product_norm, spectral_norm
+from howsmooth.theory.upper import Upper
 
-_LONGEST = 300.0  # logits that can move further than this are not followed: any weights may come of them
-_BEND, _TWIST = 2 / math.sqrt(3), 3.0  # of the second and third derivatives of a norm (Lemma 6.3)
 _CAP_BEND, _CAP_TWIST = 4 / (3 * math.sqrt(3)), 2.0  # of those of a soft-cap, in units of the cap (Lemma 6.4)
 ROUNDED = 1e-9  # what all results are raised by, relatively: the rounding of the sums behind them
 _UNITS = 1e-13  # error of a product of tokens and weights, as a share of the product of their lengths, at widths up to 4096
@@ -212,8 +212,8 @@ def _move(layer: Attention, slope: NormJacobian | None, w: Tensor, whole: Tensor
     root = math.sqrt(m)
     low = (scale - size[:, None] * r / root).clamp_min(math.sqrt(norm.eps))
     size = size[:, None]
-    bend = _BEND * alpha * size.square() / (root * low.square())
-    twist = _TWIST * alpha * size**3 / (m * low**3)
+    bend = BEND * alpha * size.square() / (root * low.square())
+    twist = TWIST * alpha * size**3 / (m * low**3)
     return Move(*(no_nan(t * gain).expand(heads, n) for t in (alpha * size / scale, bend, twist)))
 
 
@@ -324,33 +324,18 @@ def _cap_slope(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Mov
 def _softmax(centre: Centre, logit: Jet) -> Jet:
     """`P`: the exact range over a box of logits, and the rest of its expansion (Lemma 6.2)."""
     p, seen = centre.weights, centre.seen
-    e = torch.where(seen, logit.change, 0.0)
-    far = ~(e.amax(-1, keepdim=True) < _LONGEST)  # nan among them
-    e = torch.where(far, 0.0, e)
-    high, low = p * e.exp(), p * (-e).exp()
-    n = p.shape[-1]
-    slack = 1e-15 * (n + 8)
-    others_low = (low.sum(-1, keepdim=True) * (1 - slack) - low).clamp_min(0.0)
-    others_high = (high.sum(-1, keepdim=True) * (1 + slack) - high).clamp_min(0.0)
-    most = torch.where(high > 0, high / (high + others_low).clamp_min(TINY), 0.0)
-    least = low / (low + others_high).clamp_min(TINY)
-    change = torch.maximum(most - p, p - least).clamp_min(0.0) + slack * p
-    linear, rest = torch.where(seen, logit.size, 0.0), torch.where(seen, logit.rest, 0.0)
-    mean = lambda t: (p * t).sum(-1, keepdim=True)  # noqa: E731
-    centred = e + mean(e)
-    shift = mean(exp_remainder(centred))
-    furthest = e + (p * e.exp()).sum(-1, keepdim=True).clamp_min(1.0).log()
-    quadratic = p * (exp_remainder(furthest) + rest + mean(rest) + shift)
-    quadratic = torch.minimum(quadratic, change + p * (linear + mean(linear)))
-    anything = torch.where(seen, 1.0, 0.0)
-    change = torch.where(far, anything, change)
-    quadratic = torch.where(far, torch.inf * anything, quadratic)
-    return Jet(p, change, torch.where(seen, quadratic, 0.0))
+    e = Upper(torch.where(seen, logit.change, 0.0))
+    far = ~(e.amax(-1, keepdim=True).value < LONGEST)
+    change = softmax_range(p, e)[2]
+    e = e.map(lambda t: torch.where(far, 0.0, t))
+    linear, rest = (Upper(torch.where(seen, t, 0.0)) for t in (logit.size, logit.rest))
 
+    def mean(t: Upper) -> Upper:
+        return (t * p).sum(-1, keepdim=True)
 
-def exp_remainder(t: Tensor) -> Tensor:
-    """An upper bound on `e^t − 1 − t` for `t ≥ 0`, up to rounding of a relative 1e-12 where digits cancel.
-
-    It is at most `t²/2 (1 + t)` for `t ≤ 1`, and that where `t` is small.
-    """
-    return torch.where(t < 1e-3, 0.5 * t.square() * (1 + t), torch.expm1(t) - t)
+    shift, grown = mean(exp_rest(e + mean(e))), (Upper(e.value.exp()).raised(4) * p).sum(-1, keepdim=True)
+    furthest = e + Upper(grown.value.clamp_min(1.0).log()) + 1e-15
+    quadratic = (exp_rest(furthest) + rest + mean(rest) + shift) * p
+    quadratic = quadratic.min(change + (linear + mean(linear)) * p).value
+    quadratic = torch.where(far, torch.inf, quadratic)
+    return Jet(p, torch.where(seen, change.value, 0.0), torch.where(seen, quadratic, 0.0))

@@ -8,21 +8,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadFunctionError
 from howsmooth.kernels.kinds.kind import check_softmax
 from howsmooth.maps import Attention, AutodiffJacobian
 from howsmooth.program.pieces import Piece, Pieces
 from howsmooth.spectral import DenseSVD, GolubKahan, Weighted, small
 from howsmooth.spectral.operator import Operator, Restricted
 from howsmooth.theory.around.attention import AroundAttention
+from howsmooth.theory.around.pieces import LINEAR, ROWS, SAME_ROWS, MatrixRule, rule, unknown
+from howsmooth.theory.upper import Upper
 
-_UP = 1 + 1e-9
 _PAIRS = 12  # nodes that are not linear up to which every two of them have a norm of their own
 _WIDTH = 0.1  # of the interval of norms that are multiplied by a change
-SAME_ROWS = {
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "clone", "alias", "detach", "expand",
-    "_to_copy", "transpose", "permute", "contiguous", "flatten", "add", "sub", "lift_fresh",
-}  # fmt: skip
 
 
 @final
@@ -46,7 +42,7 @@ class Certified:
     def __post_init__(self):
         with torch.no_grad():
             self.values = self.graph.values(self.x)
-        self.bends = [i for i, node in enumerate(self.graph.nodes) if node.kind not in ("input", "linear", "pick")]
+        self.bends = [i for i, node in enumerate(self.graph.nodes) if node.kind not in LINEAR]
         for i in self.bends:
             check_known(self.graph.nodes[i])
         crossed = [False] * len(self.graph.nodes)  # by a way around
@@ -54,20 +50,16 @@ class Certified:
             for j in node.inputs:
                 for i in range(j + 1, k):
                     crossed[i] = True
-        self.spread_out = {i for k in self.bends if self.graph.nodes[k].kind == "pointwise" for i in self._matrix_before(k)}
+        self.spread_out = {i for k in self.bends if self.graph.nodes[k].scalar is not None for i in self._matrix_before(k)}
         # every way from the input to the output goes through these
         self.waists = [i for i, node in enumerate(self.graph.nodes) if not crossed[i] and node.kind != "pick"]
 
     def _matrix_before(self, i: int) -> list[int]:
         """The matrix that makes what enters a node, through changes of shape alone."""
-        i = self.graph.nodes[i].inputs[0]
-        while (
-            self.graph.nodes[i].kind == "linear"
-            and self.graph.nodes[i].name in SAME_ROWS
-            and len(self.graph.nodes[i].inputs) == 1
-        ):
-            i = self.graph.nodes[i].inputs[0]
-        return [i] if self.graph.nodes[i].name in ("mm", "addmm") and self.graph.nodes[i].constant is not None else []
+        nodes, i = self.graph.nodes, self.graph.nodes[i].inputs[0]
+        while i not in self.bends and nodes[i].name in SAME_ROWS and len(nodes[i].inputs) == 1:
+            i = nodes[i].inputs[0]
+        return [i] if isinstance(ROWS.get(nodes[i].name), MatrixRule) and nodes[i].constant is not None else []
 
     @property
     def confidence(self) -> float:
@@ -113,7 +105,7 @@ class Certified:
 
     def _stations(self) -> list[int]:
         """Waists far enough apart that a norm between two of them is worth its price: one for every attention layer or so."""
-        behind = [i for i in self.bends if self.graph.nodes[i].kind == "opaque"]
+        behind = [i for i in self.bends if self.graph.nodes[i].opaque is not None]
         return [w for i in behind if (w := next((w for w in self.waists if w > i), None)) is not None]
 
     def attention(self, node: Piece, x: Tensor) -> AroundAttention:
@@ -192,19 +184,17 @@ class Certified:
             J = Restricted(J, self.tokens)
         repeated = math.sqrt(max(targets.count(k) for k in targets))
         if small(J):
-            return DenseSVD().solve(J, 1e-3, None, [self.seed])[0].upper * repeated * _UP
-        self.used += 1
-        solution = GolubKahan(delta=self.delta).solve(J, 0.02, width, [self.seed + self.used])[0]
-        return solution.upper * repeated * (1 + 1e-6) if math.isfinite(solution.upper) else math.inf
+            upper, units = DenseSVD().solve(J, 1e-3, None, [self.seed])[0].upper, 2**22
+        else:
+            self.used += 1
+            solved = GolubKahan(delta=self.delta).solve(J, 0.02, width, [self.seed + self.used])[0]
+            upper, units = solved.upper, 2**32  # products of a graph are rounded, but not knowing a random start
+        return float(Upper(upper * repeated).raised(units))
 
 
 def check_known(node: Piece) -> None:
-    """Refuse what no bound here is made for."""
+    """Refuse what no bound here is known for."""
     if isinstance(node.opaque, Attention):
         check_softmax(node.opaque.kind, "a bound around an input")
-    known = node.kind in ("norm", "product") or (node.kind == "pointwise" and node.scalar is not None)
-    if not known and not (node.kind == "opaque" and isinstance(node.opaque, Attention)):
-        raise BadFunctionError(
-            f"expected attention layers, norms, linear layers, known activations, sums and products, got {node.name}; "
-            'measure a map without it, such as map="attention"'
-        )
+    elif not rule(node).bounded:
+        raise unknown(node)

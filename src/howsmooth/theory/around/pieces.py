@@ -1,91 +1,330 @@
-"""What norms, softmax and scalar functions can do around an input: one piece at a time.
+"""One table of what is known of an operation around the values that enter it: tangent, remainder, change of slope.
 
-Proofs: docs/explanation/around-blocks.md §2.
+`BENT` has an entry for every kind of piece that is not linear, `ROWS` one for every linear operation with constants that treats
+tokens as rows, by its aten name. Proofs: docs/explanation/around-blocks.md §2 and §4.
 """
 
 import math
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.theory.bound import largest_entry
-
-BEND = 2 / math.sqrt(3)  # the largest second derivative of `u/√(|u|²/d + eps)` is this over `√d s²` (Lemma 2.1)
-_LARGE = 300.0  # exponents past which a weight may be anything
-_GONE = 1e-60  # weights that float64 takes for zero are below this wherever no exponent is large
-_UP = 1 + 1e-9
-
-
-def norm_floor(scale: Tensor, moved: Tensor, d: int, eps: float) -> Tensor:
-    """The smallest `√(mean u² + eps)` of tokens that moved at most that far."""
-    return torch.maximum(scale - moved / math.sqrt(d), torch.full_like(scale, math.sqrt(eps)))
+from howsmooth.errors import BadFunctionError
+from howsmooth.program.pieces import Piece
+from howsmooth.spectral import spectral_norm, top_eigenvalue
+from howsmooth.theory.around.lemmas import NormAround, shared_shape, slice_lengths, softmax_remainder
+from howsmooth.theory.upper import Upper
 
 
-def _bend(scale: Tensor, moved: Tensor, d: int, eps: float) -> Tensor:
-    """A mean of the second derivative on the way: `1/(s s')` where the scale can fall to `s'` only, `1/eps` past the floor."""
-    low = norm_floor(scale, moved, d, eps)
-    above = scale - moved / math.sqrt(d) >= math.sqrt(eps)
-    return BEND / math.sqrt(d) / torch.where(above, scale * low, low.square())
+class Groups(NamedTuple):
+    """Unknown vectors, each of a length that is bounded on its own: which group a column belongs to, and how many there are."""
+
+    of: Tensor
+    number: int
+
+    def lengths(self, c: Float[Tensor, "columns entries"]) -> Upper:
+        """How far a group of length one moves every entry, (groups, entries)."""
+        squares = c.new_zeros(self.number, c.shape[1]).index_add_(0, self.of, c.square())
+        return Upper(squares).raised(2 * len(c)).sqrt()
+
+    def entries(self, c: Float[Tensor, "columns *shape"]) -> Upper:
+        """How far a group of length one moves every entry, (*shape, groups)."""
+        return self.lengths(c.reshape(len(c), -1)).map(lambda t: t.mT.reshape(*c.shape[1:], self.number))
+
+    def rows(self, c: Float[Tensor, "columns *rows d"]) -> Upper:
+        """How far a group of length one moves every row, in length, (*rows, groups)."""
+        flat = c.flatten(1, -2) if c.ndim > 2 else c[:, None]  # (columns, rows, d)
+        sizes = flat.square().sum(-1)
+        sizes = sizes.new_zeros(self.number, sizes.shape[1]).index_add_(0, self.of, sizes)  # Frobenius, squared
+        several = torch.bincount(self.of, minlength=self.number)
+        for g in torch.nonzero(several > 1)[:, 0].tolist():
+            block = flat[self.of == g].transpose(0, 1)  # (rows, columns, d)
+            gram = block @ block.mT if block.shape[1] <= block.shape[2] else block.mT @ block
+            sizes[g] = torch.minimum(sizes[g], top_eigenvalue(gram) + 1e-14 * sizes[g])
+        return Upper(sizes).raised(4 * c.shape[-1] + 2 * len(c)).sqrt().map(lambda t: t.mT.reshape(*c.shape[1:-1], self.number))
 
 
-def norm_change(scale: Tensor, moved: Tensor, d: int, eps: float) -> Tensor:
-    """A bound on `‖D_y N − D_x N‖` of LayerNorm or RMSNorm without its weight, `|y − x| ≤ moved` (Lemma 2.2)."""
-    near = _bend(scale, moved, d, eps) * moved
-    return _UP * torch.fmin(torch.where(moved > 0, near, 0.0), 1 / scale + 1 / norm_floor(scale, moved, d, eps))
+class Entered(NamedTuple):
+    """What enters a node: its value, how far its entries, its rows and all of it can move.
 
-
-def norm_slope(scale: Tensor, moved: Tensor, d: int, eps: float) -> Tensor:
-    """A bound on `‖D_y N‖`."""
-    return _UP / norm_floor(scale, moved, d, eps)
-
-
-def norm_remainder(scale: Tensor, moved: Tensor, d: int, eps: float) -> Tensor:
-    """A bound on `|N(y) − N(x) − D_x N (y − x)|` for all `|y − x| ≤ moved` (Lemma 2.2)."""
-    near = 0.5 * _bend(scale, moved, d, eps) * moved.square()
-    return _UP * torch.fmin(torch.where(moved > 0, near, 0.0), 2 * math.sqrt(d) + moved / scale)
-
-
-def norm_ratios(scale: Tensor, moved: Tensor, d: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Bounds on the remainder over `|y − x|` and over its square, for all shorter moves too."""
-    return norm_change(scale, moved, d, eps), _UP * 0.5 * _bend(scale, moved, d, eps)
-
-
-def shared_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the axes that two factors of a product share, of length one where either is repeated (Lemma 4.3)."""
-    return tuple(min(p, q) for p, q in zip(a[::-1], b[::-1], strict=False))[::-1]
-
-
-def slice_lengths(t: Tensor, shared: tuple[int, ...]) -> Tensor:
-    """Lengths of the slices of a factor, one for each entry of the axes that it shares with the other factor."""
-    size = largest_entry(t)
-    size = size if size < math.inf else 1.0  # taken out, so that squares stay in range
-    return (t / size).square().sum_to_size(shared).sqrt() * size
-
-
-def softmax_remainder(
-    weights: Float[Tensor, "..."], moved: Float[Tensor, "..."], axis: int
-) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """What `P(S + δ) − P(S) − DP δ` stays between, entry by entry, and how far `P` itself can move (Lemma 2.4).
-
-    moved: bounds `|δ_j|` of logits measured from their mean under `weights`, so that `Σ_j P_j δ_j = 0`; zero for hidden keys.
+    slope: of its derivative by the input.
     """
-    far = moved > _LARGE
-    s = moved.clamp_max(_LARGE)
-    grown, shrunk = weights * s.exp(), weights * (-s).exp()
-    # the largest and smallest each weight can become; what the others add up to loses digits where one weight is all
-    lost = 1e-15 * weights.shape[axis]
-    fewest = (shrunk.sum(axis, keepdim=True) * (1 - lost) - shrunk).clamp_min(0)
-    most = (grown.sum(axis, keepdim=True) * (1 + lost) - grown).clamp_min(0)
-    any_far = far.any(axis, keepdim=True)
-    above = torch.where(any_far, 1.0, grown / (grown + fewest).clamp_min(1e-300))
-    below = torch.where(any_far, 0.0, shrunk / (shrunk + most).clamp_min(1e-300))
-    above = torch.where((weights > 0) | (moved > 0), torch.maximum(above, weights).clamp_max(1.0), 0.0)
-    below = torch.minimum(below, weights)
-    apart = torch.maximum(above - weights, weights - below)
-    mean = (apart * moved).sum(axis, keepdim=True)
-    spread = (above * moved.square()).sum(axis, keepdim=True)
-    high = torch.minimum(0.5 * above * (moved + mean).square(), above - weights + weights * moved)
-    low = torch.maximum(-0.5 * above * spread, below - weights - weights * moved)
-    tiny = 1e-15 * weights + torch.where(moved > 0, _GONE, 0.0)
-    return low * _UP - tiny, high * _UP + tiny, apart * _UP + tiny
+
+    value: Tensor
+    entries: Upper
+    rows: Upper
+    total: Upper
+    slope: Upper
+
+
+class Bend(NamedTuple):
+    """A node that is not linear, around the input.
+
+    change: how far its derivative can move.  rest: what it adds beyond first order, in length.  each: that by row or by entry,
+    broadcast over its output.  slope: of its derivative by the input.  entries, rows: how far these can move behind it, where
+    known.  turn: of a diagonal derivative, the change of every entry.  factors: of a product of different shapes, how far its
+    derivative by either factor can move.
+    """
+
+    change: Upper
+    rest: Upper
+    each: Upper
+    slope: Upper
+    entries: Upper | None = None
+    rows: Upper | None = None
+    turn: Upper | None = None
+    factors: tuple[Upper, Upper] | None = None
+
+
+class Rule(ABC):
+    """What is known of an operation that is not linear."""
+
+    by_rows = False  # whether its remainder is bounded row by row, in length
+    bounded = True  # whether `bend` is known
+
+    @abstractmethod
+    def tangent(self, node: Piece, at: tuple[Tensor, ...], out: Tensor, c: list[Tensor]) -> Tensor:
+        """Columns through the derivative."""
+
+    def sizes(
+        self, node: Piece, at: tuple[Tensor, ...], out: Tensor, c: list[Tensor], groups: Groups
+    ) -> list[tuple[Upper, Tensor]]:
+        """What the remainder asks for, each as sizes by group and as signed columns: of entries, or of rows in length."""
+        return [(groups.entries(t), t) for t in c]
+
+    @abstractmethod
+    def remainder(self, node: Piece, at: tuple[Tensor, ...], out: Tensor, sizes: list[Upper]) -> tuple[Upper, Tensor | None]:
+        """How long what the node adds beyond first order can be, by group, and what it lies around where that is not zero."""
+
+    def bend(self, node: Piece, entered: list[Entered]) -> Bend:
+        """The node around what enters it."""
+        raise NotImplementedError
+
+    def against(self, weight: Tensor, bend: Bend) -> Upper:
+        """How far a gradient's product with what the node adds can be from zero."""
+        return (bend.each * weight.abs()).map(torch.Tensor.flatten).sum()
+
+
+class NormRule(Rule):
+    """LayerNorm or RMSNorm without its weight."""
+
+    by_rows = True
+
+    def tangent(self, node, at, out, c):
+        z, moved = at[0], c[0]
+        u, moved = (t - t.mean(-1, keepdim=True) if node.centred else t for t in (z, moved))
+        scale = (u.square().mean(-1, keepdim=True) + node.eps).sqrt()
+        return moved / scale - out * (out * moved).mean(-1, keepdim=True) / scale
+
+    def sizes(self, node, at, out, c, groups):
+        moved = c[0] - c[0].mean(-1, keepdim=True) if node.centred else c[0]
+        return [(groups.rows(moved), moved)]
+
+    def remainder(self, node, at, out, sizes):
+        return NormAround.of(at[0], node.centred, node.eps, sizes[0]).remainder, None
+
+    def bend(self, node, entered):
+        z, _, rows, total, slope = entered[0]
+        around = NormAround.of(z, node.centred, node.eps, rows.map(lambda t: t.reshape(z.shape[:-1])))
+        after = (around.slope * around.moved).min(2 * math.sqrt(z.shape[-1])).map(torch.Tensor.flatten)
+        rest = length_of(around.remainder, around.ratios, total)
+        steep = around.slope.map(torch.Tensor.flatten).amax()
+        return Bend(around.change.map(torch.Tensor.flatten).amax(), rest, around.remainder, slope * steep, rows=after)
+
+    def against(self, weight, bend):
+        return (bend.each * Upper(weight.norm(dim=-1)).raised(weight.shape[-1])).map(torch.Tensor.flatten).sum()
+
+
+class ScalarRule(Rule):
+    """A function of one number, entry by entry."""
+
+    def tangent(self, node, at, out, c):
+        return node.scalar.slope(at[0]) * c[0]
+
+    def remainder(self, node, at, out, sizes):
+        low, high = node.scalar.remainder(at[0], sizes[0].value)
+        return middle(low, high)
+
+    def bend(self, node, entered):
+        z, entries, rows, total, slope = entered[0]
+        low, high = node.scalar.remainder(z, entries.value)
+        each, turn = Upper(torch.maximum(-low, high)), Upper(node.scalar.slope_change(z, entries.value))
+        steep = Upper(node.scalar.slope(z).abs()).raised(2**20) + turn
+        ratios = tuple(Upper(t) for t in node.scalar.ratios(z, entries.value))
+        steepest = steep.map(torch.Tensor.flatten).amax()
+        most, rest = turn.map(torch.Tensor.flatten).amax(), length_of(each, ratios, total)  # pyright: ignore[reportArgumentType]
+        return Bend(most, rest, each, slope * steepest, steep * entries, rows.map(torch.Tensor.flatten) * steepest, turn)
+
+
+class ProductRule(Rule):
+    """A product entry by entry, of factors of one shape or of which one is repeated."""
+
+    def tangent(self, node, at, out, c):
+        left, right = (t.reshape(len(t), *[1] * (out.ndim + 1 - t.ndim), *t.shape[1:]) for t in c)
+        return left * at[1] + at[0] * right
+
+    def remainder(self, node, at, out, sizes):
+        return sizes[0] * sizes[1], None
+
+    def bend(self, node, entered):
+        a, b = entered
+        shared = shared_shape(a.value.shape, b.value.shape)
+        # entries meet whole slices of the other factor where it is repeated (Lemma 4.3)
+        alpha, beta = (
+            slice_lengths(e.entries, shared).min(slice_lengths(e.rows[..., None], (*shared[:-1], 1))) for e in (a, b)
+        )
+        each = a.entries * b.entries
+        total = a.total
+        size = each.map(torch.Tensor.flatten).length().min(total.square() * 0.5)
+        most = [
+            (slice_lengths(Upper(e.value.abs()), shared) + m).map(torch.Tensor.flatten).amax()
+            for e, m in ((a, alpha), (b, beta))
+        ]
+        entries = b.entries * a.value.abs() + a.entries * b.value.abs() + each
+        both = (alpha.square() + beta.square()).sqrt().map(torch.Tensor.flatten).amax()
+        factors = None
+        if a.value.shape != b.value.shape:
+            factors = tuple(t.map(torch.Tensor.flatten).amax() for t in (beta, alpha))
+        rows = entries.map(lambda t: t.reshape(-1, t.shape[-1] if t.ndim else 1)).length()
+        slope = most[1] * a.slope + most[0] * b.slope
+        return Bend(both.min(total), size, each, slope, entries, rows, factors=factors)  # pyright: ignore[reportArgumentType]
+
+
+class SoftmaxRule(Rule):
+    """Softmax along an axis."""
+
+    bounded = False
+
+    def tangent(self, node, at, out, c):
+        return out * (c[0] - (out * c[0]).sum(node.axis, keepdim=True))
+
+    def sizes(self, node, at, out, c, groups):
+        moved = c[0] - (out * c[0]).sum(node.axis, keepdim=True)
+        moved = torch.where(at[0] > -math.inf, moved, 0.0)  # hidden keys stay
+        return [(groups.entries(moved), moved)]
+
+    def remainder(self, node, at, out, sizes):
+        return middle(*softmax_remainder(out, sizes[0], node.axis)[:2])
+
+    def moved(self, node: Piece, out: Tensor, sizes: list[Upper]) -> Upper:
+        """How far the weights themselves can move."""
+        return softmax_remainder(out, sizes[0], node.axis)[2]
+
+
+class MatrixProductRule(Rule):
+    """A product of two matrices that both move."""
+
+    bounded = False
+
+    def tangent(self, node, at, out, c):
+        return c[0] @ at[1] + at[0] @ c[1]
+
+    def sizes(self, node, at, out, c, groups):
+        left, right = c[0], c[1].transpose(-1, -2)
+        return [(groups.rows(left), left), (groups.rows(right), right)]
+
+    def remainder(self, node, at, out, sizes):
+        return sizes[0][..., None] * sizes[1].map(lambda t: t.unsqueeze(-2)), None
+
+
+class MixtureRule(MatrixProductRule):
+    """Weights of a softmax times values: the weights are at most one together, and so is what they leave."""
+
+    by_rows = True
+
+    def sizes(self, node, at, out, c, groups):
+        return [(groups.entries(c[0]), c[0]), (groups.rows(c[1]), c[1])]
+
+    def remainder(self, node, at, out, sizes):
+        return (sizes[0] * sizes[1].map(lambda t: t.unsqueeze(-2))).sum(), None
+
+
+BENT: dict[str, Rule] = {
+    "norm": NormRule(),
+    "pointwise": ScalarRule(),
+    "product": ProductRule(),
+    "softmax": SoftmaxRule(),
+    "matrix product": MatrixProductRule(),
+}
+LINEAR = {"input", "linear", "pick"}
+MIXTURE = MixtureRule()
+
+
+def rule(node: Piece) -> Rule:
+    """What is known of a node that is not linear; others are refused."""
+    found = BENT.get(node.kind)
+    if found is None or (node.kind == "pointwise" and node.scalar is None):
+        raise unknown(node)
+    return found
+
+
+def unknown(node: Piece) -> BadFunctionError:
+    """What is said of an operation that nothing is known of."""
+    return BadFunctionError(
+        f"expected attention layers, norms, linear operations, known activations, sums, products and softmax, got {node.name}; "
+        'measure a part of the function without it, or a map such as map="attention"'
+    )
+
+
+def middle(low: Tensor, high: Tensor) -> tuple[Upper, Tensor]:
+    """Half the width of intervals and their middles, with what rounding makes of these."""
+    size = torch.maximum(low.abs(), high.abs())
+    return Upper((0.5 * (high - low)).clamp_min(0.0)) + size * 1e-15, 0.5 * (high + low)
+
+
+def length_of(each: Upper, ratios: tuple[Upper, Upper], total: Upper) -> Upper:
+    """The length of remainders of moves whose squares add up to `total²` at most, from bounds on each and on their ratios."""
+    whole, linear, square = (t.map(torch.Tensor.flatten) for t in (each, *ratios))
+    return whole.length().min(linear.amax() * total).min(square.amax() * total.square())
+
+
+class RowRule(ABC):
+    """What a linear operation with constants does to tokens that are its rows."""
+
+    @abstractmethod
+    def knows(self, node: Piece, before: tuple[int, ...]) -> bool:
+        """Whether a node is of this kind, by the shape of what enters."""
+
+    @abstractmethod
+    def after(self, node: Piece, rows: Upper | None, entries: Upper | None, slope: Upper) -> "Row":
+        """How far rows and entries can move behind the node, and the derivative by the input, from those before."""
+
+
+Row = tuple[Upper | None, Upper | None, Upper]
+
+
+class MatrixRule(RowRule):
+    """A matrix on the right of every token."""
+
+    def knows(self, node, before):
+        return isinstance(node.constant, Tensor)
+
+    def after(self, node, rows, entries, slope):
+        c = node.constant.double()
+        size = Upper(float(spectral_norm(c))).raised(64 * max(c.shape))
+        if rows is None:
+            return None, None, slope * size
+        return rows * size, rows[:, None] * Upper(c.abs()).length(0), slope * size
+
+
+class ScaledRule(RowRule):
+    """A product with constants, entry by entry."""
+
+    def knows(self, node, before):
+        return node.constant is not None and before == node.shape
+
+    def after(self, node, rows, entries, slope):
+        factor = torch.as_tensor(node.constant, dtype=torch.float64).abs()
+        size = float(factor.max())
+        entries = None if entries is None else entries.map(lambda t: t.reshape(node.shape)) * factor
+        return None if rows is None else rows * size, entries, slope * size
+
+
+ROWS: dict[str, RowRule] = {"mm": MatrixRule(), "addmm": MatrixRule(), "mul": ScaledRule(), "div": ScaledRule()}
+SAME_ROWS = {
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "clone", "alias", "detach", "expand",
+    "_to_copy", "transpose", "permute", "contiguous", "flatten", "add", "sub", "lift_fresh",
+}  # fmt: skip

@@ -16,18 +16,12 @@ from torch import Tensor
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.program.pieces import Piece, Pieces
-from howsmooth.theory.around.pieces import norm_remainder, softmax_remainder
+from howsmooth.spectral import spectral_norm
+from howsmooth.theory.around.pieces import BENT, LINEAR, MIXTURE, Groups, MatrixProductRule, Rule, SoftmaxRule, rule
+from howsmooth.theory.upper import Upper
 
-_UP = 1 + 1e-9  # rounding of sums of positive numbers
 _SHAPES = {"view", "_unsafe_view", "reshape", "expand", "clone", "alias", "detach", "_to_copy", "unsqueeze", "squeeze"}
 _MOST = 2**27  # entries of all derivatives together: a gigabyte
-
-
-class Groups(NamedTuple):
-    """Unknown vectors, each of a length that is bounded on its own: which group a column belongs to, and how many there are."""
-
-    of: Tensor
-    number: int
 
 
 class Moved(NamedTuple):
@@ -42,18 +36,37 @@ class Moved(NamedTuple):
 class _Stop:
     """A node that is not linear, with the sizes of what enters it by group, and what it adds.
 
-    sizes: of the quantities its remainder asks for, (…, groups).  lead: the signed parts of columns, for shifts.
-    first, columns: its own columns.  groups: its own groups, the first of them.
+    sizes: of the quantities its remainder asks for, (…, groups).  leads: the signed parts of columns, for shifts.
+    columns: its own columns.  groups: its own groups.
+    weights: of a matrix product of weights and values, the softmax that gave them.
     """
 
     node: Piece
+    rule: Rule
     index: int
     at: tuple[Tensor, ...]
-    sizes: tuple[Tensor, ...]
+    out: Tensor
+    sizes: tuple[Upper, ...]
     leads: tuple[Tensor, ...]
     columns: slice
     groups: slice
-    weights: int | None  # of a matrix product of weights and values, the softmax that gave them: one group for every row
+    weights: int | None
+
+    def remainder(self, rho: Tensor, offset: Tensor, apart: dict[int, Upper]) -> tuple[Upper, Tensor | None]:
+        """What the node adds beyond first order: the length of its groups, and where entries lie.
+
+        rho: lengths of groups.  offset: where columns lie.  apart: how far the weights of every softmax can move.
+        """
+        sizes = []
+        for size, lead in zip(self.sizes, self.leads, strict=True):
+            shift = torch.tensordot(offset[: len(lead)], lead, dims=1)
+            shift = Upper(shift.abs() if shift.shape == size.value.shape[:-1] else shift.norm(dim=-1)).raised(4 * len(lead))
+            sizes.append(size @ rho[: size.value.shape[-1]] + shift)
+        if isinstance(self.rule, SoftmaxRule):
+            apart[self.index] = self.rule.moved(self.node, self.out, sizes)
+        if self.weights is not None:
+            sizes[0] = sizes[0].min(apart[self.weights].map(lambda t: t.reshape(sizes[0].value.shape)))
+        return self.rule.remainder(self.node, self.at, self.out, sizes)
 
 
 @final
@@ -66,19 +79,19 @@ class Expansion:
     inputs: int
     count: int
     lead: Float[Tensor, "columns out"]
-    size: Float[Tensor, "out groups"]
-    whole: Float[Tensor, " groups"]
-    together: float
+    size: Upper  # (out, groups)
+    whole: Upper  # (groups,)
+    together: Upper
 
     def rest(self, radii: Float[Tensor, " inputs"]) -> tuple[Float[Tensor, " groups"], Float[Tensor, " columns"]]:
         """The length of every group, and where columns that are not centred at zero lie."""
         rho = radii.new_zeros(self.count)
         rho[: self.inputs] = radii
         offset = radii.new_zeros(len(self.lead))
-        apart: dict[int, Tensor] = {}  # how far the weights of every softmax can move
+        apart: dict[int, Upper] = {}
         for stop in self.stops:
-            length, centre = _remainder(stop, rho, offset, apart)
-            rho[stop.groups] = torch.nan_to_num(length, nan=math.inf).flatten()
+            length, centre = stop.remainder(rho, offset, apart)
+            rho[stop.groups] = length.value.flatten()
             if centre is not None:
                 offset[stop.columns] = torch.nan_to_num(centre, nan=0.0).flatten()
             if not bool(rho.isfinite().all()):
@@ -90,14 +103,16 @@ class Expansion:
         """Everything within the radii. total: of all tokens together, where they share one."""
         rho, offset = self.rest(radii)
         shift = offset @ self.lead
-        spread = _UP * (self.size @ rho) if bool(rho.isfinite().all()) else torch.full_like(shift, math.inf)
-        length = float(radii.norm()) if total is None else min(total, float(radii.norm()))
-        first = min(self.together * length, float(self.whole[: self.inputs] @ radii))
-        rest = float(self.whole[self.inputs :] @ rho[self.inputs :]) if len(rho) > self.inputs else 0.0
-        moved = _UP * (first + rest + float(shift.norm()))
-        by_entry = float((shift.abs() + spread).norm())
-        shape = self.value.shape
-        return Moved(shift.reshape(shape), spread.reshape(shape), min(moved, by_entry) if moved == moved else by_entry)
+        finite = bool(rho.isfinite().all())
+        spread = self.size @ rho if finite else Upper(torch.full_like(shift, math.inf))
+        length = Upper(radii).length()
+        length = length if total is None else length.min(total)
+        first = (self.together * length).min(self.whole[: self.inputs] @ radii)
+        rest = self.whole[self.inputs :] @ rho[self.inputs :] if len(rho) > self.inputs else Upper(0.0)
+        middle = Upper(float(shift.norm())).raised(4 * len(offset))
+        by_entry = (spread + shift.abs()).length().raised(4 * len(offset))
+        moved = (first + rest + middle).min(by_entry)
+        return Moved(shift.reshape(self.value.shape), spread.value.reshape(self.value.shape), float(moved))
 
 
 @torch.no_grad()
@@ -119,33 +134,24 @@ def expand(graph: Pieces, x: Float[Tensor, "n d"], together: bool, tokens: Seque
     for i, node in enumerate(graph.nodes[1 : graph.output + 1], 1):
         entering = [columns[j] for j in node.inputs]
         at = tuple(values[j] for j in node.inputs)
-        if node.kind in ("linear", "pick"):
-            columns.append(_pushed(node, at, entering))
+        if node.kind in LINEAR:
+            columns.append(_through(node, at, entering))
         else:
-            wide = [_widened(c, len(groups)) for c in entering if isinstance(c, Tensor)]
-            weights = _weights(graph, node.inputs[0]) if node.kind == "matrix product" else None
-            out = values[i]
-            own = _own_groups(node, out, weights is not None)
-            quantities = _quantities(node, at, wide, out, Groups(groups, count), weights is not None)
-            start = len(groups)
-            groups = torch.cat([groups, count + own.of])
-            stops.append(
-                _Stop(
-                    node,
-                    i,
-                    (*at, out),
-                    tuple(q[0] for q in quantities),
-                    tuple(q[1] for q in quantities),
-                    slice(start, len(groups)),
-                    slice(count, count + own.number),
-                    weights,
-                )
-            )
+            out, wide = values[i], [_widened(c, len(groups)) for c in entering if isinstance(c, Tensor)]
+            here, weights = rule(node), None
+            if isinstance(here, MatrixProductRule) and (weights := _weights(graph, node.inputs[0])) is not None:
+                here = MIXTURE
+            own = _own_groups(out, here.by_rows)
+            quantities = here.sizes(node, at, out, wide, Groups(groups, count))
+            first, groups = len(groups), torch.cat([groups, count + own.of])
+            own_columns, own_groups = slice(first, len(groups)), slice(count, count + own.number)
+            sizes, leads = zip(*quantities, strict=True)
+            stops.append(_Stop(node, here, i, at, out, sizes, leads, own_columns, own_groups, weights))
             count += own.number
             fresh = torch.eye(out.numel(), dtype=x.dtype).reshape(-1, *out.shape)
-            columns.append(torch.cat([_tangent(node, at, out, wide), fresh]))
-        made = columns[i]
-        room += made.numel() if isinstance(made, Tensor) else sum(t.numel() for t in made or ())
+            columns.append(torch.cat([here.tangent(node, at, out, wide), fresh]))
+        latest = columns[i]
+        room += latest.numel() if isinstance(latest, Tensor) else sum(t.numel() for t in latest or ())
         if room > _MOST:
             raise BadFunctionError(
                 f"expected a function small enough to be expanded whole, got one of {size} inputs and {len(graph.nodes)} "
@@ -158,18 +164,9 @@ def expand(graph: Pieces, x: Float[Tensor, "n d"], together: bool, tokens: Seque
     assert isinstance(out, Tensor)
     lead = _widened(out, len(groups)).flatten(1)  # (columns, out)
     sizes = Groups(groups, count)
-    whole = _operator_sizes(lead[:, None], sizes)[0]
-    first = lead[:size]
-    return Expansion(
-        values[graph.output],
-        tuple(stops),
-        inputs,
-        count,
-        lead,
-        _lengths(lead, sizes).T.contiguous(),
-        whole,
-        _UP * float(torch.linalg.matrix_norm(first, 2)),
-    )
+    together = Upper(float(spectral_norm(lead[:size]))).raised(64 * max(lead.shape))
+    whole, each = sizes.rows(lead[:, None])[0], sizes.lengths(lead).map(lambda t: t.mT.contiguous())
+    return Expansion(values[graph.output], tuple(stops), inputs, count, lead, each, whole, together)
 
 
 def _last_use(graph: Pieces) -> list[int]:
@@ -181,9 +178,9 @@ def _last_use(graph: Pieces) -> list[int]:
     return last
 
 
-def _pushed(node: Piece, at: tuple[Tensor, ...], entering: list) -> Tensor | tuple[Tensor, ...]:
+def _through(node: Piece, at: tuple[Tensor, ...], entering: list) -> Tensor | tuple[Tensor, ...]:
     """Columns through a linear node."""
-    if node.kind == "linear" and len(entering) == 1 and isinstance(entering[0], tuple):
+    if len(entering) == 1 and isinstance(entering[0], tuple):
         return node.run(entering[0])  # one of several tensors
     wide = max(len(c) for c in entering)
     tangents = tuple(_widened(c, wide) for c in entering)
@@ -197,109 +194,15 @@ def _widened(c: Tensor, count: int) -> Tensor:
 
 def _weights(graph: Pieces, i: int) -> int | None:
     """The softmax that a node is, entry by entry in its order, if it is one."""
-    while graph.nodes[i].kind == "linear" and graph.nodes[i].name in _SHAPES and len(graph.nodes[i].inputs) == 1:
+    while graph.nodes[i].kind in LINEAR and graph.nodes[i].name in _SHAPES and len(graph.nodes[i].inputs) == 1:
         before = graph.nodes[graph.nodes[i].inputs[0]].shape
         if math.prod(before) != math.prod(graph.nodes[i].shape):
             return None
         i = graph.nodes[i].inputs[0]
-    return i if graph.nodes[i].kind == "softmax" else None
+    return i if isinstance(BENT.get(graph.nodes[i].kind), SoftmaxRule) else None
 
 
-def _own_groups(node: Piece, out: Tensor, rows: bool) -> Groups:
-    size = out.numel()
-    if node.kind == "norm" or rows:
-        return Groups(torch.arange(size // out.shape[-1]).repeat_interleave(out.shape[-1]), size // out.shape[-1])
-    return Groups(torch.arange(size), size)
-
-
-def _tangent(node: Piece, at: tuple[Tensor, ...], out: Tensor, c: list[Tensor]) -> Tensor:
-    """Columns through the derivative of a node that is not linear."""
-    if node.kind == "pointwise" and node.scalar is not None:
-        return node.scalar.slope(at[0]) * c[0]
-    if node.kind == "norm":
-        u = at[0] - at[0].mean(-1, keepdim=True) if node.centred else at[0]
-        moved = c[0] - c[0].mean(-1, keepdim=True) if node.centred else c[0]
-        scale = (u.square().mean(-1, keepdim=True) + node.eps).sqrt()
-        return moved / scale - out * (out * moved).mean(-1, keepdim=True) / scale
-    if node.kind == "softmax":
-        return out * (c[0] - (out * c[0]).sum(node.axis, keepdim=True))
-    if node.kind == "product":
-        left, right = (t.reshape(len(t), *[1] * (out.ndim + 1 - t.ndim), *t.shape[1:]) for t in c)
-        return left * at[1] + at[0] * right
-    if node.kind == "matrix product":
-        return c[0] @ at[1] + at[0] @ c[1]
-    raise BadFunctionError(
-        f"expected linear operations, products, softmax, norms and known activations, got {node.name}; "
-        "measure a part of the function without it"
-    )
-
-
-def _quantities(
-    node: Piece, at: tuple[Tensor, ...], c: list[Tensor], out: Tensor, groups: Groups, rows: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """What a remainder asks for, each as sizes by group, (…, groups), and as signed columns."""
-    if node.kind == "norm":
-        moved = c[0] - c[0].mean(-1, keepdim=True) if node.centred else c[0]
-        return [(_operator_sizes(moved, groups), moved)]
-    if node.kind == "softmax":
-        moved = c[0] - (out * c[0]).sum(node.axis, keepdim=True)
-        moved = torch.where(at[0] > -math.inf, moved, 0.0)  # hidden keys stay
-        return [(_entries(moved, groups), moved)]
-    if node.kind == "matrix product":
-        left, right = c
-        if rows:
-            return [(_entries(left, groups), left), (_operator_sizes(right, groups), right)]
-        right = right.transpose(-1, -2)
-        return [(_operator_sizes(left, groups), left), (_operator_sizes(right, groups), right)]
-    return [(_entries(t, groups), t) for t in c]
-
-
-def _lengths(c: Float[Tensor, "columns entries"], groups: Groups) -> Float[Tensor, "groups entries"]:
-    return c.new_zeros(groups.number, c.shape[1]).index_add_(0, groups.of, c.square()).sqrt_().mul_(_UP)
-
-
-def _entries(c: Tensor, groups: Groups) -> Float[Tensor, "*shape groups"]:
-    """How far a group of length one moves every entry."""
-    return _lengths(c.reshape(len(c), -1), groups).T.reshape(*c.shape[1:], groups.number)
-
-
-def _operator_sizes(c: Float[Tensor, "columns *rows d"], groups: Groups) -> Float[Tensor, "*rows groups"]:
-    """How far a group of length one moves every row, in length."""
-    flat = c.flatten(1, -2) if c.ndim > 2 else c[:, None]  # (columns, rows, d)
-    sizes = flat.square().sum(-1)
-    sizes = sizes.new_zeros(groups.number, sizes.shape[1]).index_add_(0, groups.of, sizes)  # Frobenius, squared
-    several = torch.bincount(groups.of, minlength=groups.number)
-    for g in torch.nonzero(several > 1)[:, 0].tolist():
-        block = flat[groups.of == g].transpose(0, 1)  # (rows, columns, d)
-        gram = block @ block.mT if block.shape[1] <= block.shape[2] else block.mT @ block
-        top = torch.linalg.eigvalsh(gram)[:, -1] + 1e-14 * sizes[g]
-        sizes[g] = torch.minimum(sizes[g], top.clamp_min(0))
-    return sizes.sqrt_().mul_(_UP).T.reshape(*c.shape[1:-1], groups.number)
-
-
-def _remainder(stop: _Stop, rho: Tensor, offset: Tensor, apart: dict[int, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """What a node adds beyond first order: the length of its groups, and where entries lie."""
-    node = stop.node
-    sizes = []
-    for size, lead in zip(stop.sizes, stop.leads, strict=True):
-        shift = torch.tensordot(offset[: len(lead)], lead, dims=1)
-        if shift.shape != size.shape[:-1]:
-            shift = shift.norm(dim=-1)
-        sizes.append(shift.abs() + _UP * (size @ rho[: size.shape[-1]]))
-    if node.kind == "pointwise":
-        assert node.scalar is not None
-        low, high = node.scalar.remainder(stop.at[0], sizes[0])
-        return 0.5 * (high - low), 0.5 * (high + low)
-    if node.kind == "norm":
-        u = stop.at[0] - stop.at[0].mean(-1, keepdim=True) if node.centred else stop.at[0]
-        scale = (u.square().mean(-1) + node.eps).sqrt()
-        return norm_remainder(scale, sizes[0], u.shape[-1], node.eps), None
-    if node.kind == "softmax":
-        low, high, apart[stop.index] = softmax_remainder(stop.at[1], sizes[0], node.axis)
-        return 0.5 * (high - low), 0.5 * (high + low)
-    if node.kind == "product":
-        return sizes[0] * sizes[1], None
-    if stop.weights is not None:
-        left = torch.minimum(sizes[0], apart[stop.weights].reshape(sizes[0].shape))
-        return (left * sizes[1].unsqueeze(-2)).sum(-1), None
-    return sizes[0].unsqueeze(-1) * sizes[1].unsqueeze(-2), None
+def _own_groups(out: Tensor, rows: bool) -> Groups:
+    """Every entry of what a node adds is a group, or every row."""
+    size, width = out.numel(), out.shape[-1] if rows else 1
+    return Groups(torch.arange(size // width).repeat_interleave(width), size // width)
