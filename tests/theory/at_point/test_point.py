@@ -262,7 +262,7 @@ def test_rows():
     many, tokens = real_layer(1)
     yudin = point_bounds(many, tokens[0])[0]
     assert not yudin.applies
-    assert yudin.reason == "stated for one head, this layer has 2"
+    assert yudin.reason == "proved for one head, the layer has 2"
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 3, 4), torch.zeros(3, 5), torch.full((3, 4), torch.nan)])

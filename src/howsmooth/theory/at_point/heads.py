@@ -233,9 +233,10 @@ class Tokens:
             y = image.to(dtype), (image * (a * (by_key / unit))[..., None]).to(dtype)
         a, blur_a = (a + blur_a) * (by_key / unit), blur_a * (by_key / unit)
         blur_w = geometry.blur.repeat(batch)[:, None] / unit
-        parts = v, o, k, a, chi, kappa, by_query / unit, nu / unit, blur_v, blur_k, blur_a, blur_w
-        v, o, k, a, chi, kappa, tau, nu, blur_v, blur_k, blur_a, blur_w = (t.to(dtype) for t in parts)
-        return cls(v, o, k, a, y, chi, kappa, tau, nu, unit[:, 0], blur_v, blur_k, blur_a, blur_w, inverse, noise)
+        sides = {"v": v, "o": o, "k": k, "a": a, "chi": chi, "kappa": kappa, "tau": by_query / unit, "nu": nu / unit}
+        blurs = {"blur_v": blur_v, "blur_k": blur_k, "blur_a": blur_a, "blur_w": blur_w}
+        numbers = {name: t.to(dtype) for name, t in (sides | blurs).items()}
+        return cls(y=y, unit=unit[:, 0], inverse=inverse, noise=noise, **numbers)
 
 
 def _even(*parts: Float[Tensor, "g *n"]) -> tuple[tuple[Tensor, ...], Float[Tensor, "g 1"]]:

@@ -22,9 +22,9 @@ from howsmooth.maps.base import check_finite, check_tokens
 from howsmooth.spectral import Composed, Operator, spectral_norm
 from howsmooth.theory.at_point.heads import Geometry, Tokens, rounding, vector_errors
 from howsmooth.theory.at_point.perron import STEPS, along, down, perron_bound, received, tiled_bound, weights_norm
-from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, first_reason, log_of, no_nan, product_norm, slack
+from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of, no_nan, product_norm, slack
 from howsmooth.theory.kinds.block_norms import point_of_kind
-from howsmooth.theory.over_ball.castin2024 import not_bilinear
+from howsmooth.theory.needs import BILINEAR, unmet
 from howsmooth.theory.upper import Upper
 
 _SOURCE = "howsmooth, docs/explanation/point-bounds.md"
@@ -77,15 +77,10 @@ def yudin_bound(attn: Attention, x: Float[Tensor, "n d"]) -> Bound:
 
     `p₍₁₎ ≥ p₍₂₎` are the two largest weights of a row. Masks only change `P`, whose norm is the bound of Proposition 4.1.
     """
-    biases = attn.b_q is not None or attn.b_k is not None
-    reason = first_reason(
-        (attn.heads > 1, f"stated for one head, this layer has {attn.heads}"),
-        (biases, "stated for queries and keys linear in the tokens, this layer adds biases"),
-        (attn.softcap is not None, "stated without a soft-cap"),
-    )
+    reason = not_softmax(attn.kind) or unmet(attn, "one head", "no biases of logits", "no soft-cap", *BILINEAR)
     statement = "‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i p₍₁₎(1 − p₍₁₎ + p₍₂₎))"
     assumes = "one head, q = W_q x and k = W_k x without biases, no soft-cap; A = τ W_kᵀ W_q, V = W_o W_v"
-    answer = not_softmax(attn.kind) or reason or not_bilinear(attn) or log_of(_yudin_value(attn, x.double()))
+    answer = reason or log_of(_yudin_value(attn, x.double()))
     return at_most("D2", "Yudin et al. at a point", statement, "Yudin et al. 2025, arXiv 2507.07814", assumes, answer)
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from howsmooth.maps import Attention, AutodiffJacobian
 from howsmooth.maps.atoms import counted
 from howsmooth.spectral import Weighted, eigh, spectral_norm, svd
-from howsmooth.theory.bound import TINY, Bound, at_least, first_reason
+from howsmooth.theory.bound import TINY, Bound, at_least
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.kinds.published import inverse_phi
 from howsmooth.theory.kinds.slopes import KINDS_SOURCE
+from howsmooth.theory.needs import unmet
 
 _HEADS = 2  # whose directions are tried
 _DENSE = 128  # entries of a few points up to which the derivative is formed
@@ -33,13 +34,7 @@ Counts = Float[Tensor, "batch points"]
 def clusters(layer: Constants, n: int, radius: float) -> Bound:
     """C1: the best of some configurations of one, two or three clusters."""
     attn = layer.attn
-    reason = first_reason(
-        (attn.causal, "not for causal attention, where tokens of a cluster differ"),
-        (attn.window is not None, "not for a window, where tokens of a cluster differ"),
-        (attn.bias is not None, "not for a logit bias"),
-        (attn.attention_mask is not None, "the number of real tokens varies with the sequence"),
-        (attn.rotary is not None, "not for rotary phases, which turn tokens of a cluster apart"),
-    )
+    reason = unmet(attn, "not causal", "no window", "no logit bias", "no padding", "no phases")
     value = 0.0 if reason is not None else best_clusters(attn, n, radius)[0]
     answer = reason or (math.log(value) - 1e-9 if value > 0 else -math.inf)  # less what rounding explains
     statement = (

@@ -22,13 +22,17 @@ from howsmooth.errors import BadInputError
 from howsmooth.maps.base import check_finite
 from howsmooth.settings import whole
 from howsmooth.spectral import spectral_norm
-from howsmooth.theory.bound import Bound, at_most, first_reason, log_add, log_of, slack
+from howsmooth.theory.bound import Bound, at_most, log_add, log_of, slack
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.kinds.sums import sigmoid_logs, weight_logs
-from howsmooth.theory.over_ball.castin2024 import not_bilinear
+from howsmooth.theory.needs import BILINEAR, unmet
 
 _SIGMOID = "Ramapuram et al. 2024, Theorem 3.2; proved in howsmooth, docs/explanation/kinds.md 8.5"
 _STATEMENT = "‖V‖(σ_∞ + 2σ′_∞‖A‖ mean|x_i|²), σ_∞ = n sup σ(s + b), σ′_∞ = n sup σ′(s + b)"
+_NEEDS = (
+    *("one head", "not causal", "no window", "no soft-cap", "no logit bias", "no biases of logits", "no biases of values"),
+    *BILINEAR,
+)
 _ASSUMES = "one head, no mask, no biases on queries, keys and values, no soft-cap"
 
 
@@ -97,18 +101,7 @@ def cosine(layer: Constants, n: int) -> Bound:
     """Q1: cosine attention at any radius."""
     attn, units = layer.attn, layer.attn.kind.traits.unit_vectors
     assert units is not None
-    biases = any(b is not None for b in (attn.b_q, attn.b_k, attn.b_v))
-    answer = first_reason(
-        (not units.values, "stated for values of unit length, the layer's are W_v x"),
-        (layer.heads > 1, f"stated for one head, the layer has {layer.heads}"),
-        (attn.causal or attn.window is not None, "stated without a mask"),
-        (attn.bias is not None or attn.softcap is not None, "stated without a logit bias or soft-cap"),
-        (
-            biases or attn.q_norm is not None or attn.k_norm is not None,
-            "stated for queries, keys and values linear in the tokens",
-        ),
-        (attn.rotary is not None, "stated without rotary phases"),
-    )
+    answer = unmet(attn, *_NEEDS) if units.values else "stated for values of unit length, the layer's are W_v x"
     if answer is None:
         tau, (q, k), v = abs(attn.scale), layer.unit, layer.value
         moved = log_add(
@@ -122,22 +115,9 @@ def cosine(layer: Constants, n: int) -> Bound:
     return at_most("Q1", "cosine, published", statement, "Qi et al. 2023, Theorem 1", assumes, answer)
 
 
-def _not_plain(layer: Constants) -> str | None:
-    """Why the paper's setting is not this layer's; None if it is."""
-    attn = layer.attn
-    biases = any(b is not None for b in (attn.b_q, attn.b_k, attn.b_v))
-    return first_reason(
-        (layer.heads > 1, f"stated for one head, the layer has {layer.heads}"),
-        (attn.causal or attn.window is not None, "stated without a mask"),
-        (attn.softcap is not None, "stated without a soft-cap"),
-        (attn.bias is not None, "stated without a logit bias"),
-        (biases, "stated without biases"),
-    ) or not_bilinear(attn)
-
-
 def sigmoid_over_ball(layer: Constants, n: int, radius: float) -> Bound:
     """S1: sigmoid attention over a ball, with `R²` in place of the mean of the squares."""
-    answer = _not_plain(layer)
+    answer = unmet(layer.attn, *_NEEDS)
     if answer is None:
         log_w, log_slope = weight_logs(layer, 0, n, radius)
         moved = math.log(2) + log_slope + log_of(layer.a[0] * radius * radius)
@@ -148,7 +128,7 @@ def sigmoid_over_ball(layer: Constants, n: int, radius: float) -> Bound:
 
 def sigmoid_at_point(layer: Constants, x: Float[Tensor, "n d"]) -> Bound:
     """S1 at an input, with its own logits and the mean of its squares."""
-    answer, attn = _not_plain(layer), layer.attn
+    answer, attn = unmet(layer.attn, *_NEEDS), layer.attn
     if answer is None:
         logistic = attn.kind.traits.logistic
         assert logistic is not None

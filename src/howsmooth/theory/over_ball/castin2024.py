@@ -9,10 +9,10 @@ import math
 import torch
 
 from howsmooth.kernels.kinds.kind import not_softmax
-from howsmooth.maps import Attention
 from howsmooth.spectral import eig
-from howsmooth.theory.bound import Bound, at_least, at_most, first_reason, log_add, log_of
+from howsmooth.theory.bound import Bound, at_least, at_most, log_add, log_of
 from howsmooth.theory.constants import Constants
+from howsmooth.theory.needs import BILINEAR, unmet
 
 _SOURCE = "Castin, Ablin & Peyré 2024"
 _BELOW = "one head, no mask, V = I, a real eigenvalue of A, no query bias, no soft-cap"
@@ -70,27 +70,9 @@ def mean_field_lower(layer: Constants, radius: float) -> Bound:
 
 def plain(layer: Constants, *, one_head: bool, causal: bool) -> str | None:
     """Why the paper's setting, softmax of ⟨A x_i, x_j⟩, is not this layer's; None if it is."""
-    attn = layer.attn
-    return (
-        not_softmax(attn.kind)
-        or first_reason(
-            (one_head and layer.heads > 1, f"proved for one head, the layer has {layer.heads}"),
-            (attn.causal and not causal, "proved without a mask, the layer is causal"),
-            (attn.window is not None, "not proved for a window"),
-            (attn.softcap is not None, "not proved for soft-capped logits"),
-            (attn.bias is not None, "not proved for a logit bias"),
-            (max(layer.query_shift) > 0, "not proved for a query bias"),
-        )
-        or not_bilinear(attn)
-    )
-
-
-def not_bilinear(attn: Attention) -> str | None:
-    """Why logits are not `⟨A x_i, x_j⟩` plus shifts with one `A` for all positions; None if they are."""
-    return first_reason(
-        (attn.rotary is not None, "needs one A for all positions: not for rotary phases"),
-        (bool(attn.q_norm or attn.k_norm), "needs queries and keys affine in the tokens: not for norms on them"),
-    )
+    needs = ["one head"] * one_head + ["not causal"] * (not causal) + ["no window", "no soft-cap", "no logit bias", *BILINEAR]
+    shifted = "not proved for a query bias" if max(layer.query_shift) > 0 else None
+    return not_softmax(layer.attn.kind) or unmet(layer.attn, *needs) or shifted
 
 
 def _discrete(a: float, n: int, radius: float) -> float:
@@ -100,9 +82,7 @@ def _discrete(a: float, n: int, radius: float) -> float:
 
 def _gamma(layer: Constants) -> float | str:
     """`γ` over the real eigenvalues of A, less what rounding explains; or why the lower bounds do not apply."""
-    reason = plain(layer, one_head=True, causal=False)
-    if layer.attn.attention_mask is not None:
-        reason = reason or "the number of real tokens varies with the sequence"
+    reason = plain(layer, one_head=True, causal=False) or unmet(layer.attn, "no padding")
     if reason is not None:
         return reason
     value, core = layer.value_maps[0], layer.core.matrix[0]

@@ -16,7 +16,7 @@ from howsmooth.kernels.kinds.kind import not_softmax
 from howsmooth.spectral import eigh, spectral_norm, top_eigenvalue
 from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of, slack
 from howsmooth.theory.constants import Constants, once_a_layer
-from howsmooth.theory.over_ball.castin2024 import not_bilinear
+from howsmooth.theory.needs import BILINEAR, unmet
 
 BALL_SOURCE = "howsmooth, docs/explanation/bounds.md"
 _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and keys allowed"
@@ -214,9 +214,8 @@ def _hidden_keys(layer: Constants) -> str | None:
 
 
 def _not_affine(layer: Constants) -> str | None:
-    if layer.attn.softcap is not None:
-        return "needs logits affine in each token: not for a soft-cap"
-    return not_bilinear(layer.attn)
+    """Why logits are not affine in each token; None where they are."""
+    return unmet(layer.attn, "no soft-cap", *BILINEAR)
 
 
 def _by_columns(layer: Constants, radius: float, log_column: Callable[[int], float]) -> float:

@@ -6,9 +6,9 @@ import torch
 
 from howsmooth.kernels.kinds.kind import not_softmax
 from howsmooth.spectral import eigh, svd
-from howsmooth.theory.bound import Bound, at_least, first_reason, lengths, log_add, log_of
+from howsmooth.theory.bound import Bound, at_least, lengths, log_add, log_of
 from howsmooth.theory.constants import Constants
-from howsmooth.theory.over_ball.castin2024 import not_bilinear
+from howsmooth.theory.needs import BILINEAR, unmet
 from howsmooth.theory.over_ball.columns import BALL_SOURCE
 
 
@@ -19,14 +19,8 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
     the attention `x` pays to the tokens at `y`. `n=None` for measures, or for causal sequences of any length.
     """
     attn = layer.attn
-    reason = not_softmax(attn.kind) or first_reason(
-        (layer.heads > 1, f"proved for one head, the layer has {layer.heads}"),
-        (attn.window is not None, "not proved for a window"),
-        (attn.softcap is not None, "not proved for soft-capped logits"),
-        (attn.bias is not None, "not proved for a logit bias"),
-        (attn.attention_mask is not None, "the number of real tokens varies with the sequence"),
-        (n == 1, "one token has no other to attend to"),
-    )
+    needs = ("one head", "no window", "no soft-cap", "no logit bias", "no padding", *BILINEAR)
+    reason = not_softmax(attn.kind) or unmet(attn, *needs) or ("one token has no other to attend to" if n == 1 else None)
     attained = _causal_clusters if attn.causal else _clusters
     size = layer.a[0] * radius * radius + layer.query_shift[0] * radius
     if n is None:
@@ -36,10 +30,8 @@ def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
         id, name = "B15", "two clusters"
         statement = "Lip ≥ |Vp| max_k √((n−k)/k) q(1 + (1−q)δ), q = 1/(1 + (n−k)e^{−δ}/k), δ ≈ ΛR²"
     source, assumes = f"{BALL_SOURCE} Proposition 3.12", "one head, unmasked or causal, no soft-cap; biases allowed"
-    answer = (
-        reason
-        or not_bilinear(attn)
-        or max(log_of(gain) + attained(gap, n) - 1e-11 * (1 + gap) * (1 + size) for gap, gain in _places(layer, radius))
+    answer = reason or max(
+        log_of(gain) + attained(gap, n) - 1e-11 * (1 + gap) * (1 + size) for gap, gain in _places(layer, radius)
     )
     return at_least(id, name, statement, source, assumes, answer, mean_field=n is None)
 
