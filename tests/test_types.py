@@ -19,6 +19,15 @@ SEEN = {
     "hs.lipschitz_batch(attn, x[None]).value": "Tensor",
     "hs.jacobian(attn, x)": "Jacobian",
     "hs.jacobian(attn, x).T @ x": "Tensor",
+    "hs.lipschitz_batch(attn, x[None])[:1]": "Estimates",
+    "hs.lipschitz(torch.nn.MultiheadAttention(4, 1), x)": "Estimate",
+    "model.measure('text', 3)": "Measurement",
+    "model.measure('text', layer=3, within=0.1)": "Measurement",
+    "model.measure(layer=3, ids=[1])": "Measurement",
+    "model.measure('text', layers=[0, 1])": "Measurements",
+    "model.measure('text')[0]": "Measurement",
+    "model.measure('text').value": "Tensor",
+    "model.capture('text')[0].measure(3, head=1)": "Measurement",
     "hs.wasserstein(mu, attn(mu))": "Distance",
     "attn(x)": "Tensor",
     "attn(mu)": "Measure",
@@ -32,6 +41,7 @@ import howsmooth as hs
 x = torch.randn(3, 4)
 attn = hs.Attention.from_matrices(torch.eye(4), torch.eye(4))
 mu = hs.Measure(x)
+model = hs.load("demo")
 """
 
 

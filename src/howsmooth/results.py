@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from numbers import Real
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsFloat, SupportsIndex, TypeGuard, TypeVar, overload
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
@@ -49,6 +51,54 @@ class OneNumber:
 def _is_number(other: object) -> TypeGuard[SupportsFloat]:
     """Whether a result can be compared with it: a number, a tensor of one entry, another result."""
     return isinstance(other, Real | OneNumber) or (isinstance(other, Tensor) and other.numel() == 1)
+
+
+class TwoSided(Protocol):
+    """A result with a value between two ends."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def lower(self) -> float: ...
+    @property
+    def upper(self) -> float: ...
+    @property
+    def confidence(self) -> float: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+_Result = TypeVar("_Result", bound=TwoSided)
+
+
+class Results(tuple[_Result, ...]):
+    """Results in order, with their numbers also as tensors; a slice of them is of their kind."""
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> _Result: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> "_Result | Self":
+        return type(self)(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
+
+    @property
+    def value(self) -> Float[Tensor, " results"]:
+        return torch.tensor([r.value for r in self], dtype=torch.float64)
+
+    @property
+    def lower(self) -> Float[Tensor, " results"]:
+        return torch.tensor([r.lower for r in self], dtype=torch.float64)
+
+    @property
+    def upper(self) -> Float[Tensor, " results"]:
+        return torch.tensor([r.upper for r in self], dtype=torch.float64)
+
+    @property
+    def confidence(self) -> Float[Tensor, " results"]:
+        return torch.tensor([r.confidence for r in self], dtype=torch.float64)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, one list entry for each result."""
+        return {"items": [r.to_dict() for r in self]}
 
 
 def html_table(title: str, rows: Sequence[Mapping[str, object]]) -> str:

@@ -1,13 +1,11 @@
 """What a measurement of a model says, and many of them as a table."""
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, SupportsIndex, final, overload
+from typing import TYPE_CHECKING, Any, final
 
-import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.results import OneNumber, axes_for, draw_intervals, html_table, plain_text
+from howsmooth.results import OneNumber, Results, axes_for, draw_intervals, html_table, plain_text
 from howsmooth.spectral import Estimate, Status
 
 if TYPE_CHECKING:
@@ -178,27 +176,8 @@ class Measurement(OneNumber):
 
 
 @final
-class Measurements(tuple[Measurement, ...]):
+class Measurements(Results[Measurement]):
     """Measurements by layer, and within a layer by window. Prints as a table; `to_frame` gives a pandas data frame."""
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> Measurement: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Measurements": ...
-    def __getitem__(self, index: SupportsIndex | slice) -> "Measurement | Measurements":
-        return Measurements(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
-
-    @property
-    def value(self) -> Float[Tensor, " measurements"]:
-        return torch.tensor([m.value for m in self], dtype=torch.float64)
-
-    @property
-    def lower(self) -> Float[Tensor, " measurements"]:
-        return torch.tensor([m.lower for m in self], dtype=torch.float64)
-
-    @property
-    def upper(self) -> Float[Tensor, " measurements"]:
-        return torch.tensor([m.upper for m in self], dtype=torch.float64)
 
     def to_frame(self) -> "pandas.DataFrame":
         """One row each: layer, map, n, value, both ends, radius, and what `Measurement.about` says."""
@@ -206,10 +185,6 @@ class Measurements(tuple[Measurement, ...]):
 
         rows = [m.row() | m.about() for m in self]
         return pandas.DataFrame.from_records(rows).drop(columns="kind", errors="ignore")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, one list entry per measurement."""
-        return {"items": [m.to_dict() for m in self]}
 
     def __str__(self) -> str:
         if not self:

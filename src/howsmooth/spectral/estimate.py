@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, final, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.results import OneNumber, axes_for, draw_intervals, html_table, plain_text, shares
+from howsmooth.results import OneNumber, Results, axes_for, draw_intervals, html_table, plain_text, shares
 from howsmooth.spectral.operator import Operator
 
 if TYPE_CHECKING:
@@ -142,31 +142,8 @@ class Estimate(OneNumber):
 
 
 @final
-class Estimates(tuple[Estimate, ...]):
+class Estimates(Results[Estimate]):
     """One `Estimate` per input of a batch, in order, with the numbers also as tensors."""
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> Estimate: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Estimates": ...
-    def __getitem__(self, index: SupportsIndex | slice) -> "Estimate | Estimates":
-        return Estimates(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
-
-    @property
-    def value(self) -> Float[Tensor, " batch"]:
-        return torch.tensor([e.value for e in self], dtype=torch.float64)
-
-    @property
-    def lower(self) -> Float[Tensor, " batch"]:
-        return torch.tensor([e.lower for e in self], dtype=torch.float64)
-
-    @property
-    def upper(self) -> Float[Tensor, " batch"]:
-        return torch.tensor([e.upper for e in self], dtype=torch.float64)
-
-    @property
-    def confidence(self) -> Float[Tensor, " batch"]:
-        return torch.tensor([e.confidence for e in self], dtype=torch.float64)
 
     @property
     def status(self) -> tuple[Status, ...]:
@@ -179,10 +156,6 @@ class Estimates(tuple[Estimate, ...]):
     @property
     def direction(self) -> Float[Tensor, "batch ..."]:
         return torch.stack([e.direction for e in self])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, one list entry per input."""
-        return {"items": [e.to_dict() for e in self]}
 
     def __str__(self) -> str:
         return "\n".join(str(e) for e in self)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from numbers import Number
 from typing import Any, Literal, final
@@ -16,7 +16,7 @@ from howsmooth.maps.base import Map, check_finite, check_tokens
 from howsmooth.models import Model
 from howsmooth.models.recorded import Recordings
 from howsmooth.program.head_weights import ByHead, HeadParameters, Rows, head_weights
-from howsmooth.settings import choice, number
+from howsmooth.settings import LayerChoice, choice, number
 from howsmooth.solve import Options, solve
 from howsmooth.training.paths import chosen, paths_of
 from howsmooth.training.probe import Inputs, Probe, model_that_trains, untouched
@@ -73,7 +73,7 @@ def clip_(
     *,
     quantity: Quantity = "constant",
     parts: Literal["qk", "vo", "qkvo"] = "qk",
-    layers: str | Sequence[int] = "all",
+    layers: LayerChoice = "all",
 ) -> Clipped:
     """Scale weights down in place, head by head, until each head's constant or largest logit at `x` is at most `target`.
 

@@ -18,6 +18,7 @@ from howsmooth.models.room import free
 from howsmooth.program.attention import Call, answering
 from howsmooth.program.replay import Run
 from howsmooth.program.segments import SegmentMap
+from howsmooth.settings import LayerChoice
 from howsmooth.solve import Options, solve
 from howsmooth.spectral.ritz import Block, orthonormal
 from howsmooth.training.paths import LayerGraph, LayerJacobians, Paths, drawn, paths_of
@@ -51,7 +52,7 @@ class Following:
     numbers tell apart, one for the whole batch where the model does not keep its rows apart along the first axis.
     """
 
-    def __init__(self, model: Model, batch: Inputs, layers: str | Sequence[int], map: MapName, *, certifies: bool = True):
+    def __init__(self, model: Model, batch: Inputs, layers: LayerChoice, map: MapName, *, certifies: bool = True):
         self.model, self._chosen, self._certifies = model, layers, certifies
         self._map: MapName = map
         self.probe, self._recordings, self._bytes = Probe.of(model, batch), Recordings(_RECORDINGS), 0  # of one layer's graph

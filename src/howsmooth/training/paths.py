@@ -25,7 +25,7 @@ from howsmooth.program.attention import Call, answering, attention
 from howsmooth.program.confirm import agrees
 from howsmooth.program.operations import shape
 from howsmooth.program.replay import Run, Segment, Way, compiled
-from howsmooth.settings import items, whole
+from howsmooth.settings import LayerChoice, items, whole
 from howsmooth.spectral.operator import unit_rows
 from howsmooth.spectral.ritz import Block
 from howsmooth.spectral.step import block_step
@@ -321,7 +321,7 @@ def paths_of(
     model: Model,
     recordings: Recordings,
     probe: Probe,
-    layers: str | Sequence[int],
+    layers: LayerChoice,
     map: MapName,
     *,
     anew: bool = False,
@@ -356,7 +356,7 @@ def paths_of(
     return Paths(recording, tensors, probe, ends, model.dtype)
 
 
-def chosen(layers: str | Sequence[int], count: int) -> list[int]:
+def chosen(layers: LayerChoice, count: int) -> list[int]:
     """Layers by number, in order, of a model that has so many."""
     fix = "count from 0"
     if isinstance(layers, str) and layers == "all":

@@ -5,7 +5,7 @@ derivative in the weights and in the input is that of the constant itself, since
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -22,7 +22,7 @@ from howsmooth.models import MapName, Model
 from howsmooth.models.recorded import Recording, Recordings, not_the_same
 from howsmooth.program.attention import answering
 from howsmooth.program.modules import unchanged, written_path
-from howsmooth.settings import choice, flag, number, whole
+from howsmooth.settings import LayerChoice, choice, flag, number, whole
 from howsmooth.spectral.operator import stream, unit_rows
 from howsmooth.spectral.ritz import converged, krylov
 from howsmooth.training.paths import FAST, LayerGraph, LayerJacobians, LayerTurn, Paths, own_answer, paths_of
@@ -226,7 +226,7 @@ class SmoothnessPenalty:
         self,
         model: nn.Module | Model,
         target: float,
-        layers: str | Sequence[int] = "all",
+        layers: LayerChoice = "all",
         map: MapName = "attention",
         *,
         rows: int | None = None,
@@ -237,7 +237,7 @@ class SmoothnessPenalty:
         self.rows = None if rows is None else whole(rows, "a whole number of rows, at least 1", "None takes all", least=1)
         self.products = whole(products, "a whole number of products", "the default is 1")
         self.map: MapName = choice(map, "a map", FAST)
-        self.layers: str | Sequence[int] = layers
+        self.layers: LayerChoice = layers
         self._recordings = Recordings(_RECORDINGS)
         self._paths: dict[Recording, Paths] = {}
         self._directions: dict[int, Tensor] = {}

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.models import MapName, Model
-from howsmooth.settings import choice, flag, number, whole
+from howsmooth.settings import LayerChoice, choice, flag, number, whole
 from howsmooth.solve import Options
 from howsmooth.training.following import Certified, Following
 from howsmooth.training.paths import FAST
@@ -95,7 +94,7 @@ class Tracker:
         self,
         model: nn.Module | Model,
         probe: Inputs,
-        layers: str | Sequence[int] = "all",
+        layers: LayerChoice = "all",
         map: MapName = "attention",
         heads: bool = False,
         check_every: int = 50,
