@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
-from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.errors import BadFunctionError, BadInputError, reason
 from howsmooth.program.attention import attention
 from howsmooth.program.flow import Flow
 from howsmooth.program.functional import copied
@@ -90,10 +90,9 @@ def record_function(f: Callable[..., Any], *args: Tensor) -> Program:
         if program is None or any(n.args == (True,) for n in program.nodes if name(n) == "_set_grad_enabled"):
             program = trace(Function(f, derived=True), args, whole=False)
     except (RuntimeError, TypeError, BadInputError) as error:
-        said = next(iter(str(error).strip().splitlines()), "no word")[:120]
         raise BadFunctionError(
-            f"expected a function made of torch operations alone, got one that ends in an error as it is recorded ({said}); "
-            "write it in torch operations"
+            f"expected a function made of torch operations alone, got one that ends in an error as it is recorded "
+            f"({reason(error)}); write it in torch operations"
         ) from error
     confirm(program)
     return program
@@ -124,10 +123,9 @@ def confirm(program: Program) -> None:
         try:
             ours, own = replayed(program, tensors), program.own(tensors)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            said = next(iter(str(error).splitlines()), "")[:80]
             raise BadFunctionError(
-                f"expected a function that runs again {where}, got {type(error).__name__} ({said}); look for caches, state and "
-                "choices that depend on values"
+                f"expected a function that runs again {where}, got {reason(error)}; look for caches, state and choices that "
+                "depend on values"
             ) from error
         if versions != _versions(program):
             raise BadFunctionError(

@@ -1,7 +1,6 @@
 """Which nodes a named map of a layer begins and ends at."""
 
 import functools
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -13,7 +12,7 @@ from howsmooth.program.attention import attention
 from howsmooth.program.blocks import Layer
 from howsmooth.program.calls import AttentionCall
 from howsmooth.program.flow import Flow
-from howsmooth.program.layers import Layers
+from howsmooth.program.layers import Layers, in_order
 from howsmooth.program.operations import JOINS, MATRIX, NORMALISES, PADS, SELECTS, SHAPE, SPLITS, name, shape
 from howsmooth.program.replay import Way
 from howsmooth.program.sites import AttentionSites, Group
@@ -94,7 +93,7 @@ def ends_of(
         return _model(layers).one_stream(stream)
     layers = layers.of(at)
     if map in ("block", "update"):
-        enter, leave = _enter(layers, at), _leave(layers, at)
+        enter, leave = layers.entered(at), layers.left(at)
         if map == "update" and [shape(n) for n in enter] != [shape(n) for n in leave]:
             raise BadInputError(
                 "expected a block that keeps the shape of its tokens, got one that changes it; measure map='block'"
@@ -110,11 +109,11 @@ def ends_of(
     group = at.groups[call or 0]
     if len(group.enter) > 1:
         with suppress(BadInputError):  # where no block is to be seen, streams have the order of the run
-            group = Group(group.calls, tuple(_in_order(layers.flow, group.enter, _enter(layers, at))))
+            group = Group(group.calls, tuple(in_order(layers.flow, group.enter, layers.entered(at))))
     enter, leave = group.enter, _leaves(layers.attention, group, heads=map == "heads")
     beside = map != "heads" and layers.attention.is_joined(group, leave)
     if map == "normed":
-        enter = _enter(layers, at)
+        enter = layers.entered(at)
         if all(name(n) in SHAPE for n in layers.flow.between(enter, group.enter)):
             raise BadInputError(
                 "expected a block that normalises before it attends, got one that does not; measure map='attention'"
@@ -125,7 +124,7 @@ def ends_of(
 def _span(all_layers: Layers, layer: int, to: int | str) -> Ends:
     found = all_layers.found
     layers, first = all_layers.of(found[layer]), found[layer]
-    enter, flow, ends = _enter(layers, first), layers.flow, layers.blocks.ends
+    enter, flow, ends = layers.entered(first), layers.flow, layers.blocks.ends
     if to == "logits":
         _refuse_losses(layers)
         behind = tuple(n for n in flow.outputs if n not in ends and flow.up(n) & flow.bits(ends))
@@ -137,8 +136,8 @@ def _span(all_layers: Layers, layer: int, to: int | str) -> Ends:
         raise BadInputError(f"expected a layer that runs behind the first, got {to}, which runs before it; name a later one")
     if isinstance(to, int) and all_layers.of(last) is not layers:
         raise BadInputError("expected a later layer of the same tokens, got one of others; name another")
-    _leave(layers, first)  # a block, or one sentence
-    return Ends(enter, _reached(flow, enter, _leave(layers, last)), flow)
+    layers.left(first)  # a block, or one sentence
+    return Ends(enter, _reached(flow, enter, layers.left(last)), flow)
 
 
 def _reached(flow: Flow, enter: tuple[Node, ...], leave: tuple[Node, ...]) -> tuple[Node, ...]:
@@ -161,10 +160,10 @@ def _model(all_layers: Layers) -> Ends:
     It is what the module returns by that name, or the last node of the width of the last block.
     """
     _refuse_losses(all_layers)
-    in_order = sorted(all_layers.found, key=lambda block: block.first)
-    layers, behind = all_layers.of(in_order[0]), all_layers.of(in_order[-1])
-    enter, flow, program = _enter(layers, in_order[0]), layers.flow, layers.program
-    end, *more = _reached(flow, enter, _leave(behind, behind.last))
+    by_place = sorted(all_layers.found, key=lambda block: block.first)
+    layers, behind = all_layers.of(by_place[0]), all_layers.of(by_place[-1])
+    enter, flow, program = layers.entered(by_place[0]), layers.flow, layers.program
+    end, *more = _reached(flow, enter, behind.left(behind.last))
     if program.hidden is not None and flow.up(program.outputs[program.hidden]) & flow.bit(end):
         return Ends(enter, program.outputs[program.hidden : program.hidden + 1], flow)
     return Ends(enter, layers.blocks.ends if more else (_normed_behind(layers, end),), flow)
@@ -185,46 +184,6 @@ def _normed_behind(layers: Layers, last: Node) -> Node:
         if own[-2:] == size or (fewer and cut):
             found = n
     return found
-
-
-def _enter(layers: Layers, block: Layer) -> tuple[Node, ...]:
-    """Where a block begins, stream by stream."""
-    return _streams(layers, block)[0] if layers.joins(block) else (layers.enter(block),)
-
-
-def _leave(layers: Layers, block: Layer) -> tuple[Node, ...]:
-    """Where a block ends, stream by stream."""
-    return _streams(layers, block)[1] if layers.joins(block) else (layers.leave(block),)
-
-
-def _streams(layers: Layers, block: Layer) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Where a block whose attention joins several streams begins and ends, stream by stream."""
-    if block in layers.streams:
-        return layers.streams[block]
-    inside = layers.inside(block, returned=False)
-    before = [other for other in layers.blocks.found if other.last <= block.first]
-    entering = layers.taken(inside)
-    if before and layers.joins(before[-1]):  # the order that they have from the first block on
-        with suppress(BadInputError):
-            entering = _in_order(layers.flow, entering, _streams(layers, before[-1])[1])
-    given = layers.given(inside, returned=False)
-    left = [[n for n in given if layers.blocks.residual([e], n)] for e in entering]
-    count = len(block.groups[0].enter)
-    if (len(entering) != count and count > 1) or not any(left) or any(len(part) > 1 for part in left):
-        raise BadInputError(
-            f"expected a block that takes and gives the {count} streams that attention joins, got "
-            f"{len(entering)} tensors that enter {block.path} and {len(given)} that leave; measure map='attention'"
-        )
-    layers.streams[block] = tuple(entering), tuple(n for part in left for n in part)
-    return layers.streams[block]
-
-
-def _in_order(flow: Flow, nodes: Sequence[Node], streams: Sequence[Node]) -> list[Node]:
-    """Nodes in the order of the streams that each depends on alone; as they are where that is not to be seen."""
-    of = [[i for i, s in enumerate(streams) if flow.up(n) & flow.bit(s)] for n in nodes]
-    if sorted(of) != [[i] for i in range(len(streams))]:
-        return list(nodes)
-    return [n for _, n in sorted(zip(of, nodes, strict=True), key=lambda pair: pair[0])]
 
 
 def _leaves(attention: AttentionSites, group: Group, *, heads: bool) -> tuple[Node, ...]:

@@ -5,6 +5,7 @@ BlockFinder begin and end where every path of the token stream meets.
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torch.fx import Node
@@ -28,7 +29,7 @@ class Layers:
         self.program, self._apart, self.flow = program, apart, stream_of(program) if flow is None else flow
         self.blocks = BlockFinder(program, self.flow)
         self.attention = self.blocks.attention
-        self.streams: dict[Layer, tuple[tuple[Node, ...], tuple[Node, ...]]] = {}  # where blocks of several begin and end
+        self._known: dict[Layer, tuple[tuple[Node, ...], tuple[Node, ...]]] = {}  # ends of blocks of several streams
 
     @functools.cached_property
     def beside(self) -> "Layers | None":
@@ -82,18 +83,47 @@ class Layers:
                 last = replace(last, last=e.last)
         return last
 
-    def enter(self, block: Layer) -> Node:
+    def entered(self, block: Layer) -> tuple[Node, ...]:
+        """Where a block begins, stream by stream."""
+        return self._streams(block)[0] if self._joins(block) else (self._enter(block),)
+
+    def left(self, block: Layer) -> tuple[Node, ...]:
+        """Where a block ends, stream by stream."""
+        return self._streams(block)[1] if self._joins(block) else (self._leave(block),)
+
+    def _streams(self, block: Layer) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        """Where a block whose attention joins several streams begins and ends, stream by stream."""
+        if block in self._known:
+            return self._known[block]
+        inside = self._inside(block, returned=False)
+        before = [other for other in self.blocks.found if other.last <= block.first]
+        entering = self._taken(inside)
+        if before and self._joins(before[-1]):  # the order that they have from the first block on
+            with suppress(BadInputError):
+                entering = in_order(self.flow, entering, self._streams(before[-1])[1])
+        given = self._given(inside, returned=False)
+        left = [[n for n in given if self.blocks.residual([e], n)] for e in entering]
+        count = len(block.groups[0].enter)
+        if (len(entering) != count and count > 1) or not any(left) or any(len(part) > 1 for part in left):
+            raise BadInputError(
+                f"expected a block that takes and gives the {count} streams that attention joins, got "
+                f"{len(entering)} tensors that enter {block.path} and {len(given)} that leave; measure map='attention'"
+            )
+        self._known[block] = tuple(entering), tuple(n for part in left for n in part)
+        return self._known[block]
+
+    def _enter(self, block: Layer) -> Node:
         """The only node that a block takes, or the last before it that all paths of the tokens meet at."""
         ends = self._single(block)
-        return self._one_stream(block, self.taken(self.inside(block)) if ends is None else ends[:1])
+        return self._one_stream(block, self._taken(self._inside(block)) if ends is None else ends[:1])
 
-    def leave(self, block: Layer) -> Node:
+    def _leave(self, block: Layer) -> Node:
         """The only node that a block gives to the stream, or the first behind it that all paths of the tokens meet at."""
         ends = self._single(block)
         if ends is not None:
             return self._one_stream(block, ends[1:])
         inside = self._with_sums(block)
-        found = self._continued(inside, self.taken(inside))
+        found = self._continued(inside, self._taken(inside))
         behind = self.blocks.around(block)
         return self._one_stream(block, found or ([behind[1]] if behind and self._is_next(block, behind[1]) else []))
 
@@ -106,15 +136,15 @@ class Layers:
 
     def _own(self, block: Layer) -> tuple[Node, Node] | None:
         """The only nodes that a block takes and gives, where one is a term of the other; nothing where there are several."""
-        inside = self.inside(block)
-        taken, among = self.taken(inside), {*inside}
+        inside = self._inside(block)
+        taken, among = self._taken(inside), {*inside}
         found = [n for n in self._continued(inside, taken) if among.isdisjoint(n.users)]
         found = found or self._continued(self._with_sums(block), taken)
         return (taken[0], found[0]) if len(taken) == len(found) == 1 else None
 
     def _continued(self, inside: Sequence[Node], taken: Sequence[Node]) -> list[Node]:
         """The nodes among some that others read and that what these take is a term of."""
-        return [n for n in self.given(inside) if self.blocks.residual(taken, n)]
+        return [n for n in self._given(inside) if self.blocks.residual(taken, n)]
 
     def _meeting(self, block: Layer) -> tuple[Node, Node] | None:
         """Where all paths of the tokens meet before and behind a block; nothing where there are other layers between."""
@@ -130,8 +160,8 @@ class Layers:
 
     def _with_sums(self, block: Layer) -> list[Node]:
         """The nodes of a block, and the sums of two of them, or of one and of what it takes, that are right behind it."""
-        found = self.inside(block)
-        own, taken = {*found}, {*self.taken(found)}
+        found = self._inside(block)
+        own, taken = {*found}, {*self._taken(found)}
         of = {n: n for n in (*found, *taken)}  # what a node is but another scale or shape of
         for n in self.flow.unpack(self.flow.down(*found)):
             feeds = self.flow.feeds(n)
@@ -157,33 +187,33 @@ class Layers:
     def _others_leave(self, block: Layer, n: Node) -> bool:
         """Whether a block gives tokens of another stream too, which are made apart from those that one node of it is."""
         size, behind = shape(n) or (), self.flow.up(n) | self.flow.down(n)
-        given = ((m, shape(m) or ()) for m in self.given(self.inside(block)) if name(m) in ADDS | NORMALISES)
+        given = ((m, shape(m) or ()) for m in self._given(self._inside(block)) if name(m) in ADDS | NORMALISES)
         alike = [m for m, other in given if len(other) == len(size) and other[-1:] == size[-1:]]
         return any(not behind & self.flow.bit(m) for m in alike)
 
     # what blocks take and give
 
-    def joins(self, block: Layer) -> bool:
+    def _joins(self, block: Layer) -> bool:
         """Whether attention joins several streams of a block: it takes them apart, and gives as many."""
         entered = [group.enter for group in block.groups[:1]]
         if not entered or len(entered[0]) > 1:
             return bool(entered)
-        inside, near = self.inside(block, returned=False), self.attention.near(*entered[0])
-        taken = self.taken(inside)
-        given = [n for n in self.given(inside, returned=False) if self.blocks.residual(taken, n)]
+        inside, near = self._inside(block, returned=False), self.attention.near(*entered[0])
+        taken = self._taken(inside)
+        given = [n for n in self._given(inside, returned=False) if self.blocks.residual(taken, n)]
         return len(taken) == len(given) > 1 and all(near & self.flow.bit(n) for n in taken)
 
-    def inside(self, block: Layer, *, returned: bool = True) -> list[Node]:
+    def _inside(self, block: Layer, *, returned: bool = True) -> list[Node]:
         """The live nodes of a block; with `returned`, those that what is returned depends on."""
         need = self.flow.up(*self.blocks.ends) if returned else self.flow.up(*self.flow.nodes)
         return [n for n in self.flow.unpack(need) if block.holds(n) and n.op != "output"]
 
-    def taken(self, inside: Sequence[Node]) -> list[Node]:
+    def _taken(self, inside: Sequence[Node]) -> list[Node]:
         """The nodes that some depend on right away and that are not among them."""
         before = {m for n in inside for m in self.flow.feeds(n)} - {*inside}
         return sorted(before, key=self.flow.index.__getitem__)
 
-    def given(self, inside: Sequence[Node], *, returned: bool = True) -> list[Node]:
+    def _given(self, inside: Sequence[Node], *, returned: bool = True) -> list[Node]:
         """The tensors among some that others read or that are returned; without `returned`, also those that nothing reads."""
         among, need = {*inside}, self.flow.up(*(self.blocks.ends if returned else self.flow.nodes))
 
@@ -199,3 +229,11 @@ class Layers:
             return ""
         scope = self.of(block).attention.scope_of(block.groups[call])
         return "" if scope is None else scope.path
+
+
+def in_order(flow: Flow, nodes: Sequence[Node], streams: Sequence[Node]) -> list[Node]:
+    """Nodes in the order of the streams that each depends on alone; as they are where that is not to be seen."""
+    of = [[i for i, s in enumerate(streams) if flow.up(n) & flow.bit(s)] for n in nodes]
+    if sorted(of) != [[i] for i in range(len(streams))]:
+        return list(nodes)
+    return [n for _, n in sorted(zip(of, nodes, strict=True), key=lambda pair: pair[0])]

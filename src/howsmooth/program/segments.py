@@ -286,7 +286,7 @@ class SegmentJacobian(Operator):
     def refined(self):
         if self.coarse:
             return SegmentJacobian(self._map, self._x, self._lazy, exact=True)
-        finer = FINER.get(self._map.precision)
+        finer: Precision | None = FINER.get(self._map.precision)
         if self._lazy.graph is not None:  # else some kernel of a coarser one has it
             finer = next((k.finer for k in self.kernels if k.finer is not None), None)
         if finer is None:
