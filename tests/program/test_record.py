@@ -231,7 +231,7 @@ def test_errors_of_the_module_beside_its_input_are_one_sentence():
             raise ValueError("another input\nand more")
         return t * 2
 
-    with pytest.raises(BadFunctionError, match=r"^expected a function .* beside its input, got ValueError \(another input\); "):
+    with pytest.raises(BadFunctionError, match=r"^expected a function .* beside its input, got ValueError: another input; "):
         record(Of(first), (torch.full((2, 4), FIRST, dtype=torch.float64),))
 
 
