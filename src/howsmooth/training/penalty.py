@@ -252,23 +252,19 @@ class SmoothnessPenalty:
             raise BadInputError("expected a batch, as one tensor or by name, got none or both; pass penalty(**batch)")
         with untouched(self._model.module), torch.enable_grad():
             batch = Probe.of(self._model, inputs if probe is None else probe, check=not self._found)
-            sigmas = self._turn(batch if self.rows is None else batch.first(self.rows))
-        self._found = {k: t.detach() for k, t in sigmas.items()}
-        return torch.stack([(t / self.target - 1).relu().mean() for t in sigmas.values()]).mean()
+            batch = batch if self.rows is None else batch.first(self.rows)
+            found = self._run(batch, 0)
+            if found is None:  # rows are not apart along the first axis
+                rows = [self._run(batch.row(i), i) or {} for i in range(batch.rows)]
+                found = {k: LayerTurn(*map(torch.cat, zip(*(row[k] for row in rows), strict=True))) for k in rows[0]}
+        self._directions = {k: turned.directions for k, turned in found.items()}
+        self._found = {k: turned.value.detach() for k, turned in found.items()}
+        return torch.stack([(turned.value / self.target - 1).relu().mean() for turned in found.values()]).mean()
 
     @property
     def values(self) -> dict[int, float]:
         """The largest constants of the last call, by layer. Looking at them waits for the device."""
         return {k: float(t.max()) for k, t in self._found.items()}
-
-    def _turn(self, probe: Probe) -> dict[int, Tensor]:
-        """Constants along the carried directions, by row, and the directions turned."""
-        found = self._run(probe, 0)
-        if found is None:  # rows are not apart along the first axis
-            rows = [self._run(probe.row(i), i) for i in range(probe.rows)]
-            found = {k: LayerTurn(*map(torch.cat, zip(*(row[k] for row in rows if row), strict=True))) for k in rows[0] or ()}
-        self._directions = {k: turned.directions for k, turned in found.items()}
-        return {k: turned.value for k, turned in found.items()}
 
     def _run(self, probe: Probe, first: int) -> dict[int, LayerTurn] | None:
         """By layer, the constant along a direction of every row and the next directions; nothing where rows are mixed.

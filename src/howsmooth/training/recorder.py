@@ -99,12 +99,10 @@ class Recorder:
         self.raised: list[Raised] = []
         self.stopped = False
         self._last: int | None = None
-        self._store = None if folder is None or rank() else self._opened(Path(folder), flag(resume, "resume"))
-
-    def _opened(self, folder: Path, resume: bool) -> Store:
-        store = Store(folder / FILE, resume=resume)
-        store.begin(Plan(()), "training", " ".join(sys.argv), versions())
-        return store
+        resume = flag(resume, "resume")
+        self._store = None if folder is None or rank() else Store(Path(folder) / FILE, resume=resume)
+        if self._store is not None:
+            self._store.begin(Plan(()), "training", " ".join(sys.argv), versions())
 
     def __call__(self, step: int, loss: float | None = None) -> dict[str, float]:
         """The numbers of this step where one is due, else nothing. loss: kept beside them."""
