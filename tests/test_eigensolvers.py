@@ -10,7 +10,6 @@ import howsmooth
 SRC = Path(howsmooth.__file__).parent
 ROOMS = sorted({path.relative_to(SRC).parts[0].removesuffix(".py") for path in SRC.rglob("*.py")} - {"spectral"})
 REPRODUCES = {"paper"}  # the paper's own scripts, as they are
-NOT_YET = {"theory"}
 SOLVERS = {
     *("eig", "eigh", "eigvals", "eigvalsh", "eigs", "eigsh", "svd", "svdvals", "svds"),
     *("cond", "lobpcg", "pca_lowrank", "svd_lowrank", "symeig"),
@@ -32,7 +31,7 @@ def solvers(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("room", sorted(set(ROOMS) - REPRODUCES - NOT_YET))
+@pytest.mark.parametrize("room", sorted(set(ROOMS) - REPRODUCES))
 def test_a_room_leaves_spectra_to_spectral(room: str):
     files = [SRC / f"{room}.py"] if (SRC / f"{room}.py").exists() else sorted((SRC / room).rglob("*.py"))
     found = {str(file.relative_to(SRC)): solvers(file.read_text()) for file in files}
@@ -40,7 +39,7 @@ def test_a_room_leaves_spectra_to_spectral(room: str):
 
 
 def test_every_exception_is_needed():
-    for room in REPRODUCES | NOT_YET:
+    for room in REPRODUCES:
         assert any(solvers(file.read_text()) for file in (SRC / room).rglob("*.py")), room
 
 

@@ -28,7 +28,9 @@ REWRITTEN = {
     "search",
     "settings.py",
     "solve.py",
+    "spectral",
     "study",
+    "theory",
     "training",
     "verbs.py",
 }

@@ -243,10 +243,10 @@ def test_a_seed_is_an_answer():
     assert all(e.value == pytest.approx(first.value, rel=1e-3) for e in others)
 
 
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[golub_kahan._Run]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[golub_kahan._Iteration]:
     """Every run from here on, so that its basis and its `T` can be looked at."""
-    runs, start = [], golub_kahan._Run._start
-    monkeypatch.setattr(golub_kahan._Run, "_start", lambda self: runs.append(self) or start(self))
+    runs, start = [], golub_kahan._Iteration._start
+    monkeypatch.setattr(golub_kahan._Iteration, "_start", lambda self: runs.append(self) or start(self))
     return runs
 
 

@@ -72,7 +72,7 @@ def inexact_end(
     rarity: Float[Tensor, " batch"],
     slack: float,
 ) -> Float[Tensor, " batch"]:
-    """The same for products with errors of any kind, however they depend on the start. Theorem 2.5.
+    """An upper end for `λ` from products with errors of any kind, however they depend on the start. Theorem 2.5.
 
     With `x = (λ − T)^{-1} e_1`, all of it positive past `θ_1`, `|⟨v, q⟩| ≤ β_k x_k + Σ_j ε_j x_j`, which falls as `λ` grows.
 
@@ -94,10 +94,10 @@ def inexact_end(
 
     def unlikely(at: Tensor) -> Tensor:
         """Whether `λ = θ_1 + e^at` would need an unlikely start."""
-        past = (start + at.exp())[:, None]
-        pivots = [past - alpha[:, -1:]]
+        above = (start + at.exp())[:, None]
+        pivots = [above - alpha[:, -1:]]
         for j in range(alpha.shape[1] - 2, -1, -1):
-            pivots.append(past - alpha[:, j : j + 1] - beta[:, j : j + 1].square() / pivots[-1])
+            pivots.append(above - alpha[:, j : j + 1] - beta[:, j : j + 1].square() / pivots[-1])
         pivots.reverse()
         x = 1 / pivots[0]
         entries = [x]
@@ -105,10 +105,10 @@ def inexact_end(
             x = beta[:, j : j + 1] * x / pivots[j + 1]
             entries.append(x)
         each = torch.cat(entries, 1)
-        sizes = rest + error_in * (2 * past.sqrt() + error_in)
-        seen = beta[:, -1] * each[:, -1] + (sizes * each).sum(-1)
-        sound = (torch.cat(pivots, 1) > 0).all(-1) & seen.isfinite()
-        return sound & (seen * (1 + _ROUNDED) <= needed)
+        sizes = rest + error_in * (2 * above.sqrt() + error_in)
+        reached = beta[:, -1] * each[:, -1] + (sizes * each).sum(-1)
+        sound = (torch.cat(pivots, 1) > 0).all(-1) & reached.isfinite()
+        return sound & (reached * (1 + _ROUNDED) <= needed)
 
     low = torch.full_like(top, math.log(_NARROWEST))
     high = low + 1.0
@@ -119,10 +119,10 @@ def inexact_end(
     return torch.where(high.isfinite(), (start + ends) * unit[:, 0] * (1 + _NARROWEST), torch.inf)
 
 
-def _bisect(low: Tensor, high: Tensor, above: Callable[[Tensor], Tensor], halvings: int = 60) -> Tensor:
-    """From above, where a condition begins to hold: sixty halvings, past the last bit."""
+def _bisect(low: Tensor, high: Tensor, beyond: Callable[[Tensor], Tensor], halvings: int = 60) -> Tensor:
+    """Where a condition begins to hold, no smaller than that: sixty halvings, beyond the last bit."""
     for _ in range(halvings):
         middle = 0.5 * (low + high)
-        past = above(middle)
-        low, high = torch.where(past, low, middle), torch.where(past, middle, high)
+        holds = beyond(middle)
+        low, high = torch.where(holds, low, middle), torch.where(holds, middle, high)
     return high

@@ -91,9 +91,9 @@ class Estimate(OneNumber):
             return f"The value is attained at point; the upper end is made of {upper}. {self._search_note}"
         if self.status == "dense":
             return "The Jacobian was formed and decomposed, so both ends are exact to rounding."
-        asked = "tol" if self.certify is None else "certify"
+        wanted = "tol" if self.certify is None else "certify"
         if self.status == "certified":
-            return f"The interval is {self.width:.2g} wide relative to its lower end, as narrow as {asked} asks."
+            return f"The interval is {self.width:.2g} wide relative to its lower end, as narrow as {wanted} asks."
         if self.status == "converged":
             return (
                 f"The value has settled to tol={self.tol:g}; the interval is {self.width:.2g} wide relative to its lower end, "
@@ -101,12 +101,12 @@ class Estimate(OneNumber):
             )
         if self.value - self.lower > 0.5 * (self.tol if self.certify is None else self.certify) * self.value:
             return (
-                f"Rounding alone leaves the interval wider than {asked} asks; both ends hold all the same. Terms of this map "
-                f"cancel here, or its logits are large: raise {asked}."
+                f"Rounding alone leaves the interval wider than {wanted} asks; both ends hold all the same. Terms of this map "
+                f"cancel here, or its logits are large: raise {wanted}."
             )
         return (
-            f"{self.steps} steps were not enough for {asked}={self.tol if self.certify is None else self.certify:g}; both ends "
-            f"hold all the same. Raise max_steps in solver=GolubKahan(max_steps=…), or raise {asked}."
+            f"{self.steps} steps were not enough for {wanted}={self.tol if self.certify is None else self.certify:g}; both "
+            f"ends hold all the same. Raise max_steps in solver=GolubKahan(max_steps=…), or raise {wanted}."
         )
 
     @property

@@ -27,13 +27,13 @@ _MARGIN = 0.97  # chosen: 3 % of `certify` is room for the rounding that widens 
 
 
 class _Doubt(NamedTuple):
-    """A run has settled when a value larger by a share `past(tol)` would have needed a start of probability `risk`."""
+    """A run has settled when a value larger by a share `largest_error(tol)` would have needed a start of probability `risk`."""
 
     reach: float
     most: float
     risk: float
 
-    def past(self, tol: float) -> float:
+    def largest_error(self, tol: float) -> float:
         """`reach · tol`, but no more than `most` or `tol`: what is hidden below it may be that far off."""
         return min(self.reach * tol, max(self.most, tol))
 
@@ -73,12 +73,12 @@ class GolubKahan:
         self, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int], start: Tensor | None = None
     ) -> list[Solution]:
         """The top singular pair of every map of a batch, in lock step; each stops by itself. start: in place of its guess."""
-        run = _Run(self, operator, tol, certify, seeds)
+        run = _Iteration(self, operator, tol, certify, seeds)
         run.start = start
         return run.finish()
 
 
-class _Run:
+class _Iteration:
     """One batch on its way. Vectors stay on the operator's device, (batch, N); numbers are on the host, in float64."""
 
     def __init__(self, solver: GolubKahan, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int]):
@@ -96,7 +96,7 @@ class _Run:
         self.starts = torch.ones(operator.batch, dtype=torch.float64)  # fresh random vectors used
         self.rest = torch.zeros(operator.batch, 0, dtype=torch.float64)  # (batch, k), what a step leaves over; if rigorous
         self.shift = torch.zeros(operator.batch, dtype=torch.float64)  # log of what a guess takes from the start
-        self.lost = torch.zeros(operator.batch, dtype=torch.bool)  # the Krylov space is invariant; if rigorous
+        self.invariant = torch.zeros(operator.batch, dtype=torch.bool)  # the Krylov space is invariant; if rigorous
         self.guessed = math.inf  # entry along the start of the direction that was guessed, if it were exact
 
     def finish(self) -> list[Solution]:
@@ -111,12 +111,12 @@ class _Run:
             w = self.basis.orthogonal(w)
             beta = w.norm(dim=-1, keepdim=True)
             last, before, q = before, q, w / torch.where(beta > 0, beta, 1.0)
-            lost = self._read(alpha, beta)
+            invariant = self._read(alpha, beta)
             if self.solver.rigorous:
                 self._account(image, last, before, q)
-                self.lost |= lost
+                self.invariant |= invariant
             else:
-                q = self._restart(q, lost)
+                q = self._restart(q, invariant)
             self.active &= ~self._stop()
             if not bool(self.active.any()):
                 return [self.solutions[i] for i in range(len(self.solutions))]
@@ -188,15 +188,15 @@ class _Run:
         self.alpha, self.beta = torch.cat([self.alpha, numbers[0]], 1), torch.cat([self.beta, numbers[1]], 1)
         return self.beta[:, -1] <= self.rounding * self.alpha.amax(-1)
 
-    def _restart(self, q: Float[Tensor, "batch N"], lost: Tensor) -> Float[Tensor, "batch N"]:
+    def _restart(self, q: Float[Tensor, "batch N"], invariant: Tensor) -> Float[Tensor, "batch N"]:
         """Where the Krylov space is invariant, go on from a fresh random vector orthogonal to it (Corollary 2.4)."""
-        if self.basis.count >= self.size or not bool(lost.any()):
+        if self.basis.count >= self.size or not bool(invariant.any()):
             return q
         fresh = self._gaussian()
         for _ in range(2):
             fresh = unit_rows(self.basis.orthogonal(fresh))
-        self.starts = self.starts + lost.to(self.starts)
-        return torch.where(lost.to(q.device)[:, None], fresh, q)
+        self.starts = self.starts + invariant.to(self.starts)
+        return torch.where(invariant.to(q.device)[:, None], fresh, q)
 
     def _stop(self) -> Tensor:
         """Which items stop at this step; their solutions are written down."""
@@ -208,8 +208,8 @@ class _Run:
         whole = self.basis.count >= self.size
         limit = whole or self.basis.count >= self.solver.max_steps
         if self.solver.rigorous:
-            limit, whole = limit or bool(self.lost.all()), False
-        converged = self._settled(ritz, vectors, beta) | torch.tensor(whole) | self.lost
+            limit, whole = limit or bool(self.invariant.all()), False
+        converged = self._converged(ritz, vectors, beta) | torch.tensor(whole) | self.invariant
         converged |= theta == 0
         stop = converged | torch.tensor(limit)
         upper = theta
@@ -217,7 +217,7 @@ class _Run:
             upper = self._upper(theta, ritz, beta)
         if self.certify is not None:
             wanted = _MARGIN * self.certify - 2 * self.rounding  # rounding widens the interval afterwards
-            stop = (upper <= theta * (1 + wanted) ** 2) | torch.tensor(limit) | self.lost
+            stop = (upper <= theta * (1 + wanted) ** 2) | torch.tensor(limit) | self.invariant
         stop &= self.active
         for i in torch.nonzero(stop)[:, 0].tolist():
             self.solutions[int(self.items[i])] = Solution(
@@ -237,7 +237,7 @@ class _Run:
             return certificate.inexact_end(self.alpha, self.beta, self.rest, self.error, rarity, slack)
         return torch.where(theta == 0, 0.0, certificate.upper_end(ritz, beta, rarity))
 
-    def _settled(self, ritz: Tensor, vectors: Tensor, beta: Tensor) -> Tensor:
+    def _converged(self, ritz: Tensor, vectors: Tensor, beta: Tensor) -> Tensor:
         """Whether a singular value is near the top Ritz value, and a larger one would have shown.
 
         The residual bounds the distance to some eigenvalue; its square over the gap does better where the gap is wide
@@ -254,7 +254,7 @@ class _Run:
             return close
         share = vectors[:, 0, -1].abs() / self.guessed
         clear, plain, otherwise = (
-            certificate.log_growth(theta * (1 + doubt.past(self.tol)) ** 2, ritz, beta) >= self._rarity(doubt.risk)
+            certificate.log_growth(theta * (1 + doubt.largest_error(self.tol)) ** 2, ritz, beta) >= self._rarity(doubt.risk)
             for doubt in (_CLEAR, _PLAIN, _OTHERWISE)
         )
         return close & (otherwise | (plain & ((share >= _SHARE) | alone)) | (clear & (share >= _CLEARLY)))
@@ -264,7 +264,7 @@ class _Run:
 
     def _shrink(self, keep: Tensor) -> None:
         """Leave out items that have stopped: done when half of them have."""
-        for name in ("items", "active", "alpha", "beta", "starts", "shift", "rest", "lost"):
+        for name in ("items", "active", "alpha", "beta", "starts", "shift", "rest", "invariant"):
             setattr(self, name, getattr(self, name)[keep])
         self.seeds = [self.seeds[i] for i in keep.tolist()]
         index = keep.to(self.operator.device)

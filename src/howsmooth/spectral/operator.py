@@ -158,7 +158,7 @@ def inner(a: Float[Tensor, "probes batch *shape"], b: Float[Tensor, "probes batc
         return torch.bmm(a.flatten(2).transpose(0, 1), b.flatten(2).transpose(0, 1).mT)
 
 
-class Around(Operator):
+class WrappedOperator(Operator):
     """An operator made of another one: its batch, precision, device and rounding noise are that one's."""
 
     def __init__(self, operator: Operator):
@@ -187,7 +187,7 @@ class Around(Operator):
 
 
 @final
-class Selected(Around):
+class Selected(WrappedOperator):
     """Some items of an operator that cannot be cut: the others get zeros. Each item at most once."""
 
     def __init__(self, operator: Operator, items: Tensor):
@@ -268,7 +268,7 @@ class Composed(Operator):
 
 
 @final
-class Weighted(Around):
+class Weighted(WrappedOperator):
     """`diag(rows) · J · diag(cols)`: weights on the output and on the input, broadcast over (batch, …).
 
     A measure `Σ a_i δ_{x_i}` sees the Jacobian as `D^{½} J D^{−½}` with `D = diag(a)`.
@@ -323,7 +323,7 @@ class Weighted(Around):
 
 
 @final
-class Restricted(Around):
+class Restricted(WrappedOperator):
     """`J` for perturbations of some tokens alone, the others held fixed: its columns there, from `(tokens, …)`.
 
     Its own inputs are those tokens, so a random start is uniform among the perturbations that are allowed.

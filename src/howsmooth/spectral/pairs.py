@@ -13,7 +13,7 @@ from howsmooth.kernels.arithmetic import float32_products
 from howsmooth.spectral.dense import decomposed, rounding_of, small
 from howsmooth.spectral.estimate import Solver
 from howsmooth.spectral.golub_kahan import GolubKahan
-from howsmooth.spectral.operator import Around, Operator, Weighted, stream, unit_rows
+from howsmooth.spectral.operator import Operator, Weighted, WrappedOperator, stream, unit_rows
 from howsmooth.spectral.ritz import Block, converged, krylov
 
 _PRODUCTS = 24  # with `JᵀJ`, that the pairs are found with unless more is wanted: better ones leave less, any are sound
@@ -139,7 +139,7 @@ def norm_upper(operator: Operator, solver: Solver, narrow: float, seeds: Sequenc
 
 
 @final
-class Deflated(Around):
+class Deflated(WrappedOperator):
     """`(I − UUᵀ) J (I − VVᵀ)`, for orthonormal rows `left` and `right` of every item."""
 
     def __init__(self, operator: Operator, left: Float[Tensor, "batch pairs M"], right: Float[Tensor, "batch pairs N"]):

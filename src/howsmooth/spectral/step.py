@@ -27,8 +27,8 @@ class Turned(NamedTuple):
     directions: Block
 
 
-def block_step(pulled: Block, forward: Callable[[Block], Block]) -> Turned:
-    """One step for every item of `pulled`, which is `JᵀU`; items may be rows and maps of any kind. forward: `J` on a block.
+def block_step(back: Block, forward: Callable[[Block], Block]) -> Turned:
+    """One step for every item of `back`, which is `JᵀU`; items may be rows and maps of any kind. forward: `J` on a block.
 
     Where something is not finite the value is NaN and the directions are zero. With one direction an item, nobody waits for
     the device.
@@ -38,7 +38,7 @@ def block_step(pulled: Block, forward: Callable[[Block], Block]) -> Turned:
     >>> round(turned.value.item(), 6)
     3.0
     """
-    v, before = spanned(pulled)
+    v, before = spanned(back)
     image = forward(v)
     wide = image.double()
     if image.shape[1] == 1:

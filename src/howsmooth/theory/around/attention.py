@@ -74,7 +74,7 @@ class AroundAttention:
         seed: int = 0,
     ):
         check_softmax(layer.kind, "a bound around an input")
-        # biases of values and outputs move nothing, and what they hide in rounding is not lost without them
+        # biases of values and outputs move nothing, and what they hide in rounding is kept without them
         layer = layer.to(x.device, torch.float64)
         by_v, by_o = (1.0 if w is None else _power_of_two(largest_entry(w)) for w in (layer.w_v, layer.w_o))
         w_o = None if layer.w_o is None else layer.w_o / by_o
@@ -138,7 +138,7 @@ class AroundAttention:
 
     @torch.no_grad()
     def _within(self, neighbourhood: Neighbourhood) -> Around:
-        """The same of the layer with its sizes taken out."""
+        """Bounds on the layer with its sizes taken out."""
         if not torch.equal(neighbourhood.point, self.point):
             raise BadInputError("expected a neighbourhood of the input, got one of another; make bounds around that one")
         r, columns = neighbourhood.radii, self._columns
@@ -280,7 +280,7 @@ def _anywhere(centre: Centre, found: Parts, r: Tensor, columns: Tensor) -> Sizes
     nu = centre.geometry.nu[:, None, None]
 
     def root_mean_square(t: Tensor) -> Tensor:
-        t = torch.where(centre.seen, t, 0.0)
+        t = torch.where(centre.visible, t, 0.0)
         return no_nan(torch.minimum(lengths(weights.sqrt() * t), t.amax(-1)))
 
     spread = root_mean_square(centre.values + nu * r)

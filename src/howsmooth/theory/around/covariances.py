@@ -41,14 +41,14 @@ class Spread:
         """`l(P t², u)` of every head and query, (heads, n); without `t`, `l(P, u)`."""
         kernel, geometry = self.centre.operator.kernel.tiled(), self.centre.geometry
         r_o = geometry.r_o * geometry.out_size
-        p, lost = self.centre.weights, self.centre.errors.values[:, None]
+        p, error = self.centre.weights, self.centre.errors.values[:, None]
         if t is None:
-            return top(p, kernel.v @ r_o.mT, kernel.o @ r_o.mT) + lost
+            return top(p, kernel.v @ r_o.mT, kernel.o @ r_o.mT) + error
         size = t.amax(-1).value  # taken out before squares, which leave the range
         fine = (size > 0) & size.isfinite()
         share = torch.where(fine[..., None], (t / torch.where(fine, size, 1.0)[..., None]).value, 0.0)
         spread = top(p * share.square(), kernel.v @ r_o.mT, kernel.o @ r_o.mT).raised(4)
-        return (spread + lost) * size
+        return (spread + error) * size
 
     @cached_property
     def u(self) -> Upper:
@@ -173,7 +173,7 @@ def beyond(spread: Spread) -> Beyond:
 
 def _visible(centre: Centre, t: Upper) -> Upper:
     """Numbers of visible keys, zero elsewhere."""
-    return t.map(lambda m: torch.where(centre.seen, m, 0.0))
+    return t.map(lambda m: torch.where(centre.visible, m, 0.0))
 
 
 def top(w: Float[Tensor, "heads n m"], y: Float[Tensor, "heads m d"], c: Float[Tensor, "heads n d"]) -> Upper:

@@ -23,7 +23,7 @@ from howsmooth.program.pieces import Piece, Pieces, pieces_of
 from howsmooth.theory.around.attention import around_attention
 from howsmooth.theory.around.neighbourhood import Around, Neighbourhood
 from howsmooth.theory.around.norms import Certified
-from howsmooth.theory.around.pieces import ROWS, SAME_ROWS, Bend, Entered, rule
+from howsmooth.theory.around.pieces import ROW_RULES, SAME_ROWS, Bend, Entered, rule
 from howsmooth.theory.bound import lengths
 from howsmooth.theory.upper import Upper
 
@@ -227,8 +227,8 @@ def _through(node: Piece, entering: list[_Reach], graph: Pieces, n: int) -> _Rea
     first, alone = entering[0], len(node.inputs) == 1
     if any(e.rows is None and float(e.slope) == math.inf for e in entering):
         return _Reach(None)
-    if alone and node.name in ROWS and ROWS[node.name].knows(node, graph.nodes[node.inputs[0]].shape):
-        return _Reach(*ROWS[node.name].after(node, first.rows, first.entries, first.slope))
+    if alone and node.name in ROW_RULES and ROW_RULES[node.name].knows(node, graph.nodes[node.inputs[0]].shape):
+        return _Reach(*ROW_RULES[node.name].after(node, first.rows, first.entries, first.slope))
     if node.name in SAME_ROWS and all(_same_rows(node, graph.nodes[j].shape, n) for j in node.inputs):
         rows, entries = ([getattr(e, name) for e in entering] for name in ("rows", "entries"))
         entries = [t if t is None else t.map(lambda m: m.reshape(node.shape)) for t in entries]

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
-from howsmooth.theory.around.lemmas import BEND, LONGEST, TWIST, exp_rest, softmax_range
+from howsmooth.theory.around.lemmas import BEND, FARTHEST, TWIST, exp_rest, softmax_range
 from howsmooth.theory.at_point.heads import Geometry
 from howsmooth.theory.bound import no_nan, product_norm, spectral_norm
 from howsmooth.theory.upper import Upper
@@ -89,7 +89,7 @@ class Errors(NamedTuple):
 class Centre:
     """What is known of a layer at `X`, float64, one row per head.
 
-    weights: `P`, zero for queries that are not part of the output.  seen: where a key is visible.
+    weights: `P`, zero for queries that are not part of the output.  visible: where a key is visible.
     values: `|R_o (v_j − o_i)|`.  keys: `|k_j − κ_i|`, through `R_q` where queries are affine.  queries: `|q_i|`, through `R_k`.
     cross: `‖τ W_qᵀ W_k‖` where both are affine and not turned, else nothing.  cap: slope of the soft-cap.
     blur: what rounding may have done to a logit, or to the weight made of it.  errors: to one value, key and query.
@@ -99,7 +99,7 @@ class Centre:
     operator: AttentionJacobian
     geometry: Geometry
     weights: Float[Tensor, "heads n n"]
-    seen: Bool[Tensor, "heads n n"]
+    visible: Bool[Tensor, "heads n n"]
     values: Float[Tensor, "heads n n"]
     keys: Float[Tensor, "heads n n"]
     queries: Float[Tensor, "heads n"]
@@ -120,17 +120,17 @@ class Centre:
         layer = operator.layer
         kernel, geometry, scale = operator.kernel.tiled(), Geometry.of(layer), abs(layer.scale)
         heads, n = layer.heads, len(x)
-        weights, seen = _weights(operator)
+        weights, visible = _weights(operator)
         mask = layer.attention_mask
         real = torch.ones(n, dtype=torch.bool, device=x.device) if mask is None else mask[0]
-        seen = seen & real[:, None]
-        weights = torch.where(seen, weights.clamp_min(1e-300), 0.0)
+        visible = visible & real[:, None]
+        weights = torch.where(visible, weights.clamp_min(1e-300), 0.0)
         w = layer.by_head()
         longest = x.norm(dim=-1)
         r_o = geometry.r_o * geometry.out_size
         values, out = kernel.v @ r_o.mT, kernel.o @ r_o.mT
-        lost = _UNITS * (spectral_norm(r_o) * (spectral_norm(w.v) * longest.max() + _longest(kernel.v)))[:, None, None]
-        apart = _distances(out, values) + lost
+        of_values = _UNITS * (spectral_norm(r_o) * (spectral_norm(w.v) * longest.max() + _longest(kernel.v)))[:, None, None]
+        apart = _distances(out, values) + of_values
         plain = layer.q_norm is None and layer.k_norm is None and layer.rotary is None
         k, q = (kernel.k @ geometry.r_q.mT, kernel.q @ geometry.r_k.mT) if plain else (kernel.k, kernel.q)
         middle = weights @ k if layer.softcap is None else torch.zeros_like(k)
@@ -150,9 +150,9 @@ class Centre:
         if layer.softcap is not None:
             cap = 1 / torch.cosh((layer.scale * (kernel.q @ kernel.k.mT) / layer.softcap).clamp(-300, 300)).square()
             cap = cap + 2 * blur / layer.softcap
-        errors = Errors(lost[:, 0, 0], _UNITS * lengths_k.amax(-1) * size, of_queries.amax(-1))
+        errors = Errors(of_values[:, 0, 0], _UNITS * lengths_k.amax(-1) * size, of_queries.amax(-1))
         blur = blur.expand(heads, n, n)
-        return cls(layer, operator, geometry, weights, seen, apart, keys, queries, cross, cap, blur, errors)
+        return cls(layer, operator, geometry, weights, visible, apart, keys, queries, cross, cap, blur, errors)
 
 
 def _longest(t: Float[Tensor, "heads n d"]) -> Float[Tensor, " heads"]:
@@ -172,12 +172,12 @@ def _weights(operator: AttentionJacobian) -> tuple[Tensor, Tensor]:
     for b in kernel.blocks():
         p[b.heads, b.rows, b.cols] = b.weights * kernel.inverse[b.heads, b.rows]
     mask = kernel.scores.mask
-    seen = mask.visible(slice(0, n), slice(0, m), p.device).expand(heads, n, m)
+    visible = mask.visible(slice(0, n), slice(0, m), p.device).expand(heads, n, m)
     if mask.keys is not None:
-        seen = seen & mask.keys[0]
+        visible = visible & mask.keys[0]
     if mask.bias is not None:
-        seen = seen & (mask.bias[0] != -torch.inf)
-    return p, seen
+        visible = visible & (mask.bias[0] != -torch.inf)
+    return p, visible
 
 
 def moves(centre: Centre, r: Float[Tensor, " n"]) -> tuple[Move, Move]:
@@ -264,10 +264,6 @@ def parts(centre: Centre, r: Float[Tensor, " n"]) -> Parts:
     )
 
 
-def _seen_max(centre: Centre, t: Tensor) -> Float[Tensor, "heads n"]:
-    return torch.where(centre.seen, t, 0.0).amax(-1)
-
-
 def _logit_slopes(centre: Centre, query: Move, key: Move, r: Tensor) -> tuple[Jet, Jet]:
     """Derivatives of the logit `τ q_i·(k_j − κ_i)` in the key's token and in the query's, (heads, n, n), before a soft-cap."""
     tau = abs(centre.layer.scale)
@@ -323,12 +319,12 @@ def _cap_slope(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Mov
 
 def _softmax(centre: Centre, logit: Jet) -> Jet:
     """`P`: the exact range over a box of logits, and the rest of its expansion (Lemma 6.2)."""
-    p, seen = centre.weights, centre.seen
-    e = Upper(torch.where(seen, logit.change, 0.0))
-    far = ~(e.amax(-1, keepdim=True).value < LONGEST)
+    p, visible = centre.weights, centre.visible
+    e = Upper(torch.where(visible, logit.change, 0.0))
+    far = ~(e.amax(-1, keepdim=True).value < FARTHEST)
     change = softmax_range(p, e)[2]
     e = e.map(lambda t: torch.where(far, 0.0, t))
-    linear, rest = (Upper(torch.where(seen, t, 0.0)) for t in (logit.size, logit.rest))
+    linear, rest = (Upper(torch.where(visible, t, 0.0)) for t in (logit.size, logit.rest))
 
     def mean(t: Upper) -> Upper:
         return (t * p).sum(-1, keepdim=True)
@@ -338,4 +334,4 @@ def _softmax(centre: Centre, logit: Jet) -> Jet:
     quadratic = (exp_rest(furthest) + rest + mean(rest) + shift) * p
     quadratic = quadratic.min(change + (linear + mean(linear)) * p).value
     quadratic = torch.where(far, torch.inf, quadratic)
-    return Jet(p, torch.where(seen, change.value, 0.0), torch.where(seen, quadratic, 0.0))
+    return Jet(p, torch.where(visible, change.value, 0.0), torch.where(visible, quadratic, 0.0))

@@ -13,7 +13,7 @@ from howsmooth.theory.bound import TINY
 from howsmooth.theory.upper import Upper
 
 BEND, TWIST = 2 / math.sqrt(3), 3.0  # of the second and third derivatives of a norm (Lemmas 2.1 and 6.3)
-LONGEST = 300.0  # logits that can move further than this are not followed: any weights may come of them
+FARTHEST = 300.0  # logits that can move further than this are not followed: any weights may come of them
 _HIDDEN = 1e-60  # weights that float64 takes for zero are below this wherever no logit moves that far
 _UNIT = torch.finfo(torch.float64).eps
 
@@ -44,7 +44,7 @@ def others(t: Upper, axis: int = -1) -> Upper:
 
 def softmax_range(p: Tensor, moved: Upper, axis: int = -1) -> tuple[Tensor, Tensor, Upper]:
     """The least and the largest each weight can become, and how far it can move, where logits move at most so far (6.2)."""
-    far = ~(moved.amax(axis, keepdim=True).value < LONGEST)
+    far = ~(moved.amax(axis, keepdim=True).value < FARTHEST)
     e = torch.where(far, 0.0, moved.value)
     grown, shrunk = p * e.exp() * (1 + 8 * _UNIT), p * (-e).exp() * (1 - 8 * _UNIT)
     slack = 8 * _UNIT * (p.shape[axis] + 8)
@@ -61,7 +61,7 @@ def softmax_remainder(p: Tensor, moved: Upper, axis: int) -> tuple[Tensor, Tenso
 
     moved: bounds `|δ_j|` of logits measured from their mean under `p`, so that `Σ_j P_j δ_j = 0`; zero for hidden keys.
     """
-    moved = Upper(moved.value.clamp_max(2 * LONGEST))
+    moved = Upper(moved.value.clamp_max(2 * FARTHEST))
     below, above, apart = softmax_range(p, moved, axis)
     mean, spread = (apart * moved).sum(axis, keepdim=True), (moved.square() * above).sum(axis, keepdim=True)
     high = ((moved + mean).square() * (0.5 * above)).min(moved * p + (above - p).clamp_min(0.0))

@@ -54,9 +54,9 @@ class Neighbourhood:
         choice(per, "per", ("token", "sequence"))
         radii = torch.full((len(x),), r, dtype=torch.float64, device=x.device)
         if tokens is not None:
-            held = torch.ones(len(x), dtype=torch.bool, device=x.device)
-            held[list(moving(tokens, len(x)))] = False
-            radii[held] = 0.0
+            fixed = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            fixed[list(moving(tokens, len(x)))] = False
+            radii[fixed] = 0.0
         return cls(x, radii, r if per == "sequence" else None)
 
     @property

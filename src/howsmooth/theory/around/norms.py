@@ -14,7 +14,7 @@ from howsmooth.program.pieces import Piece, Pieces
 from howsmooth.spectral import DenseSVD, GolubKahan, Weighted, small
 from howsmooth.spectral.operator import Operator, Restricted
 from howsmooth.theory.around.attention import AroundAttention
-from howsmooth.theory.around.pieces import LINEAR, ROWS, SAME_ROWS, MatrixRule, rule, unknown
+from howsmooth.theory.around.pieces import LINEAR, ROW_RULES, SAME_ROWS, MatrixRule, rule, unknown
 from howsmooth.theory.upper import Upper
 
 _PAIRS = 12  # nodes that are not linear up to which every two of them have a norm of their own
@@ -59,7 +59,7 @@ class Certified:
         nodes, i = self.graph.nodes, self.graph.nodes[i].inputs[0]
         while i not in self.bends and nodes[i].name in SAME_ROWS and len(nodes[i].inputs) == 1:
             i = nodes[i].inputs[0]
-        return [i] if isinstance(ROWS.get(nodes[i].name), MatrixRule) and nodes[i].constant is not None else []
+        return [i] if isinstance(ROW_RULES.get(nodes[i].name), MatrixRule) and nodes[i].constant is not None else []
 
     @property
     def confidence(self) -> float:
@@ -92,7 +92,7 @@ class Certified:
         return self._norm(u, v, self._entering(v)) if len(self.bends) <= _PAIRS else self._chained(u, v, self._entering(v))
 
     def _chained(self, u: int, v: int, ends: tuple[int, ...] | None) -> float:
-        """The same from norms between waists, multiplied: fewer of them, and larger."""
+        """A norm between nodes from norms between waists, multiplied: fewer of them, and larger."""
         first = next((w for w in self.waists if w >= u), None)
         last = next((w for w in reversed(self.waists) if w <= (v if ends is None else min(ends))), None)
         if first is None or last is None or first >= last:

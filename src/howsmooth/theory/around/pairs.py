@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.maps import AttentionJacobian
-from howsmooth.spectral import small, top_pairs
+from howsmooth.spectral import small, spectral_norm, top_pairs
 from howsmooth.spectral.dense import SMALL
 from howsmooth.spectral.operator import Operator, Restricted
 from howsmooth.theory.around.jets import ROUNDED, Centre, Jet, Parts, moves
@@ -69,7 +69,7 @@ def together(pairs: Pairs, core: Tensor, rows: Tensor, columns: Tensor, others: 
     whole = torch.cat([top, torch.cat([(pairs.under + columns)[None], corner], 1)])
     if not bool(whole.isfinite().all()):
         return math.inf
-    return float(torch.linalg.matrix_norm(whole / whole.max().clamp_min(1e-300), 2) * whole.max()) * (1 + ROUNDED)
+    return float(spectral_norm(whole / whole.max().clamp_min(1e-300)) * whole.max()) * (1 + ROUNDED)
 
 
 @torch.no_grad()
@@ -115,7 +115,7 @@ def _row(centre: Centre, found: Parts, r: Tensor, u: Tensor, columns: Tensor) ->
     w, kernel = centre.layer.by_head(), centre.operator.kernel.tiled()
     c = torch.einsum("io,hov->hiv", u, w.o)
     omega = (c @ w.v).norm(dim=-1)  # |W_vᵀ c_i|, (heads, n)
-    size = (c @ kernel.v.mT - (c * kernel.o).sum(-1, keepdim=True)).abs() + c.norm(dim=-1, keepdim=True) * _lost_values(centre)
+    size = (c @ kernel.v.mT - (c * kernel.o).sum(-1, keepdim=True)).abs() + c.norm(dim=-1, keepdim=True) * _of_values(centre)
     p = found.weights
     moved = Jet(
         size,
@@ -130,11 +130,11 @@ def _row(centre: Centre, found: Parts, r: Tensor, u: Tensor, columns: Tensor) ->
     return lengths(total.change[columns]), lengths(total.rest[columns])
 
 
-def _lost_values(centre: Centre) -> Tensor:
+def _of_values(centre: Centre) -> Tensor:
     """What rounding may have done to a value, before `R_o`."""
     kernel, w = centre.operator.kernel.tiled(), centre.layer.by_head()
     assert centre.operator.tokens is not None
-    reach = torch.linalg.matrix_norm(w.v) * centre.operator.tokens.norm(dim=-1).max() + kernel.v.norm(dim=-1).amax(-1)
+    reach = w.v.flatten(1).norm(dim=-1) * centre.operator.tokens.norm(dim=-1).max() + kernel.v.norm(dim=-1).amax(-1)
     return 1e-13 * reach[:, None, None]
 
 

@@ -1,7 +1,7 @@
 """One table of what is known of an operation around the values that enter it: tangent, remainder, change of slope.
 
-`BENT` has an entry for every kind of piece that is not linear, `ROWS` one for every linear operation with constants that treats
-tokens as rows, by its aten name. Proofs: docs/explanation/around-blocks.md §2 and §4.
+`BENT` has an entry for every kind of piece that is not linear, `ROW_RULES` one for every linear operation with constants that
+treats tokens as rows, by its aten name. Proofs: docs/explanation/around-blocks.md §2 and §4.
 """
 
 import math
@@ -323,7 +323,7 @@ class ScaledRule(RowRule):
         return None if rows is None else rows * size, entries, slope * size
 
 
-ROWS: dict[str, RowRule] = {"mm": MatrixRule(), "addmm": MatrixRule(), "mul": ScaledRule(), "div": ScaledRule()}
+ROW_RULES: dict[str, RowRule] = {"mm": MatrixRule(), "addmm": MatrixRule(), "mul": ScaledRule(), "div": ScaledRule()}
 SAME_ROWS = {
     "view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "clone", "alias", "detach", "expand",
     "_to_copy", "transpose", "permute", "contiguous", "flatten", "add", "sub", "lift_fresh",
