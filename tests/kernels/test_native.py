@@ -176,3 +176,9 @@ def test_captured_in_a_cuda_graph():
     graph.replay()
     for got, want in zip(captured, step(), strict=True):
         assert torch.equal(got, want)
+
+
+def test_rows_that_are_far_apart():
+    q, k, v = (gaussian(1, 1, 2, 16, seed=seed).to(DEVICE, torch.float16) for seed in range(3))
+    far = torch.empty(2**31 + 16, dtype=torch.float16, device=DEVICE).as_strided(q.shape, (0, 0, 2**31, 1)).copy_(q)
+    assert torch.equal(hs.sdpa(far, k, v), hs.sdpa(q, k, v))

@@ -60,16 +60,19 @@ def tile(
     P, P_LO, at, start, limit, stride, c, width,
     N: tl.constexpr, PASSES: tl.constexpr, PAD: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Rows `start … start + N − 1` of a matrix at `at`, the last one again past its end, (N, padded width), and their `lo`."""
+    """Rows `start … start + N − 1` of a matrix at `at`, the last one again past its end, (N, padded width), and their `lo`.
+
+    Offsets inside a matrix have 32 bits: with 64 a product of an H200 takes up to half as long again.
+    """
     r = tl.arange(0, N)
     if RAGGED:
         r = tl.minimum(r, limit - 1 - start)
-    at += tl.cast(start, tl.int64) * stride
-    p = P + at + r[:, None] * stride + c[None, :]
+    offsets = (start + r)[:, None] * stride + c[None, :]
+    p = P + at + offsets
     b_hi = tl.load(p, mask=c[None, :] < width, other=0.0) if PAD else tl.load(p)
     b_lo = b_hi
     if PASSES == 3:
-        b_lo = tl.load(P_LO + at + r[:, None] * stride + c[None, :])
+        b_lo = tl.load(P_LO + at + offsets)
     return b_hi, b_lo
 
 

@@ -33,7 +33,7 @@ class _Launches:
         self.q, self.k, self.v = _rows(q), _rows(k), _rows(v)
         self.bias, bias_strides = self.q, (0, 0, 0)
         if bias is not None:
-            self.bias = _rows(bias)
+            self.bias = _adjacent(bias)
             bias_strides = tuple(s if size > 1 else 0 for s, size in zip(self.bias.stride()[:3], bias.shape[:3], strict=True))
         self.strides = (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *bias_strides)
         precise = q.dtype == torch.float32 and whole_float32()
@@ -114,6 +114,11 @@ def hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, how: Sequence[Any]) -> t
 
 
 def _rows(t: Tensor) -> Tensor:
+    """Rows of adjacent entries that begin less than 2³¹ entries apart, copied where they are not."""
+    return t.contiguous() if t.shape[-2] * t.stride(-2) >= 2**31 else _adjacent(t)
+
+
+def _adjacent(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
