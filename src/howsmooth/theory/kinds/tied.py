@@ -135,21 +135,19 @@ def received_at_most(rank: int) -> float:
     >>> [round(math.exp(received_at_most(r)), 3) for r in (1, 2)]
     [1.797, 3.229]
     """
-    return rank / 2 * math.log(min(_base(0.0, u) for u in _GRID)) + 1e-12 * rank
+    return _least_power(0.0, rank)
 
 
 @cache
 def moved_at_most(rank: int) -> float:
-    """log of the same for `P_ij |z_i − z_j|²`: `min_{δ,u} (u/(1−δ) + u²/(u²−1))^{r/2}/(eδ)`."""
-    shares = [k / 100 for k in range(1, 100)]
-    return min(-1 - math.log(s) + rank / 2 * math.log(min(_base(s, u) for u in _GRID)) for s in shares) + 1e-12 * rank
+    """log of `min_{δ,u} (u/(1−δ) + u²/(u²−1))^{r/2}/(eδ)`, the most that a column of `P_ij |z_i − z_j|²` sums to."""
+    return min(_least_power(k / 100, rank) - 1 - math.log(k / 100) for k in range(1, 100))
 
 
-_GRID = [1 + k / 50 for k in range(2, 150)]  # every u > 1 gives a bound
-
-
-def _base(share: float, u: float) -> float:
-    return u / (1 - share) + u * u / (u * u - 1)
+def _least_power(share: float, rank: int) -> float:
+    """log of `min_u (u/(1−δ) + u²/(u²−1))^{r/2}`, `share` for `δ`, rounded up; every `u > 1` gives a bound."""
+    grid = (1 + k / 50 for k in range(2, 150))
+    return rank * (math.log(min(u / (1 - share) + u * u / (u * u - 1) for u in grid)) / 2 + 1e-12)
 
 
 @torch.no_grad()

@@ -36,14 +36,11 @@ def spread(layer: Constants, n: int | None, radius: float) -> Bound:
     `n=None` for the mean-field form.
     """
     windowed = _windowed(layer, n)
-    reason = first_reason(
-        (layer.attn.causal, "for attention that is not causal"),
-        (windowed and layer.attn.attention_mask is not None, "not proved for a window over padded sequences; see B7"),
-    )
+    padded = windowed and layer.attn.attention_mask is not None
     reason = (
         not_softmax(layer.attn.kind, sink=True)
-        or reason
-        or layer.unbounded(radius)
+        or unmet(layer.attn, "not causal")
+        or ("not proved for a window over padded sequences; see B7" if padded else layer.unbounded(radius))
         or (_hidden_keys(layer) if n is None else None)
     )
     answer = reason or _by_columns(layer, radius, lambda h: log_received(layer, n, layer.log_spread(h, radius)))
@@ -81,11 +78,9 @@ def exact_columns(layer: Constants, n: int | None, radius: float) -> Bound:
 
     `Λ` is `a/4` for `A ⪰ 0`, `2a` for `A = −aI`, in between otherwise. `n=None` for the mean-field form.
     """
-    reason = not_softmax(layer.attn.kind, sink=True) or first_reason(
-        (layer.attn.causal, "for attention that is not causal"),
-        (_windowed(layer, n), "not proved for a window; see B8"),
-    )
-    reason = reason or _not_affine(layer) or (_hidden_keys(layer) if n is None else None)
+    reason = not_softmax(layer.attn.kind, sink=True) or unmet(layer.attn, "not causal")
+    reason = reason or ("not proved for a window; see B8" if _windowed(layer, n) else _not_affine(layer))
+    reason = reason or (_hidden_keys(layer) if n is None else None)
     cap = math.inf if n is None else math.log(n)
     columns = "e^{ΛR²/2}" if n is None else "min(√n, e^{ΛR²/2})"
     statement = f"Lip ≤ ‖V‖[{columns}(1 + ‖A‖²R⁴)^½ + ‖A‖R²], Λ = max_{{|x|,|y|≤1}} ⟨Ax, y − x⟩"

@@ -39,7 +39,7 @@ def looked_at(node: ast.AST) -> Iterator[ast.AST]:
         yield node.cls
 
 
-def asked(tree: ast.AST) -> list[int]:
+def class_tests(tree: ast.AST) -> list[int]:
     """The lines on which code asks for the class of a kind: names from the room of kinds, or `kinds.Name`."""
     imports = [
         n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("howsmooth.kernels.kinds")
@@ -60,7 +60,7 @@ def test_every_kind_is_known():
 
 
 def test_no_room_asks_a_kind_for_its_class():
-    found = {str(path.relative_to(SRC)): asked(ast.parse(path.read_text())) for path in FILES}
+    found = {str(path.relative_to(SRC)): class_tests(ast.parse(path.read_text())) for path in FILES}
     assert {file: lines for file, lines in found.items() if lines} == {}
 
 
@@ -83,5 +83,5 @@ def test_no_room_asks_a_kind_for_its_class():
 )
 def test_checker_refuses(code: str, count: int):
     names = "from howsmooth.kernels.kinds import L2, Cosine, Hard, Kind, Linear, Sigmoid, Sinkhorn, Softmax\n"
-    assert len(asked(ast.parse(names + code))) == count
-    assert asked(ast.parse(code.replace("kinds.", "other."))) == []
+    assert len(class_tests(ast.parse(names + code))) == count
+    assert class_tests(ast.parse(code.replace("kinds.", "other."))) == []
