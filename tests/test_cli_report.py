@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import howsmooth
 from howsmooth.study import halves, questions
 from howsmooth.study.ceilings import BOUNDS
-from howsmooth.study.swapped import USUAL
+from howsmooth.study.choices import USUAL
 from howsmooth_command import app
 from problems import readers
 

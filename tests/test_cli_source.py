@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import howsmooth
 from howsmooth.cli import several
 from howsmooth.study import questions
-from howsmooth.study.swapped import KINDS
+from howsmooth.study.choices import KINDS
 from howsmooth_command import Command, Names, app, commands
 
 COMMANDS = {f"{command.group} {command.name}".strip(): command for command in commands()}

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from howsmooth.models.tokens import Piece, Window
+from howsmooth.models.tokens import TextPiece, Window
 from howsmooth.report import write_page
 from howsmooth.study import questions
 from howsmooth.study.answers import ReportData
@@ -15,7 +15,7 @@ from howsmooth.study.shuffled import SHUFFLED, ShuffledRow, shuffled
 from problems import readers, reports
 
 WORDS = ("[CLS]", *"abcdefgh", "[SEP]")
-WINDOW = Window(tuple(range(10)), tuple(Piece(" ", word, word.startswith("[")) for word in WORDS))
+WINDOW = Window(tuple(range(10)), tuple(TextPiece(" ", word, word.startswith("[")) for word in WORDS))
 
 
 def row(layer: int, shuffle: int, value: float, in_order: float = 4.0) -> ShuffledRow:
@@ -47,7 +47,7 @@ def test_rows_are_what_the_model_says():
 def test_the_layer_that_changes_most_is_named_with_its_spread_whichever_way_it_goes(tmp_path):
     rows = [row(0, 0, 4.0), row(0, 1, 5.0), row(1, 0, 1.0), row(1, 1, 2.0)]
     data = ReportData([*reports.layers(2, 1, (16,)), *rows], reports.METHODS)
-    said = SHUFFLED.sentence(data)
+    said = SHUFFLED.said_of(data)
     assert said.startswith("**Layer 1 changes most:** shuffled, its L is 0.354 times that of the text in order")
     assert "(0.25 to 0.5 over 2 random orders of one passage)" in said
     assert SHUFFLED.table is not None
@@ -60,8 +60,8 @@ def test_the_layer_that_changes_most_is_named_with_its_spread_whichever_way_it_g
 
 def test_nothing_is_said_where_nothing_was_measured():
     data = ReportData([*reports.layers(1, 1, (16,)), row(0, 0, 0.0, in_order=0.0)], reports.METHODS)
-    assert SHUFFLED.sentence(data) == ""
-    assert SHUFFLED.figure(data) == []
+    assert SHUFFLED.said_of(data) == ""
+    assert SHUFFLED.drawings(data) == []
 
 
 def test_a_page_has_it_from_the_registry_alone():

@@ -11,24 +11,13 @@ from howsmooth import kinds
 from howsmooth.errors import BadInputError
 from howsmooth.report.assemble import variants_report
 from howsmooth.study import variants
+from howsmooth.study.choices import KINDS, USUAL, choice_jobs, cost_of, kind_names, matched_scale, mean_entropy, put_in
+from howsmooth.study.fit import slope
 from howsmooth.study.jobs import run_here
 from howsmooth.study.layers import LayerRow
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import Scope, settle
-from howsmooth.study.swapped import (
-    KINDS,
-    USUAL,
-    VARIANTS,
-    choice_jobs,
-    cost_of,
-    kind_names,
-    matched_scale,
-    mean_entropy,
-    put_in,
-    slope,
-    summary,
-    variants_of,
-)
+from howsmooth.study.swapped import VARIANTS, summary, variants_of
 from problems import readers
 from problems.kinds import layer_of
 from problems.layers import gaussian

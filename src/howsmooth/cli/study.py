@@ -10,11 +10,11 @@ from howsmooth.cli.options import SweepOptions
 from howsmooth.errors import BadInputError
 from howsmooth.report.assemble import variants_report
 from howsmooth.run import check_folder, check_writable, progress_bar, write_table
+from howsmooth.study.choices import kind_names
 from howsmooth.study.jobs import Job, Measured, run_sweep
 from howsmooth.study.question import questions
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import Setting
-from howsmooth.study.swapped import kind_names
 
 GROUP = "Ask one question of a model."
 QUESTIONS = "howsmooth.study"

@@ -55,7 +55,7 @@ _METHODS = Section(
 def render(data: ReportData) -> str:
     """The page as text."""
     m, sentences, rows, drawn = data.methods, answer(data), data.of(LayerRow), drawings(data)
-    words = {question.section: _html(question.sentence(data)) for question, _ in drawn if question.section}
+    words = {question.section: _html(question.said_of(data)) for question, _ in drawn if question.section}
     main = [_html_of(section, map=escape(m.map), sentence=said) for section, said in words.items()]
     lowest = min(row.confidence for row in rows)
     cut = f" The first {_MOST_ROWS} of {len(rows)} are here." if len(rows) > _MOST_ROWS else ""
@@ -79,7 +79,7 @@ def render(data: ReportData) -> str:
 
 def drawings(data: ReportData) -> list[tuple[Question[Any], Sequence[Drawing]]]:
     """The questions that have something to show, with their charts, in the order of the page."""
-    drawn = [(question, question.figure(data)) for question in questions().values()]
+    drawn = [(question, question.drawings(data)) for question in questions().values()]
     shown = [(question, some) for question, some in drawn if some and question.section]
     return sorted(shown, key=lambda one: one[0].section.place if one[0].section else 0)
 

@@ -122,27 +122,25 @@ def bounds_of(data: ReportData) -> list[BesideBound]:
     return [BesideBound(row, bound) for row in data.of(BoundsRow) for bound in row.each]
 
 
-def figure(data: ReportData) -> list[Drawing]:
+def figure(rows: list[BoundsRow], data: ReportData) -> list[Drawing]:
     """Each bound beside what was measured, at first for the least smooth layer that has bounds at its longest length."""
-    names = ("layer", "n", "value", "where", "id", "name", "side", "log_value", "statement", "source", "reason")
-    rows = []
+    lines = []
     for row, bound in bounds_of(data):
-        cells = BesideBound(row, bound).cells()
-        there = {name: cells[name] for name in names}
+        cells = row.columns("layer", "n", "value") | vars(bound)
         upper = bound.side == "upper"
         log = None if bound.log_value is None or row.value <= 0 else bound.log_value - math.log(row.value)
         looks = {"look": bound.where if upper else f"{bound.where} hollow", "beside": log}
-        rows.append(there | looks | {"place": "at this input" if bound.where == "point" else "over the ball"})
-    if not rows:
+        lines.append(cells | looks | {"place": "at this input" if bound.where == "point" else "over the ball"})
+    if not lines:
         return []
-    layers, lengths = (sorted({row[key] for row in rows}) for key in ("layer", "n"))
+    layers, lengths = (sorted({row[key] for row in lines}) for key in ("layer", "n"))
     worst = data.least_smooth(layers).layer
     chart = Ladder(
         name="bound-ladder",
         title="Measured and bounds, layer {layer}, n = {n}",
         unit="times, log scale",
         source="bounds",
-        rows=sorted(rows, key=lambda row: (row["layer"], row["n"], math.inf if row["log_value"] is None else row["log_value"])),
+        rows=sorted(lines, key=lambda line: math.inf if line["log_value"] is None else line["log_value"]),
         label="{id} · {name}",
         marks=(("log_value", "look"),),
         logs=("log_value",),
@@ -159,7 +157,7 @@ def figure(data: ReportData) -> list[Drawing]:
     )
     layer = Pick("bounds-layer", "Layer", "layer", tuple(Option(k, f"layer {k}", str(k)) for k in layers), worst)
     length = Pick("bounds-length", "Length", "n", tuple(Option(n, f"n = {n}", str(n)) for n in lengths), lengths[-1])
-    known = any(row["log_value"] is not None for row in rows)
+    known = any(row["log_value"] is not None for row in lines)
     return [Drawing((chart,), (layer, length), file="bound-ladder" if known else None)]
 
 

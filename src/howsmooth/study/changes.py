@@ -14,7 +14,7 @@ from howsmooth.study.charts import ALL, Drawing, Lines, Option, Pick, Section, n
 from howsmooth.study.closed_forms import WIDEST, layer_tasks, task_of_layer
 from howsmooth.study.jobs import Cells, EstimateRow, Job
 from howsmooth.study.nearby import SHORT
-from howsmooth.study.question import Extras, Question, Steps, nothing
+from howsmooth.study.question import Extras, Question, Steps
 from howsmooth.study.radius import certified_radius
 from howsmooth.study.scope import Setting
 
@@ -49,24 +49,13 @@ def measure_change(m: Measurement, window: Cells, attn: Attention, x: Tensor, ch
     return ChangeRow.measured(m, window, change=change, size=radius.size, **ends)
 
 
-def tasks(setting: Setting, *, change: float = 0.1) -> Steps:
-    """Every layer and sample, at the longest length up to 16.
-
-    change: the part of its length that an output may move by.
-    """
-    yield change_jobs(setting, setting.nearest(SHORT), change)
-
-
 def on_page(setting: Setting, extras: Extras) -> Steps:
-    """As in the study, where a page is to have radii."""
-    return nothing() if extras.radii is None else tasks(setting, change=extras.radii)
+    """Every layer and sample at the longest length up to 16, where a page is to have radii."""
+    yield [] if extras.radii is None else change_jobs(setting, setting.nearest(SHORT), extras.radii)
 
 
-def sentence(data: ReportData) -> str:
+def sentence(rows: list[ChangeRow], data: ReportData) -> str:
     """What was asked, and the layer that may be moved least."""
-    rows = data.of(ChangeRow)
-    if not rows:
-        return ""
     least = min(rows, key=lambda row: row.certified / row.size)
     certified = number(least.certified / least.size)
     attacked = "" if least.attacked is None else f", and an attack needs {number(least.attacked / least.size)}"
@@ -95,7 +84,7 @@ def radii_by_layer(rows: Sequence[Cells], unit: str) -> Drawing:
         curves=(("certified", "certified", "ball"), ("first order", "first_order", "point"), ("attack", "attacked", "hot")),
         over="size",
         y_label="r / |x|",
-        tip=("layer {layer}, {sample}", "{series}: {shown} of a token's length"),
+        tip=("layer {layer}, input {input}", "{series}: {shown} of a token's length"),
         tip_all=("layer {layer}, {count} inputs", "{series}: {shown} of a token's length", "{low} to {high}"),
     )
     several = (Option(ALL, "all", "geometric mean over inputs"),) if len(samples) > 1 else ()
@@ -104,17 +93,16 @@ def radii_by_layer(rows: Sequence[Cells], unit: str) -> Drawing:
     return Drawing((chart,), (pick,), file="radii")
 
 
-def figure(data: ReportData) -> list[Drawing]:
+def figure(rows: list[ChangeRow], data: ReportData) -> list[Drawing]:
     """Radii of every layer and sample."""
     names = ("layer", "n", "sample", "change", "size", "certified", "first_order", "attacked")
-    rows = [row.columns(*names) for row in data.of(ChangeRow)]
-    return [radii_by_layer(rows, f"n = {rows[0]['n']}, log scale; shaded: range over inputs")] if rows else []
+    cells = [row.columns(*names) | {"input": row.sample + 1} for row in rows]
+    return [radii_by_layer(cells, f"n = {rows[0].n}, log scale; shaded: range over inputs")] if rows else []
 
 
 CHANGES = Question(
     name="change",
     row=ChangeRow,
-    tasks=tasks,
     on_page=on_page,
     sentence=sentence,
     figure=figure,

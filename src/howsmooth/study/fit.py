@@ -174,6 +174,15 @@ def fit_growth(
     )
 
 
+def slope(values: dict[Any, float]) -> float | None:
+    """The exponent of the power law nearest to positive values, by their place; none of a single one."""
+    points = [(math.log(x), math.log(y)) for x, y in values.items() if y > 0]
+    if len(points) < 2:
+        return None
+    a, b = (sum(p[i] for p in points) / len(points) for i in (0, 1))
+    return sum((x - a) * (y - b) for x, y in points) / sum((x - a) ** 2 for x, _ in points)
+
+
 def _table(lengths: Sequence[int], values: Sequence[float], samples: Sequence[int] | None) -> tuple[Array, Array]:
     """log L as (samples, lengths), NaN where nothing was measured, and the lengths in order."""
     n, L = np.asarray(lengths, float), np.asarray(values, float)

@@ -69,9 +69,8 @@ def on_page(setting: Setting, extras: Extras) -> Steps:
     yield splitting_jobs(setting, [setting.nearest(_MIDDLE)], samples=1)
 
 
-def sentence(data: ReportData) -> str:
+def sentence(rows: list[SplittingRow], data: ReportData) -> str:
     """In how many cases splitting pays, and where most."""
-    rows = data.of(SplittingRow)
     paid = [row for row in rows if row.value > row.moved]
     if not paid:
         return f"Splitting pays in none of {len(rows)} cases."
@@ -80,18 +79,16 @@ def sentence(data: ReportData) -> str:
     return f"Splitting pays in {len(paid)} of {len(rows)} cases, most in layer {most.layer} at n = {most.n}{gain}."
 
 
-def figure(data: ReportData) -> list[Drawing]:
+def figure(rows: list[SplittingRow], data: ReportData) -> list[Drawing]:
     """Moving tokens whole beside splitting one, a row for each layer and length."""
-    rows = [
-        row.columns("layer", "n", "moved", "value") | {"times": row.value / row.moved if row.value > row.moved > 0 else None}
-        for row in data.of(SplittingRow)
-    ]
+    times = [row.value / row.moved if row.value > row.moved > 0 else None for row in rows]
+    cells = [row.columns("layer", "n", "moved", "value") | {"times": k} for row, k in zip(rows, times, strict=True)]
     chart = Ladder(
         name="splitting",
         title="Moving tokens whole, or splitting one",
         unit="times, log scale",
         source="splitting",
-        rows=rows,
+        rows=cells,
         label="layer {layer}, n = {n}",
         marks=(("moved", "point"), ("value", "ball hollow")),
         right=("×{times}", "no gain"),

@@ -52,29 +52,23 @@ def measure_heads(reader: Reader, part: Part) -> Iterator[HeadRow]:
             yield from (HeadRow.measured(m, window) for m, window in measured)
 
 
-def tasks(setting: Setting) -> Steps:
-    """Heads at every length."""
-    yield head_jobs(setting)
-
-
 def on_page(setting: Setting, extras: Extras) -> Steps:
     """Heads at lengths up to 256."""
     lengths = sorted(set(setting.scope.lengths))
     yield head_jobs(setting, [n for n in lengths if n <= _LONGEST] or lengths[:1])
 
 
-def figure(data: "ReportData") -> list[Drawing]:
+def figure(rows: list[HeadRow], data: "ReportData") -> list[Drawing]:
     """L of every head alone, behind the largest jump, or at the longest length where heads were measured."""
-    rows = [row.columns("layer", "head", "n", "value") for row in data.of(HeadRow)]
     if not rows:
         return []
-    lengths = sorted({row.n for row in data.of(HeadRow)})
+    lengths = sorted({row.n for row in rows})
     chart = Heat(
         name="layers-by-heads",
         title="L of every head alone, n = {n}",
         unit="times; one colour scale for all lengths",
         source="head",
-        rows=rows,
+        rows=[row.columns("layer", "head", "n", "value") for row in rows],
         x="head",
         x_label="head",
         tip=("layer {layer}, head {head}",),
@@ -88,7 +82,6 @@ def figure(data: "ReportData") -> list[Drawing]:
 HEADS = Question(
     name="heads",
     row=HeadRow,
-    tasks=tasks,
     on_page=on_page,
     figure=figure,
     section=Section(

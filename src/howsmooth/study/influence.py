@@ -30,7 +30,7 @@ from howsmooth.spectral import Operator
 from howsmooth.study.answers import ReportData
 from howsmooth.study.charts import Drawing, Picture, Section, coded
 from howsmooth.study.jobs import Cells, Job, Row
-from howsmooth.study.layers import LayerRow, layer_jobs
+from howsmooth.study.layers import LayerRow
 from howsmooth.study.question import Extras, Question, Steps, mean
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import Part, Setting, parts, task_of_part
@@ -228,12 +228,6 @@ def _diagonal(operator: AttentionJacobian, P: Tensor, Q: Tensor, own: Tensor) ->
     return torch.cat(squares)
 
 
-def tasks(setting: Setting) -> Steps:
-    """A picture of the least smooth layer, once that is known, on the first sample."""
-    measured = yield layer_jobs(setting)
-    yield picture_jobs(setting, measured.of(LayerRow))
-
-
 def picture_jobs(setting: Setting, rows: Sequence[LayerRow]) -> list[Job]:
     """A picture of the layer with the largest mean at any length."""
     if setting.scope.map == "model":
@@ -251,19 +245,18 @@ def on_page(setting: Setting, extras: Extras) -> Steps:
     yield picture_jobs(setting, measured.of(LayerRow))
 
 
-def sentence(data: ReportData) -> str:
+def sentence(rows: list[InfluenceRow], data: ReportData) -> str:
     """How exact the numbers are."""
-    rows = data.of(InfluenceRow)
     if not rows or not rows[0].accuracy:
         return "Every number is exact to rounding."
     return f"The numbers are estimates from random probes, typically within {100 * rows[0].accuracy:.0f} %."
 
 
-def figure(data: ReportData) -> list[Drawing]:
+def figure(rows: list[InfluenceRow], data: ReportData) -> list[Drawing]:
     """The norm of the derivative of every output token by every input token."""
-    if not data.of(InfluenceRow):
+    if not rows:
         return []
-    row, shown = data.of(InfluenceRow)[0], [n for n in data.shares if n in data.texts]
+    row, shown = rows[0], [n for n in data.shares if n in data.texts]
     about = row.columns("layer", "n", "accuracy") | {"text": shown.index(row.n) if row.n in shown else None}
     chart = Picture(
         name="influence",
@@ -281,7 +274,6 @@ def figure(data: ReportData) -> list[Drawing]:
 INFLUENCE = Question(
     name="influence",
     row=InfluenceRow,
-    tasks=tasks,
     on_page=on_page,
     sentence=sentence,
     figure=figure,

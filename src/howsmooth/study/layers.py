@@ -74,7 +74,7 @@ def on_page(setting: Setting, extras: Extras) -> Steps:
     yield layer_jobs(setting, True, {name: q.beside.lengths(setting) for name, q in questions().items() if q.beside})
 
 
-def figure(data: "ReportData") -> list[Drawing]:
+def figure(rows: list[LayerRow], data: "ReportData") -> list[Drawing]:
     """L by layer and length."""
     jumped = {(layer, jump.after) for layer, jump in data.jumps}
     chart = Heat(
@@ -104,7 +104,7 @@ LAYERS = Question(
     title="L of every layer, geometric mean over samples, and of every head alone on the first",
     table=lambda measured: mean_lines(lambda row: f"head {row.head}" if row.kind == "head" else "L", measured.of(EstimateRow)),
     on_page=on_page,
-    sentence=lambda data: "An outlined cell is where a layer has just jumped." if data.jumps else "",
+    sentence=lambda rows, data: "An outlined cell is where a layer has just jumped." if data.jumps else "",
     figure=figure,
     section=Section(
         id="heat",

@@ -152,7 +152,7 @@ def tasks(setting: Setting) -> Steps:
     yield layer_jobs(setting)
 
 
-def sentence(data: "ReportData") -> str:
+def sentence(rows: list[LayerRow], data: "ReportData") -> str:
     """Where intervals come from."""
     methods = {f.method for f in data.fits.values()}
     if "samples" in methods:
@@ -162,7 +162,7 @@ def sentence(data: "ReportData") -> str:
     return "Too few lengths were measured for intervals."
 
 
-def figure(data: "ReportData") -> list[Drawing]:
+def figure(rows: list[LayerRow], data: "ReportData") -> list[Drawing]:
     """L against n with the fits, and the size of the tokens against n; the page shows them in one chart."""
     cells = [vars(level) for level in data.summary]
     fits = Own(name="growth", title="L against n", source="summary", rows=cells)

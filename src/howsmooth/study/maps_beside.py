@@ -60,14 +60,9 @@ def measure_maps(reader: Reader, part: Part) -> Iterator[MapRow]:
         yield from (MapRow.measured(m, window, **m.about()) for m, window in measured)
 
 
-def tasks(setting: Setting) -> Steps:
+def on_page(setting: Setting, extras: Extras) -> Steps:
     """The maps beside the one that is studied."""
     yield map_jobs(setting)
-
-
-def on_page(setting: Setting, extras: Extras) -> Steps:
-    """As in the study."""
-    return tasks(setting)
 
 
 def records(data: ReportData) -> list[Cells]:
@@ -80,7 +75,7 @@ def records(data: ReportData) -> list[Cells]:
     return sorted(rows, key=lambda row: order.index(row["map"]) if row["map"] in order else len(order))
 
 
-def sentence(data: ReportData) -> str:
+def sentence(rows: list[MapRow], data: ReportData) -> str:
     """Where attention and block differ most."""
     at = {(row["map"], row["layer"]): row["value"] for row in records(data)}
     both = [k for k in data.layers if at.get(("attention", k), 0) > 0 and at.get(("block", k), 0) > 0]
@@ -93,7 +88,7 @@ def sentence(data: ReportData) -> str:
     )
 
 
-def figure(data: ReportData) -> list[Drawing]:
+def figure(rows: list[MapRow], data: ReportData) -> list[Drawing]:
     """L of attention, normed attention and block, layer by layer, and the same relative to input and output."""
     chart = Lines(
         name="maps",
@@ -112,7 +107,6 @@ def figure(data: ReportData) -> list[Drawing]:
 MAPS_BESIDE = Question(
     name="maps",
     row=MapRow,
-    tasks=tasks,
     on_page=on_page,
     sentence=sentence,
     figure=figure,

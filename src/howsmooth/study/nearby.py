@@ -75,23 +75,18 @@ def measure_near(m: Measurement, window: Cells, attn: Attention, x: Tensor) -> N
     return NearRow.measured(m, window, size=size, within=list(NEAR), lower_ends=lower, upper_ends=upper)
 
 
-def tasks(setting: Setting) -> Steps:
+def on_page(setting: Setting, extras: Extras) -> Steps:
     """The first sample, at the longest length up to 16."""
     yield near_jobs(setting, setting.nearest(SHORT))
 
 
-def on_page(setting: Setting, extras: Extras) -> Steps:
-    """As in the study."""
-    return tasks(setting)
-
-
-def sentence(data: ReportData) -> str:
+def sentence(rows: list[NearRow], data: ReportData) -> str:
     """The layer whose certified constant is furthest from the one at the text, at the middle radius."""
-    rows = [row for row in data.of(NearRow) if row.value > 0]
+    rows = [row for row in rows if row.value > 0]
     if not rows:
         return ""
     k = min(1, len(rows[0].within) - 1)
-    share, most, furthest = number(rows[0].within[k]), 0.0, rows[0]
+    share = number(rows[0].within[k])
     known = [(row, up) for row in rows if (up := row.upper_ends[k]) is not None]
     if not known:
         return f"Nothing is certified within r = {share}."
@@ -102,18 +97,17 @@ def sentence(data: ReportData) -> str:
     return f"Within r = {share} {none} is more than {up} times that at the text ({where})."
 
 
-def figure(data: ReportData) -> list[Drawing]:
+def figure(rows: list[NearRow], data: ReportData) -> list[Drawing]:
     """L at the text, and what is attained and certified within each radius, layer by layer."""
-    rows = [line for row in data.of(NearRow) for line in row.lines()]
     if not rows:
         return []
-    radii = list(dict.fromkeys(row["r"] for row in rows))
+    radii = rows[0].within
     chart = Lines(
         name="near",
         title="L within {r} of a token's length, n = {n}",
         unit="first sample, log scale",
         source="near",
-        rows=rows,
+        rows=[line for row in rows for line in row.lines()],
         curves=(("at the text", "at_text", "ink"), ("attained", "attained", "point"), ("certified", "certified", "ball")),
         tip=(
             "layer {layer}, r = {r} |x|",
@@ -130,7 +124,6 @@ def figure(data: ReportData) -> list[Drawing]:
 NEARBY = Question(
     name="near",
     row=NearRow,
-    tasks=tasks,
     lacking=lambda setting: unanswered(setting, "bounds near the text", not_softmax),
     on_page=on_page,
     sentence=sentence,

@@ -2,17 +2,11 @@
 
 from howsmooth.study.answers import ReportData
 from howsmooth.study.charts import Drawing, Own, Section
-from howsmooth.study.layers import LayerRow, layer_jobs
-from howsmooth.study.question import Question, Steps
-from howsmooth.study.scope import Setting
+from howsmooth.study.layers import LayerRow
+from howsmooth.study.question import Question
 
 
-def tasks(setting: Setting) -> Steps:
-    """Every layer at every length, with the shares of tokens on the first sample."""
-    yield layer_jobs(setting, shares=True)
-
-
-def figure(data: ReportData) -> list[Drawing]:
+def figure(rows: list[LayerRow], data: ReportData) -> list[Drawing]:
     """The passage at every length, beside its shares."""
     chart = Own(name="text", title="Share of each token", source="texts", rows=data.passages)
     return [Drawing((chart,))] if data.passages else []
@@ -21,7 +15,6 @@ def figure(data: ReportData) -> list[Drawing]:
 TEXT = Question(
     name="text",
     row=LayerRow,
-    tasks=tasks,
     figure=figure,
     section=Section(
         id="text",

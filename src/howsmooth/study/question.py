@@ -53,13 +53,13 @@ class Question(Generic[R]):
     words: columns of the table that are words.  lengths: that are usual, for a reader and so many samples.
     lacking: a sentence for each reason why layers have no answer.  remarks: what to say beside the table.
     beside: how rows come with those of layers, where they do.  on_page: the jobs of a page, in batches as well.
-    sentence: what the answers say, `**strong**` where it matters.  figure: its charts, none where nothing was measured.
+    sentence, figure: what the rows of a report say, `**strong**` where it matters, and their charts.
     section: its place on the page, without one it is not there.
     """
 
     name: str
     row: type[R]
-    tasks: Callable[..., Steps]
+    tasks: Callable[..., Steps] = lambda setting: nothing()
     title: str = ""
     table: Callable[[Measured], list[Cells]] | None = None
     words: tuple[str, ...] = ()
@@ -68,9 +68,17 @@ class Question(Generic[R]):
     remarks: Callable[[Measured], list[str]] = lambda measured: []
     beside: Beside | None = None
     on_page: Callable[[Setting, "Extras"], Steps] = lambda setting, extras: nothing()
-    sentence: Callable[["ReportData"], str] = lambda data: ""
-    figure: Callable[["ReportData"], Sequence[Drawing]] = lambda data: ()
+    sentence: Callable[[list[R], "ReportData"], str] = lambda rows, data: ""
+    figure: Callable[[list[R], "ReportData"], Sequence[Drawing]] = lambda rows, data: ()
     section: Section | None = None
+
+    def said_of(self, data: "ReportData") -> str:
+        """The sentence of a report's rows."""
+        return self.sentence(data.of(self.row), data)
+
+    def drawings(self, data: "ReportData") -> Sequence[Drawing]:
+        """The charts of a report's rows."""
+        return self.figure(data.of(self.row), data)
 
     def ask(self, steps: Steps, run: Callable[[list[Job]], Measured]) -> Measured:
         """What the tasks give, batch after batch; refused where not one of them answers the question."""
@@ -96,6 +104,12 @@ class Extras:
 def nothing() -> Steps:
     """No jobs."""
     yield []
+
+
+def later(steps: Steps) -> Steps:
+    """Steps that begin once all layers are measured."""
+    yield []
+    yield from steps
 
 
 def follow(steps: Steps, run: Callable[[list[Job]], Measured]) -> Measured:

@@ -97,9 +97,9 @@ def table(measured: Measured) -> list[Cells]:
     return lines(measured.of(ShuffledRow))
 
 
-def sentence(data: ReportData) -> str:
+def sentence(rows: list[ShuffledRow], data: ReportData) -> str:
     """The layer whose constant changes most, either way."""
-    there = [line for line in lines(data.of(ShuffledRow)) if line["times"] > 0]
+    there = [line for line in lines(rows) if line["times"] > 0]
     if not there:
         return ""
     most = max(there, key=lambda line: abs(math.log(line["times"])))
@@ -111,14 +111,14 @@ def sentence(data: ReportData) -> str:
     )
 
 
-def figure(data: ReportData) -> list[Drawing]:
+def figure(rows: list[ShuffledRow], data: ReportData) -> list[Drawing]:
     """How many times the constant of the text in order, layer by layer, with the range over the shuffles."""
     chart = Lines(
         name="shuffled",
         title="L of shuffled tokens over L in order, n = {n}",
         unit="first sample; shaded: range over shuffles",
         source="shuffled",
-        rows=lines(data.of(ShuffledRow)),
+        rows=lines(rows),
         curves=(("shuffled", "times", "point"),),
         low="low",
         high="high",

@@ -12,10 +12,9 @@ from howsmooth.models import Capture, FallbackWarning, Measurement
 from howsmooth.study.answers import ReportData
 from howsmooth.study.charts import Bars, Drawing, Lines, Section, number
 from howsmooth.study.jobs import Cells, EstimateRow
-from howsmooth.study.layers import layer_jobs
 from howsmooth.study.maps_beside import ROUGH
-from howsmooth.study.question import Beside, Question, Steps
-from howsmooth.study.scope import Part, Setting
+from howsmooth.study.question import Beside, Question
+from howsmooth.study.scope import Part
 
 _MOST = 0.5  # share above which one token carries a direction
 _LAYERS = 5  # one layer out of so many with the same such token, and two at least, make it a sink
@@ -52,11 +51,6 @@ def frozen_row(captured: Capture, m: Measurement, part: Part, window: Cells) -> 
     yield FrozenRow.measured(rest, window, **top, seconds=time.perf_counter() - began)
 
 
-def tasks(setting: Setting) -> Steps:
-    """Every layer at every length, and at the longest its leading token frozen."""
-    yield layer_jobs(setting, beside={"token": [setting.longest]})
-
-
 @final
 @dataclass(frozen=True)
 class Sink:
@@ -80,12 +74,12 @@ def sink_of(data: ReportData) -> Sink | None:
     return Sink(token, carried[token][0].word, carried[token])
 
 
-def sentence(data: ReportData) -> str:
+def sentence(rows: list[FrozenRow], data: ReportData) -> str:
     """Which layer owes most to one token."""
-    rows = [row for row in data.of(FrozenRow) if row.value > 0]
-    if not rows:
+    some = [row for row in rows if row.value > 0]
+    if not some:
         return ""
-    most = max(rows, key=lambda row: row.whole / row.value)
+    most = max(some, key=lambda row: row.whole / row.value)
     gain = most.whole / most.value
     if gain < _TELLING:
         return "Here no layer owes much of its constant to one token."
@@ -93,16 +87,16 @@ def sentence(data: ReportData) -> str:
     return f"It matters most in {named} L is {number(gain)} times smaller."
 
 
-def figure(data: ReportData) -> list[Drawing]:
+def figure(rows: list[FrozenRow], data: ReportData) -> list[Drawing]:
     """Above, the largest share of one token in every layer; below, L where that token may move and where it is frozen."""
     names = ("layer", "n", "token", "word", "share", "whole", "value")
-    rows = [row.columns(*names) | {"position": row.token + 1} for row in data.of(FrozenRow)]
+    cells = [row.columns(*names) | {"position": row.token + 1} for row in rows]
     share = Bars(
         name="token-share",
         title="Largest share of one token, n = {n}",
         unit="of the worst direction; a full bar is 100 %",
         source="held",
-        rows=rows,
+        rows=cells,
         x="layer",
         y="share",
         tip=("layer {layer}", "token {position} “{word:short}” carries {share:%}"),
@@ -112,7 +106,7 @@ def figure(data: ReportData) -> list[Drawing]:
         title="L with that token held fixed, n = {n}",
         unit="log scale",
         source="held",
-        rows=rows,
+        rows=cells,
         curves=(("all move", "whole", "point"), ("one held", "value", "hot")),
         tip=("layer {layer}", "all tokens may move: L = {whole}", "token {position} “{word:short}” held fixed: {value}"),
     )
@@ -122,7 +116,6 @@ def figure(data: ReportData) -> list[Drawing]:
 TOKEN = Question(
     name="token",
     row=FrozenRow,
-    tasks=tasks,
     beside=Beside(frozen_row, lambda setting: [setting.longest]),
     sentence=sentence,
     figure=figure,

@@ -95,27 +95,27 @@ def on_page(setting: Setting, extras: Extras) -> Steps:
     yield worst_jobs(setting, [setting.nearest(_SHORT)])
 
 
-def sentence(data: ReportData) -> str:
+def sentence(rows: list[WorstRow], data: ReportData) -> str:
     """Where the worst input found is furthest from the text."""
-    rows = [row for row in data.of(WorstRow) if row.text > 0]
-    if not rows:
+    some = [row for row in rows if row.text > 0]
+    if not some:
         return ""
-    most = max(rows, key=lambda row: row.value / row.text)
+    most = max(some, key=lambda row: row.value / row.text)
     how = f" ({most.how})" if most.how else ""
     return f"In layer {most.layer} at n = {most.n} it is {number(most.value / most.text)} times what the text shows{how}."
 
 
-def figure(data: ReportData) -> list[Drawing]:
+def figure(rows: list[WorstRow], data: ReportData) -> list[Drawing]:
     """The text, the worst input found and the ceiling, a row for each layer."""
     names = ("layer", "n", "radius_max", "text", "value", "log_ceiling", "how")
-    times = [row.value / row.text if row.text > 0 else None for row in data.of(WorstRow)]
-    rows = [row.columns(*names) | {"times": gain} for row, gain in zip(data.of(WorstRow), times, strict=True)]
+    times = [row.value / row.text if row.text > 0 else None for row in rows]
+    cells = [row.columns(*names) | {"times": gain} for row, gain in zip(rows, times, strict=True)]
     chart = Ladder(
         name="worst-inputs",
         title="The text, the worst input found, the ceiling",
         unit="times, log scale",
         source="worst",
-        rows=rows,
+        rows=cells,
         label="layer {layer}, n = {n}",
         marks=(("text", "point"), ("value", "hot"), ("log_ceiling", "ball hollow")),
         logs=("log_ceiling",),
