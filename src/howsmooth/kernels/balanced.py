@@ -98,14 +98,11 @@ class Balanced(OnTiles):
         if self.steps:
             for side, f, g in self.steps:
                 if side == 0:
-                    df = -self._row_sums(f, g, dq_, dk_, dg)
+                    df = -self._sums(0, f, g, dq_, dk_, dg)
                 else:
-                    dg = -self._column_sums(f, g, dq_, dk_, df)
+                    dg = -self._sums(1, f, g, dq_, dk_, df)
         else:
-            still = torch.zeros_like(dg), torch.zeros_like(df)
-            rows = self._row_sums(self.f, self.g, dq_, dk_, still[0])
-            columns = self._column_sums(self.f, self.g, dq_, dk_, still[1])
-            df, dg = self._solved(-rows, -columns)
+            df, dg = self._solved(*(-self._sums(side, self.f, self.g, dq_, dk_, still) for side, still in ((0, dg), (1, df))))
         left, right = self.along(dq, dk)
         moved = wide(dv_ + dg[..., None] * self.v[:, None])
         total = moved.new_zeros(*self.o.shape[:2], moved.shape[-1])
@@ -190,27 +187,19 @@ class Balanced(OnTiles):
             self._rate, before = moved / before, moved
         raise NoConvergenceError(unbalanced())
 
-    def _row_sums(self, f: Tensor, g: Tensor, dq: Tensor, dk: Tensor, dg: Columns) -> Rows:
-        """`r(A ∘ dS) + A dg` for the weights at these potentials."""
+    def _sums(self, side: int, f: Tensor, g: Tensor, dq: Tensor, dk: Tensor, other: Rows | Columns) -> Rows | Columns:
+        """Of rows (0) `r(A ∘ dS) + A dg`, of columns (1) `c(A ∘ dS) + Aᵀ df`, for the weights at these potentials."""
+        own, own_moved, theirs, theirs_moved = (self.q, dq, self.k, dk) if side == 0 else (self.k, dk, self.q, dq)
         probes, width = dq.shape[1], dq.shape[-1]
-        right = torch.cat([self.k, wide(dk)], -1)
-        sums, more = right.new_zeros(*self.q.shape[:2], right.shape[-1]), torch.zeros_like(dq[..., 0])
+        right = torch.cat([theirs, wide(theirs_moved)], -1)
+        sums, more = right.new_zeros(*own.shape[:2], right.shape[-1]), torch.zeros_like(own_moved[..., 0])
         for at, tile, a, slope in self._weights(f, g):
-            sums[at, tile.rows] += torch.bmm(slope, right[at, tile.cols])
-            more[at, :, tile.rows] += torch.bmm(dg[at, :, tile.cols], a.mT)
-        a_k, a_dk = sums[:, None, :, :width], sums[..., width:].unflatten(-1, (probes, -1)).transpose(1, 2)
-        return self.scores.scale * (dq * a_k + self.q[:, None] * a_dk).sum(-1) + more
-
-    def _column_sums(self, f: Tensor, g: Tensor, dq: Tensor, dk: Tensor, df: Rows) -> Columns:
-        """`c(A ∘ dS) + Aᵀ df`."""
-        probes, width = dq.shape[1], dq.shape[-1]
-        left = torch.cat([self.q, wide(dq)], -1)
-        sums, more = left.new_zeros(*self.k.shape[:2], left.shape[-1]), torch.zeros_like(dk[..., 0])
-        for at, tile, a, slope in self._weights(f, g):
-            sums[at, tile.cols] += torch.bmm(slope.mT, left[at, tile.rows])
-            more[at, :, tile.cols] += torch.bmm(df[at, :, tile.rows], a)
-        a_q, a_dq = sums[:, None, :, :width], sums[..., width:].unflatten(-1, (probes, -1)).transpose(1, 2)
-        return self.scores.scale * (self.k[:, None] * a_dq + dk * a_q).sum(-1) + more
+            i, j = (tile.rows, tile.cols) if side == 0 else (tile.cols, tile.rows)
+            a, slope = (a, slope) if side == 0 else (a.mT, slope.mT)
+            sums[at, i] += torch.bmm(slope, right[at, j])
+            more[at, :, i] += torch.bmm(other[at, :, j], a.mT)
+        a_theirs, a_moved = sums[:, None, :, :width], sums[..., width:].unflatten(-1, (probes, -1)).transpose(1, 2)
+        return self.scores.scale * (own_moved * a_theirs + own[:, None] * a_moved).sum(-1) + more
 
     def _step_vjp(self, f: Tensor, g: Tensor, y: Rows, z: Columns, dq: Tensor, dk: Tensor) -> tuple[Rows, Columns]:
         """Take `A ∘ (y_i + z_j)`, a gradient of the logits, off `dq` and `dk`; gives `A z` and `Aᵀ y`."""

@@ -96,6 +96,19 @@ class AttentionKernel(ABC):
             )
 
     @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.inputs[0].shape[1] // self.inputs[1].shape[1]
+
+    def expand(self, t: Tensor) -> Tensor:
+        """Key/value heads repeated for the query heads that share them."""
+        return t if self.group == 1 else t.repeat_interleave(self.group, dim=-3)
+
+    def sum_groups(self, t: Tensor) -> Tensor:
+        """Sums over the query heads that share a key head."""
+        return t if self.group == 1 else t.unflatten(-3, (-1, self.group)).sum(-3)
+
+    @property
     @abstractmethod
     def output(self) -> Outputs:
         """`o = P v`."""

@@ -33,7 +33,6 @@ from howsmooth.kernels.tiled import Blocked, hvp, jvp2
 LIBRARY = torch.library.Library("howsmooth", "DEF")
 HOW = "float scale, float? softcap, bool causal, int? window"
 
-How = tuple[float, float | None, bool, int | None]
 Tensors = tuple[Tensor, ...]
 
 
@@ -57,7 +56,7 @@ def _outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
-def _tiles(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: How, saved: tuple[Tensor, Tensor] | None) -> Blocked:
+def _tiles(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any], saved: Sequence[Tensor] | None) -> Blocked:
     kind = torch.promote_types(q.dtype, torch.float32)
     scale, softcap, causal, window = how
     mask = Mask.trusted(causal, window, None if bias is None else bias.to(kind))
@@ -71,45 +70,42 @@ def _probes(moving: Sequence[Tensor], like: Tensor, kind: torch.dtype) -> list[T
     return [t.to(kind) if like.ndim == 5 else t.to(kind)[None] for t in moving]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *how: Any) -> Tensors:
-    if _fused(q, v):
-        return _native().forward(q, k, v, bias, how)
-    with _outside_autocast(q.device):
-        at = _tiles(q, k, v, bias, how, None)  # pyright: ignore[reportArgumentType]
-        return _placed(at.output, q), at.log_sum_exp
+def _attend(q: Tensor, at: Blocked) -> Tensors:
+    return _placed(at.output, q), at.log_sum_exp
 
 
-def attend_jvp(q, k, v, bias, o, lse, dq, dk, dv, *how: Any) -> Tensors:
-    if _fused(q, v):
-        return _native().jvp(q, k, v, bias, o, lse, dq, dk, dv, how)
-    with _outside_autocast(q.device):
-        at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
-        return _moved(*at.jvp_and_drift(*_probes((dq, dk, dv), dq, at.q.dtype)), q, dq)
+def _jvp(q: Tensor, at: Blocked, *along: Tensor) -> Tensors:
+    return _moved(*at.jvp_and_drift(*_probes(along, along[0], at.q.dtype)), q, along[0])
 
 
-def attend_vjp(q, k, v, bias, o, lse, g, *how: Any) -> Tensors:
-    if _fused(q, v):
-        return _native().vjp(q, k, v, bias, o, lse, g, how)
-    with _outside_autocast(q.device):
-        at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
-        return _gradients(at.vjp(*_probes((g,), g, at.q.dtype)), q, g)
+def _vjp(q: Tensor, at: Blocked, g: Tensor) -> Tensors:
+    return _gradients(at.vjp(*_probes((g,), g, at.q.dtype)), q, g)
 
 
-def attend_hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, *how: Any) -> Tensors:
-    if _fused(q, v):
-        return _native().hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, how)
-    with _outside_autocast(q.device):
-        at = _tiles(q, k, v, bias, how, (o, lse))  # pyright: ignore[reportArgumentType]
-        dq, dk, dv, do, dlse, g_ = _probes((dq, dk, dv, do, dlse, g), g, at.q.dtype)
-        return _gradients(hvp(at, (dq, dk, dv), do, dlse[..., 1, :], g_), q, g)
+def _hvp(q: Tensor, at: Blocked, *moving: Tensor) -> Tensors:
+    dq, dk, dv, do, dlse, g = _probes(moving, moving[-1], at.q.dtype)
+    return _gradients(hvp(at, (dq, dk, dv), do, dlse[..., 1, :], g), q, moving[-1])
 
 
-def attend_jvp2(q, k, v, bias, o, lse, dq, dk, dv, dlse, eq, ek, ev, else_, *how: Any) -> Tensors:
-    with _outside_autocast(q.device):
-        saved = None if _fused(q, v) else (o, lse)  # the logits of tiles are not those of the GPU's kernels to the last bit
-        at = _tiles(q, k, v, bias, how, saved)  # pyright: ignore[reportArgumentType]
-        m = _probes((dq, dk, dv, dlse[..., 1, :], eq, ek, ev, else_[..., 1, :]), dq, at.q.dtype)
-        return _moved(*jvp2(at, (m[0], m[1], m[2]), m[3], (m[4], m[5], m[6]), m[7]), q, dq)
+def _jvp2(q: Tensor, at: Blocked, *moving: Tensor) -> Tensors:
+    dq, dk, dv, dlse, eq, ek, ev, else_ = _probes(moving, moving[0], at.q.dtype)
+    return _moved(*jvp2(at, (dq, dk, dv), dlse[..., 1, :], (eq, ek, ev), else_[..., 1, :]), q, moving[0])
+
+
+def _kernel(native: str | None, on_tiles: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """An operator, served by a kernel of the GPU where there is one that fits, else on tiles."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *args: Any) -> Tensors:
+        saved, how = args[:-4], args[-4:]
+        fused = _fused(q, v)
+        if fused and native is not None:
+            return getattr(_native(), native)(q, k, v, bias, *saved, how)
+        with _outside_autocast(q.device):
+            # the logits of tiles are not those of the GPU's kernels to the last bit
+            at = _tiles(q, k, v, bias, how, saved[:2] if saved and not fused else None)
+            return on_tiles(q, at, *saved[2:])
+
+    return kernel
 
 
 def _moved(do: Tensor, row: Tensor, like: Tensor, moving: Tensor) -> Tensors:
@@ -169,14 +165,14 @@ def _define() -> None:
     along, second_along = "Tensor dq, Tensor dk, Tensor dv, ", "Tensor eq, Tensor ek, Tensor ev, Tensor else_, "
     two, three = "(Tensor, Tensor)", "(Tensor, Tensor, Tensor)"
     table: dict[str, tuple[Callable[..., Tensors], str, str, Callable[..., Tensors], tuple[int, int, int]]] = {
-        "attend": (attend, at, two, lambda q, k, v, *_: _fake_outputs(q, v, q), (4, 0, 2)),
-        "attend_jvp": (attend_jvp, at + saved + along, two,
+        "attend": (_kernel("forward", _attend), at, two, lambda q, k, v, *_: _fake_outputs(q, v, q), (4, 0, 2)),
+        "attend_jvp": (_kernel("jvp", _jvp), at + saved + along, two,
                        lambda q, k, v, b, o, s, dq, *_: _fake_outputs(q, v, dq), (6, 3, 2)),
-        "attend_vjp": (attend_vjp, at + saved + "Tensor g, ", three,
+        "attend_vjp": (_kernel("vjp", _vjp), at + saved + "Tensor g, ", three,
                        lambda q, k, v, b, o, s, g, *_: _fake_gradients(q, k, v, g), (6, 1, 3)),
-        "attend_hvp": (attend_hvp, at + saved + along + "Tensor do, Tensor dlse, Tensor g, ", three,
+        "attend_hvp": (_kernel("hvp", _hvp), at + saved + along + "Tensor do, Tensor dlse, Tensor g, ", three,
                        lambda q, k, v, b, o, s, dq, *_: _fake_gradients(q, k, v, dq), (6, 6, 3)),
-        "attend_jvp2": (attend_jvp2, at + saved + along + "Tensor dlse, " + second_along, two,
+        "attend_jvp2": (_kernel(None, _jvp2), at + saved + along + "Tensor dlse, " + second_along, two,
                         lambda q, k, v, b, o, s, dq, *_: _fake_outputs(q, v, dq), (6, 8, 2)),
     }  # fmt: skip
     for name, (kernel, takes, gives, fake, counts) in table.items():

@@ -33,9 +33,9 @@ class Summed(AttentionKernel):
         traits, mask = self.scores.kind.traits, self.scores.mask
         assert traits.features is not None
         self._features: FeatureMap = traits.features
-        self._divided, self._group = traits.divided, q.shape[1] // k.shape[1]
+        self._divided = traits.divided
         self._visible = None if mask.keys is None else mask.keys[:, None, :, None].to(k.dtype)
-        self.q, self.k, self.v = q, self._hide(self._expand(k)), self._expand(v)
+        self.q, self.k, self.v = q, self._hide(self.expand(k)), self.expand(v)
         if self._divided:
             self.v = torch.cat([self.v, torch.ones_like(self.v[..., :1])], -1)
         self._sums = None if mask.causal else self.k.mT @ self.v  # of all keys; none where each query has its own
@@ -62,7 +62,7 @@ class Summed(AttentionKernel):
         return self._o
 
     def jvp(self, dq, dk, dv, doffset=None):
-        dk, dv = self._hide(self._expand(dk)), self._expand(dv)
+        dk, dv = self._hide(self.expand(dk)), self.expand(dv)
         width = dv.shape[-1]
         if self._sums is None:
             moved = causal(dq, self.k, self.v) + causal(self.q, dk, self.v)
@@ -87,7 +87,7 @@ class Summed(AttentionKernel):
         else:
             sums = self.q.mT @ rows
             dq, dk, dv = rows @ self._sums.mT, self.v @ sums.mT, self.k @ sums[..., :width]
-        return dq, self._sum_groups(self._hide(dk)), self._sum_groups(dv)
+        return dq, self.sum_groups(self._hide(dk)), self.sum_groups(dv)
 
     def attention_received(self):
         ones = torch.ones_like(self._o[..., :1])
@@ -108,12 +108,6 @@ class Summed(AttentionKernel):
     @property
     def noise(self) -> float:
         return 32 * torch.finfo(self._o.dtype).eps
-
-    def _expand(self, t: Tensor) -> Tensor:
-        return t if self._group == 1 else t.repeat_interleave(self._group, dim=-3)
-
-    def _sum_groups(self, t: Tensor) -> Tensor:
-        return t if self._group == 1 else t.unflatten(-3, (-1, self._group)).sum(-3)
 
     def _hide(self, k: Tensor) -> Tensor:
         return k if self._visible is None else k * self._visible

@@ -101,7 +101,6 @@ class OnTiles(AttentionKernel):
         batch, heads, n, _ = q.shape
         m = k.shape[2]
         self._size, self._given = size or TileSize.on(q.device), offset
-        self._group = heads // k.shape[1]
         self.shape = (batch, heads, n, m)
         self.q, self.k, self.v = (t.flatten(0, 1) for t in (q, self.expand(k), self.expand(v)))
         self.offset = None if offset is None else self.expand(offset[..., None]).flatten(0, 1)[..., 0]
@@ -175,13 +174,6 @@ class OnTiles(AttentionKernel):
         if self._shift is not None:
             s += self._shift[heads] if isinstance(self._shift, Tensor) else self._shift
         return s, slope
-
-    def expand(self, t: Tensor) -> Tensor:
-        """Key/value heads repeated for the query heads that share them."""
-        return t if self._group == 1 else t.repeat_interleave(self._group, dim=-3)
-
-    def sum_groups(self, t: Tensor) -> Tensor:
-        return t if self._group == 1 else t.unflatten(2, (-1, self._group)).sum(3)
 
     def unflat(self, t: Tensor) -> Tensor:
         return t.transpose(0, 1).unflatten(1, self.shape[:2])
