@@ -419,6 +419,15 @@ def test_compiled_without_a_graph_break():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_mask_that_is_learned_is_compiled_without_a_graph_break():
+    q, k, v, bias = leaves((*(gaussian(2, 3, 4, 2, seed=i) for i in range(3)), gaussian(3, 4, 4, seed=4)))
+    compiled = torch.compile(lambda b: sdpa(q, k, v, b, window=3, softcap=5.0), fullgraph=True, backend="aot_eager")
+    want = torch.autograd.grad(curved(sdpa(q, k, v, bias, window=3, softcap=5.0)), bias)
+    assert distance(torch.autograd.grad(curved(compiled(bias)), bias), want) <= EQUAL
+
+
+@pytest.mark.slow
 def test_exported():
     class Module(torch.nn.Module):
         def forward(self, q, k, v):

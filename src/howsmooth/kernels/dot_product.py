@@ -11,13 +11,14 @@ from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[repor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.autograd import ATTEND
 from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
-from howsmooth.kernels.masks import Mask
-from howsmooth.kernels.naive import plain_attention
+from howsmooth.kernels.kinds import Softmax
+from howsmooth.kernels.naive import logits_of, masked_logits, plain_attention
 from howsmooth.kernels.tensors import REAL, described
 from howsmooth.settings import flag, number, shown, whole
 
 _NONE = "leave it out for none"
 _LONGEST = 2**31  # tokens
+_SOFTMAX = Softmax()
 
 
 def sdpa(
@@ -79,12 +80,12 @@ def sdpa(
         q = _four(_wide(query, lead), enable_gqa)
         k, v = _key_heads(key, value, lead, enable_gqa)
     bias = None if attn_mask is None else _bias(attn_mask, query.dtype, lead, m, enable_gqa)
-    moves = bias is not None and attn_mask.dtype != torch.bool and _moves(attn_mask)
+    learned = None if attn_mask is None or attn_mask.dtype == torch.bool or not _moves(attn_mask) else bias
     if 0 in (n, m, d_v, *lead):  # nothing to attend to: zeros, with a graph
         out = (q * 0) @ _repeat(k, q.shape[1]).mT @ _repeat(v, q.shape[1])
-        out = out + 0 * bias.sum() if moves else out
-    elif moves:
-        out = plain_attention(q, k, v, Scores(scale, softcap, Mask.trusted(is_causal, window, bias)))
+        out = out if learned is None else out + 0 * learned.sum()
+    elif learned is not None:
+        out = _plain(q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1]), learned, scale, softcap, window)
     else:
         out = ATTEND(q, k, v, bias, scale, softcap, is_causal, window)[0]
     return out if len(lead) == 2 else out.reshape(*lead, n, d_v)
@@ -180,6 +181,14 @@ def _bias(mask: Tensor, dtype: torch.dtype, lead: tuple[int, ...], m: int, group
     if any(size != 1 for size in mask.shape[:-3]):
         mask = mask.expand(*lead[:-1], *mask.shape[-3:])
     return _four(mask, grouped)
+
+
+def _plain(q, k, v, bias: Tensor, scale: float, softcap: float | None, window: int | None) -> Tensor:
+    """The plain formula for a mask that is differentiated."""
+    i, j = (torch.arange(t.shape[-2], device=q.device) for t in (q, k))
+    visible = (i[:, None] - j).abs() < (_LONGEST if window is None else window)
+    s, visible = masked_logits(logits_of(q, k, None, scale, softcap), bias, visible)
+    return _SOFTMAX.weigh(s, visible, s[..., :1]) @ v
 
 
 def _real(value: Any, expected: str, above: float = -math.inf) -> float:

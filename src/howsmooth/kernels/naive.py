@@ -5,8 +5,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.kernels.arithmetic import tanh
-from howsmooth.kernels.base import Keys, Offsets, Outputs, Queries, Scores, Values
-from howsmooth.kernels.kinds.kind import Logits, Vectors
+from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
+from howsmooth.kernels.kinds.kind import Vectors
 
 _TIED = 16  # units in the last place within which two logits are one
 
@@ -29,14 +29,11 @@ def plain_attention(q: Queries, k: Keys, v: Values, scores: Scores, rows: int = 
     outputs = []
     for start in range(0, n, rows):
         stop = min(start + rows, n)
-        s = logits_of(q[:, :, start:stop], k, offset, inner)
         visible = mask.visible(slice(start, stop), slice(0, m), q.device)
         if mask.keys is not None:
             visible = visible & mask.keys[:, None, None, :]
-        if bias is not None:
-            part = bias[:, :, start:stop] if bias.shape[2] > 1 else bias
-            visible = visible & (part != -torch.inf)
-            s = s + part.masked_fill(part == -torch.inf, 0.0)
+        part = bias if bias is None or bias.shape[2] == 1 else bias[:, :, start:stop]
+        s, visible = masked_logits(logits_of(q[:, :, start:stop], k, offset, inner.scale, inner.softcap), part, visible)
         if shift is not None:
             s = s + (shift.to(s)[:, None, None, None] if isinstance(shift, Tensor) else shift)
         outputs.append(kind.weigh(s, visible, slack[:, :, start:stop]) @ v)
@@ -52,11 +49,19 @@ def by_head(at: Vectors) -> Vectors:
     return Vectors(at.q, k, v, None if at.offset is None else at.offset.repeat_interleave(group, dim=1))
 
 
-def logits_of(q: Queries, k: Keys, offset: Offsets | None, inner: Scores) -> Logits:
-    """Soft-capped, before any mask. inner: the scores between a kind's `enter` and `leave`."""
-    s = inner.scale * (q @ k.mT)
+def logits_of(q: Tensor, k: Tensor, offset: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """Soft-capped, before any mask; from tensors and numbers alone, which a compiler can follow."""
+    s = scale * (q @ k.mT)
     s = s if offset is None else s + offset[:, :, None]
-    return s if inner.softcap is None else inner.softcap * tanh(s / inner.softcap)
+    return s if softcap is None else softcap * tanh(s / softcap)
+
+
+def masked_logits(s: Tensor, bias: Tensor | None, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits with a bias, which hides keys where it is −∞, finite there too; and which keys are visible."""
+    if bias is None:
+        return s, visible
+    hidden = bias == -torch.inf
+    return s + bias.masked_fill(hidden, 0.0), visible & ~hidden
 
 
 def logit_slack(q: Queries, k: Keys, scale: float, bias: Tensor | None) -> Float[Tensor, "batch heads n 1"]:

@@ -71,7 +71,7 @@ def _logits(attn: "Attention", qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tens
     kind = attn.kind
     entry, inner = kind.enter(*qkv, attn.scale), kind.inner(Scores(attn.scale, attn.softcap, kind=kind))
     q, k, v, offset = by_head(Vectors(*qkv) if entry is None else entry.vectors)
-    return logits_of(q, k, offset, inner), v, inner
+    return logits_of(q, k, offset, inner.scale, inner.softcap), v, inner
 
 
 def _balanced(balancing: Balancing, s: Tensor, queries: Tensor, counts: Tensor) -> Weights:
