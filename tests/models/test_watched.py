@@ -5,6 +5,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import HowSmoothError
+from marks import first
 from problems.zoo import ZOO
 
 
@@ -27,7 +28,7 @@ def test_a_block_near_its_input(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "gpt-neox"])
+@pytest.mark.parametrize("name", first(["gpt2", "gpt-neox"]))
 def test_a_whole_model_near_its_input(name: str):
     model = _model(name)
     near = model.measure(ids=[3, 5, 7], layer=0, map="model", within=1e-6, steps=1, per="sequence")

@@ -432,6 +432,7 @@ def test_a_model_becomes_a_page_that_works(browser, desk):
         calm(seen, path)
 
 
+@pytest.mark.slow
 def test_radii_become_a_page(browser, tmp_path):
     """Two inputs at three layers; one attack found nothing, one layer is refused with words that mean harm."""
     rows: list[tuple[int, int, Radius | str]] = []
