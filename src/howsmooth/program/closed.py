@@ -97,8 +97,13 @@ def as_attention(program: Program, ends: Ends, values: Values) -> Attention:
     read = ReadCall.of(program, ends, values)
     if read.gates:
         raise _other(read, "with gates")
-    attn = _formula(read)
-    error = max(*_off_before(attn, read), _off_behind(attn, read))
+    attn, call = _formula(read), read.call
+    # queries, keys and values against those of the call; the output projection behind attention that gives random numbers
+    ours, theirs = attn.vectors(read.x[None]), (call.q, call.k, call.v)
+    before = [off(a.repeat_interleave(b.shape[1] // a.shape[1], 1), b) for a, b in zip(ours, theirs, strict=True)]
+    given = random_tensor(*call.q.shape[:3], call.v.shape[-1], like=read.x, name="outputs of heads")
+    behind = read.part.between(read.node, read.leave)(given).reshape(-1)[read.heads[1]]
+    error = max(*before, off(attn.finish(given)[0], behind))
     if not error <= FORMULA:
         raise _other(read, f"off by {error:.1e}")
     return attn
@@ -157,17 +162,3 @@ def _one_rotary(q: SideFormula, k: SideFormula) -> Rotary | None:
     if a is None or b is None or a.interleaved != b.interleaved or not (agree(a.cos, b.cos) and agree(a.sin, b.sin)):
         raise BadInputError("expected the same phases on queries and keys, got others; measure the layer instead")
     return a
-
-
-def _off_before(attn: Attention, read: ReadCall) -> list[float]:
-    """How far queries, keys and values are from those of the call, relative to the largest entry."""
-    ours, call = attn.vectors(read.x[None]), read.call
-    many = [t.repeat_interleave(c.shape[1] // t.shape[1], 1) for t, c in zip(ours, (call.q, call.k, call.v), strict=True)]
-    return [off(a, b) for a, b in zip(many, (call.q, call.k, call.v), strict=True)]
-
-
-def _off_behind(attn: Attention, read: ReadCall) -> float:
-    """How far the layer is from its output projection behind attention that gives random numbers."""
-    given = random_tensor(*read.call.q.shape[:3], read.call.v.shape[-1], like=read.x, name="outputs of heads")
-    theirs = read.part.between(read.node, read.leave)(given).reshape(-1)[read.heads[1]]
-    return off(attn.finish(given)[0], theirs)

@@ -16,7 +16,7 @@ class Flow:
     """
 
     def __init__(self, program: Program, begins: Iterable[Node]):
-        self.program, self.nodes, self._returned = program, program.nodes, program.outputs
+        self.program, self.nodes = program, program.nodes
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.begins = tuple(dict.fromkeys(begins))
         first = {self.index[n] for n in self.begins}
@@ -94,7 +94,7 @@ class Flow:
     @functools.cached_property
     def outputs(self) -> tuple[Node, ...]:
         """The returned tensors that are live."""
-        return tuple(dict.fromkeys(n for n in self._returned if self.live(n)))
+        return tuple(dict.fromkeys(n for n in self.program.outputs if self.live(n)))
 
     def waists(self, ends: Sequence[Node]) -> list[Node]:
         """The nodes that every way from the begins to `ends` goes through, in order."""

@@ -132,7 +132,7 @@ class Way:
             inside = {*flow.between(enter, through), *flow.between(through, leave)}
             path = [n for n in path if n in inside]
         if check:
-            check_smooth(path, flow)
+            _check_smooth(path, flow)
             _check_unread(path, enter, flow)
         return cls(tuple(enter), tuple(leave), tuple(path))
 
@@ -218,7 +218,7 @@ def compiled(
     return GraphModule(torch.nn.Module(), graph).forward
 
 
-def check_smooth(path: Sequence[Node], flow: Flow) -> None:
+def _check_smooth(path: Sequence[Node], flow: Flow) -> None:
     """Refuse nodes that round what moves, or whose operation is not one of torch's own with a derivative."""
     for n in path:
         schema, got = getattr(n.target, "_schema", None), ""
