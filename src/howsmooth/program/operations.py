@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.fx import Node
 
 # entries stay as they are
-TURNS = {"permute", "transpose", "mT", "t", "numpy_T", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "T"}
+TURNS = {"permute", "transpose", "mT", "t", "numpy_T", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint"}
 FLATTENS = {"view", "reshape", "_unsafe_view", "flatten"}
 VIEWS = TURNS | FLATTENS | {
     "expand", "clone", "unsqueeze", "squeeze", "contiguous", "alias", "unflatten", "to", "_to_copy", "type_as", "dropout",
-    "detach", "view_as", "reshape_as", "expand_as", "float", "double", "broadcast_to",
+    "detach", "view_as", "reshape_as", "expand_as", "broadcast_to",
 }  # fmt: skip
 SHAPE = VIEWS | {
     "repeat", "repeat_interleave", "matrix_H", "flip", "roll", "feature_dropout", "lift_fresh", "lift_fresh_copy", "copy",
-    "rename", "H", "tile",
+    "tile",
 }  # fmt: skip
 SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
 SLICES = SPLITS | {"select", "slice", "narrow", "unbind"}
@@ -50,7 +50,7 @@ SOFTMAXES = {"softmax", "_softmax", "_safe_softmax", "special_softmax"}
 WEIGHTS = SOFTMAXES | {"sigmoid", "relu", "exp", "log_softmax"}
 LOGITS = SHAPE | SELECTS | JOINS | PADS | {
     "add", "sub", "rsub", "mul", "div", "true_divide", "neg", "tanh", "masked_fill", "where", "maximum", "minimum", "clamp",
-    "clamp_min", "clamp_max", "pow", "square", "max", "amax", "sum", "gather", "scale", "addcmul", "addcdiv", "tril", "triu",
+    "clamp_min", "clamp_max", "pow", "square", "max", "amax", "sum", "gather", "addcmul", "addcdiv", "tril", "triu",
     "nan_to_num", "sqrt", "mean", "logsumexp", "exp", "log", "threshold", "hardtanh", "abs", "take_along_dim", "norm",
     "linalg_vector_norm", "linalg_norm",
 }  # fmt: skip
@@ -62,7 +62,7 @@ JUMPS = {
     "round", "floor", "ceil", "trunc", "fix", "frac", "floor_divide", "remainder", "fmod", "heaviside", "bucketize",
     "searchsorted", "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine",
 }  # fmt: skip
-CASTS = {"to", "_to_copy", "type", "int", "long", "short", "char", "type_as"}
+CASTS = {"to", "_to_copy", "type_as"}
 # what they give depends on the shape of what they take, and on nothing else
 SHAPE_ALONE = {
     "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
