@@ -22,7 +22,7 @@ try:  # Ctrl-C ends the process quietly, at any moment
     from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
     from types import NoneType, UnionType
-    from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args, get_origin
+    from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TypeAlias, Union, get_args, get_origin
 except KeyboardInterrupt:
     os._exit(130)
 
@@ -148,19 +148,19 @@ class Command(NamedTuple):
 def commands() -> Iterator[Command]:
     """Every command, files in the order of their names.
 
-    A file with `GROUP`, its help, holds commands of a group. With `QUESTIONS`, a room, they are that room's questions: each is
+    A file with `_GROUP`, its help, holds commands of a group. With `_QUESTIONS`, a room, they are its questions: each is
     answered by the function of its own name, or else of the group's, and takes the options of its tasks too.
     """
     for path in sorted(PACKAGE.joinpath("cli").glob("[!_]*.py")):
         module = f"{CLI}.{path.stem}"
         names = Names(module)
         there = {f.name: f for f in _functions(module) if ast.unparse(f.returns or f.args) == "Answer" and f.name[0] != "_"}
-        group = (path.stem, names["GROUP"]) if "GROUP" in names else ("", "")
-        if "QUESTIONS" not in names:
+        group = (path.stem, names["_GROUP"]) if "_GROUP" in names else ("", "")
+        if "_QUESTIONS" not in names:
             for name, function in there.items():
                 yield Command(name.strip("_"), module, name, *described(names, function), *group)
             continue
-        for name, place, tasks, text in sorted(_questions(names["QUESTIONS"])):
+        for name, place, tasks, text in sorted(_questions(names["_QUESTIONS"])):
             function = there.get(name) or there[path.stem]
             options = described(names, function)[1] + described(Names(place), _function(place, tasks), positional=False)[1]
             said = f"{text}\n\nExample: howsmooth {path.stem} {name} demo"
@@ -229,7 +229,7 @@ def _parameter(name: str, kind: Any, value: Any, is_option: bool, spelled: list[
     """An argument or option as typer takes it; lists and choices as text, which the package reads and checks."""
     import typer
 
-    kinds = [k for k in (get_args(kind) if get_origin(kind) is UnionType else (kind,)) if k is not NoneType]
+    kinds = [k for k in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)) if k is not NoneType]
     if get_origin(kinds[0]) is Literal:
         text += f": {', '.join(get_args(kinds[0]))}"
     plain = str if get_origin(kinds[0]) in (tuple, Sequence, Literal) else kinds[0]

@@ -89,7 +89,7 @@ print(*(name for name in ("howsmooth", "torch", "numpy", "rich") if name in sys.
 def test_names_are_found_through_imports():
     names = Names("howsmooth.cli.attack")
     assert names["MapName"] == importlib.import_module("howsmooth.models").MapName
-    assert "GROUP" not in names
+    assert "_GROUP" not in names
     assert "no_such_name" not in names
     assert Names("howsmooth")["__version__"] == howsmooth.__version__
 

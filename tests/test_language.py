@@ -13,6 +13,7 @@ import howsmooth
 SRC = Path(howsmooth.__file__).parent
 FILES = {str(path.relative_to(SRC)): path for path in sorted(SRC.rglob("*.py"))}
 REWRITTEN = {
+    "paper",
     "__init__.py",
     "cli",
     "data",

@@ -8,12 +8,11 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.paper.meanfield import (
-    BOUNDS,
     convergence_table,
     gaussian_convergence,
     two_diracs,
     worst_clusters,
-    worst_measures,
+    worst_measure,
     worst_two_diracs,
 )
 
@@ -23,32 +22,31 @@ ONE = torch.ones(1, 1, dtype=torch.float64)
 
 @pytest.fixture(scope="module")
 def rows():
-    return worst_measures(-1.0, list(KNOWN))
+    return [worst_measure(-1.0, radius) for radius in KNOWN]
 
 
 def test_the_search_reaches_the_known_constants(rows):
     for row in rows:
-        assert row["value"] >= 0.99 * KNOWN[row["radius"]]
-        assert row["value"] <= 1.001 * KNOWN[row["radius"]]  # nothing better is known
+        assert row.value >= 0.99 * KNOWN[row.radius]
+        assert row.value <= 1.001 * KNOWN[row.radius]  # nothing better is known
 
 
 def test_the_measures_found_have_these_constants(rows):
     attn = hs.Attention.from_matrices(-ONE, ONE)
     for row in rows:
-        odds = torch.tensor([row["log_odds"], 0.0], dtype=torch.float64)
-        measure = hs.Measure(torch.tensor([[row["x"]], [row["y"]]], dtype=torch.float64), torch.softmax(odds, 0))
-        assert measure.radius <= row["radius"] * (1 + 1e-12)
+        odds = torch.tensor([row.log_odds, 0.0], dtype=torch.float64)
+        measure = hs.Measure(torch.tensor([[row.x], [row.y]], dtype=torch.float64), torch.softmax(odds, 0))
+        assert measure.radius <= row.radius * (1 + 1e-12)
         est = hs.lipschitz(attn, measure)
-        assert est.value == pytest.approx(row["value"], rel=1e-8)
-        assert est.split == row["split"]
+        assert est.value == pytest.approx(row.value, rel=1e-8)
+        assert est.split == row.split
 
 
 def test_bounds_hold_on_both_sides(rows):
     for row in rows:
-        assert row["B5"] <= row["value"]
+        assert row.value >= row.B5
         for upper in ("B4", "B8m", "B12m"):
-            assert row["value"] <= row[upper]
-        assert set(BOUNDS) < set(row)
+            assert row.value <= getattr(row, upper)
 
 
 @pytest.mark.parametrize("alpha", [-3.0, -0.25, 0.5, 2.0])
@@ -78,39 +76,37 @@ def test_tiny_masses_keep_their_digits():
 
 def test_convergence_to_the_limit():
     rows = gaussian_convergence(-1.0, 2.0, (8, 32, 128), 3)
-    errors = {n: next(r["error"] for r in rows if r["kind"] == "grid" and r["n"] == n) for n in (8, 32, 128)}
+    errors = {n: next(r.error for r in rows if r.tokens == "grid" and r.n == n) for n in (8, 32, 128)}
     assert errors[32] < errors[8] / 8
     assert errors[128] < errors[32] / 8
-    samples = [r for r in rows if r["kind"] == "samples"]
+    samples = [r for r in rows if r.tokens == "samples"]
     assert len(samples) == 9
-    means = {(row["kind"], row["n"]): row["mean error"] for row in convergence_table(rows)}
+    means = {(row["tokens"], row["n"]): row["mean error"] for row in convergence_table(rows)}
     assert list(means) == [(kind, n) for kind in ("grid", "samples") for n in (8, 32, 128)]
     assert means["grid", 32] == errors[32]
-    assert sum(r["error"] for r in samples if r["n"] == 128) < sum(r["error"] for r in samples if r["n"] == 8)
+    assert sum(r.error for r in samples if r.n == 128) < sum(r.error for r in samples if r.n == 8)
     for r in rows:
-        assert r["value"] == max(r["moved"], r["split"])
-        assert set(r) >= {"kind", "n", "value", "limit", "error"}
+        assert r.value == max(r.moved, r.split)
 
 
 def test_worst_clusters_grow_until_they_reach_the_limit():
     rows = worst_clusters(-1.0, 1.5, [2, 8, 32, 128, 512, 4096])
-    values = [r["value"] for r in rows]
+    values = [r.value for r in rows]
     assert values == sorted(values)
-    assert all(r["value"] <= r["limit"] * (1 + 1e-9) for r in rows)
-    assert rows[1]["value"] < 0.6 * rows[1]["limit"]
-    assert rows[-1]["value"] > 0.999 * rows[-1]["limit"]
+    assert all(r.value <= r.limit * (1 + 1e-9) for r in rows)
+    assert rows[1].value < 0.6 * rows[1].limit
+    assert rows[-1].value > 0.999 * rows[-1].limit
     attn = hs.Attention.from_matrices(-ONE, ONE)
     tokens = torch.tensor([[-1.5]] + 7 * [[1.5]]).double()
-    assert hs.lipschitz(attn, tokens).value <= rows[1]["value"] * (1 + 1e-12)
+    assert hs.lipschitz(attn, tokens).value <= rows[1].value * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(
     "question",
     [
-        lambda: worst_measures(-1.0, []),
-        lambda: worst_measures(-1.0, [0.0]),
-        lambda: worst_measures(0.0, [1.0]),
-        lambda: worst_measures(float("nan"), [1.0]),
+        lambda: worst_measure(-1.0, 0.0),
+        lambda: worst_measure(0.0, 1.0),
+        lambda: worst_measure(float("nan"), 1.0),
         lambda: worst_clusters(-1.0, 1.0, [1]),
         lambda: gaussian_convergence(-1.0, 1.0, [1, 8], 2),
         lambda: gaussian_convergence(-1.0, 1.0, [], 2),

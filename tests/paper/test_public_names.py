@@ -68,7 +68,7 @@ def test_checker_refuses(source):
         "from howsmooth.verbs import lipschitz",
         "from howsmooth import Attention",
         "from howsmooth.paper.drawing import new_figure",
-        "from howsmooth.paper import tasks",
+        "from howsmooth.paper import texts",
         "import torch\nfrom torch.nn.attention import sdpa_kernel",
     ],
 )

@@ -18,16 +18,22 @@ import howsmooth as hs
 from howsmooth.cli import reproduce as cli
 from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.models import load
-from howsmooth.paper import protocol, reproduce, tasks
-from howsmooth.paper.curves import curves_of, exponents
-from howsmooth.paper.page import write_reproduction
-from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Protocol, Reproduced, plan
-from howsmooth.paper.subjects import attention_of, describe, subject
-from howsmooth.paper.tasks import power_iteration, scripts_value
+from howsmooth.paper import reproduce, reproduction
+from howsmooth.paper.adversarial import ONE_HEAD, eigenvector_tokens, worst_tokens
+from howsmooth.paper.curves import PointRow, curves_of, power_iteration, scripts_value
+from howsmooth.paper.protocol import PAPER, QUICK, Protocol
+from howsmooth.paper.reproduction import PARTS, Reproduced, fitted, plan, write_reproduction
+from howsmooth.paper.scripts import WHOLE_MODULE, iteration, whole_module
+from howsmooth.paper.splitting_maps import measure_grid
+from howsmooth.paper.subjects import describe, subject
+from howsmooth.paper.texts import measure_text
 from howsmooth.run import Plan
 from howsmooth.study import alice, fit_growth
 from howsmooth_command import app, commands
 from marks import first
+
+DEMO = {"name": "demo", "masking": "unmasked", "seed": 0}
+HEAD = DEMO | {"name": ONE_HEAD}
 
 
 def layer(causal: bool, bias: float = 0.5) -> tuple[hs.Attention, torch.Tensor]:
@@ -72,7 +78,7 @@ def test_a_constant_added_to_the_output_moves_one_and_not_the_other():
 
 @pytest.mark.slow
 def test_text_gives_what_measure_gives():
-    rows = tasks.text("demo", "unmasked", [0, 5], 12, 1, 0)
+    rows = measure_text(DEMO, [0, 5], 12, 1)
     model = load("demo", device="cpu")
     captured = model.capture(ids=model.text(alice()).windows(12, 2, 0)[1])
     for row in rows:
@@ -80,7 +86,7 @@ def test_text_gives_what_measure_gives():
         assert row["value"] == pytest.approx(measured.value, rel=1e-5)
         assert row["radius"] == pytest.approx(measured.radius_rms, rel=1e-6)
         assert row["value"] <= row["upper"]
-        attn = attention_of(subject("demo", "unmasked", 0), row["layer"])
+        attn = subject("demo", "unmasked", 0).attention(row["layer"])
         by_hand = power_iteration(attn, captured.tokens(row["layer"]).float(), element=0, steps=1)[0]
         assert row["scripts"] == pytest.approx(by_hand, rel=1e-4)
 
@@ -88,12 +94,12 @@ def test_text_gives_what_measure_gives():
 @pytest.mark.slow
 def test_a_masked_encoder_sees_nothing_that_comes_later():
     masked = subject("demo", "masked", 0)
-    ids = list(masked.window(9, 0, 0).ids)
+    ids = list(masked.text.windows(9, 1, 0)[0].ids)
     other = [*ids[:6], ids[1], *ids[7:]]
     first, second = (masked.model.capture(ids=i) for i in (ids, other))
     assert torch.allclose(first.tokens(5)[:6], second.tokens(5)[:6], atol=1e-5)
     assert not torch.allclose(first.tokens(5)[6:], second.tokens(5)[6:], atol=1e-2)
-    assert attention_of(masked, 5).causal
+    assert masked.attention(5).causal
 
 
 def test_describing_a_model_leaves_it_as_it_was():
@@ -131,12 +137,13 @@ def test_any_model_in_a_folder(kind, tmp_path):
     demo.tokenizer.save_pretrained(folder)
     about = describe(str(folder))
     assert (about.maskings, about.plain, about.whole_module) == (maskings, plain, False)
-    rows = [row for m in about.maskings for row in tasks.text(str(folder), m, PAPER.layers_of(about.layers), 9, 0, 0)]
-    assert len({row["value"] for row in rows}) == len(about.maskings) * len(PAPER.layers_of(about.layers))
-    cases = [task.kwargs()["name"] for task in plan("adversarial", [str(folder)], QUICK, 0).tasks]
+    layers, this = PAPER.layers_of(about.layers), DEMO | {"name": str(folder)}
+    rows = [row for m in about.maskings for row in measure_text(this | {"masking": m}, layers, 9, 0)]
+    assert len({row["value"] for row in rows}) == len(about.maskings) * len(layers)
+    cases = [task.kwargs()["reading"]["name"] for task in plan("adversarial", replace(QUICK, models=(str(folder),))).tasks]
     assert (str(folder) in cases) == plain
     if plain:
-        assert len(tasks.adversarial(str(folder), about.maskings[0], 0, [2, 7], 0)) == 2
+        assert len(eigenvector_tokens(this | {"masking": about.maskings[0]}, 0, [2, 7])) == 2
 
 
 @pytest.mark.slow
@@ -144,7 +151,7 @@ def test_any_model_in_a_folder(kind, tmp_path):
 def test_random_models_of_full_size_attend_evenly(name):
     """With uniform attention `L` is `‖W_o W_v‖` without a mask, and with one that times the norm of the Cesàro mean."""
     n = 6
-    rows = {m: tasks.text(name, m, [0, 6], n, 0, 0) for m in ("unmasked", "masked")}
+    rows = {m: measure_text({"name": name, "masking": m, "seed": 0}, [0, 6], n, 0) for m in ("unmasked", "masked")}
     mean = torch.tril(torch.ones(n, n)) / torch.arange(1, n + 1)[:, None]
     ratio = float(torch.linalg.matrix_norm(mean, 2))
     for plain, masked in zip(*rows.values(), strict=True):
@@ -157,21 +164,21 @@ def test_random_models_of_full_size_attend_evenly(name):
 
 
 def test_adversarial_tokens_grow_like_the_root():
-    rows = tasks.adversarial(tasks.ONE_HEAD, "unmasked", 0, [2, 5, 17, 37], 0)
+    rows = eigenvector_tokens(HEAD, 0, [2, 5, 17, 37])
     for row in rows:
         assert row["value"] == pytest.approx(math.sqrt(row["n"] - 1), rel=1e-3)
         assert row["value"] <= row["bound_B7"]
-    worst = tasks.worst_tokens(tasks.ONE_HEAD, "unmasked", 0, 17, 0)[0]
+    worst = worst_tokens(HEAD, 0, 17)[0]
     assert worst["value"] > rows[2]["value"]
 
 
 @pytest.mark.slow
 def test_the_module_that_the_scripts_read():
-    row = tasks.whole_module("demo", [0], 4, 0, 0)[0]
+    row = whole_module(DEMO, [0], 4, 0)[0]
     whole = subject("demo", "unmasked", 0)
     x = whole.capture(4, 0, 0).tokens(0).double()
     norm = copy.deepcopy(whole.model.module.get_submodule("encoder.layer.0.attention.output.LayerNorm")).double()
-    attn = attention_of(whole, 0).to(torch.float64)
+    attn = whole.attention(0).to(torch.float64)
 
     def f(t):
         return norm(t + attn(t))
@@ -182,7 +189,7 @@ def test_the_module_that_the_scripts_read():
 
 
 def test_iterates():
-    rows = tasks.iteration("demo", "unmasked", 3, 8, 1, 4, 0)
+    rows = iteration(DEMO, 3, 8, 1, 4)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert {round(r["element_0"] / r["scripts"], 9) for r in rows} == {1.0}
     tangents = [r["element_1"] for r in rows]
@@ -195,17 +202,17 @@ def test_the_protocol_is_the_papers():
     assert PAPER.samples == 10
     assert PAPER.long[-1] == 502
     assert PAPER.adversarial == tuple(range(2, 98, 5))
-    real = plan("real", ["demo"], PAPER, 0)
+    real = plan("real", PAPER)
     arguments = [task.kwargs() for task in real.tasks]
     assert {a["n"] for a in arguments} == set(range(4, 100, 2)) | set(PAPER.long)
     assert {tuple(a["layers"]) for a in arguments} == {(0, 3, 5)}
     assert len(arguments) == 2 * 10 * (48 + 11)
     assert PAPER.layers_of(12) == [0, 6, 11]
-    assert [t.key for t in real.tasks] == [t.key for t in plan("real", ["demo"], PAPER, 0).tasks]
+    assert [t.key for t in real.tasks] == [t.key for t in plan("real", PAPER).tasks]
 
 
 def test_the_trap_uses_the_measurements_of_the_others():
-    keys = {p: {t.key for t in plan(p, ["demo"], QUICK, 0).tasks} for p in PARTS}
+    keys = {p: {t.key for t in plan(p, QUICK).tasks} for p in PARTS}
     assert keys["real"] | keys["random"] < keys["trap"]
 
 
@@ -213,15 +220,16 @@ def test_layers_lengths_and_another_text_are_what_is_measured(tmp_path):
     passage = tmp_path / "mine.txt"
     passage.write_text("The cat sat on the mat and looked at the rabbit. " * 20)
     mine = replace(PAPER, layers=(1,), text=str(passage), samples=1).with_lengths([16, 8, 8])
-    arguments = [task.kwargs() for part in PARTS for task in plan(part, ["demo"], mine, 0).tasks]
+    arguments = [task.kwargs() for part in PARTS for task in plan(part, mine).tasks]
     assert {a["n"] for a in arguments if "layers" in a} == {8, 16}
-    assert {tuple(a["layers"]) for a in arguments if a.get("name") == "demo" and "layers" in a} == {(1,)}
-    assert {a["layer"] for a in arguments if a.get("name") == "demo" and "lengths" in a} == {1}
-    keys = {task.key for task in plan("real", ["demo"], mine, 0).tasks}
+    of_demo = [a for a in arguments if "reading" in a and a["reading"]["name"] == "demo"]
+    assert {tuple(a["layers"]) for a in of_demo if "layers" in a} == {(1,)}
+    assert {a["layer"] for a in of_demo if "lengths" in a} == {1}
+    keys = {task.key for task in plan("real", mine).tasks}
     passage.write_text("The rabbit looked back and ran away from the cat. " * 20)
-    assert not keys & {task.key for task in plan("real", ["demo"], mine, 0).tasks}
-    row = tasks.text("demo", "unmasked", [1], 8, 0, 0, passage=str(passage))[0]
-    model = load("demo")
+    assert not keys & {task.key for task in plan("real", mine).tasks}
+    row = measure_text(DEMO | {"passage": str(passage)}, [1], 8, 0)[0]
+    model = load("demo", device="cpu")
     measured = model.capture(ids=model.text(passage.read_text()).windows(8, 1, 0)[0]).measure(1)
     assert row["value"] == pytest.approx(measured.value, rel=1e-5)
     for wrong in (lambda: mine.with_lengths([8]), lambda: mine.with_lengths([1, 8]), lambda: mine.layers_of(1)):
@@ -230,16 +238,16 @@ def test_layers_lengths_and_another_text_are_what_is_measured(tmp_path):
 
 
 def rows_of(exponent: float, scripts: float, subject: str = "gpt2", samples: int = 5):
-    name = {"study": "real", "subject": subject, "masking": "masked", "layer": 6, "map": "attention"}
+    name: Any = {"study": "real", "model": subject, "masking": "masked", "layer": 6, "map": "attention"}
     for n in range(4, 130, 2):
         for s in range(samples):
             wobble = math.exp(0.03 * math.sin(7 * n + 11 * s))
             value = 3 * n**exponent * wobble
-            yield name | {"n": n, "sample": s, "value": value, "upper": value, "scripts": n**scripts * wobble, "radius": 9.0}
+            yield PointRow(**name, n=n, sample=s, value=value, upper=value, scripts=n**scripts * wobble, radius=9.0)
 
 
 def test_exponents_are_those_of_the_curves():
-    table = exponents(curves_of(rows_of(0.3, 0.45)))
+    table = [c.exponents() for c in fitted(list(rows_of(0.3, 0.45)))]
     assert len(table) == 1
     e = table[0]
     assert (e["exponent"], e["scripts"]) == (pytest.approx(0.3, abs=0.01), pytest.approx(0.45, abs=0.01))
@@ -254,7 +262,7 @@ def test_legends_have_short_names():
     rows = [*rows_of(0.3, 0.45, "models/mine"), *rows_of(0.3, 0.45, "org/bert"), *rows_of(0.2, 0.3, "other/mine")]
     labels = [c.label for c in curves_of(rows)]
     assert labels == [f"{name}, masked, layer 6" for name in ("models/mine", "bert", "other/mine")]
-    assert exponents(curves_of(rows))[1]["subject"] == "org/bert"  # tables have whole names
+    assert fitted(rows)[1].exponents()["subject"] == "org/bert"  # tables have whole names
 
 
 @pytest.mark.slow
@@ -262,7 +270,7 @@ def test_the_page_shows_names_as_text_and_asks_for_nothing(tmp_path):
     hostile = '<script>alert(1)</script>" onerror="x'
     rows, command = tuple(rows_of(0.3, 0.4, hostile)), f"howsmooth {hostile}"
     failures, versions = {f"a {hostile}": 2}, {"torch": "2"}
-    result = Reproduced(tmp_path / "results.sqlite", rows, 1, 0, failures, versions, [hostile], PAPER, 0, command)
+    result = Reproduced(tmp_path / "results.sqlite", rows, 1, 0, failures, versions, replace(PAPER, models=(hostile,)), command)
     files = write_reproduction(result, tmp_path)
     page = files[0].read_text("utf-8")
     assert files[0].name == "index.html"
@@ -284,8 +292,8 @@ def test_the_page_shows_names_as_text_and_asks_for_nothing(tmp_path):
 
 def test_a_failed_task_is_told_and_the_others_are_kept(tmp_path, monkeypatch):
     good = {"alpha": -1.0, "mass": 0.5, "extent": 4.0, "points": 5}
-    monkeypatch.setattr(protocol, "plan", lambda *_: Plan.of(tasks.splitting_map, [good, good | {"points": 1}]))
-    result = reproduce(["splitting"], [], tmp_path / "out", protocol=QUICK)
+    monkeypatch.setattr(reproduction, "plan", lambda *_: Plan.of(measure_grid, [good, good | {"points": 1}]))
+    result = reproduce(["splitting"], tmp_path / "out", QUICK)
     assert len(result.rows) == 1
     assert list(result.failures.values()) == [1]
     assert "expected a positive extent" in next(iter(result.failures))
@@ -320,23 +328,22 @@ def test_the_command_writes_everything_and_goes_on(tmp_path, monkeypatch):
     [
         ((), list(PARTS), ["demo"]),
         (("real", "--model", "a", "--model", "b"), ["real"], ["a", "b"]),
-        (("--only", "trap,real"), ["trap", "real"], ["demo"]),
+        (("--only", "trap,real"), ["real", "trap"], ["demo"]),
         (("all", "--model", "demo", "--only", "splitting"), ["splitting"], ["demo"]),
     ],
 )
 def test_models_and_parts_that_are_named_are_measured_alone(arguments, parts, models, monkeypatch):
     given: list[Any] = []
 
-    def run(*some: Any, protocol: Protocol, **_: Any) -> None:
-        given.extend((*some[:2], protocol))
+    def run(*some: Any, **_: Any) -> None:
+        given.extend(some)
         raise BadInputError("expected nothing, got enough; stop")
 
     monkeypatch.setattr(cli, "run", run)
     result = command(*arguments, "--quick", "--layers", "0,2", "--lengths", "4,8", "--text", "mine.txt")
     assert (result.exit_code, result.stderr) == (2, "howsmooth: expected nothing, got enough; stop\n")
-    assert given[:2] == [parts, models]
-    quick = replace(QUICK, layers=(0, 2), text="mine.txt")
-    assert given[2] == quick.with_lengths((4, 8))
+    quick = replace(QUICK, models=tuple(models), layers=(0, 2), text="mine.txt")
+    assert given == [parts, Path("reproduction"), quick.with_lengths((4, 8))]
 
 
 @pytest.mark.slow
@@ -381,7 +388,7 @@ def test_what_is_in_the_way_stays(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     (tmp_path / "results.sqlite").write_text("another program's")
     with pytest.raises(ResultsError, match="not a database"):
-        reproduce(["meanfield"], [], tmp_path, protocol=QUICK, force=True)
+        reproduce(["meanfield"], tmp_path, QUICK, force=True)
     assert (tmp_path / "results.sqlite").read_text() == "another program's"
 
 
@@ -390,7 +397,7 @@ SECTIONS = {
     "2. Text": ("real", "attention"),
     "3. Random weights": ("random", "attention"),
     "4. Adversarial tokens": ("adversarial", "eigenvector tokens"),
-    "6. What the public scripts compute": ("trap", tasks.WHOLE_MODULE),
+    "6. What the public scripts compute": ("trap", WHOLE_MODULE),
 }
 NAMES = {"random GPT-2": "random:gpt2", "random BERT-base": "random:bert-base"}
 

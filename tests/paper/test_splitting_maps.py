@@ -1,17 +1,16 @@
 """Where and how often splitting pays."""
 
-import math
-
 import pytest
 import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.paper.meanfield import frequency, map_table, random_layers, shares, splitting_map
+from howsmooth.paper.splitting_maps import frequency, map_table, random_layers, shares, splitting_map
 
 
 def test_the_map_is_what_splitting_says():
-    rows = splitting_map([-1.0, 1.0], [0.5, 0.9], extent=4.0, points=5)
+    grids = splitting_map([-1.0, 1.0], [0.5, 0.9], extent=4.0, points=5)
+    rows = [cells for grid in grids for cells in grid.cells()]
     assert len(rows) == 2 * 2 * 25
     for row in rows[::7]:
         if row["x"] == row["y"]:
@@ -23,35 +22,40 @@ def test_the_map_is_what_splitting_says():
 
 
 def test_negative_a_splits_and_positive_a_hardly_does():
-    rows = splitting_map([-1.0, 1.0], [0.5, 0.9, 0.99], extent=12.0, points=61)
-    largest = {a: max(r["gain"] for r in rows if r["alpha"] == a) for a in (-1.0, 1.0)}
+    grids = splitting_map([-1.0, 1.0], [0.5, 0.9, 0.99], extent=12.0, points=61)
+    largest = {a: max(float(g.gain.max()) for g in grids if g.alpha == a) for a in (-1.0, 1.0)}
     assert largest[-1.0] > 8
     assert largest[1.0] < 1.01
-    table = map_table(rows)
+    table = map_table(grids)
     assert [row["case"] for row in table[:2]] == ["A = -1, mass 0.5", "A = -1, mass 0.9"]
     assert max(row["largest gain"] for row in table) == largest[-1.0]
-    assert sum(row["pays"] for row in table) == sum(r["gain"] > 1 for r in rows)
+    for row, grid in zip(table, grids, strict=True):
+        cells = grid.cells()
+        best = max(cells, key=lambda p: p["gain"])
+        assert (row["x"], row["y"], row["largest gain"]) == (best["x"], best["y"], best["gain"])
+        assert row["pays"] == sum(p["gain"] > 1 for p in cells) == round(grid.row().pays * row["points"])
 
 
 def test_frequency_counts():
     cases = frequency(random_layers(3, lengths=(2, 5), logits=(1.0, 4.0), width=4, heads=2, seed=1))
     assert len(cases) == 12
     table = shares(cases)
-    assert [s["label"] for s in table] == ["n=2, logits=1", "n=2, logits=4", "n=5, logits=1", "n=5, logits=4"]
+    assert [s.label for s in table] == ["n=2, logits=1", "n=2, logits=4", "n=5, logits=1", "n=5, logits=4"]
     for s in table:
-        gains = [c["gain"] for c in cases if c["label"] == s["label"]]
-        assert s["share"] == sum(g > 1 + 1e-9 for g in gains) / 3
-        assert s["largest"] == max(gains)
+        gains = [c.answer.gain for c in cases if c.label == s.label]
+        assert s.share == sum(g > 1 + 1e-9 for g in gains) / 3
+        assert s.largest == max(gains)
     for c in cases:
-        assert c["gain"] == pytest.approx(c["split"] / c["moved"])
-        assert set(c) >= {"label", "gain", "pays"}
+        cells = c.cells()
+        assert cells["gain"] == pytest.approx(cells["split"] / cells["moved"])
+        assert set(cells) >= {"label", "n", "width", "pays", "certain", "token"}
 
 
 def test_frequency_takes_any_map_and_measure():
     attn = hs.Attention.from_matrices(-torch.eye(1).double(), torch.eye(1).double())
     mu = hs.Measure(torch.tensor([[0.0], [4.0]]).double(), torch.tensor([15 / 16, 1 / 16]))
     cases = frequency([("a", attn, mu), ("b", attn, torch.ones(3, 1))])
-    assert [c["pays"] for c in cases] == [True, False]
+    assert [c.answer.pays for c in cases] == [True, False]
 
 
 def test_random_layers_have_the_logits_they_say():
@@ -64,7 +68,8 @@ def test_random_layers_have_the_logits_they_say():
 
 def test_a_share_of_nothing():
     assert shares([]) == []
-    assert shares([{"label": "x", "gain": math.inf, "pays": True}])[0]["largest"] == math.inf
+    (case,) = frequency([("x", hs.Attention.from_matrices(-torch.eye(1), torch.eye(1)), torch.ones(3, 1))])
+    assert shares([case])[0].largest == case.answer.gain
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.paper.ball import LENGTHS, grow, scan
+from howsmooth.paper.adversarial import TOKEN_COUNTS, grow, scan
 from howsmooth.search.families import (
     Configuration,
     configurations,
@@ -81,7 +81,7 @@ def test_a_head_grows_like_the_root_of_n(attn, radius):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("causal", "lengths"), first([(True, (8, 64, 512)), (False, LENGTHS)]))
+@pytest.mark.parametrize(("causal", "lengths"), first([(True, (8, 64, 512)), (False, TOKEN_COUNTS)]))
 def test_a_layer_of_gpt2_size_grows_like_the_root_of_n(causal, lengths):
     growth = grow(gpt2_size(causal=causal), 200.0, lengths, head=8)
     assert growth.exponent == pytest.approx(0.5, abs=0.02)

@@ -56,7 +56,7 @@ def answer(
 
 def _options(functions: Sequence[Callable[..., Any]], given: Mapping[str, Any]) -> dict[str, Any]:
     """What was typed, as the functions' annotations want it; a parameter whose type is a dataclass takes the options it has."""
-    groups = {name: hint for name, hint in get_type_hints(functions[0]).items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in get_type_hints(functions[0]).items() if is_dataclass(hint)}
     hints = {name: hint for some in (*functions, *groups.values()) for name, hint in get_type_hints(some).items()}
     options = {name: _read(value, hints[name], f"--{name.replace('_', '-')}") for name, value in given.items()}
     for name, group in groups.items():

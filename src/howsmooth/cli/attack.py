@@ -4,6 +4,7 @@ from pathlib import Path
 
 from howsmooth.cli import Answer, count_cases, show_table
 from howsmooth.models import MapName, load
+from howsmooth.models.model import Side
 from howsmooth.paper.attacks import Robustness, draw_robustness, robustness
 from howsmooth.paper.drawing import check_figure
 from howsmooth.study import read_text
@@ -17,7 +18,7 @@ def attack(
     samples: int = 2,
     layers: tuple[int, ...] | None = None,
     map: MapName = "attention",
-    side: str | None = None,
+    side: Side | None = None,
     device: str = "auto",
     budgets: tuple[float, ...] = (1e-4, 0.03, 0.3),
     steps: int = 10,

@@ -10,7 +10,8 @@ from howsmooth.cli import Answer, show_table
 from howsmooth.cli.options import read_matrices
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
-from howsmooth.paper.ball import TokenGrowth, draw_ladder, draw_worst, grow, scan
+from howsmooth.paper.adversarial import TokenGrowth, grow, scan
+from howsmooth.paper.ball import draw_ladder, draw_worst
 from howsmooth.paper.drawing import check_figure
 from howsmooth.search import Configured, WorstCase
 from howsmooth.settings import whole
@@ -95,10 +96,10 @@ def _show(growth: TokenGrowth | None, others: list[Configured], worst: WorstCase
                 "n": row.n,
                 "L": row.estimate.value,
                 "at most": row.estimate.upper,
-                "bound B7": math.exp(min(log, 700.0)),  # exp overflows a little further on
+                "bound B7": bound,
                 "L / B7": math.exp(math.log(row.estimate.value) - log),
             }
-            for row, log in zip(growth.rows, growth.log_bounds, strict=True)
+            for row, log, bound in zip(growth.rows, growth.log_bounds, growth.bounds, strict=True)
         ]
         show_table(f"{growth.configuration}: L grows like n^{growth.exponent:.3f}", lines, digits=5)
     for row in others:

@@ -6,6 +6,7 @@ from typing import Literal
 from howsmooth.cli import Answer, count_cases, show_table, typed
 from howsmooth.errors import BadInputError
 from howsmooth.models import MapName, load
+from howsmooth.models.model import Side
 from howsmooth.paper.drawing import check_figure
 from howsmooth.paper.radii import draw_radii
 from howsmooth.report.page import write_radii_page
@@ -24,7 +25,7 @@ def certify(
     change: float | None = None,
     map: MapName | None = None,
     per: Literal["token", "sequence"] = "token",
-    side: str | None = None,
+    side: Side | None = None,
     seed: int = 0,
     figure: Path | None = None,
     page: Path | None = None,

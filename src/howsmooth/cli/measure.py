@@ -8,6 +8,7 @@ from howsmooth.cli import Answer, note, show_table
 from howsmooth.cli.options import positions_of, read_stdin
 from howsmooth.errors import BadInputError
 from howsmooth.models import MapName, Measurement, load
+from howsmooth.models.model import Side
 from howsmooth.study import read_text
 
 
@@ -22,7 +23,7 @@ def measure(
     head: int | None = None,
     heads: bool = False,
     tokens: str | None = None,
-    side: str | None = None,
+    side: Side | None = None,
     device: str = "auto",
     tol: float = 1e-3,
     certify: float | None = None,

@@ -1,7 +1,7 @@
 """Options that several commands take, each with one name and one meaning, and what becomes of their text.
 
 model: demo, a folder with config.json and safetensors, or a hub name
-side: encoder or decoder, text or vision, of a model with two
+side: of a model with two
 map: which map of a layer
 layers: all, or layers as in 0,3,5
 text: a text file; Alice in Wonderland by default
@@ -41,6 +41,7 @@ from torch import Tensor
 from howsmooth.cli import several
 from howsmooth.errors import BadInputError
 from howsmooth.models import MapName, Model
+from howsmooth.models.model import Side
 from howsmooth.models.room import free
 from howsmooth.run import Engine, Local, Ray
 from howsmooth.run.pool import cores
@@ -61,7 +62,7 @@ class SweepOptions:
     layers: tuple[int, ...] | None = None
     samples: int = 8
     map: MapName = "attention"
-    side: str | None = None
+    side: Side | None = None
     tol: float = 1e-3
     certify: float | None = None
     seed: int = 0

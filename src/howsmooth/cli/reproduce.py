@@ -7,10 +7,10 @@ from typing import Any
 
 from howsmooth.cli import Answer, note, show_table, typed
 from howsmooth.errors import BadInputError
-from howsmooth.paper.curves import curves_of, exponents
-from howsmooth.paper.page import write_reproduction
-from howsmooth.paper.protocol import PAPER, PARTS, QUICK, Part
-from howsmooth.paper.protocol import reproduce as run
+from howsmooth.paper.curves import Curve
+from howsmooth.paper.protocol import PAPER, QUICK
+from howsmooth.paper.reproduction import PARTS, Part, fitted, write_reproduction
+from howsmooth.paper.reproduction import reproduce as run
 from howsmooth.run import Local, progress_bar, write_table
 from howsmooth.settings import choice
 
@@ -54,15 +54,14 @@ def reproduce(
     parts: list[Part] = [p for p in PARTS if part in ("all", p)]
     if not parts:
         raise BadInputError(f"expected all or one of {', '.join(PARTS)}, got {part!r}; pick one of them")
-    chosen = [choice(name, "parts", parts) for name in only or parts]
-    protocol = replace(QUICK if quick else PAPER, layers=layers, text=text, device=device)
+    chosen: list[Part] = [choice(name, "parts", parts) for name in only or parts]
+    models = tuple(dict.fromkeys(model or ["demo"]))
+    protocol = replace(QUICK if quick else PAPER, models=models, layers=layers, text=text, device=device, seed=seed)
     protocol = protocol if samples is None else protocol.with_samples(samples)
     result = run(
-        list(dict.fromkeys(chosen)),
-        list(dict.fromkeys(model or ["demo"])),
+        [p for p in PARTS if p in chosen],
         out,
-        protocol=protocol if lengths is None else protocol.with_lengths(lengths),
-        seed=seed,
+        protocol if lengths is None else protocol.with_lengths(lengths),
         resume=resume,
         force=force,
         engine=Local(workers=workers),
@@ -73,20 +72,20 @@ def reproduce(
         why = next(iter(result.failures))
         raise BadInputError(f"expected results, got {result.tasks} failed tasks ({why}); see {result.path}")
     files = [*write_reproduction(result, out), write_table(result.path, out / "results.csv", force=True)]
-    table = exponents(curves_of(result.rows))
+    lines = fitted(result.rows)
     for why, count in result.failures.items():
         note(f"{count} tasks failed: {why}")
 
     def show() -> None:
-        if table and not quiet:
-            show_table("exponent of every curve", [_line(row) for row in table], words=("curve",), digits=3)
+        if lines and not quiet:
+            show_table("exponent of every curve", [_line(c) for c in lines], words=("curve",), digits=3)
         print(files[0])
 
     numbers = {"tasks": result.tasks, "skipped": result.skipped, "failures": result.failures}
-    return Answer({"exponents": table, "files": [str(f) for f in files], **numbers}, show)
+    return Answer({"exponents": [c.exponents() for c in lines], "files": [str(f) for f in files], **numbers}, show)
 
 
-def _line(row: dict[str, Any]) -> dict[str, Any]:
-    names = {"L": "exponent", "from": "low", "to": "high", "scripts": "scripts", "paper": "printed"}
-    curve = f"{row['subject']}, {row['masking']}, layer {row['layer']}, {row['map']}"
-    return {"curve": curve} | {name: row[key] for name, key in names.items()}
+def _line(c: Curve) -> dict[str, Any]:
+    ends = {"L": c.exponent.value, "from": c.exponent.low, "to": c.exponent.high}
+    beside = {"scripts": c.scripts_exponent.value, "paper": c.printed}
+    return {"curve": f"{c.subject}, {c.masking}, layer {c.layer}, {c.map}"} | ends | beside

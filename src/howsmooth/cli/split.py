@@ -1,6 +1,5 @@
 """`howsmooth split`: does splitting a token pay, and the mean-field experiments."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,22 @@ from howsmooth.cli.options import read_matrices
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.measures import Measure
-from howsmooth.paper import drawing, meanfield
+from howsmooth.paper.drawing import Drawn, make_folder, save_both, save_rows
+from howsmooth.paper.meanfield import (
+    convergence_figure,
+    convergence_table,
+    gaussian_convergence,
+    radius_figure,
+    worst_clusters,
+    worst_measure,
+)
+from howsmooth.paper.splitting_maps import frequency as measure_frequency
+from howsmooth.paper.splitting_maps import grid_figure, map_table, random_layers, share_figure, shares, splitting_map
 from howsmooth.run import check_writable
 from howsmooth.settings import number, whole
 from howsmooth.verbs import splitting
 
-GROUP = "Does splitting a token do more than moving it? The mean-field experiments."
+_GROUP = "Does splitting a token do more than moving it? The mean-field experiments."
 OUT = Path("split-report")
 
 Rows = list[dict[str, Any]]
@@ -53,8 +62,9 @@ def map_(
     Example: howsmooth split map --alphas=-1,1 --out figures
     """
     check_writable(out / "splitting-map.csv")
-    rows = meanfield.splitting_map(alphas, masses, extent, points)
-    return _write(rows, meanfield.map_table(rows), out, "splitting-map", meanfield.draw_map)
+    grids = splitting_map(alphas, masses, extent, points)
+    cells = [point for grid in grids for point in grid.cells()]
+    return _write(cells, map_table(grids), out, "splitting-map", grid_figure(grids))
 
 
 def growth(
@@ -70,8 +80,9 @@ def growth(
     Example: howsmooth split growth --alpha=-1 --out figures
     """
     check_writable(out / "meanfield-growth.csv")
-    rows = meanfield.worst_measures(alpha, radii)
-    return _write(rows, rows, out, "meanfield-growth", meanfield.draw_worst_measures)
+    rows = [worst_measure(alpha, radius) for radius in radii]
+    cells = [row.cells() for row in rows]
+    return _write(cells, cells, out, "meanfield-growth", radius_figure(rows))
 
 
 def convergence(*, alpha: float = -1.0, radius: float = 2.0, longest: int = 512, seeds: int = 8, out: Path = OUT) -> Answer:
@@ -88,9 +99,10 @@ def convergence(*, alpha: float = -1.0, radius: float = 2.0, longest: int = 512,
     radius = number(radius, "a --radius above 0 and below 1000", "correct it", above=0.0, below=1e3)
     check_writable(out / "meanfield-convergence.csv")
     lengths = [2**k for k in range(2, longest.bit_length())]
-    rows = meanfield.gaussian_convergence(alpha, radius, lengths, seeds)
-    rows += meanfield.worst_clusters(alpha, radius, [2**k for k in range(1, 21)])
-    return _write(rows, meanfield.convergence_table(rows), out, "meanfield-convergence", meanfield.draw_convergence)
+    rows = gaussian_convergence(alpha, radius, lengths, seeds)
+    rows += worst_clusters(alpha, radius, [2**k for k in range(1, 21)])
+    cells = [row.cells() for row in rows]
+    return _write(cells, convergence_table(rows), out, "meanfield-convergence", convergence_figure(rows))
 
 
 def frequency(
@@ -117,15 +129,16 @@ def frequency(
     if min(lengths) < 1:
         raise BadInputError(f"expected lengths of at least 1, got {min(lengths)}; count tokens")
     check_writable(out / "splitting-frequency.csv")
-    cases = meanfield.frequency(meanfield.random_layers(count, lengths, logits, width, heads, causal, seed))
-    table = meanfield.shares(cases)
-    return _write(cases, table, out, "splitting-frequency", lambda _, place: meanfield.draw_frequency(table, place))
+    cases = measure_frequency(random_layers(count, lengths, logits, width, heads, causal, seed))
+    table, cells = shares(cases), [case.cells() for case in cases]
+    return _write(cells, [row.cells() for row in table], out, "splitting-frequency", share_figure(table))
 
 
-def _write(rows: Rows, table: Rows, out: Path, name: str, draw: Callable[[Rows, Path], list[Path]]) -> Answer:
+def _write(cells: Rows, table: Rows, out: Path, name: str, figure: Drawn) -> Answer:
     """Everything is computed by now: write the table and the figure."""
-    place = drawing.make_folder(out)
-    files = [drawing.save_rows(rows, place / f"{name}.csv"), *draw(rows, place)]
+    assert figure is not None  # there are rows
+    place = make_folder(out)
+    files = [save_rows(cells, place / f"{name}.csv"), *save_both(figure, place / name)]
 
     def show() -> None:
         show_table(name, table, digits=6)

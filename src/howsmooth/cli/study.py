@@ -16,8 +16,8 @@ from howsmooth.study.question import questions
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import Setting
 
-GROUP = "Ask one question of a model."
-QUESTIONS = "howsmooth.study"
+_GROUP = "Ask one question of a model."
+_QUESTIONS = "howsmooth.study"
 
 WritePage = Callable[[Reader, Setting, Measured], None]
 

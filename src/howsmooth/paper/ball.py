@@ -1,45 +1,32 @@
-"""Over a ball of tokens: every bound against the number of tokens, how the paper's bad tokens grow, the worst ones found."""
+"""Over a ball of tokens, as figures: every bound against the number of tokens, how bad tokens grow, the worst ones found."""
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
+from howsmooth.paper.adversarial import TokenGrowth
 from howsmooth.paper.drawing import check_figure, new_figure, save_figure
 from howsmooth.report import COLOURS
-from howsmooth.search import (
-    Ball,
-    Configuration,
-    Configured,
-    WorstCase,
-    configurations,
-    eigenvector_configuration,
-    worst_configuration,
-)
-from howsmooth.study import fit_growth
-from howsmooth.theory import ball_bounds, constants_of, sqrt_bound
-from howsmooth.verbs import lipschitz, lipschitz_batch
+from howsmooth.search import WorstCase, configurations
+from howsmooth.theory import Bound, ball_bounds
+from howsmooth.verbs import lipschitz_batch
 
-LENGTHS = (8, 16, 32, 64, 128, 256, 512)
-_KEPT = ("id", "name", "side", "log_value", "mean_field")
-_LARGEST_LOG = 700.0  # of a number that float64 holds, rounded down
+Rung = tuple[int, Bound]  # a bound for so many tokens
 
 
-def ladder(attn: Attention, radius: float, lengths: Sequence[int] | None = None) -> list[dict[str, Any]]:
-    """A row per bound that applies and per n, for n = 1 … 10⁹ unless lengths are given."""
+def ladder(attn: Attention, radius: float, lengths: Sequence[int] | None = None) -> list[Rung]:
+    """Every bound that applies for every n, for n = 1 … 10⁹ unless lengths are given."""
     lengths = lengths or sorted({round(10 ** (k / 8)) for k in range(73)})
-    table = ((n, b.to_dict()) for n in lengths for b in ball_bounds(attn, n, radius) if b.log_value is not None)
-    return [{k: row[k] for k in _KEPT} | {"n": n} for n, row in table]
+    return [(n, b) for n in lengths for b in ball_bounds(attn, n, radius) if b.applies]
 
 
-def seen(attn: Attention, radius: float) -> dict[int, float]:
+def attained(attn: Attention, radius: float) -> dict[int, float]:
     """Constants attained by the paper's eigenvector tokens, n = 2 … 512; nothing where no head's `A` has a real eigenvalue.
 
     For every head both of its configurations, `opposite` and `half`; the largest constant counts.
@@ -52,33 +39,30 @@ def seen(attn: Attention, radius: float) -> dict[int, float]:
     return {n: float(lipschitz_batch(attn, batch).value.max()) for n, batch in batches.items()}
 
 
-def crossover(rows: Sequence[dict[str, Any]]) -> int | None:
+def crossover(rungs: Sequence[Rung]) -> int | None:
     """The first n from which the smallest upper bound no longer grows: the mean-field regime."""
     best: dict[int, float] = {}
-    for row in rows:
-        if row["side"] == "upper":
-            best[row["n"]] = min(best.get(row["n"], math.inf), row["log_value"])
-    lengths = sorted(best)
-    flat = [n for n, later in itertools.pairwise(lengths) if best[later] <= best[n] + 1e-9]
+    for n, bound in rungs:
+        if bound.side == "upper" and bound.log_value is not None:
+            best[n] = min(best.get(n, math.inf), bound.log_value)
+    flat = [n for n, later in itertools.pairwise(sorted(best)) if best[later] <= best[n] + 1e-9]
     return flat[0] if flat else None
 
 
 def draw_ladder(path: Path, attn: Attention, radius: float) -> Path:
     """The ladder as a figure: upper bounds solid, lower bounds dashed (dotted for some n), measured constants as points."""
     check_figure(path)
-    rows = ladder(attn, radius)
+    rungs = ladder(attn, radius)
     figure, axes = new_figure(7, 4.5)
-    for k, id in enumerate(dict.fromkeys(row["id"] for row in rows)):
-        mine = [row for row in rows if row["id"] == id]
-        points = [(row["n"], row["log_value"] / math.log(10)) for row in mine]
-        lower = ":" if mine[0]["mean_field"] else "--"
-        style = ("-" if k < len(COLOURS) else "-.") if mine[0]["side"] == "upper" else lower
-        label = f"{id}: {mine[0]['name']}"
-        axes.plot(*zip(*points, strict=True), style, color=COLOURS[k % len(COLOURS)], lw=1.4, label=label)
-    measured = seen(attn, radius)
+    for k, (id, first) in enumerate({b.id: b for _, b in rungs}.items()):
+        points = [(n, (b.log_value or 0.0) / math.log(10)) for n, b in rungs if b.id == id]
+        lower = ":" if first.mean_field else "--"
+        style = ("-" if k < len(COLOURS) else "-.") if first.side == "upper" else lower
+        axes.plot(*zip(*points, strict=True), style, color=COLOURS[k % len(COLOURS)], lw=1.4, label=f"{id}: {first.name}")
+    measured = attained(attn, radius)
     if measured:
         axes.plot(list(measured), [math.log10(v) for v in measured.values()], "k.", label="measured, eigenvector tokens")
-    cross = crossover(rows)
+    cross = crossover(rungs)
     if cross is not None:
         axes.axvline(cross, color="0.7", lw=0.8)
         at = (cross, axes.get_ylim()[0])
@@ -87,67 +71,6 @@ def draw_ladder(path: Path, attn: Attention, radius: float) -> Path:
     axes.set_title(f"Bounds over the ball of radius {radius:g}", fontsize=10)
     axes.legend(fontsize=6.5, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return save_figure(figure, path)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class TokenGrowth:
-    """One configuration at growing lengths.
-
-    rows: measured, one per length.  log_bounds: logarithms of the upper bound B7 beside them.  exponent: the slope of `log L`
-    in `log n`.
-    """
-
-    configuration: Configuration
-    rows: tuple[Configured, ...]
-    log_bounds: tuple[float, ...]
-    exponent: float
-
-    def to_dict(self) -> dict[str, Any]:
-        rows = [row.to_dict() | {"log_B7": log} for row, log in zip(self.rows, self.log_bounds, strict=True)]
-        return {"configuration": str(self.configuration), "exponent": self.exponent, "rows": rows}
-
-
-def grow(
-    attn: Attention, radius: float, lengths: Sequence[int] = LENGTHS, *, head: int | None = None, seed: int = 0
-) -> TokenGrowth:
-    """The paper's eigenvector tokens of one head at every length, the whole layer measured.
-
-    head: whose matrix builds the tokens; by default the head that gives the largest `L` at the longest length. √n is expected
-    while every head's logits keep the two places apart, `2R²|⟨A_h u, u⟩| > log n` (docs/explanation/worst-inputs.md §1).
-
-    >>> growth = grow(Attention.from_matrices(-torch.eye(1), torch.eye(1)), 3.0)
-    >>> abs(growth.exponent - 0.5) < 0.02
-    True
-    """
-    space, lengths = Ball(radius), _growing(lengths)
-    heads = range(attn.heads) if head is None else [head]
-    candidates = [c for c in (eigenvector_configuration(attn, space, head=h) for h in heads) if c is not None]
-    if not candidates:
-        raise BadInputError("expected a head with a real eigenvalue, got none; use worst_configuration, which needs none")
-
-    def measured(c: Configuration, n: int) -> Configured:
-        x = c.place(n).to(torch.promote_types(attn.dtype, torch.float32))
-        return Configured(n, space.reach, c, x, lipschitz(attn, x, seed=seed))
-
-    longest = max((measured(c, lengths[-1]) for c in candidates), key=lambda row: row.estimate.value)
-    rows = [*(measured(longest.configuration, n) for n in lengths[:-1]), longest]
-    layer = constants_of(attn)
-    logs = [b.log_value if b.log_value is not None else math.inf for b in (sqrt_bound(layer, n, radius) for n in lengths)]
-    exponent = fit_growth(lengths, [row.estimate.value for row in rows]).exponent.value
-    return TokenGrowth(longest.configuration, tuple(rows), tuple(logs), exponent)
-
-
-def scan(attn: Attention, radii: Sequence[float], lengths: Sequence[int] = LENGTHS, *, seed: int = 0) -> list[Configured]:
-    """The worst configuration of any family and head, at every radius and length."""
-    return [worst_configuration(attn, n, radius, seed=seed) for radius in radii for n in _growing(lengths)]
-
-
-def _growing(lengths: Sequence[int]) -> list[int]:
-    whole = [n for n in lengths if isinstance(n, int) and not isinstance(n, bool) and n >= 2]
-    if not whole or len(whole) != len(lengths) or sorted(set(whole)) != whole:
-        raise BadInputError(f"expected growing whole lengths of at least 2, got {list(lengths)}; as in 8, 16, 32")
-    return whole
 
 
 def draw_worst(path: Path, growth: TokenGrowth | None, worst: WorstCase | None) -> Path:
@@ -168,10 +91,9 @@ def draw_worst(path: Path, growth: TokenGrowth | None, worst: WorstCase | None) 
 def _growth(axes: Any, growth: TokenGrowth) -> None:
     lengths = [row.n for row in growth.rows]
     values = [row.estimate.value for row in growth.rows]
-    bound = [math.exp(min(b, _LARGEST_LOG)) for b in growth.log_bounds]
     root = [values[-1] * (n / lengths[-1]) ** 0.5 for n in lengths]
     axes.plot(lengths, values, "o-", ms=3, lw=1.4, color=COLOURS[0], label=f"{growth.configuration.family} tokens")
-    axes.plot(lengths, bound, "--", lw=1.2, color=COLOURS[1], label="bound B7")
+    axes.plot(lengths, growth.bounds, "--", lw=1.2, color=COLOURS[1], label="bound B7")
     axes.plot(lengths, root, ":", lw=1.2, color="0.5", label="√n")
     axes.set(xscale="log", yscale="log", xlabel="tokens n", ylabel="L", title=f"Growth, exponent {growth.exponent:.3f}")
     axes.legend(fontsize=7)

@@ -3,13 +3,15 @@
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from howsmooth.errors import BadInputError
 from howsmooth.run import check_writable, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Drawn: TypeAlias = "Figure | None"  # nothing where there is nothing to draw
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> "tuple[Figure, Any]":

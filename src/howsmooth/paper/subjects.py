@@ -14,17 +14,17 @@ from pathlib import PurePath
 from typing import Any, Literal, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
-from howsmooth.models import Capture, FallbackWarning, Model, Text, Window, load
+from howsmooth.models import Capture, FallbackWarning, Model, Text, load
 from howsmooth.study import read_text
 
 Masking = Literal["masked", "unmasked"]
 RANDOM = ("random:bert-base", "random:gpt2")
 RANDOM_LAYERS = (0, 6)
-LONGEST = 98  # window of the paper's growth curves; weights are read at one of that length
+LONGEST_WINDOW = 98  # window of the paper's growth curves; weights are read at one of that length
 
 
 @final
@@ -48,17 +48,43 @@ class Subject:
         positions = getattr(getattr(self.model.module, "config", None), "max_position_embeddings", None)
         return min(positions, len(self.text)) if isinstance(positions, int) and positions > 0 else len(self.text)
 
-    def window(self, n: int, sample: int, seed: int) -> Window:
-        """Sample number `sample` of `n` tokens; the same whatever the number of samples."""
-        return self.text.windows(n, sample + 1, seed)[sample]
-
     def capture(self, n: int, sample: int, seed: int) -> Capture:
-        return self.model.capture(ids=self.window(n, sample, seed))
+        """The model at sample number `sample` of `n` tokens; the same whatever the number of samples."""
+        return self.model.capture(ids=self.text.windows(n, sample + 1, seed)[sample])
+
+    def attention(self, layer: int) -> Attention:
+        """The weights of a layer, from which bad tokens are built and which take any number of them; measuring needs none."""
+        # weights are read off as many unit vectors at a time as there are tokens
+        attn = self.capture(min(LONGEST_WINDOW, self.longest), 0, 0).attention(layer).to(torch.float32)
+        if attn.bias is not None:
+            said = f"got layer {layer} with a bias for some"
+            raise BadInputError(f"expected a layer for any number of tokens, {said}; leave it out")
+        return attn
 
     @property
     def whole_modules(self) -> list[nn.Module]:
         """Attention with residual and LayerNorm, layer by layer; only BERT has that as a module."""
         return [module for module in self.model.module.modules() if type(module).__name__ == "BertAttention"]
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether now, in the last layer, the first token of a sequence ignores a later one."""
+        ids = list(self.text.windows(max(8, self.shortest), 1, 0)[0].ids)
+        other = list(ids)
+        other[-2] = next(i for i in self.text.ids if i != ids[-2])
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore", FallbackWarning)
+            captures = [self.model.capture(ids=i) for i in (ids, other)]
+            first, second = (last(last.start)[0] for last in (c.map(c.num_layers - 1) for c in captures))
+        return torch.allclose(first, second, rtol=0, atol=1e-5 * float(first.abs().max()))
+
+    def mask(self, masking: Masking) -> None:
+        """Turn the switches by which transformers builds masks: encoders look at one of them, decoders at the other."""
+        config: Any = self.model.module.config
+        config.is_decoder = config.is_causal = masking == "masked"
+        for part in self.model.module.modules():
+            if isinstance(getattr(part, "is_causal", None), bool):
+                setattr(part, "is_causal", masking == "masked")  # noqa: B010, no attribute that torch declares
 
 
 @final
@@ -79,21 +105,28 @@ class Description:
 
 
 @functools.lru_cache(maxsize=2)
-def subject(name: str, masking: Masking, seed: int, device: str = "cpu", passage: str | None = None) -> Subject:
-    """The subject of a task, kept for the next one. seed: of random weights.  device: as for `load`.  passage: a text file."""
+def subject(
+    name: str, masking: Masking, seed: int, device: str = "cpu", passage: str | None = None, digest: str | None = None
+) -> Subject:
+    """The subject of a task, kept for the next one.
+
+    seed: of random weights.  device: as for `load`.  passage: a text file.  digest: of what is in it, so that tasks on another
+    text are others.
+    """
+    words = read_text(passage)
     if name in RANDOM:
         # embeddings of a random model are independent draws, so of the ids only the repetitions matter: any tokenizer will do
-        model, text = load(_random(name, masking, seed), device), load("demo").text(read_text(passage))
-        text = text if name == "random:bert-base" else replace(text, prefix=(), suffix=())  # GPT-2 has no special tokens
+        model, tokens = load(_random(name, masking, seed), device), load("demo").text(words)
+        tokens = tokens if name == "random:bert-base" else replace(tokens, prefix=(), suffix=())  # GPT-2 has no special tokens
     elif name.startswith("random:"):
         raise BadInputError(f"expected {' or '.join(RANDOM)}, got {name!r}; pick one of them")
     else:
         model = load(name, device)
-        text = model.text(read_text(passage))
-    whole = Subject(name, masking, model, text)
-    if _masking(whole) != masking:
-        _set_masking(model.module, masking)
-        if _masking(whole) != masking:
+        tokens = model.text(words)
+    whole = Subject(name, masking, model, tokens)
+    if whole.is_masked != (masking == "masked"):
+        whole.mask(masking)
+        if whole.is_masked != (masking == "masked"):
             raise BadInputError(f"expected a model that can be {masking}, got {name}, whose configuration cannot; leave it out")
     return whole
 
@@ -103,15 +136,15 @@ def describe(name: str, passage: str | None = None) -> Description:
     """A pretrained model as a plan sees it. passage: the text file that it reads."""
     model = load(name)
     whole = Subject(name, "unmasked", model, model.text(read_text(passage)))
-    layers, own = whole.capture(max(8, whole.shortest), 0, 0).num_layers, _masking(whole)
+    layers, own = whole.capture(max(8, whole.shortest), 0, 0).num_layers, whole.is_masked
     try:
-        attention_of(whole, 0)
+        whole.attention(0)
         plain = True
     except BadInputError:
         plain = False
-    _set_masking(model.module, "masked")  # the last thing that this copy is for of the model
-    maskings = tuple(dict.fromkeys((own, _masking(whole))))
-    return Description(layers, whole.shortest, whole.longest, maskings, plain, bool(whole.whole_modules))
+    whole.mask("masked")  # the last thing that this copy of the model is for
+    maskings: list[Masking] = ["masked" if masked else "unmasked" for masked in dict.fromkeys((own, whole.is_masked))]
+    return Description(layers, whole.shortest, whole.longest, tuple(maskings), plain, bool(whole.whole_modules))
 
 
 def _random(name: str, masking: Masking, seed: int) -> nn.Module:
@@ -126,25 +159,9 @@ def _random(name: str, masking: Masking, seed: int) -> nn.Module:
         return AutoModel.from_config(config).eval()
 
 
-def _masking(whole: Subject) -> Masking:
-    """As it is now: whether in the last layer the first token of a sequence ignores a later one."""
-    ids = list(whole.window(max(8, whole.shortest), 0, 0).ids)
-    other = list(ids)
-    other[-2] = next(i for i in whole.text.ids if i != ids[-2])
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", FallbackWarning)
-        captures = [whole.model.capture(ids=i) for i in (ids, other)]
-        first, second = (last(last.start)[0] for last in (c.map(c.num_layers - 1) for c in captures))
-    return "masked" if torch.allclose(first, second, rtol=0, atol=1e-5 * float(first.abs().max())) else "unmasked"
-
-
-def _set_masking(module: nn.Module, masking: Masking) -> None:
-    """The switches by which transformers builds masks: encoders look at one of them, decoders at the other."""
-    config: Any = module.config
-    config.is_decoder = config.is_causal = masking == "masked"
-    for part in module.modules():
-        if isinstance(getattr(part, "is_causal", None), bool):
-            setattr(part, "is_causal", masking == "masked")  # noqa: B010, no attribute that torch declares
+def length_of(x: Tensor) -> float:
+    """R, the root mean square norm of the tokens."""
+    return float(x.double().square().sum(-1).mean().sqrt())
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
@@ -157,12 +174,3 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     last = {name: PurePath(name).name or name for name in names}
     counts = Counter(last.values())
     return {name: last[name] if counts[last[name]] == 1 else name for name in names}
-
-
-def attention_of(whole: Subject, layer: int) -> Attention:
-    """The weights of a layer, from which bad tokens are built and which take any number of them; measuring needs none."""
-    # weights are read off as many unit vectors at a time as there are tokens
-    attn = whole.capture(min(LONGEST, whole.longest), 0, 0).attention(layer).to(torch.float32)
-    if attn.bias is not None:
-        raise BadInputError(f"expected a layer for any number of tokens, got layer {layer} with a bias for some; leave it out")
-    return attn

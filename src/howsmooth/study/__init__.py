@@ -1,9 +1,9 @@
 """Questions turned into rows and numbers."""
 
-from howsmooth.study.fit import GrowthFit, fit_growth
-from howsmooth.study.jobs import Row
+from howsmooth.study.fit import GrowthFit, Interval, fit_growth
+from howsmooth.study.jobs import EstimateRow, Job, Row, rare, row_of, task
 from howsmooth.study.lengths import Growth, growth
-from howsmooth.study.question import Question, questions
+from howsmooth.study.question import Question, Steps, questions
 from howsmooth.study.radius import Radii, certified_radius, radii
 from howsmooth.study.reader import alice, read_text
 from howsmooth.study.swapped import Variants, variants
@@ -11,11 +11,15 @@ from howsmooth.study.words import WAYS, TokenAttack, attack_tokens
 
 __all__ = [
     "WAYS",
+    "EstimateRow",
     "Growth",
     "GrowthFit",
+    "Interval",
+    "Job",
     "Question",
     "Radii",
     "Row",
+    "Steps",
     "TokenAttack",
     "Variants",
     "alice",
@@ -25,6 +29,9 @@ __all__ = [
     "growth",
     "questions",
     "radii",
+    "rare",
     "read_text",
+    "row_of",
+    "task",
     "variants",
 ]

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar, final
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import Measurement
@@ -104,12 +104,12 @@ def row_of(cells: Mapping[str, Any]) -> Row | None:
     return None if kind is None else kind.of(cells)
 
 
-def task(measure: Callable[Concatenate[Reader, P], Iterable[Row]]) -> Callable[Concatenate[Reader, P], list[Cells]]:
+def task(measure: Callable[P, Iterable[Row]]) -> Callable[P, list[Cells]]:
     """A task of a study, found by name in other processes: what it measures, as a results file keeps it."""
 
     @functools.wraps(measure)
-    def stored(reader: Reader, *args: P.args, **kwargs: P.kwargs) -> list[Cells]:
-        return [row.to_dict() for row in measure(reader, *args, **kwargs)]
+    def stored(*args: P.args, **kwargs: P.kwargs) -> list[Cells]:
+        return [row.to_dict() for row in measure(*args, **kwargs)]
 
     return stored
 
