@@ -51,11 +51,11 @@ class Upper:
 
     def __add__(self, other: Bounded) -> "Upper":
         total = self.value + _value(other)
-        return _known(_next(total, total == 0))
+        return _known(_next(total, lambda: total == 0))
 
     def __mul__(self, other: Bounded) -> "Upper":
         a, b = self.value, _value(other)
-        return _known(_next(a * b, (a == 0) | (b == 0)))
+        return _known(_next(a * b, lambda: (a == 0) | (b == 0)))
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -63,8 +63,8 @@ class Upper:
         """The bound divided by a lower bound, or by a number that is exact; infinite where that is not positive."""
         a = self.value
         if isinstance(a, Tensor) or isinstance(lower, Tensor):
-            return _known(_next(torch.where(torch.as_tensor(lower > 0), a / lower, torch.inf), (a == 0) & (lower > 0)))
-        return _known(_next(a / lower if lower > 0 else math.inf, a == 0 and lower > 0))
+            return _known(_next(torch.where(torch.as_tensor(lower > 0), a / lower, torch.inf), lambda: (a == 0) & (lower > 0)))
+        return _known(_next(a / lower if lower > 0 else math.inf, lambda: a == 0 and lower > 0))
 
     def __matmul__(self, other: Bounded) -> "Upper":
         """The product with a matrix or vector of bounds, summed over the last axis of this one."""
@@ -84,7 +84,7 @@ class Upper:
     def sqrt(self) -> "Upper":
         """The root, which is correctly rounded everywhere."""
         a = self.value
-        return _known(_next(a.sqrt() if isinstance(a, Tensor) else math.sqrt(a), a == 0))
+        return _known(_next(a.sqrt() if isinstance(a, Tensor) else math.sqrt(a), lambda: a == 0))
 
     def square(self) -> "Upper":
         return self * self
@@ -137,12 +137,14 @@ def _value(bound: Bounded) -> Any:
     return bound.value if isinstance(bound, Upper) else Upper(bound).value
 
 
-def _next(value: Any, vanishes: Any) -> Any:
+def _next(value: Any, vanishes: Callable[[], Any]) -> Any:
     """The next number above a result, but zero where the exact result is."""
-    if isinstance(value, Tensor):
-        above = torch.nextafter(value, torch.full((), math.inf, dtype=value.dtype, device=value.device))
-        return torch.where(torch.as_tensor(vanishes), 0.0, above)
-    return 0.0 if vanishes else math.nextafter(value, math.inf)
+    if not isinstance(value, Tensor):
+        return 0.0 if vanishes() else math.nextafter(value, math.inf)
+    above = torch.nextafter(value, torch.full((), math.inf, dtype=value.dtype, device=value.device))
+    if bool((value > 0).all()):
+        return above
+    return torch.where(torch.as_tensor(vanishes()), 0.0, above)
 
 
 def _picked(of_tensors: Callable[..., Tensor], of_floats: Callable[..., float], a: Any, b: Any) -> Any:

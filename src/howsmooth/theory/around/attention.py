@@ -15,12 +15,12 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds.kind import check_softmax
 from howsmooth.maps import Attention
-from howsmooth.theory.around.covariances import Spread, beyond, matrix_norm
-from howsmooth.theory.around.jets import ROUNDED, Centre, Parts, parts
+from howsmooth.theory.around.covariances import Spread, beyond, matrix_norm, visible
+from howsmooth.theory.around.jets import Centre, parts
 from howsmooth.theory.around.neighbourhood import Around, Neighbourhood
 from howsmooth.theory.around.pairs import Effort, Pairs, deflated, pairs_at
 from howsmooth.theory.around.second import Curves, Second, curves, flattened
-from howsmooth.theory.bound import TINY, largest_entry, lengths, no_nan
+from howsmooth.theory.bound import TINY, largest_entry
 from howsmooth.theory.constants import Constants, constants
 from howsmooth.theory.over_ball.table import LONGEST_TOKEN, rows_over_ball
 from howsmooth.theory.upper import Upper
@@ -149,10 +149,10 @@ class AroundAttention:
         upper = min(self._pairs.norm if self._known is None else self._known, ball)
         spread = Spread(centre, parts(centre, r), r, columns)
         found, along = spread.found, self._along(neighbourhood)
-        change, rest = _combined(centre, columns, _moving(spread)), _length(_rows(centre, found.output.rest))
+        change, rest = _combined(spread, _moving(spread)), float(_rows(centre, found.output.rest).length())
         bounds = [
-            (upper + change, AT),
-            (_combined(centre, columns, _anywhere(centre, found, r, columns), stochastic=True), ANYWHERE),
+            (_sum(upper, change), AT),
+            (_combined(spread, _anywhere(spread), stochastic=True), ANYWHERE),
             (ball, BALL),
         ]
         if far > 0 and self._known is None:
@@ -163,20 +163,20 @@ class AroundAttention:
                 first = _product(self._flat, far)
                 if (sharper := _sum(first, later)) < change:
                     change, rest = sharper, min(rest, _product(_sum(0.5 * first, later), far))
-                    bounds += [(self._apart(spread, neighbourhood, change, later), SECOND), (upper + change, SECOND)]
+                    bounds += [(self._apart(spread, neighbourhood, change, later), SECOND), (_sum(upper, change), SECOND)]
         slope, reason = min(bounds)
         if not slope < math.inf:
             reason = "nothing finite: logits can move further in this neighbourhood than float64 can follow"
         confidence = 1.0 if reason in (ANYWHERE, BALL) else 1 - self.risk
         if far == 0:
             slope, change, confidence = upper, 0.0, 1 - self.risk
-        change = min(change, upper + slope)
+        change = min(change, _sum(upper, slope))
         moved = _rows(centre, found.output.change)
-        total = _length(moved)
+        total = float(moved.length())
         if along:
             rest = min(rest, _product(change, far))
-            total = min(total, _product(slope, far), _product(upper, far) + rest)
-        return Around(slope, change, moved.clamp_max(total), total, reason, upper, confidence, rest)
+            total = min(total, _product(slope, far), _sum(_product(upper, far), rest))
+        return Around(slope, change, moved.value.clamp_max(total), total, reason, upper, confidence, rest)
 
     def _promising(self, gain: float, far: float, later: float) -> bool:
         """Whether second derivatives in all directions may gain something: they are no smaller than those along the pairs."""
@@ -197,8 +197,7 @@ class AroundAttention:
 
     def _apart(self, spread: Spread, area: Neighbourhood, change: float, later: float = math.inf) -> float:
         """The bound that treats the top pairs apart. change, later: of the Jacobian, and of it beyond first order."""
-        limits = spread.r, area.far, area.total is not None
-        return deflated(spread.centre, spread.found, limits, self._pairs, self._curves, spread.columns, change, later)
+        return deflated(spread, area, self._pairs, self._curves, change, later)
 
     @torch.no_grad()
     def by_derivatives(self, area: Neighbourhood) -> tuple[float, float]:
@@ -213,12 +212,15 @@ def _later(spread: Spread) -> float:
     """How far the Jacobian can be from its first-order expansion, all heads together (6.13)."""
     part = beyond(spread)
     beta = part.query[:, spread.columns].amax(-1)
-    block = spread.nu[:, 0] * part.weights + beta + part.key
-    return _together(spread.centre, block.value, part.weights.value, beta.value, part.key.value)
+    return _together(spread.centre, spread.nu[:, 0] * part.weights + beta + part.key, part.weights, beta, part.key)
 
 
 def _sum(a: float, b: float) -> float:
     return float(Upper(a) + b)
+
+
+def _product(a: float, b: float) -> float:
+    return float(Upper(a) * b)
 
 
 def _power_of_two(size: float) -> float:
@@ -226,19 +228,20 @@ def _power_of_two(size: float) -> float:
     return 2.0 ** max(-1000, min(1000, math.frexp(size)[1]))
 
 
-def _rows(centre: Centre, apart: Float[Tensor, "heads n"]) -> Float[Tensor, " n"]:
-    """Lengths of outputs, token by token, whose parts in the heads have these."""
-    layer, apart = centre.layer, apart.T
-    rows = no_nan(apart.sum(-1))
+def _rows(centre: Centre, apart: Upper) -> Upper:
+    """Lengths of outputs, token by token, whose parts in the heads have these, (heads, n)."""
+    layer, apart = centre.layer, apart.map(lambda t: t.mT)
+    rows = apart.sum()
     if layer.heads > 1:
-        rows = torch.minimum(rows, centre.geometry.blocks(apart, torch.float64))
+        rows = rows.min(Upper(centre.geometry.blocks(apart.value, torch.float64)).raised(_units(centre)))
     if layer.attention_mask is not None:
-        rows = torch.where(layer.attention_mask[0], rows, 0.0)
-    return rows * (1 + ROUNDED)
+        rows = rows * layer.attention_mask[0].double()
+    return rows
 
 
-def _length(rows: Tensor) -> float:
-    return float(lengths(rows)) * (1 + ROUNDED) if bool(rows.isfinite().all()) else math.inf
+def _units(centre: Centre) -> int:
+    """What the sums behind a norm of heads together may leave over, in units of rounding."""
+    return 64 * (centre.layer.width + centre.layer.out_width + len(centre.weights))
 
 
 def _from_ball(ball: float, neighbourhood: Neighbourhood, reason: str) -> Around:
@@ -248,67 +251,64 @@ def _from_ball(ball: float, neighbourhood: Neighbourhood, reason: str) -> Around
     return Around(ball, change, torch.full_like(neighbourhood.radii, total), total, reason, ball)
 
 
-def _product(a: float, b: float) -> float:
-    return 0.0 if b == 0 else a * b * (1 + ROUNDED)
-
-
 class Sizes(NamedTuple):
     """Bounds on the three parts of every head: norms of matrices of norms, and the matrices."""
 
-    weights: Float[Tensor, "heads n columns"]
-    key: Float[Tensor, "heads n columns"]
-    query: Float[Tensor, "heads n"]
-    key_norm: Float[Tensor, " heads"]
+    weights: Upper  # (heads, n, columns)
+    key: Upper  # (heads, n, columns)
+    query: Upper  # (heads, n)
+    key_norm: Upper  # (heads,)
 
 
 def _moving(spread: Spread) -> Sizes:
     """How far the three parts can move: entry by entry, or to first order by 6.8 and entry by entry for the rest."""
     found, columns = spread.found, spread.columns
     weights, key, query = found.weights.change[..., columns], found.key.change[..., columns], found.query.change
-    key_norm = matrix_norm(key)
+    key_norm = matrix_norm(key.value)
     if spread.centre.cap is None:
         first_query, first_key = spread.linear()
-        query = (first_query + found.query.rest).min(query).value
-        key_norm = (first_key + matrix_norm(found.key.rest[..., columns])).min(key_norm)
-    return Sizes(weights, key, query, key_norm.value)
+        query = (first_query + found.query.rest).min(query)
+        key_norm = (first_key + matrix_norm(found.key.rest[..., columns].value)).min(key_norm)
+    return Sizes(weights, key, query, key_norm)
 
 
-def _anywhere(centre: Centre, found: Parts, r: Tensor, columns: Tensor) -> Sizes:
+def _anywhere(spread: Spread) -> Sizes:
     """The three parts anywhere: their sizes and changes, or variances of values and keys (6.7)."""
+    centre, found, columns = spread.centre, spread.found, spread.columns
     weights, key, query = (t.size + t.change for t in (found.weights, found.key, found.query))
     by_key, by_query = (t.size + t.change for t in found.slopes)
-    nu = centre.geometry.nu[:, None, None]
 
-    def root_mean_square(t: Tensor) -> Tensor:
-        t = torch.where(centre.visible, t, 0.0)
-        return no_nan(torch.minimum(lengths(weights.sqrt() * t), t.amax(-1)))
+    def root_mean_square(t: Upper) -> Upper:
+        t = visible(centre, t)
+        return (weights.sqrt() * t).length().min(t.amax())
 
-    spread = root_mean_square(centre.values + nu * r)
-    query = torch.minimum(query, no_nan(spread * root_mean_square(by_query)))
-    received = no_nan(lengths((weights.sqrt() * by_key * spread[..., None]).mT)[:, columns].amax(-1))
+    deviation = root_mean_square(centre.values + centre.nu * spread.r)
+    query = query.min(deviation * root_mean_square(by_query))
+    received = (weights.sqrt() * by_key * deviation[..., None]).map(lambda t: t.mT[:, columns]).length().amax()
     key = key[..., columns]
-    return Sizes(weights[..., columns], key, query, torch.minimum(matrix_norm(key).value, received))
+    return Sizes(weights[..., columns], key, query, matrix_norm(key.value).min(received))
 
 
-def _combined(centre: Centre, columns: Tensor, sizes: Sizes, *, stochastic: bool = False) -> float:
+def _combined(spread: Spread, sizes: Sizes, *, stochastic: bool = False) -> float:
     """Heads put together: plainly, and through the directions they share (docs/explanation/point-bounds.md 4.5).
 
     stochastic: rows of the weights sum to one at most.
     """
-    nu = centre.geometry.nu
-    p, query = sizes.weights, sizes.query[:, columns]
-    whole = nu[:, None, None] * p + sizes.key + torch.diag_embed(sizes.query)[..., columns]
-    p_norm, beta = matrix_norm(p).value, query.amax(-1)
-    p_norm = torch.minimum(p_norm, p.sum(1).amax(-1).sqrt()) if stochastic else p_norm
-    block = torch.fmin(matrix_norm(whole).value, nu * p_norm + beta + sizes.key_norm)
-    return _together(centre, block, p_norm, beta, sizes.key_norm)
+    p, columns = sizes.weights, spread.columns
+    whole = spread.nu[..., None] * p + sizes.key + sizes.query.map(lambda t: torch.diag_embed(t)[..., columns])
+    p_norm, beta = matrix_norm(p.value), sizes.query[:, columns].amax()
+    p_norm = p_norm.min(p.sum(1).amax().sqrt()) if stochastic else p_norm
+    block = matrix_norm(whole.value).min(spread.nu[:, 0] * p_norm + beta + sizes.key_norm)
+    return _together(spread.centre, block, p_norm, beta, sizes.key_norm)
 
 
-def _together(centre: Centre, block: Tensor, weights: Tensor, query: Tensor, key: Tensor) -> float:
+def _together(centre: Centre, block: Upper, weights: Upper, query: Upper, key: Upper) -> float:
     """Heads of these norms put together; and of parts of these norms."""
-    bounds = [no_nan(block.sum())]
+    found, geometry = block.sum(), centre.geometry
     if centre.layer.heads > 1:
-        bounds.append(centre.geometry.blocks(block[None], torch.float64)[0])
+        shared = [geometry.blocks(block.value[None], torch.float64)[0]]
         if not centre.layer.coupled:
-            bounds.append(centre.geometry.coupled(weights[None], query[None], key[None], torch.float64)[0])
-    return float(no_nan(torch.stack(bounds)).min()) * (1 + ROUNDED)
+            shared.append(geometry.coupled(weights.value[None], query.value[None], key.value[None], torch.float64)[0])
+        for bound in shared:
+            found = found.min(Upper(bound).raised(_units(centre)))
+    return float(found)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.theory.around.jets import Centre, Parts, moves
+from howsmooth.theory.around.jets import Centre, Parts, moves, visible
 from howsmooth.theory.around.lemmas import exp_ratios, exp_rest, others
 from howsmooth.theory.at_point.perron import perron_bound
 from howsmooth.theory.bound import TINY
@@ -60,7 +60,7 @@ class Spread:
         centre, kernel = self.centre, self.centre.operator.kernel.tiled()
         p, tau = centre.weights, abs(centre.layer.scale)
         if not centre.affine:
-            return self.mean_square(Upper(self.found.slopes[1].size))
+            return self.mean_square(self.found.slopes[1].size)
         keys = kernel.k if centre.cross is None else kernel.k @ centre.geometry.r_q.mT
         return (top(p, keys, p @ keys) + centre.errors.keys[:, None]) * tau * self.turned[0]
 
@@ -70,7 +70,7 @@ class Spread:
         if self.centre.cross is not None:
             return Upper(1.0), Upper(1.0)
         query, key = moves(self.centre, self.r)
-        return Upper(query.slope), Upper(key.slope)
+        return query.slope, key.slope
 
     def mean_square(self, t: Upper) -> Upper:
         """`(Σ_j P_ij t_ij²)^½`."""
@@ -90,7 +90,7 @@ class Spread:
     @cached_property
     def logits(self) -> Upper:
         """Entries of `|z|`: moves of the logits less their mean, to first order (6.8)."""
-        by_key, by_query = (Upper(t.size) for t in self.found.slopes)
+        by_key, by_query = (t.size for t in self.found.slopes)
         p, r = self.centre.weights, self.r
         own = by_key * r
         alone = (1 - p + p.shape[-1] * _UNIT).clamp_min(0.0)
@@ -100,13 +100,14 @@ class Spread:
         """The first-order changes of the query blocks, (heads, n), and of the key part, (heads,): 6.8, without a soft-cap."""
         by_key, by_query = self.found.slopes
         moved = self.values(self.logits) + self.nu * self.mean_square(Upper(self.r))
-        query = moved * self.xi + self.u * self.mean_square(Upper(by_query.change))
-        key = self.received(moved, Upper(by_key.size)) + self.received(self.u, Upper(by_key.change))
+        query = moved * self.xi + self.u * self.mean_square(by_query.change)
+        key = self.received(moved, by_key.size) + self.received(self.u, by_key.change)
         return query.raised(self.units), key.raised(self.units)
 
     @property
     def nu(self) -> Upper:
-        return Upper(self.centre.geometry.nu)[:, None].raised(64 * self.centre.layer.width)
+        """`‖W_o W_v‖` of every head, (heads, 1)."""
+        return self.centre.nu[..., 0]
 
     @property
     def units(self) -> int:
@@ -130,8 +131,8 @@ def beyond(spread: Spread) -> Beyond:
     """
     centre, found, r, columns = spread.centre, spread.found, spread.r, spread.columns
     p, errors, tau = centre.weights, centre.errors, abs(centre.layer.scale)
-    g = Upper(found.slopes[0].size)
-    gamma, b = (Upper(t.change) for t in found.slopes)
+    g = found.slopes[0].size
+    gamma, b = (t.change for t in found.slopes)
     mean = lambda t: (t * p).sum(-1, keepdim=True)  # noqa: E731
     rms, nu = spread.mean_square, spread.nu[..., None]
     a = nu * r + errors.values[:, None, None]
@@ -139,7 +140,7 @@ def beyond(spread: Spread) -> Beyond:
     second = gamma * r + centre.blur
     n_second = rms(second)
     second = second + mean(second)
-    x = _visible(centre, spread.logits + second)
+    x = visible(centre, spread.logits + second)
     most = x.amax(-1)
     n_x = spread.xi * r + rms(g * r) + n_second
     kappa, steep = exp_ratios(most)
@@ -150,30 +151,25 @@ def beyond(spread: Spread) -> Beyond:
     rho = exp_rest(x).max((grown + 1.0) * lift[..., None]) + second
     n_eta = rms(eta).min(steep * n_x)
     n_rho = rms(rho).min((kappa * most + lift) * n_x + n_second)
-    largest = _visible(centre, Upper(centre.values)).amax(-1)
+    largest = visible(centre, centre.values).amax(-1)
     u_eta = spread.values(eta).min(largest * n_eta)
     u_rho = spread.values(rho).min(largest * n_rho)
-    growth = (_visible(centre, eta).amax(-1) + 1.0).sqrt()  # (max P'/P)^½
+    growth = (visible(centre, eta).amax(-1) + 1.0).sqrt()  # (max P'/P)^½
     shift = (spread.u * n_eta).min(u_eta)  # |Σ P η u|
-    a_after, b_after = (t.amax(-1).min(growth * rms(t)) for t in (_visible(centre, a), _visible(centre, b)))
+    a_after, b_after = (t.amax(-1).min(growth * rms(t)) for t in (visible(centre, a), visible(centre, b)))
     a_eta = rms(eta * a).min(a.amax(-1) * n_eta)
     m = a_after + shift
     query = (u_rho + a_eta + m * n_eta + errors.values[:, None]) * spread.xi
-    query = query + u_eta * rms(b) + (a_after + shift) * b_after + spread.u * (tau * errors.keys)[:, None] * spread.turned[0]
+    query = query + u_eta * rms(b) + (a_after + shift) * b_after + spread.u * (errors.keys * tau)[:, None] * spread.turned[0]
     first = u_rho + a_eta + m * n_eta + errors.values[:, None]
     then = u_eta + growth * a_after + shift * n_eta
     key = spread.received(first, g) + spread.received(then, gamma)
-    of_queries = Upper(tau * errors.queries)[:, None] * spread.turned[1]
+    of_queries = (errors.queries * tau)[:, None] * spread.turned[1]
     key = key + spread.received(spread.u, of_queries.map(lambda t: t[:, None].expand(p.shape)))
     columned = (rho * p)[..., columns].value
     summed = (n_rho.square()[..., None] * p).map(lambda t: t[..., columns]).sum(1).amax(-1).sqrt()
     weights = matrix_norm(columned).min(summed)
     return Beyond(*(t.raised(spread.units) for t in (weights, query, key)))
-
-
-def _visible(centre: Centre, t: Upper) -> Upper:
-    """Numbers of visible keys, zero elsewhere."""
-    return t.map(lambda m: torch.where(centre.visible, m, 0.0))
 
 
 def top(w: Float[Tensor, "heads n m"], y: Float[Tensor, "heads m d"], c: Float[Tensor, "heads n d"]) -> Upper:

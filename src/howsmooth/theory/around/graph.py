@@ -230,10 +230,10 @@ def _through(node: Piece, entering: list[_Reach], graph: Pieces, n: int) -> _Rea
     if alone and node.name in ROW_RULES and ROW_RULES[node.name].knows(node, graph.nodes[node.inputs[0]].shape):
         return _Reach(*ROW_RULES[node.name].after(node, first.rows, first.entries, first.slope))
     if node.name in SAME_ROWS and all(_same_rows(node, graph.nodes[j].shape, n) for j in node.inputs):
-        rows, entries = ([getattr(e, name) for e in entering] for name in ("rows", "entries"))
-        entries = [t if t is None else t.map(lambda m: m.reshape(node.shape)) for t in entries]
-        sums = [None if any(t is None for t in parts) else _total(parts) for parts in (rows, entries)]
-        return _Reach(sums[0], sums[1], _total(e.slope for e in entering))
+        rows = [e.rows for e in entering if e.rows is not None]
+        entries = [e.entries.map(lambda t: t.reshape(node.shape)) for e in entering if e.entries is not None]
+        rows_after, entries_after = (_total(t) if len(t) == len(entering) else None for t in (rows, entries))
+        return _Reach(rows_after, entries_after, _total(e.slope for e in entering))
     return _Reach(None)
 
 

@@ -15,22 +15,21 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
-from howsmooth.theory.around.lemmas import BEND, FARTHEST, TWIST, exp_rest, softmax_range
+from howsmooth.theory.around.lemmas import BEND, FARTHEST, TWIST, NormAround, exp_rest, softmax_range
 from howsmooth.theory.at_point.heads import Geometry
-from howsmooth.theory.bound import no_nan, product_norm, spectral_norm
+from howsmooth.theory.bound import product_norm, spectral_norm
 from howsmooth.theory.upper import Upper
 
 _CAP_BEND, _CAP_TWIST = 4 / (3 * math.sqrt(3)), 2.0  # of those of a soft-cap, in units of the cap (Lemma 6.4)
-ROUNDED = 1e-9  # what all results are raised by, relatively: the rounding of the sums behind them
-_UNITS = 1e-13  # error of a product of tokens and weights, as a share of the product of their lengths, at widths up to 4096
+UNITS = 1e-13  # error of a product of tokens and weights, as a share of the product of their lengths, at widths up to 4096
 
 
 class Jet(NamedTuple):
     """`size ≥ |Z(X)|`, `change ≥ |Z(Y) − Z(X)|`, `rest ≥ |Z(Y) − Z(X) − DZ(X)[Y − X]|`, for all `Y` of a neighbourhood."""
 
-    size: Tensor
-    change: Tensor
-    rest: Tensor
+    size: Upper
+    change: Upper
+    rest: Upper
 
     def __mul__(self, other: "Jet") -> "Jet":  # pyright: ignore[reportIncompatibleMethodOverride]  a product, not a repeated tuple
         both = self.change * other.change
@@ -47,11 +46,8 @@ class Jet(NamedTuple):
         return Jet(*(t.sum(axis) for t in self))
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "Jet":
-        return Jet(*(f(t) for t in self))
-
-    def least(self) -> "Jet":
-        """Infinity where arithmetic gave no number."""
-        return self.map(no_nan)
+        """The jet after a change of shape."""
+        return Jet(*(t.map(f) for t in self))
 
 
 class Move(NamedTuple):
@@ -60,29 +56,29 @@ class Move(NamedTuple):
     slope: `‖Dq_i(X)‖`.  bend, twist: bounds on the second and third derivative over the neighbourhood.
     """
 
-    slope: Float[Tensor, "heads n"]
-    bend: Float[Tensor, "heads n"]
-    twist: Float[Tensor, "heads n"]
+    slope: Upper  # (heads, n), and the others
+    bend: Upper
+    twist: Upper
 
-    def step(self, r: Tensor) -> Tensor:
+    def step(self, r: Tensor) -> Upper:
         """`|q_i(Y) − q_i(X)|`."""
-        return self.slope * r + 0.5 * self.bend * r.square()
+        return self.slope * r + self.curve(r)
 
-    def curve(self, r: Tensor) -> Tensor:
+    def curve(self, r: Tensor) -> Upper:
         """`|q_i(Y) − q_i(X) − Dq_i h_i|`."""
-        return 0.5 * self.bend * r.square()
+        return self.bend * r * r * 0.5
 
     def derivative(self, r: Tensor) -> Jet:
         """`Dq_i`."""
-        return Jet(self.slope, self.bend * r, 0.5 * self.twist * r.square())
+        return Jet(self.slope, self.bend * r, self.twist * r * r * 0.5)
 
 
 class Errors(NamedTuple):
     """What rounding may have done to a value, a key and a query, through `R_o`, `R_q` and `R_k`, (heads,) each."""
 
-    values: Tensor
-    keys: Tensor
-    queries: Tensor
+    values: Upper
+    keys: Upper
+    queries: Upper
 
 
 @dataclass(frozen=True)
@@ -100,13 +96,18 @@ class Centre:
     geometry: Geometry
     weights: Float[Tensor, "heads n n"]
     visible: Bool[Tensor, "heads n n"]
-    values: Float[Tensor, "heads n n"]
-    keys: Float[Tensor, "heads n n"]
-    queries: Float[Tensor, "heads n"]
-    cross: Float[Tensor, " heads"] | None
-    cap: Float[Tensor, "heads n n"] | None
-    blur: Float[Tensor, "heads n n"]
-    errors: "Errors"
+    values: Upper
+    keys: Upper
+    queries: Upper
+    cross: Upper | None
+    cap: Upper | None
+    blur: Upper
+    errors: Errors
+
+    @property
+    def nu(self) -> Upper:
+        """`‖W_o W_v‖` of every head, (heads, 1, 1)."""
+        return Upper(self.geometry.nu)[:, None, None].raised(64 * self.layer.width)
 
     @property
     def affine(self) -> bool:
@@ -129,29 +130,32 @@ class Centre:
         longest = x.norm(dim=-1)
         r_o = geometry.r_o * geometry.out_size
         values, out = kernel.v @ r_o.mT, kernel.o @ r_o.mT
-        of_values = _UNITS * (spectral_norm(r_o) * (spectral_norm(w.v) * longest.max() + _longest(kernel.v)))[:, None, None]
-        apart = _distances(out, values) + of_values
+        of_values = UNITS * (spectral_norm(r_o) * (spectral_norm(w.v) * longest.max() + _longest(kernel.v)))[:, None, None]
+        units = 4 * (layer.width + kernel.k.shape[-1])
+        apart = Upper(_distances(out, values) + of_values).raised(units)
         plain = layer.q_norm is None and layer.k_norm is None and layer.rotary is None
         k, q = (kernel.k @ geometry.r_q.mT, kernel.q @ geometry.r_k.mT) if plain else (kernel.k, kernel.q)
         middle = weights @ k if layer.softcap is None else torch.zeros_like(k)
         size = spectral_norm(geometry.r_q) if plain else torch.ones_like(k[:, 0, 0])
-        keys = _distances(middle, k) + _UNITS * (_longest(kernel.k) * size)[:, None, None]
-        cross = product_norm(geometry.r_k, geometry.r_q.mT, layer.scale) if plain else None
+        keys = Upper(_distances(middle, k) + UNITS * (_longest(kernel.k) * size)[:, None, None]).raised(units)
+        cross = None
+        if plain:
+            cross = Upper(product_norm(geometry.r_k, geometry.r_q.mT, layer.scale))[:, None, None].raised(16 * units)
         lengths_q, lengths_k = (
             t.norm(dim=-1) + spectral_norm(m)[:, None] * longest for t, m in ((kernel.q, w.q), (kernel.k, w.k))
         )
-        of_queries = _UNITS * lengths_q * (spectral_norm(geometry.r_k)[:, None] if plain else 1.0)
-        queries = q.norm(dim=-1) + of_queries
+        of_queries = UNITS * lengths_q * (spectral_norm(geometry.r_k)[:, None] if plain else 1.0)
+        queries = Upper(q.norm(dim=-1) + of_queries).raised(units)
         weights_alone = 1e-15 * (n + 8)  # what exponentials, their sum and the division by it do to a weight, relatively
-        blur = weights_alone + _UNITS * scale * lengths_q[..., None] * lengths_k[:, None]
+        blur = weights_alone + UNITS * scale * lengths_q[..., None] * lengths_k[:, None]
         if layer.bias is not None:
-            blur = blur + _UNITS * torch.where(layer.bias.isfinite(), layer.bias, 0.0).abs()[0].double()
+            blur = blur + UNITS * torch.where(layer.bias.isfinite(), layer.bias, 0.0).abs()[0].double()
         cap = None
         if layer.softcap is not None:
             cap = 1 / torch.cosh((layer.scale * (kernel.q @ kernel.k.mT) / layer.softcap).clamp(-300, 300)).square()
-            cap = cap + 2 * blur / layer.softcap
-        errors = Errors(of_values[:, 0, 0], _UNITS * lengths_k.amax(-1) * size, of_queries.amax(-1))
-        blur = blur.expand(heads, n, n)
+            cap = Upper(cap + 2 * blur / layer.softcap).raised(64)
+        errors = Errors(*map(Upper, (of_values[:, 0, 0], UNITS * lengths_k.amax(-1) * size, of_queries.amax(-1))))
+        blur = Upper(blur.expand(heads, n, n)).raised(units)
         return cls(layer, operator, geometry, weights, visible, apart, keys, queries, cross, cap, blur, errors)
 
 
@@ -180,6 +184,11 @@ def _weights(operator: AttentionJacobian) -> tuple[Tensor, Tensor]:
     return p, visible
 
 
+def visible(centre: Centre, t: Upper) -> Upper:
+    """Numbers of visible keys, zero elsewhere."""
+    return t.map(lambda m: torch.where(centre.visible, m, 0.0))
+
+
 def moves(centre: Centre, r: Float[Tensor, " n"]) -> tuple[Move, Move]:
     """Queries and keys."""
     layer, operator, w = centre.layer, centre.operator, centre.layer.by_head()
@@ -196,25 +205,23 @@ def _move(layer: Attention, slope: NormJacobian | None, w: Tensor, whole: Tensor
     if layer.rotary is not None:
         cos, sin = (t.double().reshape(-1, *t.shape[-2:])[0, :n] for t in (layer.rotary.cos, layer.rotary.sin))
         gain = (cos.square() + sin.square()).amax(-1).sqrt().clamp_min(1.0) * (1 + 1e-15)
-    size = spectral_norm(w) * (1 + ROUNDED)  # (heads,)
+    units = 64 * max(w.shape[-2:])
     if slope is None:
-        none = torch.zeros(heads, n, dtype=torch.float64, device=r.device)
-        return Move(size[:, None] * gain, none, none)
+        none = Upper(torch.zeros(heads, n, dtype=torch.float64, device=r.device))
+        return Move(Upper(spectral_norm(w))[:, None].raised(units) * gain, none, none)
     norm, m = slope.norm, slope.norm.width
-    scale = slope.scale[0, ..., 0].double() * (1 - ROUNDED)  # (norm heads, n), or (n,) for a norm over all of them
+    scale = slope.scale[0, ..., 0].double()  # (norm heads, n), or (n,) for a norm over all of them
+    scale = scale * (1 - (4 * m + 64) * torch.finfo(slope.scale.dtype).eps)
     if scale.ndim == 1:
-        centred = norm.center((torch.eye(layer.width).to(w) if whole is None else whole.double()).mT).mT
-        size, scale = spectral_norm(centred)[None] * (1 + ROUNDED), scale[None]
+        whole = torch.eye(layer.width).to(w) if whole is None else whole.double()
+        size, scale, units = spectral_norm(norm.center(whole.mT).mT)[None], scale[None], 64 * max(whole.shape)
     else:
-        size = spectral_norm(norm.center(w.mT).mT) * (1 + ROUNDED)
-        scale = scale.repeat_interleave(heads // len(scale), 0)
-    alpha = float(norm.weight.abs().max())
-    root = math.sqrt(m)
-    low = (scale - size[:, None] * r / root).clamp_min(math.sqrt(norm.eps))
-    size = size[:, None]
-    bend = BEND * alpha * size.square() / (root * low.square())
-    twist = TWIST * alpha * size**3 / (m * low**3)
-    return Move(*(no_nan(t * gain).expand(heads, n) for t in (alpha * size / scale, bend, twist)))
+        size, scale = spectral_norm(norm.center(w.mT).mT), scale.repeat_interleave(heads // len(scale), 0)
+    size, alpha = Upper(size)[:, None].raised(units), float(norm.weight.abs().max())
+    low = NormAround(scale, size * r, m, norm.eps).floor
+    steep = size / low
+    bend, twist = steep.square() * (BEND * alpha / math.sqrt(m)), steep.square() * steep * (TWIST * alpha / m)
+    return Move(*((t.raised(8) * gain).map(lambda t: t.expand(heads, n)) for t in (size / scale * alpha, bend, twist)))
 
 
 class Parts(NamedTuple):
@@ -231,7 +238,7 @@ class Parts(NamedTuple):
     value: Jet
     slopes: tuple[Jet, Jet]
     cap: Jet | None
-    towards: Float[Tensor, "heads n"]
+    towards: Upper  # (heads, n)
 
 
 def parts(centre: Centre, r: Float[Tensor, " n"]) -> Parts:
@@ -240,44 +247,33 @@ def parts(centre: Centre, r: Float[Tensor, " n"]) -> Parts:
     by_key, by_query = _logit_slopes(centre, query, key, r)
     logit = _logits(centre, by_key, by_query, query, key, r)
     weights = _softmax(centre, logit)
-    nu = centre.geometry.nu[:, None, None]
-    far = r.max() * torch.ones_like(weights.size[..., :1])
-    towards = torch.minimum(((weights.size + weights.change) * r).sum(-1, keepdim=True), far)
+    nu, far = centre.nu, float(r.max())
+    towards = ((weights.size + weights.change) * r).sum(-1, keepdim=True).min(far)
     output = Jet(
-        torch.zeros_like(far),
+        towards * 0.0,
         nu * towards + (weights.change * centre.values).sum(-1, keepdim=True),
         nu * (weights.change * r).sum(-1, keepdim=True) + (weights.rest * centre.values).sum(-1, keepdim=True),
     )
-    value = Jet(centre.values, nu * r + output.change, output.rest.expand_as(centre.values))
+    value = Jet(centre.values, nu * r + output.change, output.rest.map(lambda t: t.expand_as(centre.visible)))
     cap = _cap_slope(centre, by_key, by_query, query, key, r)
     each = weights * value if cap is None else weights * value * cap
     of_key, of_query = each * by_key, (each * by_query).sum(-1)
-    return Parts(
-        weights.least(),
-        of_key.least(),
-        of_query.least(),
-        output.map(lambda t: t[..., 0]).least(),
-        value,
-        (by_key, by_query),
-        cap,
-        towards[..., 0],
-    )
+    output = output.map(lambda t: t[..., 0])
+    return Parts(weights, of_key, of_query, output, value, (by_key, by_query), cap, towards[..., 0])
 
 
 def _logit_slopes(centre: Centre, query: Move, key: Move, r: Tensor) -> tuple[Jet, Jet]:
     """Derivatives of the logit `τ q_i·(k_j − κ_i)` in the key's token and in the query's, (heads, n, n), before a soft-cap."""
     tau = abs(centre.layer.scale)
-    q, k = tau * centre.queries[..., None], tau * centre.keys
-    zero = torch.zeros_like(k)
+    q, k = centre.queries[..., None] * tau, centre.keys * tau
+    zero = torch.zeros_like(centre.weights)
     if centre.cross is not None:
-        a = centre.cross[:, None, None]
-        return Jet(q + zero, a * r[:, None] + zero, zero), Jet(k, a * r + zero, zero)
+        a, none = centre.cross, Upper(zero)
+        return Jet(q + zero, a * r[:, None] + zero, none), Jet(k, a * r + zero, none)
     dq, dk = query.derivative(r), key.derivative(r)
-    along_q = Jet(q, tau * query.step(r)[..., None], tau * query.curve(r)[..., None])
-    along_k = Jet(k, tau * key.step(r)[:, None], tau * key.curve(r)[:, None])
-    by_key = along_q * Jet(*(t[:, None] for t in dk))
-    by_query = along_k * Jet(*(t[..., None] for t in dq))
-    return by_key, by_query
+    along_q = Jet(q, query.step(r)[..., None] * tau, query.curve(r)[..., None] * tau)
+    along_k = Jet(k, key.step(r)[:, None] * tau, key.curve(r)[:, None] * tau)
+    return along_q * dk.map(lambda t: t[:, None]), along_k * dq.map(lambda t: t[..., None])
 
 
 def _logits(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Move, r: Tensor) -> Jet:
@@ -287,8 +283,8 @@ def _logits(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Move, 
         return raw
     cap = centre.layer.softcap
     linear = centre.cap * raw.size
-    rest = centre.cap * (raw.rest) + 0.5 * _CAP_BEND / cap * raw.change.square() + centre.blur
-    change = torch.minimum(torch.minimum(raw.change, linear + rest), raw.change.new_tensor(2 * cap) + centre.blur)
+    rest = (centre.cap * raw.rest + raw.change.square() * (0.5 * _CAP_BEND / cap) + centre.blur).raised(8)
+    change = raw.change.min(linear + rest).min(centre.blur + 2 * cap)
     return Jet(linear, change, rest)
 
 
@@ -296,13 +292,10 @@ def _raw_logits(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Mo
     tau = abs(centre.layer.scale)
     linear = by_query.size * r[:, None] + by_key.size * r
     if centre.cross is not None:
-        rest = centre.cross[:, None, None] * r[:, None] * r
+        rest = centre.cross * r[:, None] * r
     else:
-        rest = tau * (
-            query.curve(r)[..., None] * centre.keys
-            + centre.queries[..., None] * key.curve(r)[:, None]
-            + query.step(r)[..., None] * key.step(r)[:, None]
-        )
+        rest = query.curve(r)[..., None] * centre.keys + centre.queries[..., None] * key.curve(r)[:, None]
+        rest = (rest + query.step(r)[..., None] * key.step(r)[:, None]) * tau
     rest = rest + centre.blur
     return Jet(linear, linear + rest, rest)
 
@@ -312,26 +305,25 @@ def _cap_slope(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Mov
     if centre.cap is None or centre.layer.softcap is None:
         return None
     raw, cap = _raw_logits(centre, by_key, by_query, query, key, r), centre.layer.softcap
-    change = (_CAP_BEND / cap * raw.change).clamp_max(1.0)
-    rest = _CAP_BEND / cap * raw.rest + 0.5 * _CAP_TWIST / cap**2 * raw.change.square()
-    return Jet(centre.cap, change, torch.minimum(rest, change + _CAP_BEND / cap * raw.size))
+    bend, change = _CAP_BEND / cap, (raw.change * (_CAP_BEND / cap)).min(1.0)
+    rest = raw.rest * bend + raw.change.square() * (0.5 * _CAP_TWIST / cap**2)
+    return Jet(centre.cap, change.raised(4), rest.min(change + raw.size * bend).raised(8))
 
 
 def _softmax(centre: Centre, logit: Jet) -> Jet:
     """`P`: the exact range over a box of logits, and the rest of its expansion (Lemma 6.2)."""
-    p, visible = centre.weights, centre.visible
-    e = Upper(torch.where(visible, logit.change, 0.0))
-    far = ~(e.amax(-1, keepdim=True).value < FARTHEST)
-    change = softmax_range(p, e)[2]
-    e = e.map(lambda t: torch.where(far, 0.0, t))
-    linear, rest = (Upper(torch.where(visible, t, 0.0)) for t in (logit.size, logit.rest))
+    p = centre.weights
 
     def mean(t: Upper) -> Upper:
         return (t * p).sum(-1, keepdim=True)
 
-    shift, grown = mean(exp_rest(e + mean(e))), (Upper(e.value.exp()).raised(4) * p).sum(-1, keepdim=True)
-    furthest = e + Upper(grown.value.clamp_min(1.0).log()) + 1e-15
+    e = visible(centre, logit.change)
+    far = ~(e.amax(-1, keepdim=True).value < FARTHEST)
+    change = softmax_range(p, e)[2]
+    e = e.map(lambda t: torch.where(far, 0.0, t))
+    linear, rest = visible(centre, logit.size), visible(centre, logit.rest)
+    shift, grown = mean(exp_rest(e + mean(e))), mean(Upper(e.value.exp()).raised(4)).max(1.0)
+    furthest = e + Upper(grown.value.log()).raised(8) + 1e-15
     quadratic = (exp_rest(furthest) + rest + mean(rest) + shift) * p
-    quadratic = quadratic.min(change + (linear + mean(linear)) * p).value
-    quadratic = torch.where(far, torch.inf, quadratic)
-    return Jet(p, torch.where(visible, change.value, 0.0), torch.where(visible, quadratic, 0.0))
+    quadratic = quadratic.min(change + (linear + mean(linear)) * p).map(lambda t: torch.where(far, torch.inf, t))
+    return Jet(Upper(p), visible(centre, change), visible(centre, quadratic))

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError, RefutedBoundError
 from howsmooth.settings import Positions, choice, moving, number
-from howsmooth.theory.around.jets import ROUNDED
 from howsmooth.theory.at_point.table import one_sequence
 from howsmooth.theory.bound import lengths
 from howsmooth.theory.over_ball.table import LONGEST_TOKEN
+from howsmooth.theory.upper import Upper
+
+_ROUNDED = 1e-9  # of a lower end beside an upper end: the rounding of the product it is attained by
 
 
 @final
@@ -62,12 +64,12 @@ class Neighbourhood:
     @property
     def reach(self) -> float:
         """A ball of this radius around zero holds every token of the neighbourhood."""
-        return float((lengths(self.point) + self.radii).max()) * (1 + ROUNDED)
+        return float((Upper(lengths(self.point)).raised(2 * self.point.shape[1]) + self.radii).amax())
 
     @property
     def far(self) -> float:
         """The largest `‖Y − X‖_F`."""
-        apart = float(lengths(self.radii)) * (1 + ROUNDED)
+        apart = float(Upper(self.radii).length())
         return apart if self.total is None else min(apart, self.total)
 
 
@@ -96,7 +98,7 @@ class Around:
 
         noise: the relative rounding error of the lower end where it is more than that of the slope.
         """
-        if not lower <= self.slope * (1 + max(ROUNDED, noise)):
+        if not lower <= self.slope * (1 + max(_ROUNDED, noise)):
             raise RefutedBoundError(
                 f"expected an upper end of at least the lower end up to rounding, got {self.slope!r} below {lower!r}, which is "
                 f"attained inside the neighbourhood, from {self.reason}; the bound is wrong, please report it with map and x"

@@ -4,9 +4,7 @@ Along a pair `(u, v)` the first-order change of `⟨u, J v⟩` is a gradient and
 beside a few such pairs is bounded by norms alone (docs/explanation/around.md, Theorem 6.9).
 """
 
-import math
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -16,13 +14,14 @@ from howsmooth.maps import AttentionJacobian
 from howsmooth.spectral import small, spectral_norm, top_pairs
 from howsmooth.spectral.dense import SMALL
 from howsmooth.spectral.operator import Operator, Restricted
-from howsmooth.theory.around.jets import ROUNDED, Centre, Jet, Parts, moves
-from howsmooth.theory.bound import lengths, no_nan
+from howsmooth.theory.around.covariances import Spread
+from howsmooth.theory.around.jets import UNITS, Jet, moves
+from howsmooth.theory.around.neighbourhood import Neighbourhood
+from howsmooth.theory.bound import TINY, lengths
+from howsmooth.theory.upper import Upper
 
-_SECOND_STEPS = 6  # for each certificate of a second derivative: within a factor of two where spectra fall off
-
-
-Product = Callable[[Tensor], Tensor]
+if TYPE_CHECKING:
+    from howsmooth.theory.around.second import Curves
 
 
 class Effort(NamedTuple):
@@ -58,18 +57,17 @@ class Pairs(NamedTuple):
     @property
     def norm(self) -> float:
         """`‖J‖` at the centre, from above."""
-        none = torch.zeros_like(self.beside)
-        return together(self, torch.zeros_like(self.core), none, none, 0.0)
+        none = Upper(torch.zeros_like(self.beside))
+        return together(self, Upper(torch.zeros_like(self.core)), none, none, 0.0)
 
 
-def together(pairs: Pairs, core: Tensor, rows: Tensor, columns: Tensor, others: float) -> float:
+def together(pairs: Pairs, core: Upper, rows: Upper, columns: Upper, others: float) -> float:
     """The norm of the matrix of norms, where the blocks have moved by at most so much."""
-    corner = (pairs.others + others) * torch.ones(1, 1, dtype=core.dtype, device=core.device)
-    top = torch.cat([pairs.core + core, (pairs.beside + rows)[:, None]], 1)
-    whole = torch.cat([top, torch.cat([(pairs.under + columns)[None], corner], 1)])
-    if not bool(whole.isfinite().all()):
-        return math.inf
-    return float(spectral_norm(whole / whole.max().clamp_min(1e-300)) * whole.max()) * (1 + ROUNDED)
+    corner = (Upper(pairs.others) + others).value * torch.ones_like(pairs.core[:1, :1])
+    top = torch.cat([(core + pairs.core).value, (rows + pairs.beside).value[:, None]], 1)
+    whole = torch.cat([top, torch.cat([(columns + pairs.under).value[None], corner], 1)])
+    size = float(whole.max().clamp_min(TINY))
+    return float(Upper(float(spectral_norm(whole / size))).raised(64 * len(whole)) * size)
 
 
 @torch.no_grad()
@@ -94,126 +92,105 @@ def pairs_at(operator: AttentionJacobian, tokens: tuple[int, ...] | None, count:
 
 
 class Contracted(NamedTuple):
-    """How far rows `u_aᵀ J` and columns `J v_b` can move, and how far beyond first order."""
+    """How far rows `u_aᵀ J` or columns `J v_b` can move, and how far beyond first order, (pairs,) each."""
 
-    rows: Float[Tensor, " pairs"]
-    rows_rest: Float[Tensor, " pairs"]
-    columns: Float[Tensor, " pairs"]
-    columns_rest: Float[Tensor, " pairs"]
+    change: Upper
+    rest: Upper
 
-
-def contracted(centre: Centre, found: Parts, r: Float[Tensor, " n"], pairs: Pairs, columns: Tensor) -> Contracted:
-    """Proposition 6.10."""
-    rows = [_row(centre, found, r, u, columns) for u in pairs.left]
-    cols = [_column(centre, found, r, v) for v in pairs.right]
-    stack = lambda ts: torch.stack(ts) * (1 + ROUNDED)  # noqa: E731
-    return Contracted(*(stack([t[k] for t in part]) for part in (rows, cols) for k in (0, 1)))
+    @classmethod
+    def of(cls, jets: list[Jet]) -> "Contracted":
+        """Jets of single rows or columns, token by token, with their lengths."""
+        return cls(*(Upper(torch.stack([t.length().value for t in ts])) for ts in list(zip(*jets, strict=True))[1:]))
 
 
-def _row(centre: Centre, found: Parts, r: Tensor, u: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+def contracted(spread: Spread, pairs: Pairs) -> tuple[Contracted, Contracted]:
+    """Proposition 6.10: rows, and columns."""
+    rows = [_row(spread, u).map(lambda t: t[spread.columns]) for u in pairs.left]
+    return Contracted.of(rows), Contracted.of([_column(spread, v) for v in pairs.right])
+
+
+def _row(spread: Spread, u: Tensor) -> Jet:
     """`uᵀ J`, token by token: with `c_i = W_oᵀ u_i`, scalars `⟨c_i, v_j − o_i⟩` stand for lengths."""
+    centre, found, r = spread.centre, spread.found, spread.r
     w, kernel = centre.layer.by_head(), centre.operator.kernel.tiled()
     c = torch.einsum("io,hov->hiv", u, w.o)
-    omega = (c @ w.v).norm(dim=-1)  # |W_vᵀ c_i|, (heads, n)
-    size = (c @ kernel.v.mT - (c * kernel.o).sum(-1, keepdim=True)).abs() + c.norm(dim=-1, keepdim=True) * _of_values(centre)
+    omega = Upper((c @ w.v).norm(dim=-1) + UNITS * c.norm(dim=-1) * w.v.flatten(1).norm(dim=-1)[:, None])  # |W_vᵀ c_i|
+    # what rounding may have done to a value, before `R_o`
+    tokens = centre.operator.tokens
+    assert tokens is not None
+    error = w.v.flatten(1).norm(dim=-1) * lengths(tokens[0]).max() + kernel.v.norm(dim=-1).amax(-1)
+    size = (c @ kernel.v.mT - (c * kernel.o).sum(-1, keepdim=True)).abs()
+    size = Upper(size + c.norm(dim=-1, keepdim=True) * (UNITS * error)[:, None, None])
     p = found.weights
     moved = Jet(
         size,
-        omega[..., None] * r + (omega * found.towards + (p.change * size).sum(-1))[..., None],
-        (omega * (p.change * r).sum(-1) + (p.rest * size).sum(-1))[..., None],
+        omega[..., None] * r + (omega * found.towards + (p.change * size).sum())[..., None],
+        (omega * (p.change * r).sum() + (p.rest * size).sum())[..., None],
     )
     each = p * moved if found.cap is None else p * moved * found.cap
     by_key, by_query = found.slopes
     total = (each * by_key).sum(1) + (each * by_query).sum(-1)  # (heads, n)
     of_values = Jet(*((t * omega[..., None]).sum(1) for t in p))
-    total = (total + of_values).sum(0).least()
-    return lengths(total.change[columns]), lengths(total.rest[columns])
+    return (total + of_values).sum(0)
 
 
-def _of_values(centre: Centre) -> Tensor:
-    """What rounding may have done to a value, before `R_o`."""
-    kernel, w = centre.operator.kernel.tiled(), centre.layer.by_head()
-    assert centre.operator.tokens is not None
-    reach = w.v.flatten(1).norm(dim=-1) * centre.operator.tokens.norm(dim=-1).max() + kernel.v.norm(dim=-1).amax(-1)
-    return 1e-13 * reach[:, None, None]
-
-
-def _column(centre: Centre, found: Parts, r: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _column(spread: Spread, v: Tensor) -> Jet:
     """`J v`, token by token: scalars `τ (dq_i·(k_j − κ_i) + q_i·dk_j)` stand for lengths."""
+    centre, found, r = spread.centre, spread.found, spread.r
     layer, kernel, geometry = centre.layer, centre.operator.kernel.tiled(), centre.geometry
     group = layer.heads // layer.kv_heads
     dq, dk, dv = (t[0, 0] for t in centre.operator.vectors(v[None, None]))
     dk, dv = dk.repeat_interleave(group, 0), dv.repeat_interleave(group, 0)
-    p, tau = found.weights, abs(layer.scale)
+    p, tau, weights = found.weights, abs(layer.scale), centre.weights
     out = dv @ (geometry.r_o * geometry.out_size).mT
-    apart = torch.cdist(p.size @ out, out, compute_mode="donot_use_mm_for_euclid_dist")
-    apart = apart + 1e-13 * out.norm(dim=-1).amax(-1)[:, None, None]
+    apart = torch.cdist(weights @ out, out, compute_mode="donot_use_mm_for_euclid_dist")
+    apart = Upper(apart + UNITS * out.norm(dim=-1).amax(-1)[:, None, None])
     psi = layer.scale * (dq @ kernel.k.mT + kernel.q @ dk.mT)
-    fuzz = (
-        1e-13
-        * tau
-        * (
-            dq.norm(dim=-1)[..., None] * kernel.k.norm(dim=-1)[:, None]
-            + kernel.q.norm(dim=-1)[..., None] * dk.norm(dim=-1)[:, None]
-        )
-    )
+    lengths_q, lengths_k, of_q, of_k = (t.norm(dim=-1) for t in (kernel.q, kernel.k, dq, dk))
+    fuzz = Upper(UNITS * tau * (of_q[..., None] * lengths_k[:, None] + lengths_q[..., None] * of_k[:, None]))
     if centre.cross is not None:
-        by_k, by_q = (dq @ geometry.r_k.mT).norm(dim=-1), (dk @ geometry.r_q.mT).norm(dim=-1)
-        change = tau * (by_k[..., None] * r + r[:, None] * by_q[:, None]) + fuzz
-        rest = torch.zeros_like(change)
+        by_k, by_q = ((t @ m.mT).norm(dim=-1) * (1 + UNITS) for t, m in ((dq, geometry.r_k), (dk, geometry.r_q)))
+        change = Upper(by_k[..., None] * r + r[:, None] * by_q[:, None]) * tau + fuzz
+        rest = Upper(torch.zeros_like(weights))
     else:
         length = v.norm(dim=-1)
         query, key = moves(centre, r)
-        of_q = Jet(dq.norm(dim=-1), query.bend * r * length, 0.5 * query.twist * r.square() * length).map(
-            lambda t: t[..., None]
-        )
-        of_k = Jet(dk.norm(dim=-1), key.bend * r * length, 0.5 * key.twist * r.square() * length).map(lambda t: t[:, None])
+        q_of_v = Jet(Upper(of_q), query.bend * r * length, query.twist * r * r * length * 0.5).map(lambda t: t[..., None])
+        k_of_v = Jet(Upper(of_k), key.bend * r * length, key.twist * r * r * length * 0.5).map(lambda t: t[:, None])
         q = Jet(centre.queries, query.step(r), query.curve(r)).map(lambda t: t[..., None])
         k = Jet(centre.keys, key.step(r)[:, None], key.curve(r)[:, None])
-        both = of_q * k + q * of_k
-        change, rest = tau * both.change + fuzz, tau * both.rest + fuzz
-    raw = Jet(psi.abs(), change, rest)
+        both = q_of_v * k + q * k_of_v
+        change, rest = both.change * tau + fuzz, both.rest * tau + fuzz
+    raw = Jet(Upper(psi.abs()), change, rest)
     if found.cap is not None:
-        raw = raw * found.cap
-        psi = psi * found.cap.size
-    centred = Jet((psi - (p.size * psi).sum(-1, keepdim=True)).abs() + fuzz, raw.change, raw.rest)
-    total = (p * found.value * centred).sum(-1)
-    moved = Jet(*((t * apart).sum(-1) for t in p))
-    heads = (total + moved).least()
+        raw, psi = raw * found.cap, psi * found.cap.size.value
+    centred = Jet(Upper((psi - (weights * psi).sum(-1, keepdim=True)).abs()) + fuzz, raw.change, raw.rest)
+    moved = Jet(*((t * apart).sum() for t in p))
+    heads = (p * found.value * centred).sum(-1) + moved
 
-    def length_of(t: Float[Tensor, "heads n"]) -> Tensor:
+    def rows(t: Upper) -> Upper:
+        """Lengths of tokens' outputs, heads together."""
         each = t.sum(0)
         if layer.heads > 1:
-            each = torch.minimum(each, geometry.blocks(t.T, torch.float64))
-        return lengths(no_nan(each))
+            each = each.min(Upper(geometry.blocks(t.value.mT, torch.float64)).raised(64 * (layer.width + layer.out_width)))
+        return each
 
-    return length_of(heads.change), length_of(heads.rest)
+    return Jet(*(rows(t) for t in heads))
 
 
-def deflated(
-    centre: Centre,
-    found: Parts,
-    neighbourhood: tuple[Float[Tensor, " n"], float, bool],
-    pairs: Pairs,
-    known: "Curves",
-    columns: Tensor,
-    others: float,
-    beyond: float,
-) -> float:
-    """`‖D_Y f‖` over the neighbourhood (Theorem 6.9).
-
-    neighbourhood: radii, the largest `‖Y − X‖_F`, and whether that is a limit of its own.
-    others: how far the Jacobian can move.  beyond: how far beyond first order.
-    """
-    r, far, limited = neighbourhood
-    parts = contracted(centre, found, r, pairs, columns)
-    exact = known.core.shape[0]
-    first = (known.core * r).sum(-1)
-    if limited:
-        first = torch.minimum(first, lengths(known.core) * far)
-    rows = torch.minimum(parts.rows, no_nan(known.rows * far) + parts.rows_rest.clamp_max(beyond)).clamp_max(others)
-    cols = torch.minimum(parts.columns, no_nan(known.columns * far) + parts.columns_rest.clamp_max(beyond)).clamp_max(others)
-    core = torch.minimum(rows[:, None], cols)
-    rest = torch.minimum(parts.rows_rest[:exact, None], parts.columns_rest[:exact]).clamp_max(beyond)
-    core[:exact, :exact] = torch.minimum(core[:exact, :exact], first * (1 + ROUNDED) + rest)
-    return together(pairs, core, rows, cols, others)
+def deflated(spread: Spread, area: Neighbourhood, pairs: Pairs, known: "Curves", others: float, beyond: float) -> float:
+    """`‖D_Y f‖` over the neighbourhood (Theorem 6.9). others: how far the Jacobian can move.  beyond: beyond first order."""
+    far, exact = area.far, known.core.shape[0]
+    of_rows, of_columns = contracted(spread, pairs)
+    first = (Upper(known.core) * spread.r).sum()
+    if area.total is not None:
+        first = first.min(Upper(known.core).length() * far)
+    rows, columns = (
+        (Upper(norms) * far + part.rest.min(beyond)).min(part.change).min(others)
+        for norms, part in ((known.rows, of_rows), (known.columns, of_columns))
+    )
+    core = rows[:, None].min(columns)
+    rest = of_rows.rest[:exact, None].min(of_columns.rest[:exact]).min(beyond)
+    sharper = core[:exact, :exact].min(first.raised(2**22) + rest)
+    core.value[:exact, :exact] = sharper.value
+    return together(pairs, core, rows, columns, others)

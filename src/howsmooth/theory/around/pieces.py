@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadFunctionError
+from howsmooth.maps.scalars import Scalar
 from howsmooth.program.pieces import Piece
 from howsmooth.spectral import spectral_norm, top_eigenvalue
 from howsmooth.theory.around.lemmas import NormAround, shared_shape, slice_lengths, softmax_remainder
@@ -142,18 +143,18 @@ class ScalarRule(Rule):
     """A function of one number, entry by entry."""
 
     def tangent(self, node, at, out, c):
-        return node.scalar.slope(at[0]) * c[0]
+        return _scalar(node).slope(at[0]) * c[0]
 
     def remainder(self, node, at, out, sizes):
-        low, high = node.scalar.remainder(at[0], sizes[0].value)
+        low, high = _scalar(node).remainder(at[0], sizes[0].value)
         return middle(low, high)
 
     def bend(self, node, entered):
-        z, entries, rows, total, slope = entered[0]
-        low, high = node.scalar.remainder(z, entries.value)
-        each, turn = Upper(torch.maximum(-low, high)), Upper(node.scalar.slope_change(z, entries.value))
-        steep = Upper(node.scalar.slope(z).abs()).raised(2**20) + turn
-        ratios = tuple(Upper(t) for t in node.scalar.ratios(z, entries.value))
+        (z, entries, rows, total, slope), scalar = entered[0], _scalar(node)
+        low, high = scalar.remainder(z, entries.value)
+        each, turn = Upper(torch.maximum(-low, high)), Upper(scalar.slope_change(z, entries.value))
+        steep = Upper(scalar.slope(z).abs()).raised(2**20) + turn
+        ratios = tuple(Upper(t) for t in scalar.ratios(z, entries.value))
         steepest = steep.map(torch.Tensor.flatten).amax()
         most, rest = turn.map(torch.Tensor.flatten).amax(), length_of(each, ratios, total)  # pyright: ignore[reportArgumentType]
         return Bend(most, rest, each, slope * steepest, steep * entries, rows.map(torch.Tensor.flatten) * steepest, turn)
@@ -267,6 +268,11 @@ def unknown(node: Piece) -> BadFunctionError:
         f"expected attention layers, norms, linear operations, known activations, sums, products and softmax, got {node.name}; "
         'measure a part of the function without it, or a map such as map="attention"'
     )
+
+
+def _scalar(node: Piece) -> Scalar:
+    assert node.scalar is not None
+    return node.scalar
 
 
 def middle(low: Tensor, high: Tensor) -> tuple[Upper, Tensor]:

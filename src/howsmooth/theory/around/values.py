@@ -164,9 +164,9 @@ def expand(graph: Pieces, x: Float[Tensor, "n d"], together: bool, tokens: Seque
     assert isinstance(out, Tensor)
     lead = _widened(out, len(groups)).flatten(1)  # (columns, out)
     sizes = Groups(groups, count)
-    together = Upper(float(spectral_norm(lead[:size]))).raised(64 * max(lead.shape))
+    linear = Upper(float(spectral_norm(lead[:size]))).raised(64 * max(lead.shape))
     whole, each = sizes.rows(lead[:, None])[0], sizes.lengths(lead).map(lambda t: t.mT.contiguous())
-    return Expansion(values[graph.output], tuple(stops), inputs, count, lead, each, whole, together)
+    return Expansion(values[graph.output], tuple(stops), inputs, count, lead, each, whole, linear)
 
 
 def _last_use(graph: Pieces) -> list[int]:
