@@ -192,7 +192,8 @@ def constants(answer: Any, _: Arguments) -> None:
 
 def grown(answer: Any, _: Arguments) -> None:
     assert answer.rows
-    assert all(0 <= row.lower <= row.upper for row in answer.rows if isinstance(row, EstimateRow))  # a picture has no interval
+    ends = [(row.lower, row.upper) for row in answer.rows if isinstance(row, EstimateRow)]  # a picture has no interval
+    assert all(low is not None and up is not None and 0 <= low <= up for low, up in ends)
 
 
 def anything(answer: Any, _: Arguments) -> None:

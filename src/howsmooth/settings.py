@@ -19,7 +19,7 @@ _LIKE = 0.7  # of two names, from which on one is taken for the other misspelt
 _SEEDS = 2**63  # torch's generators take these
 
 Per = Literal["token", "sequence"]
-LayerChoice = Literal["all"] | Sequence[int]
+LayerChoice = Literal["all"] | str | Sequence[int]
 PER: tuple[Per, ...] = ("token", "sequence")
 Positions = Iterable[int] | Iterable[bool] | Tensor
 

@@ -13,6 +13,7 @@ import howsmooth as hs
 from howsmooth.errors import HowSmoothError
 from howsmooth.maps import Attention, RMSNorm
 from howsmooth.search import find_near
+from howsmooth.settings import PER, Per, choice
 from howsmooth.solve import Options, solve
 from howsmooth.theory.around import Around, AroundAttention, Neighbourhood
 from howsmooth.theory.around.attention import SECOND
@@ -30,7 +31,7 @@ class Near:
 
     layer: Attention
     area: Neighbourhood
-    per: str
+    per: Per
     within: float
     tokens: tuple[int, ...] | None
     name: str
@@ -64,7 +65,7 @@ def near(seed: int) -> Near:
     n = len(x)
     size = float(np.mean([np.linalg.norm(t / (np.abs(t).max() or 1)) * (np.abs(t).max() or 1) for t in x.numpy()])) or 1.0
     within = size * 10.0 ** r.uniform(-6, 0)
-    per = str(r.choice(["token", "token", "sequence"]))
+    per = choice(str(r.choice(["token", "token", "sequence"])), "per", PER)
     tokens = tuple(sorted(set(r.integers(0, n, 2).tolist()))) if r.random() < 0.3 else None
     said = []
     full = layer.heads * layer.head_width

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import HowSmoothError
+from howsmooth.settings import Per
 
 
 def _classifier() -> nn.Module:
@@ -26,7 +27,7 @@ def _classifier() -> nn.Module:
 
 
 @pytest.mark.parametrize("per", ["token", "sequence"])
-def test_a_linear_classifier_is_certified_exactly(per: str):
+def test_a_linear_classifier_is_certified_exactly(per: Per):
     w = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]]).double()
     x = torch.tensor([[2.0, 0.0], [1.0, 0.5]]).double()
     radius = hs.certified_radius(lambda t: w @ t.mean(0), x, per=per)
@@ -39,7 +40,7 @@ def test_a_linear_classifier_is_certified_exactly(per: str):
 
 
 @pytest.mark.parametrize("per", ["token", "sequence"])
-def test_below_every_attack(per: str):
+def test_below_every_attack(per: Per):
     model, x = _classifier(), torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(1))
     training = model.training
     radius = hs.certified_radius(model, x, per=per)

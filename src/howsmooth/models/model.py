@@ -24,7 +24,7 @@ from howsmooth.program.modules import bare, offloaded
 from howsmooth.program.tracing import distinct
 from howsmooth.settings import items, meant, shown, whole, words
 
-Side = Literal["encoder", "decoder", "text", "vision"]
+Side = Literal["encoder", "decoder", "text", "vision"] | str
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Ids = Sequence[int] | Tensor | Window
 GIVEN = ("windows", "text", "ids", "inputs", "mask", "n")  # what `capture` takes by name
