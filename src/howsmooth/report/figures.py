@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,7 @@ FORMATS = ("pdf", "png", "svg")
 _DECADES = 7  # a bound further off is an arrow at the edge
 _NAMED = 36  # rows of a chart that have room for a name each, and for numbers
 _FAINT = 1e-4  # of the largest norm of a picture; smaller ones are drawn as this
+_NARROW = 34  # letters of a title above a panel beside others
 _NOTES = 6  # jumps that are named; more notes would cover each other
 _INKS = {"point": COLOURS[0], "hot": COLOURS[1], "ball": COLOURS[4], "ink": COLOURS[6]}
 _BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
@@ -54,8 +56,8 @@ def draw_figures(data: ReportData, folder: str | Path, *, formats: Sequence[str]
         raise BadInputError(f"expected formats among {', '.join(FORMATS)}, got {wrong[0]!r}; choose from these")
     written = []
     with figure_style():
-        for drawing in [drawing for _, some in drawings(data) for drawing in some if drawing.file]:
-            figure = _figure(drawing, data)
+        for question, drawing in [(q, drawing) for q, some in drawings(data) for drawing in some if drawing.file]:
+            figure = _figure(drawing, data, question.section.swatches if question.section else ())
             for ending in formats:
                 written.append(Path(folder) / f"{drawing.file}.{ending}")
                 with writing(written[-1], parents=True) as part:
@@ -79,8 +81,11 @@ def plain_numbers(axis: Any) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _figure(drawing: Drawing, data: ReportData) -> "Figure":
-    """A drawing as a figure: a panel for every chart, and for every option of a pick that has panels."""
+def _figure(drawing: Drawing, data: ReportData, swatches: tuple[tuple[str, str], ...]) -> "Figure":
+    """A drawing as a figure: a panel for every chart, and for every option of a pick that has panels.
+
+    swatches: of the section, how marks look and what they mean.
+    """
     from matplotlib.figure import Figure
 
     if isinstance(drawing.charts[0], Own):
@@ -96,10 +101,13 @@ def _figure(drawing: Drawing, data: ReportData) -> "Figure":
     shape = (1, len(panels)) if drawing.across else (len(panels), 1)
     places: Any = figure.subplots(*shape, squeeze=False, sharey=drawing.across, gridspec_kw=ratios)
     for k, (axes, panel) in enumerate(zip(places.flat, panels, strict=True)):
-        axes.set_title(panel.fill(panel.chart.title))
+        title = panel.fill(panel.chart.title)
+        axes.set_title(textwrap.fill(title, _NARROW) if drawing.across else title)
         _DRAWS[type(panel.chart)](axes, panel)
         if isinstance(panel.chart, Lines) and (k == len(panels) - 1 or not drawing.across):
             axes.legend(**_BESIDE)
+        if isinstance(panel.chart, Ladder):
+            _legend(axes, swatches, panel.chart.base)
         if k and drawing.across:
             axes.set_ylabel("")
     return figure
@@ -120,6 +128,8 @@ class _Panel:
 
 
 def _lines(axes: Any, panel: _Panel) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     chart: Lines = panel.chart
     y = panel.picked.get("y", chart.y)
     if chart.series is None:
@@ -139,9 +149,10 @@ def _lines(axes: Any, panel: _Panel) -> None:
     drawn = any(line.get_xdata().size for line in axes.lines)
     if drawn:
         plain_numbers(axes.yaxis)
+    low, high = axes.get_ylim()
+    if high < 2 * low:  # no power of ten and its like in between
+        axes.yaxis.set_major_locator(MaxNLocator(5))
     if chart.x == "layer":
-        from matplotlib.ticker import MaxNLocator
-
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         return
     axes.set_xscale("log")
@@ -215,6 +226,17 @@ def _ladder(axes: Any, panel: _Panel) -> None:
     axes.set(xscale="log", xlabel=chart.x_label, ylim=(len(rows) - 0.5, -0.5))
     _name(axes.yaxis, [fill(chart.label, row) for row in rows])
     axes.minorticks_off()
+
+
+def _legend(axes: Any, swatches: tuple[tuple[str, str], ...], base: str | None) -> None:
+    """What the marks of a ladder mean."""
+    for look, said in swatches:
+        kind, hollow = look.replace("hollow", "").strip() or "point", "hollow" in look
+        fill_style = "none" if hollow else "full"
+        axes.plot([], [], "s" if hollow else "o", color=_INKS[kind], fillstyle=fill_style, label=said)
+    if base:
+        axes.plot([], [], color="black", lw=1, label="measured")
+    axes.legend(**_BESIDE)
 
 
 def _bars(axes: Any, panel: _Panel) -> None:

@@ -116,7 +116,7 @@ def figure(rows: list[NearRow], data: ReportData) -> list[Drawing]:
             "certified: at most {certified}",
         ),
     )
-    options = tuple(Option(r, f"{number(r)} of a token's length", number(r)) for r in radii)
+    options = tuple(Option(r, f"{r:g} of a token's length", f"{r:g}") for r in radii)
     pick = Pick("near-radius", "Radius r", "r", options, radii[min(1, len(radii) - 1)], panels=True)
     return [Drawing((chart,), (pick,), file="near")]
 
