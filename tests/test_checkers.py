@@ -187,6 +187,7 @@ def test_tolerance_is_far_below_any_bug():
     assert checks.tolerance(torch.float32, 10**4) < 1e-3
 
 
+@pytest.mark.slow
 def test_jacobians_refuses_a_mixing_function():
     x = torch.ones(2, 3, dtype=torch.float64)
     assert torch.equal(checks.jacobians(lambda t: 2 * t, x), 2 * torch.eye(3).double().expand(2, -1, -1))
@@ -221,6 +222,7 @@ def test_a_lower_end_that_is_not_attained_is_refuted():
     assert neighbourhoods.not_attained(replace(found, point=outside), case, truth[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoiled", ["slope", "change", "moved_total"])
 def test_looking_into_neighbourhoods_finds_a_bound_that_is_too_small(spoiled: str, monkeypatch: pytest.MonkeyPatch):
     within = AroundAttention.within

@@ -152,6 +152,7 @@ def test_measure_table_and_json(tmp_path):
     assert found["lower"] <= found["upper"]
 
 
+@pytest.mark.slow
 def test_measure_holds_tokens_fixed():
     told = {}
     for tokens in ("1-2,0", "1,2"):

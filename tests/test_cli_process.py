@@ -172,6 +172,7 @@ def test_input_that_cannot_be_read(given: str, monkeypatch: pytest.MonkeyPatch):
         read_stdin()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ids", ["[[[1]]]", "[[1, 2], [3]]", "[[101, [102]]]", "[-1, 2]", "[1e3]", "[NaN]", "[null]", "[" * 99999]
 )

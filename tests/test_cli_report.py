@@ -283,6 +283,7 @@ def test_the_version_is_one_line():
     assert result.stdout == f"howsmooth {howsmooth.__version__}\n"
 
 
+@pytest.mark.slow
 def test_certified_radii_are_told_and_become_a_page(place, tmp_path):
     page = tmp_path / "radii.html"
     asked = ("certify", place / "model", "--text", place / "text.txt", "--n", "6", "--samples", "2", "--change", "0.1")

@@ -137,6 +137,7 @@ def test_the_value_is_what_the_direction_attains_and_lower_is_less():
     assert narrow.note.startswith("Rounding alone leaves the interval wider")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [DenseSVD(), GolubKahan()], ids=["dense", "products"])
 def test_what_is_assumed_where_nothing_is_proved(solver: Any):
     layer, x = attention(6, 4, seed=1)

@@ -41,6 +41,7 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, dropout=0.3, batch_first=True).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_lower_is_attained(solver: Solver, dtype: torch.dtype):

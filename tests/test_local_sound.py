@@ -27,6 +27,7 @@ def holds(est: hs.Estimate, truth: float, tol: float = 1e-3) -> None:
     assert est.value == pytest.approx(truth, rel=tol, abs=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("certify", [None, 0.02])
 @pytest.mark.parametrize("steep", [1e4, 1e5])
 def test_a_function_that_is_another_in_float32(steep: float, certify: float | None):

@@ -60,6 +60,7 @@ def test_every_precision(name, precision):
     check(kind_problem(name, **shape, d=16, d_v=8, mask=Mask(causal=True)), precision, probes=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_and_grouped_heads(name):
     check(kind_problem(name, heads=2, kv_heads=1, n=20, d=16, d_v=8, mask=Mask(keys=key_mask(2, 20))), "half", probes=1)
@@ -147,6 +148,7 @@ def test_a_row_that_sees_nothing(name):
     check(kind_problem(name, batch=1, heads=2, kv_heads=1, n=9, d=16, d_v=8, mask=Mask(bias=hidden)), "half")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sink", "sigmoid", "l2"])
 def test_noise_refined_and_selected(name):
     p = kind_problem(name, heads=2, kv_heads=1, n=20, d=16, d_v=8)

@@ -127,6 +127,7 @@ def test_differential_is_two_softmaxes():
     assert apart(normed.value(*normed.qkv), 0.4 * truth / rms) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_tiles_of_any_size_and_running_sums_agree():
     for name in KIND_NAMES:
         p = kind_problem(name, n=13)

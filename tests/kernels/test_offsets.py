@@ -154,6 +154,7 @@ def test_a_node_of_a_measured_map(offset):
     check([g], [torch.autograd.grad(math_backend(q, k, v, mask).sum(-1).cos().sum(), k)], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [-1e9, 1e9, torch.finfo(torch.float32).min])
 def test_sdpas_kernels_for_a_gpu(offset, monkeypatch):
     pytest.importorskip("triton", reason="needs triton: pip install triton")

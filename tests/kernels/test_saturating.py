@@ -189,6 +189,7 @@ def test_intervals_and_bounds_of_saturated_layers(n, logit, sign):
             assert b.value <= b_v * n * float(x[0])
 
 
+@pytest.mark.slow
 def test_intervals_and_bounds_of_many_saturated_layers():
     """`python -m benchmarks kind_bounds` looks at 20 000 inputs."""
     tally = fuzz_saturated("", range(30))

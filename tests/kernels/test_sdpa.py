@@ -148,6 +148,7 @@ def problems(draw) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     return x, given
 
 
+@pytest.mark.slow
 @given(problem=problems(), mode=st.sampled_from(list(MODES)))
 @settings(max_examples=150)
 def test_equals_torch_in_every_argument_and_mode(problem, mode):

@@ -69,6 +69,7 @@ def test_a_measure_is_tokens_written_as_often_as_they_weigh(kind: Kind):
     assert hs.splitting(attn, mu).moved.value == pytest.approx(truth, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ON_MEASURES, ids=repr)
 def test_splitting_is_that_of_doubled_tokens(kind: Kind):
     attn, x = layer_of(kind), tokens()

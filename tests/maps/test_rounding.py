@@ -158,6 +158,7 @@ def test_measures(causal: bool):
     assert 0 < largest_error(coarse, fine) <= known.error + known.fixed
 
 
+@pytest.mark.slow
 def test_random_layers():
     """Shapes and scales at random."""
     said = 0

@@ -212,6 +212,7 @@ def test_equals_the_dense_jacobian(name: str, map: Any):
         assert not case.cut or (got.received is not None and sum(got.received) == pytest.approx(1))
 
 
+@pytest.mark.slow
 def test_heads_of_cross_attention():
     """One head is the layer with the columns of the other cut off; self-attention in front keeps all of its own."""
     case = CASES["t5"]

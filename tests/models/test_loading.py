@@ -251,6 +251,7 @@ def test_random_configurations_are_read_or_refused(folder: Path):
     assert min(ended.values()) > 10
 
 
+@pytest.mark.slow
 def test_weights_that_are_cut_off_or_changed_are_refused_or_the_same(folder: Path, truth: float):
     choose = random.Random(0)
     whole = (folder / SINGLE).read_bytes()

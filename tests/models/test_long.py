@@ -43,6 +43,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_attention_that_is_written_out(name, monkeypatch):
     capture = hs.load(randomize(WRITTEN[name]())).capture(ids=ids(n=N))
@@ -69,6 +70,7 @@ def test_torchs_own_attention(causal):
     assert captured.map(0).on_kernels
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_is_recorded_again():
     """What is shown is the model of the moment, also where that is no weight."""
     model = llama()

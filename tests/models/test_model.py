@@ -146,6 +146,7 @@ def test_half_precision_is_widened_and_said(kind: torch.dtype):
     assert not hs.load(whole).notes
 
 
+@pytest.mark.slow
 def test_single_and_double_agree():
     single = randomize(t.Qwen3Model(t.Qwen3Config(**GROUPED, **TOKENS)))
     value = hs.load(single).measure(ids=ids(), layer=1, map="block").value

@@ -27,6 +27,7 @@ def columns(captured, layer, map, tokens, head=None) -> torch.Tensor:
     return whole.unflatten(1, (N, -1))[:, tokens].flatten(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("map", ["attention", "heads", "block", "model"])
 def test_on_every_map_it_is_the_norm_of_the_columns_that_are_left(map):
     captured = double(readers.bert).capture(ids=IDS)
@@ -41,6 +42,7 @@ def test_on_every_map_it_is_the_norm_of_the_columns_that_are_left(map):
     assert "3 of them moving" in str(m)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mpnet"])
 def test_causal_rotary_and_uncut_layers_and_single_heads(name):
     captured = double(ZOO[name].build).capture(ids=IDS)

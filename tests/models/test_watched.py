@@ -14,6 +14,7 @@ def _model(name: str) -> hs.Model:
     return hs.load(ZOO[name].build().eval())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_block_near_its_input(name: str):
     model = _model(name)
@@ -36,6 +37,7 @@ def test_a_whole_model_near_its_input(name: str):
     assert at.lower * (1 - 1e-6) <= near.lower <= near.upper <= 1.1 * at.upper
 
 
+@pytest.mark.slow
 def test_next_token_of_a_model_with_its_head(tmp_path):
     import transformers
 

@@ -102,6 +102,7 @@ def test_a_masked_encoder_sees_nothing_that_comes_later():
     assert masked.attention(5).causal
 
 
+@pytest.mark.slow
 def test_describing_a_model_leaves_it_as_it_was():
     about = describe("demo")
     assert (about.layers, about.shortest, about.longest) == (6, 3, 512)

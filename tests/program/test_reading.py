@@ -357,6 +357,7 @@ def _whole(block: _Layer) -> hs.Attention:
     return hs.Attention(**w, **{f"b_{k}": getattr(block, k).bias.detach() for k in "qkvo"}, heads=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [None, 1])
 def test_the_segment_of_a_model(to: int | None):
     """Bounds of a block, and of both, hold at every point and are sharp at small radii, attention taken whole or not."""

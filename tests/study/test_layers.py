@@ -204,6 +204,7 @@ def test_a_reader_holds_only_the_last_windows():
     assert first[0].tokens(0).shape == (8, 16)
 
 
+@pytest.mark.slow
 def test_a_closed_form_is_kept_for_shorter_inputs_only_where_it_is_the_same_layer(monkeypatch):
     reader = readers.reader()
     long, short = reader.model.capture([reader.window(20, 0)]), reader.model.capture([reader.window(8, 0)])

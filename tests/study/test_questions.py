@@ -153,6 +153,7 @@ def test_splitting_is_that_of_the_closed_form():
     assert row.pays == truth.pays
 
 
+@pytest.mark.slow
 def test_layers_with_sinks_have_all_answers_but_bounds_near_the_text():
     module = randomize(ZOO["gpt-oss local"].build())
     found = hs.inspect(hs.load(module), ids(n=40)[0].tolist(), lengths=(6, 8), samples=1)
@@ -179,6 +180,7 @@ def test_layers_whose_tokens_cannot_be_split_are_named_before_any_task():
     assert len(splitting_jobs(unknown)) == 2
 
 
+@pytest.mark.slow
 def test_near_the_text_constants_are_attained_and_certified():
     reader = readers.reader()
     rows = run_here(reader, near_jobs(asked(reader), 10)).of(NearRow)
@@ -196,6 +198,7 @@ def test_near_the_text_constants_are_attained_and_certified():
         assert truth.lower <= row.upper_ends[1]
 
 
+@pytest.mark.slow
 def test_a_change_of_the_output_needs_more_than_what_is_certified():
     reader = readers.reader()
     rows = run_here(reader, change_jobs(asked(reader, samples=2), 10, 0.1)).of(ChangeRow)

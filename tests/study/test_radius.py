@@ -58,6 +58,7 @@ def test_below_every_attack(per: Per):
         assert int(exact((x[0] + step)[None]).argmax()) == radius.label
 
 
+@pytest.mark.slow
 def test_tokens_that_may_move_and_a_change_of_the_output():
     model, x = _classifier(), torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(1))
     whole, one = (hs.certified_radius(model, x, per="sequence", tokens=t) for t in (None, [2]))

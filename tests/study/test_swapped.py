@@ -73,6 +73,7 @@ def test_an_entropy_out_of_reach_gets_the_nearest():
     assert entropy == pytest.approx(math.log(12), abs=1e-2)
 
 
+@pytest.mark.slow
 def test_every_row_is_the_constant_of_the_layer_with_that_kind(measured):
     reader = readers.reader()
     captured = reader.capture(16, [0])[0]

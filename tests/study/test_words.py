@@ -50,6 +50,7 @@ def test_scores_are_what_the_model_says(model, windows):
         assert row.ids[-1] == window.ids[-1]
 
 
+@pytest.mark.slow
 def test_a_layer_of_its_own(model, windows):
     """The attention map's output, in the model, at the changed words."""
     row = attack_tokens(model, windows[1], layer=2, ways=["gradient"], scored=6)[0]
@@ -87,6 +88,7 @@ def test_raising_the_constant(model, windows):
     assert row.changes or "no substitution raised the constant" in row.note
 
 
+@pytest.mark.slow
 def test_refusals(model, windows):
     window = windows[0]
     everything = list({str(t) for t in model.tokenizer.get_vocab()})

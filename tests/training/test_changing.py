@@ -18,6 +18,7 @@ X = tokens()
 SAME_BLOCKS = [name for name in CHANGES if name != "the last block dropped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME_BLOCKS)
 def test_a_model_that_changed_is_followed(name: str):
     first, then = CHANGES[name]
@@ -74,6 +75,7 @@ def weights(kind: Callable[[], Own], tracked: bool) -> Tensor:
     return nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [lambda: Own(fused), Counting, Averaging], ids=["none", "a count", "a running mean"])
 def test_training_goes_the_same_way_or_is_not_followed(kind: Callable[[], Own]):
     alone = weights(kind, False)

@@ -91,6 +91,7 @@ BUILD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILD)
 def test_a_model_through_its_own_parameters(name):
     torch.manual_seed(0)
@@ -108,6 +109,7 @@ def test_a_model_through_its_own_parameters(name):
     assert model.training
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_brought_there_is_put_back():
     torch.manual_seed(0)
     model = grown(BUILD["fused, columns"]())

@@ -122,6 +122,7 @@ def test_penalty_reaches_all_weights_before_a_layer():
         assert float((g * v).sum()) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_gradient_where_a_model_turns_gradients_off_on_the_way():
     """As transformers does where it computes phases."""
     torch.manual_seed(0)
@@ -256,6 +257,7 @@ def test_models_that_write_in_place(into: str):
     assert found.item() == pytest.approx(wanted.item(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_other_padding_and_other_shapes_never_exceed_the_constant():
     model = gpt()
     penalty, loaded = hs.SmoothnessPenalty(model, target=1e-9, products=0, layers=[0]), hs.load(model)

@@ -28,6 +28,7 @@ class Moving(nn.Module):
         return self.inner(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
 
 
+@pytest.mark.slow
 def test_positions_that_have_moved_are_not_taken_for_the_old_ones():
     probe = {"input_ids": torch.tensor([[1, 5, 2, 7]])}
     moved, still = Moving(), Moving()
@@ -52,6 +53,7 @@ class Scaled(nn.Module):
         return x + self.attention(x / self.temperature, x, x, need_weights=False)[0]
 
 
+@pytest.mark.slow
 def test_a_temperature_that_has_changed_counts():
     torch.manual_seed(0)
     model: Any = nn.Sequential(Scaled())

@@ -83,6 +83,7 @@ def kept(folder: Any, broken: bool = False) -> Any:
     return folder
 
 
+@pytest.mark.slow
 def test_the_file_is_read_back_and_refused_when_damaged(tmp_path):
     kept(tmp_path)
     frame = to_frame(tmp_path / "smoothness.sqlite")
@@ -100,6 +101,7 @@ def test_the_file_is_read_back_and_refused_when_damaged(tmp_path):
         RunRecord.of(tmp_path)
 
 
+@pytest.mark.slow
 def test_page_and_command(tmp_path):
     kept(tmp_path / "run<1>", broken=True)
     ended = CliRunner().invoke(app(), ["training", str(tmp_path / "run<1>")])
@@ -123,6 +125,7 @@ def test_page_and_command(tmp_path):
     assert (tmp_path / "mine.html").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers(tmp_path):
     from transformers import Trainer, TrainingArguments
 

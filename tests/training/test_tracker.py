@@ -101,6 +101,7 @@ class _Block(nn.Module):
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("map", ["normed", "block"])
 def test_tracked_constants_are_the_certified_ones(map):
     model = gpt()
@@ -114,6 +115,7 @@ def test_tracked_constants_are_the_certified_ones(map):
         assert values[f"smoothness/layer_0{k}"] <= truth * (1 + 1e-4)
 
 
+@pytest.mark.slow
 def test_layers_with_sinks_of_their_own():
     model = gpt_oss()
     tracker = hs.Tracker(model, {"input_ids": ids()}, check_every=1)
@@ -122,6 +124,7 @@ def test_layers_with_sinks_of_their_own():
     assert [values[tracker.key(k)] for k in (0, 1)] == pytest.approx([m.value for m in truth], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [llama, bert])
 def test_heads_and_padding(build):
     model, mask = build(), torch.ones(2, 9).long()
@@ -166,6 +169,7 @@ def test_attention_that_cannot_be_cut_is_tracked_through_its_own_code():
     assert "smoothness/entropy/layer_01" not in values
 
 
+@pytest.mark.slow
 def test_half_precision_weights_are_widened():
     model = llama()
     values = [hs.Tracker(m, {"input_ids": ids()}, check_every=0).update() for m in (model, model.bfloat16())]
@@ -209,6 +213,7 @@ def same(one: Any, other: Any) -> bool:
     return curve[0] == curve[1] and rest[0] == rest[1] and all(torch.equal(states[0][k], states[1][k]) for k in states[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "plain", "reentrant", "modern"])
 def test_a_run_is_bit_equal_with_and_without_the_tracker(kind):
     def run(tracked: bool) -> Any:
@@ -317,6 +322,7 @@ def test_what_changes_is_no_dataclass_and_says_little_of_itself():
     assert not any(is_dataclass(kind) for kind in (hs.Tracker, hs.WarmStart, SegmentMap))
 
 
+@pytest.mark.slow
 def test_check_reports_drift_and_sets_directions_right():
     model = gpt()
     tracker = hs.Tracker(model, {"input_ids": ids()}, check_every=3)
@@ -409,6 +415,7 @@ def test_a_map_with_two_attention_calls(checkpointed):
     assert value <= truth * (1 + 1e-4)
 
 
+@pytest.mark.slow
 def test_layers_of_several_kinds_are_followed_together():
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(8, heads, 12, batch_first=True) for heads in (2, 4, 2)]

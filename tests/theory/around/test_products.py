@@ -41,6 +41,7 @@ def test_the_change_of_a_product_is_as_large_as_the_lemma_says(shapes: tuple[tup
     assert float((da * db).norm()) == pytest.approx(float((alpha * beta).norm()), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_point_is_above_a_bound(shape: str):
     looked = Looked()
@@ -96,6 +97,7 @@ class _Gated(nn.Module):
         return self.a(x) + (x @ self.up.T) * self.gate(x @ self.along.T) @ self.down.T + (x @ self.beside.T) ** 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, None])
 @pytest.mark.parametrize("gate", [lambda t: t, lambda t: torch.sigmoid(4 * t) - 0.5], ids=["linear", "sigmoid"])
 def test_a_gate_for_every_token_of_a_model(gate: Callable[[Tensor], Tensor], steps: int | None):

@@ -110,6 +110,7 @@ def test_sound_at_a_point(kinds):
             assert bool((bound * (1 + 1e-9) >= truth).all()), float((bound / truth).min())
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(turned_layers())
 def test_sound_on_any_layer(case: LayerProblem):
