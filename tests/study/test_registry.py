@@ -17,8 +17,12 @@ from howsmooth.study.question import found_in
 from problems import reports
 
 SRC = Path(howsmooth.__file__).parent
-ROOMS = ("report",)
-ALLOWED = {"os.environ", "m.versions", "versions()", "panel.picked"}  # mappings that are no rows
+ROOMS = ("report", "paper", "cli")
+# mappings that are no rows: the environment, versions, what is picked of a chart, arguments, files of tensors and of examples
+ALLOWED = {
+    *("os.environ", "m.versions", "result.versions", "versions()", "panel.picked"),
+    *("given", "options", "tensors", "reading"),
+}
 
 
 def subscripts(source: str) -> list[str]:
