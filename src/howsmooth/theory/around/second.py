@@ -118,7 +118,7 @@ class AlongRow(Operator):
 class AlongProbes(Operator):
     """`u ↦ (∂_X ⟨u, J(X) v_s⟩)_s` where some tokens move. Its transpose takes `(h_s)` to `Σ_s D²f[h_s, v_s]`."""
 
-    def __init__(self, second: Second, v: Float[Tensor, "probes n d"], columns: Float[Tensor, " columns"]):
+    def __init__(self, second: Second, v: Float[Tensor, "probes n d"], columns: Tensor):
         n, d = second.x.shape[1:]
         self.batch, self.in_shape, self.out_shape = 1, (n, second.layer.out_width), (len(v), len(columns), d)
         self.dtype, self.device = second.x.dtype, second.x.device
