@@ -13,7 +13,7 @@ from problems.layers import gaussian, problem, ties
 @pytest.mark.parametrize("n", [1, 2, 7, 40, 111])
 @pytest.mark.parametrize("shift", [0, -2])
 @pytest.mark.parametrize("size", [TileSize(2, 3, leaf=1), TileSize(16, 8, leaf=4), TileSize()], ids=str)
-def test_tiles_cover_what_is_seen_once_and_nothing_else_whole(n, shift, size):
+def test_tiles_cover_what_is_visible_once_and_nothing_else_whole(n, shift, size):
     mask = Mask(ends=(ties(n) + shift).clamp_min(0))
     count = torch.zeros(n, n, dtype=torch.long)
     for tile in cut(n, n, mask, size):

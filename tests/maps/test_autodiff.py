@@ -278,7 +278,7 @@ def test_zeros_are_kept_once(monkeypatch: pytest.MonkeyPatch):
         assert torch.equal(a, b)
 
 
-def test_a_graph_goes_with_what_held_it():
+def test_a_graph_goes_with_what_keeps_it():
     x = gaussian(1, 4, 3, seed=0)
     jacobian_here = AutodiffJacobian(lambda t: t.exp(), x, batched=True)
     seen = weakref.ref(jacobian_here)

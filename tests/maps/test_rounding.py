@@ -230,6 +230,6 @@ def test_a_bound_that_is_too_small_is_caught():
     assert apart_from_one_map(coarse) > 1e-6 * known.error
 
 
-def test_nothing_is_claimed_past_the_reach_of_the_precision():
+def test_nothing_is_claimed_beyond_the_reach_of_the_precision():
     assert _gamma(2**30, 2.0**-24) == float("inf")
     assert hs.jacobian(torch.sin, _layer()[1]).operator.rounding() is None

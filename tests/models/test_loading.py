@@ -151,7 +151,7 @@ def test_an_honest_index_and_links_into_a_cache_are_read(folder: Path, truth: fl
     assert value(folder) == truth
 
 
-def test_a_hole_before_the_attention_is_seen_whatever_it_is_called(tmp_path: Path):
+def test_a_hole_before_the_attention_is_noticed_whatever_it_is_called(tmp_path: Path):
     """The library would fill it with random numbers."""
     shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     randomize(t.ViTModel(t.ViTConfig(**shape, image_size=8, patch_size=4))).save_pretrained(tmp_path)

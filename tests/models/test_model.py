@@ -95,7 +95,7 @@ def test_ids_are_fed_exactly(demo: Model):
     assert demo.capture(ids=given).num_layers == 6
 
 
-def test_a_sink_is_seen(demo: Model):
+def test_a_sink_is_found(demo: Model):
     """A token that draws attention and carries the direction is called a sink; a direction that spreads is not."""
     found = demo.measure(text=ALICE, n=32, layer=3)
     assert found.sink == 0

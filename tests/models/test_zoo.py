@@ -161,7 +161,7 @@ def test_one_head_is_the_layer_with_the_others_cut_off(name: str, heads: int):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "llama"])
-def test_experts_are_held_fixed_and_the_note_says_so(name: str):
+def test_experts_are_frozen_and_the_note_says_so(name: str):
     captured = model_of(name).capture(ids=ids())
     routed = [any("routing is frozen" in note for note in captured.measure(1, kind).notes) for kind in ("attention", "block")]
     assert routed == [False, name != "llama"]

@@ -39,7 +39,7 @@ def test_the_square_root_regime_ends_where_theory_says(rows):
 
 
 @pytest.mark.slow
-def test_what_is_seen_lies_below_every_upper_bound_and_grows_like_the_square_root():
+def test_what_is_attained_lies_below_every_upper_bound_and_grows_like_the_square_root():
     measured = attained(ATTENTION, 3.0)
     rows = ladder(ATTENTION, 3.0, list(measured))
     for n, value in measured.items():

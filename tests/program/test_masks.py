@@ -101,7 +101,7 @@ def test_a_padding_mask_changes_the_number():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["window", "keys"])
-def test_a_lost_mask_is_noticed(loss: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_mask_is_noticed(loss: str, monkeypatch: pytest.MonkeyPatch):
     """With one part of the mask thrown away on the way to the kernels, the model's own code is recorded and is right."""
     mask = [True] * (ids().shape[1] - 1) + [False]
     mask = mask if loss == "window" else [i != 3 for i in range(len(mask))]

@@ -124,7 +124,7 @@ def processes(folder: str, name: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks up processes under /proc")
 @pytest.mark.weekly
-def test_a_cluster_that_is_lost_ends_the_sweep_with_a_sentence_and_nothing_else_on_standard_output(tmp_path):
+def test_a_cluster_that_is_gone_ends_the_sweep_with_a_sentence_and_nothing_else_on_standard_output(tmp_path):
     folder = tempfile.mkdtemp(prefix="ray")  # a short name, which sockets need
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_TMPDIR": folder}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)]

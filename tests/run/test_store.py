@@ -67,7 +67,7 @@ def test_a_later_outcome_takes_the_place_of_a_failure(tmp_path):
     assert [(r.status, r.value, r.reason) for r in read(path)] == [("done", 7, None)]
 
 
-def test_a_second_writer_is_told_who_the_first_is_and_nothing_is_lost(tmp_path):
+def test_a_second_writer_is_told_who_the_first_is_and_every_row_stays(tmp_path):
     path, wanted = tmp_path / "r.sqlite", plan(2)
     with Store(path) as store:
         begin(store, wanted)
@@ -248,7 +248,7 @@ def test_a_file_that_is_cut_off_or_overwritten_is_refused(whole: Path, tmp_path:
         "DROP TABLE runs",
     ],
 )
-def test_rows_that_were_changed_moved_lost_or_added_are_refused_and_not_resumed(whole: Path, tmp_path: Path, command: str):
+def test_rows_that_were_changed_moved_missing_or_added_are_refused_and_not_resumed(whole: Path, tmp_path: Path, command: str):
     path = tmp_path / "r.sqlite"
     shutil.copy(whole, path)
     edit(path, command)

@@ -99,7 +99,7 @@ def random_layer(seed: int) -> tuple[hs.Attention, Tensor]:
 
 
 @pytest.mark.slow
-def test_settled_values_of_random_layers():
+def test_converged_values_of_random_layers():
     """float32 tokens, 150 layers. The interval always holds; `value` is within `tol` in all but one."""
     missed = []
     for seed in range(150):

@@ -173,7 +173,7 @@ def test_certificates_fail_no_more_often_than_they_may():
     assert 0 < missed[0.5] <= 0.5 * trials
 
 
-def test_norms_past_the_range_are_infinite():
+def test_norms_beyond_the_range_are_infinite():
     operator = rotated(spectrum("slow", 40), 40, 40, seed=0)
     one = torch.ones((), dtype=torch.float64)
     solver = GolubKahan()

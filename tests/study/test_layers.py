@@ -71,7 +71,7 @@ def test_rows_hold_for_every_kind_of_layer(build):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [readers.gpt2, ZOO["llama"].build, ZOO["mpnet"].build])
-def test_the_token_that_is_held_and_the_maps_beside_are_what_the_model_says(build):
+def test_the_frozen_token_and_the_maps_beside_are_what_the_model_says(build):
     reader = Reader.of(hs.load(randomize(build())), readers.ids())
     setting = settle(reader, Scope((5, 9), samples=2, tol=1e-6))
     found = run_here(reader, layer_jobs(setting, beside={"token": [setting.longest]}) + map_jobs(setting))
@@ -95,7 +95,7 @@ def test_the_token_that_is_held_and_the_maps_beside_are_what_the_model_says(buil
     assert [(row.map, row.layer) for row in found.of(MapRow)] == [(name, k) for name in maps for k in range(count)]
 
 
-def test_nothing_is_held_where_there_is_one_token():
+def test_nothing_is_frozen_where_there_is_one_token():
     reader = readers.reader()
     setting = settle(reader, Scope((1,), samples=1))
     rows = run_here(reader, layer_jobs(setting, beside={"token": [1]})).rows

@@ -98,7 +98,7 @@ def test_a_sequence_moves_less_than_its_tokens():
     assert sequence.moved_total < token.moved_total
 
 
-def test_held_tokens_are_held():
+def test_frozen_tokens_do_not_move():
     layer = random_layer(2)
     near = hs.lipschitz(layer, X, within=0.01, tokens=[1, 3], steps=3)
     at = hs.lipschitz(layer, X, tokens=[1, 3])
@@ -116,7 +116,7 @@ def test_a_norm_that_is_known_takes_the_place_of_pairs():
     assert cheap.change == pytest.approx(apart.change)
 
 
-def test_logits_past_the_range_say_so():
+def test_logits_beyond_the_range_say_so():
     layer = replace(random_layer(2), scale=1e6)
     around = around_attention(layer, Neighbourhood.of(X, 1e3))
     assert not math.isnan(around.slope)

@@ -96,7 +96,7 @@ def test_values_that_kill_constants(layer: Attention):
     assert all(table.measured <= (r.value or 0.0) <= 4 * table.measured for r in table)
 
 
-def test_logits_past_float32_give_infinity():
+def test_logits_beyond_float32_give_infinity():
     A = 1e6 * torch.eye(3)
     layer = Attention.from_matrices(torch.stack([A, -A]), torch.eye(3).repeat(2, 1, 1))
     x = gaussian(4, 3, seed=0, dtype=torch.float32)
@@ -157,7 +157,7 @@ def test_any_radius_gives_a_table(radius: float, causal: bool):
         json.dumps(table.to_dict(), allow_nan=False)
 
 
-def test_weights_past_float64_are_refused():
+def test_weights_beyond_float64_are_refused():
     eye = torch.eye(2, dtype=F64)
     with pytest.raises(hs.HowSmoothError, match="range of float64"):
         hs.bounds(Attention(1e200 * eye, 1e200 * eye, eye), n=3, radius=1.0)

@@ -228,7 +228,7 @@ def test_published_rows_do_not_apply(options, word):
 
 
 @pytest.mark.parametrize("lost", ["query", "key"])
-def test_a_lost_slope_is_caught(lost, monkeypatch):
+def test_a_missing_slope_is_caught(lost, monkeypatch):
     """The inputs are sharp enough to notice slopes that are too small."""
     slopes = heads.token_slopes
 
