@@ -194,7 +194,7 @@ def test_a_figure_that_cannot_be_written_is_found_before_the_work(
     def work(*_: object, **__: object) -> None:
         pytest.fail("work was done")
 
-    for name in ("cli.ball._layer", "cli.attack.load", "cli.attack.read_text"):
+    for name in ("cli.ball.LayerOptions.attention", "cli.attack.load", "cli.attack.read_text"):
         monkeypatch.setattr(f"howsmooth.{name}", work)
     result = CliRunner().invoke(app(), [*command, "--figure", figure])
     assert result.exit_code == 2

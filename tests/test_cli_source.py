@@ -83,7 +83,8 @@ print(*(name for name in ("howsmooth", "torch", "numpy", "rich") if name in sys.
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stdout
     assert done.stderr.split() == []
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+    # a tenth of this on an idle machine; importing torch takes more on any
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.2
 
 
 def test_names_are_found_through_imports():

@@ -1,6 +1,7 @@
 """`howsmooth bounds` and `howsmooth worst`: what tokens in a ball can do to one layer, in theory and in a search."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,17 +21,39 @@ _WIDEST = 2**14  # of a layer made here: its weights take 2 GB
 _LAYER = ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """A layer by itself: one head made of a number, the layer of a file, or a random one."""
+
+    gamma: float | None = None
+    heads: int = 1
+    weights: Path | None = None
+    random: bool = False
+    causal: bool = False
+    seed: int = 0
+
+    def attention(self, width: int) -> Attention:
+        """The layer, for tokens of this width where that is free."""
+        if (self.gamma is not None) + (self.weights is not None) + self.random != 1:
+            raise BadInputError("expected one of --gamma, --weights and --random, got none or several; give one of them")
+        width = whole(width, f"--width from 1 to {_WIDEST}", "correct it", least=1, below=_WIDEST + 1)
+        heads = whole(self.heads, "--heads of at least 1", "correct it", least=1)
+        if self.gamma is not None:
+            eye = torch.eye(width, dtype=torch.float64)
+            return Attention.from_matrices(self.gamma * eye, eye, causal=self.causal)
+        if self.weights is not None:
+            return _from_file(self.weights, heads, self.causal)
+        draw = torch.Generator().manual_seed(self.seed)
+        w_q, w_k, w_v, w_o = (0.02 * torch.randn(width, width, generator=draw) for _ in range(4))
+        return Attention(w_q, w_k, w_v, w_o, heads=heads, causal=self.causal)
+
+
 def bounds(
     *,
     radius: float,
     n: int = 1024,
-    gamma: float | None = None,
     width: int = 1,
-    heads: int = 1,
-    weights: Path | None = None,
-    random: bool = False,
-    causal: bool = False,
-    seed: int = 0,
+    layer: LayerOptions,
     figure: Path | None = None,
 ) -> Answer:
     """Print every bound on the Lipschitz constant over a ball of tokens.
@@ -42,7 +65,7 @@ def bounds(
     """
     if figure is not None:
         check_figure(figure)
-    attn = _layer(gamma, width, heads, weights, random, causal, seed)
+    attn = layer.attention(width)
     table = verbs.bounds(attn, n=n, radius=radius)
     return Answer(table.to_dict(), lambda: print(table), figure and (lambda: draw_ladder(figure, attn, radius)))
 
@@ -52,17 +75,12 @@ def worst(
     radius: float,
     n: int = 8,
     lengths: tuple[int, ...] | None = (8, 16, 32, 64, 128),
-    gamma: float | None = None,
     width: int = 2,
-    heads: int = 1,
-    weights: Path | None = None,
-    random: bool = False,
-    causal: bool = False,
+    layer: LayerOptions,
     head: int | None = None,
     best: bool = False,
     steps: int | None = None,
     restarts: int | None = None,
-    seed: int = 0,
     figure: Path | None = None,
 ) -> Answer:
     """Find bad inputs: how far the paper's configurations grow, and the worst tokens that gradient ascent finds.
@@ -79,12 +97,12 @@ def worst(
     """
     if figure is not None:
         check_figure(figure)
-    attn = _layer(gamma, width, heads, weights, random, causal, seed)
+    attn = layer.attention(width)
     if not lengths and n == 0:
         raise BadInputError("expected --n or --lengths, got neither; ask for a search, a growth curve or both")
-    growth = grow(attn, radius, lengths, head=head, seed=seed) if lengths else None
-    others = scan(attn, [radius], lengths, seed=seed) if best and lengths else []
-    case = verbs.worst_case(attn, n, radius, steps=steps, restarts=restarts, seed=seed) if n else None
+    growth = grow(attn, radius, lengths, head=head, seed=layer.seed) if lengths else None
+    others = scan(attn, [radius], lengths, seed=layer.seed) if best and lengths else []
+    case = verbs.worst_case(attn, n, radius, steps=steps, restarts=restarts, seed=layer.seed) if n else None
     parts = {"growth": growth and growth.to_dict(), "worst": case and case.to_dict(), "best": [row.to_dict() for row in others]}
     return Answer(parts, lambda: _show(growth, others, case), figure and (lambda: draw_worst(figure, growth, case)))
 
@@ -107,23 +125,6 @@ def _show(growth: TokenGrowth | None, others: list[Configured], worst: WorstCase
     if worst is not None:
         print(f"worst of {len(worst.tokens)} tokens: {worst}")
         print(f"certified: {worst.estimate}")
-
-
-def _layer(
-    gamma: float | None, width: int, heads: int, weights: Path | None, random: bool, causal: bool, seed: int
-) -> Attention:
-    if (gamma is not None) + (weights is not None) + random != 1:
-        raise BadInputError("expected one of --gamma, --weights and --random, got none or several; give one of them")
-    width = whole(width, f"--width from 1 to {_WIDEST}", "correct it", least=1, below=_WIDEST + 1)
-    heads = whole(heads, "--heads of at least 1", "correct it", least=1)
-    if gamma is not None:
-        eye = torch.eye(width, dtype=torch.float64)
-        return Attention.from_matrices(gamma * eye, eye, causal=causal)
-    if weights is not None:
-        return _from_file(weights, heads, causal)
-    draw = torch.Generator().manual_seed(seed)
-    w_q, w_k, w_v, w_o = (0.02 * torch.randn(width, width, generator=draw) for _ in range(4))
-    return Attention(w_q, w_k, w_v, w_o, heads=heads, causal=causal)
 
 
 def _from_file(path: Path, heads: int, causal: bool) -> Attention:
