@@ -1,5 +1,8 @@
 """Rows of studies are what `Model.measure` says, whichever way they are measured; bad questions are refused."""
 
+# numbers of these rows are there: the study is small
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import warnings
 from dataclasses import replace
 

@@ -1,5 +1,8 @@
 """Radius, norms, bounds, splitting, worst, positions: each against what it must equal or never exceed."""
 
+# numbers of these rows are there: the study is small
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalOperand=false
+
 import gc
 import math
 from dataclasses import replace

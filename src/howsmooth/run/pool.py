@@ -42,6 +42,7 @@ class Engine(Protocol):
 
         context: what the plan's setup returns, where this process has it already; workers elsewhere build their own.
         """
+        ...
 
 
 @final
@@ -134,6 +135,7 @@ class Crew(Protocol):
 
     def send(self, worker: Any, task: Task | None) -> "Future[Outcome]":
         """Give an idle worker something to do, its preparation first. The outcome of a worker that is gone is `died`."""
+        ...
 
     def check(self) -> None:
         """Raise if nothing will be heard of any worker again; called where nothing was for `QUIET` seconds."""

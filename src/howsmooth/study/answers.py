@@ -5,17 +5,16 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from howsmooth.errors import BadInputError
 from howsmooth.study.fit import Break, GrowthFit
-from howsmooth.study.jobs import Cells, Row, row_of
+from howsmooth.study.jobs import Cells, Row, SomeRow, row_of
 from howsmooth.study.layers import LayerRow
 from howsmooth.study.lengths import Growth
 from howsmooth.study.question import mean, questions
 
 Token = tuple[str, str, bool]  # what stands before it, the token itself, whether the tokenizer added it
-R = TypeVar("R", bound=Row)
 
 
 @final
@@ -87,7 +86,7 @@ class ReportData:
                     f"expected a share for each of {len(words)} tokens, got {len(row.shares)} for layer {row.layer}; match them"
                 )
 
-    def of(self, kind: type[R]) -> list[R]:
+    def of(self, kind: type[SomeRow]) -> list[SomeRow]:
         """The rows of one type, in the order of layer, length and sample."""
         return self._kinds.get(kind, [])  # pyright: ignore[reportReturnType]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas
 
 Cells = dict[str, Any]  # a row as JSON has it, or a line of a table
-R = TypeVar("R", bound="Row")
+SomeRow = TypeVar("SomeRow", bound="Row")
 P = ParamSpec("P")
 _KINDS: "dict[str, type[Row]]" = {}
 
@@ -132,7 +132,7 @@ class Measured:
     failures: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
 
-    def of(self, kind: type[R]) -> list[R]:
+    def of(self, kind: type[SomeRow]) -> list[SomeRow]:
         """The rows of one type."""
         return [row for row in self.rows if isinstance(row, kind)]
 

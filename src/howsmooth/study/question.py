@@ -11,19 +11,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import geometric_mean
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, final
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import Capture, Measurement
 from howsmooth.study.charts import Drawing, Section
-from howsmooth.study.jobs import Cells, EstimateRow, Job, Measured, Row
+from howsmooth.study.jobs import Cells, EstimateRow, Job, Measured, Row, SomeRow
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import Part, Setting, one_length
 
 if TYPE_CHECKING:
     from howsmooth.study.answers import ReportData
 
-R = TypeVar("R", bound=Row)
 # Batches of jobs, one after the other; what a batch gave is sent back before the next one is asked for.
 Steps: TypeAlias = Generator[list[Job], Measured, None]
 
@@ -44,7 +43,7 @@ class Beside:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Question(Generic[R]):
+class Question(Generic[SomeRow]):
     """One question about a model, from what is measured to what a person reads.
 
     name: of the study, `howsmooth study NAME`.  row: the type of its answers.
@@ -58,7 +57,7 @@ class Question(Generic[R]):
     """
 
     name: str
-    row: type[R]
+    row: type[SomeRow]
     tasks: Callable[..., Steps] = lambda setting: nothing()
     title: str = ""
     table: Callable[[Measured], list[Cells]] | None = None
@@ -68,8 +67,8 @@ class Question(Generic[R]):
     remarks: Callable[[Measured], list[str]] = lambda measured: []
     beside: Beside | None = None
     on_page: Callable[[Setting, "Extras"], Steps] = lambda setting, extras: nothing()
-    sentence: Callable[[list[R], "ReportData"], str] = lambda rows, data: ""
-    figure: Callable[[list[R], "ReportData"], Sequence[Drawing]] = lambda rows, data: ()
+    sentence: Callable[[list[SomeRow], "ReportData"], str] = lambda rows, data: ""
+    figure: Callable[[list[SomeRow], "ReportData"], Sequence[Drawing]] = lambda rows, data: ()
     section: Section | None = None
 
     def said_of(self, data: "ReportData") -> str:

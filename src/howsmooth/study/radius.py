@@ -225,7 +225,7 @@ def _slopes(margins: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Bounds:
+class _RadiusBounds:
     """What is certified within a radius.
 
     graph: of the margins of the near rivals, or of the output.  scalars: how far margins of the near rivals can fall, and of
@@ -253,7 +253,7 @@ def _bounds(
     free: tuple[int, ...] | None,
     behind: Callable[[Pieces], _Margins] | None,
     f: Callable[[Tensor], Tensor] | None,
-) -> _Bounds:
+) -> _RadiusBounds:
     """By expansion where the function is small enough, else by certified norms.
 
     behind: the margins behind a graph of scores, nothing where the output itself is asked for.  f: a function that is nothing
@@ -273,7 +273,7 @@ def _bounds(
     return _by_norms(a.x, _Margins(graph, None, torch.zeros(0)) if behind is None else behind(graph), per, free)
 
 
-def _expanded(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None) -> _Bounds:
+def _expanded(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None) -> _RadiusBounds:
     whole = expand(what.graph, x, per == "sequence", free)
     hidden = None if what.hidden is None else expand(what.hidden, x, per == "sequence", free)
 
@@ -285,10 +285,10 @@ def _expanded(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None)
         far = torch.zeros(0) if hidden is None else what.lengths * hidden.at(radii(hidden, r)).total
         return m.spread - m.shift, far
 
-    return _Bounds(what.graph, scalars, lambda r: whole.at(radii(whole, r)).total, lambda: 1.0)
+    return _RadiusBounds(what.graph, scalars, lambda r: whole.at(radii(whole, r)).total, lambda: 1.0)
 
 
-def _by_norms(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None) -> _Bounds:
+def _by_norms(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None) -> _RadiusBounds:
     whole = Certified(what.graph, x, free)
     hidden = None if what.hidden is None else Certified(what.hidden, x, free)
 
@@ -303,7 +303,7 @@ def _by_norms(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None)
     def confidence() -> float:
         return max(0.0, whole.confidence + (0.0 if hidden is None else hidden.confidence - 1))
 
-    return _Bounds(what.graph, scalars, lambda r: output_move(whole, around(r)), confidence)
+    return _RadiusBounds(what.graph, scalars, lambda r: output_move(whole, around(r)), confidence)
 
 
 def _with_margins(graph: Pieces, label: int, near: Tensor, far: Tensor) -> _Margins:
