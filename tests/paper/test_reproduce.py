@@ -189,6 +189,7 @@ def test_the_module_that_the_scripts_read():
     assert row["scripts"] == pytest.approx(float((jacobian.mT @ output).norm().sqrt()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_iterates():
     rows = iteration(DEMO, 3, 8, 1, 4)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
@@ -198,6 +199,7 @@ def test_iterates():
     assert tangents[-1] <= rows[0]["value"] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_the_protocol_is_the_papers():
     assert PAPER.lengths == tuple(range(2, 100, 2))
     assert PAPER.samples == 10
@@ -217,6 +219,7 @@ def test_the_trap_uses_the_measurements_of_the_others():
     assert keys["real"] | keys["random"] < keys["trap"]
 
 
+@pytest.mark.slow
 def test_layers_lengths_and_another_text_are_what_is_measured(tmp_path):
     passage = tmp_path / "mine.txt"
     passage.write_text("The cat sat on the mat and looked at the rabbit. " * 20)

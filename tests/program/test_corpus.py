@@ -64,7 +64,7 @@ def same_state(key: Any) -> tuple[nn.Module, Any]:
     return build(), inputs()
 
 
-@pytest.mark.parametrize("name", sample(BY_NAME, 4, pytest.mark.slow))
+@pytest.mark.parametrize("name", sample(BY_NAME, 8, pytest.mark.slow))
 def test_answered_or_refused(name):
     """As it was recorded, and with attention as one operation."""
     build, inputs = key = BY_NAME[name]

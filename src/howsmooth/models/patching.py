@@ -53,6 +53,7 @@ def use_sdpa() -> Iterator[None]:
     So whatever calls torch's function by that name (timm, diffusers, `nn.MultiheadAttention`, plain torch) has forward mode and
     second derivatives. Dropout of attention must be off.
 
+    >>> import torch
     >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
     >>> x = torch.randn(1, 4, 8)
     >>> with use_sdpa():
@@ -72,6 +73,7 @@ def patch(model: nn.Module) -> nn.Module:
     A model of the transformers library is set to `attn_implementation="howsmooth"`, which reads masks as rules and so keeps
     O(n) memory: whole sequences without a cache or dropout. Any other runs inside `use_sdpa`.
 
+    >>> import torch
     >>> layer = patch(nn.TransformerEncoderLayer(8, 2, batch_first=True).eval())
     >>> x = torch.randn(1, 4, 8)
     >>> torch.func.jvp(layer, (x,), (x,))[1].shape
