@@ -112,7 +112,7 @@ def test_a_sink_is_found(demo: Model):
 
 
 def test_a_folder_gives_the_model_in_it(bert: t.BertModel, folder: Path):
-    loaded = hs.load(folder)
+    loaded = hs.load(folder, device="cpu")
     assert loaded.measure(ids=ids(), layer=1).value == hs.load(bert).measure(ids=ids(), layer=1).value
     assert hs.load(str(folder), dtype=torch.float64).dtype == torch.float64
     assert loaded.capture(ids=ids()).window.words == tuple(str(i) for i in ids()[0].tolist())
@@ -126,7 +126,7 @@ def test_a_checkpoint_with_holes_is_refused(bert: t.BertModel, tmp_path: Path):
     weights = load_file(tmp_path / "model.safetensors")
     harmless = {k: v for k, v in weights.items() if "pooler" not in k}
     save_file(harmless, tmp_path / "model.safetensors", {"format": "pt"})
-    assert hs.load(tmp_path).measure(ids=ids(), layer=1).value == hs.load(bert).measure(ids=ids(), layer=1).value
+    assert hs.load(tmp_path, device="cpu").measure(ids=ids(), layer=1).value == hs.load(bert).measure(ids=ids(), layer=1).value
     holes = {k: v for k, v in harmless.items() if "layer.1.attention.self.query" not in k}
     save_file(holes, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadInputError, match=r"every weight .* encoder.layer.1.attention.self.query"):
@@ -137,7 +137,7 @@ def test_a_checkpoint_with_holes_is_refused(bert: t.BertModel, tmp_path: Path):
 def test_half_precision_is_widened_and_said(kind: torch.dtype):
     whole = randomize(t.LlamaModel(t.LlamaConfig(**GROUPED, **TOKENS)))
     small = randomize(t.LlamaModel(t.LlamaConfig(**GROUPED, **TOKENS))).to(kind)
-    got = hs.load(small).measure(ids=ids(), layer=0)
+    got = hs.load(small, device="cpu").measure(ids=ids(), layer=0)
     assert got.estimate.precision == "float64"
     assert "widened to float32" in got.notes[0]
     assert got.value == pytest.approx(hs.load(whole).measure(ids=ids(), layer=0).value, rel=0.05)

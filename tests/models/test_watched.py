@@ -46,11 +46,11 @@ def test_next_token_of_a_model_with_its_head(tmp_path):
         n_embd=8, n_layer=1, n_head=2, n_positions=16, vocab_size=30, bos_token_id=1, eos_token_id=2
     )
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    model = hs.load(tmp_path, head=True)
+    model = hs.load(tmp_path, device="cpu", head=True)
     radius = hs.certified_radius(model, ids=[3, 5, 7])
     assert 0 < radius.certified <= radius.attacked
     with pytest.raises(HowSmoothError, match="hidden states"):
-        hs.certified_radius(hs.load(tmp_path), ids=[3, 5, 7])
+        hs.certified_radius(hs.load(tmp_path, device="cpu"), ids=[3, 5, 7])
     alone = hs.certified_radius(model, ids=[3, 5, 7], change=0.1, map="attention")
     assert 0 < alone.certified <= alone.attacked
 
