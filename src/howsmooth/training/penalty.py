@@ -50,6 +50,8 @@ class WarmStart:
 
     def __init__(self, products: int = 1, v: Tensor | None = None):
         self.products = whole(products, "a whole number of products, at least 1", "the default is 1", least=1)
+        if v is not None and not isinstance(v, Tensor):
+            raise BadInputError(f"expected directions as a tensor, got {type(v).__name__}; leave v out to begin anew")
         self.v = v
 
     def __repr__(self) -> str:
