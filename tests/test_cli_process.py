@@ -60,7 +60,7 @@ def test_no_moment_of_an_interrupt_ends_with_a_signal():
         assert code or out
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_an_interrupt_in_the_middle_of_a_search_is_one_word():
     search = ("worst", "--gamma", "-1", "--radius", "2", "--n", "64", "--steps", "100000", "--lengths", "")
     for delay in (4.0, 6.0):

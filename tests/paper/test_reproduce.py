@@ -148,7 +148,7 @@ def test_any_model_in_a_folder(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", first(["random:bert-base", "random:gpt2"]))
+@pytest.mark.parametrize("name", first(["random:bert-base", "random:gpt2"], 0))
 def test_random_models_of_full_size_attend_evenly(name):
     """With uniform attention `L` is `‖W_o W_v‖` without a mask, and with one that times the norm of the Cesàro mean."""
     n = 6

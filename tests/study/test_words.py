@@ -60,7 +60,7 @@ def test_a_layer_of_its_own(model, windows):
     assert row.score == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_guided_words_beat_random_ones(model, windows):
     rows = [attack_tokens(model, w, layer=3, ways=["gradient"], scored=16)[0] for w in windows]
     assert all(row.score > row.random_mean for row in rows)

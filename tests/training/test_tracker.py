@@ -27,6 +27,7 @@ from howsmooth.models import FallbackWarning
 from howsmooth.program.segments import SegmentMap
 from howsmooth.training import TrackingWarning
 from howsmooth.training.probe import untouched
+from marks import first
 
 SIZE: dict[str, Any] = {"vocab_size": 30, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -238,7 +239,7 @@ def test_the_comparison_sees_a_draw():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks at it
-@pytest.mark.parametrize("way", ["whole", "blocks"])
+@pytest.mark.parametrize("way", first(["whole", "blocks"]))
 def test_compiled_models(way):
     from torch._dynamo.testing import CompileCounter
 
