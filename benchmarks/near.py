@@ -8,7 +8,7 @@ import howsmooth as hs
 from benchmarks.harness import WrongAnswerError, side_by_side
 from benchmarks.layers import gpt2_layer
 from howsmooth.study import alice
-from howsmooth.theory.around import AroundAttention, Neighbourhood, around_attention
+from howsmooth.theory.around import AroundAttention, Neighbourhood
 from howsmooth.theory.over_ball.table import ball_bounds
 
 TITLE = "The largest constant near an input: the demo model at 32 tokens, and a layer of GPT-2's size at 256"
@@ -58,7 +58,7 @@ def _cost(causal: bool) -> dict[str, Any]:
     at = hs.lipschitz(layer, x)
 
     def upper() -> float:
-        return around_attention(layer, area, norm=hs.lipschitz(layer, x).upper).slope
+        return AroundAttention(layer, area.point, norm=hs.lipschitz(layer, x).upper).within(area).slope
 
     solve, bound = side_by_side([lambda: hs.lipschitz(layer, x), upper], repeat=3)
     certified = upper()

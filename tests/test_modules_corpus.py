@@ -122,7 +122,7 @@ def assert_differentiable(q: Question, function: Function, point: Tensor) -> Non
     assert float((differences - product).norm()) <= 1e-6 * float(product.norm()), q.name
 
 
-@pytest.mark.parametrize("module", sample(ANSWERED, 4, pytest.mark.weekly))
+@pytest.mark.parametrize("module", sample(ANSWERED, None, *[pytest.mark.weekly] * 3))
 def test_truths(module: str) -> None:
     bases: dict[Any, list[Tensor]] = {}
     for q in ANSWERED[module]:

@@ -38,7 +38,7 @@ def lipschitz(
     seed: int | None = None,
     solver: Solver | None = None,
 ) -> Estimate:
-    """The local Lipschitz constant `‖D_x f‖₂` of `f` at `x`, from below and from above; or the largest one near `x`.
+    """The local Lipschitz constant `‖D_x f‖₂` of `f` at `x`, with a lower and an upper bound; or the largest one near `x`.
 
     f: an attention layer, a norm, a composition of them, or any torch function of one tensor. `nn.MultiheadAttention` is
     self-attention.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from howsmooth.errors import HowSmoothError
 from howsmooth.program import Layers, ends_of, record, segment
 from howsmooth.program.written_out import rewrite
-from marks import three_in_eight
+from marks import sample
 from problems.modules import QUESTIONS, Question, constants
 
 HERE = {"layer", "map", "to", "stream", "call"}  # a side of a model and a single head are asked of others
@@ -64,7 +64,10 @@ def same_state(key: Any) -> tuple[nn.Module, Any]:
     return build(), inputs()
 
 
-@pytest.mark.parametrize("name", three_in_eight(BY_NAME))
+SLOW, WEEKLY = pytest.mark.slow, pytest.mark.weekly
+
+
+@pytest.mark.parametrize("name", sample(BY_NAME, None, WEEKLY, WEEKLY, SLOW, WEEKLY, WEEKLY, SLOW, WEEKLY))
 def test_answered_or_refused(name):
     """As it was recorded, and with attention as one operation."""
     build, inputs = key = BY_NAME[name]

@@ -23,7 +23,7 @@ _SINK = 0.25  # share of all attention above which a token is a sink
 class Measurement(OneNumber):
     """The local Lipschitz constant of one map of one layer at one input, and what it is made of.
 
-    estimate: the constant, from below and from above.  n: tokens measured, padding left out.
+    estimate: the constant, with a lower and an upper bound.  n: tokens measured, padding left out.
     radius_rms, radius_max: root mean square and largest norm of the tokens that enter.
     logits: least and greatest visible logit, nothing where the attention could not be cut out.
     input_share, output_share: how much of the worst direction and of its image falls on each token; each sums to one.

@@ -6,7 +6,6 @@ needs element 1. docs/howto/reproduction.md §6 says in two lines what either gi
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +22,7 @@ from howsmooth.maps import Map
 from howsmooth.paper.subjects import LONGEST_WINDOW, short_names
 from howsmooth.report import COLOURS, MARKERS, plain_numbers
 from howsmooth.spectral import Estimate
-from howsmooth.study import EstimateRow, GrowthFit, Interval, Row, fit_growth, rare
+from howsmooth.study import EstimateRow, GrowthFit, Interval, Row, fit_growth, grouped, rare
 
 L_COLOUR, SCRIPTS_COLOUR = COLOURS[:2]
 
@@ -228,10 +227,8 @@ def _mean(values: Sequence[float]) -> float:
 
 def curves_of(rows: Iterable[Row]) -> list[Curve]:
     """Points by layer, in order of appearance; other rows are left out."""
-    groups: dict[tuple[str, str, str, int, str], list[PointRow]] = defaultdict(list)
-    for r in rows:
-        if isinstance(r, PointRow):
-            groups[r.study, r.model, r.masking, r.layer, r.map].append(r)
+    there = [r for r in rows if isinstance(r, PointRow)]
+    groups = grouped(there, lambda r: (r.study, r.model, r.masking, r.layer, r.map))
     short = short_names(key[1] for key in groups)
     order = [(key, tuple(sorted(points, key=lambda p: (p.n, p.sample)))) for key, points in groups.items()]
     return [Curve(*key, points, short[key[1]]) for key, points in order]

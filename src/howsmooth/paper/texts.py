@@ -1,7 +1,6 @@
 """Windows of text through pretrained models, and through random ones of full size: `L` against n, layer by layer."""
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from howsmooth.paper.curves import Curve, PointRow, curves_of, guides, length_ti
 from howsmooth.paper.drawing import Drawn, new_figure
 from howsmooth.paper.protocol import Experiment, Protocol
 from howsmooth.paper.subjects import RANDOM, RANDOM_LAYERS, Masking, subject
-from howsmooth.study import Job, Question, Steps, task
+from howsmooth.study import Job, Question, Steps, grouped, task
 
 
 @task
@@ -64,9 +63,7 @@ def growth_figure(title: str, lines: Sequence[Curve]) -> Drawn:
     """L against n, a panel for each subject and mask with a curve for each layer, and R below."""
     if not lines:
         return None
-    groups: dict[str, list[Curve]] = defaultdict(list)
-    for c in lines:
-        groups[f"{c.short}, {c.masking}"].append(c)
+    groups = grouped(lines, lambda c: f"{c.short}, {c.masking}")
     shared: dict[str, Any] = {"squeeze": False, "sharex": "col", "sharey": "row", "height_ratios": [2.6, 1]}
     figure, axes = new_figure(2.9 * len(groups) + 0.2, 4.0, 2, len(groups), **shared)
     for column, (name, group) in enumerate(groups.items()):

@@ -1,4 +1,4 @@
-"""Within which radius can a prediction not change, and where does it change? One answer from above, one from below."""
+"""Within which radius can a prediction not change, and where does it change? One upper bound, one lower."""
 
 import math
 from collections.abc import Callable, Sequence

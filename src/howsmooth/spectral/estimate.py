@@ -48,7 +48,7 @@ class Estimate(OneNumber):
     assumes: what both ends rest on beside the start (docs/explanation/theory.md §2): `upper` on rounding errors that do not
     know the start, unless it is dense, rigorous or a theorem's; `lower` on nothing for softmax attention and norms, else on
     rounding errors that are small beside the product.
-    status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (the run has settled to
+    status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (the run has converged to
     `tol`: a larger value was looked for and not seen, the interval may be wide), `step limit` (neither; `lower` and `upper`
     still hold).
     direction: the input direction that is stretched most, the shape of one input.  steps: products with `J` and with `Jᵀ`.
@@ -96,8 +96,8 @@ class Estimate(OneNumber):
             return f"The interval is {self.width:.2g} wide relative to its lower end, as narrow as {wanted} asks."
         if self.status == "converged":
             return (
-                f"The value has settled to tol={self.tol:g}; the interval is {self.width:.2g} wide relative to its lower end, "
-                "and certify=0.02 would narrow it to 2 %."
+                f"The value has converged to tol={self.tol:g}; the interval is {self.width:.2g} wide relative to its lower "
+                "end, and certify=0.02 would narrow it to 2 %."
             )
         if self.value - self.lower > 0.5 * (self.tol if self.certify is None else self.certify) * self.value:
             return (
@@ -115,7 +115,7 @@ class Estimate(OneNumber):
         if self.status == "certified":
             return f"The interval is {self.width:.2g} wide relative to its lower end, as narrow as was asked."
         if self.status == "converged":
-            return "The search for the value has settled."
+            return "The search for the value has converged."
         return "The search for the value stopped while it still gained; raise steps."
 
     def to_dict(self) -> dict[str, Any]:

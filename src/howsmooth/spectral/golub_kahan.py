@@ -27,7 +27,7 @@ _MARGIN = 0.97  # chosen: 3 % of `certify` is room for the rounding that widens 
 
 
 class _Doubt(NamedTuple):
-    """A run has settled when a value larger by a share `largest_error(tol)` would have needed a start of probability `risk`."""
+    """A run has converged when a value larger by a share `largest_error(tol)` needed a start of probability `risk`."""
 
     reach: float
     most: float

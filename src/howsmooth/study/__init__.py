@@ -1,7 +1,7 @@
 """Questions turned into rows and numbers."""
 
 from howsmooth.study.fit import GrowthFit, Interval, fit_growth
-from howsmooth.study.jobs import EstimateRow, Job, Row, rare, row_of, task
+from howsmooth.study.jobs import EstimateRow, Job, Row, grouped, rare, row_of, task
 from howsmooth.study.lengths import Growth, growth
 from howsmooth.study.question import Question, Steps, questions
 from howsmooth.study.radius import Radii, certified_radius, radii
@@ -26,6 +26,7 @@ __all__ = [
     "attack_tokens",
     "certified_radius",
     "fit_growth",
+    "grouped",
     "growth",
     "questions",
     "radii",

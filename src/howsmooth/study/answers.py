@@ -9,7 +9,7 @@ from typing import Any, final
 
 from howsmooth.errors import BadInputError
 from howsmooth.study.fit import Break, GrowthFit
-from howsmooth.study.jobs import Cells, Row, SomeRow, row_of
+from howsmooth.study.jobs import Cells, Row, SomeRow, grouped, row_of
 from howsmooth.study.layers import LayerRow
 from howsmooth.study.lengths import Growth
 from howsmooth.study.question import mean, questions
@@ -110,9 +110,7 @@ class ReportData:
     @cached_property
     def summary(self) -> list[Level]:
         """One entry per layer and length."""
-        groups: dict[tuple[int, int], list[LayerRow]] = defaultdict(list)
-        for row in self.of(LayerRow):
-            groups[row.layer, row.n].append(row)
+        groups = grouped(self.of(LayerRow), lambda row: (row.layer, row.n))
         return [Level.of(layer, n, rows) for (layer, n), rows in groups.items()]
 
     def least_smooth(self, layers: Collection[int] | None = None) -> Level:

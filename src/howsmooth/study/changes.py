@@ -60,11 +60,10 @@ def sentence(rows: list[ChangeRow], data: ReportData) -> str:
     certified = number(least.certified / least.size)
     attacked = "" if least.attacked is None else f", and an attack needs {number(least.attacked / least.size)}"
     return (
-        f"How far may every token move before a layer's output moves by more than {100 * least.change:g} % of its "
-        f"length? No input "
-        "within the certified radius does it, the attack does, and the truth lies between them; **first order** is "
-        "what L at the "
-        f"text alone would promise. The smallest certified radius is {certified} of a token's length, in layer {least.layer}"
+        f"How far may every token move before a layer's output moves by more than {100 * least.change:g} % of its length? "
+        "No input within the certified radius does it, the attack does, and the truth lies between them; **first order** is "
+        "what L at the text alone would promise. "
+        f"The smallest certified radius is {certified} of a token's length, in layer {least.layer}"
         f"{attacked}."
     )
 

@@ -29,7 +29,7 @@ from howsmooth.solve import linear
 from howsmooth.spectral import Operator
 from howsmooth.study.answers import ReportData
 from howsmooth.study.charts import Drawing, Picture, Section, coded
-from howsmooth.study.jobs import Cells, Job, Row
+from howsmooth.study.jobs import Cells, Job, Row, grouped
 from howsmooth.study.layers import LayerRow
 from howsmooth.study.question import Extras, Question, Steps, mean
 from howsmooth.study.reader import Reader
@@ -232,10 +232,8 @@ def picture_jobs(setting: Setting, rows: Sequence[LayerRow]) -> list[Job]:
     """A picture of the layer with the largest mean at any length."""
     if setting.scope.map == "model":
         return []
-    groups: dict[tuple[int, int], list[float]] = {}
-    for row in rows:
-        groups.setdefault((row.layer, row.n), []).append(row.value)
-    layer, _ = max(sorted(groups), key=lambda place: mean(groups[place]))
+    groups = grouped(rows, lambda row: (row.layer, row.n))
+    layer, _ = max(sorted(groups), key=lambda place: mean([row.value for row in groups[place]]))
     return [influence_job(replace(parts(setting, samples=1, layers=1)[0], layers=(layer,)), setting.scope.lengths)]
 
 

@@ -17,7 +17,21 @@ if TYPE_CHECKING:
 Cells = dict[str, Any]  # a row as JSON has it, or a line of a table
 SomeRow = TypeVar("SomeRow", bound="Row")
 P = ParamSpec("P")
+K = TypeVar("K")
+T = TypeVar("T")
 _KINDS: "dict[str, type[Row]]" = {}
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items by key, keys and items in order of appearance.
+
+    >>> grouped([3, 1, 5, 4], lambda k: k % 2)
+    {1: [3, 1, 5], 0: [4]}
+    """
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def rare() -> Any:

@@ -115,10 +115,8 @@ MAPS_BESIDE = Question(
         name="Maps",
         title="Attention, norm and block",
         place=40,
-        text="<b>attention</b> takes what enters the attention sub-layer, <b>normed</b> the block's own norm before "
-        "it, <b>block</b> "
-        "the whole layer with its residual paths. The relative constant L·|x| / |f(x)| sets the change of the output "
-        "against the "
-        "size of the output. $sentence",
+        text="<b>attention</b> takes what enters the attention sub-layer, <b>normed</b> the block's own norm before it, "
+        "<b>block</b> the whole layer with its residual paths. The relative constant L·|x| / |f(x)| sets the change of the "
+        "output against the size of the output. $sentence",
     ),
 )

@@ -18,7 +18,7 @@ from howsmooth.study.answers import ReportData
 from howsmooth.study.charts import Drawing, Lines, Section, number
 from howsmooth.study.jobs import Cells, EstimateRow, Measured
 from howsmooth.study.maps_beside import ROUGH
-from howsmooth.study.question import Extras, Question, Steps, mean
+from howsmooth.study.question import Extras, Question, Steps, lines_by_place, mean
 from howsmooth.study.reader import Reader
 from howsmooth.study.scope import Part, Setting, parts, task_of_part
 
@@ -81,15 +81,15 @@ def on_page(setting: Setting, extras: Extras) -> Steps:
 
 def lines(rows: list[ShuffledRow]) -> list[Cells]:
     """One line for each layer and length: L in order, and how many times that it is where tokens are shuffled."""
-    groups: dict[tuple[int, int], list[ShuffledRow]] = {}
-    for row in rows:
-        groups.setdefault((row.layer, row.n), []).append(row)
-    return [
-        {"layer": layer, "n": n, "in_order": mean([row.in_order for row in own]), "shuffled": mean([row.value for row in own])}
-        | {"times": mean(ratios), "low": min(ratios), "high": max(ratios), "shuffles": len(own)}
-        for (layer, n), own in sorted(groups.items())
-        if len(ratios := [row.value / row.in_order for row in own if row.in_order > 0]) == len(own)
-    ]
+    return [line for line in lines_by_place(_line, rows) if "times" in line]
+
+
+def _line(rows: list[ShuffledRow]) -> Cells:
+    if any(row.in_order <= 0 for row in rows):  # nothing to compare with
+        return {}
+    ratios = [row.value / row.in_order for row in rows]
+    both = {"in_order": mean([row.in_order for row in rows]), "shuffled": mean([row.value for row in rows])}
+    return both | {"times": mean(ratios), "low": min(ratios), "high": max(ratios), "shuffles": len(rows)}
 
 
 def table(measured: Measured) -> list[Cells]:
@@ -106,8 +106,7 @@ def sentence(rows: list[ShuffledRow], data: ReportData) -> str:
     times, low, high = (number(most[name]) for name in ("times", "low", "high"))
     return (
         f"**Layer {most['layer']} changes most:** shuffled, its L is {times} times that of the text in order, in the "
-        f"geometric mean "
-        f"({low} to {high} over {most['shuffles']} random orders of one passage)."
+        f"geometric mean ({low} to {high} over {most['shuffles']} random orders of one passage)."
     )
 
 

@@ -1,5 +1,6 @@
 """Which kind of attention is smoothest? A layer's own weights and text with every kind put in, one after the other."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from howsmooth.study.choices import (
     usual_lengths,
 )
 from howsmooth.study.fit import slope
-from howsmooth.study.jobs import Cells, EstimateRow, Job, Measured, run_here, to_frame
+from howsmooth.study.jobs import Cells, EstimateRow, Job, Measured, grouped, run_here, to_frame
 from howsmooth.study.maps_beside import QUANTITY
 from howsmooth.study.question import Extras, Question, Steps, later, mean, nothing
 from howsmooth.study.reader import Reader
@@ -218,11 +219,9 @@ def variants_of(measured: Measured) -> Variants:
 
 def by_variant(rows: Sequence[VariantRow]) -> dict[tuple[str, str], list[VariantRow]]:
     """Rows by kind and way, in the order of `KINDS`, as published before matched."""
-    groups: dict[tuple[str, str], list[VariantRow]] = {}
     order = {name: k for k, name in enumerate(KINDS)}
-    for row in sorted(rows, key=lambda row: (order.get(row.variant, len(order)), row.way == "matched")):
-        groups.setdefault((row.variant, row.way), []).append(row)
-    return groups
+    there = sorted(rows, key=lambda row: (order.get(row.variant, len(order)), row.way == "matched"))
+    return grouped(there, lambda row: (row.variant, row.way))
 
 
 def _place(row: VariantRow) -> tuple[int, int, float, int]:
@@ -256,12 +255,9 @@ def on_page(setting: Setting, extras: Extras) -> Steps:
 
 def summary(data: ReportData) -> list[Cells]:
     """One line per kind of attention, way to put it in, layer, length and size of tokens, over its samples."""
-    groups: dict[tuple[str, str, int, int, float], list[VariantRow]] = {}
-    for own in by_variant(data.of(VariantRow)).values():
-        for row in own:
-            groups.setdefault((row.variant, row.way, row.layer, row.n, row.factor), []).append(row)
+    there = itertools.chain.from_iterable(by_variant(data.of(VariantRow)).values())
     lines = []
-    for rows in groups.values():
+    for rows in grouped(there, lambda row: (row.variant, row.way, row.layer, row.n, row.factor)).values():
         values, relative = [row.value for row in rows], [row.relative for row in rows if row.relative is not None]
         about = rows[0].columns("variant", "way", "layer", "n", "factor", "entropy", "matched", "cost")
         ends = {"low": min(values), "high": max(values), "upper": max(row.upper for row in rows)}
@@ -365,10 +361,8 @@ def _charts(lines: list[Cells], last: int) -> tuple[Chart, ...]:
 
 def _table_of(lines: list[Cells], layer: int | str, last: int) -> list[Cells]:
     """A line for each kind and way at the longest length, for one layer or over all."""
-    groups: dict[tuple[str, str], list[Cells]] = {}
-    for line in lines:
-        if (line["n"], line["factor"]) == (last, 1) and layer in (ALL, line["layer"]):
-            groups.setdefault((line["variant"], line["way"]), []).append(line)
+    there = [line for line in lines if (line["n"], line["factor"]) == (last, 1) and layer in (ALL, line["layer"])]
+    groups = grouped(there, lambda line: (line["variant"], line["way"]))
 
     def over(own: list[Cells], key: str) -> float:
         return mean([line[key] for line in own if line[key]])

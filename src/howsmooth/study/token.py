@@ -3,7 +3,6 @@
 import math
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -11,7 +10,7 @@ from typing import final
 from howsmooth.models import Capture, FallbackWarning, Measurement
 from howsmooth.study.answers import ReportData
 from howsmooth.study.charts import Bars, Drawing, Lines, Section, number
-from howsmooth.study.jobs import Cells, EstimateRow
+from howsmooth.study.jobs import Cells, EstimateRow, grouped
 from howsmooth.study.maps_beside import ROUGH
 from howsmooth.study.question import Beside, Question
 from howsmooth.study.scope import Part
@@ -63,10 +62,7 @@ class Sink:
 
 def sink_of(data: ReportData) -> Sink | None:
     """The token that carries more than half of the worst direction in many layers, if there is one."""
-    carried: dict[int, list[FrozenRow]] = defaultdict(list)
-    for row in data.of(FrozenRow):
-        if row.share > _MOST:
-            carried[row.token].append(row)
+    carried = grouped([row for row in data.of(FrozenRow) if row.share > _MOST], lambda row: row.token)
     layers = len(data.layers)
     token = max(carried, key=lambda t: len(carried[t]), default=None)
     if token is None or len(carried[token]) < max(min(2, layers), math.ceil(layers / _LAYERS)):

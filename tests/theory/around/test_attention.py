@@ -8,7 +8,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.maps import Attention, LayerNorm, RMSNorm, Rotary
-from howsmooth.theory.around import AroundAttention, Neighbourhood, around_attention
+from howsmooth.theory.around import AroundAttention, Neighbourhood
 from howsmooth.theory.around.covariances import top
 from howsmooth.theory.around.jets import Centre, Jet, _softmax, moves
 from howsmooth.theory.around.lemmas import exp_rest
@@ -73,7 +73,7 @@ def test_nothing_moves_at_radius_zero():
     assert (near.lower, near.upper, near.status, near.confidence) == (at.lower, at.upper, at.status, at.confidence)
     assert near.point is not None
     assert torch.equal(near.point, X)
-    around = around_attention(layer, Neighbourhood.of(X, 0.0))
+    around = AroundAttention(layer, X).within(Neighbourhood.of(X, 0.0))
     assert around.change == 0
     assert around.moved_total == 0
     assert at.lower <= around.slope <= at.upper * (1 + 1e-6)
@@ -111,14 +111,14 @@ def test_frozen_tokens_do_not_move():
 def test_a_norm_that_is_known_takes_the_place_of_pairs():
     layer, area = random_layer(2), Neighbourhood.of(X, 1e-4)
     norm = hs.lipschitz(layer, X).upper
-    cheap, apart = around_attention(layer, area, norm=norm), around_attention(layer, area)
+    cheap, apart = AroundAttention(layer, area.point, norm=norm).within(area), AroundAttention(layer, area.point).within(area)
     assert apart.slope < cheap.slope <= (norm + cheap.change) * (1 + 1e-9)
     assert cheap.change == pytest.approx(apart.change)
 
 
 def test_logits_beyond_the_range_say_so():
     layer = replace(random_layer(2), scale=1e6)
-    around = around_attention(layer, Neighbourhood.of(X, 1e3))
+    around = AroundAttention(layer, X).within(Neighbourhood.of(X, 1e3))
     assert not math.isnan(around.slope)
     assert around.reason
     assert around.slope > 1e3
@@ -127,7 +127,7 @@ def test_logits_beyond_the_range_say_so():
 def test_overflow_becomes_infinity_with_a_reason():
     layer = random_layer(2)
     layer = replace(layer, w_q=1e120 * layer.w_q, w_k=1e-120 * layer.w_q, softcap=3.0)
-    around = around_attention(layer, Neighbourhood.of(X, 1e100))
+    around = AroundAttention(layer, X).within(Neighbourhood.of(X, 1e100))
     assert around.slope == math.inf or around.slope > 1e50
     assert around.reason
 

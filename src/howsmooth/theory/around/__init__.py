@@ -1,6 +1,6 @@
 """Bounds around an input: how large a map's Jacobian can be near it, and how far the map can move there."""
 
-from howsmooth.theory.around.attention import AroundAttention, around_attention
+from howsmooth.theory.around.attention import AroundAttention
 from howsmooth.theory.around.graph import around_graph, bound_around, check_structure, output_move, scalar_changes
 from howsmooth.theory.around.neighbourhood import Around, Neighbourhood
 from howsmooth.theory.around.norms import Certified
@@ -13,7 +13,6 @@ __all__ = [
     "Expansion",
     "Moved",
     "Neighbourhood",
-    "around_attention",
     "around_graph",
     "bound_around",
     "check_structure",

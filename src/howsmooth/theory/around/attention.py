@@ -35,19 +35,6 @@ BALL = "the best bound over the ball that holds the neighbourhood"
 _FAR = 2.0  # change of the Jacobian, in units of its norm, past which no pair is worth treating apart
 
 
-def around_attention(
-    layer: Attention,
-    neighbourhood: Neighbourhood,
-    *,
-    tokens: tuple[int, ...] | None = None,
-    norm: float | None = None,
-    delta: float = 1e-6,
-    seed: int = 0,
-) -> Around:
-    """Bounds on an attention layer over a neighbourhood, `AroundAttention` for one."""
-    return AroundAttention(layer, neighbourhood.point, tokens=tokens, norm=norm, delta=delta, seed=seed).within(neighbourhood)
-
-
 @final
 class AroundAttention:
     """Bounds on an attention layer around an input, for neighbourhoods of any size: what is known of the input is made once.

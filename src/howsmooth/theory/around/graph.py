@@ -20,7 +20,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds.kind import check_softmax
 from howsmooth.maps import Attention, Map
 from howsmooth.program.pieces import Piece, Pieces, pieces_of
-from howsmooth.theory.around.attention import around_attention
+from howsmooth.theory.around.attention import AroundAttention
 from howsmooth.theory.around.neighbourhood import Around, Neighbourhood
 from howsmooth.theory.around.norms import Certified
 from howsmooth.theory.around.pieces import ROW_RULES, SAME_ROWS, Bend, Entered, rule
@@ -61,7 +61,8 @@ def bound_around(
     """Bounds on a map whose structure is known; others are refused. Arguments as for `AroundAttention`."""
     known = check_structure(f, neighbourhood.point)
     if isinstance(known, Attention):
-        return around_attention(known, neighbourhood, tokens=tokens, norm=norm, delta=delta, seed=seed)
+        layer = AroundAttention(known, neighbourhood.point, tokens=tokens, norm=norm, delta=delta, seed=seed)
+        return layer.within(neighbourhood)
     return around_graph(Certified(known, neighbourhood.point, tokens, delta, seed, norm), neighbourhood)
 
 

@@ -44,7 +44,7 @@ class Pairs(NamedTuple):
     """Orthonormal directions and the Jacobian at the centre between them.
 
     left: (pairs, n, d_out).  right: (pairs, n, d), zero for tokens that are held.  core: `|Uᵀ J V|`, entry by entry.
-    beside: `|u_aᵀ J (I − VVᵀ)|`.  under: `|(I − UUᵀ) J v_b|`.  others: `‖(I − UUᵀ) J (I − VVᵀ)‖` from above.
+    beside: `|u_aᵀ J (I − VVᵀ)|`.  under: `|(I − UUᵀ) J v_b|`.  others: an upper bound on `‖(I − UUᵀ) J (I − VVᵀ)‖`.
     """
 
     left: Float[Tensor, "pairs n d_out"]
@@ -56,7 +56,7 @@ class Pairs(NamedTuple):
 
     @property
     def norm(self) -> float:
-        """`‖J‖` at the centre, from above."""
+        """An upper bound on `‖J‖` at the centre."""
         none = Upper(torch.zeros_like(self.beside))
         return together(self, Upper(torch.zeros_like(self.core)), none, none, 0.0)
 
