@@ -5,13 +5,17 @@ A block of commands that is not run says why on the line above: `<!-- not run: â
 """
 
 import doctest
+import html
 import json
+import os
 import pydoc
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import textwrap
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +132,14 @@ def test_examples_give_what_they_say(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks(page)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.filterwarnings("ignore") if "import lightning" in page else ())
+        for name, page in PAGES.items()
+        if blocks(page)
+    ],
+)
 def test_plain_blocks_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     known = {"__name__": "page"}
@@ -164,6 +175,45 @@ def test_kinds_train_in_the_example_and_are_measured_as_what_they_train(tmp_path
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(site):
     assert all((site / f"{name}.html").is_file() for name in PAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", ["none.md", "index.md#none", "/none.md"])
+def test_a_dead_link_ends_the_build(dead, tmp_path):
+    """With the settings of the site, and no pages but one."""
+    pytest.importorskip("mkdocs", reason="builds the site; pip install 'howsmooth[docs]' runs this")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n[dead]({dead})\n")
+    settings = {"INHERIT": str(ROOT / "mkdocs.yml"), "docs_dir": "docs", "nav": ["index.md"], "plugins": [], "hooks": []}
+    (tmp_path / "mkdocs.yml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(tmp_path / "mkdocs.yml")]
+    ended = subprocess.run(command, cwd=tmp_path, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert f"link '{dead}'" in ended.stderr
+
+
+def dead_links(folder: Path) -> list[str]:
+    """Links and pictures of a built site that lead nowhere inside it, those of docstrings and of plain HTML too."""
+    pages = {path: path.read_text("utf-8") for path in folder.rglob("*.html") if "live" not in path.parts}
+    names = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in pages.items()}
+    found = []
+    for path, text in pages.items():
+        for link in re.findall(r'<(?:a|img|iframe|script|link)\b[^>]*?\b(?:href|src)="([^"]*)"', text):
+            target = urllib.parse.urlsplit(html.unescape(link))
+            if target.scheme or target.netloc or path.name == "404.html":  # of another host; for a server alone
+                continue
+            to = (path.parent / urllib.parse.unquote(target.path)).resolve() if target.path else path
+            anchor = urllib.parse.unquote(target.fragment)
+            if not to.exists() or (anchor and to in names and anchor not in names[to] | {"__comments"}):
+                found.append(f"{path.relative_to(folder)}: {link}")
+    return found
+
+
+@pytest.mark.slow
+def test_no_link_of_the_site_is_dead(site, tmp_path):
+    assert dead_links(site) == []
+    (tmp_path / "a.html").write_text('<p id="x"><a href="#x"></a><a href="#y"></a><a href="b.html"></a><img src="c.png"></p>')
+    assert dead_links(tmp_path) == ["a.html: #y", "a.html: b.html", "a.html: c.png"]
 
 
 def test_every_public_name_is_listed_once():
