@@ -102,15 +102,7 @@ def site(once: Once) -> Path:
     pytest.importorskip("mkdocs", reason="builds the site; pip install 'howsmooth[docs]' runs this")
 
     def build(folder: Path) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "mkdocs",
-            "build",
-            "--strict",
-            "--site-dir",
-            str(folder),
-        ]  # no --quiet: it undoes --strict
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
         environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
         ended = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr

@@ -122,6 +122,18 @@ def test_python_stands_in_blocks_that_are_run(name):
     assert {language for language, _ in FENCE.findall(PAGES[name])} <= {"python", "text", "json", "", *SHELL}
 
 
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("howto/") and name != "howto/page"])
+def test_a_how_to_is_short(name):
+    """Records and explanations have pages of their own. What each part of the report says is a list as long as the report."""
+    assert PAGES[name].count("\n") <= 80
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith("about/")])
+def test_pages_use_the_fields_words(name):
+    prose = re.sub(r"`[^`]*`", "", FENCE.sub("", PAGES[name]))
+    assert not re.search(r"\b(settled|settles|from (below|above))\b", prose, re.I)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_give_what_they_say(name, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What mkdocs fills in: the page of commands, made from the commands themselves."""
+"""What mkdocs fills in: the page of commands, made from the commands themselves, and where the words are."""
 
 import html
 import sys
@@ -8,12 +8,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))  # this tree's package, whatever is installed
 
 MARK = "<!-- commands -->"
+GLOSSARY = "\n\nWords: [Glossary](../reference/glossary.md).\n"  # at the foot of every how-to
 EVERYWHERE = {"--json", "--debug", "--help"}  # told once, above the commands
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called by mkdocs with every page."""
-    return markdown.replace(MARK, commands()) if MARK in markdown else markdown
+    text = markdown.replace(MARK, commands()) if MARK in markdown else markdown
+    return text + GLOSSARY if page.file.src_uri.startswith("howto/") else text
 
 
 def commands() -> str:

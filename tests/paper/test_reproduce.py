@@ -413,7 +413,7 @@ def table_of(name: str) -> list[dict[str, str]]:
 
 def test_the_documented_exponents_are_those_of_the_documented_rows():
     rows = {(e["study"], e["subject"], e["masking"], e["layer"], e["map"]): e for e in table_of("exponents")}
-    text = (DOCS / "howto" / "reproduction.md").read_text("utf-8")
+    text = (DOCS / "reference" / "reproduction.md").read_text("utf-8")
     told = 0
     for section in text.split("\n## ")[1:]:
         study, map_name = SECTIONS.get(section.splitlines()[0], ("", ""))
@@ -437,11 +437,11 @@ def test_the_documented_rows_have_these_exponents():
         assert fit_growth(lengths, values).exponent.value == pytest.approx(float(e["exponent"]), abs=1e-4)
 
 
-@pytest.mark.parametrize("page", ["howto/reproduction.md", "gallery.md"])
+@pytest.mark.parametrize("page", ["reference/reproduction.md", "explanation/scripts.md", "gallery.md"])
 def test_figures_of_the_documentation_are_there_and_name_their_command(page):
     text = (DOCS / page).read_text("utf-8")
     images = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    assert len(images) >= 5
+    assert len(images) >= 2
     for image in images:
         assert (DOCS / page).parent.joinpath(image).read_bytes().startswith((b"\x89PNG", b"<?xml"))
         assert (DOCS / page).parent.joinpath(image).stat().st_size < 400_000

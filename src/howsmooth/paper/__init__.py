@@ -1,4 +1,4 @@
-"""The experiments of Castin, Ablin & Peyré, *How Smooth Is Attention?*, ICML 2024, measured again (docs/howto/reproduction.md).
+"""The experiments of Castin, Ablin & Peyré, *How Smooth Is Attention?*, ICML 2024 (docs/reference/reproduction.md).
 
 Everything here is written with public names alone: those that `howsmooth` or one of its packages exports.
 """

@@ -1,7 +1,7 @@
 """Points gathered into curves and curves fitted: of the constant, and of what the paper's public scripts print beside it.
 
 With `y, t = torch.func.jvp(f, (x,), (u,))`, `y = f(x)` and `t = J u`. The scripts go on with element 0, `y`; power iteration
-needs element 1. docs/howto/reproduction.md §6 says in two lines what either gives.
+needs element 1. docs/explanation/scripts.md says in two lines what either gives.
 """
 
 import math

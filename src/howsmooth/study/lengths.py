@@ -88,7 +88,9 @@ class Growth:
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Mean constants against the number of tokens on logarithmic scales, a line for each layer."""
-        ax = axes_for(ax, xscale="log", yscale="log", xlabel="tokens", ylabel="local Lipschitz constant")
+        ax = axes_for(ax, yscale="log", xlabel="tokens", ylabel="local Lipschitz constant")
+        ax.set_xscale("log", base=2)  # ticks at 8, 16, 32, …
+        ax.xaxis.set_major_formatter("{x:.0f}")
         for layer, fit in self.fits.items():
             ax.plot(fit.lengths, fit.means, "o-", label=f"layer {layer}: n^{fit.exponent.value:.2f}")
         if self.fits:
