@@ -16,10 +16,10 @@ from howsmooth.program import Ends, Layers, Program, ends_of, record, segment
 from howsmooth.program.attention import attention
 from howsmooth.program.calls import SDPA, find_calls
 from howsmooth.program.closed import as_attention
-from howsmooth.program.flow import Flow
 from howsmooth.program.operations import name
 from howsmooth.program.replay import Run
-from howsmooth.program.stretch import agree, off
+from howsmooth.program.sides import agree, off
+from howsmooth.program.tracing import Flow
 from problems.zoo import GROUPED, SMALL, TOKENS, ZOO, ids, randomize
 
 t: Any = transformers

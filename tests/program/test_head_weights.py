@@ -8,10 +8,9 @@ import transformers
 from torch import Tensor, nn
 
 from howsmooth.program import Ends, Layers, Program, ends_of, record
-from howsmooth.program.closed import ReadCall
-from howsmooth.program.head_weights import ByHead, HeadParameters, Rows, head_weights
+from howsmooth.program.closed import ByHead, HeadParameters, ReadCall, Rows, head_weights
 from howsmooth.program.replay import Run
-from howsmooth.program.stretch import agree
+from howsmooth.program.sides import agree
 from problems.zoo import TOKENS, VOCABULARY, ids, randomize
 
 from .test_closed import LowRank, Plain, Torch, library, recorded, tokens

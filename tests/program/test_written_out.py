@@ -11,9 +11,9 @@ from torch.nn import functional
 from howsmooth.kernels import attend
 from howsmooth.program import Program, record, segment, written_out
 from howsmooth.program.attention import Call, MovingTermError, answering, attention
-from howsmooth.program.flow import Flow
+from howsmooth.program.blocks import stream_of
 from howsmooth.program.operations import name, order, shape
-from howsmooth.program.streams import stream_of
+from howsmooth.program.tracing import Flow
 from howsmooth.program.written_out import moving_terms, rewrite
 
 N, D, HEADS = 6, 8, 2

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from torch.fx import Node
 
 from howsmooth.program.attention import attention
-from howsmooth.program.flow import Flow
 from howsmooth.program.functional import FLEX
 from howsmooth.program.operations import (
     ADDS,
@@ -22,6 +21,7 @@ from howsmooth.program.operations import (
     shape,
     walk,
 )
+from howsmooth.program.tracing import Flow
 
 SDPA = "scaled_dot_product_attention"
 WHOLE = {SDPA, FLEX}

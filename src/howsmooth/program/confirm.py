@@ -12,12 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from howsmooth.errors import BadFunctionError, BadInputError, reason
 from howsmooth.program.attention import attention
-from howsmooth.program.flow import Flow
 from howsmooth.program.functional import copied
 from howsmooth.program.modules import bare, unchanged
 from howsmooth.program.operations import COMPARES, EMBEDDINGS, SELECTS, SHAPE, name, value, walk
 from howsmooth.program.replay import Run, segment
-from howsmooth.program.tracing import Program, trace
+from howsmooth.program.tracing import Flow, Program, trace
 
 # relative to the largest entry: what products in another order explain
 _SAME = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}

@@ -11,11 +11,11 @@ from howsmooth.errors import BadInputError
 from howsmooth.program.attention import attention
 from howsmooth.program.blocks import Layer
 from howsmooth.program.calls import AttentionCall
-from howsmooth.program.flow import Flow
 from howsmooth.program.layers import Layers, in_order
 from howsmooth.program.operations import JOINS, MATRIX, NORMALISES, PADS, SELECTS, SHAPE, SPLITS, name, shape
 from howsmooth.program.replay import Way
 from howsmooth.program.sites import AttentionSites, Group
+from howsmooth.program.tracing import Flow
 
 MapName = Literal["attention", "heads", "normed", "block", "update", "cross", "context", "model"]
 End = int | Literal["final", "logits"]

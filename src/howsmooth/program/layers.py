@@ -11,12 +11,10 @@ from dataclasses import replace
 from torch.fx import Node
 
 from howsmooth.errors import BadInputError
-from howsmooth.program.blocks import BlockFinder, Layer, is_list_of_blocks, place_in_list
-from howsmooth.program.flow import Flow
+from howsmooth.program.blocks import BlockFinder, Layer, is_list_of_blocks, place_in_list, stream_of
 from howsmooth.program.operations import ADDS, GATES, NORMALISES, SHAPE, name, order, shape
 from howsmooth.program.sites import AttentionSites
-from howsmooth.program.streams import stream_of
-from howsmooth.program.tracing import Program
+from howsmooth.program.tracing import Flow, Program
 
 
 class Layers:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from howsmooth.program.editing import aten, equation_of, size
-from howsmooth.program.lazy_logits import LazyLogits, LazyRow, LogitsReader, NotAttentionError, need
+from howsmooth.program.lazy_logits import LazyLogits, LazyRow, LogitsReader, NotAttentionError, aten, equation_of, need, size
 from howsmooth.program.operations import DISTANCES, MATMULS, PADS, SLICES, SOFTMAXES, VIEWS, is_float, name, order, value, walk
 
 LOW = -1e4  # a fill this low hides a key

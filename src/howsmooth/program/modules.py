@@ -3,16 +3,30 @@
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from howsmooth.errors import BadFunctionError
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _EXPERTS = "_experts_implementation_internal"
+# ways past the dispatcher, where an operation would be recorded
+_READERS = {
+    getattr(Tensor, reader)
+    for reader in (
+        "tolist", "numpy", "data_ptr", "untyped_storage", "storage", "apply_", "map_", "map2_", "__array__", "__dlpack__",
+        "__reduce_ex__", "__deepcopy__", "__repr__", "__format__",
+    )
+}  # fmt: skip
+_DATA: Any = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
+
+Calls = list[tuple[nn.Module, Node | None, Node | None]]  # calls of modules, with the last nodes before and in each
 
 
 def bare(module: nn.Module) -> nn.Module:
@@ -111,6 +125,58 @@ def watching(before: Callable[[nn.Module], None], after: Callable[[nn.Module], N
     )
     try:
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@final
+class NotedReads(TorchFunctionMode):
+    """Inside it a tensor whose numbers are read without an operation is compared with itself, which is recorded."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func == _DATA:
+            return args[0].detach()  # the same, as an operation
+        if func in _READERS:
+            torch.equal(args[0], args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _last_node() -> Node | None:
+    mode = get_proxy_mode()
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+
+@contextmanager
+def noted_calls(module: nn.Module, loans: "Loans") -> Iterator[Calls]:
+    """Inside it every call of a module in the recording under way is noted, and weights are lent meanwhile.
+
+    Hooks of modules themselves, which come behind those of all modules, are part of their calls.
+    """
+    calls: Calls = []
+    began: list[tuple[nn.Module, Node | None]] = []
+
+    def before(part: nn.Module) -> None:
+        began.append((part, _last_node()))
+        loans.before(part)
+
+    def after(part: nn.Module) -> None:
+        loans.after(part)
+        while began:
+            known, start = began.pop()
+            if known is part:
+                calls.append((part, start, _last_node()))
+                return
+
+    def again(part: nn.Module, *_: Any) -> None:
+        i = next((i for i in reversed(range(len(calls))) if calls[i][0] is part), None)
+        if i is not None:
+            calls[i] = (*calls[i][:2], _last_node())
+
+    hooks = [part.register_forward_hook(again) for part in module.modules() if vars(part).get("_forward_hooks")]
+    try:
+        with watching(before, after):
+            yield calls
     finally:
         for hook in hooks:
             hook.remove()

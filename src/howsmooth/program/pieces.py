@@ -12,8 +12,7 @@ from howsmooth.maps.base import Composition, Map
 from howsmooth.maps.jacobian import AutodiffJacobian
 from howsmooth.maps.norms import LayerNorm, RMSNorm
 from howsmooth.maps.scalars import Scalar, known_scalar
-from howsmooth.program.sides import norm_of
-from howsmooth.program.stretch import agree
+from howsmooth.program.sides import agree, norm_of
 
 Kind = Literal["input", "linear", "pointwise", "product", "matrix product", "softmax", "norm", "opaque", "pick", "unknown"]
 

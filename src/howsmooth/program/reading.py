@@ -23,11 +23,10 @@ from howsmooth.maps.attention import Attention
 from howsmooth.maps.scalars import known_scalar
 from howsmooth.program.confirm import Function, record_function
 from howsmooth.program.ends import Ends
-from howsmooth.program.flow import Flow
 from howsmooth.program.operations import SHAPE_ALONE, is_float, name, taken_from, takes_numbers, value
 from howsmooth.program.pieces import Kind, Piece, Pieces, joined, norm_pieces, pruned
 from howsmooth.program.replay import Run, Way, called
-from howsmooth.program.tracing import Program, trace
+from howsmooth.program.tracing import Flow, Program, trace
 
 _BESIDE = (0.0, 1e-3, 0.3)  # how far beside its input a function is compared, relative to it
 _AGREE = 1e-7  # float32 constants inside a model, grown by its layers, explain no more

@@ -15,9 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from howsmooth.errors import BadFunctionError
-from howsmooth.program.flow import Flow
 from howsmooth.program.operations import CASTS, GROUPED, JUMPS, name, taken_from, takes_float, value, walk
-from howsmooth.program.tracing import Program
+from howsmooth.program.tracing import Flow, Program
 
 _NARROW: dict[torch.dtype | None, tuple[torch.dtype, ...]] = {
     torch.float64: (torch.float16, torch.bfloat16, torch.float32),

@@ -13,7 +13,6 @@ from torch.fx import Node
 
 from howsmooth.errors import BadInputError
 from howsmooth.program.calls import AttentionCall, find_calls
-from howsmooth.program.flow import Flow
 from howsmooth.program.operations import (
     ADDS,
     GATES,
@@ -28,7 +27,7 @@ from howsmooth.program.operations import (
     shape,
     walk,
 )
-from howsmooth.program.tracing import Program, Span
+from howsmooth.program.tracing import Flow, Program, Span
 
 _SAME = SHAPE | SELECTS | JOINS
 _AFFINE = MATRIX | _SAME | ADDS | GATES | {"div"}

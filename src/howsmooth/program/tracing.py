@@ -1,4 +1,4 @@
-"""A module's run at an input, recorded as a graph of aten operations in which weights are inputs by name.
+"""A module's run at an input, recorded as a graph of aten operations in which weights are inputs by name, and what moves in it.
 
 The recording is PyTorch's own (`make_fx`): `linear`, `scaled_dot_product_attention`, `layer_norm`, `einsum` and `softmax` stay
 single nodes, and what is recorded is the function itself, whatever `no_grad`, `detach` or checkpointing do to its derivative.
@@ -7,39 +7,37 @@ Afterwards the graph is made plain (`howsmooth.program.functional`).
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from howsmooth.errors import BadFunctionError
 from howsmooth.program.functional import plain
-from howsmooth.program.modules import Loans, NamedWeights, unhooked, watching, wide_experts, written_path
+from howsmooth.program.modules import (
+    Calls,
+    Loans,
+    NamedWeights,
+    NotedReads,
+    noted_calls,
+    unhooked,
+    watching,
+    wide_experts,
+    written_path,
+)
 from howsmooth.program.operations import SHAPE_ALONE, is_float, is_random, is_view, name, order, reads, value, writes
 
 _lazy_clone: Any = vars(torch)["_lazy_clone"]
 _inside: Any = torch._C
 _LARGE = 2**28  # bytes of a weight
-# ways past the dispatcher, where an operation would be recorded
-_READERS = {
-    getattr(Tensor, reader)
-    for reader in (
-        "tolist", "numpy", "data_ptr", "untyped_storage", "storage", "apply_", "map_", "map2_", "__array__", "__dlpack__",
-        "__reduce_ex__", "__deepcopy__", "__repr__", "__format__",
-    )
-}  # fmt: skip
-_DATA: Any = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
-
-Calls = list[tuple[nn.Module, Node | None, Node | None]]  # calls of modules, with the last nodes before and in each
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +129,119 @@ class Program:
             return list(tensors_in(self.module(*args, **kwargs)))
 
 
+class Flow:
+    """The nodes of a program that depend on some `begins`, and how: sets of nodes as bits, so that unions cost little.
+
+    A node is live where a begin reaches it through floating-point tensors; all others stay as they are while an input moves.
+    """
+
+    def __init__(self, program: Program, begins: Iterable[Node]):
+        self.program, self.nodes = program, program.nodes
+        self.index = {n: i for i, n in enumerate(self.nodes)}
+        self.begins = tuple(dict.fromkeys(begins))
+        first = {self.index[n] for n in self.begins}
+        self._up: list[int] = []
+        for i, (n, read) in enumerate(zip(self.nodes, program.reads, strict=True)):
+            bits = 1 << i if i in first else 0
+            if not bits and n.op != "output":
+                for m in read:
+                    bits |= self._up[self.index[m]]
+                bits |= (1 << i) * bool(bits)
+            self._up.append(bits)
+
+    @functools.cached_property
+    def _down(self) -> list[int]:
+        down = [0] * len(self.nodes)
+        for i in reversed(range(len(self.nodes))):
+            if self._up[i]:
+                down[i] |= 1 << i
+                for m in self.feeds(self.nodes[i]):
+                    down[self.index[m]] |= down[i]
+        return down
+
+    def live(self, n: Node) -> bool:
+        """Whether a begin reaches a node."""
+        return bool(self._up[self.index[n]])
+
+    def feeds(self, n: Node) -> list[Node]:
+        """The live nodes that a node reads."""
+        return [] if n in self.begins else [m for m in reads(n) if self._up[self.index[m]]]
+
+    def only(self, n: Node) -> Node | None:
+        """The only live node that a node reads; nothing where there are more, or none."""
+        feeds = self.feeds(n)
+        return feeds[0] if len(feeds) == 1 else None
+
+    def users(self, n: Node) -> list[Node]:
+        """The live nodes that read a node."""
+        return [u for u in n.users if self.live(u)]
+
+    def up(self, *nodes: Node) -> int:
+        """The live nodes that some of these depend on, themselves among them, as bits."""
+        bits = 0
+        for n in nodes:
+            bits |= self._up[self.index[n]]
+        return bits
+
+    def down(self, *nodes: Node) -> int:
+        """The live nodes that depend on some of these, themselves among them, as bits."""
+        bits = 0
+        for n in nodes:
+            bits |= self._down[self.index[n]]
+        return bits
+
+    def bit(self, n: Node) -> int:
+        """A node as bits."""
+        return 1 << self.index[n]
+
+    def bits(self, nodes: Iterable[Node]) -> int:
+        """Some nodes as bits."""
+        return sum(1 << i for i in {self.index[n] for n in nodes})
+
+    def unpack(self, bits: int) -> list[Node]:
+        """The nodes of some bits, in order."""
+        found: list[Node] = []
+        while bits:
+            low = bits & -bits
+            found.append(self.nodes[low.bit_length() - 1])
+            bits ^= low
+        return found
+
+    def between(self, starts: Sequence[Node], ends: Sequence[Node]) -> list[Node]:
+        """The nodes on the ways from some nodes to others, without the starts."""
+        return self.unpack(self.down(*starts) & self.up(*ends) & ~self.bits(starts))
+
+    @functools.cached_property
+    def outputs(self) -> tuple[Node, ...]:
+        """The returned tensors that are live."""
+        return tuple(dict.fromkeys(n for n in self.program.outputs if self.live(n)))
+
+    def waists(self, ends: Sequence[Node]) -> list[Node]:
+        """The nodes that every way from the begins to `ends` goes through, in order."""
+        need = self.up(*ends)
+        return self._narrow(need, [b for b in self.begins if need & self.bit(b)], ends)
+
+    def after(self, starts: Sequence[Node], ends: Sequence[Node]) -> list[Node]:
+        """The nodes that every way from `starts` to `ends` goes through, in order, the starts left out."""
+        found = self._narrow(self.down(*starts) & self.up(*ends), starts, ends)
+        return [n for n in found if n not in starts]
+
+    def _narrow(self, need: int, starts: Sequence[Node], ends: Sequence[Node]) -> list[Node]:
+        """The nodes of some bits that no edge among them jumps over."""
+        far = len(self.nodes)
+        last = max((self.index[e] for e in ends if need & self.bit(e)), default=far)
+        reach = max((self.index[s] for s in starts), default=far)
+        found: list[Node] = []
+        for n in self.unpack(need):
+            i = self.index[n]
+            if i >= reach:
+                found.append(n)
+            if n in ends and i < last:
+                break
+            reach = max([reach, *(self.index[u] for u in n.users if u.op != "output" and need & self.bit(u))])
+        return found
+
+
 def trace(
     module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, whole: bool = True
 ) -> Program:
@@ -146,29 +257,25 @@ def trace(
 
     def run(given: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
         args, kwargs = tree_unflatten(_with(leaves, tensors), spec)
-        with _NotedReads():
+        with NotedReads():
             returned = torch.func.functional_call(module, given, args, kwargs)
         found, last = list(tensors_in(returned)), getattr(returned, "last_hidden_state", None)
         hidden[:] = [i for i, t in enumerate(found) if t is last]
         return found
 
-    def graph(calls: Calls, whole: bool) -> GraphModule:
+    def graph(whole: bool) -> tuple[GraphModule, Calls]:
         tracer = make_fx(run, tracing_mode="real", pre_dispatch=whole, _error_on_data_dependent_ops=False)
         math = nullcontext() if whole else sdpa_kernel(SDPBackend.MATH)
         shapes = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))  # one for all nodes, not one for each
-        heard = _Heard(calls, loans)
-        hears = watching(heard.before, heard.after), _with_own_hooks(module, heard)
-        with torch.no_grad(), hears[0], hears[1], math, wide_experts(module), unhooked(module), shapes:
-            return tracer(given, [t.detach().clone() for t in tensors])
+        with torch.no_grad(), noted_calls(module, loans) as calls, math, wide_experts(module), unhooked(module), shapes:
+            return tracer(given, [t.detach().clone() for t in tensors]), calls
 
-    calls: Calls = []
-    try:
-        code = graph(calls, whole=True) if whole else None
-    except RuntimeError:  # as older versions of torch end in inside vmap
-        code = None
-    if code is None or _wrapped(code):  # the function uses torch.func, whose operations show at the level below alone
-        calls = []
-        code = graph(calls, whole=False)
+    found = None
+    with suppress(RuntimeError):  # as older versions of torch end in inside vmap
+        found = graph(whole=True) if whole else None
+    if found is None or _wrapped(found[0]):  # the function uses torch.func, whose operations show at the level below alone
+        found = graph(whole=False)
+    code, calls = found
     for i, n in enumerate(code.graph.nodes):
         n.meta["order"] = i
         if n.op == "get_attr":  # of which older versions of torch note nothing
@@ -208,63 +315,6 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             for part in fields(leaf):
                 yield from tensors_in(getattr(leaf, part.name))
-
-
-@final
-class _NotedReads(TorchFunctionMode):
-    """Inside it a tensor whose numbers are read without an operation is compared with itself, which is recorded."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func == _DATA:
-            return args[0].detach()  # the same, as an operation
-        if func in _READERS:
-            torch.equal(args[0], args[0])
-        return func(*args, **(kwargs or {}))
-
-
-@final
-class _Heard:
-    """Notes every call of a module in the recording under way, and lends weights meanwhile."""
-
-    def __init__(self, calls: Calls, loans: Loans):
-        self._calls, self._loans = calls, loans
-        self._began: list[tuple[nn.Module, Node | None]] = []
-
-    def before(self, module: nn.Module) -> None:
-        self._began.append((module, _last_node()))
-        self._loans.before(module)
-
-    def after(self, module: nn.Module) -> None:
-        self._loans.after(module)
-        while self._began:
-            known, start = self._began.pop()
-            if known is module:
-                self._calls.append((module, start, _last_node()))
-                return
-
-    def again(self, module: nn.Module) -> None:
-        """A module's own hooks have run, whose operations are part of its call."""
-        for i in reversed(range(len(self._calls))):
-            if self._calls[i][0] is module:
-                self._calls[i] = (*self._calls[i][:2], _last_node())
-                return
-
-
-@contextmanager
-def _with_own_hooks(module: nn.Module, heard: _Heard) -> Iterator[None]:
-    """Inside it, `heard` is told when hooks of modules themselves have run, which come behind those of all modules."""
-    hooked = [part for part in module.modules() if vars(part).get("_forward_hooks")]
-    hooks = [part.register_forward_hook(lambda m, *_: heard.again(m)) for part in hooked]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _last_node() -> Node | None:
-    mode = get_proxy_mode()
-    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
 def _scopes(module: nn.Module, calls: Calls) -> tuple[Span, ...]:

@@ -18,13 +18,21 @@ from howsmooth.errors import HowSmoothError
 from howsmooth.program.attention import Operands, attention
 from howsmooth.program.calls import SDPA
 from howsmooth.program.confirm import beside, same
-from howsmooth.program.editing import Editor, aten, equation_of, size, unrepeated
-from howsmooth.program.flow import Flow
-from howsmooth.program.lazy_logits import LazyLogits, LogitsReader, NotAttentionError, need
+from howsmooth.program.lazy_logits import (
+    Editor,
+    LazyLogits,
+    LogitsReader,
+    NotAttentionError,
+    aten,
+    equation_of,
+    need,
+    size,
+    unrepeated,
+)
 from howsmooth.program.logits_steps import read
 from howsmooth.program.operations import dependents, is_float, is_random, name, takes_numbers, value
 from howsmooth.program.replay import Run
-from howsmooth.program.tracing import Program
+from howsmooth.program.tracing import Flow, Program
 
 _ALIKE = 1e3  # units in the last place within which a sum of squares, added up in another order, is the same
 _COARSEST = 0.05  # beyond which nothing is told apart

@@ -17,8 +17,7 @@ from howsmooth.maps import Map
 from howsmooth.models import Capture
 from howsmooth.models.measurement import estimate_columns
 from howsmooth.program.operations import name, shape
-from howsmooth.program.sides import Norm, read_norm
-from howsmooth.program.stretch import PartOfRun, features_last
+from howsmooth.program.sides import Norm, PartOfRun, features_last, read_norm
 from howsmooth.study.jobs import EstimateRow
 from howsmooth.study.question import Question, Steps, mean_lines
 from howsmooth.study.reader import Reader

@@ -22,8 +22,8 @@ from howsmooth.models.recorded import Recording
 from howsmooth.models.tokens import Window
 from howsmooth.program import ends_of
 from howsmooth.program.ends import MapName
-from howsmooth.program.flow import Flow
 from howsmooth.program.replay import Run, Way
+from howsmooth.program.tracing import Flow
 from howsmooth.spectral import svd
 
 Goal = Literal["output", "constant"]

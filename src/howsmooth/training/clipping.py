@@ -15,7 +15,7 @@ from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.maps.base import Map, check_finite, check_tokens
 from howsmooth.models import Model
 from howsmooth.models.recorded import Recordings
-from howsmooth.program.head_weights import ByHead, HeadParameters, Rows, head_weights
+from howsmooth.program.closed import ByHead, HeadParameters, Rows, head_weights
 from howsmooth.settings import LayerChoice, choice, number
 from howsmooth.solve import Options, solve
 from howsmooth.training.paths import chosen, paths_of
