@@ -8,16 +8,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.kernels.kinds.kind import check_softmax
 from howsmooth.maps.attention import Attention, as_map
-from howsmooth.maps.base import Map, check_input
+from howsmooth.maps.base import Map, check_input, one_sequence
 from howsmooth.maps.products import Jacobian
 from howsmooth.measures.measure import Measure
+from howsmooth.program.pieces import Pieces, pieces_of
 from howsmooth.search import Ball, TokenSet, WorstCase, find_near, find_worst
 from howsmooth.settings import Per, Positions, moving, shown
 from howsmooth.solve import SMALL_ERRORS, Options, assumed, linear, solve, solve_batch, solve_moving
 from howsmooth.spectral import Estimate, Estimates, GolubKahan, Solver
-from howsmooth.theory.around import Neighbourhood, bound_around, check_structure
-from howsmooth.theory.at_point.table import one_sequence, point_bounds
+from howsmooth.theory.around import Around, AroundAttention, Certified, Neighbourhood, around_graph
+from howsmooth.theory.at_point.table import point_bounds
 from howsmooth.theory.bound import Bounds
 from howsmooth.theory.over_ball.table import ball_bounds
 from howsmooth.theory.splitting import Splitting, halves, of_blocks, of_halves
@@ -95,15 +97,15 @@ def solve_near(
     options: Options,
 ) -> Estimate:
     """The largest constant over a neighbourhood."""
-    check_structure(f, area.point)
+    known = check_structure(f, area.point)
     assert isinstance(f, Map)
     short = area.point.to(f.dtype)  # as short as the map works, where the input was that
     here = solve(f, short if torch.equal(short.double(), area.point) else area.point, options).estimate
     if area.far == 0:
         return replace(here, point=area.point)
     delta = options.solver.delta if isinstance(options.solver, GolubKahan) else GolubKahan().delta
-    known = here.upper if options.certify is None and area.point.numel() > _THOROUGH else None
-    bound = bound_around(f, area, tokens=tokens, norm=known, delta=delta, seed=here.seed)
+    norm = here.upper if options.certify is None and area.point.numel() > _THOROUGH else None
+    bound = bound_around(known, area, tokens=tokens, norm=norm, delta=delta, seed=here.seed)
     found = find_near(f, area, tokens, steps, options, here)
     lower = found.estimate.lower
     upper = max(found.estimate.value, bound.upper_end(lower, found.estimate.noise))
@@ -111,12 +113,44 @@ def solve_near(
     return replace(
         found.estimate,
         upper=upper,
-        confidence=bound.confidence if known is None else min(bound.confidence, here.confidence),
+        confidence=bound.confidence if norm is None else min(bound.confidence, here.confidence),
         status="certified" if narrow else "converged" if found.converged else "step limit",
         point=found.point,
         around=bound.reason,
         assumes=assumed(bound.confidence < 1, SMALL_ERRORS not in found.estimate.assumes),
     )
+
+
+def bound_around(
+    known: Attention | Pieces,
+    area: Neighbourhood,
+    *,
+    tokens: tuple[int, ...] | None = None,
+    norm: float | None = None,
+    delta: float = 1e-6,
+    seed: int = 0,
+) -> Around:
+    """Bounds on a map whose structure is known. Arguments as for `AroundAttention`."""
+    if isinstance(known, Attention):
+        return AroundAttention(known, area.point, tokens=tokens, norm=norm, delta=delta, seed=seed).within(area)
+    return around_graph(Certified(known, area.point, tokens, delta, seed, norm), area)
+
+
+def check_structure(f: object, x: Tensor) -> Attention | Pieces:
+    """A layer, or the graph of a map at an input of that shape; maps without a bound around an input are refused."""
+    if isinstance(f, Attention):
+        check_softmax(f.kind, "a bound around an input")
+        return f
+    graph = pieces_of(f, tuple(x.shape)) if isinstance(f, Map) else None
+    if graph is None:
+        raise BadInputError(
+            f"expected a layer, a norm or a composition of them for a bound around an input, got {type(f).__name__}; "
+            "load(module).measure(within=r) knows blocks of models, worst_case(f, over=BallAround(x, r)) searches near x"
+        )
+    for node in graph.nodes:
+        if isinstance(node.opaque, Attention):
+            check_softmax(node.opaque.kind, "a bound around an input")
+    return graph
 
 
 def lipschitz_batch(

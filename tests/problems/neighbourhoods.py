@@ -17,7 +17,7 @@ from howsmooth.settings import PER, Per, choice
 from howsmooth.solve import Options, solve
 from howsmooth.theory.around import Around, AroundAttention, Neighbourhood
 from howsmooth.theory.around.attention import SECOND
-from howsmooth.theory.bound import lengths
+from howsmooth.theory.upper import lengths
 
 from .hostile_layers import hostile, jacobians
 

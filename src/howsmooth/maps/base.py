@@ -169,3 +169,12 @@ def check_tokens(x: Tensor) -> None:
     check_input(x)
     if x.ndim < 2:
         raise BadInputError(f"expected tokens of shape (n, d) or (batch, n, d), got {tuple(x.shape)}; tokens are rows")
+
+
+def one_sequence(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    """Tokens of one input, checked, without a graph."""
+    check_tokens(x)
+    check_finite(x, "tokens")
+    if x.ndim != 2:
+        raise BadInputError(f"expected one input of shape (n, d), got {tuple(x.shape)}; pass one at a time")
+    return x.detach()

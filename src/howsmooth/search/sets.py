@@ -15,8 +15,8 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm
+from howsmooth.maps.base import one_sequence
 from howsmooth.settings import PER, Per, choice, number
-from howsmooth.theory.at_point.table import one_sequence
 from howsmooth.theory.over_ball.table import LONGEST_TOKEN
 from howsmooth.theory.scaled import norm_radius
 

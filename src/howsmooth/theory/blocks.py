@@ -22,11 +22,9 @@ from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.maps.atoms import AtomJacobian, CountedAttention
 from howsmooth.spectral import Composed, DenseSVD, GolubKahan, Operator, Weighted, spectral_norm
 from howsmooth.spectral.dense import SMALL
-from howsmooth.theory.at_point.heads import vector_errors
-from howsmooth.theory.at_point.perron import inverse_rows
+from howsmooth.theory.at_point.heads import inverse_rows, vector_errors
 from howsmooth.theory.at_point.slopes import query_slopes
-from howsmooth.theory.bound import ROUNDINGS, largest_entry, lengths, no_nan
-from howsmooth.theory.upper import Upper
+from howsmooth.theory.upper import ROUNDINGS, Upper, largest_entry, lengths, no_nan
 
 _FEATURES = 2**23  # products of values and keys kept at once
 _NUMBERS = {"cpu": 2**21, "cuda": 2**26}  # entries of blocks worked on at once: what a cache holds, what keeps a GPU busy

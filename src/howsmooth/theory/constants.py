@@ -14,8 +14,8 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention
 from howsmooth.spectral import spectral_norm
-from howsmooth.theory.bound import TINY, largest_entry, no_less, product_blur, product_norm, rounded_up, slack
 from howsmooth.theory.scaled import LARGEST_GRAM, Scaled, gram_norm, gram_root, scaled, scaled_pairs, triangle
+from howsmooth.theory.upper import TINY, largest_entry, no_less, product_blur, product_norm, rounded_up, slack
 
 _Answer = TypeVar("_Answer")
 

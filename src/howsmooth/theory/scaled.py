@@ -17,7 +17,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
 from howsmooth.maps.attention import HeadWeights
 from howsmooth.spectral import eigh, spectral_norm, top_eigenvalue
-from howsmooth.theory.bound import lengths, rounded_up, slack
+from howsmooth.theory.upper import lengths, rounded_up, slack
 
 # Gram matrices past this width are not diagonalised: the bound that needs them is left out.
 LARGEST_GRAM = 2048

@@ -10,10 +10,16 @@ from collections.abc import Callable
 from typing import Any, Union, final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
+
+from howsmooth.spectral import spectral_norm
 
 _UNIT = torch.finfo(torch.float64).eps
 _LEAST = 5e-324  # what underflow hides of one product
+# Units of rounding per square root of the number of terms, in the sums at a token (docs/explanation/point-bounds.md 4.9).
+ROUNDINGS = 16
+TINY = torch.finfo(torch.float64).tiny
 
 Bounded = Union["Upper", float, Tensor]
 
@@ -152,3 +158,49 @@ def _picked(of_tensors: Callable[..., Tensor], of_floats: Callable[..., float], 
         return of_floats(a, b)
     like = a if isinstance(a, Tensor) else b
     return of_tensors(*(t if isinstance(t, Tensor) else torch.full_like(like, t) for t in (a, b)))
+
+
+def no_nan(bounds: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Upper bounds with infinity where arithmetic gave no number: what overflowed is never a small bound."""
+    return torch.where(bounds.isnan(), torch.inf, bounds)
+
+
+def largest_entry(m: Tensor) -> float:
+    """`max |m_ij|`, 1 for zero: divided by it, products of weights neither overflow nor vanish."""
+    return float(m.abs().max()) or 1.0
+
+
+def product_norm(
+    left: Float[Tensor, "*heads p r"], right: Float[Tensor, "*heads r q"], scale: float = 1.0
+) -> Float[Tensor, "*heads"]:
+    """`|scale| ‖left right‖₂`, formed in range, with what rounding may hide where the product cancels."""
+    p, q = largest_entry(left), largest_entry(right)
+    share = spectral_norm((left / p) @ (right / q)) + product_blur(left / p, right / q)
+    return no_less(share * abs(scale), share * p * abs(scale) * q)
+
+
+def product_blur(left: Float[Tensor, "*heads _ _"], right: Float[Tensor, "*heads _ _"]) -> Float[Tensor, "*heads"]:
+    """The norm of the error of a product of float64 matrices, either of them transposed or not."""
+    return ROUNDINGS * torch.finfo(torch.float64).eps * lengths(left.flatten(-2)) * lengths(right.flatten(-2))
+
+
+def no_less(share: Tensor, norm: Tensor) -> Tensor:
+    """Norms, raised to the least normal number where they vanish and their share of the whole does not."""
+    return torch.where(share > 0, norm.clamp_min(TINY), norm)
+
+
+def lengths(t: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
+    """`|t|` along the last axis, the largest entry taken out, so that squares stay in range."""
+    size = t.abs().amax(-1, keepdim=True)
+    size = torch.where(size > 0, size, 1.0)
+    return (t / size).norm(dim=-1) * size[..., 0]
+
+
+def slack(size: int) -> float:
+    """1 plus the relative error of a float64 norm of matrices of that size: products and a backward stable SVD."""
+    return 1 + 64 * torch.finfo(torch.float64).eps * max(size, 16)
+
+
+def rounded_up(values: Tensor, size: int) -> tuple[float, ...]:
+    """Upper bounds on norms that were computed of matrices of that size."""
+    return tuple(float(x) * slack(size) for x in values.flatten())

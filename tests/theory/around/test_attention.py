@@ -9,10 +9,10 @@ import torch
 import howsmooth as hs
 from howsmooth.maps import Attention, LayerNorm, RMSNorm, Rotary
 from howsmooth.theory.around import AroundAttention, Neighbourhood
+from howsmooth.theory.around.along import pairs_at
 from howsmooth.theory.around.covariances import top
 from howsmooth.theory.around.jets import Centre, Jet, _softmax, moves
 from howsmooth.theory.around.lemmas import exp_rest
-from howsmooth.theory.around.pairs import pairs_at
 from howsmooth.theory.over_ball.table import ball_bounds
 from howsmooth.theory.upper import Upper
 from problems.neighbourhoods import Looked, examine, near

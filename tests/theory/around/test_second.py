@@ -10,10 +10,10 @@ import howsmooth as hs
 from howsmooth.maps import Attention, LayerNorm, RMSNorm, Rotary
 from howsmooth.study import alice
 from howsmooth.theory.around import AroundAttention, Neighbourhood
+from howsmooth.theory.around.along import Second, flattened, least_share
 from howsmooth.theory.around.attention import SECOND
 from howsmooth.theory.around.covariances import Spread, beyond
 from howsmooth.theory.around.jets import Centre, parts
-from howsmooth.theory.around.second import Second, flattened, least_share
 from marks import first
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

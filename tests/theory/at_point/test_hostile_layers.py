@@ -14,7 +14,8 @@ import howsmooth as hs
 from howsmooth.maps import Attention
 from howsmooth.spectral import largest_eigenvalue, spectral_norm
 from howsmooth.theory.at_point.table import point_bounds, trace_forms
-from howsmooth.theory.bound import at_least, at_most, least_of, lengths, log_add, log_of, no_nan, product_norm
+from howsmooth.theory.bound import at_least, at_most, least_of, log_add, log_of
+from howsmooth.theory.upper import lengths, no_nan, product_norm
 from marks import first
 from problems.hostile_layers import Tally, at_points, hostile, jacobians, largest_singular_value, over_ball
 from problems.layers import LayerProblem, gaussian, turned_layers

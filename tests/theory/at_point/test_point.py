@@ -12,8 +12,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels import Blocked
 from howsmooth.maps import Attention, AttentionJacobian, LayerNorm, RMSNorm
 from howsmooth.spectral import largest_eigenvalue
-from howsmooth.theory.at_point.heads import Geometry, Tokens, vector_errors
-from howsmooth.theory.at_point.perron import perron_bound
+from howsmooth.theory.at_point.heads import Geometry, Tokens, perron_bound, vector_errors
 from howsmooth.theory.at_point.table import operator_bound, point_bounds, trace_forms, trace_sizes, yudin_bound
 from problems.layers import LayerProblem, gaussian, layers
 from problems.spectra import Matrix

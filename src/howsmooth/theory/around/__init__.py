@@ -1,8 +1,7 @@
 """Bounds around an input: how large a map's Jacobian can be near it, and how far the map can move there."""
 
-from howsmooth.theory.around.attention import AroundAttention
-from howsmooth.theory.around.graph import around_graph, bound_around, check_structure, output_move, scalar_changes
-from howsmooth.theory.around.neighbourhood import Around, Neighbourhood
+from howsmooth.theory.around.attention import Around, AroundAttention, Neighbourhood
+from howsmooth.theory.around.graph import around_graph, output_move, scalar_changes
 from howsmooth.theory.around.norms import Certified
 from howsmooth.theory.around.values import Expansion, Moved, expand
 
@@ -14,8 +13,6 @@ __all__ = [
     "Moved",
     "Neighbourhood",
     "around_graph",
-    "bound_around",
-    "check_structure",
     "expand",
     "output_move",
     "scalar_changes",

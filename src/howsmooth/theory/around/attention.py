@@ -4,7 +4,7 @@ Numbers such as 6.1 are those of docs/explanation/around.md.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, final
 
@@ -12,18 +12,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
+from howsmooth.errors import BadInputError, RefutedBoundError
 from howsmooth.kernels.kinds.kind import check_softmax
 from howsmooth.maps import Attention
+from howsmooth.maps.base import one_sequence
+from howsmooth.settings import Positions, choice, moving, number
+from howsmooth.theory.around.along import Curves, Effort, Pairs, Second, curves, deflated, flattened, pairs_at
 from howsmooth.theory.around.covariances import Spread, beyond, matrix_norm, visible
 from howsmooth.theory.around.jets import Centre, parts
-from howsmooth.theory.around.neighbourhood import Around, Neighbourhood
-from howsmooth.theory.around.pairs import Effort, Pairs, deflated, pairs_at
-from howsmooth.theory.around.second import Curves, Second, curves, flattened
-from howsmooth.theory.bound import TINY, largest_entry
 from howsmooth.theory.constants import Constants, constants
 from howsmooth.theory.over_ball.table import LONGEST_TOKEN, rows_over_ball
-from howsmooth.theory.upper import Upper
+from howsmooth.theory.upper import TINY, Upper, largest_entry, lengths
 
 _MOST = 2**26  # attention weights: about twenty arrays of so many numbers are held at once
 _WORTH = 1e-2  # of the norm: what there must be to gain before second derivatives are certified in all directions
@@ -32,7 +31,96 @@ SECOND = "the Jacobian and its derivatives at the input, certified by products, 
 AT = "the norm at the input, and how far the Jacobian can move from it"
 ANYWHERE = "the norms of the Jacobian's parts anywhere in the neighbourhood"
 BALL = "the best bound over the ball that holds the neighbourhood"
+_ROUNDED = 1e-9  # of a lower end beside an upper end: the rounding of the product it is attained by
 _FAR = 2.0  # change of the Jacobian, in units of its norm, past which no pair is worth treating apart
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Neighbourhood:
+    """All `Y` with `|y_i − x_i| ≤ radii_i` for every token, and `‖Y − X‖_F ≤ total` where that is given.
+
+    point: `X`, (n, d) float64.  radii: (n,) float64.
+    """
+
+    point: Float[Tensor, "n d"]
+    radii: Float[Tensor, " n"]
+    total: float | None = None
+
+    def __post_init__(self):
+        if self.point.ndim != 2 or self.point.dtype != torch.float64:
+            raise BadInputError(
+                f"expected a point (n, d) in float64, got {tuple(self.point.shape)} in {self.point.dtype}; pass x.double()"
+            )
+        if self.radii.shape != self.point.shape[:1] or not bool((self.radii >= 0).all()):
+            raise BadInputError("expected one radius of at least 0 for every token, got others; give n of them")
+        if self.total is not None and not self.total >= 0:
+            raise BadInputError(f"expected a total of at least 0, got {self.total}; leave it out for none")
+
+    def __repr__(self) -> str:
+        total = "" if self.total is None else f", {self.total:g} together"
+        return f"Neighbourhood({len(self.radii)} tokens, up to {float(self.radii.max()):g} each{total})"
+
+    @classmethod
+    def of(cls, x: Float[Tensor, "n d"], within: float, per: str = "token", tokens: Positions | None = None) -> "Neighbourhood":
+        """All inputs within a distance of `x`: of every token (`per="token"`), or of all tokens together (`"sequence"`).
+
+        tokens: positions that may move; all by default.
+        """
+        x = one_sequence(x).double()
+        fix = "give the distance that an input may move"
+        r = number(within, f"a finite distance within ≥ 0 and below {LONGEST_TOKEN:g}", fix, least=0.0, below=LONGEST_TOKEN)
+        choice(per, "per", ("token", "sequence"))
+        radii = torch.full((len(x),), r, dtype=torch.float64, device=x.device)
+        if tokens is not None:
+            fixed = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            fixed[list(moving(tokens, len(x)))] = False
+            radii[fixed] = 0.0
+        return cls(x, radii, r if per == "sequence" else None)
+
+    @property
+    def reach(self) -> float:
+        """A ball of this radius around zero holds every token of the neighbourhood."""
+        return float((Upper(lengths(self.point)).raised(2 * self.point.shape[1]) + self.radii).amax())
+
+    @property
+    def far(self) -> float:
+        """The largest `‖Y − X‖_F`."""
+        apart = float(Upper(self.radii).length())
+        return apart if self.total is None else min(apart, self.total)
+
+
+@final
+@dataclass(frozen=True)
+class Around:
+    """What is certified of a map `f` over a neighbourhood of `X`.
+
+    slope: `‖D_Y f‖₂` is at most this.  change: so is `‖D_Y f − D_X f‖₂`.  moved: `|f(Y)_i − f(X)_i|`, (n,).  moved_total:
+    `‖f(Y) − f(X)‖_F`.  reason: which bound it is, or why it is infinite.
+    centre: `‖D_X f‖₂` is at most this.  confidence: of the slope, over the random starts behind it.
+    rest: `‖f(Y) − f(X) − D_X f (Y − X)‖_F` is at most this.
+    """
+
+    slope: float
+    change: float
+    moved: Float[Tensor, " n"]
+    moved_total: float
+    reason: str
+    centre: float = math.inf
+    confidence: float = 1.0
+    rest: float = math.inf
+
+    def upper_end(self, lower: float, noise: float = 0.0) -> float:
+        """The slope as an upper end beside a lower end that is attained inside, which refutes the slope if it is larger.
+
+        noise: the relative rounding error of the lower end where it is more than that of the slope.
+        """
+        if not lower <= self.slope * (1 + max(_ROUNDED, noise)):
+            raise RefutedBoundError(
+                f"expected an upper end of at least the lower end up to rounding, got {self.slope!r} below {lower!r}, which is "
+                f"attained inside the neighbourhood, from {self.reason}; the bound is wrong, please report it with map and x"
+            )
+        return max(lower, self.slope)
 
 
 @final
@@ -102,10 +190,15 @@ class AroundAttention:
 
     def _ball(self, reach: float) -> float:
         """The best bound over the ball, infinite where none applies."""
-        if self._constants is None or not reach < LONGEST_TOKEN:
+        if not reach < LONGEST_TOKEN or self._constants is None:
             return math.inf
         rows = rows_over_ball(self._constants, len(self.point), reach)
         return min((row.value for row in rows if row.side == "upper" and row.value is not None), default=math.inf)
+
+    def _least_ball(self, reach: float) -> float:
+        """`‖V_h‖ ‖A_h‖ R²`: no bound over the ball is smaller, where queries and keys are affine and not turned."""
+        cross = self._centre.cross
+        return 0.0 if cross is None else float((self._centre.nu * cross).value.max()) * reach**2
 
     def within(self, neighbourhood: Neighbourhood) -> Around:
         """The bounds over one neighbourhood of the input."""
@@ -128,20 +221,19 @@ class AroundAttention:
         """Bounds on the layer with its sizes taken out."""
         if not torch.equal(neighbourhood.point, self.point):
             raise BadInputError("expected a neighbourhood of the input, got one of another; make bounds around that one")
-        r, columns = neighbourhood.radii, self._columns
-        ball = self._ball(neighbourhood.reach)
+        r, columns, reach = neighbourhood.radii, self._columns, neighbourhood.reach
         if self.layer.heads * len(r) ** 2 > _MOST:
-            return _from_ball(ball, neighbourhood, f"the bound over a ball alone, for more than {_MOST} attention weights")
+            why = f"the bound over a ball alone, for more than {_MOST} attention weights"
+            return _from_ball(self._ball(reach), neighbourhood, why)
         centre, far = self._centre, neighbourhood.far
-        upper = min(self._pairs.norm if self._known is None else self._known, ball)
         spread = Spread(centre, parts(centre, r), r, columns)
         found, along = spread.found, self._along(neighbourhood)
         change, rest = _combined(spread, _moving(spread)), float(_rows(centre, found.output.rest).length())
-        bounds = [
-            (_sum(upper, change), AT),
-            (_combined(spread, _anywhere(spread), stochastic=True), ANYWHERE),
-            (ball, BALL),
-        ]
+        upper, anywhere = self._known, _combined(spread, _anywhere(spread), stochastic=True)
+        upper = self._pairs.norm if upper is None else upper
+        ball = self._ball(reach) if self._least_ball(reach) < min(_sum(upper, change), anywhere) else math.inf
+        upper = min(upper, anywhere, ball)
+        bounds = [(_sum(upper, change), AT), (anywhere, ANYWHERE), (ball, BALL)]
         if far > 0 and self._known is None:
             if change < _FAR * upper:
                 bounds.append((self._apart(spread, neighbourhood, change), APART))

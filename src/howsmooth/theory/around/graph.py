@@ -16,16 +16,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
-from howsmooth.kernels.kinds.kind import check_softmax
-from howsmooth.maps import Attention, Map
-from howsmooth.program.pieces import Piece, Pieces, pieces_of
-from howsmooth.theory.around.attention import AroundAttention
-from howsmooth.theory.around.neighbourhood import Around, Neighbourhood
+from howsmooth.maps import Attention
+from howsmooth.program.pieces import Piece, Pieces
+from howsmooth.theory.around.attention import Around, Neighbourhood
 from howsmooth.theory.around.norms import Certified
 from howsmooth.theory.around.pieces import ROW_RULES, SAME_ROWS, Bend, Entered, rule
-from howsmooth.theory.bound import lengths
-from howsmooth.theory.upper import Upper
+from howsmooth.theory.upper import Upper, lengths
 
 
 @dataclass(frozen=True)
@@ -47,40 +43,6 @@ class NearNodes:
 
     bends: dict[int, Bend]
     reach: list[_Reach]
-
-
-def bound_around(
-    f: object,
-    neighbourhood: Neighbourhood,
-    *,
-    tokens: tuple[int, ...] | None = None,
-    norm: float | None = None,
-    delta: float = 1e-6,
-    seed: int = 0,
-) -> Around:
-    """Bounds on a map whose structure is known; others are refused. Arguments as for `AroundAttention`."""
-    known = check_structure(f, neighbourhood.point)
-    if isinstance(known, Attention):
-        layer = AroundAttention(known, neighbourhood.point, tokens=tokens, norm=norm, delta=delta, seed=seed)
-        return layer.within(neighbourhood)
-    return around_graph(Certified(known, neighbourhood.point, tokens, delta, seed, norm), neighbourhood)
-
-
-def check_structure(f: object, x: Tensor) -> Attention | Pieces:
-    """A layer, or the graph of a map at an input of that shape; maps without a bound around an input are refused."""
-    if isinstance(f, Attention):
-        check_softmax(f.kind, "a bound around an input")
-        return f
-    graph = pieces_of(f, tuple(x.shape)) if isinstance(f, Map) else None
-    if graph is None:
-        raise BadInputError(
-            f"expected a layer, a norm or a composition of them for a bound around an input, got {type(f).__name__}; "
-            "load(module).measure(within=r) knows blocks of models, worst_case(f, over=BallAround(x, r)) searches near x"
-        )
-    for node in graph.nodes:
-        if isinstance(node.opaque, Attention):
-            check_softmax(node.opaque.kind, "a bound around an input")
-    return graph
 
 
 def around_graph(certified: Certified, neighbourhood: Neighbourhood) -> Around:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.theory.bound import TINY
-from howsmooth.theory.upper import Upper
+from howsmooth.theory.upper import TINY, Upper
 
 BEND, TWIST = 2 / math.sqrt(3), 3.0  # of the second and third derivatives of a norm (Lemmas 2.1 and 6.3)
 FARTHEST = 300.0  # logits that can move further than this are not followed: any weights may come of them

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.spectral import spectral_norm
-from howsmooth.theory.bound import ROUNDINGS, slack
 from howsmooth.theory.scaled import by_heads, plane_factors, triangle
+from howsmooth.theory.upper import ROUNDINGS, slack
 
 
 class TokenSlopes(NamedTuple):

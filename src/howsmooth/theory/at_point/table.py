@@ -13,19 +13,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
 from howsmooth.kernels.arithmetic import float32_products
 from howsmooth.kernels.kinds.kind import check_softmax, not_softmax
 from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
-from howsmooth.maps.base import check_finite, check_tokens
+from howsmooth.maps.base import one_sequence
 from howsmooth.spectral import Composed, Operator, spectral_norm
-from howsmooth.theory.at_point.heads import Geometry, Tokens, rounding, vector_errors
-from howsmooth.theory.at_point.perron import STEPS, along, down, perron_bound, received, tiled_bound, weights_norm
-from howsmooth.theory.bound import ROUNDINGS, Bound, at_most, log_of, no_nan, product_norm, slack
+from howsmooth.theory.at_point.heads import (
+    STEPS,
+    Geometry,
+    Tokens,
+    along,
+    down,
+    perron_bound,
+    received,
+    rounding,
+    tiled_bound,
+    vector_errors,
+    weights_norm,
+)
+from howsmooth.theory.bound import Bound, at_most, log_of
 from howsmooth.theory.kinds.block_norms import point_of_kind
 from howsmooth.theory.needs import BILINEAR, unmet
-from howsmooth.theory.upper import Upper
+from howsmooth.theory.upper import ROUNDINGS, Upper, no_nan, product_norm, slack
 
 _SOURCE = "howsmooth, docs/explanation/point-bounds.md"
 _ASSUMES = "any layer of softmax attention: heads, groups, biases, masks, soft-cap, rotary phases, norms on queries and keys"
@@ -102,15 +112,6 @@ def _yudin_value(attn: Attention, x: Float[Tensor, "n d"]) -> float:
     value = v * (p_norm + 2 * (a * size) * size * concentration)
     # matrix norms by LAPACK: a few roundings of their size
     return value * float(rounding(operator, vector_errors(operator))[0]) * slack(x.numel())
-
-
-def one_sequence(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Tokens of one input, checked, without a graph."""
-    check_tokens(x)
-    check_finite(x, "tokens")
-    if x.ndim != 2:
-        raise BadInputError(f"expected one input of shape (n, d), got {tuple(x.shape)}; pass one at a time")
-    return x.detach()
 
 
 @torch.no_grad()

@@ -18,13 +18,13 @@ from howsmooth.kernels.kinds.mapped import softened
 from howsmooth.kernels.kinds.traits import Balancing, FeatureMap, TwoSoftmaxes, UnitVectors
 from howsmooth.kernels.masks import Mask
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
-from howsmooth.theory.at_point.perron import perron_bound
-from howsmooth.theory.bound import ROUNDINGS, TINY, Bound, at_most, least_of, log_of
+from howsmooth.theory.at_point.heads import perron_bound
+from howsmooth.theory.bound import Bound, at_most, least_of, log_of
 from howsmooth.theory.constants import Constants, constants
 from howsmooth.theory.kinds.published import sigmoid_at_point
 from howsmooth.theory.kinds.slopes import KINDS_SOURCE, halves
 from howsmooth.theory.scaled import Scaled
-from howsmooth.theory.upper import Upper
+from howsmooth.theory.upper import ROUNDINGS, TINY, Upper
 
 _TOKENS = 8192  # up to which a head's matrix of block norms is formed
 _STEPS = 12  # of power iteration on it; every number of them gives a bound

@@ -13,11 +13,12 @@ from torch import Tensor
 from howsmooth.maps import Attention, AutodiffJacobian
 from howsmooth.maps.atoms import counted
 from howsmooth.spectral import Weighted, eigh, spectral_norm, svd
-from howsmooth.theory.bound import TINY, Bound, at_least
+from howsmooth.theory.bound import Bound, at_least
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.kinds.published import inverse_phi
 from howsmooth.theory.kinds.slopes import KINDS_SOURCE
 from howsmooth.theory.needs import unmet
+from howsmooth.theory.upper import TINY
 
 _HEADS = 2  # whose directions are tried
 _DENSE = 128  # entries of a few points up to which the derivative is formed

@@ -22,10 +22,11 @@ from howsmooth.errors import BadInputError
 from howsmooth.maps.base import check_finite
 from howsmooth.settings import whole
 from howsmooth.spectral import spectral_norm
-from howsmooth.theory.bound import Bound, at_most, log_add, log_of, slack
+from howsmooth.theory.bound import Bound, at_most, log_add, log_of
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.kinds.sums import sigmoid_logs, weight_logs
 from howsmooth.theory.needs import BILINEAR, unmet
+from howsmooth.theory.upper import slack
 
 _SIGMOID = "Ramapuram et al. 2024, Theorem 3.2; proved in howsmooth, docs/explanation/kinds.md 8.5"
 _STATEMENT = "‖V‖(σ_∞ + 2σ′_∞‖A‖ mean|x_i|²), σ_∞ = n sup σ(s + b), σ′_∞ = n sup σ′(s + b)"

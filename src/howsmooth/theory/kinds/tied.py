@@ -15,11 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.spectral import spectral_norm
-from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of, product_blur, slack
+from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of
 from howsmooth.theory.constants import Constants, once_a_layer
 from howsmooth.theory.kinds.published import inverse_phi
 from howsmooth.theory.kinds.slopes import KINDS_SOURCE, same_points
 from howsmooth.theory.over_ball.columns import heads_together
+from howsmooth.theory.upper import product_blur, slack
 
 _RELATIVE = 1e-6  # of `V`: what may be left of `V − M W_q` for the values to count as a function of the queries
 

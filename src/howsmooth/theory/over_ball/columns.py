@@ -14,9 +14,10 @@ from torch import Tensor
 
 from howsmooth.kernels.kinds.kind import not_softmax
 from howsmooth.spectral import eigh, spectral_norm, top_eigenvalue
-from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of, slack
+from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of
 from howsmooth.theory.constants import Constants, once_a_layer
 from howsmooth.theory.needs import BILINEAR, unmet
+from howsmooth.theory.upper import slack
 
 BALL_SOURCE = "howsmooth, docs/explanation/bounds.md"
 _LAYER = "biases, grouped heads, soft-cap, rotary phases, norms on queries and keys allowed"

@@ -6,10 +6,11 @@ import torch
 
 from howsmooth.kernels.kinds.kind import not_softmax
 from howsmooth.spectral import eigh, svd
-from howsmooth.theory.bound import Bound, at_least, lengths, log_add, log_of
+from howsmooth.theory.bound import Bound, at_least, log_add, log_of
 from howsmooth.theory.constants import Constants
 from howsmooth.theory.needs import BILINEAR, unmet
 from howsmooth.theory.over_ball.columns import BALL_SOURCE
+from howsmooth.theory.upper import lengths
 
 
 def two_clusters(layer: Constants, n: int | None, radius: float) -> Bound:
