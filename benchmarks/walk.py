@@ -65,7 +65,11 @@ def run(quick: bool = False) -> list[dict[str, object]]:
     x = torch.randn(64, 8)
     agree("lipschitz", hs.lipschitz(attn, x).value, float(torch.linalg.svdvals(hs.jacobian(attn, x).dense())[0]), 1e-4)
     row("lipschitz(attn, x)", lambda: hs.lipschitz(attn, x), lambda: hs.lipschitz(attn, x[:50]))
-    row("lipschitz(attn, x, within=0.1)", lambda: hs.lipschitz(attn, x, within=0.1), lambda: hs.lipschitz(attn, x[:50], within=0.1))
+    row(
+        "lipschitz(attn, x, within=0.1)",
+        lambda: hs.lipschitz(attn, x, within=0.1),
+        lambda: hs.lipschitz(attn, x[:50], within=0.1),
+    )
     row("measure(text, layer=3)", lambda: model.measure(text=TEXT, layer=3), lambda: model.measure(text=TEXT[:40], layer=3))
     row("measure(text, layer=3) again", lambda: model.measure(text=TEXT, layer=3))
     if not quick:

@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
+from howsmooth.spectral import spectral_norm
 from howsmooth.theory.around.lemmas import BEND, FARTHEST, TWIST, NormAround, exp_rest, softmax_range
 from howsmooth.theory.at_point.heads import Geometry
-from howsmooth.spectral import spectral_norm
 from howsmooth.theory.upper import Upper, product_norm
 
 _CAP_BEND, _CAP_TWIST = 4 / (3 * math.sqrt(3)), 2.0  # of those of a soft-cap, in units of the cap (Lemma 6.4)
