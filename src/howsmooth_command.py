@@ -101,8 +101,8 @@ def app() -> "typer.Typer":
     """The command line."""
     import typer
 
-    names = Names("howsmooth")
-    root = typer.Typer(add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+    names, plain = Names("howsmooth"), {"cls": _group(), "no_args_is_help": True, "rich_markup_mode": None}
+    root = typer.Typer(add_completion=True, pretty_exceptions_enable=False, **plain)
 
     def show_version(wanted: bool) -> None:
         if wanted:
@@ -117,10 +117,86 @@ def app() -> "typer.Typer":
     groups: dict[str, typer.Typer] = {"": root}
     for command in commands():
         if command.group not in groups:
-            groups[command.group] = typer.Typer(no_args_is_help=True, help=command.group_help)
+            groups[command.group] = typer.Typer(help=command.group_help, **plain)
             root.add_typer(groups[command.group], name=command.group)
-        groups[command.group].command(command.name, help=command.help)(_runner(command))
+        first = re.split(r"(?<=[.?])\s", command.help, maxsplit=1)[0]
+        groups[command.group].command(command.name, cls=_leaf(), help=command.help, short_help=first)(_runner(command))
     return root
+
+
+def _group() -> type:
+    """Typer's class of commands with commands below them, where what was typed wrong is one sentence."""
+    from typer.core import TyperGroup
+
+    order = Names(CLI)["ORDER"]
+
+    class Commands(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return order if set(order) == set(self.commands) else list(self.commands)
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if args[0] not in self.commands and args[0][:1] != "-" and not ctx.resilient_parsing:
+                ctx.fail(_refusal(ctx, f"a command of {ctx.command_path}", args[0], self.list_commands(ctx)))
+            return super().resolve_command(ctx, args)
+
+        def main(self, *args: Any, **settings: Any) -> NoReturn:
+            try:
+                code = super().main(*args, **settings | {"standalone_mode": False, "prog_name": "howsmooth"})
+            except Exception as error:
+                if not hasattr(error, "format_message"):
+                    raise
+                lines = error.message if type(error).__name__ == "NoArgsIsHelpError" else f"howsmooth: {_wrong(error)}"
+                sys.stderr.write(lines + "\n")
+                code = 2
+            sys.exit(code or 0)
+
+    return Commands
+
+
+@functools.cache
+def _leaf() -> type:
+    """Typer's class of a command, whose usage names arguments as its table does."""
+    from typer.core import TyperCommand
+
+    class Leaf(TyperCommand):
+        def collect_usage_pieces(self, ctx: Any) -> list[str]:
+            return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    return Leaf
+
+
+def _wrong(error: Any) -> str:
+    """What was typed wrong: what was expected, what came, what to do."""
+    command = error.ctx.command_path if error.ctx else "howsmooth"
+    look = f"{command} --help shows how"
+    if error.message.startswith("expected "):
+        return error.message
+    match type(error).__name__:
+        case "NoSuchOption":
+            known = [name for param in error.ctx.command.params for name in (*param.opts, *param.secondary_opts)]
+            return _refusal(error.ctx, f"an option of {command}", error.option_name, [n for n in known if n[:1] == "-"])
+        case "MissingParameter":
+            name = error.param.metavar if error.param.param_type_name == "argument" else error.param.opts[0]
+            return f"expected {name} ({error.param.help}), got none; {look}"
+        case "BadOptionUsage" if "does not take" in error.message:
+            return f"expected {error.option_name} without a value, got one; leave the value out"
+        case "BadOptionUsage":
+            return f"expected a value behind {error.option_name}, got none; write one after it"
+        case _ if "unexpected extra argument" in error.message:
+            given = error.message.rpartition("(")[2].rstrip(".)")
+            return f"expected {error.ctx.get_usage().removeprefix('Usage: ')}, got {given!r} beside it; leave it out"
+        case _:
+            return f"expected what {command} takes, got a mistake ({error.format_message().rstrip('.')}); {look}"
+
+
+def _refusal(ctx: Any, expected: str, given: str, known: Sequence[str]) -> str:
+    """A name that is not known, with the one that was probably meant."""
+    import difflib
+
+    near = difflib.get_close_matches(given, known, 1)
+    return f"expected {expected}, got {given!r}; " + (
+        f"did you mean {near[0]}?" if near else f"{ctx.command_path} --help lists them"
+    )
 
 
 class Command(NamedTuple):
@@ -163,7 +239,7 @@ def commands() -> Iterator[Command]:
         for name, place, tasks, text in sorted(_questions(names["_QUESTIONS"])):
             function = there.get(name) or there[path.stem]
             options = described(names, function)[1] + described(Names(place), _function(place, tasks), positional=False)[1]
-            said = f"{text}\n\nExample: howsmooth {path.stem} {name} demo"
+            said = f"{text}\n\nExample: howsmooth {path.stem} {name} demo --lengths 8,16 --samples 2"
             yield Command(name, module, function.name, said, options, *group, {"question": name}, (place, tasks))
 
 
@@ -217,7 +293,7 @@ def _entries(text: str, names: Collection[str] | None = None) -> tuple[str, dict
     for part in re.split(r"\n\s*\n", text):
         first = _ENTRY.match(part)
         if first is None or (names is not None and first[1] not in names):
-            said.append(part)
+            said.append(part.replace("\nExample:", "\n\nExample:"))
             continue
         found = _ENTRY.split(part)[1:]
         for name, spelled, about in zip(found[::3], found[1::3], found[2::3], strict=True):
@@ -237,9 +313,29 @@ def _parameter(name: str, kind: Any, value: Any, is_option: bool, spelled: list[
         value = ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
     if value is False and not spelled:
         spelled = [f"--{name.replace('_', '-')}"]
-    about = typer.Option(*spelled, help=text) if is_option else typer.Argument(help=text)
+    if not is_option:
+        about = typer.Argument(help=text, metavar=name.upper())
+    elif plain in (int, float):
+        reader = _reader(plain, spelled[0] if spelled else f"--{name.replace('_', '-')}")
+        about = typer.Option(*spelled, help=text, parser=reader, metavar=f"<{plain.__name__}>")
+    else:
+        about = typer.Option(*spelled, help=text, metavar="<str>" if get_origin(plain) is list else None)
     annotation = Annotated[plain | None if value is None else plain, about]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=annotation)
+
+
+def _reader(kind: type[int] | type[float], option: str) -> Callable[[Any], int | float]:
+    """What makes a number of an option's text."""
+    import typer
+
+    def number(text: Any) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            what, example = ("a whole number", "8") if kind is int else ("a number", "0.5")
+            raise typer.BadParameter(f"expected {option} as {what}, got {text!r}; write it like {option} {example}") from None
+
+    return number
 
 
 def _runner(command: Command) -> Callable[..., None]:

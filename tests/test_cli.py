@@ -186,7 +186,7 @@ def test_measure_reads_standard_input():
         (("demo", "--layer", "0", "--ids", "-", "--tokens", "0-"), "[101, 102]"),
         (("demo", "--layer", "0", "--ids", "-", "--tokens", "0,2"), "[101, 102]"),
         (("demo", "--layer", "0", "--ids", "-", "--tokens", ","), "[101, 102]"),
-        (("demo", "--layer", "0"), ""),
+        (("demo", "--layer", "0", "--ids", "-", "--text", "-"), "[101]"),
     ],
 )
 def test_measure_refuses_in_one_line(arguments, given, tmp_path, monkeypatch):

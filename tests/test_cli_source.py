@@ -93,12 +93,3 @@ def test_names_are_found_through_imports():
     assert "_GROUP" not in names
     assert "no_such_name" not in names
     assert Names("howsmooth")["__version__"] == howsmooth.__version__
-
-
-def test_words_that_are_not_known():
-    for arguments in (["stdy"], ["bounds", "--radus", "2"], ["split", "grwth"]):
-        result = CliRunner().invoke(app(), arguments)
-        assert result.exit_code == 2
-        assert {"study", "--radius", "growth"} & set(
-            result.stderr.replace("'", " ").replace(")", " ").replace("?", "").replace(",", "").split()
-        )

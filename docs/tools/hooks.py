@@ -25,13 +25,14 @@ def commands() -> str:
     from howsmooth_command import app
 
     root: Any = typer.main.get_command(app())
-    return "\n\n".join(section(f"howsmooth {name}", found) for name, found in sorted(_leaves(root)))
+    return "\n\n".join(section(f"howsmooth {name}", found) for name, found in _leaves(root))
 
 
 def _leaves(group: Any, before: str = "") -> list[tuple[str, Any]]:
     """Commands, those of groups with the group's name before theirs."""
     found = []
-    for name, child in group.commands.items():
+    for name in group.list_commands(None):
+        child = group.commands[name]
         found += _leaves(child, f"{before}{name} ") if hasattr(child, "commands") else [(before + name, child)]
     return found
 

@@ -80,17 +80,18 @@ def choice(value: Any, expected: str, names: Sequence[_Name]) -> _Name:
     for name in names:
         if isinstance(value, str) and value == name:
             return name
-    raise BadInputError(f"expected {expected} among {', '.join(names)}, got {shown(value)}; pick one of them")
+    fix = meant(value, names, "pick one of them") if isinstance(value, str) else "pick one of them"
+    raise BadInputError(f"expected {expected} among {', '.join(names)}, got {shown(value)}; {fix}")
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def meant(name: str, known: Iterable[str], otherwise: str = "check the name") -> str:
     """How a refusal of a name ends: with the one that was probably meant.
 
     >>> meant("layr", ["layer", "map"]), meant("unlike", ["layer", "map"])
     ('did you mean layer?', 'check the name')
     """
     near = get_close_matches(name, tuple(known), 1, _LIKE)
-    return f"did you mean {near[0]}?" if near else "check the name"
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def items(value: Any, expected: str, fix: str) -> list[Any]:

@@ -12,7 +12,10 @@ from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.report import finite
 from howsmooth.settings import choice, seed_of
 
-__all__ = ["Answer", "answer", "count_cases", "note", "several", "show_table", "typed"]
+# Commands and groups as they are listed: a look, a model, a training run, one question, one layer, the paper.
+ORDER = ["demo", "measure", "report", "training", "study", "certify", "attack", "bounds", "worst", "split", "reproduce"]
+
+__all__ = ["ORDER", "Answer", "answer", "count_cases", "note", "several", "show_table", "typed"]
 
 
 class Answer(NamedTuple):

@@ -28,7 +28,9 @@ def attack(
     seed: int = 0,
     figure: Path | None = None,
 ) -> Answer:
-    """Attack a model's layers and words, and set what was reached beside the Lipschitz constants.
+    """Search for changes of tokens and words that move a layer far.
+
+    What an attack reaches stands beside the layer's local Lipschitz constant.
 
     n: tokens in a window
     budgets: lengths of the change, as shares of the input's length
@@ -38,7 +40,7 @@ def attack(
     forbid: a file of words that may not be used, one a line
     figure: also draw gains by layer (.png, .pdf or .svg)
 
-    Example: howsmooth attack demo --samples 2 --figure attack.png
+    Example: howsmooth attack demo --layers 3 --samples 1 --figure attack.png
     """
     if figure is not None:
         check_figure(figure)

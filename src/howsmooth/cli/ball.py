@@ -56,7 +56,7 @@ def bounds(
     layer: LayerOptions,
     figure: Path | None = None,
 ) -> Answer:
-    """Print every bound on the Lipschitz constant over a ball of tokens.
+    """Print every upper bound on L over a ball of tokens.
 
     n: number of tokens
     figure: also draw the ladder n = 1 … 10⁹ (.png, .pdf or .svg)
@@ -83,7 +83,9 @@ def worst(
     restarts: int | None = None,
     figure: Path | None = None,
 ) -> Answer:
-    """Find bad inputs: how far the paper's configurations grow, and the worst tokens that gradient ascent finds.
+    """Find the worst inputs of one layer.
+
+    The paper's configurations of tokens show how L grows with their number. Gradient ascent looks for the worst tokens.
 
     n: number of tokens for the search; 0 for none
     lengths: lengths of the growth curve, as in 8,16,32; empty for none

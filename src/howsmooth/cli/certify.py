@@ -31,7 +31,9 @@ def certify(
     page: Path | None = None,
     force: bool = False,
 ) -> Answer:
-    """How far can the tokens that enter a layer move before the model's answer changes? Certified, and attacked.
+    """Prove how far tokens may move before the answer changes.
+
+    The tokens are those that enter a layer. An attack shows how much of the certified radius is slack.
 
     n: tokens in a window
     label: the answer that must hold; by default the one given at the input

@@ -7,15 +7,17 @@ from typing import Any
 from howsmooth.cli import Answer, note, show_table
 from howsmooth.cli.options import positions_of, read_stdin
 from howsmooth.errors import BadInputError
-from howsmooth.models import MapName, Measurement, load
+from howsmooth.models import MapName, Measurement, Measurements, load
 from howsmooth.models.model import Side
 from howsmooth.study import read_text
+
+_USUAL = 128  # tokens of Alice
 
 
 def measure(
     model: str,
     *,
-    layer: int,
+    layer: tuple[int, ...] | None = None,
     text: str | None = None,
     ids: str | None = None,
     map: MapName = "attention",
@@ -29,35 +31,44 @@ def measure(
     certify: float | None = None,
     seed: int | None = None,
 ) -> Answer:
-    """Measure how smooth one layer of a model is at one input, and which words carry the worst direction.
+    """Measure how much each layer amplifies a small change.
 
-    layer: which attention layer, from 0
-    text: a text file, or - for standard input
-    ids: a JSON list of token ids, fed as they are; a file, or - for standard input
-    n: tokens to take from the text, special ones among them; all by default
+    The answer is the local Lipschitz constant L of every layer at one input, with an upper bound. For one layer the words that
+    carry the worst direction are shown too.
+
+    layer (--layer, --layers): layers as in 3 or 0,3,5, counted from 0 [default: all]
+    text: a text file, or - for standard input [default: Alice in Wonderland]
+    ids: instead of a text, a JSON list of token ids: a file, or - for standard input
+    n: number of tokens to take from the text, special ones among them [default: 128 of Alice, all of another text]
     head: one head alone
     heads: also each head by itself
-    tokens: positions that may move, as in 0,5-9; the others are frozen; all by default
-    seed: of the random start; made from the input by default
+    tokens: positions that may move, as in 0,5-9, while the others are frozen [default: all]
+    seed: random seed for the solver's start [default: made from the input]
 
-    Example: howsmooth measure demo --layer 3 --text alice.txt --n 128
+    Example: howsmooth measure demo
+    Example: howsmooth measure demo --layer 3 --n 32 --heads
     """
     free, given = positions_of(tokens), _given(text, ids)
+    if not given:
+        given, n = {"text": read_text(None)}, _USUAL if n is None else n
+    which = layer[0] if layer is not None and len(layer) == 1 else layer
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        measurement = load(model, device, side=side).measure(
-            **given, n=n, layer=layer, map=map, head=head, heads=heads, tokens=free, tol=tol, certify=certify, seed=seed
+        found = load(model, device, side=side).measure(
+            **given, n=n, layer=which, map=map, head=head, heads=heads, tokens=free, tol=tol, certify=certify, seed=seed
         )
     for remark in {str(w.message) for w in caught if issubclass(w.category, UserWarning)}:
         note(remark)
-    return Answer(measurement.to_dict(), lambda: _show(measurement))
+    return Answer(found.to_dict(), lambda: _show(found) if isinstance(found, Measurement) else _show_all(found))
 
 
 def _given(text: str | None, ids: str | None) -> dict[str, Any]:
-    """The input as `measure` takes it."""
-    if (text is None) == (ids is None):
-        raise BadInputError("expected either --text or --ids, got both or neither; give one of them")
+    """The input as `measure` takes it, nothing where none is named."""
+    if text is not None and ids is not None:
+        raise BadInputError("expected either --text or --ids, got both; give one of them")
     source = ids if text is None else text
+    if source is None:
+        return {}
     words = read_stdin() if source == "-" else read_text(source)
     if text is not None:
         return {"text": words}
@@ -68,6 +79,14 @@ def _given(text: str | None, ids: str | None) -> dict[str, Any]:
     if not isinstance(numbers, list):
         raise BadInputError(f"expected a JSON list of token ids, got {type(numbers).__name__}; write it as [101, 2023, 102]")
     return {"ids": numbers}
+
+
+def _show_all(found: Measurements) -> None:
+    rows = [
+        {"layer": m.layer, "L": m.value, "at most": m.upper, "relative": m.relative, "status": m.status, "carried by": m.remark}
+        for m in found
+    ]
+    show_table(f"{found[0].model}, {found[0].map}, n = {found[0].n}", rows, words=("status", "carried by"))
 
 
 def _show(m: Measurement) -> None:

@@ -19,7 +19,7 @@ workers: processes; by default the cores, four at most, on a GPU half of them, s
 resume: go on with the results that are there
 force: start again in a folder that holds results or other files
 quiet: print nothing but the result's path
-radius: radius of the ball the tokens live in
+radius: radius of the ball of tokens
 gamma: one head with A = gamma · I and V = I
 alpha: the number A
 width (--width, --dim): width of the tokens for --gamma and of a random layer

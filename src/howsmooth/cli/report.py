@@ -19,14 +19,16 @@ def report(
     variants: bool = False,
     radii: float | None = None,
 ) -> Answer:
-    """Measure every layer and head of a model on a text, and write a page about it.
+    """Measure every layer and head of a model, and write a page.
+
+    The text is Alice in Wonderland unless --text names another.
 
     out: folder for the page, figures, tables and results
     figures: also draw the figures as PDF and PNG
     variants: also put other kinds of attention into the layers, on two samples
     radii: also radii within which a layer's output moves by at most this part of its length
 
-    Example: howsmooth report demo --text alice.txt --lengths 16,32,64,128 --out report
+    Example: howsmooth report demo --lengths 16,32,64 --samples 2 --out report
     """
     check_folder(out, "report", resume=sweep.resume, force=force)  # before the model is loaded
     reader = sweep.reader(model)
@@ -64,13 +66,15 @@ def demo(
     device: str = "auto",
     quiet: bool = False,
 ) -> Answer:
-    """The report of a small BERT that comes with the package, on Alice in Wonderland.
+    """Write the report of a small BERT on Alice in Wonderland.
+
+    The model comes with the extra `demo` of the package.
 
     out: folder for the page, figures, tables and results
     quick: two layers, three lengths, no figures: seconds, not minutes
     figures: also draw the figures as PDF and PNG
 
-    Example: howsmooth demo --out demo-report
+    Example: howsmooth demo --quick --out demo-report
     """
     sweep = SweepOptions(workers=workers, resume=resume, device=device, quiet=quiet)
     if quick:

@@ -33,9 +33,10 @@ def reproduce(
     seed: int = 0,
     quiet: bool = False,
 ) -> Answer:
-    """Measure the experiments of "How Smooth Is Attention?" again: figures (PDF, PNG), tables (CSV) and a page.
+    """Repeat the experiments of "How Smooth Is Attention?".
 
-    It can be stopped at any moment and continued with --resume. Pretrained models other than the demo are read only if named.
+    The results are figures (PDF, PNG), tables (CSV) and a page. --resume continues an interrupted run. The pretrained model is
+    the demo's BERT unless --model names others.
 
     part: all, or one of real, random, adversarial, meanfield, splitting, trap
     model: a pretrained model in place of the demo: bert-base-uncased, gpt2, any name or folder; repeat
@@ -49,7 +50,7 @@ def reproduce(
     device: where models read text: cpu, cuda, cuda:1, or auto: a GPU if there is one
 
     Example: howsmooth reproduce all --quick --out reproduction
-    Example: howsmooth reproduce real --model bert-base-uncased --model gpt2 --lengths 8,16,32
+    Example: howsmooth reproduce real --lengths 8,16,32 --layers 0,3,5 --out mine
     """
     parts: list[Part] = [p for p in PARTS if part in ("all", p)]
     if not parts:

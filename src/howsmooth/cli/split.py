@@ -23,14 +23,16 @@ from howsmooth.run import check_writable
 from howsmooth.settings import number, whole
 from howsmooth.verbs import splitting
 
-_GROUP = "Does splitting a token do more than moving it? The mean-field experiments."
+_GROUP = "Does splitting a token do more than moving it?"
 OUT = Path("split-report")
 
 Rows = list[dict[str, Any]]
 
 
 def ask(*, weights: Path, causal: bool = False) -> Answer:
-    """Does splitting pay for one head at one measure? Prints the gain, the token and both constants.
+    """Does splitting pay for one head at one measure?
+
+    The answer is the gain, the token and both constants.
 
     weights: a safetensors file with A, V, points, and perhaps masses and positions
     causal: masked attention; needs positions
@@ -73,7 +75,9 @@ def growth(
     radii: tuple[float, ...] = (0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.25, 3.5),
     out: Path = OUT,
 ) -> Answer:
-    """The worst two Diracs against the radius, beside the mean-field bounds.
+    """Find the worst two Diracs for each radius.
+
+    The mean-field bounds stand beside them.
 
     radii: radii, separated by commas
 
@@ -86,7 +90,9 @@ def growth(
 
 
 def convergence(*, alpha: float = -1.0, radius: float = 2.0, longest: int = 512, seeds: int = 8, out: Path = OUT) -> Answer:
-    """How constants of n tokens reach the mean-field constant, for a density and in the worst case.
+    """How constants of n tokens reach the mean-field one.
+
+    One curve is for a density, the other for the worst case.
 
     radius: the density is a Gaussian cut to [-radius, radius]
     longest: most atoms; powers of two up to it

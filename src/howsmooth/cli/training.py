@@ -7,7 +7,9 @@ from howsmooth.training.run_page import RunRecord, write_run_page
 
 
 def training(folder: Path, *, out: Path | None = None, force: bool = False, quiet: bool = False) -> Answer:
-    """The page of a training run: constants, logits and entropies by layer over the steps, the loss beside them.
+    """Write the page of a training run.
+
+    It shows constants, logits and entropies by layer over the steps, with the loss beside them.
 
     folder: of a run that howsmooth.training.Recorder wrote to
     out: the page; smoothness.html in the folder by default

@@ -1,4 +1,4 @@
-"""Every layer at every length on every sample: the measurements that most of a page is made of."""
+"""Every layer at every length on every sample. Most of a page is made of these measurements."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Attention with and without the norm in front: attention alone at the tokens that enter it, the norm alone, and both together.
+"""Attention with and without the norm in front. It measures attention at the tokens that enter it, the norm, and both together.
 
 The norm in front of a layer is what leads from an earlier node of the recorded run to where its attention begins: the block's
 own norm where a block normalises before it attends, that of the block before, or of the embeddings, where it normalises

@@ -1,4 +1,4 @@
-"""`L` against the size of the tokens: the text's own tokens, all multiplied by one factor after the other."""
+"""How does L depend on the size of the tokens? All tokens of the text are multiplied by one factor after the other."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
