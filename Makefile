@@ -6,6 +6,9 @@ LOCKED := -m pip install -qq --no-build-isolation -c constraints.txt
 demo test suite quick weekly: export OMP_WAIT_POLICY ?= PASSIVE
 test suite quick weekly latest oldest: export OMP_NUM_THREADS ?= 1
 
+# Without compiled files each process of the tests compiles all of them, and all that they import.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test suite quick weekly test-gpu lock latest oldest lint bench docs clean
 
 demo: .venv/.package

@@ -1,6 +1,7 @@
 """What every test starts from: seeds, types checked as code runs, and the reasons for which tests are skipped."""
 
 import fcntl
+import gc
 import os
 import random
 import shutil
@@ -31,6 +32,7 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+gc.disable()  # what is imported and collected stays: `pytest_collection_finish`
 install()
 pytest.register_assert_rewrite("checks", "problems")
 
@@ -131,6 +133,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("weekly") is not None:
                 item.add_marker(pytest.mark.skip(reason="takes an hour with the others of its kind: pass --weekly"))
+
+
+def pytest_collection_finish() -> None:
+    """Libraries and tests, half a million objects, are nothing that each collection of garbage has to walk through."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -28,7 +28,10 @@ def _part(part: str, names: Collection[str]) -> str:
     if first.startswith(">>> "):
         margin = len(lines[0]) - len(first)
         return "\n".join(["```pycon", *(line[margin:] for line in lines), "```"])
-    name = "|".join(map(re.escape, names)) or "(?!)"
+    listed = re.match(r"(\w+)(?:, \w+)*: ", part)
+    if listed is None or listed[1] not in names:
+        return part
+    name = "|".join(map(re.escape, names))
     several = rf"(?:{name})(?:, (?:{name}))*"
     if not re.match(rf"{several}: ", part):
         return part
