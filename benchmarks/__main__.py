@@ -15,6 +15,7 @@ ALL = [
     "batch",
     "certify",
     "certified",
+    "gain",
     "inexact",
     "settle",
     "point",
@@ -35,7 +36,7 @@ ALL = [
     "walk",
     "sdpa",
 ]
-COUNTED = ["around", "around_blocks", "hidden_ways", "kind_bounds"]
+COUNTED = ["around", "around_blocks", "gain", "hidden_ways", "kind_bounds"]
 ON_A_GPU = ["gpu", "gpu_kinds", "gpu_sdpa", "gpu_solve", "gpu_models", "gpu_report", "gpu_training"]
 
 if __name__ == "__main__":

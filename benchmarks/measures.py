@@ -36,7 +36,7 @@ def _measure(n: int) -> dict[str, Any]:
     times = [time.perf_counter()]
     attn(mu)
     times.append(time.perf_counter())
-    moved, operator, _ = solve_moving(attn, mu, Options())
+    moved, operator, *_ = solve_moving(attn, mu, Options())
     times.append(time.perf_counter())
     split = block_norms(operator, above=moved.value)
     times.append(time.perf_counter())

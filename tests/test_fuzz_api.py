@@ -126,6 +126,12 @@ def bounded(bounds: Bounds, given: Arguments) -> None:
                 assert row.value >= truth * (1 - error) if row.side == "upper" else row.value <= truth * (1 + error)
 
 
+def a_gain(gain: hs.Gain, _: Arguments) -> None:
+    assert gain.lower is not None
+    assert gain.upper is not None
+    assert 0 <= gain.lower <= gain.value <= gain.upper < math.inf
+
+
 def product(J: Jacobian, given: Arguments) -> None:
     answer = J @ given["v"] if "v" in given else J.dense()
     assert bool(answer.isfinite().all()) or not bool(given["x"].isfinite().all())
@@ -313,6 +319,7 @@ CALLS_OF: dict[str, Call] = {
         lambda x: hs.lipschitz(nn.Linear(4, 4), x), {"x": tokens}, lambda estimate, _: holds(estimate, None)
     ),
     "lipschitz_batch": Call(hs.lipschitz_batch, {"f": layer, "xs": lambda: tokens()[None]}, measured_batch, 2.0),
+    "gain": Call(hs.gain, {"f": layer, "x": tokens} | optional(probes=2, confidence=0.9, tokens=[0], seed=0), a_gain),
     "jacobian": Call(hs.jacobian, {"f": layer, "x": tokens}, product),
     "jacobian @": Call(matvec, {"f": layer, "x": tokens, "v": tokens}, anything),
     "bounds at a point": Call(hs.bounds, {"attn": layer, "x": tokens}, bounded, 2.0),
@@ -399,7 +406,7 @@ CALLS_OF: dict[str, Call] = {
     "growth": Call(hs.growth, STUDY | optional(map="attention", seed=0), grown, 0.5),
     "inspect": Call(hs.inspect, STUDY | optional(map="attention", seed=0), grown, 0.25),
 }
-ANSWERS = {"Capture", "Estimate", "Model"}  # made by the package alone
+ANSWERS = {"Capture", "Estimate", "Gain", "Model"}  # made by the package alone
 
 
 def one_sentence(error: HowSmoothError) -> None:

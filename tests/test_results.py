@@ -33,6 +33,7 @@ def results(measured) -> dict[str, Any]:
     return {
         "Estimate": hs.lipschitz(ATTN, X),
         "Estimates": hs.lipschitz_batch(ATTN, torch.stack([X, 2 * X])),
+        "Gain": hs.gain(ATTN, X),
         "Measurement": measured[0],
         "Measurements": measured,
         "no Measurements": measured[:0],
@@ -44,14 +45,14 @@ def results(measured) -> dict[str, Any]:
 
 
 NAMES = [
-    *("Estimate", "Estimates", "Measurement", "Measurements", "no Measurements"),
+    *("Estimate", "Estimates", "Gain", "Measurement", "Measurements", "no Measurements"),
     *("Bounds", "Bounds that nothing is measured beside", "Growth", "no Growth"),
 ]
 
 
 def test_a_result_that_is_one_number_is_one(measured):
     distance = hs.wasserstein(hs.Measure(X), hs.Measure(2 * X))
-    results: list[Any] = [hs.lipschitz(ATTN, X), measured[0], distance, hs.bounds(ATTN, X).upper]
+    results: list[Any] = [hs.lipschitz(ATTN, X), hs.gain(ATTN, X), measured[0], distance, hs.bounds(ATTN, X).upper]
     for r in results:
         assert float(r) == r.value
         assert f"{r:.2f}" == f"{r.value:.2f}"
@@ -150,6 +151,7 @@ def test_every_result_of_one_number_says_so():
         "WorstCase",
         "Distance",
         "Bound",
+        "Gain",
     }
 
 

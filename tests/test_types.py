@@ -17,6 +17,7 @@ SEEN = {
     "hs.lipschitz_batch(attn, x[None])": "Estimates",
     "hs.lipschitz_batch(attn, x[None])[0]": "Estimate",
     "hs.lipschitz_batch(attn, x[None]).value": "Tensor",
+    "hs.gain(attn, x)": "Gain",
     "hs.jacobian(attn, x)": "Jacobian",
     "hs.jacobian(attn, x).T @ x": "Tensor",
     "hs.lipschitz_batch(attn, x[None])[:1]": "Estimates",

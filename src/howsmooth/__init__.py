@@ -7,10 +7,10 @@ from howsmooth.measures import Gaussian, Measure, wasserstein
 from howsmooth.models import Capture, Model, load, patch, use_sdpa
 from howsmooth.report import inspect
 from howsmooth.search import Ball, BallAround, Ellipsoid
-from howsmooth.spectral import DenseSVD, Estimate, GolubKahan
+from howsmooth.spectral import DenseSVD, Estimate, Gain, GolubKahan
 from howsmooth.study import certified_radius, growth
 from howsmooth.training import SmoothnessPenalty, Tracker, WarmStart, clip_, smoothness
-from howsmooth.verbs import bounds, jacobian, lipschitz, lipschitz_batch, splitting, worst_case
+from howsmooth.verbs import bounds, gain, jacobian, lipschitz, lipschitz_batch, splitting, worst_case
 
 __version__ = "0.2.0"
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "DenseSVD",
     "Ellipsoid",
     "Estimate",
+    "Gain",
     "Gaussian",
     "GolubKahan",
     "HowSmoothError",
@@ -36,6 +37,7 @@ __all__ = [
     "bounds",
     "certified_radius",
     "clip_",
+    "gain",
     "growth",
     "inspect",
     "jacobian",

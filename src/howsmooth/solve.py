@@ -13,7 +13,20 @@ from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.measures.measure import Measure
 from howsmooth.program.at_input import Function, JacobianAt, jacobian_at, jacobian_on
 from howsmooth.settings import number, seed_of, shown
-from howsmooth.spectral import DenseSVD, Estimate, Estimates, GolubKahan, Solution, Solver, Status, small
+from howsmooth.spectral import (
+    DenseSVD,
+    Estimate,
+    Estimates,
+    Gain,
+    GaussianProbes,
+    GolubKahan,
+    Solution,
+    Solver,
+    Status,
+    dense_gains,
+    probed_gains,
+    small,
+)
 from howsmooth.spectral.operator import Operator, Restricted, Rounded, Weighted, drawn, stream
 from howsmooth.theory.at_point.table import operator_bound
 from howsmooth.theory.splitting import of_blocks
@@ -33,7 +46,8 @@ class Options:
     tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
     default made from the input and the output, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where input and output have at most 256 entries.
-    tokens: positions that may move, in order; all by default.
+    tokens: positions that may move, in order; all by default.  gain: probes that the mean gain is estimated with, beside the
+    constant; none by default.
     """
 
     tol: float = 1e-3
@@ -41,6 +55,7 @@ class Options:
     seed: int | None = None
     solver: Solver | None = None
     tokens: tuple[int, ...] | None = None
+    gain: GaussianProbes | None = None
 
     def __post_init__(self):
         checked = {"tol": number(self.tol, "0 < tol < 1", "the default is 1e-3", above=0, below=1)}
@@ -60,19 +75,22 @@ class Options:
 
 
 class Solved(NamedTuple):
-    """One constant, the operator (of a batch of one) that its value was evaluated with, and `J v` of its direction `v`."""
+    """One constant, the operator (of a batch of one) that its value was evaluated with, `J v` of its direction `v`, and the
+    gain, if wanted."""
 
     estimate: Estimate
     operator: Operator
     image: Tensor
+    gain: Gain | None = None
 
 
 class SolvedBatch(NamedTuple):
-    """Constants of a batch, their operators in one, and `J v` of their directions, (batch, …)."""
+    """Constants of a batch, their operators in one, `J v` of their directions, (batch, …), and gains, if wanted."""
 
     estimates: Estimates
     operator: Operator
     images: Tensor
+    gains: tuple[Gain, ...] | None = None
 
 
 def solve(f: Function, x: Tensor | Measure, options: Options) -> Solved:
@@ -81,10 +99,10 @@ def solve(f: Function, x: Tensor | Measure, options: Options) -> Solved:
     f: a map of this package for tokens (n, d) or a `Measure`; any torch function of one tensor, whatever its shape.
     """
     if isinstance(x, Measure):
-        moved, operator, image = solve_moving(f, x, options)
+        moved, operator, image, _ = solve_moving(f, x, options)
         return Solved(_with_splitting(moved, operator, x, options), operator, image)
-    estimates, operator, images = _solve(jacobian_at(f, x, batched=False), options)
-    return Solved(estimates[0], operator, images[0])
+    estimates, operator, images, gains = _solve(jacobian_at(f, x, batched=False), options)
+    return Solved(estimates[0], operator, images[0], None if gains is None else gains[0])
 
 
 def solve_batch(f: Function, xs: Tensor, options: Options) -> SolvedBatch:
@@ -94,7 +112,7 @@ def solve_batch(f: Function, xs: Tensor, options: Options) -> SolvedBatch:
 
 def solve_moving(f: Function, measure: Measure, options: Options) -> Solved:
     """`‖D^½ J D^{−½}‖`, what moving whole atoms can do, and the operator it is the norm of, in float64."""
-    estimates, operator, images = _solve(jacobian_on(f, measure), options)
+    estimates, operator, images, _ = _solve(jacobian_on(f, measure), options)
     direction = estimates[0].direction.double()
     root = measure.mass.sqrt()[:, None].to(direction.device)
     return Solved(replace(estimates[0], direction=direction / root), operator, images[0])
@@ -124,6 +142,7 @@ def _solve(at: JacobianAt, options: Options) -> SolvedBatch:
             solutions, apart = None, [0.0] * len(seeds)  # two functions: the float64 one is meant
     if solutions is None:
         operator, solutions = precise, _in_double(solver, precise, options, seeds)
+    unlike = apart
     values, lowers, errors, images = _attained(precise, solutions)
     if rigorous and options.certify is None:
         _check_proved(solutions, lowers, options.tol)
@@ -150,7 +169,21 @@ def _solve(at: JacobianAt, options: Options) -> SolvedBatch:
         )
         for solution, value, lower, upper, sure, seed in zip(solutions, values, lowers, uppers, certain, seeds, strict=True)
     )
-    return SolvedBatch(estimates, precise.operator if isinstance(precise, Restricted) else precise, images)
+    return SolvedBatch(
+        estimates,
+        precise.operator if isinstance(precise, Restricted) else precise,
+        images,
+        None if options.gain is None else _gains(options.gain, operator, estimates, solutions, unlike),
+    )
+
+
+def _gains(
+    probes: GaussianProbes, operator: Operator, estimates: Estimates, solutions: list[Solution], unlike: list[float]
+) -> tuple[Gain, ...]:
+    """Gains beside the constants of a batch, from their own spectra where those are at hand."""
+    if estimates[0].status == "dense":
+        return dense_gains(operator)
+    return probed_gains(operator, estimates, torch.stack([s.direction for s in solutions]), probes, unlike)
 
 
 def _everywhere(operator: Operator, direction: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -16,6 +17,28 @@ BIAS_SHAPES = [(b, h, n) for b in (False, True) for h in (False, True) for n in 
 
 def gaussian(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def random_layer(seed: int, n: int = 0, width: int = 0) -> tuple[Attention, Tensor]:
+    """A softmax layer at tokens, both in float32, small enough for its whole spectrum and often too large to be decomposed.
+
+    3 to 24 tokens of width 16 to 64, one to four heads, logits from flat to saturated, causal or not, biased or not, values of
+    full rank or of rank two, now and then one token that is much longer than the others.
+    """
+    random = torch.Generator().manual_seed(seed)
+
+    def pick(*choices: Any) -> Any:
+        return choices[int(torch.randint(len(choices), (), generator=random))]
+
+    n, width = n or int(torch.randint(3, 25, (), generator=random)), width or pick(16, 32, 32, 48, 64)
+    heads, causal, rank = pick(1, 2) if width % 4 else pick(1, 2, 4), pick(False, True), pick(width, width, width, 2)
+    scales = 0.3 * 20 ** torch.rand(4, generator=random)
+    w_q, w_k, w_v, w_o = (c * torch.randn(width, width, generator=random) / width**0.5 for c in scales)
+    w_o = w_o[:, :rank] @ torch.randn(rank, width, generator=random) / width**0.5 if rank < width else w_o
+    b_v = torch.randn(width, generator=random) if pick(False, True) else None
+    x = torch.randn(n, width, generator=random)
+    x[0] *= pick(1.0, 1.0, 1.0, 10.0)
+    return Attention(w_q, w_k, w_v, w_o, heads=heads, causal=causal, b_v=b_v), x
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from howsmooth.program.segments import SegmentJacobian, SegmentMap
 from howsmooth.results import shares
 from howsmooth.settings import Per, Positions, flag, items, meant, moving, number, shown, whole
 from howsmooth.solve import Options, solve, solve_batch
-from howsmooth.spectral import Estimate
+from howsmooth.spectral import Estimate, Gain, GaussianProbes
 from howsmooth.theory.around import Neighbourhood
 from howsmooth.verbs import solve_near
 
@@ -46,6 +46,7 @@ class HowMeasured(TypedDict, total=False):
     tol: float
     certify: float | None
     seed: int | None
+    gain: bool
 
 
 MEASURED = ("layer", "map", *HowMeasured.__annotations__)
@@ -166,6 +167,7 @@ class Capture:
         tol: float = 1e-3,
         certify: float | None = None,
         seed: int | None = None,
+        gain: bool = False,
         **unknown: Any,
     ) -> Measurement | Measurements:
         """The constants of a map: of one layer at one input, or of several layers (all where none is named) at every window.
@@ -183,7 +185,7 @@ class Capture:
         where there are several windows.
         within, per, steps: the largest constant over all inputs this close, as in `howsmooth.lipschitz`; in float64, for maps
         of self-attention that are made of known pieces (docs/howto/certified.md).
-        tol, certify, seed: as in `howsmooth.lipschitz`.
+        tol, certify, seed: as in `howsmooth.lipschitz`.  gain: also the mean gain, as in `howsmooth.gain`, from 16 probes.
         """
         for name in unknown:
             raise BadInputError(f"expected arguments of measure, got {shown(name)}; {meant(name, MEASURED)}")
@@ -191,7 +193,7 @@ class Capture:
             if layer is not None:
                 raise BadInputError("expected either layer or layers, got both; a list of layers goes in either")
             layer = items(layers, "a list of layers", "pass layer=0 for one of them")
-        options = Options(tol, certify, seed)
+        options = Options(tol, certify, seed, gain=GaussianProbes() if flag(gain, "gain") else None)
         one = isinstance(layer, Integral)
         if one and len(self) > 1:
             raise BadInputError(
@@ -218,8 +220,8 @@ class Capture:
         )
         if within is None and (per != "token" or steps is not None):
             raise BadInputError("expected within=r beside per and steps, got none; they say how an input may move")
-        if within is not None and (settings.heads or closed):
-            raise BadInputError("expected neither heads nor closed beside within, got one; measure heads one by one with head=")
+        if within is not None and (settings.heads or closed or options.gain is not None):
+            raise BadInputError("expected none of heads, closed, gain beside within, got one; measure that without within")
         measured: list[Measurement] = []
         for k in (int(k) for k in chosen):
             if tokens is not None:
@@ -258,8 +260,10 @@ class Capture:
         alone: tuple[Estimate, ...] = ()
         if settings.heads and segment.on_kernels:
             x = settings.factor * segment.start
-            alone = tuple(solve(segment.of(head=h), x, settings.options).estimate for h in range(segment.ends.heads))
-        return self._measurement(sample, layer, settings, segment, solved.estimate, solved.image, output, kernels, alone)
+            options = replace(settings.options, gain=None)
+            alone = tuple(solve(segment.of(head=h), x, options).estimate for h in range(segment.ends.heads))
+        estimate, image, gain = solved.estimate, solved.image, solved.gain
+        return self._measurement(sample, layer, settings, segment, estimate, image, output, kernels, alone, gain)
 
     def _near(self, sample: ModelInput, layer: int, settings: "_Settings") -> Measurement:
         """The largest constant near the input, of a map made of known pieces."""
@@ -279,19 +283,21 @@ class Capture:
     def _of_closed(self, samples: list[ModelInput], layer: int, attn: Attention, settings: "_Settings") -> list[Measurement]:
         """In closed form, several windows in lock step."""
         x = settings.factor * torch.stack([s.segment(layer).start for s in samples])
-        estimates, operator, images = solve_batch(
+        estimates, operator, images, gains = solve_batch(
             attn if settings.which.head is None else attn.head(settings.which.head), x, settings.options
         )
         assert isinstance(operator, AttentionJacobian)
         count = attn.heads if settings.heads else 0
-        alone = [solve_batch(attn.head(h), x, settings.options).estimates for h in range(count)]
+        options = replace(settings.options, gain=None)
+        alone = [solve_batch(attn.head(h), x, options).estimates for h in range(count)]
         measured, outputs = [], operator.layer.finish(operator.kernel.output)
         for i, (sample, estimate) in enumerate(zip(samples, estimates, strict=True)):
             segment = sample.segment(layer, settings.which)
             kernel = operator.kernel if len(samples) == 1 else operator.kernel.select(torch.tensor([i], device=x.device))
             heads = tuple(head[i] for head in alone)
+            gain = None if gains is None else gains[i]
             measured.append(
-                self._measurement(sample, layer, settings, segment, estimate, images[i], outputs[i], [kernel], heads)
+                self._measurement(sample, layer, settings, segment, estimate, images[i], outputs[i], [kernel], heads, gain)
             )
         return measured
 
@@ -306,6 +312,7 @@ class Capture:
         output: Tensor | None,
         kernels: Sequence[AttentionKernel],
         heads: tuple[Estimate, ...],
+        gain: Gain | None = None,
     ) -> Measurement:
         lengths = (settings.factor * segment.start.double()).norm(dim=-1)
         n, which = len(lengths), settings.which
@@ -338,6 +345,7 @@ class Capture:
             notes=self.notes + sample.notes(layer, which, segment),
             to=which.to,
             heads=heads,
+            gain=gain,
         )
 
 

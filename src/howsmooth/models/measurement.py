@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 
 from howsmooth.results import OneNumber, Results, axes_for, draw_intervals, html_table, plain_text
-from howsmooth.spectral import Estimate, Status
+from howsmooth.spectral import Estimate, Gain, Status
 
 if TYPE_CHECKING:
     import pandas
@@ -32,7 +32,8 @@ class Measurement(OneNumber):
     to: where the map ends, if behind its layer: a later layer, "final" or "logits".
     moving: positions that may move, nothing where all may.  within, per: over which neighbourhood of the input the constant is
     the largest one, nothing at the input itself.
-    heads: one estimate per head, if asked for.  notes: what was widened, and that experts stay as chosen.
+    heads: one estimate per head, if asked for.  gain: the mean gain of random changes, if asked for.
+    notes: what was widened, and that experts stay as chosen.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Measurement(OneNumber):
     notes: tuple[str, ...] = ()
     heads: tuple[Estimate, ...] = ()
     to: int | str | None = None
+    gain: Gain | None = None
 
     @property
     def value(self) -> float:
@@ -143,10 +145,11 @@ class Measurement(OneNumber):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON; the direction is left out."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("estimate", "heads")}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("estimate", "heads", "gain")}
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
         said = {name: getattr(self, name) for name in ("relative", "effective_inputs", "effective_outputs", "sink", "remark")}
-        return plain | self.estimate.to_dict() | said | {"heads": [e.to_dict() for e in self.heads]}
+        gain = None if self.gain is None else self.gain.to_dict()
+        return plain | self.estimate.to_dict() | said | {"heads": [e.to_dict() for e in self.heads], "gain": gain}
 
     def __str__(self) -> str:
         head = "" if self.head is None else f", head {self.head}"

@@ -190,8 +190,8 @@ class Model:
         `cross` and `context` (the block's cross-attention, in its queries' tokens or in its context), `model` (first block →
         last hidden state, behind the final norm).
         more: what `Capture.measure` takes (layers, head, heads, factor, tokens, to, stream, call, closed, within, per, steps,
-        tol, certify, seed), and the input where it is no text: ids, mask, n, inputs, or the model's own arguments by name, as
-        for `capture`.
+        tol, certify, seed, gain), and the input where it is no text: ids, mask, n, inputs, or the model's own arguments by
+        name, as for `capture`.
 
         >>> model = Model.of(nn.TransformerEncoderLayer(8, 2, batch_first=True), "layer", None, None)
         >>> f"{model.measure(inputs=torch.eye(8)[None, :4], layer=0, tol=1e-2).radius_rms:.2f}"

@@ -1,4 +1,4 @@
-"""Linear maps by their products, and the norm of one from them with both ends; its top singular pairs, and what they leave."""
+"""Linear maps by their products, and from them norms with both ends, top singular pairs and what these leave."""
 
 from howsmooth.spectral.dense import DenseSVD, small
 from howsmooth.spectral.estimate import Estimate, Estimates, Solution, Solver, Status
@@ -6,12 +6,15 @@ from howsmooth.spectral.golub_kahan import GolubKahan
 from howsmooth.spectral.matrices import eig, eigh, largest_eigenvalue, led_to, spectral_norm, svd, top_eigenvalue
 from howsmooth.spectral.operator import Composed, Operator, Weighted, inner
 from howsmooth.spectral.pairs import TopPairs, norm_upper, top_pairs
+from howsmooth.spectral.trace import Gain, GaussianProbes, dense_gains, probed_gains
 
 __all__ = [
     "Composed",
     "DenseSVD",
     "Estimate",
     "Estimates",
+    "Gain",
+    "GaussianProbes",
     "GolubKahan",
     "Operator",
     "Solution",
@@ -19,12 +22,14 @@ __all__ = [
     "Status",
     "TopPairs",
     "Weighted",
+    "dense_gains",
     "eig",
     "eigh",
     "inner",
     "largest_eigenvalue",
     "led_to",
     "norm_upper",
+    "probed_gains",
     "small",
     "spectral_norm",
     "svd",
