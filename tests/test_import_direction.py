@@ -14,6 +14,7 @@ FLOORS = (
     "errors",
     "settings",
     "results",
+    "progress",
     "kernels",
     "spectral",
     "measures",

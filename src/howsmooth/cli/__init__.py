@@ -15,7 +15,7 @@ from howsmooth.settings import choice, seed_of
 # Commands and groups as they are listed: a look, a model, a training run, one question, one layer, the paper.
 ORDER = ["demo", "measure", "report", "training", "study", "certify", "attack", "bounds", "worst", "split", "reproduce"]
 
-__all__ = ["ORDER", "Answer", "answer", "count_cases", "note", "several", "show_table", "typed"]
+__all__ = ["ORDER", "Answer", "answer", "note", "several", "show_table", "typed"]
 
 
 class Answer(NamedTuple):
@@ -95,11 +95,6 @@ def several(text: str, option: str, kind: type[int] | type[float] | type[str] = 
 def note(text: str) -> None:
     """A remark beside the answer, on standard error."""
     print(f"howsmooth: {text}", file=sys.stderr)
-
-
-def count_cases(done: int, of: int) -> None:
-    """How far a search is, on standard error."""
-    print(f"\rcase {done} of {of}", file=sys.stderr, end="\n" if done == of else "", flush=True)
 
 
 def show_table(title: str, rows: Sequence[dict[str, Any]], *, words: Collection[str] = (), digits: int = 4) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from howsmooth.cli import Answer, count_cases, show_table
+from howsmooth.cli import Answer, show_table
 from howsmooth.models import MapName, load
 from howsmooth.models.model import Side
 from howsmooth.paper.attacks import Robustness, draw_robustness, robustness
@@ -57,7 +57,6 @@ def attack(
         scored=scored,
         forbid=banned,
         seed=seed,
-        progress=count_cases,
     )
     return Answer(results.to_dict(), lambda: _show(results), figure and (lambda: draw_robustness(figure, results)))
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from howsmooth.cli import Answer, count_cases, show_table, typed
+from howsmooth.cli import Answer, show_table, typed
 from howsmooth.errors import BadInputError
 from howsmooth.models import MapName, load
 from howsmooth.models.model import Side
@@ -55,7 +55,7 @@ def certify(
     passage = read_text(text)
     loaded = load(model, "cpu", side=side, head=change is None)
     windows = loaded.text(passage).windows(n, samples, seed)
-    found = radii(loaded, windows, layers, count_cases, label=label, change=change, map=map, per=per)
+    found = radii(loaded, windows, layers, label=label, change=change, map=map, per=per)
     if page is not None:
         write_radii_page(found, page, model=model, command=typed(), change=change, force=force)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from howsmooth.cli import Answer, show_table, typed
 from howsmooth.cli.options import SweepOptions
 from howsmooth.report.assemble import inspect_into
-from howsmooth.run import check_folder, progress_bar
+from howsmooth.run import check_folder
 
 
 def report(
@@ -43,7 +43,7 @@ def report(
         figures=figures,
         radii=radii,
         variants=variants,
-        progress=progress_bar("measuring", quiet=sweep.quiet),
+        progress=not sweep.quiet,
     )
 
     def show() -> None:

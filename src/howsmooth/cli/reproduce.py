@@ -11,7 +11,7 @@ from howsmooth.paper.curves import Curve
 from howsmooth.paper.protocol import PAPER, QUICK
 from howsmooth.paper.reproduction import PARTS, Part, fitted, write_reproduction
 from howsmooth.paper.reproduction import reproduce as run
-from howsmooth.run import Local, progress_bar, write_table
+from howsmooth.run import Local, write_table
 from howsmooth.settings import choice
 
 
@@ -66,7 +66,7 @@ def reproduce(
         resume=resume,
         force=force,
         engine=Local(workers=workers),
-        progress=progress_bar("measuring", quiet=quiet),
+        progress=not quiet,
         command=typed(),
     )
     if not result.rows:

@@ -9,7 +9,7 @@ from howsmooth.cli import Answer, note, show_table, typed
 from howsmooth.cli.options import SweepOptions
 from howsmooth.errors import BadInputError
 from howsmooth.report.assemble import variants_report
-from howsmooth.run import check_folder, check_writable, progress_bar, write_table
+from howsmooth.run import check_folder, check_writable, write_table
 from howsmooth.study.choices import kind_names
 from howsmooth.study.jobs import Job, Measured, run_sweep
 from howsmooth.study.question import questions
@@ -93,7 +93,7 @@ def _answer(
     def run(jobs: list[Job]) -> Measured:
         nonlocal begun
         again, begun = begun, True
-        return run_sweep(reader, jobs, results, engine=engine, resume=again, progress=progress_bar(name, quiet=sweep.quiet))
+        return run_sweep(reader, jobs, results, engine=engine, resume=again, progress=not sweep.quiet)
 
     measured = question.ask(question.tasks(setting, **options), run)
     if write_page is not None:

@@ -18,6 +18,7 @@ from howsmooth.models.model_input import ATTENTION, ModelInput, Which
 from howsmooth.models.tokens import Window
 from howsmooth.program.ends import End, MapName
 from howsmooth.program.segments import SegmentJacobian, SegmentMap
+from howsmooth.progress import Progress, progress_bar
 from howsmooth.results import shares
 from howsmooth.settings import Per, Positions, flag, items, meant, moving, number, shown, whole
 from howsmooth.solve import Options, solve, solve_batch
@@ -223,17 +224,20 @@ class Capture:
         if within is not None and (settings.heads or closed or options.gain is not None):
             raise BadInputError("expected none of heads, closed, gain beside within, got one; measure that without within")
         measured: list[Measurement] = []
-        for k in (int(k) for k in chosen):
-            if tokens is not None:
-                for sample in self.samples:  # a mask fits one length alone, positions are the same at all
-                    free = moving(tokens, len(sample.segment(k, settings.which).start))
-                    settings = replace(settings, options=replace(options, tokens=free))
-            if within is not None:
-                measured += [self._near(sample, k, settings) for sample in self.samples]
-            elif closed and settings.which in (Which(), Which(head=settings.which.head)):
-                measured += self._closed_layer(k, settings)
-            else:
-                measured += [self._of_segment(sample, k, settings) for sample in self.samples]
+        with Progress() if len(chosen) == 1 else progress_bar("layers") as bar:
+            bar.begin(len(chosen))
+            for k in (int(k) for k in chosen):
+                if tokens is not None:
+                    for sample in self.samples:  # a mask fits one length alone, positions are the same at all
+                        free = moving(tokens, len(sample.segment(k, settings.which).start))
+                        settings = replace(settings, options=replace(options, tokens=free))
+                if within is not None:
+                    measured += [self._near(sample, k, settings) for sample in self.samples]
+                elif closed and settings.which in (Which(), Which(head=settings.which.head)):
+                    measured += self._closed_layer(k, settings)
+                else:
+                    measured += [self._of_segment(sample, k, settings) for sample in self.samples]
+                bar.advance()
         return measured[0] if one else Measurements(measured)
 
     def _closed_layer(self, layer: int, settings: "_Settings") -> list[Measurement]:

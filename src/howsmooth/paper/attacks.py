@@ -1,6 +1,6 @@
 """What a constant means for a real model: predicted sensitivity against what attacks got, layer by layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -9,6 +9,7 @@ from typing import Any, final
 from howsmooth.errors import BadInputError
 from howsmooth.models import MapName, Model, Window
 from howsmooth.paper.drawing import check_figure, new_figure, save_figure
+from howsmooth.progress import Progress, progress_bar
 from howsmooth.report import COLOURS
 from howsmooth.search import METHODS, Attacks, attack
 from howsmooth.study import TokenAttack, attack_tokens
@@ -111,12 +112,13 @@ def robustness(
     scored: int = 32,
     forbid: Sequence[str] = (),
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Robustness:
     """Attack every layer of a model at every window, in its features and in its words.
 
     layers: all by default.  map: which map of a layer.  budgets: shares of the length of what enters the map.  words: how many
-    may change, 0 for none.  ways, scored, forbid: as in `attack_tokens`.  progress: told how many cases are done, of how many.
+    may change, 0 for none.  ways, scored, forbid: as in `attack_tokens`.
+    progress: a bar where a person watches; False for none.
     """
     if not windows:
         raise BadInputError("expected a window of text or more, got none; take them from model.text(...).windows(...)")
@@ -124,24 +126,27 @@ def robustness(
         raise BadInputError(f"expected budgets between 0 and 10 times the input's length, got {list(budgets)}; 0.03 is 3 %")
     if isinstance(words, bool) or not isinstance(words, int) or words < 0:
         raise BadInputError(f"expected a whole number of words, 0 for none, got {words!r}; correct it")
-    cases = []
-    for w, window in enumerate(windows):
-        captured = model.capture(ids=window)
-        chosen = range(captured.num_layers) if layers is None else layers
-        for layer in chosen:
-            cut = captured.map(layer, map)
-            x = cut.start
-            length = float(x.double().norm())
-            twice = model.capture(ids=[i for i in window.ids for _ in "ab"]).map(layer, map) if "splitting" in methods else None
-            attacks = attack(cut, x, [b * length for b in budgets], methods=methods, steps=steps, doubled=twice, seed=seed)
-            edits: tuple[TokenAttack, ...] = ()
-            if words and map in ("attention", "block"):
-                edits = attack_tokens(
-                    model, window, layer=layer, map=map, words=words, ways=ways, scored=scored, forbid=forbid, seed=seed
-                )
-            cases.append(Case(w, layer, length, attacks, edits))
-            if progress is not None:
-                progress(len(cases), len(windows) * len(chosen))
+    cases: list[Case] = []
+    with progress_bar("attacking", progress) as shown:
+        for w, window in enumerate(windows):
+            captured = model.capture(ids=window)
+            chosen = range(captured.num_layers) if layers is None else layers
+            if not cases:
+                shown.begin(len(windows) * len(chosen))
+            for layer in chosen:
+                cut = captured.map(layer, map)
+                x = cut.start
+                length = float(x.double().norm())
+                doubled = [i for i in window.ids for _ in "ab"]
+                twice = model.capture(ids=doubled).map(layer, map) if "splitting" in methods else None
+                attacks = attack(cut, x, [b * length for b in budgets], methods=methods, steps=steps, doubled=twice, seed=seed)
+                edits: tuple[TokenAttack, ...] = ()
+                if words and map in ("attention", "block"):
+                    edits = attack_tokens(
+                        model, window, layer=layer, map=map, words=words, ways=ways, scored=scored, forbid=forbid, seed=seed
+                    )
+                cases.append(Case(w, layer, length, attacks, edits))
+                shown.advance()
     return Robustness(model.name, map, tuple(float(b) for b in budgets), tuple(cases))
 
 

@@ -20,9 +20,10 @@ from howsmooth.paper.protocol import Experiment, Protocol
 from howsmooth.paper.scripts import ITERATION, TRAP
 from howsmooth.paper.splitting_maps import FREQUENCY, MAP
 from howsmooth.paper.texts import RANDOM_MODELS, REAL_TEXT
+from howsmooth.progress import Progress
 from howsmooth.report import figure_style, whole_page
 from howsmooth.results import html_table
-from howsmooth.run import Engine, Plan, Progress, check_folder, claim_folder, read, sweep, writing
+from howsmooth.run import Engine, Plan, check_folder, claim_folder, read, sweep, writing
 from howsmooth.study import Interval, Row, row_of
 
 Part = Literal["real", "random", "adversarial", "meanfield", "splitting", "trap"]
@@ -73,7 +74,7 @@ def reproduce(
     resume: bool = False,
     force: bool = False,
     engine: Engine | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     command: str = "",
 ) -> Reproduced:
     """Measure what the parts need and the folder does not have yet; each result is kept as it arrives.

@@ -10,10 +10,11 @@ from torch import nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.models import Model
+from howsmooth.progress import Progress
 from howsmooth.report.answer import answer, findings, plain
 from howsmooth.report.figures import draw_figures
 from howsmooth.report.page import write_page
-from howsmooth.run import Engine, Progress, claim_folder, writing
+from howsmooth.run import Engine, claim_folder, writing
 from howsmooth.settings import flag
 from howsmooth.settings import number as number_in
 from howsmooth.study.answers import Methods, ReportData, Token
@@ -122,7 +123,7 @@ def inspect(
     *,
     radii: float | None = None,
     variants: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **scope: Unpack[ScopeOptions],
 ) -> Report:
     """Measure every layer and head of a model on a text at several lengths, and set it beside theory.
@@ -131,7 +132,7 @@ def inspect(
     lengths: by default those of 8 … 512 that the model and the text allow.  samples: windows of the text at each length.
     layers: all by default.  map: as in `Model.measure`.  tol, certify: as in `howsmooth.lipschitz`.  seed: places the samples.
     radii: also the radii within which the output of a layer moves by at most this part of its length, by layer and sample.
-    variants: also put other kinds of attention into the layers.
+    variants: also put other kinds of attention into the layers.  progress: a bar where a person watches; False for none.
 
         >>> howsmooth.inspect("demo").save("report")  # doctest: +SKIP
         PosixPath('report/index.html')
@@ -141,7 +142,7 @@ def inspect(
     named = ALICE if text is None else "a text"
 
     def run(jobs: list[Job], here: bool = False) -> Measured:
-        return run_here(reader, jobs, None if here else progress)
+        return run_here(reader, jobs, False if here else progress)
 
     return _report(reader, setting, named, "howsmooth.inspect", run, Extras(_part(radii), variants))
 
@@ -158,7 +159,7 @@ def inspect_into(
     figures: bool = True,
     radii: float | None = None,
     variants: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> tuple[Report, Path]:
     """A report by a sweep that keeps its results in `folder/results.sqlite`, saved in that folder, and the path of its page.
 
@@ -177,7 +178,7 @@ def inspect_into(
         nonlocal begun
         again, begun = resume or begun, True
         if here:
-            return run_sweep(reader, jobs, results, resume=True, command=command, empty=True)
+            return run_sweep(reader, jobs, results, resume=True, progress=False, command=command, empty=True)
         return run_sweep(reader, jobs, results, engine=engine, resume=again, progress=progress, command=command)
 
     report = _report(reader, setting, named, command, run, Extras(radii, variants))

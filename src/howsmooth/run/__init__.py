@@ -5,13 +5,12 @@ from howsmooth.run.plan import Plan, Task
 from howsmooth.run.pool import Engine, Local
 from howsmooth.run.ray import Ray
 from howsmooth.run.store import Record, read
-from howsmooth.run.sweeping import Progress, Sweep, progress_bar, sweep, versions
+from howsmooth.run.sweeping import Sweep, sweep, versions
 
 __all__ = [
     "Engine",
     "Local",
     "Plan",
-    "Progress",
     "Ray",
     "Record",
     "Sweep",
@@ -19,7 +18,6 @@ __all__ = [
     "check_folder",
     "check_writable",
     "claim_folder",
-    "progress_bar",
     "read",
     "sweep",
     "to_frame",

@@ -1,4 +1,4 @@
-"""Run a plan into a results file, from the start or from where it stopped, with a progress bar where a person watches."""
+"""Run a plan into a results file, from the start or from where it stopped."""
 
 import contextlib
 import importlib.metadata
@@ -9,66 +9,10 @@ from pathlib import Path
 from typing import Any, final
 
 from howsmooth.errors import BadInputError
+from howsmooth.progress import Progress, progress_bar
 from howsmooth.run.plan import Plan
 from howsmooth.run.pool import Engine, Local
 from howsmooth.run.store import Store
-
-
-class Progress(contextlib.AbstractContextManager["Progress"]):
-    """What a sweep tells while it runs: where nothing is overridden, nothing. Use as a context manager."""
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def begin(self, total: int, done: int) -> None:
-        """`done` of `total` tasks were finished earlier."""
-
-    def advance(self, failed: bool) -> None:
-        """One more task has ended."""
-
-
-@final
-class Bar(Progress):
-    """A rich progress bar with rate and time left, on standard error."""
-
-    def __init__(self, title: str, console: Any = None):
-        from rich import progress as rich
-        from rich.console import Console
-
-        self._rich = rich.Progress(
-            rich.TextColumn("{task.description}"),
-            rich.BarColumn(bar_width=None),
-            rich.MofNCompleteColumn(),
-            rich.TextColumn("{task.fields[rate]}"),
-            rich.TimeElapsedColumn(),
-            rich.TextColumn("elapsed,"),
-            rich.TimeRemainingColumn(),
-            rich.TextColumn("left{task.fields[failed]}"),
-            console=console or Console(stderr=True),
-            transient=True,
-            expand=True,
-        )
-        self._title, self._failed, self._new = title, 0, 0
-
-    def __exit__(self, *_: object) -> None:
-        self._rich.stop()
-
-    def begin(self, total: int, done: int) -> None:
-        self._rich.start()
-        self._rich.add_task(self._title, total=total, completed=done, rate="", failed="")
-
-    def advance(self, failed: bool) -> None:
-        self._failed += failed
-        self._new += 1
-        task = self._rich.tasks[0]
-        rate = f"{self._new / task.elapsed:.3g}/s" if task.elapsed else ""
-        note = f", {self._failed} failed" if self._failed else ""
-        self._rich.update(task.id, advance=1, rate=rate, failed=note)
-
-
-def progress_bar(title: str, *, quiet: bool = False) -> Progress:
-    """A bar where a person is watching; nothing when standard error is piped, or when asked to be quiet."""
-    return Progress() if quiet or not sys.stderr.isatty() else Bar(title)
 
 
 @final
@@ -88,15 +32,16 @@ def sweep(
     *,
     engine: Engine | None = None,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     command: str | None = None,
     context: Any = None,
 ) -> Sweep:
     """Run what the file does not have yet, and commit each result as it arrives.
 
     engine: `Local(workers=…)` or `Ray(…)`, this process by default.  resume: continue a file that has results; failed tasks
-    are tried again.  command: kept beside the rows, the command line by default.  context: what the plan's setup returns, where
-    you have it already: tasks in this process use it, workers elsewhere build their own.
+    are tried again.  progress: a bar where a person watches; False for none.  command: kept beside the rows, the command line
+    by default.  context: what the plan's setup returns, where you have it already: tasks in this process use it, workers
+    elsewhere build their own.
 
     An interruption at any moment, a power cut too, loses only the tasks then under way. A task that fails is recorded with its
     reason and does not stop the others. A second sweep on the same file is refused while the first one runs. What tasks print
@@ -114,7 +59,7 @@ def sweep(
     if context is not None and plan.tasks and plan.setup is None:
         raise BadInputError("expected a plan with a setup for the context, got one without; plan it with setup=…")
     engine = engine or Local()
-    with Store(path, resume=resume) as store, progress or Progress() as shown:
+    with Store(path, resume=resume) as store, progress_bar("measuring", progress) as shown:
         known = store.begin(plan, engine.name, command or " ".join(sys.argv), versions())
         todo = tuple(task for task in plan.tasks if known.get(task.key) != "done")
         skipped = len(plan.tasks) - len(todo)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.maps import AutodiffJacobian, Map
+from howsmooth.progress import Progress
 from howsmooth.search.sets import TokenSet
 from howsmooth.solve import Function
 from howsmooth.spectral import TopPairs, eigh, small, top_pairs
@@ -42,7 +43,16 @@ class Climb(NamedTuple):
     trace: tuple[float, ...]
 
 
-def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *, steps: int, keep: int, seed: int = 0) -> Climb:
+def ascend(
+    f: Function,
+    space: TokenSet,
+    starts: Float[Tensor, "starts n d"],
+    *,
+    steps: int,
+    keep: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Climb:
     """Move every start uphill, the top pair re-solved at every step.
 
     Projected quasi-Newton (L-BFGS) on `log L` in a radius that grows with every gain and shrinks with every loss; a trial that
@@ -50,7 +60,10 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
     steps only the better starts go on, at last `keep` of them.
 
     f: a map or a batched function.  space: the set.  starts: coordinates, projected first.  steps: measurements of each start.
+    progress: told of every step.
     """
+    shown = progress or Progress()
+    shown.begin(steps)
     z = space.project(starts)
     pairs = pairs_at(f, space.tokens(z), None, seed)
     began, value, reached = pairs.value[0].clone(), pairs.value[0].clone(), z.clone()
@@ -84,6 +97,7 @@ def ascend(f: Function, space: TokenSet, starts: Float[Tensor, "starts n d"], *,
         memory.inverse[:, losses >= _PATIENCE] = 0.0
         value[active], reached[active] = pairs.value[0], z
         trace.append(float(value.max()))
+        shown.advance()
         on = torch.nonzero(losses < _REST)[:, 0]
         on = on[pairs.value[0, on].argsort(descending=True)[: _left(k, steps, len(began), keep)]]
         if len(on) == 0:

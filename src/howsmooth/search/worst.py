@@ -11,6 +11,7 @@ from torch import Tensor
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.maps import Attention, Map
+from howsmooth.progress import progress_bar
 from howsmooth.results import OneNumber
 from howsmooth.search.ascent import Climb, ascend, pairs_at, steepest
 from howsmooth.search.families import check_layer, ranked
@@ -103,7 +104,8 @@ def find_worst(
     f, dtype = _precision(f, space, z, small)
     # small maps on the CPU: a GPU would decompose one Jacobian after the other
     at = torch.device("cpu") if small and isinstance(f, Map) else place
-    climb = ascend(f, space, z.to(at, dtype), steps=steps, keep=max(1, restarts // 8), seed=seed)
+    with progress_bar("climbing") as shown:
+        climb = ascend(f, space, z.to(at, dtype), steps=steps, keep=max(1, restarts // 8), seed=seed, progress=shown)
     best = int(climb.value.argmax())
     tokens = space.tokens(climb.z[best : best + 1])[0].detach().to(place)
     estimate = solve_batch(f, tokens[None], options)[0][0]

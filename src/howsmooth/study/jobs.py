@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar, final
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import Measurement
-from howsmooth.run import Engine, Plan, Progress, read, sweep, versions
+from howsmooth.progress import Progress, progress_bar
+from howsmooth.run import Engine, Plan, read, sweep, versions
 from howsmooth.study.reader import Reader, Source, prepare
 
 if TYPE_CHECKING:
@@ -162,16 +163,14 @@ def plan(source: Source, jobs: Sequence[Job]) -> Plan:
     return functools.reduce(Plan.__add__, (Plan.of(job.function, [job.arguments], **setup) for job in jobs))
 
 
-def run_here(reader: Reader, jobs: Sequence[Job], progress: Progress | None = None) -> Measured:
+def run_here(reader: Reader, jobs: Sequence[Job], progress: Progress | bool | None = None) -> Measured:
     """The jobs one after the other in this process; the first that fails ends it."""
-    if progress is not None and not isinstance(progress, Progress):
-        raise BadInputError(f"expected progress as a Progress of howsmooth.run, got {type(progress).__name__}; leave it out")
     cells: list[Cells] = []
-    with progress or Progress() as shown:
-        shown.begin(len(jobs), 0)
+    with progress_bar("measuring", progress) as shown:
+        shown.begin(len(jobs))
         for job in jobs:
             cells += job.function(reader, **job.arguments)
-            shown.advance(False)
+            shown.advance()
     return Measured(_rows(cells), (), versions())
 
 
@@ -182,7 +181,7 @@ def run_sweep(
     *,
     engine: Engine | None = None,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     command: str | None = None,
     empty: bool = False,
 ) -> Measured:

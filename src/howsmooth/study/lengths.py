@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Unpack, final
 from torch import nn
 
 from howsmooth.models import Model
+from howsmooth.progress import Progress
 from howsmooth.results import axes_for, html_table
-from howsmooth.run import Progress
 from howsmooth.study.charts import Drawing, Own, Section
 from howsmooth.study.fit import Break, GrowthFit, fit_growth
 from howsmooth.study.jobs import Cells, Measured, run_here, to_frame
@@ -103,7 +103,7 @@ def growth(
     model: Model | nn.Module | str | Path,
     text: str | Sequence[int] | None = None,
     *,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **scope: Unpack[ScopeOptions],
 ) -> Growth:
     """`L` against the number of tokens, layer by layer, with the fitted exponent, its interval, residuals and breaks.
@@ -111,6 +111,7 @@ def growth(
     model: loaded, or what `load` takes.  text: the text itself or token ids; Alice in Wonderland by default.
     lengths: by default those of 8 … 512 that the model and the text allow.  samples: windows of the text at each length.
     layers: all by default.  map: as in `Model.measure`.  tol, certify: as in `howsmooth.lipschitz`.  seed: places the samples.
+    progress: a bar where a person watches; False for none.
 
     >>> import torch
     >>> from transformers import BertConfig, BertModel

@@ -19,6 +19,7 @@ from howsmooth.models.tokens import Window
 from howsmooth.program.modules import written_path
 from howsmooth.program.pieces import Piece, Pieces, pieces_of, pruned
 from howsmooth.program.reading import check_agrees, read_function
+from howsmooth.progress import Progress, progress_bar
 from howsmooth.search.radius import Radius, first_order, largest, smallest_change
 from howsmooth.settings import PER, Per, choice, flag, moving, number, whole
 from howsmooth.solve import Options, solve
@@ -376,17 +377,22 @@ def radii(
     model: Model,
     windows: Sequence[Window],
     layers: Sequence[int] | None,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Progress | bool | None = None,
     **how: Any,
 ) -> Radii:
-    """`certified_radius` for every window and layer, all layers where none is named. how: its other arguments."""
+    """`certified_radius` for every window and layer, all layers where none is named. how: its other arguments.
+
+    progress: a bar where a person watches; False for none.
+    """
     some = range(model.capture([windows[0]]).num_layers) if layers is None else layers
     cases = [(w, k) for w in range(len(windows)) for k in some]
     rows: list[tuple[int, int, Radius | str]] = []
-    for done, (w, k) in enumerate(cases):
-        try:
-            rows.append((w, k, certified_radius(model, ids=windows[w], layer=k, **how)))
-        except BadFunctionError as error:
-            rows.append((w, k, str(error)))
-        progress(done + 1, len(cases))
+    with progress_bar("certifying", progress) as shown:
+        shown.begin(len(cases))
+        for w, k in cases:
+            try:
+                rows.append((w, k, certified_radius(model, ids=windows[w], layer=k, **how)))
+            except BadFunctionError as error:
+                rows.append((w, k, str(error)))
+            shown.advance()
     return Radii(tuple(rows))

@@ -16,7 +16,7 @@ from howsmooth.kernels.kinds import Softmax
 from howsmooth.maps import Attention
 from howsmooth.models import Model
 from howsmooth.models.measurement import estimate_columns
-from howsmooth.run import Progress
+from howsmooth.progress import Progress
 from howsmooth.study.answers import ReportData
 from howsmooth.study.charts import ALL, Chart, Column, Drawing, Lines, Option, Pick, Section, Table, number
 from howsmooth.study.choices import (
@@ -190,7 +190,7 @@ def variants(
     *,
     kinds: Sequence[str] | None = None,
     factors: Sequence[float] = REACH,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **scope: Unpack[ScopeOptions],
 ) -> Variants:
     """`L` of every layer with every kind of attention put in, against the number of tokens, their size, and the cost.
