@@ -137,6 +137,14 @@ def held(count: int = 4, n: int = 512, sink: bool = False) -> list[Row]:
     ]
 
 
+def yardsticks(count: int = 4, n: int = 512) -> list[Row]:
+    """Layer k has ten times the constant of averaging in layer 0, five times elsewhere; a random change grows by a tenth of L."""
+    return [
+        row("yardstick", k, n, value(k, n), averaging=value(k, n) / (10 if k == 0 else 5), gain=value(k, n) / 10, logits=12.0)
+        for k in range(count)
+    ]
+
+
 def maps(count: int = 4, n: int = 512) -> list[Row]:
     """Normed attention and blocks; a block is 50 times as smooth as its attention in layer 1, 5 times elsewhere."""
     gains = {"normed": 2, "block": 5}
@@ -198,7 +206,7 @@ def full(measured: list[Row] | None = None, *others: list[Row]) -> ReportData:
     """Every part of a report; others: in place of all rows but those of layers."""
     words = tuple(f"word{i}" for i in range(136))
     measured = with_shares(layers(), (128, 136)) if measured is None else measured
-    rest = others or (held(), maps(), heads(), bounds(), near(), changes(), splits(), worst(), influence(), variants())
+    rest = others or (yardsticks(), held(), maps(), heads(), bounds(), near(), changes(), splits(), worst(), influence(), variants())
     texts = {n: tokens(words[:n]) for n in (128, 136)}
     return report([*measured, *(r for rows in rest for r in rows)], texts=texts, notes=(NOTE,))
 
@@ -215,3 +223,31 @@ def harmful() -> ReportData:
     rows += [r | {"map": bad} for r in maps(2, n)] + influence(n)
     rows += [r | {"variant": bad} if r["variant"] == "cosine" else r for r in variants(2)]
     return ReportData(rows, methods, {n: tokens(HOSTILE)}, (bad,), bad)
+
+
+# of the demo's layers at 512 tokens: L at 8 tokens, in the mean and on the first sample, relative, ‖W_o W_v‖, gain, and the
+# token that leads: where, what, its share, the attention it draws, and L with it frozen (`howsmooth demo`)
+DEMO = (
+    (3.7, 13.243, 11.441, 42.26, 2.754, 0.318, 391, "very", 0.424, 0.002, 10.818),
+    (9.0, 20.019, 20.386, 44.97, 3.734, 0.637, 0, "[CLS]", 0.955, 0.084, 14.946),
+    (9.6, 23.082, 24.985, 51.48, 4.570, 0.606, 0, "[CLS]", 0.930, 0.091, 19.446),
+    (11.0, 27.904, 31.135, 54.34, 5.318, 0.576, 0, "[CLS]", 0.970, 0.148, 17.680),
+    (9.8, 37.591, 34.795, 86.27, 4.224, 0.518, 0, "[CLS]", 0.982, 0.208, 13.752),
+    (7.0, 13.708, 10.868, 41.39, 2.891, 0.293, 197, "late", 0.639, 0.012, 10.714),
+)
+
+
+def demo() -> ReportData:
+    """The demo's numbers at its shortest and longest length, on eight samples."""
+    rows = []
+    for k, (short, L, first, relative, averaging, gain, token, word, share, received, frozen) in enumerate(DEMO):
+        rest = {"confidence": 0.999999, "status": "converged", "radius": 10.0, "relative": relative}
+        top = {"top_token": token, "top_word": word, "top_share": share, "top_received": received}
+        for sample in range(8):
+            at = first if sample == 0 else (L**8 / first) ** (1 / 7)  # so that the mean is the demo's
+            rows.append(row("layer", k, 512, at, upper=1.01 * at, sample=sample, **rest, **top))
+            rows.append(row("layer", k, 8, short, upper=1.01 * short, sample=sample, **rest))
+        rows.append(row("yardstick", k, 512, first, averaging=averaging, gain=gain, logits=12.0))
+        about = {"token": token, "word": word, "share": share, "received": received}
+        rows.append(row("held", k, 512, frozen, whole=first, **about))
+    return report(rows)

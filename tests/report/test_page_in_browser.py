@@ -55,6 +55,13 @@ SURVEY = """() => Object.fromEntries([...document.querySelectorAll("[data-chart]
 }))"""
 
 
+# Opens what is folded, and waits for the charts in there.
+UNFOLD = """async () => {
+  document.querySelectorAll("main details[data-name]").forEach((part) => (part.open = true));
+  for (let i = 0; i < 3; i++) await new Promise((done) => requestAnimationFrame(done));
+}"""
+
+
 @dataclass
 class Visit:
     """An open page and what went wrong on it."""
@@ -73,7 +80,8 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def visit(browser: Any, path: Path, width: int = 1100, scheme: str = "light") -> Iterator[Visit]:
+def visit(browser: Any, path: Path, width: int = 1100, scheme: str = "light", folded: bool = False) -> Iterator[Visit]:
+    """The page with all its parts open, or folded as it comes."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True)
     page = context.new_page()
     seen = Visit(page)
@@ -83,6 +91,8 @@ def visit(browser: Any, path: Path, width: int = 1100, scheme: str = "light") ->
     page.on("dialog", lambda d: (seen.errors.append(d.message), d.dismiss()))
     try:
         page.goto(path.as_uri())
+        if not folded:
+            page.evaluate(UNFOLD)
         yield seen
     finally:
         context.close()
@@ -194,7 +204,7 @@ def test_the_selector_changes_the_shading(browser, full):
             shares = shading(page)
             assert shares.index(max(shares)) == layer
             assert shares[layer] == pytest.approx(0.85)
-            assert f"“word{layer}” (token {layer + 1}) 50.0 %" in page.inner_text("#text-note")
+            assert f"“word{layer}” (token {layer}) 50.0 %" in page.inner_text("#text-note")
             colours = page.eval_on_selector_all(
                 "#text-body .token", "s => [...new Set(s.map(t => getComputedStyle(t).backgroundColor))]"
             )
@@ -252,7 +262,7 @@ def test_hovering_shows_the_numbers(browser, full):
         hover(page, "[data-chart=bound-ladder] .row")
         assert "bound" in page.inner_text(".tip")
         hover(page, "[data-chart=held] .net")
-        assert "held fixed: " in page.inner_text(".tip")
+        assert "frozen: " in page.inner_text(".tip")
         hover(page, "[data-chart=near] .net")
         assert "certified: at most " in page.inner_text(".tip")
         hover(page, "[data-chart=radii] .net")
@@ -260,7 +270,7 @@ def test_hovering_shows_the_numbers(browser, full):
         hover(page, "[data-chart=maps] .net")
         assert "relative: " in page.inner_text(".tip")
         hover(page, "#text-body .token", 4)
-        assert page.inner_text(".tip").startswith("token 5 of 136")
+        assert page.inner_text(".tip").startswith("token 4 of 136")
         page.mouse.move(2, 2)
         assert not page.locator(".tip").is_visible()
         calm(seen, full)
@@ -295,7 +305,7 @@ def test_the_picture_shows_which_token_moves_which(browser, full):
         cell = box["width"] / 136
         for i, j, said in ((40, 37, "‖J‖ = 0.25"), (136 - 1, 0, f"‖J‖ = {1 / 136:.3g}"), (3, 90, "no influence")):
             page.mouse.move(box["x"] + (j + 0.5) * cell, box["y"] + (i + 0.5) * cell)
-            assert page.inner_text(".tip") == f"token {j + 1} “word{j}” → token {i + 1} “word{i}”\n{said}"
+            assert page.inner_text(".tip") == f"token {j} “word{j}” → token {i} “word{i}”\n{said}"
         drawn = "[...document.querySelector('.picture canvas').getContext('2d').getImageData(0, 0, 136, 136).data]"
         pixels = np.array(page.evaluate(drawn)).reshape(136, 136, 4)
         assert pixels[3, 90, 3] == 0  # nothing is drawn where there is nothing
@@ -422,7 +432,7 @@ def test_a_model_becomes_a_page_that_works(browser, desk):
         assert set(charts) == set(CHARTS) | {"shuffled"}
         assert all(chart["shapes"] and not chart["bad"] for chart in charts.values())
         spoken = " ".join(seen.page.inner_text(".answer").split())
-        assert f"Layer {max(longest, key=lambda row: row['value'])['layer']} is the least smooth" in spoken
+        assert f"Layer {max(longest, key=lambda row: row['value'])['layer']} amplifies most" in spoken
         assert len(seen.page.query_selector_all("#text-body .token")) in set(LENGTHS)
         shades = []
         for layer in ("0", "1"):

@@ -1,5 +1,7 @@
 """From a model and a text to a report: measure, assemble, save."""
 
+import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -60,12 +62,12 @@ class Report:
 
     @property
     def answer(self) -> list[str]:
-        """Which layer is least smooth, the sink behind it if there is one, how it grows, how far it is from the ceiling."""
+        """Which layer amplifies most, how bad that is, why, and what to do."""
         return [plain(sentence) for sentence in answer(self.data)]
 
     @property
     def findings(self) -> list[str]:
-        """Jumps, largest first, and notes."""
+        """Every piece of advice with its evidence, and notes."""
         return [plain(sentence) for sentence in findings(self.data)]
 
     def to_frame(self) -> "pandas.DataFrame":
@@ -224,16 +226,32 @@ def _report(reader: Reader, setting: Setting, text: str, command: str, run: Call
 
 
 def _methods(reader: Reader, setting: Setting, text: str, command: str, measured: Measured) -> Methods:
+    """How it was measured; a folder by its name, since pages travel and paths say where they come from."""
+    name = reader.model.name
+    short = Path(name).resolve().name if Path(name).is_dir() else name
     return Methods(
-        model=_DEMO if reader.model.name == "demo" else reader.model.name,
+        model=_DEMO if name == "demo" else short,
         text=text,
         map=setting.scope.map,
-        command=command,
+        command=_without_paths(command),
         versions=measured.versions,
         seed=setting.scope.seed,
         tol=setting.scope.tol,
         date=time.strftime("%Y-%m-%d"),
     )
+
+
+def _without_paths(command: str) -> str:
+    """A command with what lies on this machine by its name alone.
+
+    >>> _without_paths("howsmooth report /usr/bin --tol 1e-2")
+    'howsmooth report bin --tol 1e-2'
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:  # an unclosed quote is no command
+        return command
+    return shlex.join(Path(word).name if os.sep in word and Path(word).exists() else word for word in words)
 
 
 def variants_report(reader: Reader, setting: Setting, measured: Measured, command: str) -> Report:

@@ -2,21 +2,23 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from howsmooth.errors import BadInputError
-from howsmooth.report.answer import STRONG, answer, findings, plain
+from howsmooth.report.answer import STRONG, answer, plain
 from howsmooth.report.shell import asset, check_page, encoded, save, whole_page
 from howsmooth.run import check_folder, versions
 from howsmooth.search import Radius
 from howsmooth.study import Radii, questions
+from howsmooth.study.advice import advice
 from howsmooth.study.answers import ReportData
 from howsmooth.study.changes import radii_by_layer
 from howsmooth.study.charts import Column, Drawing, Section, Table, number, plain_cells
-from howsmooth.study.jobs import Cells
+from howsmooth.study.jobs import Cells, grouped
 from howsmooth.study.layers import LayerRow
 from howsmooth.study.question import Question
 
@@ -24,6 +26,12 @@ LARGEST = 6_000_000  # bytes
 _MOST_ROWS = 20_000  # of the table of all measurements; what is drawn is always whole
 _COLUMNS = ("layer", "n", "sample", "value", "upper", "confidence", "status", "radius")
 _COLUMNS += ("relative", "top_share", "seconds", "seed")
+_MORE = """
+<section id="more" data-name="More">
+<h2>More</h2>
+$folded
+</section>
+"""
 _NUMBERS = Section(
     id="numbers",
     name="Numbers",
@@ -33,6 +41,7 @@ _NUMBERS = Section(
     "at least in "
     "every row; <b>radius</b> is the root mean square norm of the tokens.$cut",
     below='<div id="numbers-table"></div>',
+    folded=True,
 )
 _METHODS = Section(
     id="methods",
@@ -49,28 +58,33 @@ _METHODS = Section(
     "log L against "
     "log n.",
     below="<dl>$methods<dt>command</dt><dd><code>$command</code></dd></dl>",
+    folded=True,
 )
 
 
 def render(data: ReportData) -> str:
     """The page as text."""
-    m, sentences, rows, drawn = data.methods, answer(data), data.of(LayerRow), drawings(data)
-    words = {question.section: _html(question.said_of(data)) for question, _ in drawn if question.section}
-    main = [_html_of(section, map=escape(m.map), sentence=said) for section, said in words.items()]
+    m, sentences, rows = data.methods, answer(data), data.of(LayerRow)
+    main, more = [], []
+    for question, _ in drawings(data):
+        if question.section:
+            folded, said = question.folded(data), question.said_of(data)
+            section = replace(question.section, folded=folded)
+            (more if folded else main).append(_html_of(section, said, map=escape(m.map)))
     lowest = min(row.confidence for row in rows)
     cut = f" The first {_MOST_ROWS} of {len(rows)} are here." if len(rows) > _MOST_ROWS else ""
     methods = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _methods(data).items() if v)
-    main.append(_html_of(_NUMBERS, confidence=escape(str(lowest)), cut=cut))
-    main.append(_html_of(_METHODS, methods=methods, command=escape(m.command)))
-    found = "".join(f'<div class="finding">{_html(sentence)}</div>' for sentence in findings(data))
+    more.append(_html_of(_NUMBERS, "every measurement", confidence=escape(str(lowest)), cut=cut))
+    more.append(_html_of(_METHODS, "versions, seeds, and the command", methods=methods, command=escape(m.command)))
+    main.insert(1, _advice(data))
+    folded = "\n".join(more)
     return whole_page(
-        "\n".join(main),
+        '<nav id="contents" aria-label="sections"></nav>\n' + "\n".join(main) + Template(_MORE).substitute(folded=folded),
         title=data.title,
         name=f"{data.title} {m.model}",
         meta=_meta(data),
         description=plain(sentences[0]),
-        answer=[_html(sentence) for sentence in sentences],
-        below=f'{found}\n<nav id="contents"></nav>',
+        answer=[*map(_html, sentences[:-1]), _html(sentences[-1], code=True)],
         version=m.versions.get("howsmooth", ""),
         script=asset("page.js"),
         data=payload(data),
@@ -103,7 +117,7 @@ def payload(data: ReportData) -> dict[str, Any]:
     return _charts(sections, data.layers) | {
         "lengths": data.lengths,
         "fits": {layer: fit.to_dict() for layer, fit in data.fits.items()},
-        "text": shown.index(data.jump_end) if data.jump_end in shown else 0,
+        "text": len(shown) - 1,
         "rows": {
             "names": _COLUMNS,
             "rows": [[*map(_exact, row.columns(*_COLUMNS).values())] for row in data.of(LayerRow)[:_MOST_ROWS]],
@@ -124,17 +138,39 @@ def _charts(sections: Iterable[tuple[Section, Sequence[Drawing]]], layers: Seque
     return records | {"sections": built, "layers": layers}
 
 
-def _html_of(section: Section, **words: str) -> str:
-    """A section; its script fills the places for its charts."""
+def _advice(data: ReportData) -> str:
+    """What to do, one piece of advice after the other, and the notes that came with the data."""
+    given = advice(data)
+    shown = {question.section.id for question, _ in drawings(data) if question.section}
+    found = []
+    for kind, some in grouped(given, lambda one: one.kind).items():
+        for k, one in enumerate(some):
+            link = f' <a href="#{one.section}">See the chart</a>' if one.section in shown else ""
+            name = "" if k else f' id="advice-{kind}"'
+            found.append(f'<div class="finding"{name}>{_html(one.found)}<p>→ {_html(one.do, code=True)}{link}</p></div>')
+    found += [f'<div class="finding">{_html(note)}</div>' for note in data.notes]
+    if not found:
+        return ""
+    return f'<section id="advice" data-name="Advice">\n<h2>What to do</h2>\n{"".join(found)}\n</section>\n'
+
+
+def _html_of(section: Section, said: str = "", **words: str) -> str:
+    """A section, with what is said of it; its script fills the places for its charts. A folded one shows that alone."""
     swatches = "".join(f'<li><i class="{look}"></i>{escape(said)}</li>' for look, said in section.swatches)
+    about, sentence = f'id="{section.id}" data-name="{escape(section.name)}"', _html(said)
+    head = f"<section {about}>\n<h2>{escape(section.title)}</h2>"
+    if section.folded:
+        gist = '<span class="gist">$gist</span>'
+        head = f"<details {about}>\n<summary><h3>{escape(section.title)}</h3> {gist}</summary>"
     parts = [
-        f'<section id="{section.id}" data-name="{escape(section.name)}">\n<h2>{escape(section.title)}</h2>',
+        head,
         f"<p>{section.text}</p>",
         f'<ul class="swatches">{swatches}</ul>' if swatches else "",
         f'<div class="controls" id="{section.id}-controls"></div>\n<div id="{section.id}-charts"></div>',
         section.below,
-        "</section>\n",
+        "</details>\n" if section.folded else "</section>\n",
     ]
+    words |= {"gist": sentence, "sentence": "" if section.folded else sentence}
     return Template("\n".join(filter(None, parts))).substitute(words)
 
 
@@ -143,9 +179,10 @@ def _exact(value: Any) -> Any:
     return str(value) if isinstance(value, float) and 1 > value > 0.9999995 else value
 
 
-def _html(sentence: str) -> str:
-    """A sentence as it is read: what is strong in bold, powers such as n^0.25 raised."""
-    return re.sub(r"\^((?:\d|[−.-](?=\d))+)", r"<sup>\1</sup>", STRONG.sub(r"<b>\1</b>", escape(sentence)))
+def _html(sentence: str, code: bool = False) -> str:
+    """A sentence as it is read: what is strong in bold, powers such as n^0.25 raised, code as code where it is ours."""
+    raised = re.sub(r"\^((?:\d|[−.-](?=\d))+)", r"<sup>\1</sup>", STRONG.sub(r"<b>\1</b>", escape(sentence)))
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", raised) if code else raised
 
 
 def _meta(data: ReportData) -> str:

@@ -113,9 +113,13 @@ class ReportData:
         groups = grouped(self.of(LayerRow), lambda row: (row.layer, row.n))
         return [Level.of(layer, n, rows) for (layer, n), rows in groups.items()]
 
-    def least_smooth(self, layers: Collection[int] | None = None) -> Level:
-        """The entry of the summary with the largest mean, among these layers or all."""
-        return max((level for level in self.summary if layers is None or level.layer in layers), key=lambda level: level.mean)
+    def last_level(self, layer: int) -> Level:
+        """The entry of a layer at its longest length."""
+        return max((level for level in self.summary if level.layer == layer), key=lambda level: level.n)
+
+    def worst(self, layers: Collection[int] | None = None) -> Level:
+        """The entry with the largest mean at the longest length, among these layers or all."""
+        return max((self.last_level(k) for k in self.layers if layers is None or k in layers), key=lambda level: level.mean)
 
     @cached_property
     def growth(self) -> Growth:
@@ -135,13 +139,8 @@ class ReportData:
 
     @property
     def focus(self) -> int:
-        """The layer that is looked at first: the one with the largest jump, or the least smooth one."""
-        return self.jumps[0][0] if self.jumps else self.least_smooth().layer
-
-    @property
-    def jump_end(self) -> int:
-        """The length behind the largest jump, 0 where there is none."""
-        return self.jumps[0][1].after if self.jumps else 0
+        """The layer that the headline names, and that every chart opens on."""
+        return self.worst().layer
 
     @cached_property
     def shares(self) -> dict[int, dict[int, Sequence[float]]]:

@@ -11,7 +11,7 @@ from howsmooth.errors import HowSmoothError
 from howsmooth.maps import Attention
 from howsmooth.models import Capture, Measurement
 from howsmooth.study.answers import ReportData
-from howsmooth.study.charts import Drawing, Ladder, Option, Pick, Section
+from howsmooth.study.charts import Drawing, Ladder, Option, Pick, Section, number
 from howsmooth.study.jobs import Cells, EstimateRow, Measured, rare
 from howsmooth.study.layers import LayerRow, layer_jobs
 from howsmooth.study.question import Beside, Question, Steps, lines_by_place, power_of_ten
@@ -112,6 +112,11 @@ class BesideBound(NamedTuple):
         """The bound's logarithm, infinite where it does not apply."""
         return math.inf if self.bound.log_value is None else self.bound.log_value
 
+    @property
+    def above(self) -> float:
+        """The logarithm of how many times what was measured it is."""
+        return self.log - math.log(self.row.value) if self.row.value > 0 else math.inf
+
     def cells(self) -> Cells:
         """A line of a table of bounds."""
         return self.row.columns("model", "layer", "map", "n", "value", "radius_max") | vars(self.bound)
@@ -122,19 +127,43 @@ def bounds_of(data: ReportData) -> list[BesideBound]:
     return [BesideBound(row, bound) for row in data.of(BoundsRow) for bound in row.each]
 
 
+def sentence(rows: list[BoundsRow], data: ReportData) -> str:
+    """The least upper bounds beside what was measured, for the layer with the largest constant that has bounds."""
+    uppers = [b for b in bounds_of(data) if b.bound.side == "upper" and b.bound.log_value is not None]
+    if not uppers:
+        return "No upper bound is known."
+    layer = data.worst({row.layer for row, _ in uppers}).layer
+    n = max(row.n for row, _ in uppers if row.layer == layer)
+    at, over = (
+        min((b for b in uppers if (b.row.layer, b.row.n, b.bound.where) == (layer, n, where)), key=lambda b: b.log, default=None)
+        for where in ("point", "ball")
+    )
+    said = []
+    if at is not None:
+        said.append(f"L ≤ {_huge(at.log)} at the first sample ({_huge(at.above)} × the measured {number(at.row.value)})")
+    if over is not None:
+        said.append(f"L ≤ {_huge(over.log)} for any {n} tokens whose vectors are no longer ({_huge(over.above)} ×)")
+    return f"In layer {layer} theory proves {', and '.join(said)}."
+
+
+def _huge(log: float) -> str:
+    """`exp(log)`, as a power of ten where it is large."""
+    return number(math.exp(log)) if log < 50 else f"10^{log / math.log(10):.0f}" if log < math.inf else "∞"
+
+
 def figure(rows: list[BoundsRow], data: ReportData) -> list[Drawing]:
     """Each bound beside what was measured, at first for the least smooth layer that has bounds at its longest length."""
     lines = []
     for row, bound in bounds_of(data):
         cells = row.columns("layer", "n", "value") | vars(bound)
         upper = bound.side == "upper"
-        log = None if bound.log_value is None or row.value <= 0 else bound.log_value - math.log(row.value)
+        log = None if bound.log_value is None or row.value <= 0 else BesideBound(row, bound).above
         looks = {"look": bound.where if upper else f"{bound.where} hollow", "beside": log}
         lines.append(cells | looks | {"place": "at this input" if bound.where == "point" else "over the ball"})
     if not lines:
         return []
     layers, lengths = (sorted({row[key] for row in lines}) for key in ("layer", "n"))
-    worst = data.least_smooth(layers).layer
+    worst = data.worst(layers).layer
     chart = Ladder(
         name="bound-ladder",
         title="Measured and bounds, layer {layer}, n = {n}",
@@ -168,13 +197,15 @@ BOUNDS = Question(
     title="measured L on the first sample, and every bound that applies: D at the input, B over the ball",
     table=table,
     beside=Beside(bounds_row, page_lengths, slow=True),
+    sentence=sentence,
     figure=figure,
     section=Section(
         id="bounds",
         name="Ceiling",
         title="How far from the ceiling",
         place=60,
-        text="What theory allows beside what was measured. A bound at this input uses the actual attention weights; a "
+        folded=True,
+        text="What theory allows beside what was measured. $sentence A bound at this input uses the actual attention weights; a "
         "bound over the "
         "ball holds for every sequence of as many tokens that are no longer. An arrow is off the scale.",
         swatches=(("", "at this input"), ("ball", "over the ball"), ("hollow", "hollow: a lower bound")),

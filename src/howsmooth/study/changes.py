@@ -109,7 +109,7 @@ CHANGES = Question(
         id="radii",
         name="Radii",
         title="How far tokens may move",
-        place=75,
+        place=40,
         text="$sentence",
         swatches=(("ball", "certified"), ("", "first order"), ("hot", "attack")),
     ),

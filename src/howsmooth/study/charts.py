@@ -166,22 +166,28 @@ class Picture(Chart):
 @final
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its title, where its values stand, and what it means. text: of words."""
+    """A column of a table: its title, where its values stand, and what it means.
+
+    text: of words.  link: the key of the place in the page that a value leads to.  heat: values have a colour.
+    """
 
     title: str
     key: str
     help: str = ""
     text: bool = False
+    link: str = ""
+    heat: bool = False
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Table(Chart):
-    """Records as a table that sorts. most: rows that are shown at first."""
+    """Records as a table that sorts. most: rows that are shown at first.  mark: a column that says which rows stand out."""
 
     draw = "table"
     columns: tuple[Column, ...]
     most: int = 25
+    mark: str = ""
 
 
 @final
@@ -215,7 +221,7 @@ class Section:
 
     id, title, name: of the section, its headline, and its name in the contents.  place: sections are in this order.
     text: HTML, with `$sentence` for what the question says and `$map` for the map.  swatches: a look and its meaning.
-    below: HTML after the charts.
+    below: HTML after the charts.  folded: one line of it is seen until it is opened.
     """
 
     id: str
@@ -225,6 +231,7 @@ class Section:
     text: str
     swatches: tuple[tuple[str, str], ...] = ()
     below: str = ""
+    folded: bool = False
 
 
 def plain_cells(value: Any) -> Any:

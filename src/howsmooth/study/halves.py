@@ -113,6 +113,7 @@ SPLITTING = Question(
         name="Splitting",
         title="Does splitting a token pay?",
         place=100,
+        folded=True,
         text="Seen as a cloud of mass, a token may be split into two halves that move apart. $sentence",
         swatches=(("", "tokens move whole"), ("ball hollow", "one token is split")),
     ),

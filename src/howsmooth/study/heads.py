@@ -59,7 +59,7 @@ def on_page(setting: Setting, extras: Extras) -> Steps:
 
 
 def figure(rows: list[HeadRow], data: "ReportData") -> list[Drawing]:
-    """L of every head alone, behind the largest jump, or at the longest length where heads were measured."""
+    """L of every head alone, at the longest length where heads were measured."""
     if not rows:
         return []
     lengths = sorted({row.n for row in rows})
@@ -74,8 +74,7 @@ def figure(rows: list[HeadRow], data: "ReportData") -> list[Drawing]:
         tip=("layer {layer}, head {head}",),
         each="n = {n}: L = {value}",
     )
-    first = data.jump_end if data.jump_end in lengths else lengths[-1]
-    pick = Pick("heads-length", "Length", "n", tuple(Option(n, f"n = {n}") for n in lengths), first)
+    pick = Pick("heads-length", "Length", "n", tuple(Option(n, f"n = {n}") for n in lengths), lengths[-1])
     return [Drawing((chart,), (pick,), file="layers-by-heads")]
 
 
@@ -88,7 +87,7 @@ HEADS = Question(
         id="heads",
         name="Heads",
         title="Which heads",
-        place=50,
+        place=35,
         text="Each head measured alone, through its own part of the output projection. Heads can add up or cancel in "
         "the layer.",
     ),

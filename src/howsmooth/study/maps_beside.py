@@ -114,7 +114,8 @@ MAPS_BESIDE = Question(
         id="maps",
         name="Maps",
         title="Attention, norm and block",
-        place=40,
+        place=50,
+        folded=True,
         text="<b>attention</b> takes what enters the attention sub-layer, <b>normed</b> the block's own norm before it, "
         "<b>block</b> the whole layer with its residual paths. The relative constant L·|x| / |f(x)| sets the change of the "
         "output against the size of the output. $sentence",

@@ -133,6 +133,7 @@ NEARBY = Question(
         name="Nearby",
         title="How far it holds",
         place=70,
+        folded=True,
         text="L is a number at one input. Let every token of the first sample move by up to r, a part of a token's "
         "mean length: the "
         "largest L that ascent found in there, and the largest that any input in there can have, certified. $sentence",

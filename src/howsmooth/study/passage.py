@@ -20,7 +20,7 @@ TEXT = Question(
         id="text",
         name="Text",
         title="Where in the text",
-        place=80,
+        place=25,
         text="Each token is shaded by its share |v<sub>i</sub>|² of the unit direction v that the layer stretches "
         "most; the token "
         "with the largest share sets the scale.",

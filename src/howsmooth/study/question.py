@@ -53,6 +53,7 @@ class Question(Generic[SomeRow]):
     lacking: a sentence for each reason why layers have no answer.  remarks: what to say beside the table.
     beside: how rows come with those of layers, where they do.  on_page: the jobs of a page, in batches as well.
     sentence, figure: what the rows of a report say, `**strong**` where it matters, and their charts.
+    found: whether that is worth a look; the page folds what is not.
     section: its place on the page, without one it is not there.
     """
 
@@ -69,11 +70,16 @@ class Question(Generic[SomeRow]):
     on_page: Callable[[Setting, "Extras"], Steps] = lambda setting, extras: nothing()
     sentence: Callable[[list[SomeRow], "ReportData"], str] = lambda rows, data: ""
     figure: Callable[[list[SomeRow], "ReportData"], Sequence[Drawing]] = lambda rows, data: ()
+    found: Callable[[list[SomeRow], "ReportData"], bool] = lambda rows, data: True
     section: Section | None = None
 
     def said_of(self, data: "ReportData") -> str:
         """The sentence of a report's rows."""
         return self.sentence(data.of(self.row), data)
+
+    def folded(self, data: "ReportData") -> bool:
+        """Whether the page shows one line of it until it is opened."""
+        return self.section is not None and (self.section.folded or not self.found(data.of(self.row), data))
 
     def drawings(self, data: "ReportData") -> Sequence[Drawing]:
         """The charts of a report's rows."""

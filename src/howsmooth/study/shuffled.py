@@ -141,6 +141,7 @@ SHUFFLED = Question(
         name="Order",
         title="Does the order of the words matter?",
         place=115,
+        folded=True,
         text="The tokens of the first sample in a few random orders, special tokens where they are: what L becomes of, and how "
         "much orders differ. One passage says nothing of other texts. $sentence",
     ),

@@ -400,7 +400,7 @@ VARIANTS = Question(
         id="variants",
         name="Kinds",
         title="Which kind is smoothest?",
-        place=120,
+        place=45,
         text="The same layers on the same text with another kind of attention in place of softmax. $sentence Kinds "
         "differ in how "
         "sharp their weights are and in the size of what they give: <b>matched</b> sets each scale so that weights "

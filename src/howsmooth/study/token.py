@@ -1,22 +1,23 @@
 """What one token carries: the constant of a layer while the token that leads its worst direction is frozen."""
 
-import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import final
 
 from howsmooth.models import Capture, FallbackWarning, Measurement
 from howsmooth.study.answers import ReportData
 from howsmooth.study.charts import Bars, Drawing, Lines, Section, number
-from howsmooth.study.jobs import Cells, EstimateRow, grouped
+from howsmooth.study.jobs import Cells, EstimateRow
 from howsmooth.study.maps_beside import ROUGH
 from howsmooth.study.question import Beside, Question
 from howsmooth.study.scope import Part
 
-_MOST = 0.5  # share above which one token carries a direction
-_LAYERS = 5  # one layer out of so many with the same such token, and two at least, make it a sink
+CARRIES = 0.5  # share above which one token carries a direction
+_DRAWN = 0.25  # share of all attention above which a token is a sink,
+_EVEN = 20  # or times an even share; under a causal mask the first of 1 024 tokens has 7.5 of them from uniform weights
 _TELLING = 1.05  # times, that are told apart in a picture
 
 
@@ -50,43 +51,37 @@ def frozen_row(captured: Capture, m: Measurement, part: Part, window: Cells) -> 
     yield FrozenRow.measured(rest, window, **top, seconds=time.perf_counter() - began)
 
 
-@final
-@dataclass(frozen=True)
-class Sink:
-    """The token that carries most of the worst direction in many layers. rows: those layers."""
+def is_sink(received: Sequence[float], n: int) -> bool:
+    """Whether a token that carries layers draws much attention there, as far as that is known.
 
-    token: int
-    word: str
-    rows: Sequence[FrozenRow]
+    >>> is_sink([0.3, 0.4], 512), is_sink([0.01], 512)
+    (True, False)
+    """
+    return not received or median(received) > min(_DRAWN, _EVEN / n)
 
 
-def sink_of(data: ReportData) -> Sink | None:
-    """The token that carries more than half of the worst direction in many layers, if there is one."""
-    carried = grouped([row for row in data.of(FrozenRow) if row.share > _MOST], lambda row: row.token)
-    layers = len(data.layers)
-    token = max(carried, key=lambda t: len(carried[t]), default=None)
-    if token is None or len(carried[token]) < max(min(2, layers), math.ceil(layers / _LAYERS)):
-        return None
-    return Sink(token, carried[token][0].word, carried[token])
+def _times(row: FrozenRow) -> float:
+    """By how much L falls with the token frozen."""
+    return row.whole / row.value if row.value > 0 else 1.0
 
 
 def sentence(rows: list[FrozenRow], data: ReportData) -> str:
     """Which layer owes most to one token."""
-    some = [row for row in rows if row.value > 0]
-    if not some:
-        return ""
-    most = max(some, key=lambda row: row.whole / row.value)
-    gain = most.whole / most.value
-    if gain < _TELLING:
-        return "Here no layer owes much of its constant to one token."
-    named = f"layer {most.layer}: with token {most.token + 1} held fixed"
-    return f"It matters most in {named} L is {number(gain)} times smaller."
+    most = max(rows, key=_times)
+    if not found(rows, data):
+        return "No layer owes much of its constant to one token."
+    return f"It matters most in layer {most.layer}: with token {most.token} frozen L is {number(_times(most))} times smaller."
+
+
+def found(rows: list[FrozenRow], data: ReportData) -> bool:
+    """Whether some layer owes much to one token."""
+    return any(_times(row) >= _TELLING for row in rows)
 
 
 def figure(rows: list[FrozenRow], data: ReportData) -> list[Drawing]:
     """Above, the largest share of one token in every layer; below, L where that token may move and where it is frozen."""
     names = ("layer", "n", "token", "word", "share", "whole", "value")
-    cells = [row.columns(*names) | {"position": row.token + 1} for row in rows]
+    cells = [row.columns(*names) for row in rows]
     share = Bars(
         name="token-share",
         title="Largest share of one token, n = {n}",
@@ -95,16 +90,16 @@ def figure(rows: list[FrozenRow], data: ReportData) -> list[Drawing]:
         rows=cells,
         x="layer",
         y="share",
-        tip=("layer {layer}", "token {position} “{word:short}” carries {share:%}"),
+        tip=("layer {layer}", "token {token} “{word:short}” carries {share:%}"),
     )
     lines = Lines(
         name="held",
-        title="L with that token held fixed, n = {n}",
+        title="L with that token frozen, n = {n}",
         unit="log scale",
         source="held",
         rows=cells,
-        curves=(("all move", "whole", "point"), ("one held", "value", "hot")),
-        tip=("layer {layer}", "all tokens may move: L = {whole}", "token {position} “{word:short}” held fixed: {value}"),
+        curves=(("all move", "whole", "point"), ("one frozen", "value", "hot")),
+        tip=("layer {layer}", "all tokens may move: L = {whole}", "token {token} “{word:short}” frozen: {value}"),
     )
     return [Drawing((share, lines), file="held")] if rows else []
 
@@ -115,14 +110,15 @@ TOKEN = Question(
     beside=Beside(frozen_row, lambda setting: [setting.longest]),
     sentence=sentence,
     figure=figure,
+    found=found,
     section=Section(
         id="token",
         name="One token",
         title="What one token carries",
         place=30,
         text="In each layer, the token with the largest share of the direction that is stretched most (bars), and L "
-        "when that token "
-        "is held fixed and only the others may move. $sentence",
-        swatches=(("", "all tokens may move"), ("hot", "that token is held fixed")),
+        "when that token is "
+        "frozen and only the others may move. $sentence",
+        swatches=(("", "all tokens may move"), ("hot", "that token is frozen")),
     ),
 )

@@ -146,6 +146,7 @@ WORST = Question(
         name="Worst inputs",
         title="How bad can it get?",
         place=110,
+        folded=True,
         text="The worst input found among tokens no longer than the text's own, beside the text and the smallest upper bound. "
         "$sentence",
         swatches=(("", "the text"), ("hot", "worst found"), ("ball hollow", "ceiling")),

@@ -170,7 +170,7 @@ function frame(host, { name, title, unit, render, rows, below = null }) {
   const canvas = el("div", { class: "canvas" });
   const titleText = () => (typeof title === "function" ? title() : title);
   const label = el("span", { class: "chart-title" }, titleText());
-  const csvButton = el("button", { type: "button", class: "tool", title: "Download its numbers", onclick: () => saveCsv(name, rows()) }, "CSV");
+  const csvButton = el("button", { type: "button", class: "tool", title: "Download its numbers", "aria-label": `CSV of ${name}`, onclick: () => saveCsv(name, rows()) }, "CSV");
   const tools = el("span", { class: "tools" }, csvButton);
   const caption = el("figcaption", {}, el("span", {}, label, el("span", { class: "unit" }, unit ?? "")), tools);
   host.append(el("figure", { class: "chart", "data-chart": name }, caption, canvas, below));
@@ -178,6 +178,7 @@ function frame(host, { name, title, unit, render, rows, below = null }) {
   const self = {
     redraw() {
       drawn = Math.floor(canvas.clientWidth);
+      if (!drawn) return; // folded away
       label.textContent = titleText();
       const drawing = render(Math.max(drawn, 240));
       (drawing.querySelector("svg") ?? drawing).setAttribute("aria-label", titleText());
@@ -196,6 +197,9 @@ function sheetOf(width, height) {
   return draw(null, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
 }
 
+// Colours span a factor of four at least, so that what is alike looks alike.
+const spanned = ([low, high]) => [low, Math.max(high, 4 * low)];
+
 // ---- heat map: rows × columns of numbers on one logarithmic colour scale
 
 function heatMap({ width, rows, columns, value, range, rowLabel, columnLabel, axis, lines, mark = () => false }) {
@@ -203,7 +207,7 @@ function heatMap({ width, rows, columns, value, range, rowLabel, columnLabel, ax
   const narrow = width < 520, left = narrow ? 10 + 6.5 * longest : 74, top = 26, bottom = 46;
   const cell = (width - left - 2) / columns.length, tall = Math.max(17, Math.min(narrow ? 30 : 34, 420 / rows.length));
   const height = top + tall * rows.length + bottom;
-  const sheet = sheetOf(width, height), [low, high] = range, span = Math.log(high / low) || 1;
+  const sheet = sheetOf(width, height), [low, high] = spanned(range), span = Math.log(high / low);
   const across = (c) => left + cell * (columns.indexOf(c) + 0.5);
   draw(sheet, "text", { x: left - 8, y: 16, class: "axis", "text-anchor": "end" }, axis);
   for (const c of pickLabels(columns, across, narrow ? 26 : 30)) {
@@ -353,7 +357,7 @@ function ladder({ width, rows, unit, base = null, baseLabel = "", room = 1e7 }) 
 
 // ---- a strip of bars, one per position
 
-function strip({ width, values, colour, lines, label, most = 0, name = (i) => String(i + 1) }) {
+function strip({ width, values, colour, lines, label, most = 0, name = String }) {
   const height = 84, left = 8, bottom = 20, sheet = sheetOf(width, height), top = most || values.reduce((a, b) => Math.max(a, b), 0) || 1;
   const step = (width - 2 * left) / values.length;
   draw(sheet, "line", { x1: left, x2: width - left, y1: height - bottom, y2: height - bottom, class: "grid" });
@@ -393,8 +397,8 @@ function picture({ width, n, codes, low, high, across, down, lines }) {
   draw(sheet, "text", { transform: `translate(12 ${top + side / 2}) rotate(-90)`, class: "axis", "text-anchor": "middle" }, down);
   for (const i of n > 1 ? [0, n - 1] : [0]) {
     const at = (side * (i + 0.5)) / n;
-    draw(sheet, "text", { x: left + (i ? side : 0), y: 16, class: "tick", "text-anchor": i ? "end" : "start" }, String(i + 1));
-    draw(sheet, "text", { x: left - 5, y: top + Math.min(Math.max(at + 4, 10), side), class: "tick", "text-anchor": "end" }, String(i + 1));
+    draw(sheet, "text", { x: left + (i ? side : 0), y: 16, class: "tick", "text-anchor": i ? "end" : "start" }, String(i));
+    draw(sheet, "text", { x: left - 5, y: top + Math.min(Math.max(at + 4, 10), side), class: "tick", "text-anchor": "end" }, String(i));
   }
   colourBar(sheet, left, height, Math.min(220, side), low, high);
   const ring = draw(sheet, "rect", { class: "ring", visibility: "hidden" });
@@ -424,7 +428,7 @@ function choose(host, label, options, name, chosen, change) {
 
 // ---- a table that sorts by the column clicked
 
-function table(host, { name, columns, rows, most = 25 }) {
+function table(host, { name, columns, rows, most = 25, mark = "" }) {
   let order = null, rising = true, open = rows.length <= most;
   const body = el("tbody"), more = el("button", { type: "button", class: "more", onclick: () => ((open = true), fill()) });
   const heads = columns.map((c, i) => {
@@ -442,21 +446,29 @@ function table(host, { name, columns, rows, most = 25 }) {
     heads.forEach((h, k) => h.setAttribute("aria-sort", k === i ? (rising ? "ascending" : "descending") : "none"));
     fill();
   }
+  const some = (c) => rows.map((r) => c.value(r)).filter((v) => v > 0);
+  function cell(c, r) {
+    const v = c.value(r), said = v === null ? "–" : (c.show ?? ((x) => (typeof x === "number" ? format(x) : x)))(v, r);
+    const node = el("td", { class: c.text ? "text" : null }, c.link && r[c.link] ? el("a", { href: r[c.link] }, said) : said);
+    if (c.heat && v > 0) {
+      const [low, high] = spanned([Math.min(...some(c)), Math.max(...some(c))]), colour = heatColour(Math.log(v / low) / Math.log(high / low));
+      Object.assign(node.style, { background: rgb(colour), color: isLight(colour) ? "#1a1d26" : "#ffffff" });
+    }
+    return node;
+  }
   function fill() {
     const key = (r) => columns[order].value(r);
     const shown = order === null ? rows : [...rows].sort((a, b) => compare(key(a), key(b)));
-    body.replaceChildren(...(open ? shown : shown.slice(0, most)).map((r) => el("tr", {}, ...columns.map((c) => {
-      const v = c.value(r);
-      return el("td", { class: c.text ? "text" : null }, v === null ? "–" : (c.show ?? ((x) => (typeof x === "number" ? format(x) : x)))(v, r));
-    }))));
+    body.replaceChildren(...(open ? shown : shown.slice(0, most)).map((r) => el("tr", { class: r[mark] ? "marked" : null }, ...columns.map((c) => cell(c, r)))));
     more.hidden = open;
     more.textContent = `Show all ${rows.length} rows`;
   }
   const record = (r) => Object.fromEntries(columns.map((c) => [c.name ?? c.title, c.value(r)]));
-  const save = el("button", { type: "button", class: "tool", onclick: () => saveCsv(name, rows.map(record)) }, "CSV");
+  const save = el("button", { type: "button", class: "tool", "aria-label": `CSV of ${name}`, onclick: () => saveCsv(name, rows.map(record)) }, "CSV");
   const whole = el("table", { "data-table": name }, el("thead", {}, el("tr", {}, ...heads)), body);
-  host.append(el("div", { class: "table-tools" }, save), el("div", { class: "scroll" }, whole), more);
+  host.append(el("div", { class: "table-tools" }, save), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `table of ${name}` }, whole), more);
   fill();
+  if (columns.some((c) => c.heat)) frames.push({ redraw: fill });
 }
 
 // What a page does once it is drawn: the button that turns light to dark, and a word to whoever waits for it.

@@ -123,7 +123,7 @@ const draws = {
   },
 
   picture: (chart) => {
-    const p = pictureOf(chart), named = (i) => `token ${i + 1}` + (p.tokens ? ` “${p.tokens[i][1].slice(0, 24)}”` : "");
+    const p = pictureOf(chart), named = (i) => `token ${i}` + (p.tokens ? ` “${p.tokens[i][1].slice(0, 24)}”` : "");
     return (width) => picture({
       width, n: p.n, codes: p.codes, low: p.low, high: p.high, across: chart.across, down: chart.down,
       lines: (i, j) => [`${named(j)} → ${named(i)}`, p.codes[i * p.n + j] === 0 ? "no influence" : `${p.faint && p.codes[i * p.n + j] === 1 ? "at most" : "‖J‖ ="} ${format(p.norm(i, j))}`],
@@ -140,9 +140,9 @@ function pictureOf(chart) {
 
 // What the CSV of a chart holds: its records, of a picture its numbers.
 function recordsOf(chart) {
-  if (chart.draw !== "picture") return data[chart.source].map((r) => ({ ...r, ...("position" in r ? { token: r.position } : {}) }));
+  if (chart.draw !== "picture") return data[chart.source];
   const p = pictureOf(chart), all = Array.from({ length: p.n }, (_, i) => i);
-  return all.map((i) => Object.fromEntries([["to", i + 1], ...all.map((j) => [`from_${j + 1}`, Number(p.norm(i, j).toPrecision(4))])]));
+  return all.map((i) => Object.fromEntries([["to", i], ...all.map((j) => [`from_${j}`, Number(p.norm(i, j).toPrecision(4))])]));
 }
 
 // Bounds and the like that have no mark, in a list below.
@@ -175,9 +175,9 @@ function build(section) {
   for (const chart of section.charts) {
     if (chart.draw === "own") own[chart.name]?.();
     else if (chart.draw === "table") {
-      const place = host.appendChild(el("div")), columns = chart.columns.map((c) => ({ title: c.title, name: c.key, help: c.help || null, text: c.text, value: (r) => r[c.key] }));
+      const place = host.appendChild(el("div")), columns = chart.columns.map((c) => ({ title: c.title, name: c.key, help: c.help || null, text: c.text, link: c.link, heat: c.heat, value: (r) => r[c.key], ...(c.key === "layer" ? { show: String } : {}) }));
       const exact = () => data[chart.source].filter((r) => section.picks.every((p) => r[p.column] === undefined || r[p.column] === choice.values[p.column]));
-      updates.push(() => (place.replaceChildren(), table(place, { name: chart.name, columns, rows: exact(), most: chart.most })));
+      updates.push(() => (place.replaceChildren(), table(place, { name: chart.name, columns, rows: exact(), most: chart.most, mark: chart.mark })));
     } else {
       const drawn = frame(host, { name: chart.name, title: titled(chart), unit: chart.unit, render: draws[chart.draw](chart, choice), rows: () => recordsOf(chart) });
       updates.push(drawn.redraw);
@@ -335,12 +335,12 @@ const own = {
       spans.forEach((span, i) => span.style.setProperty("--share", (0.85 * Math.sqrt(shares[i] / top)).toFixed(3)));
       const order = shares.map((_, i) => i).sort((a, b) => shares[b] - shares[a]).slice(0, 5);
       const short = (t) => (t.length > 24 ? t.slice(0, 23) + "…" : t);
-      note.replaceChildren("Largest shares: ", ...order.flatMap((i, k) => [k ? ", " : "", el("bdi", {}, `“${short(passage.tokens[i][1])}”`), ` (token ${i + 1}) ${percent(shares[i])}`]), ".");
+      note.replaceChildren("Largest shares: ", ...order.flatMap((i, k) => [k ? ", " : "", el("bdi", {}, `“${short(passage.tokens[i][1])}”`), ` (token ${i}) ${percent(shares[i])}`]), ".");
     }
     const over = (event) => {
       const i = event.target.dataset.token;
       if (i === undefined) return tip.hide();
-      tip.show(event, [`token ${Number(i) + 1} of ${passage.tokens.length}`, `${percent(passage.shares[layer][i])} of the worst direction`]);
+      tip.show(event, [`token ${i} of ${passage.tokens.length}`, `${percent(passage.shares[layer][i])} of the worst direction`]);
     };
     body.addEventListener("pointermove", over);
     body.addEventListener("pointerdown", over);
@@ -349,10 +349,10 @@ const own = {
     shade();
     const chart = frame($("text-chart"), {
       name: "token-shares", title: () => `Share of each token, layer ${layer}, n = ${passage.tokens.length}`, unit: "by position",
-      rows: () => passage.tokens.map(([, text], i) => ({ position: i + 1, token: text, ...Object.fromEntries(layers().map((l) => [`layer_${l}`, passage.shares[l][i]])) })),
+      rows: () => passage.tokens.map(([, text], i) => ({ position: i, token: text, ...Object.fromEntries(layers().map((l) => [`layer_${l}`, passage.shares[l][i]])) })),
       render: (width) => strip({
         width, values: passage.shares[layer], colour: "rgb(var(--hot))", label: "position",
-        lines: (i) => [`token ${i + 1}: ${passage.tokens[i][1].slice(0, 40)}`, percent(passage.shares[layer][i])],
+        lines: (i) => [`token ${i}: ${passage.tokens[i][1].slice(0, 40)}`, percent(passage.shares[layer][i])],
       }),
     });
     const pick = choose(controls, "Layer", layers().map((l) => [l, layerName(l)]), "text-layer", layer, (v) => ((layer = Number(v)), shade(), chart.redraw()));
@@ -376,10 +376,18 @@ function numbers({ names, rows }) {
   table($("numbers-table"), { name: "measurements", columns, rows });
 }
 
+// Opens the part that the address names.
+function unfold() {
+  const part = location.hash && $(decodeURIComponent(location.hash.slice(1)));
+  if (part && part.tagName === "DETAILS") part.open = true;
+}
+
 function start() {
   data.sections.forEach(build);
   if (data.rows) numbers(data.rows);
   for (const part of $("contents") ? document.querySelectorAll("main section") : []) $("contents").append(el("a", { href: "#" + part.id }, part.dataset.name));
+  addEventListener("hashchange", unfold);
+  unfold();
   ready($("theme"));
 }
 
