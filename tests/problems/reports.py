@@ -138,7 +138,7 @@ def held(count: int = 4, n: int = 512, sink: bool = False) -> list[Row]:
 
 
 def yardsticks(count: int = 4, n: int = 512) -> list[Row]:
-    """Layer k has ten times the constant of averaging in layer 0, five times elsewhere; a random change grows by a tenth of L."""
+    """Ten times the constant of averaging in layer 0, five times elsewhere; a random change grows by a tenth of L."""
     return [
         row("yardstick", k, n, value(k, n), averaging=value(k, n) / (10 if k == 0 else 5), gain=value(k, n) / 10, logits=12.0)
         for k in range(count)
@@ -206,7 +206,19 @@ def full(measured: list[Row] | None = None, *others: list[Row]) -> ReportData:
     """Every part of a report; others: in place of all rows but those of layers."""
     words = tuple(f"word{i}" for i in range(136))
     measured = with_shares(layers(), (128, 136)) if measured is None else measured
-    rest = others or (yardsticks(), held(), maps(), heads(), bounds(), near(), changes(), splits(), worst(), influence(), variants())
+    rest = others or (
+        yardsticks(),
+        held(),
+        maps(),
+        heads(),
+        bounds(),
+        near(),
+        changes(),
+        splits(),
+        worst(),
+        influence(),
+        variants(),
+    )
     texts = {n: tokens(words[:n]) for n in (128, 136)}
     return report([*measured, *(r for rows in rest for r in rows)], texts=texts, notes=(NOTE,))
 

@@ -23,11 +23,14 @@ from problems import reports
 def test_the_verdict_says_which_layer_how_bad_why_and_what_to_do():
     which, bad, why, do = map(plain, answer(reports.full()))
     assert re.fullmatch(
-        r"Layer 0 amplifies most: 2[01]\.\d×\. A small change of what enters its attention can come out 2[01]\.\d times as large "
+        r"Layer 0 amplifies most: 2[01]\.\d×\. A small change of what enters its attention can come out 2[01]\.\d times as "
+        r"large "
         r"\(at n = 512 tokens, the mean of 6 samples; in layer 1, the least, 10\.\d times\)\.",
         which,
     )
-    assert re.match(r"That is (9\.\d+|10|10\.\d) times what it would be if the layer only averaged its tokens \(2\.0\d\)\.", bad)
+    assert re.match(
+        r"That is (9\.\d+|10|10\.\d) times what it would be if the layer only averaged its tokens \(2\.0\d\)\.", bad
+    )
     assert bad.endswith(
         "A change of 1 % of the input, in the worst direction, can become 2 % of the output; "
         "a random change of 1 % becomes about 0.2 %, since the worst direction is no noise."
@@ -41,20 +44,25 @@ def test_the_first_screen_answers_four_questions_of_who_knows_nothing_of_lipschi
     """The demo's own numbers, as `howsmooth demo` measures them."""
     which, bad, why, do = map(plain, answer(reports.demo()))
     assert which == (
-        "Layer 4 amplifies most: 37.6×. A small change of what enters its attention can come out 37.6 times as large (at n = 512 "
+        "Layer 4 amplifies most: 37.6×. A small change of what enters its attention can come out 37.6 times as large (at n "
+        "= 512 "
         "tokens, the mean of 8 samples; in layer 0, the least, 13.2 times)."
     )
     assert bad == (
-        "That is 8.9 times what it would be if the layer only averaged its tokens (4.22). A change of 1 % of the input, in the worst "
-        "direction, can become 86 % of the output; a random change of 1 % becomes about 1.3 %, since the worst direction is no noise."
+        "That is 8.9 times what it would be if the layer only averaged its tokens (4.22). A change of 1 % of the input, in "
+        "the worst "
+        "direction, can become 86 % of the output; a random change of 1 % becomes about 1.3 %, since the worst direction is "
+        "no noise."
     )
     assert why == (
-        "Why: Token 0, “[CLS]”, carries 98 % of the worst direction and draws 21 % of all attention; with it frozen L falls from 34.8 "
+        "Why: Token 0, “[CLS]”, carries 98 % of the worst direction and draws 21 % of all attention; with it frozen L falls "
+        "from 34.8 "
         "to 13.8 (first sample). From 8 to 512 tokens L grows like n^0.32 (95 % interval 0.32 to 0.33)."
     )
     assert do == (
         "What to do: If nothing can change token 0 (a fixed first token, a cached prefix), L with it frozen is the number that "
-        "counts. Otherwise look at this token first. fp8 costs more than 1 % of the output in the mean: keep this layer's input in "
+        "counts. Otherwise look at this token first. fp8 costs more than 1 % of the output in the mean: keep this layer's "
+        "input in "
         "bfloat16."
     )
 
@@ -77,7 +85,8 @@ def test_one_token_that_carries_layers_is_one_piece_of_advice():
     data = reports.report([*sink_rows(2, 6), *reports.held(6, 16, sink=True)])
     (one, _) = advice(data)
     assert plain(one.found) == (
-        "Token 0, “[CLS]”, is a sink: it carries 97 % of the worst direction in layers 0–1 and draws 60 % of all attention there. "
+        "Token 0, “[CLS]”, is a sink: it carries 97 % of the worst direction in layers 0–1 and draws 60 % of all attention "
+        "there. "
         f"With it frozen, L of layer 1 falls from {reports.value(1, 16):.3g} to {reports.value(1, 16) / 20:.3g}."
     )
     assert one.words == {0: "freeze token 0", 1: "freeze token 0"}
@@ -107,7 +116,8 @@ def test_high_logits_and_rounding_are_told_with_their_numbers():
     assert plain(logits.found) == "Logits above 30: layer 1 up to 36.5 (heads 2–3)."
     assert "quantity='logit'" in logits.do
     assert plain(rounding.found).startswith(
-        "Rounding what enters layer 1 moves its output: float16 (0.049 %) about 0.014 % in the mean, 0.15 % at worst; bfloat16 (0.39 %)"
+        "Rounding what enters layer 1 moves its output: float16 (0.049 %) about 0.0084 % in the mean, 0.15 % at worst; "
+        "bfloat16 (0.39 %)"
     )
     assert rounding.do == "fp8 costs more than 1 % of the output in the mean: keep this layer's input in bfloat16."
 
@@ -138,7 +148,9 @@ def test_the_table_has_a_row_a_layer_and_words_that_lead_to_advice():
     assert first["bound"] == pytest.approx(5 * reports.value(0, 512))
     text = render(reports.full())
     assert 'id="advice-jump"' in text
-    assert "L, relative and × averaging are geometric means over 6 samples; gain, token, head and proved are of the first" in text
+    assert (
+        "L, relative and × averaging are geometric means over 6 samples; gain, token, head and proved are of the first" in text
+    )
 
 
 def test_the_words_of_a_token_are_no_marks():

@@ -49,7 +49,7 @@ def report(
     def show() -> None:
         if not sweep.quiet:
             show_table("L, geometric mean over samples", written.data.growth.table(), words=("breaks",))
-            print("", *written.answer, *written.findings, "", sep="\n")
+            print("", *written.answer, "", *written.findings, "", sep="\n")
         print(page.resolve())
 
     return Answer({"page": str(page.resolve()), **written.to_dict()}, show)

@@ -66,7 +66,14 @@ def _how_bad(worst: Profile) -> str:
         change = f"A change of 1 % of the input, in the worst direction, can become **{part(share)} of the output**"
         change += ", more than all of it" if share > _MORE_THAN_ALL else ""
         noise = worst.relative_gain
-        said.append(change + (f"; a random change of 1 % becomes about {part(noise / 100)}, since the worst direction is no noise." if noise else "."))
+        said.append(
+            change
+            + (
+                f"; a random change of 1 % becomes about {part(noise / 100)}, since the worst direction is no noise."
+                if noise
+                else "."
+            )
+        )
     return " ".join(said) or "**How bad that is** was not measured: no yardstick is known for this layer."
 
 

@@ -20,6 +20,7 @@ from howsmooth.study.yardsticks import HIGH, YardstickRow
 
 _FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _SMALL = 0.01  # of the output: rounding that moves it by less in the mean is left alone
+_EVENLY = 3**-0.5  # root mean square of errors that are spread evenly up to one
 _CALM = 2.0  # times averaging, below which attention adds little
 _SHARP = 10.0  # times averaging, above which a layer is called sharp
 _JUMPS = 3  # that are told
@@ -194,10 +195,10 @@ def _rounding(data: ReportData, layers: Sequence[Profile]) -> list[Advice]:
     gain = most.relative_gain
     moved = []
     for name, unit in units.items():
-        on_average = "" if gain is None else f"about {part(unit * gain)} in the mean, "
+        on_average = "" if gain is None else f"about {part(unit * gain * _EVENLY)} in the mean, "
         moved.append(f"{name} ({part(unit)}) {on_average}{part(unit * most.relative)} at worst")
     found = f"**Rounding what enters layer {most.layer} moves its output:** {'; '.join(moved)}."
-    usable = [name for name, unit in units.items() if unit * (most.relative if gain is None else gain) <= _SMALL]
+    usable = [name for name, unit in units.items() if unit * (most.relative if gain is None else gain * _EVENLY) <= _SMALL]
     coarse = [name for name in units if name not in usable]
     how = "at worst" if gain is None else "in the mean"
     if not coarse:

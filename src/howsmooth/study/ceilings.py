@@ -135,7 +135,9 @@ def sentence(rows: list[BoundsRow], data: ReportData) -> str:
     layer = data.worst({row.layer for row, _ in uppers}).layer
     n = max(row.n for row, _ in uppers if row.layer == layer)
     at, over = (
-        min((b for b in uppers if (b.row.layer, b.row.n, b.bound.where) == (layer, n, where)), key=lambda b: b.log, default=None)
+        min(
+            (b for b in uppers if (b.row.layer, b.row.n, b.bound.where) == (layer, n, where)), key=lambda b: b.log, default=None
+        )
         for where in ("point", "ball")
     )
     said = []
@@ -205,7 +207,8 @@ BOUNDS = Question(
         title="How far from the ceiling",
         place=60,
         folded=True,
-        text="What theory allows beside what was measured. $sentence A bound at this input uses the actual attention weights; a "
+        text="What theory allows beside what was measured. $sentence A bound at this input uses the actual attention "
+        "weights; a "
         "bound over the "
         "ball holds for every sequence of as many tokens that are no longer. An arrow is off the scale.",
         swatches=(("", "at this input"), ("ball", "over the ball"), ("hollow", "hollow: a lower bound")),
