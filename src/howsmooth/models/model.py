@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Unpack, final, overload
 
 import torch
@@ -14,6 +15,7 @@ from howsmooth.kernels.tensors import Place, check_dense, place
 from howsmooth.models.capture import MEASURED, Capture, HowMeasured
 from howsmooth.models.closed import ClosedForms
 from howsmooth.models.folder import tokenizer_of
+from howsmooth.models.gguf import gguf_tokenizer, is_unpacked
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model_input import ModelInput, runs
 from howsmooth.models.recorded import Recordings
@@ -55,7 +57,7 @@ class Model:
 
         device: where it goes; weights that do not fit there stay where they are and are lent to it block by block.
         """
-        if getattr(module, "is_quantized", False):
+        if getattr(module, "is_quantized", False) and not is_unpacked(module):
             raise BadInputError(
                 f"expected weights that can be widened, got a quantised {type(module).__name__}; pass model.dequantize()"
             )
@@ -114,7 +116,10 @@ class Model:
             raise BadInputError(
                 "expected a model with a tokenizer, got one that was built in memory; pass ids, or load(module, tokenizer=…)"
             )
-        return tokenizer_of(self.tokenizer_source) if isinstance(self.tokenizer_source, str) else self.tokenizer_source
+        source = self.tokenizer_source
+        if not isinstance(source, str):
+            return source
+        return gguf_tokenizer(Path(source), source) if Path(source).is_file() else tokenizer_of(source)
 
     def text(self, text: str) -> Text:
         """A text in tokens, ready to be cut into windows."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack, final
 from torch import nn
 
 from howsmooth.errors import BadInputError, HowSmoothError
-from howsmooth.models import Model
+from howsmooth.models import PACKAGED, Model
 from howsmooth.progress import Progress
 from howsmooth.report.answer import answer, findings, plain
 from howsmooth.report.figures import draw_figures
@@ -40,7 +40,6 @@ from howsmooth.study.token import FrozenRow
 if TYPE_CHECKING:
     import pandas
 
-_DEMO = "demo (all-MiniLM-L6-v2, a BERT of six layers)"
 _SHOWN = 4096  # tokens of a passage that a page can show
 
 
@@ -228,9 +227,9 @@ def _report(reader: Reader, setting: Setting, text: str, command: str, run: Call
 def _methods(reader: Reader, setting: Setting, text: str, command: str, measured: Measured) -> Methods:
     """How it was measured; a folder by its name, since pages travel and paths say where they come from."""
     name = reader.model.name
-    short = Path(name).resolve().name if Path(name).is_dir() else name
+    short = Path(name).resolve().name if Path(name).exists() else name
     return Methods(
-        model=_DEMO if name == "demo" else short,
+        model=f"{name} ({PACKAGED[name].what})" if name in PACKAGED else short,
         text=text,
         map=setting.scope.map,
         command=_without_paths(command),
