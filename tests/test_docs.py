@@ -4,8 +4,10 @@ A block of commands that is not run says why on the line above: `<!-- not run: â
 `pytest -rs` lists them.
 """
 
+import dataclasses
 import doctest
 import html
+import inspect
 import json
 import os
 import pydoc
@@ -228,19 +230,52 @@ def test_no_link_of_the_site_is_dead(site, tmp_path):
     assert dead_links(tmp_path) == ["a.html: #y", "a.html: b.html", "a.html: c.png"]
 
 
+API = "\n".join(page for name, page in PAGES.items() if name.startswith("reference/api/"))
+
+
 def test_every_public_name_is_listed_once():
-    listed = re.findall(r"^::: howsmooth\.(\w+)$", PAGES["reference/api"], re.M)
+    listed = re.findall(r"^::: howsmooth\.(\w+)$", API, re.M)
     assert sorted(listed) == sorted(howsmooth.__all__)
+    linked = re.findall(r"\]\[howsmooth\.([\w.]+)\]", PAGES["reference/api"].split("What more than one")[0])
+    named = re.findall(r"^::: howsmooth\.([\w.]+)$", API, re.M)
+    assert sorted(linked) == sorted(name for name in named if not name.startswith("kinds."))
 
 
 def test_every_public_name_has_an_example():
     """In its docstring, which the page shows, or right below it on the page; as types that are only returned have one."""
-    parts = re.split(r"^::: howsmooth\.([\w.]+)$", PAGES["reference/api"], flags=re.M)
-    below = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert set(howsmooth.__all__) < set(below)
-    for name, text in below.items():
+    parts = re.split(r"^::: howsmooth\.([\w.]+)$", API, flags=re.M)
+    for name, text in zip(parts[1::2], parts[2::2], strict=True):
         found = pydoc.locate(f"howsmooth.{name}")
-        assert ">>> " in (found.__doc__ or "") or ">>> " in text, name
+        if name in howsmooth.__all__:
+            assert ">>> " in (found.__doc__ or "") or ">>> " in text, name
+
+
+def told(text: str | None, section: str) -> list[str]:
+    """The names under a heading of a docstring in Google's style."""
+    found = re.search(rf"^{section}:\n((?:    .*\n|\n(?=    ))+)", inspect.cleandoc(text or "") + "\n", re.M)
+    return re.findall(r"^    \**(\w+): ", found[1], re.M) if found else []
+
+
+@pytest.mark.parametrize("name", re.findall(r"^::: howsmooth\.([\w.]+)$", API, re.M))
+def test_help_tells_every_argument(name):
+    """Of a function with what it gives, of a class those of its constructor, where users call that."""
+    found: Any = pydoc.locate(f"howsmooth.{name}")
+    kinds = {f"kinds.{kind}" for kind in dir(howsmooth.kinds)}
+    if not callable(found) or name in UNTOLD or (dataclasses.is_dataclass(found) and name not in {*howsmooth.__all__, *kinds}):
+        return
+    if dataclasses.is_dataclass(found):
+        wanted, section = {field.name for field in dataclasses.fields(found) if field.init}, "Attributes"
+    else:
+        wanted, section = set(inspect.signature(found).parameters), "Args"
+    assert wanted <= set(told(found.__doc__, section))
+    assert inspect.isclass(found) or "Returns:" in (found.__doc__ or "")
+
+
+UNTOLD = {"Model", "Capture", "Map", "HowSmoothError", "use_sdpa"} | {
+    "maps.Jacobian",
+    "models.Measurements",
+    "spectral.Estimates",
+}  # not constructed by users; a context
 
 
 def test_the_front_door_lists_what_is_public():
@@ -248,12 +283,12 @@ def test_the_front_door_lists_what_is_public():
     assert dir(howsmooth.kinds) == ["Cosine", "Differential", "Hard", "L2", "Linear", "Sigmoid", "Sinkhorn", "Softmax"]
 
 
-def test_docstrings_become_lists_and_code():
+def test_examples_in_docstrings_become_code():
     pytest.importorskip("griffe", reason="reads docstrings as the site does; pip install 'howsmooth[docs]' runs this")
     shown = runpy.run_path(str(DOCS / "tools" / "docstrings.py"))["shown"]
-    text = "Twice.  See below.\n\nx: a number, as\nmeasured: it is.  y, z: two\nmore.\n\n    >>> f(1)\n    2\n\nnote: plain"
-    told = "Twice.  See below.\n\n* `x`: a number, as measured: it is.\n* `y`, `z`: two more."
-    assert shown(text, ["x", "y", "z"]) == f"{told}\n\n```pycon\n>>> f(1)\n2\n```\n\nnote: plain"
+    text = "Twice (docs/howto/tokens.md).\n\nArgs:\n    x: A number.\n\n    >>> f(1)\n    2\n\nPlain"
+    link = '<a href="../../howto/tokens.html">tokens</a>'
+    assert shown(text) == f"Twice ({link}).\n\nArgs:\n    x: A number.\n\n```pycon\n>>> f(1)\n2\n```\n\nPlain"
 
 
 def test_what_the_readme_points_at_is_there():
@@ -302,8 +337,8 @@ def test_one_version_everywhere():
 
 def test_pages_are_looked_at():
     """Should a page lose its examples, or blocks no longer be seen, this says so."""
-    assert {"index", "howto/models", "howto/sweeps", "howto/own-module", "reference/api"} <= set(EXAMPLES)
-    plain = {"reference/api", "explanation/meanfield", "howto/page", "explanation/worst-inputs"}
+    assert {"index", "howto/models", "howto/sweeps", "howto/own-module", "reference/api/measure"} <= set(EXAMPLES)
+    plain = {"reference/api/certify", "explanation/meanfield", "howto/page", "explanation/worst-inputs"}
     assert plain <= {name for name, page in PAGES.items() if blocks(page)}
     assert blocks("```python\n1 / 0\n```\n```python\n>>> 1\n1\n```\n") == ["1 / 0\n"]
     page = "Text\n\n    howsmooth a  # b\n\n<!-- not run: hours -->\n\n    howsmooth c\n    other\n\n    howsmooth d\n"

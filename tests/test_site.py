@@ -136,7 +136,7 @@ def test_every_page_from_the_file_system(browser, site, width, scheme):
 
 
 @pytest.mark.parametrize(
-    "path", first(["index", "reference/api", "tutorial", "explanation/bounds", "reference/cli", "gallery"], 2)
+    "path", first(["index", "reference/api/measure", "tutorial", "explanation/bounds", "reference/cli", "gallery"], 2)
 )
 def test_pages_of_every_kind_from_a_server(browser, server, path):
     visitor(browser, server).survey(f"{path}.html", [(360, "light"), (1300, "dark")])
@@ -147,7 +147,7 @@ def test_pages_of_every_kind_from_a_server(browser, server, path):
     [
         *[(path, DESK) for path in ("index", "tutorial", "gallery")],
         *[(path, (390, "dark")) for path in ("index", "reference/cli", "howto/models")],
-        *first([("explanation/bounds", DESK), ("reference/api", (390, "dark"))], 0),
+        *first([("explanation/bounds", DESK), ("reference/api/measure", (390, "dark"))], 0),
     ],
 )
 def test_pages_are_accessible(browser, site, path, look):
@@ -189,7 +189,7 @@ def test_copy_buttons_copy_what_one_types(browser, site, shown, copied):
 def test_every_copy_button_copies_code_alone(browser, server):
     seen = visitor(browser, server)
     seen.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    for path in ("index", "tutorial", "howto/own-module", "reference/api"):
+    for path in ("index", "tutorial", "howto/own-module", "reference/api/measure"):
         seen.survey(f"{path}.html")
         texts = seen.page.evaluate("""async () => { const texts = [];
           for (const button of [...document.querySelectorAll("[data-clipboard-target]")].slice(0, 12)) {

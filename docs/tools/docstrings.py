@@ -1,10 +1,15 @@
-"""How docstrings look on the site: examples as code, and what is said of arguments and fields as a list."""
+"""How docstrings look on the site: examples as code, links to pages that they name, and all arguments of a study."""
 
+import inspect
+import pydoc
 import re
-from collections.abc import Collection
+import sys
+from pathlib import Path
 from typing import Any
 
 import griffe
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))  # this tree's package, whatever is installed
 
 
 class Docstrings(griffe.Extension):
@@ -12,30 +17,29 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            names = [p.name for p in obj.parameters] if isinstance(obj, griffe.Function) else obj.members
-            obj.docstring.value = shown(obj.docstring.value, names)
+            obj.docstring.value = shown(obj.docstring.value)
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Arguments that a decorator names in place of `**scope` are those of the signature that `help` shows."""
+        if "scope" not in func.parameters:
+            return
+        del func.parameters["scope"]
+        for name, p in inspect.signature(pydoc.locate(func.path)).parameters.items():  # pyright: ignore[reportArgumentType]
+            if name not in func.parameters:
+                annotation = re.sub(r"\b(?:\w+\.)+(?=\w)", "", inspect.formatannotation(p.annotation))
+                keyword = griffe.ParameterKind.keyword_only
+                func.parameters.add(griffe.Parameter(name, annotation=annotation, kind=keyword, default=repr(p.default)))
 
 
-def shown(text: str, names: Collection[str]) -> str:
-    """A docstring as Markdown. names: of arguments or fields; `name: …` at a line's start or after two spaces is about one."""
-    text = re.sub(r"docs/((?:explanation|howto|reference)/([\w-]+))\.md", r'<a href="../\1.html">\2</a>', text)  # of the site
-    return "\n\n".join(_part(part, names) for part in re.split(r"\n\s*\n", text))
+def shown(text: str) -> str:
+    """A docstring as Markdown. Pages of API are in a folder of their own, two below the root."""
+    text = re.sub(r"docs/((?:explanation|howto|reference)/([\w-]+))\.md", r'<a href="../../\1.html">\2</a>', text)
+    return "\n\n".join(_part(part) for part in re.split(r"\n\s*\n", text))
 
 
-def _part(part: str, names: Collection[str]) -> str:
+def _part(part: str) -> str:
     lines = part.splitlines()
-    first = lines[0].lstrip()
-    if first.startswith(">>> "):
-        margin = len(lines[0]) - len(first)
-        return "\n".join(["```pycon", *(line[margin:] for line in lines), "```"])
-    listed = re.match(r"(\w+)(?:, \w+)*: ", part)
-    if listed is None or listed[1] not in names:
+    if not part.lstrip().startswith(">>> "):
         return part
-    name = "|".join(map(re.escape, names))
-    several = rf"(?:{name})(?:, (?:{name}))*"
-    if not re.match(rf"{several}: ", part):
-        return part
-    found = re.split(rf"(?:^|\n|  +)({several}): ", part)[1:]
-    told = [" ".join(said.split()) for said in found[1::2]]
-    heads = [", ".join(f"`{one}`" for one in some.split(", ")) for some in found[::2]]
-    return "\n".join(f"* {head}: {said}" for head, said in zip(heads, told, strict=True))
+    margin = len(lines[0]) - len(lines[0].lstrip())
+    return "\n".join(["```pycon", *(line[margin:] for line in lines), "```"])

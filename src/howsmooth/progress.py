@@ -65,7 +65,12 @@ class Bar(Progress):
 def progress_bar(title: str, progress: Progress | bool | None = None) -> Progress:
     """A bar where a person watches, and nothing where standard error is piped, in workers, and below another bar.
 
-    progress: what a caller asks for instead: False for no bar, or an object of their own.
+    Args:
+        title: What stands in front of it.
+        progress: What a caller asks for instead: False for no bar, or an object of their own.
+
+    Returns:
+        What shows how far it is.
     """
     if isinstance(progress, Progress):
         return progress

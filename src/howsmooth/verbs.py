@@ -42,23 +42,31 @@ def lipschitz(
 ) -> Estimate:
     """The local Lipschitz constant `‖D_x f‖₂` of `f` at `x`, with a lower and an upper bound; or the largest one near `x`.
 
-    f: an attention layer, a norm, a composition of them, or any torch function of one tensor. `nn.MultiheadAttention` is
-    self-attention.
-    x: tokens (n, d); for a function, one input of any shape; or a `Measure`, at which the local Wasserstein-2 constant is
-    measured: that of moving atoms and of splitting them (docs/explanation/meanfield.md, Theorem 5.2). `lipschitz_batch` takes
-    many inputs.
-    within: the largest constant over all inputs that are this close to `x`, for attention layers, norms and compositions of
-    them: `upper` is certified, `value` attained at `point` (docs/explanation/around.md).  per: "token", every token moves at
-    most so far, or "sequence", all of them together (Frobenius norm).  tokens: positions that may move, in the input and in
-    its perturbations; all by default.  steps: measurements of each start of the search for `value`. With `certify`, large
-    inputs too get the bound that treats the top singular pairs apart; it costs as much as some hundred solves.
-    tol: relative accuracy of `value`.  certify: go on until `upper/lower ≤ 1 + certify`.  seed: of the random start; by
-    default made from `x` and `f(x)`, so that no map can be built against it and a run repeats.
-    solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
-
     Work is done in the precision of `x` and `f`, `value` is evaluated again in float64, and `lower` is what is proved of it
     whatever rounding did. Where the certificate leaves the interval wide, the deterministic bound at a point stands in if it
     is smaller, and `confidence` is 1.
+
+    Args:
+        f: An attention layer, a norm, a composition of them, or any torch function of one tensor. `nn.MultiheadAttention`
+            is self-attention.
+        x: Tokens (n, d); for a function, one input of any shape; or a `Measure`, at which the local Wasserstein-2 constant
+            is measured: that of moving atoms and of splitting them (docs/explanation/meanfield.md, Theorem 5.2).
+            `lipschitz_batch` takes many inputs.
+        within: The largest constant over all inputs that are this close to `x`, for attention layers, norms and
+            compositions of them: `upper` is certified, `value` attained at `point` (docs/explanation/around.md).
+        per: "token", every token moves at most so far, or "sequence", all of them together (Frobenius norm).
+        tokens: Positions that may move, in the input and in its perturbations; all by default.
+        steps: With `within`, measurements of each start of the search for `value`.
+        tol: Relative accuracy of `value`.
+        certify: Go on until `upper/lower ≤ 1 + certify`. With `within`, large inputs too get the bound that treats the top
+            singular pairs apart; it costs as much as some hundred solves.
+        seed: Of the random start; by default made from `x` and `f(x)`, so that no map can be built against it and a run
+            repeats.
+        solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
+
+    Returns:
+        The constant with both bounds, the direction that attains it, and how it was found. It is a number:
+        `float(lipschitz(f, x))`.
 
     >>> from howsmooth import Attention
     >>> identity = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
@@ -162,9 +170,18 @@ def lipschitz_batch(
     seed: int | None = None,
     solver: Solver | None = None,
 ) -> Estimates:
-    """The constants of `f` at many inputs, (batch, …), solved together; arguments as for `lipschitz`.
+    """The constants of `f` at many inputs, solved together.
 
-    A function must treat the items of its first axis apart, as a module with a batch axis does.
+    Args:
+        f: As for `lipschitz`. A function must treat the items of its first axis apart, as a module with a batch axis does.
+        xs: Inputs, (batch, …).
+        tol: As for `lipschitz`.
+        certify: As for `lipschitz`.
+        seed: As for `lipschitz`.
+        solver: As for `lipschitz`.
+
+    Returns:
+        A sequence of estimates, whose `value`, `lower` and `upper` are tensors.
 
     >>> from howsmooth import Attention
     >>> identity = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
@@ -194,10 +211,19 @@ def gain(
     The local Lipschitz constant is what the worst change grows. Many tools report a mean gain under that name; the two differ
     by the factor `√(N/stable_rank)`.
 
-    f, x, tokens: as for `lipschitz`, one input.
-    probes: Gaussian vectors, multiplied as a block; the error falls like `1/√probes`.  confidence: of the interval, which also
-    counts on the constant's upper end (docs/explanation/theory.md, Proposition 2.9).
-    tol, certify, seed, solver: of the constant. Where it decomposes the Jacobian the gain is exact, and has an effective rank.
+    Args:
+        f: As for `lipschitz`.
+        x: One input.
+        probes: Gaussian vectors, multiplied as a block; the error falls like `1/√probes`.
+        confidence: Of the interval, which also takes the constant's upper end (docs/explanation/theory.md, Proposition 2.9).
+        tokens: Positions that may move, as for `lipschitz`.
+        tol: Of the constant.
+        certify: Of the constant.
+        seed: Of the constant's random start.
+        solver: Of the constant. Where it decomposes the Jacobian the gain is exact, and has an effective rank.
+
+    Returns:
+        The gain with its interval, and over how many directions it spreads.
 
     >>> half = gain(lambda t: t / 2, torch.ones(6))
     >>> half.value, half.stable_rank, round(half.effective_rank, 6)
@@ -214,7 +240,12 @@ def gain(
 def jacobian(f: Map | Callable[[Tensor], Tensor], x: Tensor) -> Jacobian:
     """`D_x f` as a linear operator that is never formed: `J @ v`, `J.T @ u`, `J.shape`, `J.to_scipy()`, `J.dense()`.
 
-    f, x: as for `lipschitz`, one input.
+    Args:
+        f: As for `lipschitz`.
+        x: One input.
+
+    Returns:
+        A linear map: `J @ v`, `J.T @ u`, `J.dense()`.
 
     >>> J = jacobian(lambda t: t**2, torch.tensor([1.0, 2.0, 3.0]))
     >>> J.shape, (J @ torch.ones(3)).tolist(), (J.T @ torch.ones(3)).tolist()
@@ -230,9 +261,17 @@ def bounds(
 ) -> Bounds:
     """What theory says of a layer's Lipschitz constant.
 
-    With `x`, (n, d): bounds at that input, beside the measured constant. With `n` and `radius`: bounds over all sequences of
-    `n` tokens in the ball of that radius. A row whose assumptions fail says so and has no number; where `lipschitz` refuses an
-    input, bounds stand alone and `where` says why.
+    Give an input, or a number of tokens and a radius: two questions.
+
+    Args:
+        attn: A layer of weights, or `nn.MultiheadAttention` as self-attention.
+        x: Tokens (n, d). The bounds are those at this input, beside the measured constant. Where `lipschitz` refuses the input,
+            bounds stand alone and `where` says why.
+        n: How many tokens. The bounds hold for all sequences of so many tokens in a ball.
+        radius: Of that ball: no token is longer.
+
+    Returns:
+        A table of bounds, one row a theorem. A row whose assumptions fail says so and has no number.
     """
     attn = as_map(attn)
     if not isinstance(attn, Attention):
@@ -263,12 +302,19 @@ def splitting(
 ) -> Splitting:
     """Does it pay to split a token into halves that move apart, or to move tokens whole? (docs/explanation/meanfield.md §5)
 
-    f: a map of this package, or any function of tokens (n, d) → (n, d_out) for every n that commutes with permutations.
-    x: tokens, or for a map a `Measure`, whose equal atoms are one. Equal tokens can part as they are.
-    tol, certify, seed, solver: as for `lipschitz`.
-
     For a map the blocks `S_i` are formed (Theorem 5.4); a function is evaluated on tokens written twice, where moving is the
     symmetric and splitting the antisymmetric part of the Jacobian (Proposition 5.7).
+
+    Args:
+        f: A map of this package, or any function of tokens (n, d) → (n, d_out) for every n that commutes with permutations.
+        x: Tokens, or for a map a `Measure`, whose equal atoms are one. Equal tokens can part as they are.
+        tol: As for `lipschitz`.
+        certify: As for `lipschitz`.
+        seed: As for `lipschitz`.
+        solver: As for `lipschitz`.
+
+    Returns:
+        The constants of moving tokens and of splitting one, the token, and its direction.
 
     >>> from howsmooth import Attention
     >>> attn = Attention.from_matrices(-torch.eye(1).double(), torch.eye(1).double())
@@ -314,11 +360,18 @@ def worst_case(
     of them at once; certifies `L` at the best. It is a search: the constant over the set is at least `value`, and at most
     `bound`.
 
-    f: an attention layer, a composition of maps, or a function that treats a batch of inputs item by item.
-    n, radius: `n` tokens in the ball of that radius.  over: another set: `Ellipsoid(norm)` with `n`, or
-    `BallAround(x, radius)` alone.
-    steps, restarts: measurements of every start, and starts; by default 100 and 32 where `n·d ≤ 256`, fewer above.
-    certify: of `L` at the best input, as for `lipschitz`.  seed: of the random starts.
+    Args:
+        f: An attention layer, a composition of maps, or a function that treats a batch of inputs item by item.
+        n: How many tokens.
+        radius: Of the ball they lie in.
+        over: Another set: `Ellipsoid(norm)` with `n`, or `BallAround(x, radius)` alone.
+        steps: Measurements of every start; by default 100 where `n·d ≤ 256`, fewer above.
+        restarts: Random starts; by default 32 where `n·d ≤ 256`, fewer above.
+        certify: Of `L` at the best input, as for `lipschitz`.
+        seed: Of the random starts.
+
+    Returns:
+        The worst tokens found, the certified constant there, and the best bound over the set.
 
     >>> from howsmooth import Attention
     >>> result = worst_case(Attention.from_matrices(-torch.eye(1), torch.eye(1)), n=4, radius=1.0, steps=20)

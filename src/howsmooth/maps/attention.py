@@ -39,14 +39,30 @@ class HeadWeights(NamedTuple):
 class Attention(Map):
     """Self-attention `x ↦ W_o concat_h(P_h v_h) + b_o` with `P_h = softmax(scale · q_h k_hᵀ)`, or weights of another kind.
 
-    Weights have the shape of `nn.Linear.weight`, (out, in). `w_k=None` takes the tokens themselves as keys, `w_o=None` leaves
-    the heads concatenated. `kv_heads` groups query heads that share keys and values, as many as `heads` by default; `scale`
-    defaults to what the kind's source takes, for softmax `1/√(head width)`. `causal` and `window` (`|i − j| < window`) bound
-    what a token sees, `softcap` bounds logits to `softcap·tanh(s/softcap)`, `bias` is added after that. `attention_mask`,
-    (batch, n), is true at real tokens: the others are no part of the input, not visible and not measured. `q_norm` and `k_norm`
-    normalise queries and keys, every head by itself (Qwen3, Gemma 3) or all heads together where the norm is as wide as they
-    are (OLMo 2), then `rotary` turns them by their positions (Llama). `kind` says how weights come from queries and keys: one
-    of `howsmooth.kinds` (docs/reference/kinds.md). Derivative: docs/explanation/theory.md §1.
+    Its derivative is docs/explanation/theory.md §1.
+
+    Attributes:
+        w_q: Weights of queries, shaped like `nn.Linear.weight`: (out, in).
+        w_k: Weights of keys; None takes the tokens themselves.
+        w_v: Weights of values.
+        w_o: The output projection; None leaves the heads concatenated.
+        heads: How many heads.
+        kv_heads: How many heads keys and values have, where query heads share them; `heads` by default.
+        b_q: A bias of queries.
+        b_k: A bias of keys.
+        b_v: A bias of values.
+        b_o: A bias of the output.
+        scale: Of the logits; by default what the kind's source takes, for softmax `1/√(head width)`.
+        softcap: Bounds logits to `softcap·tanh(s/softcap)`.
+        causal: Whether a token sees only those before it and itself.
+        window: A token sees those with `|i − j| < window`.
+        bias: Added to the logits, after the soft-cap.
+        attention_mask: (batch, n), true at real tokens. The others are no part of the input: not visible and not measured.
+        q_norm: Normalises queries, every head by itself (Qwen3, Gemma 3), or all heads together where the norm is as wide as
+            they are (OLMo 2).
+        k_norm: Normalises keys in the same way.
+        rotary: Turns queries and keys by their positions, after the norms (Llama).
+        kind: How weights come from queries and keys: one of `howsmooth.kinds` (docs/reference/kinds.md).
 
     >>> attn = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
     >>> attn(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist()

@@ -87,6 +87,11 @@ class _Norm(Map):
 class LayerNorm(_Norm):
     """LayerNorm over the last axis, `α ⊙ (x − mean x)/√(var x + eps) + β`.
 
+    Attributes:
+        weight: `α`, (d,).
+        bias: `β`, (d,), or nothing.
+        eps: Added to the variance.
+
     >>> LayerNorm(torch.ones(2), eps=0.0)(torch.tensor([[1.0, 3.0]])).tolist()
     [[-1.0, 1.0]]
     """
@@ -98,7 +103,12 @@ class LayerNorm(_Norm):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class RMSNorm(_Norm):
-    """RMSNorm over the last axis, `α ⊙ x/√(mean x² + eps)`.
+    """RMSNorm over the last axis, `α ⊙ x/√(mean x² + eps) + β`.
+
+    Attributes:
+        weight: `α`, (d,).
+        bias: `β`, (d,), or nothing.
+        eps: Added to the mean square.
 
     >>> RMSNorm(torch.ones(2), eps=0.0)(torch.tensor([[2.0, 2.0]])).tolist()
     [[1.0, 1.0]]

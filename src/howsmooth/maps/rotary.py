@@ -19,10 +19,12 @@ _WIDEST, _MOST = 2**16, 2**30  # of the width of a head, and of the entries of a
 class Rotary:
     """Plane `p` of token `i` is turned by `(c, s) = (cos_ip, sin_ip)`: `(a, b) ↦ (c a − s b, c b + s a)`.
 
-    cos, sin: (positions, planes), or (batch, positions, planes) where sequences differ; row `i` belongs to token `i`, and rows
-    past the last token are not used. The first `2·planes` entries of a head are turned, the others are left alone (Phi).
-    interleaved: planes are neighbours (0, 1), (2, 3), … (GPT-J, Cohere); else they pair the two halves of what is turned
-    (Llama, Qwen).
+    Attributes:
+        cos: (positions, planes), or (batch, positions, planes) where sequences differ. Row `i` belongs to token `i`; rows
+            past the last token are not used.
+        sin: Of the same shape. The first `2·planes` entries of a head are turned, the others are left alone (Phi).
+        interleaved: Planes are neighbours (0, 1), (2, 3), … (GPT-J, Cohere); else they pair the two halves of what is
+            turned (Llama, Qwen).
 
     >>> quarter = Rotary(torch.zeros(1, 1), torch.ones(1, 1))
     >>> quarter.turn(torch.tensor([[1.0, 0.0, 5.0]])).tolist()
@@ -52,7 +54,9 @@ class Rotary:
     ) -> "Rotary":
         """Angles `position · base^{−2p/width}`, the usual ones, made in float64.
 
-        width: entries of a head that are turned, even.  positions: of every token, or how many from 0 on.
+        Args:
+            width: Entries of a head that are turned, even.
+            positions: Of every token, or how many from 0 on.
         """
         expected, fix = f"an even rotated width from 2 to {_WIDEST}", "planes have two entries each"
         width = whole(width, expected, fix, least=2, below=_WIDEST + 1)

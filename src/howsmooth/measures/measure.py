@@ -24,11 +24,14 @@ _NUMBERS = 2**28  # drawn at once
 class Measure:
     """`μ = Σ_i a_i δ_{x_i}`, or on positions and points, `Σ_i a_i δ_{(s_i, x_i)}` (docs/explanation/meanfield.md §5.1).
 
-    points: (m, d), one atom per row.  weights: (m,), positive, summing to one; equal if left out; kept in float64.
-    positions: (m,) in [0, 1], for masked attention, which lets an atom see those at its own position and before.
-    Atoms without mass are dropped, atoms with positions are put in their order.
-    `lipschitz(attn, mu)` is the constant of these atoms as they are. Where they sample a density it tends, as they get denser,
-    to the norm of the derivative on all fields, an upper bound on what W₂ sees of the density itself (Theorem 5.5).
+    Attributes:
+        points: (m, d), one atom per row.
+        weights: (m,), positive, summing to one; equal if left out; kept in float64.
+        positions: (m,) in [0, 1], for masked attention, which lets an atom see those at its own position and before.
+
+    Atoms without mass are dropped, atoms with positions are put in their order. `lipschitz(attn, mu)` is the constant of these
+    atoms as they are. Where they sample a density it tends, as they get denser, to the norm of the derivative on all fields, an
+    upper bound on what W₂ sees of the density itself (Theorem 5.5).
 
     >>> mu = Measure(torch.tensor([[0.0], [1.0], [1.0]]), torch.tensor([0.5, 0.25, 0.25]))
     >>> len(mu), len(mu.merge())
@@ -201,7 +204,12 @@ class Measure:
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Gaussian:
-    """The normal law of this mean and covariance, kept in float64. The covariance may be singular."""
+    """A normal law, kept in float64.
+
+    Attributes:
+        mean: (d,).
+        cov: The covariance, (d, d), which may be singular.
+    """
 
     mean: Float[Tensor, " d"]
     cov: Float[Tensor, "d d"]

@@ -40,8 +40,10 @@ ROUNDING = 1e-13  # of a dual value and of the costs behind it, in units of the 
 class Distance(OneNumber):
     """`lower ≤ W_p ≤ upper`; `value` is `lower`, as of every result.
 
-    upper: the cost of a plan that was found.  lower: what its dual potentials prove, less their rounding (1e-13 of the largest
-    cost). Where a formula gives the distance, both are that number.
+    Attributes:
+        upper: The cost of a plan that was found.
+        lower: What its dual potentials prove, less their rounding (1e-13 of the largest cost). Where a formula gives the
+            distance, both are that number.
     """
 
     lower: float
@@ -63,10 +65,17 @@ class Distance(OneNumber):
 def wasserstein(mu: Measure | Gaussian, nu: Measure | Gaussian, p: float = 2.0, method: Method = "auto") -> Distance:
     """The Wasserstein distance `W_p(μ, ν)`, `p ≥ 1`; between measures with positions, the conditional distance `d_p`.
 
-    method: `exact` (network simplex, both ends checked against its duals), `entropic` (O(n) memory, an interval), `line`
-    (dimension one), `gaussian` (p = 2), `conditional` (`d_p^p = ∫ W_p(μ^s, ν^s)^p dθ(s)`, infinite when the laws θ of the
-    positions differ). By default the first that fits: conditional, gaussian, line, exact up to 33 million pairs of atoms,
-    entropic.
+    Args:
+        mu: A measure, or a Gaussian.
+        nu: Another of the same dimension and sort.
+        p: The power of the distance, at least 1.
+        method: `exact` (network simplex, both ends checked against its duals), `entropic` (O(n) memory, an interval),
+            `line` (dimension one), `gaussian` (p = 2), `conditional` (`d_p^p = ∫ W_p(μ^s, ν^s)^p dθ(s)`, infinite when the
+            laws θ of the positions differ). By default the first that fits: conditional, gaussian, line, exact up to 33
+            million pairs of atoms, entropic.
+
+    Returns:
+        The distance, with a lower and an upper bound.
 
     >>> mu, nu = Measure(torch.tensor([[0.0, 0.0], [1.0, 0.0]])), Measure(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
     >>> round(wasserstein(mu, nu).value, 6)  # one atom stays, the other moves by 2

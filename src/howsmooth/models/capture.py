@@ -173,20 +173,28 @@ class Capture:
     ) -> Measurement | Measurements:
         """The constants of a map: of one layer at one input, or of several layers (all where none is named) at every window.
 
-        layer, layers: a number, or a list of them; all by default.
-        head: that head alone, through its part of the output projection.  heads: also one estimate per head.
-        factor: what the tokens that enter are multiplied by.
-        tokens: the positions that may move, as `Measurement.tokens` counts them, or a mask that is true there; the others are
-        frozen, all outputs count.
-        to: from what enters the layer's block to what leaves a later one, by its number; "final" for the last block, before the
-        final norm; "logits" for what the model returns.
-        stream: of several streams that attention joins, one of them; all as one input by default.
-        call: of a block that attends several times, another attention than the first.
-        closed: measure a layer's closed form, read off once and kept, where it has one, short windows in lock step; by default
-        where there are several windows.
-        within, per, steps: the largest constant over all inputs this close, as in `howsmooth.lipschitz`; in float64, for maps
-        of self-attention that are made of known pieces (docs/howto/certified.md).
-        tol, certify, seed: as in `howsmooth.lipschitz`.  gain: also the mean gain, as in `howsmooth.gain`, from 16 probes.
+        Args:
+            layer: A number, or a list of them; all by default.
+            layers: The same; give one of the two.
+            head: That head alone, through its part of the output projection.
+            heads: Also one estimate per head.
+            factor: What the tokens that enter are multiplied by.
+            tokens: The positions that may move, as `Measurement.tokens` counts them, or a mask that is true there; the
+                others are frozen, all outputs count.
+            to: From what enters the layer's block to what leaves a later one, by its number; "final" for the last block,
+                before the final norm; "logits" for what the model returns.
+            stream: Of several streams that attention joins, one of them; all as one input by default.
+            call: Of a block that attends several times, another attention than the first.
+            closed: Measure a layer's closed form, read off once and kept, where it has one, short windows in lock step; by
+                default where there are several windows.
+            within: The largest constant over all inputs this close, as in `howsmooth.lipschitz`; in float64, for maps of
+                self-attention that are made of known pieces (docs/howto/certified.md).
+            per: Whether `within` is a length of every token or of all together, as in `howsmooth.lipschitz`.
+            steps: Of the search within, as in `howsmooth.lipschitz`.
+            tol: As in `howsmooth.lipschitz`.
+            certify: As in `howsmooth.lipschitz`.
+            seed: As in `howsmooth.lipschitz`.
+            gain: Also the mean gain, as in `howsmooth.gain`, from 16 probes.
         """
         for name in unknown:
             raise BadInputError(f"expected arguments of measure, got {shown(name)}; {meant(name, MEASURED)}")

@@ -80,19 +80,23 @@ def load(
 ) -> Model:
     """A model ready to be measured.
 
-    source: `"demo"` or `"smollm2"`, whose weights are in packages, a folder with config.json and safetensors, a GGUF file,
-    whose weights are unpacked into float32, a hub name (the only case that may use the network), or a module that is already
-    built: a `transformers` model or any `torch.nn.Module`. Of a folder nothing else is read, and nothing that it points to; the
-    saved implementation of attention does not matter.
-    device: where it is measured. By default a module stays where it is, and a name or folder goes to a GPU if there is one, as
-    `"auto"` says. Weights that do not fit on a GPU stay in the host's memory and are lent to it one block at a time. Devices
-    without float64 are refused.
-    dtype: the precision the weights are read in; as stored by default. Half precision is widened to float32 for the
-    measurement, one block at a time.
-    tokenizer: of a module that is already built, where it has one; otherwise that beside the weights.
-    side: `"encoder"` or `"decoder"` of an encoder–decoder, `"text"` or `"vision"` of a two-tower model.
-    head: whether a folder or hub name is loaded with the head it was saved with, so that the model answers: the next token, a
-    class.
+    Args:
+        source: `"demo"` or `"smollm2"`, whose weights are in packages; a folder with config.json and safetensors; a GGUF
+            file, whose weights are unpacked into float32; a hub name (the only case that may use the network); or a module
+            that is already built: a `transformers` model or any `torch.nn.Module`. Of a folder nothing else is read, and
+            nothing that it points to. The saved implementation of attention does not matter.
+        device: Where it is measured. By default a module stays where it is, and a name or folder goes to a GPU if there is
+            one, as `"auto"` says. Weights that do not fit on a GPU stay in the host's memory and are lent to it one block
+            at a time. Devices without float64 are refused.
+        dtype: The precision the weights are read in; as stored by default. Half precision is widened to float32 for the
+            measurement, one block at a time.
+        tokenizer: Of a module that is already built, where it has one; otherwise that beside the weights.
+        side: `"encoder"` or `"decoder"` of an encoder–decoder, `"text"` or `"vision"` of a two-tower model.
+        head: Whether a folder or hub name is loaded with the head it was saved with, so that the model answers: the next
+            token, a class.
+
+    Returns:
+        The model. `measure` and `capture` take it from there.
 
     >>> model = load(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True))
     >>> round(model.measure(inputs=torch.eye(8)[None, :4], layer=0).radius_rms, 6)

@@ -23,17 +23,30 @@ _SINK = 0.25  # share of all attention above which a token is a sink
 class Measurement(OneNumber):
     """The local Lipschitz constant of one map of one layer at one input, and what it is made of.
 
-    estimate: the constant, with a lower and an upper bound.  n: tokens measured, padding left out.
-    radius_rms, radius_max: root mean square and largest norm of the tokens that enter.
-    logits: least and greatest visible logit, nothing where the attention could not be cut out.
-    input_share, output_share: how much of the worst direction and of its image falls on each token; each sums to one.
-    received: how much of all attention each token gets, averaged over heads and queries.
-    output_norm: Frobenius norm of all tokens that leave, nothing for a head alone.
-    to: where the map ends, if behind its layer: a later layer, "final" or "logits".
-    moving: positions that may move, nothing where all may.  within, per: over which neighbourhood of the input the constant is
-    the largest one, nothing at the input itself.
-    heads: one estimate per head, if asked for.  gain: the mean gain of random changes, if asked for.
-    notes: what was widened, and that experts stay as chosen.
+    Attributes:
+        model: Its name.
+        layer: The layer's number.
+        module: The name of the module.
+        map: Which map of the layer.
+        head: Of one head alone, its number.
+        tokens: The words that are measured.
+        cut: Whether the layer's attention is a part of its own in the recorded run.
+        estimate: The constant, with a lower and an upper bound.
+        n: Tokens measured, padding left out.
+        radius_rms: Root mean square norm of the tokens that enter.
+        radius_max: Largest norm of the tokens that enter.
+        logits: Least and greatest visible logit, nothing where the attention could not be cut out.
+        input_share: How much of the worst direction falls on each token; sums to one.
+        output_share: How much of the image of the worst direction falls on each token; sums to one.
+        received: How much of all attention each token gets, averaged over heads and queries.
+        output_norm: Frobenius norm of all tokens that leave, nothing for a head alone.
+        to: Where the map ends, if behind its layer: a later layer, "final" or "logits".
+        moving: Positions that may move, nothing where all may.
+        within: Radius of the neighbourhood over which the constant is the largest one, nothing at the input itself.
+        per: Whether that radius is one of every token or of all together.
+        heads: One estimate per head, if asked for.
+        gain: The mean gain of random changes, if asked for.
+        notes: What was widened, and that experts stay as chosen.
     """
 
     model: str

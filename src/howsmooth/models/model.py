@@ -138,11 +138,18 @@ class Model:
     ) -> Capture:
         """Run inputs through the model: many windows at once, or one input given in one of these ways.
 
-        windows: of a text (`model.text(text).windows(n, samples)`), lists of token ids, or texts; or one text.
-        text: cut to its first `n` tokens, special ones among them; whole by default.
-        ids: token ids, fed exactly as they are, or a window from `text()`.  mask: false at padding.
-        inputs: what the module takes, in order or by name, with one sequence in it: pixel values, features, embeddings.
-        forward: the same by name, as in `capture(**tokenizer(text, return_tensors="pt"))`; rows of `input_ids` are windows.
+        Args:
+            windows: Of a text (`model.text(text).windows(n, samples)`), lists of token ids, or texts; or one text.
+            text: Cut to its first `n` tokens, special ones among them; whole by default.
+            ids: Token ids, fed exactly as they are, or a window from `text()`.
+            mask: False at padding.
+            inputs: What the module takes, in order or by name, with one sequence in it: pixel values, features, embeddings.
+            n: How many tokens of `text`.
+            **forward: The same by name, as in `capture(**tokenizer(text, return_tensors="pt"))`; rows of `input_ids` are
+                windows.
+
+        Returns:
+            What every layer received. `Capture.measure` takes it from there.
         """
         if isinstance(windows, str) and text is None:
             windows, text = None, windows
@@ -190,13 +197,19 @@ class Model:
     ) -> Measurement | Measurements:
         """The local Lipschitz constants of a map at one input: of one layer, of several, or of all where none is named.
 
-        map: `attention` (what enters the attention sub-layer → output projection), `heads` (before that projection),
-        `normed` (the block's own norm first), `block` (the whole layer), `update` (the block without its residual path),
-        `cross` and `context` (the block's cross-attention, in its queries' tokens or in its context), `model` (first block →
-        last hidden state, behind the final norm).
-        more: what `Capture.measure` takes (layers, head, heads, factor, tokens, to, stream, call, closed, within, per, steps,
-        tol, certify, seed, gain), and the input where it is no text: ids, mask, n, inputs, or the model's own arguments by
-        name, as for `capture`.
+        Args:
+            text: A text, cut to its first `n` tokens where that is given.
+            layer: A number, or a list of them; all by default.
+            map: `attention` (what enters the attention sub-layer → output projection), `heads` (before that projection),
+                `normed` (the block's own norm first), `block` (the whole layer), `update` (the block without its residual
+                path), `cross` and `context` (the block's cross-attention, in its queries' tokens or in its context),
+                `model` (first block → last hidden state, behind the final norm).
+            **more: What `Capture.measure` takes (layers, head, heads, factor, tokens, to, stream, call, closed, within, per,
+                steps, tol, certify, seed, gain), and the input where it is no text: ids, mask, n, inputs, or the
+                model's own arguments by name, as for `capture`.
+
+        Returns:
+            A `Measurement` for one layer, `Measurements` for several, which print as a table.
 
         >>> model = Model.of(nn.TransformerEncoderLayer(8, 2, batch_first=True), "layer", None, None)
         >>> f"{model.measure(inputs=torch.eye(8)[None, :4], layer=0, tol=1e-2).radius_rms:.2f}"

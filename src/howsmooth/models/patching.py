@@ -73,6 +73,12 @@ def patch(model: nn.Module) -> nn.Module:
     A model of the transformers library is set to `attn_implementation="howsmooth"`, which reads masks as rules and so keeps
     O(n) memory: whole sequences without a cache or dropout. Any other runs inside `use_sdpa`.
 
+    Args:
+        model: A module of any library.
+
+    Returns:
+        The same module.
+
     >>> import torch
     >>> layer = patch(nn.TransformerEncoderLayer(8, 2, batch_first=True).eval())
     >>> x = torch.randn(1, 4, 8)

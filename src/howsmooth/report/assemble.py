@@ -48,7 +48,9 @@ _SHOWN = 4096  # tokens of a passage that a page can show
 class Report:
     """What was found of a model. `save` writes the page, figures and tables; `str()` is the answer in words.
 
-    data: what the page is drawn from.  failures: why tasks gave nothing.
+    Attributes:
+        data: What the page is drawn from.
+        failures: Why tasks gave nothing.
     """
 
     data: ReportData
@@ -129,11 +131,23 @@ def inspect(
 ) -> Report:
     """Measure every layer and head of a model on a text at several lengths, and set it beside theory.
 
-    model: loaded, or what `load` takes.  text: the text itself or token ids; Alice in Wonderland by default.
-    lengths: by default those of 8 … 512 that the model and the text allow.  samples: windows of the text at each length.
-    layers: all by default.  map: as in `Model.measure`.  tol, certify: as in `howsmooth.lipschitz`.  seed: places the samples.
-    radii: also the radii within which the output of a layer moves by at most this part of its length, by layer and sample.
-    variants: also put other kinds of attention into the layers.  progress: a bar where a person watches; False for none.
+    Args:
+        model: Loaded, or what `load` takes.
+        text: The text itself or token ids; Alice in Wonderland by default.
+        lengths: By default those of 8 … 512 that the model and the text allow.
+        samples: Windows of the text at each length.
+        layers: All by default.
+        map: As in `Model.measure`.
+        tol: As in `howsmooth.lipschitz`.
+        certify: As in `howsmooth.lipschitz`.
+        seed: Places the samples.
+        radii: Also the radii within which the output of a layer moves by at most this part of its length, by layer and
+            sample.
+        variants: Also put other kinds of attention into the layers.
+        progress: A bar where a person watches; False for none.
+
+    Returns:
+        The report. `save(folder)` writes the page, figures and tables; `answer` and `findings` are its sentences.
 
         >>> howsmooth.inspect("demo").save("report")  # doctest: +SKIP
         PosixPath('report/index.html')

@@ -103,8 +103,12 @@ def claim_folder(folder: str | Path, what: str, *, resume: bool = False, force: 
 def to_frame(path: str | Path) -> "pandas.DataFrame":
     """A results file as a pandas data frame: a row for each value of a task, one for a task that failed.
 
-    Its columns are the arguments, the values, then how it went. Where a task returns a value under the name of an argument,
-    the value is kept. Lists and dictionaries become JSON text.
+    Args:
+        path: Of the file.
+
+    Returns:
+        A frame with the arguments, the values, then how it went. Where a task returns a value under the name of an argument,
+        the value is kept. Lists and dictionaries become JSON text.
     """
     import pandas
 
@@ -122,7 +126,16 @@ def _flat(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def write_table(path: str | Path, out: str | Path, *, force: bool = False) -> Path:
-    """Write a results file as a table to `out`, .csv or .parquet; an existing file stays unless `force`."""
+    """Write a results file as a table.
+
+    Args:
+        path: Of the results file.
+        out: Of the table, .csv or .parquet.
+        force: Replace a table that is there.
+
+    Returns:
+        The table's path.
+    """
     out = Path(out)
     if out.suffix not in (".csv", ".parquet"):
         raise BadInputError(f"expected a file named .csv or .parquet, got {out.name}; change its ending")

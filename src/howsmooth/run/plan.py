@@ -60,6 +60,9 @@ class Plan:
     """Tasks in order, without repetition, that share one setup.
 
     A task returns a dictionary of plain values, one row, or a list of them.
+
+    Attributes:
+        tasks: Each a function that can be imported by name, and plain arguments.
     """
 
     tasks: tuple[Task, ...]

@@ -50,8 +50,10 @@ class Engine(Protocol):
 class Local:
     """Tasks on this machine.
 
-    workers: processes; one works in this process, where a task is tried once.  tries: attempts at a task before it counts as
-    failed.  threads: for each worker; by default the machine's cores are shared out, unless OMP_NUM_THREADS says otherwise.
+    Attributes:
+        workers: Processes; one works in this process, where a task is tried once.
+        tries: Attempts at a task before it counts as failed.
+        threads: For each worker; by default the machine's cores are shared out, unless OMP_NUM_THREADS says otherwise.
     """
 
     workers: int = 1

@@ -22,9 +22,13 @@ _ANSWER = 120.0  # seconds it has to answer: time to start a process on a busy m
 class Ray:
     """Tasks on a Ray cluster, which needs howsmooth and the model on every machine.
 
-    address: of a running cluster, `auto` for the one this machine belongs to; None starts one here and ends it afterwards.
-    workers: actors; by default as many as the cluster has room for.  tries: attempts at a task, on different actors.
-    cpus, gpus: what each actor takes; its threads are its cpus.
+    Attributes:
+        address: Of a running cluster, `auto` for the one this machine belongs to; None starts one here and ends it
+            afterwards.
+        workers: Actors; by default as many as the cluster has room for.
+        tries: Attempts at a task, on different actors.
+        cpus: What each actor takes, and its threads.
+        gpus: What each actor takes.
     """
 
     address: str | None = None

@@ -165,7 +165,11 @@ class Store(contextlib.AbstractContextManager["Store"]):
 def read(path: str | Path) -> list[Record]:
     """The records of a results file in the order of its last plan; also while a sweep is writing it.
 
-    A file that was damaged since it was written is refused.
+    Args:
+        path: Of the file. One that was damaged since it was written is refused.
+
+    Returns:
+        A record for every task, with its arguments, its value and how it went.
     """
     path = Path(path)
     if not path.is_file():

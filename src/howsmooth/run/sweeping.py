@@ -38,14 +38,22 @@ def sweep(
 ) -> Sweep:
     """Run what the file does not have yet, and commit each result as it arrives.
 
-    engine: `Local(workers=…)` or `Ray(…)`, this process by default.  resume: continue a file that has results; failed tasks
-    are tried again.  progress: a bar where a person watches; False for none.  command: kept beside the rows, the command line
-    by default.  context: what the plan's setup returns, where you have it already: tasks in this process use it, workers
-    elsewhere build their own.
-
     An interruption at any moment, a power cut too, loses only the tasks then under way. A task that fails is recorded with its
     reason and does not stop the others. A second sweep on the same file is refused while the first one runs. What tasks print
     goes to standard error: standard output is the command's own.
+
+    Args:
+        plan: The tasks.
+        path: Of the results file, `.sqlite`.
+        engine: `Local(workers=…)` or `Ray(…)`, this process by default.
+        resume: Continue a file that has results; failed tasks are tried again.
+        progress: A bar where a person watches; False for none.
+        command: Kept beside the rows, the command line by default.
+        context: What the plan's setup returns, where you have it already: tasks in this process use it, workers elsewhere
+            build their own.
+
+    Returns:
+        How many tasks were done, failed and skipped.
 
     >>> import statistics, tempfile
     >>> from howsmooth.run import read

@@ -24,10 +24,17 @@ _OVER = 1.02  # how far past a boundary a step goes
 class Radius:
     """How far an input can move before an answer changes.
 
-    certified: no change up to this length changes the answer.  attacked: the length of one that does, infinite where none was
-    found; `point` is the input it leads to.  first_order: what the gradient alone would promise.
-    per: whether lengths are those of every token's move or of all together.  label: the answer.  margin: by how much it leads.
-    confidence: of `certified`, over random starts, 1 where there were none.  reason: what limits `certified`.
+    Attributes:
+        certified: No change up to this length changes the answer.
+        attacked: The length of one that does, infinite where none was found.
+        point: The input it leads to.
+        first_order: What the gradient alone would promise.
+        per: Whether lengths are those of every token's move or of all together.
+        label: The answer.
+        margin: By how much it leads.
+        size: The mean length of a token.
+        confidence: Of `certified`, over random starts, 1 where there were none.
+        reason: What limits `certified`.
     """
 
     certified: float

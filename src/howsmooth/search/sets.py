@@ -95,6 +95,9 @@ class _Round(TokenSet):
 class Ball(_Round):
     """Tokens of length at most `radius`, each for itself: `B_R^n`.
 
+    Attributes:
+        radius: Of every token, at most.
+
     >>> z = Ball(1.0).project(torch.tensor([[[3.0, 4.0]]]))
     >>> [round(t, 6) for t in z.flatten().tolist()], float(z.norm()) < 1  # just inside, so that rounding cannot leave the ball
     ([0.6, 0.8], True)
@@ -128,6 +131,9 @@ class Ellipsoid(TokenSet):
     """What a LayerNorm or RMSNorm maps onto: `α ⊙ z + β` with `|z|² = d`, and `1·z = 0` after LayerNorm.
 
     The norm's `eps` is left out: tokens that are long beside it land there.
+
+    Attributes:
+        norm: The norm with its weights.
 
     >>> space = Ellipsoid(RMSNorm(torch.tensor([1.0, 2.0])))
     >>> [round(t, 6) for t in space.tokens(space.project(torch.tensor([[[0.0, 5.0]]]))).flatten().tolist()]
@@ -174,7 +180,12 @@ class Ellipsoid(TokenSet):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class BallAround(_Round):
-    """Inputs at most `radius` away from `x`, (n, d): all tokens together (Frobenius norm), or each alone with `per="token"`.
+    """Inputs near a given one.
+
+    Attributes:
+        x: The input, (n, d).
+        radius: How far tokens may be from it.
+        per: "sequence", all of them together (Frobenius norm), or "token", each alone.
 
     >>> [round(t, 6) for t in BallAround(torch.zeros(1, 2), 1.0).project(torch.tensor([[[0.0, 7.0]]])).flatten().tolist()]
     [0.0, 1.0]

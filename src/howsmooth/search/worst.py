@@ -39,11 +39,19 @@ _CONVERGED = 0.1  # share of all that was gained that the last third of the step
 class WorstCase(OneNumber):
     """The worst input found: the constant over the set is at least `estimate.lower`, and `value` is attained by `tokens`.
 
-    tokens: where the layer is.  estimate: `L` there, from both sides.  start: where the climb began; began: `L` there.
-    trace: the best `L` of all starts, first at the starts, then after each step.  best_configuration: the best `L` among the
-    configurations, if any.  bound: the least upper bound of `bounds` over a ball that holds the set; ratio: `L / bound`, at
-    most 1.  status: `improved`, or `not improved` where no step gained over the best start.  note: what a reader should know,
-    in one sentence.  unimproved: the starts that no step improved.
+    Attributes:
+        tokens: Where the layer is.
+        estimate: `L` there, with a lower and an upper bound.
+        start: Where the climb began.
+        began: `L` there.
+        trace: The best `L` of all starts, first at the starts, then after each step.
+        best_configuration: The best `L` among the configurations, if any.
+        bound: The least upper bound of `bounds` over a ball that holds the set.
+        ratio: `L / bound`, at most 1.
+        status: `improved`, or `not improved` where no step gained over the best start.
+        note: What a reader should know, in one sentence.
+        seed: Of the random starts.
+        unimproved: The starts that no step improved.
     """
 
     tokens: Float[Tensor, "n d"]

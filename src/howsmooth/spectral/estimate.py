@@ -40,23 +40,31 @@ class Solver(Protocol):
 @final
 @dataclass(frozen=True, eq=False)
 class Estimate(OneNumber):
-    """`lower ≤ ‖J‖₂ ≤ upper`.
+    """A local Lipschitz constant, with a lower and an upper bound: `lower ≤ ‖J‖₂ ≤ upper`.
 
-    value: `|J direction| / |direction|`, evaluated in `precision`: attained, up to the rounding of one product.
-    lower: what is proved of it, whatever that rounding did; `value` itself where nothing is proved of rounding (`assumes`).
-    upper: holds with probability `confidence` over the random start (1.0 from a dense decomposition or a theorem).
-    assumes: what both ends rest on beside the start (docs/explanation/theory.md §2): `upper` on rounding errors that do not
-    know the start, unless it is dense, rigorous or a theorem's; `lower` on nothing for softmax attention and norms, else on
-    rounding errors that are small beside the product.
-    status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (the run has converged to
-    `tol`: a larger value was looked for and not seen, the interval may be wide), `step limit` (neither; `lower` and `upper`
-    still hold).
-    direction: the input direction that is stretched most, the shape of one input.  steps: products with `J` and with `Jᵀ`.
-    note: what happened, in a sentence.
-    point: where `value` is attained, for the largest constant over a neighbourhood; nothing at an input.  around: what the
-    upper end over a neighbourhood is made of.
-    split: of a measure, whether the largest stretch takes splitting an atom: half of it moves along its row of `direction`,
-    half against it, and all other rows are zero.
+    Attributes:
+        value: `|J direction| / |direction|`, evaluated in `precision`: attained, up to the rounding of one product.
+        lower: What is proved of it, whatever that rounding did; `value` itself where nothing is proved of rounding
+            (`assumes`).
+        upper: Holds with probability `confidence` over the random start (1.0 from a dense decomposition or a theorem).
+        confidence: The probability with which `upper` holds.
+        assumes: What both ends rest on beside the start (docs/explanation/theory.md §2): `upper` on rounding errors that do
+            not know the start, unless it is dense, rigorous or a theorem's; `lower` on nothing for softmax attention and
+            norms, else on rounding errors that are small beside the product.
+        status: `dense` (decomposed), `certified` (`upper/lower` is as narrow as asked), `converged` (the run has converged
+            to `tol`: a larger value was looked for and not seen, the interval may be wide), `step limit` (neither; `lower`
+            and `upper` still hold).
+        direction: The input direction that is stretched most, the shape of one input.
+        steps: Products with `J` and with `Jᵀ`.
+        precision: In which `value` was evaluated.
+        tol: The accuracy of `value` that was wanted.
+        certify: The width of the interval that was wanted, if any.
+        seed: Of the random start.
+        noise: Relative error of the products that were iterated on; `upper` is widened by it.
+        point: Where `value` is attained, for the largest constant over a neighbourhood; nothing at an input.
+        around: What the upper end over a neighbourhood is made of.
+        split: Of a measure, whether the largest stretch takes splitting an atom: half of it moves along its row of
+            `direction`, half against it, and all other rows are zero.
     """
 
     value: float

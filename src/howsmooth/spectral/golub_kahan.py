@@ -54,9 +54,11 @@ _SHARE, _CLEARLY = 0.5, 0.7
 class GolubKahan:
     """Golub–Kahan with full reorthogonalisation.
 
-    max_steps: products with `J` and with `Jᵀ`.  delta: the upper end's failure probability.
-    rigorous: work in float64 and count every rounding error, so that `upper` assumes nothing about them (Theorem 2.5). For
-    maps of this package, whose rounding is bounded in advance.
+    Attributes:
+        max_steps: Products with `J` and with `Jᵀ`.
+        delta: The upper end's failure probability.
+        rigorous: Work in float64 and count every rounding error, so that `upper` assumes nothing about them (Theorem 2.5).
+            For maps of this package, whose rounding is bounded in advance.
     """
 
     max_steps: int = 300

@@ -32,12 +32,15 @@ _BLOCK_BYTES = 2**28  # of probes that are multiplied together
 class Gain(OneNumber):
     """The mean gain `‖J‖_F/√N` of a Jacobian: how much a random change of all `N` entries of the input grows.
 
-    value: the root mean square of `|J g|/√N` over Gaussian `g`.  lower, upper: hold with probability `confidence` over the
-    probes and the solver's start, 1.0 where the Jacobian was decomposed; none of the three where no certified upper end of the
-    largest singular value was at hand.
-    stable_rank: `‖J‖_F²/‖J‖₂²`, how many directions as strong as the worst one would have this gain.
-    effective_rank: the exponential of the entropy of the shares `σ_i²/Σσ_j²`, where the whole spectrum is at hand.
-    probes: how many products with Gaussian vectors it took, 0 where the Jacobian was decomposed.
+    Attributes:
+        value: The root mean square of `|J g|/√N` over Gaussian `g`.
+        lower: The gain is at least this, with probability `confidence`; None where no certified upper end of the largest
+            singular value was at hand.
+        upper: The gain is at most this, in the same way.
+        confidence: Over the probes and the solver's start, 1.0 where the Jacobian was decomposed.
+        stable_rank: `‖J‖_F²/‖J‖₂²`, how many directions as strong as the worst one would have this gain.
+        effective_rank: The exponential of the entropy of the shares `σ_i²/Σσ_j²`, where the whole spectrum is at hand.
+        probes: How many products with Gaussian vectors it took, 0 where the Jacobian was decomposed.
     """
 
     value: float

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 class Growth:
     """Constants by layer and length, and the power law of each layer.
 
-    rows: one per layer, length and sample.  `fits`: by layer, `L ≈ scale · n^exponent` with intervals, residuals and breaks.
+    Attributes:
+        rows: One per layer, length and sample.
+        failures: Why tasks gave nothing.
+        fits: By layer, `L ≈ scale · n^exponent` with intervals, residuals and breaks.
     """
 
     rows: tuple[LayerRow, ...]
@@ -108,10 +111,20 @@ def growth(
 ) -> Growth:
     """`L` against the number of tokens, layer by layer, with the fitted exponent, its interval, residuals and breaks.
 
-    model: loaded, or what `load` takes.  text: the text itself or token ids; Alice in Wonderland by default.
-    lengths: by default those of 8 … 512 that the model and the text allow.  samples: windows of the text at each length.
-    layers: all by default.  map: as in `Model.measure`.  tol, certify: as in `howsmooth.lipschitz`.  seed: places the samples.
-    progress: a bar where a person watches; False for none.
+    Args:
+        model: Loaded, or what `load` takes.
+        text: The text itself or token ids; Alice in Wonderland by default.
+        lengths: By default those of 8 … 512 that the model and the text allow.
+        samples: Windows of the text at each length.
+        layers: All by default.
+        map: As in `Model.measure`.
+        tol: As in `howsmooth.lipschitz`.
+        certify: As in `howsmooth.lipschitz`.
+        seed: Places the samples.
+        progress: A bar where a person watches; False for none.
+
+    Returns:
+        All rows, and a fit for every layer. It draws itself: `growth(...).plot()`.
 
     >>> import torch
     >>> from transformers import BertConfig, BertModel

@@ -45,16 +45,24 @@ def certified_radius(
 ) -> Radius:
     """The largest radius found within which no change of the tokens can change a model's answer, and an attack beside it.
 
-    model: a loaded `Model` with `text`, `ids` or its other inputs, whose tokens are those that enter `layer`; or a module, a
-    function or a map such as `Attention` with `x`, (n, d) or (1, n, d), which gives the scores of all answers.
-    label: the answer that must hold, by default the one that is given at the input: the class, or the next token.
-    change: instead of an answer, what must hold is that the output moves by at most this part of its length.  map: that of the
-    layer alone, such as `"block"`, in place of all that follows.
-    per: lengths are of every token's move (`"token"`) or of all together (`"sequence"`).  tokens: the positions that may move.
-    attack: whether to look for the shortest change that does change the answer.
-
     In float64, casts to float32 left out. Small functions are expanded whole (docs/explanation/around-blocks.md §3), others by
     certified norms (§4). What counts is how values move, also where a detach hides it from autograd.
+
+    Args:
+        model: A loaded `Model` with `text`, `ids` or its other inputs, whose tokens are those that enter `layer`; or a
+            module, a function or a map such as `Attention` with `x`, which gives the scores of all answers.
+        x: Tokens of a module, function or map, (n, d) or (1, n, d).
+        label: The answer that must hold, by default the one that is given at the input: the class, or the next token.
+        change: Instead of an answer, what must hold is that the output moves by at most this part of its length.
+        layer: Of a loaded model, where its tokens move.
+        map: That of the layer alone, such as `"block"`, in place of all that follows.
+        per: Lengths are of every token's move (`"token"`) or of all together (`"sequence"`).
+        tokens: The positions that may move.
+        attack: Whether to look for the shortest change that does change the answer.
+        **input: Of a loaded model: `text`, `ids`, or what it takes by name.
+
+    Returns:
+        The certified radius, beside the attacked one and what the gradient alone would promise.
 
     >>> flat = torch.tensor([[1.0, 0.0]])
     >>> certified_radius(lambda t: t.mean(0), flat, per="sequence").certified > 0.7  # the line x = y is 1/√2 away

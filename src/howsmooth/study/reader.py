@@ -98,7 +98,11 @@ def prepare(**source: Any) -> Reader:
 
 
 def alice() -> str:
-    """The text that comes with the package."""
+    """The text that comes with the package.
+
+    Returns:
+        *Alice's Adventures in Wonderland*, whole.
+    """
     return resources.files("howsmooth").joinpath("data/alice.txt").read_text("utf-8")
 
 

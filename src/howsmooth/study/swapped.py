@@ -195,8 +195,21 @@ def variants(
 ) -> Variants:
     """`L` of every layer with every kind of attention put in, against the number of tokens, their size, and the cost.
 
-    kinds: names in `howsmooth.study.choices.KINDS`; softmax is always there.  factors: what the tokens are multiplied by.
-    lengths: by default 16 to 128, as model and text allow. The rest as in `growth`.
+    Args:
+        model: Loaded, or what `load` takes.
+        text: The text itself or token ids; Alice in Wonderland by default.
+        kinds: Names in `howsmooth.study.choices.KINDS`; softmax is always there.
+        factors: What the tokens are multiplied by.
+        lengths: By default 16 to 128, as model and text allow.
+        samples: Windows of the text at each length.
+        layers: All by default.
+        tol: As in `howsmooth.lipschitz`.
+        certify: As in `howsmooth.lipschitz`.
+        seed: Places the samples.
+        progress: A bar where a person watches; False for none.
+
+    Returns:
+        All rows, which print as a table of kinds beside softmax.
 
     >>> from transformers import BertConfig, BertModel
     >>> shape = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

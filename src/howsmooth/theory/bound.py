@@ -27,9 +27,18 @@ _OUTWARD = 1e-12
 class Bound(OneNumber):
     """A bound, or the reason why it does not apply.
 
-    log_value: natural logarithm of the bound, rounded outward: up for an upper bound, down for a lower one; None where the
-    bound does not apply.  value: its exponential, possibly infinite (upper) or zero (lower).
-    mean_field: it speaks of measures, so of every number of tokens (upper) or of some number of them (lower).
+    Attributes:
+        id: As in the proofs: B7, D5.
+        name: In words.
+        side: "upper" or "lower".
+        statement: The formula.
+        source: The paper or proof.
+        assumptions: What it needs of the layer.
+        reason: Why it does not apply, where it does not.
+        log_value: Natural logarithm of the bound, rounded outward: up for an upper bound, down for a lower one; None where
+            the bound does not apply.
+        value: Its exponential, possibly infinite (upper) or zero (lower).
+        mean_field: It speaks of measures, so of every number of tokens (upper) or of some number of them (lower).
     """
 
     id: str
@@ -106,7 +115,8 @@ def first_reason(*cases: tuple[bool, str]) -> str | None:
 class Bounds(Sequence[Bound]):
     """All bounds of a layer beside what was measured, if anything was.
 
-    measured: an `L` that is attained: at the point, or somewhere in the ball. No upper bound lies below it.
+    Attributes:
+        measured: An `L` that is attained: at the point, or somewhere in the ball. No upper bound lies below it.
     """
 
     rows: tuple[Bound, ...]

@@ -26,10 +26,12 @@ _BLOCKS = 2**26  # entries of a function's splitting blocks that are formed
 class Splitting:
     """What splitting one token adds to moving all of them.
 
-    moved: the constant of moving whole tokens, with both ends.  split: that of splitting one, `max_i ‖S_i‖`, with both ends.
-    token: the one whose splitting does most; of a measure, after equal atoms are merged.  direction: (d,), the unit vector
-    along which its halves part.
-    norms: (n,), what splitting each token attains.
+    Attributes:
+        moved: The constant of moving whole tokens, with both ends.
+        split: That of splitting one, `max_i ‖S_i‖`, with both ends.
+        token: The one whose splitting does most; of a measure, after equal atoms are merged.
+        direction: (d,), the unit vector along which its halves part.
+        norms: (n,), what splitting each token attains.
     """
 
     moved: Estimate

@@ -77,15 +77,23 @@ def clip_(
 ) -> Clipped:
     """Scale weights down in place, head by head, until each head's constant or largest logit at `x` is at most `target`.
 
-    layer: an `Attention`, whose tensors are written to; or a model, whose parameters are, in the layers that are named.
-    x: tokens (n, d) for an `Attention`; for a model a batch by the names of its `forward`.  target: above 0.
-    quantity: `constant`, of every head alone through its part of the output projection, or `logit`, the largest one seen.
-    parts: `qk` scales logits by a factor shared between W_q and W_k (and their biases); `vo` what a head gives, by W_v and W_o;
-    `qkvo` both by one factor. Scaling logits leaves a head the constant of uniform attention: a target below that needs `vo`.
-
     Heads at or below the target are not touched. Where heads share keys or values, these are scaled by what the head that
     needs it least allows, and the rest falls to queries or to W_o. Everything is measured again afterwards, in the weights' own
     precision; where that fails, the weights are put back and it is said.
+
+    Args:
+        layer: An `Attention`, whose tensors are written to; or a model, whose parameters are, in the layers that are named.
+        x: Tokens (n, d) for an `Attention`; for a model a batch by the names of its `forward`.
+        target: Above 0.
+        quantity: `constant`, of every head alone through its part of the output projection, or `logit`, the largest one
+            seen.
+        parts: `qk` scales logits by a factor shared between W_q and W_k (and their biases); `vo` what a head gives, by W_v
+            and W_o; `qkvo` both by one factor. Scaling logits leaves a head the constant of uniform attention: a target
+            below that needs `vo`.
+        layers: Of a model, `"all"` or a list of numbers.
+
+    Returns:
+        Every head that was clipped, with its quantity before and after.
 
     >>> import howsmooth as hs
     >>> attn = Attention(4 * torch.eye(2), torch.eye(2), torch.eye(2), scale=1.0)

@@ -12,6 +12,10 @@ class HuggingFaceCallback(TrainerCallback):
     """Calls a recorder after every optimiser step and hands its numbers to a trainer's loggers.
 
     A callback does not know its trainer, so it is told: `HuggingFaceCallback.into(trainer, recorder)` makes one and adds it.
+
+    Args:
+        recorder: Called with the number of the step and the last loss.
+        trainer: Whose loggers get the numbers.
     """
 
     def __init__(self, recorder: Recorder, trainer: Trainer):
@@ -19,6 +23,7 @@ class HuggingFaceCallback(TrainerCallback):
 
     @classmethod
     def into(cls, trainer: Trainer, recorder: Recorder) -> "HuggingFaceCallback":
+        """A callback of this trainer, added to it."""
         callback = cls(recorder, trainer)
         trainer.add_callback(callback)
         return callback

@@ -28,7 +28,11 @@ def _base() -> type:
 
 @final
 class LightningCallback(_base()):
-    """Calls a recorder after every optimiser step and hands its numbers to the trainer's loggers."""
+    """Calls a recorder after every optimiser step and hands its numbers to the trainer's loggers.
+
+    Args:
+        recorder: Called with the number of the step and the last loss.
+    """
 
     def __init__(self, recorder: Recorder):
         super().__init__()

@@ -41,7 +41,9 @@ Function = Map | Callable[[Tensor], Tensor]
 class WarmStart:
     """Directions carried over from call to call of `smoothness`.
 
-    products: with `JᵀJ`, that each later call makes; the first one goes on until the directions have converged.
+    Args:
+        products: With `JᵀJ`, that each later call makes; the first one goes on until the directions have converged.
+        v: Directions to begin from; none by default.
 
     >>> state = WarmStart(products=2)
     >>> smoothness(lambda x: 3 * x, torch.ones(2), state).item(), state.v is None
@@ -61,10 +63,16 @@ class WarmStart:
 def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batched: bool = False) -> Tensor:
     """The local Lipschitz constant of `f` at `x` as a tensor: differentiable in the weights of `f` and in `x`.
 
-    f: an attention layer or another map of this package, at tokens (…, n, d), which gives a number for every sequence; or any
-    torch function or module of one tensor, at one input, or at many along the first axis where `batched`.
-    state: a `WarmStart`, which makes the next call cheap where weights and input have changed little; by default every call
-    finds the top direction anew.  Modules are asked in eval mode, in the precision of `x`.
+    Args:
+        f: An attention layer or another map of this package, at tokens (…, n, d), which gives a number for every sequence;
+            or any torch function or module of one tensor, at one input, or at many along the first axis where `batched`.
+        x: Tokens, or the input of the function or module, which is evaluated in eval mode and in the precision of `x`.
+        state: A `WarmStart`, which makes the next call cheap where weights and input have changed little; by default every
+            call finds the top direction anew.
+        batched: Whether the first axis of `x` counts inputs of a function.
+
+    Returns:
+        A number, or one for every sequence, differentiable in `x` and in the weights of `f`.
 
     >>> import howsmooth as hs
     >>> w = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64, requires_grad=True)
@@ -213,10 +221,15 @@ class SmoothnessPenalty:
     all weights that it depends on, those before the layer too. The model is run in eval mode, on attention whose second
     derivatives take O(n) memory; a few rows of a batch are enough as a rule.
 
-    model: the one that trains.  target: of every layer's constant, above 0.  layers, map: as for `Tracker`.
-    rows: how many of a batch's, the first ones; all by default.  products: steps of power iteration that turn the carried
-    directions towards the top ones before they are used, beside the one it makes for the next call; 0 where the same rows come
-    every time. It makes more where rows or tokens are not as many as in the call before.
+    Args:
+        model: The one that trains.
+        target: Of every layer's constant, above 0.
+        layers: `"all"`, or a list of numbers.
+        map: `attention`, `heads`, `normed` or `block`.
+        rows: How many of a batch's, the first ones; all by default.
+        products: Steps of power iteration that turn the carried directions towards the top ones before they are used,
+            beside the one it makes for the next call; 0 where the same rows come every time. It makes more where rows or
+            tokens are not as many as in the call before.
 
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> penalty = SmoothnessPenalty(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), target=1e6)

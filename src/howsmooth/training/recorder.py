@@ -26,7 +26,10 @@ Log = Callable[[dict[str, float]], Any]
 class Alarm:
     """A limit on a quantity of any layer: `Alarm("max_logit", above=50)`, `Alarm("entropy", below=0.5)`.
 
-    quantity: `constant`, `max_logit`, `entropy`, `sink` or `radius`.
+    Attributes:
+        quantity: `constant`, `max_logit`, `entropy`, `sink` or `radius`.
+        above: Goes off where the quantity is larger.
+        below: Goes off where it is smaller; give one of the two.
     """
 
     quantity: str
@@ -67,11 +70,16 @@ class Raised:
 class Recorder:
     """To be called in a training loop after every step: `record(step, loss=loss.item())`.
 
-    tracker: what is asked.  every: steps between updates.  log: called with the numbers of an update, a dictionary.
-    folder: where they are kept, one row an update, committed as it comes, in `smoothness.sqlite`, which `howsmooth training`
-    makes a page of.  resume: go on with a file that has rows.
-    alarms: limits.  on_alarm: `warn` says it, `stop` also sets `stopped`, a function is called with the `Raised`. An alarm goes
-    off once for a layer and a quantity. A layer that is no longer finite always does.
+    Args:
+        tracker: Gives the numbers.
+        every: Steps between updates.
+        log: Called with the numbers of an update, a dictionary.
+        folder: Where they are kept, one row an update, committed as it comes, in `smoothness.sqlite`, which `howsmooth
+            training` makes a page of.
+        resume: Go on with a file that has rows.
+        alarms: Limits on quantities of any layer.
+        on_alarm: `warn` says it, `stop` also sets `stopped`, a function is called with the `Raised`. An alarm goes off once
+            for a layer and a quantity. A layer that is no longer finite always does.
     """
 
     def __init__(

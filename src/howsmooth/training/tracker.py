@@ -72,16 +72,22 @@ class Check:
 class Tracker:
     """The constants of a model's layers at a fixed probe, followed as its weights change.
 
-    model: the one that trains, compiled or wrapped as it may be, or a `Model`.  probe: a batch of few rows by the names of the
-    model's `forward`; the constant of a layer is the largest over its rows.  layers: `"all"` or a list.
-    map: `attention`, `heads`, `normed` or `block`.  heads: also the constant of every head alone, at the price of a row for
-    each.  check_every: certified solves after so many updates, and before the first; 0 for never.
-    tol, certify: of those, as in `howsmooth.lipschitz`.  average: over the processes of a distributed run, each with a probe of
-    its own; by default the first process measures and the others get nothing.
-
     `update()` gives a flat dictionary to log. Its constants are lower ends: `|J w|` for a unit `w`, from four directions that
     are carried over from update to update, with one block product with `Jᵀ` and one with `J` each time, and more where weights
     have moved far. The run is left as it was: mode, hooks, random numbers, buffers, gradients.
+
+    Args:
+        model: The one that trains, compiled or wrapped as it may be, or a `Model`.
+        probe: A batch of few rows by the names of the model's `forward`; the constant of a layer is the largest over its
+            rows.
+        layers: `"all"` or a list.
+        map: `attention`, `heads`, `normed` or `block`.
+        heads: Also the constant of every head alone, at the price of a row for each.
+        check_every: Certified solves after so many updates, and before the first; 0 for never.
+        tol: Of certified solves, as in `howsmooth.lipschitz`.
+        certify: Of certified solves, as in `howsmooth.lipschitz`.
+        average: Over the processes of a distributed run, each with a probe of its own; by default the first process
+            measures and the others get nothing.
 
     >>> import howsmooth as hs
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -135,7 +141,8 @@ class Tracker:
     def key(self, layer: int, what: str | None = None, head: int | None = None) -> str:
         """The name a number is logged under.
 
-        what: nothing for the constant, or `max_logit`, `entropy`, `sink`, `radius`, `head`, `upper`, `drift`.
+        Args:
+            what: Nothing for the constant, or `max_logit`, `entropy`, `sink`, `radius`, `head`, `upper`, `drift`.
         """
         digits = max(2, len(str(self._following.count - 1)))
         parts = (what, f"layer_{layer:0{digits}d}", None if head is None else f"head_{head:02d}")
@@ -149,7 +156,8 @@ class Tracker:
         also the certified upper end and how far tracking was off. Where something is not finite: NaN, and a warning that says
         where.
 
-        step: of the training, for what is said; counts updates by default.
+        Args:
+            step: Of the training, for what is said; counts updates by default.
         """
         step = self._updates if step is None else step
         following, checks = self._following, self.check_every > 0 and self._updates % self.check_every == 0

@@ -21,8 +21,10 @@ _CHORDS = 3  # steps of the reference around the limit: exact up to its third de
 class Sinkhorn(Kind):
     """`iterations` normalisations of `exp(s)`, of rows first, then of columns, and so on (Sander et al. 2022).
 
-    iterations: one is softmax; odd numbers end with rows that sum to one, even ones with columns that do; None takes the limit,
-    where both do, and is differentiated as the limit.
+    Attributes:
+        iterations: One is softmax; odd numbers end with rows that sum to one, even ones with columns that do; None takes
+            the limit, where both do, and is differentiated as the limit.
+
     A key mask hides its tokens as queries too: they take part in no column.
 
     >>> Sinkhorn(), Sinkhorn(iterations=None)

@@ -27,10 +27,11 @@ class _OfSoftmax(Kind):
 class L2(_OfSoftmax):
     """`P_i = softmax_j(−scale |q_i − k_j|²)` (Kim, Papamakarios & Mnih 2021).
 
-    tied: a layer takes `W_k = W_q`, as that paper does; else they are two matrices.
-
     `−|q − k|² = 2 q·k − |k|² − |q|²`, and softmax does not see what all keys of a query share, so this is softmax attention
     with a number added for every key.
+
+    Attributes:
+        tied: A layer takes `W_k = W_q`, as that paper does; else they are two matrices.
 
     >>> L2(), L2(tied=True)
     (L2(), L2(tied=True))
@@ -74,8 +75,12 @@ class _Offset(Entry):
 class Cosine(_OfSoftmax):
     """`P_i = softmax_j(scale · q̂_i·k̂_j)` with `x̂ = x/√(|x|² + ε)` (LipsFormer, Qi et al. 2023; query-key normalisation).
 
-    epsilon: `ε`.  values: values are normalised too, as LipsFormer does; False leaves them as they are.  factor: its `ν`, which
-    multiplies the output. The scale of a layer is its `τ`, `√(head width)` by default, so that random logits have size one.
+    Attributes:
+        epsilon: `ε`.
+        values: Values are normalised too, as LipsFormer does; False leaves them as they are.
+        factor: Its `ν`, which multiplies the output.
+
+    The scale of a layer is its `τ`, `√(head width)` by default, so that random logits have size one.
 
     >>> Cosine(), Cosine(values=False)
     (Cosine(), Cosine(values=False))
@@ -143,8 +148,12 @@ class Differential(_OfSoftmax):
 
     `q₁, q₂` are the halves of a head's queries, `k₁, k₂` of its keys; norms and rotary phases act on each half, and the scale
     is `1/√(half the head width)` by default.
-    lam: `λ` of the layer.  epsilon: that of an RMS norm of each head's output, which the paper has; None leaves it out. Weights
-    of that norm belong in `w_o`.  factor: what multiplies the output, the paper's `1 − λ_init`.
+
+    Attributes:
+        lam: `λ` of the layer.
+        epsilon: Of an RMS norm of each head's output, which the paper has; None leaves it out. Weights of that norm belong in
+            `w_o`.
+        factor: What multiplies the output, the paper's `1 − λ_init`.
 
     >>> Differential(0.5), Differential(0.5, epsilon=1e-5, factor=0.2)
     (Differential(lam=0.5), Differential(lam=0.5, epsilon=1e-05, factor=0.2))

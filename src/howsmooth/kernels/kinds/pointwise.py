@@ -22,7 +22,8 @@ from howsmooth.settings import choice, flag, number, whole
 class Softmax(Pointwise):
     """`P_ij = exp(s_ij) / (exp(sink) + Σ_j exp(s_ij))`, the sum over what query i sees; without a sink, softmax.
 
-    sink: (heads,), a logit of every head that takes weight and gives no value (gpt-oss; Xiao et al. 2023).
+    Attributes:
+        sink: (heads,), a logit of every head that takes weight and gives no value (gpt-oss; Xiao et al. 2023).
 
     >>> Softmax(), Softmax(torch.zeros(2))
     (Softmax(), Softmax(sink=2 numbers))
@@ -87,7 +88,9 @@ class Softmax(Pointwise):
 class Sigmoid(Pointwise):
     """`P_ij = σ(s_ij + b)` (Ramapuram et al. 2024): rows do not sum to one.
 
-    bias: `b`; by default `−log n`, `n` the number of real keys of the sequence, whatever a causal mask or a window hides.
+    Attributes:
+        bias: `b`; by default `−log n`, `n` the number of real keys of the sequence, whatever a causal mask or a window
+            hides.
 
     >>> Sigmoid(), Sigmoid(bias=-3.0)
     (Sigmoid(), Sigmoid(bias=-3.0))
@@ -129,6 +132,9 @@ class Hard(Pointwise):
     Keys that tie with the last of them all get in, up to rounding, so that no order of the tokens matters. Weights are
     constant between ties, so the derivative goes through the values alone; at a tie the map jumps, and the derivative is that
     of the weights it has there.
+
+    Attributes:
+        top: How many of the largest logits count.
 
     >>> Hard(), Hard(top=4)
     (Hard(), Hard(top=4))
@@ -178,7 +184,10 @@ class Hard(Pointwise):
 class Linear(Pointwise):
     """`P_ij = φ(q_i)·φ(k_j) / Σ_j φ(q_i)·φ(k_j)` (Katharopoulos et al. 2020), in time linear in the number of tokens.
 
-    features: `φ`, "elu" for `elu(x) + 1` or "relu", entry by entry.  normalized: False leaves the sum out.
+    Attributes:
+        features: `φ`, "elu" for `elu(x) + 1` or "relu", entry by entry.
+        normalized: False leaves the sum out.
+
     A query whose sum is zero, as "relu" allows, gives zero. Where a sum underflows, as it can beside keys that a mask hides, a
     plain value is nan, and a derivative is refused.
 

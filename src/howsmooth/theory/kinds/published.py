@@ -45,6 +45,15 @@ def l2_bounds(
     `F(X) = [f_1 … f_H] W_oᵀ`, `f_h = P_h X A_h W_vᵀ`, `A_h = W_qᵀ W_q/√k`, `P_h = softmax(−|W_q x_i − W_q x_j|²/√k)`.
     Theorem 3.17 in docs/explanation/bounds.md. The map is another one than dot-product attention, so it has a table of its own.
 
+    Args:
+        w_q: Of queries and keys, (heads, k, d).
+        w_v: Of values, (heads, k, d).
+        w_o: The output projection, (d_out, heads·k).
+        n: How many tokens.
+
+    Returns:
+        A bound of every theorem.
+
     >>> import torch
     >>> eye = torch.eye(2)[None]
     >>> [(b.id, round(b.value, 4)) for b in l2_bounds(eye, eye, torch.eye(2), n=1)]  # one token: the map is A, √(1/2)
