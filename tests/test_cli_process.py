@@ -18,6 +18,7 @@ from howsmooth.cli.options import read_stdin
 from howsmooth.errors import BadInputError
 from howsmooth_command import app
 from howsmooth_command import run as run_command
+from marks import first
 
 START = "from howsmooth_command import main; print('on', file=sys.stderr, flush=True); main()"
 BOUNDS = ("bounds", "--gamma", "-1", "--radius", "2")
@@ -68,8 +69,22 @@ def test_an_interrupt_in_the_middle_of_a_search_is_one_word():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("command", [BOUNDS, (*BOUNDS, "--json"), ("--help",), REFUSED])
+@pytest.mark.parametrize(
+    ("command", "joined"),
+    first(
+        [
+            (BOUNDS, False),
+            (REFUSED, True),
+            (("--help",), False),
+            (("--help",), True),
+            (BOUNDS, True),
+            (REFUSED, False),
+            ((*BOUNDS, "--json"), False),
+            ((*BOUNDS, "--json"), True),
+        ],
+        4,
+    ),
+)
 def test_a_closed_pipe_is_quiet(command: tuple[str, ...], joined: bool):
     """As in `howsmooth … | head -1`, and with `2>&1` before the bar."""
     paths = os.pathsep.join(filter(None, sys.path))

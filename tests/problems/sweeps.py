@@ -16,9 +16,21 @@ def same(left: list[Record], right: list[Record]) -> bool:
     return [(r.key, r.arguments, r.status, r.value) for r in left] == [(r.key, r.arguments, r.status, r.value) for r in right]
 
 
-def value(i: int, pause: float = 0.0) -> dict[str, Any]:
-    """A row that depends on its argument alone."""
-    time.sleep(pause)
+def gone(pid: int) -> bool:
+    """Whether a process has ended, within a while."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def value(i: int) -> dict[str, Any]:
+    """A row that depends on its argument alone. A process with PAUSE takes as many seconds for each."""
+    time.sleep(float(os.environ.get("PAUSE", "0")))
     return {"square": i * i, "root": i**0.5, "label": f"row {i}", "list": [i, None, "é\n"]}
 
 

@@ -53,18 +53,6 @@ def test_two_actors_give_the_rows_of_a_local_sweep_and_load_once_each(cluster, t
     assert sweeps.same(read(tmp_path / "ray.sqlite"), read(tmp_path / "local.sqlite"))
 
 
-def gone(pid: int) -> bool:
-    """Whether a process has ended, within a while."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @needs_ray
 @pytest.mark.slow
 def test_killing_a_worker_loses_no_task(cluster, tmp_path):
@@ -90,7 +78,7 @@ def test_killing_a_worker_loses_no_task(cluster, tmp_path):
     ended = sweep(wanted, tmp_path / "r.sqlite", engine=Ray(workers=2))
     killer.join()
     assert len(killed) == 1
-    assert gone(killed[0])
+    assert sweeps.gone(killed[0])
     assert (ended.done, ended.failed) == (40, 0)
     assert [r.value["i"] for r in read(tmp_path / "r.sqlite")] == list(range(40))
 

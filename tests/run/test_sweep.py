@@ -24,17 +24,18 @@ import sys
 from problems import sweeps
 from problems.sweeps import same
 from howsmooth.run import Local, Plan, sweep
-plan = Plan.of(sweeps.value, [{{"i": i, "pause": {PAUSE}}} for i in range({TASKS})])
+plan = Plan.of(sweeps.value, [{{"i": i}} for i in range({TASKS})])
 sweep(plan, sys.argv[1], engine=Local(workers=int(sys.argv[2])), resume=True)
 """
 
 
-def plan(count: int = 20, **more) -> Plan:
-    return Plan.of(sweeps.value, [{"i": i, **more} for i in range(count)])
+def plan(count: int = 20) -> Plan:
+    return Plan.of(sweeps.value, [{"i": i} for i in range(count)])
 
 
 def start(path: Path, workers: int) -> "subprocess.Popen[bytes]":
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    """The sweep of `plan(TASKS)` in processes of its own, which take their time."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PAUSE": str(PAUSE)}
     command = [sys.executable, "-c", SCRIPT, str(path), str(workers)]
     return subprocess.Popen(command, env=environment, process_group=0, stderr=subprocess.DEVNULL)
 
@@ -53,7 +54,7 @@ def children(pid: int) -> list[int]:
 def test_the_comparison_sees_a_wrong_row_a_missing_one_and_one_too_many(tmp_path):
     sweep(plan(4), tmp_path / "a.sqlite")
     sweep(plan(5), tmp_path / "b.sqlite")
-    sweep(plan(4, pause=0.001), tmp_path / "c.sqlite")
+    sweep(Plan.of(sweeps.value, [{"i": i} for i in (0, 1, 2, 9)]), tmp_path / "c.sqlite")
     rows = [read(tmp_path / f"{name}.sqlite") for name in "abc"]
     assert same(rows[0], rows[0])
     assert not same(rows[0], rows[1])
@@ -65,7 +66,7 @@ def test_the_comparison_sees_a_wrong_row_a_missing_one_and_one_too_many(tmp_path
 @pytest.mark.parametrize("kills", [KILLS[1:2], pytest.param(KILLS, marks=pytest.mark.weekly)], ids=["once", "three times"])
 def test_a_sweep_killed_at_random_moments_ends_with_the_rows_of_one_that_was_not(tmp_path, kills):
     whole, broken = tmp_path / "whole.sqlite", tmp_path / "broken.sqlite"
-    sweep(plan(TASKS, pause=PAUSE), whole)
+    sweep(plan(TASKS), whole)
     choose = random.Random(time.time_ns())
     counts, orphans = [], []
     for workers, more, delay in kills:
@@ -81,10 +82,10 @@ def test_a_sweep_killed_at_random_moments_ends_with_the_rows_of_one_that_was_not
     assert counts == sorted(counts)
     assert 0 < counts[-1] < TASKS
     assert len(kills) == 1 or 0 < counts[1] < counts[-1]
-    assert start(broken, 1).wait() == 0
+    sweep(plan(TASKS), broken, resume=True)
     assert same(read(broken), read(whole))
     assert len(orphans) == 2
-    assert not any(Path(f"/proc/{pid}").exists() for pid in orphans)
+    assert all(sweeps.gone(pid) for pid in orphans)
 
 
 @pytest.mark.slow
@@ -102,7 +103,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_file_to_resume(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["r.sqlite"]
     kept = count(path)
     assert 0 < kept < TASKS
-    ended = sweep(plan(TASKS, pause=PAUSE), path, resume=True)
+    ended = sweep(plan(TASKS), path, resume=True)
     assert (ended.done, ended.skipped) == (TASKS, kept)
     assert [r.value["square"] for r in read(path)] == [i * i for i in range(TASKS)]
 
@@ -125,7 +126,7 @@ def test_of_two_processes_on_one_file_one_is_told_and_the_other_loses_nothing(tm
     while not count(path) and first.poll() is None:
         time.sleep(0.002)
     with pytest.raises(ResultsError, match=f"process {first.pid} is writing"):
-        sweep(plan(TASKS, pause=PAUSE), path, resume=True)
+        sweep(plan(TASKS), path, resume=True)
     assert first.wait() == 0
     assert [r.value["square"] for r in read(path)] == [i * i for i in range(TASKS)]
 
