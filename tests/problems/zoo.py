@@ -425,8 +425,9 @@ def reference(
     entered: list[Tensor] = []
     left: list[Tensor] = []
     moved: list[Tensor] = []
-    if isinstance(model, t.PreTrainedModel) and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the only one that knows float64
+    choose: Any = getattr(model, "set_experts_implementation", None)
+    if choose is not None:
+        choose("eager")  # the only one that knows float64
 
     def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple:
         name = "hidden_states" if "hidden_states" in kwargs else None
