@@ -12,7 +12,7 @@ from torch.fx import Node
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.program import Ends, Layers, Program, ends_of, record, segment
+from howsmooth.program import Ends, Layers, Program, ends_of, record
 from howsmooth.program.attention import attention
 from howsmooth.program.calls import SDPA, find_calls
 from howsmooth.program.closed import as_attention
@@ -59,8 +59,8 @@ def library(kind: str) -> tuple[Program, int]:
 def closed(program: Program, layer: int = 0, ends: Ends | None = None) -> tuple[hs.Attention, Tensor, Ends]:
     """The closed form of a layer, what enters it, and its ends."""
     ends = ends_of(Layers(program), layer) if ends is None else ends
-    attn = as_attention(program, ends, Run(program, program.tensors).values)
-    return attn, Run(program, program.tensors).values(set(ends.enter))[ends.enter[0]].reshape(-1, attn.width), ends
+    attn = as_attention(Run.recorded(program), ends)
+    return attn, Run.recorded(program).values(set(ends.enter))[ends.enter[0]].reshape(-1, attn.width), ends
 
 
 def check(program: Program, layer: int = 0, ends: Ends | None = None) -> hs.Attention:
@@ -68,14 +68,15 @@ def check(program: Program, layer: int = 0, ends: Ends | None = None) -> hs.Atte
     attn, x, ends = closed(program, layer, ends)
     between = ends.flow.between(ends.enter, ends.leave)
     (node,) = (n for n in between if n.target is attention or name(n) == SDPA)
-    own = Run(program, program.tensors).values({*node.args[:3], ends.leave[0]})  # pyright: ignore[reportArgumentType]
+    own = Run.recorded(program).values({*node.args[:3], ends.leave[0]})  # pyright: ignore[reportArgumentType]
     for ours, theirs in zip(attn.vectors(x[None]), node.args[:3], strict=True):
         wanted = own[theirs].reshape(-1, *own[theirs].shape[-2:])  # pyright: ignore[reportArgumentType]
         assert off(ours[0].repeat_interleave(len(wanted) // ours.shape[1], 0), wanted) <= 1e-9
     leave = own[ends.leave[0]]
     axis = 1 if leave.ndim == 3 and leave.shape[0] == len(x) else 0
     assert agree(attn(x), leave.squeeze(axis) if leave.ndim == 3 else leave)
-    f, (point,) = segment(program, ends.flow, ends.enter, ends.leave)
+    f = ends.way.at(Run.recorded(program))
+    (point,) = f.start
     dense = torch.autograd.functional.jacobian(lambda z: f(z)[0], point, vectorize=True)
     assert isinstance(dense, Tensor)
     truth = float(torch.linalg.matrix_norm(dense.reshape(leave.numel(), x.numel()), 2))

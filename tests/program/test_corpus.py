@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import HowSmoothError
-from howsmooth.program import Layers, ends_of, record, segment
+from howsmooth.program import Layers, Run, ends_of, record
 from howsmooth.program.written_out import rewrite
 from marks import sample
 from problems.modules import QUESTIONS, Question, constants
@@ -29,7 +29,8 @@ def layers_of(module: nn.Module, inputs: Any) -> Layers:
 def norm_of(layers: Layers, **ask: Any) -> float:
     """The norm of the dense Jacobian of a map."""
     ends = ends_of(layers, ask.pop("layer", 0), **ask)
-    f, points = segment(layers.program, ends.flow, ends.enter, ends.leave, ends.through)
+    f = ends.way.at(Run.recorded(layers.program))
+    points = f.start
     sizes = [p.numel() for p in points]
 
     def stacked(t: Tensor) -> Tensor:

@@ -20,12 +20,12 @@ t: Any = transformers
 
 def weights_of(program: Program, layer: int = 0) -> tuple[HeadParameters, Ends]:
     ends = ends_of(Layers(program), layer)
-    return head_weights(program, ends, Run(program, program.tensors).values), ends
+    return head_weights(Run.recorded(program), ends), ends
 
 
 def vectors(program: Program, ends: Ends) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of today's weights, (heads, n, d)."""
-    call = ReadCall.of(program, ends, Run(program, program.tensors).values).call
+    call = ReadCall.of(Run.recorded(program), ends).call
     return call.q[0], call.k[0], call.v[0]
 
 
@@ -55,8 +55,8 @@ def check_outputs(program: Program, ends: Ends, by_head: ByHead | None) -> None:
     assert by_head is not None
 
     def at(z: Tensor) -> Tensor:
-        read = ReadCall.of(program, ends, Run(program, program.tensors).values)
-        return read.part.between(read.node, read.leave)(z)
+        read = ReadCall.of(Run.recorded(program), ends)
+        return read.part.between(read.node, read.leave).of_flat(z)
 
     q, _, v = vectors(program, ends)
     z = tokens(len(q), q.shape[1], v.shape[-1])

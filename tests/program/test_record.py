@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import BadFunctionError
-from howsmooth.program import Layers, ends_of, record, segment
+from howsmooth.program import Layers, Run, Way, ends_of, record
 from howsmooth.program.confirm import beside, replayed
 from howsmooth.program.operations import name, writes
 
@@ -66,7 +66,8 @@ def test_in_place_writes_become_values(f):
 def test_derivatives_of_in_place_writes():
     program = record(Of(views), (x(3, 4),))
     layers = Layers(program)
-    f, (point,) = segment(program, layers.flow, program.inputs, program.outputs)
+    f = Way.of(layers.flow, program.inputs, program.outputs).at(Run.recorded(program))
+    (point,) = f.start
     ours = torch.autograd.functional.jacobian(lambda t: f(t)[0], point)
     step = 1e-6 * x(3, 4, seed=5)
     assert isinstance(ours, Tensor)
@@ -186,17 +187,18 @@ def test_jumps_on_the_way_are_refused():
     program = record(Of(lambda t: t.round() + module(t, t, t)[0]), (x(1, 3, 4),))
     layers = Layers(program)
     ends = ends_of(layers, 0, "attention")
-    segment(program, ends.flow, ends.enter, ends.leave)
+    Way.of(ends.flow, ends.enter, ends.leave)
     whole = ends_of(layers, 0, "block")
     with pytest.raises(BadFunctionError, match="round"):
-        segment(program, whole.flow, whole.enter, whole.leave)
+        Way.of(whole.flow, whole.enter, whole.leave)
 
 
 def test_half_precision_is_replayed_in_float64():
     module = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).to(torch.bfloat16)
     program = record(module, (x(1, 3, 4).to(torch.bfloat16),))
     layers = Layers(program)
-    f, (point,) = segment(program, layers.flow, program.inputs, program.outputs)
+    f = Way.of(layers.flow, program.inputs, program.outputs).at(Run.recorded(program))
+    (point,) = f.start
     wide = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double()
     wide.load_state_dict(module.state_dict())
     torch.testing.assert_close(f(point)[0], wide(point).detach(), rtol=1e-13, atol=1e-13)
@@ -239,4 +241,4 @@ def test_an_operation_that_rounds_is_named_with_its_module():
     module = nn.Sequential(nn.Linear(4, 4), Of(torch.round)).double()
     program = record(module, (x(1, 3, 4),))
     with pytest.raises(BadFunctionError, match="got round in 1, which rounds; "):
-        segment(program, Layers(program).flow, program.inputs, program.outputs)
+        Way.of(Layers(program).flow, program.inputs, program.outputs)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from howsmooth.kernels import attend
-from howsmooth.program import Program, record, segment, written_out
+from howsmooth.program import Program, Run, record, replay, written_out
 from howsmooth.program.attention import Call, MovingTermError, answering, attention
 from howsmooth.program.blocks import stream_of
 from howsmooth.program.operations import name, order, shape
@@ -516,7 +516,8 @@ def kinds(program: Program) -> list[str]:
 
 
 def whole(program: Program) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    f, (x,) = segment(program, stream_of(program), program.inputs, program.outputs)
+    f = replay.Way.of(stream_of(program), program.inputs, program.outputs).at(Run.recorded(program))
+    (x,) = f.start
     return lambda t: f(t)[0], x
 
 

@@ -55,7 +55,7 @@ def closed_form(sample: ModelInput, layer: int) -> Attention:
     if sample.real is not None:
         raise BadInputError("expected an input without padding, got a padded one; leave the padding out")
     sample.check(layer, ATTENTION)
-    return as_attention(sample.run.program, sample.ends(layer, ATTENTION), sample.run.at(torch.float64).values)
+    return as_attention(sample.run.at(torch.float64), sample.ends(layer, ATTENTION))
 
 
 def _read(sample: ModelInput, layer: int) -> Attention | None:

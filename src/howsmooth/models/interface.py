@@ -87,7 +87,7 @@ def _library_attention(
     if position_bias is not None:
         if position_bias.requires_grad:
             raise _refused("a position bias that depends on the input")
-        mask = masks.with_bias(mask, position_bias.detach())
+        mask = masks.joined(mask, Mask(bias=position_bias.detach()))
     kind = Softmax() if s_aux is None else _with_sink(s_aux, query.shape[1])
     return attend(query, key, value, Scores(scale, softcap, mask, kind)).transpose(1, 2).contiguous(), None
 

@@ -3,7 +3,7 @@
 from howsmooth.program.confirm import record
 from howsmooth.program.ends import Ends, ends_of
 from howsmooth.program.layers import Layers
-from howsmooth.program.replay import segment
+from howsmooth.program.replay import Run, Way
 from howsmooth.program.tracing import Program
 
-__all__ = ["Ends", "Layers", "Program", "ends_of", "record", "segment"]
+__all__ = ["Ends", "Layers", "Program", "Run", "Way", "ends_of", "record"]

@@ -13,7 +13,7 @@ from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.jacobian import AutodiffJacobian, applied, check_output, doubled
 from howsmooth.measures.measure import Measure
-from howsmooth.program.confirm import function_at
+from howsmooth.program.confirm import RecordedFunction
 from howsmooth.program.modules import unchanged
 from howsmooth.spectral.operator import Operator, Restricted, Weighted
 
@@ -114,7 +114,8 @@ def _of_function(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -> Jac
     if x.dtype not in (torch.float32, torch.float64):
         raise BadInputError(f"expected float32 or float64 input, got {x.dtype}; pass x.float() and f in float32")
     check_finite(x, "input")
-    jacobian = _recorded(f, x, batched)
+    recorded = _recorded(f, x)
+    jacobian = AutodiffJacobian(recorded, x, batched)
     if not batched and x.ndim > 2 and len(x) > 1 and jacobian.items_apart():
         raise BadInputError(
             f"expected one input, got {len(x)} of them that the function treats apart, shape {tuple(x.shape)}; "
@@ -124,7 +125,7 @@ def _of_function(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -> Jac
     def precise() -> Operator | None:
         """In float64, where the function can be."""
         try:
-            finer = _recorded(doubled(f), x.detach().double(), batched)
+            finer = AutodiffJacobian(_recorded(doubled(f), x.double(), recorded), x.double(), batched)
         except (RuntimeError, TypeError, HowSmoothError):
             return None
         return finer if finer.output.dtype == torch.float64 else None
@@ -141,11 +142,12 @@ def _output(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
         return applied(f, x.clone().requires_grad_().clone())
 
 
-def _recorded(f: Callable[[Tensor], Tensor], x: Tensor, batched: bool) -> AutodiffJacobian:
-    """The Jacobian of a function's values: of its operations, whatever it tells automatic differentiation."""
+def _recorded(f: Callable[[Tensor], Tensor], x: Tensor, known: RecordedFunction | None = None) -> RecordedFunction:
+    """A function by its operations, whatever it tells automatic differentiation. known: the same in another precision."""
     own = unchanged(f, evaluating=False) if isinstance(f, nn.Module) else nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), own:
         x = x.detach().clone()
+        if known is not None:
+            return known.widened(f, x)
         check_output(_output(f, x))
-        recorded = function_at(f, x)
-    return AutodiffJacobian(recorded, x, batched)
+        return RecordedFunction.at(f, x)

@@ -32,7 +32,7 @@ from howsmooth.program.operations import (
     shape,
     walk,
 )
-from howsmooth.program.replay import segment
+from howsmooth.program.replay import Run, Way
 from howsmooth.program.sites import AttentionSites, Group
 from howsmooth.program.tracing import Flow, Program, Span
 
@@ -357,8 +357,8 @@ class BlockFinder:
         ends = self.around(e)
         if ends is None or shape(ends[0]) != shape(ends[1]) or len(shape(ends[0]) or ()) < 3:
             return False
-        f, (x,) = segment(self.program, self.flow, ends[:1], ends[1:], check=False)
-        x.requires_grad_()
+        f = Way.of(self.flow, ends[:1], ends[1:], check=False).at(Run.recorded(self.program))
+        x = f.start[0].requires_grad_()
         with torch.enable_grad():
             (y,) = f(x)
             seed = torch.zeros_like(y)

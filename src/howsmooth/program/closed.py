@@ -5,7 +5,7 @@ of all heads, over what it does to one in which each head counts by its number, 
 found must scale the heads, which is tried.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from howsmooth.program.sides import (
     FORMULA,
     PartOfRun,
     SideFormula,
-    Values,
     agree,
     features_last,
     heads_of,
@@ -64,12 +63,13 @@ class ReadCall:
     kind: str
 
     @classmethod
-    def of(cls, program: Program, ends: Ends, values: Values) -> "ReadCall":
+    def of(cls, run: Run, ends: Ends) -> "ReadCall":
         """The call between the ends; refused where there are several, or where logits are no products alone."""
         flow = ends.flow
         between = flow.between(ends.enter, ends.leave)
         nodes = [n for n in between if n.target is attention or name(n) == SDPA]
-        kind = _module_of(program, nodes[:1] or between)
+        scope, module = run.program.scope_of(*(nodes[:1] or between)), run.program.module
+        kind = type(module if scope is None else module.get_submodule(scope.path)).__name__
         alone = BadInputError(f"expected a layer with one attention call over all tokens, got {kind}; measure it instead")
         if len(nodes) != 1 or len(ends.enter) != 1 or len(ends.leave) != 1:
             raise alone
@@ -82,7 +82,7 @@ class ReadCall:
             )
         behind, vectors = flow.between([node], [leave]), (operands.q, operands.k, operands.v)
         gates = {m: None for n in behind for m in n.all_input_nodes if own & flow.bit(m) and m not in (node, *behind)}
-        part = PartOfRun.of(flow, enter, leave, values, *vectors, *operands.beside, *gates)
+        part = PartOfRun.of(flow, enter, leave, run, *vectors, *operands.beside, *gates)
         try:
             call = operands.call(part.known)
         except BadFunctionError as error:
@@ -105,21 +105,15 @@ class ReadCall:
         return own.to(self.x.device), out.to(self.x.device)
 
 
-def _module_of(program: Program, nodes: Sequence[Node]) -> str:
-    """The type of the module that made some nodes."""
-    scope = min((s for s in program.scopes if s.holds(*nodes)), key=len, default=None)
-    return type(program.module if scope is None else program.module.get_submodule(scope.path)).__name__
-
-
 @torch.no_grad()
-def as_attention(program: Program, ends: Ends, values: Values) -> Attention:
+def as_attention(run: Run, ends: Ends) -> Attention:
     """The closed form of an `attention` map, read off the graph, in float64.
 
-    values: of nodes, at an input in float64.  The result gives the layer's own queries, keys and values at that input to 1e-9,
+    run: at an input, in float64.  The result gives the layer's own queries, keys and values at that input to 1e-9,
     and what the layer makes of heads' outputs; the mask is that of the call. Gates, norms of another kind and anything else
     that is not this formula are refused.
     """
-    read = ReadCall.of(program, ends, values)
+    read = ReadCall.of(run, ends)
     if read.gates:
         raise _other(read, "with gates")
     attn, call = _formula(read), read.call
@@ -127,7 +121,7 @@ def as_attention(program: Program, ends: Ends, values: Values) -> Attention:
     ours, theirs = attn.vectors(read.x[None]), (call.q, call.k, call.v)
     before = [off(a.repeat_interleave(b.shape[1] // a.shape[1], 1), b) for a, b in zip(ours, theirs, strict=True)]
     given = random_tensor(*call.q.shape[:3], call.v.shape[-1], like=read.x, name="outputs of heads")
-    behind = read.part.between(read.node, read.leave)(given).reshape(-1)[read.heads[1]]
+    behind = read.part.between(read.node, read.leave).of_flat(given).reshape(-1)[read.heads[1]]
     error = max(*before, off(attn.finish(given)[0], behind))
     if not error <= FORMULA:
         raise _other(read, f"off by {error:.1e}")
@@ -215,14 +209,14 @@ class HeadParameters(NamedTuple):
     facing: ByHead | None = ()
 
 
-def head_weights(program: Program, ends: Ends, values: Values) -> HeadParameters:
+def head_weights(run: Run, ends: Ends) -> HeadParameters:
     """Which rows of which parameters make each head of an `attention` map.
 
     To multiply a head's logits by `c²`, multiply its `queries` and `keys` by `c`, and what is `facing` by `c²`. A matrix with
     an adapter has rows in both; only the factor that heads do not share is among them.
     """
-    read = ReadCall.of(program, ends, values)
-    weighted = _AtParameters.of(program, read)
+    read = ReadCall.of(run, ends)
+    weighted = _AtParameters.of(run.program, read)
     q, k, v = (_SideOfParameters.of(weighted, read, n) for n in (read.operands.q, read.operands.k, read.operands.v))
     every = torch.ones(read.call.q.shape[-1], dtype=torch.bool, device=read.x.device)
     keys, own = k.labels(every), every

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -15,7 +16,7 @@ from howsmooth.program.attention import attention
 from howsmooth.program.functional import copied
 from howsmooth.program.modules import bare, unchanged
 from howsmooth.program.operations import COMPARES, EMBEDDINGS, SELECTS, SHAPE, name, value, walk
-from howsmooth.program.replay import Run, segment
+from howsmooth.program.replay import Run, Segment, Way
 from howsmooth.program.tracing import Flow, Program, trace
 
 # relative to the largest entry: what products in another order explain
@@ -97,30 +98,59 @@ def record_function(f: Callable[..., Any], *args: Tensor) -> Program:
     return program
 
 
-def function_at(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function of one tensor, recorded at `x` and confirmed; its derivative is that of its values.
+@final
+@dataclass(frozen=True, eq=False)
+class RecordedFunction:
+    """A function of one tensor by its confirmed recording, whose derivative is that of its values."""
 
-    In its own precision; casts of a function of float64 to float32 on the way are left out.
-    """
-    program = record_function(f, x)
-    flow, (y,) = Flow(program, program.inputs), program.outputs
-    if not flow.live(y):
-        raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
-    kinds = {getattr(value(n), "dtype", None) for n in flow.between(program.inputs, (y,))}
-    wide = x.dtype is value(y).dtype is torch.float64 and kinds.isdisjoint({torch.float16, torch.bfloat16})
-    again, _ = segment(program, flow, program.inputs, (y,), wide=wide)
-    return lambda t: again(t)[0]
+    program: Program
+    segment: Segment
+
+    @classmethod
+    def at(cls, f: Callable[[Tensor], Tensor], x: Tensor) -> "RecordedFunction":
+        """A function, recorded at `x`, in its own precision; casts of one of float64 to float32 on the way are left out."""
+        program = record_function(f, x)
+        way = cls._way(program)
+        wide = x.dtype is value(program.outputs[0]).dtype is torch.float64 and not _narrow(way)
+        return cls(program, way.at(Run.recorded(program, torch.float64 if wide else None)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.segment(x)[0]
+
+    def widened(self, f: Callable[[Tensor], Tensor], x: Tensor) -> "RecordedFunction":
+        """The function in float64, which `f` is: replayed where it is confirmed by `f`, else recorded anew."""
+        if _narrow(self.segment.way) or not isinstance(self.program.module, Function):
+            return self.at(f, x)
+        program = replace(self.program, module=Function(f, self.program.module.derived), example=(x,))
+        try:
+            confirm(program, torch.float64)
+        except BadFunctionError:
+            return self.at(f, x)
+        return RecordedFunction(program, self.segment.way.at(Run.recorded(program)))
+
+    @staticmethod
+    def _way(program: Program) -> Way:
+        flow, (y,) = Flow(program, program.inputs), program.outputs
+        if not flow.live(y):
+            raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
+        return Way.of(flow, program.inputs, (y,))
 
 
-def confirm(program: Program) -> None:
+def _narrow(way: Way) -> bool:
+    """Whether there are numbers of half precision on a way."""
+    return not {getattr(value(n), "dtype", None) for n in way.nodes}.isdisjoint({torch.float16, torch.bfloat16})
+
+
+def confirm(program: Program, work: torch.dtype | None = None) -> None:
     """Refuse a recording that does not give what the module gives next, at its input or beside it.
 
-    What the recording cannot know shows there: numbers that are read off (numpy, `item`), caches, state, choices.
+    What the recording cannot know shows there: numbers that are read off (numpy, `item`), caches, state, choices.  work: the
+    precision of its replay, the module's own by default.
     """
     versions = _versions(program)
     for where, tensors in (("at its input", program.tensors), ("beside its input", beside(program))):
         try:
-            ours, own = replayed(program, tensors), program.own(tensors)
+            ours, own = replayed(program, tensors, work), program.own(tensors)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise BadFunctionError(
                 f"expected a function that runs again {where}, got {reason(error)}; look for caches, state and choices that "
@@ -151,9 +181,9 @@ def _versions(program: Program) -> list[int]:
 
 
 @torch.no_grad()
-def replayed(program: Program, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """What the recording gives with other tensors among the arguments, in the module's own precision."""
-    values = Run(program, tuple(t.clone() for t in tensors), None).values(program.outputs)
+def replayed(program: Program, tensors: tuple[Tensor, ...], work: torch.dtype | None = None) -> list[Tensor]:
+    """What the recording gives with other tensors among the arguments, in the module's own precision or another one."""
+    values = Run(program, tuple(t.clone() for t in tensors), work).values(program.outputs)
     return [values[n] for n in program.outputs]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from howsmooth.kernels import Mask
@@ -64,18 +64,13 @@ def of_tensor(mask: Tensor, dtype: torch.dtype) -> Mask:
     return Mask(bias=torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill(~shown, -torch.inf))
 
 
-def with_bias(mask: Mask, bias: Float[Tensor, "#batch #heads #n m"]) -> Mask:
-    """`mask` with `bias` added to the logits."""
-    return Mask(mask.causal, mask.window, mask.keys, bias if mask.bias is None else mask.bias.to(bias) + bias)
-
-
 def joined(one: Mask, other: Mask) -> Mask:
     """What two masks leave together."""
     if one.keys is not None and other.keys is not None:
         other = replace(other, keys=one.keys & other.keys)
     windows = [w for w in (one.window, other.window) if w is not None]
     keys = one.keys if other.keys is None else other.keys
-    bias = other.bias if one.bias is None else one.bias if other.bias is None else one.bias + other.bias
+    bias = other.bias if one.bias is None else one.bias if other.bias is None else one.bias.to(other.bias) + other.bias
     return Mask(one.causal or other.causal, min(windows, default=None), keys, bias)
 
 

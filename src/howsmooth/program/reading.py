@@ -25,7 +25,7 @@ from howsmooth.program.confirm import Function, record_function
 from howsmooth.program.ends import Ends
 from howsmooth.program.operations import SHAPE_ALONE, is_float, name, taken_from, takes_numbers, value
 from howsmooth.program.pieces import Kind, Piece, Pieces, joined, norm_pieces, pruned
-from howsmooth.program.replay import Run, Way, called
+from howsmooth.program.replay import Run, Segment, Way, called
 from howsmooth.program.tracing import Flow, Program, trace
 
 _BESIDE = (0.0, 1e-3, 0.3)  # how far beside its input a function is compared, relative to it
@@ -68,11 +68,12 @@ def read(
     wholes = [w for w in layers if w.leave in between]
     way = _way(ends, wholes)
     _check_read(program, ends, way, wholes)
-    run = (run or Run(program, program.tensors)).at(torch.float64)
-    at = run.values({*way.beside, *way.enter})
-    start = torch.cat([at[n].clone() if at[n].ndim < 3 else at[n].flatten(0, -2) for n in ends.enter])
+    run = (run or Run.recorded(program)).at(torch.float64)
+    segment = way.at(run)
+    start = torch.cat([t if t.ndim < 3 else t.flatten(0, -2) for t in segment.start[: len(ends.enter)]])
     with sdpa_kernel(SDPBackend.MATH):
-        code = make_fx(_replay(ends, way, at), _error_on_data_dependent_ops=False)(start, [at[w.leave].clone() for w in wholes])
+        entering = start, segment.start[len(ends.enter) :]
+        code = make_fx(_replay(ends, segment), _error_on_data_dependent_ops=False)(*entering)
         pieces = pruned(joined(_PieceReader(code, wholes).pieces()))
         strange = next((piece.name for piece in pieces.nodes if piece.kind == "unknown"), None)
         if strange is not None:
@@ -165,15 +166,15 @@ def _way(ends: Ends, layers: Sequence[WholeLayer] = ()) -> Way:
     return Way.of(flow, flow.begins, (*(w.enter for w in layers), *ends.leave), check=False)
 
 
-def _replay(ends: Ends, way: Way, at: Mapping[Node, Any]) -> Callable[[Tensor, list[Tensor]], list[Tensor]]:
+def _replay(ends: Ends, segment: Segment) -> Callable[[Tensor, list[Tensor]], list[Tensor]]:
     """What enters each layer, and in the end the map's value, as a function of tokens and of what each layer gives."""
-    shapes = [at[n].shape for n in ends.enter]
+    shapes = [segment.known[n].shape for n in ends.enter]
     rows = [math.prod(shape[:-1]) for shape in shapes]
 
     def f(x: Tensor, given: list[Tensor]) -> list[Tensor]:
         parts = [x] if len(shapes) == 1 else x.split(rows)
         starts = [t if t.shape == s else t.reshape(s) for t, s in zip(parts, shapes, strict=True)]
-        leaving = way.follow(at, [*starts, *given], torch.float64)
+        leaving = segment(*starts, *given)
         entered, found = leaving[: len(given)], leaving[len(given) :]
         y = found[0] if len(found) == 1 else torch.cat([t.reshape(-1, t.shape[-1]) for t in found])
         return [*entered, y.reshape(x.shape) - x if ends.less else y]
@@ -183,8 +184,7 @@ def _replay(ends: Ends, way: Way, at: Mapping[Node, Any]) -> Callable[[Tensor, l
 
 def _own(run: Run, ends: Ends) -> Callable[[Tensor], Tensor]:
     """The map by the program's own operations."""
-    way = _way(ends)
-    f = _replay(ends, way, run.values({*way.beside, *way.enter}))
+    f = _replay(ends, _way(ends).at(run))
     return lambda t: f(t, [])[-1]
 
 

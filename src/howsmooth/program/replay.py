@@ -24,8 +24,6 @@ _NARROW: dict[torch.dtype | None, tuple[torch.dtype, ...]] = {
     None: (),
 }
 
-Segment = Callable[..., list[Tensor]]
-
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -42,6 +40,11 @@ class Run:
     kept: Mapping[Node, Tensor] = field(default_factory=dict)
     weights: Mapping[str, Tensor] | None = None
 
+    @classmethod
+    def recorded(cls, program: Program, work: torch.dtype | None = torch.float64) -> "Run":
+        """The run that was recorded."""
+        return cls(program, program.tensors, work)
+
     def at(self, work: torch.dtype | None) -> "Run":
         """A run like this one in another precision."""
         return self if work is self.work else replace(self, work=work)
@@ -52,20 +55,24 @@ class Run:
             return self._values(set(wanted))
 
     def _values(self, wanted: set[Node]) -> dict[Node, Any]:
+        return followed([n for n in self.needed(wanted) if n.op == "call_function"], self.given(), wanted, self.work)
+
+    def given(self) -> Callable[[Node], Any]:
+        """The values of nodes that are no operations, or that are kept, in the precision of the run, where its input is."""
         weights = self.program.weights_now() if self.weights is None else self.weights
-        program, given = self.program, dict(zip(self.program.inputs, self.tensors, strict=True))
+        program, inputs = self.program, dict(zip(self.program.inputs, self.tensors, strict=True))
 
         def known(n: Node) -> Any:
             if n in program.weights:
                 t = weights[program.weights[n]]
-                return self.fit(t.detach() if self.weights is None else t)
+                return self._fit(t.detach() if self.weights is None else t)
             if n in self.kept:
-                return self.fit(self.kept[n])
-            return self.fit(given[n] if n.op == "placeholder" else getattr(program.code, str(n.target)))
+                return self._fit(self.kept[n])
+            return self._fit(inputs[n] if n.op == "placeholder" else getattr(program.code, str(n.target)))
 
-        return followed([n for n in self.needed(wanted) if n.op == "call_function"], known, wanted, self.work)
+        return known
 
-    def fit(self, t: Any) -> Any:
+    def _fit(self, t: Any) -> Any:
         """A tensor in the precision of the run, where the run's input is."""
         if not isinstance(t, Tensor):
             return t
@@ -86,30 +93,6 @@ class Run:
         needed = {n for n in walk(wanted, lambda n: () if n in kept else n.all_input_nodes) if n not in kept}
         modes = {"_enter_autocast", "_exit_autocast"} if self.work is None else set[str]()
         return [n for n in self.program.nodes if n in needed or name(n) in modes]
-
-
-def segment(
-    program: Program,
-    flow: Flow,
-    enter: Sequence[Node],
-    leave: Sequence[Node],
-    through: Sequence[Node] = (),
-    *,
-    check: bool = True,
-    wide: bool = True,
-) -> tuple[Segment, list[Tensor]]:
-    """The function between some nodes, and what enters it in the recording, in float64.
-
-    What is not on the way stays as it is in the recording, choices made from the input among it. through: nodes that all ways
-    lead through.  check: refuse operations that have no derivative.  wide: in float64, else in the precision of the recording.
-    """
-    way, work = Way.of(flow, enter, leave, through, check=check), torch.float64 if wide else None
-    kept = Run(program, program.tensors, work).values((*way.beside, *enter))
-
-    def f(*points: Tensor) -> list[Tensor]:
-        return way.follow(kept, points, work)
-
-    return f, [kept[n].detach().clone() for n in enter]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,11 +124,32 @@ class Way:
         own = {*self.nodes, *self.enter}
         return {m for n in self.nodes for m in n.all_input_nodes if m not in own} | {n for n in self.leave if n not in own}
 
-    def follow(self, beside: Mapping[Node, Any], points: Sequence[Tensor], work: torch.dtype | None) -> list[Tensor]:
-        """What leaves where `points` enter, given the values beside the way."""
-        entered = dict(zip(self.enter, points, strict=True))
-        found = followed(self.nodes, lambda n: entered[n] if n in entered else beside[n], self.leave, work)
-        return [found[n] for n in self.leave]
+    def at(self, run: Run) -> "Segment":
+        """The function along the way at a run, where what is beside it is as it is there."""
+        return Segment(self, run.values({*self.beside, *self.enter}), run.work)
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """The function from some nodes to others; what is not on the way stays as it is, choices made from the input among it.
+
+    known: the values of what is beside the way, and of what enters where `start` is wanted.
+    """
+
+    way: Way
+    known: Mapping[Node, Any]
+    work: torch.dtype | None = torch.float64
+
+    def __call__(self, *points: Tensor) -> list[Tensor]:
+        """What leaves where `points` enter."""
+        entered, way = dict(zip(self.way.enter, points, strict=True)), self.way
+        found = followed(way.nodes, lambda n: entered[n] if n in entered else self.known[n], way.leave, self.work)
+        return [found[n] for n in way.leave]
+
+    @property
+    def start(self) -> list[Tensor]:
+        """What enters in the run."""
+        return [self.known[n].detach().clone() for n in self.way.enter]
 
 
 def followed(
@@ -170,7 +174,8 @@ def followed(
 def called(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> Any:
     """What a node gives. In another precision than the module's own, casts are to that one, and what is detached moves."""
     args, kwargs = _arguments(n, known, work)
-    return args[0] if name(n) in ("detach", "alias") else _operation(n, work)(*args, **kwargs)
+    operation = _operation(n, work)
+    return args[0] if operation is None else operation(*args, **kwargs)
 
 
 def _arguments(n: Node, known: Callable[[Node], Any], work: torch.dtype | None) -> tuple[Any, Any]:
@@ -191,7 +196,7 @@ def compiled(
     outputs: Sequence[Node],
     work: torch.dtype | None,
     together: Sequence[Sequence[Node]] = (),
-) -> Segment:
+) -> Callable[..., list[Tensor]]:
     """Nodes that run in order as Python code of their own, for replays that come often.
 
     work: as for `called`.  together: calls of attention that run as one, items of one behind those of another, in the place of
@@ -209,10 +214,9 @@ def compiled(
             whole = graph.call_function(n.target, (*joined, *args[3:]), kwargs)  # pyright: ignore[reportArgumentType]
             parts = graph.call_function(torch.chunk, (whole, len(group)))
             env |= {m: graph.call_function(operator.getitem, (parts, i)) for i, m in enumerate(group)}
-        elif name(n) in ("detach", "alias"):
-            env[n] = env[n.all_input_nodes[0]]
         else:
-            env[n] = graph.call_function(_operation(n, work), args, kwargs)
+            operation = _operation(n, work)
+            env[n] = args[0] if operation is None else graph.call_function(operation, args, kwargs)
     graph.output([env[n] for n in outputs])
     return GraphModule(torch.nn.Module(), graph).forward
 
@@ -246,8 +250,8 @@ def _check_unread(path: Sequence[Node], enter: Sequence[Node], flow: Flow) -> No
 
 def _place(program: Program, n: Node) -> str:
     """The module that made a node."""
-    inside = [s for s in program.scopes if s.holds(n) and s.path]
-    return min(inside, key=len).path if inside else "the module"
+    scope = program.scope_of(n)
+    return scope.path if scope is not None and scope.path else "the module"
 
 
 def _rounded(n: Node, flow: Flow) -> bool:
@@ -264,13 +268,19 @@ def _rounded(n: Node, flow: Flow) -> bool:
     return False
 
 
-def _operation(n: Node, work: torch.dtype | None) -> Callable[..., Any]:
-    """The operation of a node, or one in its place that knows float64, any layout in memory, and its own derivative."""
-    if name(n) in ("view", "_unsafe_view") and isinstance(n.args[1], list | tuple):
+def _operation(n: Node, work: torch.dtype | None) -> Callable[..., Any] | None:
+    """The operation of a node, or one in its place that knows float64, any layout in memory, and its own derivative.
+
+    Nothing where it gives what it takes.
+    """
+    what = name(n)
+    if what in ("detach", "alias"):
+        return None
+    if what in ("view", "_unsafe_view") and isinstance(n.args[1], list | tuple):
         return torch.ops.aten.reshape.default
-    if name(n) in GROUPED and work is not None:
+    if what in GROUPED and work is not None:
         return grouped_product
-    return _NORMS.get(name(n), n.target)  # pyright: ignore
+    return _NORMS.get(what, n.target)  # pyright: ignore
 
 
 def batch_norm(

@@ -25,7 +25,7 @@ from howsmooth.program.attention import Call, answering, attention
 from howsmooth.program.calls import find_calls
 from howsmooth.program.ends import Ends
 from howsmooth.program.operations import CONVOLUTIONS, MATRIX, PICKS, name, shape
-from howsmooth.program.replay import Run
+from howsmooth.program.replay import Run, Segment
 from howsmooth.spectral import Operator
 from howsmooth.spectral.matrices import led_to
 
@@ -157,7 +157,7 @@ class SegmentMap(Map):
             x = whole.to(tokens).index_copy(0, self.real.to(tokens.device), tokens)
         beside = self.run.at(self.work).values(self.ends.way.beside)
         with answering(answer):
-            leaving = self.ends.way.follow(beside, self._parts(x), self.work)
+            leaving = Segment(self.ends.way, beside, self.work)(*self._parts(x))
         y = self._rows(leaving, self.ends.leave)
         if self.ends.less:
             y = y - x

@@ -18,7 +18,7 @@ from torch.fx import Node
 from howsmooth.errors import BadInputError
 from howsmooth.maps import LayerNorm, RMSNorm, Rotary
 from howsmooth.program.operations import shape, value
-from howsmooth.program.replay import Way
+from howsmooth.program.replay import Run, Segment, Way
 from howsmooth.program.tracing import Flow
 from howsmooth.spectral.operator import drawn, stream
 
@@ -29,7 +29,6 @@ _SCALES = (1.0, 1e-3, 1e-6, 1e4)  # of rows at which a norm is compared, so that
 _TINY = 1e-6  # of rows at which its eps is read
 _NONE = 1e-20  # an eps that is none
 
-Values = Callable[[set[Node]], dict[Node, Any]]
 Norm = LayerNorm | RMSNorm
 OnHeads = Callable[[Tensor], Tensor]
 
@@ -53,15 +52,12 @@ def random_tensor(*size: int, like: Tensor, name: str = "probe") -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
-    """The function from one node to another; what else its nodes read stays as it is."""
+class Stretch(Segment):
+    """The function from one node to another, whose entries are told apart."""
 
-    way: Way
-    known: Mapping[Node, Any]
-
-    def __call__(self, t: Tensor) -> Tensor:
+    def of_flat(self, t: Tensor) -> Tensor:
         """What the end gives where the start gives `t`, whose shape may be another of as many entries."""
-        return self.way.follow(self.known, (t.reshape(shape(self.way.enter[0]) or ()),), torch.float64)[0]
+        return self(t.reshape(shape(self.way.enter[0]) or ()))[0]
 
     @property
     def numel(self) -> int:
@@ -78,7 +74,7 @@ class Stretch:
 
         def f(z: Tensor) -> Tensor:
             flat = torch.ones(self.numel, dtype=z.dtype, device=z.device)
-            return self(flat.index_put((into,), z.expand(into.shape))).reshape(-1)[out]
+            return self.of_flat(flat.index_put((into,), z.expand(into.shape))).reshape(-1)[out]
 
         return f
 
@@ -87,10 +83,10 @@ class Stretch:
         if not self.real:
             return None
         labels = torch.arange(1, self.numel + 1, dtype=torch.float64, device=like.device)
-        marked = self(labels)
+        marked = self.of_flat(labels)
         if not bool(((marked >= 1) & (marked <= self.numel) & (marked == marked.round())).all()):
             return None
-        return marked.long() - 1 if torch.equal(self(-labels), -marked) else None
+        return marked.long() - 1 if torch.equal(self.of_flat(-labels), -marked) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +97,9 @@ class PartOfRun:
     known: Mapping[Node, Any]
 
     @classmethod
-    def of(cls, flow: Flow, start: Node, end: Node, values: Values, *more: Node) -> "PartOfRun":
+    def of(cls, flow: Flow, start: Node, end: Node, run: Run, *more: Node) -> "PartOfRun":
         """The part between two nodes; `more` nodes are evaluated with it."""
-        return cls(flow, values({start, *Way.of(flow, (start,), (end,), check=False).beside, *more}))
+        return cls(flow, run.values({start, *Way.of(flow, (start,), (end,), check=False).beside, *more}))
 
     def between(self, start: Node, end: Node) -> Stretch:
         """The stretch from one node to another."""

@@ -6,7 +6,7 @@ included, inside the module that attends.
 """
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -108,7 +108,7 @@ class AttentionSites:
 
     def _without_memory(self, n: Node, call: AttentionCall) -> Node:
         """The tokens in a tensor that attention puts together of them and of others that stay as they are, padding too."""
-        whole = self.bare(n, SHAPE)
+        whole = self.flow.bare(n, SHAPE)
         tokens, ways = self.flow.only(whole), {*self.flow.between([whole], call.operands)}
         if name(whole) not in JOINS | PADS or tokens is None or not all(u in ways for u in whole.users):
             return n
@@ -123,11 +123,7 @@ class AttentionSites:
 
     def _uncut(self, n: Node) -> list[Node]:
         """The nodes that one is a part of, in another shape."""
-        found = list[Node]()
-        while name(n) in SHAPE | SELECTS and (before := self.flow.only(n)) is not None:
-            n = before
-            found.append(n)
-        return found
+        return [*self.flow.back(n, SHAPE | SELECTS)][1:]
 
     def _crosses(self, call: AttentionCall, last: list[Node]) -> bool:
         """Whether attention lies between what is common and an operand, which is then of other tokens."""
@@ -178,8 +174,8 @@ class AttentionSites:
 
     def _inside(self, call: AttentionCall, n: Node) -> bool:
         """Whether the module that makes a call also made a node."""
-        scopes = [s for s in self._scopes if s.holds(call.output) and s.path]
-        return bool(scopes) and min(scopes, key=len).holds(n)
+        scope = self.flow.program.scope_of(call.output)
+        return scope is not None and bool(scope.path) and scope.holds(n)
 
     # where it ends
 
@@ -249,11 +245,7 @@ class AttentionSites:
         """The smallest call of a module that made a group's attention and its projections."""
         ways = self.flow.between(group.enter, [n for call in group.calls for n in call.operands])
         inside = [*group.sources, *([n for n in ways if name(n) in MATRIX and n not in group.outputs] or ways)]
-        return self._smallest(*inside)
-
-    def _smallest(self, *nodes: Node) -> Span | None:
-        """The smallest call of a module that has some nodes inside."""
-        return min((s for s in self._scopes if s.holds(*nodes)), key=len, default=None)
+        return self.flow.program.scope_of(*inside)
 
     def _gates_alone(self, part: Sequence[Node]) -> bool:
         return all(name(n) in GATES | SHAPE for n in part) and any(len(self.flow.feeds(n)) > 1 for n in part)
@@ -271,11 +263,9 @@ class AttentionSites:
             name(n) in ADDS and any(self._of_stream(m, stream) for m in self.flow.feeds(n))
         )
 
-    def bare(self, n: Node, by: Collection[str] = _SCALES) -> Node:
-        """A node without what only shapes or scales it, or does what `by` names."""
-        while name(n) in by and (before := self.flow.only(n)) is not None:
-            n = before
-        return n
+    def bare(self, n: Node) -> Node:
+        """A node without what only shapes or scales it."""
+        return self.flow.bare(n, _SCALES)
 
     def _projected_behind(self, n: Node, group: Group, scope: Span | None, own: int, ends: Sequence[Node]) -> bool:
         """Whether the module that attends has its projection behind a node, which nothing of attention goes around."""
@@ -348,7 +338,7 @@ class AttentionSites:
             return False
         if all(name(n) in _AFFINE - MATRIX for n in part if n is not first or name(n) not in PRODUCT):
             return True
-        scope = self._smallest(*outs, first)
+        scope = flow.program.scope_of(*outs, first)
         if scope is None or any(
             s.first >= scope.first and s.last < scope.last and self._attends(s, call) for s in self._scopes
         ):

@@ -6,7 +6,7 @@ Afterwards the graph is made plain (`howsmooth.program.functional`).
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -90,6 +90,10 @@ class Program:
         """Node by node, those through which what moves reaches it; none where a node is no floats, or takes a shape alone."""
         return [reads(n) if is_float(n) and name(n) not in SHAPE_ALONE else [] for n in self.nodes]
 
+    def scope_of(self, *nodes: Node) -> Span | None:
+        """The smallest call of a module that made some nodes."""
+        return min((s for s in self.scopes if s.holds(*nodes)), key=len, default=None)
+
     @property
     def constants(self) -> list[Tensor]:
         """The tensors that are in the graph as they are."""
@@ -171,6 +175,17 @@ class Flow:
         """The only live node that a node reads; nothing where there are more, or none."""
         feeds = self.feeds(n)
         return feeds[0] if len(feeds) == 1 else None
+
+    def back(self, n: Node, by: Collection[str]) -> Iterator[Node]:
+        """A node, and those before it as far as each reads one live node alone, by an operation that `by` names."""
+        yield n
+        while name(n) in by and (before := self.only(n)) is not None:
+            yield (n := before)
+
+    def bare(self, n: Node, by: Collection[str]) -> Node:
+        """A node without what is done to it alone by operations that `by` names."""
+        *_, first = self.back(n, by)
+        return first
 
     def users(self, n: Node) -> list[Node]:
         """The live nodes that read a node."""

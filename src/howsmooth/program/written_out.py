@@ -189,7 +189,7 @@ def _sink(edit: Editor, part: LazyLogits, v: Node) -> Node | None:
 
 def _constants(program: Program, edit: Editor) -> Callable[[Node, bool], float | None]:
     """What gives the number that a node of one entry is, where no input reaches it; weights where they are asked for."""
-    run = Run(program, program.tensors, weights=program.weights_now())
+    run = replace(Run.recorded(program), weights=program.weights_now())
     weighted = dependents(program.nodes, program.weights)
 
     def constant(n: Node, weights: bool) -> float | None:
@@ -261,7 +261,7 @@ def _as_distances(program: Program, n: Node, squares: Sequence[Node]) -> None:
     """Make attention of products and of squares of keys one of distances, with its `σ` to double precision."""
     edit, given = Editor(program.code.graph, program.inputs), Operands.of(n)
     q, k, scale = given.q, given.k, given.settings["scale"]
-    exact = Run(program, program.tensors).values({k, *squares})
+    exact = Run.recorded(program).values({k, *squares})
     sigma = _sigma(exact[k], [exact[t] for t in squares], scale)
     if sigma is None:
         return

@@ -68,7 +68,7 @@ def measure_norms(reader: Reader, part: Part) -> Iterator[NormRow]:
 @torch.no_grad()
 def norm_in_front(captured: Capture, layer: int) -> tuple[Norm, Tensor] | None:
     """The norm whose output enters a layer, and what it took, (n, d); nothing where there is none of a form we know."""
-    segment, values = captured.map(layer), captured.sample.run.at(torch.float64).values
+    segment, run = captured.map(layer), captured.sample.run.at(torch.float64)
     flow, (enter, *more) = segment.ends.flow, segment.ends.enter
     while name(enter) in _VIEWS and len(feeds := flow.feeds(enter)) == 1:
         enter = feeds[0]
@@ -79,7 +79,7 @@ def norm_in_front(captured: Capture, layer: int) -> tuple[Norm, Tensor] | None:
     for before in reversed(flow.waists([enter])[:-1][-_NEAR:]):
         if shape(before) != shape(enter):
             continue
-        part = PartOfRun.of(flow, before, enter, values)
+        part = PartOfRun.of(flow, before, enter, run)
         taken: Tensor = part.known[before].reshape(-1)[tokens]
         norm = read_norm(part, before, enter, tokens, taken)
         if norm is not None:

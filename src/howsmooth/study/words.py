@@ -205,10 +205,10 @@ class _Runner:
             raise BadInputError("expected ids that are looked up in one table, got others; attack its features instead")
         stop = self._end(recording) if to_end else ends_of(layers, self.layer, self.map).enter[0]
         way = Way.of(Flow(program, tables), tables, (stop,), check=False)
-        kept = run.at(self.model.dtype).values((*way.beside, *tables))
-        x = kept[tables[0]].detach().requires_grad_()
+        segment = way.at(run.at(self.model.dtype))
+        x = segment.start[0].requires_grad_()
         with torch.enable_grad():
-            (y,) = way.follow(kept, [x], self.model.dtype)
+            (y,) = segment(x)
         return x, y
 
     def scores(self, edits: Int[Tensor, "edits n"], keep: Sequence[Tensor] | None = None) -> Float[Tensor, " edits"]:

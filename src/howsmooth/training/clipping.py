@@ -256,7 +256,7 @@ def _of_model(model: Model, recordings: Recordings, probe: Probe, index: int, qu
 
         return measure
 
-    rows = head_weights(map.run.program, map.ends, map.run.at(torch.float64).values)
+    rows = head_weights(map.run.at(torch.float64), map.ends)
     named = dict(model.module.named_parameters(remove_duplicate=False))
     unprojected = "expected an output projection that is a matrix of its own, got none; use parts='qk'"
     return _Clippable(map.ends.heads, rows, named, at, parts, unprojected)

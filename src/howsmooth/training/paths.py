@@ -6,7 +6,7 @@ it is applied to, so a backward pass through that gives the forward product. One
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -24,7 +24,7 @@ from howsmooth.program import Ends
 from howsmooth.program.attention import Call, answering, attention
 from howsmooth.program.confirm import agrees
 from howsmooth.program.operations import shape
-from howsmooth.program.replay import Run, Segment, Way, compiled
+from howsmooth.program.replay import Run, Way, compiled
 from howsmooth.settings import LayerChoice, items, whole
 from howsmooth.spectral.operator import unit_rows
 from howsmooth.spectral.ritz import Block
@@ -35,6 +35,7 @@ FAST: tuple[MapName, ...] = ("attention", "heads", "normed", "block")
 _APART = 1e-6  # share of a product that may reach another item, as rounding does
 Values = Mapping[Node, Tensor]
 Weights = Mapping[str, Tensor]
+Code = Callable[..., list[Tensor]]
 
 
 class LayerGraph(NamedTuple):
@@ -184,8 +185,8 @@ class Paths:
         self._sides = [n for e in ends.values() for n in (*e.enter, *e.leave)]
         # along which rows of the probe lie in what enters and leaves; nothing where there is none
         self.axes: dict[Node, int | None] = {n: next(_axes(n, probe.rows), None) for n in self._sides}
-        self._codes: dict[torch.dtype | None, tuple[Segment, list[Node], list[Node]]] = {}
-        self._steps: dict[tuple[int, ...], tuple[Segment, list[Node]]] = {}
+        self._codes: dict[torch.dtype | None, tuple[Code, list[Node], list[Node]]] = {}
+        self._steps: dict[tuple[int, ...], tuple[Code, list[Node]]] = {}
 
     @functools.cached_property
     def heads(self) -> dict[int, int]:
@@ -232,8 +233,8 @@ class Paths:
 
         entered: the former, where it is known: then what is read on the ways and does not move, in the precision of the maps.
         """
-        program, hidden, work = self.recording.program, entered or {}, None if entered is None else self.work
-        run = Run(program, self.tensors, work, hidden)
+        program, work = self.recording.program, None if entered is None else self.work
+        run = Run(program, self.tensors, work, entered or {}, weights)
         if work not in self._codes:
             enter = (*(n for e in self.ends.values() for n in e.enter), *program.outputs)
             wanted = list(dict.fromkeys(enter if work is None else (n for e in self.ends.values() for n in e.way.beside)))
@@ -241,18 +242,9 @@ class Paths:
             taken = dict.fromkeys([*(m for n in nodes for m in n.all_input_nodes), *wanted])
             inputs = [n for n in taken if n not in nodes]
             self._codes[work] = compiled(list(nodes), inputs, wanted, work), inputs, wanted
-        (code, inputs, wanted), given = self._codes[work], list[Tensor]()
-        arguments = dict(zip(program.inputs, self.tensors, strict=True))
-        for n in inputs:
-            if n in program.weights:
-                t = weights[program.weights[n]]
-            elif n in hidden:
-                t = hidden[n]
-            else:
-                t = arguments[n] if n.op == "placeholder" else getattr(program.code, str(n.target))
-            given.append(run.fit(t))
+        code, inputs, wanted = self._codes[work]
         with answering(own_answer, derives=True):
-            return dict(zip(wanted, code(*given), strict=True))
+            return dict(zip(wanted, code(*map(run.given(), inputs)), strict=True))
 
     # graphs
 
@@ -297,7 +289,7 @@ class Paths:
             left = iter(code(*[t for graph in found.values() for t in graph.enter], *[frozen[n] for n in beside]))
         return {k: graph._replace(leave=[next(left) for _ in self.ends[k].leave]) for k, graph in found.items()}
 
-    def _compiled(self, ways: Sequence[Way]) -> tuple[Segment, list[Node]]:
+    def _compiled(self, ways: Sequence[Way]) -> tuple[Code, list[Node]]:
         """The code of maps that are alike, their attention calls as one, and what it reads beside what enters."""
         beside, stages = list(dict.fromkeys(n for way in ways for n in way.beside)), list[list[list[Node]]]()
         for way in ways:  # a stage ends behind each call of attention
