@@ -17,6 +17,8 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
+import types
 import urllib.parse
 from pathlib import Path
 from typing import Any
@@ -326,6 +328,42 @@ def test_figures_told_in_passing_are_those_of_the_benchmarks():
     solved_in_all, off = sum(row["solved"] for row in settled), sum(row["off"] for row in settled)
     assert f"{off} times in {solved_in_all:_} runs".replace("_", " ") in PAGES["howto/reading-an-estimate"]
     assert max(row["worst error"] for row in settled) < 0.03
+
+
+ADDRESS = runpy.run_path(str(DOCS / "tools" / "address.py"))
+
+
+def test_an_address_of_the_project_stands_wherever_one_can(tmp_path):
+    files = {name: (ROOT / name).read_text("utf-8") for name in ADDRESS["FILES"]}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, "utf-8")
+    ADDRESS["write"]("https://example.org/us/howsmooth/", tmp_path)
+    filled = {name: (tmp_path / name).read_text("utf-8") for name in files}
+    assert ADDRESS["address"](tmp_path) == "https://example.org/us/howsmooth"
+    assert "git clone https://example.org/us/howsmooth howsmooth`" in filled["README.md"]
+    assert filled["README.md"].count("](https://example.org/us/howsmooth") == 3
+    assert "$ git clone https://example.org/us/howsmooth howsmooth &&" in filled["docs/tutorial.md"]
+    assert len(tomllib.loads(filled["pyproject.toml"])["project"]["urls"]) == 5
+    assert "repository-code: https://example.org/us/howsmooth\n" in filled["CITATION.cff"]
+    ADDRESS["write"]("https://example.org/other", tmp_path)
+    assert not any("us/howsmooth" in (tmp_path / name).read_text("utf-8") for name in files)
+    ADDRESS["write"]("", tmp_path)
+    if ADDRESS["address"]() == "":
+        assert {name: (tmp_path / name).read_text("utf-8") for name in files} == files
+    with pytest.raises(SystemExit, match="an address like"):
+        ADDRESS["write"]("here", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_site_links_to_the_address_where_there_is_one(site):
+    assert ADDRESS["address"]() or "md-source" not in (site / "index.html").read_text("utf-8")
+    hooks = runpy.run_path(str(DOCS / "tools" / "hooks.py"))
+    for to in ("", "https://example.org/us/howsmooth"):
+        config = types.SimpleNamespace(repo_url=None)
+        hooks["on_config"].__globals__["address"] = lambda to=to: to
+        hooks["on_config"](config)
+        assert config.repo_url == (to or None)
 
 
 def test_one_version_everywhere():

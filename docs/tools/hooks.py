@@ -1,15 +1,23 @@
 """What mkdocs fills in: the page of commands, made from the commands themselves, and where the words are."""
 
 import html
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))  # this tree's package, whatever is installed
 
+address = runpy.run_path(str(Path(__file__).with_name("address.py")))["address"]
 MARK = "<!-- commands -->"
 GLOSSARY = "\n\nWords: [Glossary](../reference/glossary.md).\n"  # at the foot of every how-to
 EVERYWHERE = {"--json", "--debug", "--help"}  # told once, above the commands
+
+
+def on_config(config: Any, **_: Any) -> None:
+    """Called by mkdocs first: links to the source, where the project has an address."""
+    if to := address():
+        config.repo_url, config.repo_name, config.edit_uri = to, to.rpartition("/")[2], "edit/main/docs/"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
