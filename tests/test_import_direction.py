@@ -15,6 +15,7 @@ FLOORS = (
     "settings",
     "results",
     "progress",
+    "parallel",
     "kernels",
     "spectral",
     "measures",
@@ -32,7 +33,7 @@ FLOORS = (
     "paper",
     "cli",
 )
-NUMERICS = {"errors", "settings", "kernels", "maps", "spectral", "program", "theory", "solve"}
+NUMERICS = {"errors", "settings", "parallel", "kernels", "maps", "spectral", "program", "theory", "solve"}
 NUMERICS_MAY_IMPORT = {"torch", "jaxtyping", "triton", "scipy"} | sys.stdlib_module_names
 HEAVY = ("triton", "transformers", "ot", "pandas", "matplotlib", "plotly", "ray", "scipy")
 

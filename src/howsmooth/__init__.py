@@ -5,6 +5,7 @@ from howsmooth.kernels import kinds, sdpa
 from howsmooth.maps import Attention, LayerNorm, Map, RMSNorm, Rotary
 from howsmooth.measures import Gaussian, Measure, wasserstein
 from howsmooth.models import Capture, Model, load, patch, use_sdpa
+from howsmooth.parallel import context_parallel
 from howsmooth.report import inspect
 from howsmooth.search import Ball, BallAround, Ellipsoid
 from howsmooth.spectral import DenseSVD, Estimate, Gain, GolubKahan
@@ -37,6 +38,7 @@ __all__ = [
     "bounds",
     "certified_radius",
     "clip_",
+    "context_parallel",
     "gain",
     "growth",
     "inspect",

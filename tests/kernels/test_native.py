@@ -1,11 +1,13 @@
 """`sdpa`'s kernels for a GPU against tiles in float64: on a GPU where there is one, else in Triton's interpreter."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.func import jvp, vjp, vmap
 
 import howsmooth as hs
-from howsmooth.kernels import operators
+from howsmooth.kernels import dot_product, operators
 from marks import first
 from problems.layers import gaussian
 
@@ -16,11 +18,13 @@ from howsmooth.kernels.triton import compiling
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # relative errors in norm: of float32 some roundings, of half precision about two of each operand's
 ALLOWED = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-KINDS = {
+KINDS: dict[str, tuple[int, int, int, int, int, dict[str, Any]]] = {
     "causal, grouped, whole blocks": (128, 128, 16, 16, 2, {"is_causal": True}),
     "soft-capped, ragged": (17, 70, 20, 8, 1, {"softcap": 2.0, "scale": -0.3}),
     "causal window": (40, 40, 8, 8, 1, {"is_causal": True, "window": 9}),
     "mask with an empty row": (20, 30, 8, 8, 1, {"attn_mask": True}),
+    "causal, from the middle on": (30, 70, 8, 8, 1, {"is_causal": True, "first": 40}),
+    "window, from past the end on": (30, 70, 8, 8, 2, {"window": 12, "first": 60}),
 }
 
 
@@ -29,10 +33,13 @@ def fused(monkeypatch):
     monkeypatch.setattr(operators, "_fused", lambda q, v: q.dtype != torch.float64)
 
 
-def products(x, t, g, **given):
-    """Output, jvp, vjp, the Hessian of `⟨g, o⟩` along `t`, and a batch of vjps."""
+def products(x, t, g, first: Any = 0, **given):
+    """Output, jvp, vjp, the Hessian of `⟨g, o⟩` along `t`, and a batch of vjps.  first: where the first query stands."""
 
     def f(q, k, v):
+        if first:
+            how = (given.get("is_causal", False), q.shape[-1] ** -0.5, True, given.get("window"), None)
+            return dot_product._attention(q, k, v, None, first, how)
         return hs.sdpa(q, k, v, enable_gqa=True, **given)
 
     hessian = jvp(lambda *a: vjp(f, *a)[1](g), x, t)[1]
@@ -59,6 +66,19 @@ def test_every_product(kind, dtype):
     for name, a, b in zip(("o", "do", "dq", "dk", "dv", "hq", "hk", "hv", "batch"), got, want, strict=True):
         error = float((a.double() - b).norm() / b.norm())
         assert error <= ALLOWED[dtype], f"{name}: error {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "from" in kind])
+def test_queries_from_the_middle_on_are_those_of_a_mask(kind):
+    """In float64, on tiles."""
+    n, m, d, d_v, group, given = KINDS[kind]
+    shapes = ((1, 2, n, d), (1, 2 // group, m, d), (1, 2 // group, m, d_v))
+    x, t = (tuple(gaussian(*s, seed=i + k) for i, s in enumerate(shapes)) for k in (0, 10))
+    g = gaussian(1, 2, n, d_v, seed=20)
+    apart = given["first"] + torch.arange(n)[:, None] - torch.arange(m)
+    visible = (apart >= 0) if "is_causal" in given else apart.abs() < given["window"]
+    for a, b in zip(products(x, t, g, **given), products(x, t, g, attn_mask=visible), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.skipif(

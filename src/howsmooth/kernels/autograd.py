@@ -33,7 +33,7 @@ from torch.autograd.function import _SingleLevelFunction  # an operator's deriva
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.base import AttentionKernel, Keys, Outputs, Precision, Queries, Scores, Values
 from howsmooth.kernels.dispatch import linearize
-from howsmooth.kernels.operators import LIBRARY
+from howsmooth.kernels.operators import LIBRARY, N_HOW
 
 Found = tuple[Any, ...]
 ATTEND, JVP, VJP, HVP, JVP2 = (
@@ -91,15 +91,15 @@ def _plus(a: Sequence[Tensor] | None, b: Sequence[Tensor] | None) -> tuple[Tenso
 
 
 class _OneLevel(_SingleLevelFunction):
-    """An operator at one level; `forward` comes with the operator. Its inputs are tensors and, last, four numbers: how."""
+    """An operator at one level; `forward` comes with the operator. Its inputs are tensors and, last, numbers that say how."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Found) -> None:
-        tensors = (*inputs[:-4], *output)
+        tensors = (*inputs[:-N_HOW], *output)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.how = inputs[-4:]
+        ctx.how = inputs[-N_HOW:]
 
 
 class Attend(_OneLevel):
@@ -110,7 +110,7 @@ class Attend(_OneLevel):
         if ctx.needs_input_grad[3]:
             raise BadInputError(_MASK)
         grads = (None,) * 3 if g[0] is None else VJP(*ctx.saved_tensors, g[0], *ctx.how)
-        return *grads, *(None,) * 5
+        return *grads, *(None,) * (1 + N_HOW)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Found:
@@ -125,14 +125,14 @@ class AttendJvp(_OneLevel):
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> Found:
         if g[0] is None:
-            return (None,) * 13
+            return (None,) * (9 + N_HOW)
         at, moved, needs = ctx.saved_tensors[:6], ctx.saved_tensors[6:], ctx.needs_input_grad
         of_place, of_tangent = (None,) * 3, (None,) * 3
         if any(needs[:3]):
             of_place = _summed(HVP(*at, *moved, g[0], *ctx.how), at[0])
         if any(needs[6:9]):
             of_tangent = VJP(*at, g[0], *ctx.how)
-        return *of_place, None, None, None, *of_tangent, *(None,) * 4
+        return *of_place, None, None, None, *of_tangent, *(None,) * N_HOW
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Found:
@@ -162,7 +162,7 @@ class AttendVjp(_OneLevel):
         of_place = (None,) * 3
         if any(ctx.needs_input_grad[:3]):
             of_place = _summed(HVP(*at, *along, do, dlse, g, *ctx.how), at[0])
-        return *of_place, None, None, None, do, *(None,) * 4
+        return *of_place, None, None, None, do, *(None,) * N_HOW
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Found:
@@ -209,7 +209,7 @@ def _register(op: Any, derivatives: type[_OneLevel]) -> None:
     function: Any = type(derivatives.__name__, (derivatives,), {"forward": staticmethod(functools.partial(_below, op))})
 
     def at_one_level(*args: Any) -> Found:
-        moves = _moves(args[:-4])  # all but how
+        moves = _moves(args[:-N_HOW])  # all but how
         if peek_interpreter_stack() is None:
             return function.apply(*args) if moves else _below(op, *args)
         _CALLED.backward = torch.is_grad_enabled()

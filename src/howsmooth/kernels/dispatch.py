@@ -61,7 +61,7 @@ def _core(at: Vectors, scores: Scores, kernel: Kernel, precision: Precision) -> 
             raise BadInputError(f"expected a problem for the fused kernels, got {reason}; use kernel='blocked'")
         if _unfused(kind) is None:
             _warn_once(reason)
-    banded = mask.window is not None or mask.ends is not None or (mask.causal and q.shape[2] != k.shape[2])
+    banded = mask.window is not None or mask.ends is not None or (mask.causal and (mask.first or q.shape[2] != k.shape[2]))
     if kind.traits.features is not None and kernel != "dense" and not banded:
         return Summed(q, k, v, scores)
     keep = kernel == "dense" or (kernel == "auto" and _kept_bytes(q, k, scores) <= KEPT_BYTES.get(q.device.type, 0))

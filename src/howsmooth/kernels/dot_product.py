@@ -1,6 +1,7 @@
 """Scaled dot-product attention as torch spells it, differentiable in every mode: a drop-in for torch's own function."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
 from howsmooth.kernels.kinds import Softmax
 from howsmooth.kernels.naive import logits_of, masked_logits, plain_attention
 from howsmooth.kernels.tensors import REAL, described
+from howsmooth.parallel import active, attention_over
 from howsmooth.settings import flag, number, shown, whole
 
 _NONE = "leave it out for none"
 _LONGEST = 2**31  # tokens
 _SOFTMAX = Softmax()
+_How = tuple[bool, float, bool, int | None, float | None]  # causal, scale, grouped heads, window, soft-cap
 
 
 def sdpa(
@@ -69,25 +72,35 @@ def sdpa(
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or not 1 <= window < _LONGEST):
         window = whole(window, "a window of 1 or more whole tokens", _NONE, least=1, below=_LONGEST)
     _check(query, key, value, dropout_p)
-    lead = _lead(query.shape, key.shape, value.shape, enable_gqa)
-    n, d, m, d_v = *query.shape[-2:], *value.shape[-2:]
-    if attn_mask is not None:
-        _check_mask(attn_mask, query, (*lead, n, m), is_causal)
-    usual = 1 / math.sqrt(d) if d else 1.0
+    usual = 1 / math.sqrt(query.shape[-1] or 1)
     scale = usual if scale is None else _real(scale, "a finite scale of the logits")
+
+    how, at = (is_causal, scale, enable_gqa, window, softcap), active()
+    if at is None or at.size == 1:
+        return _attention(query, key, value, attn_mask, 0, how)
+    return attention_over(at, partial(_attention, how=how), query, key, value, attn_mask)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first: int, how: _How) -> Tensor:
+    """Attention of queries that stand at `first` and on among the keys."""
+    causal, scale, grouped, window, softcap = how
+    lead = _lead(query.shape, key.shape, value.shape, grouped)
+    n, m, d_v = query.shape[-2], *value.shape[-2:]
+    if mask is not None:
+        _check_mask(mask, query, (*lead, n, m), causal)
     q, k, v = query, key, value
     if not (q.ndim == 4 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
-        q = _four(_wide(query, lead), enable_gqa)
-        k, v = _key_heads(key, value, lead, enable_gqa)
-    bias = None if attn_mask is None else _bias(attn_mask, query.dtype, lead, m, enable_gqa)
-    learned = None if attn_mask is None or attn_mask.dtype == torch.bool or not _moves(attn_mask) else bias
+        q = _four(_wide(query, lead), grouped)
+        k, v = _key_heads(key, value, lead, grouped)
+    bias = None if mask is None else _bias(mask, query.dtype, lead, m, grouped)
+    learned = None if mask is None or mask.dtype == torch.bool or not _moves(mask) else bias
     if 0 in (n, m, d_v, *lead):  # nothing to attend to: zeros, with a graph
         out = (q * 0) @ _repeat(k, q.shape[1]).mT @ _repeat(v, q.shape[1])
         out = out if learned is None else out + 0 * learned.sum()
     elif learned is not None:
-        out = _plain(q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1]), learned, scale, softcap, window)
+        out = _plain(q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1]), learned, scale, softcap, window, first)
     else:
-        out = ATTEND(q, k, v, bias, scale, softcap, is_causal, window)[0]
+        out = ATTEND(q, k, v, bias, scale, softcap, causal, window, first)[0]
     return out if len(lead) == 2 else out.reshape(*lead, n, d_v)
 
 
@@ -109,7 +122,7 @@ def attend(q: Queries, k: Keys, v: Values, scores: Scores) -> Outputs:
     if mask.keys is not None:
         hidden = torch.zeros_like(mask.keys, dtype=q.dtype).masked_fill(~mask.keys, -torch.inf)[:, None, None]
         bias = hidden if bias is None else bias + hidden
-    return ATTEND(q, k, v, bias, scores.scale, scores.softcap, mask.causal, mask.window)[0]
+    return ATTEND(q, k, v, bias, scores.scale, scores.softcap, mask.causal, mask.window, mask.first)[0]
 
 
 def _cast(*tensors: Tensor | None) -> tuple:
@@ -183,10 +196,10 @@ def _bias(mask: Tensor, dtype: torch.dtype, lead: tuple[int, ...], m: int, group
     return _four(mask, grouped)
 
 
-def _plain(q, k, v, bias: Tensor, scale: float, softcap: float | None, window: int | None) -> Tensor:
+def _plain(q, k, v, bias: Tensor, scale: float, softcap: float | None, window: int | None, first: int) -> Tensor:
     """The plain formula for a mask that is differentiated."""
     i, j = (torch.arange(t.shape[-2], device=q.device) for t in (q, k))
-    visible = (i[:, None] - j).abs() < (_LONGEST if window is None else window)
+    visible = (first + i[:, None] - j).abs() < (_LONGEST if window is None else window)
     s, visible = masked_logits(logits_of(q, k, None, scale, softcap), bias, visible)
     return _SOFTMAX.weigh(s, visible, s[..., :1]) @ v
 

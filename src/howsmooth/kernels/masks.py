@@ -15,6 +15,7 @@ class Mask:
     """Visibility of key `j` from query `i`, and what is added to the logit.
 
     causal: `j ≤ i`.  window: `|i − j| < window`, so a causal window of `w` shows `w` tokens, itself included.
+    first: added to `i` in both, where the first query stands in the middle of the keys' sequence.
     keys: (batch, m), true where the key may be visible.  bias: added to the logits after scale and soft-cap, broadcast to
     (batch, heads, n, m); `−inf` hides a key.  ends: row `i` attends to keys `j < ends[i]`, and ends never decrease: a
     causal mask with ties, kept on the CPU.
@@ -28,6 +29,7 @@ class Mask:
     keys: Bool[Tensor, "batch m"] | None = None
     bias: Float[Tensor, "#batch #heads #n m"] | None = None
     ends: Int[Tensor, " n"] | None = None
+    first: int = 0
 
     def __post_init__(self):
         if self.ends is not None and bool((self.ends.diff() < 0).any()):
@@ -42,10 +44,10 @@ class Mask:
             raise BadInputError("expected a finite bias or -inf where a key is hidden, got NaN or +inf; fix the bias")
 
     @classmethod
-    def trusted(cls, causal: bool, window: int | None, bias: Tensor | None) -> "Mask":
+    def trusted(cls, causal: bool, window: int | None, bias: Tensor | None, first: int) -> "Mask":
         """A mask whose entries nobody looks at: where a bias is NaN or +inf, so is the answer."""
         mask = object.__new__(cls)
-        vars(mask).update(causal=causal, window=window, keys=None, bias=bias, ends=None)
+        vars(mask).update(causal=causal, window=window, keys=None, bias=bias, ends=None, first=first)
         return mask
 
     def check(self, batch: int, heads: int, n: int, m: int) -> None:
@@ -85,7 +87,8 @@ class Mask:
 
     def band(self, rows: slice, cols: slice) -> bool | None:
         """Whether a block of logits is inside the causal, window and `ends` band: all of it, none of it, or part (None)."""
-        nearest, furthest = rows.start - (cols.stop - 1), (rows.stop - 1) - cols.start  # least and greatest i − j
+        start, stop = self.first + rows.start, self.first + rows.stop
+        nearest, furthest = start - (cols.stop - 1), (stop - 1) - cols.start  # least and greatest i − j
         low = 0 if self.causal else (-(self.window - 1) if self.window else -(2**62))
         high = self.window - 1 if self.window else 2**62
         if furthest < low or nearest > high:
@@ -99,7 +102,7 @@ class Mask:
 
     def visible(self, rows: slice, cols: slice, device: torch.device) -> Bool[Tensor, "n m"]:
         """The causal, window and `ends` band on a block of logits."""
-        i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        i = self.first + torch.arange(rows.start, rows.stop, device=device)[:, None]
         j = torch.arange(cols.start, cols.stop, device=device)[None, :]
         visible = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
         if self.causal:

@@ -31,7 +31,8 @@ from howsmooth.kernels.tensors import heads_last
 from howsmooth.kernels.tiled import Blocked, hvp, jvp2
 
 LIBRARY = torch.library.Library("howsmooth", "DEF")
-HOW = "float scale, float? softcap, bool causal, int? window"
+HOW = "float scale, float? softcap, bool causal, int? window, int first"
+N_HOW = HOW.count(",") + 1
 
 Tensors = tuple[Tensor, ...]
 
@@ -58,8 +59,8 @@ def _outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any], saved: Sequence[Tensor] | None) -> Blocked:
     kind = torch.promote_types(q.dtype, torch.float32)
-    scale, softcap, causal, window = how
-    mask = Mask.trusted(causal, window, None if bias is None else bias.to(kind))
+    scale, softcap, causal, window, first = how
+    mask = Mask.trusted(causal, window, None if bias is None else bias.to(kind), first)
     saved = None if saved is None else (saved[0].to(kind), saved[1])
     q, k, v = (t.to(kind) for t in (q, k, v))
     return Blocked(q, k, v, Scores(scale, softcap, mask), trusted=True, saved=saved)
@@ -96,7 +97,7 @@ def _kernel(native: str | None, on_tiles: Callable[..., Tensors]) -> Callable[..
     """An operator, served by a kernel of the GPU where there is one that fits, else on tiles."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *args: Any) -> Tensors:
-        saved, how = args[:-4], args[-4:]
+        saved, how = args[:-N_HOW], args[-N_HOW:]
         fused = _fused(q, v)
         if fused and native is not None:
             return getattr(_native(), native)(q, k, v, bias, *saved, how)

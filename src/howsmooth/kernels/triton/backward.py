@@ -46,7 +46,7 @@ def _column_probe(
 @kernel("group")
 def vjp_columns(
     Q, K, V, G, BIAS_P, LSE, DELTA, OUT, OUT2,
-    n, m, batch, heads, group, d, d_v, window, step, scale, cap, factor, one,
+    n, m, batch, heads, group, d, d_v, window, first, step, scale, cap, factor, one,
     q_item, q_head, q_row, k_item, k_head, k_row, v_item, v_head, v_row, bias_item, bias_head, bias_row,
     g_probe, g_item, g_head, g_row, out_probe, out_item, out_head, out_row, out2_probe, out2_item, out2_head, out2_row,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -79,7 +79,7 @@ def vjp_columns(
     b_col = tl.zeros([BN], tl.float32)
     if TWO:
         b_dk2, b_dv2, b_col2 = b_dk, b_dv, b_col
-    edges = rows(j0, n, window, BM, BN, CAUSAL, WINDOW)
+    edges = rows(j0, n, window, first, BM, BN, CAUSAL, WINDOW)
     for i_sub in range(group):
         i_head = i_kv * group + i_sub
         i_row = i_item * heads + i_head
@@ -97,7 +97,7 @@ def vjp_columns(
                 b_s = across(b_k, b_k_lo, b_q, b_q_lo, S_PASSES, PRECISION)
                 b_dp = across(b_v, b_v_lo, b_g, b_g_lo, PASSES, PRECISION)
                 b_s, b_slope, _ = finish(
-                    b_s, i[None, :], j[:, None], n, m, window, scale, cap, p_bias, bias_row, p_keys,
+                    b_s, i[None, :], j[:, None], n, m, window, first, scale, cap, p_bias, bias_row, p_keys,
                     CAUSAL, WINDOW, BIAS, CAP, KEYS, EDGE=phase != 1,
                 )  # fmt: skip
                 b_w, b_slope = weigh(b_s, b_top[None, :], b_lse[None, :] - SHIFT, b_slope, CAP, SIGMOID)
@@ -146,7 +146,7 @@ def _row_probe(
 @kernel()
 def vjp_rows(
     Q, K, V, G, BIAS_P, OLD, LSE, DELTA, OUT,
-    n, m, batch, heads, group, d, d_v, window, step, scale, cap, factor, one,
+    n, m, batch, heads, group, d, d_v, window, first, step, scale, cap, factor, one,
     q_item, q_head, q_row, k_item, k_head, k_row, v_item, v_head, v_row, bias_item, bias_head, bias_row,
     g_probe, g_item, g_head, g_row, o_item, o_head, o_row, out_probe, out_item, out_head, out_row,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -188,7 +188,7 @@ def vjp_rows(
         b_g2, b_g2_lo = tile(G, G_LO, at_g + g_probe, i0, n, g_row, c_v, d_v, BM, PASSES, PAD, RAGGED)
         b_delta2 = tl.load(p_delta + next_row)
     b_top, b_lse = stats(LSE, i_g, n_rows, i, RAGGED)
-    edges = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
+    edges = columns(i0, m, window, first, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
         for j0 in tl.range(edges[phase], edges[phase + 1], BN):
             j = j0 + tl.arange(0, BN)
@@ -197,7 +197,7 @@ def vjp_rows(
             b_s = across(b_q, b_q_lo, b_k, b_k_lo, S_PASSES, PRECISION)
             b_dp = across(b_g, b_g_lo, b_v, b_v_lo, PASSES, PRECISION)
             b_s, b_slope, _ = finish(
-                b_s, i[:, None], j[None, :], n, m, window, scale, cap, p_bias, bias_row, p_keys,
+                b_s, i[:, None], j[None, :], n, m, window, first, scale, cap, p_bias, bias_row, p_keys,
                 CAUSAL, WINDOW, BIAS, CAP, KEYS, EDGE=phase != 1,
             )  # fmt: skip
             _, b_slope = weigh(b_s, b_top[:, None], b_lse[:, None] - SHIFT, b_slope, CAP, SIGMOID)
@@ -230,7 +230,7 @@ def _parts(b_p, b_slope, b_bend, b_du, b_rho, b_dp, b_dp2, scale, CAP: tl.conste
 @kernel()
 def hvp_rows(
     Q, K, V, DQ, DK, DV_P, G, BIAS_P, OLD, DO, LSE, DLSE, DELTA, DELTA2, OUT,
-    n, m, batch, heads, group, d, d_v, window, step, scale, cap, factor, one,
+    n, m, batch, heads, group, d, d_v, window, first, step, scale, cap, factor, one,
     q_item, q_head, q_row, k_item, k_head, k_row, v_item, v_head, v_row, bias_item, bias_head, bias_row,
     dq_probe, dq_item, dq_head, dq_row, dk_probe, dk_item, dk_head, dk_row, dv_probe, dv_item, dv_head, dv_row,
     g_probe, g_item, g_head, g_row, o_item, o_head, o_row, do_probe, do_item, do_head, do_row,
@@ -257,13 +257,13 @@ def hvp_rows(
     b_do = plain(DO, at_do, i0, n, do_row, c_v, d_v, BM, PAD, RAGGED)
     b_delta = tl.sum(b_g.to(tl.float32) * b_o.to(tl.float32), 1)
     b_delta2 = tl.sum(b_g.to(tl.float32) * b_do.to(tl.float32), 1)
-    first = (i_probe * batch * heads + i_g) * n
-    tl.store(DELTA + first + i, b_delta, mask=i < n)
-    tl.store(DELTA2 + first + i, b_delta2, mask=i < n)
+    row0 = (i_probe * batch * heads + i_g) * n
+    tl.store(DELTA + row0 + i, b_delta, mask=i < n)
+    tl.store(DELTA2 + row0 + i, b_delta2, mask=i < n)
     b_top, b_lse = stats(LSE, i_g, n, i, RAGGED)
-    b_rho = stat(DLSE + 2 * first + n + i, n, i, 0.0, RAGGED)
+    b_rho = stat(DLSE + 2 * row0 + n + i, n, i, 0.0, RAGGED)
     b_hq = tl.zeros([BM, D], tl.float32)
-    edges = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
+    edges = columns(i0, m, window, first, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
         for j0 in tl.range(edges[phase], edges[phase + 1], BN):
             j = j0 + tl.arange(0, BN)
@@ -272,7 +272,7 @@ def hvp_rows(
             b_v = plain(V, at_v, j0, m, v_row, c_v, d_v, BN, PAD, RAGGED)
             b_dv = plain(DV_P, at_dv, j0, m, dv_row, c_v, d_v, BN, PAD, RAGGED)
             b_s, b_slope, b_bend = finish(
-                across(b_q, b_q, b_k, b_k, 1, PRECISION), i[:, None], j[None, :], n, m, window, scale, cap,
+                across(b_q, b_q, b_k, b_k, 1, PRECISION), i[:, None], j[None, :], n, m, window, first, scale, cap,
                 p_bias, bias_row, BIAS_P, CAUSAL, WINDOW, BIAS, CAP, False, EDGE=phase != 1,
             )  # fmt: skip
             b_p, _ = weigh(b_s, b_top[:, None], b_lse[:, None], b_s, False, False)
@@ -290,7 +290,7 @@ def hvp_rows(
 @kernel()
 def hvp_columns(
     Q, K, V, DQ, DK, DV_P, G, BIAS_P, LSE, DLSE, DELTA, DELTA2, OUT, OUT2,
-    n, m, batch, heads, group, d, d_v, window, step, scale, cap, factor, one,
+    n, m, batch, heads, group, d, d_v, window, first, step, scale, cap, factor, one,
     q_item, q_head, q_row, k_item, k_head, k_row, v_item, v_head, v_row, bias_item, bias_head, bias_row,
     dq_probe, dq_item, dq_head, dq_row, dk_probe, dk_item, dk_head, dk_row, dv_probe, dv_item, dv_head, dv_row,
     g_probe, g_item, g_head, g_row, out_probe, out_item, out_head, out_row, out2_probe, out2_item, out2_head, out2_row,
@@ -310,7 +310,7 @@ def hvp_columns(
     b_dv = plain(DV_P, at_dv, j0, m, dv_row, c_v, d_v, BN, PAD, RAGGED)
     b_hk = tl.zeros([BN, D], tl.float32)
     b_hv = tl.zeros([BN, DV], tl.float32)
-    edges = rows(j0, n, window, BM, BN, CAUSAL, WINDOW)
+    edges = rows(j0, n, window, first, BM, BN, CAUSAL, WINDOW)
     for i_sub in range(group):
         i_head = i_kv * group + i_sub
         i_row = i_item * heads + i_head
@@ -318,7 +318,7 @@ def hvp_columns(
         at_dq = i_probe * dq_probe + i_item * dq_item + i_head * dq_head
         at_g = i_probe * g_probe + i_item * g_item + i_head * g_head
         p_bias = BIAS_P + i_item * bias_item + i_head * bias_head
-        first = (i_probe * batch * heads + i_row) * n
+        row0 = (i_probe * batch * heads + i_row) * n
         for phase in tl.static_range(0 if CAUSAL or WINDOW else 1, 3 if WINDOW else 2):
             for i0 in tl.range(edges[phase], edges[phase + 1], BM):
                 i = i0 + tl.arange(0, BM)
@@ -326,11 +326,11 @@ def hvp_columns(
                 b_dq = plain(DQ, at_dq, i0, n, dq_row, c, d, BM, PAD, RAGGED)
                 b_g = plain(G, at_g, i0, n, g_row, c_v, d_v, BM, PAD, RAGGED)
                 b_top, b_lse = stats(LSE, i_row, n, i, RAGGED)
-                b_rho = stat(DLSE + 2 * first + n + i, n, i, 0.0, RAGGED)
-                b_delta = stat(DELTA + first + i, n, i, 0.0, RAGGED)
-                b_delta2 = stat(DELTA2 + first + i, n, i, 0.0, RAGGED)
+                b_rho = stat(DLSE + 2 * row0 + n + i, n, i, 0.0, RAGGED)
+                b_delta = stat(DELTA + row0 + i, n, i, 0.0, RAGGED)
+                b_delta2 = stat(DELTA2 + row0 + i, n, i, 0.0, RAGGED)
                 b_s, b_slope, b_bend = finish(
-                    across(b_k, b_k, b_q, b_q, 1, PRECISION), i[None, :], j[:, None], n, m, window, scale, cap,
+                    across(b_k, b_k, b_q, b_q, 1, PRECISION), i[None, :], j[:, None], n, m, window, first, scale, cap,
                     p_bias, bias_row, BIAS_P, CAUSAL, WINDOW, BIAS, CAP, False, EDGE=phase != 1,
                 )  # fmt: skip
                 b_p, _ = weigh(b_s, b_top[None, :], b_lse[None, :], b_s, False, False)

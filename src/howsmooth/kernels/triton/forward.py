@@ -26,7 +26,7 @@ from howsmooth.kernels.triton.logits import (
 @kernel()
 def forward(
     Q, K, V, BIAS_P, OUT, LSE,
-    n, m, batch, heads, group, d, d_v, window, step, scale, cap, factor, one,
+    n, m, batch, heads, group, d, d_v, window, first, step, scale, cap, factor, one,
     q_item, q_head, q_row, k_item, k_head, k_row, v_item, v_head, v_row, bias_item, bias_head, bias_row,
     out_item, out_head, out_row,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -66,18 +66,18 @@ def forward(
         b_coarse_max, b_coarse_sum = b_max, b_sum + 1
         b_sum += 16384
     b_acc = tl.zeros([BM, DV], tl.float32)
-    edges = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
+    edges = columns(i0, m, window, first, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
         for j0 in tl.range(edges[phase], edges[phase + 1], BN):
             j = j0 + tl.arange(0, BN)
             b_k, b_k_lo = tile(K, K_LO, at_k, j0, m, k_row, c, d, BN, PASSES, PAD, RAGGED)
             b_s, _, _ = finish(
-                across(b_q, b_q_lo, b_k, b_k_lo, PASSES, PRECISION), i[:, None], j[None, :], n, m, window, scale, cap,
+                across(b_q, b_q_lo, b_k, b_k_lo, PASSES, PRECISION), i[:, None], j[None, :], n, m, window, first, scale, cap,
                 p_bias, bias_row, p_keys, CAUSAL, WINDOW, BIAS, CAP, KEYS, EDGE=phase != 1,
             )  # fmt: skip
             if COARSE:
                 b_c, _, _ = finish(
-                    across(b_q, b_q, b_k, b_k, 1, PRECISION), i[:, None], j[None, :], n, m, window, scale, cap,
+                    across(b_q, b_q, b_k, b_k, 1, PRECISION), i[:, None], j[None, :], n, m, window, first, scale, cap,
                     p_bias, bias_row, p_keys, CAUSAL, WINDOW, BIAS, CAP, KEYS, EDGE=phase != 1,
                 )  # fmt: skip
                 b_top = tl.maximum(b_coarse_max, tl.max(b_c, 1))
@@ -126,7 +126,7 @@ def forward(
 @kernel()
 def received(
     Q, K, BIAS_P, LSE, OUT,
-    n, m, batch, heads, group, d, d_v, window, step, scale, cap, factor, one,
+    n, m, batch, heads, group, d, d_v, window, first, step, scale, cap, factor, one,
     q_item, q_head, q_row, k_item, k_head, k_row, bias_item, bias_head, bias_row,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
@@ -145,7 +145,7 @@ def received(
     p_keys = KEYS_P + i_g * m_rows if KEYS else BIAS_P
     b_k, b_k_lo = tile(K, K_LO, i_item * k_item + i_kv * k_head, j0, m, D, c, d, BN, S_PASSES, False, False)
     b_sum = tl.zeros([BN], tl.float32)
-    edges = rows(j0, n, window, BM, BN, CAUSAL, WINDOW)
+    edges = rows(j0, n, window, first, BM, BN, CAUSAL, WINDOW)
     for i_sub in range(group):
         i_head = i_kv * group + i_sub
         at_q = i_item * q_item + i_head * q_head
@@ -156,7 +156,7 @@ def received(
                 b_q, b_q_lo = tile(Q, Q_LO, at_q, i0, n, D, c, d, BM, S_PASSES, False, False)
                 b_top, b_lse = stats(LSE, i_item * heads + i_head, n_rows, i, False)
                 b_s, _, _ = finish(
-                    across(b_k, b_k_lo, b_q, b_q_lo, S_PASSES, "tf32"), i[None, :], j[:, None], n, m, window, scale, cap,
+                    across(b_k, b_k_lo, b_q, b_q_lo, S_PASSES, "tf32"), i[None, :], j[:, None], n, m, window, first, scale, cap,
                     p_bias, bias_row, p_keys, CAUSAL, WINDOW, BIAS, CAP, KEYS, EDGE=phase != 1,
                 )  # fmt: skip
                 b_w, _ = weigh(b_s, b_top[None, :], b_lse[None, :], b_s, False, SIGMOID)
@@ -198,7 +198,7 @@ def _probe(
 @kernel()
 def jvp(
     Q, K, V, DQ, DK, DV_P, BIAS_P, OLD, LSE, OUT, DLSE,
-    n, m, batch, heads, group, d, d_v, window, step, scale, cap, factor, one,
+    n, m, batch, heads, group, d, d_v, window, first, step, scale, cap, factor, one,
     q_item, q_head, q_row, k_item, k_head, k_row, v_item, v_head, v_row, bias_item, bias_head, bias_row,
     dq_probe, dq_item, dq_head, dq_row, dk_probe, dk_item, dk_head, dk_row, dv_probe, dv_item, dv_head, dv_row,
     o_item, o_head, o_row, out_probe, out_item, out_head, out_row,
@@ -242,7 +242,7 @@ def jvp(
         b_dq2, b_dq2_lo = tile(DQ, DQ_LO, at_dq + dq_probe, i0, n, dq_row, c, d, BM, PASSES, PAD, RAGGED)
         kappa2 = tl.load(p_scales + 3 * batch)
     b_top, b_lse = stats(LSE, i_g, padded(n, PACKED), i, RAGGED)
-    edges = columns(i0, m, window, BM, BN, CAUSAL, WINDOW)
+    edges = columns(i0, m, window, first, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
         for j0 in tl.range(edges[phase], edges[phase + 1], BN):
             j = j0 + tl.arange(0, BN)
@@ -253,7 +253,7 @@ def jvp(
                 BN, PASSES, PRECISION, PAD, RAGGED, MOVE,
             )  # fmt: skip
             b_s, b_slope, _ = finish(
-                b_s, i[:, None], j[None, :], n, m, window, scale, cap, p_bias, bias_row, p_keys,
+                b_s, i[:, None], j[None, :], n, m, window, first, scale, cap, p_bias, bias_row, p_keys,
                 CAUSAL, WINDOW, BIAS, CAP, KEYS, EDGE=phase != 1,
             )  # fmt: skip
             b_w, b_slope = weigh(b_s, b_top[:, None], b_lse[:, None] - SHIFT, b_slope, CAP, SIGMOID)

@@ -278,7 +278,7 @@ class Fused(AttentionKernel):
         s_q, s_k, _ = self._packed.scales
         launch(
             kernel.packed, (count, items, probes), *tensors,
-            n, m, batch, heads, heads // kv_heads, d, d_v, self.scores.mask.window or 0, step,
+            n, m, batch, heads, heads // kv_heads, d, d_v, self.scores.mask.window or 0, self.scores.mask.first, step,
             1 / (s_q * s_k), self.scores.softcap or 1.0, factor, 1.0, *strides,
             BM=b.rows, BN=b.cols, Q_LO=self._packed.q.lo, K_LO=self._packed.k.lo, KEYS_P=self._keys, **options,
             num_warps=b.warps, num_stages=b.stages,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 # numbers that a kernel is not compiled anew for
-_SIZES = ("n", "m", "batch", "heads", "group", "d", "d_v", "window")
+_SIZES = ("n", "m", "batch", "heads", "group", "d", "d_v", "window", "first")
 _STRIDES = tuple(f"{name}_{axis}" for name in ("bias", "o", "out", "out2") for axis in ("probe", "item", "head", "row"))
 
 
@@ -143,7 +143,7 @@ def accumulate(b_a, b_a_lo, b_b, b_b_lo, b_acc, one, PASSES: tl.constexpr, PRECI
 
 @triton.jit
 def finish(
-    b_s, i, j, n, m, window, scale, cap, P_BIAS, bias_row, P_KEYS,
+    b_s, i, j, n, m, window, first, scale, cap, P_BIAS, bias_row, P_KEYS,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, KEYS: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
@@ -170,6 +170,7 @@ def finish(
         b_s += b_bias * tl.where(tl.abs(b_bias) < 2.3e38, LOG2E, 1.0)
     if EDGE:
         visible = j < m
+        i = i + first
         if CAUSAL:
             visible = visible & (j <= i)
         if WINDOW:
@@ -199,8 +200,9 @@ def weigh(b_s, b_top, b_lse, b_slope, CAP: tl.constexpr, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def columns(i0, m, window, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def columns(i0, m, window, first, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Columns that rows `i0 … i0 + BM − 1` attend to: start, then from where to where no mask is needed, then end."""
+    i0 += first
     start = 0
     end = m
     whole_start = 0
@@ -217,14 +219,15 @@ def columns(i0, m, window, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.conste
 
 
 @triton.jit
-def rows(j0, n, window, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def rows(j0, n, window, first, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Rows that attend to columns `j0 … j0 + BN − 1`, as `columns`. Padding needs no mask: its `P` is zero or never read."""
+    j0 -= first
     start = 0
     end = n
     whole_start = 0
     whole_end = tl.cdiv(n, BM) * BM
     if CAUSAL:
-        start = j0 // BM * BM
+        start = tl.maximum(0, j0) // BM * BM
         whole_start = j0 + BN - 1
     if WINDOW:
         start = tl.maximum(start, tl.maximum(0, j0 - window + 1) // BM * BM)

@@ -47,13 +47,13 @@ class _Launches:
 @functools.lru_cache(maxsize=1024)
 def _launch(name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, precise: bool, biased: bool, how) -> Launch:
     """Sizes and options of a kernel, for queries and keys of these shapes."""
-    (batch, heads, n, d), (kv_heads, m), (scale, softcap, causal, window) = q, k[1:3], how
+    (batch, heads, n, d), (kv_heads, m), (scale, softcap, causal, window, first) = q, k[1:3], how
     # one width for both: compiled by Triton 3.6, keys padded to 32 entries beside values padded to 16 come out wrong
     width, single = max(padded_width(d), padded_width(d_v)), dtype == torch.float32
     b = blocks.pick_native(name, width, single, causal)
     by_columns = name in ("columns", "hvp_columns")
     count, items = (-(-m // b.cols), batch * kv_heads) if by_columns else (-(-n // b.rows), batch * heads)
-    numbers = (n, m, batch, heads, heads // kv_heads, d, d_v, window or 0, 1, scale, softcap or 1.0, 1.0, 1.0)
+    numbers = (n, m, batch, heads, heads // kv_heads, d, d_v, window or 0, first, 1, scale, softcap or 1.0, 1.0, 1.0)
     options = {
         "D": width,
         "DV": width,
