@@ -28,7 +28,8 @@ def _demo(layers: list[int]) -> list[dict[str, Any]]:
     import howsmooth as hs
     from benchmarks.harness import agree, seconds
     from benchmarks.rivals import power_iteration
-    from howsmooth.models.interface import implementation
+    from howsmooth.models.interface import CHOICE
+    from howsmooth.program.modules import configured
 
     model = hs.load("demo", device="cpu")
     captured = model.capture(text=resources.files("howsmooth").joinpath("data/alice.txt").read_text("utf-8"), n=N)
@@ -44,7 +45,7 @@ def _demo(layers: list[int]) -> list[dict[str, Any]]:
         found = captured.measure(layer)
         agree("howsmooth", found.value, truth, ACCURACY)
         ours = seconds(lambda i=layer: captured.measure(i), repeat=3)
-        with torch.no_grad(), implementation(model.module, "eager"):
+        with torch.no_grad(), configured(model.module, CHOICE, "eager"):
             start = time.perf_counter()
             value, steps = power_iteration(f, x, truth, ACCURACY)
             power = time.perf_counter() - start

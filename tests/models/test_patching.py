@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.models.interface import configurations
+from howsmooth.models.interface import CHOICE
+from howsmooth.program.modules import configurations
 from problems.layers import gaussian
 
 TORCHS = torch.nn.functional.scaled_dot_product_attention
@@ -112,7 +113,7 @@ def test_a_model_of_the_library():
     x = gaussian(1, 7, 16, seed=0)
     want = hvp(f, x)
     hs.patch(model)
-    assert {c._attn_implementation for c in configurations(model)} == {"howsmooth"}
+    assert {c._attn_implementation for c in configurations(model, CHOICE)} == {"howsmooth"}
     assert float((hvp(f, x) - want).norm() / want.norm()) < 1e-5  # the library takes norms and rotary phases in float32
 
 

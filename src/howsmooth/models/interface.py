@@ -3,8 +3,8 @@
 import functools
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from howsmooth.program import masks
 
 IMPLEMENTATION = "howsmooth"
 _REMEMBERED = 64  # masks handed out and not forgotten; a forward pass makes a few
-_CHOICE = "_attn_implementation_internal"
+CHOICE = "_attn_implementation_internal"
 
 
 class HandedOut(NamedTuple):
@@ -168,21 +168,3 @@ def register() -> None:
 
     AttentionInterface.register(IMPLEMENTATION, _library_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _library_mask)
-
-
-def configurations(model: nn.Module) -> list[Any]:
-    """Every configuration inside `model` that chooses an attention implementation."""
-    return list({id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), _CHOICE)}.values())
-
-
-@contextmanager
-def implementation(model: nn.Module, name: str | None) -> Iterator[None]:
-    """Inside it, every configuration in `model` is set to an attention implementation; nothing leaves it to the model."""
-    before = [] if name is None else [(c, getattr(c, _CHOICE)) for c in configurations(model)]
-    try:
-        for config, _ in before:
-            setattr(config, _CHOICE, name)
-        yield
-    finally:
-        for config, old in before:
-            setattr(config, _CHOICE, old)

@@ -15,8 +15,9 @@ from howsmooth.errors import BadInputError, reason
 from howsmooth.kernels.tensors import place
 from howsmooth.models.folder import INDEX, PICKLES, SINGLE, model_room, offline, quiet, read_json, shards
 from howsmooth.models.gguf import is_gguf, read_gguf
-from howsmooth.models.interface import configurations, register
+from howsmooth.models.interface import CHOICE, register
 from howsmooth.models.model import Model, Side, check_device
+from howsmooth.program.modules import configurations
 from howsmooth.settings import flag
 
 
@@ -108,7 +109,7 @@ def load(
     in_hand = isinstance(source, nn.Module)
     there = measuring_device("auto" if device is None and not in_hand else device)
     module, name, beside, notes = _module_of(source, dtype, flag(head, "head"))
-    if configurations(module):
+    if configurations(module, CHOICE):
         register()
     model = Model.of(module, name, side, beside if tokenizer is None else tokenizer, there)
     idle = in_hand and device is None and torch.cuda.is_available() and model.device.type == "cpu"

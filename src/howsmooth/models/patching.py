@@ -11,8 +11,8 @@ from torch import nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import sdpa
-from howsmooth.models.interface import IMPLEMENTATION, configurations, register
-from howsmooth.program.modules import written_path
+from howsmooth.models.interface import CHOICE, IMPLEMENTATION, register
+from howsmooth.program.modules import configurations, written_path
 
 _NAME = "scaled_dot_product_attention"
 _TORCHS = getattr(nn.functional, _NAME)
@@ -87,7 +87,7 @@ def patch(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise BadInputError(f"expected a torch.nn.Module, got {type(model).__name__}; pass the model itself")
-    own = configurations(model)
+    own = configurations(model, CHOICE)
     if own:
         register()
     for config in own:

@@ -12,10 +12,10 @@ from torch.fx import Node
 from torch.utils._pytree import tree_flatten
 
 from howsmooth.errors import BadFunctionError, HowSmoothError
-from howsmooth.models.interface import IMPLEMENTATION, implementation, register
+from howsmooth.models.interface import CHOICE, IMPLEMENTATION, register
 from howsmooth.program import Ends, Layers, Program, ends_of, record
 from howsmooth.program.confirm import agrees
-from howsmooth.program.modules import unchanged
+from howsmooth.program.modules import configured, unchanged
 from howsmooth.program.operations import order
 from howsmooth.program.replay import Run
 from howsmooth.program.tracing import distinct
@@ -124,7 +124,7 @@ def recorded(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     refusal: HowSmoothError | None = None
     for code in _codes(owner):
         try:
-            program = record(owner, args, kwargs, functools.partial(implementation, owner, code))
+            program = record(owner, args, kwargs, functools.partial(configured, owner, CHOICE, code))
         except HowSmoothError as error:
             refusal = refusal or error
             continue
@@ -142,7 +142,7 @@ def recorded(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def _codes(owner: nn.Module) -> tuple[str | None, ...]:
     """The attention implementations to record a model with: the library's interface first, then the model's own choice."""
-    if not hasattr(getattr(owner, "config", None), "_attn_implementation_internal"):
+    if not hasattr(getattr(owner, "config", None), CHOICE):
         return (None,)
     register()
     return (IMPLEMENTATION, None)

@@ -67,11 +67,6 @@ def stream_of(program: Program) -> Flow:
     return Flow(program, near) if near else flow
 
 
-def every_stream(program: Program, flow: Flow) -> Flow:
-    """What moves with any tokens, those that only queries or only contexts are made of among them."""
-    return _with_learned(program, (*token_begins(program), *flow.begins))
-
-
 def _with_learned(program: Program, begins: Iterable[Node]) -> Flow:
     """The flow from some begins and from the parameters that queries, keys or values are made of, as learned queries are."""
     flow = Flow(program, begins)
@@ -115,6 +110,11 @@ class Layer(Span):
     """One block: its path, the orders of its nodes, the self-attentions inside; none where it mixes tokens otherwise."""
 
     groups: tuple[Group, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[Node, ...]:
+        """What its self-attentions give."""
+        return tuple(n for group in self.groups for n in group.outputs)
 
 
 def elements_of(program: Program) -> list[Span]:
@@ -174,7 +174,8 @@ class BlockFinder:
     @functools.cached_property
     def wide(self) -> AttentionSites:
         """The calls that any tokens reach, cross-attention among them."""
-        return AttentionSites(self.program, every_stream(self.program, self.flow))
+        begins = *token_begins(self.program), *self.flow.begins
+        return AttentionSites(self.program, _with_learned(self.program, begins))
 
     @functools.cached_property
     def waists(self) -> list[Node]:

@@ -110,7 +110,7 @@ class RecordedFunction:
     def at(cls, f: Callable[[Tensor], Tensor], x: Tensor) -> "RecordedFunction":
         """A function, recorded at `x`, in its own precision; casts of one of float64 to float32 on the way are left out."""
         program = record_function(f, x)
-        way = cls._way(program)
+        way = Way.of(moving_with(program), program.inputs, program.outputs)
         wide = x.dtype is value(program.outputs[0]).dtype is torch.float64 and not _narrow(way)
         return cls(program, way.at(Run.recorded(program, torch.float64 if wide else None)))
 
@@ -128,12 +128,13 @@ class RecordedFunction:
             return self.at(f, x)
         return RecordedFunction(program, self.segment.way.at(Run.recorded(program)))
 
-    @staticmethod
-    def _way(program: Program) -> Way:
-        flow, (y,) = Flow(program, program.inputs), program.outputs
-        if not flow.live(y):
-            raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
-        return Way.of(flow, program.inputs, (y,))
+
+def moving_with(program: Program) -> Flow:
+    """What moves with the arguments of a function; refused where its last output does not."""
+    flow = Flow(program, program.inputs)
+    if not flow.live(program.outputs[-1]):
+        raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
+    return flow
 
 
 def _narrow(way: Way) -> bool:

@@ -43,7 +43,7 @@ class Layers:
     def found(self) -> list[Layer]:
         """The blocks, in order."""
         blocks, others = self.blocks.found, [] if self.beside is None else self.beside.found
-        late = [a for a in blocks for b in others if a.overlaps(b) and self.of(b)._reaches(a)]
+        late = [a for a in blocks for b in others if a.overlaps(b) and all(map(self.of(b).flow.live, a.outputs))]
         own = [a for a in blocks if a not in late]
         found = sorted([*own, *(b for b in others if not any(a.overlaps(b) for a in own))], key=lambda block: block.first)
         places = [place_in_list(self.program.module, block.path) for block in found]
@@ -66,10 +66,6 @@ class Layers:
                     f"expected blocks that all run, got {path}, which does not run at this input, so that numbers behind it "
                     "are not the model's; take it out, or measure map='model'"
                 )
-
-    def _reaches(self, block: Layer) -> bool:
-        """Whether these tokens reach all self-attentions of a block."""
-        return all(self.flow.live(n) for group in block.groups for n in group.outputs)
 
     @property
     def last(self) -> Layer:

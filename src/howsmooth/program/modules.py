@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -54,8 +54,9 @@ def unchanged(module: nn.Module, *, evaluating: bool = True) -> Iterator[None]:
     parts = list(module.modules())
     before = [vars(m).copy() for m in parts]
     inside = [(v, v.copy() if v else None) for state in before for v in state.values() if isinstance(v, list | dict | set)]
-    loose = [v for state in before for v in state.values() if isinstance(v, Tensor) and _is_plain(v)]
-    buffers = [(t, t.clone()) for t in (*module.buffers(), *loose)]
+    loose = [v for state in before for v in state.values() if isinstance(v, Tensor)]
+    plain = (t for t in loose if t.layout is torch.strided and not (t.is_meta or t.is_nested or t.is_quantized))
+    buffers = [(t, t.clone()) for t in (*module.buffers(), *plain)]
     for m in parts:
         if not evaluating:
             pass
@@ -86,10 +87,6 @@ def unchanged(module: nn.Module, *, evaluating: bool = True) -> Iterator[None]:
                 t.data.copy_(old)
 
 
-def _is_plain(t: Tensor) -> bool:
-    return t.layout is torch.strided and not (t.is_meta or t.is_nested or t.is_quantized)
-
-
 @contextmanager
 def written_path() -> Iterator[None]:
     """Inside it torch's encoders run as they are written: their fast path leaves padding out, and nothing else."""
@@ -101,19 +98,28 @@ def written_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+def configurations(module: nn.Module, choice: str) -> list[Any]:
+    """Every configuration of the library inside a module that makes a choice."""
+    return list({id(m.config): m.config for m in module.modules() if hasattr(getattr(m, "config", None), choice)}.values())
+
+
 @contextmanager
-def wide_experts(module: nn.Module) -> Iterator[None]:
-    """Inside it transformers' experts in float64 are products for each token, as its grouped ones know no float64."""
-    wide = any(p.dtype is torch.float64 for p in module.parameters())
-    configs = [getattr(m, "config", None) for m in module.modules()] if wide else []
-    before = {id(c): (c, vars(c)[_EXPERTS]) for c in configs if _EXPERTS in getattr(c, "__dict__", ())}
+def configured(module: nn.Module, choice: str, value: str | None) -> Iterator[None]:
+    """Inside it, every configuration in a module makes a choice in one way; nothing leaves it to the module."""
+    before = [] if value is None else [(c, getattr(c, choice)) for c in configurations(module, choice)]
     try:
-        for config, _ in before.values():
-            setattr(config, _EXPERTS, "batched_mm")
+        for config, _ in before:
+            setattr(config, choice, value)
         yield
     finally:
-        for config, old in before.values():
-            setattr(config, _EXPERTS, old)
+        for config, old in before:
+            setattr(config, choice, old)
+
+
+def wide_experts(module: nn.Module) -> AbstractContextManager[None]:
+    """Inside it transformers' experts in float64 are products for each token, as its grouped ones know no float64."""
+    wide = any(p.dtype is torch.float64 for p in module.parameters())
+    return configured(module, _EXPERTS, "batched_mm" if wide else None)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.maps.attention import Attention
 from howsmooth.maps.scalars import known_scalar
-from howsmooth.program.confirm import Function, record_function
+from howsmooth.program.confirm import Function, moving_with, record_function
 from howsmooth.program.ends import Ends
 from howsmooth.program.operations import SHAPE_ALONE, is_float, name, taken_from, takes_numbers, value
 from howsmooth.program.pieces import Kind, Piece, Pieces, joined, norm_pieces, pruned
@@ -109,9 +109,7 @@ def read_function(
     program = record_function(f, x)
     if closed:
         _check_constants(program, _beside(x, 0.0)[1])
-    flow, (*ends, y) = Flow(program, program.inputs), program.outputs
-    if not flow.live(y):
-        raise BadFunctionError("expected an output that depends on x, got one that does not; look for constants and numpy")
+    flow, (*ends, y) = moving_with(program), program.outputs
     wholes = [WholeLayer(a, b, layer) for a, b, layer in zip(ends[::2], ends[1::2], layers, strict=True)]
     own = truth or (f if not layers else lambda t: f(t)[-1])
     return read(program, Ends(program.inputs, (y,), flow), wholes, truth=own, within=within)
@@ -354,7 +352,9 @@ class _PieceReader:
             return [Piece("pick" if isinstance(given, tuple | list) else "unknown", op.name, inputs, op.run, ())]
         if op.bilinear:
             product = Piece("matrix product", "matmul", inputs, torch.matmul, shape)
-            return [product, Piece("linear", op.name, (len(self._pieces),), _scaled(op), shape)]
+            beta, alpha, added = op.kwargs.get("beta", 1), op.kwargs.get("alpha", 1), op.args[0]
+            run = (lambda t: alpha * t) if beta == 0 else lambda t: beta * added + alpha * t
+            return [product, Piece("linear", op.name, (len(self._pieces),), run, shape)]
         axis = op.args[1] - (len(shape) if op.args[1] >= 0 else 0) if kind == "softmax" else -1
         numbers = all(not isinstance(t, Tensor) or t.numel() == 1 for t in tree_leaves((op.args, op.kwargs)))
         alike = given.dtype is torch.float64 and op.name in _SPELLED and numbers
@@ -362,9 +362,3 @@ class _PieceReader:
         scalar = known_scalar(op.run) if kind == "pointwise" and alike else None
         constant = op.constant if kind == "linear" else None
         return [Piece(kind, op.name, inputs, op.run, shape, axis=axis, scalar=scalar, alike=alike, constant=constant)]
-
-
-def _scaled(op: Operation) -> Callable[[Tensor], Tensor]:
-    """What `addmm` does with a product of matrices."""
-    beta, alpha, added = op.kwargs.get("beta", 1), op.kwargs.get("alpha", 1), op.args[0]
-    return lambda t: alpha * t if beta == 0 else beta * added + alpha * t

@@ -194,7 +194,8 @@ class AttentionSites:
                 break
             inside = scope is not None and scope.holds(n)
             matrix = any(name(m) in MATRIX and m not in outs for m in part)
-            gates = self._gates_alone(part) or (inside and all(name(m) in GATES | SHAPE | {"div"} for m in part[-1:]))
+            gates = all(name(m) in GATES | SHAPE for m in part) and any(len(flow.feeds(m)) > 1 for m in part)
+            gates |= inside and all(name(m) in GATES | SHAPE | {"div"} for m in part[-1:])
             joined = any(not own & flow.bit(f) for m in part if not self._is_gate(m, scope) for f in flow.feeds(m))
             beside = joined and heads and any(name(m) in JOINS for m in part)
             if joined and (projected or beside or not self._projected_behind(n, group, scope, own, ends)):
@@ -246,9 +247,6 @@ class AttentionSites:
         ways = self.flow.between(group.enter, [n for call in group.calls for n in call.operands])
         inside = [*group.sources, *([n for n in ways if name(n) in MATRIX and n not in group.outputs] or ways)]
         return self.flow.program.scope_of(*inside)
-
-    def _gates_alone(self, part: Sequence[Node]) -> bool:
-        return all(name(n) in GATES | SHAPE for n in part) and any(len(self.flow.feeds(n)) > 1 for n in part)
 
     def _is_residual(self, n: Node, own: int, stream: int) -> bool:
         """Whether a node adds what attention's input is made of to what attention gives."""

@@ -147,7 +147,9 @@ def _written(edit: Editor, reader: LogitsReader, n: Node) -> Reading:
     answer = edit.like(edit.permute(answer, [given.index(c) for c in eq.out]), n)
     squares: dict[Node, tuple[Sequence[Node], Node]] = {}
     for m in calls:
-        terms = [t for t in Operands.of(m).terms if t in edit.moving and _of_keys(m, t)]
+        how = m.kwargs  # softmax does not see what is a number of each query
+        alone = how["kind"] == "softmax" and how.get("sink") is None and how.get("softcap") is None
+        terms = [t for t in Operands.of(m).terms if alone and t in edit.moving and is_float(t) and size(t)[-1] > 1]
         if terms:
             squares[m] = terms, edit.call(_sigma, m.args[1], terms, m.kwargs["scale"], val=0.0)
     return Reading(n, calls, answer, edit.call(same, n, answer, val=True), squares)
@@ -232,12 +234,6 @@ def _tried(q: Tensor, k: Tensor, v: Tensor, *given: Any, **settings: Any) -> Ten
         return attention(q, k, v, *given, **settings)
     except (HowSmoothError, RuntimeError):
         return v.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
-
-
-def _of_keys(n: Node, term: Node) -> bool:
-    """Whether a term may be a number of each key, and one of each query that softmax does not see."""
-    plain = n.kwargs["kind"] == "softmax" and n.kwargs.get("sink") is None and n.kwargs.get("softcap") is None
-    return plain and is_float(term) and size(term)[-1] > 1
 
 
 def _tolerance(dtype: torch.dtype) -> float:
