@@ -101,8 +101,8 @@ class Exchange:
     parts: tuple[int, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """This process's part of the result, with every derivative."""
-        return _Linear.apply(x, self)  # pyright: ignore[reportReturnType]
+        """The part of the result that is this process's, with every derivative."""
+        return _Exchanged.apply(x, self)  # pyright: ignore[reportReturnType]
 
     @property
     def transposed(self) -> "Exchange":
@@ -136,7 +136,7 @@ def _trade(sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Any) 
     return [t.view(torch.Size(shape)) for t, shape in zip(into.split(counts), shapes, strict=True)]
 
 
-class _Linear(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     """A linear map of a tensor, and its derivatives."""
 
     @staticmethod
@@ -149,16 +149,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> tuple:
-        return _Linear.apply(g[0], ctx.exchange.transposed), None
+        return _Exchanged.apply(g[0], ctx.exchange.transposed), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Linear.apply(tangents[0], ctx.exchange)
+        return _Exchanged.apply(tangents[0], ctx.exchange)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         x, exchange = args
-        return _Linear.apply(x.movedim(in_dims[0], 0), exchange), 0
+        return _Exchanged.apply(x.movedim(in_dims[0], 0), exchange), 0
 
 
 def attention_over(

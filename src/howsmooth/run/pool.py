@@ -71,7 +71,7 @@ class Local:
         if self.workers == 1:
             return _here(plan, context)
         threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // self.workers)
-        crew = _Processes(plan.setup, self.threads or threads, self.workers)
+        crew = _LocalCrew(plan.setup, self.threads or threads, self.workers)
         return Schedule(crew, plan, self.workers, self.tries).run()
 
 
@@ -297,7 +297,7 @@ class _Process:
 
 
 @final
-class _Processes:
+class _LocalCrew:
     """A crew of interpreters, and a thread for each that waits for its answers."""
 
     def __init__(self, setup: Task | None, threads: int | None, count: int):
