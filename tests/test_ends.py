@@ -19,7 +19,7 @@ from problems.hostile_layers import hostile, largest_singular_value
 from problems.layers import gaussian
 from problems.spectra import attention
 
-LAYERS, PARTS = 360, 3
+LAYERS, PARTS = 360, 6
 
 
 def opposed(share: float, n: int = 3, d: int = 2) -> tuple[hs.Attention, Tensor]:

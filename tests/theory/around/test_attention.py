@@ -1,6 +1,7 @@
 """Bounds around an input: sound on hostile neighbourhoods, tight where they claim to be, each lemma by itself."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from howsmooth.theory.around.jets import Centre, Jet, _softmax, moves
 from howsmooth.theory.around.lemmas import exp_rest
 from howsmooth.theory.over_ball.table import ball_bounds
 from howsmooth.theory.upper import Upper
+from marks import first
 from problems.neighbourhoods import Looked, examine, near
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -43,15 +45,19 @@ KINDS = {
 }
 
 
+# values or tokens of 1e-150, padding before products that cancel, output weights whose squares overflow, and heads that cancel
+# up to what rounding does to weights
+HOSTILE = [90031, 90407, 2749, 2858, 10814, 1986]
+
+
 @pytest.mark.slow
-def test_no_point_of_a_hostile_neighbourhood_is_above_its_bounds():
+@pytest.mark.parametrize("seeds", first([[*range(24), *HOSTILE], range(24, 75)]), ids=["first", "more"])
+def test_no_point_of_a_hostile_neighbourhood_is_above_its_bounds(seeds: Sequence[int]):
     looked = Looked()
-    # the last with values or tokens of 1e-150, padding before products that cancel, output weights whose squares overflow,
-    # and heads that cancel up to what rounding does to weights
-    for seed in [*range(75), 90031, 90407, 2749, 2858, 10814, 1986]:
+    for seed in seeds:
         examine(near(seed), looked)
     assert not looked.wrong, looked.wrong[0]
-    assert looked.neighbourhoods > 55
+    assert looked.neighbourhoods > 0.68 * len(seeds)
     assert looked.points > 3 * looked.neighbourhoods
 
 
