@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.models import load
 from howsmooth.paper import reproduce, reproduction
 from howsmooth.paper.adversarial import ONE_HEAD, eigenvector_tokens, worst_tokens
-from howsmooth.paper.curves import PointRow, curves_of, power_iteration, scripts_value
+from howsmooth.paper.curves import PointRow, curves_of, exponents, power_iteration, scripts_value
 from howsmooth.paper.protocol import PAPER, QUICK, Protocol
-from howsmooth.paper.reproduction import PARTS, Reproduced, fitted, plan, write_reproduction
+from howsmooth.paper.reproduction import PARTS, Reproduced, plan, write_reproduction
 from howsmooth.paper.scripts import WHOLE_MODULE, iteration, whole_module
 from howsmooth.paper.splitting_maps import measure_grid
 from howsmooth.paper.subjects import describe, subject
@@ -251,7 +251,7 @@ def rows_of(exponent: float, scripts: float, subject: str = "gpt2", samples: int
 
 
 def test_exponents_are_those_of_the_curves():
-    table = [c.exponents() for c in fitted(list(rows_of(0.3, 0.45)))]
+    table = [asdict(e) for e in exponents(rows_of(0.3, 0.45))]
     assert len(table) == 1
     e = table[0]
     assert (e["exponent"], e["scripts"]) == (pytest.approx(0.3, abs=0.01), pytest.approx(0.45, abs=0.01))
@@ -266,7 +266,7 @@ def test_legends_have_short_names():
     rows = [*rows_of(0.3, 0.45, "models/mine"), *rows_of(0.3, 0.45, "org/bert"), *rows_of(0.2, 0.3, "other/mine")]
     labels = [c.label for c in curves_of(rows)]
     assert labels == [f"{name}, masked, layer 6" for name in ("models/mine", "bert", "other/mine")]
-    assert fitted(rows)[1].exponents()["subject"] == "org/bert"  # tables have whole names
+    assert exponents(rows)[1].subject == "org/bert"  # tables have whole names
 
 
 @pytest.mark.slow

@@ -1,15 +1,15 @@
 """`howsmooth reproduce`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from howsmooth.cli import Answer, note, show_table, typed
 from howsmooth.errors import BadInputError
-from howsmooth.paper.curves import Curve
+from howsmooth.paper.curves import Exponents, exponents
 from howsmooth.paper.protocol import PAPER, QUICK
-from howsmooth.paper.reproduction import PARTS, Part, fitted, write_reproduction
+from howsmooth.paper.reproduction import PARTS, Part, write_reproduction
 from howsmooth.paper.reproduction import reproduce as run
 from howsmooth.run import Local, write_table
 from howsmooth.settings import choice
@@ -73,20 +73,19 @@ def reproduce(
         why = next(iter(result.failures))
         raise BadInputError(f"expected results, got {result.tasks} failed tasks ({why}); see {result.path}")
     files = [*write_reproduction(result, out), write_table(result.path, out / "results.csv", force=True)]
-    lines = fitted(result.rows)
+    lines = exponents(result.rows)
     for why, count in result.failures.items():
         note(f"{count} tasks failed: {why}")
 
     def show() -> None:
         if lines and not quiet:
-            show_table("exponent of every curve", [_line(c) for c in lines], words=("curve",), digits=3)
+            show_table("exponent of every curve", [_line(e) for e in lines], words=("curve",), digits=3)
         print(files[0])
 
     numbers = {"tasks": result.tasks, "skipped": result.skipped, "failures": result.failures}
-    return Answer({"exponents": [c.exponents() for c in lines], "files": [str(f) for f in files], **numbers}, show)
+    return Answer({"exponents": [asdict(e) for e in lines], "files": [str(f) for f in files], **numbers}, show)
 
 
-def _line(c: Curve) -> dict[str, Any]:
-    ends = {"L": c.exponent.value, "from": c.exponent.low, "to": c.exponent.high}
-    beside = {"scripts": c.scripts_exponent.value, "paper": c.printed}
-    return {"curve": f"{c.subject}, {c.masking}, layer {c.layer}, {c.map}"} | ends | beside
+def _line(e: Exponents) -> dict[str, Any]:
+    ends = {"L": e.exponent, "from": e.low, "to": e.high, "scripts": e.scripts, "paper": e.printed}
+    return {"curve": f"{e.subject}, {e.masking}, layer {e.layer}, {e.map}"} | ends

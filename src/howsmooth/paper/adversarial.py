@@ -141,7 +141,7 @@ def tasks(protocol: Protocol) -> Steps:
 
 def figure_of(rows: Sequence[Row]) -> Drawn:
     """Eigenvector tokens with their exponents, and the worst configuration of any kind beside them."""
-    lines = [c for c in curves_of(rows) if c.study == "adversarial"]
+    lines = curves_of(rows, "adversarial")
     if not lines:
         return None
     figure, axes = new_figure(6.4, 3.6)

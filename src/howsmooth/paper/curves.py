@@ -22,7 +22,7 @@ from howsmooth.maps import Map
 from howsmooth.paper.subjects import LONGEST_WINDOW, short_names
 from howsmooth.report import COLOURS, MARKERS, plain_numbers
 from howsmooth.spectral import Estimate
-from howsmooth.study import EstimateRow, GrowthFit, Interval, Row, fit_growth, grouped, rare
+from howsmooth.study import EstimateRow, GrowthFit, Row, fit_growth, grouped, rare
 
 L_COLOUR, SCRIPTS_COLOUR = COLOURS[:2]
 
@@ -108,6 +108,47 @@ class PointRow(EstimateRow):
 
 @final
 @dataclass(frozen=True)
+class Exponents:
+    """What is fitted to one curve up to n = 98, with 95 % intervals: the exponent of `L`, and of what the scripts print.
+
+    tail: over the upper half of these lengths, where what is small at first no longer bends the curve.  longer: to the longest,
+    where that is longer than the paper's.  printed: the one drawn on the paper's plot of this curve, where there is one.
+    """
+
+    study: str
+    subject: str
+    masking: str
+    layer: int
+    map: str
+    shortest: int
+    longest: int
+    samples: int
+    exponent: float
+    low: float | None
+    high: float | None
+    tail: float | None
+    scripts: float
+    scripts_low: float | None
+    scripts_high: float | None
+    longer: float | None
+    printed: float | None
+
+    @classmethod
+    def of(cls, curve: "Curve", fit: GrowthFit, scripts: GrowthFit) -> "Exponents":
+        half = [(n, mean) for n, mean in zip(fit.lengths, fit.means, strict=True) if 2 * n >= fit.lengths[-1]]
+        tail = fit_growth(*zip(*half, strict=True)).exponent.value if len(half) > 1 else None
+        e, s, longer = fit.exponent, scripts.exponent, None if curve.long_fit is None else curve.long_fit.exponent.value
+        adversarial = PRINTED_ADVERSARIAL if curve.map == EIGENVECTOR else None
+        drawn = PRINTED.get((PurePath(curve.subject).name, curve.masking, curve.layer, curve.map))
+        measured = {"shortest": fit.lengths[0], "longest": curve.lengths[-1], "samples": fit.samples}
+        exponent = {"exponent": e.value, "low": e.low, "high": e.high, "tail": tail, "longer": longer}
+        beside = {"scripts": s.value, "scripts_low": s.low, "scripts_high": s.high}
+        printed = adversarial if curve.study == "adversarial" else drawn
+        return cls(**curve.key, **measured, **exponent, **beside, printed=printed)
+
+
+@final
+@dataclass(frozen=True)
 class Curve:
     """One layer of one subject against the length, points in the order of lengths and samples. short: its name in legends."""
 
@@ -133,13 +174,6 @@ class Curve:
     def lengths(self) -> list[int]:
         return sorted({p.n for p in self.points})
 
-    @property
-    def printed(self) -> float | None:
-        """The exponent drawn on the paper's plot of this curve, where there is one."""
-        if self.study == "adversarial":
-            return PRINTED_ADVERSARIAL if self.map == EIGENVECTOR else None
-        return PRINTED.get((PurePath(self.subject).name, self.masking, self.layer, self.map))
-
     def at(self, n: int) -> list[PointRow]:
         """The samples of one length."""
         return [p for p in self.points if p.n == n]
@@ -151,62 +185,23 @@ class Curve:
     @cached_property
     def fit(self) -> GrowthFit | None:
         """Of `L`, over the paper's lengths."""
-        return self._fitted([(p, p.value) for p in self.points if p.n <= LONGEST_WINDOW])
+        return self._fitted("value", LONGEST_WINDOW)
 
     @cached_property
     def scripts_fit(self) -> GrowthFit | None:
         """Of what the scripts print."""
-        return self._fitted([(p, p.scripts) for p in self.points if p.n <= LONGEST_WINDOW])
+        return self._fitted("scripts", LONGEST_WINDOW)
 
     @cached_property
     def long_fit(self) -> GrowthFit | None:
         """Of `L` over all lengths, where some are longer than the paper's."""
-        return self._fitted([(p, p.value) for p in self.points]) if self.lengths[-1] > LONGEST_WINDOW else None
+        return self._fitted("value", self.lengths[-1]) if self.lengths[-1] > LONGEST_WINDOW else None
 
-    def _fitted(self, pairs: list[tuple[PointRow, float]]) -> GrowthFit | None:
-        pairs = [(p, value) for p, value in pairs if value > 0]
-        if len({p.n for p, _ in pairs}) < 2:
+    def _fitted(self, column: Literal["value", "scripts"], longest: int) -> GrowthFit | None:
+        points = [p for p in self.points if p.n <= longest and getattr(p, column) > 0]
+        if len({p.n for p in points}) < 2:
             return None
-        return fit_growth([p.n for p, _ in pairs], [value for _, value in pairs], [p.sample for p, _ in pairs])
-
-    @property
-    def is_fitted(self) -> bool:
-        """Whether both numbers have two lengths or more."""
-        return self.fit is not None and self.scripts_fit is not None
-
-    @property
-    def exponent(self) -> Interval:
-        """Of `L` up to n = 98, for a curve that is fitted."""
-        assert self.fit is not None
-        return self.fit.exponent
-
-    @property
-    def scripts_exponent(self) -> Interval:
-        """Of what the scripts print, for a curve that is fitted."""
-        assert self.scripts_fit is not None
-        return self.scripts_fit.exponent
-
-    @property
-    def tail(self) -> float | None:
-        """Of `L` over the upper half of these lengths, where what is small at first no longer bends the curve."""
-        assert self.fit is not None
-        pairs = zip(self.fit.lengths, self.fit.means, strict=True)
-        half = [(n, mean) for n, mean in pairs if 2 * n >= self.fit.lengths[-1]]
-        return fit_growth(*zip(*half, strict=True)).exponent.value if len(half) > 1 else None
-
-    @property
-    def longer(self) -> float | None:
-        """Of `L` to the longest, where that is longer than the paper's."""
-        return None if self.long_fit is None else self.long_fit.exponent.value
-
-    def exponents(self) -> dict[str, Any]:
-        """What is fitted, with 95 % intervals, as columns of a table."""
-        assert self.fit is not None
-        e, s = self.exponent, self.scripts_exponent
-        measured = {"shortest": self.fit.lengths[0], "longest": self.lengths[-1], "samples": self.fit.samples}
-        exponent = {"exponent": e.value, "low": e.low, "high": e.high, "tail": self.tail}
-        scripts = {"scripts": s.value, "scripts_low": s.low, "scripts_high": s.high}
-        return self.key | measured | exponent | scripts | {"longer": self.longer, "printed": self.printed}
+        return fit_growth([p.n for p in points], [getattr(p, column) for p in points], [p.sample for p in points])
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each length: geometric means over samples and extremes, of L and of the scripts' number, and R."""
@@ -225,13 +220,18 @@ def _mean(values: Sequence[float]) -> float:
     return math.prod(v ** (1 / len(values)) for v in values)
 
 
-def curves_of(rows: Iterable[Row]) -> list[Curve]:
-    """Points by layer, in order of appearance; other rows are left out."""
+def exponents(rows: Iterable[Row]) -> list[Exponents]:
+    """Of every curve on which both numbers have two lengths or more."""
+    return [Exponents.of(c, c.fit, c.scripts_fit) for c in curves_of(rows) if c.fit is not None and c.scripts_fit is not None]
+
+
+def curves_of(rows: Iterable[Row], *studies: str) -> list[Curve]:
+    """Points by layer, in order of appearance; other rows are left out. studies: those of these alone."""
     there = [r for r in rows if isinstance(r, PointRow)]
     groups = grouped(there, lambda r: (r.study, r.model, r.masking, r.layer, r.map))
     short = short_names(key[1] for key in groups)
     order = [(key, tuple(sorted(points, key=lambda p: (p.n, p.sample)))) for key, points in groups.items()]
-    return [Curve(*key, points, short[key[1]]) for key, points in order]
+    return [Curve(*key, points, short[key[1]]) for key, points in order if not studies or key[0] in studies]
 
 
 def look(i: int) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from howsmooth.measures import Measure
 from howsmooth.paper.drawing import Drawn, new_figure
 from howsmooth.paper.protocol import Experiment, MeasureRow, Protocol
 from howsmooth.report import COLOURS
-from howsmooth.study import Job, Question, Row, Steps, task
+from howsmooth.study import Job, Question, Steps, grouped, task
 from howsmooth.theory import ball_bounds
 from howsmooth.verbs import lipschitz, splitting
 
@@ -196,11 +196,10 @@ def worst_clusters(alpha: float, radius: float, lengths: Sequence[int]) -> list[
 
 def convergence_table(rows: Sequence[TokensRow]) -> list[dict[str, Any]]:
     """The mean error for every kind of tokens and length."""
-    table = []
-    for tokens, n in sorted(dict.fromkeys((r.tokens, r.n) for r in rows), key=lambda group: _TOKENS.index(group[0])):
-        part = [r for r in rows if (r.tokens, r.n) == (tokens, n)]
-        table.append({"tokens": tokens, "n": n, "mean error": fmean(r.error for r in part), "limit": part[0].limit})
-    return table
+    return [
+        {"tokens": tokens, "n": n, "mean error": fmean(r.error for r in part), "limit": part[0].limit}
+        for (tokens, n), part in grouped(sorted(rows, key=lambda r: _TOKENS.index(r.tokens)), lambda r: (r.tokens, r.n)).items()
+    ]
 
 
 @task
@@ -230,11 +229,8 @@ def convergence_tasks(protocol: Protocol) -> Steps:
     ]
 
 
-def radius_figure(rows: Sequence[Row]) -> Drawn:
+def radius_figure(diracs: Sequence[DiracsRow]) -> Drawn:
     """The worst two Diracs against R², beside the mean-field bounds."""
-    diracs = [r for r in rows if isinstance(r, DiracsRow)]
-    if not diracs:
-        return None
     figure, axes = new_figure(6, 4)
     squared = [r.radius**2 for r in diracs]
     axes.semilogy(squared, [r.value for r in diracs], "o-", color=COLOURS[6], ms=4, label="best two Diracs")
@@ -249,11 +245,8 @@ def radius_figure(rows: Sequence[Row]) -> Drawn:
     return figure
 
 
-def convergence_figure(rows: Sequence[Row]) -> Drawn:
+def convergence_figure(constants: Sequence[TokensRow]) -> Drawn:
     """Constants of n tokens divided by the mean-field one: drawn from a density on the left, the worst ones on the right."""
-    constants = [r for r in rows if isinstance(r, TokensRow)]
-    if not constants:
-        return None
     figure, (left, right) = new_figure(8, 3.6, 1, 2)
     for tokens, style, size, colour in (("samples", "o", 3.0, COLOURS[0]), ("grid", "s-", 4.0, COLOURS[1])):
         part = [r for r in constants if r.tokens == tokens]

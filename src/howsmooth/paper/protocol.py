@@ -112,9 +112,14 @@ class MeasureRow(Row):
 class Experiment:
     """A question of the paper, whose tasks take a protocol. text: what the page says of it.
 
-    figure: drawn of all rows that there are, and named after the question; nothing where none of them is its own.
+    figure: drawn of the rows of its type, and named after the question.
     """
 
     question: Question[Any]
     text: str
-    figure: Callable[[Sequence[Row]], Drawn]
+    figure: Callable[[list[Any]], Drawn]
+
+    def drawn(self, rows: Sequence[Row]) -> Drawn:
+        """The figure of the rows that are its own; nothing where there are none."""
+        own = [row for row in rows if isinstance(row, self.question.row)]
+        return self.figure(own) if own else None

@@ -4,27 +4,28 @@ import base64
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path, PurePath
 from string import Template
-from typing import Literal, final, get_args
+from typing import Any, Literal, final, get_args
 
 from howsmooth.models import measuring_device
 from howsmooth.paper.adversarial import ADVERSARIAL
-from howsmooth.paper.curves import L_COLOUR, SCRIPTS_COLOUR, Curve, curves_of
+from howsmooth.paper.curves import L_COLOUR, SCRIPTS_COLOUR, Exponents, curves_of, exponents
 from howsmooth.paper.drawing import Drawn, make_folder, new_figure, save_both, save_rows
 from howsmooth.paper.meanfield import CONVERGENCE, RADIUS
 from howsmooth.paper.protocol import Experiment, Protocol
 from howsmooth.paper.scripts import ITERATION, TRAP
 from howsmooth.paper.splitting_maps import FREQUENCY, MAP
+from howsmooth.paper.subjects import short_names
 from howsmooth.paper.texts import RANDOM_MODELS, REAL_TEXT
 from howsmooth.progress import Progress
 from howsmooth.report import figure_style, whole_page
 from howsmooth.results import html_table
 from howsmooth.run import Engine, Plan, check_folder, claim_folder, read, sweep, writing
-from howsmooth.study import Interval, Row, row_of
+from howsmooth.study import Row, row_of
 
 Part = Literal["real", "random", "adversarial", "meanfield", "splitting", "trap"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -102,17 +103,11 @@ def reproduce(
     )
 
 
-def fitted(rows: Sequence[Row]) -> list[Curve]:
-    """Every curve with two lengths or more."""
-    return [c for c in curves_of(rows) if c.is_fitted]
-
-
 def write_reproduction(result: Reproduced, folder: Path) -> list[Path]:
     """`index.html`, figures as PDF and PNG, `curves.csv` and `exponents.csv`."""
-    lines = fitted(result.rows)
-    shown = [(e.question.name, e.question.title, e.text, e.figure) for some in EXPERIMENTS.values() for e in some]
-    sections, figures = "", []
-    contents = ""
+    lines = exponents(result.rows)
+    shown = [(e.question.name, e.question.title, e.text, e.drawn) for some in EXPERIMENTS.values() for e in some]
+    sections, contents, figures = "", "", []
     make_folder(folder)
     for name, title, text, draw in [("exponents", *_SIDE_BY_SIDE, lambda _: exponent_chart(lines)), *shown]:
         with figure_style():
@@ -125,17 +120,18 @@ def write_reproduction(result: Reproduced, folder: Path) -> list[Path]:
         sections += f'<section id="{name}"><h2>{escape(title)}</h2><p>{escape(text)}</p>{chart}</section>'
         contents += f'<a href="#{name}">{escape(title)}</a>'
     if lines:
-        sections += f'<section id="numbers"><h2>Exponents</h2><div class="scroll">{_html_table(lines)}</div></section>'
+        table = html_table("Exponents up to n = 98", [_shown(e) for e in lines])
+        sections += f'<section id="numbers"><h2>Exponents</h2><div class="scroll">{table}</div></section>'
         contents += '<a href="#numbers">Numbers</a>'
     page = folder / "index.html"
     with writing(page) as part:
         part.write_text(_page(sections, contents, lines, result), "utf-8")
     means = [row for c in curves_of(result.rows) for row in c.table()]
-    tables = {"curves.csv": means, "exponents.csv": [c.exponents() for c in lines]}
+    tables = {"curves.csv": means, "exponents.csv": [asdict(e) for e in lines]}
     return [page, *figures, *(save_rows(rows, folder / name) for name, rows in tables.items() if rows)]
 
 
-def _page(sections: str, contents: str, lines: Sequence[Curve], result: Reproduced) -> str:
+def _page(sections: str, contents: str, lines: Sequence[Exponents], result: Reproduced) -> str:
     """The page as text. Everything that comes from outside is escaped."""
     protocol = result.protocol
     methods = {
@@ -165,14 +161,14 @@ def _page(sections: str, contents: str, lines: Sequence[Curve], result: Reproduc
     )
 
 
-def answer(lines: Sequence[Curve]) -> list[str]:
+def answer(lines: Sequence[Exponents]) -> list[str]:
     """What the exponents say, in a sentence for each experiment that was made."""
     sentences = []
     names = {"real": "On text", "random": "With random weights", "adversarial": "At the paper's adversarial tokens"}
     for study, start in names.items():
-        part = [c for c in lines if c.study == study and c.map != "worst configuration"]
+        part = [e for e in lines if e.study == study and e.map != "worst configuration"]
         if part:
-            constants, scripts = [c.exponent.value for c in part], [c.scripts_exponent.value for c in part]
+            constants, scripts = [e.exponent for e in part], [e.scripts for e in part]
             sentences.append(
                 f"{start} L grows like n to the power {min(constants):.2f} to {max(constants):.2f} over {len(part)} curves; "
                 f"what the public scripts print there, {min(scripts):.2f} to {max(scripts):.2f}."
@@ -180,30 +176,10 @@ def answer(lines: Sequence[Curve]) -> list[str]:
     return sentences or ["Mean-field constants and mass splitting."]
 
 
-def _html_table(lines: Sequence[Curve]) -> str:
-    rows = [
-        {
-            "model": c.subject,
-            "mask": c.masking,
-            "layer": c.layer,
-            "tokens": c.map,
-            "lengths": f"{c.lengths[0]} … {c.lengths[-1]}",
-            "samples": max(len(c.at(n)) for n in c.lengths),
-            "L": f"{c.exponent.value:.3f}",
-            "L, 95 %": _ends(c.exponent),
-            "scripts": f"{c.scripts_exponent.value:.3f}",
-            "scripts, 95 %": _ends(c.scripts_exponent),
-            "L, n ≥ 49": "" if c.tail is None else f"{c.tail:.3f}",
-            "L, all lengths": "" if c.longer is None else f"{c.longer:.3f}",
-            "paper": "" if c.printed is None else f"{c.printed:.2f}",
-        }
-        for c in lines
-    ]
-    return html_table("Exponents up to n = 98", rows)
-
-
-def _ends(exponent: Interval) -> str:
-    return "" if exponent.low is None or exponent.high is None else f"{exponent.low:.2f} … {exponent.high:.2f}"
+def _shown(e: Exponents) -> dict[str, Any]:
+    """A line of the page's table."""
+    cells = {name.replace("_", " "): value for name, value in asdict(e).items()}
+    return {name: f"{v:.3f}" if isinstance(v, float) else "" if v is None else v for name, v in cells.items()}
 
 
 _SIDE_BY_SIDE = (
@@ -213,26 +189,27 @@ _SIDE_BY_SIDE = (
 )
 
 
-def exponent_chart(lines: Sequence[Curve]) -> Drawn:
+def exponent_chart(lines: Sequence[Exponents]) -> Drawn:
     """Exponents of every curve: of L, of what the scripts print, and the paper's where it drew one."""
     if not lines:
         return None
     figure, axes = new_figure(6.2, 0.9 + 0.19 * len(lines))
-    for i, c in enumerate(lines):
-        for exponent, colour, marker, shift in (
-            (c.exponent, L_COLOUR, "o", -0.12),
-            (c.scripts_exponent, SCRIPTS_COLOUR, "s", 0.12),
+    for i, e in enumerate(lines):
+        for value, low, high, colour, marker, shift in (
+            (e.exponent, e.low, e.high, L_COLOUR, "o", -0.12),
+            (e.scripts, e.scripts_low, e.scripts_high, SCRIPTS_COLOUR, "s", 0.12),
         ):
-            if exponent.low is not None and exponent.high is not None:
-                axes.plot([exponent.low, exponent.high], [i + shift] * 2, "-", color=colour, lw=1)
-            axes.plot(exponent.value, i + shift, marker, color=colour, ms=3.2)
-        if c.printed is not None:
-            axes.plot(c.printed, i, "|", color="black", ms=9, mew=1.4)
+            if low is not None and high is not None:
+                axes.plot([low, high], [i + shift] * 2, "-", color=colour, lw=1)
+            axes.plot(value, i + shift, marker, color=colour, ms=3.2)
+        if e.printed is not None:
+            axes.plot(e.printed, i, "|", color="black", ms=9, mew=1.4)
     for guide in (0, 0.25, 0.5):
         axes.axvline(guide, color="0.8", lw=0.7, zorder=0)
     axes.set(ylim=(len(lines) - 0.5, -0.5), xlabel="exponent up to n = 98")
     what = {"attention": "", "eigenvector tokens": ", eigenvector tokens", "worst configuration": ", worst configuration"}
-    names = [f"{c.short}, {c.masking}, layer {c.layer}{what.get(c.map, ', with residual and norm')}" for c in lines]
+    short = short_names(e.subject for e in lines)
+    names = [f"{short[e.subject]}, {e.masking}, layer {e.layer}{what.get(e.map, ', with residual and norm')}" for e in lines]
     axes.set_yticks(range(len(lines)), names, fontsize=6.5)
     styles = (("o", L_COLOUR, "L"), ("s", SCRIPTS_COLOUR, "the scripts' number"), ("|", "black", "printed in the paper"))
     for marker, colour, name in styles:

@@ -106,7 +106,7 @@ def iteration_tasks(protocol: Protocol) -> Steps:
 
 def trap_figure(rows: Sequence[Row]) -> Drawn:
     """The constant and what the scripts print, on the same inputs, a panel for each layer."""
-    lines = [c for c in curves_of(rows) if c.study != "adversarial" and c.fit is not None and c.scripts_fit is not None]
+    lines = [c for c in curves_of(rows, "real", "random", "trap") if c.fit is not None and c.scripts_fit is not None]
     if not lines:
         return None
     columns = min(4, len(lines))
@@ -132,11 +132,8 @@ def trap_figure(rows: Sequence[Row]) -> Drawn:
     return figure
 
 
-def iteration_figure(rows: Sequence[Row]) -> Drawn:
+def iteration_figure(steps: Sequence[StepRow]) -> Drawn:
     """The power iteration step by step, from several starts, with either element of what `torch.func.jvp` returns."""
-    steps = [r for r in rows if isinstance(r, StepRow)]
-    if not steps:
-        return None
     figure, axes = new_figure(4.6, 2.7)
     for start in dict.fromkeys(r.start for r in steps):
         part = [r for r in steps if r.start == start]

@@ -17,7 +17,7 @@ from howsmooth.paper.drawing import Drawn, new_figure
 from howsmooth.paper.meanfield import two_diracs
 from howsmooth.paper.protocol import Experiment, MeasureRow, Protocol
 from howsmooth.report import COLOURS
-from howsmooth.study import Job, Question, Row, Steps, task
+from howsmooth.study import Job, Question, Steps, grouped, task
 from howsmooth.theory import Splitting
 from howsmooth.verbs import splitting
 
@@ -138,11 +138,9 @@ def frequency(problems: Iterable[tuple[str, Map, Tensor | Measure]]) -> list[Spl
 def shares(cases: Sequence[SplittingCase]) -> list[ShareRow]:
     """How often splitting pays among the cases of one label, in order of appearance."""
     rows = []
-    for label in dict.fromkeys(case.label for case in cases):
-        part = [case.answer for case in cases if case.label == label]
-        gains = sorted(s.gain for s in part)
-        share, median = fmean(s.pays for s in part), gains[len(gains) // 2]
-        rows.append(ShareRow(label=label, cases=len(part), share=share, largest=gains[-1], median=median))
+    for label, part in grouped(cases, lambda case: case.label).items():
+        gains, share = sorted(case.answer.gain for case in part), fmean(case.answer.pays for case in part)
+        rows.append(ShareRow(label=label, cases=len(part), share=share, largest=gains[-1], median=gains[len(gains) // 2]))
     return rows
 
 
@@ -220,17 +218,13 @@ def grid_figure(grids: Sequence[Grid]) -> Drawn:
     return figure
 
 
-def map_figure(rows: Sequence[Row]) -> Drawn:
+def map_figure(rows: Sequence[GridRow]) -> Drawn:
     """The grids of these rows: a closed form, so that they are evaluated again."""
-    grids = [g for r in rows if isinstance(r, GridRow) for g in splitting_map([r.alpha], [r.mass], r.extent, r.points)]
-    return grid_figure(grids) if grids else None
+    return grid_figure([g for r in rows for g in splitting_map([r.alpha], [r.mass], r.extent, r.points)])
 
 
-def share_figure(rows: Sequence[Row]) -> Drawn:
+def share_figure(found: Sequence[ShareRow]) -> Drawn:
     """How often splitting pays, and by how much at most, label by label."""
-    found = [r for r in rows if isinstance(r, ShareRow)]
-    if not found:
-        return None
     figure, (top, bottom) = new_figure(max(4.0, 0.34 * len(found) + 1.5), 4.6, 2, 1, sharex=True)
     places = range(len(found))
     top.bar(places, [100 * r.share for r in found], color=COLOURS[0])

@@ -101,10 +101,10 @@ def random_tasks(protocol: Protocol) -> Steps:
 REAL_TEXT = Experiment(
     Question(name="real", row=PointRow, tasks=real_tasks, title="Pretrained models on text"),
     "Windows of the text, tokens at the layer's input, R their size.",
-    lambda rows: growth_figure("On text", [c for c in curves_of(rows) if c.study == "real"]),
+    lambda rows: growth_figure("On text", curves_of(rows, "real")),
 )
 RANDOM_MODELS = Experiment(
     Question(name="random", row=PointRow, tasks=random_tasks, title="Random models of full size"),
     "BERT-base and GPT-2 as configured by transformers, width 768, 12 heads, fresh weights, dropout off.",
-    lambda rows: growth_figure("Random weights", [c for c in curves_of(rows) if c.study == "random"]),
+    lambda rows: growth_figure("Random weights", curves_of(rows, "random")),
 )
