@@ -136,8 +136,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Libraries and tests, half a million objects, are nothing that each collection of garbage has to walk through."""
+    """Libraries and tests, half a million objects, are nothing that each collection of garbage has to walk through.
+
+    Nor need there be one for every 700 objects: those of a recorded model are tens of thousands.
+    """
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
     gc.enable()
 
 

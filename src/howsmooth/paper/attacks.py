@@ -8,7 +8,7 @@ from typing import Any, final
 
 from howsmooth.errors import BadInputError
 from howsmooth.models import MapName, Model, Window
-from howsmooth.paper.drawing import check_figure, new_figure, save_figure
+from howsmooth.paper.drawing import new_figure, save_figure
 from howsmooth.progress import Progress, progress_bar
 from howsmooth.report import COLOURS
 from howsmooth.search import METHODS, Attacks, attack
@@ -152,7 +152,6 @@ def robustness(
 
 def draw_robustness(path: Path, results: Robustness) -> Path:
     """For every budget, gains by layer (the mean over windows) beside the constant."""
-    check_figure(path)
     figure, (panels,) = new_figure(4.2 * len(results.budgets), 3.8, 1, len(results.budgets), squeeze=False)
     layers = sorted({case.layer for case in results.cases})
 

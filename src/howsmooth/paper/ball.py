@@ -11,7 +11,7 @@ from torch import Tensor
 
 from howsmooth.maps import Attention
 from howsmooth.paper.adversarial import TokenGrowth
-from howsmooth.paper.drawing import check_figure, new_figure, save_figure
+from howsmooth.paper.drawing import new_figure, save_figure
 from howsmooth.report import COLOURS
 from howsmooth.search import WorstCase, configurations
 from howsmooth.theory import Bound, ball_bounds
@@ -51,7 +51,6 @@ def crossover(rungs: Sequence[Rung]) -> int | None:
 
 def draw_ladder(path: Path, attn: Attention, radius: float) -> Path:
     """The ladder as a figure: upper bounds solid, lower bounds dashed (dotted for some n), measured constants as points."""
-    check_figure(path)
     rungs = ladder(attn, radius)
     figure, axes = new_figure(7, 4.5)
     for k, (id, first) in enumerate({b.id: b for _, b in rungs}.items()):
@@ -75,7 +74,6 @@ def draw_ladder(path: Path, attn: Attention, radius: float) -> Path:
 
 def draw_worst(path: Path, growth: TokenGrowth | None, worst: WorstCase | None) -> Path:
     """Growth of the configurations, the worst tokens found, and the climb that led there; what is not given is left out."""
-    check_figure(path)
     count = max(1, (growth is not None) + 2 * (worst is not None))
     figure, (axes,) = new_figure(4.2 * count, 3.8, 1, count, squeeze=False)
     panels = list(axes)

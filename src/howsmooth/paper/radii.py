@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from howsmooth.errors import BadInputError
-from howsmooth.paper.drawing import check_figure, new_figure, save_figure
+from howsmooth.paper.drawing import new_figure, save_figure
 from howsmooth.study import Radii
 
 _LINES = (("certified", "certified", "#1b6ca8"), ("first_order", "first order", "#999999"), ("attacked", "attack", "#c1440e"))
@@ -11,7 +11,6 @@ _LINES = (("certified", "certified", "#1b6ca8"), ("first_order", "first order", 
 
 def draw_radii(path: Path, radii: Radii) -> Path:
     """Certified radius, first-order radius and attack by layer, a line for every window."""
-    check_figure(path)
     found = radii.found()
     if not found:
         raise BadInputError("expected a radius or more to draw, got none; certify another layer")
