@@ -4,21 +4,16 @@ A block of commands that is not run says why on the line above: `<!-- not run: â
 `pytest -rs` lists them.
 """
 
-import dataclasses
 import doctest
 import html
-import inspect
 import json
 import os
-import pydoc
 import re
 import runpy
 import shlex
 import subprocess
 import sys
 import textwrap
-import tomllib
-import types
 import urllib.parse
 from pathlib import Path
 from typing import Any
@@ -31,6 +26,7 @@ from typer.testing import CliRunner
 import howsmooth
 from howsmooth.study import alice
 from howsmooth_command import app
+from marks import first
 from problems import readers
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +39,7 @@ EXAMPLES = {
     if ">>>" in page and name != TYPED
 }
 SHELL = ("bash", "sh", "console")
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -163,6 +160,31 @@ def test_plain_blocks_run(name, tmp_path, monkeypatch):
         exec(compile(code, f"docs/{name}.md", "exec"), known)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is non-interactive")
+@pytest.mark.parametrize("path", [*first(NOTEBOOKS, 1)])
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    """Its code, from top to bottom; what it shows is left to who runs it."""
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads(path.read_text("utf-8"))
+    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
+    known = {"__name__": "__main__"}
+    with matplotlib.rc_context({"backend": "agg"}):
+        for cell in notebook["cells"]:
+            assert cell["id"]
+            assert cell["source"]
+            if cell["cell_type"] == "code":
+                assert not cell["outputs"]
+                assert cell["execution_count"] is None
+                exec(compile("".join(cell["source"]), path.name, "exec"), known)
+
+
+def test_notebooks_are_in_the_gallery():
+    assert len(NOTEBOOKS) == 4
+    assert all(f"(notebooks/{path.name})" in PAGES["gallery"] for path in NOTEBOOKS)
+
+
 @pytest.mark.parametrize("name", ["long_context", "hessian"])
 def test_the_example_runs(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "32"])
@@ -232,67 +254,6 @@ def test_no_link_of_the_site_is_dead(site, tmp_path):
     assert dead_links(tmp_path) == ["a.html: #y", "a.html: b.html", "a.html: c.png"]
 
 
-API = "\n".join(page for name, page in PAGES.items() if name.startswith("reference/api/"))
-
-
-def test_every_public_name_is_listed_once():
-    listed = re.findall(r"^::: howsmooth\.(\w+)$", API, re.M)
-    assert sorted(listed) == sorted(howsmooth.__all__)
-    linked = re.findall(r"\]\[howsmooth\.([\w.]+)\]", PAGES["reference/api"].split("What more than one")[0])
-    named = re.findall(r"^::: howsmooth\.([\w.]+)$", API, re.M)
-    assert sorted(linked) == sorted(name for name in named if not name.startswith("kinds."))
-
-
-def test_every_public_name_has_an_example():
-    """In its docstring, which the page shows, or right below it on the page; as types that are only returned have one."""
-    parts = re.split(r"^::: howsmooth\.([\w.]+)$", API, flags=re.M)
-    for name, text in zip(parts[1::2], parts[2::2], strict=True):
-        found = pydoc.locate(f"howsmooth.{name}")
-        if name in howsmooth.__all__:
-            assert ">>> " in (found.__doc__ or "") or ">>> " in text, name
-
-
-def told(text: str | None, section: str) -> list[str]:
-    """The names under a heading of a docstring in Google's style."""
-    found = re.search(rf"^{section}:\n((?:    .*\n|\n(?=    ))+)", inspect.cleandoc(text or "") + "\n", re.M)
-    return re.findall(r"^    \**(\w+): ", found[1], re.M) if found else []
-
-
-@pytest.mark.parametrize("name", re.findall(r"^::: howsmooth\.([\w.]+)$", API, re.M))
-def test_help_tells_every_argument(name):
-    """Of a function with what it gives, of a class those of its constructor, where users call that."""
-    found: Any = pydoc.locate(f"howsmooth.{name}")
-    kinds = {f"kinds.{kind}" for kind in dir(howsmooth.kinds)}
-    if not callable(found) or name in UNTOLD or (dataclasses.is_dataclass(found) and name not in {*howsmooth.__all__, *kinds}):
-        return
-    if dataclasses.is_dataclass(found):
-        wanted, section = {field.name for field in dataclasses.fields(found) if field.init}, "Attributes"
-    else:
-        wanted, section = set(inspect.signature(found).parameters), "Args"
-    assert wanted <= set(told(found.__doc__, section))
-    assert inspect.isclass(found) or "Returns:" in (found.__doc__ or "")
-
-
-UNTOLD = {"Model", "Capture", "Map", "HowSmoothError", "use_sdpa"} | {
-    "maps.Jacobian",
-    "models.Measurements",
-    "spectral.Estimates",
-}  # not constructed by users; a context
-
-
-def test_the_front_door_lists_what_is_public():
-    assert dir(howsmooth) == sorted(howsmooth.__all__)
-    assert dir(howsmooth.kinds) == ["Cosine", "Differential", "Hard", "L2", "Linear", "Sigmoid", "Sinkhorn", "Softmax"]
-
-
-def test_examples_in_docstrings_become_code():
-    pytest.importorskip("griffe", reason="reads docstrings as the site does; pip install 'howsmooth[docs]' runs this")
-    shown = runpy.run_path(str(DOCS / "tools" / "docstrings.py"))["shown"]
-    text = "Twice (docs/howto/tokens.md).\n\nArgs:\n    x: A number.\n\n    >>> f(1)\n    2\n\nPlain"
-    link = '<a href="../../howto/tokens.html">tokens</a>'
-    assert shown(text) == f"Twice ({link}).\n\nArgs:\n    x: A number.\n\n```pycon\n>>> f(1)\n2\n```\n\nPlain"
-
-
 def test_what_the_readme_points_at_is_there():
     text = (ROOT / "README.md").read_text("utf-8")
     assert text.count("\n") <= 120
@@ -328,42 +289,6 @@ def test_figures_told_in_passing_are_those_of_the_benchmarks():
     solved_in_all, off = sum(row["solved"] for row in settled), sum(row["off"] for row in settled)
     assert f"{off} times in {solved_in_all:_} runs".replace("_", " ") in PAGES["howto/reading-an-estimate"]
     assert max(row["worst error"] for row in settled) < 0.03
-
-
-ADDRESS = runpy.run_path(str(DOCS / "tools" / "address.py"))
-
-
-def test_an_address_of_the_project_stands_wherever_one_can(tmp_path):
-    files = {name: (ROOT / name).read_text("utf-8") for name in ADDRESS["FILES"]}
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text, "utf-8")
-    ADDRESS["write"]("https://example.org/us/howsmooth/", tmp_path)
-    filled = {name: (tmp_path / name).read_text("utf-8") for name in files}
-    assert ADDRESS["address"](tmp_path) == "https://example.org/us/howsmooth"
-    assert "git clone https://example.org/us/howsmooth howsmooth`" in filled["README.md"]
-    assert filled["README.md"].count("](https://example.org/us/howsmooth") == 3
-    assert "$ git clone https://example.org/us/howsmooth howsmooth &&" in filled["docs/tutorial.md"]
-    assert len(tomllib.loads(filled["pyproject.toml"])["project"]["urls"]) == 5
-    assert "repository-code: https://example.org/us/howsmooth\n" in filled["CITATION.cff"]
-    ADDRESS["write"]("https://example.org/other", tmp_path)
-    assert not any("us/howsmooth" in (tmp_path / name).read_text("utf-8") for name in files)
-    ADDRESS["write"]("", tmp_path)
-    if ADDRESS["address"]() == "":
-        assert {name: (tmp_path / name).read_text("utf-8") for name in files} == files
-    with pytest.raises(SystemExit, match="an address like"):
-        ADDRESS["write"]("here", tmp_path)
-
-
-@pytest.mark.slow
-def test_the_site_links_to_the_address_where_there_is_one(site):
-    assert ADDRESS["address"]() or "md-source" not in (site / "index.html").read_text("utf-8")
-    hooks = runpy.run_path(str(DOCS / "tools" / "hooks.py"))
-    for to in ("", "https://example.org/us/howsmooth"):
-        config = types.SimpleNamespace(repo_url=None)
-        hooks["on_config"].__globals__["address"] = lambda to=to: to
-        hooks["on_config"](config)
-        assert config.repo_url == (to or None)
 
 
 def test_one_version_everywhere():

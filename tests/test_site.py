@@ -215,6 +215,32 @@ def test_the_search_works_without_a_server(browser, site):
     assert not seen.troubles
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("sink", "glossary.html"),
+        ("exploding logits", "training.html"),
+        ("out of memory", "gpu.html"),
+        ("cite", "cite.html"),
+        ("FAQ", "faq.html"),
+        ("quantization", "faq.html"),
+        ("notebook", "results.html"),
+        ("MPS", "faq.html"),
+    ],
+)
+def test_the_search_finds_what_helps_first(browser, site, words, page):
+    """Among the first three; proofs and records come behind."""
+    seen = visitor(browser, site.as_uri() + "/")
+    seen.survey("index.html")
+    seen.page.fill(".md-search__input", words)
+    seen.page.wait_for_selector(".md-search-result__link", timeout=10_000)
+    seen.page.wait_for_timeout(300)
+    found = seen.page.eval_on_selector_all(
+        ".md-search-result__item > a, .md-search-result__link", "links => links.map((a) => a.pathname.split('/').at(-1))"
+    )
+    assert page in list(dict.fromkeys(found))[:3], found[:10]
+
+
 def test_trouble_is_seen(browser, tmp_path):
     """The visitor reports a missing file, an error, a raw dollar, and a page that is too wide."""
     (tmp_path / "bad.html").write_text("<img src=none.png><script>undefined.x</script>")

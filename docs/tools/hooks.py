@@ -10,6 +10,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))  # this tree's packag
 
 address = runpy.run_path(str(Path(__file__).with_name("address.py")))["address"]
 MARK = "<!-- commands -->"
+# how far a page stands up or down in what the search finds: what is asked for stands before proofs and tables
+BOOSTS = {
+    **dict.fromkeys(("tutorial", "reference/glossary", "reference/faq", "about/cite"), 3.0),
+    "howto/": 2.0,
+    **dict.fromkeys(("explanation/", "reference/performance", "about/changelog", "about/contributing"), 0.01),
+}
 GLOSSARY = "\n\nWords: [Glossary](../reference/glossary.md).\n"  # at the foot of every how-to
 EVERYWHERE = {"--json", "--debug", "--help"}  # told once, above the commands
 
@@ -23,6 +29,7 @@ def on_config(config: Any, **_: Any) -> None:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called by mkdocs with every page."""
     text = markdown.replace(MARK, commands()) if MARK in markdown else markdown
+    page.meta["search"] = {"boost": next((much for name, much in BOOSTS.items() if page.file.src_uri.startswith(name)), 1.0)}
     return text + GLOSSARY if page.file.src_uri.startswith("howto/") else text
 
 
