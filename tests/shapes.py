@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from types import FunctionType
 from typing import Any, get_args
 
@@ -43,6 +44,9 @@ def jaxtyped(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
     """
 
     def decorate(item: Any) -> Any:
+        if is_dataclass(item):
+            item.__init__ = decorate(item.__init__)
+            return item
         if not isinstance(item, FunctionType):
             return _jaxtyped(item, typechecker=typechecker)
         if "<locals>" in item.__qualname__ and not any(map(names_a_shape, item.__annotations__.values())):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import checks
 import howsmooth as hs
+from howsmooth.kernels.tiles import Tile
 from howsmooth.spectral import Operator, inner
 from howsmooth.theory.around import Around, AroundAttention, Neighbourhood
 from problems import neighbourhoods
@@ -198,6 +200,10 @@ def test_jacobians_refuses_a_mixing_function():
 def test_shapes_are_checked_inside_the_contract():
     with shapes_checked(), pytest.raises(TypeCheckError):
         inner(torch.zeros(2, 1, 3), torch.zeros(2, 2, 3))
+    wrong: Any = None
+    assert Tile(wrong, slice(1), False).rows is None  # outside
+    with shapes_checked(), pytest.raises(TypeCheckError):
+        Tile(wrong, slice(1), False)
 
 
 @pytest.mark.parametrize("spoiled", ["slope", "change", "moved", "moved_total", "rest"])
