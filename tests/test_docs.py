@@ -24,7 +24,6 @@ import typer
 from typer.testing import CliRunner
 
 import howsmooth
-from howsmooth.study import alice
 from howsmooth_command import app
 from marks import first
 from problems import readers
@@ -87,8 +86,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     readers.save(folder / "path" / "to" / "model")
     (folder / "my.txt").write_text(readers.text(60))
     (folder / "ids.json").write_text(json.dumps(readers.ids(8)))
-    for name in ("alice.txt", "book.txt"):
-        (folder / name).write_text(alice(), "utf-8")
     return folder
 
 

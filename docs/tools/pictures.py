@@ -11,20 +11,14 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 IMAGES = Path(__file__).parents[1] / "img"
-# the answer, and the charts of layers and of growth beside each other
+# the verdict and the table of layers
 LAYOUT = """
-body, main, header { max-width: none !important; }
 body { padding: 0 30px !important; }
-header button, #contents, .finding, .answer p:nth-child(n+3), footer { display: none !important; }
-section, section > p, section > h2, .controls, #fit-table, #residual-chart { display: none !important; }
-header { margin-top: 26px !important; padding-top: 0 !important; }
-.answer p { font-size: 21px !important; max-width: none !important; }
-#heat, #growth { display: block !important; width: 49%; float: left; }
-#heat, #growth { border: 0 !important; margin: 10px 0 0 !important; padding: 0 !important; }
-#growth { float: right; }
+header button, #contents { display: none !important; }
+header { margin-top: 20px !important; padding-top: 0 !important; }
 """
-FOOT = "Math.max(...[...document.querySelectorAll('#heat, #growth')].map((s) => s.getBoundingClientRect().bottom))"
-WIDTH = 1240
+FOOT = "document.querySelector('#layers').getBoundingClientRect().bottom"
+WIDTH = 1060
 
 
 def draw(page: Path) -> None:
@@ -39,7 +33,7 @@ def draw(page: Path) -> None:
             tab.wait_for_timeout(400)  # charts are drawn again once the window has come to rest
             picture, height = IMAGES / f"page-{scheme}.png", float(tab.evaluate(FOOT)) + 14
             tab.screenshot(path=picture, full_page=True, clip={"x": 0, "y": 0, "width": WIDTH, "height": height})
-            Image.open(picture).convert("RGB").quantize(128).save(picture, optimize=True)
+            Image.open(picture).convert("RGB").quantize(256).save(picture, optimize=True)
         browser.close()
 
 
