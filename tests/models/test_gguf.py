@@ -100,7 +100,7 @@ MODEL = llama()
 SETTINGS, WEIGHTS = settings(MODEL), weights(MODEL)
 EMBEDDING = "token_embd.weight"
 LIES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "old": (lambda: written(SETTINGS, WEIGHTS, version=1), "no GGUF of version 2 or 3"),
+    "old": (lambda: written(SETTINGS, WEIGHTS, version=1), "does not begin as GGUF of version 2 or 3"),
     "settings": (lambda: written(SETTINGS, WEIGHTS, counts=(len(WEIGHTS), 2**63)), "more than 4194304 entries"),
     "weights": (lambda: written(SETTINGS, WEIGHTS, counts=(2**63, len(SETTINGS))), "more than 4194304 entries"),
     "one more": (lambda: written(SETTINGS, WEIGHTS, counts=(len(WEIGHTS) + 1, len(SETTINGS))), "expected a whole GGUF file"),
@@ -117,6 +117,7 @@ LIES: dict[str, tuple[Callable[[], bytes], str]] = {
     "heads": (lambda: changed(**{"llama.attention.head_count": 0}), "that transformers can read"),
     "width": (lambda: changed(**{"llama.embedding_length": 2**30}), "that its settings describe"),
     "positions": (lambda: changed(**{"llama.rope.dimension_count": 2**30}), "expected 0 to 10000"),
+    "part": (lambda: changed(**{"split.count": 3}), "got one of 3 parts"),
     "alignment": (lambda: changed(**{"general.alignment": 0}), "general.alignment 0"),
     "scaled": (lambda: changed(**{"llama.rope.scaling.type": "yarn"}), "got the scaling 'yarn'"),
     "architecture": (lambda: changed(**{"general.architecture": "../x"}), "that transformers can read"),
@@ -186,9 +187,10 @@ def test_files_cut_off_or_changed_are_read_or_refused(tmp_path: Path):
 def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(BadInputError, match=r"a GGUF file or a hub name such as org/model, got 'none\.gguf'; no such"):
         hs.load("none.gguf")
-    (tmp_path / "text.gguf").write_text("no model")
-    with pytest.raises(BadInputError, match="no such"):
-        hs.load(tmp_path / "text.gguf")
+    for content in (b"", b"no model", b"GGUF"):
+        (tmp_path / "file.bin").write_bytes(content)
+        with pytest.raises(BadInputError, match=r"^expected a whole GGUF file, got '.*file\.bin' \([^\n]+\); [^\n]+$"):
+            hs.load(tmp_path / "file.bin")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (tmp_path / "tiny.gguf").write_bytes(changed())
     with pytest.raises(BadInputError, match="run `pip install gguf accelerate`"):

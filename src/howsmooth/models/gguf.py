@@ -58,7 +58,7 @@ class Header:
     def __post_init__(self) -> None:
         version, weights, settings = self._unpack("IQQ") if self.data[:4] == _MAGIC else (None, 0, 0)
         if version not in _VERSIONS:
-            raise ValueError("no GGUF of version 2 or 3, little endian")
+            raise ValueError("it does not begin as GGUF of version 2 or 3 does")
         self._count(weights + settings)
         for _ in range(settings):
             name, (kind,) = self._string(), self._unpack("I")
@@ -141,15 +141,6 @@ class Header:
         return f"weights stored in {kinds} (GGUF), dequantised when they were read"
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF does, whatever it is called."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
-
-
 def header_of(path: Path, name: str) -> Header:
     """The header of a file, refused in one sentence where it is none. name: what to call the file."""
     lacking = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
@@ -211,6 +202,9 @@ def _new(name: str, known: dict[str, Any]) -> str:
 def _read(room: str, header: Header, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GgufConfig
 
+    parts = header.settings.get("split.count", 1)
+    if parts != 1:
+        raise BadInputError(f"expected all weights in one file, which llama-gguf-split --merge makes, got one of {parts} parts")
     if header.of_model("block_count", 0) > len(header.weights):
         raise BadInputError("expected weights for every layer, got fewer weights than layers")
     config = AutoConfig.from_pretrained(room, gguf_file=GGUF, local_files_only=True, trust_remote_code=False)

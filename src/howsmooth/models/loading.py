@@ -14,7 +14,7 @@ from torch import nn
 from howsmooth.errors import BadInputError, reason
 from howsmooth.kernels.tensors import place
 from howsmooth.models.folder import INDEX, PICKLES, SINGLE, model_room, offline, quiet, read_json, shards
-from howsmooth.models.gguf import is_gguf, read_gguf
+from howsmooth.models.gguf import read_gguf
 from howsmooth.models.interface import CHOICE, register
 from howsmooth.models.model import Model, Side, check_device
 from howsmooth.program.modules import configurations
@@ -38,7 +38,7 @@ class Packaged:
         return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
     def path(self) -> Path:
-        """Where the weights are, if they are those that were packaged."""
+        """The folder or GGUF file to read, if the weights are those that were packaged."""
         folder = self.folder
         if folder is None:
             raise BadInputError(
@@ -52,7 +52,7 @@ class Packaged:
                 found = hashlib.file_digest(opened, "sha256").hexdigest()
         if found != self.sha256:
             raise BadInputError(f"expected weights with sha256 {self.sha256}, got {found}; reinstall {self.package}")
-        return weights
+        return weights if weights.suffix == ".gguf" else weights.parent
 
 
 PACKAGED = {
@@ -142,12 +142,11 @@ def _module_of(source: object, dtype: torch.dtype | None, head: bool) -> tuple[n
         )
     name = str(source)
     path = PACKAGED[name].path() if isinstance(source, str) and name in PACKAGED else _path(name)
-    if path is not None and path.is_file() and is_gguf(path):
+    if path is not None and path.is_file():
         module, said = read_gguf(path, dtype, name, head)
         return module, name, str(path), (said,)
-    folder = path if path is None or path.is_dir() else path.parent
-    if folder is not None:
-        return _from_folder(folder, dtype, name, head), name, str(folder), ()
+    if path is not None:
+        return _from_folder(path, dtype, name, head), name, str(path), ()
     if not isinstance(source, str) or not _HUB_NAME.fullmatch(name) or name.endswith((*PICKLES, ".gguf")):
         raise BadInputError(
             f"expected 'demo', 'smollm2', a folder, a GGUF file or a hub name such as org/model, got {_short(name)}; "
@@ -157,10 +156,10 @@ def _module_of(source: object, dtype: torch.dtype | None, head: bool) -> tuple[n
 
 
 def _path(name: str) -> Path | None:
-    """The folder or GGUF file of that name, if there is one."""
+    """The folder or file of that name, if there is one."""
     try:
         path = Path(name).expanduser()
-        return path if name and (path.is_dir() or (path.is_file() and is_gguf(path))) else None
+        return path if name and (path.is_dir() or path.is_file()) else None
     except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
         return None
 
