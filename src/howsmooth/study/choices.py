@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ def _lam(layer: int) -> float:
     """`λ` of differential attention as its paper starts to train it."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer)
 
+
+KindName = Literal[
+    "softmax", "sigmoid", "l2", "cosine", "linear", "sinkhorn", "differential", "hard", "l2-tied",
+    "cosine-values", "linear-relu", "linear-sum", "differential-plain", "balanced",
+]  # fmt: skip
 
 # By name, the kind that is put into a layer, counted from 0.
 KINDS: dict[str, Callable[[int], Kind]] = {

@@ -23,6 +23,7 @@ from howsmooth.study.choices import (
     KINDS,
     LONGEST,
     ChoiceRow,
+    KindName,
     LeftOutRow,
     choice_jobs,
     closed_form,
@@ -241,11 +242,10 @@ def _place(row: VariantRow) -> tuple[int, int, float, int]:
     return row.layer, row.n, row.factor, row.sample
 
 
-def tasks(setting: Setting, *, kinds: Sequence[str] | None = None, factors: Sequence[float] = REACH) -> Steps:
+def tasks(setting: Setting, *, kinds: Sequence[KindName] | None = None, factors: Sequence[float] = REACH) -> Steps:
     """The scale of every kind in every layer, then every layer with every kind.
 
-    kinds: of attention to put in, among softmax, sigmoid, l2, cosine, linear, sinkhorn, differential, hard, l2-tied,
-    cosine-values, linear-relu, linear-sum, differential-plain, balanced; softmax is always there.
+    kinds: of attention to put in beside softmax, which is always there.
     factors: what the tokens are multiplied by.
     """
     names = kind_names(kinds)

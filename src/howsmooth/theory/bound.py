@@ -163,17 +163,13 @@ class Bounds(Sequence[Bound]):
         width = max((len(r.id) for r in self.rows), default=2)
         side = max((len(r.name) for r in self.rows), default=4)
         lines = [head]
-        for r in self.rows:
+        for r in sorted(self.rows, key=lambda r: (not r.applies, r.side, r.log_value or 0.0)):
             row = f"  {r.id:<{width}}  {r.side}  {r.name:<{side}}"
-            if r.log_value is None or r.value is None:
-                lines.append(f"{row}  does not apply: {r.reason}")
-                continue
-            # values near the ends of float64 are shown as powers of ten
-            value = f"{r.value:.4g}" if not 600 <= abs(r.log_value) < math.inf else f"10^{r.log_value / math.log(10):.1f}"
             ratio = r.ratio(self.measured)
             far = "" if ratio is None else f"  {ratio:.4g} × L"
-            lines.append(f"{row}  {value:>10}{far}  [{r.source}]")
-        return "\n".join(lines)
+            lines.append(f"{row}  {_told(r):>10}{far}  [{r.source}]" if r.applies else f"{row}  does not apply: {r.reason}")
+        ends = [f"{word} {_told(r)} ({r.id})" for word, r in (("at least", self.lower), ("at most", self.upper)) if r]
+        return "\n".join([*lines, " and ".join(ends)] if ends else lines)
 
     __repr__ = __str__
 
@@ -225,3 +221,10 @@ def log_of(value: float) -> float:
 def least_of(*bounds: float) -> float:
     """The least of several upper bounds; NaN says nothing, so it counts as infinity."""
     return min(math.inf if math.isnan(b) else b for b in bounds)
+
+
+def _told(bound: Bound) -> str:
+    """The value of a bound that applies; near the ends of float64 as a power of ten."""
+    assert bound.log_value is not None
+    near = abs(bound.log_value) < 600 or math.isinf(bound.log_value)
+    return f"{bound.value:.4g}" if near else f"10^{bound.log_value / math.log(10):.1f}"
