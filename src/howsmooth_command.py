@@ -336,7 +336,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 def _completion(name: str, kind: Any) -> Callable[[str], list[str]] | None:
     """How a shell completes what is typed for a parameter: names, several with commas between them, and files."""
     files = name in ("model", "text", "ids", "forbid")
-    known = _names(kind) or {"device": ("auto", "cpu", "cuda"), "model": ("demo",)}.get(name, ())
+    known = _names(kind) or {"device": ("auto", "cpu", "cuda"), "model": ("demo", "smollm2")}.get(name, ())
     if not known and not files:
         return None
 

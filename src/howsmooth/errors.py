@@ -1,5 +1,8 @@
 """One exception family: everything the package refuses, in one sentence each."""
 
+import sys
+import warnings
+
 
 class HowSmoothError(ValueError):
     """A request that cannot be answered. The message says what was expected, what came, and what to do."""
@@ -9,6 +12,14 @@ def reason(error: BaseException) -> str:
     """What an error says, in one short line: its type and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning at the line outside of this package that led to it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "howsmooth":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def foreign(error: Exception) -> bool:

@@ -278,7 +278,9 @@ def bounds(
         raise BadInputError(f"expected an Attention layer, got {type(attn).__name__}; bounds need its weights")
     if x is not None:
         if n is not None or radius is not None:
-            raise BadInputError("expected either x, or n and radius, got both; a point and a ball are two questions")
+            raise BadInputError(
+                "expected either x, or n and radius, got both; ask for the point and the ball one after the other"
+            )
         rows = point_bounds(attn, x)
         where = f"at an input of {x.shape[0]} tokens"
         try:

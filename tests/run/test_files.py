@@ -89,7 +89,9 @@ def test_a_folder_that_holds_something_is_refused_unless_resumed_or_forced(tmp_p
     folder.mkdir()
     check_folder(folder, "report")  # empty
     (folder / "thesis.tex").touch()
-    with pytest.raises(BadInputError, match=r"^expected a new folder for the report, .* pass --force to write into it$"):
+    with pytest.raises(
+        BadInputError, match=r"^expected a new folder for the report, .* pass force=True \(--force\) to write into it$"
+    ):
         check_folder(folder, "report")
     with pytest.raises(BadInputError, match="to resume, got a folder without it"):
         check_folder(folder, "report", resume=True)
@@ -104,11 +106,11 @@ def test_a_folder_that_holds_something_is_refused_unless_resumed_or_forced(tmp_p
 def test_earlier_results_are_removed_only_by_force_and_only_when_they_are_ours(tmp_path):
     results = tmp_path / "results.sqlite"
     sweep(Plan.of(sweeps.value, [{"i": 1}]), results)
-    with pytest.raises(BadInputError, match=r"--resume to go on with it, or --force to start again$"):
+    with pytest.raises(BadInputError, match=r"resume=True \(--resume\) to continue, or force=True \(--force\) to start again$"):
         claim_folder(tmp_path, "reproduction")
     assert claim_folder(tmp_path, "reproduction", resume=True) == results
     assert len(read(results)) == 1
-    with Store(results, resume=True), pytest.raises(ResultsError, match="is writing it"):
+    with Store(results, resume=True), pytest.raises(ResultsError, match="is writing; wait"):
         claim_folder(tmp_path, "reproduction", force=True)
     assert len(read(results)) == 1
     assert not claim_folder(tmp_path, "reproduction", force=True).exists()

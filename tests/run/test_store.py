@@ -89,7 +89,7 @@ def test_a_lock_file_that_nobody_holds_is_no_obstacle(tmp_path):
 def test_a_file_with_results_is_not_taken_for_a_new_one(tmp_path):
     path = tmp_path / "r.sqlite"
     sweep(plan(2), path)
-    with pytest.raises(ResultsError, match="with 2 results; resume it"):
+    with pytest.raises(ResultsError, match="with 2 results; pass resume=True"):
         sweep(plan(2), path)
     assert len(read(path)) == 2
 
@@ -264,9 +264,9 @@ def test_a_file_that_another_program_holds_is_said_to_be_locked(tmp_path: Path, 
     db = sqlite3.connect(path, isolation_level=None)
     try:
         db.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(ResultsError, match="another program holds it locked; end that program first"):
+        with pytest.raises(ResultsError, match="got a lock of another program; end that program first"):
             sweep(plan(2), path, resume=True)
-        with pytest.raises(ResultsError, match="another program holds it locked; end that program first"):
+        with pytest.raises(ResultsError, match="got a lock of another program; end that program first"):
             read(path)
     finally:
         db.close()

@@ -52,8 +52,11 @@ def test_every_so_many_steps():
 def test_alarms_go_off_once():
     model = Tiny()
     record = recorder(model=model, every=1, alarms=[Alarm("constant", above=1e-3), Alarm("entropy", below=1e-9)])
-    with pytest.warns(TrackingWarning, match=r"step 0: constant of layer \d is .*, above 0.001"):
+    with pytest.warns(
+        TrackingWarning, match=r"step 0: constant of layer \d is .*, above 0.001; on_alarm='stop' ends"
+    ) as caught:
         record(0)
+    assert {w.filename for w in caught} == {__file__}  # where the recorder was called, however deep the warning is
     record(1)
     assert [(r.layer, r.quantity) for r in record.raised] == [(0, "constant"), (1, "constant")]
     assert not record.stopped
@@ -90,7 +93,7 @@ def test_the_file_is_read_back_and_refused_when_damaged(tmp_path):
     assert frame["step"].tolist() == [0, 2, 4, 6]
     assert frame["loss"].tolist() == [3.0, 1.0, 0.6, 3 / 7]
     assert min(frame["smoothness/layer_01"].tolist()) > 0
-    with pytest.raises(hs.HowSmoothError, match="resume it or choose another name"):
+    with pytest.raises(hs.HowSmoothError, match=r"pass resume=True .* to continue it, or choose another name"):
         recorder(folder=tmp_path)
     with recorder(folder=tmp_path, resume=True) as record:
         record(8)

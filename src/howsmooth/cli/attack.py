@@ -32,12 +32,12 @@ def attack(
 
     What an attack reaches stands beside the layer's local Lipschitz constant.
 
-    n: tokens in a window
-    budgets: lengths of the change, as shares of the input's length
-    steps: re-linearisations
-    words: words that may change; 0 for none
-    scored: edits scored exactly, for each word
-    forbid: a file of words that may not be used, one a line
+    n: number of tokens per window
+    budgets: sizes of the perturbation, as fractions of the input's length
+    steps: how often the map is linearised again
+    words: how many words may change; 0 skips the attacks on words
+    scored: candidate edits evaluated exactly per word
+    forbid: a file of words that may not be used, one per line
     figure: also draw gains by layer (.png, .pdf or .svg)
 
     Example: howsmooth attack demo --layers 3 --samples 1 --figure attack.png

@@ -59,7 +59,7 @@ def bounds(
     """Print every upper bound on L over a ball of tokens.
 
     n: number of tokens
-    figure: also draw the ladder n = 1 … 10⁹ (.png, .pdf or .svg)
+    figure: also draw the bounds for n = 1 … 10⁹ (.png, .pdf or .svg)
 
     Example: howsmooth bounds --gamma -1 --radius 2 --n 1024 --figure ladder.png
     """
@@ -87,12 +87,12 @@ def worst(
 
     The paper's configurations of tokens show how L grows with their number. Gradient ascent looks for the worst tokens.
 
-    n: number of tokens for the search; 0 for none
-    lengths: lengths of the growth curve, as in 8,16,32; empty for none
-    head: the head that builds the growth curve's tokens; the worst by default
-    best: beside them, the worst configuration of any family and head
-    steps: measurements of every start
-    restarts: starts of the search
+    n: number of tokens for the search; 0 skips it
+    lengths: numbers of tokens of the growth curve, as in 8,16,32; an empty text skips it
+    head: the head that builds the growth curve's tokens [default: the worst]
+    best: also show the worst configuration of any family and head
+    steps: steps of the search from each start [default: 100 for few numbers, else 30]
+    restarts: number of starts of the search [default: 4 to 32]
     figure: also draw growth, tokens and climb (.png, .pdf or .svg)
 
     Example: howsmooth worst --gamma -1 --radius 2 --n 8 --figure worst.png

@@ -36,15 +36,15 @@ def certify(
 
     The tokens are those that enter a layer. An attack shows how much of the certified radius is slack.
 
-    n: tokens in a window
+    n: number of tokens per window
     device: cpu or auto, which is the CPU too: certificates are computed there, in float64
-    label: the answer that must hold; by default the one given at the input
-    change: instead of an answer: the output moves by at most this part of its length
-    map: with --change: that map of the layer alone, not all that follows
-    per: how far tokens move, every one that far or all of them together
+    label: the answer that must hold [default: the one that the model gives]
+    change: certify that the output moves by at most this fraction of its length, in place of an answer
+    map: with --change, a map of the layer alone in place of all that follows
+    per: what the radius limits, the move of each token or of all tokens together
     figure: also draw radii by layer (.png, .pdf or .svg)
     page: also write a page of radii by layer and input (.html)
-    force: replace a page that exists
+    force: overwrite a page that exists
 
     Example: howsmooth certify demo --change 0.1 --map block --layers 0,2,4 --figure radius.png
     """
@@ -53,7 +53,7 @@ def certify(
     if page is not None:
         check_page(page, force)
     if map is not None and change is None:
-        raise BadInputError("expected --change beside --map, got none; a layer alone gives no answer")
+        raise BadInputError("expected --change beside --map, got none; a layer alone gives no answer, add --change 0.1")
     if device not in ("auto", "cpu"):
         raise BadInputError(f"expected --device cpu or auto, got {device!r}; certificates are computed on the CPU, in float64")
     passage = read_text(text)

@@ -40,8 +40,8 @@ def measure(
     text: a text file, or - for standard input [default: Alice in Wonderland]
     ids: instead of a text, a JSON list of token ids: a file, or - for standard input
     n: number of tokens to take from the text, special ones among them [default: 128 of Alice, all of another text]
-    head: one head alone
-    heads: also each head by itself
+    head: measure one head alone
+    heads: also measure each head by itself
     tokens: positions that may move, as in 0,5-9, while the others are frozen [default: all]
     seed: random seed for the solver's start [default: made from the input]
 

@@ -1,24 +1,23 @@
 """Options that several commands take, each with one name and one meaning, and what becomes of their text.
 
 model: demo, smollm2, a folder with config.json and safetensors, a GGUF file, or a hub name
-side: of a model with two
+side: which tower of a model with two
 map: which map of a layer
-layers: all, or layers as in 0,3,5
-text: a text file; Alice in Wonderland by default
-samples: windows of the text at each length
-lengths: numbers of tokens, as in 16,32,64; by default from 8 to 512 as model and text allow
+layers: layers as in 0,3,5, or all
+text: a text file [default: Alice in Wonderland]
+samples: number of text windows per length
+lengths: numbers of tokens, as in 16,32,64 [default: from 8 to 512 as model and text allow]
 device: cpu, cuda, cuda:1, or auto: a GPU if there is one
-tol: relative accuracy of every value
-certify: go on until upper/lower is at most 1 + this
-seed: of everything random: samples of text, weights, starts of solvers and searches
+tol: relative tolerance of every value
+certify: tighten the upper bound until upper/lower is at most 1 + this
+seed: random seed for text samples, weights and the starts of solvers and searches
 causal (--causal/--no-causal): masked attention
 engine: where tasks run
-address: of a Ray cluster, auto for the one this machine belongs to
-workers: processes; by default the cores, four at most, on a GPU half of them, six at most and as many as its memory holds, and
-    one for a model above 1 GB on the CPU
-resume: go on with the results that are there
-force: start again in a folder that holds results or other files
-quiet: print nothing but the result's path
+address: address of a Ray cluster; auto finds the one that this machine belongs to
+workers: worker processes [default: chosen from cores and memory; 1 for a model above 1 GB on the CPU]
+resume: continue an interrupted run
+force: overwrite a folder that holds results or other files
+quiet: print only the path of the result, and show no progress
 radius: radius of the ball of tokens
 gamma: one head with A = gamma · I and V = I
 alpha: the number A

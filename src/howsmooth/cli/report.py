@@ -27,8 +27,8 @@ def report(
 
     out: folder for the page, figures, tables and results
     figures: also draw the figures as PDF and PNG
-    variants: also put other kinds of attention into the layers, on two samples
-    radii: also radii within which a layer's output moves by at most this part of its length
+    variants: also replace the attention by other kinds, on two samples
+    radii: also certify radii within which a layer's output moves by at most this fraction of its length
 
     Example: howsmooth report demo --lengths 16,32,64 --samples 2 --out report
     """
@@ -75,7 +75,7 @@ def demo(
 
     model: demo, a BERT of six layers, or smollm2, a language model of 30
     out: folder for the page, figures, tables and results
-    quick: two layers, three lengths, no figures: seconds, not minutes
+    quick: two layers, three lengths and no figures, in less than a minute
     figures: also draw the figures as PDF and PNG
 
     Example: howsmooth demo --quick --out demo-report

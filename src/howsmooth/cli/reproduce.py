@@ -42,16 +42,16 @@ def reproduce(
     part: what to repeat
     model: a pretrained model in place of these, by name or folder; repeat the option for several
     only: some of these parts, as in real,adversarial
-    layers: of pretrained models, as in 0,3,5; the first, the middle one and the last by default
-    lengths: numbers of tokens of text, as in 8,16,32; the paper's by default
+    layers: layers of pretrained models, as in 0,3,5 [default: the first, the middle one and the last]
+    lengths: numbers of tokens of text, as in 8,16,32 [default: the paper's]
     out: folder for results, tables, figures and the page
-    samples: windows of text a length; 10 as in the paper, 1 with --quick
-    quick: few lengths: a look at every curve in about a minute
-    workers: processes that share out the work
+    samples: number of text windows per length [default: 10 as in the paper, 1 with --quick]
+    quick: measure few lengths: every curve in about a minute
+    workers: worker processes
     device: where models read text: cpu, cuda, cuda:1, or auto: a GPU if there is one
 
     Example: howsmooth reproduce all --quick --out reproduction
-    Example: howsmooth reproduce real --lengths 8,16,32 --layers 0,3,5 --out mine
+    Example: howsmooth reproduce real --model demo --lengths 8,16,32 --layers 0,3,5
     """
     parts: list[Part] = [p for p in PARTS if part in ("all", p)]
     chosen: list[Part] = [choice(name, "parts", parts) for name in only or parts]

@@ -32,8 +32,8 @@ def study(
 ) -> Answer:
     """Answer a question with rows in a results file and a table.
 
-    out: results file, .sqlite; named after the study by default
-    table: also write the rows, .csv or .parquet
+    out: file of the results, .sqlite [default: named after the study]
+    table: also write the rows into this file, .csv or .parquet
     """
     return _answer(model, question, sweep, out, table, options, None)
 
@@ -51,8 +51,8 @@ def variants(
     """Answer a question that has a page of its own.
 
     page: also write a page and figures into this folder
-    out: results file, .sqlite; named after the study by default
-    table: also write the rows, .csv or .parquet
+    out: file of the results, .sqlite [default: named after the study]
+    table: also write the rows into this file, .csv or .parquet
     """
     if page is not None:
         check_folder(page, "page", force=sweep.resume)

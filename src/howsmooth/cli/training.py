@@ -11,9 +11,9 @@ def training(folder: Path, *, out: Path | None = None, force: bool = False, quie
 
     It shows constants, logits and entropies by layer over the steps, with the loss beside them.
 
-    folder: of a run that howsmooth.training.Recorder wrote to
-    out: the page; smoothness.html in the folder by default
-    force: replace a file that is there
+    folder: folder that howsmooth.training.Recorder wrote to
+    out: file of the page [default: smoothness.html in the folder]
+    force: overwrite a file that exists
 
     Example: howsmooth training runs/alice
     """

@@ -1,7 +1,6 @@
 """Which kernel serves a problem; and attention between two maps, one before it and one behind it, around another kernel."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Literal, final
 
@@ -9,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import BadInputError
+from howsmooth.errors import BadInputError, warn
 from howsmooth.kernels.balanced import Balanced
 from howsmooth.kernels.base import AttentionKernel, Keys, Precision, Queries, Scores, Values
 from howsmooth.kernels.kinds import Kind
@@ -115,7 +114,7 @@ def _no_triton() -> str | None:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    warnings.warn(f"the fused kernels cannot serve {reason}; using torch operations, which are slower", stacklevel=4)
+    warn(f"the fused kernels cannot serve {reason}; using torch operations, which are slower, as kernel='blocked' does unasked")
 
 
 @final

@@ -158,9 +158,9 @@ class Model:
                 "expected exactly one of windows, text, ids, inputs or inputs by name, got none or several; pass one"
             )
         if text is None and n is not None:
-            raise BadInputError("expected n together with text, got it otherwise; cut the input yourself")
+            raise BadInputError("expected n beside a text, got n without one; cut the input yourself")
         if ids is None and mask is not None:
-            raise BadInputError("expected mask together with ids, got it otherwise; name it attention_mask among the inputs")
+            raise BadInputError("expected mask beside ids, got a mask without them; name it attention_mask among the inputs")
         self.check_names(forward, GIVEN)
         if inputs is not None or forward:
             samples = self._of_inputs(forward if inputs is None else inputs)
@@ -339,14 +339,19 @@ class Model:
         self.check_vocabulary(ids)
         limit = getattr(getattr(self.module, "config", None), "max_position_embeddings", None)
         if isinstance(limit, int) and 0 < limit < len(ids):
-            raise BadInputError(f"expected at most {limit} tokens, the positions {self.name} has, got {len(ids)}; give fewer")
+            raise BadInputError(
+                f"expected at most {limit} tokens, the positions {self.name} has, got {len(ids)}; pass n={limit}"
+            )
 
 
 def check_device(device: torch.device | None) -> None:
     """Refuse a device that is not there, or that knows no float64."""
     count = torch.cuda.device_count()
     if device is not None and device.type == "cuda" and (device.index or 0) >= count:
-        raise BadInputError(f"expected a CUDA device that is there, got {device} with {count} found; use device='cpu'")
+        raise BadInputError(
+            f"expected a GPU that torch sees, got {device}, where it sees {count}; pass device='cpu', "
+            "or install a torch with CUDA"
+        )
     if device is not None and device.type not in ("cpu", "cuda"):
         raise BadInputError(f"expected a device that knows float64, cpu or cuda, got {device}; use device='cpu'")
 

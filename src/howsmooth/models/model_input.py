@@ -1,7 +1,6 @@
 """One input of a model: what it says in words, its recorded run there, and the maps of its layers."""
 
 import functools
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from howsmooth.errors import BadInputError, foreign, reason
+from howsmooth.errors import BadInputError, foreign, reason, warn
 from howsmooth.kernels.kinds import Kind
 from howsmooth.models.recorded import Recording, Recordings
 from howsmooth.models.room import check_room, enough
@@ -165,11 +164,10 @@ class ModelInput:
                     f"expected a layer whose attention the kernels express to single out head {which.head}, got "
                     f"{segment.place}, which has its own; leave head out"
                 )
-            warnings.warn(
+            warn(
                 f"layer {layer} ({segment.place}) has attention of its own; its products go through the model's operations "
-                "and take O(n²) memory",
+                "and take O(n²) memory, so pass a smaller n where that is too much",
                 FallbackWarning,
-                stacklevel=4,
             )
         return segment
 

@@ -96,7 +96,8 @@ class Text:
             raise BadInputError(f"expected a length above the {extra} special tokens, got {n}; ask for more tokens")
         if start + content > len(self.ids):
             raise BadInputError(
-                f"expected a text of at least {n} tokens, got {len(self.ids) - start + extra}; give a longer text or less n"
+                f"expected a text of at least {n} tokens, got {len(self.ids) - start + extra}; give a longer text, "
+                "or a smaller n"
             )
         pieces = [TextPiece("" if not i else " ", t, True) for i, (_, t) in enumerate(self.prefix)]
         end = self.offsets[start][0]

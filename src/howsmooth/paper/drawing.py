@@ -57,5 +57,7 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInputError(f"expected a folder for the results, got {path} ({error.strerror}); choose another --out") from None
+        raise BadInputError(
+            f"expected a folder for the results, got {path} ({error.strerror}); choose another folder with out (--out)"
+        ) from None
     return path

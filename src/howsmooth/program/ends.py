@@ -58,7 +58,9 @@ class Ends:
         if stream is None:
             return self
         if len(self.enter) < 2 or len(self.leave) != len(self.enter) or not 0 <= stream < len(self.enter):
-            raise BadInputError(f"expected stream=None, or one of several streams, got {stream} of {len(self.enter)}")
+            raise BadInputError(
+                f"expected stream=None, or one of several streams, got {stream} of {len(self.enter)}; count from 0"
+            )
         return replace(self, enter=self.enter[stream : stream + 1], leave=self.leave[stream : stream + 1])
 
 

@@ -369,7 +369,11 @@ def _check(code: GraphModule, given: Mapping[str, Tensor], weights: Mapping[str,
         while target is not None and is_view(target):
             target = target.all_input_nodes[0]
         if target in holders:
-            raise BadFunctionError(f"expected a forward pass that leaves its weights alone, got {n.target} into one of them")
+            raise BadFunctionError(
+                f"expected a forward pass that leaves its weights alone, got {n.target} into one of them; write into a copy"
+            )
     for key, t in given.items():
         if not _inside._is_cow_tensor(t) and not torch.equal(t, weights[key]):
-            raise BadFunctionError(f"expected a forward pass that leaves its weights alone, got one that writes into {key}")
+            raise BadFunctionError(
+                f"expected a forward pass that leaves its weights alone, got one that writes into {key}; write into a copy"
+            )

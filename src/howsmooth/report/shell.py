@@ -90,7 +90,7 @@ def finite(value: Any, digits: int = 17) -> Any:
 def check_page(page: Path, force: bool) -> None:
     """Refuse a page that would take the place of a file, before any work."""
     if page.exists() and not force:
-        raise ResultsError(f"expected a new file, got {page}, which exists; pass --force to replace it")
+        raise ResultsError(f"expected a new file, got {page}, which exists; pass force=True (--force) to overwrite it")
 
 
 def save(text: str, page: Path) -> Path:

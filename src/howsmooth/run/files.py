@@ -78,15 +78,19 @@ def check_folder(folder: str | Path, what: str, *, resume: bool = False, force: 
     folder = Path(folder)
     results = folder / RESULTS
     if resume and force:
-        raise BadInputError("expected --resume or --force, got both; resume goes on, force starts again")
+        raise BadInputError("expected resume (--resume) or force (--force), got both; resume continues, force starts again")
     if folder.exists() and not folder.is_dir():
         raise BadInputError(f"expected a folder for the {what}, got the file {folder}; choose another name")
     if force or not folder.exists() or not any(folder.iterdir()):
         return
     if resume and not results.exists():
-        raise BadInputError(f"expected {results} to resume, got a folder without it; pass --force to write into it")
+        raise BadInputError(
+            f"expected {results} to resume, got a folder without it; pass force=True (--force) to write into it"
+        )
     if not resume:
-        more = "--resume to go on with it, or --force to start again" if results.exists() else "--force to write into it"
+        forced = "force=True (--force)"
+        known = results.exists()
+        more = f"resume=True (--resume) to continue, or {forced} to start again" if known else f"{forced} to write into it"
         raise BadInputError(f"expected a new folder for the {what}, got {folder}, which exists; pass {more}")
 
 
@@ -142,7 +146,7 @@ def write_table(path: str | Path, out: str | Path, *, force: bool = False) -> Pa
     if out.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise BadInputError("expected the package pyarrow for Parquet, which is missing; pip install 'howsmooth[parquet]'")
     if out.exists() and not force:
-        raise ResultsError(f"expected a new file, got {out}, which exists; pass --force to replace it")
+        raise ResultsError(f"expected a new file, got {out}, which exists; pass force=True (--force) to overwrite it")
     frame = to_frame(path)
     with writing(out) as part:
         frame.to_csv(part, index=False) if out.suffix == ".csv" else frame.to_parquet(part, index=False)

@@ -95,7 +95,9 @@ def load() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise WorkerError("expected the package ray for --engine ray, which is missing; pip install 'howsmooth[ray]'") from None
+        raise WorkerError(
+            "expected the package ray for the engine Ray, which is missing; pip install 'howsmooth[ray]'"
+        ) from None
 
 
 def _said(error: BaseException) -> str:

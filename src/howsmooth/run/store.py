@@ -111,7 +111,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
         count = _number(db, "SELECT count(*) FROM results")
         if count and not resume:
             raise ResultsError(
-                f"expected a new results file, got {self.path} with {count} results; resume it or choose another name"
+                f"expected a new results file, got {self.path} with {count} results; pass resume=True (--resume) "
+                "to continue it, or choose another name"
             )
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")  # a committed row survives a power cut
@@ -255,7 +256,7 @@ def _sentence(path: Path) -> Iterator[None]:
     except (sqlite3.Error, MemoryError, UnicodeError, TypeError) as error:  # the last three: damaged lengths and texts
         text = "".join(c if c.isprintable() else " " for c in str(error)[:200]) or type(error).__name__
         if "locked" in text:
-            message = f"expected {path} for ourselves, another program holds it locked; end that program first"
+            message = f"expected {path} unlocked, got a lock of another program; end that program first"
         elif any(sign in text for sign in ("disk is full", "disk I/O", "readonly", "unable to open")):
             message = f"expected room to write {path}, got: {text}; what was done is kept, make room and resume"
         else:
@@ -281,7 +282,8 @@ def _alone(path: Path) -> Iterator[None]:
                 file.seek(0)
                 holder = file.read(32).strip() or "unknown"
                 raise ResultsError(
-                    f"expected {path} for ourselves, process {holder} is writing it; wait for it or end it first"
+                    f"expected a results file that no other process writes, got {path}, which process {holder} is writing; "
+                    "wait for it, or end it first"
                 ) from None
             if not _is_at(file.fileno(), side):
                 continue  # the last holder removed the file between our opening and our locking it

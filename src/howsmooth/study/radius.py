@@ -77,7 +77,7 @@ def certified_radius(
     free = None if tokens is None else moving(tokens, len(answered.x))
     if change is not None:
         if label is not None:
-            raise BadInputError("expected either label or change, got both; they are two questions")
+            raise BadInputError("expected either label or change, got both; ask one after the other")
         change = number(change, "a change > 0", "0.1 is a tenth of the output's length", above=0.0)
         return _of_change(answered, change, length, free, attack)
     return _of_answer(answered, label, length, free, attack)

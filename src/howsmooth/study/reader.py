@@ -93,7 +93,9 @@ def prepare(**source: Any) -> Reader:
     reader = Reader.by_name(planned.model, planned.text, planned.side, planned.device)
     for mark, what in (("weights", "model"), ("digest", "text")):
         if getattr(reader.source, mark) != getattr(planned, mark):
-            raise BadInputError(f"expected the {what} that the study was planned with, got another; add --force")
+            raise BadInputError(
+                f"expected the {what} that the study was planned with, got another; start again with force=True (--force)"
+            )
     return reader
 
 

@@ -149,7 +149,7 @@ class _Runner:
         self.places = [i for i, p in enumerate(window.pieces) if not p.special and (not whole or _is_word(window, i))]
         if not self.places:
             raise BadInputError(
-                "expected a token that may be replaced, got special tokens and parts of words only; whole_words=False"
+                "expected a token that may be replaced, got special tokens and parts of words only; pass whole_words=False"
             )
         tokens = [str(token) for token in model.tokenizer.convert_ids_to_tokens(list(range(len(self.table))))]
         self.words = [t.removeprefix("##").removeprefix("Ġ").removeprefix("▁").strip() for t in tokens]
@@ -412,6 +412,8 @@ def _check(
     if not ways or any(w not in WAYS for w in ways):
         raise BadInputError(f"expected ways among {', '.join(WAYS)}, got {list(ways)}; name at least one of them")
     if any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in (words, scored)):
-        raise BadInputError(f"expected whole numbers of words and edits to score, at least 1, got {words!r} and {scored!r}")
+        raise BadInputError(
+            f"expected whole numbers of words and edits to score, at least 1, got {words!r} and {scored!r}; give 1 or more"
+        )
     if model.tokenizer_source is None:
         raise BadInputError("expected a model with a tokenizer, got one that was built in memory; load it from a folder")

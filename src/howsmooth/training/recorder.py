@@ -3,13 +3,12 @@
 import json
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from howsmooth.errors import BadInputError, ResultsError
+from howsmooth.errors import BadInputError, ResultsError, warn
 from howsmooth.run.plan import Plan, Task
 from howsmooth.run.store import Outcome, Store
 from howsmooth.run.sweeping import versions
@@ -150,7 +149,7 @@ class Recorder:
             self.on_alarm(raised)
             return
         if raised.quantity != "finite":  # the tracker has said that
-            warnings.warn(str(raised), TrackingWarning, stacklevel=4)
+            warn(f"{raised}; on_alarm='stop' ends training then, on_alarm=f calls f", TrackingWarning)
         self.stopped |= self.on_alarm == "stop"
 
     def _keep(self, step: int, values: Mapping[str, float], loss: float | None, raised: list[Raised]) -> None:
@@ -164,7 +163,7 @@ class Recorder:
         try:
             self._store.add(task, Outcome("done", json.dumps(row, allow_nan=False)), int(step))
         except ResultsError as error:
-            warnings.warn(f"{error}; training goes on, no more rows are kept", TrackingWarning, stacklevel=4)
+            warn(f"{error}; training goes on, no more rows are kept in folder", TrackingWarning)
             self.close()
 
     def close(self) -> None:

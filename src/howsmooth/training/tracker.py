@@ -1,14 +1,13 @@
 """What a layer's constant does while a model trains: cheap to follow, certified now and then."""
 
 import math
-import warnings
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from howsmooth.errors import BadInputError, HowSmoothError
+from howsmooth.errors import BadInputError, HowSmoothError, warn
 from howsmooth.models import MapName, Model
 from howsmooth.settings import LayerChoice, choice, flag, number, whole
 from howsmooth.solve import Options
@@ -226,7 +225,7 @@ class Tracker:
         try:
             return self._following.certified(self._options, heads=self.heads)
         except HowSmoothError as error:
-            warnings.warn(f"step {step}: no certified constants ({error})", TrackingWarning, stacklevel=3)
+            warn(f"step {step}: no certified constants ({error}); check_every=0 leaves them out", TrackingWarning)
             return None
 
     def _compared(self, step: int, certified: Certified) -> Check:
@@ -248,7 +247,7 @@ class Tracker:
         else:
             said = f"what enters layer {layer} ({self.names[layer]}), or its logits, is not finite or out of range"
         self._broken = f"step {step}: {said}"
-        warnings.warn(f"{self._broken}; its constants are NaN from here on, training goes on", TrackingWarning, stacklevel=3)
+        warn(f"{self._broken}; its constants are NaN from here on, training goes on", TrackingWarning)
 
 
 def rank() -> int | None:
