@@ -9,6 +9,7 @@ from benchmarks.harness import environment, save, table
 
 ALL = [
     "solve",
+    "spectra",
     "pair",
     "kinds",
     "long",
@@ -36,7 +37,7 @@ ALL = [
     "walk",
     "sdpa",
 ]
-COUNTED = ["around", "around_blocks", "gain", "hidden_ways", "kind_bounds"]
+COUNTED = ["around", "around_blocks", "gain", "hidden_ways", "kind_bounds", "spectra"]
 ON_A_GPU = ["gpu", "gpu_kinds", "gpu_sdpa", "gpu_solve", "gpu_models", "gpu_report", "gpu_training"]
 
 if __name__ == "__main__":

@@ -126,6 +126,12 @@ def bounded(bounds: Bounds, given: Arguments) -> None:
                 assert row.value >= truth * (1 - error) if row.side == "upper" else row.value <= truth * (1 + error)
 
 
+def a_spectrum(found: hs.Spectrum, _: Arguments) -> None:
+    assert bool((found.lower <= found.values).all())
+    assert bool((found.values <= found.upper).all())
+    holds(found.estimate, constant(layer(), tokens()))
+
+
 def a_gain(gain: hs.Gain, _: Arguments) -> None:
     assert gain.lower is not None
     assert gain.upper is not None
@@ -309,6 +315,11 @@ CALLS_OF: dict[str, Call] = {
         lambda estimate, _: holds(estimate, constant(layer(), tokens())),
         2.0,
     ),
+    "lipschitz by k": Call(
+        lambda **settings: hs.lipschitz(layer(), tokens(), **settings),
+        {"k": lambda: 3} | optional(certify=None, seed=0),
+        a_spectrum,
+    ),
     "GolubKahan": Call(hs.GolubKahan, optional(max_steps=300, delta=1e-6, rigorous=False), anything),
     "lipschitz of a function": Call(
         lambda x: hs.lipschitz(torch.tanh, x),
@@ -406,7 +417,7 @@ CALLS_OF: dict[str, Call] = {
     "growth": Call(hs.growth, STUDY | optional(map="attention", seed=0), grown, 0.5),
     "inspect": Call(hs.inspect, STUDY | optional(map="attention", seed=0), grown, 0.25),
 }
-ANSWERS = {"Capture", "Estimate", "Gain", "Model"}  # made by the package alone
+ANSWERS = {"Capture", "Estimate", "Gain", "Model", "Spectrum"}  # made by the package alone
 
 
 def one_sentence(error: HowSmoothError) -> None:

@@ -34,6 +34,7 @@ def results(measured) -> dict[str, Any]:
         "Estimate": hs.lipschitz(ATTN, X),
         "Estimates": hs.lipschitz_batch(ATTN, torch.stack([X, 2 * X])),
         "Gain": hs.gain(ATTN, X),
+        "Spectrum": hs.lipschitz(ATTN, X, k=3),
         "Measurement": measured[0],
         "Measurements": measured,
         "no Measurements": measured[:0],
@@ -45,14 +46,21 @@ def results(measured) -> dict[str, Any]:
 
 
 NAMES = [
-    *("Estimate", "Estimates", "Gain", "Measurement", "Measurements", "no Measurements"),
+    *("Estimate", "Estimates", "Gain", "Spectrum", "Measurement", "Measurements", "no Measurements"),
     *("Bounds", "Bounds that nothing is measured beside", "Growth", "no Growth"),
 ]
 
 
 def test_a_result_that_is_one_number_is_one(measured):
     distance = hs.wasserstein(hs.Measure(X), hs.Measure(2 * X))
-    results: list[Any] = [hs.lipschitz(ATTN, X), hs.gain(ATTN, X), measured[0], distance, hs.bounds(ATTN, X).upper]
+    results: list[Any] = [
+        hs.lipschitz(ATTN, X),
+        hs.gain(ATTN, X),
+        hs.lipschitz(ATTN, X, k=3),
+        measured[0],
+        distance,
+        hs.bounds(ATTN, X).upper,
+    ]
     for r in results:
         assert float(r) == r.value
         assert f"{r:.2f}" == f"{r.value:.2f}"
@@ -101,7 +109,7 @@ def test_a_notebook_shows_a_table(results, name: str):
     cells = Cells()
     cells.feed(results[name]._repr_html_())
     assert set(cells.tags) <= {"table", "caption", "thead", "tbody", "tr", "th", "td"}
-    lines = {"Estimates": 2, "Measurements": 2, "no Measurements": 0, "no Growth": 0}
+    lines = {"Estimates": 2, "Spectrum": 3, "Measurements": 2, "no Measurements": 0, "no Growth": 0}
     expected = len(results[name]) if name.startswith("Bounds") else lines.get(name, 1)
     assert cells.tags.count("tr") == 1 + expected
 
@@ -152,6 +160,7 @@ def test_every_result_of_one_number_says_so():
         "Distance",
         "Bound",
         "Gain",
+        "Spectrum",
     }
 
 

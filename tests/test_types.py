@@ -13,6 +13,7 @@ SRC = Path(__file__).parents[1] / "src"
 SEEN = {
     "hs.lipschitz(attn, x)": "Estimate",
     "hs.lipschitz(attn, mu)": "Estimate",
+    "hs.lipschitz(attn, x, k=3)": "Spectrum",
     "hs.lipschitz(torch.sin, x).lower": "float",
     "hs.lipschitz_batch(attn, x[None])": "Estimates",
     "hs.lipschitz_batch(attn, x[None])[0]": "Estimate",

@@ -8,7 +8,7 @@ from howsmooth.models import Capture, Model, load, patch, use_sdpa
 from howsmooth.parallel import context_parallel
 from howsmooth.report import inspect
 from howsmooth.search import Ball, BallAround, Ellipsoid
-from howsmooth.spectral import DenseSVD, Estimate, Gain, GolubKahan
+from howsmooth.spectral import DenseSVD, Estimate, Gain, GolubKahan, Spectrum
 from howsmooth.study import certified_radius, growth
 from howsmooth.training import SmoothnessPenalty, Tracker, WarmStart, clip_, smoothness
 from howsmooth.verbs import bounds, gain, jacobian, lipschitz, lipschitz_batch, splitting, worst_case
@@ -33,6 +33,7 @@ __all__ = [
     "RMSNorm",
     "Rotary",
     "SmoothnessPenalty",
+    "Spectrum",
     "Tracker",
     "WarmStart",
     "bounds",

@@ -12,8 +12,9 @@ from torch import Tensor
 from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.measures.measure import Measure
 from howsmooth.program.at_input import Function, JacobianAt, jacobian_at, jacobian_on
-from howsmooth.settings import number, seed_of, shown
+from howsmooth.settings import number, seed_of, shown, whole
 from howsmooth.spectral import (
+    AttainedValues,
     DenseSVD,
     Estimate,
     Estimates,
@@ -22,12 +23,15 @@ from howsmooth.spectral import (
     GolubKahan,
     Solution,
     Solver,
+    Spectrum,
     Status,
+    attained_values,
     dense_gains,
+    narrow,
     probed_gains,
     small,
 )
-from howsmooth.spectral.operator import Operator, Restricted, Rounded, Weighted, drawn, stream
+from howsmooth.spectral.operator import Operator, Restricted, Rounded, Weighted, drawn, stream, unit_rows
 from howsmooth.theory.at_point.table import operator_bound
 from howsmooth.theory.splitting import of_blocks
 
@@ -47,7 +51,7 @@ class Options:
     default made from the input and the output, so that no map can be built against it and a run repeats.
     solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where input and output have at most 256 entries.
     tokens: positions that may move, in order; all by default.  gain: probes that the mean gain is estimated with, beside the
-    constant; none by default.
+    constant; none by default.  k: how many of the largest singular values, as a `Spectrum`; the largest alone by default.
     """
 
     tol: float = 1e-3
@@ -56,6 +60,7 @@ class Options:
     solver: Solver | None = None
     tokens: tuple[int, ...] | None = None
     gain: GaussianProbes | None = None
+    k: int | None = None
 
     def __post_init__(self):
         checked = {"tol": number(self.tol, "0 < tol < 1", "the default is 1e-3", above=0, below=1)}
@@ -63,6 +68,8 @@ class Options:
             checked["certify"] = number(self.certify, "certify > 0", "0.02 asks for an interval of 2 %", above=0)
         if self.seed is not None:
             checked["seed"] = seed_of(self.seed)
+        if self.k is not None:
+            checked["k"] = whole(self.k, "a whole number k ≥ 1 of singular values", "k=8 is usual", least=1)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         solves = callable(getattr(self.solver, "solve", None)) and not isinstance(self.solver, type | Tensor)
@@ -76,21 +83,30 @@ class Options:
 
 class Solved(NamedTuple):
     """One constant, the operator (of a batch of one) that its value was evaluated with, `J v` of its direction `v`, and the
-    gain, if wanted."""
+    gain and the spectrum, if wanted."""
 
     estimate: Estimate
     operator: Operator
     image: Tensor
     gain: Gain | None = None
+    spectrum: Spectrum | None = None
 
 
 class SolvedBatch(NamedTuple):
-    """Constants of a batch, their operators in one, `J v` of their directions, (batch, …), and gains, if wanted."""
+    """Constants of a batch, their operators in one, `J v` of their directions, (batch, …); gains and spectra, if
+    wanted."""
 
     estimates: Estimates
     operator: Operator
     images: Tensor
     gains: tuple[Gain, ...] | None = None
+    spectra: tuple[Spectrum, ...] | None = None
+
+    def of(self, item: int) -> Solved:
+        """What is known of one input; its operator is that of all."""
+        gain = None if self.gains is None else self.gains[item]
+        spectrum = None if self.spectra is None else self.spectra[item]
+        return Solved(self.estimates[item], self.operator, self.images[item], gain, spectrum)
 
 
 def solve(f: Function, x: Tensor | Measure, options: Options) -> Solved:
@@ -99,10 +115,9 @@ def solve(f: Function, x: Tensor | Measure, options: Options) -> Solved:
     f: a map of this package for tokens (n, d) or a `Measure`; any torch function of one tensor, whatever its shape.
     """
     if isinstance(x, Measure):
-        moved, operator, image, _ = solve_moving(f, x, options)
+        moved, operator, image, *_ = solve_moving(f, x, options)
         return Solved(_with_splitting(moved, operator, x, options), operator, image)
-    estimates, operator, images, gains = _solve(jacobian_at(f, x, batched=False), options)
-    return Solved(estimates[0], operator, images[0], None if gains is None else gains[0])
+    return _solve(jacobian_at(f, x, batched=False), options).of(0)
 
 
 def solve_batch(f: Function, xs: Tensor, options: Options) -> SolvedBatch:
@@ -112,7 +127,7 @@ def solve_batch(f: Function, xs: Tensor, options: Options) -> SolvedBatch:
 
 def solve_moving(f: Function, measure: Measure, options: Options) -> Solved:
     """`‖D^½ J D^{−½}‖`, what moving whole atoms can do, and the operator it is the norm of, in float64."""
-    estimates, operator, images, _ = _solve(jacobian_on(f, measure), options)
+    estimates, operator, images, *_ = _solve(jacobian_on(f, measure), options)
     direction = estimates[0].direction.double()
     root = measure.mass.sqrt()[:, None].to(direction.device)
     return Solved(replace(estimates[0], direction=direction / root), operator, images[0])
@@ -127,6 +142,11 @@ def _solve(at: JacobianAt, options: Options) -> SolvedBatch:
     """The lower and the upper end for every input."""
     if options.tokens is not None:
         at = at.restricted(options.tokens)
+    most = min(at.operator.in_size, at.operator.out_size)
+    if options.k is not None and options.k > most:
+        raise BadInputError(
+            f"expected k from 1 to {most}, as many singular values as there are, got {options.k}; ask for fewer"
+        )
     operator = _finer(at.operator, options.resolved_by)
     solver = options.solver or (DenseSVD() if small(operator) else GolubKahan())
     dense, rigorous = isinstance(solver, DenseSVD), isinstance(solver, GolubKahan) and solver.rigorous
@@ -140,41 +160,68 @@ def _solve(at: JacobianAt, options: Options) -> SolvedBatch:
         allowed = _APART * (options.tol if options.certify is None else options.certify)
         if not all(a <= allowed * s.value for a, s in zip(apart, solutions, strict=True)):
             solutions, apart = None, [0.0] * len(seeds)  # two functions: the float64 one is meant
+    if solutions is not None and options.k is not None and precise is not operator and precise.dtype == torch.float64:
+        ends = [(torch.tensor(s.values), torch.tensor(_widened(s, s.values, operator.noise, 0.0))) for s in solutions]
+        if not all(narrow(values, values, uppers, options.certify) for values, uppers in ends):
+            solutions, apart = None, [0.0] * len(seeds)  # rounding hides the small ones
     if solutions is None:
         operator, solutions = precise, _in_double(solver, precise, options, seeds)
     unlike = apart
-    values, lowers, errors, images = _attained(precise, solutions)
+    found = _attained(precise, solutions) if (options.k or 1) == 1 else attained_values(precise, solutions)
     if rigorous and options.certify is None:
-        _check_proved(solutions, lowers, options.tol)
+        _check_proved(solutions, found.lowers[:, 0].tolist(), options.tol)
     noise = 0.0 if dense or rigorous else operator.noise
     if not dense and not rigorous:  # whose upper ends count the rounding of all products
-        apart = apart if errors is None else [a + error for a, error in zip(apart, errors, strict=True)]
-    uppers, certain = _uppers(solutions, values, noise, apart, precise)
+        apart = apart if found.errors is None else [a + error for a, error in zip(apart, found.errors, strict=True)]
+    uppers, certain = _uppers(solutions, found.values.tolist(), noise, apart, precise)
     delta = solver.delta if isinstance(solver, GolubKahan) else 0.0
     estimates = Estimates(
         Estimate(
-            value=value,
-            lower=lower,
-            upper=upper,
-            confidence=1.0 if sure else 1 - delta,
-            status="dense" if dense else _status(solution.converged, lower, upper, options),
-            direction=_everywhere(operator, solution.direction).reshape(at.shape),
-            steps=solution.steps,
+            value=float(found.values[i, 0]),
+            lower=float(found.lowers[i, 0]),
+            upper=uppers[i][0],
+            confidence=1.0 if certain[i] else 1 - delta,
+            status="dense" if dense else _status(s.converged, float(found.lowers[i, 0]), uppers[i][0], options),
+            direction=_everywhere(operator, found.right[0, i]).reshape(at.shape),
+            steps=s.steps,
             precision=str(precise.dtype).removeprefix("torch."),
             tol=options.tol,
             certify=options.certify,
-            seed=seed,
+            seed=seeds[i],
             noise=noise,
-            assumes=assumed(not (dense or rigorous or sure), errors is not None),
+            assumes=assumed(not (dense or rigorous or certain[i]), found.errors is not None),
         )
-        for solution, value, lower, upper, sure, seed in zip(solutions, values, lowers, uppers, certain, seeds, strict=True)
+        for i, s in enumerate(solutions)
     )
-    return SolvedBatch(
-        estimates,
-        precise.operator if isinstance(precise, Restricted) else precise,
-        images,
-        None if options.gain is None else _gains(options.gain, operator, estimates, solutions, unlike),
-    )
+    own = precise.operator if isinstance(precise, Restricted) else precise
+    gains = None if options.gain is None else _gains(options.gain, operator, estimates, solutions, unlike)
+    spectra = None if options.k is None else _spectra(operator, at, options, estimates, solutions, found, uppers)
+    return SolvedBatch(estimates, own, found.images, gains, spectra)
+
+
+def _spectra(
+    operator: Operator,
+    at: JacobianAt,
+    options: Options,
+    estimates: Estimates,
+    solutions: list[Solution],
+    found: AttainedValues,
+    uppers: list[list[float]],
+) -> tuple[Spectrum, ...]:
+    """The largest singular values of a batch, beside the largest ones alone."""
+    spectra = []
+    for i, (estimate, solution) in enumerate(zip(estimates, solutions, strict=True)):
+        values, lower, upper = found.values[i], found.lowers[i], torch.tensor(uppers[i], dtype=torch.float64)
+        status: Status = "converged" if solution.converged and options.certify is None else "step limit"
+        if estimate.status == "dense":
+            status = "dense"
+        elif narrow(values, lower, upper, options.tol if options.certify is None else options.certify):
+            status = "certified"
+        left, right = found.left[:, i], torch.stack([_everywhere(operator, v) for v in found.right[:, i]])
+        output = at.outputs[i]
+        left = left.reshape(len(left), *output.shape) if left[0].numel() == output.numel() else left
+        spectra.append(Spectrum(values, lower, upper, left, right.reshape(len(right), *at.shape), status, estimate))
+    return tuple(spectra)
 
 
 def _gains(
@@ -216,11 +263,18 @@ def _apart(operator: Operator, precise: Operator, seeds: Sequence[int]) -> list[
     return [a if math.isfinite(a) else math.inf for a in apart.tolist()]
 
 
+def _run(solver: Solver, operator: Operator, options: Options, seeds: Sequence[int]) -> list[Solution]:
+    """A solver's answer, of one value unless several are wanted."""
+    if options.k in (None, 1):
+        return solver.solve(operator, options.tol, options.certify, seeds)
+    return solver.solve(operator, options.tol, options.certify, seeds, k=options.k)
+
+
 def _in_range(solver: Solver, operator: Operator, options: Options, seeds: Sequence[int]) -> list[Solution] | None:
     """Solutions in the working precision; nothing where fourth powers of the norm leave its range."""
     safe = torch.finfo(operator.dtype).max ** 0.23
     try:
-        solutions = solver.solve(operator, options.tol, options.certify, seeds)
+        solutions = _run(solver, operator, options, seeds)
     except NoConvergenceError:
         return None
     short = operator.dtype != torch.float64  # where small products were squared, a value may be too small to be seen to be
@@ -237,18 +291,18 @@ def _in_double(solver: Solver, operator: Operator, options: Options, seeds: Sequ
             f"certify={certify}; the products of this map at this x carry no more digits in {operator.dtype}"
         )
     if isinstance(solver, DenseSVD):
-        return solver.solve(operator, tol, certify, seeds)
+        return _run(solver, operator, options, seeds)
     v = torch.stack([drawn(operator.in_shape, stream(seed, "size", operator.device)) for seed in seeds])[None]
     v = v.to(operator.device, operator.dtype)
     size = operator.jvp(v)[0].flatten(1).abs().amax(-1)
     size = torch.where(size > 0, size, 1.0)
     if isinstance(solver, GolubKahan) and solver.rigorous:  # divided only if need be, and by a power of two, without rounding
         if bool(((size > 1 / _MODERATE) & (size < _MODERATE)).all()):
-            return solver.solve(operator, tol, certify, seeds)
+            return _run(solver, operator, options, seeds)
         size = size.log2().round().exp2()
     rows = (1 / size).reshape(-1, *[1] * len(operator.out_shape))
-    solutions = solver.solve(Weighted(operator, rows, torch.ones_like(v[0])), tol, certify, seeds)
-    return [replace(s, value=s.value * c, upper=s.upper * c) for s, c in zip(solutions, size.tolist(), strict=True)]
+    solutions = _run(solver, Weighted(operator, rows, torch.ones_like(v[0])), options, seeds)
+    return [s.scaled(c) for s, c in zip(solutions, size.tolist(), strict=True)]
 
 
 def assumed(blind: bool, proved: bool) -> str:
@@ -256,29 +310,24 @@ def assumed(blind: bool, proved: bool) -> str:
     return "; ".join([BLIND] * blind + [SMALL_ERRORS] * (not proved))
 
 
-class _Attained(NamedTuple):
-    """`|J v|/|v|` for directions `v` as evaluated, what is left of it whatever rounding did, how much that is, and `J v`.
-
-    errors: nothing where nothing is proved of them; then both numbers are less the noise of a product, no more.
-    """
-
-    values: list[float]
-    lowers: list[float]
-    errors: list[float] | None
-    images: Tensor
-
-
 @torch.no_grad()
-def _attained(operator: Operator, solutions: list[Solution]) -> _Attained:
-    v = torch.stack([s.direction for s in solutions])[None].to(operator.device, operator.dtype)
+def _attained(operator: Operator, solutions: list[Solution]) -> AttainedValues:
+    """`|J v|/|v|` for directions `v` as evaluated, and what is left of it whatever rounding did.
+
+    Where nothing is proved of rounding, both numbers are less the noise of a product, no more.
+    """
+    right = torch.stack([s.direction for s in solutions])[None]
+    v = right.to(operator.device, operator.dtype)
     product = operator.rounded(Rounded.exact(v))
     image = product.vector.flatten(2)
     size = image.abs().amax(-1, keepdim=True)  # taken out, so that squares stay in range
     size = torch.where(size > 0, size, 1.0)
+    left = unit_rows(image / size).reshape(product.vector.shape)
     lengths = (image / size).norm(dim=-1) / v.flatten(2).norm(dim=-1) * size[..., 0]
     values = ((1 - operator.noise) * lengths[0].double()).clamp_min(0.0)
     if product.off is None:
-        return _Attained(values.tolist(), values.tolist(), None, product.vector[0])
+        values = values.cpu()[:, None]
+        return AttainedValues(values, values, None, product.vector[0], left, right)
 
     def length(t: Tensor) -> Tensor:
         """Of rows first, then of what they make, so that sums are short."""
@@ -289,7 +338,7 @@ def _attained(operator: Operator, solutions: list[Solution]) -> _Attained:
     lowers = (1 - sums) * length(product.vector / size[..., None]) * size[0, :, 0].double() / length(v) - errors
     lowers = torch.where(lowers > 0, lowers, 0.0).minimum(values)  # also where overflow leaves no number
     errors = torch.where(errors.isfinite(), errors, torch.inf)
-    return _Attained(values.tolist(), lowers.tolist(), errors.tolist(), product.vector[0])
+    return AttainedValues(values.cpu()[:, None], lowers.cpu()[:, None], errors.tolist(), product.vector[0], left, right)
 
 
 def _check_proved(solutions: list[Solution], lowers: list[float], tol: float) -> None:
@@ -303,22 +352,37 @@ def _check_proved(solutions: list[Solution], lowers: list[float], tol: float) ->
 
 
 def _uppers(
-    solutions: list[Solution], values: list[float], noise: float, apart: list[float], precise: Operator
-) -> tuple[list[float], list[bool]]:
-    """Upper ends widened by what rounding explains and by what maps are apart, and which of them are certain.
+    solutions: list[Solution], values: list[list[float]], noise: float, apart: list[float], precise: Operator
+) -> tuple[list[list[float]], list[bool]]:
+    """Upper ends widened by what rounding explains and by what maps are apart, and whether those of the largest are certain.
 
-    Where the certificate leaves an interval wide, the deterministic bound at a point stands in if it is smaller.
+    Where the certificate leaves its interval wide, the deterministic bound at a point stands in if it is smaller.
     """
-    likely = [
-        max(value, s.upper * (1 + noise + (2 * abs(s.value - value) / value if noise and value else 0.0)) + more)
-        for s, value, more in zip(solutions, values, apart, strict=True)
-    ]
-    likely = [up if up >= value else math.inf for up, value in zip(likely, values, strict=True)]  # nan is no bound
-    loose = any(up > _LOOSE * value for up, value in zip(likely, values, strict=True))
+    likely = []
+    for s, own, more in zip(solutions, values, apart, strict=True):
+        ends = [max(v, end) for v, end in zip(own, _widened(s, own, noise, more), strict=True)]
+        likely.append([end if end >= v else math.inf for v, end in zip(own, ends, strict=True)])  # nan is no bound
+    loose = any(ends[0] > _LOOSE * own[0] for ends, own in zip(likely, values, strict=True))
     bound = operator_bound(precise.operator if isinstance(precise, Restricted) else precise) if loose else None
     sure = [math.inf] * len(likely) if bound is None else bound.tolist()
-    uppers = [max(value, min(a, b)) for value, a, b in zip(values, likely, sure, strict=True)]
-    return uppers, [b < a for a, b in zip(likely, sure, strict=True)]
+    uppers = [
+        [max(v, min(end, most)) for v, end in zip(own, ends, strict=True)]
+        for own, ends, most in zip(values, likely, sure, strict=True)
+    ]
+    return uppers, [most < ends[0] for ends, most in zip(likely, sure, strict=True)]
+
+
+def _widened(s: Solution, values: Sequence[float], noise: float, more: float) -> list[float]:
+    """Upper ends of a run with what rounding may have taken off them.  values: as evaluated again.
+
+    Products with `JᵀJ` are off by a share of its norm, which counts for more in the root of a smaller eigenvalue.
+    """
+    if len(values) == 1:
+        (value,) = values
+        return [s.upper * (1 + noise + (2 * abs(s.value - value) / value if noise and value else 0.0)) + more]
+    hidden, off = math.sqrt(noise) * s.value, noise * s.value
+    ends = zip(s.uppers, s.values, values, strict=True)
+    return [math.hypot(end, hidden) + off + (2 * abs(run - v) if noise else 0.0) + more for end, run, v in ends]
 
 
 def _with_splitting(moved: Estimate, operator: Operator, measure: Measure, options: Options) -> Estimate:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypedDict, Unpack, overload
 
 import torch
 from jaxtyping import Float
@@ -17,7 +18,7 @@ from howsmooth.program.pieces import Pieces, pieces_of
 from howsmooth.search import Ball, TokenSet, WorstCase, find_near, find_worst
 from howsmooth.settings import Per, Positions, moving, shown
 from howsmooth.solve import SMALL_ERRORS, Options, assumed, linear, solve, solve_batch, solve_moving
-from howsmooth.spectral import Estimate, Estimates, Gain, GaussianProbes, GolubKahan, Solver
+from howsmooth.spectral import Estimate, Estimates, Gain, GaussianProbes, GolubKahan, Solver, Spectrum
 from howsmooth.theory.around import Around, AroundAttention, Certified, Neighbourhood, around_graph
 from howsmooth.theory.at_point.table import point_bounds
 from howsmooth.theory.bound import Bounds
@@ -27,10 +28,30 @@ from howsmooth.theory.splitting import Splitting, halves, of_blocks, of_halves
 _THOROUGH = 2**15  # entries of an input past which top pairs are treated apart on request alone: they cost many solves
 
 
+class HowSolved(TypedDict, total=False):
+    """What `lipschitz` takes by name, beside `k`."""
+
+    within: float | None
+    per: Per
+    tokens: Positions | None
+    steps: int | None
+    tol: float
+    certify: float | None
+    seed: int | None
+    solver: Solver | None
+
+
+@overload
+def lipschitz(
+    f: Map | Callable[[Tensor], Tensor], x: Tensor | Measure, *, k: None = ..., **how: Unpack[HowSolved]
+) -> Estimate: ...
+@overload
+def lipschitz(f: Map | Callable[[Tensor], Tensor], x: Tensor | Measure, *, k: int, **how: Unpack[HowSolved]) -> Spectrum: ...
 def lipschitz(
     f: Map | Callable[[Tensor], Tensor],
     x: Tensor | Measure,
     *,
+    k: int | None = None,
     within: float | None = None,
     per: Per = "token",
     tokens: Positions | None = None,
@@ -39,7 +60,7 @@ def lipschitz(
     certify: float | None = None,
     seed: int | None = None,
     solver: Solver | None = None,
-) -> Estimate:
+) -> Estimate | Spectrum:
     """The local Lipschitz constant `‖D_x f‖₂` of `f` at `x`, with a lower and an upper bound; or the largest one near `x`.
 
     Work is done in the precision of `x` and `f`, `value` is evaluated again in float64, and `lower` is what is proved of it
@@ -52,6 +73,7 @@ def lipschitz(
         x: Tokens (n, d); for a function, one input of any shape; or a `Measure`, at which the local Wasserstein-2 constant
             is measured: that of moving atoms and of splitting them (docs/explanation/meanfield.md, Theorem 5.2).
             `lipschitz_batch` takes many inputs.
+        k: The `k` largest singular values, with an interval and two directions each, as a `Spectrum`.
         within: The largest constant over all inputs that are this close to `x`, for attention layers, norms and
             compositions of them: `upper` is certified, `value` attained at `point` (docs/explanation/around.md).
         per: "token", every token moves at most so far, or "sequence", all of them together (Frobenius norm).
@@ -65,8 +87,8 @@ def lipschitz(
         solver: `GolubKahan(...)` or `DenseSVD()`; by default dense where `x` and `f(x)` have at most 256 entries.
 
     Returns:
-        The constant with both bounds, the direction that attains it, and how it was found. It is a number:
-        `float(lipschitz(f, x))`.
+        The constant with both bounds, the direction that attains it, and how it was found; with `k`, several of them. It is
+        a number: `float(lipschitz(f, x))`.
 
     >>> from howsmooth import Attention
     >>> identity = Attention.from_matrices(torch.zeros(2, 2), torch.eye(2))
@@ -84,10 +106,13 @@ def lipschitz(
         raise BadInputError("expected tokens (n, d) for within and tokens, got a measure; pass its points")
     if within is None and (per != "token" or steps is not None):
         raise BadInputError("expected within=r beside per and steps, got none; they say how an input may move near x")
+    if k is not None and (isinstance(x, Measure) or within is not None):
+        raise BadInputError("expected k at one input, got it beside within or a measure; leave k out there")
     free = None if tokens is None or isinstance(x, Measure) else moving(tokens, _length(x))
-    options = Options(tol, certify, seed, solver, free)
+    options = Options(tol, certify, seed, solver, free, k=k)
     if within is None or isinstance(x, Measure):
-        return solve(f, x, options).estimate
+        solved = solve(f, x, options)
+        return solved.estimate if solved.spectrum is None else solved.spectrum
     return solve_near(f, Neighbourhood.of(x, within, per, free), free, steps, options)
 
 

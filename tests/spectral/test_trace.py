@@ -118,5 +118,5 @@ def test_a_layer_of_a_model_beside_its_constant():
     capture = model.capture(windows=["A cat sat.", "A dog ran."])
     both = capture.measure([3], gain=True, heads=True)
     assert [m.gain is not None for m in both] == [True, True]
-    with pytest.raises(BadInputError, match="expected none of heads, closed, gain beside within"):
+    with pytest.raises(BadInputError, match="expected none of heads, closed, gain, k beside within"):
         model.measure("A cat sat.", 3, gain=True, within=0.1)

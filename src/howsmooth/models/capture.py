@@ -21,8 +21,8 @@ from howsmooth.program.segments import SegmentJacobian, SegmentMap
 from howsmooth.progress import Progress, progress_bar
 from howsmooth.results import shares
 from howsmooth.settings import Per, Positions, flag, items, meant, moving, number, shown, whole
-from howsmooth.solve import Options, solve, solve_batch
-from howsmooth.spectral import Estimate, Gain, GaussianProbes
+from howsmooth.solve import Options, Solved, solve, solve_batch
+from howsmooth.spectral import Estimate, GaussianProbes
 from howsmooth.theory.around import Neighbourhood
 from howsmooth.verbs import solve_near
 
@@ -48,6 +48,7 @@ class HowMeasured(TypedDict, total=False):
     certify: float | None
     seed: int | None
     gain: bool
+    k: int | None
 
 
 MEASURED = ("layer", "map", *HowMeasured.__annotations__)
@@ -169,6 +170,7 @@ class Capture:
         certify: float | None = None,
         seed: int | None = None,
         gain: bool = False,
+        k: int | None = None,
         **unknown: Any,
     ) -> Measurement | Measurements:
         """The constants of a map: of one layer at one input, or of several layers (all where none is named) at every window.
@@ -195,6 +197,7 @@ class Capture:
             certify: As in `howsmooth.lipschitz`.
             seed: As in `howsmooth.lipschitz`.
             gain: Also the mean gain, as in `howsmooth.gain`, from 16 probes.
+            k: Also the `k` largest singular values with their directions, as in `howsmooth.lipschitz`, as `spectrum`.
         """
         for name in unknown:
             raise BadInputError(f"expected arguments of measure, got {shown(name)}; {meant(name, MEASURED)}")
@@ -202,7 +205,7 @@ class Capture:
             if layer is not None:
                 raise BadInputError("expected either layer or layers, got both; a list of layers goes in either")
             layer = items(layers, "a list of layers", "pass layer=0 for one of them")
-        options = Options(tol, certify, seed, gain=GaussianProbes() if flag(gain, "gain") else None)
+        options = Options(tol, certify, seed, gain=GaussianProbes() if flag(gain, "gain") else None, k=k)
         one = isinstance(layer, Integral)
         if one and len(self) > 1:
             raise BadInputError(
@@ -215,9 +218,9 @@ class Capture:
             raise BadInputError(f"expected {expected}, got an empty list; {fix}")
         closed = (len(self) > 1 and within is None) if closed is None else flag(closed, "closed")
         which = Which(map if to is None else "block", head, to, stream, call)
-        for k in chosen:
+        for index in chosen:
             for sample in self.samples:
-                sample.check(k, which)
+                sample.check(index, which)
         settings = _Settings(
             which=replace(which, head=None if head is None else int(head)),
             heads=flag(heads, "heads"),
@@ -229,22 +232,22 @@ class Capture:
         )
         if within is None and (per != "token" or steps is not None):
             raise BadInputError("expected within=r beside per and steps, got none; they say how an input may move")
-        if within is not None and (settings.heads or closed or options.gain is not None):
-            raise BadInputError("expected none of heads, closed, gain beside within, got one; measure that without within")
+        if within is not None and (settings.heads or closed or options.gain is not None or k is not None):
+            raise BadInputError("expected none of heads, closed, gain, k beside within, got one; measure that without within")
         measured: list[Measurement] = []
         with Progress() if len(chosen) == 1 else progress_bar("layers") as bar:
             bar.begin(len(chosen))
-            for k in (int(k) for k in chosen):
+            for index in (int(i) for i in chosen):
                 if tokens is not None:
                     for sample in self.samples:  # a mask fits one length alone, positions are the same at all
-                        free = moving(tokens, len(sample.segment(k, settings.which).start))
+                        free = moving(tokens, len(sample.segment(index, settings.which).start))
                         settings = replace(settings, options=replace(options, tokens=free))
                 if within is not None:
-                    measured += [self._near(sample, k, settings) for sample in self.samples]
+                    measured += [self._near(sample, index, settings) for sample in self.samples]
                 elif closed and settings.which in (Which(), Which(head=settings.which.head)):
-                    measured += self._closed_layer(k, settings)
+                    measured += self._closed_layer(index, settings)
                 else:
-                    measured += [self._of_segment(sample, k, settings) for sample in self.samples]
+                    measured += [self._of_segment(sample, index, settings) for sample in self.samples]
                 bar.advance()
         return measured[0] if one else Measurements(measured)
 
@@ -272,10 +275,9 @@ class Capture:
         alone: tuple[Estimate, ...] = ()
         if settings.heads and segment.on_kernels:
             x = settings.factor * segment.start
-            options = replace(settings.options, gain=None)
+            options = replace(settings.options, gain=None, k=None)
             alone = tuple(solve(segment.of(head=h), x, options).estimate for h in range(segment.ends.heads))
-        estimate, image, gain = solved.estimate, solved.image, solved.gain
-        return self._measurement(sample, layer, settings, segment, estimate, image, output, kernels, alone, gain)
+        return self._measurement(sample, layer, settings, segment, solved, output, kernels, alone)
 
     def _near(self, sample: ModelInput, layer: int, settings: "_Settings") -> Measurement:
         """The largest constant near the input, of a map made of known pieces."""
@@ -287,30 +289,28 @@ class Capture:
         f = in_pieces(sample, layer, which, settings.within)
         estimate = solve_near(f, area, settings.options.tokens, settings.steps, settings.options)
         point = x if estimate.point is None else estimate.point
-        image = f.linearize(point[None])[1].jvp(estimate.direction.double()[None, None])[0, 0]
+        operator = f.linearize(point[None])[1]
+        image = operator.jvp(estimate.direction.double()[None, None])[0, 0]
         with torch.no_grad():
             ran = segment.replayed(x.to(segment.work))
-        return self._measurement(sample, layer, settings, segment, estimate, image, ran.output, ran.kernels, ())
+        solved = Solved(estimate, operator, image)
+        return self._measurement(sample, layer, settings, segment, solved, ran.output, ran.kernels, ())
 
     def _of_closed(self, samples: list[ModelInput], layer: int, attn: Attention, settings: "_Settings") -> list[Measurement]:
         """In closed form, several windows in lock step."""
         x = settings.factor * torch.stack([s.segment(layer).start for s in samples])
-        estimates, operator, images, gains = solve_batch(
-            attn if settings.which.head is None else attn.head(settings.which.head), x, settings.options
-        )
+        solved = solve_batch(attn if settings.which.head is None else attn.head(settings.which.head), x, settings.options)
+        operator = solved.operator
         assert isinstance(operator, AttentionJacobian)
         count = attn.heads if settings.heads else 0
-        options = replace(settings.options, gain=None)
+        options = replace(settings.options, gain=None, k=None)
         alone = [solve_batch(attn.head(h), x, options).estimates for h in range(count)]
         measured, outputs = [], operator.layer.finish(operator.kernel.output)
-        for i, (sample, estimate) in enumerate(zip(samples, estimates, strict=True)):
+        for i, sample in enumerate(samples):
             segment = sample.segment(layer, settings.which)
             kernel = operator.kernel if len(samples) == 1 else operator.kernel.select(torch.tensor([i], device=x.device))
             heads = tuple(head[i] for head in alone)
-            gain = None if gains is None else gains[i]
-            measured.append(
-                self._measurement(sample, layer, settings, segment, estimate, images[i], outputs[i], [kernel], heads, gain)
-            )
+            measured.append(self._measurement(sample, layer, settings, segment, solved.of(i), outputs[i], [kernel], heads))
         return measured
 
     def _measurement(
@@ -319,12 +319,10 @@ class Capture:
         layer: int,
         settings: "_Settings",
         segment: SegmentMap,
-        estimate: Estimate,
-        image: Tensor,
+        solved: Solved,
         output: Tensor | None,
         kernels: Sequence[AttentionKernel],
         heads: tuple[Estimate, ...],
-        gain: Gain | None = None,
     ) -> Measurement:
         lengths = (settings.factor * segment.start.double()).norm(dim=-1)
         n, which = len(lengths), settings.which
@@ -338,13 +336,13 @@ class Capture:
             map=which.map,
             head=which.head,
             n=n,
-            estimate=estimate,
+            estimate=solved.estimate,
             radius_rms=float(lengths.square().mean().sqrt()),
             radius_max=float(lengths.max()),
             logits=(min(a for a, _ in ranges), max(b for _, b in ranges)) if ranges else None,
             tokens=words,
-            input_share=shares(estimate.direction),
-            output_share=shares(image),
+            input_share=shares(solved.estimate.direction),
+            output_share=shares(solved.image),
             received=None
             if which.map == "cross"
             else _received(kernels, len(sample.window) if own else n, sample.real if own else None),
@@ -357,7 +355,8 @@ class Capture:
             notes=self.notes + sample.notes(layer, which, segment),
             to=which.to,
             heads=heads,
-            gain=gain,
+            gain=solved.gain,
+            spectrum=solved.spectrum,
         )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 
 from howsmooth.results import OneNumber, Results, axes_for, draw_intervals, html_table, plain_text
-from howsmooth.spectral import Estimate, Gain, Status
+from howsmooth.spectral import Estimate, Gain, Spectrum, Status
 
 if TYPE_CHECKING:
     import pandas
@@ -46,6 +46,7 @@ class Measurement(OneNumber):
         per: Whether that radius is one of every token or of all together.
         heads: One estimate per head, if asked for.
         gain: The mean gain of random changes, if asked for.
+        spectrum: The largest singular values, if asked for.
         notes: What was widened, and that experts stay as chosen.
     """
 
@@ -72,6 +73,7 @@ class Measurement(OneNumber):
     heads: tuple[Estimate, ...] = ()
     to: int | str | None = None
     gain: Gain | None = None
+    spectrum: Spectrum | None = None
 
     @property
     def value(self) -> float:
@@ -158,11 +160,12 @@ class Measurement(OneNumber):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON; the direction is left out."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("estimate", "heads", "gain")}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("estimate", "heads", "gain", "spectrum")}
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
         said = {name: getattr(self, name) for name in ("relative", "effective_inputs", "effective_outputs", "sink", "remark")}
-        gain = None if self.gain is None else self.gain.to_dict()
-        return plain | self.estimate.to_dict() | said | {"heads": [e.to_dict() for e in self.heads], "gain": gain}
+        more = {name: getattr(self, name) for name in ("gain", "spectrum")}
+        more = {name: None if result is None else result.to_dict() for name, result in more.items()}
+        return plain | self.estimate.to_dict() | said | {"heads": [e.to_dict() for e in self.heads]} | more
 
     def __str__(self) -> str:
         head = "" if self.head is None else f", head {self.head}"

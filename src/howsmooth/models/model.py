@@ -205,7 +205,7 @@ class Model:
                 path), `cross` and `context` (the block's cross-attention, in its queries' tokens or in its context),
                 `model` (first block → last hidden state, behind the final norm).
             **more: What `Capture.measure` takes (layers, head, heads, factor, tokens, to, stream, call, closed, within, per,
-                steps, tol, certify, seed, gain), and the input where it is no text: ids, mask, n, inputs, or the
+                steps, tol, certify, seed, gain, k), and the input where it is no text: ids, mask, n, inputs, or the
                 model's own arguments by name, as for `capture`.
 
         Returns:

@@ -6,9 +6,11 @@ from howsmooth.spectral.golub_kahan import GolubKahan
 from howsmooth.spectral.matrices import eig, eigh, largest_eigenvalue, led_to, spectral_norm, svd, top_eigenvalue
 from howsmooth.spectral.operator import Composed, Operator, Weighted, inner
 from howsmooth.spectral.pairs import TopPairs, norm_upper, top_pairs
+from howsmooth.spectral.spectrum import AttainedValues, Spectrum, attained_values, narrow
 from howsmooth.spectral.trace import Gain, GaussianProbes, dense_gains, probed_gains
 
 __all__ = [
+    "AttainedValues",
     "Composed",
     "DenseSVD",
     "Estimate",
@@ -19,15 +21,18 @@ __all__ = [
     "Operator",
     "Solution",
     "Solver",
+    "Spectrum",
     "Status",
     "TopPairs",
     "Weighted",
+    "attained_values",
     "dense_gains",
     "eig",
     "eigh",
     "inner",
     "largest_eigenvalue",
     "led_to",
+    "narrow",
     "norm_upper",
     "probed_gains",
     "small",

@@ -41,14 +41,16 @@ def rounding_of(operator: Operator, sigma: Float[Tensor, "batch k"]) -> Float[Te
 class DenseSVD:
     """Decompose the matrix in float64. Exact to rounding, so the upper end is certain."""
 
-    def solve(self, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int]) -> list[Solution]:
-        """The top singular pair of every map of a batch. `tol`, `certify` and `seeds` have nothing to decide here."""
+    def solve(
+        self, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int], *, k: int = 1
+    ) -> list[Solution]:
+        """The `k` top singular pairs of every map of a batch. `tol`, `certify` and `seeds` have nothing to decide here."""
         _, sigma, right = decomposed(operator)
         return [
             Solution(
-                value=float(s[0]),
-                upper=float(s[0] + e),
-                direction=vh[0].reshape(operator.in_shape),
+                values=tuple(s[:k].tolist()),
+                uppers=tuple((s[:k] + e).tolist()),
+                directions=vh[:k].unflatten(1, operator.in_shape),
                 steps=min(operator.in_size, operator.out_size),
                 converged=True,
             )

@@ -1,7 +1,7 @@
 """What a solver hands back, and the answer made of it: a two-sided estimate of a Jacobian's norm."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 import torch
@@ -19,20 +19,44 @@ Status = Literal["dense", "certified", "converged", "step limit"]
 
 @dataclass(frozen=True)
 class Solution:
-    """`value` is `|J direction|` as the run saw it, `upper` bounds the norm, `direction` is a unit vector."""
+    """The largest singular values of one map, in order: as the run saw them, their upper ends, and orthonormal directions.
 
-    value: float
-    upper: float
-    direction: Tensor
+    energy: `|J q|²` of the start, which tells whether squares stayed in the range of the working precision.
+    """
+
+    values: tuple[float, ...]
+    uppers: tuple[float, ...]
+    directions: Float[Tensor, "k *in"]
     steps: int
     converged: bool
-    energy: float = 1.0  # |J q|² of the start: tells whether squares stayed in the range of the working precision
+    energy: float = 1.0
+
+    @property
+    def value(self) -> float:
+        """The largest one, `|J direction|`."""
+        return self.values[0]
+
+    @property
+    def upper(self) -> float:
+        return self.uppers[0]
+
+    @property
+    def direction(self) -> Tensor:
+        """A unit vector."""
+        return self.directions[0]
+
+    def scaled(self, size: float) -> "Solution":
+        """The solution of the map times a number."""
+        values, uppers = (tuple(size * s for s in side) for side in (self.values, self.uppers))
+        return replace(self, values=values, uppers=uppers)
 
 
 class Solver(Protocol):
-    """Anything that finds top singular pairs of a batch of operators."""
+    """Anything that finds the `k` largest singular values of a batch of operators."""
 
-    def solve(self, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int]) -> list[Solution]:
+    def solve(
+        self, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int], *, k: int = 1
+    ) -> list[Solution]:
         """seeds: one per item."""
         ...
 

@@ -19,6 +19,7 @@ from howsmooth.settings import flag, number, whole
 from howsmooth.spectral import certificate
 from howsmooth.spectral.estimate import Solution
 from howsmooth.spectral.operator import Operator, stream, unit_rows
+from howsmooth.spectral.spaces import CONVERGED_RISK, RISK, Spaces
 
 _CHUNK = 16  # basis vectors allocated at a time, fewer where they take more than this
 _CHUNK_BYTES = 2**28
@@ -72,18 +73,38 @@ class GolubKahan:
         object.__setattr__(self, "rigorous", flag(self.rigorous, "rigorous"))
 
     def solve(
-        self, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int], start: Tensor | None = None
+        self,
+        operator: Operator,
+        tol: float,
+        certify: float | None,
+        seeds: Sequence[int],
+        start: Tensor | None = None,
+        *,
+        k: int = 1,
     ) -> list[Solution]:
-        """The top singular pair of every map of a batch, in lock step; each stops by itself. start: in place of its guess."""
-        run = _Iteration(self, operator, tol, certify, seeds)
-        run.start = start
-        return run.finish()
+        """The `k` top singular pairs of every map of a batch; each stops by itself. start: in place of its guess.
+
+        One pair is found in lock step. Several take one Krylov space after another (`Spaces`), map by map.
+        """
+        if k == 1:
+            run = _Iteration(self, operator, tol, certify, seeds)
+            run.start = start
+            return run.finish()
+        if self.rigorous:
+            raise BadInputError("expected k=1 for rigorous=True, got more; rounding is counted in full for one value alone")
+        if self.max_steps <= k:
+            raise BadInputError(f"expected max_steps above k={k}, got {self.max_steps}; the default is 300")
+        alone = (operator.select(torch.tensor([i], device=operator.device)) for i in range(operator.batch))
+        items = [operator] if operator.batch == 1 else alone
+        return [_Iteration(self, J, tol, certify, [seed], k).finish()[0] for J, seed in zip(items, seeds, strict=True)]
 
 
 class _Iteration:
     """One batch on its way. Vectors stay on the operator's device, (batch, N); numbers are on the host, in float64."""
 
-    def __init__(self, solver: GolubKahan, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int]):
+    def __init__(
+        self, solver: GolubKahan, operator: Operator, tol: float, certify: float | None, seeds: Sequence[int], k: int = 1
+    ):
         self.solver, self.operator, self.tol, self.certify, self.seeds = solver, operator, tol, certify, list(seeds)
         self.start: Tensor | None = None  # in place of the operator's own guess
         self.size, self.rounding = operator.in_size, operator.noise
@@ -100,6 +121,12 @@ class _Iteration:
         self.shift = torch.zeros(operator.batch, dtype=torch.float64)  # log of what a guess takes from the start
         self.invariant = torch.zeros(operator.batch, dtype=torch.bool)  # the Krylov space is invariant; if rigorous
         self.guessed = math.inf  # entry along the start of the direction that was guessed, if it were exact
+        # of several singular values: the spaces so far, what the last of them left (times, N), and this one along that
+        width = None if certify is None else max(_MARGIN * certify - 2 * self.rounding, 0.5 * certify)
+        self.spaces = Spaces(k, tol, width, self.rounding) if k > 1 else None
+        self.left = torch.zeros(0, operator.in_size, dtype=operator.dtype, device=operator.device)
+        self.along: list[Tensor] = []
+        self.leaving, self.energy = False, 0.0
 
     def finish(self) -> list[Solution]:
         q, before, beta = self._start(), None, None
@@ -107,6 +134,9 @@ class _Iteration:
             self.basis.append(q)
             product = self._gram(q[None].unflatten(2, self.operator.in_shape))
             image, alpha = product[0][0].flatten(1), product[1][:, 0]  # M q and ⟨q, M q⟩: (batch, N), (batch, 1)
+            if self.spaces is not None and len(self.left):
+                along = q @ self.left.mT
+                image, alpha = image + self.spaces.x * along @ self.left, alpha + self.spaces.x * along.square().sum()
             w = torch.addcmul(image, alpha, q, value=-1)
             if before is not None and beta is not None:
                 w.addcmul_(beta, before, value=-1)
@@ -119,10 +149,12 @@ class _Iteration:
                 self.invariant |= invariant
             else:
                 q = self._restart(q, invariant)
-            self.active &= ~self._stop()
+            self.active &= ~(self._stop() if self.spaces is None else self._stop_several(self.spaces, q))
             if not bool(self.active.any()):
                 return [self.solutions[i] for i in range(len(self.solutions))]
-            if int(self.active.sum()) <= len(self.items) // 2:
+            if self.spaces is not None and self.leaving:
+                q, before, beta = self._next_space(self.spaces, q), None, None
+            elif int(self.active.sum()) <= len(self.items) // 2:
                 keep = torch.nonzero(self.active)[:, 0]
                 q, before, beta = (t[keep.to(t.device)] for t in (q, before, beta))
                 self._shrink(keep)
@@ -188,7 +220,15 @@ class _Iteration:
         if not bool(numbers.isfinite().all()):
             raise NoConvergenceError("expected finite products with the Jacobian, got NaN or infinity; rescale the map")
         self.alpha, self.beta = torch.cat([self.alpha, numbers[0]], 1), torch.cat([self.beta, numbers[1]], 1)
-        return self.beta[:, -1] <= self.rounding * self.alpha.amax(-1)
+        return self.beta[:, -1] <= self._floor()
+
+    def _floor(self) -> Tensor:
+        """What rounding makes of a `β` that is zero. Beside another space its size counts: products are with all of `J`."""
+        largest = self.alpha.amax(-1)
+        if self.spaces is None or self.spaces.count == 0:
+            return self.rounding * largest
+        top = self.spaces.top
+        return self.rounding * (top * largest.clamp_min(self.rounding**2 * top)).sqrt()
 
     def _restart(self, q: Float[Tensor, "batch N"], invariant: Tensor) -> Float[Tensor, "batch N"]:
         """Where the Krylov space is invariant, go on from a fresh random vector orthogonal to it (Corollary 2.4)."""
@@ -223,14 +263,59 @@ class _Iteration:
         stop &= self.active
         for i in torch.nonzero(stop)[:, 0].tolist():
             self.solutions[int(self.items[i])] = Solution(
-                value=float(theta[i]) ** 0.5,
-                upper=float(upper[i]) ** 0.5 + self.fixed,
-                direction=self.basis.combined(i, vectors[i, :, -1]).reshape(self.operator.in_shape),
+                values=(float(theta[i]) ** 0.5,),
+                uppers=(float(upper[i]) ** 0.5 + self.fixed,),
+                directions=self.basis.combined(i, vectors[i, :, -1]).reshape(1, *self.operator.in_shape),
                 steps=self.basis.count,
                 converged=bool(converged[i]),
                 energy=float(self.alpha[i, 0]),
             )
         return stop
+
+    def _stop_several(self, spaces: Spaces, q: Float[Tensor, "1 N"]) -> Tensor:
+        """Whether all intervals are narrow: the solution is written down. Else, whether to leave this space.  q: the next."""
+        if not self.along:
+            self.along = [(self.basis.last @ self.left.mT)[0].double().cpu()]
+        self.energy = self.energy or float(self.alpha[0, 0])
+        self.along.append((q @ self.left.mT)[0].double().cpu())
+        spaces.read(self.alpha[0], self.beta[0], torch.stack(self.along))
+        whole, steps = self.basis.count >= self.size, self.basis.count
+        limit = whole or steps >= self.solver.max_steps
+        ends, beta = spaces.ends(spaces.top), self.beta[0].maximum(self._floor())
+        narrow = whole
+        if not whole and (spaces.count > 0 or limit):
+            share = 0.9 if spaces.count <= 1 else 0.1 / (spaces.count * (spaces.count - 1))  # of the risk, as for `log_rarity`
+            ends = spaces.ends(spaces.upper_end(beta, self._rarity(share * self.solver.delta)))
+            narrow = spaces.count > 0 and bool((ends.upper <= spaces.wanted()).all())
+        if narrow or limit:
+            upper = ends.theta if whole else ends.upper
+            self.solutions[0] = Solution(
+                values=tuple(ends.theta.sqrt().tolist()),
+                uppers=tuple(upper.sqrt().tolist()),
+                directions=torch.stack([self.basis.combined(0, v) for v in ends.vectors.mT]).unflatten(
+                    1, self.operator.in_shape
+                ),
+                steps=steps,
+                converged=narrow,
+                energy=self.energy,
+            )
+        elif spaces.hidden:
+            rarities = (float(self._rarity(risk)) for risk in (RISK, CONVERGED_RISK))
+            self.leaving = spaces.ready(*rarities)
+        return torch.tensor([narrow or limit])
+
+    def _next_space(self, spaces: Spaces, q: Float[Tensor, "1 N"]) -> Float[Tensor, "1 N"]:
+        """A fresh random vector beside all spaces so far.  q: the vector that would have been next."""
+        left = torch.cat([self.basis.orthogonal(f[None]) for f in (*self.left, q[0])])
+        columns, R = torch.linalg.qr(left.mT)
+        self.left = columns.mT.contiguous()
+        spaces.begin(R.double().cpu())
+        fresh = self._gaussian()
+        for _ in range(2):
+            fresh = unit_rows(self.basis.orthogonal(fresh))
+        self.alpha, self.beta, self.along, self.leaving = self.alpha[:, :0], self.beta[:, :0], [], False
+        self.starts, self.shift = torch.ones_like(self.starts), torch.zeros_like(self.shift)
+        return fresh
 
     def _upper(self, theta: Tensor, ritz: Tensor, beta: Tensor) -> Tensor:
         rarity = self._rarity(self.solver.delta)
@@ -287,6 +372,10 @@ class _Basis:
     def chunks(self) -> list[Float[Tensor, "batch part N"]]:
         """What is filled of each chunk."""
         return [chunk[:, : self.count - i * self.room] for i, chunk in enumerate(self._chunks)]
+
+    @property
+    def last(self) -> Float[Tensor, "batch N"]:
+        return self._chunks[-1][:, (self.count - 1) % self.room]
 
     def append(self, q: Float[Tensor, "batch N"]) -> None:
         if self.count % self.room == 0:
