@@ -6,7 +6,7 @@ import torch
 from checks import assert_close
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Blocked, Dense, Mask, TileSize, plain_attention
-from howsmooth.kernels.tiles import cut
+from howsmooth.kernels.base import cut
 from problems.layers import gaussian, problem, ties
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from checks import check_operator
 from howsmooth.errors import HowSmoothError
 from howsmooth.kernels import AttentionKernel, Dense, Mask, Scores, attend, dispatch, kinds, linearize, plain_attention
+from howsmooth.kernels.base import TileSize
 from howsmooth.kernels.dispatch import Mapped
 from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Linear, Sigmoid, Sinkhorn, Softmax
 from howsmooth.kernels.summed import Summed
-from howsmooth.kernels.tiles import TileSize
 from problems.kinds import KIND_NAMES, dense_weights, kind_problem, kind_problems
 from problems.layers import KernelJacobian, Problem, gaussian, key_mask
 

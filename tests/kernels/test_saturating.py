@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 import howsmooth as hs
-from howsmooth.kernels import Mask, Scores, arithmetic, linearize, plain_attention
+from howsmooth.kernels import Mask, Scores, linearize, plain_attention, tensors
 from howsmooth.kernels.kinds import Sigmoid, Softmax
 from howsmooth.maps import Attention
 from howsmooth.maps.scalars import SCALARS
@@ -40,21 +40,21 @@ def apart(got: Tensor, want: Tensor) -> float:
     return float(((got - want).abs() / want.abs().clamp_min(1e-300)).max())
 
 
-@pytest.mark.parametrize(("f", "slope"), [(arithmetic.sigmoid, flat), (arithmetic.tanh, flat_tanh)])
+@pytest.mark.parametrize(("f", "slope"), [(tensors.sigmoid, flat), (tensors.tanh, flat_tanh)])
 def test_derivatives_taken_automatically(f, slope):
-    s = S / (1 if f is arithmetic.sigmoid else 2)
-    torchs = torch.sigmoid if f is arithmetic.sigmoid else torch.tanh
+    s = S / (1 if f is tensors.sigmoid else 2)
+    torchs = torch.sigmoid if f is tensors.sigmoid else torch.tanh
     assert apart(f(s), torchs(s)) <= 1e-15
     assert apart(vmap(grad(f))(s), slope(s)) <= CLOSE
     assert apart(jvp(f, (s,), (torch.ones_like(s),))[1], slope(s)) <= CLOSE
-    bend = torch.tanh(s / 2) if f is arithmetic.sigmoid else 2 * torch.tanh(s)
+    bend = torch.tanh(s / 2) if f is tensors.sigmoid else 2 * torch.tanh(s)
     for second in (vmap(grad(grad(f))), vmap(hessian(f)), vmap(jacfwd(jacfwd(f)))):
         assert float((second(s) + bend * slope(s)).abs().div(slope(s)).max()) <= CLOSE  # zero at zero
 
 
-@pytest.mark.parametrize(("f", "slope"), [(arithmetic.sigmoid_slope, flat), (arithmetic.tanh_slope, flat_tanh)])
+@pytest.mark.parametrize(("f", "slope"), [(tensors.sigmoid_slope, flat), (tensors.tanh_slope, flat_tanh)])
 def test_slopes(f, slope):
-    s = S / (1 if f is arithmetic.sigmoid_slope else 2)
+    s = S / (1 if f is tensors.sigmoid_slope else 2)
     assert apart(f(s), slope(s)) <= CLOSE
     assert apart(f(s.float()).double(), slope(s)) <= 1e-5 or bool((s.abs() > 80).any())
     assert f(torch.tensor([math.inf, -math.inf])).tolist() == [0.0, 0.0]
@@ -247,7 +247,7 @@ def test_second_derivatives_of_a_saturated_soft_cap():
         return hs.sdpa(q, k, v, scale=1.0, softcap=1.0).sum()
 
     def exact(q):
-        return torch.softmax(arithmetic.tanh(q @ k.mT), -1) @ v
+        return torch.softmax(tensors.tanh(q @ k.mT), -1) @ v
 
     want_first, want_second = grad(lambda t: exact(t).sum())(q), grad(lambda t: grad(lambda r: exact(r).sum())(t).sum())(q)
     tangent = torch.ones_like(q)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from howsmooth.kernels import Mask, TileSize
-from howsmooth.kernels.tiles import cut
+from howsmooth.kernels.base import cut
 
 lengths = st.integers(1, 70)
 bands = st.builds(Mask, causal=st.booleans(), window=st.none() | st.integers(1, 80))

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Scores
+from howsmooth.kernels.base import plain_attention
 from howsmooth.kernels.kinds import L2, Cosine, Differential, Hard, Kind, Linear, Sigmoid, Sinkhorn, Softmax
 from howsmooth.kernels.masks import Mask
-from howsmooth.kernels.naive import plain_attention
 
 KINDS: dict[str, Kind] = {
     "softmax": Softmax(),

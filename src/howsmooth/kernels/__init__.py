@@ -6,13 +6,11 @@ torch operations alone.
 """
 
 from howsmooth.kernels.autograd import attention_and_kernel
-from howsmooth.kernels.base import AttentionKernel, Scores
+from howsmooth.kernels.base import AttentionKernel, Scores, TileSize, plain_attention
 from howsmooth.kernels.dispatch import linearize
 from howsmooth.kernels.dot_product import attend, sdpa
 from howsmooth.kernels.masks import Mask
-from howsmooth.kernels.naive import plain_attention
 from howsmooth.kernels.tiled import Blocked, Dense
-from howsmooth.kernels.tiles import TileSize
 
 __all__ = [
     "AttentionKernel",

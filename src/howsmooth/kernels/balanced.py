@@ -20,9 +20,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
-from howsmooth.kernels.base import Keys, Queries, Scores, Values
+from howsmooth.kernels.base import Keys, OnTiles, Queries, Scores, Tile, TileSize, Values, flat, wide
 from howsmooth.kernels.kinds.balanced import ROUNDS, unbalanced
-from howsmooth.kernels.tiles import OnTiles, Tile, TileSize, flat, wide
 
 _CONJUGATE = 1000  # steps that a system may take; more than its distinct singular values are needed by rounding alone
 _CONVERGED = 64  # units in the last place of what is left of a system's right side, or of a potential that moves no more

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from howsmooth.errors import BadInputError, warn
 from howsmooth.kernels.balanced import Balanced
-from howsmooth.kernels.base import AttentionKernel, Keys, Precision, Queries, Scores, Values
+from howsmooth.kernels.base import AttentionKernel, Keys, Precision, Queries, Scores, TileSize, Values, cut
 from howsmooth.kernels.kinds import Kind
 from howsmooth.kernels.kinds.kind import Entry, Vectors
 from howsmooth.kernels.summed import Summed
 from howsmooth.kernels.tiled import Blocked, Dense
-from howsmooth.kernels.tiles import TileSize, cut
 
 KEPT_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 
@@ -37,13 +36,8 @@ def linearize(
     >>> type(linearize(x, x, x, Scores(1.0))).__name__
     'Dense'
     """
-
-    def core(at: Vectors, inner: Scores) -> AttentionKernel:
-        return _core(at, inner, kernel, precision)
-
-    if scores.kind.maps:
-        return Mapped(q, k, v, scores, core)
-    return core(Vectors(q, k, v), scores)
+    core = functools.partial(_core, kernel=kernel, precision=precision)
+    return Mapped(q, k, v, scores, core) if scores.kind.maps else core(Vectors(q, k, v), scores)
 
 
 def _core(at: Vectors, scores: Scores, kernel: Kernel, precision: Precision) -> AttentionKernel:

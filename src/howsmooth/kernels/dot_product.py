@@ -11,9 +11,8 @@ from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[repor
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels.autograd import ATTEND
-from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values
+from howsmooth.kernels.base import Keys, Outputs, Queries, Scores, Values, logits_of, masked_logits, plain_attention
 from howsmooth.kernels.kinds import Softmax
-from howsmooth.kernels.naive import logits_of, masked_logits, plain_attention
 from howsmooth.kernels.tensors import REAL, described
 from howsmooth.parallel import active, attention_over
 from howsmooth.settings import flag, number, shown, whole

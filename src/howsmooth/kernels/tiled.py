@@ -30,11 +30,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.kernels.arithmetic import tanh_slope
-from howsmooth.kernels.base import Keys, Offsets, Outputs, Queries, Scores, Values
+from howsmooth.kernels.base import Keys, Offsets, OnTiles, Outputs, Queries, Scores, Tile, TileSize, Values, flat, wide
 from howsmooth.kernels.kinds import Pointwise
 from howsmooth.kernels.kinds.features import FeatureMap, check_sums, supported
-from howsmooth.kernels.tiles import OnTiles, Tile, TileSize, flat, wide
+from howsmooth.kernels.tensors import tanh_slope
 
 Tangents = tuple[Queries, Keys, Values]
 RowNumbers = Float[Tensor, "probes batch heads n"]
@@ -108,14 +107,10 @@ class Tiled(OnTiles):
     def blocks(self) -> Iterator[Block]:
         """Every tile of `P̂`, once."""
 
-    def _start(self) -> Float[Tensor, "g n"]:
-        """What a sink adds to the row sums, when `largest` is known."""
-        started = self._kind.start(self.largest.unflatten(0, self.shape[:2]))
-        return torch.zeros_like(self.largest) if started is None else (started.flatten(0, 1) - self.largest).exp()
-
     def _summed(self) -> Float[Tensor, "g n"]:
         """Row sums, and `P̂ v` in `o`, from all tiles."""
-        total = self._start()
+        started = self._kind.start(self.largest.unflatten(0, self.shape[:2]))  # by a sink
+        total = torch.zeros_like(self.largest) if started is None else (started.flatten(0, 1) - self.largest).exp()
         for b in self.blocks():
             total[b.heads, b.rows] += b.weights.sum(-1)
             self.o[b.heads, b.rows] += torch.bmm(b.weights, self.v[b.heads, b.cols])

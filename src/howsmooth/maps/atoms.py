@@ -13,11 +13,10 @@ from torch import Tensor
 
 from howsmooth.errors import NoConvergenceError
 from howsmooth.kernels import Scores
+from howsmooth.kernels.base import by_head, logits_of
 from howsmooth.kernels.kinds import Kind
 from howsmooth.kernels.kinds.balanced import Balance, balanced, unbalanced
-from howsmooth.kernels.kinds.kind import Vectors
-from howsmooth.kernels.kinds.traits import Balancing
-from howsmooth.kernels.naive import by_head, logits_of
+from howsmooth.kernels.kinds.kind import Balancing, Vectors
 from howsmooth.maps.base import Map
 from howsmooth.maps.jacobian import AutodiffJacobian
 from howsmooth.spectral.operator import Operator

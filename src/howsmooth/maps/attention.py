@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from howsmooth.errors import BadInputError
 from howsmooth.kernels import Mask, Scores, linearize, plain_attention
-from howsmooth.kernels.arithmetic import float32_products
 from howsmooth.kernels.kinds import Kind, Softmax
-from howsmooth.kernels.tensors import check_dense, check_tensor, described
+from howsmooth.kernels.tensors import check_dense, check_tensor, described, float32_products
 from howsmooth.maps.atoms import CountedAttention, OnMeasure, no_measures
 from howsmooth.maps.base import Map
 from howsmooth.maps.gate import check_layer
@@ -265,11 +264,9 @@ class Attention(Map):
     def _scores(self) -> Scores:
         return Scores(self.scale, self.softcap, Mask(self.causal, self.window, self.attention_mask, self.bias), self.kind)
 
-    def value(self, x):
-        return self._value(x, self._scores())
-
-    def _value(self, x: Float[Tensor, "batch n d"], scores: Scores) -> Float[Tensor, "batch n d_out"]:
-        return self.finish(plain_attention(*self.vectors(x), scores))
+    def value(self, x, scores: Scores | None = None):
+        """scores: those of atoms, where `x` are some."""
+        return self.finish(plain_attention(*self.vectors(x), scores or self._scores()))
 
     def vectors(self, x: Float[Tensor, "batch n d"]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as attention takes them, (batch, heads, n, ·): normalised and turned."""
@@ -278,17 +275,15 @@ class Attention(Map):
         k = k if self.k_norm is None else over_heads(self.k_norm.value, k, self.k_norm.width)
         return *self._turn(x, q, k), v
 
-    def linearize(self, x):
-        return self._linearize(x, self._scores())
-
     @torch.no_grad()
     @float32_products()
-    def _linearize(self, x: Float[Tensor, "batch n d"], scores: Scores) -> tuple[Tensor, "AttentionJacobian"]:
+    def linearize(self, x: Float[Tensor, "batch n d"], scores: Scores | None = None) -> tuple[Tensor, "AttentionJacobian"]:
+        """scores: those of atoms, where `x` are some."""
         layer = self.to(x.device, x.dtype)
         q, k, v = layer.project(x, with_bias=True)
         (q, q_slope), (k, k_slope) = _normed(layer.q_norm, q), _normed(layer.k_norm, k)
         q, k = layer._turn(x, q, k)
-        kernel = linearize(q, k, v, scores)
+        kernel = linearize(q, k, v, scores or self._scores())
         value = layer.finish(kernel.output)
         if not bool(value.isfinite().all()):
             raise BadInputError(f"expected outputs within the range of {x.dtype}, got infinity; use float64 or smaller weights")
@@ -371,7 +366,7 @@ class AtomAttention(OnMeasure):
         return replace(self, layer=self.layer.to(device, dtype))
 
     def value(self, x):
-        return self.layer._value(x, self.scores)
+        return self.layer.value(x, self.scores)
 
     def linearize(self, x):
-        return self.layer._linearize(x, self.scores)
+        return self.layer.linearize(x, self.scores)

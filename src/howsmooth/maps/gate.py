@@ -28,7 +28,8 @@ def check_layer(attn: "Attention") -> None:
         raise BadInputError(f"expected kv_heads that divide the {heads} heads, got {kv_heads}; {fix}")
     fill(attn, heads=heads, kv_heads=kv_heads)
     _check(attn, "w_q", "out", "in")
-    _tie(attn)
+    if attn.kind.traits.tied:
+        _tie(attn)
     _check(attn, "w_k", "out", attn.width)
     _check(attn, "w_v", "out", attn.width)
     q_rows, k_rows, v_rows = attn.w_q.shape[0], attn.width if attn.w_k is None else attn.w_k.shape[0], attn.w_v.shape[0]
@@ -60,8 +61,11 @@ def check_layer(attn: "Attention") -> None:
         window=None if window is None else whole(window, "a window of 1 or more whole tokens", none, least=1),
     )
     attn.kind.check_layer(heads, attn.scale)
-    _check_masks(attn)
-    _check_turn(attn)
+    if attn.bias is not None or attn.attention_mask is not None:
+        _check_masks(attn)
+    Scores(attn.scale, attn.softcap, Mask(attn.causal, window, None, attn.bias), attn.kind)  # refuses what does not fit
+    if any(part is not None for part in (attn.q_norm, attn.k_norm, attn.rotary)):
+        _check_turn(attn)
 
 
 def fill(attn: "Attention", **values: Any) -> None:
@@ -72,8 +76,6 @@ def fill(attn: "Attention", **values: Any) -> None:
 
 def _tie(attn: "Attention") -> None:
     """Keys of L2 attention that are its queries."""
-    if not attn.kind.traits.tied:
-        return
     tied = attn.w_k is None or (attn.w_k.shape == attn.w_q.shape and bool((attn.w_k == attn.w_q).all()))
     if not tied or (attn.b_k is not None and (attn.b_q is None or not bool((attn.b_k == attn.b_q).all()))):
         raise BadInputError("expected w_k and b_k like w_q and b_q for L2(tied=True), got others; leave them out")
@@ -125,7 +127,6 @@ def _check_masks(attn: "Attention") -> None:
             raise BadInputError(
                 "expected a real token in every sequence, got an attention_mask with an empty row; leave that sequence out"
             )
-    Scores(attn.scale, attn.softcap, Mask(attn.causal, attn.window, None, attn.bias), attn.kind)  # refuses what does not fit
 
 
 def _named(part: object) -> str:

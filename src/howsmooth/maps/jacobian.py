@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, foreign, reason
 from howsmooth.kernels import AttentionKernel
-from howsmooth.kernels.arithmetic import float32_products
+from howsmooth.kernels.tensors import float32_products
 from howsmooth.maps.norms import NormJacobian, over_heads
 from howsmooth.maps.rounding import Point, attention_errors, attention_point, attention_rounding
 from howsmooth.spectral.matrices import led_to

@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from howsmooth.kernels.arithmetic import sigmoid_slope, tanh_slope
+from howsmooth.kernels.tensors import sigmoid_slope, tanh_slope
 
 _TANH_BEND = math.atanh(1 / math.sqrt(3))  # where tanh'' is extreme
 _SILU_BEND = 3.435840993535111  # the positive root of 6t = x(3t² − 1), t = tanh(x/2), where silu'' is extreme

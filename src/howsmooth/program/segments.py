@@ -17,8 +17,8 @@ from torch.fx import Node
 
 from howsmooth.errors import BadFunctionError, BadInputError
 from howsmooth.kernels import AttentionKernel, attention_and_kernel
-from howsmooth.kernels.arithmetic import float32_products
 from howsmooth.kernels.base import FINER, Precision
+from howsmooth.kernels.tensors import float32_products
 from howsmooth.maps import AutodiffJacobian
 from howsmooth.maps.base import Map
 from howsmooth.program.attention import Call, answering, attention

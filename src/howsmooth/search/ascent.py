@@ -71,7 +71,8 @@ def ascend(
     radius = torch.full_like(began, _FIRST * space.size * z.shape[1] ** 0.5)
     losses = torch.zeros_like(active)
     slope = _slope(f, space, z, pairs)
-    memory = _Memory.empty(z)
+    none = z.new_zeros(_MEMORY, *z.shape)
+    memory = _Memory(none, none.clone(), z.new_zeros(_MEMORY, len(z)))
     trace = [float(value.max())]
     for k in range(steps):
         move = space.tangent(z, memory.newton(slope))
@@ -136,10 +137,6 @@ class _Memory(NamedTuple):
     s: Float[Tensor, "memory batch n d"]
     y: Float[Tensor, "memory batch n d"]
     inverse: Float[Tensor, "memory batch"]  # 1/⟨s, y⟩, zero where there is nothing
-
-    @classmethod
-    def empty(cls, z: Float[Tensor, "batch n d"]) -> "_Memory":
-        return cls(z.new_zeros(_MEMORY, *z.shape), z.new_zeros(_MEMORY, *z.shape), z.new_zeros(_MEMORY, len(z)))
 
     def learn(self, items: Tensor, s: Tensor, y: Tensor) -> None:
         """Remember what bends down; the rest is no curvature of a hilltop."""

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import NoConvergenceError
-from howsmooth.kernels.arithmetic import float32_products
+from howsmooth.kernels.tensors import float32_products
 from howsmooth.spectral.dense import decomposed, rounding_of, small
 from howsmooth.spectral.estimate import Solver
 from howsmooth.spectral.golub_kahan import GolubKahan

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
-from howsmooth.kernels.arithmetic import float32_products
 from howsmooth.kernels.kinds.kind import counts_tokens
+from howsmooth.kernels.tensors import float32_products
 from howsmooth.kernels.tiled import Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.maps.atoms import AtomJacobian, CountedAttention

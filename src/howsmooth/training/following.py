@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from howsmooth.errors import BadInputError, HowSmoothError
 from howsmooth.kernels import AttentionKernel, attention_and_kernel
-from howsmooth.kernels.arithmetic import float32_products
+from howsmooth.kernels.tensors import float32_products
 from howsmooth.models import MapName, Model
 from howsmooth.models.recorded import Recordings, not_the_same
 from howsmooth.models.room import free

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, BadInputError, foreign, reason
-from howsmooth.kernels.arithmetic import float32_products
+from howsmooth.kernels.tensors import float32_products
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.models import MapName, Model
 from howsmooth.models.recorded import Recording, Recordings, not_the_same

@@ -8,8 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from howsmooth.errors import BadInputError, NoConvergenceError
-from howsmooth.kernels.kinds.kind import Counts, Kind, Logits, Visible
-from howsmooth.kernels.kinds.traits import Balancing, Traits
+from howsmooth.kernels.kinds.kind import Balancing, Counts, Kind, Logits, Traits, Visible
 from howsmooth.settings import whole
 
 ROUNDS = 2000  # normalisations of rows and columns within which the limit must be reached

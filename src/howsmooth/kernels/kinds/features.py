@@ -8,8 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.kinds.kind import Entry, Vectors
-from howsmooth.kernels.kinds.traits import FeatureMap
+from howsmooth.kernels.kinds.kind import Entry, FeatureMap, Vectors
 
 _WIDEST = 2**10  # entries of a head: each may lose the smallest normal number
 

@@ -7,9 +7,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from howsmooth.kernels.kinds.kind import Entry, Exit, Kind, Vectors
+from howsmooth.kernels.kinds.kind import Distances, Entry, Exit, Kind, Traits, TwoSoftmaxes, UnitVectors, Vectors
 from howsmooth.kernels.kinds.pointwise import Softmax
-from howsmooth.kernels.kinds.traits import Distances, Traits, TwoSoftmaxes, UnitVectors
 from howsmooth.settings import flag, number
 
 

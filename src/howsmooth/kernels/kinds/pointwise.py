@@ -9,11 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.arithmetic import sigmoid
 from howsmooth.kernels.kinds.features import Featured, short
-from howsmooth.kernels.kinds.kind import Counts, Pointwise, hidden_as
-from howsmooth.kernels.kinds.traits import FeatureMap, Logistic, Traits
-from howsmooth.kernels.tensors import check_tensor
+from howsmooth.kernels.kinds.kind import Counts, FeatureMap, Logistic, Pointwise, Traits, hidden_as
+from howsmooth.kernels.tensors import check_tensor, sigmoid
 from howsmooth.settings import choice, flag, number, whole
 
 

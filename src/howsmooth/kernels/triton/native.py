@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.kernels.arithmetic import whole_float32
-from howsmooth.kernels.tensors import heads_last
+from howsmooth.kernels.tensors import heads_last, whole_float32
 from howsmooth.kernels.triton import blocks
 from howsmooth.kernels.triton.backward import hvp_columns, hvp_rows, vjp_columns, vjp_rows
 from howsmooth.kernels.triton.compiling import Launch

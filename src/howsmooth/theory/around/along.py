@@ -15,7 +15,6 @@ from torch import Tensor
 
 from howsmooth.maps import AttentionJacobian
 from howsmooth.spectral import DenseSVD, GolubKahan, Operator, norm_upper, small, spectral_norm, top_pairs
-from howsmooth.spectral.dense import SMALL
 from howsmooth.spectral.operator import Restricted, stream
 from howsmooth.theory.around.covariances import Spread
 from howsmooth.theory.around.jets import UNITS, Centre, Jet, moves
@@ -24,26 +23,12 @@ from howsmooth.theory.upper import TINY, Upper, lengths
 if TYPE_CHECKING:
     from howsmooth.theory.around.attention import Neighbourhood
 
+FEW, MANY = 2, 6  # pairs that are treated apart, of inputs whose Jacobians are decomposed and of larger ones
+PROBES = 64  # Gaussian directions that stand for all second derivatives
 _STEPS = 6  # for each certificate along a pair: within a factor of two where spectra fall off
 _FLAT_STEPS, _FLAT_WIDTH = 20, 0.1  # for the certificate of all second derivatives at once
 _NUMBERS, _KEPT = 2**23, 2**24  # numbers of probes that are worked on at once, and that are kept from product to product
 _UNIT = torch.finfo(torch.float64).eps
-
-
-class Effort(NamedTuple):
-    """pairs: top pairs that are treated apart.  exact: of them, those among which first-order changes are exact.
-
-    probes: Gaussian directions that stand for all second derivatives.
-    """
-
-    pairs: int
-    exact: int
-    probes: int
-
-    @classmethod
-    def of(cls, size: int) -> "Effort":
-        """For inputs of so many entries."""
-        return cls(2, 2, 64) if size <= SMALL else cls(6, 6, 64)
 
 
 class Pairs(NamedTuple):
@@ -186,7 +171,7 @@ def _column(spread: Spread, v: Tensor) -> Jet:
 
 def deflated(spread: Spread, area: "Neighbourhood", pairs: Pairs, known: "Curves", others: float, beyond: float) -> float:
     """`‖D_Y f‖` over the neighbourhood (Theorem 6.9). others: how far the Jacobian can move.  beyond: beyond first order."""
-    far, exact = area.far, known.core.shape[0]
+    far = area.far
     of_rows, of_columns = contracted(spread, pairs)
     first = (Upper(known.core) * spread.r).sum()
     if area.total is not None:
@@ -195,10 +180,8 @@ def deflated(spread: Spread, area: "Neighbourhood", pairs: Pairs, known: "Curves
         (Upper(norms) * far + part.rest.min(beyond)).min(part.change).min(others)
         for norms, part in ((known.rows, of_rows), (known.columns, of_columns))
     )
-    core = rows[:, None].min(columns)
-    rest = of_rows.rest[:exact, None].min(of_columns.rest[:exact]).min(beyond)
-    sharper = core[:exact, :exact].min(first.raised(2**22) + rest)
-    core.value[:exact, :exact] = sharper.value
+    rest = of_rows.rest[:, None].min(of_columns.rest).min(beyond)
+    core = rows[:, None].min(columns).min(first.raised(2**22) + rest)
     return together(pairs, core, rows, columns, others)
 
 
@@ -345,27 +328,24 @@ class Curves(NamedTuple):
     core: lengths of `∂_X ⟨u_a, J v_b⟩`, token by token.  rows, columns: norms along `u_a` and `v_b`.
     """
 
-    core: Float[Tensor, "exact exact n"]
+    core: Float[Tensor, "pairs pairs n"]
     rows: Float[Tensor, " pairs"]
     columns: Float[Tensor, " pairs"]
 
 
-def curves(second: Second, pairs: Pairs, effort: Effort, delta: float, seed: int) -> Curves:
+def curves(second: Second, pairs: Pairs, delta: float, seed: int) -> Curves:
     """Norms of second derivatives along the pairs. delta: of all the certificates together."""
-    exact, count, n = min(effort.exact, len(pairs.core)), len(pairs.core), second.x.shape[1]
-    right = second.probes(pairs.right[:exact])
-    core = torch.stack([lengths(second.gradient(u, right)) for u in pairs.left[:exact]])
+    count, n = len(pairs.core), second.x.shape[1]
+    right = second.probes(pairs.right)
+    core = torch.stack([lengths(second.gradient(u, right)) for u in pairs.left])
     every = torch.arange(n, device=core.device)
     operators: list[Operator] = [AlongRow(second, u) for u in pairs.left]
     operators += [Transposed(AlongProbes(second, v[None], every)) for v in pairs.right]
-    seeds = [*range(seed, seed + 2 * count, 2), *range(seed + 1, seed + 2 * count, 2)]
-    norms = [_norm(J, delta / (2 * count), k) for J, k in zip(operators, seeds, strict=True)]
+    seeds, norms = [*range(seed, seed + 2 * count, 2), *range(seed + 1, seed + 2 * count, 2)], []
+    for J, k in zip(operators, seeds, strict=True):
+        solver = DenseSVD() if J.in_size <= _STEPS else GolubKahan(max_steps=_STEPS, delta=delta / (2 * count))
+        norms.append(float(norm_upper(J, solver, 0.2, [k])[0]))
     return Curves(core, core.new_tensor(norms[:count]), core.new_tensor(norms[count:]))
-
-
-def _norm(operator: Operator, delta: float, seed: int) -> float:
-    solver = DenseSVD() if operator.in_size <= _STEPS else GolubKahan(max_steps=_STEPS, delta=delta)
-    return float(norm_upper(operator, solver, 0.2, [seed])[0])
 
 
 def flattened(second: Second, columns: Tensor, probes: int, delta: float, seed: int) -> float:

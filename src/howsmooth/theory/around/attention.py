@@ -17,7 +17,8 @@ from howsmooth.kernels.kinds.kind import check_softmax
 from howsmooth.maps import Attention
 from howsmooth.maps.base import one_sequence
 from howsmooth.settings import Positions, choice, moving, number
-from howsmooth.theory.around.along import Curves, Effort, Pairs, Second, curves, deflated, flattened, pairs_at
+from howsmooth.spectral.dense import SMALL
+from howsmooth.theory.around.along import FEW, MANY, PROBES, Curves, Pairs, Second, curves, deflated, flattened, pairs_at
 from howsmooth.theory.around.covariances import Spread, beyond, matrix_norm, visible
 from howsmooth.theory.around.jets import Centre, parts
 from howsmooth.theory.constants import Constants, constants
@@ -151,13 +152,15 @@ class AroundAttention:
         check_softmax(layer.kind, "a bound around an input")
         # biases of values and outputs move nothing, and what they hide in rounding is kept without them
         layer = layer.to(x.device, torch.float64)
-        by_v, by_o = (1.0 if w is None else _power_of_two(largest_entry(w)) for w in (layer.w_v, layer.w_o))
+        # powers of two, by which numbers are divided without rounding
+        sizes = (0 if w is None else math.frexp(largest_entry(w))[1] for w in (layer.w_v, layer.w_o))
+        by_v, by_o = (2.0 ** max(-1000, min(1000, size)) for size in sizes)
         w_o = None if layer.w_o is None else layer.w_o / by_o
         self.layer = replace(layer, w_v=layer.w_v / by_v, w_o=w_o, b_v=None, b_o=None)
         self._units = by_v, by_o  # taken out of the layer, so that squares of its Jacobian stay in range
         self.point, self.tokens = x.double(), tokens
         self._known = None if norm is None else norm / by_v / by_o
-        self._delta, self._seed, self._effort = delta, seed, Effort.of(x.numel())
+        self._delta, self._seed = delta, seed
         self._columns = torch.arange(len(x), device=x.device) if tokens is None else torch.as_tensor(tokens, device=x.device)
 
     @cached_property
@@ -166,20 +169,18 @@ class AroundAttention:
 
     @cached_property
     def _pairs(self) -> Pairs:
-        return pairs_at(self._centre.operator, self.tokens, self._effort.pairs, self._delta / 2, self._seed)
+        return pairs_at(
+            self._centre.operator, self.tokens, FEW if self.point.numel() <= SMALL else MANY, self._delta / 2, self._seed
+        )
 
     @cached_property
     def _curves(self) -> Curves:
-        return curves(self._second, self._pairs, self._effort, self._delta / 2, self._seed)
-
-    @cached_property
-    def _second(self) -> Second:
-        return Second(self._centre)
+        return curves(Second(self._centre), self._pairs, self._delta / 2, self._seed)
 
     @cached_property
     def _flat(self) -> float:
         """How fast the Jacobian can change at the input, in all directions (Theorem 6.12)."""
-        return flattened(self._second, self._columns, self._effort.probes, self._delta / 2, self._seed)
+        return flattened(Second(self._centre), self._columns, PROBES, self._delta / 2, self._seed)
 
     @cached_property
     def _constants(self) -> Constants | None:
@@ -194,11 +195,6 @@ class AroundAttention:
             return math.inf
         rows = rows_over_ball(self._constants, len(self.point), reach)
         return min((row.value for row in rows if row.side == "upper" and row.value is not None), default=math.inf)
-
-    def _least_ball(self, reach: float) -> float:
-        """`‖V_h‖ ‖A_h‖ R²`: no bound over the ball is smaller, where queries and keys are affine and not turned."""
-        cross = self._centre.cross
-        return 0.0 if cross is None else float((self._centre.nu * cross).value.max()) * reach**2
 
     def within(self, neighbourhood: Neighbourhood) -> Around:
         """The bounds over one neighbourhood of the input."""
@@ -228,40 +224,42 @@ class AroundAttention:
         centre, far = self._centre, neighbourhood.far
         spread = Spread(centre, parts(centre, r), r, columns)
         found, along = spread.found, self._along(neighbourhood)
-        change, rest = _combined(spread, _moving(spread)), float(_rows(centre, found.output.rest).length())
+        change, rest = Upper(_combined(spread, _moving(spread))), _rows(centre, found.output.rest).length()
         upper, anywhere = self._known, _combined(spread, _anywhere(spread), stochastic=True)
         upper = self._pairs.norm if upper is None else upper
-        ball = self._ball(reach) if self._least_ball(reach) < min(_sum(upper, change), anywhere) else math.inf
+        # no bound over the ball is below `‖V_h‖ ‖A_h‖ R²`, where queries and keys are affine and not turned
+        least = 0.0 if centre.cross is None else float((centre.nu * centre.cross).value.max()) * reach**2
+        ball = self._ball(reach) if least < min(float(change + upper), anywhere) else math.inf
         upper = min(upper, anywhere, ball)
-        bounds = [(_sum(upper, change), AT), (anywhere, ANYWHERE), (ball, BALL)]
+        bounds = [(float(change + upper), AT), (anywhere, ANYWHERE), (ball, BALL)]
         if far > 0 and self._known is None:
-            if change < _FAR * upper:
-                bounds.append((self._apart(spread, neighbourhood, change), APART))
-            gain = min(change, min(bounds)[0] - upper)
-            if along and centre.affine and gain > _WORTH * upper and self._promising(gain, far, later := _later(spread)):
-                first = _product(self._flat, far)
-                if (sharper := _sum(first, later)) < change:
-                    change, rest = sharper, min(rest, _product(_sum(0.5 * first, later), far))
-                    bounds += [(self._apart(spread, neighbourhood, change, later), SECOND), (_sum(upper, change), SECOND)]
+            if float(change) < _FAR * upper:
+                bounds.append((deflated(spread, neighbourhood, self._pairs, self._curves, float(change), math.inf), APART))
+            gain = min(float(change), min(bounds)[0] - upper)
+            if along and centre.affine and gain > _WORTH * upper and (later := _later(spread)) < gain:
+                # second derivatives in all directions are no smaller than those along the pairs
+                least = (
+                    0.0 if "_flat" in vars(self) else far * float(torch.cat([self._curves.rows, self._curves.columns]).max())
+                )
+                first = Upper(self._flat) * far if later + least < gain else Upper(math.inf)
+                if float(sharper := first + later) < float(change):
+                    change, rest = sharper, rest.min((first * 0.5 + later) * far)
+                    treated = deflated(spread, neighbourhood, self._pairs, self._curves, float(change), later)
+                    bounds += [(treated, SECOND), (float(change + upper), SECOND)]
         slope, reason = min(bounds)
         if not slope < math.inf:
             reason = "nothing finite: logits can move further in this neighbourhood than float64 can follow"
         confidence = 1.0 if reason in (ANYWHERE, BALL) else 1 - self.risk
         if far == 0:
-            slope, change, confidence = upper, 0.0, 1 - self.risk
-        change = min(change, _sum(upper, slope))
+            slope, change, confidence = upper, Upper(0.0), 1 - self.risk
+        change = change.min(Upper(upper) + slope)
         moved = _rows(centre, found.output.change)
-        total = float(moved.length())
+        total = moved.length()
         if along:
-            rest = min(rest, _product(change, far))
-            total = min(total, _product(slope, far), _sum(_product(upper, far), rest))
-        return Around(slope, change, moved.value.clamp_max(total), total, reason, upper, confidence, rest)
-
-    def _promising(self, gain: float, far: float, later: float) -> bool:
-        """Whether second derivatives in all directions may gain something: they are no smaller than those along the pairs."""
-        if not later < gain:
-            return False
-        return "_flat" in vars(self) or later + far * float(torch.cat([self._curves.rows, self._curves.columns]).max()) < gain
+            rest = rest.min(change * far)
+            total = total.min(Upper(slope) * far).min(Upper(upper) * far + rest)
+        rows = moved.value.clamp_max(float(total))
+        return Around(slope, float(change), rows, float(total), reason, upper, confidence, float(rest))
 
     def _along(self, area: Neighbourhood) -> bool:
         """Whether no tokens move but those by which the Jacobian is taken."""
@@ -274,37 +272,20 @@ class AroundAttention:
         """The probability that one of the certificates that were needed so far fails."""
         return self._delta * (1.5 if "_flat" in vars(self) else 1.0)
 
-    def _apart(self, spread: Spread, area: Neighbourhood, change: float, later: float = math.inf) -> float:
-        """The bound that treats the top pairs apart. change, later: of the Jacobian, and of it beyond first order."""
-        return deflated(spread, area, self._pairs, self._curves, change, later)
-
     @torch.no_grad()
     def by_derivatives(self, area: Neighbourhood) -> tuple[float, float]:
         """How far the Jacobian can move to first order, and beyond (6.12, 6.13); infinite where these do not reach."""
         if not (self._along(area) and self._centre.affine):
             return math.inf, math.inf
         spread = Spread(self._centre, parts(self._centre, area.radii), area.radii, self._columns)
-        return tuple(self._in_units(t) for t in (_product(self._flat, area.far), _later(spread)))  # pyright: ignore[reportReturnType]
+        return tuple(self._in_units(t) for t in (float(Upper(self._flat) * area.far), _later(spread)))  # pyright: ignore[reportReturnType]
 
 
 def _later(spread: Spread) -> float:
     """How far the Jacobian can be from its first-order expansion, all heads together (6.13)."""
     part = beyond(spread)
     beta = part.query[:, spread.columns].amax(-1)
-    return _together(spread.centre, spread.nu[:, 0] * part.weights + beta + part.key, part.weights, beta, part.key)
-
-
-def _sum(a: float, b: float) -> float:
-    return float(Upper(a) + b)
-
-
-def _product(a: float, b: float) -> float:
-    return float(Upper(a) * b)
-
-
-def _power_of_two(size: float) -> float:
-    """A power of two near a size, by which numbers are divided without rounding."""
-    return 2.0 ** max(-1000, min(1000, math.frexp(size)[1]))
+    return _together(spread.centre, spread.centre.nu[:, 0, 0] * part.weights + beta + part.key, part.weights, beta, part.key)
 
 
 def _rows(centre: Centre, apart: Upper) -> Upper:
@@ -325,7 +306,7 @@ def _units(centre: Centre) -> int:
 
 def _from_ball(ball: float, neighbourhood: Neighbourhood, reason: str) -> Around:
     """What a bound over the ball says alone."""
-    total = _product(ball, neighbourhood.far)
+    total = float(Upper(ball) * neighbourhood.far)
     change = 2 * ball if neighbourhood.far > 0 else 0.0
     return Around(ball, change, torch.full_like(neighbourhood.radii, total), total, reason, ball)
 
@@ -374,10 +355,11 @@ def _combined(spread: Spread, sizes: Sizes, *, stochastic: bool = False) -> floa
     stochastic: rows of the weights sum to one at most.
     """
     p, columns = sizes.weights, spread.columns
-    whole = spread.nu[..., None] * p + sizes.key + sizes.query.map(lambda t: torch.diag_embed(t)[..., columns])
+    nu = spread.centre.nu
+    whole = nu * p + sizes.key + sizes.query.map(lambda t: torch.diag_embed(t)[..., columns])
     p_norm, beta = matrix_norm(p.value), sizes.query[:, columns].amax()
     p_norm = p_norm.min(p.sum(1).amax().sqrt()) if stochastic else p_norm
-    block = matrix_norm(whole.value).min(spread.nu[:, 0] * p_norm + beta + sizes.key_norm)
+    block = matrix_norm(whole.value).min(nu[:, 0, 0] * p_norm + beta + sizes.key_norm)
     return _together(spread.centre, block, p_norm, beta, sizes.key_norm)
 
 

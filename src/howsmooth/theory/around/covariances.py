@@ -21,6 +21,7 @@ _POWER = 16  # of a covariance, whose norm is that of its power within a root of
 _STEPS = 8  # power steps on a matrix of norms: any number of them gives a bound
 _LONG = 2**30  # products behind the covariances past which float32 makes them
 _ROOM = 2**22  # entries of covariances that are made at once
+_SUMS = 64  # units of rounding a token that sums of weights, and products behind the covariances, leave over
 _UNIT = torch.finfo(torch.float64).eps
 
 
@@ -98,20 +99,11 @@ class Spread:
     def linear(self) -> tuple[Upper, Upper]:
         """The first-order changes of the query blocks, (heads, n), and of the key part, (heads,): 6.8, without a soft-cap."""
         by_key, by_query = self.found.slopes
-        moved = self.values(self.logits) + self.nu * self.mean_square(Upper(self.r))
+        moved = self.values(self.logits) + self.centre.nu[..., 0] * self.mean_square(Upper(self.r))
         query = moved * self.xi + self.u * self.mean_square(by_query.change)
         key = self.received(moved, by_key.size) + self.received(self.u, by_key.change)
-        return query.raised(self.units), key.raised(self.units)
-
-    @property
-    def nu(self) -> Upper:
-        """`‖W_o W_v‖` of every head, (heads, 1)."""
-        return self.centre.nu[..., 0]
-
-    @property
-    def units(self) -> int:
-        """What the sums of weights to one, and products behind the covariances, leave over, in units of rounding."""
-        return 64 * len(self.r)
+        units = _SUMS * len(self.r)
+        return query.raised(units), key.raised(units)
 
 
 class Beyond(NamedTuple):
@@ -133,7 +125,7 @@ def beyond(spread: Spread) -> Beyond:
     g = found.slopes[0].size
     gamma, b = (t.change for t in found.slopes)
     mean = lambda t: (t * p).sum(-1, keepdim=True)  # noqa: E731
-    rms, nu = spread.mean_square, spread.nu[..., None]
+    rms, nu = spread.mean_square, centre.nu
     a = nu * r + errors.values[:, None, None]
     # the second order of a logit: the product of both moves, and what rounding hides of it
     second = gamma * r + centre.blur
@@ -168,7 +160,7 @@ def beyond(spread: Spread) -> Beyond:
     columned = (rho * p)[..., columns].value
     summed = (n_rho.square()[..., None] * p).map(lambda t: t[..., columns]).sum(1).amax(-1).sqrt()
     weights = matrix_norm(columned).min(summed)
-    return Beyond(*(t.raised(spread.units) for t in (weights, query, key)))
+    return Beyond(*(t.raised(_SUMS * len(r)) for t in (weights, query, key)))
 
 
 def top(w: Float[Tensor, "heads n m"], y: Float[Tensor, "heads m d"], c: Float[Tensor, "heads n d"]) -> Upper:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
+from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.spectral import spectral_norm
 from howsmooth.theory.around.lemmas import BEND, FARTHEST, TWIST, NormAround, exp_rest, softmax_range
 from howsmooth.theory.at_point.heads import Geometry
@@ -121,23 +121,27 @@ class Centre:
         layer = operator.layer
         kernel, geometry, scale = operator.kernel.tiled(), Geometry.of(layer), abs(layer.scale)
         heads, n = layer.heads, len(x)
-        weights, visible = _weights(operator)
-        mask = layer.attention_mask
-        real = torch.ones(n, dtype=torch.bool, device=x.device) if mask is None else mask[0]
-        visible = visible & real[:, None]
+        weights, mask = kernel.q.new_zeros(heads, n, n), kernel.scores.mask
+        for b in kernel.blocks():
+            weights[b.heads, b.rows, b.cols] = b.weights * kernel.inverse[b.heads, b.rows]
+        visible = mask.visible(slice(0, n), slice(0, n), x.device).expand(heads, n, n)
+        visible = visible if mask.keys is None else visible & mask.keys[0]
+        visible = visible if mask.bias is None else visible & (mask.bias[0] != -torch.inf)
+        visible = visible if layer.attention_mask is None else visible & layer.attention_mask[0][:, None]
         weights = torch.where(visible, weights.clamp_min(1e-300), 0.0)
         w = layer.by_head()
-        longest = x.norm(dim=-1)
+        longest, exactly = x.norm(dim=-1), "donot_use_mm_for_euclid_dist"  # differences first, so that nothing cancels
+        longest_v, longest_k = (t.norm(dim=-1).amax(-1) for t in (kernel.v, kernel.k))
         r_o = geometry.r_o * geometry.out_size
         values, out = kernel.v @ r_o.mT, kernel.o @ r_o.mT
-        of_values = UNITS * (spectral_norm(r_o) * (spectral_norm(w.v) * longest.max() + _longest(kernel.v)))[:, None, None]
+        of_values = UNITS * (spectral_norm(r_o) * (spectral_norm(w.v) * longest.max() + longest_v))[:, None, None]
         units = 4 * (layer.width + kernel.k.shape[-1])
-        apart = Upper(_distances(out, values) + of_values).raised(units)
+        apart = Upper(torch.cdist(out, values, compute_mode=exactly) + of_values).raised(units)
         plain = layer.q_norm is None and layer.k_norm is None and layer.rotary is None
         k, q = (kernel.k @ geometry.r_q.mT, kernel.q @ geometry.r_k.mT) if plain else (kernel.k, kernel.q)
         middle = weights @ k if layer.softcap is None else torch.zeros_like(k)
         size = spectral_norm(geometry.r_q) if plain else torch.ones_like(k[:, 0, 0])
-        keys = Upper(_distances(middle, k) + UNITS * (_longest(kernel.k) * size)[:, None, None]).raised(units)
+        keys = Upper(torch.cdist(middle, k, compute_mode=exactly) + UNITS * (longest_k * size)[:, None, None]).raised(units)
         cross = None
         if plain:
             cross = Upper(product_norm(geometry.r_k, geometry.r_q.mT, layer.scale))[:, None, None].raised(16 * units)
@@ -159,31 +163,6 @@ class Centre:
         return cls(layer, operator, geometry, weights, visible, apart, keys, queries, cross, cap, blur, errors)
 
 
-def _longest(t: Float[Tensor, "heads n d"]) -> Float[Tensor, " heads"]:
-    return t.norm(dim=-1).amax(-1)
-
-
-def _distances(a: Float[Tensor, "heads n d"], b: Float[Tensor, "heads n d"]) -> Float[Tensor, "heads n n"]:
-    """`|a_i − b_j|`, differences first, so that nothing cancels."""
-    return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
-
-
-def _weights(operator: AttentionJacobian) -> tuple[Tensor, Tensor]:
-    """`P` and where it is visible."""
-    kernel = operator.kernel.tiled()
-    _, heads, n, m = kernel.shape
-    p = kernel.q.new_zeros(heads, n, m)
-    for b in kernel.blocks():
-        p[b.heads, b.rows, b.cols] = b.weights * kernel.inverse[b.heads, b.rows]
-    mask = kernel.scores.mask
-    visible = mask.visible(slice(0, n), slice(0, m), p.device).expand(heads, n, m)
-    if mask.keys is not None:
-        visible = visible & mask.keys[0]
-    if mask.bias is not None:
-        visible = visible & (mask.bias[0] != -torch.inf)
-    return p, visible
-
-
 def visible(centre: Centre, t: Upper) -> Upper:
     """Numbers of visible keys, zero elsewhere."""
     return t.map(lambda m: torch.where(centre.visible, m, 0.0))
@@ -192,36 +171,31 @@ def visible(centre: Centre, t: Upper) -> Upper:
 def moves(centre: Centre, r: Float[Tensor, " n"]) -> tuple[Move, Move]:
     """Queries and keys."""
     layer, operator, w = centre.layer, centre.operator, centre.layer.by_head()
-    return (
-        _move(layer, operator.q_slope, w.q, layer.w_q, r),
-        _move(layer, operator.k_slope, w.k, layer.w_k, r),
-    )
-
-
-def _move(layer: Attention, slope: NormJacobian | None, w: Tensor, whole: Tensor | None, r: Tensor) -> Move:
-    """whole: the weights of all heads, nothing for the identity."""
-    heads, n = len(w), len(r)
-    gain = torch.ones(n, dtype=torch.float64, device=r.device)
+    gain, found = torch.ones_like(r), []
     if layer.rotary is not None:
-        cos, sin = (t.double().reshape(-1, *t.shape[-2:])[0, :n] for t in (layer.rotary.cos, layer.rotary.sin))
+        cos, sin = (t.double().reshape(-1, *t.shape[-2:])[0, : len(r)] for t in (layer.rotary.cos, layer.rotary.sin))
         gain = (cos.square() + sin.square()).amax(-1).sqrt().clamp_min(1.0) * (1 + 1e-15)
-    units = 64 * max(w.shape[-2:])
-    if slope is None:
-        none = Upper(torch.zeros(heads, n, dtype=torch.float64, device=r.device))
-        return Move(Upper(spectral_norm(w))[:, None].raised(units) * gain, none, none)
-    norm, m = slope.norm, slope.norm.width
-    scale = slope.scale[0, ..., 0].double()  # (norm heads, n), or (n,) for a norm over all of them
-    scale = scale * (1 - (4 * m + 64) * torch.finfo(slope.scale.dtype).eps)
-    if scale.ndim == 1:
-        whole = torch.eye(layer.width).to(w) if whole is None else whole.double()
-        size, scale, units = spectral_norm(norm.center(whole.mT).mT)[None], scale[None], 64 * max(whole.shape)
-    else:
-        size, scale = spectral_norm(norm.center(w.mT).mT), scale.repeat_interleave(heads // len(scale), 0)
-    size, alpha = Upper(size)[:, None].raised(units), float(norm.weight.abs().max())
-    low = NormAround(scale, size * r, m, norm.eps).floor
-    steep = size / low
-    bend, twist = steep.square() * (BEND * alpha / math.sqrt(m)), steep.square() * steep * (TWIST * alpha / m)
-    return Move(*((t.raised(8) * gain).map(lambda t: t.expand(heads, n)) for t in (size / scale * alpha, bend, twist)))
+    for slope, own, whole in ((operator.q_slope, w.q, layer.w_q), (operator.k_slope, w.k, layer.w_k)):
+        heads, units = len(own), 64 * max(own.shape[-2:])
+        if slope is None:
+            none = Upper(r.new_zeros(heads, len(r)))
+            found.append(Move(Upper(spectral_norm(own))[:, None].raised(units) * gain, none, none))
+            continue
+        norm, m = slope.norm, slope.norm.width
+        scale = slope.scale[0, ..., 0].double()  # (norm heads, n), or (n,) for a norm over all of them
+        scale = scale * (1 - (4 * m + 64) * torch.finfo(slope.scale.dtype).eps)
+        if scale.ndim == 1:
+            every = torch.eye(layer.width).to(own) if whole is None else whole.double()
+            size, scale, units = spectral_norm(norm.center(every.mT).mT)[None], scale[None], 64 * max(every.shape)
+        else:
+            size, scale = spectral_norm(norm.center(own.mT).mT), scale.repeat_interleave(heads // len(scale), 0)
+        size, alpha = Upper(size)[:, None].raised(units), float(norm.weight.abs().max())
+        low = NormAround(scale, size * r, m, norm.eps).floor
+        steep = size / low
+        bend, twist = steep.square() * (BEND * alpha / math.sqrt(m)), steep.square() * steep * (TWIST * alpha / m)
+        bounds = (t.raised(8) * gain for t in (size / scale * alpha, bend, twist))
+        found.append(Move(*(Upper(t.value.expand(heads, len(r))) for t in bounds)))
+    return found[0], found[1]
 
 
 class Parts(NamedTuple):
@@ -244,8 +218,7 @@ class Parts(NamedTuple):
 def parts(centre: Centre, r: Float[Tensor, " n"]) -> Parts:
     """Jets of all parts over the neighbourhood of radii `r` (Theorem 6.5)."""
     query, key = moves(centre, r)
-    by_key, by_query = _logit_slopes(centre, query, key, r)
-    logit = _logits(centre, by_key, by_query, query, key, r)
+    (by_key, by_query), logit, cap = Logits.of(centre, query, key, r)
     weights = _softmax(centre, logit)
     nu, far = centre.nu, float(r.max())
     towards = ((weights.size + weights.change) * r).sum(-1, keepdim=True).min(far)
@@ -255,59 +228,48 @@ def parts(centre: Centre, r: Float[Tensor, " n"]) -> Parts:
         nu * (weights.change * r).sum(-1, keepdim=True) + (weights.rest * centre.values).sum(-1, keepdim=True),
     )
     value = Jet(centre.values, nu * r + output.change, output.rest.map(lambda t: t.expand_as(centre.visible)))
-    cap = _cap_slope(centre, by_key, by_query, query, key, r)
     each = weights * value if cap is None else weights * value * cap
     of_key, of_query = each * by_key, (each * by_query).sum(-1)
     output = output.map(lambda t: t[..., 0])
     return Parts(weights, of_key, of_query, output, value, (by_key, by_query), cap, towards[..., 0])
 
 
-def _logit_slopes(centre: Centre, query: Move, key: Move, r: Tensor) -> tuple[Jet, Jet]:
-    """Derivatives of the logit `τ q_i·(k_j − κ_i)` in the key's token and in the query's, (heads, n, n), before a soft-cap."""
-    tau = abs(centre.layer.scale)
-    q, k = centre.queries[..., None] * tau, centre.keys * tau
-    zero = torch.zeros_like(centre.weights)
-    if centre.cross is not None:
-        a, none = centre.cross, Upper(zero)
-        return Jet(q + zero, a * r[:, None] + zero, none), Jet(k, a * r + zero, none)
-    dq, dk = query.derivative(r), key.derivative(r)
-    along_q = Jet(q, query.step(r)[..., None] * tau, query.curve(r)[..., None] * tau)
-    along_k = Jet(k, key.step(r)[:, None] * tau, key.curve(r)[:, None] * tau)
-    return along_q * dk.map(lambda t: t[:, None]), along_k * dq.map(lambda t: t[..., None])
+class Logits(NamedTuple):
+    """Logits `τ q_i·(k_j − κ_i)`, (heads, n, n), up to what a row has in common.
 
+    slopes: derivatives in the key's token and in the query's, before a soft-cap.  move: how far they move, whose `size` is the
+    linear part.  cap: the slope of the soft-cap.
+    """
 
-def _logits(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Move, r: Tensor) -> Jet:
-    """How far logits move, up to what a row has in common: `change` and `rest`; `size` is the linear part."""
-    raw = _raw_logits(centre, by_key, by_query, query, key, r)
-    if centre.cap is None or centre.layer.softcap is None:
-        return raw
-    cap = centre.layer.softcap
-    linear = centre.cap * raw.size
-    rest = (centre.cap * raw.rest + raw.change.square() * (0.5 * _CAP_BEND / cap) + centre.blur).raised(8)
-    change = raw.change.min(linear + rest).min(centre.blur + 2 * cap)
-    return Jet(linear, change, rest)
+    slopes: tuple[Jet, Jet]
+    move: Jet
+    cap: Jet | None
 
-
-def _raw_logits(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Move, r: Tensor) -> Jet:
-    tau = abs(centre.layer.scale)
-    linear = by_query.size * r[:, None] + by_key.size * r
-    if centre.cross is not None:
-        rest = centre.cross * r[:, None] * r
-    else:
-        rest = query.curve(r)[..., None] * centre.keys + centre.queries[..., None] * key.curve(r)[:, None]
-        rest = (rest + query.step(r)[..., None] * key.step(r)[:, None]) * tau
-    rest = rest + centre.blur
-    return Jet(linear, linear + rest, rest)
-
-
-def _cap_slope(centre: Centre, by_key: Jet, by_query: Jet, query: Move, key: Move, r: Tensor) -> Jet | None:
-    """The slope of the soft-cap at the logits."""
-    if centre.cap is None or centre.layer.softcap is None:
-        return None
-    raw, cap = _raw_logits(centre, by_key, by_query, query, key, r), centre.layer.softcap
-    bend, change = _CAP_BEND / cap, (raw.change * (_CAP_BEND / cap)).min(1.0)
-    rest = raw.rest * bend + raw.change.square() * (0.5 * _CAP_TWIST / cap**2)
-    return Jet(centre.cap, change.raised(4), rest.min(change + raw.size * bend).raised(8))
+    @classmethod
+    def of(cls, centre: Centre, query: Move, key: Move, r: Tensor) -> "Logits":
+        tau, zero = abs(centre.layer.scale), torch.zeros_like(centre.weights)
+        q, k = centre.queries[..., None] * tau, centre.keys * tau
+        if centre.cross is not None:
+            a, none = centre.cross, Upper(zero)
+            slopes = Jet(q + zero, a * r[:, None] + zero, none), Jet(k, a * r + zero, none)
+            rest = a * r[:, None] * r
+        else:
+            dq, dk = query.derivative(r), key.derivative(r)
+            along_q = Jet(q, query.step(r)[..., None] * tau, query.curve(r)[..., None] * tau)
+            along_k = Jet(k, key.step(r)[:, None] * tau, key.curve(r)[:, None] * tau)
+            slopes = along_q * dk.map(lambda t: t[:, None]), along_k * dq.map(lambda t: t[..., None])
+            rest = query.curve(r)[..., None] * centre.keys + centre.queries[..., None] * key.curve(r)[:, None]
+            rest = (rest + query.step(r)[..., None] * key.step(r)[:, None]) * tau
+        linear, rest = slopes[1].size * r[:, None] + slopes[0].size * r, rest + centre.blur
+        change, cap = linear + rest, centre.layer.softcap
+        if centre.cap is None or cap is None:
+            return cls(slopes, Jet(linear, change, rest), None)
+        capped = centre.cap * linear
+        beyond = (centre.cap * rest + change.square() * (0.5 * _CAP_BEND / cap) + centre.blur).raised(8)
+        move = Jet(capped, change.min(capped + beyond).min(centre.blur + 2 * cap), beyond)
+        bend, steeper = _CAP_BEND / cap, (change * (_CAP_BEND / cap)).min(1.0)
+        rest = rest * bend + change.square() * (0.5 * _CAP_TWIST / cap**2)
+        return cls(slopes, move, Jet(centre.cap, steeper.raised(4), rest.min(steeper + linear * bend).raised(8)))
 
 
 def _softmax(centre: Centre, logit: Jet) -> Jet:

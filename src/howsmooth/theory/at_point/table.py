@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.arithmetic import float32_products
 from howsmooth.kernels.kinds.kind import check_softmax, not_softmax
+from howsmooth.kernels.tensors import float32_products
 from howsmooth.kernels.tiled import Block, Tiled
 from howsmooth.maps import Attention, AttentionJacobian, NormJacobian
 from howsmooth.maps.base import one_sequence

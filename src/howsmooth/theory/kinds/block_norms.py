@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.kernels.arithmetic import sigmoid_slope, tanh_slope
 from howsmooth.kernels.kinds.features import features_of, supported
+from howsmooth.kernels.kinds.kind import Balancing, FeatureMap, TwoSoftmaxes, UnitVectors
 from howsmooth.kernels.kinds.mapped import softened
-from howsmooth.kernels.kinds.traits import Balancing, FeatureMap, TwoSoftmaxes, UnitVectors
 from howsmooth.kernels.masks import Mask
+from howsmooth.kernels.tensors import sigmoid_slope, tanh_slope
 from howsmooth.maps import Attention, LayerNorm, RMSNorm
 from howsmooth.theory.at_point.heads import perron_bound
 from howsmooth.theory.bound import Bound, at_most, least_of, log_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.kernels.kinds import Softmax
-from howsmooth.kernels.kinds.traits import Traits, TwoSoftmaxes
+from howsmooth.kernels.kinds.kind import Traits, TwoSoftmaxes
 from howsmooth.maps import Attention
 from howsmooth.theory.bound import Bound, at_most, first_reason, least_of, log_add, log_of
 from howsmooth.theory.constants import Constants, constants, once_a_layer

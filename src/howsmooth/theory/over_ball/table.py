@@ -1,7 +1,7 @@
 """Every bound over the ball of radius R, in a fixed order: of softmax, then of the layer's own kind."""
 
 from howsmooth.errors import BadInputError
-from howsmooth.kernels.arithmetic import float32_products
+from howsmooth.kernels.tensors import float32_products
 from howsmooth.maps import Attention
 from howsmooth.settings import number, whole
 from howsmooth.theory.bound import Bound
