@@ -251,8 +251,7 @@ def examine(c: Case, looked: Looked, lower: bool = True) -> None:
 
 
 def bounds_within(certified: Certified, expanded: Expansion, area: Neighbourhood) -> Bounds:
-    radii = area.radii[area.radii > 0] if area.total is None else torch.tensor([area.total], dtype=torch.float64)
-    return Bounds(expanded.at(radii), around_graph(certified, area), scalar_changes(certified, area))
+    return Bounds(expanded.at(area), around_graph(certified, area), scalar_changes(certified, area))
 
 
 def _lower_end(c: Case, area: Neighbourhood, looked: Looked) -> Tensor | None:

@@ -227,7 +227,7 @@ def test_operations_stay_within_their_expansion(name: str, r: float):
     room = 1e-5 if "float32" in name else 1e-12
     for together in (True, False):
         expanded = expand(read_function(f, X), X, together)
-        moved = expanded.at(torch.full((expanded.inputs,), r).double())
+        moved = expanded.at(Neighbourhood.of(X, r, "sequence" if together else "token"))
         random = torch.Generator().manual_seed(0)
         for _ in range(100):
             step = torch.randn(2, 2, generator=random).double()
@@ -242,7 +242,7 @@ def test_at_small_radii_an_expansion_is_tight():
     """A wrong derivative would be too long or too short."""
     for name in ("softmax of columns", "softmax of an axis counted from the front", "addmm of both", "a product with one row"):
         f, r = OPERATIONS[name], 1e-7
-        moved = expand(read_function(f, X), X, True).at(torch.full((1,), r).double())
+        moved = expand(read_function(f, X), X, True).at(Neighbourhood.of(X, r, "sequence"))
         J = torch.autograd.functional.jacobian(f, X).reshape(4, 4)  # pyright: ignore[reportAttributeAccessIssue]
         assert moved.total == pytest.approx(r * float(torch.linalg.matrix_norm(J, 2)), rel=1e-4)
 
@@ -381,7 +381,7 @@ def test_the_segment_of_a_model(to: int | None):
     assert torch.allclose(plain(x), f(TOKENS)[0])
     for r in (1e-7, 0.05):
         around = around_graph(Certified(pieces, x), Neighbourhood.of(x, r))
-        moved = expand(plain, x, False).at(torch.full((3,), r).double())
+        moved = expand(plain, x, False).at(Neighbourhood.of(x, r))
         for seed in range(5):
             step = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed)).double()
             y = x + r * step / step.norm(dim=-1, keepdim=True)

@@ -23,7 +23,7 @@ from howsmooth.progress import Progress, progress_bar
 from howsmooth.search.radius import Radius, first_order, largest, smallest_change
 from howsmooth.settings import PER, Per, choice, flag, moving, number, whole
 from howsmooth.solve import Options, solve
-from howsmooth.theory.around import Certified, Expansion, Neighbourhood, expand, output_move, scalar_changes
+from howsmooth.theory.around import Certified, Derivatives, Neighbourhood, expand, output_move, scalar_changes
 
 _SMALL = 768  # numbers that may move up to which a function is expanded whole
 _RIVALS = 64  # of many answers, those whose margins have gradients of their own
@@ -271,39 +271,25 @@ def _bounds(
     moved = a.x.numel() if free is None else len(free) * a.x.shape[1]
     if moved <= _SMALL or a.graph is None:
         try:
-            if f is not None:
-                return _expanded(a.x, _Margins(read_function(f, a.x, closed=a.graph is None), None, torch.zeros(0)), per, free)
-            assert behind is not None
-            return _expanded(a.x, behind(read_function(a.f, a.x, closed=a.graph is None)), per, free)
+            graph = read_function(a.f if f is None else f, a.x, closed=a.graph is None)
+            what = _Margins(graph, None, torch.zeros(0)) if f is not None or behind is None else behind(graph)
+            return _within(lambda g: expand(g, a.x, per == "sequence", free), a.x, what, per, free)
         except BadFunctionError:
             if a.graph is None:
                 raise
     graph = a.graph()
-    return _by_norms(a.x, _Margins(graph, None, torch.zeros(0)) if behind is None else behind(graph), per, free)
+    what = _Margins(graph, None, torch.zeros(0)) if behind is None else behind(graph)
+    return _within(lambda g: Certified(g, a.x, free), a.x, what, per, free)
 
 
-def _expanded(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None) -> _RadiusBounds:
-    whole = expand(what.graph, x, per == "sequence", free)
-    hidden = None if what.hidden is None else expand(what.hidden, x, per == "sequence", free)
-
-    def radii(e: Expansion, r: float) -> Tensor:
-        return torch.full((e.inputs,), r, dtype=torch.float64)
-
-    def scalars(r: float) -> tuple[Tensor, Tensor]:
-        m = whole.at(radii(whole, r))
-        far = torch.zeros(0) if hidden is None else what.lengths * hidden.at(radii(hidden, r)).total
-        return m.spread - m.shift, far
-
-    return _RadiusBounds(what.graph, scalars, lambda r: whole.at(radii(whole, r)).total, lambda: 1.0)
-
-
-def _by_norms(x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None) -> _RadiusBounds:
-    whole = Certified(what.graph, x, free)
-    hidden = None if what.hidden is None else Certified(what.hidden, x, free)
+def _within(
+    of: Callable[[Pieces], Derivatives], x: Tensor, what: _Margins, per: Per, free: tuple[int, ...] | None
+) -> _RadiusBounds:
+    """of: the derivatives of a graph, formed or known by their norms."""
+    whole, hidden = of(what.graph), None if what.hidden is None else of(what.hidden)
 
     def around(r: float) -> Neighbourhood:
-        radii = r * _free(x, free)[:, 0]
-        return Neighbourhood(x, radii, r if per == "sequence" else None)
+        return Neighbourhood(x, r * _free(x, free)[:, 0], r if per == "sequence" else None)
 
     def scalars(r: float) -> tuple[Tensor, Tensor]:
         far = torch.zeros(0) if hidden is None else what.lengths * output_move(hidden, around(r))

@@ -1,7 +1,16 @@
-"""Norms of the derivatives of a graph at an input, from products, each certified once."""
+"""Bounds around an input for functions of any size: blocks and models, by certified norms of products alone.
+
+With `F_v` the derivative of what enters node `v` and `G_v` that of the output by what leaves it,
+
+    D_Y f − D_X f = Σ_v G_v(X) (D_v(Y) − D_v(X)) F_v(Y),    f(Y) − f(X) = D_X f (Y − X) + Σ_v G_v(X) e_v,
+
+so residual streams are never taken apart: every norm is that of a derivative at `X`, from products, and certified once. Proofs:
+docs/explanation/around-blocks.md §4.
+"""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -13,9 +22,10 @@ from howsmooth.maps import Attention, AutodiffJacobian
 from howsmooth.program.pieces import Piece, Pieces
 from howsmooth.spectral import DenseSVD, GolubKahan, Weighted, small
 from howsmooth.spectral.operator import Operator, Restricted
-from howsmooth.theory.around.attention import AroundAttention
-from howsmooth.theory.around.pieces import LINEAR, ROW_RULES, SAME_ROWS, MatrixRule, rule, unknown
-from howsmooth.theory.upper import Upper
+from howsmooth.theory.around.attention import Around, AroundAttention, Neighbourhood
+from howsmooth.theory.around.graph import Derivatives, NearNodes, Reach, spread
+from howsmooth.theory.around.pieces import LINEAR, ROW_RULES, SAME_ROWS, Bend, Entered, MatrixRule, rule, unknown
+from howsmooth.theory.upper import Upper, lengths
 
 _PAIRS = 12  # nodes that are not linear up to which every two of them have a norm of their own
 _WIDTH = 0.1  # of the interval of norms that are multiplied by a change
@@ -23,7 +33,7 @@ _WIDTH = 0.1  # of the interval of norms that are multiplied by a change
 
 @final
 @dataclass(eq=False)
-class Certified:
+class Certified(Derivatives):
     """Norms of derivatives of a graph at an input, each certified once and kept. tokens: the positions that may move."""
 
     graph: Pieces
@@ -147,6 +157,70 @@ class Certified:
             self._slopes = [dict(zip(keys, f, strict=True)) for f in found]
         return self._slopes
 
+    def entered(self, i: int, near: NearNodes, area: Neighbourhood) -> list[Entered]:
+        inputs, far = self.graph.nodes[i].inputs, area.far
+        entering = [near.reach[j] for j in inputs]
+        total = Upper(self.into(i)) * far + _total(near.bends[u].rest * self.between(u, i) for u in near.bends)
+        if len(entering) == 1 and entering[0].rows is not None:
+            total = total.min(entering[0].rows.length())
+        at, totals = [self.values[j] for j in inputs], [total] * len(inputs)
+        if len({t.shape for t in at}) > 1:  # a small factor moves less than both together
+            totals = [t.min(self._length_moved(near, j, far)) for t, j in zip(totals, inputs, strict=True)]
+        return [
+            Entered(z, _entry_moves(e, z, t), _row_moves(e, z, t), total, e.slope)
+            for e, z, t in zip(entering, at, totals, strict=True)
+        ]
+
+    def bend(self, i: int, entered: list[Entered]) -> Bend:
+        node, first = self.graph.nodes[i], entered[0]
+        if not isinstance(node.opaque, Attention):
+            return super().bend(i, entered)
+        x, none = first.value.reshape(-1, first.value.shape[-1]), Upper(math.inf)
+        r, total = first.rows.value.flatten(), float(first.total)
+        if not bool(r.isfinite().all()):
+            return Bend(none, none, none, none)
+        around = self.attention(node, x).within(Neighbourhood(x, r, min(total, float(Upper(r).length()))))
+        rest = Upper(around.rest).min(Upper(around.change) * total).min(Upper(around.centre) * total + around.moved_total)
+        return Bend(Upper(around.change), rest, rest, first.slope * around.slope, rows=Upper(around.moved))
+
+    def reach(self, i: int, near: NearNodes, area: Neighbourhood) -> Reach:
+        node = self.graph.nodes[i]
+        entering = [near.reach[j] for j in node.inputs]
+        if i in self.bends:
+            bend = near.bends[i]
+            known = isinstance(node.opaque, Attention) or entering[0].rows is not None
+            return Reach(bend.rows if known else None, bend.entries, bend.slope)
+        if i in self.spread_out and entering[0].rows is not None:
+            # entries behind a matrix move by its columns' lengths times how far a row moves: worth a norm of its own
+            total = self._length_moved(near, node.inputs[0], area.far)
+            entering = [replace(entering[0], rows=entering[0].rows.min(total))]
+        return _through(node, entering, self.graph, len(area.point))
+
+    def moved(self, near: NearNodes, area: Neighbourhood) -> float:
+        if len(self.graph.nodes) == 2:
+            return around_graph(self, area).moved_total
+        total = Upper(self.whole()) * area.far + _total(near.bends[v].rest * self.out_of(v) for v in self.bends)
+        rows = near.reach[self.graph.output].rows  # to first order, and what the nodes add beyond it; or token by token
+        return float(total if rows is None else total.min(rows.length()))
+
+    def changes(self, near: NearNodes, area: Neighbourhood) -> Float[Tensor, " outputs"]:
+        changes = []  # of every output: its own gradient, and what is beyond it
+        for by_node in self.gradients():
+            g = Upper(by_node[0].reshape(len(area.point), -1).norm(dim=-1)).raised(by_node[0].numel())
+            change = (g * area.radii).sum().min(g.length() * area.far)
+            for v in self.bends:
+                node, bend, weight = self.graph.nodes[v], near.bends[v], by_node[v]
+                length = bend.rest * Upper(float(lengths(weight.flatten()))).raised(weight.numel())
+                if not isinstance(node.opaque, Attention):
+                    length = length.min(rule(node).against(weight, bend))
+                change = change + length
+            changes.append(float(change))
+        return torch.tensor(changes, dtype=torch.float64)
+
+    def _length_moved(self, near: NearNodes, j: int, far: float) -> Upper:
+        """How far what leaves a node can move, in length."""
+        return Upper(self.upto(j)) * far + _total(near.bends[u].rest * self.reaching(u, j) for u in near.bends if u <= j)
+
     def _entering(self, v: int) -> tuple[int, ...]:
         return self.graph.nodes[v].inputs
 
@@ -198,3 +272,91 @@ def check_known(node: Piece) -> None:
         check_softmax(node.opaque.kind, "a bound around an input")
     elif not rule(node).bounded:
         raise unknown(node)
+
+
+def around_graph(certified: Certified, neighbourhood: Neighbourhood) -> Around:
+    """Bounds on a graph over a neighbourhood of the input that `certified` is of."""
+    graph, n = certified.graph, len(neighbourhood.point)
+    if len(graph.nodes) == 2 and isinstance(graph.nodes[1].opaque, Attention):
+        return certified.attention(graph.nodes[1], neighbourhood.point).within(neighbourhood)
+    near = spread(certified, neighbourhood)
+    turned: dict[int, Upper] = {}  # ‖(D_v(Y) − D_v(X)) F_v(Y)‖
+    change = Upper(0.0)
+    for v in certified.bends:
+        here = near.bends[v]
+        moving = _total(turned[u] * certified.between(u, v) for u in turned)
+        if here.turn is None:
+            turned[v] = here.change * (moving + certified.into(v))
+            if here.factors is not None:
+                turned[v] = turned[v].min(_factor_by_factor(certified, v, here.factors, turned))
+            change = change + turned[v] * certified.out_of(v)
+        else:
+            into, out = certified.weighted(v, here.turn.value)
+            root = here.change.sqrt()
+            entering = root * moving + into
+            turned[v] = root * entering
+            change = change + entering * out
+    centre, last = certified.whole(), near.reach[graph.output]
+    slope, reason = min(
+        (float(change + centre), "the norm at the input and how far the Jacobian can move from it"),
+        (float(last.slope), "the slopes of its parts, one by one"),
+    )
+    if not slope < math.inf:
+        reason = "the neighbourhood is too large: some part of the map can move without a bound in it"
+    total = min(certified.moved(near, neighbourhood), float(Upper(neighbourhood.far) * slope))
+    rows = torch.full((n,), total, dtype=torch.float64)
+    if last.rows is not None and len(last.rows.value) == n:
+        rows = torch.minimum(rows, last.rows.value)
+    change = float(change.min(Upper(centre) + slope))
+    return Around(slope, change, rows, total, reason, centre, certified.confidence)
+
+
+def _total(terms: Iterable[Upper]) -> Upper:
+    return sum(terms, Upper(0.0))
+
+
+def _factor_by_factor(certified: Certified, v: int, factors: tuple[Upper, Upper], turned: dict[int, Upper]) -> Upper:
+    """`‖(D_v(Y) − D_v(X)) F_v(Y)‖` of a product, factor by factor. factors: how far slices of the other one can move."""
+    total = Upper(0.0)
+    for j, size in zip(certified.graph.nodes[v].inputs, factors, strict=True):
+        moving = _total(turned[u] * certified.reaching(u, j) for u in turned if u <= j)
+        total = total + size * (moving + certified.upto(j))
+    return total
+
+
+def _entry_moves(e: Reach, z: Tensor, total: Upper) -> Upper:
+    moved = Upper(torch.full_like(z, float(total)))
+    if e.entries is not None:
+        moved = moved.min(e.entries.map(lambda t: t.reshape(z.shape)))
+    return moved if e.rows is None else moved.min(e.rows.map(lambda t: t.reshape(*z.shape[:-1], 1).expand(z.shape)))
+
+
+def _row_moves(e: Reach, z: Tensor, total: Upper) -> Upper:
+    rows = Upper(torch.full(z.shape[:-1], float(total), dtype=z.dtype))
+    return rows if e.rows is None else rows.min(e.rows.map(lambda t: t.reshape(z.shape[:-1])))
+
+
+def _through(node: Piece, entering: list[Reach], graph: Pieces, n: int) -> Reach:
+    """A linear node, as far as it treats tokens as rows."""
+    first, alone = entering[0], len(node.inputs) == 1
+    if any(e.rows is None and float(e.slope) == math.inf for e in entering):
+        return Reach(None)
+    if alone and node.name in ROW_RULES and ROW_RULES[node.name].knows(node, graph.nodes[node.inputs[0]].shape):
+        return Reach(*ROW_RULES[node.name].after(node, first.rows, first.entries, first.slope))
+    if node.name in SAME_ROWS and all(_same_rows(node, graph.nodes[j].shape, n) for j in node.inputs):
+        rows = [e.rows for e in entering if e.rows is not None]
+        entries = [e.entries.map(lambda t: t.reshape(node.shape)) for e in entering if e.entries is not None]
+        rows_after, entries_after = (_total(t) if len(t) == len(entering) else None for t in (rows, entries))
+        return Reach(rows_after, entries_after, _total(e.slope for e in entering))
+    return Reach(None)
+
+
+def _same_rows(node: Piece, before: tuple[int, ...], n: int) -> bool:
+    """Whether a node leaves n tokens in their order, whatever axes of length one stand beside them."""
+    rows = math.prod(before[:-1]), math.prod(node.shape[:-1])
+    if not (len(before) > 1 and before[-1:] == node.shape[-1:] and rows == (n, n)):
+        return False
+    if node.name in ("add", "sub"):
+        return True
+    index = torch.arange(math.prod(before), dtype=torch.float64).reshape(before)
+    return torch.equal(node.run(index).flatten(), index.flatten())

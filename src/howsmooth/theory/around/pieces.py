@@ -19,6 +19,8 @@ from howsmooth.spectral import spectral_norm, top_eigenvalue
 from howsmooth.theory.around.lemmas import NormAround, shared_shape, slice_lengths, softmax_remainder
 from howsmooth.theory.upper import Upper
 
+_NOTHING = Upper(math.inf)  # is known
+
 
 class Groups(NamedTuple):
     """Unknown vectors, each of a length that is bounded on its own: which group a column belongs to, and how many there are."""
@@ -49,9 +51,9 @@ class Groups(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """What enters a node: its value, how far its entries, its rows and all of it can move.
+    """What enters a node: its value, how far its entries, its rows and all of it can move, as its rule measures that.
 
-    slope: of its derivative by the input.
+    slope: of its derivative by the input. Infinite is what is not known.
     """
 
     value: Tensor
@@ -67,7 +69,7 @@ class Bend(NamedTuple):
     change: how far its derivative can move.  rest: what it adds beyond first order, in length.  each: that by row or by entry,
     broadcast over its output.  slope: of its derivative by the input.  entries, rows: how far these can move behind it, where
     known.  turn: of a diagonal derivative, the change of every entry.  factors: of a product of different shapes, how far its
-    derivative by either factor can move.
+    derivative by either factor can move.  between: what is added beyond first order, where that is not centred at zero.
     """
 
     change: Upper
@@ -78,13 +80,14 @@ class Bend(NamedTuple):
     rows: Upper | None = None
     turn: Upper | None = None
     factors: tuple[Upper, Upper] | None = None
+    between: tuple[Tensor, Tensor] | None = None
 
 
 class Rule(ABC):
     """What is known of an operation that is not linear."""
 
     by_rows = False  # whether its remainder is bounded row by row, in length
-    bounded = True  # whether `bend` is known
+    bounded = True  # whether the change of its derivative is known
 
     @abstractmethod
     def tangent(self, node: Piece, at: tuple[Tensor, ...], out: Tensor, c: list[Tensor]) -> Tensor:
@@ -97,12 +100,8 @@ class Rule(ABC):
         return [(groups.entries(t), t) for t in c]
 
     @abstractmethod
-    def remainder(self, node: Piece, at: tuple[Tensor, ...], out: Tensor, sizes: list[Upper]) -> tuple[Upper, Tensor | None]:
-        """How long what the node adds beyond first order can be, by group, and what it lies around where that is not zero."""
-
     def bend(self, node: Piece, entered: list[Entered]) -> Bend:
         """The node around what enters it."""
-        raise NotImplementedError
 
     def against(self, weight: Tensor, bend: Bend) -> Upper:
         """How far a gradient's product with what the node adds can be from zero."""
@@ -124,9 +123,6 @@ class NormRule(Rule):
         moved = c[0] - c[0].mean(-1, keepdim=True) if node.centred else c[0]
         return [(groups.rows(moved), moved)]
 
-    def remainder(self, node, at, out, sizes):
-        return NormAround.of(at[0], node.centred, node.eps, sizes[0]).remainder, None
-
     def bend(self, node, entered):
         z, _, rows, total, slope = entered[0]
         around = NormAround.of(z, node.centred, node.eps, rows.map(lambda t: t.reshape(z.shape[:-1])))
@@ -145,10 +141,6 @@ class ScalarRule(Rule):
     def tangent(self, node, at, out, c):
         return _scalar(node).slope(at[0]) * c[0]
 
-    def remainder(self, node, at, out, sizes):
-        low, high = _scalar(node).remainder(at[0], sizes[0].value)
-        return middle(low, high)
-
     def bend(self, node, entered):
         (z, entries, rows, total, slope), scalar = entered[0], _scalar(node)
         low, high = scalar.remainder(z, entries.value)
@@ -157,7 +149,8 @@ class ScalarRule(Rule):
         ratios = tuple(Upper(t) for t in scalar.ratios(z, entries.value))
         steepest = steep.map(torch.Tensor.flatten).amax()
         most, rest = turn.map(torch.Tensor.flatten).amax(), length_of(each, ratios, total)  # pyright: ignore[reportArgumentType]
-        return Bend(most, rest, each, slope * steepest, steep * entries, rows.map(torch.Tensor.flatten) * steepest, turn)
+        after = rows.map(torch.Tensor.flatten) * steepest
+        return Bend(most, rest, each, slope * steepest, steep * entries, after, turn, between=(low, high))
 
 
 class ProductRule(Rule):
@@ -166,9 +159,6 @@ class ProductRule(Rule):
     def tangent(self, node, at, out, c):
         left, right = (t.reshape(len(t), *[1] * (out.ndim + 1 - t.ndim), *t.shape[1:]) for t in c)
         return left * at[1] + at[0] * right
-
-    def remainder(self, node, at, out, sizes):
-        return sizes[0] * sizes[1], None
 
     def bend(self, node, entered):
         a, b = entered
@@ -207,12 +197,10 @@ class SoftmaxRule(Rule):
         moved = torch.where(at[0] > -math.inf, moved, 0.0)  # hidden keys stay
         return [(groups.entries(moved), moved)]
 
-    def remainder(self, node, at, out, sizes):
-        return middle(*softmax_remainder(out, sizes[0], node.axis)[:2])
-
-    def moved(self, node: Piece, out: Tensor, sizes: list[Upper]) -> Upper:
-        """How far the weights themselves can move."""
-        return softmax_remainder(out, sizes[0], node.axis)[2]
+    def bend(self, node, entered):
+        low, high, apart = softmax_remainder(node.run(entered[0].value), entered[0].entries, node.axis)
+        none, each = _NOTHING, Upper(torch.maximum(-low, high))
+        return Bend(none, none, each, none, entries=apart, between=(low, high))
 
 
 class MatrixProductRule(Rule):
@@ -227,8 +215,9 @@ class MatrixProductRule(Rule):
         left, right = c[0], c[1].transpose(-1, -2)
         return [(groups.rows(left), left), (groups.rows(right), right)]
 
-    def remainder(self, node, at, out, sizes):
-        return sizes[0][..., None] * sizes[1].map(lambda t: t.unsqueeze(-2)), None
+    def bend(self, node, entered):
+        (a, b), none = entered, _NOTHING
+        return Bend(none, none, a.rows[..., None] * b.rows.map(lambda t: t.unsqueeze(-2)), none)
 
 
 class MixtureRule(MatrixProductRule):
@@ -239,8 +228,9 @@ class MixtureRule(MatrixProductRule):
     def sizes(self, node, at, out, c, groups):
         return [(groups.entries(c[0]), c[0]), (groups.rows(c[1]), c[1])]
 
-    def remainder(self, node, at, out, sizes):
-        return (sizes[0] * sizes[1].map(lambda t: t.unsqueeze(-2))).sum(), None
+    def bend(self, node, entered):
+        (a, b), none = entered, _NOTHING
+        return Bend(none, none, (a.entries * b.rows.map(lambda t: t.unsqueeze(-2))).sum(), none)
 
 
 BENT: dict[str, Rule] = {
@@ -273,12 +263,6 @@ def unknown(node: Piece) -> BadFunctionError:
 def _scalar(node: Piece) -> Scalar:
     assert node.scalar is not None
     return node.scalar
-
-
-def middle(low: Tensor, high: Tensor) -> tuple[Upper, Tensor]:
-    """Half the width of intervals and their middles, with what rounding makes of these."""
-    size = torch.maximum(low.abs(), high.abs())
-    return Upper((0.5 * (high - low)).clamp_min(0.0)) + size * 1e-15, 0.5 * (high + low)
 
 
 def length_of(each: Upper, ratios: tuple[Upper, Upper], total: Upper) -> Upper:

@@ -1,8 +1,7 @@
 """How far the values of a small function can move around an input: its first order exactly, the rest bounded node by node.
 
-Every node of a graph gives `f_v(Y) = f_v(X) + J_v Δ + Σ_u G_uv e_u`, where `Δ = Y − X`, `J_v` and `G_uv` are derivatives at `X`
-and `e_u` is what node `u` alone adds beyond its own first order. Derivatives do not depend on the radius and are formed once;
-a radius then costs a few products of small matrices. Proofs: docs/explanation/around-blocks.md §3.
+Derivatives at the input do not depend on the radius and are formed once; a radius then costs a few products of small matrices.
+Proofs: docs/explanation/around-blocks.md §3.
 """
 
 import math
@@ -17,7 +16,20 @@ from torch import Tensor
 from howsmooth.errors import BadFunctionError
 from howsmooth.program.pieces import Piece, Pieces
 from howsmooth.spectral import spectral_norm
-from howsmooth.theory.around.pieces import BENT, LINEAR, MIXTURE, Groups, MatrixProductRule, Rule, SoftmaxRule, rule
+from howsmooth.theory.around.attention import Neighbourhood
+from howsmooth.theory.around.graph import Derivatives, NearNodes, spread
+from howsmooth.theory.around.pieces import (
+    BENT,
+    LINEAR,
+    MIXTURE,
+    Bend,
+    Entered,
+    Groups,
+    MatrixProductRule,
+    Rule,
+    SoftmaxRule,
+    rule,
+)
 from howsmooth.theory.upper import Upper
 
 _SHAPES = {"view", "_unsafe_view", "reshape", "expand", "clone", "alias", "detach", "_to_copy", "unsqueeze", "squeeze"}
@@ -34,85 +46,105 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Stop:
-    """A node that is not linear, with the sizes of what enters it by group, and what it adds.
+    """A node that is not linear, with the sizes of what enters it by group.
 
-    sizes: of the quantities its remainder asks for, (…, groups).  leads: the signed parts of columns, for shifts.
-    columns: its own columns.  groups: its own groups.
-    weights: of a matrix product of weights and values, the softmax that gave them.
+    rule: what is known of it.  at: what enters it.  sizes: of the quantities its rule asks for, (…, groups).  leads: the signed
+    parts of columns, for shifts.  weights: of a matrix product of weights and values, the softmax that gave them.
     """
 
-    node: Piece
     rule: Rule
-    index: int
     at: tuple[Tensor, ...]
-    out: Tensor
     sizes: tuple[Upper, ...]
     leads: tuple[Tensor, ...]
-    columns: slice
-    groups: slice
     weights: int | None
-
-    def remainder(self, rho: Tensor, offset: Tensor, apart: dict[int, Upper]) -> tuple[Upper, Tensor | None]:
-        """What the node adds beyond first order: the length of its groups, and where entries lie.
-
-        rho: lengths of groups.  offset: where columns lie.  apart: how far the weights of every softmax can move.
-        """
-        sizes = []
-        for size, lead in zip(self.sizes, self.leads, strict=True):
-            shift = torch.tensordot(offset[: len(lead)], lead, dims=1)
-            shift = Upper(shift.abs() if shift.shape == size.value.shape[:-1] else shift.norm(dim=-1)).raised(4 * len(lead))
-            sizes.append(size @ rho[: size.value.shape[-1]] + shift)
-        if isinstance(self.rule, SoftmaxRule):
-            apart[self.index] = self.rule.moved(self.node, self.out, sizes)
-        if self.weights is not None:
-            sizes[0] = sizes[0].min(apart[self.weights].map(lambda t: t.reshape(sizes[0].value.shape)))
-        return self.rule.remainder(self.node, self.at, self.out, sizes)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Expansion:
-    """A function around an input, ready to be asked for radii. inputs: how many groups the input has."""
+class Expansion(Derivatives):
+    """A function around an input, its derivatives formed.
 
+    free: the tokens that may move; nothing where one radius is that of all of them.  columns: how many the input has.
+    """
+
+    graph: Pieces
     value: Tensor
-    stops: tuple[_Stop, ...]
-    inputs: int
-    count: int
+    bends: list[int]
+    stops: dict[int, _Stop]
+    free: Tensor | None
+    columns: int
     lead: Float[Tensor, "columns out"]
     size: Upper  # (out, groups)
     whole: Upper  # (groups,)
     together: Upper
 
-    def rest(self, radii: Float[Tensor, " inputs"]) -> tuple[Float[Tensor, " groups"], Float[Tensor, " columns"]]:
-        """The length of every group, and where columns that are not centred at zero lie."""
-        rho = radii.new_zeros(self.count)
-        rho[: self.inputs] = radii
-        offset = radii.new_zeros(len(self.lead))
-        apart: dict[int, Upper] = {}
-        for stop in self.stops:
-            length, centre = stop.remainder(rho, offset, apart)
-            rho[stop.groups] = length.value.flatten()
-            if centre is not None:
-                offset[stop.columns] = torch.nan_to_num(centre, nan=0.0).flatten()
-            if not bool(rho.isfinite().all()):
-                rho[stop.groups.start :] = math.inf
-                return rho, torch.zeros_like(offset)
-        return rho, offset
+    @property
+    def confidence(self) -> float:
+        return 1.0  # norms are decomposed
 
-    def at(self, radii: Float[Tensor, " inputs"], total: float | None = None) -> Moved:
-        """Everything within the radii. total: of all tokens together, where they share one."""
-        rho, offset = self.rest(radii)
-        shift = offset @ self.lead
+    def entered(self, i: int, near: NearNodes, area: Neighbourhood) -> list[Entered]:
+        """As the node's rule measures it: entry by entry, or row by row."""
+        (rho, offset), stop, found = self.rest(near, area), self.stops[i], []
+        for k, (z, size, lead) in enumerate(zip(stop.at, stop.sizes, stop.leads, strict=True)):
+            shift = torch.tensordot(offset, lead, dims=1)
+            by_entry = shift.shape == size.value.shape[:-1]
+            moved = size @ rho + Upper(shift.abs() if by_entry else shift.norm(dim=-1)).raised(4 * len(lead))
+            if stop.weights is not None and k == 0 and (apart := near.bends[stop.weights].entries) is not None:
+                moved = moved.min(apart.map(lambda t, shape=moved.value.shape: t.reshape(shape)))
+            unknown = Upper(torch.full(z.shape[:-1] if by_entry else z.shape, math.inf, dtype=z.dtype))
+            entries, rows = (moved, unknown) if by_entry else (unknown, moved)
+            found.append(Entered(z, entries, rows, Upper(math.inf), Upper(math.inf)))
+        return found
+
+    def bend(self, i: int, entered: list[Entered]) -> Bend:
+        return self.stops[i].rule.bend(self.graph.nodes[i], entered)
+
+    def rest(self, near: NearNodes, area: Neighbourhood) -> tuple[Float[Tensor, " groups"], Float[Tensor, " columns"]]:
+        """The length of every group so far, and where columns that are not centred at zero lie."""
+        rho, offset = [self._radii(area)], [area.radii.new_zeros(self.columns)]
+        for i, bend in near.bends.items():
+            size, centre = (bend.each, None) if bend.between is None else _middle(*bend.between)
+            count = math.prod(self.graph.nodes[i].shape)
+            rho.append(size.value.flatten())
+            offset.append(offset[0].new_zeros(count) if centre is None else centre.flatten())
+        lengths, centres = torch.cat(rho), torch.cat(offset)
+        return lengths, torch.nan_to_num(centres, nan=0.0, posinf=0.0, neginf=0.0)
+
+    @torch.no_grad()
+    def at(self, area: Neighbourhood, near: NearNodes | None = None) -> Moved:
+        """Everything in a neighbourhood of the input."""
+        rho, offset = self.rest(spread(self, area) if near is None else near, area)
         finite = bool(rho.isfinite().all())
-        spread = self.size @ rho if finite else Upper(torch.full_like(shift, math.inf))
-        length = Upper(radii).length()
-        length = length if total is None else length.min(total)
-        first = (self.together * length).min(self.whole[: self.inputs] @ radii)
-        rest = self.whole[self.inputs :] @ rho[self.inputs :] if len(rho) > self.inputs else Upper(0.0)
+        shift = (offset if finite else torch.zeros_like(offset)) @ self.lead
+        apart = self.size @ rho if finite else Upper(torch.full_like(shift, math.inf))
+        inputs = len(self._radii(area))
+        length = Upper(rho[:inputs]).length()
+        length = length if area.total is None else length.min(area.total)
+        first = (self.together * length).min(self.whole[:inputs] @ rho[:inputs])
+        rest = self.whole[inputs:] @ rho[inputs:] if len(rho) > inputs else Upper(0.0)
         middle = Upper(float(shift.norm())).raised(4 * len(offset))
-        by_entry = (spread + shift.abs()).length().raised(4 * len(offset))
+        by_entry = (apart + shift.abs()).length().raised(4 * len(offset))
         moved = (first + rest + middle).min(by_entry)
-        return Moved(shift.reshape(self.value.shape), spread.value.reshape(self.value.shape), float(moved))
+        return Moved(shift.reshape(self.value.shape), apart.value.reshape(self.value.shape), float(moved))
+
+    def moved(self, near: NearNodes, area: Neighbourhood) -> float:
+        return self.at(area, near).total
+
+    def changes(self, near: NearNodes, area: Neighbourhood) -> Float[Tensor, " outputs"]:
+        moved = self.at(area, near)
+        return moved.spread - moved.shift
+
+    def _radii(self, area: Neighbourhood) -> Float[Tensor, " inputs"]:
+        """The lengths of the groups of the input: of each token that may move, or of all together."""
+        if self.free is not None:
+            return area.radii[self.free]
+        return area.radii.new_tensor([area.far if area.total is None else area.total])
+
+
+def _middle(low: Tensor, high: Tensor) -> tuple[Upper, Tensor]:
+    """Half the width of intervals and their middles, with what rounding makes of these."""
+    size = torch.maximum(low.abs(), high.abs())
+    return Upper((0.5 * (high - low)).clamp_min(0.0)) + size * 1e-15, 0.5 * (high + low)
 
 
 @torch.no_grad()
@@ -126,11 +158,11 @@ def expand(graph: Pieces, x: Float[Tensor, "n d"], together: bool, tokens: Seque
     values = graph.values(x)
     groups = torch.zeros(size, dtype=torch.long) if together else torch.arange(n).repeat_interleave(x.shape[1])
     inputs = 1 if together else n
-    count, stops = inputs, []
+    count, stops = inputs, dict[int, _Stop]()
     start = torch.eye(x.numel(), dtype=x.dtype).reshape(*x.shape, *x.shape)[free].flatten(0, 1)
     columns: list[Tensor | tuple[Tensor, ...] | None] = [start]
     room = 0
-    last = _last_use(graph)
+    last = {j: i for i, node in enumerate(graph.nodes) for j in node.inputs} | {graph.output: len(graph.nodes)}
     for i, node in enumerate(graph.nodes[1 : graph.output + 1], 1):
         entering = [columns[j] for j in node.inputs]
         at = tuple(values[j] for j in node.inputs)
@@ -141,13 +173,12 @@ def expand(graph: Pieces, x: Float[Tensor, "n d"], together: bool, tokens: Seque
             here, weights = rule(node), None
             if isinstance(here, MatrixProductRule) and (weights := _weights(graph, node.inputs[0])) is not None:
                 here = MIXTURE
-            own = _own_groups(out, here.by_rows)
+            width = out.shape[-1] if here.by_rows else 1  # every row of what a node adds is a group, or every entry
             quantities = here.sizes(node, at, out, wide, Groups(groups, count))
-            first, groups = len(groups), torch.cat([groups, count + own.of])
-            own_columns, own_groups = slice(first, len(groups)), slice(count, count + own.number)
             sizes, leads = zip(*quantities, strict=True)
-            stops.append(_Stop(node, here, i, at, out, sizes, leads, own_columns, own_groups, weights))
-            count += own.number
+            stops[i] = _Stop(here, at, sizes, leads, weights)
+            own = torch.arange(out.numel() // width).repeat_interleave(width)
+            groups, count = torch.cat([groups, count + own]), count + out.numel() // width
             fresh = torch.eye(out.numel(), dtype=x.dtype).reshape(-1, *out.shape)
             columns.append(torch.cat([here.tangent(node, at, out, wide), fresh]))
         latest = columns[i]
@@ -166,16 +197,9 @@ def expand(graph: Pieces, x: Float[Tensor, "n d"], together: bool, tokens: Seque
     sizes = Groups(groups, count)
     linear = Upper(float(spectral_norm(lead[:size]))).raised(64 * max(lead.shape))
     whole, each = sizes.rows(lead[:, None])[0], sizes.lengths(lead).map(lambda t: t.mT.contiguous())
-    return Expansion(values[graph.output], tuple(stops), inputs, count, lead, each, whole, linear)
-
-
-def _last_use(graph: Pieces) -> list[int]:
-    last = [graph.output + 1] * len(graph.nodes)
-    for i, node in enumerate(graph.nodes[: graph.output + 1]):
-        for j in node.inputs:
-            last[j] = i
-    last[graph.output] = graph.output + 1
-    return last
+    return Expansion(
+        graph, values[graph.output], list(stops), stops, None if together else free, size, lead, each, whole, linear
+    )
 
 
 def _through(node: Piece, at: tuple[Tensor, ...], entering: list) -> Tensor | tuple[Tensor, ...]:
@@ -200,9 +224,3 @@ def _weights(graph: Pieces, i: int) -> int | None:
             return None
         i = graph.nodes[i].inputs[0]
     return i if isinstance(BENT.get(graph.nodes[i].kind), SoftmaxRule) else None
-
-
-def _own_groups(out: Tensor, rows: bool) -> Groups:
-    """Every entry of what a node adds is a group, or every row."""
-    size, width = out.numel(), out.shape[-1] if rows else 1
-    return Groups(torch.arange(size // width).repeat_interleave(width), size // width)
