@@ -85,14 +85,11 @@ class AttentionJacobian(Operator):
         if self.coarse:
             return AttentionJacobian(self.layer, self.kernel, self.q_slope, self.k_slope, self.tokens, exact=True)
         kernel = self.kernel.refined()
-        return None if kernel is None else self._with(kernel)
+        return None if kernel is None else AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, self.tokens)
 
     def tiled(self) -> "AttentionJacobian":
         """A Jacobian like it on a kernel whose weights are within reach."""
-        return self._with(self.kernel.tiled())
-
-    def _with(self, kernel: AttentionKernel) -> "AttentionJacobian":
-        return AttentionJacobian(self.layer, kernel, self.q_slope, self.k_slope, self.tokens)
+        return AttentionJacobian(self.layer, self.kernel.tiled(), self.q_slope, self.k_slope, self.tokens)
 
     def vectors(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Directions of the tokens → those of queries, keys and values as attention takes them."""

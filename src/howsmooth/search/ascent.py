@@ -100,21 +100,15 @@ def ascend(
         trace.append(float(value.max()))
         shown.advance()
         on = torch.nonzero(losses < _REST)[:, 0]
-        on = on[pairs.value[0, on].argsort(descending=True)[: _left(k, steps, len(began), keep)]]
+        third, few = 3 * (k + 1) // max(steps, 1), min(keep, len(began))  # how many thirds of the steps are over
+        left = (len(began), max(few, round((len(began) * few) ** 0.5)), few, few)[third]
+        on = on[pairs.value[0, on].argsort(descending=True)[:left]]
         if len(on) == 0:
             break
         if len(on) < len(active):
             active, z, radius, losses, slope = active[on], z[on], radius[on], losses[on], slope[on]
             pairs, memory = pairs.select(on), memory.select(on)
     return Climb(reached, value, began, tuple(trace))
-
-
-def _left(k: int, steps: int, starts: int, keep: int) -> int:
-    """How many starts go on after step `k`."""
-    keep = min(keep, starts)
-    if 3 * (k + 1) < steps:
-        return starts
-    return keep if 3 * (k + 1) >= 2 * steps else max(keep, round((starts * keep) ** 0.5))
 
 
 def _slope(f: Function, space: TokenSet, z: Tensor, pairs: TopPairs) -> Float[Tensor, "batch n d"]:

@@ -2,7 +2,8 @@
 
 A bound is a float or a tensor of non-negative numbers. Every operation of a bound gives a number that is no smaller than the
 exact result; what is no number becomes infinity. So a proof that adds, multiplies and takes roots is carried out to the last
-digit, and nobody adds a margin by hand.
+digit, and nobody adds a margin by hand. What exponentials and a softmax make of bounds is proved in docs/explanation/around.md,
+*Jets*.
 """
 
 import math
@@ -20,6 +21,7 @@ _LEAST = 5e-324  # what underflow hides of one product
 # Units of rounding per square root of the number of terms, in the sums at a token (docs/explanation/point-bounds.md 4.9).
 ROUNDINGS = 16
 TINY = torch.finfo(torch.float64).tiny
+FARTHEST = 300.0  # logits that can move further than this are not followed: any weights may come of them
 
 Bounded = Union["Upper", float, Tensor]
 
@@ -204,3 +206,41 @@ def slack(size: int) -> float:
 def rounded_up(values: Tensor, size: int) -> tuple[float, ...]:
     """Upper bounds on norms that were computed of matrices of that size."""
     return tuple(float(x) * slack(size) for x in values.flatten())
+
+
+def exp_rest(t: Upper) -> Upper:
+    """`e^t − 1 − t`, at most `t²/2 (1 + t)` where digits cancel.
+
+    >>> 0.0 < float(exp_rest(Upper(1e-8))) - 0.5e-16 < 1e-24
+    True
+    """
+    x = torch.as_tensor(t.value, dtype=torch.float64)
+    return Upper(torch.where(x < 1e-3, 0.5 * x.square() * (1 + x), torch.expm1(x) - x)).raised(2**14)
+
+
+def exp_ratios(t: Upper) -> tuple[Upper, Upper]:
+    """`(e^t − 1 − t)/t²` and `(e^t − 1)/t`, which grow with `t`."""
+    x = t.value
+    bend = torch.where(x < 1e-3, 0.5 * (1 + x), exp_rest(t).value / x.square())
+    steep = torch.where(x < 1e-3, 1 + x, torch.expm1(x) / x)
+    return Upper(bend).raised(16), Upper(steep).raised(16)
+
+
+def others(t: Upper, axis: int = -1) -> Upper:
+    """Sums along an axis, each without its own term."""
+    total, n = t.sum(axis, keepdim=True).value, t.value.shape[axis]
+    return Upper((total - t.value * (1 - 8 * _UNIT)).clamp_min(0.0)).raised(2 * n)
+
+
+def softmax_range(p: Tensor, moved: Upper, axis: int = -1) -> tuple[Tensor, Tensor, Upper]:
+    """The least and the largest each weight can become, and how far it can move, where logits move at most so far (6.2)."""
+    far = ~(moved.amax(axis, keepdim=True).value < FARTHEST)
+    e = torch.where(far, 0.0, moved.value)
+    grown, shrunk = p * e.exp() * (1 + 8 * _UNIT), p * (-e).exp() * (1 - 8 * _UNIT)
+    slack = 8 * _UNIT * (p.shape[axis] + 8)
+    fewest = (shrunk.sum(axis, keepdim=True) * (1 - slack) - shrunk).clamp_min(0.0)
+    most = (grown.sum(axis, keepdim=True) * (1 + slack) - grown).clamp_min(0.0)
+    high = torch.where(far, 1.0, grown / (grown + fewest).clamp_min(TINY))
+    high = torch.where((p > 0) | (moved.value > 0), torch.maximum(high, p).clamp_max(1.0), 0.0)
+    low = torch.where(far, 0.0, torch.minimum(shrunk / (shrunk + most).clamp_min(TINY), p))
+    return low, high, Upper(torch.maximum(high - p, p - low)) + Upper(p) * slack

@@ -13,9 +13,8 @@ from howsmooth.theory.around import AroundAttention, Neighbourhood
 from howsmooth.theory.around.along import pairs_at
 from howsmooth.theory.around.covariances import top
 from howsmooth.theory.around.jets import Centre, Jet, _softmax, moves
-from howsmooth.theory.around.lemmas import exp_rest
 from howsmooth.theory.over_ball.table import ball_bounds
-from howsmooth.theory.upper import Upper
+from howsmooth.theory.upper import Upper, exp_rest
 from marks import first
 from problems.neighbourhoods import Looked, examine, near
 

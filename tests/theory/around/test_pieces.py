@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.maps.scalars import SCALARS, Scalar, known_scalar
-from howsmooth.theory.around.lemmas import NormAround, softmax_remainder
+from howsmooth.theory.around.pieces import NormAround, softmax_remainder
 from howsmooth.theory.upper import Upper
 
 RANDOM = torch.Generator().manual_seed(0)

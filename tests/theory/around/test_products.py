@@ -15,7 +15,7 @@ from howsmooth.program.pieces import PiecesMap
 from howsmooth.program.reading import read_function
 from howsmooth.solve import Options
 from howsmooth.theory.around import Around, Certified, Neighbourhood, around_graph, pieces
-from howsmooth.theory.around.lemmas import shared_shape, slice_lengths
+from howsmooth.theory.around.pieces import shared_shape, slice_lengths
 from howsmooth.theory.upper import Upper
 from howsmooth.verbs import solve_near
 from problems.gates import SHAPES, gated

@@ -13,9 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.theory.around.jets import Centre, Parts, moves, visible
-from howsmooth.theory.around.lemmas import exp_ratios, exp_rest, others
 from howsmooth.theory.at_point.heads import perron_bound
-from howsmooth.theory.upper import TINY, Upper
+from howsmooth.theory.upper import TINY, Upper, exp_ratios, exp_rest, others
 
 _POWER = 16  # of a covariance, whose norm is that of its power within a root of its size
 _STEPS = 8  # power steps on a matrix of norms: any number of them gives a bound

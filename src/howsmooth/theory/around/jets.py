@@ -16,9 +16,9 @@ from torch import Tensor
 
 from howsmooth.maps import Attention, AttentionJacobian
 from howsmooth.spectral import spectral_norm
-from howsmooth.theory.around.lemmas import BEND, FARTHEST, TWIST, NormAround, exp_rest, softmax_range
+from howsmooth.theory.around.pieces import BEND, TWIST, NormAround
 from howsmooth.theory.at_point.heads import Geometry
-from howsmooth.theory.upper import Upper, product_norm
+from howsmooth.theory.upper import FARTHEST, Upper, exp_rest, product_norm, softmax_range
 
 _CAP_BEND, _CAP_TWIST = 4 / (3 * math.sqrt(3)), 2.0  # of those of a soft-cap, in units of the cap (Lemma 6.4)
 UNITS = 1e-13  # error of a product of tokens and weights, as a share of the product of their lengths, at widths up to 4096

@@ -6,6 +6,7 @@ treats tokens as rows, by its aten name. Proofs: docs/explanation/around-blocks.
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,9 +17,11 @@ from howsmooth.errors import BadFunctionError
 from howsmooth.maps.scalars import Scalar
 from howsmooth.program.pieces import Piece
 from howsmooth.spectral import spectral_norm, top_eigenvalue
-from howsmooth.theory.around.lemmas import NormAround, shared_shape, slice_lengths, softmax_remainder
-from howsmooth.theory.upper import Upper
+from howsmooth.theory.upper import FARTHEST, Upper, softmax_range
 
+BEND, TWIST = 2 / math.sqrt(3), 3.0  # of the second and third derivatives of a norm (Lemmas 2.1 and 6.3)
+_HIDDEN = 1e-60  # weights that float64 takes for zero are below this wherever no logit moves that far
+_UNIT = torch.finfo(torch.float64).eps
 _NOTHING = Upper(math.inf)  # is known
 
 
@@ -318,3 +321,83 @@ SAME_ROWS = {
     "view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "clone", "alias", "detach", "expand",
     "_to_copy", "transpose", "permute", "contiguous", "flatten", "add", "sub", "lift_fresh",
 }  # fmt: skip
+
+
+def softmax_remainder(p: Tensor, moved: Upper, axis: int) -> tuple[Tensor, Tensor, Upper]:
+    """What `P(S + δ) − P(S) − DP δ` stays between, entry by entry, and how far `P` itself can move (Lemma 2.4).
+
+    moved: bounds `|δ_j|` of logits measured from their mean under `p`, so that `Σ_j P_j δ_j = 0`; zero for hidden keys.
+    """
+    moved = Upper(moved.value.clamp_max(2 * FARTHEST))
+    below, above, apart = softmax_range(p, moved, axis)
+    mean, spread = (apart * moved).sum(axis, keepdim=True), (moved.square() * above).sum(axis, keepdim=True)
+    high = ((moved + mean).square() * (0.5 * above)).min(moved * p + (above - p).clamp_min(0.0))
+    low = (spread * (0.5 * above)).min(moved * p + (p - below).clamp_min(0.0))
+    tiny = 8 * _UNIT * p + torch.where(moved.value > 0, _HIDDEN, 0.0)
+    return -(low + tiny).value, (high + tiny).value, apart + tiny
+
+
+@dataclass(frozen=True)
+class NormAround:
+    """LayerNorm or RMSNorm without its weight, `N`, at tokens that move at most so far.
+
+    scale: `√(mean u² + eps)`, no larger than it is.  d: the width.
+    """
+
+    scale: Tensor
+    moved: Upper
+    d: int
+    eps: float
+
+    @classmethod
+    def of(cls, z: Tensor, centred: bool, eps: float, moved: Upper) -> "NormAround":
+        u, d = (z - z.mean(-1, keepdim=True) if centred else z), z.shape[-1]
+        return cls((u.square().mean(-1) + eps).sqrt() * (1 - (2 * d + 16) * _UNIT), moved, d, eps)
+
+    @property
+    def floor(self) -> Tensor:
+        """The smallest scale of tokens that moved."""
+        low = (self.scale - self.moved.value / math.sqrt(self.d)) * (1 - 8 * _UNIT) - 8 * _UNIT * self.scale
+        return torch.maximum(low, torch.full_like(low, math.sqrt(self.eps) * (1 - 4 * _UNIT)))
+
+    @property
+    def bend(self) -> Upper:
+        """A mean of `‖D²N‖` on the way: over `s s'` where the scale falls to `s'` only, over `eps` past the floor."""
+        low = self.floor
+        above = self.scale - self.moved.value / math.sqrt(self.d) >= math.sqrt(self.eps)
+        divisor = torch.where(above, self.scale * low, low.square()) * (1 - 4 * _UNIT)
+        return Upper(torch.full_like(low, BEND)) / divisor / (math.sqrt(self.d) * (1 - 4 * _UNIT))
+
+    @property
+    def change(self) -> Upper:
+        """`‖D_y N − D_x N‖` (Lemma 2.2)."""
+        one = Upper(torch.ones_like(self.scale))
+        return (self.bend * self.moved).min(one / self.scale + one / self.floor)
+
+    @property
+    def slope(self) -> Upper:
+        """`‖D_y N‖`."""
+        return Upper(torch.ones_like(self.scale)) / self.floor
+
+    @property
+    def remainder(self) -> Upper:
+        """`|N(y) − N(x) − D_x N (y − x)|` (Lemma 2.2)."""
+        return (self.bend * self.moved.square() * 0.5).min(self.moved / self.scale + 2 * math.sqrt(self.d))
+
+    @property
+    def ratios(self) -> tuple[Upper, Upper]:
+        """The remainder over `|y − x|` and over its square, for all shorter moves too."""
+        return self.change, self.bend * 0.5
+
+
+def shared_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the axes that two factors of a product share, of length one where either is repeated (Lemma 4.3)."""
+    return tuple(min(p, q) for p, q in zip(a[::-1], b[::-1], strict=False))[::-1]
+
+
+def slice_lengths(t: Upper, shared: tuple[int, ...]) -> Upper:
+    """Lengths of the slices of a factor, one for each entry of the axes that it shares with the other factor."""
+    size = float(t.value.max()) if t.value.numel() else 0.0
+    size = size if 0 < size < math.inf else 1.0  # taken out, so that squares stay in range
+    squares = (t / size).square()
+    return Upper(squares.value.sum_to_size(shared)).raised(t.value.numel()).sqrt() * size
