@@ -94,12 +94,6 @@ class Contracted(NamedTuple):
         return cls(*(Upper(torch.stack([t.length().value for t in ts])) for ts in list(zip(*jets, strict=True))[1:]))
 
 
-def contracted(spread: Spread, pairs: Pairs) -> tuple[Contracted, Contracted]:
-    """Proposition 6.10: rows, and columns."""
-    rows = [_row(spread, u).map(lambda t: t[spread.columns]) for u in pairs.left]
-    return Contracted.of(rows), Contracted.of([_column(spread, v) for v in pairs.right])
-
-
 def _row(spread: Spread, u: Tensor) -> Jet:
     """`uᵀ J`, token by token: with `c_i = W_oᵀ u_i`, scalars `⟨c_i, v_j − o_i⟩` stand for lengths."""
     centre, found, r = spread.centre, spread.found, spread.r
@@ -172,7 +166,8 @@ def _column(spread: Spread, v: Tensor) -> Jet:
 def deflated(spread: Spread, area: "Neighbourhood", pairs: Pairs, known: "Curves", others: float, beyond: float) -> float:
     """`‖D_Y f‖` over the neighbourhood (Theorem 6.9). others: how far the Jacobian can move.  beyond: beyond first order."""
     far = area.far
-    of_rows, of_columns = contracted(spread, pairs)
+    of_rows = Contracted.of([_row(spread, u).map(lambda t: t[spread.columns]) for u in pairs.left])  # Proposition 6.10
+    of_columns = Contracted.of([_column(spread, v) for v in pairs.right])
     first = (Upper(known.core) * spread.r).sum()
     if area.total is not None:
         first = first.min(Upper(known.core).length() * far)

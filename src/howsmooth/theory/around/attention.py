@@ -219,8 +219,9 @@ class AroundAttention:
             raise BadInputError("expected a neighbourhood of the input, got one of another; make bounds around that one")
         r, columns, reach = neighbourhood.radii, self._columns, neighbourhood.reach
         if self.layer.heads * len(r) ** 2 > _MOST:
-            why = f"the bound over a ball alone, for more than {_MOST} attention weights"
-            return _from_ball(self._ball(reach), neighbourhood, why)
+            why, ball = f"the bound over a ball alone, for more than {_MOST} attention weights", self._ball(reach)
+            total, change = float(Upper(ball) * neighbourhood.far), 2 * ball if neighbourhood.far > 0 else 0.0
+            return Around(ball, change, torch.full_like(r, total), total, why, ball)
         centre, far = self._centre, neighbourhood.far
         spread = Spread(centre, parts(centre, r), r, columns)
         found, along = spread.found, self._along(neighbourhood)
@@ -302,13 +303,6 @@ def _rows(centre: Centre, apart: Upper) -> Upper:
 def _units(centre: Centre) -> int:
     """What the sums behind a norm of heads together may leave over, in units of rounding."""
     return 64 * (centre.layer.width + centre.layer.out_width + len(centre.weights))
-
-
-def _from_ball(ball: float, neighbourhood: Neighbourhood, reason: str) -> Around:
-    """What a bound over the ball says alone."""
-    total = float(Upper(ball) * neighbourhood.far)
-    change = 2 * ball if neighbourhood.far > 0 else 0.0
-    return Around(ball, change, torch.full_like(neighbourhood.radii, total), total, reason, ball)
 
 
 class Sizes(NamedTuple):

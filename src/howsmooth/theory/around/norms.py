@@ -108,15 +108,12 @@ class Certified(Derivatives):
         if first is None or last is None or first >= last:
             return self._norm(u, v, ends)
         size = self._norm(u, first, None)
-        between = [w for w in self._stations() if first < w < last]
+        # waists far enough apart that a norm between two of them is worth its price: one for every attention layer or so
+        behind = (i for i in self.bends if self.graph.nodes[i].opaque is not None)
+        between = [w for i in behind if (w := next((w for w in self.waists if w > i), last)) < last and w > first]
         for a, b in zip([first, *between], [*between, last], strict=True):
             size *= self._norm(a, b, None)
         return size * self._norm(last, v, ends)
-
-    def _stations(self) -> list[int]:
-        """Waists far enough apart that a norm between two of them is worth its price: one for every attention layer or so."""
-        behind = [i for i in self.bends if self.graph.nodes[i].opaque is not None]
-        return [w for i in behind if (w := next((w for w in self.waists if w > i), None)) is not None]
 
     def attention(self, node: Piece, x: Tensor) -> AroundAttention:
         """Bounds around what enters an attention layer."""
@@ -166,10 +163,16 @@ class Certified(Derivatives):
         at, totals = [self.values[j] for j in inputs], [total] * len(inputs)
         if len({t.shape for t in at}) > 1:  # a small factor moves less than both together
             totals = [t.min(self._length_moved(near, j, far)) for t, j in zip(totals, inputs, strict=True)]
-        return [
-            Entered(z, _entry_moves(e, z, t), _row_moves(e, z, t), total, e.slope)
-            for e, z, t in zip(entering, at, totals, strict=True)
-        ]
+        found = []
+        for e, z, most in zip(entering, at, totals, strict=True):
+            entries, rows = Upper(torch.full_like(z, float(most))), Upper(z.new_full(z.shape[:-1], float(most)))
+            if e.entries is not None:
+                entries = entries.min(e.entries.value.reshape(z.shape))
+            if e.rows is not None:
+                own = e.rows.value.reshape(z.shape[:-1])
+                entries, rows = entries.min(own[..., None].expand(z.shape)), rows.min(own)
+            found.append(Entered(z, entries, rows, total, e.slope))
+        return found
 
     def bend(self, i: int, entered: list[Entered]) -> Bend:
         node, first = self.graph.nodes[i], entered[0]
@@ -322,18 +325,6 @@ def _factor_by_factor(certified: Certified, v: int, factors: tuple[Upper, Upper]
         moving = _total(turned[u] * certified.reaching(u, j) for u in turned if u <= j)
         total = total + size * (moving + certified.upto(j))
     return total
-
-
-def _entry_moves(e: Reach, z: Tensor, total: Upper) -> Upper:
-    moved = Upper(torch.full_like(z, float(total)))
-    if e.entries is not None:
-        moved = moved.min(e.entries.map(lambda t: t.reshape(z.shape)))
-    return moved if e.rows is None else moved.min(e.rows.map(lambda t: t.reshape(*z.shape[:-1], 1).expand(z.shape)))
-
-
-def _row_moves(e: Reach, z: Tensor, total: Upper) -> Upper:
-    rows = Upper(torch.full(z.shape[:-1], float(total), dtype=z.dtype))
-    return rows if e.rows is None else rows.min(e.rows.map(lambda t: t.reshape(z.shape[:-1])))
 
 
 def _through(node: Piece, entering: list[Reach], graph: Pieces, n: int) -> Reach:
