@@ -11,7 +11,7 @@ from torch import Tensor
 
 import checks
 import howsmooth as hs
-from howsmooth.kernels.tiles import Tile
+from howsmooth.kernels.base import Tile
 from howsmooth.spectral import Operator, inner
 from howsmooth.theory.around import Around, AroundAttention, Neighbourhood
 from problems import neighbourhoods
