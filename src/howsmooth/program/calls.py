@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 from torch.fx import Node
 
@@ -59,10 +60,8 @@ def is_whole(n: Node) -> bool:
 
 def whole_call(n: Node) -> AttentionCall:
     """Attention that is one node."""
-    q, k, v = n.args[:3]
-    assert isinstance(q, Node)
-    assert isinstance(k, Node)
-    assert isinstance(v, Node)
+    given: Any = n.args
+    q, k, v = given[:3]
     return AttentionCall((q,), (k,), (v,), n)
 
 

@@ -93,8 +93,7 @@ class SegmentMap(Map):
     @functools.cached_property
     def start(self) -> Tensor:
         """The tokens that enter, (n, d), padding left out."""
-        rows = self._rows([self._entering[n] for n in self.ends.enter], self.ends.enter)
-        return rows if self.real is None else rows[self.real.to(rows.device)]
+        return self._entering if self.real is None else self._entering[self.real.to(self._entering.device)]
 
     @property
     def width(self) -> int:
@@ -153,8 +152,7 @@ class SegmentMap(Map):
 
         x = tokens
         if self.real is not None:
-            whole = self._rows([self._entering[n] for n in self.ends.enter], self.ends.enter)
-            x = whole.to(tokens).index_copy(0, self.real.to(tokens.device), tokens)
+            x = self._entering.to(tokens).index_copy(0, self.real.to(tokens.device), tokens)
         beside = self.run.at(self.work).values(self.ends.way.beside)
         with answering(answer):
             leaving = Segment(self.ends.way, beside, self.work)(*self._parts(x))
@@ -168,8 +166,10 @@ class SegmentMap(Map):
         return found._replace(output=y)
 
     @functools.cached_property
-    def _entering(self) -> dict[Node, Tensor]:
-        return self.run.at(self.work).values(self.ends.enter)
+    def _entering(self) -> Tensor:
+        """The tokens that enter, padding among them."""
+        values = self.run.at(self.work).values(self.ends.enter)
+        return self._rows([values[n] for n in self.ends.enter], self.ends.enter)
 
     # layouts: what a node holds, as rows
 

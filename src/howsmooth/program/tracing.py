@@ -7,7 +7,7 @@ Afterwards the graph is made plain (`howsmooth.program.functional`).
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -285,16 +285,11 @@ def trace(
         with torch.no_grad(), noted_calls(module, loans) as calls, math, wide_experts(module), unhooked(module), shapes:
             return tracer(given, [t.detach().clone() for t in tensors]), calls
 
-    found = None
-    with suppress(RuntimeError):  # as older versions of torch end in inside vmap
-        found = graph(whole=True) if whole else None
-    if found is None or _wrapped(found[0]):  # the function uses torch.func, whose operations show at the level below alone
-        found = graph(whole=False)
-    code, calls = found
+    code, calls = graph(whole)
+    if whole and _wrapped(code):  # the function uses torch.func, whose operations show at the level below alone
+        code, calls = graph(whole=False)
     for i, n in enumerate(code.graph.nodes):
         n.meta["order"] = i
-        if n.op == "get_attr":  # of which older versions of torch note nothing
-            n.meta.setdefault("val", getattr(code, str(n.target)))
     holders = [n for n in code.graph.nodes if n.op == "placeholder"]
     _check(code, given, weights, set(holders[: len(given)]))
     plain(code, [*given.values(), *tensors])
