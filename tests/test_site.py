@@ -343,7 +343,7 @@ def test_the_playground_is_quick_and_alive(browser, site):
     assert taken[0] == 64
     assert sorted(taken[1:])[15] < 1000 / 60, sorted(taken[1:])
     before = page.inner_text(".hs-value")
-    for name, said in {"split": "Splitting pays", "tie": "does not pay"}.items():
+    for name, said in {"split": "Splitting pays", "tie": "n = 32 tokens"}.items():
         page.click(f"[data-name={name}]")
         page.wait_for_function("said => document.querySelector('.hs-read').innerText.includes(said)", arg=said)
     box = page.locator(".hs-tokens").bounding_box()
@@ -356,6 +356,27 @@ def test_the_playground_is_quick_and_alive(browser, site):
     page.mouse.up()
     page.wait_for_function("old => document.querySelector('.hs-value').innerText !== old", arg=now)
     assert before != now
+    assert not seen.troubles
+
+
+def test_the_playground_is_folded_reset_and_linked_to(browser, site):
+    seen = visitor(browser, site.as_uri() + "/")
+    seen.survey("index.html")
+    page = seen.page
+    assert not page.is_visible(".hs-controls")
+    page.click(".hs-more > summary")
+    page.wait_for_function("document.querySelector('.hs-wide canvas').width > 100")
+    first = page.evaluate("HowSmoothPlayground[0].result.L")
+    page.fill(".hs-slider input", "0.5")  # the radius
+    page.wait_for_function("first => Math.abs(HowSmoothPlayground[0].result.L - first) > 0.01", arg=first)
+    shown, link = page.evaluate("[HowSmoothPlayground[0].result.L, HowSmoothPlayground[0].link.href]")
+    page.click(".hs-again button")
+    page.wait_for_function("first => HowSmoothPlayground[0].result.L === first", arg=first)
+    for address, expected in {link: shown, f"{seen.home}index.html#play=%7B%22points%22:1%7D": first}.items():
+        page.goto("about:blank")
+        page.goto(address)
+        page.wait_for_function("window.HowSmoothPlayground && HowSmoothPlayground[0].result")
+        assert page.evaluate("HowSmoothPlayground[0].result.L") == pytest.approx(expected, rel=1e-2)
     assert not seen.troubles
 
 

@@ -148,6 +148,7 @@
     }
 
     drawScale() {
+      if (!this.scale.clientWidth) return; // folded
       const { pen, width } = sheet(this.scale, this.scale.clientWidth < 440 ? 124 : 98), { L, bounds } = this.result;
       const marks = bounds.filter((b) => b.value > 0 && Number.isFinite(b.value)), values = [L, ...marks.map((b) => b.value)].filter((v) => v > 1e-6);
       const low = Math.log(Math.min(...values)) - 0.35, high = Math.log(Math.max(...values)) + 0.35;
@@ -169,7 +170,7 @@
       pen.globalAlpha = 1;
       const font = this.color("font") || "sans-serif", ends = [-Infinity, -Infinity, -Infinity, -Infinity];
       pen.font = `12px ${font}`;
-      const words = { B1: "published bound", B7: "any mask", B9: "causal", B12: "best in the disc", B2: "reached in the disc", D5: "at these tokens" };
+      const words = { B1: "published earlier", B7: "proved for any mask", B9: "proved for causal", B12: "proved in the disc", B2: "reached in the disc", D5: "proved at these tokens" };
       const joined = []; // bounds of one value share a mark
       for (const mark of marks.sort((a, b) => a.value - b.value)) {
         const last = joined[joined.length - 1];
@@ -208,6 +209,7 @@
     }
 
     drawHeat() {
+      if (!this.heat.clientWidth) return;
       const { pen, width } = sheet(this.heat), { n, P } = this.result, cell = width / n, gap = n > 24 ? 0 : Math.min(2, cell / 10);
       pen.fillStyle = this.color("line");
       pen.fillRect(0, 0, width, width);
@@ -226,6 +228,7 @@
     }
 
     drawCurve() {
+      if (!this.curve.clientWidth) return;
       const { pen, width, height } = sheet(this.curve, Math.round(this.curve.clientWidth * 0.92)), curve = (this.growth || []).filter((p) => p.L > 0);
       if (curve.length < 2) return;
       const left = 40, bottom = height - 26, top = 10, right = width - 12, font = this.color("font") || "sans-serif";
@@ -249,6 +252,8 @@
       pen.fillStyle = this.color("soft");
       for (const p of [first, curve[curve.length >> 1], last]) pen.fillText(p.n, Math.min(x(p.n), right - 8), bottom + 17);
       pen.textAlign = "left";
+      pen.fillText("L", 2, top + 8);
+      pen.fillText("n", 2, bottom + 17);
       const path = (pick, color, heavy, dash) => {
         pen.strokeStyle = color;
         pen.lineWidth = heavy;

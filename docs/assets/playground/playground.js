@@ -10,7 +10,7 @@
     random: {
       label: "Eight tokens", radius: 2, A: [1, 0.4, -0.4, 0.6], V: identity, causal: false,
       points: [[1.2, 0.9], [-0.9, 1.2], [-1.5, -0.4], [0.2, -1.6], [1.6, -0.5], [0.3, 0.5], [-0.5, -1.1], [0.6, 1.7]],
-      say: "Drag a token. The orange arrows are the small change that this layer stretches most.",
+      say: "Drag a token. The orange arrows are the small change that this layer amplifies most.",
     },
     flat: {
       label: "Flat attention", radius: 1, A: [0.1, 0, 0, 0.1], V: identity, causal: false,
@@ -25,7 +25,7 @@
     tie: {
       label: "A tie", radius: 2, A: opposite, V: identity, causal: false, selected: 2,
       points: [[-0.2, 1.98], [-0.2, -1.98], [2, 0]], counts: [1, 1, 30],
-      say: "30 copies cannot decide between two tokens. A small push decides for all of them at once: worse than one against many.",
+      say: "30 copies cannot decide between two tokens. A small change decides for all of them at once: worse than one against many.",
     },
     split: {
       label: "Worth splitting", radius: 4, A: opposite, V: [1, 0, 0, 0], causal: false, selected: 0,
@@ -56,6 +56,7 @@
       this.before = null;
       this.build();
       this.preset(host.dataset.preset || "random");
+      this.restore();
       new ResizeObserver(() => this.draw()).observe(host);
       matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
       new MutationObserver(() => this.draw()).observe(document.body, { attributeFilter: ["data-md-color-scheme"] });
@@ -71,31 +72,40 @@
         const chip = make("button", { type: "button", "data-name": name }, this.chips, label);
         chip.addEventListener("click", () => this.preset(name));
       }
+      const again = make("div", { class: "hs-again" });
+      make("button", { type: "button" }, again, "Reset").addEventListener("click", () => this.preset(this.named));
+      this.link = make("a", { href: "#" }, again, "Link to this state");
       this.said = make("p", { class: "hs-said" }, host);
+      this.again = again;
       const planes = make("div", { class: "hs-planes" }, host);
       const tokens = make("figure", {}, planes);
       this.tokens = make("canvas", { class: "hs-tokens", tabindex: 0, role: "img", "aria-label": "tokens in the plane; arrow keys move the chosen one, N chooses the next" }, tokens);
-      make("figcaption", {}, tokens, "Tokens. Drag them; double-click adds one.");
+      make("figcaption", {}, tokens, "What goes in. Drag a token, or double-click to add one. Orange: the worst change. Blue lines: whom the ringed token looks at.");
       const outputs = make("figure", {}, planes);
       this.outputs = make("canvas", { role: "img", "aria-label": "outputs in the plane" }, outputs);
-      make("figcaption", {}, outputs, "What comes out, and where the change goes.");
+      make("figcaption", {}, outputs, "What comes out. Pink: what becomes of the worst change.");
       const read = make("div", { class: "hs-read" }, planes);
       make("div", { class: "hs-small" }, read, "how smooth? L =");
       this.value = make("div", { class: "hs-value", "aria-live": "polite" }, read);
       this.meaning = make("p", {}, read);
       this.gain = make("p", {}, read);
       this.count = make("p", { class: "hs-small" }, read);
-      const scale = make("figure", { class: "hs-wide" }, host);
+      const more = make("details", { class: "hs-more" }, host);
+      more.open = (host.dataset.preset || "random") !== "random";
+      more.addEventListener("toggle", () => this.draw());
+      make("summary", {}, more, "More: all controls, what theory allows, attention weights, longer inputs");
+      const scale = make("figure", { class: "hs-wide" }, more);
       this.scale = make("canvas", { role: "img", "aria-label": "L beside what theory allows" }, scale);
-      make("figcaption", {}, scale, "L (dot) beside theory: at these tokens, and for any n tokens in the disc of radius R.");
-      const more = make("div", { class: "hs-more" }, host);
-      this.controls(make("div", { class: "hs-controls" }, more));
-      const heat = make("figure", {}, more);
+      make("figcaption", {}, scale, "L (dot) beside what is proved: at these tokens, and for any n tokens in the disc of radius R.");
+      const parts = make("div", { class: "hs-parts" }, more);
+      this.controls(make("div", { class: "hs-controls" }, parts));
+      const heat = make("figure", {}, parts);
       this.heat = make("canvas", { role: "img", "aria-label": "attention weights" }, heat);
-      make("figcaption", {}, heat, "Attention weights: a row for each token, who looks at whom.");
-      const curve = make("figure", {}, more);
+      make("figcaption", {}, heat, "Attention weights. Row: the token that looks. Column: the token it looks at.");
+      const curve = make("figure", {}, parts);
       this.curve = make("canvas", { role: "img", "aria-label": "L against the number of tokens" }, curve);
-      make("figcaption", {}, curve, "L against n as the ringed token is copied; above it the best bound, dashed √n.");
+      make("figcaption", {}, curve, "L (upwards) against the number of tokens n, as the ringed token is copied. Black: the best bound. Dashed: √n.");
+      host.append(this.again);
       this.listen();
     }
 
@@ -117,8 +127,8 @@
         this.setting.points.forEach((p) => ((p[0] *= ratio), (p[1] *= ratio)));
         this.setting.radius = value;
       });
-      slider("copies", "copies (ringed)", 1, MOST, 1, (value) => (this.setting.counts[this.selected] = value));
-      slider("places", "places", 1, MOST, 1, (value) => this.resize(value));
+      slider("copies", "copies of the ringed token", 1, MOST, 1, (value) => (this.setting.counts[this.selected] = value));
+      slider("places", "different tokens", 1, MOST, 1, (value) => this.resize(value));
       const row = make("label", { class: "hs-check" }, box);
       this.mask = make("input", { type: "checkbox" }, row);
       make("span", {}, row, "causal: look back only");
@@ -165,6 +175,20 @@
       this.selected = Math.min(this.selected, this.setting.points.length - 1);
       this.before = null;
       this.update();
+    }
+
+    /* A state that an address carries behind `#play=`, for the first playground of a page. What is not one is left alone. */
+    restore() {
+      if (!location.hash.startsWith("#play=") || this.host !== document.querySelector("[data-playground]")) return;
+      try {
+        const { points, counts, A, V, causal, radius } = JSON.parse(decodeURIComponent(location.hash.slice(6)));
+        const numbers = (list, size) => Array.isArray(list) && list.length === size && list.every(Number.isFinite);
+        const whole = numbers(counts, points.length) && counts.every((c) => Number.isInteger(c) && c > 0);
+        const some = points.length > 0 && points.every((p) => numbers(p, 2)) && whole && counts.reduce((a, b) => a + b, 0) <= MOST;
+        if (some && numbers(A, 4) && numbers(V, 4) && radius > 0 && Number.isFinite(radius)) this.set({ points, counts, A, V, causal: causal === true, radius });
+      } catch {
+        return;
+      }
     }
 
     resize(places) {
@@ -278,8 +302,11 @@
       this.gain.classList.toggle("hs-pays", pays);
       this.gain.textContent = pays
         ? `Splitting pays: cut ${causal ? `token ${splitting.token + 1}` : `place ${splitting.token + 1}`} in two and pull the halves apart, and the output moves ${show(splitting.gain)} times more than by moving ${causal ? "tokens" : "places"} whole.`
-        : `Splitting a token does not pay here (${show(splitting.gain)} of moving).`;
-      this.count.textContent = `n = ${n} tokens at ${counts.length} ${counts.length === 1 ? "place" : "places"}`;
+        : `Splitting this token would move the output ${show(splitting.gain)} times as far as moving it whole, so it does not pay.`;
+      this.gain.hidden = !pays && this.named !== "split";
+      const round = (key, value) => (typeof value === "number" ? Number(value.toFixed(3)) : value);
+      this.link.href = `#play=${encodeURIComponent(JSON.stringify(this.setting, round))}`;
+      this.count.textContent = `n = ${n} tokens, ${counts.length} of them different`;
       const { sliders, setting } = this, others = n - counts[this.selected];
       sliders.copies.input.max = MOST - others;
       const values = { radius: setting.radius, copies: counts[this.selected], places: counts.length };
