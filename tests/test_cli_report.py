@@ -7,11 +7,15 @@ import sqlite3
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 import howsmooth
+from howsmooth.cli import report as cli
+from howsmooth.cli.options import SweepOptions
+from howsmooth.errors import BadInputError
 from howsmooth.study import halves, questions
 from howsmooth.study.ceilings import BOUNDS
 from howsmooth.study.choices import USUAL
@@ -271,6 +275,31 @@ def test_bounds_of_a_model_without_formulas_are_refused(place, tmp_path, monkeyp
     assert result.exit_code == 2
     assert "expected a layer that is a formula of its weights, got none" in result.stderr
     assert not table.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "lengths", "layers", "samples"),
+    [
+        ((), "demo", None, None, 8),
+        (("smollm2",), "smollm2", (8, 32, 128), None, 2),
+        (("smollm2", "--quick"), "smollm2", (8, 12, 16), (0, 3), 2),
+    ],
+)
+def test_the_demo_of_a_model_is_its_report(arguments, model, lengths, layers, samples, monkeypatch):
+    given: list[Any] = []
+
+    def write(name: str, *, sweep: SweepOptions, **_: Any) -> None:
+        given.extend((name, sweep.lengths, sweep.layers, sweep.samples))
+        raise BadInputError("expected nothing, got enough; stop")
+
+    monkeypatch.setattr(cli, "report", write)
+    assert run("demo", *arguments).exit_code == 2
+    assert given == [model, lengths, layers, samples]
+    other = run("demo", "./model")
+    assert (other.exit_code, other.stderr) == (
+        2,
+        "howsmooth: expected models of a package among demo, smollm2, got './model'; pick one of them\n",
+    )
 
 
 @pytest.mark.parametrize("command", ["report", "demo", "study growth"])

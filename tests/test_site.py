@@ -131,7 +131,7 @@ def test_every_page_from_the_file_system(browser, site, width, scheme):
     surveys = {path: seen.survey(path, [(width, scheme)]) for path in pages(site)}
     assert len(surveys) >= 20
     assert surveys["explanation/bounds.html"]["formulas"] > 300
-    for path in ("live/demo.html", "live/llama.html"):
+    for path in ("live/demo.html", "live/smollm2.html"):
         seen.survey(path, [(width, scheme)])
 
 

