@@ -36,11 +36,13 @@ class Observed(NamedTuple):
     """What one replay found of one layer.
 
     value: by row of the probe, or by head of every row, `max |J w|` over unit `w` in the span of the last `v`, less what
-    rounding may have added.  beside: what `looks` gives of the tokens that enter and of the attention calls.
+    rounding may have added.  beside: what `looks` gives of the tokens that enter and of the attention calls.  gain: by row, if
+    it is wanted.
     """
 
     value: Tensor
     beside: Tensor
+    gain: Tensor | None = None
 
 
 @final
@@ -113,11 +115,11 @@ class Following:
         """Whether rows are apart, and heads."""
         return self._many is not self.paths and all(self.paths.heads.values())
 
-    def turn(self, rounds: int = 1, least: float = 0.0, *, alone: bool = False) -> dict[int, Observed]:
+    def turn(self, rounds: int = 1, least: float = 0.0, *, alone: bool = False, probes: int = 0) -> dict[int, Observed]:
         """One replay: what it finds of each layer. What cannot be measured, since something is not finite there, is left out.
 
         rounds: steps of power iteration at most.  least: the gain of a step behind which there is no further one.
-        alone: of every head alone, with one direction each.
+        alone: of every head alone, with one direction each.  probes: for the mean gain; none for no gain.
         """
         if alone and self._by_head is None:
             self._by_head = self._paths(self.probe.repeated(max(self.paths.heads.values())))
@@ -136,11 +138,12 @@ class Following:
             for kind in LayerJacobians.of_kinds(graphs, rows, times, paths.probe.real):
                 with torch.enable_grad(), float32_products(coarse=True):
                     turned = kind.turn(carried, rounds, 1, least)
+                    gains = kind.gains(probes) if probes else {}
                 for k, (value, directions) in turned.items():
                     self.directions[k, alone] = directions
                     coarse = _COARSE if directions.is_cuda and directions.dtype == torch.float32 else 0.0
                     # what rounding may have added is taken off
-                    found[k] = Observed(max(0.0, 1 - noise - coarse) * value.cpu(), beside[k])
+                    found[k] = Observed(max(0.0, 1 - noise - coarse) * value.cpu(), beside[k], gains.get(k))
         return found
 
     def _graphs(self, paths: Paths, alone: bool = False) -> Iterator[tuple[dict[int, LayerGraph], list[AttentionKernel]]]:

@@ -125,6 +125,26 @@ class LayerJacobians:
         outputs, along = zip(*pairs, strict=True)
         return self._block(torch.autograd.grad(outputs, self._us, along, retain_graph=True, materialize_grads=True), 1)
 
+    def gains(self, probes: int) -> dict[int, Float[Tensor, " items"]]:
+        """The mean gain of every item by layer, from so many Gaussian probes or a few more; behind a turn.
+
+        Probes are those of every call, so that what changes is the layer. They are multiplied as blocks, `times` in each.
+        """
+        shape = (self._rows // self._times * len(self.layers), self._times, self._enter_size)
+        like = self._enter[0]
+        entries = self._block(self._split(torch.ones(shape[0], 1, shape[2]).expand(shape).to(like), 0), 0)[:, 0].sum(-1)
+        squares, count = torch.zeros(shape[0], dtype=torch.float64, device=like.device), math.ceil(probes / self._times)
+        for i in range(count):
+            image = self.jvp(drawn(i, shape, like))
+            squares = squares + torch.linalg.vector_norm(image, dim=-1, dtype=torch.float64).square().mean(1)
+        found = (squares / count / entries).sqrt()
+        return dict(zip(self.layers, found.chunk(len(self.layers)), strict=True))
+
+    @property
+    def _enter_size(self) -> int:
+        """How many numbers enter one layer in one copy of an item."""
+        return sum([t.numel() for t in self._sides[0][0]]) // self._rows
+
     def apart(self) -> bool:
         """Whether what is wanted of the last row reaches no other."""
         random = torch.Generator().manual_seed(0)

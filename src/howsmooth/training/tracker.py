@@ -87,6 +87,8 @@ class Tracker:
         certify: Of certified solves, as in `howsmooth.lipschitz`.
         average: Over the processes of a distributed run, each with a probe of its own; by default the first process
             measures and the others get nothing.
+        gain: Gaussian probes for the mean gain of random changes, logged as `gain`, the root mean square over the rows; none by
+            default. Four cost one block product with `J` beside the two of an update.
 
     >>> import howsmooth as hs
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -106,7 +108,10 @@ class Tracker:
         tol: float = 1e-3,
         certify: float | None = None,
         average: bool = False,
+        gain: int = 0,
     ):
+        fix = "4 is as many as the directions that are followed"
+        self.gain = whole(gain, "gain as a whole number of probes, 0 for none", fix)
         self.heads, self.average = flag(heads, "heads"), flag(average, "average")
         self.check_every = whole(check_every, "check_every as a whole number of updates, 0 for never", "the default is 50")
         self.map: MapName = choice(map, "a map", FAST)
@@ -141,7 +146,7 @@ class Tracker:
         """The name a number is logged under.
 
         Args:
-            what: Nothing for the constant, or `max_logit`, `entropy`, `sink`, `radius`, `head`, `upper`, `drift`.
+            what: Nothing for the constant, or `gain`, `max_logit`, `entropy`, `sink`, `radius`, `head`, `upper`, `drift`.
         """
         digits = max(2, len(str(self._following.count - 1)))
         parts = (what, f"layer_{layer:0{digits}d}", None if head is None else f"head_{head:02d}")
@@ -151,9 +156,9 @@ class Tracker:
         """The numbers at the weights of this moment, by the names they are logged under.
 
         For each layer: the constant, the largest logit of every head and of all, the mean entropy of attention in nats, the
-        largest share of all attention that one token gets, the root mean square norm of the tokens that enter. After a check
-        also the certified upper end and how far tracking was off. Where something is not finite: NaN, and a warning that says
-        where.
+        largest share of all attention that one token gets, the root mean square norm of the tokens that enter, and the mean
+        gain if it is wanted. After a check also the certified upper end and how far tracking was off. Where something is not
+        finite: NaN, and a warning that says where.
 
         Args:
             step: Of the training, for what is said; counts updates by default.
@@ -199,7 +204,7 @@ class Tracker:
     def _follow(self) -> dict[str, float]:
         """One step of power iteration in every layer, and more where the weights have moved far."""
         following = self._following
-        found = following.turn(rounds=_MOST, least=_GAIN)
+        found = following.turn(rounds=_MOST, least=_GAIN, probes=self.gain)
         self._tracked = {(k, None): float(found[k].value.max()) if k in found else math.nan for k in following.layers}
         values = {self.key(k): value for (k, _), value in self._tracked.items()}
         numbers = iter(torch.cat([own.beside for own in found.values()]).tolist() if found else [])  # all at once
@@ -210,6 +215,10 @@ class Tracker:
             names = [self.key(k, what) for what in _BESIDE]
             names += [self.key(k, "max_logit", h) for h in range(len(own) - len(_BESIDE))]
             values |= zip(names, own, strict=False)
+        if self.gain:
+            gains = {k: own.gain for k, own in found.items() if own.gain is not None}
+            means = {k: float(gain.square().mean().sqrt()) for k, gain in gains.items()}
+            values |= {self.key(k, "gain"): means.get(k, math.nan) for k in following.layers}
         if not self.heads:
             return values
         by_head, most = following.turn(alone=True), max(following.paths.heads.values())
