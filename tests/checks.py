@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -140,3 +142,11 @@ def jacobians(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     apart = whole[index, :, index]
     assert float(whole.norm()) <= float(apart.norm()) * (1 + 1e-12), "the function mixes the items of the batch"
     return apart
+
+
+def violations(page: Any) -> list[tuple[str, list[Any]]]:
+    """The rules of WCAG 2.1, levels A and AA, that axe finds broken on a page in a browser, each with where."""
+    name, reason = "axe_playwright_python.sync_playwright", "axe is not installed; pip install axe-playwright-python runs this"
+    axe = pytest.importorskip(name, reason=reason)
+    found = axe.Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}).response["violations"]
+    return [(rule["id"], [node["target"] for node in rule["nodes"][:3]]) for rule in found]

@@ -14,13 +14,11 @@ import pytest
 import torch
 
 import howsmooth as hs
+from checks import violations
 from marks import first
 
 pytest.importorskip("mkdocs", reason="builds the site; pip install 'howsmooth[docs]' runs this")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install playwright runs this")
-axe = pytest.importorskip(
-    "axe_playwright_python.sync_playwright", reason="axe is not installed; pip install axe-playwright-python"
-)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,
@@ -163,11 +161,6 @@ def test_what_is_not_accessible_is_seen(browser, tmp_path):
     seen = visitor(browser, tmp_path.as_uri() + "/")
     seen.page.goto(seen.home + "bad.html")
     assert {rule for rule, _ in violations(seen.page)} == {"color-contrast", "image-alt"}
-
-
-def violations(page: Any) -> list[tuple[str, list[Any]]]:
-    found = axe.Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}).response["violations"]
-    return [(rule["id"], [node["target"] for node in rule["nodes"][:3]]) for rule in found]
 
 
 def test_copy_buttons_copy_what_one_types(browser, site):

@@ -56,12 +56,19 @@ class Desk:
     def data(self) -> dict[str, Any]:
         """What the page shows."""
         page = (self.report / "index.html").read_text("utf-8")
-        return json.loads(page.split('id="data">')[1].split("</script>")[0])
+        shown = json.loads(page.split('id="data">')[1].split("</script>")[0])
+        return {name: records(some) if isinstance(some, dict) and "columns" in some else some for name, some in shown.items()}
 
     @property
     def command(self) -> tuple[str, ...]:
         """Makes the report, or with --resume looks at what was measured."""
         return ("report", str(self.model), "--text", str(self.text), *OPTIONS, "--out", str(self.report))
+
+
+def records(some: dict[str, Any]) -> list[dict[str, Any]]:
+    """Records that a page has by column, words as numbers of a list."""
+    lists = [[c["words"][k] for k in c["at"]] if isinstance(c, dict) else c for c in some["columns"]]
+    return [dict(zip(some["names"], values, strict=True)) for values in zip(*lists, strict=True)]
 
 
 def llama() -> t.LlamaModel:

@@ -27,7 +27,8 @@ def test_every_figure_is_written_in_every_format_and_growth_names_exponents_and_
     assert all(p.read_bytes().startswith(starts[p.suffix]) for p in written)
     text = re.sub(r"<[^>]+>", "", (tmp_path / "figures" / "growth.svg").read_text("utf-8"))
     assert re.search(r"layer 0: ×(2\.9|3\.0)\d", text)
-    assert "95 % intervals" in text
+    (growth,) = [drawing.charts[0] for _, some in drawings(reports.full()) for drawing in some if drawing.file == "growth"]
+    assert re.fullmatch(r"layer 0: n\^0\.\d\d \[0\.\d\d, 0\.\d\d\]", growth.rows[0]["legend"])
 
 
 def test_what_was_not_measured_is_not_drawn(tmp_path):

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import zlib
 from html import unescape
 
 import numpy as np
@@ -11,13 +12,14 @@ import pytest
 from howsmooth.errors import BadInputError, ResultsError
 from howsmooth.report import write_page
 from howsmooth.report.answer import answer, findings, plain
-from howsmooth.report.page import LARGEST, payload, render
+from howsmooth.report.page import LARGEST, packed, payload, render
 from howsmooth.report.shell import embed
 from howsmooth.study.advice import advice
 from howsmooth.study.charts import number
 from howsmooth.study.heads import HeadRow
 from howsmooth.study.layers import LayerRow
 from problems import reports
+from problems.desks import records
 
 
 def test_the_verdict_says_which_layer_how_bad_why_and_what_to_do():
@@ -174,9 +176,11 @@ def test_kinds_are_told_by_their_least_and_largest_over_softmax():
 def test_the_picture_comes_back_from_its_codes():
     known = reports.influence(20)[0]
     (picture,) = payload(reports.report([*reports.layers(1, 1, (20,)), known]))["influence"]
-    codes = np.frombuffer(base64.b64decode(picture["codes"]), "<u2").reshape(20, 20).astype(float)
-    back = picture["low"] * (picture["high"] / picture["low"]) ** ((codes - 1) / 65534)
-    np.testing.assert_allclose(np.where(codes > 0, back, 0), known["norms"], rtol=1e-3)
+    steps = np.frombuffer(zlib.decompress(base64.b64decode(picture["codes"])), np.uint8).reshape(20, 20)
+    codes = np.cumsum(steps, axis=0, dtype=np.uint8).astype(float)
+    back = picture["low"] * (picture["high"] / picture["low"]) ** ((codes - 1) / 126)
+    apart = (picture["high"] / picture["low"]) ** (0.5 / 126) - 1  # half a shade
+    np.testing.assert_allclose(np.where(codes > 0, back, 0), known["norms"], rtol=1.01 * apart)
     for norms in ([[0.0, 0.0], [0.0, 0.0]], [[1.0, float("nan")], [float("inf"), 0.0]], [[3.0]]):
         rows = [*reports.layers(1, 1, (len(norms),)), known | {"n": len(norms), "norms": norms}]
         assert "NaN" not in embed(payload(reports.report(rows)))
@@ -238,8 +242,8 @@ def test_the_only_script_tags_are_the_two_of_the_page():
 
 def test_confidence_is_never_rounded_up_to_certainty():
     rows = [row | {"confidence": 1 - 1e-9} for row in reports.layers(1, 1, (8,))]
-    block = payload(reports.report(rows))["rows"]
-    assert json.loads(embed(block))["rows"][0][block["names"].index("confidence")] == "0.999999999"
+    (row,) = json.loads(embed(payload(reports.report(rows))["measurements"]))
+    assert row["confidence"] == "0.999999999"
 
 
 def test_nothing_in_the_page_asks_for_the_network():
@@ -313,3 +317,13 @@ def test_rows_come_in_order_and_other_kinds_are_left_out():
     assert [row.value for row in data.of(LayerRow)] == [row["value"] for row in rows]
     assert len(data.rows) == len(rows)
     assert data.of(HeadRow) == []
+
+
+def test_records_come_back_from_their_columns():
+    shown = packed(payload(reports.full()))
+    back = {name: records(some) for name, some in shown.items() if isinstance(some, dict) and "columns" in some}
+    assert {"bounds", "head", "growth", "measurements"} <= set(back)
+    for name, rows in back.items():
+        assert [{k: v for k, v in row.items() if v is not None} for row in rows] == [
+            {k: v for k, v in row.items() if v is not None} for row in payload(reports.full())[name]
+        ]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from checks import violations
 from howsmooth.errors import ResultsError
 from howsmooth.report import write_page
 from howsmooth.report.page import write_radii_page
@@ -28,7 +29,6 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found; ins
 CHARTS = {
     "layers-by-length": 4 * 8,
     "growth": 4 * 8,
-    "residuals": 4 * 8,
     "token-share": 4,
     "held": 2 * 4,
     "maps": 3 * 4,
@@ -144,6 +144,76 @@ def test_every_chart_draws_at_every_width_without_errors_or_requests(browser, fu
         calm(seen, full)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), first([(1280, "light"), (390, "dark"), (390, "light"), (1280, "dark")], 2))
+def test_the_page_is_accessible(browser, full, width, scheme):
+    with visit(browser, full, width, scheme) as seen:
+        assert violations(seen.page) == []
+        calm(seen, full)
+
+
+def test_the_verdict_is_on_the_first_screen_and_the_rest_is_folded(browser, full):
+    with visit(browser, full, 1280, folded=True) as seen:
+        page = seen.page
+        head = page.locator("[data-table=layers] thead")
+        assert head.bounding_box()["y"] < 900
+        assert page.locator("#more details[open]").count() == 0
+        assert not page.locator("[data-chart=influence] svg").count()
+        assert "Splitting pays in 1 of 4 cases" in page.inner_text("#splitting summary")
+        page.locator("[data-table=layers] a").first.click()
+        assert page.evaluate("location.hash") == "#advice-jump"
+        page.evaluate("location.hash = '#influence'")
+        page.wait_for_selector("[data-chart=influence] svg")
+        assert page.locator("nav").bounding_box()["y"] == pytest.approx(0, abs=1)
+        calm(seen, full)
+
+
+def test_every_chart_opens_on_the_layer_of_the_headline(browser, full):
+    with visit(browser, full) as seen:
+        page = seen.page
+        assert page.inner_text(".answer").startswith("Layer 0 amplifies most")
+        assert page.inner_text("[data-table=layers] tr.marked td").strip() == "0"
+        assert page.inner_text("#growth-names [aria-pressed=true]") == "layer 0"
+        for pick in ("text-layer", "bounds-layer"):
+            assert page.input_value(f"[data-pick={pick}]") == "0"
+        calm(seen, full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", first(CHARTS, 5))
+def test_arrow_keys_read_the_values_of_every_chart(browser, full, name):
+    with visit(browser, full) as seen:
+        page = seen.page
+        page.locator(f"[data-chart={name}] svg").focus()
+        said = []
+        for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+            page.keyboard.press(key)
+            assert page.locator(".tip").is_visible()
+            said.append(page.inner_text(".tip"))
+        assert len(set(said)) > 1, said
+        page.keyboard.press("Escape")
+        assert not page.locator(".tip").is_visible()
+        calm(seen, full)
+
+
+def test_what_a_finger_touches_stays_until_it_touches_something_else(browser, full):
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    try:
+        page.goto(full.as_uri())
+        cell = page.locator("[data-chart=layers-by-length] .cell").nth(5)
+        cell.evaluate("node => node.scrollIntoView({ block: 'center', behavior: 'instant' })")
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        cell.tap()
+        page.wait_for_timeout(100)
+        assert page.inner_text(".tip").startswith("layer 0, n = 136\nL = ")
+        page.locator("#heat h2").tap()
+        assert not page.locator(".tip").is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    finally:
+        context.close()
+
+
 def test_kinds_change_with_the_scale_the_layer_and_the_quantity(browser, full):
     def drawn(page: Any, chart: str) -> set[str]:
         return set(page.eval_on_selector_all(f"[data-chart={chart}] [data-series]", "g => g.map(s => s.dataset.series)"))
@@ -172,9 +242,7 @@ def test_kinds_change_with_the_scale_the_layer_and_the_quantity(browser, full):
 
 
 def shading(page: Any) -> list[float]:
-    return page.eval_on_selector_all(
-        "#text-body .token", "spans => spans.map(s => Number(s.style.getPropertyValue('--share')))"
-    )
+    return page.eval_on_selector_all("#text .token", "spans => spans.map(s => Number(s.style.getPropertyValue('--share')))")
 
 
 def test_radii_and_inputs_are_picked(browser, full):
@@ -204,13 +272,13 @@ def test_the_selector_changes_the_shading(browser, full):
             shares = shading(page)
             assert shares.index(max(shares)) == layer
             assert shares[layer] == pytest.approx(0.85)
-            assert f"“word{layer}” (token {layer}) 50.0 %" in page.inner_text("#text-note")
+            assert f"“word{layer}” (token {layer}) 50.0 %" in page.inner_text("#text .note")
             colours = page.eval_on_selector_all(
-                "#text-body .token", "s => [...new Set(s.map(t => getComputedStyle(t).backgroundColor))]"
+                "#text .token", "s => [...new Set(s.map(t => getComputedStyle(t).backgroundColor))]"
             )
             assert len(colours) == 2
         before = len(shading(page))
-        page.select_option("[data-pick=text-length]", "0")
+        page.select_option("[data-pick=text-length]", "128")
         assert (before, len(shading(page))) == (136, 128)
         calm(seen, full)
 
@@ -257,20 +325,20 @@ def test_hovering_shows_the_numbers(browser, full):
         page = seen.page
         hover(page, "[data-chart=layers-by-length] .cell", 5)
         assert page.inner_text(".tip").startswith("layer 0, n = 136\nL = ")
-        hover(page, "[data-chart=growth] .net")
+        hover(page, "[data-chart=growth] svg")
         assert "L = " in page.inner_text(".tip")
         hover(page, "[data-chart=bound-ladder] .row")
         assert "bound" in page.inner_text(".tip")
-        hover(page, "[data-chart=held] .net")
+        hover(page, "[data-chart=held] svg")
         assert "frozen: " in page.inner_text(".tip")
-        hover(page, "[data-chart=near] .net")
+        hover(page, "[data-chart=near] svg")
         assert "certified: at most " in page.inner_text(".tip")
-        hover(page, "[data-chart=radii] .net")
+        hover(page, "[data-chart=radii] svg")
         assert page.inner_text(".tip").split("\n")[0].endswith("3 inputs")
-        hover(page, "[data-chart=maps] .net")
+        hover(page, "[data-chart=maps] svg")
         assert "relative: " in page.inner_text(".tip")
-        hover(page, "#text-body .token", 4)
-        assert page.inner_text(".tip").startswith("token 4 of 136")
+        hover(page, "#text .token", 4)
+        assert page.inner_text(".tip").startswith("token 4: word4")
         page.mouse.move(2, 2)
         assert not page.locator(".tip").is_visible()
         calm(seen, full)
@@ -282,13 +350,13 @@ def test_the_jump_is_marked_and_another_layer_can_be_put_in_focus(browser, full)
         page = seen.page
         label = page.locator("[data-chart=growth] .break-label")
         assert "from 128 to 136" in label.first.text_content()
-        assert page.locator("[data-chart=growth] .key[aria-pressed=true]").inner_text() == "layer 0"
-        page.locator("[data-chart=growth] .key", has_text="layer 2").click()
+        assert page.locator("#growth-names .key[aria-pressed=true]").inner_text() == "layer 0"
+        page.locator("#growth-names .key", has_text="layer 2").click()
         assert label.count() == 0
         assert page.locator("[data-chart=growth] .interval").count() == 1
-        page.locator("[data-chart=growth] .key", has_text="all").click()
+        page.locator("#growth-names .key", has_text="all").click()
         assert label.count() == 1
-        page.select_option("[data-pick=quantity]", "R")
+        page.select_option("[data-pick=quantity]", "radius")
         assert page.locator("[data-chart=growth] .chart-title").inner_text() == "R against n"
         calm(seen, full)
 
@@ -298,14 +366,17 @@ def test_the_picture_shows_which_token_moves_which(browser, full):
     """Its middle, below and above the diagonal, and its pixels."""
     with visit(browser, full) as seen:
         page = seen.page
-        net = page.locator("[data-chart=influence] .net")
+        net = page.locator("[data-chart=influence] .frame")
         net.evaluate("node => node.scrollIntoView({ block: 'center', behavior: 'instant' })")
         page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         box = net.bounding_box()
         cell = box["width"] / 136
-        for i, j, said in ((40, 37, "‖J‖ = 0.25"), (136 - 1, 0, f"‖J‖ = {1 / 136:.3g}"), (3, 90, "no influence")):
+        for i, j, norm in ((40, 37, 0.25), (136 - 1, 0, 1 / 136), (3, 90, 0)):
             page.mouse.move(box["x"] + (j + 0.5) * cell, box["y"] + (i + 0.5) * cell)
-            assert page.inner_text(".tip") == f"token {j} “word{j}” → token {i} “word{i}”\n{said}"
+            where, said = page.inner_text(".tip").split("\n")
+            assert where == f"token {j} “word{j}” → token {i} “word{i}”"
+            shade = 136 ** (0.5 / 126) - 1  # half of one, between 1/136 and 1
+            assert said == "no influence" if norm == 0 else float(said.split("= ")[1]) == pytest.approx(norm, rel=shade)
         drawn = "[...document.querySelector('.picture canvas').getContext('2d').getImageData(0, 0, 136, 136).data]"
         pixels = np.array(page.evaluate(drawn)).reshape(136, 136, 4)
         assert pixels[3, 90, 3] == 0  # nothing is drawn where there is nothing
@@ -380,7 +451,7 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     path = write_page(reports.harmful(), tmp_path / "page")
     with visit(browser, path, 390) as seen:
         page = seen.page
-        shown = page.eval_on_selector_all("#text-body .token", "spans => spans.map(s => s.textContent)")
+        shown = page.eval_on_selector_all("#text .token", "spans => spans.map(s => s.textContent)")
         assert shown == list(reports.HOSTILE)
         assert page.evaluate("window.harmed") is None
         assert page.evaluate("document.querySelectorAll('main script, main img, main b b').length") == 0
@@ -433,7 +504,7 @@ def test_a_model_becomes_a_page_that_works(browser, desk):
         assert all(chart["shapes"] and not chart["bad"] for chart in charts.values())
         spoken = " ".join(seen.page.inner_text(".answer").split())
         assert f"Layer {max(longest, key=lambda row: row['value'])['layer']} amplifies most" in spoken
-        assert len(seen.page.query_selector_all("#text-body .token")) in set(LENGTHS)
+        assert len(seen.page.query_selector_all("#text .token")) in set(LENGTHS)
         shades = []
         for layer in ("0", "1"):
             seen.page.select_option("[data-pick=text-layer]", layer)

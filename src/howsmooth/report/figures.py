@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from howsmooth.errors import BadInputError
 from howsmooth.report.page import drawings
 from howsmooth.run import writing
 from howsmooth.study.answers import ReportData
-from howsmooth.study.charts import Bars, Chart, Drawing, Heat, Ladder, Lines, Option, Own, Picture, fill
+from howsmooth.study.charts import Bars, Chart, Drawing, Heat, Ladder, Lines, Option, Picture, fill
 from howsmooth.study.jobs import Cells
 from howsmooth.study.question import mean
 
@@ -57,7 +58,7 @@ def draw_figures(data: ReportData, folder: str | Path, *, formats: Sequence[str]
     written = []
     with figure_style():
         for question, drawing in [(q, drawing) for q, some in drawings(data) for drawing in some if drawing.file]:
-            figure = _figure(drawing, data, question.section.swatches if question.section else ())
+            figure = _figure(drawing, question.section.swatches if question.section else ())
             for ending in formats:
                 written.append(Path(folder) / f"{drawing.file}.{ending}")
                 with writing(written[-1], parents=True) as part:
@@ -81,15 +82,13 @@ def plain_numbers(axis: Any) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _figure(drawing: Drawing, data: ReportData, swatches: tuple[tuple[str, str], ...]) -> "Figure":
+def _figure(drawing: Drawing, swatches: tuple[tuple[str, str], ...]) -> "Figure":
     """A drawing as a figure: a panel for every chart, and for every option of a pick that has panels.
 
     swatches: of the section, how marks look and what they mean.
     """
     from matplotlib.figure import Figure
 
-    if isinstance(drawing.charts[0], Own):
-        return _OWN[drawing.charts[0].name](data)
     options = [[o for o in pick.options if pick.panels or o.value == pick.first] for pick in drawing.picks]
     columns = [pick.column for pick in drawing.picks]
     ways = [dict(zip(columns, way, strict=True)) for way in itertools.product(*options)]
@@ -104,8 +103,8 @@ def _figure(drawing: Drawing, data: ReportData, swatches: tuple[tuple[str, str],
         title = panel.fill(panel.chart.title)
         axes.set_title(textwrap.fill(title, _NARROW) if drawing.across else title)
         _DRAWS[type(panel.chart)](axes, panel)
-        if isinstance(panel.chart, Lines) and (k == len(panels) - 1 or not drawing.across):
-            axes.legend(**_BESIDE)
+        if isinstance(panel.chart, Lines) and (k == len(panels) - 1 if drawing.across else not k or panel.chart.series is None):
+            _name_curves(axes, panel.chart)
         if isinstance(panel.chart, Ladder):
             _legend(axes, swatches, panel.chart.base)
         if k and drawing.across:
@@ -131,23 +130,33 @@ def _lines(axes: Any, panel: _Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
     chart: Lines = panel.chart
-    y = panel.picked.get("y", chart.y)
+    y, looks = panel.picked.get("y", chart.y), dict[Any, _Look]()
     if chart.series is None:
-        named = [(name, column, _INKS[colour], panel.rows) for name, column, colour in chart.curves]
+        named = [
+            (name, column, _Look(_INKS[colour], MARKERS[k]), panel.rows)
+            for k, (name, column, colour) in enumerate(chart.curves)
+        ]
     else:
-        names = list(dict.fromkeys(row[chart.series] for row in chart.rows))
-        colours = [COLOURS[k % len(COLOURS)] for k in range(len(names))]
-        own = [[row for row in panel.rows if row[chart.series] == name] for name in names]
-        named = [(name, y, colour, some) for name, colour, some in zip(names, colours, own, strict=True)]
-    for k, (name, column, colour, rows) in enumerate(named):
-        points = _points(chart, column, rows)
-        look = {"color": colour, "marker": MARKERS[k % len(MARKERS)], "label": name}
-        axes.plot([p[0] for p in points], [p[1] for p in points], ls="" if chart.points else "-", **look)
+        looks = _looks(list(dict.fromkeys(row[chart.series] for row in chart.rows)))
+        curves = {value: [row for row in panel.rows if row[chart.series] == value] for value in looks}
+        named = [
+            (own[0][chart.legend] if chart.legend and own else value, y, looks[value], own) for value, own in curves.items()
+        ]
+    fitted = y == chart.y and bool(chart.fits)
+    for name, column, look, rows in named:
+        points, label = _points(chart, column, rows), re.sub(r"n\^(\S+)", r"$n^{\1}$", str(name))
+        line = "" if chart.points or fitted else "-"
+        axes.plot([p[0] for p in points], [p[1] for p in points], ls=line, label=label, **look._asdict())
         if any(low < high for _, _, low, high in points):
-            axes.fill_between(*([p[i] for p in points] for i in (0, 2, 3)), color=colour, alpha=0.12, lw=0)
-    axes.set(yscale="log", xlabel=chart.x_label, ylabel=panel.fill(chart.y_label))
+            shade = 0.12 if len(named) <= len(COLOURS) else 0.04
+            axes.fill_between(*([p[i] for p in points] for i in (0, 2, 3)), color=look.color, alpha=shade, lw=0)
+        if fitted:
+            column = chart.fits[-1][0] if any(row.get(chart.fits[-1][0]) for row in rows) else chart.fits[0][0]
+            there = [row for row in rows if row.get(column)]
+            axes.plot([row[chart.x] for row in there], [row[column] for row in there], color=look.color, lw=0.9)
+    axes.set(yscale="linear" if chart.linear else "log", xlabel=chart.x_label, ylabel=panel.fill(chart.y_label))
     drawn = any(line.get_xdata().size for line in axes.lines)
-    if drawn:
+    if drawn and not chart.linear:
         plain_numbers(axes.yaxis)
     low, high = axes.get_ylim()
     if high < 2 * low:  # no power of ten and its like in between
@@ -159,7 +168,54 @@ def _lines(axes: Any, panel: _Panel) -> None:
     if chart.points and drawn:
         plain_numbers(axes.xaxis)
     elif drawn:
-        _ticks(axes, sorted({row[chart.x] for row in panel.rows}))
+        xs = sorted({row[chart.x] for row in panel.rows})
+        _ticks(axes, [x for x in xs if chart.x != "n" or math.log2(x).is_integer()] or xs)
+    if y in chart.broken:
+        _marks(axes, chart, looks)
+    if y == chart.y and chart.guides:
+        _guides(axes, chart)
+
+
+def _marks(axes: Any, chart: Lines, looks: "Mapping[Any, _Look]") -> None:
+    """Jumps as bands in the colour of their curve; the first few are named."""
+    jumps = [b for b in chart.breaks if b.jump]
+    for k, jump in enumerate(jumps[:_NOTES]):
+        colour = looks[jump.curve].color
+        axes.axvspan(jump.before, jump.after, color=colour, alpha=0.2, lw=0)
+        note = f"{chart.series} {jump.curve}: {jump.text.split()[0]}"
+        axes.annotate(
+            note,
+            (jump.after, 0.97 - 0.07 * k),
+            (4, -6),
+            xycoords=axes.get_xaxis_transform(),
+            textcoords="offset points",
+            fontsize=7,
+            color=colour,
+        )
+
+
+def _guides(axes: Any, chart: Lines) -> None:
+    """Dotted powers of `x` from the lowest point on."""
+    xs, least = (
+        sorted({row[chart.x] for row in chart.rows}),
+        min((row[chart.y] for row in chart.rows if row[chart.y] > 0), default=1.0),
+    )
+    for power, style in zip(chart.guides, itertools.cycle((":", "-.")), strict=False):
+        axes.plot(
+            [xs[0], xs[-1]], [least, least * (xs[-1] / xs[0]) ** power], style, color="0.5", lw=0.9, label=f"$n^{{{power:g}}}$"
+        )
+
+
+def _name_curves(axes: Any, chart: Lines) -> None:
+    """A legend beside the axes; a bar of colours where there are too many curves for one."""
+    values = list(dict.fromkeys(row[chart.series] for row in chart.rows)) if chart.series else []
+    if len(values) <= len(COLOURS):
+        axes.legend(**_BESIDE)
+        return
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    axes.figure.colorbar(ScalarMappable(Normalize(0, len(values) - 1), "viridis"), ax=axes, label=chart.series, pad=0.02)
 
 
 def _points(chart: Lines, y: str, rows: Sequence[Cells]) -> list[tuple[float, float, float, float]]:
@@ -258,70 +314,6 @@ def _picture(axes: Any, panel: _Panel) -> None:
     axes.figure.colorbar(image, ax=axes, label="norm of the derivative", pad=0.02)
 
 
-def _growth(data: ReportData) -> "Figure":
-    """L against n with the fits, and what one power law leaves over; exponents in the legend, or by layer where many."""
-    looks, many = _looks(data), len(data.layers) > len(COLOURS)
-    figure, (top, bottom, *rest) = _axes(5.4, 7.0 if many else 5.0, 2 + many, height_ratios=[2.2, 1, 1][: 2 + many])
-    for layer, fit in data.fits.items():
-        look, (value, low, high) = looks[layer], (fit.exponent.value, fit.exponent.low, fit.exponent.high)
-        ends = "" if low is None else f" [{low:.2f}, {high:.2f}]"
-        top.fill_between(fit.lengths, fit.lows, fit.highs, color=look.color, alpha=0.04 if many else 0.12, lw=0)
-        top.plot(fit.lengths, fit.means, **look._asdict(), ls="", label=f"layer {layer}: $n^{{{value:.2f}}}${ends}")
-        top.plot(fit.lengths, fit.fitted_apart, "-", color=look.color, lw=0.9)
-        bottom.plot(fit.lengths, fit.residuals, **look._asdict(), lw=0.9)
-        for axes in rest:
-            axes.plot([layer, layer], [value if end is None else end for end in (low, high)], color=look.color)
-            axes.plot(layer, value, **look._asdict())
-    for layer, jump in data.jumps[:_NOTES]:
-        fit, colour = data.fits[layer], looks[layer].color
-        for axes in (top, bottom):
-            axes.axvspan(jump.before, jump.after, color=colour, alpha=0.2, lw=0)
-        note, at = f"layer {layer}: ×{jump.change.value:.2f}", (jump.after, fit.means[fit.lengths.index(jump.after)])
-        top.annotate(note, at, (4, -10), textcoords="offset points", fontsize=7, color=colour)
-    first, last = data.lengths[0], data.lengths[-1]
-    start = min(level.mean for level in data.summary if level.mean > 0)
-    for power, name, style in ((0.25, "1/4", ":"), (0.5, "1/2", "-.")):
-        top.plot([first, last], [start, start * (last / first) ** power], style, color="0.5", lw=0.9, label=f"$n^{{{name}}}$")
-    top.set(yscale="log", ylabel="L", title="Growth with the length, exponents with 95 % intervals")
-    bottom.set(yscale="log", ylabel="L / power law", xlabel="n, tokens")
-    bottom.axhline(1, color="0.6", lw=0.7, zorder=0)
-    for axes in (top, bottom):
-        _lengths(axes, data)
-        plain_numbers(axes.yaxis)
-    top.tick_params(labelbottom=False)
-    for axes in rest:
-        axes.set(xlabel="layer", ylabel="exponent")
-    handles, names = top.get_legend_handles_labels()
-    top.legend(handles[-2:] if many else handles, names[-2:] if many else names, **({"loc": "upper left"} if many else _BESIDE))
-    return figure
-
-
-def _radius(data: ReportData) -> "Figure":
-    """R, the root mean square norm of the tokens, against n."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    figure, axes = _axes(4.6, 2.8)
-    for layer, look in _looks(data).items():
-        points = [(level.n, level.radius) for level in data.summary if level.layer == layer]
-        axes.plot(*zip(*points, strict=True), label=f"layer {layer}", **look._asdict())
-    _lengths(axes, data)
-    axes.set(xlabel="n, tokens", ylabel="R, root mean square norm", title="Size of the tokens")
-    if len(data.layers) <= len(COLOURS):
-        axes.legend(**_BESIDE)
-    else:
-        ends = Normalize(data.layers[0], data.layers[-1])
-        figure.colorbar(ScalarMappable(ends, "viridis"), ax=axes, label="layer", pad=0.02)
-    return figure
-
-
-def _axes(width: float, height: float, panels: int = 1, **options: Any) -> tuple["Figure", Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(min(width, 9.0), min(height, 9.0)), layout="constrained")
-    return figure, figure.subplots(panels, 1, **options)
-
-
 def _name(axis: Any, names: list[str], most: int = _NAMED) -> None:
     """Names along an axis, all or every second, third … where there are many."""
     step = math.ceil(len(names) / most)
@@ -333,21 +325,14 @@ class _Look(NamedTuple):
     marker: str
 
 
-def _looks(data: ReportData) -> dict[int, _Look]:
-    """A colour and a marker for every layer; where there are many, colours go from the first layer to the last."""
+def _looks(values: Sequence[Any]) -> dict[Any, _Look]:
+    """A colour and a marker for every curve; where there are many, colours go from the first to the last."""
     import matplotlib
 
-    if len(data.layers) <= len(COLOURS):
-        return {layer: _Look(COLOURS[i], MARKERS[i]) for i, layer in enumerate(data.layers)}
-    shades = matplotlib.colormaps.get_cmap("viridis").resampled(len(data.layers))
-    return {layer: _Look(shades(i), "o") for i, layer in enumerate(data.layers)}
-
-
-def _lengths(axes: Any, data: ReportData) -> None:
-    ticks = [n for n in data.lengths if math.log2(n).is_integer()] or data.lengths
-    axes.set_xscale("log")
-    axes.set_xticks(ticks, [str(n) for n in ticks])
-    axes.xaxis.minorticks_off()
+    if len(values) <= len(COLOURS):
+        return {value: _Look(COLOURS[i], MARKERS[i]) for i, value in enumerate(values)}
+    shades = matplotlib.colormaps.get_cmap("viridis").resampled(len(values))
+    return {value: _Look(shades(i), "o") for i, value in enumerate(values)}
 
 
 def _ticks(axes: Any, values: Sequence[float]) -> None:
@@ -368,10 +353,9 @@ _DRAWS: dict[type[Chart], Callable[[Any, _Panel], None]] = {
 }
 # width and height of a panel, in inches
 _SIZES: dict[type[Chart], Callable[[_Panel], tuple[float, float]]] = {
-    Lines: lambda p: (5.4, 2.6) if p.chart.x == "layer" else (2.9, 2.9),
+    Lines: lambda p: (5.4, 2.6) if p.chart.x == "layer" or p.chart.legend else (2.9, 2.9),
     Heat: lambda p: (1.6 + 0.36 * _rows(p, p.chart.x), 1.1 + 0.22 * _rows(p, p.chart.down)),
     Ladder: lambda p: (5.6, 1.0 + 0.22 * len(p.rows)),
     Bars: lambda p: (5.4, 1.4),
     Picture: lambda p: (5.0, 4.4),
 }
-_OWN: dict[str, Callable[[ReportData], "Figure"]] = {"growth": _growth, "radius": _radius}

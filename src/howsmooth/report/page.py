@@ -23,6 +23,7 @@ from howsmooth.study.layers import LayerRow
 from howsmooth.study.question import Question
 
 LARGEST = 6_000_000  # bytes
+_FEW = 8  # records that are written as they are
 _MOST_ROWS = 20_000  # of the table of all measurements; what is drawn is always whole
 _COLUMNS = ("layer", "n", "sample", "value", "upper", "confidence", "status", "radius")
 _COLUMNS += ("relative", "top_share", "seconds", "seed")
@@ -40,7 +41,6 @@ _NUMBERS = Section(
     text="<b>value</b> is attained by a direction, so never above L; <b>upper</b> holds with probability $confidence "
     "at least in "
     "every row; <b>radius</b> is the root mean square norm of the tokens.$cut",
-    below='<div id="numbers-table"></div>',
     folded=True,
 )
 _METHODS = Section(
@@ -68,9 +68,8 @@ def render(data: ReportData) -> str:
     main, more = [], []
     for question, _ in drawings(data):
         if question.section:
-            folded, said = question.folded(data), question.said_of(data)
-            section = replace(question.section, folded=folded)
-            (more if folded else main).append(_html_of(section, said, map=escape(m.map)))
+            section = replace(question.section, folded=question.folded(data))
+            (more if section.folded else main).append(_html_of(section, question.said_of(data), map=escape(m.map)))
     lowest = min(row.confidence for row in rows)
     cut = f" The first {_MOST_ROWS} of {len(rows)} are here." if len(rows) > _MOST_ROWS else ""
     methods = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _methods(data).items() if v)
@@ -87,7 +86,7 @@ def render(data: ReportData) -> str:
         answer=[*map(_html, sentences[:-1]), _html(sentences[-1], code=True)],
         version=m.versions.get("howsmooth", ""),
         script=asset("page.js"),
-        data=payload(data),
+        data=packed(payload(data)),
     )
 
 
@@ -112,18 +111,31 @@ def write_page(data: ReportData, folder: str | Path, *, force: bool = False) -> 
 
 def payload(data: ReportData) -> dict[str, Any]:
     """What the script reads: the charts of every section, the records that they show, and what the page has of its own."""
-    shown = [n for n in data.shares if n in data.texts]
     sections = [(question.section, drawn) for question, drawn in drawings(data) if question.section]
-    return _charts(sections, data.layers) | {
-        "lengths": data.lengths,
-        "fits": {layer: fit.to_dict() for layer, fit in data.fits.items()},
-        "text": len(shown) - 1,
-        "rows": {
-            "names": _COLUMNS,
-            "rows": [[*map(_exact, row.columns(*_COLUMNS).values())] for row in data.of(LayerRow)[:_MOST_ROWS]],
-        },
-        "focus": data.focus,
-    }
+    rows = [{k: _exact(v) for k, v in row.columns(*_COLUMNS).items()} for row in data.of(LayerRow)[:_MOST_ROWS]]
+    columns = tuple(Column(name, name, text=name == "status") for name in _COLUMNS)
+    table = Table(name="measurements", title="All numbers", source="measurements", rows=rows, columns=columns)
+    texts = {n: words for n, words in data.texts.items() if n in data.shares}
+    return _charts([*sections, (_NUMBERS, [Drawing((table,))])], data.layers) | {"texts": texts}
+
+
+def packed(payload: dict[str, Any]) -> dict[str, Any]:
+    """The same with records by column, words that come often as numbers of a list."""
+    return {name: _by_column(some) if _are_records(some) else some for name, some in payload.items()}
+
+
+def _are_records(some: Any) -> bool:
+    return isinstance(some, list) and len(some) > _FEW and all(isinstance(row, dict) for row in some)
+
+
+def _by_column(rows: list[Cells]) -> dict[str, Any]:
+    names, columns = list(dict.fromkeys(name for row in rows for name in row)), []
+    for name in names:
+        values = [row.get(name) for row in rows]
+        words = list(dict.fromkeys(values)) if all(isinstance(v, str) or v is None for v in values) else []
+        often = words and 2 * len(words) < len(values)
+        columns.append({"words": words, "at": [words.index(v) for v in values]} if often else values)
+    return {"names": names, "columns": columns}
 
 
 def _charts(sections: Iterable[tuple[Section, Sequence[Drawing]]], layers: Sequence[int]) -> dict[str, Any]:
@@ -131,10 +143,10 @@ def _charts(sections: Iterable[tuple[Section, Sequence[Drawing]]], layers: Seque
     records: dict[str, Any] = {}
     built = []
     for section, drawn in sections:
-        charts = [chart for drawing in drawn if drawing.on_page for chart in drawing.charts]
-        picks = [pick for drawing in drawn if drawing.on_page for pick in drawing.picks]
-        records = {chart.source: chart.rows for chart in charts} | records
-        built.append({"id": section.id, "charts": [chart.to_dict() for chart in charts], "picks": plain_cells(picks)})
+        shown = [drawing for drawing in drawn if drawing.on_page]
+        records = {chart.source: chart.rows for drawing in shown for chart in drawing.charts} | records
+        charts = [chart.to_dict() | {"picked": [p.column for p in one.picks]} for one in shown for chart in one.charts]
+        built.append({"id": section.id, "charts": charts, "picks": plain_cells([p for one in shown for p in one.picks])})
     return records | {"sections": built, "layers": layers}
 
 

@@ -148,7 +148,7 @@ def _token(token: int, layers: Sequence[Profile]) -> Advice:
         do += "that counts. Otherwise look at this token first."
     else:
         do = "A change of this token moves the output most. Where it cannot change, L with it frozen is the number that counts."
-    return Advice("token", {p.layer: f"freeze token {token}" for p in layers}, found, do, "token")
+    return Advice("token", {p.layer: f"{'freeze' if sink else 'look at'} token {token}" for p in layers}, found, do, "token")
 
 
 def _one_head(data: ReportData, layers: Sequence[Profile]) -> list[Advice]:

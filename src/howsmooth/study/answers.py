@@ -9,7 +9,7 @@ from typing import Any, final
 
 from howsmooth.errors import BadInputError
 from howsmooth.study.fit import Break, GrowthFit
-from howsmooth.study.jobs import Cells, Row, SomeRow, grouped, row_of
+from howsmooth.study.jobs import Row, SomeRow, grouped, row_of
 from howsmooth.study.layers import LayerRow
 from howsmooth.study.lengths import Growth
 from howsmooth.study.question import mean, questions
@@ -150,8 +150,3 @@ class ReportData:
             if row.shares is not None:
                 shares[row.n].setdefault(row.layer, row.shares)
         return dict(sorted(shares.items()))
-
-    @cached_property
-    def passages(self) -> list[Cells]:
-        """The texts that have shares, with them, the shortest first."""
-        return [{"tokens": self.texts[n], "shares": self.shares[n]} for n in self.shares if n in self.texts]

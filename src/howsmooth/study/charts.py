@@ -8,6 +8,7 @@ line of a tip is left out where one of its columns is empty.
 import base64
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, final
@@ -19,7 +20,7 @@ from howsmooth.study.jobs import Cells
 ALL = "all"  # of a pick: every record, in geometric means
 ANY = "both"  # in a column: a record that every option of its pick shows
 _FAINT = 1e-4  # of the largest norm of a picture; smaller ones are shown as this
-_CODES = 65534  # shades of a picture
+_CODES = 126  # shades of a picture
 _BREAKS = re.compile(r"(?<=\*)(?=\*)|(?<=\^)")
 _WORD = 24  # letters of a token that a sentence shows
 
@@ -77,13 +78,29 @@ class Chart:
 
 
 @final
+@dataclass(frozen=True)
+class Band:
+    """Where a curve breaks, between two places of `x`. curve: its value of `series`.  jump: or a bend.  text: by how much."""
+
+    curve: Any
+    before: float
+    after: float
+    jump: bool
+    text: str
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class Lines(Chart):
     """Curves over a column, on logarithmic axes but for layers; or single points, one for each of `series`.
 
-    curves: name, column and colour (point, ball, hot or ink) of each; or `series`, a column with a curve for each value.
-    low, high: columns of a range.
+    curves: name, column and colour (point, ball, hot or ink) of each; or `series`, a column with a curve for each value, of
+    which a pick of that column puts one in front of the others.  low, high: columns of a range.
     over: a column that values are divided by.  tip_all: lines under the pointer where a point is a mean of `count` records.
+    linear: the axis of values is.  legend: a column with what a figure calls a curve.
+    fits: columns drawn as lines over the curve in front, and how: `plain`, `apart`; band: two, with what lies between shaded.
+    breaks: marked as bands.  guides: powers of `x`, dotted.
+    Fits, band and guides belong to `y`; breaks to the columns `broken`.
     """
 
     draw = "lines"
@@ -98,6 +115,17 @@ class Lines(Chart):
     over: str | None = None
     points: bool = False
     tip_all: tuple[str, ...] = ()
+    linear: bool = False
+    legend: str = ""
+    fits: tuple[tuple[str, str], ...] = ()
+    band: tuple[str, str] | None = None
+    breaks: tuple[Band, ...] = ()
+    broken: tuple[str, ...] = ()
+    guides: tuple[float, ...] = ()
+
+    def shown(self, picked: Mapping[str, Any]) -> list[Cells]:
+        """The records of a choice; all curves are there, whichever is in front."""
+        return super().shown({column: value for column, value in picked.items() if column != self.series})
 
 
 @final
@@ -151,7 +179,7 @@ class Bars(Chart):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Picture(Chart):
-    """A square of numbers, one record: `low`, `high` and `codes`, made by `coded`. norms: the numbers themselves."""
+    """A square of numbers, one record: `n`, `low`, `high` and `codes`, made by `coded`. norms: the numbers themselves."""
 
     draw = "picture"
     norms: Sequence[Sequence[float]]
@@ -192,10 +220,11 @@ class Table(Chart):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Own(Chart):
-    """A chart that has a drawing of its own, by its name."""
+class Passage(Chart):
+    """The tokens of a text, by their number in the page's data, each shaded by its part in the list `y`."""
 
-    draw = "own"
+    draw = "passage"
+    y: str
 
 
 @final
@@ -252,8 +281,9 @@ def fill(template: str, cells: Mapping[str, Any]) -> str:
 
 
 def coded(norms: Sequence[Sequence[float]]) -> Cells:
-    """Numbers as 16-bit codes on a logarithmic scale from `low` (1) to `high` (65535), 0 for zero; by rows.
+    """Numbers as 8-bit codes on a logarithmic scale from `low` (1) to `high` (127), 0 for zero; by rows.
 
+    codes: each less the one above it, modulo 256, deflated, in base 64.
     faint: whether some are smaller than the least that is told apart.
     """
     table = np.nan_to_num(np.asarray(norms, float), nan=0.0, posinf=0.0)
@@ -262,8 +292,9 @@ def coded(norms: Sequence[Sequence[float]]) -> Cells:
     low = max(least, _FAINT * high)
     scale = math.log(high / low) or 1.0
     codes = 1 + np.rint(_CODES * np.log(np.maximum(table, low) / low) / scale)
-    codes = np.where(table > 0, codes, 0).astype("<u2")
-    return {"low": low, "high": high, "faint": least < low, "codes": base64.b64encode(codes.tobytes()).decode()}
+    codes = np.where(table > 0, codes, 0).astype(np.uint8)
+    packed = zlib.compress(np.diff(codes, axis=0, prepend=np.uint8(0)).tobytes(), 9)
+    return {"low": low, "high": high, "faint": least < low, "codes": base64.b64encode(packed).decode()}
 
 
 def number(value: float) -> str:

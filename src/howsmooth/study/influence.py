@@ -254,8 +254,8 @@ def figure(rows: list[InfluenceRow], data: ReportData) -> list[Drawing]:
     """The norm of the derivative of every output token by every input token."""
     if not rows:
         return []
-    row, shown = rows[0], [n for n in data.shares if n in data.texts]
-    about = row.columns("layer", "n", "accuracy") | {"text": shown.index(row.n) if row.n in shown else None}
+    row = rows[0]
+    about = row.columns("layer", "n", "accuracy")
     chart = Picture(
         name="influence",
         title="From token to token, layer {layer}, n = {n}",

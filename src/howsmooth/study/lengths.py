@@ -1,7 +1,8 @@
 """How the constants of a model grow with the length of its input."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, final
@@ -11,7 +12,7 @@ from torch import nn
 from howsmooth.models import Model
 from howsmooth.progress import Progress
 from howsmooth.results import axes_for, html_table
-from howsmooth.study.charts import Drawing, Own, Section
+from howsmooth.study.charts import ALL, Band, Column, Drawing, Lines, Option, Pick, Section, Table
 from howsmooth.study.fit import Break, GrowthFit, fit_growth
 from howsmooth.study.jobs import Cells, Measured, run_here, to_frame
 from howsmooth.study.layers import LayerRow, layer_jobs
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     import pandas
 
     from howsmooth.results import Axes
-    from howsmooth.study.answers import ReportData
+    from howsmooth.study.answers import Level, ReportData
+
+_MANY = 8  # layers, above which exponents have a chart of their own
 
 
 @final
@@ -179,12 +182,119 @@ def sentence(rows: list[LayerRow], data: "ReportData") -> str:
 
 
 def figure(rows: list[LayerRow], data: "ReportData") -> list[Drawing]:
-    """L against n with the fits, and the size of the tokens against n; the page shows them in one chart."""
-    cells = [vars(level) for level in data.summary]
-    fits = Own(name="growth", title="L against n", source="summary", rows=cells)
-    radius = Own(name="radius", title="Size of the tokens", source="summary", rows=cells)
-    drawings = [Drawing((fits,), file="growth")] if data.fits else []
-    return drawings + ([Drawing((radius,), file="radius")] if len(data.lengths) > 1 else [])
+    """L against n with the fits, what they leave over, and the size of the tokens; exponents by layer where layers are many."""
+    points = [_point(level, data.fits.get(level.layer)) for level in data.summary]
+    wanted = (
+        Option("mean", "L, the constant", "L"),
+        Option("residual", "L / fit", "L / fit"),
+        Option("radius", "R, the tokens", "R"),
+    )
+    shown = [option for option in wanted if any((point.get(option.value) or 0) > 0 for point in points)]
+    if len(data.lengths) < 2 or not shown:
+        return []
+    chart = Lines(
+        name="growth",
+        title="{y} against n",
+        unit="log scales; shaded: range over samples",
+        source="growth",
+        rows=points,
+        x="n",
+        x_label="n, tokens",
+        y="mean",
+        y_label="{y}",
+        series="layer",
+        low="low",
+        high="high",
+        legend="legend",
+        fits=(("fitted", "plain"), ("fitted_apart", "apart")),
+        band=("fit_low", "fit_high"),
+        breaks=tuple(_band(layer, b) for layer, fit in data.fits.items() for b in fit.breaks),
+        broken=("mean", "residual"),
+        guides=(0.25, 0.5),
+        tip=("layer {layer}, n = {n}", "L = {mean} ({low} to {high} over {samples})", "{residual} × the fit", "R = {radius}"),
+    )
+    layer = Pick(
+        "growth-layer", "Layer", "layer", (Option(ALL, "all"), *(Option(k, f"layer {k}") for k in data.layers)), data.focus
+    )
+    drawn = [Drawing((chart,), (layer, Pick("quantity", "Show", "y", tuple(shown), shown[0].value)))]
+    for file, columns in {"growth": ("mean", "residual"), "radius": ("radius",)}.items():
+        if options := tuple(option for option in shown if option.value in columns):
+            panels = Pick("quantity", "Show", "y", options, options[0].value, panels=True)
+            drawn.append(Drawing((chart,), (replace(layer, first=ALL), panels), file=file, on_page=False))
+    if not data.fits:
+        return drawn
+    lines = [_fit_cells(layer, fit) for layer, fit in data.fits.items()]
+    if len(lines) > _MANY:
+        exponents = Lines(
+            name="exponents",
+            title="Exponent of every layer",
+            unit="shaded: 95 % interval",
+            source="fits",
+            rows=lines,
+            y_label="exponent",
+            curves=(("exponent", "exponent", "point"),),
+            low="exponent_low",
+            high="exponent_high",
+            linear=True,
+            tip=("layer {layer}", "L ~ n^{exponent}", "{exponent_low} to {exponent_high}"),
+        )
+        drawn.append(Drawing((exponents,), file="exponents"))
+    columns = (
+        Column("layer", "layer"),
+        Column("exponent a", "exponent", "L ≈ c·n^a, least squares on logarithms"),
+        Column("95 % interval", "interval"),
+        Column("scatter", "scatter", "typical distance from the line"),
+        Column("breaks", "breaks", text=True),
+        Column("a with breaks apart", "exponent_apart"),
+        Column("steepest step", "steepest"),
+    )
+    return [*drawn, Drawing((Table(name="fits", title="Fits", source="fits", rows=lines, columns=columns, most=16),))]
+
+
+def _point(level: "Level", fit: GrowthFit | None) -> Cells:
+    """A layer at one length, with its fit there."""
+    cells: Cells = vars(level) | {"legend": f"layer {level.layer}"}
+    if fit is None or level.n not in fit.lengths:
+        return cells
+    k, (exponent, low, high) = fit.lengths.index(level.n), vars(fit.exponent).values()
+    cells["legend"] += f": n^{exponent:.2f}" + ("" if low is None else f" [{low:.2f}, {high:.2f}]")
+    cells |= {
+        "fitted": fit.fitted[k],
+        "fitted_apart": fit.fitted_apart[k] if fit.breaks else None,
+        "residual": fit.residuals[k],
+    }
+    if low is not None and high is not None:  # lines through the middle, at both ends of the slope
+        away = math.log(level.n) - sum(map(math.log, fit.lengths)) / len(fit.lengths)
+        cells |= {
+            name: fit.fitted[k] * math.exp((end - exponent) * away) for name, end in (("fit_low", low), ("fit_high", high))
+        }
+    return cells
+
+
+def _band(layer: int, b: Break) -> Band:
+    """A break as the chart marks it."""
+    text = (
+        f"×{b.change.value:.3g} from {b.before} to {b.after}"
+        if b.kind == "jump"
+        else f"exponent {b.change.value:+.2f} at {b.before}"
+    )
+    return Band(layer, b.before, b.after, b.kind == "jump", text)
+
+
+def _fit_cells(layer: int, fit: GrowthFit) -> Cells:
+    """A line of the table of fits."""
+    a, step = fit.exponent, fit.steepest
+    return {
+        "layer": layer,
+        "exponent": round(a.value, 3),
+        "exponent_low": a.low,
+        "exponent_high": a.high,
+        "interval": None if a.low is None else f"{a.low:.2f} to {a.high:.2f}",
+        "scatter": f"± {100 * math.expm1(fit.scatter):.0f} %",
+        "breaks": "; ".join(_in_words(b) for b in fit.breaks) or None,
+        "exponent_apart": round(fit.exponent_apart.value, 3) if fit.breaks else None,
+        "steepest": f"×{step.ratio:.2f} from {step.before} to {step.after}",
+    }
 
 
 GROWTH = Question(
@@ -202,12 +312,10 @@ GROWTH = Question(
         name="Growth",
         title="How it grows with the length",
         place=20,
-        text="Straight lines here are power laws L ~ n<sup>a</sup>. Pick a layer to see its fit (dashed, with the 95 % "
-        "interval of "
-        "its slope shaded), the same fit with its breaks allowed for (solid), and what the power law leaves over. Dotted: "
-        "n<sup>¼</sup> and n<sup>½</sup>.",
-        below='<div id="growth-chart"></div>\n<div id="residual-chart"></div>\n<p>$sentence A break is reported when a '
-        "plain power "
-        'law would show one as clear in at most one curve out of a hundred.</p>\n<div id="fit-table"></div>',
+        text="Straight lines here are power laws L ~ n<sup>a</sup>. Over the layer in front lie its fit (dashed, with the "
+        "95 % interval of "
+        "its slope shaded) and the same fit with its breaks allowed for (solid). Dotted: n<sup>¼</sup> and n<sup>½</sup>. "
+        "$sentence "
+        "A break is reported when a plain power law would show one as clear in at most one curve out of a hundred.",
     ),
 )

@@ -107,7 +107,7 @@ def profiles(data: ReportData) -> dict[int, Profile]:
 
 
 def _each(data: ReportData) -> Iterator[Profile]:
-    yardsticks, frozen = ({row.layer: row for row in data.of(kind)} for kind in (YardstickRow, FrozenRow))
+    yardsticks, frozen = {row.layer: row for row in data.of(YardstickRow)}, {row.layer: row for row in data.of(FrozenRow)}
     heads = grouped(data.of(HeadRow), lambda row: row.layer)
     rows = grouped(data.of(LayerRow), lambda row: (row.layer, row.n))
     uppers = [b for b in bounds_of(data) if b.bound.side == "upper" and b.bound.where == "point" and math.isfinite(b.log)]

@@ -94,13 +94,14 @@ function logTicks(low, high, most = 9) {
   const steps = decades > most ? [1] : Math.log10(high / low) > 2.2 ? [1] : [1, 2, 5];
   const stride = Math.max(1, Math.ceil(decades / most));
   for (let e = first; e <= last; e += stride) for (const m of steps) ticks.push(m * 10 ** e);
-  let inside = ticks.filter((t) => t >= low * 0.999 && t <= high * 1.001);
-  if (inside.length < 3 && high / low > 1.02) {
-    const step = 10 ** Math.floor(Math.log10((high - low) / 3)), nice = [1, 2, 5, 10].find((k) => (high - low) / (k * step) <= 5) * step;
-    inside = [];
-    for (let t = Math.ceil(low / nice) * nice; t <= high; t += nice) inside.push(Number(t.toPrecision(6)));
-  }
-  return inside;
+  const inside = ticks.filter((t) => t >= low * 0.999 && t <= high * 1.001);
+  return inside.length < 3 && high / low > 1.02 ? evenTicks(low, high) : inside;
+}
+
+function evenTicks(low, high) {
+  const step = 10 ** Math.floor(Math.log10((high - low) / 3)), nice = [1, 2, 5, 10].find((k) => (high - low) / (k * step) <= 5) * step, ticks = [];
+  for (let t = Math.ceil(low / nice) * nice; t <= high; t += nice) ticks.push(Number(t.toPrecision(6)));
+  return ticks;
 }
 
 // Labels of the lengths that fit beside each other; powers of two come first, those in `keep` before all.
@@ -118,28 +119,80 @@ function pickLabels(values, place, room, keep = []) {
   return chosen;
 }
 
-// ---- the tooltip, one for the page
+// ---- the tip, one for the page: values under the pointer, a finger, or the arrow keys
 
 const tip = {
   node: null,
-  show(event, lines) {
+  owner: null,
+  follow: null, // shows it again where its value went, behind a finger or the keys
+  show(owner, { clientX, clientY }, lines) {
+    this.owner = owner;
     this.node ??= document.body.appendChild(el("div", { class: "tip", role: "status" }));
     this.node.replaceChildren(...lines.map((line, i) => el(i ? "div" : "b", {}, line)));
     this.node.style.display = "block";
-    const box = this.node.getBoundingClientRect();
-    const x = Math.min(event.clientX + 14, innerWidth - box.width - 6);
-    const y = event.clientY + 18 + box.height > innerHeight ? event.clientY - box.height - 12 : event.clientY + 18;
+    const box = this.node.getBoundingClientRect(), x = Math.min(clientX + 14, innerWidth - box.width - 6);
+    const y = clientY + 18 + box.height > innerHeight ? clientY - box.height - 12 : clientY + 18;
     this.node.style.transform = `translate(${Math.max(6, x)}px, ${Math.max(6, y)}px)`;
   },
   hide() {
+    this.owner?.dispatchEvent(new Event("tipgone"));
+    this.owner = this.follow = null;
     if (this.node) this.node.style.display = "none";
   },
 };
 
-function hover(node, lines) {
-  node.addEventListener("pointermove", (event) => tip.show(event, lines()));
-  node.addEventListener("pointerdown", (event) => tip.show(event, lines()));
-  node.addEventListener("pointerleave", () => tip.hide());
+// Shows `lines(event)` under the pointer; what a finger has touched stays until it touches something else.
+function touched(node, lines) {
+  const over = (event) => {
+    const said = lines(event);
+    said ? tip.show(node, event, said) : tip.hide();
+  };
+  node.addEventListener("pointermove", over);
+  node.addEventListener("pointerdown", over);
+  node.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && tip.hide());
+}
+
+const WAYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
+// Makes a drawing's values readable. find: the stop `{x, y, lines}` at a place; step: the next one in a direction, from nothing the first.
+function readable(sheet, { find, step }, mark = () => {}) {
+  let at = null;
+  const put = (stop) => mark((at = stop)), here = () => {
+    const box = sheet.getBoundingClientRect();
+    tip.show(sheet, { clientX: box.left + at.x, clientY: box.top + at.y }, at.lines());
+  };
+  touched(sheet, (event) => {
+    const box = sheet.getBoundingClientRect(), stop = find(event.clientX - box.left, event.clientY - box.top);
+    put(stop);
+    tip.follow = event.pointerType === "touch" && stop ? here : null;
+    return stop && stop.lines();
+  });
+  sheet.setAttribute("tabindex", 0);
+  sheet.addEventListener("tipgone", () => put(null));
+  sheet.addEventListener("blur", () => tip.hide());
+  sheet.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") tip.hide();
+    if (!WAYS[event.key]) return;
+    event.preventDefault();
+    const stop = step(at, ...WAYS[event.key]);
+    if (!stop) return;
+    put(stop);
+    here();
+    tip.follow = here;
+  });
+}
+
+// Stops that are a list: the nearest to a place, and the nearest in a direction.
+function among(stops) {
+  const nearest = (some, cost) => some.reduce((a, b) => (a !== null && cost(a) <= cost(b) ? a : b), null);
+  return {
+    find: (x, y) => nearest(stops, (s) => (s.x - x) ** 2 + (s.y - y) ** 2),
+    step: (at, dx, dy) => {
+      if (!at) return stops[0];
+      const ahead = (s) => (s.x - at.x) * dx + (s.y - at.y) * dy, off = (s) => Math.abs((s.x - at.x) * dy) + Math.abs((s.y - at.y) * dx);
+      return nearest(stops.filter((s) => ahead(s) > 0.5), (s) => ahead(s) + 3 * off(s)) ?? at;
+    },
+  };
 }
 
 // ---- downloads
@@ -177,16 +230,17 @@ function frame(host, { name, title, unit, render, rows, below = null }) {
   let drawn = 0;
   const self = {
     redraw() {
+      const folded = canvas.closest("details:not([open])");
+      if (folded) return folded.addEventListener("toggle", self.redraw, { once: true });
       drawn = Math.floor(canvas.clientWidth);
-      if (!drawn) return; // folded away
       label.textContent = titleText();
       const drawing = render(Math.max(drawn, 240));
-      (drawing.querySelector("svg") ?? drawing).setAttribute("aria-label", titleText());
+      (drawing.querySelector("svg") ?? drawing).setAttribute("aria-label", `${titleText()}. Arrow keys read its values.`);
       canvas.replaceChildren(drawing);
     },
   };
   frames.push(self);
-  new ResizeObserver(() => Math.floor(canvas.clientWidth) !== drawn && self.redraw()).observe(canvas);
+  new ResizeObserver(() => drawn && Math.floor(canvas.clientWidth) !== drawn && self.redraw()).observe(canvas);
   self.redraw();
   return self;
 }
@@ -208,7 +262,7 @@ function heatMap({ width, rows, columns, value, range, rowLabel, columnLabel, ax
   const cell = (width - left - 2) / columns.length, tall = Math.max(17, Math.min(narrow ? 30 : 34, 420 / rows.length));
   const height = top + tall * rows.length + bottom;
   const sheet = sheetOf(width, height), [low, high] = spanned(range), span = Math.log(high / low);
-  const across = (c) => left + cell * (columns.indexOf(c) + 0.5);
+  const across = (c) => left + cell * (columns.indexOf(c) + 0.5), stops = [];
   draw(sheet, "text", { x: left - 8, y: 16, class: "axis", "text-anchor": "end" }, axis);
   for (const c of pickLabels(columns, across, narrow ? 26 : 30)) {
     draw(sheet, "text", { x: across(c), y: 16, class: "tick", "text-anchor": "middle" }, columnLabel(c));
@@ -223,7 +277,7 @@ function heatMap({ width, rows, columns, value, range, rowLabel, columnLabel, ax
       const box = draw(sheet, "rect", { x: x + 0.5, y: y + 0.5, width: Math.max(cell - 1, 1), height: tall - 1, rx: 2.5, class: "cell" });
       box.style.fill = rgb(colour);
       if (mark(r, c)) box.classList.add("marked");
-      hover(box, () => lines(r, c));
+      stops.push({ x: x + cell / 2, y: y + tall / 2, box, lines: () => lines(r, c) });
       if (cell >= 33) {
         const text = draw(sheet, "text", { x: x + cell / 2, y: y + tall / 2 + 4, class: "inside", "text-anchor": "middle" }, format(v));
         text.style.fill = isLight(colour) ? "#1a1d26" : "#ffffff";
@@ -231,6 +285,7 @@ function heatMap({ width, rows, columns, value, range, rowLabel, columnLabel, ax
     }
   });
   colourBar(sheet, left, height, Math.min(220, width - left - 60), low, high);
+  readable(sheet, among(stops), (stop) => stops.forEach((s) => s.box.classList.toggle("on", s === stop)));
   return sheet;
 }
 
@@ -248,13 +303,13 @@ let clips = 0;
 
 // ---- lines on logarithmic axes; `over` draws what goes on top, given the scales
 
-function lineChart({ width, height, xs, xLabel, yLabel, range, series, keep = [], under = null, over = null, ends = true, unity = null, scale = logScale }) {
+function lineChart({ width, height, xs, xLabel, yLabel, range, series, keep = [], under = null, over = null, scale = logScale, linear = false }) {
   const longest = series.reduce((most, s) => Math.max(most, s.name.length), 0);
-  const ticks = logTicks(...range), digits = ticks.reduce((most, t) => Math.max(most, format(t).length), 0);
-  const wide = width >= 560 && ends, left = Math.max(52, 24 + 7 * digits), right = wide ? 14 + 7 * longest : 12, top = 14, bottom = 42;
+  const ticks = linear ? evenTicks(...range) : logTicks(...range), digits = ticks.reduce((most, t) => Math.max(most, format(t).length), 0);
+  const wide = width >= 560, left = Math.max(52, 24 + 7 * digits), right = wide ? 14 + 7 * longest : 12, top = 14, bottom = 42;
   const sheet = sheetOf(width, height);
   const px = scale([xs[0], xs[xs.length - 1]], [left + 8, width - right - 6]);
-  const py = logScale(range, [height - bottom, top]);
+  const py = (linear ? linearScale : logScale)(range, [height - bottom, top]);
   for (const t of ticks) {
     draw(sheet, "line", { x1: left, x2: width - right, y1: py(t), y2: py(t), class: "grid" });
     draw(sheet, "text", { x: left - 7, y: py(t) + 4, class: "tick", "text-anchor": "end" }, format(t));
@@ -263,7 +318,6 @@ function lineChart({ width, height, xs, xLabel, yLabel, range, series, keep = []
     draw(sheet, "line", { x1: px(x), x2: px(x), y1: top, y2: height - bottom, class: "grid" });
     draw(sheet, "text", { x: px(x), y: height - bottom + 17, class: "tick", "text-anchor": "middle" }, String(x));
   }
-  if (unity !== null) draw(sheet, "line", { x1: left, x2: width - right, y1: py(unity), y2: py(unity), class: "unity" });
   draw(sheet, "text", { x: (left + width - right) / 2, y: height - 6, class: "axis", "text-anchor": "middle" }, xLabel);
   draw(sheet, "text", { transform: `translate(12 ${(top + height - bottom) / 2}) rotate(-90)`, class: "axis", "text-anchor": "middle" }, yLabel);
   const scales = { sheet, px, py, range, left, right: width - right, top, bottom: height - bottom };
@@ -282,7 +336,7 @@ function lineChart({ width, height, xs, xLabel, yLabel, range, series, keep = []
     draw(group, "polyline", { class: "curve", points: s.points.map((p) => `${px(p.x).toFixed(1)},${py(p.y).toFixed(1)}`).join(" ") });
     for (const p of s.points) {
       draw(group, "circle", { class: "dot", cx: px(p.x), cy: py(p.y), r: s.faded ? 2.2 : 3.2 });
-      points.push({ x: px(p.x), y: py(p.y), lines: p.lines });
+      points.push({ x: px(p.x), y: py(p.y), lines: () => p.lines });
     }
     const last = s.points[s.points.length - 1];
     if (last) labels.push({ text: s.name, y: py(last.y), colour: s.colour, faded: s.faded });
@@ -298,17 +352,9 @@ function lineChart({ width, height, xs, xLabel, yLabel, range, series, keep = []
     }
   }
   const ring = draw(sheet, "circle", { class: "ring", r: 7, visibility: "hidden" });
-  const net = draw(sheet, "rect", { x: left, y: top, width: Math.max(width - left - right, 1), height: height - top - bottom, class: "net" });
-  const near = (event) => {
-    const box = sheet.getBoundingClientRect(), [x, y] = [event.clientX - box.left, event.clientY - box.top];
-    const best = points.reduce((a, b) => ((b.x - x) ** 2 + (b.y - y) ** 2 < (a.x - x) ** 2 + (a.y - y) ** 2 ? b : a), points[0]);
-    if (!best) return;
-    for (const [name, value] of [["cx", best.x], ["cy", best.y], ["visibility", "visible"]]) ring.setAttribute(name, value);
-    tip.show(event, best.lines);
-  };
-  net.addEventListener("pointermove", near);
-  net.addEventListener("pointerdown", near);
-  net.addEventListener("pointerleave", () => (tip.hide(), ring.setAttribute("visibility", "hidden")));
+  readable(sheet, among(points), (stop) => {
+    for (const [name, value] of [["cx", stop?.x ?? 0], ["cy", stop?.y ?? 0], ["visibility", stop ? "visible" : "hidden"]]) ring.setAttribute(name, value);
+  });
   return sheet;
 }
 
@@ -335,6 +381,7 @@ function ladder({ width, rows, unit, base = null, baseLabel = "", room = 1e7 }) 
     draw(sheet, "line", { x1: x, x2: x, y1: top - 8, y2: height - 40, class: "base" });
     draw(sheet, "text", { x: x + 5, y: top - 14, class: "base-label" }, baseLabel);
   }
+  const stops = [];
   rows.forEach((row, i) => {
     const y = top + tall * (i + 0.5) + (narrow ? 8 : 0);
     const band = draw(sheet, "rect", { x: 0, y: top + tall * i, width, height: tall, class: "row" });
@@ -348,10 +395,10 @@ function ladder({ width, rows, unit, base = null, baseLabel = "", room = 1e7 }) 
       else draw(sheet, "circle", { cx: x, cy: y, r: 5, class: "mark " + m.kind });
     }
     draw(sheet, "text", { x: width - right + 12, y: y + 4, class: "value" }, row.value);
-    band.addEventListener("pointerenter", () => band.classList.add("on"));
-    band.addEventListener("pointerleave", () => band.classList.remove("on"));
-    hover(band, () => row.lines);
+    stops.push({ x: (left + width - right) / 2, y: top + tall * (i + 0.5), band, lines: () => row.lines });
   });
+  const { step } = among(stops), find = (_, y) => stops[Math.floor((y - top) / tall)] ?? null;
+  readable(sheet, { find, step }, (stop) => stops.forEach((s) => s.band.classList.toggle("on", s === stop)));
   return sheet;
 }
 
@@ -367,30 +414,24 @@ function strip({ width, values, colour, lines, label, most = 0, name = String })
     const bar = draw(sheet, "rect", { x: left + step * i, y: height - bottom - tall, width: Math.max(step - (step > 3 ? 0.8 : 0), 0.6), height: tall, class: "share" });
     bar.style.fill = colour;
   });
-  const net = draw(sheet, "rect", { x: left, y: 0, width: width - 2 * left, height: height - bottom, class: "net" });
-  const over = (event) => {
-    const i = Math.floor((event.clientX - net.getBoundingClientRect().left) / step);
-    if (i >= 0 && i < values.length) tip.show(event, lines(i));
-  };
-  net.addEventListener("pointermove", over);
-  net.addEventListener("pointerdown", over);
-  net.addEventListener("pointerleave", () => tip.hide());
-  for (const i of [0, values.length - 1]) {
+  const stop = (i) => (i >= 0 && i < values.length ? { i, x: left + step * (i + 0.5), y: height / 2, lines: () => lines(i) } : null);
+  readable(sheet, { find: (x) => stop(Math.floor((x - left) / step)), step: (at, dx, dy) => (at ? (stop(at.i + dx + dy) ?? at) : stop(0)) });
+  for (const i of values.length > 1 ? [0, values.length - 1] : [0]) {
     draw(sheet, "text", { x: left + step * (i + 0.5), y: height - 5, class: "tick", "text-anchor": i ? "end" : "start" }, name(i));
   }
   draw(sheet, "text", { x: width / 2, y: height - 5, class: "tick", "text-anchor": "middle" }, label);
   return sheet;
 }
 
-// ---- a picture: n × n numbers from 0 (zero), 1 (low) to 65535 (high) on a logarithmic scale, a pixel each
+// ---- a picture: n × n numbers from 0 (zero), 1 (low) to 127 (high) on a logarithmic scale, a pixel each
 
 function picture({ width, n, codes, low, high, across, down, lines }) {
   const left = 34, top = 26, bottom = 40, side = Math.max(Math.min(width - left - 2, 620), 120), height = top + side + bottom;
   const sheet = sheetOf(width, height), host = el("div", { class: "picture" });
   const canvas = el("canvas", { width: n, height: n });
   Object.assign(canvas.style, { left: `${left}px`, top: `${top}px`, width: `${side}px`, height: `${side}px` });
-  const shades = Array.from({ length: 256 }, (_, i) => heatColour(i / 255)), brush = canvas.getContext("2d"), image = brush.createImageData(n, n);
-  codes.forEach((code, k) => image.data.set(code ? [...shades[code >> 8], 255] : [0, 0, 0, 0], 4 * k));
+  const shades = Array.from({ length: 127 }, (_, i) => heatColour(i / 126)), brush = canvas.getContext("2d"), image = brush.createImageData(n, n);
+  codes.forEach((code, k) => image.data.set(code ? [...shades[code - 1], 255] : [0, 0, 0, 0], 4 * k));
   brush.putImageData(image, 0, 0);
   draw(sheet, "rect", { x: left - 0.5, y: top - 0.5, width: side + 1, height: side + 1, class: "frame" });
   draw(sheet, "text", { x: left + side / 2, y: 16, class: "axis", "text-anchor": "middle" }, across);
@@ -402,17 +443,12 @@ function picture({ width, n, codes, low, high, across, down, lines }) {
   }
   colourBar(sheet, left, height, Math.min(220, side), low, high);
   const ring = draw(sheet, "rect", { class: "ring", visibility: "hidden" });
-  const net = draw(sheet, "rect", { x: left, y: top, width: side, height: side, class: "net" });
-  const over = (event) => {
-    const box = net.getBoundingClientRect(), place = (v) => Math.min(Math.max(Math.floor((n * v) / side), 0), n - 1);
-    const j = place(event.clientX - box.left), i = place(event.clientY - box.top), cell = Math.max(side / n, 5);
-    const at = { x: left + (side * (j + 0.5)) / n - cell / 2, y: top + (side * (i + 0.5)) / n - cell / 2, width: cell, height: cell, visibility: "visible" };
-    for (const [name, value] of Object.entries(at)) ring.setAttribute(name, value);
-    tip.show(event, lines(i, j));
-  };
-  net.addEventListener("pointermove", over);
-  net.addEventListener("pointerdown", over);
-  net.addEventListener("pointerleave", () => (tip.hide(), ring.setAttribute("visibility", "hidden")));
+  const cell = Math.max(side / n, 5), at = (i, j) => (Math.min(i, j) < 0 || Math.max(i, j) >= n ? null : { i, j, x: left + (side * (j + 0.5)) / n, y: top + (side * (i + 0.5)) / n, lines: () => lines(i, j) });
+  const find = (x, y) => at(Math.floor((n * (y - top)) / side), Math.floor((n * (x - left)) / side));
+  readable(sheet, { find, step: (from, dx, dy) => (from ? (at(from.i + dy, from.j + dx) ?? from) : at(0, 0)) }, (stop) => {
+    const box = stop ? { x: stop.x - cell / 2, y: stop.y - cell / 2, width: cell, height: cell, visibility: "visible" } : { visibility: "hidden" };
+    for (const [name, value] of Object.entries(box)) ring.setAttribute(name, value);
+  });
   host.append(canvas, sheet);
   return host;
 }
@@ -478,6 +514,7 @@ function ready(theme) {
     redrawAll();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
-  addEventListener("scroll", () => tip.hide(), { passive: true });
+  addEventListener("scroll", () => (tip.follow ? tip.follow() : tip.hide()), { passive: true });
+  addEventListener("pointerdown", (event) => tip.owner && !tip.owner.contains(event.target) && tip.hide());
   document.documentElement.dataset.ready = "yes";
 }
