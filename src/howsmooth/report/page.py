@@ -120,7 +120,7 @@ def payload(data: ReportData) -> dict[str, Any]:
 
 
 def packed(payload: dict[str, Any]) -> dict[str, Any]:
-    """The same with records by column, words that come often as numbers of a list."""
+    """A page's data with records by column, and words that come often as numbers of a list."""
     return {name: _by_column(some) if _are_records(some) else some for name, some in payload.items()}
 
 

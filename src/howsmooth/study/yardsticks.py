@@ -10,14 +10,13 @@ import torch
 from howsmooth.maps import Attention, AttentionJacobian, Map
 from howsmooth.models import Capture, Measurement
 from howsmooth.solve import linear
-from howsmooth.spectral import Operator
+from howsmooth.spectral import GaussianProbes, probed_gains
 from howsmooth.study.jobs import Cells, EstimateRow
 from howsmooth.study.question import Beside, Question
 from howsmooth.study.scope import Part, Setting
 from howsmooth.verbs import lipschitz
 
 HIGH = 30.0  # logits above which softmax is a choice, and low precision rounds it
-_PROBES = 16
 _ROUGH = 1e-3  # relative accuracy of a yardstick
 
 
@@ -27,7 +26,7 @@ class YardstickRow(EstimateRow):
     """Yardsticks of a layer on the first sample, beside its constant (`value`).
 
     averaging: `‖W_o W_v‖`, the constant of the layer if every token looked at all tokens alike; nothing where it has no such
-    form.  gain: `‖J‖_F / √N`, how much a random change of the N entries grows, from Gaussian probes.  logits: the largest one.
+    form.  gain: `‖J‖_F / √N`, as in `howsmooth.gain`.  logits: the largest one.
     high_heads: those with logits above 30.
     """
 
@@ -45,7 +44,9 @@ def yardstick_row(captured: Capture, m: Measurement, part: Part, window: Cells) 
     x = captured.tokens(m.layer, part.map)
     logits = None if m.logits is None else m.logits[1]
     high = high_heads(attn, x) if attn is not None and logits is not None and logits > HIGH else []
-    more = {"averaging": averaging(attn), "gain": mean_gain(linear(f, x)), "logits": logits, "high_heads": high}
+    direction = m.direction.to(x.device, torch.float64)[None]
+    (gain,) = probed_gains(linear(f, x), [m.estimate], direction, GaussianProbes(), [0.0])
+    more = {"averaging": averaging(attn), "gain": gain.value, "logits": logits, "high_heads": high}
     yield YardstickRow.measured(m, window, **more, seconds=time.perf_counter() - began)
 
 
@@ -56,16 +57,6 @@ def averaging(attn: Attention | None) -> float | None:
     w = attn.by_head()
     whole = torch.einsum("hov,hvd->od", w.o, w.v)
     return lipschitz(lambda x: x @ whole.mT, whole.new_zeros(1, attn.width), tol=_ROUGH).value
-
-
-@torch.no_grad()
-def mean_gain(operator: Operator, probes: int = _PROBES, seed: int = 0) -> float:
-    """`‖J‖_F / √N`, `N` the entries of the input: `E|J z|² = ‖J‖_F²` for a standard normal `z`."""
-    random, squares = torch.Generator().manual_seed(seed), []
-    for _ in range(probes):
-        z = torch.randn(1, 1, *operator.in_shape, generator=random)
-        squares.append(float(operator.jvp(z.to(operator.device, operator.dtype)).double().square().sum() / z.numel()))
-    return (sum(squares) / probes) ** 0.5
 
 
 def high_heads(attn: Attention, x: torch.Tensor) -> list[int]:
