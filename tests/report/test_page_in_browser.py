@@ -164,6 +164,7 @@ def test_the_verdict_is_on_the_first_screen_and_the_rest_is_folded(browser, full
         assert page.evaluate("location.hash") == "#advice-jump"
         page.evaluate("location.hash = '#influence'")
         page.wait_for_selector("[data-chart=influence] svg")
+        page.evaluate("scrollTo({ top: document.body.scrollHeight, behavior: 'instant' })")
         assert page.locator("nav").bounding_box()["y"] == pytest.approx(0, abs=1)
         calm(seen, full)
 
