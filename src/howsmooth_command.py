@@ -146,8 +146,8 @@ def _group() -> type:
             except Exception as error:
                 if not hasattr(error, "format_message"):
                     raise
-                lines = error.message if type(error).__name__ == "NoArgsIsHelpError" else f"howsmooth: {_wrong(error)}"
-                sys.stderr.write(lines + "\n")
+                alone = type(error).__name__ == "NoArgsIsHelpError"
+                sys.stderr.write(f"{error}\n" if alone else f"howsmooth: {_wrong(error)}\n")
                 code = 2
             sys.exit(code or 0)
 

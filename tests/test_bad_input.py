@@ -1,6 +1,8 @@
 """Every refusal is one sentence: what was expected, what came."""
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
+from howsmooth import errors
 from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError, NoConvergenceError
 from howsmooth.spectral import Composed, Weighted
 from problems import hostile
@@ -205,6 +208,9 @@ BAD_OPTIONS: dict[str, Callable[[], Any]] = {
     **{f"delta {d}": lambda d=d: hs.GolubKahan(delta=d) for d in (0.0, 1.0, -0.1, 1.5, NAN)},
 }
 
+SOURCE = Path(hs.__file__).parent
+FAMILY = {name for name in vars(errors) if name.endswith("Error")}
+
 TABLE = BAD_TOKENS | BAD_LAYERS | {f"function: {k}": v for k, v in BAD_FUNCTIONS.items()} | BAD_OPTIONS
 
 
@@ -252,6 +258,37 @@ def test_one_family(kind: type[HowSmoothError]):
 def test_checker_refuses(text: str):
     with pytest.raises(AssertionError):
         check_message(BadInputError(text))
+
+
+def refusals(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of the refusals in a module that are written out where they are raised, with … for what is filled in."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            name, said = ast.unparse(node.exc.func), node.exc.args[0]
+            parts = said.values if isinstance(said, ast.JoinedStr) else [said] if isinstance(said, ast.Constant) else []
+            if name in FAMILY and parts:
+                yield node.lineno, "".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in parts)
+
+
+def whole(said: str) -> bool:
+    """Whether a refusal says what was expected, what came, and what to do."""
+    came = " got" in said or "which is missing" in said or ", …" in said
+    return said.startswith("…") or (said.startswith("expected ") and came and ("; " in said or said.endswith("…")))
+
+
+def test_every_refusal_says_what_was_expected_what_came_and_what_to_do():
+    files = sorted(path for path in SOURCE.rglob("*.py") if path.name != "gguf.py")  # which adds the file and what to do
+    written = [(path.name, line, said) for path in files for line, said in refusals(path.read_text("utf-8"))]
+    assert len(written) > 400
+    assert [found for found in written if not whole(found[2])] == []
+
+
+@pytest.mark.parametrize(
+    "said", ["not allowed", "expected a number; give one", "expected a number, got one", "got …, expected a number"]
+)
+def test_a_refusal_that_lacks_one_of_these_is_found(said: str):
+    assert list(refusals(f"raise BadInputError({said!r})")) == [(1, said)]
+    assert not whole(said)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

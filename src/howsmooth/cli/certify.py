@@ -46,7 +46,7 @@ def certify(
     page: also write a page of radii by layer and input (.html)
     force: overwrite a page that exists
 
-    Example: howsmooth certify demo --change 0.1 --map block --layers 0,2,4 --figure radius.png
+    Example: howsmooth certify demo --change 0.1 --map attention --figure radius.png
     """
     if figure is not None:
         check_figure(figure)

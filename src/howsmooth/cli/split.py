@@ -130,7 +130,7 @@ def frequency(
     lengths: numbers of tokens, separated by commas
     logits: sizes of logits, separated by commas
 
-    Example: howsmooth split frequency --count 100 --out figures
+    Example: howsmooth split frequency --count 20 --out figures
     """
     if min(lengths) < 1:
         raise BadInputError(f"expected lengths of at least 1, got {min(lengths)}; count tokens")

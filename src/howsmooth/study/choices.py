@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ KINDS: dict[str, Callable[[int], Kind]] = {
     "differential-plain": lambda layer: Differential(_lam(layer)),
     "balanced": lambda _: Sinkhorn(iterations=None),
 }
-USUAL = tuple(KINDS)[:8]
+USUAL: tuple[KindName, ...] = get_args(KindName)[:8]
 
 
 @final
@@ -92,13 +92,13 @@ class LeftOutRow(Row):
     reason: str
 
 
-def kind_names(names: Sequence[str] | None) -> tuple[str, ...]:
+def kind_names(names: Sequence[str] | None) -> tuple[KindName, ...]:
     """Kinds to compare, checked, softmax first: all others are set against it."""
     if names is None:
         return USUAL
     given = items(names, _NAMES, f"choose from {', '.join(KINDS)}")
-    checked = [choice(name, "kinds of attention", tuple(KINDS)) for name in given]
-    return tuple(dict.fromkeys(["softmax", *checked]))
+    known: tuple[KindName, ...] = get_args(KindName)
+    return tuple(dict.fromkeys(("softmax", *(choice(name, "kinds of attention", known) for name in given))))
 
 
 def put_in(attn: Attention, kind: Kind, scale: float | None = None) -> Attention:

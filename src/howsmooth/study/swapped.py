@@ -245,7 +245,7 @@ def _place(row: VariantRow) -> tuple[int, int, float, int]:
 def tasks(setting: Setting, *, kinds: Sequence[KindName] | None = None, factors: Sequence[float] = REACH) -> Steps:
     """The scale of every kind in every layer, then every layer with every kind.
 
-    kinds: of attention to put in beside softmax, which is always there.
+    kinds: kinds of attention to put in beside softmax, which is always there.
     factors: what the tokens are multiplied by.
     """
     names = kind_names(kinds)
