@@ -63,7 +63,7 @@ def check_layer(attn: "Attention") -> None:
     attn.kind.check_layer(heads, attn.scale)
     if attn.bias is not None or attn.attention_mask is not None:
         _check_masks(attn)
-    Scores(attn.scale, attn.softcap, Mask(attn.causal, window, None, attn.bias), attn.kind)  # refuses what does not fit
+    Scores(attn.scale, attn.softcap, Mask(attn.causal, attn.window, None, attn.bias), attn.kind)  # refuses what does not fit
     if any(part is not None for part in (attn.q_norm, attn.k_norm, attn.rotary)):
         _check_turn(attn)
 
