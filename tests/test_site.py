@@ -175,6 +175,16 @@ def test_copy_buttons_copy_what_one_types(browser, site):
         assert seen.page.evaluate("text => HowSmoothTyped(text)", shown) == copied
 
 
+def test_numbers_of_equations_stand_beside_them(browser, site):
+    seen = visitor(browser, site.as_uri() + "/")
+    seen.survey("explanation/bounds.html", [PHONE])
+    numbers = seen.page.evaluate("""() => [...document.querySelectorAll(".katex-tag")].map((tag) => {
+      const left = tag.getBoundingClientRect().left, parts = tag.parentElement.querySelectorAll(".katex-base");
+      return [tag.textContent, Math.max(...[...parts].map((part) => part.getBoundingClientRect().right)) - left]; })""")
+    assert len(numbers) > 5
+    assert [number for number, over in numbers if over > 1] == []
+
+
 def test_every_copy_button_copies_code_alone(browser, server):
     seen = visitor(browser, server)
     seen.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
