@@ -55,7 +55,7 @@ def test_a_file_gives_the_model_that_was_written(tmp_path: Path, tied: bool, cap
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16", "BF16"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q8_0", "F16", "BF16"])
 def test_weights_are_what_gguf_makes_of_them(tmp_path: Path, kind: str):
     model = llama()
     read = load(tmp_path / "no-suffix", written(settings(model), weights(model), kind))
@@ -83,6 +83,12 @@ def test_frequencies_are_scaled_as_the_file_says(tmp_path: Path):
     plain = hs.load(model).measure(ids=IDS, layer=0).value
     model.model.rotary_emb.get_buffer("inv_freq").div_(torch.tensor(FACTORS))
     assert got == hs.load(model).measure(ids=IDS, layer=0).value != plain
+
+
+def test_a_window_that_is_not_read_is_told(tmp_path: Path):
+    model = llama()
+    content = written(settings(model) | {"llama.attention.sliding_window": 32}, weights(model))
+    assert load(tmp_path / "windows.gguf", content).notes[0].endswith("does not read their sliding window of 32 tokens")
 
 
 def test_a_model_that_transformers_read_is_measured_as_a_plain_one(tmp_path: Path):

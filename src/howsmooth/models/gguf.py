@@ -170,7 +170,10 @@ def read_gguf(path: Path, dtype: torch.dtype | None, name: str, head: bool) -> t
             f"expected a GGUF file that transformers can read, got {name!r} ({reason(error)}); {_OTHER_READERS}"
         ) from None
     module.config.name_or_path = name
-    return (module if head else module.base_model).eval(), header.note
+    window = header.of_model("attention.sliding_window", 0)
+    read = not window or getattr(module.config, "sliding_window", None) == window
+    said = header.note if read else f"{header.note}; transformers does not read their sliding window of {window} tokens"
+    return (module if head else module.base_model).eval(), said
 
 
 def gguf_tokenizer(path: Path, name: str) -> Any:

@@ -239,9 +239,9 @@ def _report(reader: Reader, setting: Setting, text: str, command: str, run: Call
 
 
 def _methods(reader: Reader, setting: Setting, text: str, command: str, measured: Measured) -> Methods:
-    """How it was measured; a folder by its name, since pages travel and paths say where they come from."""
-    name = reader.model.name
-    short = Path(name).resolve().name if Path(name).exists() else name
+    """How it was measured; a folder or file by its name, since pages travel and paths say where they come from."""
+    name, path = reader.model.name, Path(reader.model.name)
+    short = path.resolve().name if path.is_dir() else path.name if path.is_file() else name
     return Methods(
         model=f"{name} ({PACKAGED[name].what})" if name in PACKAGED else short,
         text=text,
