@@ -95,6 +95,8 @@ def test_the_file_is_read_back_and_refused_when_damaged(tmp_path):
     assert min(frame["smoothness/layer_01"].tolist()) > 0
     with pytest.raises(hs.HowSmoothError, match=r"pass resume=True .* to continue it, or choose another name"):
         recorder(folder=tmp_path)
+    with pytest.raises(hs.HowSmoothError, match="expected resume or force, got both"):
+        recorder(folder=tmp_path, resume=True, force=True)
     with recorder(folder=tmp_path, resume=True) as record:
         record(8)
     assert RunRecord.of(tmp_path).steps == (0, 2, 4, 6, 8)
@@ -102,6 +104,14 @@ def test_the_file_is_read_back_and_refused_when_damaged(tmp_path):
         db.execute("UPDATE results SET value = replace(value, '3.0', '2.0')")
     with pytest.raises(hs.HowSmoothError, match="checksums"):
         RunRecord.of(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_can_begin_anew(tmp_path):
+    kept(tmp_path)
+    with recorder(folder=tmp_path, force=True) as record:
+        record(2)
+    assert to_frame(tmp_path / "smoothness.sqlite")["step"].tolist() == [2]
 
 
 @pytest.mark.slow

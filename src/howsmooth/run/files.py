@@ -98,10 +98,16 @@ def claim_folder(folder: str | Path, what: str, *, resume: bool = False, force: 
     """Where the results of a sweep go in a folder that `check_folder` lets through; with `force`, earlier ones are removed."""
     check_folder(folder, what, resume=resume, force=force)
     results = Path(folder) / RESULTS
-    if force and results.exists():
-        Store(results, resume=True).close()  # refuses another version's file, another program's, and one that is being written
-        results.unlink()
+    if force:
+        remove_results(results)
     return results
+
+
+def remove_results(path: Path) -> None:
+    """Remove a results file that is there; not another version's, another program's, or one that is being written."""
+    if path.exists():
+        Store(path, resume=True).close()  # refuses those
+        path.unlink()
 
 
 def to_frame(path: str | Path) -> "pandas.DataFrame":

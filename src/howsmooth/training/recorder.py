@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from howsmooth.errors import BadInputError, ResultsError, warn
+from howsmooth.run.files import remove_results
 from howsmooth.run.plan import Plan, Task
 from howsmooth.run.store import Outcome, Store
 from howsmooth.run.sweeping import versions
@@ -76,6 +77,7 @@ class Recorder:
         folder: Where they are kept, one row an update, committed as it comes, in `smoothness.sqlite`, which `howsmooth
             training` makes a page of.
         resume: Go on with a file that has rows.
+        force: Remove a file that has rows, and begin anew.
         alarms: Limits on quantities of any layer.
         on_alarm: `warn` says it, `stop` also sets `stopped`, a function is called with the `Raised`. An alarm goes off once
             for a layer and a quantity. A layer that is no longer finite always does.
@@ -89,6 +91,7 @@ class Recorder:
         log: Log | None = None,
         folder: str | Path | None = None,
         resume: bool = False,
+        force: bool = False,
         alarms: Iterable[Alarm] = (),
         on_alarm: Literal["warn", "stop"] | Callable[[Raised], Any] = "warn",
     ):
@@ -107,6 +110,10 @@ class Recorder:
         self.stopped = False
         self._last: int | None = None
         resume = flag(resume, "resume")
+        if flag(force, "force") and folder is not None and not rank():
+            if resume:
+                raise BadInputError("expected resume or force, got both; resume continues, force begins anew")
+            remove_results(Path(folder) / FILE)
         self._store = None if folder is None or rank() else Store(Path(folder) / FILE, resume=resume)
         if self._store is not None:
             self._store.begin(Plan(()), "training", " ".join(sys.argv), versions())
