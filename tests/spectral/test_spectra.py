@@ -8,7 +8,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.errors import BadInputError
-from howsmooth.spectral import GolubKahan, Operator, Solution
+from howsmooth.spectral import GolubKahan, Operator, Solution, golub_kahan
 from howsmooth.spectral.spaces import LOOSE, SMALLEST
 from marks import first
 from problems.layers import random_layer
@@ -79,6 +79,17 @@ def test_copies_of_a_value_are_all_found(copies: int):
     assert solution.converged
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["equal", "clustered", "flat", "slow"])
+def test_intervals_fail_no_more_often_than_they_say(name: str):
+    """δ = 0.2 over 60 orders of a spectrum, each with a seed of its own; four standard deviations over the mean are allowed."""
+    values, trials, risk = spectrum(name, 200), 60, 0.2
+    operator, solver = shuffled(values, trials, 0), GolubKahan(delta=risk)
+    solutions = solver.solve(operator, 1e-3, 0.1, list(range(trials)), k=4)
+    failed = sum(misses(operator, item, solution, values[:4]) > 0 for item, solution in enumerate(solutions))
+    assert failed <= trials * risk + 4 * (trials * risk * (1 - risk)) ** 0.5
+
+
 def test_a_bad_guess_never_costs_the_certificate():
     values = spectrum("clustered", 400)
     for place in (0, 1, 200):
@@ -106,6 +117,26 @@ def test_the_bound_on_blocks():
             wrong += int((truth > torch.linalg.eigvalsh(S).flip(0).maximum(torch.linalg.eigvalsh(P @ M @ P)[-1])).any())
         assert f
     assert wrong > 0
+
+
+def test_what_is_known_of_the_spaces_is_what_the_products_say(monkeypatch: pytest.MonkeyPatch):
+    """`QᵀMQ` over all spaces, what leaves them, and in the last one the products that its certificate is about."""
+    runs: list[Any] = []
+    start = golub_kahan._Iteration._start
+    monkeypatch.setattr(golub_kahan._Iteration, "_start", lambda self: runs.append(self) or start(self))
+    operator = shuffled(torch.cat([torch.ones(2), torch.linspace(0.9, 0, 150)]).double(), 1, 0)
+    GolubKahan().solve(operator, 1e-3, 0.02, [0], k=3)
+    (run,) = runs
+    spaces, Q = run.spaces, torch.cat([chunk[0] for chunk in run.basis.chunks])
+    M, F = operator.values[0].square().diag(), run.left
+    assert spaces.count > 1
+    assert float((Q @ M @ Q.mT - spaces._joint).abs().max()) < 1e-12
+    own = Q[-run.alpha.shape[1] :]
+    assert torch.allclose((own @ (M + spaces.x * F.mT @ F) * own).sum(-1), run.alpha[0], atol=1e-12)
+    before = Q[: -run.alpha.shape[1]]
+    outside = before @ M - before @ M @ before.mT @ before
+    assert float((outside - spaces._G @ F).abs().max()) < 1e-12
+    assert spaces.x > 0
 
 
 def checked(found: hs.Spectrum, truth: Tensor) -> None:

@@ -17,12 +17,11 @@ from torch import Tensor
 from howsmooth.errors import BadInputError, NoConvergenceError
 from howsmooth.settings import flag, number, whole
 from howsmooth.spectral import certificate
+from howsmooth.spectral.basis import KrylovBasis
 from howsmooth.spectral.estimate import Solution
 from howsmooth.spectral.operator import Operator, stream, unit_rows
 from howsmooth.spectral.spaces import CONVERGED_RISK, RISK, Spaces
 
-_CHUNK = 16  # basis vectors allocated at a time, fewer where they take more than this
-_CHUNK_BYTES = 2**28
 _LONG = 2**24  # numbers past which a random vector is drawn where it is needed
 _MARGIN = 0.97  # chosen: 3 % of `certify` is room for the rounding that widens the reported interval
 
@@ -109,7 +108,7 @@ class _Iteration:
         self.start: Tensor | None = None  # in place of the operator's own guess
         self.size, self.rounding = operator.in_size, operator.noise
         self.error, self.fixed = self._errors() if solver.rigorous else (0.0, 0.0)
-        self.basis = _Basis(operator)
+        self.basis = KrylovBasis(operator)
         self.solutions: dict[int, Solution] = {}
         # of every item that is still served
         self.items = torch.arange(operator.batch)
@@ -357,63 +356,3 @@ class _Iteration:
         index = keep.to(self.operator.device)
         self.basis.select(index)
         self.operator = self.operator.select(index)
-
-
-class _Basis:
-    """The vectors `q_1 … q_k` of every item, in chunks, so that a longer run copies nothing."""
-
-    def __init__(self, operator: Operator):
-        step_bytes = operator.batch * operator.in_size * torch.finfo(operator.dtype).bits // 8
-        self.room = max(1, min(_CHUNK, _CHUNK_BYTES // step_bytes))  # vectors in a chunk
-        self.count = 0
-        self._chunks: list[Tensor] = []  # (batch, room, N)
-
-    @property
-    def chunks(self) -> list[Float[Tensor, "batch part N"]]:
-        """What is filled of each chunk."""
-        return [chunk[:, : self.count - i * self.room] for i, chunk in enumerate(self._chunks)]
-
-    @property
-    def last(self) -> Float[Tensor, "batch N"]:
-        return self._chunks[-1][:, (self.count - 1) % self.room]
-
-    def append(self, q: Float[Tensor, "batch N"]) -> None:
-        if self.count % self.room == 0:
-            self._chunks.append(q.new_empty(len(q), self.room, q.shape[1]))
-        self._chunks[-1][:, self.count % self.room] = q
-        self.count += 1
-
-    def orthogonal(self, w: Float[Tensor, "batch N"]) -> Float[Tensor, "batch N"]:
-        """`w` made orthogonal to the basis; a second pass where the first took most of it away.
-
-        On a GPU always: asking whether it did would cost more than doing it. There, matrix products of one long row are
-        forty times as slow as reading it, so vectors that fill a chunk are taken one by one.
-        """
-        if len(w) == 1 and self.room == 1 and w.device.type != "cpu":
-            v = w[0].clone()
-            for _ in range(2):
-                for chunk in self.chunks:
-                    v.addcmul_(chunk[0, 0], torch.dot(chunk[0, 0], v), value=-1)
-            return v[None]
-        w = w[:, None]
-        before = w.norm(dim=-1) if w.device.type == "cpu" else None
-        for _ in range(2):
-            for chunk in self.chunks:
-                w = torch.baddbmm(w, torch.bmm(w, chunk.mT), chunk, alpha=-1)
-            if before is not None:
-                after = w.norm(dim=-1)
-                if bool((after > 0.5 * before).all()):
-                    break
-                before = after
-        return w[:, 0]
-
-    def combined(self, item: int, coefficients: Float[Tensor, " k"]) -> Float[Tensor, " N"]:
-        """The unit vector along `Σ c_j q_j` of one item."""
-        first = self._chunks[0][item]
-        coefficients, v = coefficients.to(first), torch.zeros_like(first[0])
-        for chunk, part in zip(self.chunks, coefficients.split(self.room), strict=True):
-            v.addmv_(chunk[item].mT, part)
-        return v / v.norm()
-
-    def select(self, items: Tensor) -> None:
-        self._chunks = [chunk[items] for chunk in self._chunks]
