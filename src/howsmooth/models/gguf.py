@@ -228,6 +228,9 @@ def _read(room: str, header: Header, dtype: torch.dtype) -> Any:
     holes = sorted(info["missing_keys"])
     if holes:
         raise BadInputError(f"expected every weight of {type(module).__name__}, got none for {holes[0]}")
+    shapes = [[tuple(p.shape) for p in model.parameters()] for model in (described, module)]
+    if shapes[0] != shapes[1]:
+        raise BadInputError(f"expected weights of {type(module).__name__} in the shapes that its settings describe, got others")
     return module
 
 
