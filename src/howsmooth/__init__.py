@@ -1,7 +1,7 @@
 """How smooth is attention? Certified local Lipschitz constants of attention layers."""
 
 from howsmooth.errors import HowSmoothError
-from howsmooth.kernels import kinds, sdpa
+from howsmooth.kernels import kinds, sdpa, varlen
 from howsmooth.maps import Attention, LayerNorm, Map, RMSNorm, Rotary
 from howsmooth.measures import Gaussian, Measure, wasserstein
 from howsmooth.models import Capture, Model, load, patch, use_sdpa
@@ -53,6 +53,7 @@ __all__ = [
     "smoothness",
     "splitting",
     "use_sdpa",
+    "varlen",
     "wasserstein",
     "worst_case",
 ]

@@ -441,7 +441,7 @@ def test_exported():
 
 @pytest.mark.parametrize("name", ["attend", "attend_jvp", "attend_vjp", "attend_hvp", "attend_jvp2"])
 def test_the_operators_keep_torchs_rules(name):
-    how = (0.5, None, True, None, 0)
+    how = (0.5, None, True, None, 0, None, 0, 0)
     (q, k, v), (dq, dk, dv) = SMALL, along(SMALL)
     ops = torch.ops.howsmooth
     o, lse = ops.attend(q, k, v, None, *how)

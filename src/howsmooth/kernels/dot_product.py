@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,6 +81,110 @@ def sdpa(
     return attention_over(at, partial(_attention, how=how), query, key, value, attn_mask)
 
 
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None = None,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of documents that lie one behind the other, without padding: `torch.nn.attention.varlen.varlen_attn`.
+
+    With every derivative of `sdpa`, in O(tokens) memory. The last query of a document stands at its last key.
+
+    Args:
+        query: (tokens, heads, d).
+        key: (tokens of the keys, heads, d).
+        value: (tokens of the keys, heads, d_v).
+        cu_seq_q: where documents begin among the queries, and the number of queries: whole numbers from 0 on.
+        cu_seq_k: the same of the keys, by default that of the queries.
+        max_q: no document has more queries; without it their number is read off the device, which waits.
+        max_k: no document has more keys.
+        scale: of the logits, `1/√d` by default.
+        window_size: (−1, −1) for all keys of a document, (−1, 0) for a causal mask, (w, 0) for a causal one of the last
+            `w + 1` keys, (w, w) for keys no more than `w` away.
+        enable_gqa: several of the query's heads share one of the key's and value's.
+        softcap: as for `sdpa`.
+
+    Returns:
+        (tokens, heads, d_v). On a GPU where documents are not as described, which is not read back, it holds NaN.
+
+    >>> q, k, v = torch.eye(3).expand(3, 1, 3, 3).transpose(1, 2)
+    >>> varlen(q, k, v, torch.tensor([0, 1, 3]))[0, 0].tolist()
+    [1.0, 0.0, 0.0]
+    """
+    enable_gqa = enable_gqa if isinstance(enable_gqa, bool) else flag(enable_gqa, "enable_gqa")
+    _check_tensors(query, key, value, None)
+    query, key, value = _cast(query, key, value)
+    got = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+    if not query.ndim == key.ndim == value.ndim == 3:
+        raise BadInputError(f"expected query, key and value as (tokens, heads, width), got {got}; pack the documents")
+    at = active()
+    if at is not None and at.size > 1:
+        raise BadInputError("expected sdpa inside context_parallel, got varlen; give whole documents to each process")
+    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+    _check(q, k, v, 0)
+    lead = _lead(q.shape, k.shape, v.shape, enable_gqa)
+    if lead != q.shape[:2]:
+        raise BadInputError(f"expected keys with no more heads than queries, got {got}; give as many queries")
+    k, v = _key_heads(k, v, lead, enable_gqa)
+    causal, window = _window_of(window_size)
+    scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else _real(scale, "a finite scale of the logits")
+    softcap = None if softcap is None else _real(softcap, "a positive softcap", above=0.0)
+    queries = _document_sizes(cu_seq_q, "cu_seq_q", q, max_q)
+    keys = _document_sizes(cu_seq_q if cu_seq_k is None else cu_seq_k, "cu_seq_k", k, max_k)
+    if queries[0].shape != keys[0].shape:
+        raise BadInputError(
+            f"expected as many documents among the keys as among the queries, got {len(keys[0])} and {len(queries[0])}; "
+            "correct cu_seq_k"
+        )
+    if 0 in (*q.shape, *v.shape):
+        return ((q * 0) @ _repeat(k, q.shape[1]).mT @ _repeat(v, q.shape[1]))[0].transpose(0, 1)
+    documents = torch.cat([queries[0], keys[0]], 1)
+    longest_first = (documents[:, 1].long() * documents[:, 3]).argsort(descending=True)
+    how = scale, softcap, causal, window, 0, documents[longest_first], queries[1], keys[1]
+    return ATTEND(q, k, v, None, *how)[0][0].transpose(0, 1)
+
+
+def _window_of(size: Any) -> tuple[bool, int | None]:
+    """Whether keys behind a query are hidden, and the window, of how many keys torch shows on the left and on the right."""
+    if isinstance(size, tuple | list) and len(size) == 2 and all(type(s) is int and -1 <= s < _LONGEST - 1 for s in size):
+        left, right = size
+        window = None if left == -1 else left + 1
+        if right in (0, left):
+            return right == 0, window
+    raise BadInputError(
+        f"expected window_size as (-1, -1), (-1, 0), (w, 0) or (w, w), got {shown(str(size))}; use sdpa with a mask for others"
+    )
+
+
+def _document_sizes(cu: Any, name: str, tokens: Tensor, most: Any) -> tuple[Tensor, int]:
+    """Where documents begin and how many tokens each has, (documents, 2), and the length of none is more."""
+    n, fix = tokens.shape[-2], "count tokens from 0 on, one number more than documents"
+    if not isinstance(cu, Tensor) or cu.dtype not in (torch.int32, torch.int64) or cu.ndim != 1 or len(cu) < 2:
+        raise BadInputError(f"expected {name} as a row of whole numbers, got {described(cu)}; {fix}")
+    if most is not None and not isinstance(most, torch.SymInt):
+        most = whole(most, "a length that no document passes", "leave it out to have it read", below=_LONGEST)
+    if cu.device.type == "cpu" and not torch.compiler.is_compiling():
+        ends = cu.tolist()
+        lengths = [b - a for a, b in pairwise(ends)]
+        if ends[0] != 0 or ends[-1] != n or min(lengths) < 0:
+            raise BadInputError(f"expected {name} that grows from 0 to {n} tokens, got {shown(str(ends))}; {fix}")
+        if most is not None and max(lengths) > most:
+            raise BadInputError(f"expected no document over {most} tokens, got one of {max(lengths)}; correct max_{name[-1]}")
+    starts = cu.to(tokens.device, torch.int32).clamp(0, n)
+    sizes = starts.diff()
+    most = int(sizes.max()) if most is None else most
+    return torch.stack([starts[:-1], sizes.clamp(0, most)], 1), most
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first: int, how: _How) -> Tensor:
     """Attention of queries that stand at `first` and on among the keys."""
     causal, scale, grouped, window, softcap = how
@@ -99,7 +204,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, f
     elif learned is not None:
         out = _plain(q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1]), learned, scale, softcap, window, first)
     else:
-        out = ATTEND(q, k, v, bias, scale, softcap, causal, window, first)[0]
+        out = ATTEND(q, k, v, bias, scale, softcap, causal, window, first, None, 0, 0)[0]
     return out if len(lead) == 2 else out.reshape(*lead, n, d_v)
 
 
@@ -121,7 +226,7 @@ def attend(q: Queries, k: Keys, v: Values, scores: Scores) -> Outputs:
     if mask.keys is not None:
         hidden = torch.zeros_like(mask.keys, dtype=q.dtype).masked_fill(~mask.keys, -torch.inf)[:, None, None]
         bias = hidden if bias is None else bias + hidden
-    return ATTEND(q, k, v, bias, scores.scale, scores.softcap, mask.causal, mask.window, mask.first)[0]
+    return ATTEND(q, k, v, bias, scores.scale, scores.softcap, mask.causal, mask.window, mask.first, None, 0, 0)[0]
 
 
 def _cast(*tensors: Tensor | None) -> tuple:

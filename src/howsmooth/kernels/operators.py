@@ -11,6 +11,10 @@ node) and a batching rule; `autograd.py` says how they are each other's derivati
 keys and values may have fewer heads, a bias is (1 or batch, 1 or heads, 1 or n, m). What moves may have one more axis in front,
 the probes, which share the weights. Nothing waits for the device.
 
+`documents` cut the tokens into parts that attend to themselves alone: a row for each, with its first query, the number of
+queries, its first key, the number of keys. No more than `max_q` and `max_k` of them. The queries stand at the end of the keys.
+What is computed of a token without a document is NaN. On tiles documents are read off the device and taken one by one.
+
 `ℓ` is (batch, heads, 2, n): the largest logit `t` of a row, and `log Σ exp(s − t)`, which one number for both would lose beside
 an offset of the whole row. Their sum does not depend on `t`, so `t` counts as a constant: derivatives of `ℓ` are zero and that
 of the second part. Kernels on a GPU count in units of log 2.
@@ -24,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth.errors import BadInputError
 from howsmooth.kernels.base import Scores
 from howsmooth.kernels.dispatch import unfit
 from howsmooth.kernels.masks import Mask
@@ -31,7 +36,7 @@ from howsmooth.kernels.tensors import heads_last
 from howsmooth.kernels.tiled import Blocked, hvp, jvp2
 
 LIBRARY = torch.library.Library("howsmooth", "DEF")
-HOW = "float scale, float? softcap, bool causal, int? window, int first"
+HOW = "float scale, float? softcap, bool causal, int? window, int first, Tensor? documents, int max_q, int max_k"
 N_HOW = HOW.count(",") + 1
 
 Tensors = tuple[Tensor, ...]
@@ -93,11 +98,15 @@ def _jvp2(q: Tensor, at: Blocked, *moving: Tensor) -> Tensors:
     return _moved(*jvp2(at, (dq, dk, dv), dlse[..., 1, :], (eq, ek, ev), else_[..., 1, :]), q, moving[0])
 
 
-def _kernel(native: str | None, on_tiles: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """An operator, served by a kernel of the GPU where there is one that fits, else on tiles."""
+def _kernel(native: str | None, on_tiles: Callable[..., Tensors], tokens: str, fake: Callable[..., Tensors]) -> Any:
+    """An operator, served by a kernel of the GPU where there is one that fits, else on tiles.
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *args: Any) -> Tensors:
-        saved, how = args[:-N_HOW], args[-N_HOW:]
+    tokens: what each tensor has them of, those that come in and, after a colon, those that go out. q: queries, k: keys, l:
+    queries along the last axis.
+    """
+    into, out_of = tokens.split(":")
+
+    def whole(how: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensors:
         fused = _fused(q, v)
         if fused and native is not None:
             return getattr(_native(), native)(q, k, v, bias, *saved, how)
@@ -105,6 +114,24 @@ def _kernel(native: str | None, on_tiles: Callable[..., Tensors]) -> Callable[..
             # the logits of tiles are not those of the GPU's kernels to the last bit
             at = _tiles(q, k, v, bias, how, saved[:2] if saved and not fused else None)
             return on_tiles(q, at, *saved[2:])
+
+    def kernel(*args: Any) -> Tensors:
+        tensors, (*how, documents, _, _) = args[:-N_HOW], args[-N_HOW:]
+        if documents is None:
+            return whole(how, *tensors)
+        q, k, v, _, *saved = tensors
+        out = tuple(t.fill_(torch.nan) for t in fake(*tensors))
+        for i, n, j, m in documents.tolist():
+            spans = {"q": (-2, i, n), "k": (-2, j, m), "l": (-1, i, n)}
+            parts = [t.narrow(*spans[of]) for t, of in zip(out, out_of, strict=True)]
+            if n == 0 or m == 0:  # nothing attends to anything
+                for part in parts:
+                    part.zero_()
+                continue
+            q_, k_, v_, *saved_ = (t.narrow(*spans[of]) for t, of in zip((q, k, v, *saved), into, strict=True))
+            for part, found in zip(parts, whole([*how[:-1], m - n], q_, k_, v_, None, *saved_), strict=True):
+                part.copy_(found)
+        return out
 
     return kernel
 
@@ -142,6 +169,8 @@ def _batched(name: str, fixed: int, moving: int, outputs: int) -> Callable[..., 
 
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
         size, how = info.batch_size, args[fixed + moving :]
+        if any(dim is not None for dim in in_dims[fixed + moving :]):
+            raise BadInputError("expected the same documents for a whole batch, got a batch of them; loop over it")
         moves = [front(t, d, size) for t, d in zip(args[fixed : fixed + moving], in_dims[fixed:], strict=False)]
         probes = bool(moves) and moves[0].ndim == 6
         if moves and all(d is None for d in in_dims[:fixed]):
@@ -165,20 +194,21 @@ def _define() -> None:
     at, saved = "Tensor q, Tensor k, Tensor v, Tensor? bias, ", "Tensor o, Tensor lse, "
     along, second_along = "Tensor dq, Tensor dk, Tensor dv, ", "Tensor eq, Tensor ek, Tensor ev, Tensor else_, "
     two, three = "(Tensor, Tensor)", "(Tensor, Tensor, Tensor)"
-    table: dict[str, tuple[Callable[..., Tensors], str, str, Callable[..., Tensors], tuple[int, int, int]]] = {
-        "attend": (_kernel("forward", _attend), at, two, lambda q, k, v, *_: _fake_outputs(q, v, q), (4, 0, 2)),
-        "attend_jvp": (_kernel("jvp", _jvp), at + saved + along, two,
+    Fake = Callable[..., Tensors]
+    table: dict[str, tuple[str | None, Callable[..., Tensors], str, str, str, Fake, tuple[int, int, int]]] = {
+        "attend": ("forward", _attend, at, two, "qkk:ql", lambda q, k, v, *_: _fake_outputs(q, v, q), (4, 0, 2)),
+        "attend_jvp": ("jvp", _jvp, at + saved + along, two, "qkkqlqkk:ql",
                        lambda q, k, v, b, o, s, dq, *_: _fake_outputs(q, v, dq), (6, 3, 2)),
-        "attend_vjp": (_kernel("vjp", _vjp), at + saved + "Tensor g, ", three,
+        "attend_vjp": ("vjp", _vjp, at + saved + "Tensor g, ", three, "qkkqlq:qkk",
                        lambda q, k, v, b, o, s, g, *_: _fake_gradients(q, k, v, g), (6, 1, 3)),
-        "attend_hvp": (_kernel("hvp", _hvp), at + saved + along + "Tensor do, Tensor dlse, Tensor g, ", three,
+        "attend_hvp": ("hvp", _hvp, at + saved + along + "Tensor do, Tensor dlse, Tensor g, ", three, "qkkqlqkkqlq:qkk",
                        lambda q, k, v, b, o, s, dq, *_: _fake_gradients(q, k, v, dq), (6, 6, 3)),
-        "attend_jvp2": (_kernel(None, _jvp2), at + saved + along + "Tensor dlse, " + second_along, two,
+        "attend_jvp2": (None, _jvp2, at + saved + along + "Tensor dlse, " + second_along, two, "qkkqlqkklqkkl:ql",
                         lambda q, k, v, b, o, s, dq, *_: _fake_outputs(q, v, dq), (6, 8, 2)),
     }  # fmt: skip
-    for name, (kernel, takes, gives, fake, counts) in table.items():
+    for name, (native, on_tiles, takes, gives, tokens, fake, counts) in table.items():
         LIBRARY.define(f"{name}({takes}{HOW}) -> {gives}")
-        LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, _kernel(native, on_tiles, tokens, fake), "CompositeExplicitAutograd")
         torch.library.register_fake(f"howsmooth::{name}", fake, lib=LIBRARY)
         torch.library.register_vmap(f"howsmooth::{name}", _batched(name, *counts), lib=LIBRARY)
 

@@ -215,7 +215,7 @@ def unify(code: GraphModule) -> None:
         if n.target is torch.ops.howsmooth.attention.default:
             old, (*given, scale, softcap, causal, window) = n, n.args
         elif n.op == "call_function" and _is_first_of_own(n):
-            old, (q, k, v, bias, scale, softcap, causal, window, _) = n.args[0], n.args[0].args
+            old, (q, k, v, bias, scale, softcap, causal, window, *_) = n.args[0], n.args[0].args
             given = [q, k, v, () if bias is None else (bias,)]
         else:
             continue
@@ -229,8 +229,11 @@ def unify(code: GraphModule) -> None:
 
 
 def _is_first_of_own(n: Node) -> bool:
-    """Whether a node is the output of `howsmooth.sdpa` of queries from the first on, whose other value nobody reads."""
+    """Whether a node is the output of `howsmooth.sdpa` of whole sequences, whose other value nobody reads."""
     source = n.args[0] if n.target is operator.getitem and n.args[1] == 0 else None
-    if not isinstance(source, Node) or source.target is not torch.ops.howsmooth.attend.default or source.args[-1]:
+    if not isinstance(source, Node) or source.target is not torch.ops.howsmooth.attend.default:
+        return False
+    *_, first, documents, _, _ = source.args
+    if first or documents is not None:
         return False
     return not any(u.users for u in source.users if u is not n)
