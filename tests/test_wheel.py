@@ -46,7 +46,7 @@ def test_a_wheel_holds_what_the_package_needs(wheel):
     package = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src" / "howsmooth").rglob("*") if p.is_file()}
     missing = {name for name in package - names if "__pycache__" not in name}
     assert all(name.endswith("README.md") for name in missing), missing  # derivations, which nothing reads
-    assert {"howsmooth_command.py", "howsmooth/py.typed", "howsmooth/data/alice.txt"} <= names
+    assert {"howsmooth_command.py", "howsmooth_typed.py", "howsmooth/py.typed", "howsmooth/data/alice.txt"} <= names
     metadata = held.read(f"howsmooth-{howsmooth.__version__}.dist-info/METADATA").decode()
     for line in ("License-Expression: MIT", "Requires-Python: >=3.11", "Provides-Extra: demo", "Classifier: Typing :: Typed"):
         assert f"\n{line}\n" in metadata
