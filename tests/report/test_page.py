@@ -293,8 +293,10 @@ def test_data_that_does_not_fit_is_refused():
     first, *_ = reports.layers()
     with pytest.raises(BadInputError, match="at least one measurement"):
         reports.report([])
-    with pytest.raises(BadInputError, match="finite constants"):
-        reports.report([first | {"value": float("nan")}])
+    with pytest.raises(BadInputError, match="at least one measurement, got none of 2 that is finite"):
+        reports.report([first | {"value": float("nan")}, first | {"value": None}])
+    with pytest.raises(BadInputError, match="constants of at least 0"):
+        reports.report([first | {"value": -1.0}])
     with pytest.raises(BadInputError, match="a share for each of 2 tokens"):
         reports.report([first | {"n": 2, "shares": [1.0]}], texts={2: reports.tokens(("a", "b"))})
     for key in ("kind", "value", "radius"):

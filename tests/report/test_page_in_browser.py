@@ -2,6 +2,8 @@
 
 import csv
 import io
+import math
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import pytest
 
 from checks import violations
 from howsmooth.errors import ResultsError
-from howsmooth.report import write_page
+from howsmooth.report import ReportData, write_page
 from howsmooth.report.page import write_radii_page
 from howsmooth.search import Radius
 from howsmooth.study import Radii
@@ -467,30 +469,61 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
         calm(seen, path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["one number", "zeros", "two lengths", "many layers"])
-def test_odd_reports_draw_what_they_have(browser, tmp_path, kind):
-    data = {
+ODD = ["one number", "one layer", "one length", "zeros", "two lengths"]
+ODD += ["no words", "80 layers", "not finite", "ends not finite"]
+
+
+def odd(kind: str) -> ReportData:
+    """Reports that lack something."""
+    rows = reports.layers(3, 2, (8, 16))
+    if kind == "not finite":
+        bad = {(1, 8): math.inf, (1, 16): None, (2, 16): math.nan}
+        some = [r | {"value": bad.get((r["layer"], r["n"]), r["value"])} for r in rows]
+        return reports.report([*some, *(r | {"averaging": math.inf, "gain": None} for r in reports.yardsticks(3, 16))])
+    if kind == "ends not finite":
+        some = [r | {"upper": math.inf, "relative": math.inf} for r in rows]
+        rest = [r | {"value": math.inf} for r in (*reports.held(3, 16), *reports.splits(3), *reports.worst(3))]
+        return reports.report([*some, *rest, *(r | {"gain": math.nan} for r in reports.yardsticks(3, 16))])
+    return {
         "one number": reports.report(reports.layers(1, 1, (8,))),
+        "one layer": reports.report([*reports.layers(1), *reports.yardsticks(1), *reports.heads(1, 1), *reports.held(1)]),
+        "one length": reports.report([*reports.layers(4, 3, (512,)), *reports.yardsticks(), *reports.held(), *reports.maps()]),
         "zeros": reports.report([row | {"radius": 0.0} for row in reports.zeros()]),
         "two lengths": reports.report(reports.layers(2, 1, (8, 16))),
-        "many layers": reports.full(
-            reports.layers(40, 2), reports.heads(40, 24), reports.bounds(), reports.held(40), reports.maps(40)
+        "no words": reports.report([r | {"top_token": 3, "top_share": 0.9} for r in reports.with_shares(rows, (16,))]),
+        "80 layers": reports.full(
+            reports.layers(80, 2),
+            reports.heads(80, 24),
+            reports.bounds(),
+            reports.held(80),
+            reports.maps(80),
+            reports.yardsticks(80),
         ),
     }[kind]
-    path = write_page(data, tmp_path / "page")
-    with visit(browser, path, 800) as seen:
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    ["one number", "one layer", "one length", "zeros", "two lengths", "no words", "80 layers", "not finite", "ends not finite"],
+)
+@pytest.mark.parametrize("width", first([900, 390]))
+def test_odd_reports_draw_what_they_have(browser, tmp_path, kind, width):
+    path = write_page(odd(kind), tmp_path / "page")
+    with visit(browser, path, width) as seen:
         charts = seen.page.evaluate(SURVEY)
         assert "layers-by-length" in charts
-        assert ("growth" in charts) == (kind in ("two lengths", "many layers"))
-        assert ("layers-by-heads" in charts) == (kind == "many layers")
-        assert ("held" in charts) == (kind == "many layers")
-        assert "influence" not in charts
-        assert all(chart["bad"] == [] for chart in charts.values())
+        assert ("growth" in charts) == (kind not in ("one number", "one length", "zeros"))
+        assert ("exponents" in charts) == ("layers-by-heads" in charts and kind != "one layer") == (kind == "80 layers")
+        assert {name: chart for name, chart in charts.items() if chart["bad"] or not chart["shapes"]} == {}
+        words = seen.page.inner_text("body")
+        assert not re.search(r"\b(NaN|nan|inf|Infinity|undefined|null|None)\b", words)
+        assert ("could not be measured or left the range of numbers" in words) == ("not finite" in kind)
         links = seen.page.eval_on_selector_all(
-            "nav a", "links => links.every(a => document.querySelector(a.getAttribute('href')))"
+            "nav a, td a", "all => all.every(a => document.querySelector(a.getAttribute('href')))"
         )
         assert links
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
         calm(seen, path)
 
 

@@ -130,4 +130,4 @@ def _do(worst: Profile, given: list[Advice]) -> str:
 
 def findings(data: ReportData) -> list[str]:
     """Every piece of advice with its evidence, then the notes that came with the data."""
-    return [f"{one.found} {one.do}" for one in advice(data)] + list(data.notes)
+    return [f"{one.found} {one.do}" for one in advice(data)] + data.remarks

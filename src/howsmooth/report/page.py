@@ -160,7 +160,7 @@ def _advice(data: ReportData) -> str:
             link = f' <a href="#{one.section}">See the chart</a>' if one.section in shown else ""
             name = "" if k else f' id="advice-{kind}"'
             found.append(f'<div class="finding"{name}>{_html(one.found)}<p>→ {_html(one.do, code=True)}{link}</p></div>')
-    found += [f'<div class="finding">{_html(note)}</div>' for note in data.notes]
+    found += [f'<div class="finding">{_html(note)}</div>' for note in data.remarks]
     if not found:
         return ""
     return f'<section id="advice" data-name="Advice">\n<h2>What to do</h2>\n{"".join(found)}\n</section>\n'

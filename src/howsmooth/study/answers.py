@@ -8,13 +8,19 @@ from functools import cached_property
 from typing import Any, final
 
 from howsmooth.errors import BadInputError
+from howsmooth.study.charts import ranges
 from howsmooth.study.fit import Break, GrowthFit
-from howsmooth.study.jobs import Row, SomeRow, grouped, row_of
+from howsmooth.study.jobs import EstimateRow, Row, SomeRow, grouped, row_of
 from howsmooth.study.layers import LayerRow
 from howsmooth.study.lengths import Growth
 from howsmooth.study.question import mean, questions
 
 Token = tuple[str, str, bool]  # what stands before it, the token itself, whether the tokenizer added it
+
+
+def _is_number(row: Row) -> bool:
+    """Whether a row's value, where it has one, is finite."""
+    return not isinstance(row, EstimateRow) or (isinstance(row.value, int | float) and math.isfinite(row.value))
 
 
 @final
@@ -76,10 +82,11 @@ class ReportData:
         read = [row if isinstance(row, Row) else row_of(row) for row in self.rows]
         object.__setattr__(self, "rows", [row for row in read if row is not None])
         if not self.of(LayerRow):
-            raise BadInputError("expected at least one measurement, got none; measure a layer first")
+            count = f"none of {len(self.left_out)} that is finite" if self.left_out else "none"
+            raise BadInputError(f"expected at least one measurement, got {count}; measure a layer first")
         for row in self.of(LayerRow):
-            if not (math.isfinite(row.value) and row.value >= 0):
-                raise BadInputError(f"expected finite constants, got {row.value} for layer {row.layer}; leave that row out")
+            if row.value < 0:
+                raise BadInputError(f"expected constants of at least 0, got {row.value} for layer {row.layer}; leave it out")
             words = self.texts.get(row.n, ())
             if words and row.shares is not None and len(row.shares) != len(words):
                 raise BadInputError(
@@ -92,10 +99,21 @@ class ReportData:
 
     @cached_property
     def _kinds(self) -> dict[type[Row], list[Row]]:
-        kinds: dict[type[Row], list[Row]] = defaultdict(list)
-        for row in sorted((row for row in self.rows if isinstance(row, Row)), key=lambda row: row.place):
-            kinds[type(row)].append(row)
-        return dict(kinds)
+        there = [row for row in self.rows if isinstance(row, Row) and _is_number(row)]
+        return grouped(sorted(there, key=lambda row: row.place), type)
+
+    @property
+    def left_out(self) -> list[Row]:
+        """Rows whose value is not finite, or was not measured."""
+        return [row for row in self.rows if isinstance(row, Row) and not _is_number(row)]
+
+    @property
+    def remarks(self) -> list[str]:
+        """The notes, and what was left out."""
+        layers = sorted({row.layer for row in self.left_out})
+        count = f"{len(self.left_out)} value{'s' * (len(self.left_out) > 1)}"
+        named = f"layer{'s' * (len(layers) > 1)} {ranges(layers)}"
+        return [*self.notes, *([f"{count} in {named} could not be measured or left the range of numbers."] if layers else [])]
 
     @cached_property
     def layers(self) -> list[int]:

@@ -298,7 +298,13 @@ def coded(norms: Sequence[Sequence[float]]) -> Cells:
 
 
 def number(value: float) -> str:
-    """Three digits, thousands apart, or a power of ten."""
+    """Three digits, thousands apart, or a power of ten.
+
+    >>> number(0.12345), number(2.5e7), number(math.inf)
+    ('0.123', '2.5·10^7', '∞')
+    """
+    if not math.isfinite(value):
+        return "–" if math.isnan(value) else "∞" if value > 0 else "−∞"
     if value == 0 or 1e-3 <= abs(value) < 1e6:
         return f"{float(f'{value:.3g}'):,.0f}".replace(",", "\u202f") if abs(value) >= 100 else f"{value:.3g}"
     digits, power = f"{value:.1e}".split("e")

@@ -62,7 +62,7 @@ class Profile:
     @property
     def averaging(self) -> float | None:
         """What the layer's constant would be if it averaged its tokens."""
-        return None if self.yardstick is None else self.yardstick.averaging
+        return None if self.yardstick is None else _finite(self.yardstick.averaging)
 
     @property
     def times(self) -> float | None:
@@ -71,7 +71,7 @@ class Profile:
 
     @property
     def gain(self) -> float | None:
-        return None if self.yardstick is None else self.yardstick.gain
+        return None if self.yardstick is None else _finite(self.yardstick.gain)
 
     @property
     def relative_gain(self) -> float | None:
@@ -101,6 +101,11 @@ class Profile:
         return ", ".join([*parts, *([f"head {self.head.head}"] if self.head and self.head.carries else [])])
 
 
+def _finite(value: float | None) -> float | None:
+    """A number, or nothing where it is none."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def profiles(data: ReportData) -> dict[int, Profile]:
     """The profile of every layer."""
     return {profile.layer: profile for profile in _each(data)}
@@ -114,7 +119,7 @@ def _each(data: ReportData) -> Iterator[Profile]:
     for layer in data.layers:
         level = data.last_level(layer)
         own = rows[layer, level.n]
-        relative = [row.relative for row in own if row.relative is not None]
+        relative = [value for row in own if (value := _finite(row.relative)) is not None]
         bounds = [b for b in uppers if (b.row.layer, b.row.n) == (layer, level.n)]
         yield Profile(
             level,
