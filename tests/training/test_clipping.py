@@ -96,7 +96,7 @@ BUILD = {
 def test_a_model_through_its_own_parameters(name):
     torch.manual_seed(0)
     model, probe = grown(BUILD[name]()), {"input_ids": IDS}
-    tracker = hs.Tracker(model, probe, layers=[1], check_every=0)
+    tracker = hs.Tracker(model, probe, layers=[1], heads="logits", check_every=0)
     before = tracker.update()
     heads = [k for k in before if "max_logit/layer_01/" in k]
     target = 0.5 * max(before[k] for k in heads)

@@ -2,8 +2,11 @@
 
 import json
 import math
+import shutil
 import sqlite3
 import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +15,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 import howsmooth as hs
+from checks import violations
+from howsmooth.report.answer import plain
 from howsmooth.run import to_frame
 from howsmooth.training import Alarm, Raised, Recorder, TrackingWarning
-from howsmooth.training.run_page import RunRecord
+from howsmooth.training.run_page import RunRecord, write_run_page
 from howsmooth_command import app
+from marks import first
 
 
 class Tiny(nn.Module):
@@ -136,6 +142,76 @@ def test_page_and_command(tmp_path):
     refused = CliRunner().invoke(app(), ["training", str(tmp_path / "run<1>"), "--out", str(tmp_path / "mine.html")])
     assert refused.exit_code == 2
     assert (tmp_path / "mine.html").read_text() == "mine"
+
+
+def exploded() -> RunRecord:
+    """A run whose layer 0 grows a hundredfold as its logits do."""
+    steps = tuple(range(0, 50, 10))
+    series: dict[str, dict[int, list[float | None]]] = {
+        "": {0: [0.4, 0.7, 1.5, 12.0, 40.0], 1: [1.0, 1.0, 1.1, 1.1, 1.2]},
+        "max_logit": {0: [3.0, 8.0, 20.0, 45.0, 90.0], 1: [2.0] * 5},
+        "entropy": {0: [2.1, 2.0, 1.5, 0.6, 0.1], 1: [2.1] * 5},
+        "radius": {0: [9.0] * 5, 1: [9.0] * 5},
+    }
+    alarms = ((30, 0, "max_logit", "step 30: max_logit of layer 0 is 45, above 30"),)
+    return RunRecord(Path("run"), steps, (3.0, 2.8, 2.5, 2.4, 2.6), series, alarms, (), {})
+
+
+def test_the_first_screen_of_a_run_says_what_grew_when_why_and_what_to_do():
+    which, when, why, do = map(plain, exploded().sentences())
+    assert which == (
+        "Layer 0 grew most: 100-fold. How much it amplifies the worst small change went from 0.4 to 40, in 5 updates from "
+        "step 0 to step 40."
+    )
+    assert when == (
+        "When: L had doubled by step 20. 1 alarm went off, the first at step 30: max_logit of layer 0 is 45, above 30. The "
+        "loss "
+        "went from 3 to 2.6."
+    )
+    assert why == "Why: in layer 0 the largest logit went from 3 to 90, the entropy of attention went from 2.1 to 0.1."
+    assert do.startswith("What to do: Cap the logits with `howsmooth.clip_(model, probe, 30, quantity='logit')`")
+
+
+def test_a_calm_run_needs_nothing_and_a_broken_one_goes_back():
+    calm = replace(exploded(), series={"": {0: [1.0] * 5, 1: [2.0] * 5}}, alarms=(), losses=(None,) * 5)
+    said = [plain(sentence) for sentence in calm.sentences()]
+    assert said[0] == "No layer grew. L stayed within 5 % of where it began, in 5 updates from step 0 to step 40."
+    assert said[1:] == [
+        "When: L never doubled, and no alarm went off.",
+        "Why: neither logits, attention nor the size of the tokens changed much there.",
+        "What to do: Nothing has to be done.",
+    ]
+    broken = replace(exploded(), series={"": {0: [0.4, 0.7, 1.5, 12.0, None], 1: [1.0] * 5}})
+    which, *_, do = map(plain, broken.sentences())
+    assert which.startswith("Layer 0 is no longer finite. Layer 0 grew most: 30-fold.")
+    assert do.startswith("What to do: Go back to weights from before that step")
+    nothing = replace(exploded(), series={"": {0: [None] * 5}})
+    assert plain(nothing.sentences()[0]).startswith("Nothing was measured in 5 updates")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), first([(1280, "light"), (390, "dark")], 2))
+def test_the_page_of_a_run_is_accessible_and_calm(tmp_path, width, scheme):
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install playwright runs this")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium found; install the package chromium to run this")
+    page, said = write_run_page(exploded(), tmp_path / "run.html"), []
+    with api.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        tab.on("console", lambda m: said.append(m.text))
+        tab.on("pageerror", lambda e: said.append(str(e)))
+        tab.goto(page.as_uri())
+        assert violations(tab) == []
+        assert tab.inner_text(".answer").startswith("Layer 0 grew most: 100-fold.")
+        assert tab.input_value("[data-pick=layer]") == "0"
+        tab.locator("[data-chart=constant] svg").focus()
+        tab.keyboard.press("ArrowRight")
+        assert tab.inner_text(".tip").startswith("layer ")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        browser.close()
+    assert said == []
 
 
 @pytest.mark.slow

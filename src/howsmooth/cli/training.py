@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from howsmooth.cli import Answer, show_table
+from howsmooth.report.answer import plain
 from howsmooth.training.run_page import RunRecord, write_run_page
 
 
@@ -23,7 +24,7 @@ def training(folder: Path, *, out: Path | None = None, force: bool = False, quie
     def show() -> None:
         if not quiet:
             show_table("L by layer", run.table())
-            print("", *run.sentences(), "", sep="\n")
+            print("", *map(plain, run.sentences()), "", sep="\n")
         print(page.resolve())
 
     return Answer({"page": str(page.resolve()), **run.to_dict()}, show)

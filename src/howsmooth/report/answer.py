@@ -4,6 +4,7 @@ A sentence is text with two marks, `**strong**` and `n^0.25`; how each is set is
 """
 
 import re
+from html import escape
 
 from howsmooth.study.advice import Advice, advice, change_in_words, part, word_of
 from howsmooth.study.answers import ReportData
@@ -20,6 +21,12 @@ _NEAR = 2.0  # times averaging, up to which a layer is close to it
 def plain(sentence: str) -> str:
     """A sentence for a terminal: powers as they are, nothing strong."""
     return STRONG.sub(r"\1", sentence)
+
+
+def as_html(sentence: str, code: bool = False) -> str:
+    """A sentence as it is read: what is strong in bold, powers such as n^0.25 raised, code as code where it is ours."""
+    raised = re.sub(r"\^((?:\d|[−.-](?=\d))+)", r"<sup>\1</sup>", STRONG.sub(r"<b>\1</b>", escape(sentence)))
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", raised) if code else raised
 
 
 def answer(data: ReportData) -> list[str]:

@@ -1,6 +1,5 @@
 """The page of a report: its sentences, a section for every question that was answered, and what its script reads."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from html import escape
@@ -9,7 +8,7 @@ from string import Template
 from typing import Any
 
 from howsmooth.errors import BadInputError
-from howsmooth.report.answer import STRONG, answer, plain
+from howsmooth.report.answer import answer, as_html, plain
 from howsmooth.report.shell import asset, check_page, encoded, save, whole_page
 from howsmooth.run import check_folder, versions
 from howsmooth.search import Radius
@@ -83,7 +82,7 @@ def render(data: ReportData) -> str:
         name=f"{data.title} {m.model}",
         meta=_meta(data),
         description=plain(sentences[0]),
-        answer=[*map(_html, sentences[:-1]), _html(sentences[-1], code=True)],
+        answer=[*map(as_html, sentences[:-1]), as_html(sentences[-1], code=True)],
         version=m.versions.get("howsmooth", ""),
         script=asset("page.js"),
         data=packed(payload(data)),
@@ -159,8 +158,8 @@ def _advice(data: ReportData) -> str:
         for k, one in enumerate(some):
             link = f' <a href="#{one.section}">See the chart</a>' if one.section in shown else ""
             name = "" if k else f' id="advice-{kind}"'
-            found.append(f'<div class="finding"{name}>{_html(one.found)}<p>→ {_html(one.do, code=True)}{link}</p></div>')
-    found += [f'<div class="finding">{_html(note)}</div>' for note in data.remarks]
+            found.append(f'<div class="finding"{name}>{as_html(one.found)}<p>→ {as_html(one.do, code=True)}{link}</p></div>')
+    found += [f'<div class="finding">{as_html(note)}</div>' for note in data.remarks]
     if not found:
         return ""
     return f'<section id="advice" data-name="Advice">\n<h2>What to do</h2>\n{"".join(found)}\n</section>\n'
@@ -169,7 +168,7 @@ def _advice(data: ReportData) -> str:
 def _html_of(section: Section, said: str = "", **words: str) -> str:
     """A section, with what is said of it; its script fills the places for its charts. A folded one shows that alone."""
     swatches = "".join(f'<li><i class="{look}"></i>{escape(said)}</li>' for look, said in section.swatches)
-    about, sentence = f'id="{section.id}" data-name="{escape(section.name)}"', _html(said)
+    about, sentence = f'id="{section.id}" data-name="{escape(section.name)}"', as_html(said)
     head = f"<section {about}>\n<h2>{escape(section.title)}</h2>"
     if section.folded:
         gist = '<span class="gist">$gist</span>'
@@ -189,12 +188,6 @@ def _html_of(section: Section, said: str = "", **words: str) -> str:
 def _exact(value: Any) -> Any:
     """A confidence of 0.999999 must not be rounded to 1, which would claim certainty."""
     return str(value) if isinstance(value, float) and 1 > value > 0.9999995 else value
-
-
-def _html(sentence: str, code: bool = False) -> str:
-    """A sentence as it is read: what is strong in bold, powers such as n^0.25 raised, code as code where it is ours."""
-    raised = re.sub(r"\^((?:\d|[−.-](?=\d))+)", r"<sup>\1</sup>", STRONG.sub(r"<b>\1</b>", escape(sentence)))
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", raised) if code else raised
 
 
 def _meta(data: ReportData) -> str:

@@ -8,13 +8,24 @@ from string import Template
 from typing import Any, final
 
 from howsmooth.errors import BadInputError, ResultsError
+from howsmooth.report.answer import as_html, plain
 from howsmooth.report.shell import asset, check_page, save, whole_page
 from howsmooth.run import read
-from howsmooth.study.charts import number
+from howsmooth.study.charts import number, ranges
+from howsmooth.study.yardsticks import HIGH
 from howsmooth.training.recorder import FILE
 from howsmooth.training.tracker import PREFIX
 
 PAGE = "smoothness.html"
+_TELLING = 1.05  # times, that are told apart in a picture
+_CLEAR = 1.5  # times, by which a quantity must have changed to be a reason
+# what may stand behind a constant that grows
+_CAUSES = {
+    "max_logit": "the largest logit",
+    "entropy": "the entropy of attention",
+    "sink": "the share of one token",
+    "radius": "the size of the tokens",
+}
 _MOST = 240  # points of a curve; of more, the most telling one of each group is shown
 _CHARTS = {
     "": "L",
@@ -78,22 +89,90 @@ class RunRecord:
         there = [v for v in self.finite(layer) if v > 0]
         return max(there) / there[0] if there else math.nan
 
+    @property
+    def grown(self) -> int | None:
+        """The layer whose constant grew most; nothing where none is known."""
+        there = [k for k in self.layers if not math.isnan(self.growth(k))]
+        return max(there, key=self.growth, default=None)
+
     def sentences(self) -> list[str]:
-        """What happened, in a few sentences."""
-        grown = [k for k in self.layers if self.growth(k) == self.growth(k)]
-        said = [f"{len(self.steps)} updates from step {self.steps[0]} to step {self.steps[-1]}."]
-        if grown:
-            most = max(grown, key=self.growth)
-            there = [(step, v) for step, v in zip(self.steps, self.series[""][most], strict=True) if v is not None]
-            step, top = max(there, key=lambda pair: pair[1])
-            grew = f"from {number(there[0][1])} to {number(top)} at step {step}, {number(self.growth(most))} times"
-            few = self.growth(most) < 1.05  # what is told apart in a picture
-            said.append("No constant grew much." if few else f"The constant of layer {most} grew most: {grew}.")
-        said.append(f"{len(self.alarms)} alarms; the first: {self.alarms[0][3]}." if self.alarms else "No alarm went off.")
-        if self.drifts:
-            near = sum(abs(d) <= 0.05 for d in self.drifts)
-            said.append(f"Tracking was within 5 % of certified values in {near} of {len(self.drifts)} comparisons.")
-        return said
+        """What grew and how much, when, why, and what to do, in four sentences or so."""
+        layer, span = self.grown, f"{len(self.steps)} updates from step {self.steps[0]} to step {self.steps[-1]}"
+        if layer is None:
+            return [f"**Nothing was measured** in {span}.", "**What to do:** Check that the model is finite at its probe."]
+        return [
+            self._which(layer, span),
+            self._when(layer),
+            f"**Why:** {self._why(layer)}",
+            f"**What to do:** {self._do(layer)}",
+        ]
+
+    def _which(self, layer: int, span: str) -> str:
+        last, there = self.series[""][layer][-1], self.finite(layer)
+        broken = [k for k in self.layers if self.series[""][k][-1] is None]
+        gone = f"**Layer{'s' * (len(broken) > 1)} {ranges(broken)} {'are' if len(broken) > 1 else 'is'} no longer finite.** "
+        if self.growth(layer) < _TELLING:
+            return f"{gone if broken else '**No layer grew.** '}L stayed within 5 % of where it began, in {span}."
+        ends = f"from {number(there[0])} to {number(max(there))}"
+        now = f"; it is {number(last)} now" if last is not None and last < max(there) / _TELLING else ""
+        grew = f"**Layer {layer} grew most: {number(self.growth(layer))}-fold.** "
+        return f"{gone if broken else ''}{grew}How much it amplifies the worst small change went {ends}{now}, in {span}."
+
+    def _when(self, layer: int) -> str:
+        values, first = self.series[""][layer], self.finite(layer)[0]
+        doubled = next((step for step, v in zip(self.steps, values, strict=True) if v is not None and v > 2 * first), None)
+        said = [] if doubled is None else [f"L had doubled by step {doubled}."]
+        if self.alarms:
+            count = f"{len(self.alarms)} alarm{'s' * (len(self.alarms) > 1)}"
+            said.append(f"{count} went off, the first at {self.alarms[0][3]}.")
+        elif not said:
+            said.append("L never doubled, and no alarm went off.")
+        losses = [v for v in self.losses if v is not None]
+        if len(losses) > 1:
+            said.append(f"The loss went from {number(losses[0])} to {number(losses[-1])}.")
+        return f"**When:** {' '.join(said)}"
+
+    def _ends(self, layer: int, what: str) -> tuple[float, float] | None:
+        """A quantity at first, and where L was largest."""
+        values = self.series.get(what, {}).get(layer)
+        top = max(range(len(self.steps)), key=lambda i: self.series[""][layer][i] or 0.0)
+        first = next(iter(self.finite(layer, what)), None)
+        return None if values is None or first is None or values[top] is None else (first, values[top])  # pyright: ignore[reportReturnType]
+
+    def _why(self, layer: int) -> str:
+        said = []
+        for what, words in _CAUSES.items():
+            ends = self._ends(layer, what)
+            if ends is None or min(ends) <= 0 or abs(math.log(ends[1] / ends[0])) < math.log(_CLEAR):
+                continue
+            said.append(f"{words} went from {number(ends[0])} to {number(ends[1])}")
+        if not said:
+            return "neither logits, attention nor the size of the tokens changed much there."
+        return f"in layer {layer} {', '.join(said)}."
+
+    def _do(self, layer: int) -> str:
+        logits, size = (self._ends(layer, what) for what in ("max_logit", "radius"))
+        if any(values[-1] is None for values in self.series[""].values()):
+            return "Go back to weights from before that step, with a smaller learning rate or clipped gradients."
+        if self.growth(layer) < 2:
+            return "Nothing has to be done."
+        if logits is not None and logits[1] > HIGH:
+            return (
+                "Cap the logits with `howsmooth.clip_(model, probe, 30, quantity='logit')`, normalise queries and keys, or "
+                "lower "
+                "the learning rate."
+            )
+        if size is not None and size[1] > _CLEAR * size[0]:
+            return "Look at what enters the layer: its tokens grew. A norm in front, or weight decay, holds them."
+        return "Go on and watch it; a `SmoothnessPenalty` in the loss holds it down."
+
+    @property
+    def tracking(self) -> str:
+        """How near tracked values were to certified ones."""
+        if not self.drifts:
+            return ""
+        near = sum(abs(d) <= 0.05 for d in self.drifts)
+        return f"Tracking was within 5 % of certified values in {near} of {len(self.drifts)} comparisons."
 
     def table(self) -> list[dict[str, Any]]:
         """One row a layer: the constant at first, at most and at last, the largest logit, the least entropy."""
@@ -112,7 +191,7 @@ class RunRecord:
             "losses": list(self.losses),
             "series": {name or "constant": layers for name, layers in self.series.items()},
             "alarms": [dict(zip(("step", "layer", "quantity", "said"), a, strict=True)) for a in self.alarms],
-            "said": self.sentences(),
+            "said": [plain(sentence) for sentence in self.sentences()],
         }
 
 
@@ -133,14 +212,15 @@ def render(run: RunRecord) -> str:
     sentences = run.sentences()
     main = Template(asset("training.html", "training")).substitute(
         alarms="".join(f"<li>{escape(said)}</li>" for *_, said in run.alarms) or "<li>none</li>",
+        tracking=escape(run.tracking),
         software=escape(", ".join(f"{k} {v}" for k, v in run.versions.items())),
     )
     return whole_page(
         main,
         title=f"Smoothness of {run.folder.resolve().name} while it trains",
         meta=f"{len(run.layers)} layers · {len(run.steps)} updates",
-        description=sentences[0],
-        answer=[escape(sentence) for sentence in sentences],
+        description=plain(sentences[0]),
+        answer=[as_html(sentence, code=True) for sentence in sentences],
         version=run.versions.get("howsmooth", ""),
         script=asset("training.js", "training"),
         data=_payload(run),
@@ -160,6 +240,7 @@ def _payload(run: RunRecord) -> dict[str, Any]:
         "curves": [c for c in curves if c["series"]],
         "ends": [steps[0], max(steps[-1], steps[0] + 1)],
         "layers": run.layers,
+        "focus": run.grown,
         "alarms": [{"step": step, "layer": layer, "quantity": what, "said": said} for step, layer, what, said in run.alarms],
         "table": run.table(),
     }

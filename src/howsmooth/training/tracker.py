@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
@@ -81,7 +81,8 @@ class Tracker:
             rows.
         layers: `"all"` or a list.
         map: `attention`, `heads`, `normed` or `block`.
-        heads: Also the constant of every head alone, at the price of a row for each.
+        heads: Also the constant and the largest logit of every head alone, at the price of a row for each; `"logits"` for its
+            largest logit alone, which costs nothing.
         check_every: Certified solves after so many updates, and before the first; 0 for never.
         tol: Of certified solves, as in `howsmooth.lipschitz`.
         certify: Of certified solves, as in `howsmooth.lipschitz`.
@@ -103,7 +104,7 @@ class Tracker:
         probe: Inputs,
         layers: LayerChoice = "all",
         map: MapName = "attention",
-        heads: bool = False,
+        heads: bool | Literal["logits"] = False,
         check_every: int = 50,
         tol: float = 1e-3,
         certify: float | None = None,
@@ -112,7 +113,8 @@ class Tracker:
     ):
         fix = "4 is as many as the directions that are followed"
         self.gain = whole(gain, "gain as a whole number of probes, 0 for none", fix)
-        self.heads, self.average = flag(heads, "heads"), flag(average, "average")
+        self.heads, self.average = heads != "logits" and flag(heads, "heads"), flag(average, "average")
+        self.head_logits = bool(heads)
         self.check_every = whole(check_every, "check_every as a whole number of updates, 0 for never", "the default is 50")
         self.map: MapName = choice(map, "a map", FAST)
         self._options = Options(number(tol, "0 < tol < 1", "the default is 1e-3", above=0, below=1), certify)
@@ -155,7 +157,7 @@ class Tracker:
     def update(self, step: int | None = None) -> dict[str, float]:
         """The numbers at the weights of this moment, by the names they are logged under.
 
-        For each layer: the constant, the largest logit of every head and of all, the mean entropy of attention in nats, the
+        For each layer: the constant, the largest logit, the mean entropy of attention in nats, the
         largest share of all attention that one token gets, the root mean square norm of the tokens that enter, and the mean
         gain if it is wanted. After a check also the certified upper end and how far tracking was off. Where something is not
         finite: NaN, and a warning that says where.
@@ -213,7 +215,7 @@ class Tracker:
             count = len(_BESIDE) + following.paths.heads[k] if following.is_softmax[k] else 1
             own = beside.get(k, [math.nan] * count)  # where it could not be measured
             names = [self.key(k, what) for what in _BESIDE]
-            names += [self.key(k, "max_logit", h) for h in range(len(own) - len(_BESIDE))]
+            names += [self.key(k, "max_logit", h) for h in range(len(own) - len(_BESIDE))] if self.head_logits else []
             values |= zip(names, own, strict=False)
         if self.gain:
             gains = {k: own.gain for k, own in found.items() if own.gain is not None}

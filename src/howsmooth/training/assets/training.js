@@ -4,7 +4,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const colourOf = (layer) => (layer === undefined ? "currentColor" : seriesColour(data.layers.indexOf(layer), data.layers.length));
-let focus = null; // a layer, or all
+let focus = data.focus; // a layer, or all
 
 // Round steps between the first and the last.
 function stepTicks([first, last]) {
@@ -46,7 +46,7 @@ function chart(curve) {
 
 function start() {
   const select = el("select", { "data-pick": "layer", onchange: () => ((focus = select.value === "" ? null : Number(select.value)), redrawAll()) });
-  select.append(el("option", { value: "" }, "all"), ...data.layers.map((k) => el("option", { value: k }, `layer ${k}`)));
+  select.append(el("option", { value: "" }, "all"), ...data.layers.map((k) => el("option", { value: k, selected: k === focus }, `layer ${k}`)));
   $("controls").append(el("label", { class: "pick" }, "Layer ", select));
   data.curves.forEach(chart);
   const titles = { layer: "layer", first: "L at first", most: "L at most", last: "L at last", max_logit: "largest logit", min_entropy: "least entropy" };
