@@ -58,7 +58,7 @@ def section(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and not EVERYWHERE & set(p.opts)]
     usage = " ".join([name, *(p.name.upper() for p in arguments), "[OPTIONS]"])
-    lines = [f"## {name}", " ".join(told.split()), f"```text\n{usage}\n```", "| | | |\n|---|---|---|"]
+    lines = [f"## {name}", " ".join(told.split()), f"```text\n{usage}\n```", "| argument | meaning | default |\n|---|---|---|"]
     for p in [*arguments, *options]:
         names = p.name.upper() if p in arguments else ", ".join([*p.opts, *p.secondary_opts])
         default = "required" if p.required else "" if p.default in (None, False, ()) else f"`{p.default}`"
