@@ -63,9 +63,8 @@ def test_the_first_screen_answers_four_questions_of_who_knows_nothing_of_lipschi
     )
     assert do == (
         "What to do: If nothing can change token 0 (a fixed first token, a cached prefix), L with it frozen is the number that "
-        "counts. Otherwise look at this token first. fp8 costs more than 1 % of the output in the mean: keep this layer's "
-        "input in "
-        "bfloat16."
+        "counts. Otherwise look at this token first. fp8 costs more than 1 % of the output in the mean: keep what "
+        "enters layer 4 in bfloat16."
     )
 
 
@@ -121,7 +120,7 @@ def test_high_logits_and_rounding_are_told_with_their_numbers():
         "Rounding what enters layer 1 moves its output: float16 (0.049 %) about 0.0084 % in the mean, 0.15 % at worst; "
         "bfloat16 (0.39 %)"
     )
-    assert rounding.do == "fp8 costs more than 1 % of the output in the mean: keep this layer's input in bfloat16."
+    assert rounding.do == "fp8 costs more than 1 % of the output in the mean: keep what enters layer 1 in bfloat16."
 
 
 def test_layers_that_are_alike_are_said_to_be_and_nothing_has_to_be_done():

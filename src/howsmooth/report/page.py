@@ -37,9 +37,8 @@ _NUMBERS = Section(
     name="Numbers",
     title="All numbers",
     place=900,
-    text="<b>value</b> is attained by a direction, so never above L; <b>upper</b> holds with probability $confidence "
-    "at least in "
-    "every row; <b>radius</b> is the root mean square norm of the tokens.$cut",
+    text="<b>value</b> is attained by a direction, so never above L; <b>upper</b> holds with probability $confidence at least "
+    "in every row; <b>radius</b> is the root mean square norm of the tokens.$cut",
     folded=True,
 )
 _METHODS = Section(
@@ -47,15 +46,11 @@ _METHODS = Section(
     name="Methods",
     title="Methods",
     place=910,
-    text="L = ‖D<sub>X</sub>f‖<sub>2</sub>, the largest singular value of the derivative of the map f at the tokens X, "
-    "is found by "
-    "block Golub–Kahan iteration on exact products with the derivative and its transpose, or by decomposing the whole "
-    "derivative "
-    "where it is small. The value is evaluated again in float64 along the direction found; the upper end follows from "
-    "the random "
-    "start alone, whatever the spectrum. Means over samples are geometric; the exponent is a least-squares slope of "
-    "log L against "
-    "log n.",
+    text="L = ‖D<sub>X</sub>f‖<sub>2</sub>, the largest singular value of the derivative of the map f at the tokens X, is "
+    "found by block Golub–Kahan iteration on exact products with the derivative and its transpose, or by decomposing the "
+    "whole derivative where it is small. The value is evaluated again in float64 along the direction found; the upper end "
+    "follows from the random start alone, whatever the spectrum. Means over samples are geometric; the exponent is a "
+    "least-squares slope of log L against log n.",
     below="<dl>$methods<dt>command</dt><dd><code>$command</code></dd></dl>",
     folded=True,
 )
@@ -251,8 +246,7 @@ def render_radii(radii: Radii, *, model: str, command: str, change: float | None
         title="All numbers",
         place=2,
         text="Radii here are lengths; <b>size</b> is the mean length of a token. Certified radii hold with the given "
-        "confidence over "
-        "random starts.",
+        "confidence over random starts.",
         below=f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in refused).replace('$', '$$')}</ul>",
     )
     if found:

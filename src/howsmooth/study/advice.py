@@ -204,8 +204,9 @@ def _rounding(data: ReportData, layers: Sequence[Profile]) -> list[Advice]:
     if not coarse:
         do = f"All three formats keep the error {how} below 1 %."
     else:
-        do = f"{' and '.join(coarse)} {'costs' if len(coarse) == 1 else 'cost'} more than 1 % of the output {how}: "
-        do += f"keep this layer's input in {usable[-1] if usable else 'float32'}."
+        named = " and ".join(filter(None, [", ".join(coarse[:-1]), coarse[-1]]))
+        do = f"{named} {'costs' if len(coarse) == 1 else 'cost'} more than 1 % of the output {how}: "
+        do += f"keep what enters layer {most.layer} in {usable[-1] if usable else 'float32'}."
     return [Advice("rounding", {}, found, do, "layers")]
 
 

@@ -207,10 +207,8 @@ BOUNDS = Question(
         title="How far from the ceiling",
         place=60,
         folded=True,
-        text="What theory allows beside what was measured. $sentence A bound at this input uses the actual attention "
-        "weights; a "
-        "bound over the "
-        "ball holds for every sequence of as many tokens that are no longer. An arrow is off the scale.",
+        text="What theory allows beside what was measured. $sentence A bound at this input uses the actual attention weights; "
+        "a bound over the ball holds for every sequence of as many tokens that are no longer. An arrow is off the scale.",
         swatches=(("", "at this input"), ("ball", "over the ball"), ("hollow", "hollow: a lower bound")),
     ),
 )

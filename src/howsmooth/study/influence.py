@@ -281,8 +281,7 @@ INFLUENCE = Question(
         title="Which token moves which",
         place=90,
         folded=True,
-        text="Each point is the size ‖J<sub>ij</sub>‖ of the derivative of output token i (down) by input token j "
-        "(across), the root of "
-        "the sum of its squared entries. A strong column is a token that many others hear. $sentence",
+        text="Each point is the size ‖J<sub>ij</sub>‖ of the derivative of output token i (down) by input token j (across), "
+        "the root of the sum of its squared entries. A strong column is a token that many others hear. $sentence",
     ),
 )

@@ -111,8 +111,7 @@ LAYERS = Question(
         name="Lengths",
         title="Which layers, at which length",
         place=10,
-        text="<b>L</b> is the largest factor by which a small change of what enters a layer's $map map can come out "
-        "larger: the "
-        "stronger the colour, the less smooth the layer. $sentence",
+        text="<b>L</b> is the largest factor by which a small change of what enters a layer's $map map can come out larger: "
+        "the stronger the colour, the less smooth the layer. $sentence",
     ),
 )

@@ -312,10 +312,9 @@ GROWTH = Question(
         name="Growth",
         title="How it grows with the length",
         place=20,
-        text="Straight lines here are power laws L ~ n<sup>a</sup>. Over the layer in front lie its fit (dashed, with the "
-        "95 % interval of "
-        "its slope shaded) and the same fit with its breaks allowed for (solid). Dotted: n<sup>¼</sup> and n<sup>½</sup>. "
-        "$sentence "
-        "A break is reported when a plain power law would show one as clear in at most one curve out of a hundred.",
+        text="Straight lines here are power laws L ~ n<sup>a</sup>. Over the layer in front lie its fit (dashed, with the 95 % "
+        "interval of its slope shaded) and the same fit with its breaks allowed for (solid). Dotted: n<sup>¼</sup> and "
+        "n<sup>½</sup>. $sentence A break is reported when a plain power law would show one as clear in at most one curve out "
+        "of a hundred.",
     ),
 )

@@ -34,8 +34,7 @@ TEXT = Question(
         name="Text",
         title="Where in the text",
         place=25,
-        text="Each token is shaded by its share |v<sub>i</sub>|² of the unit direction v that the layer stretches "
-        "most; the token "
-        "with the largest share sets the scale.",
+        text="Each token is shaded by its share |v<sub>i</sub>|² of the unit direction v that the layer stretches most; the "
+        "token with the largest share sets the scale.",
     ),
 )

@@ -414,10 +414,8 @@ VARIANTS = Question(
         name="Kinds",
         title="Which kind is smoothest?",
         place=45,
-        text="The same layers on the same text with another kind of attention in place of softmax. $sentence Kinds "
-        "differ in how "
-        "sharp their weights are and in the size of what they give: <b>matched</b> sets each scale so that weights "
-        "have the entropy "
-        "of softmax's, the relative constant L·|x| / |f(x)| sets L against the size of the output.",
+        text="The same layers on the same text with another kind of attention in place of softmax. $sentence Kinds differ in "
+        "how sharp their weights are and in the size of what they give: <b>matched</b> sets each scale so that weights have "
+        "the entropy of softmax's, the relative constant L·|x| / |f(x)| sets L against the size of the output.",
     ),
 )

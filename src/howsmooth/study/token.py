@@ -116,9 +116,8 @@ TOKEN = Question(
         name="One token",
         title="What one token carries",
         place=30,
-        text="In each layer, the token with the largest share of the direction that is stretched most (bars), and L "
-        "when that token is "
-        "frozen and only the others may move. $sentence",
+        text="In each layer, the token with the largest share of the direction that is stretched most (bars), and L when that "
+        "token is frozen and only the others may move. $sentence",
         swatches=(("", "all tokens may move"), ("hot", "that token is frozen")),
     ),
 )
