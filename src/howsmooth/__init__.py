@@ -4,7 +4,7 @@ from howsmooth.errors import HowSmoothError
 from howsmooth.kernels import kinds, sdpa, varlen
 from howsmooth.maps import Attention, LayerNorm, Map, RMSNorm, Rotary
 from howsmooth.measures import Gaussian, Measure, wasserstein
-from howsmooth.models import Capture, Model, load, patch, use_sdpa
+from howsmooth.models import Capture, Lens, Model, load, patch, use_sdpa
 from howsmooth.parallel import context_parallel
 from howsmooth.report import inspect
 from howsmooth.search import Ball, BallAround, Ellipsoid
@@ -27,6 +27,7 @@ __all__ = [
     "GolubKahan",
     "HowSmoothError",
     "LayerNorm",
+    "Lens",
     "Map",
     "Measure",
     "Model",

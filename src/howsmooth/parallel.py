@@ -38,7 +38,7 @@ class Processes:
 
     def agreed(self, *numbers: int, device: torch.device) -> list[tuple[int, ...]]:
         """Whole numbers of every process, which all of them then know."""
-        own = torch.tensor(numbers, device=device if dist.get_backend(self.group) == "nccl" else "cpu")
+        own = torch.tensor(numbers, device=device)
         found = _trade([own] * self.size, [own.shape] * self.size, self.group)
         return [tuple(t.tolist()) for t in found]
 

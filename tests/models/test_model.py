@@ -241,7 +241,7 @@ def test_a_model_with_two_sides_needs_one():
         ({"ids": [1, 2], "mask": [False, False], "layer": 0}, "not padding"),
         ({"ids": [1, 2], "text": "a", "layer": 0}, "exactly one"),
         ({"layer": 0}, "exactly one"),
-        ({"ids": [1, 2], "n": 2, "layer": 0}, "together with text"),
+        ({"ids": [1, 2], "n": 2, "layer": 0}, "n beside a text"),
         ({"text": "a", "layer": 0}, "built in memory"),
         ({"ids": [1, 2], "layer": 0, "map": "soul"}, "a map among"),
         ({"ids": [1, 2], "layer": 0, "head": 2}, "head from 0 to 1"),

@@ -1,6 +1,7 @@
 """Real models: any Hugging Face transformer or torch module, measured layer by layer."""
 
 from howsmooth.models.capture import Capture
+from howsmooth.models.lens import Lens
 from howsmooth.models.loading import PACKAGED, load, measuring_device
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model import Model
@@ -14,6 +15,7 @@ __all__ = [
     "PACKAGED",
     "Capture",
     "FallbackWarning",
+    "Lens",
     "MapName",
     "Measurement",
     "Measurements",

@@ -16,21 +16,21 @@ from howsmooth.models.capture import MEASURED, Capture, HowMeasured
 from howsmooth.models.closed import ClosedForms
 from howsmooth.models.folder import tokenizer_of
 from howsmooth.models.gguf import gguf_tokenizer, is_unpacked
+from howsmooth.models.lens import POSITIONS, PROMPT, Lens, mean_jacobian
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model_input import ModelInput, runs
 from howsmooth.models.recorded import Recordings
 from howsmooth.models.room import device_of, fits
-from howsmooth.models.tokens import Text, Window, of_ids
+from howsmooth.models.tokens import Text, Window, of_ids, padding_flags, whole_numbers
 from howsmooth.program.ends import MapName
 from howsmooth.program.modules import bare, offloaded
 from howsmooth.program.tracing import distinct
-from howsmooth.settings import items, meant, shown, whole, words
+from howsmooth.settings import items, meant, shown, words
 
 Side = Literal["encoder", "decoder", "text", "vision"] | str
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Ids = Sequence[int] | Tensor | Window
 GIVEN = ("windows", "text", "ids", "inputs", "mask", "n")  # what `capture` takes by name
-_IDS = 2**31  # tokenizers count no further
 
 
 @final
@@ -220,12 +220,37 @@ class Model:
         captured = self.capture(text=text, **more)
         return captured.measure(layer, map, **how)
 
+    def mean_jacobian(
+        self,
+        prompts: Sequence[Any] | str,
+        layers: Sequence[int] | None = None,
+        to: int | Literal["final"] = "final",
+        *,
+        positions: slice | Sequence[int] = POSITIONS,
+        n: int | None = PROMPT,
+        path: str | Path | None = None,
+    ) -> Lens:
+        """The Jacobian lens: the mean Jacobian from what leaves a layer to what leaves a later one, over prompts and positions.
+
+        Args:
+            prompts: Texts, lists of token ids, or windows of a text.
+            layers: Where the Jacobians begin, at what leaves these; by default all before the end.
+            to: Where they end: "final" for the last block, before the final norm, or a layer.
+            positions: Tokens that count; by default all but the first 16, which are sinks, and the last.
+            n: How many tokens of a prompt are taken; None for all.
+            path: A safetensors file that is written after every prompt. Prompts that it has already are not run again.
+
+        Returns:
+            A `Lens`. Prompts too short for the positions, or whose Jacobian is not finite, are named in `left_out`.
+        """
+        return mean_jacobian(self, prompts, layers, to, positions, n, path)
+
     def _window(self, ids: Ids | str, mask: Sequence[bool] | Tensor | None = None) -> Window:
         if isinstance(ids, Window):
             return ids
         if isinstance(ids, str):
             return self.text(ids).window()
-        return self._of_ids(_whole_numbers(ids), _flags(mask))
+        return self._of_ids(whole_numbers(ids), padding_flags(mask))
 
     def _of_ids(self, ids: list[int], mask: list[bool] | None) -> Window:
         """Ids that the model has, in the tokenizer's words."""
@@ -292,8 +317,8 @@ class Model:
                 k: v[row : row + 1] if isinstance(v, Tensor) and v.shape[:1] == ids.shape[:1] else v for k, v in kwargs.items()
             }
             mask = one.get("attention_mask")
-            flags = _flags(mask) if isinstance(mask, Tensor) and mask.ndim == 2 else None
-            samples.append(self._sample(args, one, self._of_ids(_whole_numbers(one["input_ids"]), flags)))
+            flags = padding_flags(mask) if isinstance(mask, Tensor) and mask.ndim == 2 else None
+            samples.append(self._sample(args, one, self._of_ids(whole_numbers(one["input_ids"]), flags)))
         return samples
 
     def check_names(self, names: Iterable[str], beside: Sequence[str] = ()) -> None:
@@ -384,23 +409,3 @@ def _side(module: nn.Module, side: str | None) -> nn.Module:
             f"expected side to be {' or '.join(map(repr, towers))} for {type(module).__name__}, got {shown(side)}; name one"
         )
     return towers[side]
-
-
-def _whole_numbers(ids: Sequence[int] | Tensor) -> list[int]:
-    """One sequence of token ids."""
-    expected, fix = "one list of whole token ids from 0", "pass one sequence at a time"
-    return [whole(i, expected, fix, below=_IDS) for i in _one_row(ids, expected, fix)]
-
-
-def _flags(mask: Sequence[bool] | Tensor | None) -> list[bool] | None:
-    if mask is None:
-        return None
-    fix = "give True or 1 for a token, False or 0 for padding"
-    row = _one_row(mask, "a mask with one entry per id", fix)
-    return [bool(m) if type(m).__name__ == "bool" else bool(whole(m, "a mask of flags", fix, below=2)) for m in row]
-
-
-def _one_row(values: Sequence[Any] | Tensor, expected: str, fix: str) -> list[Any]:
-    """A sequence, or the only row of a batch of one, as a list."""
-    row = items(values, expected, fix)
-    return items(row[0], expected, fix) if len(row) == 1 and isinstance(row[0], list | tuple) else row

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from howsmooth.errors import BadInputError
-from howsmooth.settings import seed_of, shown, whole, words
+from howsmooth.settings import items, seed_of, shown, whole, words
 
 _SAMPLES = 1_000_000  # windows of one text
+_IDS = 2**31  # tokenizers count no further
 
 
 @dataclass(frozen=True)
@@ -138,3 +140,24 @@ def _encode(tokenizer: Any, text: str, special: bool) -> dict[str, Any]:
         truncation=False,
         verbose=False,
     )
+
+
+def whole_numbers(ids: Sequence[int] | Tensor) -> list[int]:
+    """One sequence of token ids."""
+    expected, fix = "one list of whole token ids from 0", "pass one sequence at a time"
+    return [whole(i, expected, fix, below=_IDS) for i in _one_row(ids, expected, fix)]
+
+
+def padding_flags(mask: Sequence[bool] | Tensor | None) -> list[bool] | None:
+    """One mask of tokens, false at padding."""
+    if mask is None:
+        return None
+    fix = "give True or 1 for a token, False or 0 for padding"
+    row = _one_row(mask, "a mask with one entry per id", fix)
+    return [bool(m) if type(m).__name__ == "bool" else bool(whole(m, "a mask of flags", fix, below=2)) for m in row]
+
+
+def _one_row(values: Sequence[Any] | Tensor, expected: str, fix: str) -> list[Any]:
+    """A sequence, or the only row of a batch of one, as a list."""
+    row = items(values, expected, fix)
+    return items(row[0], expected, fix) if len(row) == 1 and isinstance(row[0], list | tuple) else row

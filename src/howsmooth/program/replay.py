@@ -153,9 +153,16 @@ class Segment:
 
 
 def followed(
-    nodes: Sequence[Node], known: Callable[[Node], Any], wanted: Collection[Node], work: torch.dtype | None
+    nodes: Sequence[Node],
+    known: Callable[[Node], Any],
+    wanted: Collection[Node],
+    work: torch.dtype | None,
+    added: Mapping[Node, Tensor] | None = None,
 ) -> dict[Node, Any]:
-    """What some nodes give, given what others do, by running nodes in order; values are let go of where nothing needs them."""
+    """What some nodes give, given what others do, by running nodes in order; values are let go of where nothing needs them.
+
+    added: to what some of the nodes give.
+    """
     env, last = dict[Node, Any](), dict[Node, list[Node]]()
     for m, reader in {m: n for n in nodes for m in n.all_input_nodes}.items():
         last.setdefault(reader, []).append(m)
@@ -165,6 +172,8 @@ def followed(
 
     for n in nodes:
         env[n] = called(n, find, work)
+        if added and n in added:
+            env[n] = env[n] + added[n]
         for m in last.get(n, ()):
             if m not in wanted:
                 env.pop(m, None)
