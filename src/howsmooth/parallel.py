@@ -122,17 +122,24 @@ class Exchange:
         return torch.stack(found).sum(0, dtype=wide).to(x.dtype)
 
 
+@contextmanager
+def going_on() -> Iterator[None]:
+    """Inside it processes talk to each other; where one of them has ended, the others are told so."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise HowSmoothError(
+            f"expected every process of the mesh to go on, got {reason(error)}; read what the one that failed says"
+        ) from error
+
+
 def _trade(sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Any) -> list[Tensor]:
     """What each process sent to this one, of these shapes; `sent` has a tensor for each process."""
     out = torch.cat([t.reshape(-1) for t in sent])
     counts = [torch.Size(shape).numel() for shape in shapes]
     into = out.new_empty(sum(counts))
-    try:
+    with going_on():
         dist.all_to_all_single(into, out, counts, [t.numel() for t in sent], group=group)
-    except RuntimeError as error:
-        raise HowSmoothError(
-            f"expected every process of the mesh to go on, got {reason(error)}; read what the one that failed says"
-        ) from error
     return [t.view(torch.Size(shape)) for t, shape in zip(into.split(counts), shapes, strict=True)]
 
 

@@ -122,8 +122,8 @@ def clip_(
     if not isinstance(layer, nn.Module | Model):
         raise BadInputError(f"expected an Attention or a model, got {type(layer).__name__}; pass one of them")
     loaded = model_that_trains(layer)
-    with untouched(loaded.module), torch.no_grad():
-        probe, recordings = Probe.of(loaded, x), Recordings()
+    probe, recordings = Probe.of(loaded, x), Recordings()
+    with untouched(loaded.module, at=(probe.args, probe.kwargs)), torch.no_grad():
         paths = paths_of(loaded, recordings, probe.row(0), "all", "attention")
         which = list(paths.ends) if layers == "all" else chosen(layers, len(paths.recording.layers.found))
         found = ((k, _of_model(loaded, recordings, probe, k, quantity, parts)) for k in which)

@@ -22,7 +22,7 @@ from howsmooth.settings import LayerChoice
 from howsmooth.solve import Options, solve
 from howsmooth.spectral.ritz import Block, orthonormal
 from howsmooth.training.paths import LayerGraph, LayerJacobians, Paths, drawn, paths_of
-from howsmooth.training.probe import Inputs, Probe
+from howsmooth.training.probe import Probe
 
 _WIDTH = 4  # directions that are carried for a layer: when another one becomes the top, it is there
 _RECORDINGS = 64  # kept, of rows with masks of their own
@@ -54,10 +54,10 @@ class Following:
     numbers tell apart, one for the whole batch where the model does not keep its rows apart along the first axis.
     """
 
-    def __init__(self, model: Model, batch: Inputs, layers: LayerChoice, map: MapName, *, certifies: bool = True):
+    def __init__(self, model: Model, probe: Probe, layers: LayerChoice, map: MapName, *, certifies: bool = True):
         self.model, self._chosen, self._certifies = model, layers, certifies
         self._map: MapName = map
-        self.probe, self._recordings, self._bytes = Probe.of(model, batch), Recordings(_RECORDINGS), 0  # of one layer's graph
+        self.probe, self._recordings, self._bytes = probe, Recordings(_RECORDINGS), 0  # of one layer's graph
         self._rows = [self.probe.row(i) for i in range(self.probe.rows)]
         self.directions: dict[tuple[int, bool], Block] = {}
         self._record()

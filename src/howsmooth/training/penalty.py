@@ -265,9 +265,10 @@ class SmoothnessPenalty:
         """The penalty at a batch: a tensor, or the model's inputs by name."""
         if (probe is None) == (not inputs):
             raise BadInputError("expected a batch, as one tensor or by name, got none or both; pass penalty(**batch)")
-        with untouched(self._model.module), torch.enable_grad():
-            batch = Probe.of(self._model, inputs if probe is None else probe, check=not self._found)
-            batch = batch if self.rows is None else batch.first(self.rows)
+        batch = Probe.of(self._model, inputs if probe is None else probe, check=not self._found)
+        batch = batch if self.rows is None else batch.first(self.rows)
+        at = None if self._found else (batch.args, batch.kwargs)
+        with untouched(self._model.module, derives=torch.is_grad_enabled(), at=at), torch.enable_grad():
             found = self._run(batch, 0)
             if found is None:  # rows are not apart along the first axis
                 rows = [self._run(batch.row(i), i) or {} for i in range(batch.rows)]

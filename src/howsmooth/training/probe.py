@@ -18,6 +18,7 @@ from howsmooth.models import Model, Window
 from howsmooth.models.model_input import ModelInput
 from howsmooth.models.recorded import Recordings
 from howsmooth.program.modules import bare, unchanged
+from howsmooth.training.sharded import Call, gathered
 
 Inputs = Tensor | Mapping[str, Any]
 FORWARD_MODE = "`torch.jit.script` is deprecated"  # torch's own, on first use of forward mode
@@ -32,21 +33,24 @@ def model_that_trains(model: nn.Module | Model) -> Model:
     module = bare(model)
     if any(type(part).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine") for part in module.modules()):
         raise BadInputError(
-            f"expected a model whose weights are whole on this device, got a sharded {type(module).__name__}; gather them first"
+            f"expected a model whose weights are whole or sharded by fully_shard or parallelize_module, got a "
+            f"{type(module).__name__}; shard it by one of them"
         )
     return Model.of(module, type(module).__name__, None, None)
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Inside it a model is in eval mode, in eager code and full precision; afterwards everything is as it was.
+def untouched(model: nn.Module, *, derives: bool = False, at: Call | None = None) -> Iterator[None]:
+    """Inside it a model is in eval mode, in eager code, full precision and whole; afterwards everything is as it was.
 
-    That is: modes, attributes, buffers, random numbers (torch's, NumPy's, Python's), mixed precision, compiled code.
+    That is: modes, attributes, buffers, random numbers (torch's, NumPy's, Python's), mixed precision, compiled code, shards.
+    derives, at: as `gathered` takes them.
     """
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda and p.device.index is not None})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  what others draw from must stay as it is
     try:
         with ExitStack() as stack:
+            stack.enter_context(gathered(model, derives=derives, at=at))
             stack.enter_context(unchanged(model))
             stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(torch.inference_mode(False))

@@ -14,7 +14,8 @@ from howsmooth.run.plan import Plan, Task
 from howsmooth.run.store import Outcome, Store
 from howsmooth.run.sweeping import versions
 from howsmooth.settings import choice, flag, number, whole
-from howsmooth.training.tracker import PREFIX, Tracker, TrackingWarning, rank
+from howsmooth.training.sharded import rank, told
+from howsmooth.training.tracker import PREFIX, Tracker, TrackingWarning
 
 FILE = "smoothness.sqlite"
 QUANTITIES = ("constant", "max_logit", "entropy", "sink", "radius")
@@ -124,15 +125,19 @@ class Recorder:
             return {}
         self._last = step
         values = self.tracker.update(step)
-        if not values or rank():
-            return values
+        if values and not rank():
+            self._record(step, values, loss)
+        if self.on_alarm == "stop":  # on all processes at once, or those that go on would wait for the others
+            self.stopped |= any(told(self.stopped))
+        return values
+
+    def _record(self, step: int, values: dict[str, float], loss: float | None) -> None:
         new = self._alarms(step, values)
         if self.log is not None:
             self.log(dict(values))
         self._keep(step, values, loss, new)
         for raised in new:
             self._tell(raised)
-        return values
 
     def _alarms(self, step: int, values: Mapping[str, float]) -> list[Raised]:
         known = {(r.layer, r.quantity) for r in self.raised}

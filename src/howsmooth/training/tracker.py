@@ -13,7 +13,8 @@ from howsmooth.settings import LayerChoice, choice, flag, number, whole
 from howsmooth.solve import Options
 from howsmooth.training.following import Certified, Following
 from howsmooth.training.paths import FAST
-from howsmooth.training.probe import Inputs, first_bad, model_that_trains, untouched
+from howsmooth.training.probe import Inputs, Probe, first_bad, model_that_trains, untouched
+from howsmooth.training.sharded import gathered, rank, told
 
 PREFIX = "smoothness"
 _START = 8  # passes from a random start, where no certified solve gives the first directions
@@ -122,8 +123,9 @@ class Tracker:
         self._broken: str | None = None
         self._tracked: dict[tuple[int, int | None], float] = {}  # by layer and head
         loaded = model_that_trains(model)
-        with untouched(loaded.module):
-            self._following = Following(loaded, probe, layers, map, certifies=self.check_every > 0)
+        rows = Probe.of(loaded, probe)
+        with untouched(loaded.module, at=(rows.args, rows.kwargs)):
+            self._following = Following(loaded, rows, layers, map, certifies=self.check_every > 0)
         if self.heads and not self._following.tells_heads:
             raise BadInputError(
                 "expected a model whose heads can be told apart for heads=True, got one whose attention is its own code; "
@@ -168,7 +170,8 @@ class Tracker:
         step = self._updates if step is None else step
         following, checks = self._following, self.check_every > 0 and self._updates % self.check_every == 0
         if not self.average and rank():
-            self._updates += 1
+            with gathered(following.model.module, here=False):
+                self._updates += 1
             return {}
         with untouched(following.model.module):
             following.replay()
@@ -188,10 +191,8 @@ class Tracker:
         self._updates += 1
         if not self.average or rank() is None:
             return values
-        here = following.model.device if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
-        total = torch.tensor(list(values.values()), dtype=torch.float64, device=here)
-        torch.distributed.all_reduce(total)
-        return dict(zip(values, (total / torch.distributed.get_world_size()).tolist(), strict=True))
+        found = told(values)
+        return {key: sum(own[key] for own in found) / len(found) for key in values if all(key in own for own in found)}
 
     def check(self, step: int | None = None) -> Check:
         """Certified solves of everything that is tracked, beside what tracking says now, which goes on from there."""
@@ -259,9 +260,3 @@ class Tracker:
             said = f"what enters layer {layer} ({self.names[layer]}), or its logits, is not finite or out of range"
         self._broken = f"step {step}: {said}"
         warn(f"{self._broken}; its constants are NaN from here on, training goes on", TrackingWarning)
-
-
-def rank() -> int | None:
-    """The number of this process in a distributed run; nothing outside of one."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if distributed else None

@@ -1,0 +1,210 @@
+"""Weights that lie in shards on several processes (FSDP2, tensor parallelism), whole for as long as a model is measured.
+
+FSDP2 and tensor parallelism put shards (`DTensor`) in the place of parameters, and hooks around modules that exchange them for
+whole ones, or tokens for parts of them, while a module runs. Here the processes gather every weight in one fixed order, put
+whole tensors in the shards' places and take the hooks out. What measures then sees the module as it was written, and talks to
+no other process. So nothing that a measurement decides can leave another process waiting.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from howsmooth.errors import BadInputError, HowSmoothError, reason
+from howsmooth.parallel import going_on
+from howsmooth.program.confirm import same
+from howsmooth.program.modules import unchanged
+from howsmooth.program.tracing import tensors_in
+
+_FINE, _COARSE = 1e-4, 2e-2  # of the largest entry: what two orders of sums explain, and the same in half precision
+_FSDP = "torch.distributed.fsdp"
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+_group: tuple[Any, Any] | None = None
+
+
+def rank() -> int | None:
+    """The number of this process in a distributed run; nothing outside of one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+
+
+def told(value: Any) -> list[Any]:
+    """What each process of the run tells all of them, in their order; refused with a sentence where one of them has ended.
+
+    It goes through the hosts, in a group of its own, so that no device waits and training's own messages are not taken for it.
+    """
+    global _group
+    if rank() is None or dist.get_world_size() == 1:
+        return [value]
+    with going_on():
+        if _group is None or _group[0] is not dist.group.WORLD:
+            _group = dist.group.WORLD, dist.new_group(backend="gloo")
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value, group=_group[1])
+    return found
+
+
+@contextmanager
+def gathered(model: nn.Module, *, here: bool = True, derives: bool = False, at: Call | None = None) -> Iterator[None]:
+    """Inside it a model's weights are whole, if they lie in shards; every process of the run enters, and leaves, together.
+
+    What is written into weights goes into the shards, as process 0 has it. Where one process raises, so do the others as they
+    leave, and nothing is written.
+
+    Args:
+        model: Sharded by `fully_shard`, `parallelize_module` or both; another one is left as it is, and no process waits.
+        here: Whether this process wants them; another one only hands its shards over.
+        derives: Whether gradients go back into the shards: the mean of those of all processes, as in data parallelism.
+        at: Arguments of the model at which a tensor-parallel one is compared with what its whole weights give.
+
+    >>> with gathered(nn.Linear(2, 2)):
+    ...     pass
+    """
+    places = _shards(model)
+    if not places:
+        yield
+        return
+    said = f"{len(places)} weights in shards of {type(model).__name__}"
+    if others := {*told(said)} - {said}:
+        raise BadInputError(
+            f"expected every process to measure the same model, got {said} beside {min(others)}; call it on all of them alike"
+        )
+    hooks = _hooks(model)
+    parallel = any(not origin.startswith(_FSDP) for _, _, origin in hooks)
+    own = _run(model, at) if at is not None and parallel else None
+    distinct, whole = {id(t): t for _, _, t in places}, dict[int, Tensor]()
+    with going_on():
+        if derives:
+            whole |= zip(distinct, _Gathered.apply(*distinct.values()), strict=True)
+        for key, t in distinct.items() if not derives else ():
+            full = _whole(t.detach())
+            if here:  # else it is let go of at once
+                whole[key] = nn.Parameter(full, t.requires_grad) if isinstance(t, nn.Parameter) else full
+    versions = {key: t._version for key, t in whole.items()}
+    try:
+        with _restored([store for store, *_ in (*places, *hooks)]):
+            for store, key, t in places if here else ():
+                store[key] = whole[id(t)]
+            for store, key, _ in hooks if here else ():
+                del store[key]
+            if own is not None and here:
+                _compare(model, own, _run(model, at))
+            yield
+    except BaseException as error:
+        with suppress(HowSmoothError):  # where another process has ended too
+            told((reason(error), ()))
+        raise
+    ends = told((None, [i for i, key in enumerate(whole) if whole[key]._version != versions[key]]))
+    for process, (failure, _) in enumerate(ends):
+        if failure is not None:
+            raise HowSmoothError(
+                f"expected every process of the run to go on, got {failure} on process {process}; correct that there"
+            )
+    for i in sorted({i for _, changed in ends for i in changed}):
+        _write([*distinct.values()][i], [*whole.values()][i])
+
+
+@contextmanager
+def _restored(stores: list[dict[Any, Any]]) -> Iterator[None]:
+    """Inside it dictionaries may be changed, which are as they were afterwards."""
+    before = [(store, store.copy()) for store in stores]
+    try:
+        yield
+    finally:
+        for store, old in before:
+            store.clear()
+            store.update(old)
+
+
+def _shards(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """The weights that lie in shards: in which dictionary of a module, under which name."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # which takes long to load
+    if tensor is None or rank() is None:  # then there are none
+        return []
+    _reshard(model)
+    stores = [store for part in model.modules() for store in (part._parameters, part._buffers)]
+    return [(store, key, t) for store in stores for key, t in store.items() if isinstance(t, tensor.DTensor)]
+
+
+def _fully_sharded(model: nn.Module) -> list[Any]:
+    """The modules that FSDP2 has sharded."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [part for part in model.modules() if isinstance(part, fsdp.FSDPModule)]
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let go of what FSDP2 left whole behind a forward pass, as it leaves the outermost module's weights."""
+    for part in _fully_sharded(model):
+        part.reshard()
+
+
+def _hooks(model: nn.Module) -> list[tuple[dict[int, Any], int, str]]:
+    """The hooks of torch.distributed around modules: in which dictionary, under which key, and where they are from."""
+    stores = [store for part in model.modules() for store in (part._forward_pre_hooks, part._forward_hooks)]
+    found = [(store, key, getattr(hook, "__module__", "")) for store in stores for key, hook in store.items()]
+    return [(store, key, origin) for store, key, origin in found if origin.startswith("torch.distributed.")]
+
+
+@torch.no_grad()
+def _run(model: nn.Module, at: Any) -> list[Tensor]:
+    """What a model gives, in eval mode; whole, where it gives shards."""
+    with unchanged(model), going_on():
+        try:
+            found = list(tensors_in(model(*at[0], **at[1])))
+            return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in found]
+        finally:
+            _reshard(model)
+
+
+def _compare(model: nn.Module, own: list[Tensor], whole: list[Tensor]) -> None:
+    """Refuse a tensor-parallel model that is another function where its weights are whole."""
+    policies = [part._get_fsdp_state()._mp_policy.param_dtype for part in _fully_sharded(model)]
+    half = any(t.dtype in (torch.float16, torch.bfloat16) for t in whole) or any(kind is not None for kind in policies)
+    most = dict.fromkeys((torch.float32, torch.float64, torch.float16, torch.bfloat16), _COARSE if half else _FINE)
+    if len(own) != len(whole) or not all(same(a.to(b.dtype), b, most) for a, b in zip(own, whole, strict=True)):
+        raise BadInputError(
+            f"expected a {type(model).__name__} that gives with whole weights what it gives with shards, got something else; "
+            "leave numbers of heads as they are and write -1 where a shape counts them"
+        )
+
+
+def _whole(t: Any) -> Tensor:
+    """A weight from the shards of all processes; where they lie on the host, so does it."""
+    there = t.device
+    return (t if there.type == t.device_mesh.device_type else t.to(t.device_mesh.device_type)).full_tensor().to(there)
+
+
+@torch.no_grad()
+def _write(t: Any, full: Tensor) -> None:
+    """Write a whole weight into the shards of all processes, as the first one has it."""
+    from torch.distributed.tensor import distribute_tensor
+
+    with going_on():
+        own = distribute_tensor(full.detach().to(t.device_mesh.device_type), t.device_mesh, t.placements)
+    t.to_local().copy_(own.to_local())
+
+
+@final
+class _Gathered(torch.autograd.Function):
+    """Whole weights from shards; back go means of the gradients of all processes, all in one step and in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, *shards: Any) -> tuple[Tensor, ...]:
+        ctx.shards = [(t.device_mesh, t.placements, t.device) for t in shards]
+        return tuple(_whole(t.detach()) for t in shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        from torch.distributed.tensor import DTensor, Partial
+
+        found = []
+        with going_on():
+            for g, (mesh, placements, there) in zip(grads, ctx.shards, strict=True):
+                partial = [Partial()] * mesh.ndim
+                every = DTensor.from_local(g.to(mesh.device_type) / mesh.size(), mesh, partial, run_check=False)
+                found.append(every.redistribute(placements=placements).to(there))
+        return tuple(found)
