@@ -15,9 +15,10 @@ from howsmooth.report.answer import answer, findings, plain
 from howsmooth.report.page import LARGEST, packed, payload, render
 from howsmooth.report.shell import embed
 from howsmooth.study.advice import advice
-from howsmooth.study.charts import number
+from howsmooth.study.charts import coded, number
 from howsmooth.study.heads import HeadRow
 from howsmooth.study.layers import LayerRow
+from howsmooth.study.token import FrozenRow
 from problems import reports
 from problems.desks import records
 
@@ -328,3 +329,26 @@ def test_records_come_back_from_their_columns():
         assert [{k: v for k, v in row.items() if v is not None} for row in rows] == [
             {k: v for k, v in row.items() if v is not None} for row in payload(reports.full())[name]
         ]
+
+
+def test_rows_of_an_older_version_are_read():
+    """It measured no yardsticks, wrote fewer columns, and asked a question that is gone."""
+    rows = [row.to_dict() for row in reports.demo().rows if isinstance(row, LayerRow | FrozenRow)]
+    new = {"top_token", "top_word", "top_share", "top_received"}
+    old = [{k: v for k, v in row.items() if row["kind"] != "layer" or k not in new} for row in rows]
+    data = reports.report([*old, {"kind": "gone", "layer": 0, "n": 8}])
+    which, bad, why, do = map(plain, answer(data))
+    assert which.startswith("Layer 4 amplifies most: 37.6×.")
+    assert bad == "A change of 1 % of the input, in the worst direction, can become 86 % of the output."
+    assert why.startswith("Why: No single token carries the worst direction, and no head stands out.")
+    assert do.endswith(
+        "float16, bfloat16 and fp8 cost more than 1 % of the output at worst: keep what enters layer 4 in float32."
+    )
+    assert {"link", "bound"} <= payload(data)["profiles"][0].keys()
+    assert "Layer 4 amplifies most" in render(data)
+
+
+def test_the_picture_of_512_tokens_is_small():
+    """Its numbers are as random as those of attention are."""
+    norms = np.random.default_rng(0).lognormal(0.0, 1.0, (512, 512))
+    assert len(coded(norms.tolist())["codes"]) < 300_000
