@@ -10,6 +10,7 @@ from benchmarks.harness import environment, save, table
 ALL = [
     "solve",
     "spectra",
+    "svds",
     "pair",
     "kinds",
     "long",

@@ -14,6 +14,8 @@ GPU = (
     "peer bf16/ours", "peer float32/ours",
 )  # fmt: skip
 
+SPECTRA = ("layers", "solved", "missed", "certified", "widest", "pairs of one", "pairs of eight", "ratio", "products ratio")
+
 # of `sdpa` on a GPU, by what was timed
 SDPA = {
     "pair": ("n", "mask", "error", "ours ms", "replayed ms", "together ms", "GiB", "peer/ours", "peer/ours, replayed"),
@@ -56,6 +58,7 @@ if __name__ == "__main__":
     results = {path.stem: json.loads(path.read_text())["rows"] for path in sorted(RESULTS.glob("*.json"))}
     tables = {name: markdown(rows) for name, rows in results.items()}
     tables["gpu"] = markdown(results["gpu"], GPU)
+    tables["spectra"] = markdown(results["spectra"], SPECTRA)
     for what, columns in SDPA.items():
         tables[f"gpu_sdpa {what}"] = markdown([row for row in results["gpu_sdpa"] if row["what"].startswith(what)], columns)
     for document in (

@@ -30,6 +30,7 @@ from howsmooth.spectral import (
     narrow,
     probed_gains,
     small,
+    width_of_run,
 )
 from howsmooth.spectral.operator import Operator, Restricted, Rounded, Weighted, drawn, stream, unit_rows
 from howsmooth.theory.at_point.table import operator_bound
@@ -138,21 +139,21 @@ def linear(f: Function, x: Tensor) -> Operator:
     return jacobian_at(f, x, batched=False).operator
 
 
-def _solve(at: JacobianAt, options: Options) -> SolvedBatch:
-    """The lower and the upper end for every input."""
-    if options.tokens is not None:
-        at = at.restricted(options.tokens)
+def _solve(given: JacobianAt, options: Options, width: float | None = None) -> SolvedBatch:
+    """The lower and the upper end for every input.  width: of the run's intervals, where rounding needs a part of `certify`."""
+    at = given if options.tokens is None else given.restricted(options.tokens)
+    run = options if width is None else replace(options, certify=width)
     most = min(at.operator.in_size, at.operator.out_size)
     if options.k is not None and options.k > most:
         raise BadInputError(
             f"expected k from 1 to {most}, as many singular values as there are, got {options.k}; ask for fewer"
         )
-    operator = _finer(at.operator, options.resolved_by)
+    operator = _finer(at.operator, run.resolved_by)
     solver = options.solver or (DenseSVD() if small(operator) else GolubKahan())
     dense, rigorous = isinstance(solver, DenseSVD), isinstance(solver, GolubKahan) and solver.rigorous
     seeds = at.seeds(options.seed)
-    working = not dense and not rigorous and options.resolved_by(operator)
-    solutions = _in_range(solver, operator, options, seeds) if working else None
+    working = not dense and not rigorous and run.resolved_by(operator)
+    solutions = _in_range(solver, operator, run, seeds) if working else None
     precise = (at.precise() or operator) if rigorous else _precise(operator, at)
     apart = [0.0] * len(seeds)
     if solutions is not None and at.foreign and precise is not operator:
@@ -165,7 +166,7 @@ def _solve(at: JacobianAt, options: Options) -> SolvedBatch:
         if not all(narrow(values, values, uppers, options.certify) for values, uppers in ends):
             solutions, apart = None, [0.0] * len(seeds)  # rounding hides the small ones
     if solutions is None:
-        operator, solutions = precise, _in_double(solver, precise, options, seeds)
+        operator, solutions = precise, _in_double(solver, precise, run, seeds)
     unlike = apart
     found = _attained(precise, solutions) if (options.k or 1) == 1 else attained_values(precise, solutions)
     if rigorous and options.certify is None:
@@ -174,6 +175,10 @@ def _solve(at: JacobianAt, options: Options) -> SolvedBatch:
     if not dense and not rigorous:  # whose upper ends count the rounding of all products
         apart = apart if found.errors is None else [a + error for a, error in zip(apart, found.errors, strict=True)]
     uppers, certain = _uppers(solutions, found.values.tolist(), noise, apart, precise)
+    if (options.k or 1) > 1 and options.certify is not None and width is None and not dense:
+        width = width_of_run(solutions, found, torch.tensor(uppers, dtype=torch.float64), options.certify)
+        if width is not None:
+            return _solve(given, options, width)
     delta = solver.delta if isinstance(solver, GolubKahan) else 0.0
     estimates = Estimates(
         Estimate(

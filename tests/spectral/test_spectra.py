@@ -193,6 +193,18 @@ def test_a_rank_that_is_smaller_is_told():
     assert (zero.values.tolist(), zero.upper.tolist(), zero.rank, zero.gap) == ([0.0, 0.0], [0.0, 0.0], 0, 0.0)
 
 
+def test_what_rounding_takes_of_an_interval_the_run_gives():
+    """Logits of 14 000: what is proved of rounding is a share of the largest value, more than a tenth of 2 % of the last."""
+    layer, x = random_layer(91)
+    found = hs.lipschitz(layer, x, k=K, certify=0.02, solver=GolubKahan())
+    checked(found, torch.linalg.svdvals(hs.jacobian(layer.to(torch.float64), x.double()).dense())[:K])
+    assert found.status == "certified"
+    assert float(found.widths.max()) <= 0.02
+    finer = hs.lipschitz(layer, x, k=K, certify=0.002, solver=GolubKahan())
+    assert finer.status == "step limit"
+    assert finer.note.startswith("Rounding leaves the interval of a small value wider than certify asks")
+
+
 def test_tokens_that_are_frozen_have_no_part():
     layer, x = random_layer(5, n=12, width=32)
     found = hs.lipschitz(layer, x, k=3, tokens=range(3, 12), certify=0.02)

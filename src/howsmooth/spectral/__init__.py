@@ -6,7 +6,7 @@ from howsmooth.spectral.golub_kahan import GolubKahan
 from howsmooth.spectral.matrices import eig, eigh, largest_eigenvalue, led_to, spectral_norm, svd, top_eigenvalue
 from howsmooth.spectral.operator import Composed, Operator, Weighted, inner
 from howsmooth.spectral.pairs import TopPairs, norm_upper, top_pairs
-from howsmooth.spectral.spectrum import AttainedValues, Spectrum, attained_values, narrow
+from howsmooth.spectral.spectrum import AttainedValues, Spectrum, attained_values, narrow, width_of_run
 from howsmooth.spectral.trace import Gain, GaussianProbes, dense_gains, probed_gains
 
 __all__ = [
@@ -40,4 +40,5 @@ __all__ = [
     "svd",
     "top_eigenvalue",
     "top_pairs",
+    "width_of_run",
 ]

@@ -16,6 +16,8 @@ from howsmooth.spectral.spaces import LOOSE, SMALLEST
 if TYPE_CHECKING:
     from howsmooth.results import Axes
 
+_TOLD = 0.05  # share of the width asked for from which on rounding is told as the cause of a wider one
+_MOST_ROUNDING = 0.75  # share of the width asked for that may be rounding's, so that the run has the rest
 _FLAT = 0.02  # share of the largest value within which others are as good as it
 
 
@@ -78,6 +80,12 @@ class Spectrum(OneNumber):
         return relative_widths(self.values, self.lower, self.upper)
 
     @property
+    def _rounding(self) -> float:
+        """How much of the width of the last interval is rounding, relative to its value or a thousandth of the largest."""
+        proved = 2 * float((self.values - self.lower).max())
+        return (proved + self.estimate.noise**0.5 * self.value) / max(float(self.values[-1]), SMALLEST * self.value)
+
+    @property
     def note(self) -> str:
         """What happened, how many directions are as good as the worst one, and which values are 0."""
         widest = float(self.widths.max())
@@ -89,8 +97,11 @@ class Spectrum(OneNumber):
             said = (
                 f"The values have converged; the widest interval is {widest:.2g} wide, and certify=0.02 would narrow it to 2 %."
             )
-        elif self.estimate.noise**0.5 * self.value > 0.5 * (self.estimate.certify or LOOSE) * float(self.values[-1]):
-            said = "Rounding alone leaves the interval of a small value wider than asked; pass x and f in float64."
+        elif self._rounding > _TOLD * (self.estimate.certify or LOOSE):
+            said = (
+                "Rounding leaves the interval of a small value wider than certify asks; all ends hold all the same. Pass x "
+                "and f in float64, or raise certify."
+            )
         else:
             said = (
                 f"{self.steps} steps were not enough; all ends hold all the same. Raise max_steps in "
@@ -144,6 +155,22 @@ def narrow(values: Tensor, lower: Tensor, upper: Tensor, certify: float | None) 
     return bool((relative_widths(values, lower, upper) <= (LOOSE if certify is None else certify)).all())
 
 
+def width_of_run(
+    solutions: Sequence[Solution], found: "AttainedValues", uppers: Float[Tensor, "batch k"], certify: float
+) -> float | None:
+    """How narrow a run has to be for intervals that rounding leaves wider than wanted; nothing where they are not.
+
+    solutions: of a run whose own intervals are as narrow as wanted.  found, uppers: with all rounding.
+    """
+    rounding = 0.0
+    for s, values, lower, upper in zip(solutions, found.values, found.lowers, uppers, strict=True):
+        own = torch.tensor([s.values, s.uppers], dtype=torch.float64)
+        beside = relative_widths(values, lower, upper) - relative_widths(own[0], own[0], own[1])
+        if s.converged and not narrow(values, lower, upper, certify):
+            rounding = max(rounding, float(beside.max()))
+    return certify - rounding if 0 < rounding <= _MOST_ROUNDING * certify else None
+
+
 class AttainedValues(NamedTuple):
     """Singular values of `J` on the span of a few directions, and what is proved of them whatever rounding did.
 
@@ -167,7 +194,9 @@ def attained_values(operator: Operator, solutions: Sequence[Solution]) -> Attain
     image = product.vector.flatten(2).transpose(0, 1)  # (batch, k, M)
     size = image.abs().amax((1, 2), keepdim=True)  # taken out, so that squares stay in range
     size = torch.where(size > 0, size, 1.0)
-    u, sigma, turn = torch.linalg.svd((image / size).mT, full_matrices=False)
+    u, small = torch.linalg.qr((image / size).mT)  # a GPU decomposes no matrix of millions of rows
+    inner, sigma, turn = torch.linalg.svd(small, full_matrices=False)
+    u = u @ inner
     sigma = (sigma.double() * size[:, :, 0].double()).cpu()
     eps = torch.finfo(torch.float64).eps
     values = (1 - operator.noise) * sigma
