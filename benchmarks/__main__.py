@@ -39,7 +39,7 @@ ALL = [
     "sdpa",
 ]
 COUNTED = ["around", "around_blocks", "gain", "hidden_ways", "kind_bounds", "spectra"]
-ON_A_GPU = ["gpu", "gpu_kinds", "gpu_lens", "gpu_sdpa", "gpu_solve", "gpu_models", "gpu_report", "gpu_training"]
+ON_A_GPU = ["gpu", "gpu_kinds", "gpu_lens", "gpu_sdpa", "gpu_solve", "gpu_models", "gpu_report", "gpu_training", "gpu_varlen"]
 
 if __name__ == "__main__":
     names = ALL + (ON_A_GPU if torch.cuda.is_available() else [])

@@ -58,25 +58,23 @@ def _pair(n: int, causal: bool) -> dict[str, Any]:
     error = _check(f, min(n, CHECKED), causal)
     q, k, v, dq, dk, dv, g = _inputs(n)
     place = (q, k, v), (dq, dk, dv), g
-    ms, peak = milliseconds(lambda: _apart(f, *place))
-    replayed, together = _replayed(lambda: _apart(f, *place)), milliseconds(lambda: _together(f, *place))[0]
+    ms, peak = milliseconds(lambda: apart(f, *place))
+    replayed, together = replay(lambda: apart(f, *place)), milliseconds(lambda: _together(f, *place))[0]
     row = {"what": "pair", "n": n, "mask": "causal" if causal else "full", "error": error, "ours ms": ms, "GiB": peak}
     row |= {"replayed ms": replayed, "together ms": together}
     peer = _peer()
     if peer is not None:
         other = partial(peer.fwd_dual, causal=causal)
-        theirs = _timed(lambda: _apart(other, *place))
+        theirs = _timed(lambda: apart(other, *place))
         row |= {"peer ms": theirs, "peer/ours": ratio(theirs, ms)}
         row |= {
-            "peer/ours, replayed": ratio(_replayed(lambda: _apart(other, *place)), replayed)
-            if isinstance(replayed, float)
-            else "–"
+            "peer/ours, replayed": ratio(replay(lambda: apart(other, *place)), replayed) if isinstance(replayed, float) else "–"
         }
         row |= {"peer/ours, together": ratio(_timed(lambda: _together(other, *place)), together)}
     return row
 
 
-def _replayed(run: Callable[[], Any]) -> Any:
+def replay(run: Callable[[], Any]) -> Any:
     """Milliseconds of a CUDA graph of `run`, whose answers must be those of a plain call; or why there is none."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -100,7 +98,7 @@ def _replayed(run: Callable[[], Any]) -> Any:
     return ms
 
 
-def _apart(f: Attend, x: tuple, t: tuple, g: Tensor) -> tuple[Tensor, ...]:
+def apart(f: Attend, x: tuple, t: tuple, g: Tensor) -> tuple[Tensor, ...]:
     return torch.func.jvp(f, x, t)[1], *torch.func.vjp(f, *x)[1](g)
 
 
@@ -118,14 +116,19 @@ def _hessian(f: Attend, x: tuple, t: tuple, g: Tensor) -> tuple[Tensor, ...]:
 def _check(f: Attend, n: int, causal: bool) -> float:
     """The largest relative error of a pair and of a Hessian-vector product against float64."""
     q, k, v, dq, dk, dv, g = _inputs(n)
+    return checked(f, (q, k, v), (dq, dk, dv), g)
+
+
+def checked(f: Attend, x: tuple, t: tuple, g: Tensor) -> float:
+    """The largest relative error of every product of a pair and of a Hessian-vector product against float64."""
     error = 0.0
-    for products in (_apart, _together, _hessian):
-        got = products(f, (q, k, v), (dq, dk, dv), g)
-        place, along = (tuple(a.double() for a in part) for part in ((q, k, v), (dq, dk, dv)))
+    for products in (apart, _together, _hessian):
+        got = products(f, x, t, g)
+        place, along = (tuple(a.double() for a in part) for part in (x, t))
         want = products(f, place, along, g.double())
         error = max([error, *(float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))])
     if not error <= ERROR:
-        raise WrongAnswerError(f"n = {n}: expected products within {ERROR:g}, got {error:.1e}; no time is reported")
+        raise WrongAnswerError(f"{x[0].shape}: expected products within {ERROR:g}, got {error:.1e}; no time is reported")
     return error
 
 
@@ -134,7 +137,7 @@ def _hvp(n: int, causal: bool) -> dict[str, Any]:
     error = _check(f, CHECKED, causal)
     q, k, v, dq, dk, dv, g = _inputs(n)
     ms, peak = milliseconds(lambda: _hessian(f, (q, k, v), (dq, dk, dv), g))
-    pair = milliseconds(lambda: _apart(f, (q, k, v), (dq, dk, dv), g))[0]
+    pair = milliseconds(lambda: apart(f, (q, k, v), (dq, dk, dv), g))[0]
     mask = "causal" if causal else "full"
     return {"what": "HVP", "n": n, "mask": mask, "error": error, "ours ms": ms, "GiB": peak, "pair ms": pair}
 
@@ -183,7 +186,7 @@ def _meanflow(n: int, batch: int) -> dict[str, Any]:
     with hs.use_sdpa():
         ours = float(step())
         ms, peak = milliseconds(step)
-        replayed = _replayed(step)
+        replayed = replay(step)
     row = {"what": f"MeanFlow step, batch {batch}", "n": n, "mask": "full", "ours ms": ms, "replayed ms": replayed, "GiB": peak}
     try:
         with math():
@@ -197,7 +200,7 @@ def _meanflow(n: int, batch: int) -> dict[str, Any]:
         row |= {"math ms": "does not fit"}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         quickest = milliseconds(plain)[0]
-        again = _replayed(plain)
+        again = replay(plain)
     compared = replayed / again if isinstance(replayed, float) and isinstance(again, float) else "–"
     return row | {"plain ms": quickest, "ours/plain": ms / quickest, "ours/plain, replayed": compared}
 

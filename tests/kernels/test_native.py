@@ -24,6 +24,8 @@ KINDS: dict[str, tuple[int, int, int, int, int, dict[str, Any]]] = {
     "causal window": (40, 40, 8, 8, 1, {"is_causal": True, "window": 9}),
     "mask with an empty row": (20, 30, 8, 8, 1, {"attn_mask": True}),
     "causal, from the middle on": (30, 70, 8, 8, 1, {"is_causal": True, "first": 40}),
+    "causal documents": (77, 88, 8, 8, 2, {"cu": ([0, 3, 3, 60, 67, 77], [0, 4, 9, 70, 88, 88]), "window_size": (-1, 0)}),
+    "documents with a window": (50, 50, 20, 8, 1, {"cu": ([0, 40, 50],), "window_size": (9, 9), "softcap": 2.0}),
     "window, from past the end on": (30, 70, 8, 8, 2, {"window": 12, "first": 60}),
 }
 
@@ -33,10 +35,16 @@ def fused(monkeypatch):
     monkeypatch.setattr(operators, "_fused", lambda q, v: q.dtype != torch.float64)
 
 
-def products(x, t, g, first: Any = 0, **given):
-    """Output, jvp, vjp, the Hessian of `⟨g, o⟩` along `t`, and a batch of vjps.  first: where the first query stands."""
+def products(x, t, g, first: Any = 0, cu: Any = (), **given):
+    """Output, jvp, vjp, the Hessian of `⟨g, o⟩` along `t`, and a batch of vjps.
+
+    first: where the first query stands.  cu: where documents begin.
+    """
 
     def f(q, k, v):
+        if cu:
+            packed = (t[0].transpose(0, 1) for t in (q, k, v))
+            return hs.varlen(*packed, *map(torch.tensor, cu), enable_gqa=True, **given).transpose(0, 1)[None]
         if first:
             how = (given.get("is_causal", False), q.shape[-1] ** -0.5, True, given.get("window"), None)
             return dot_product._attention(q, k, v, None, first, how)

@@ -13,7 +13,8 @@ the probes, which share the weights. Nothing waits for the device.
 
 `documents` cut the tokens into parts that attend to themselves alone: a row for each, with its first query, the number of
 queries, its first key, the number of keys. No more than `max_q` and `max_k` of them. The queries stand at the end of the keys.
-What is computed of a token without a document is NaN. On tiles documents are read off the device and taken one by one.
+What is computed of a token without a document is NaN. A kernel of the GPU takes all of them in one launch; on tiles they are
+read off the device and taken one by one.
 
 `ℓ` is (batch, heads, 2, n): the largest logit `t` of a row, and `log Σ exp(s − t)`, which one number for both would lose beside
 an offset of the whole row. Their sum does not depend on `t`, so `t` counts as a constant: derivatives of `ℓ` are zero and that
@@ -40,6 +41,7 @@ HOW = "float scale, float? softcap, bool causal, int? window, int first, Tensor?
 N_HOW = HOW.count(",") + 1
 
 Tensors = tuple[Tensor, ...]
+_Gives = Callable[..., Tensors]
 
 
 def _placed(t: Tensor, like: Tensor) -> Tensor:
@@ -98,7 +100,7 @@ def _jvp2(q: Tensor, at: Blocked, *moving: Tensor) -> Tensors:
     return _moved(*jvp2(at, (dq, dk, dv), dlse[..., 1, :], (eq, ek, ev), else_[..., 1, :]), q, moving[0])
 
 
-def _kernel(native: str | None, on_tiles: Callable[..., Tensors], tokens: str, fake: Callable[..., Tensors]) -> Any:
+def _kernel(native: str | None, on_tiles: _Gives, tokens: str, fake: _Gives) -> _Gives:
     """An operator, served by a kernel of the GPU where there is one that fits, else on tiles.
 
     tokens: what each tensor has them of, those that come in and, after a colon, those that go out. q: queries, k: keys, l:
@@ -108,8 +110,6 @@ def _kernel(native: str | None, on_tiles: Callable[..., Tensors], tokens: str, f
 
     def whole(how: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensors:
         fused = _fused(q, v)
-        if fused and native is not None:
-            return getattr(_native(), native)(q, k, v, bias, *saved, how)
         with _outside_autocast(q.device):
             # the logits of tiles are not those of the GPU's kernels to the last bit
             at = _tiles(q, k, v, bias, how, saved[:2] if saved and not fused else None)
@@ -117,9 +117,11 @@ def _kernel(native: str | None, on_tiles: Callable[..., Tensors], tokens: str, f
 
     def kernel(*args: Any) -> Tensors:
         tensors, (*how, documents, _, _) = args[:-N_HOW], args[-N_HOW:]
+        q, k, v, _, *saved = tensors
+        if native is not None and _fused(q, v):
+            return getattr(_native(), native)(*tensors, args[-N_HOW:])
         if documents is None:
             return whole(how, *tensors)
-        q, k, v, _, *saved = tensors
         out = tuple(t.fill_(torch.nan) for t in fake(*tensors))
         for i, n, j, m in documents.tolist():
             spans = {"q": (-2, i, n), "k": (-2, j, m), "l": (-1, i, n)}
@@ -194,8 +196,7 @@ def _define() -> None:
     at, saved = "Tensor q, Tensor k, Tensor v, Tensor? bias, ", "Tensor o, Tensor lse, "
     along, second_along = "Tensor dq, Tensor dk, Tensor dv, ", "Tensor eq, Tensor ek, Tensor ev, Tensor else_, "
     two, three = "(Tensor, Tensor)", "(Tensor, Tensor, Tensor)"
-    Fake = Callable[..., Tensors]
-    table: dict[str, tuple[str | None, Callable[..., Tensors], str, str, str, Fake, tuple[int, int, int]]] = {
+    table: dict[str, tuple[str | None, _Gives, str, str, str, _Gives, tuple[int, int, int]]] = {
         "attend": ("forward", _attend, at, two, "qkk:ql", lambda q, k, v, *_: _fake_outputs(q, v, q), (4, 0, 2)),
         "attend_jvp": ("jvp", _jvp, at + saved + along, two, "qkkqlqkk:ql",
                        lambda q, k, v, b, o, s, dq, *_: _fake_outputs(q, v, dq), (6, 3, 2)),

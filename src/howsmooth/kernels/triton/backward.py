@@ -9,6 +9,7 @@ from howsmooth.kernels.triton.logits import (
     accumulate,
     across,
     columns,
+    document,
     dot,
     finish,
     kernel,
@@ -52,6 +53,7 @@ def vjp_columns(
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
     PAD: tl.constexpr = False, RAGGED: tl.constexpr = False, PRECISION: tl.constexpr = "tf32",
+    DOCUMENTS: tl.constexpr = False,
     PACKED: tl.constexpr = False, PASSES: tl.constexpr = 1, S_PASSES: tl.constexpr = 1, KEYS: tl.constexpr = False,
     SIGMOID: tl.constexpr = False, TWO: tl.constexpr = False, PROMOTE: tl.constexpr = False,
     Q_LO=None, K_LO=None, V_LO=None, G_LO=None, KEYS_P=None, DKEYS=None, SCALES=None,
@@ -63,12 +65,25 @@ def vjp_columns(
     """
     MOVE: tl.constexpr = KEYS and not SIGMOID
     SHIFT: tl.constexpr = 14 if PACKED else 0
-    i_g, i_item, i_kv, i_probe, j0 = own_columns(heads, group, BN)
+    i_g, i_item, i_kv, i_probe, j0 = own_columns(batch, heads, group, BN, DOCUMENTS)
     i_probe *= 2 if TWO else 1
     j = j0 + tl.arange(0, BN)
     c, c_v = tl.arange(0, D), tl.arange(0, DV)
     n_rows, m_rows = padded(n, PACKED), padded(m, PACKED)
     next_row = batch * heads * n_rows.to(tl.int64)
+    if DOCUMENTS:
+        q0, n, k0, m = document(BIAS_P, batch * (heads // group))
+        first = m - n
+        if j0 >= m:
+            return
+        Q += q0 * q_row
+        G += q0 * g_row
+        LSE += q0
+        DELTA += q0
+        K += k0 * k_row
+        V += k0 * v_row
+        OUT += k0 * out_row
+        OUT2 += k0 * out2_row
     if PACKED:
         q_row, k_row, v_row, g_row = D, D, DV, DV
     p_keys = KEYS_P + i_g * m_rows if KEYS else BIAS_P
@@ -92,8 +107,8 @@ def vjp_columns(
                 i = i0 + tl.arange(0, BM)
                 b_q, b_q_lo = tile(Q, Q_LO, at_q, i0, n, q_row, c, d, BM, S_PASSES, PAD, RAGGED)
                 b_g, b_g_lo = tile(G, G_LO, at_g, i0, n, g_row, c_v, d_v, BM, PASSES, PAD, RAGGED)
-                b_top, b_lse = stats(LSE, i_row, n_rows, i, RAGGED)
-                b_delta = stat(p_delta + i, n_rows, i, 0.0, RAGGED)
+                b_top, b_lse = stats(LSE, i_row, n_rows, n, i, RAGGED)
+                b_delta = stat(p_delta + i, n, i, 0.0, RAGGED)
                 b_s = across(b_k, b_k_lo, b_q, b_q_lo, S_PASSES, PRECISION)
                 b_dp = across(b_v, b_v_lo, b_g, b_g_lo, PASSES, PRECISION)
                 b_s, b_slope, _ = finish(
@@ -152,6 +167,7 @@ def vjp_rows(
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
     PAD: tl.constexpr = False, RAGGED: tl.constexpr = False, PRECISION: tl.constexpr = "tf32",
+    DOCUMENTS: tl.constexpr = False,
     PACKED: tl.constexpr = False, PASSES: tl.constexpr = 1, S_PASSES: tl.constexpr = 1, KEYS: tl.constexpr = False,
     SIGMOID: tl.constexpr = False, TWO: tl.constexpr = False, PROMOTE: tl.constexpr = False,
     Q_LO=None, K_LO=None, V_LO=None, G_LO=None, KEYS_P=None, SCALES=None,
@@ -161,12 +177,25 @@ def vjp_rows(
     PACKED: `δ = r(g ∘ o)` was made with the operands; else it is made here, for the columns' kernel, which runs after it.
     """
     SHIFT: tl.constexpr = 14 if PACKED else 0
-    i_g, i_item, i_head, i_kv, i_probe, i0 = own_rows(heads, group, 1, BM)
+    i_g, i_item, i_head, i_kv, i_probe, i0 = own_rows(batch, heads, group, 1, BM, DOCUMENTS)
     i_probe *= 2 if TWO else 1
     i = i0 + tl.arange(0, BM)
     c, c_v = tl.arange(0, D), tl.arange(0, DV)
     n_rows = padded(n, PACKED)
     next_row = batch * heads * n_rows.to(tl.int64)
+    if DOCUMENTS:
+        q0, n, k0, m = document(BIAS_P, batch * heads)
+        first = m - n
+        if i0 >= n:
+            return
+        Q += q0 * q_row
+        G += q0 * g_row
+        OLD += q0 * o_row
+        OUT += q0 * out_row
+        LSE += q0
+        DELTA += q0
+        K += k0 * k_row
+        V += k0 * v_row
     if PACKED:
         q_row, k_row, v_row, g_row = D, D, DV, DV
     at_k, at_v = i_item * k_item + i_kv * k_head, i_item * v_item + i_kv * v_head
@@ -187,7 +216,7 @@ def vjp_rows(
         b_dq2 = b_dq
         b_g2, b_g2_lo = tile(G, G_LO, at_g + g_probe, i0, n, g_row, c_v, d_v, BM, PASSES, PAD, RAGGED)
         b_delta2 = tl.load(p_delta + next_row)
-    b_top, b_lse = stats(LSE, i_g, n_rows, i, RAGGED)
+    b_top, b_lse = stats(LSE, i_g, n_rows, n, i, RAGGED)
     edges = columns(i0, m, window, first, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
         for j0 in tl.range(edges[phase], edges[phase + 1], BN):
@@ -238,9 +267,30 @@ def hvp_rows(
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
     PAD: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """`τ(C k + (P ∘ G) dk)` of one block of rows, `δ = r(g ∘ o)` and `δ' = r(g ∘ do)` for the columns' kernel, run next."""
-    i_g, i_item, i_head, i_kv, i_probe, i0 = own_rows(heads, group, 1, BM)
+    i_g, i_item, i_head, i_kv, i_probe, i0 = own_rows(batch, heads, group, 1, BM, DOCUMENTS)
+    n_rows = n
+    if DOCUMENTS:
+        q0, n, k0, m = document(BIAS_P, batch * heads)
+        first = m - n
+        if i0 >= n:
+            return
+        Q += q0 * q_row
+        DQ += q0 * dq_row
+        G += q0 * g_row
+        OLD += q0 * o_row
+        DO += q0 * do_row
+        OUT += q0 * out_row
+        LSE += q0
+        DLSE += q0
+        DELTA += q0
+        DELTA2 += q0
+        K += k0 * k_row
+        V += k0 * v_row
+        DK += k0 * dk_row
+        DV_P += k0 * dv_row
     i = i0 + tl.arange(0, BM)
     c, c_v = tl.arange(0, D), tl.arange(0, DV)
     at_k, at_v = i_item * k_item + i_kv * k_head, i_item * v_item + i_kv * v_head
@@ -257,11 +307,11 @@ def hvp_rows(
     b_do = plain(DO, at_do, i0, n, do_row, c_v, d_v, BM, PAD, RAGGED)
     b_delta = tl.sum(b_g.to(tl.float32) * b_o.to(tl.float32), 1)
     b_delta2 = tl.sum(b_g.to(tl.float32) * b_do.to(tl.float32), 1)
-    row0 = (i_probe * batch * heads + i_g) * n
+    row0 = (i_probe * batch * heads + i_g) * n_rows
     tl.store(DELTA + row0 + i, b_delta, mask=i < n)
     tl.store(DELTA2 + row0 + i, b_delta2, mask=i < n)
-    b_top, b_lse = stats(LSE, i_g, n, i, RAGGED)
-    b_rho = stat(DLSE + 2 * row0 + n + i, n, i, 0.0, RAGGED)
+    b_top, b_lse = stats(LSE, i_g, n_rows, n, i, RAGGED)
+    b_rho = stat(DLSE + 2 * row0 + n_rows + i, n, i, 0.0, RAGGED)
     b_hq = tl.zeros([BM, D], tl.float32)
     edges = columns(i0, m, window, first, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
@@ -297,9 +347,29 @@ def hvp_columns(
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
     PAD: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """`τ(Cᵀ q + (P ∘ G)ᵀ dq)` and `P'ᵀ g` of one block of columns, over the query heads that share them."""
-    i_g, i_item, i_kv, i_probe, j0 = own_columns(heads, group, BN)
+    i_g, i_item, i_kv, i_probe, j0 = own_columns(batch, heads, group, BN, DOCUMENTS)
+    n_rows = n
+    if DOCUMENTS:
+        q0, n, k0, m = document(BIAS_P, batch * (heads // group))
+        first = m - n
+        if j0 >= m:
+            return
+        Q += q0 * q_row
+        DQ += q0 * dq_row
+        G += q0 * g_row
+        LSE += q0
+        DLSE += q0
+        DELTA += q0
+        DELTA2 += q0
+        K += k0 * k_row
+        V += k0 * v_row
+        DK += k0 * dk_row
+        DV_P += k0 * dv_row
+        OUT += k0 * out_row
+        OUT2 += k0 * out2_row
     j = j0 + tl.arange(0, BN)
     c, c_v = tl.arange(0, D), tl.arange(0, DV)
     at_dk = i_probe * dk_probe + i_item * dk_item + i_kv * dk_head
@@ -318,15 +388,15 @@ def hvp_columns(
         at_dq = i_probe * dq_probe + i_item * dq_item + i_head * dq_head
         at_g = i_probe * g_probe + i_item * g_item + i_head * g_head
         p_bias = BIAS_P + i_item * bias_item + i_head * bias_head
-        row0 = (i_probe * batch * heads + i_row) * n
+        row0 = (i_probe * batch * heads + i_row) * n_rows
         for phase in tl.static_range(0 if CAUSAL or WINDOW else 1, 3 if WINDOW else 2):
             for i0 in tl.range(edges[phase], edges[phase + 1], BM):
                 i = i0 + tl.arange(0, BM)
                 b_q = plain(Q, at_q, i0, n, q_row, c, d, BM, PAD, RAGGED)
                 b_dq = plain(DQ, at_dq, i0, n, dq_row, c, d, BM, PAD, RAGGED)
                 b_g = plain(G, at_g, i0, n, g_row, c_v, d_v, BM, PAD, RAGGED)
-                b_top, b_lse = stats(LSE, i_row, n, i, RAGGED)
-                b_rho = stat(DLSE + 2 * row0 + n + i, n, i, 0.0, RAGGED)
+                b_top, b_lse = stats(LSE, i_row, n_rows, n, i, RAGGED)
+                b_rho = stat(DLSE + 2 * row0 + n_rows + i, n, i, 0.0, RAGGED)
                 b_delta = stat(DELTA + row0 + i, n, i, 0.0, RAGGED)
                 b_delta2 = stat(DELTA2 + row0 + i, n, i, 0.0, RAGGED)
                 b_s, b_slope, b_bend = finish(

@@ -7,6 +7,7 @@ from howsmooth.kernels.triton.logits import (
     accumulate,
     across,
     columns,
+    document,
     dot,
     finish,
     kernel,
@@ -32,12 +33,14 @@ def forward(
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
     PAD: tl.constexpr = False, RAGGED: tl.constexpr = False, PRECISION: tl.constexpr = "tf32",
+    DOCUMENTS: tl.constexpr = False,
     PACKED: tl.constexpr = False, PASSES: tl.constexpr = 1, KEYS: tl.constexpr = False, SIGMOID: tl.constexpr = False,
     SINK: tl.constexpr = False, COARSE: tl.constexpr = False,
     Q_LO=None, K_LO=None, V_LO=None, KEYS_P=None, SINK_P=None, COARSE_LSE=None, LOW=None, HIGH=None,
 ):  # fmt: skip
     """One block of rows of one head, by the online softmax. factor: what outputs are multiplied by.
 
+    DOCUMENTS: their table comes in the place of a bias.
     LSE: (rows of all heads, 2, n), the largest logit of a row and what the logarithm of the sum adds to it: in one number the
     sum would have no digits left beside an offset that the whole row shares.
     PACKED: weights are `2¹⁴ P`, and the least and the largest logit of each row go to LOW and HIGH.
@@ -47,10 +50,20 @@ def forward(
     largest weight, but no less than −100 either, so that a power of two undoes it.
     """
     LEAST: tl.constexpr = -100.0
-    i_g, i_item, i_head, i_kv, i_probe, i0 = own_rows(heads, group, 1, BM)
+    i_g, i_item, i_head, i_kv, i_probe, i0 = own_rows(batch, heads, group, 1, BM, DOCUMENTS)
     i = i0 + tl.arange(0, BM)
     c, c_v = tl.arange(0, D), tl.arange(0, DV)
     n_rows = padded(n, PACKED)
+    if DOCUMENTS:
+        q0, n, k0, m = document(BIAS_P, batch * heads)
+        first = m - n
+        if i0 >= n:
+            return
+        Q += q0 * q_row
+        OUT += q0 * out_row
+        LSE += q0
+        K += k0 * k_row
+        V += k0 * v_row
     if PACKED:
         q_row, k_row, v_row = D, D, DV
     at_k, at_v = i_item * k_item + i_kv * k_head, i_item * v_item + i_kv * v_head
@@ -112,8 +125,9 @@ def forward(
     b_lse = b_max if SIGMOID else (tl.log2(b_sum) - 14 if PACKED else tl.log2(b_sum))
     b_top = tl.zeros([BM], tl.float32) if SIGMOID else tl.where(hidden, 0.0, b_max)
     at_row = i_g * 2 * n_rows + i
-    tl.store(LSE + at_row, b_top, mask=i < n_rows)
-    tl.store(LSE + at_row + n_rows, tl.where(hidden, float("inf"), b_lse), mask=i < n_rows)
+    inside = i < padded(n, PACKED)
+    tl.store(LSE + at_row, b_top, mask=inside)
+    tl.store(LSE + at_row + n_rows, tl.where(hidden, float("inf"), b_lse), mask=inside)
     if COARSE:
         tl.store(COARSE_LSE + at_row, tl.where(hidden, 0.0, b_coarse_max))
         b_lse = tl.log2(tl.where(hidden, 1.0, b_coarse_sum))
@@ -138,7 +152,7 @@ def received(
 
     KEYS: numbers for every key. SIGMOID: weights are sigmoids in units of `2^lse`, not softmax's.
     """
-    i_g, i_item, i_kv, i_probe, j0 = own_columns(heads, group, BN)
+    i_g, i_item, i_kv, i_probe, j0 = own_columns(batch, heads, group, BN)
     j = j0 + tl.arange(0, BN)
     c = tl.arange(0, D)
     n_rows, m_rows = padded(n, True), padded(m, True)
@@ -154,7 +168,7 @@ def received(
             for i0 in tl.range(edges[phase], edges[phase + 1], BM):
                 i = i0 + tl.arange(0, BM)
                 b_q, b_q_lo = tile(Q, Q_LO, at_q, i0, n, D, c, d, BM, S_PASSES, False, False)
-                b_top, b_lse = stats(LSE, i_item * heads + i_head, n_rows, i, False)
+                b_top, b_lse = stats(LSE, i_item * heads + i_head, n_rows, n, i, False)
                 b_s, _, _ = finish(
                     across(b_k, b_k_lo, b_q, b_q_lo, S_PASSES, "tf32"), i[None, :], j[:, None], n, m, window, first, scale, cap,
                     p_bias, bias_row, p_keys, CAUSAL, WINDOW, BIAS, CAP, KEYS, EDGE=phase != 1,
@@ -205,6 +219,7 @@ def jvp(
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
     PAD: tl.constexpr = False, RAGGED: tl.constexpr = False, PRECISION: tl.constexpr = "tf32",
+    DOCUMENTS: tl.constexpr = False,
     PACKED: tl.constexpr = False, PASSES: tl.constexpr = 1, S_PASSES: tl.constexpr = 1, KEYS: tl.constexpr = False,
     SIGMOID: tl.constexpr = False, TWO: tl.constexpr = False, PROMOTE: tl.constexpr = False,
     Q_LO=None, K_LO=None, V_LO=None, DQ_LO=None, DK_LO=None, DV_LO=None, KEYS_P=None, DKEYS=None, SCALES=None,
@@ -217,11 +232,26 @@ def jvp(
     """
     MOVE: tl.constexpr = KEYS and not SIGMOID
     SHIFT: tl.constexpr = 14 if PACKED else 0
-    i_g, i_item, i_head, i_kv, i_probe, i0 = own_rows(heads, group, step, BM)
+    i_g, i_item, i_head, i_kv, i_probe, i0 = own_rows(batch, heads, group, step, BM, DOCUMENTS)
     i_probe *= 2 if TWO else 1
     i = i0 + tl.arange(0, BM)
     c, c_v = tl.arange(0, D), tl.arange(0, DV)
-    m_rows, kv_heads = padded(m, PACKED), heads // group
+    n_rows, m_rows, kv_heads = padded(n, PACKED), padded(m, PACKED), heads // group
+    if DOCUMENTS:
+        q0, n, k0, m = document(BIAS_P, batch * heads)
+        first = m - n
+        if i0 >= n:
+            return
+        Q += q0 * q_row
+        DQ += q0 * dq_row
+        OLD += q0 * o_row
+        OUT += q0 * out_row
+        LSE += q0
+        DLSE += q0
+        K += k0 * k_row
+        V += k0 * v_row
+        DK += k0 * dk_row
+        DV_P += k0 * dv_row
     if PACKED:
         q_row, k_row, v_row, dq_row, dk_row, dv_row = D, D, DV, D, D, DV
     at_k, at_v = i_item * k_item + i_kv * k_head, i_item * v_item + i_kv * v_head
@@ -241,7 +271,7 @@ def jvp(
         b_acc2, b_row2 = b_acc, b_row
         b_dq2, b_dq2_lo = tile(DQ, DQ_LO, at_dq + dq_probe, i0, n, dq_row, c, d, BM, PASSES, PAD, RAGGED)
         kappa2 = tl.load(p_scales + 3 * batch)
-    b_top, b_lse = stats(LSE, i_g, padded(n, PACKED), i, RAGGED)
+    b_top, b_lse = stats(LSE, i_g, n_rows, n, i, RAGGED)
     edges = columns(i0, m, window, first, BM, BN, CAUSAL, WINDOW)
     for phase in tl.static_range(0 if WINDOW else 1, 3):
         for j0 in tl.range(edges[phase], edges[phase + 1], BN):
@@ -279,9 +309,9 @@ def jvp(
         b_out = b_acc * tl.load(p_scales + 1) - (b_row * tl.load(p_scales + 2))[:, None] * b_o
     else:
         b_out = b_acc - b_row[:, None] * b_o
-        p_dlse = DLSE + (i_probe * batch * heads + i_g) * 2 * n + i
+        p_dlse = DLSE + (i_probe * batch * heads + i_g) * 2 * n_rows + i
         tl.store(p_dlse, tl.zeros([BM], tl.float32), mask=i < n)  # the largest logit counts as a constant
-        tl.store(p_dlse + n, b_row, mask=i < n)
+        tl.store(p_dlse + n_rows, b_row, mask=i < n)
     put(OUT, at_out, b_out, i0, n, out_row, c_v, d_v, BM)
     if TWO:
         p_scales += 3 * batch

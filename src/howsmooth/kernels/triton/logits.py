@@ -29,7 +29,7 @@ def kernel(*anew: str) -> Callable[[Callable[..., None]], Kernel]:
 
 
 @triton.jit
-def own_rows(heads, group, step, BM: tl.constexpr):
+def own_rows(batch, heads, group, step, BM: tl.constexpr, DOCUMENTS: tl.constexpr = False):
     """Of a program with rows of its own: its head among those of all items, item, head, key head, probe, first row.
 
     The last rows come first, the longest under a causal mask; of their blocks of 128, every `step`-th.
@@ -37,16 +37,27 @@ def own_rows(heads, group, step, BM: tl.constexpr):
     PARTS: tl.constexpr = 128 // BM
     i_block = tl.num_programs(0) - 1 - tl.program_id(0)
     i_g, i_probe = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if DOCUMENTS:
+        i_g = i_g % (batch * heads)
     i_head = i_g % heads
     return i_g, i_g // heads, i_head, i_head // group, i_probe, i_block // PARTS * (128 * step) + i_block % PARTS * BM
 
 
 @triton.jit
-def own_columns(heads, group, BN: tl.constexpr):
+def own_columns(batch, heads, group, BN: tl.constexpr, DOCUMENTS: tl.constexpr = False):
     """Of a program with columns of its own: its key head among those of all items, item, key head, probe, first column."""
     i_g, i_probe = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     kv_heads = heads // group
+    if DOCUMENTS:
+        i_g = i_g % (batch * kv_heads)
     return i_g, i_g // kv_heads, i_g % kv_heads, i_probe, tl.program_id(0) * BN
+
+
+@triton.jit
+def document(TABLE, heads):
+    """Of a program of one document, of so many heads of all items: its first query, queries, its first key, keys."""
+    p = TABLE + tl.program_id(1) // heads * 4
+    return tl.load(p).to(tl.int64), tl.load(p + 1), tl.load(p + 2).to(tl.int64), tl.load(p + 3)
 
 
 @triton.jit
@@ -89,10 +100,10 @@ def stat(P, n, i, other, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def stats(LSE, i_row, n, i, RAGGED: tl.constexpr):
-    """The largest logit of each row, and what the logarithm of its sum adds to it; (rows of all heads, 2, n)."""
-    p = LSE + i_row * 2 * n + i
-    return stat(p, n, i, 0.0, RAGGED), stat(p + n, n, i, float("inf"), RAGGED)
+def stats(LSE, i_row, n_rows, n, i, RAGGED: tl.constexpr):
+    """The largest logit of each row, and what the logarithm of its sum adds to it; (rows of all heads, 2, n_rows)."""
+    p = LSE + i_row * 2 * n_rows + i
+    return stat(p, n, i, 0.0, RAGGED), stat(p + n_rows, n, i, float("inf"), RAGGED)
 
 
 @triton.jit

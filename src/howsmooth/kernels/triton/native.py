@@ -24,34 +24,51 @@ _KERNELS: dict[blocks.Native, Any] = {
     "hvp_columns": hvp_columns.native,
 }
 
+_GRID = 65535  # a launch takes no more heads of all items and documents
+
 
 class _Launches:
     """Operands as kernels read them, and what a launch depends on besides."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any]):
+        *how, self.documents, max_q, max_k = how
         self.q, self.k, self.v = _rows(q), _rows(k), _rows(v)
-        self.bias, bias_strides = self.q, (0, 0, 0)
+        self.bias, bias_strides = self.q if self.documents is None else self.documents, (0, 0, 0)
         if bias is not None:
             self.bias = _adjacent(bias)
             bias_strides = tuple(s if size > 1 else 0 for s, size in zip(self.bias.stride()[:3], bias.shape[:3], strict=True))
         self.strides = (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *bias_strides)
         precise = q.dtype == torch.float32 and whole_float32()
-        self.given = (q.shape, k.shape, v.shape[-1], q.dtype, precise, bias is not None, tuple(how))
+        longest = (q.shape[-2], k.shape[-2]) if self.documents is None else (max_q, max_k)
+        self.given = (q.shape, k.shape, v.shape[-1], q.dtype, precise, bias is not None, tuple(how), longest)
 
     def run(self, name: blocks.Native, probes: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...]) -> None:
         """strides: those that not all kernels have."""
-        _launch(name, probes, self.strides + strides, *self.given)(*tensors)
+        if self.documents is None:
+            _launch(name, probes, self.strides + strides, *self.given, None)(*tensors)
+            return
+        for part in self.documents.split(max(1, _GRID // (self.q.shape[0] * self.q.shape[1]))):
+            given = (part if t is self.bias else t for t in tensors)
+            _launch(name, probes, self.strides + strides, *self.given, len(part))(*given)
+
+    def empty(self, *shape: int) -> Tensor:
+        """Room for an answer, whose heads lie beside each other; NaN where documents may leave tokens out."""
+        out = heads_last(shape, self.q)
+        return out if self.documents is None else out.fill_(torch.nan)
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, precise: bool, biased: bool, how) -> Launch:
-    """Sizes and options of a kernel, for queries and keys of these shapes."""
+def _launch(
+    name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, precise: bool, biased: bool, how, longest, documents
+) -> Launch:
+    """Sizes and options of a kernel, for queries and keys of these shapes; documents: how many, none longer than `longest`."""
     (batch, heads, n, d), (kv_heads, m), (scale, softcap, causal, window, first) = q, k[1:3], how
     # one width for both: compiled by Triton 3.6, keys padded to 32 entries beside values padded to 16 come out wrong
     width, single = max(padded_width(d), padded_width(d_v)), dtype == torch.float32
     b = blocks.pick_native(name, width, single, causal)
     by_columns = name in ("columns", "hvp_columns")
-    count, items = (-(-m // b.cols), batch * kv_heads) if by_columns else (-(-n // b.rows), batch * heads)
+    count, items = (-(-longest[1] // b.cols), kv_heads) if by_columns else (-(-longest[0] // b.rows), heads)
+    items *= batch * (documents or 1)
     numbers = (n, m, batch, heads, heads // kv_heads, d, d_v, window or 0, first, 1, scale, softcap or 1.0, 1.0, 1.0)
     options = {
         "D": width,
@@ -59,12 +76,13 @@ def _launch(name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, pr
         "BM": b.rows,
         "BN": b.cols,
         "PAD": width != d or width != d_v,
-        "RAGGED": n % 128 > 0 or m % 128 > 0,  # some block is not whole
+        "RAGGED": documents is not None or n % 128 > 0 or m % 128 > 0,  # some block is not whole
         "PRECISION": "tf32x3" if precise else "tf32",
         "CAUSAL": causal,
         "WINDOW": window is not None,
         "BIAS": biased,
         "CAP": softcap is not None,
+        "DOCUMENTS": documents is not None,
         "num_warps": b.warps,
         "num_stages": b.stages,
     }
@@ -73,7 +91,7 @@ def _launch(name: blocks.Native, probes: int, strides, q, k, d_v: int, dtype, pr
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any]) -> tuple[Tensor, Tensor]:
     p = _Launches(q, k, v, bias, how)
-    out = heads_last((*q.shape[:-1], v.shape[-1]), q)
+    out = p.empty(*q.shape[:-1], v.shape[-1])
     lse = torch.empty((*q.shape[:2], 2, q.shape[2]), dtype=torch.float32, device=q.device)
     p.run("forward", 1, (p.q, p.k, p.v, p.bias, out, lse), out.stride()[:3])
     return out, lse
@@ -82,7 +100,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[
 def jvp(q, k, v, bias, o, lse, dq, dk, dv, how: Sequence[Any]) -> tuple[Tensor, Tensor]:
     p = _Launches(q, k, v, bias, how)
     o, dq, dk, dv = _rows(o), _rows(dq), _rows(dk), _rows(dv)
-    out = heads_last((*dq.shape[:-1], v.shape[-1]), q)
+    out = p.empty(*dq.shape[:-1], v.shape[-1])
     dlse = torch.empty((*dq.shape[:-2], 2, dq.shape[-2]), dtype=torch.float32, device=q.device)
     tensors = (p.q, p.k, p.v, dq, dk, dv, p.bias, o, lse, out, dlse)
     p.run("jvp", _probes(dq), tensors, (*_strides(dq, dk, dv), *o.stride()[:3], *_strides(out)))
@@ -92,7 +110,7 @@ def jvp(q, k, v, bias, o, lse, dq, dk, dv, how: Sequence[Any]) -> tuple[Tensor, 
 def vjp(q, k, v, bias, o, lse, g, how: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
     p = _Launches(q, k, v, bias, how)
     o, g = _rows(o), _rows(g)
-    dq, dk, dv = (heads_last((*g.shape[:-4], *t.shape), q) for t in (q, k, v))
+    dq, dk, dv = (p.empty(*g.shape[:-4], *t.shape) for t in (q, k, v))
     delta = torch.empty(g.shape[:-1], dtype=torch.float32, device=q.device)
     at = (p.q, p.k, p.v, g, p.bias)
     p.run("rows", _probes(g), (*at, o, lse, delta, dq), (*_strides(g), *o.stride()[:3], *_strides(dq)))
@@ -104,7 +122,7 @@ def hvp(q, k, v, bias, o, lse, dq, dk, dv, do, dlse, g, how: Sequence[Any]) -> t
     p = _Launches(q, k, v, bias, how)
     o, dq, dk, dv, do, g = (_rows(t) for t in (o, dq, dk, dv, do, g))
     dlse = dlse.contiguous()
-    hq, hk, hv = (heads_last((*g.shape[:-4], *t.shape), q) for t in (q, k, v))
+    hq, hk, hv = (p.empty(*g.shape[:-4], *t.shape) for t in (q, k, v))
     delta, delta2 = (torch.empty(g.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
     at, strides, rows = (p.q, p.k, p.v, dq, dk, dv, g, p.bias), _strides(dq, dk, dv, g), (lse, dlse, delta, delta2)
     p.run("hvp_rows", _probes(g), (*at, o, do, *rows, hq), (*strides, *o.stride()[:3], *_strides(do, hq)))
