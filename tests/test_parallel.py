@@ -183,6 +183,10 @@ def refusals(rank):
             said.append(str(error))
     with hs.context_parallel(mesh):
         try:
+            hs.lipschitz(hs.Attention.from_matrices(torch.eye(2), torch.eye(2)), torch.ones(3, 2))
+        except hs.HowSmoothError as error:
+            said.append(str(error))
+        try:
             with hs.context_parallel(mesh):
                 pass
         except hs.HowSmoothError as error:
@@ -198,6 +202,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence():
             "expected a DeviceMesh of one dimension, got one of 2",
             "expected 2 whole numbers of tokens, one for each process, got list",
             said[3].split(";")[0],
+            "expected a measurement of a whole sequence, got one inside context_parallel of 2 processes, where each has a shard",
             "expected no context_parallel around another, got two",
         ]
         assert said[3].startswith("expected 4 queries and keys on process ")

@@ -13,6 +13,7 @@ from howsmooth.errors import BadFunctionError, BadInputError, HowSmoothError
 from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.maps.jacobian import AutodiffJacobian, applied, check_output, doubled
 from howsmooth.measures.measure import Measure
+from howsmooth.parallel import active
 from howsmooth.program.confirm import RecordedFunction
 from howsmooth.program.modules import unchanged
 from howsmooth.spectral.operator import Operator, Restricted, Weighted
@@ -66,6 +67,12 @@ def _mark(x: Tensor, y: Tensor) -> int:
 def jacobian_at(f: Function, x: Tensor, batched: bool) -> JacobianAt:
     """The Jacobian of a map or function at one input, or at those along the first axis of `x`."""
     check_input(x)
+    together = active()
+    if together is not None and together.size > 1:
+        raise BadInputError(
+            f"expected a measurement of a whole sequence, got one inside context_parallel of {together.size} processes, where "
+            "each has a shard; measure outside of it"
+        )
     if batched and x.ndim < 2:
         raise BadInputError(f"expected a batch of inputs along the first axis, got shape {tuple(x.shape)}; stack the inputs")
     return _of_map(f, x, batched) if isinstance(f, Map) else _of_function(f, x, batched)
