@@ -1,6 +1,7 @@
 """What every test starts from: seeds, types checked as code runs, and the reasons for which tests are skipped."""
 
 import fcntl
+import functools
 import gc
 import os
 import random
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
@@ -48,10 +49,37 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@functools.cache
+def interpret_faster(interpreter: Any) -> None:
+    """Let Triton's interpreter go through its language once a kernel, and not at every call of a device function inside."""
+    if not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "_LangPatchScope"):
+        return  # another version of Triton, which goes its own way
+    patch, run, language = interpreter._patch_lang, interpreter.GridExecutor.__call__, (interpreter.tl, interpreter.tl.core)
+    patched: list[object] = []
+
+    def run_kernel(self: object, *args: object, **named: object) -> None:
+        patched.clear()
+        try:
+            run(self, *args, **named)
+        finally:
+            patched.clear()
+
+    def patch_once(function: Any) -> Any:
+        used = [part for part in language if any(value is part for value in function.__globals__.values())]
+        if used and all(part in patched for part in used):
+            return interpreter._LangPatchScope()  # nothing to restore
+        patched.extend(used)
+        return patch(function)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, run_kernel
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What fixtures of any scope draw does not depend on the tests before."""
     seed()
+    if "triton.runtime.interpreter" in sys.modules:
+        interpret_faster(sys.modules["triton.runtime.interpreter"])
 
 
 @pytest.hookimpl(wrapper=True)
