@@ -16,7 +16,8 @@ from howsmooth.kernels.tensors import place
 from howsmooth.models.folder import INDEX, PICKLES, SINGLE, model_room, offline, quiet, read_json, shards
 from howsmooth.models.gguf import read_gguf
 from howsmooth.models.interface import CHOICE, register
-from howsmooth.models.model import Model, Side, check_device
+from howsmooth.models.model import Model, Side
+from howsmooth.models.room import check_device
 from howsmooth.program.modules import configurations
 from howsmooth.settings import flag
 

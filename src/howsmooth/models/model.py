@@ -14,18 +14,19 @@ from howsmooth.errors import BadInputError
 from howsmooth.kernels.tensors import Place, check_dense, place
 from howsmooth.models.capture import MEASURED, Capture, HowMeasured
 from howsmooth.models.closed import ClosedForms
+from howsmooth.models.depth import Depth, depth_of
 from howsmooth.models.folder import tokenizer_of
 from howsmooth.models.gguf import gguf_tokenizer, is_unpacked
 from howsmooth.models.lens import POSITIONS, PROMPT, Lens, mean_jacobian
 from howsmooth.models.measurement import Measurement, Measurements
 from howsmooth.models.model_input import ModelInput, runs
 from howsmooth.models.recorded import Recordings
-from howsmooth.models.room import device_of, fits
+from howsmooth.models.room import check_device, device_of, fits
 from howsmooth.models.tokens import Text, Window, of_ids, padding_flags, whole_numbers
 from howsmooth.program.ends import MapName
-from howsmooth.program.modules import bare, offloaded
+from howsmooth.program.modules import bare, offloaded, side_of
 from howsmooth.program.tracing import distinct
-from howsmooth.settings import items, meant, shown, words
+from howsmooth.settings import items, meant, shown
 
 Side = Literal["encoder", "decoder", "text", "vision"] | str
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -70,7 +71,7 @@ class Model:
                 f"expected weights in memory, got a {type(module).__name__} whose weights are elsewhere (device meta); load it "
                 "without device_map and pass device="
             )
-        chosen = bare(_side(bare(module), side))
+        chosen = bare(side_of(bare(module), side))
         if device is not None and offloaded(chosen):
             raise BadInputError(
                 f"expected no device for a {type(module).__name__}, whose device_map says where it goes, got {device}; "
@@ -175,6 +176,39 @@ class Model:
         if not samples:
             raise BadInputError("expected a window or more, got none; cut some from a text")
         return Capture(self.name, tuple(samples), self.forms, self.notes)
+
+    def depth(
+        self,
+        text: str | None = None,
+        layers: Sequence[int] | None = None,
+        *,
+        to: int | Literal["final"] = "final",
+        k: int = 8,
+        coupling: int | None = None,
+        tol: float = 1e-3,
+        certify: float | None = None,
+        seed: int | None = None,
+        **more: Any,
+    ) -> Depth:
+        """The growth of changes over depth: constants, mean gains and Lyapunov exponents of the maps from layer to layer.
+
+        Args:
+            text: A text, as for `measure`.
+            layers: Where maps to the end begin, and where those from the first of them end; all by default.
+            to: The end: "final" for the last block, before the final norm, or a layer.
+            k: Directions that the exponents follow; 0 for none.
+            coupling: Of how many top directions neighbouring blocks are compared; not at all by default.
+            tol: As in `howsmooth.lipschitz`.
+            certify: As in `howsmooth.lipschitz`.
+            seed: As in `howsmooth.lipschitz`.
+            **more: The input where it is no text, as for `capture`.
+
+        Returns:
+            A `Depth`, which prints as a table.
+        """
+        self.check_names((name for name in more if name not in GIVEN), ("layers", *GIVEN))
+        exact: HowMeasured = {"tol": tol, "certify": certify, "seed": seed}
+        return depth_of(self.capture(text=text, **more), layers, to, k, coupling, exact)
 
     @overload
     def measure(self, text: str, layer: int, map: MapName = ..., **how: Unpack[HowMeasured]) -> Measurement: ...
@@ -367,45 +401,3 @@ class Model:
             raise BadInputError(
                 f"expected at most {limit} tokens, the positions {self.name} has, got {len(ids)}; pass n={limit}"
             )
-
-
-def check_device(device: torch.device | None) -> None:
-    """Refuse a device that is not there, or that knows no float64."""
-    count = torch.cuda.device_count()
-    if device is not None and device.type == "cuda" and (device.index or 0) >= count:
-        raise BadInputError(
-            f"expected a GPU that torch sees, got {device}, where it sees {count}; pass device='cpu', "
-            "or install a torch with CUDA"
-        )
-    if device is not None and device.type not in ("cpu", "cuda"):
-        raise BadInputError(f"expected a device that knows float64, cpu or cuda, got {device}; use device='cpu'")
-
-
-def _side(module: nn.Module, side: str | None) -> nn.Module:
-    """The part of a model with two sides that is meant."""
-    config = getattr(module, "config", None)
-    towers: dict[str, nn.Module] = {}
-    if getattr(config, "is_encoder_decoder", False):
-        for name in ("encoder", "decoder"):
-            part = getattr(module, f"get_{name}", lambda: None)()
-            if isinstance(part, nn.Module):
-                towers[name] = part
-    else:
-        for name in ("text", "vision"):
-            part = getattr(module, f"{name}_model", None)
-            if isinstance(part, nn.Module):
-                towers[name] = part
-        towers = towers if len(towers) == 2 else {}
-    if side is not None:
-        side = words(side, "the name of a side", "encoder or decoder, text or vision")
-    if not towers:
-        if side is not None:
-            raise BadInputError(
-                f"expected no side for {type(module).__name__}, which has one only, got {shown(side)}; leave it out"
-            )
-        return module
-    if side not in towers:
-        raise BadInputError(
-            f"expected side to be {' or '.join(map(repr, towers))} for {type(module).__name__}, got {shown(side)}; name one"
-        )
-    return towers[side]

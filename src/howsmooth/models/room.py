@@ -69,3 +69,15 @@ def device_of(module: nn.Module) -> torch.device:
     hooked = (place for hook in hooks if (place := getattr(hook, "execution_device", None)) is not None)
     place = next(chain(mapped, hooked, (p.device for p in module.parameters())), "cpu")
     return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+
+
+def check_device(device: torch.device | None) -> None:
+    """Refuse a device that is not there, or that knows no float64."""
+    count = torch.cuda.device_count()
+    if device is not None and device.type == "cuda" and (device.index or 0) >= count:
+        raise BadInputError(
+            f"expected a GPU that torch sees, got {device}, where it sees {count}; pass device='cpu', "
+            "or install a torch with CUDA"
+        )
+    if device is not None and device.type not in ("cpu", "cuda"):
+        raise BadInputError(f"expected a device that knows float64, cpu or cuda, got {device}; use device='cpu'")

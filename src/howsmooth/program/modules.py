@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from howsmooth.errors import BadFunctionError
+from howsmooth.errors import BadFunctionError, BadInputError
+from howsmooth.settings import shown, words
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _EXPERTS = "_experts_implementation_internal"
@@ -281,3 +282,33 @@ class Loans:
         """A module has run, or has raised: put its weights back."""
         for store, key, t in self._out.pop(module, ()):
             store[key] = t
+
+
+def side_of(module: nn.Module, side: str | None) -> nn.Module:
+    """The part of a model with two sides that is meant."""
+    config = getattr(module, "config", None)
+    towers: dict[str, nn.Module] = {}
+    if getattr(config, "is_encoder_decoder", False):
+        for name in ("encoder", "decoder"):
+            part = getattr(module, f"get_{name}", lambda: None)()
+            if isinstance(part, nn.Module):
+                towers[name] = part
+    else:
+        for name in ("text", "vision"):
+            part = getattr(module, f"{name}_model", None)
+            if isinstance(part, nn.Module):
+                towers[name] = part
+        towers = towers if len(towers) == 2 else {}
+    if side is not None:
+        side = words(side, "the name of a side", "encoder or decoder, text or vision")
+    if not towers:
+        if side is not None:
+            raise BadInputError(
+                f"expected no side for {type(module).__name__}, which has one only, got {shown(side)}; leave it out"
+            )
+        return module
+    if side not in towers:
+        raise BadInputError(
+            f"expected side to be {' or '.join(map(repr, towers))} for {type(module).__name__}, got {shown(side)}; name one"
+        )
+    return towers[side]
