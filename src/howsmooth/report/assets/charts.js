@@ -71,7 +71,11 @@ function ramp(stops, t) {
 const theme = () => (isDark() ? "dark" : "light");
 const heatColour = (t) => ramp(HEAT[theme()], t);
 const rgb = (c) => `rgb(${c.join(" ")})`;
-const isLight = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 145;
+// Black or white, whichever has the larger contrast with a colour: 4.5 at least.
+const inkOn = (colour) => {
+  const [r, g, b] = colour.map((v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
+};
 
 function seriesColour(index, count) {
   return count <= 8 ? LINES[theme()][index] : rgb(ramp(DEPTH[theme()], index / (count - 1)));
@@ -280,7 +284,7 @@ function heatMap({ width, rows, columns, value, range, rowLabel, columnLabel, ax
       stops.push({ x: x + cell / 2, y: y + tall / 2, box, lines: () => lines(r, c) });
       if (cell >= 33) {
         const text = draw(sheet, "text", { x: x + cell / 2, y: y + tall / 2 + 4, class: "inside", "text-anchor": "middle" }, format(v));
-        text.style.fill = isLight(colour) ? "#1a1d26" : "#ffffff";
+        text.style.fill = inkOn(colour);
       }
     }
   });
@@ -488,7 +492,7 @@ function table(host, { name, columns, rows, most = 25, mark = "" }) {
     const node = el("td", { class: c.text ? "text" : null }, c.link && r[c.link] ? el("a", { href: r[c.link] }, said) : said);
     if (c.heat && v > 0) {
       const [low, high] = spanned([Math.min(...some(c)), Math.max(...some(c))]), colour = heatColour(Math.log(v / low) / Math.log(high / low));
-      Object.assign(node.style, { background: rgb(colour), color: isLight(colour) ? "#1a1d26" : "#ffffff" });
+      Object.assign(node.style, { background: rgb(colour), color: inkOn(colour) });
     }
     return node;
   }
