@@ -8,8 +8,9 @@ import re
 import runpy
 import tomllib
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,12 +53,13 @@ def test_help_tells_every_argument(name):
     kinds = {f"kinds.{kind}" for kind in dir(howsmooth.kinds)}
     if not callable(found) or name in UNTOLD or (dataclasses.is_dataclass(found) and name not in {*howsmooth.__all__, *kinds}):
         return
+    plain = inspect.unwrap(cast(Callable[..., Any], found))
     if dataclasses.is_dataclass(found):
         wanted, section = {field.name for field in dataclasses.fields(found) if field.init}, "Attributes"
     else:
         wanted, section = set(inspect.signature(found).parameters), "Args"
     assert wanted <= set(told(found.__doc__, section))
-    gives = not inspect.isclass(found) and not inspect.isgeneratorfunction(inspect.unwrap(found))  # not a class, not a context
+    gives = not isinstance(found, type) and not inspect.isgeneratorfunction(plain)  # not a class, not a context
     assert not gives or "Returns:" in (found.__doc__ or "")
 
 

@@ -66,6 +66,7 @@ class Lens:
         prompts: A hash of every prompt.
         left_out: Prompts that count for nothing, and why.
         fingerprint: Of the model's weights and of what was asked.
+        source: The model itself, where the lens was made in this process.
     """
 
     model: str
