@@ -306,9 +306,9 @@ class _Iteration:
     def _next_space(self, spaces: Spaces, q: Float[Tensor, "1 N"]) -> Float[Tensor, "1 N"]:
         """A fresh random vector beside all spaces so far.  q: the vector that would have been next."""
         left = torch.cat([self.basis.orthogonal(f[None]) for f in (*self.left, q[0])])
-        columns, R = torch.linalg.qr(left.mT)
-        self.left = columns.mT.contiguous()
-        spaces.begin(R.double().cpu())
+        columns, R = torch.linalg.qr(left.double().mT)
+        self.left = columns.mT.to(q).contiguous()
+        spaces.begin(R.cpu())
         fresh = self._gaussian()
         for _ in range(2):
             fresh = unit_rows(self.basis.orthogonal(fresh))

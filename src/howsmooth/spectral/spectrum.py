@@ -189,14 +189,14 @@ class AttainedValues(NamedTuple):
 def attained_values(operator: Operator, solutions: Sequence[Solution]) -> AttainedValues:
     """The singular values of `J V` for orthonormal `V` in the span of each item's directions, which are below those of `J`."""
     v = torch.stack([s.directions.flatten(1) for s in solutions]).to(operator.device, operator.dtype)  # (batch, k, N)
-    v = torch.linalg.qr(v.mT)[0].mT
+    v = torch.linalg.qr(v.double().mT)[0].mT.to(operator.dtype)  # a GPU's float32 sums millions of squares to four digits
     product = operator.rounded(Rounded.exact(v.transpose(0, 1).unflatten(2, operator.in_shape).contiguous()))
     image = product.vector.flatten(2).transpose(0, 1)  # (batch, k, M)
     size = image.abs().amax((1, 2), keepdim=True)  # taken out, so that squares stay in range
     size = torch.where(size > 0, size, 1.0)
-    u, small = torch.linalg.qr((image / size).mT)  # a GPU decomposes no matrix of millions of rows
+    u, small = torch.linalg.qr((image.double() / size).mT)  # a GPU decomposes no matrix of millions of rows
     inner, sigma, turn = torch.linalg.svd(small, full_matrices=False)
-    u = u @ inner
+    u, turn = (u @ inner).to(image), turn.to(v)
     sigma = (sigma.double() * size[:, :, 0].double()).cpu()
     eps = torch.finfo(torch.float64).eps
     values = (1 - operator.noise) * sigma
