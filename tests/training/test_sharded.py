@@ -1,5 +1,9 @@
 """Training whose weights lie on several processes: the numbers of one process, and a run that never learns of it."""
 
+import os
+import runpy
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig, LlamaModel
 
 import howsmooth as hs
+from howsmooth.training import gathered
 from marks import sample
 from problems.processes import together
 
@@ -176,3 +181,101 @@ def test_four_processes(way):
     assert off(slopes, want) <= 1e-6
     ((_, weights), (_, want)), *_ = answers(4, both, clipped, way)
     assert off(weights, want) <= 1e-9
+
+
+def ends(rank: int, way: str, work: str, how: str) -> Any:
+    """The second process raises, or is killed, where the first goes on to measure."""
+    model = spread(way)
+    tracker = hs.Tracker(model, {"input_ids": ids(1, 7)}, check_every=0, average=True)
+    tracker.update()
+    penalty = hs.SmoothnessPenalty(model, 1.0)
+    if rank == 1 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "raise":
+        raise ValueError("out of data")
+    if rank == 1 and how == "batch":
+        penalty(input_ids=torch.full((1, 9), 30))
+    return tracker.update() if work == "tracker" else penalty(input_ids=ids(1, 3)).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "work", "how"),
+    sample(
+        [("fsdp", "tracker", "kill"), ("fsdp", "penalty", "batch"), ("tp", "penalty", "raise"), ("ddp", "tracker", "raise")],
+        None, None, pytest.mark.weekly, pytest.mark.weekly,
+    ),
+)  # fmt: skip
+def test_a_process_that_fails_ends_the_others_with_a_sentence(way, work, how):
+    first, second = together(2, ends, way, work, how, seconds=60)
+    assert first.startswith("HowSmoothError: expected every process of the mesh to go on, got RuntimeError")
+    assert str(second).startswith({"raise": "ValueError: out of data", "kill": "None", "batch": "BadInputError: expected"}[how])
+
+
+class Halved(nn.Module):
+    """Attention whose number of heads is that of one process's shard, whatever its weights are."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.heads, self.q, self.k, self.v = heads, *(nn.Linear(8, 8) for _ in range(3))
+        self.o = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def refusals(rank: int) -> Any:
+    said = []
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    kept, x = Halved(2), torch.randn(1, 5, 8)
+    halved = parallelize_module(Halved(2), mesh, {**dict.fromkeys("qkv", ColwiseParallel()), "o": RowwiseParallel()})
+    sharded = fully_shard(kept, mesh=mesh)
+    for refused in (
+        lambda: hs.Tracker(halved, x),
+        lambda: hs.lipschitz(sharded, x),
+        lambda: hs.load(sharded).capture(inputs=x),
+        lambda: hs.smoothness(sharded, x),
+    ):
+        try:
+            refused()
+        except hs.HowSmoothError as error:
+            said.append(str(error))
+    with gathered(sharded):
+        values = hs.lipschitz(sharded, x).value, hs.load(sharded).capture(inputs=x).measure()[0].value
+    torch.manual_seed(0)
+    alone = Halved(2)
+    return (
+        said,
+        type(sharded).__name__,
+        values,
+        (hs.lipschitz(alone, x).value, hs.load(alone).capture(inputs=x).measure()[0].value),
+    )
+
+
+@pytest.mark.slow
+def test_what_is_not_whole_is_refused_and_what_is_gathered_is_measured():
+    for (halved, *others), name, values, want in answers(2, refusals):
+        assert halved.startswith(
+            "expected a Halved that gives with whole weights what it gives with shards, got something else"
+        )
+        assert len(others) == 3
+        assert all(
+            said.startswith("expected weights that are whole, got shards of a FSDPHalved; measure it") for said in others
+        )
+        assert name == "FSDPHalved"
+        assert values == pytest.approx(want, rel=1e-4)
+
+
+def example(rank: int) -> Any:
+    path = Path(__file__).parents[2] / "examples" / "sharded.py"
+    return runpy.run_path(str(path))["main"](init_device_mesh("cpu", (2,)))
+
+
+@pytest.mark.slow
+def test_the_example():
+    first, second = answers(2, example)
+    assert [len(first), len(second)] == [3, 0]
+    constants = [(values["smoothness/layer_00"], values["smoothness/layer_01"]) for values in first]
+    assert sum(constants[-1]) < sum(constants[0])

@@ -15,7 +15,7 @@ from howsmooth.maps.jacobian import AutodiffJacobian, applied, check_output, dou
 from howsmooth.measures.measure import Measure
 from howsmooth.parallel import active
 from howsmooth.program.confirm import RecordedFunction
-from howsmooth.program.modules import unchanged
+from howsmooth.program.modules import check_whole, unchanged
 from howsmooth.spectral.operator import Operator, Restricted, Weighted
 
 _SAMPLED = 2**20  # entries of an input that its mark is made of
@@ -73,6 +73,8 @@ def jacobian_at(f: Function, x: Tensor, batched: bool) -> JacobianAt:
             f"expected a measurement of a whole sequence, got one inside context_parallel of {together.size} processes, where "
             "each has a shard; measure outside of it"
         )
+    if isinstance(f, nn.Module):
+        check_whole(f)
     if batched and x.ndim < 2:
         raise BadInputError(f"expected a batch of inputs along the first axis, got shape {tuple(x.shape)}; stack the inputs")
     return _of_map(f, x, batched) if isinstance(f, Map) else _of_function(f, x, batched)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 from howsmooth.errors import BadFunctionError, BadInputError, reason
 from howsmooth.program.attention import attention
 from howsmooth.program.functional import copied
-from howsmooth.program.modules import bare, unchanged
+from howsmooth.program.modules import bare, check_whole, unchanged
 from howsmooth.program.operations import COMPARES, EMBEDDINGS, SELECTS, SHAPE, name, value, walk
 from howsmooth.program.replay import Run, Segment, Way
 from howsmooth.program.tracing import Flow, Program, trace
@@ -46,6 +46,7 @@ def record(
     ['0.weight', '0.bias']
     """
     module = bare(module)
+    check_whole(module)
     with unchanged(module), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # of torch's older checkpoints
         with prepared():

@@ -46,6 +46,15 @@ def bare(module: nn.Module) -> nn.Module:
     return module
 
 
+def check_whole(module: nn.Module) -> None:
+    """Refuse a module whose weights lie in shards on several processes."""
+    if any(hasattr(t, "full_tensor") for t in (*module.parameters(), *module.buffers())):
+        raise BadFunctionError(
+            f"expected weights that are whole, got shards of a {type(module).__name__}; measure it on every process, inside "
+            "with howsmooth.training.gathered(model)"
+        )
+
+
 @contextmanager
 def unchanged(module: nn.Module, *, evaluating: bool = True) -> Iterator[None]:
     """Inside it a module is not compiled, and in eval mode; afterwards its modes, attributes and buffers are as they were.

@@ -6,6 +6,7 @@ Callbacks of trainers are in `howsmooth.training.huggingface` and `howsmooth.tra
 from howsmooth.training.clipping import Clipped, ClippedHead, clip_
 from howsmooth.training.penalty import SmoothnessPenalty, WarmStart, smoothness
 from howsmooth.training.recorder import Alarm, Raised, Recorder
+from howsmooth.training.sharded import gathered
 from howsmooth.training.tracker import Check, Checked, Tracker, TrackingWarning
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "TrackingWarning",
     "WarmStart",
     "clip_",
+    "gathered",
     "smoothness",
 ]

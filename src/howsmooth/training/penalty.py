@@ -21,7 +21,7 @@ from howsmooth.maps.base import Map, check_finite, check_input
 from howsmooth.models import MapName, Model
 from howsmooth.models.recorded import Recording, Recordings, not_the_same
 from howsmooth.program.attention import answering
-from howsmooth.program.modules import unchanged, written_path
+from howsmooth.program.modules import check_whole, unchanged, written_path
 from howsmooth.settings import LayerChoice, choice, flag, number, whole
 from howsmooth.spectral.operator import stream, unit_rows
 from howsmooth.spectral.ritz import converged, krylov
@@ -97,6 +97,7 @@ def smoothness(f: Function, x: Tensor, state: WarmStart | None = None, *, batche
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", FORWARD_MODE, DeprecationWarning)
         if isinstance(f, nn.Module):
+            check_whole(f)
             stack.enter_context(unchanged(f))
             stack.enter_context(written_path())  # torch's fused encoder layers have no derivatives
         g, xs, lead = _by_items(f, x, flag(batched, "batched"))

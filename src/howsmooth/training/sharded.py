@@ -86,7 +86,7 @@ def gathered(model: nn.Module, *, here: bool = True, derives: bool = False, at: 
                 whole[key] = nn.Parameter(full, t.requires_grad) if isinstance(t, nn.Parameter) else full
     versions = {key: t._version for key, t in whole.items()}
     try:
-        with _restored([store for store, *_ in (*places, *hooks)]):
+        with _restored(model, [store for store, *_ in (*places, *hooks)]):
             for store, key, t in places if here else ():
                 store[key] = whole[id(t)]
             for store, key, _ in hooks if here else ():
@@ -109,12 +109,16 @@ def gathered(model: nn.Module, *, here: bool = True, derives: bool = False, at: 
 
 
 @contextmanager
-def _restored(stores: list[dict[Any, Any]]) -> Iterator[None]:
-    """Inside it dictionaries may be changed, which are as they were afterwards."""
-    before = [(store, store.copy()) for store in stores]
+def _restored(model: nn.Module, stores: list[dict[Any, Any]]) -> Iterator[None]:
+    """Inside it dictionaries may be changed, and modules are of the classes that FSDP2 found; afterwards all is as it was."""
+    before, classes = [(store, store.copy()) for store in stores], [(part, type(part)) for part in _fully_sharded(model)]
+    for part, kind in classes:
+        part.__class__ = kind.__bases__[-1]
     try:
         yield
     finally:
+        for part, kind in classes:
+            part.__class__ = kind
         for store, old in before:
             store.clear()
             store.update(old)
@@ -154,7 +158,7 @@ def _run(model: nn.Module, at: Any) -> list[Tensor]:
     """What a model gives, in eval mode; whole, where it gives shards."""
     with unchanged(model), going_on():
         try:
-            found = list(tensors_in(model(*at[0], **at[1])))
+            found: list[Any] = list(tensors_in(model(*at[0], **at[1])))
             return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in found]
         finally:
             _reshard(model)
