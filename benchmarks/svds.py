@@ -26,7 +26,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
             found[name], products[name] = spectrum.values.tolist(), counted.count
         for name, tol in (("svds tol=1e-3", 1e-3), ("svds", 0.0)):
             with Counted() as counted:
-                values = svds(hs.jacobian(layer, x).to_scipy(), k=K, tol=tol, return_singular_vectors=False, rng=0)
+                values = svds(hs.jacobian(layer, x).to_scipy(), k=K, tol=tol, return_singular_vectors=False, rng=0)  # pyright: ignore[reportArgumentType]
             found[name], products[name] = sorted(map(float, values), reverse=True), counted.count
         for name, accuracy in (("certify=0.02", CERTIFY), ("default", 1e-3), ("svds tol=1e-3", 1e-2)):
             for value, truth in zip(found[name], found["svds"], strict=True):

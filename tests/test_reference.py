@@ -53,7 +53,8 @@ def test_help_tells_every_argument(name):
     kinds = {f"kinds.{kind}" for kind in dir(howsmooth.kinds)}
     if not callable(found) or name in UNTOLD or (dataclasses.is_dataclass(found) and name not in {*howsmooth.__all__, *kinds}):
         return
-    plain = inspect.unwrap(cast(Callable[..., Any], found))
+    given: Any = found
+    plain = inspect.unwrap(cast(Callable[..., Any], given))
     if dataclasses.is_dataclass(found):
         wanted, section = {field.name for field in dataclasses.fields(found) if field.init}, "Attributes"
     else:

@@ -79,7 +79,7 @@ def test_every_solver_and_the_random_start_live_among_the_tokens_that_move(solve
     attn, x = hs.Attention(*w, heads=2, causal=True), torch.randn(20, 6, generator=random, dtype=torch.float64)
     tokens = tuple(range(5, 20, 3))
     truth = hs.jacobian(attn, x).dense().unflatten(1, (20, 6))[:, list(tokens)].flatten(1)
-    estimate, operator, image, _ = solve(attn, x, Options(1e-6, solver=solver, tokens=tokens))
+    estimate, operator, image, *_ = solve(attn, x, Options(1e-6, solver=solver, tokens=tokens))
     assert estimate.lower == pytest.approx(float(torch.linalg.matrix_norm(truth, 2)), rel=1e-5)
     assert estimate.upper >= float(torch.linalg.matrix_norm(truth, 2)) * (1 - 1e-12)
     assert not isinstance(operator, Restricted)

@@ -55,7 +55,8 @@ def reproduce(
     """
     parts: list[Part] = [p for p in PARTS if part in ("all", p)]
     chosen: list[Part] = [choice(name, "parts", parts) for name in only or parts]
-    named = model or ["demo", *(["smollm2"] if PACKAGED["smollm2"].folder and not quick else [])]
+    there = (name for name, package in PACKAGED.items() if name == "demo" or (package.folder and not quick))
+    named = model or list(there)
     models = tuple(dict.fromkeys(named))
     protocol = replace(QUICK if quick else PAPER, models=models, layers=layers, text=text, device=device, seed=seed)
     protocol = protocol if samples is None else protocol.with_samples(samples)

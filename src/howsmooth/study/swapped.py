@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     import pandas
 
 REACH = (0.25, 0.5, 1.0, 2.0, 4.0)  # what tokens are multiplied by
-_PAGE = (16, 32, 64, 128)  # lengths on a page,
-_FEW = 2  # and samples
+_PAGE, _FEW = (16, 32, 64, 128), 2  # lengths and samples on a page
 
 
 @final
