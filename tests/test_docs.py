@@ -31,6 +31,7 @@ from problems import readers
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS).with_suffix("")): path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md"))}
+RUN_ELSEWHERE = ("howto/diffusers", "howto/parallel")  # by tests of what they show, under processes or with another package
 TYPED = "tutorial"  # typed word for word in tests/test_wheel.py
 EXAMPLES = {
     name: len(re.findall(r"^>>> (?!.*# doctest: \+SKIP)", page, re.M))
@@ -118,7 +119,7 @@ def test_python_stands_in_blocks_that_are_run(name):
     rest = FENCE.sub("", PAGES[name])
     assert not re.search(r"^ {4}(>>> |import |from \w[\w.]* import )", rest, re.M)
     assert {language for language, _ in FENCE.findall(PAGES[name])} <= {"python", "text", "json", "", *SHELL}
-    told = "\n".join(body for language, body in FENCE.findall(PAGES[name]) if language == "text" and name != "howto/parallel")
+    told = "\n".join(body for language, body in FENCE.findall(PAGES[name]) if language == "text" and name not in RUN_ELSEWHERE)
     assert not re.search(r"^(import|from \w+ import|with hs\.|\w+ = hs\.|hs\.)\b", told, re.M)
 
 
