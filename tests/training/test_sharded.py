@@ -4,16 +4,19 @@ import os
 import runpy
 import signal
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaModel
+from transformers.distributed import DistributedConfig
 
 import howsmooth as hs
 from howsmooth.training import gathered
@@ -45,13 +48,30 @@ def ids(rows: int, seed: int) -> torch.Tensor:
     return torch.randint(3, 30, (rows, 9), generator=torch.Generator().manual_seed(seed))
 
 
+def cut_by_the_library(model: Any, count: int) -> Any:
+    """A model that transformers makes tensor parallel as it loads it."""
+    own = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": count}
+    os.environ.update({key: str(value) for key, value in own.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    with TemporaryDirectory() as folder:
+        places = [folder]
+        dist.broadcast_object_list(places, src=0)
+        model.save_pretrained(places[0])  # written by the first process alone
+        dist.barrier()
+        how = DistributedConfig(tp_size=count)
+        found = LlamaModel.from_pretrained(places[0], dtype=torch.float64, distributed_config=how).train()
+        dist.barrier()
+    return found
+
+
 def spread(way: str) -> Any:
     """A model over all processes."""
-    model, count = llama(), torch.distributed.get_world_size()
+    model, count = llama(), dist.get_world_size()
     if way == "one":
         return model
     if way == "ddp":
         return nn.parallel.DistributedDataParallel(model)
+    if way == "library":
+        return cut_by_the_library(model, count)
     sizes = {"fsdp": (count, 1), "tp": (1, count), "fsdp and tp": (2, 2), "hsdp": (2, 2)}[way]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "parts"))
     if "tp" in way:
@@ -99,7 +119,7 @@ def clipped(rank: int, way: str) -> tuple[dict[str, Any], Any]:
 
 def penalised(rank: int, way: str) -> tuple[list[float], Any]:
     """A penalty beside a loss, at the rows of this process alone, and the gradient of both."""
-    model, rows = spread(way), ids(torch.distributed.get_world_size(), 5)
+    model, rows = spread(way), ids(dist.get_world_size(), 5)
     rows = rows if way == "one" or "tp" in way else rows[rank : rank + 1]
     penalty, found = hs.SmoothnessPenalty(model, 0.5, products=30), list[float]()
     for _ in range(2):
@@ -150,7 +170,7 @@ def check_tracker(first: Any, *others: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, pytest.param("library", marks=pytest.mark.weekly)])
 def test_a_tracker_gives_the_numbers_of_one_process_and_leaves_training_alone(way):
     check_tracker(*answers(2, runs, way))
 

@@ -23,6 +23,7 @@ from howsmooth.program.tracing import tensors_in
 
 _FINE, _COARSE = 1e-4, 2e-2  # of the largest entry: what two orders of sums explain, and the same in half precision
 _FSDP = "torch.distributed.fsdp"
+_AROUND = ("torch.distributed.", "transformers.distributed.")
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 _group: tuple[Any, Any] | None = None
 
@@ -146,11 +147,16 @@ def _reshard(model: nn.Module) -> None:
         part.reshard()
 
 
-def _hooks(model: nn.Module) -> list[tuple[dict[int, Any], int, str]]:
-    """The hooks of torch.distributed around modules: in which dictionary, under which key, and where they are from."""
+def _hooks(model: nn.Module) -> list[tuple[dict[Any, Any], Any, str]]:
+    """What is put around modules that are sharded: in which dictionary, under which key, and where it is from.
+
+    Those are hooks of torch.distributed, and forward passes that transformers puts in the place of a module's own.
+    """
     stores = [store for part in model.modules() for store in (part._forward_pre_hooks, part._forward_hooks)]
-    found = [(store, key, getattr(hook, "__module__", "")) for store in stores for key, hook in store.items()]
-    return [(store, key, origin) for store, key, origin in found if origin.startswith("torch.distributed.")]
+    found: list[tuple[dict[Any, Any], Any, Any]] = [(store, key, hook) for store in stores for key, hook in store.items()]
+    found += [(vars(part), "forward", vars(part)["forward"]) for part in model.modules() if "forward" in vars(part)]
+    origins = [(store, key, str(getattr(hook, "__module__", ""))) for store, key, hook in found]
+    return [(*at, origin) for *at, origin in origins if origin.startswith(_AROUND)]
 
 
 @torch.no_grad()
