@@ -534,7 +534,7 @@ def test_a_model_becomes_a_page_that_works(browser, desk):
     longest = [row for row in desk.rows if row["kind"] == "layer" and row["n"] == max(LENGTHS)]
     with visit(browser, path) as seen:
         charts = seen.page.evaluate(SURVEY)
-        assert set(charts) == set(CHARTS) | {"shuffled"}
+        assert set(charts) == set(CHARTS) | {"shuffled", "depth"}
         assert all(chart["shapes"] and not chart["bad"] for chart in charts.values())
         spoken = " ".join(seen.page.inner_text(".answer").split())
         assert f"Layer {max(longest, key=lambda row: row['value'])['layer']} amplifies most" in spoken
