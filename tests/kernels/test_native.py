@@ -46,7 +46,7 @@ def products(x, t, g, first: Any = 0, cu: Any = (), **given):
             packed = (t[0].transpose(0, 1) for t in (q, k, v))
             return hs.varlen(*packed, *map(torch.tensor, cu), enable_gqa=True, **given).transpose(0, 1)[None]
         if first:
-            how = (given.get("is_causal", False), q.shape[-1] ** -0.5, True, given.get("window"), None)
+            how = (given.get("is_causal", False), q.shape[-1] ** -0.5, True, given.get("window"), None, 0.0, None)
             return dot_product._attention(q, k, v, None, first, how)
         return hs.sdpa(q, k, v, enable_gqa=True, **given)
 

@@ -369,7 +369,9 @@ BAD: dict[str, tuple[tuple, dict[str, Any]]] = {
     "heads without gqa": ((torch.zeros(4, 3, 2), torch.zeros(2, 3, 2), torch.zeros(2, 3, 2)), {}),
     "heads that do not divide": ((torch.zeros(3, 3, 2), torch.zeros(2, 3, 2), torch.zeros(2, 3, 2)), {"enable_gqa": True}),
     "gqa without heads": ((Q[0], Q[0], Q[0]), {"enable_gqa": True}),
-    "dropout": ((Q, Q, Q), {"dropout_p": 0.1}),
+    "dropout of everything": ((Q, Q, Q), {"dropout_p": 1.0}),
+    "negative dropout": ((Q, Q, Q), {"dropout_p": -0.1}),
+    "dropout beside a learned mask": ((Q, Q, Q, torch.zeros(3, 3, requires_grad=True)), {"dropout_p": 0.1}),
     "mask and causal": ((Q, Q, Q), {"attn_mask": torch.ones(3, 3, dtype=torch.bool), "is_causal": True}),
     "mask of whole numbers": ((Q, Q, Q), {"attn_mask": torch.ones(3, 3, dtype=torch.int64)}),
     "mask in float64": ((Q, Q, Q), {"attn_mask": torch.ones(3, 3, dtype=torch.float64)}),
@@ -389,6 +391,46 @@ def test_bad_input_is_one_sentence(name):
     assert message.startswith("expected ")
     assert ", got " in message
     assert "; " in message
+
+
+def with_dropout(q, k, v, p=0.4, **given):
+    torch.manual_seed(3)
+    return sdpa(q, k, v, dropout_p=p, **given)
+
+
+def dropout_written_out(factors):
+    """The plain formula, with the weights that are left out given."""
+
+    def f(q, k, v, softcap=None, **given):
+        s = q @ k.mT * q.shape[-1] ** -0.5
+        s = s if softcap is None else softcap * torch.tanh(s / softcap)
+        if given:
+            s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        return (torch.softmax(s, -1) * factors) @ v
+
+    return f
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "vmap"])
+@pytest.mark.parametrize("given", [{"is_causal": True}, {"softcap": 1.5}])
+def test_dropout_leaves_the_same_weights_out_in_every_derivative(mode, given, monkeypatch):
+    x = tuple(gaussian(2, 2, 9, w, seed=i) for i, w in enumerate((3, 3, 2)))
+    factors = with_dropout(torch.zeros_like(x[0]), x[1], torch.eye(9, dtype=x[0].dtype).expand(2, 2, 9, 9)) * 9
+    assert {round(float(f), 6) for f in factors.unique()} == {0.0, round(1 / 0.6, 6)}
+    monkeypatch.setattr(tiled.TileSize, "on", lambda device: tiled.TileSize(4, 4, leaf=2, elements=32))
+    hold(with_dropout, dropout_written_out(factors), MODES[mode], x, **given)
+
+
+def test_dropout_leaves_out_as_many_as_it_says():
+    n, p = 300, 0.3
+    zero = torch.zeros(1, 4, n, 1, dtype=torch.float64)
+    kept = with_dropout(zero, zero, torch.eye(n, dtype=torch.float64).expand(1, 4, n, n), p=p) > 0
+    spread = (p * (1 - p) / kept.numel()) ** 0.5
+    assert abs(float(kept.double().mean()) - (1 - p)) < 5 * spread
+    for axis in (-1, -2, 1):  # neighbours are independent
+        both = (kept & kept.roll(1, axis)).double().mean()
+        assert abs(float(both) - (1 - p) ** 2) < 5 * spread
+    assert not torch.equal(*(sdpa(zero, zero, kept.double(), dropout_p=p) for _ in range(2)))
 
 
 def test_nan_stays_nan():
@@ -441,7 +483,7 @@ def test_exported():
 
 @pytest.mark.parametrize("name", ["attend", "attend_jvp", "attend_vjp", "attend_hvp", "attend_jvp2"])
 def test_the_operators_keep_torchs_rules(name):
-    how = (0.5, None, True, None, 0, None, 0, 0)
+    how = (0.5, None, True, None, 0, None, 0, 0, 0.0, None)
     (q, k, v), (dq, dk, dv) = SMALL, along(SMALL)
     ops = torch.ops.howsmooth
     o, lse = ops.attend(q, k, v, None, *how)

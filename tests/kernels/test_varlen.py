@@ -131,13 +131,13 @@ def test_bad_input_is_one_sentence(name):
 def test_a_batch_of_documents_is_refused():
     cu = torch.stack([CU, CU]).to("meta")
     x = X.to("meta")
-    with pytest.raises(BadInputError, match="expected the same documents for a whole batch"):
+    with pytest.raises(BadInputError, match="expected the same documents and seed of dropout"):
         vmap(lambda c: hs.varlen(x, x, x, c, c, 3, 3))(cu)
 
 
 def test_tokens_without_a_document_are_nan():
     """Nobody reads what a GPU holds before it runs."""
     ops, q = torch.ops.howsmooth, gaussian(1, 1, 4, 2, seed=0)
-    out, _ = ops.attend(q, q, q, None, 1.0, None, False, None, 0, torch.tensor([[1, 3, 1, 3]]), 3, 3)
+    out, _ = ops.attend(q, q, q, None, 1.0, None, False, None, 0, torch.tensor([[1, 3, 1, 3]]), 3, 3, 0.0, None)
     assert bool(out[0, 0, 0].isnan().all())
     assert bool(out[0, 0, 1:].isfinite().all())

@@ -87,8 +87,8 @@ def test_a_patched_model_is_measured_as_before():
 
 def test_torchs_function_comes_back_after_an_error():
     model = hs.patch(Block()).train()
-    model.drop = 0.1  # pyright: ignore[reportArgumentType]
-    with pytest.raises(BadInputError, match="expected dropout_p=0"):
+    model.drop = 1.0  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BadInputError, match="expected a dropout_p of at least 0 and below 1"):
         model(gaussian(1, 3, 8, seed=0))
     assert TORCHS is nn.functional.scaled_dot_product_attention
     assert torch.backends.mha.get_fastpath_enabled()

@@ -21,7 +21,8 @@ from howsmooth.settings import flag, number, shown, whole
 _NONE = "leave it out for none"
 _LONGEST = 2**31  # tokens
 _SOFTMAX = Softmax()
-_How = tuple[bool, float, bool, int | None, float | None]  # causal, scale, grouped heads, window, soft-cap
+# causal, scale, grouped heads, window, soft-cap, dropout and its seed
+_How = tuple[bool, float, bool, int | None, float | None, float, Tensor | None]
 
 
 def sdpa(
@@ -48,7 +49,8 @@ def sdpa(
         key: (…, m, d). Axes in front broadcast.
         value: (…, m, d_v).
         attn_mask: broadcasts to (…, n, m); true where a key is visible, or a number added to the logit.
-        dropout_p: must be 0.
+        dropout_p: the probability with which a weight is left out, below 1. Which ones follows from a seed that is drawn from
+            torch's generator of the CPU at each call, so all derivatives are of the same function. It runs on tiles.
         is_causal: query `i` attends to keys `j ≤ i`, counted from the first of each.
         scale: of the logits, `1/√d` by default.
         enable_gqa: the third axis from the end holds heads, and several of the query's share one of the key's and value's.
@@ -71,13 +73,19 @@ def sdpa(
     softcap = None if softcap is None else _real(softcap, "a positive softcap", above=0.0)
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or not 1 <= window < _LONGEST):
         window = whole(window, "a window of 1 or more whole tokens", _NONE, least=1, below=_LONGEST)
-    _check(query, key, value, dropout_p)
+    _check(query, key, value)
+    seed = None
+    if dropout_p != 0 or not isinstance(dropout_p, int | float):
+        dropout_p = number(dropout_p, "a dropout_p of at least 0 and below 1", "0 is for none", least=0.0, below=1.0)
+        seed = torch.randint(2**62, (), device="cpu") if dropout_p > 0 else None
     usual = 1 / math.sqrt(query.shape[-1] or 1)
     scale = usual if scale is None else _real(scale, "a finite scale of the logits")
 
-    how, at = (is_causal, scale, enable_gqa, window, softcap), active()
+    how, at = (is_causal, scale, enable_gqa, window, softcap, dropout_p, seed), active()
     if at is None or at.size == 1:
         return _attention(query, key, value, attn_mask, 0, how)
+    if seed is not None:
+        raise BadInputError("expected dropout_p=0 inside context_parallel, got more; set the attention dropout to 0")
     return attention_over(at, partial(_attention, how=how), query, key, value, attn_mask)
 
 
@@ -130,7 +138,7 @@ def varlen(
     if at is not None and at.size > 1:
         raise BadInputError("expected sdpa inside context_parallel, got varlen; give whole documents to each process")
     q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    _check(q, k, v, 0)
+    _check(q, k, v)
     lead = _lead(q.shape, k.shape, v.shape, enable_gqa)
     if lead != q.shape[:2]:
         raise BadInputError(f"expected keys with no more heads than queries, got {got}; give as many queries")
@@ -149,7 +157,7 @@ def varlen(
         return ((q * 0) @ _repeat(k, q.shape[1]).mT @ _repeat(v, q.shape[1]))[0].transpose(0, 1)
     documents = torch.cat([queries[0], keys[0]], 1)
     longest_first = (documents[:, 1].long() * documents[:, 3]).argsort(descending=True)
-    how = scale, softcap, causal, window, 0, documents[longest_first], queries[1], keys[1]
+    how = scale, softcap, causal, window, 0, documents[longest_first], queries[1], keys[1], 0.0, None
     return ATTEND(q, k, v, None, *how)[0][0].transpose(0, 1)
 
 
@@ -187,7 +195,7 @@ def _document_sizes(cu: Any, name: str, tokens: Tensor, most: Any) -> tuple[Tens
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first: int, how: _How) -> Tensor:
     """Attention of queries that stand at `first` and on among the keys."""
-    causal, scale, grouped, window, softcap = how
+    causal, scale, grouped, window, softcap, dropout, seed = how
     lead = _lead(query.shape, key.shape, value.shape, grouped)
     n, m, d_v = query.shape[-2], *value.shape[-2:]
     if mask is not None:
@@ -202,9 +210,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, f
         out = (q * 0) @ _repeat(k, q.shape[1]).mT @ _repeat(v, q.shape[1])
         out = out if learned is None else out + 0 * learned.sum()
     elif learned is not None:
+        if seed is not None:
+            raise BadInputError("expected dropout_p=0 beside a mask that is differentiated, got more; detach the mask")
         out = _plain(q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1]), learned, scale, softcap, window, first)
     else:
-        out = ATTEND(q, k, v, bias, scale, softcap, causal, window, first, None, 0, 0)[0]
+        out = ATTEND(q, k, v, bias, scale, softcap, causal, window, first, None, 0, 0, dropout, seed)[0]
     return out if len(lead) == 2 else out.reshape(*lead, n, d_v)
 
 
@@ -226,7 +236,7 @@ def attend(q: Queries, k: Keys, v: Values, scores: Scores) -> Outputs:
     if mask.keys is not None:
         hidden = torch.zeros_like(mask.keys, dtype=q.dtype).masked_fill(~mask.keys, -torch.inf)[:, None, None]
         bias = hidden if bias is None else bias + hidden
-    return ATTEND(q, k, v, bias, scores.scale, scores.softcap, mask.causal, mask.window, mask.first, None, 0, 0)[0]
+    return ATTEND(q, k, v, bias, scores.scale, scores.softcap, mask.causal, mask.window, mask.first, None, 0, 0, 0.0, None)[0]
 
 
 def _cast(*tensors: Tensor | None) -> tuple:
@@ -333,7 +343,7 @@ def _dense(t: Any) -> bool:
     )
 
 
-def _check(query, key, value, dropout) -> None:
+def _check(query, key, value) -> None:
     """Refuse what torch's function refuses."""
     q, k, v = query.shape, key.shape, value.shape
     if not query.dtype == key.dtype == value.dtype:
@@ -347,8 +357,6 @@ def _check(query, key, value, dropout) -> None:
             f"expected query (…, n, d), key (…, m, d) and value (…, m, d_v), got {tuple(q)}, {tuple(k)} and {tuple(v)}; "
             "transpose so that tokens come before widths"
         )
-    if not isinstance(dropout, int | float) or dropout != 0:
-        raise BadInputError(f"expected dropout_p=0, got {shown(dropout)}; call model.eval(), or set the attention dropout to 0")
 
 
 def _check_groups(q, k, v) -> None:

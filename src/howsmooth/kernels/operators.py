@@ -16,6 +16,8 @@ queries, its first key, the number of keys. No more than `max_q` and `max_k` of 
 What is computed of a token without a document is NaN. A kernel of the GPU takes all of them in one launch; on tiles they are
 read off the device and taken one by one.
 
+`seed`, on the CPU, says which weights dropout leaves out, each with probability `dropout`: on tiles, the same in every product.
+
 `ℓ` is (batch, heads, 2, n): the largest logit `t` of a row, and `log Σ exp(s − t)`, which one number for both would lose beside
 an offset of the whole row. Their sum does not depend on `t`, so `t` counts as a constant: derivatives of `ℓ` are zero and that
 of the second part. Kernels on a GPU count in units of log 2.
@@ -34,10 +36,11 @@ from howsmooth.kernels.base import Scores
 from howsmooth.kernels.dispatch import unfit
 from howsmooth.kernels.masks import Mask
 from howsmooth.kernels.tensors import heads_last
-from howsmooth.kernels.tiled import Blocked, hvp, jvp2
+from howsmooth.kernels.tiled import Blocked, Dropout, hvp, jvp2
 
 LIBRARY = torch.library.Library("howsmooth", "DEF")
-HOW = "float scale, float? softcap, bool causal, int? window, int first, Tensor? documents, int max_q, int max_k"
+HOW = "float scale, float? softcap, bool causal, int? window, int first, Tensor? documents, int max_q, int max_k, "
+HOW += "float dropout, Tensor? seed"
 N_HOW = HOW.count(",") + 1
 
 Tensors = tuple[Tensor, ...]
@@ -66,11 +69,12 @@ def _outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any], saved: Sequence[Tensor] | None) -> Blocked:
     kind = torch.promote_types(q.dtype, torch.float32)
-    scale, softcap, causal, window, first = how
+    scale, softcap, causal, window, first, p, seed = how
     mask = Mask.trusted(causal, window, None if bias is None else bias.to(kind), first)
     saved = None if saved is None else (saved[0].to(kind), saved[1])
     q, k, v = (t.to(kind) for t in (q, k, v))
-    return Blocked(q, k, v, Scores(scale, softcap, mask), trusted=True, saved=saved)
+    dropout = None if seed is None else Dropout(p, int(seed))
+    return Blocked(q, k, v, Scores(scale, softcap, mask), trusted=True, saved=saved, dropout=dropout)
 
 
 def _probes(moving: Sequence[Tensor], like: Tensor, kind: torch.dtype) -> list[Tensor]:
@@ -109,19 +113,19 @@ def _kernel(native: str | None, on_tiles: _Gives, tokens: str, fake: _Gives) -> 
     into, out_of = tokens.split(":")
 
     def whole(how: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensors:
-        fused = _fused(q, v)
+        fused = _fused(q, v) and how[-1] is None  # without a seed
         with _outside_autocast(q.device):
             # the logits of tiles are not those of the GPU's kernels to the last bit
             at = _tiles(q, k, v, bias, how, saved[:2] if saved and not fused else None)
             return on_tiles(q, at, *saved[2:])
 
     def kernel(*args: Any) -> Tensors:
-        tensors, (*how, documents, _, _) = args[:-N_HOW], args[-N_HOW:]
+        tensors, (*how, documents, _, _, p, seed) = args[:-N_HOW], args[-N_HOW:]
         q, k, v, _, *saved = tensors
-        if native is not None and _fused(q, v):
+        if native is not None and seed is None and _fused(q, v):
             return getattr(_native(), native)(*tensors, args[-N_HOW:])
         if documents is None:
-            return whole(how, *tensors)
+            return whole([*how, p, seed], *tensors)
         out = tuple(t.fill_(torch.nan) for t in fake(*tensors))
         for i, n, j, m in documents.tolist():
             spans = {"q": (-2, i, n), "k": (-2, j, m), "l": (-1, i, n)}
@@ -131,7 +135,7 @@ def _kernel(native: str | None, on_tiles: _Gives, tokens: str, fake: _Gives) -> 
                     part.zero_()
                 continue
             q_, k_, v_, *saved_ = (t.narrow(*spans[of]) for t, of in zip((q, k, v, *saved), into, strict=True))
-            for part, found in zip(parts, whole([*how[:-1], m - n], q_, k_, v_, None, *saved_), strict=True):
+            for part, found in zip(parts, whole([*how[:-1], m - n, p, seed], q_, k_, v_, None, *saved_), strict=True):
                 part.copy_(found)
         return out
 
@@ -172,7 +176,10 @@ def _batched(name: str, fixed: int, moving: int, outputs: int) -> Callable[..., 
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
         size, how = info.batch_size, args[fixed + moving :]
         if any(dim is not None for dim in in_dims[fixed + moving :]):
-            raise BadInputError("expected the same documents for a whole batch, got a batch of them; loop over it")
+            raise BadInputError(
+                "expected the same documents and seed of dropout for a whole batch, got a batch of them; "
+                "loop over it, or pass randomness='same'"
+            )
         moves = [front(t, d, size) for t, d in zip(args[fixed : fixed + moving], in_dims[fixed:], strict=False)]
         probes = bool(moves) and moves[0].ndim == 6
         if moves and all(d is None for d in in_dims[:fixed]):

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.kernels.base import Keys, Offsets, OnTiles, Outputs, Queries, Scores, Tile, TileSize, Values, flat, wide
@@ -37,6 +37,7 @@ from howsmooth.kernels.tensors import tanh_slope
 
 Tangents = tuple[Queries, Keys, Values]
 RowNumbers = Float[Tensor, "probes batch heads n"]
+_TALL, _DEEP = (slice(None), None), (slice(None), None, None)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,26 @@ class Block:
     cols: slice
     weights: Float[Tensor, "g rows cols"]
     slope: Float[Tensor, "g rows cols"]
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which weights are left out, each with probability `p` on its own, from a seed: nothing of it is kept.
+
+    A weight's number is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014) at its place, so every tile of every product
+    finds the same ones.
+    """
+
+    p: float
+    seed: int
+
+    def factors(self, place: Int[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+        """0 for a weight that is left out, `1/(1 − p)` for the others; all arithmetic is modulo 2⁶⁴."""
+        z = (place + self.seed) * -0x61C8864680B583EB
+        z = (z ^ ((z >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+        z = (z ^ ((z >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+        number = ((z ^ ((z >> 31) & (2**33 - 1))) >> 11) & (2**53 - 1)
+        return (number >= int(self.p * 2**53)).to(dtype) / (1 - self.p)
 
 
 class Tiled(OnTiles):
@@ -70,14 +91,16 @@ class Tiled(OnTiles):
         offset: Offsets | None = None,
         trusted: bool = False,
         saved: tuple[Outputs, Float[Tensor, "batch heads 2 n"]] | None = None,
+        dropout: Dropout | None = None,
     ):
-        """offset: as for `OnTiles`.  trusted: the inputs are not checked.
+        """offset: as for `OnTiles`.  trusted: the inputs are not checked.  dropout: of softmax's weights, with `Blocked` alone.
 
         saved: `output` and `log_sum_exp` of an earlier forward pass of softmax attention at the same place.
         """
         scores.kind.pointwise()  # refuses others
         super().__init__(q, k, v, scores, size, offset=offset, trusted=trusted)
         self._kind: Pointwise = self.scores.kind.pointwise()
+        self._dropout = dropout
         batch, heads, n, _ = self.shape
         if saved is not None:
             self.o, (self.largest, total) = saved[0].flatten(0, 1), saved[1].flatten(0, 1).unbind(1)
@@ -124,6 +147,16 @@ class Tiled(OnTiles):
             both = torch.bmm(q[b.heads, b.rows], k[b.heads, b.cols].mT) * b.slope
             found[b.heads, b.rows] |= (both > 0).any(-1)
         return found
+
+    def dropped(self, t: Tensor, heads: slice, rows: slice, cols: slice) -> Tensor:
+        """Numbers of a tile, (g, rows, cols) or (g, probes, rows, cols), without those that dropout leaves out."""
+        if self._dropout is None:
+            return t
+        n, m = self.shape[2:]
+        axes = (torch.arange(s.start, s.stop, device=t.device) for s in (heads, rows, cols))
+        g, i, j = (axis[shape] for axis, shape in zip(axes, (_DEEP, _TALL, slice(None)), strict=True))
+        factors = self._dropout.factors((g * n + i) * m + j, t.dtype)
+        return t * (factors if t.ndim == 3 else factors[:, None])
 
     @property
     def output(self) -> Outputs:
@@ -172,14 +205,14 @@ class Tiled(OnTiles):
         row_sum = total.new_zeros(batch * heads, probes, n, 1)
         for b in self.blocks():
             g, i, j = b.heads, b.rows, b.cols
-            total[g, i] += torch.bmm(b.weights, dv_wide[g, j])
+            total[g, i] += torch.bmm(self.dropped(b.weights, g, i, j), dv_wide[g, j])
             if flat_weights:
                 continue
             t = torch.matmul(left[g, :, i], right[g, :, j].mT)
             t *= b.slope[:, None]
             if self._kind.traits.divided:
                 row_sum[g, :, i] += t.sum(-1, keepdim=True)
-            by_probe[g, :, i] += torch.bmm(t.flatten(1, 2), self.v[g, j]).unflatten(1, (probes, -1))
+            by_probe[g, :, i] += torch.bmm(self.dropped(t, g, i, j).flatten(1, 2), self.v[g, j]).unflatten(1, (probes, -1))
         drift = self.unflat(row_sum * self.inverse[:, None])[..., 0]
         if self._kind.traits.divided:
             by_probe.addcmul_(row_sum, self.o[:, None], value=-1).mul_(self.inverse[:, None])
@@ -200,10 +233,11 @@ class Tiled(OnTiles):
         dv_wide = g_wide.new_zeros(batch * heads, m, g_wide.shape[-1])
         for b in self.blocks():
             h, i, j = b.heads, b.rows, b.cols
-            dv_wide[h, j] += torch.bmm(b.weights.mT, g_wide[h, i])
+            dv_wide[h, j] += torch.bmm(self.dropped(b.weights, h, i, j).mT, g_wide[h, i])
             if self._kind.flat:
                 continue
             ds = torch.bmm(g_hat[h, :, i].flatten(1, 2), self.v[h, j].mT).unflatten(1, (probes, -1))
+            ds = self.dropped(ds, h, i, j)
             if drift is not None:
                 ds -= drift[h, :, i]
             ds *= b.slope[:, None]
@@ -279,7 +313,7 @@ class Blocked(Tiled):
             weights = s.sub_(base[..., None]).exp_()
             total[at] = total[at] * shrink + weights.sum(-1)
             o[at] *= shrink[..., None]
-            o[at] += torch.bmm(weights, self.v[heads, tile.cols])
+            o[at] += torch.bmm(self.dropped(weights, *at, tile.cols), self.v[heads, tile.cols])
             largest[at] = raised
         largest.masked_fill_(largest == -torch.inf, 0.0)
         return total
@@ -303,15 +337,16 @@ def hvp(at: Tiled, along: Tangents, do: Outputs, dlse: RowNumbers, g: Outputs) -
         h, i, j = b.heads, b.rows, b.cols
         weights = b.weights[:, None]
         moved = torch.matmul(left[h, :, i], right[h, :, j].mT)  # S'
-        pull = torch.bmm(g_[h, :, i].flatten(1, 2), at.v[h, j].mT).unflatten(1, (probes, -1)).sub_(delta[h, :, i])
-        second = torch.matmul(g_[h, :, i], dv[h, :, j].mT).sub_(ddelta[h, :, i])
+        pull = torch.bmm(g_[h, :, i].flatten(1, 2), at.v[h, j].mT).unflatten(1, (probes, -1))
+        pull = at.dropped(pull, h, i, j).sub_(delta[h, :, i])
+        second = at.dropped(torch.matmul(g_[h, :, i], dv[h, :, j].mT), h, i, j).sub_(ddelta[h, :, i])
         if at.scores.softcap is not None:
             tanh, slope = (t[:, None] for t in at.capped(b))
             second.addcmul_(pull * moved, tanh, value=-2 / at.scores.softcap)
             moved.mul_(slope)
         second.addcmul_(moved.sub_(rho[h, :, i]), pull).mul_(b.slope[:, None])
         first = pull.mul_(b.slope[:, None])
-        moved.mul_(weights)
+        moved = at.dropped(moved.mul_(weights), h, i, j)
         hq[h, :, i] += torch.bmm(second.flatten(1, 2), at.k[h, j]).unflatten(1, (probes, -1)) + first @ dk[h, :, j]
         hk[h, :, j] += second.mT @ at.q[h, None, i] + first.mT @ dq[h, :, i]
         hv[h, :, j] += moved.mT @ g_[h, :, i]
@@ -342,7 +377,8 @@ def jvp2(at: Tiled, along: Tangents, dlse: RowNumbers, twice: Tangents, dlse2: R
         moved2.sub_(rho2[h, :, i])
         second.addcmul_(moved, moved2).mul_(weights)
         row[h, :, i] += second.sum(-1, keepdim=True)
+        second, moved, moved2 = (at.dropped(t, h, i, j) for t in (second, moved.mul_(weights), moved2.mul_(weights)))
         out[h, :, i] += torch.bmm(second.flatten(1, 2), at.v[h, j]).unflatten(1, (probes, -1))
-        out[h, :, i] += moved.mul_(weights) @ dv2[h, :, j] + moved2.mul_(weights) @ dv[h, :, j]
+        out[h, :, i] += moved @ dv2[h, :, j] + moved2 @ dv[h, :, j]
     scale = at.inverse[:, None]
     return at.unflat(out.addcmul_(row, at.o[:, None], value=-1).mul_(scale)), at.unflat(row.mul_(scale))[..., 0]

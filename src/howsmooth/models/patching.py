@@ -52,7 +52,7 @@ def use_sdpa() -> Iterator[None]:
     """Inside it `torch.nn.functional.scaled_dot_product_attention` is `howsmooth.sdpa`, in every thread.
 
     So whatever calls torch's function by that name (timm, diffusers, `nn.MultiheadAttention`, plain torch) has forward mode and
-    second derivatives. Dropout of attention must be off.
+    second derivatives.
 
     >>> import torch
     >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()

@@ -233,7 +233,7 @@ def _is_first_of_own(n: Node) -> bool:
     source = n.args[0] if n.target is operator.getitem and n.args[1] == 0 else None
     if not isinstance(source, Node) or source.target is not torch.ops.howsmooth.attend.default:
         return False
-    *_, first, documents, _, _ = source.args
-    if first or documents is not None:
+    *_, first, documents, _, _, _, seed = source.args
+    if first or documents is not None or seed is not None:
         return False
     return not any(u.users for u in source.users if u is not n)

@@ -31,7 +31,7 @@ class _Launches:
     """Operands as kernels read them, and what a launch depends on besides."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Sequence[Any]):
-        *how, self.documents, max_q, max_k = how
+        *how, self.documents, max_q, max_k, _, _ = how
         self.q, self.k, self.v = _rows(q), _rows(k), _rows(v)
         self.bias, bias_strides = self.q if self.documents is None else self.documents, (0, 0, 0)
         if bias is not None:
