@@ -23,7 +23,7 @@ from howsmooth.training import gathered
 from marks import sample
 from problems.processes import together
 
-WAYS = sample(["fsdp", "ddp", "tp"], None, None, None)
+WAYS = ["fsdp", "ddp", "tp"]
 PLAN: Any = {
     **{f"self_attn.{name}_proj": ColwiseParallel for name in "qkv"},
     "self_attn.o_proj": RowwiseParallel,
@@ -176,14 +176,14 @@ def test_a_tracker_gives_the_numbers_of_one_process_and_leaves_training_alone(wa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sample(WAYS, None, pytest.mark.weekly))
 def test_a_penalty_has_the_gradient_of_one_process_with_all_rows(way):
     ((_, slopes), (_, want)), _ = answers(2, both, penalised, way)
     assert off(slopes, want) <= 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sample(WAYS, None, pytest.mark.weekly))
 def test_clipped_weights_are_those_of_one_process(way):
     ((found, weights), (one, want)), ((other, _), _) = answers(2, both, clipped, way)
     assert found == other

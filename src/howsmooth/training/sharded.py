@@ -156,7 +156,7 @@ def _hooks(model: nn.Module) -> list[tuple[dict[Any, Any], Any, str]]:
     found: list[tuple[dict[Any, Any], Any, Any]] = [(store, key, hook) for store in stores for key, hook in store.items()]
     found += [(vars(part), "forward", vars(part)["forward"]) for part in model.modules() if "forward" in vars(part)]
     origins = [(store, key, str(getattr(hook, "__module__", ""))) for store, key, hook in found]
-    return [(*at, origin) for *at, origin in origins if origin.startswith(_AROUND)]
+    return [(store, key, origin) for store, key, origin in origins if origin.startswith(_AROUND)]
 
 
 @torch.no_grad()
