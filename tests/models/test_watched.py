@@ -61,7 +61,7 @@ def test_what_is_not_made_of_known_pieces_is_refused():
     model = _model("bert")
     with pytest.raises(HowSmoothError, match="within=r beside per"):
         model.measure(ids=[3, 5], layer=0, per="sequence")
-    with pytest.raises(HowSmoothError, match="neither heads nor closed"):
+    with pytest.raises(HowSmoothError, match="none of heads, closed, gain, k beside within"):
         model.measure(ids=[3, 5], layer=0, within=0.1, heads=True)
     for bad in (-1.0, float("nan"), float("inf"), "far"):
         with pytest.raises(HowSmoothError, match="a finite distance"):
