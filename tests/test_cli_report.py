@@ -299,7 +299,7 @@ def test_the_demo_of_a_model_is_its_report(arguments, model, lengths, layers, sa
     other = run("demo", "./model")
     assert (other.exit_code, other.stderr) == (
         2,
-        "howsmooth: expected models of a package among demo, smollm2, got './model'; pick one of them\n",
+        "howsmooth: expected a model that comes in a package among demo, smollm2, got './model'; pick one of them\n",
     )
 
 

@@ -125,6 +125,26 @@ def test_the_example():
     assert max(together(2, meanflow)) <= 1e-12
 
 
+def short(rank):
+    """How far shards of three tokens and one are off under a mask, with lengths told; and a mask that is one number."""
+    q, k, v = torch.randn(3, 1, 2, 4, 4, dtype=D, generator=torch.Generator().manual_seed(2))
+    mask, own = (
+        torch.randn(4, 4, dtype=D, generator=torch.Generator().manual_seed(3)),
+        slice(0, 3) if rank == 0 else slice(3, 4),
+    )
+    want = [hs.sdpa(q, k, v, m)[..., own, :] for m in (mask, mask[:1], torch.tensor(0.5, dtype=D))]
+    with hs.context_parallel(mesh_of(2), lengths=[3, 1]):
+        found = [hs.sdpa(*(t[..., own, :] for t in (q, k, v)), m) for m in (mask[own], mask[:1], torch.tensor(0.5, dtype=D))]
+    return [float((a - b).abs().max()) for a, b in zip(found, want, strict=True)]
+
+
+@pytest.mark.slow
+def test_a_shard_of_one_token_under_a_mask():
+    """Whose row may be of one query or of all."""
+    for found in together(2, short):
+        assert max(found) <= 1e-12
+
+
 def tangents(rank):
     """Of torch's collectives, and of those under `sdpa`, along a tangent of ones."""
     group, x = dist.distributed_c10d._get_default_group(), torch.ones(2, 4, dtype=D)

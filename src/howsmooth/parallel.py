@@ -205,8 +205,11 @@ def _lengths(at: Processes, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
                 f"expected {at.lengths[at.rank]} queries and keys on process {at.rank}, as lengths said, got {n} and {m}; "
                 "correct lengths, or leave it out"
             )
-        return [at.lengths, at.lengths, at.lengths if rows > 1 else (1,) * at.size]
-    alike = [None if t is None else (t.shape[:_TOKENS], t.shape[-1], t.dtype) for t in (q, k, v, mask)]
+        every = (1,) * at.size
+        if mask is not None and mask.ndim > 1 and min(at.lengths) < 2:  # one row may be of one query or of all
+            every = next(zip(*at.agreed(rows, device=q.device), strict=True))
+        return [at.lengths, at.lengths, at.lengths if rows > 1 else every]
+    alike = [None if t is None else (t.shape[:_TOKENS], t.shape[-1:], t.dtype) for t in (q, k, v, mask)]
     *found, marks = zip(*at.agreed(n, m, rows, zlib.crc32(repr((alike, how)).encode()), device=q.device), strict=True)
     if len(set(marks)) > 1:
         raise BadInputError(

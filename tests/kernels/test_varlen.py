@@ -141,3 +141,15 @@ def test_tokens_without_a_document_are_nan():
     out, _ = ops.attend(q, q, q, None, 1.0, None, False, None, 0, torch.tensor([[1, 3, 1, 3]]), 3, 3, 0.0, None)
     assert bool(out[0, 0, 0].isnan().all())
     assert bool(out[0, 0, 1:].isfinite().all())
+
+
+def test_wrong_documents_that_are_not_read_back_give_nan(monkeypatch):
+    """As on a GPU, and under a compiler."""
+    q, k, v = torch.randn(3, 6, 2, 4, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    right = torch.tensor([0, 2, 6])
+    assert hs.varlen(q, k, v, right, None, 4, 4).isfinite().all()
+    assert hs.varlen(q, k, v, right, None, 4, 3)[2:].isnan().all()  # a document longer than was said
+    for wrong in ([0, 2, 4], [1, 2, 6], [0, 5, 3]):
+        assert hs.varlen(q, k, v, right, torch.tensor(wrong), 6, 6).isnan().all()
+        assert hs.varlen(q, k, v, torch.tensor(wrong), None, 6, 6).isnan().all()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from benchmarks.gpu_lens import rows_by_autograd
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import howsmooth as hs
@@ -145,6 +146,8 @@ def test_prompts_that_cannot_count_are_named_and_left_out(monkeypatch):
         (lambda m, p: m.mean_jacobian(p, layers=[3]), "expected layers before layer 3"),
         (lambda m, p: m.mean_jacobian(p, to=7), 'expected "final" or a layer below 4'),
         (lambda m, p: m.mean_jacobian(p, layers=["a"]), "expected a layer, counted from 0"),
+        (lambda m, p: m.mean_jacobian(p, n=2.5), "expected a whole number of tokens n"),
+        (lambda m, p: m.mean_jacobian(p, positions=[1.0]), "expected whole positions"),
         (lambda m, p: m.mean_jacobian(p)[3], r"expected a layer of the lens, \[0, 1, 2\]"),
         (lambda m, p: m.mean_jacobian(p).apply(torch.zeros(7), 0), r"expected hidden states \(…, 32\), got \(7,\)"),
         (lambda m, p: m.mean_jacobian(p, to=2).apply(torch.zeros(32), 0), "expected a lens to the end of a model"),
@@ -153,6 +156,29 @@ def test_prompts_that_cannot_count_are_named_and_left_out(monkeypatch):
 def test_what_does_not_fit_is_refused_in_a_sentence(ask, said):
     with pytest.raises(hs.HowSmoothError, match=said):
         ask(hs.load(llama(), device="cpu"), prompts())
+
+
+def test_prompts_of_any_kind_are_cut_alike_and_count_as_often_as_they_come():
+    model, (a, b) = hs.load(gpt(), device="cpu"), prompts(2)
+    want = model.mean_jacobian([a[:25]])[0]
+    for prompt in (a, torch.tensor(a), model.capture(ids=a).window):
+        torch.testing.assert_close(model.mean_jacobian([prompt], n=25)[0], want)
+    twice = model.mean_jacobian([a, a, b])
+    assert twice.n_prompts == 3
+    torch.testing.assert_close(twice[0], (2 * model.mean_jacobian([a])[0] + model.mean_jacobian([b])[0]) / 3)
+    torch.testing.assert_close(model.mean_jacobian([a], positions=[1, 3, 3])[0], model.mean_jacobian([a], positions=[1, 3])[0])
+    assert twice.apply(torch.zeros(100, 32), 0).shape == (100, 100)  # more states than the model has positions
+    assert twice.apply(torch.zeros(0, 32), 0).shape == (0, 100)
+
+
+def test_files_that_are_no_lens_are_refused(tmp_path):
+    model, given = hs.load(gpt(), device="cpu"), prompts()
+    with pytest.raises(hs.HowSmoothError, match="expected a place to write to"):
+        model.mean_jacobian(given, path=tmp_path / "nowhere" / "lens.safetensors")
+    for told in ({"source_layers": "[0]"}, {"source_layers": "3"}):
+        save_file({f"{name}.0": torch.eye(8) for name in ("J", "squares", "turned")}, tmp_path / "other", told)
+        with pytest.raises(hs.HowSmoothError, match=r"expected a lens that Lens\.save wrote"):
+            Lens.load(tmp_path / "other")
 
 
 def test_a_model_without_a_head_says_so():

@@ -80,7 +80,7 @@ def demo(
 
     Example: howsmooth demo --quick --out demo-report
     """
-    model = choice(model, "models of a package", tuple(PACKAGED))
+    model = choice(model, "a model that comes in a package", tuple(PACKAGED))
     sweep = SweepOptions(workers=workers, resume=resume, device=device, quiet=quiet)
     if quick:
         sweep, figures = replace(sweep, lengths=(8, 12, 16), layers=(0, 3), samples=2), False

@@ -153,9 +153,9 @@ def varlen(
             f"expected as many documents among the keys as among the queries, got {len(keys[0])} and {len(queries[0])}; "
             "correct cu_seq_k"
         )
-    if 0 in (*q.shape, *v.shape):
+    if 0 in (*q.shape[:-1], *v.shape):
         return ((q * 0) @ _repeat(k, q.shape[1]).mT @ _repeat(v, q.shape[1]))[0].transpose(0, 1)
-    documents = torch.cat([queries[0], keys[0]], 1)
+    documents = torch.cat([queries[0], keys[0]], 1).masked_fill((queries[2] | keys[2])[:, None], 0)
     longest_first = (documents[:, 1].long() * documents[:, 3]).argsort(descending=True)
     how = scale, softcap, causal, window, 0, documents[longest_first], queries[1], keys[1], 0.0, None
     return ATTEND(q, k, v, None, *how)[0][0].transpose(0, 1)
@@ -173,8 +173,11 @@ def _window_of(size: Any) -> tuple[bool, int | None]:
     )
 
 
-def _document_sizes(cu: Any, name: str, tokens: Tensor, most: Any) -> tuple[Tensor, int]:
-    """Where documents begin and how many tokens each has, (documents, 2), and the length of none is more."""
+def _document_sizes(cu: Any, name: str, tokens: Tensor, most: Any) -> tuple[Tensor, int, Tensor]:
+    """Where documents begin and how many tokens each has, (documents, 2), a length that none passes, and which are wrong.
+
+    What lies on a GPU is not read back: there wrong documents are left out, and their tokens give NaN.
+    """
     n, fix = tokens.shape[-2], "count tokens from 0 on, one number more than documents"
     if not isinstance(cu, Tensor) or cu.dtype not in (torch.int32, torch.int64) or cu.ndim != 1 or len(cu) < 2:
         raise BadInputError(f"expected {name} as a row of whole numbers, got {described(cu)}; {fix}")
@@ -187,10 +190,11 @@ def _document_sizes(cu: Any, name: str, tokens: Tensor, most: Any) -> tuple[Tens
             raise BadInputError(f"expected {name} that grows from 0 to {n} tokens, got {shown(str(ends))}; {fix}")
         if most is not None and max(lengths) > most:
             raise BadInputError(f"expected no document over {most} tokens, got one of {max(lengths)}; correct max_{name[-1]}")
-    starts = cu.to(tokens.device, torch.int32).clamp(0, n)
-    sizes = starts.diff()
-    most = int(sizes.max()) if most is None else most
-    return torch.stack([starts[:-1], sizes.clamp(0, most)], 1), most
+    ends = cu.to(tokens.device, torch.int32)
+    sizes = ends.diff()
+    most = int(sizes.max().clamp(0, n)) if most is None else most
+    wrong = (sizes > most) | (ends[0] != 0) | (ends[-1] != n) | (sizes < 0).any()
+    return torch.stack([ends[:-1], sizes], 1), most, wrong
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first: int, how: _How) -> Tensor:

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import BadFunctionError, BadInputError, ResultsError, reason
 from howsmooth.models.model_input import ModelInput, Which
+from howsmooth.models.tokens import Window
 from howsmooth.program.operations import shape
 from howsmooth.program.replay import Way, followed
 from howsmooth.progress import progress_bar
@@ -34,6 +35,7 @@ PROMPT, POSITIONS = (
     slice(16, -1),
 )  # tokens of a prompt, and those that count: early ones are sinks, the last has no next word
 _ROW_BYTES = {"cpu": 2**24, "cuda": 2**27}  # of what moves through the widest operation in one backward pass
+_MOST = 2**31  # tokens
 _SAMPLED = 64  # entries of a weight that tell a model from another
 _DOMINANT = 0.1  # share of all prompts' squared norms above which one dominates
 
@@ -141,6 +143,7 @@ class Lens:
 
     def save(self, path: str | Path) -> None:
         """Write everything to a safetensors file, in one piece or not at all."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         path = Path(path)
@@ -154,7 +157,7 @@ class Lens:
         try:
             save_file(tensors, beside, {k: json.dumps(v) for k, v in about.items()})
             beside.replace(path)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise ResultsError(f"expected a place to write to, got {reason(error)}; choose another path") from error
         finally:
             beside.unlink(missing_ok=True)
@@ -171,13 +174,14 @@ class Lens:
                     k: LensSum(*(file.get_tensor(f"{name}.{k}") for name in ("J", "squares", "turned")))
                     for k in map(int, told["source_layers"])
                 }
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+                norms = {int(k): tuple(v) for k, v in told["norms"]}
+                prompts, left_out, mark = tuple(told["prompts"]), tuple(told["left_out"]), told["fingerprint"]
+                name, to = told["model"], told["to"]
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise ResultsError(
                 f"expected a lens that Lens.save wrote, got {reason(error)}; check {shown(str(path))}"
             ) from error
-        norms = {int(k): tuple(v) for k, v in told["norms"]}
-        prompts, left_out = tuple(told["prompts"]), tuple(told["left_out"])
-        return cls(told["model"], told["to"], sums, norms, prompts, left_out, told["fingerprint"], model)
+        return cls(name, to, sums, norms, prompts, left_out, mark, model)
 
     def _layer(self, layer: int) -> int:
         if layer not in self.sums:
@@ -195,6 +199,9 @@ def mean_jacobian(
     path: str | Path | None,
 ) -> Lens:
     """A lens of a model, prompt by prompt; one that is at `path` already goes on where it ended."""
+    n = None if n is None else whole(n, "a whole number of tokens n", "ask for one or more", least=1)
+    if not isinstance(positions, slice):
+        positions = [whole(i, "whole positions", "list them, or pass a slice", least=-_MOST) for i in positions]
     chosen = None if layers is None else [whole(k, "a layer, counted from 0", "list whole numbers") for k in layers]
     given = [prompts] if isinstance(prompts, str) else items(prompts, "a list of prompts", "pass texts or lists of token ids")
     if not given:
@@ -208,7 +215,8 @@ def mean_jacobian(
                 f"expected a lens of {model.name} with these layers and positions at {shown(str(path))}, got one of "
                 f"{lens.model} with other weights or settings; choose another path"
             )
-    marks = [hashlib.sha256(repr(_plain(p)).encode()).hexdigest()[:16] for p in given]
+    plain = [repr(_plain(p)) for p in given]  # one that comes twice counts twice
+    marks = [hashlib.sha256(f"{p} {plain[:i].count(p)}".encode()).hexdigest()[:16] for i, p in enumerate(plain)]
     if unknown := set(lens.prompts) - set(marks):
         raise BadInputError(
             f"expected all prompts of the lens at {shown(str(path))}, got {len(unknown)} less; add them, or choose another path"
@@ -249,12 +257,13 @@ def _of_prompt(
     model: "Model", prompt: Any, chosen: list[int] | None, to: int | str, positions: slice | Sequence[int], n: int | None
 ) -> dict[int, Tensor]:
     """The Jacobians of one prompt, by layer."""
-    window = prompt
     if isinstance(prompt, str):
         text = model.text(prompt)
         window = text.window(n) if n is not None and len(text) + len(text.prefix) + len(text.suffix) > n else text.window()
-    elif n is not None and isinstance(prompt, list | tuple):
-        window = prompt[:n]
+    elif isinstance(prompt, Window) and (n is None or len(prompt) <= n):
+        window = prompt
+    else:
+        window = [whole(i, "token ids", "list whole numbers") for i in items(_plain(prompt), "a prompt", "list token ids")][:n]
     sample = model.capture([window]).sample
     length, layers = len(sample.window), len(sample.layers.found)
     last = whole(layers - 1 if to == "final" else to, f'"final" or a layer below {layers}', "count from 0", below=layers)
@@ -262,12 +271,12 @@ def _of_prompt(
     if not sources or sources[-1] >= last:
         raise BadInputError(f"expected layers before layer {last}, where the Jacobians end, got {sources}; choose earlier ones")
     try:
-        at = list(range(length))[positions] if isinstance(positions, slice) else [range(length)[i] for i in positions]
+        at = range(length)[positions] if isinstance(positions, slice) else sorted({range(length)[i] for i in positions})
     except IndexError:
         at = []
     if not at:
         raise _UselessPromptError(f"{length} tokens, too few for the positions")
-    found = jacobians(sample, sources, to, torch.tensor(at))
+    found = jacobians(sample, sources, to, torch.tensor(list(at)))
     if not all(bool(J.isfinite().all()) for J in found.values()):
         raise _UselessPromptError("its Jacobian is not finite")
     return found
@@ -323,7 +332,8 @@ def _rows(y: Tensor, pull: Callable[..., Any], sources: Sequence[int], at: Tenso
 
 def behind(model: "Model", h: Tensor) -> Tensor:
     """What the model makes of states that leave its last block: its final norm and head, token by token."""
-    ids = [0] * min(PROMPT, max(1, h.numel() // h.shape[-1]))
+    most = getattr(getattr(model.module, "config", None), "max_position_embeddings", None)
+    ids = [0] * min(PROMPT, most if isinstance(most, int) and most > 0 else PROMPT, max(1, h.shape[:-1].numel()))
     sample = model.capture(ids=ids).sample
     final, logits = sample.ends(0, Which("block", to="final")), sample.ends(0, Which("block", to="logits"))
     leave = next(n for n in logits.leave if len(shape(n) or ()) > 1)
@@ -337,7 +347,8 @@ def behind(model: "Model", h: Tensor) -> Tensor:
             padded = torch.cat([part, part.new_zeros(len(ids) - len(part), part.shape[1])])
             out = segment(padded.reshape(size))[0]
             found.append(out.reshape(len(ids), -1)[: len(part)])
-    return torch.cat(found).reshape(*h.shape[:-1], -1)
+    out = torch.cat(found)
+    return out.reshape(*h.shape[:-1], out.shape[-1])
 
 
 def _step(y: Tensor, way: Way) -> int:

@@ -1,7 +1,7 @@
 """Attacks in token space: change at most `k` words so that a layer's output moves most, or its constant rises most.
 
 Substitutions are guided by first order in the embeddings. With `J` the Jacobian from embeddings to the output, replacing token
-`i` by word `w` moves the output by about `J_i (e_w − e_i)`; a few random output directions, pulled back, estimate its length
+`i` by word `w` moves the output by about `J_i (e_w − e_i)`; vjps of a few random output directions estimate its length
 for all words and places at once: `|J_i Δ|² = E ⟨J_iᵀu, Δ⟩²` for Gaussian `u`. Everything reported is scored exactly, by running
 the model.
 """

@@ -116,7 +116,7 @@ def clip_(
         check_finite(x, "tokens")
         if not layer.kind.traits.softmax:
             raise BadInputError(
-                f"expected softmax attention to clip, got {layer.kind!r}; how its logits and values scale is not settled here"
+                f"expected softmax attention to clip, got {layer.kind!r}; how its logits and values scale is not known here"
             )
         return Clipped(quantity, target, tuple(_clip(_of_attention(layer, x, quantity, parts), quantity, target, 0)))
     if not isinstance(layer, nn.Module | Model):

@@ -53,8 +53,8 @@ def told(value: Any) -> list[Any]:
 def gathered(model: nn.Module, *, here: bool = True, derives: bool = False, at: Call | None = None) -> Iterator[None]:
     """Inside it a model's weights are whole, if they lie in shards; every process of the run enters, and leaves, together.
 
-    What is written into weights goes into the shards, as process 0 has it. Where one process raises, so do the others as they
-    leave, and nothing is written.
+    What is written into weights goes into the shards, as process 0 has it, but for writes into `.data`, which nobody sees.
+    Where one process raises, so do the others as they leave, and nothing is written.
 
     Args:
         model: Sharded by `fully_shard`, `parallelize_module` or both; another one is left as it is, and no process waits.
@@ -95,6 +95,8 @@ def gathered(model: nn.Module, *, here: bool = True, derives: bool = False, at: 
             if own is not None and here:
                 _compare(model, own, _run(model, at))
             yield
+            if other := [key for store, key, t in places if here and store[key] is not whole[id(t)]]:
+                raise BadInputError(f"expected weights written in place, got another tensor as {other[0]}; call its copy_")
     except BaseException as error:
         with suppress(HowSmoothError):  # where another process has ended too
             told((reason(error), ()))
@@ -106,7 +108,8 @@ def gathered(model: nn.Module, *, here: bool = True, derives: bool = False, at: 
                 f"expected every process of the run to go on, got {failure} on process {process}; correct that there"
             )
     for i in sorted({i for _, changed in ends for i in changed}):
-        _write([*distinct.values()][i], [*whole.values()][i])
+        key, t = [*distinct.items()][i]
+        _write(t, whole.get(key))
 
 
 @contextmanager
@@ -189,12 +192,15 @@ def _whole(t: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _write(t: Any, full: Tensor) -> None:
+def _write(t: Any, full: Tensor | None) -> None:
     """Write a whole weight into the shards of all processes, as the first one has it."""
     from torch.distributed.tensor import distribute_tensor
 
+    there = t.device_mesh.device_type
+    full = torch.empty(t.shape, dtype=t.dtype, device=there) if full is None else full.detach().to(there, copy=True)
     with going_on():
-        own = distribute_tensor(full.detach().to(t.device_mesh.device_type), t.device_mesh, t.placements)
+        torch.distributed.broadcast(full, 0)
+        own = distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None)  # cut where it is: uneven shards too
     t.to_local().copy_(own.to_local())
 
 

@@ -34,7 +34,7 @@ def lower(layer: Constants, n: int, radius: float) -> Bound:
         answer = "one token has no other to attend to"
     elif isinstance(answer, float):
         answer = 0.5 * math.log(n - 1) - log_add(0.0, math.log(n - 1) - 2 * (answer * radius * radius))
-    return at_least("B2", "√n from below", statement, _SOURCE, _BELOW, answer)
+    return at_least("B2", "√n, attained", statement, _SOURCE, _BELOW, answer)
 
 
 def multi_head(layer: Constants, n: int, radius: float) -> Bound:
@@ -65,7 +65,7 @@ def mean_field_lower(layer: Constants, radius: float) -> Bound:
     if isinstance(gamma, float):
         square = gamma * radius * radius
         answer = log_of(square / 2) + square
-    return at_least("B5", "mean field from below", statement, _SOURCE, _BELOW, answer, mean_field=True)
+    return at_least("B5", "mean field, attained", statement, _SOURCE, _BELOW, answer, mean_field=True)
 
 
 def plain(layer: Constants, *, one_head: bool, causal: bool) -> str | None:
