@@ -134,7 +134,8 @@ def short(rank):
     )
     want = [hs.sdpa(q, k, v, m)[..., own, :] for m in (mask, mask[:1], torch.tensor(0.5, dtype=D))]
     with hs.context_parallel(mesh_of(2), lengths=[3, 1]):
-        found = [hs.sdpa(*(t[..., own, :] for t in (q, k, v)), m) for m in (mask[own], mask[:1], torch.tensor(0.5, dtype=D))]
+        q, k, v = (t[..., own, :] for t in (q, k, v))
+        found = [hs.sdpa(q, k, v, m) for m in (mask[own], mask[:1], torch.tensor(0.5, dtype=D))]
     return [float((a - b).abs().max()) for a, b in zip(found, want, strict=True)]
 
 

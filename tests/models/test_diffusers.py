@@ -84,7 +84,7 @@ def test_a_patched_model_has_every_derivative(make):
 
 
 @pytest.mark.slow
-def test_the_registrys_own_way():
+def test_the_own_way_of_the_registry():
     model, inputs = flux()
     f, x = field(model, inputs), inputs["hidden_states"]
     with sdpa_kernel(SDPBackend.MATH):

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed import DistributedConfig  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 import howsmooth as hs
 from howsmooth.training import gathered
@@ -251,7 +251,7 @@ def refusals(rank: int) -> Any:
     torch.manual_seed(0)
     kept, x = Halved(2), torch.randn(1, 5, 8)
     halved = parallelize_module(Halved(2), mesh, {**dict.fromkeys("qkv", ColwiseParallel()), "o": RowwiseParallel()})
-    sharded = fully_shard(kept, mesh=mesh)
+    sharded: Any = fully_shard(kept, mesh=mesh)
     for refused in (
         lambda: hs.Tracker(halved, x),
         lambda: hs.lipschitz(sharded, x),
