@@ -245,6 +245,24 @@ class Halved(nn.Module):
         return x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+def doubled(rank: int, who: int) -> float:
+    """How far weights are off that one process alone has whole, and doubles."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4, bias=False)
+    want = 2 * layer.weight.detach()
+    sharded: Any = fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    with gathered(sharded, here=rank == who), torch.no_grad():
+        if rank == who:
+            sharded.weight.mul_(2)
+    return float((sharded.weight.full_tensor().detach() - want).abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_the_only_process_with_whole_weights_writes_is_written(who: int):
+    assert together(2, doubled, who) == [0.0, 0.0]
+
+
 def refusals(rank: int) -> Any:
     said = []
     mesh = init_device_mesh("cpu", (2,))

@@ -53,8 +53,8 @@ def told(value: Any) -> list[Any]:
 def gathered(model: nn.Module, *, here: bool = True, derives: bool = False, at: Call | None = None) -> Iterator[None]:
     """Inside it a model's weights are whole, if they lie in shards; every process of the run enters, and leaves, together.
 
-    What is written into weights goes into the shards, as process 0 has it, but for writes into `.data`, which nobody sees.
-    Where one process raises, so do the others as they leave, and nothing is written.
+    What is written into weights goes into the shards, as the first process with `here` has it, but for writes into `.data`,
+    which nobody sees. Where one process raises, so do the others as they leave, and nothing is written.
 
     Args:
         model: Sharded by `fully_shard`, `parallelize_module` or both; another one is left as it is, and no process waits.
@@ -99,17 +99,18 @@ def gathered(model: nn.Module, *, here: bool = True, derives: bool = False, at: 
                 raise BadInputError(f"expected weights written in place, got another tensor as {other[0]}; call its copy_")
     except BaseException as error:
         with suppress(HowSmoothError):  # where another process has ended too
-            told((reason(error), ()))
+            told((reason(error), (), here))
         raise
-    ends = told((None, [i for i, key in enumerate(whole) if whole[key]._version != versions[key]]))
-    for process, (failure, _) in enumerate(ends):
+    ends = told((None, [i for i, key in enumerate(whole) if whole[key]._version != versions[key]], here))
+    for process, (failure, *_) in enumerate(ends):
         if failure is not None:
             raise HowSmoothError(
                 f"expected every process of the run to go on, got {failure} on process {process}; correct that there"
             )
-    for i in sorted({i for _, changed in ends for i in changed}):
+    first = next((process for process, (*_, has) in enumerate(ends) if has), 0)
+    for i in sorted({i for _, changed, _ in ends for i in changed}):
         key, t = [*distinct.items()][i]
-        _write(t, whole.get(key))
+        _write(t, whole.get(key), first)
 
 
 @contextmanager
@@ -192,14 +193,14 @@ def _whole(t: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _write(t: Any, full: Tensor | None) -> None:
-    """Write a whole weight into the shards of all processes, as the first one has it."""
+def _write(t: Any, full: Tensor | None, source: int) -> None:
+    """Write a whole weight into the shards of all processes, as one of them has it."""
     from torch.distributed.tensor import distribute_tensor
 
     there = t.device_mesh.device_type
     full = torch.empty(t.shape, dtype=t.dtype, device=there) if full is None else full.detach().to(there, copy=True)
     with going_on():
-        torch.distributed.broadcast(full, 0)
+        dist.broadcast(full, source)
         own = distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None)  # cut where it is: uneven shards too
     t.to_local().copy_(own.to_local())
 
